@@ -1,0 +1,1 @@
+"""Click-through-rate models on feature tables: DIN, DCNv2, gradient-boosted trees."""

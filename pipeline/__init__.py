@@ -1,0 +1,1 @@
+"""From entity rows to knowledge and features."""

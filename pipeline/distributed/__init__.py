@@ -1,0 +1,1 @@
+"""The only place that imports ray: actors, the shard queue, cluster start-up."""

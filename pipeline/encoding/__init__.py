@@ -1,0 +1,1 @@
+"""Texts to vectors, vectors to cluster ids, both to feature tables."""

@@ -1,0 +1,54 @@
+"""Every error of the pipeline that a user can fix, in one place.
+
+    PipelineError
+    +-- TableError       an input table is missing, malformed or inconsistent
+    +-- ConfigError      a setting, template or date that is not one
+    +-- ModelError       a model that cannot be loaded or packed
+    +-- WorkspaceError   a workspace of another version, damaged, or not one
+    |   +-- WorkspaceBusy  another process holds its lock
+    +-- RowError         one row that cannot be done; the row goes to quarantine and the run goes on
+    +-- RunFailed        more rows failed than the run allows
+
+A message says what was found, what was expected, and what to do.
+"""
+
+
+class PipelineError(Exception):
+    """Base of the errors that a user can fix."""
+
+
+class TableError(PipelineError):
+    """An input table is missing, malformed or inconsistent."""
+
+
+class ConfigError(PipelineError):
+    """A setting, a template or a date is not what it should be."""
+
+
+class ModelError(PipelineError):
+    """A model cannot be loaded, or its attention cannot be packed."""
+
+
+class WorkspaceError(PipelineError):
+    """A workspace is of another version, damaged, or not a workspace."""
+
+
+class WorkspaceBusy(WorkspaceError):
+    """Another process holds the workspace's lock."""
+
+
+class RowError(PipelineError):
+    """One row cannot be done.
+
+    Parameters
+    ----------
+    reason : short text for the quarantine file; begins with a stable word ("too-long", "unparsable", "undecodable").
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class RunFailed(PipelineError):
+    """More rows failed than the configured share allows."""

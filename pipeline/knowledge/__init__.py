@@ -1,0 +1,1 @@
+"""What is asked of the model and what is kept of its answer."""

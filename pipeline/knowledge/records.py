@@ -1,0 +1,58 @@
+"""The record that a night keeps of each text, as an Arrow schema.
+
+One row an entity and side. The text and its token ids are both kept: the ids are what tomorrow's pools are built
+from, and they need not be recoverable from the text. Nothing here depends on the clock, so that the same night
+run twice writes the same bytes.
+"""
+
+from typing import Literal
+
+import pyarrow as pa
+
+Side = Literal["user", "item"]
+SIDES: tuple[Side, ...] = ("user", "item")
+
+RECORD_VERSION = 1
+
+# Where an accepted token came from. `target` is the model's own choice: a plain step, a correction or a bonus token.
+SOURCE_TARGET, SOURCE_PREVIOUS, SOURCE_PROMPT, SOURCE_OUTPUT, SOURCE_POOL = range(5)
+SOURCE_NAMES = ("target", "previous", "prompt", "output", "pool")
+NUM_SOURCES = len(SOURCE_NAMES)
+
+FINISH_REASONS = ("end_of_text", "stop", "length")
+
+
+def knowledge_schema(entity_id_type: pa.DataType) -> pa.Schema:
+    """Arrow schema of knowledge files, whose `entity_id` keeps the type it has in the input table.
+
+    Parameters
+    ----------
+    entity_id_type : `pa.string()` or `pa.int64()`.
+    """
+    return pa.schema(
+        [
+            pa.field("entity_id", entity_id_type, nullable=False),
+            pa.field("side", pa.string(), nullable=False),
+            pa.field("framework", pa.string(), nullable=False),
+            pa.field("template", pa.string(), nullable=False),  # name@version
+            pa.field("text", pa.string(), nullable=False),
+            pa.field("token_ids", pa.list_(pa.int32()), nullable=False),  # end token not included
+            pa.field("token_sources", pa.list_(pa.uint8()), nullable=False),  # SOURCE_*, one a token
+            pa.field("fields_json", pa.string(), nullable=False),  # the parsed answer: {aspect: text}
+            pa.field("fingerprint", pa.string(), nullable=False),
+            pa.field("run_id", pa.string(), nullable=False),  # the run that generated it, not the one that carried it over
+            pa.field("model_id", pa.string(), nullable=False),
+            pa.field("pool_version", pa.string()),  # null: no pool was there
+            pa.field("pool_group", pa.string()),
+            pa.field("decoding_json", pa.string(), nullable=False),  # verifier and its settings
+            pa.field("num_prompt_tokens", pa.int32(), nullable=False),
+            pa.field("num_history", pa.int32(), nullable=False),
+            pa.field("num_history_dropped", pa.int32(), nullable=False),
+            pa.field("num_tokens", pa.int32(), nullable=False),
+            pa.field("num_steps", pa.int32(), nullable=False),
+            pa.field("num_drafted", pa.int32(), nullable=False),
+            pa.field("num_accepted", pa.int32(), nullable=False),
+            pa.field("finish_reason", pa.string(), nullable=False),
+        ],
+        metadata={"laserbatch.record": "knowledge", "laserbatch.version": str(RECORD_VERSION)},
+    )

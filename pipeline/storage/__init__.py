@@ -1,0 +1,1 @@
+"""Parquet in and out, manifests, the workspace, quarantine."""

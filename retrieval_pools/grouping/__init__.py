@@ -1,0 +1,1 @@
+"""Ways to put entities into groups whose texts resemble each other."""
