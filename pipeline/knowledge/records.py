@@ -14,11 +14,6 @@ SIDES: tuple[Side, ...] = ("user", "item")
 
 RECORD_VERSION = 1
 
-# Where an accepted token came from. `target` is the model's own choice: a plain step, a correction or a bonus token.
-SOURCE_TARGET, SOURCE_PREVIOUS, SOURCE_PROMPT, SOURCE_OUTPUT, SOURCE_POOL = range(5)
-SOURCE_NAMES = ("target", "previous", "prompt", "output", "pool")
-NUM_SOURCES = len(SOURCE_NAMES)
-
 FINISH_REASONS = ("end_of_text", "stop", "length")
 
 
@@ -37,7 +32,7 @@ def knowledge_schema(entity_id_type: pa.DataType) -> pa.Schema:
             pa.field("template", pa.string(), nullable=False),  # name@version
             pa.field("text", pa.string(), nullable=False),
             pa.field("token_ids", pa.list_(pa.int32()), nullable=False),  # end token not included
-            pa.field("token_sources", pa.list_(pa.uint8()), nullable=False),  # SOURCE_*, one a token
+            pa.field("token_sources", pa.list_(pa.uint8()), nullable=False),  # retrieval_pools.sources.SOURCE_*, one a token
             pa.field("fields_json", pa.string(), nullable=False),  # the parsed answer: {aspect: text}
             pa.field("fingerprint", pa.string(), nullable=False),
             pa.field("run_id", pa.string(), nullable=False),  # the run that generated it, not the one that carried it over
