@@ -1,0 +1,127 @@
+"""What every command shares towards the person who runs it: progress, summaries, errors as exit codes.
+
+Knows nothing of what the commands do. Progress and log lines go to standard error, summaries to standard output, so
+that `laserbatch ... --json | jq` works.
+"""
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+logger = logging.getLogger("laserbatch")
+stderr = Console(stderr=True, highlight=False)
+stdout = Console(highlight=False)
+
+PLAIN_LINE_EVERY_S = 5.0
+
+
+class ExitCode(IntEnum):
+    """The documented exit codes of every command."""
+
+    OK = 0
+    UNEXPECTED = 1
+    USAGE = 2
+    BAD_INPUT = 3
+    RUN_FAILED = 4
+    BUSY = 5
+
+
+class ProgressBar(Protocol):
+    """One running count."""
+
+    def advance(self, num_done: int = 1, detail: str = "") -> None:
+        """Add to the count; `detail` replaces the text behind the bar."""
+
+
+class _TerminalBar:
+    def __init__(self, progress: Progress, task_id) -> None:
+        self._progress, self._task_id = progress, task_id
+
+    def advance(self, num_done: int = 1, detail: str = "") -> None:
+        self._progress.update(self._task_id, advance=num_done, **({"detail": detail} if detail else {}))
+
+
+class _LineBar:
+    """Plain lines for a log: one when it starts, one every few seconds, one when it ends."""
+
+    def __init__(self, label: str, total: int | None) -> None:
+        self._label, self._total, self._done, self._detail = label, total, 0, ""
+        self._start_s = self._last_s = time.monotonic()
+
+    def advance(self, num_done: int = 1, detail: str = "") -> None:
+        self._done += num_done
+        self._detail = detail or self._detail
+        if time.monotonic() - self._last_s >= PLAIN_LINE_EVERY_S:
+            self._print()
+
+    def _print(self) -> None:
+        self._last_s = time.monotonic()
+        count = f"{self._done}/{self._total}" if self._total is not None else str(self._done)
+        print(f"{self._label}: {count}  {self._last_s - self._start_s:.0f} s  {self._detail}".rstrip(), file=sys.stderr)
+        sys.stderr.flush()
+
+
+@contextmanager
+def progress(label: str, total: int | None = None) -> Iterator[ProgressBar]:
+    """A progress bar on a terminal, plain lines elsewhere.
+
+    Parameters
+    ----------
+    label : what is being done.
+    total : how many steps there are; None when unknown.
+    """
+    if not stderr.is_terminal:
+        bar = _LineBar(label, total)
+        bar._print()
+        yield bar
+        bar._print()
+        return
+    columns = (TextColumn("{task.description:<22}"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[detail]}"), console=stderr) as terminal:
+        yield _TerminalBar(terminal, terminal.add_task(label, total=total, detail=""))
+
+
+def say(line: str) -> None:
+    """One line for the person or the log."""
+    stderr.print(line, markup=False)
+
+
+def summary(data: Mapping, as_json: bool) -> None:
+    """Print what a command did.
+
+    Parameters
+    ----------
+    data : plain values; nested mappings become indented rows.
+    as_json : print one JSON object instead of a table.
+    """
+    if as_json:
+        print(json.dumps(data, indent=2, default=str, ensure_ascii=False))
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            table.add_row(f"[bold]{key}[/bold]", "")
+            for inner, inner_value in value.items():
+                table.add_row(f"  {inner}", _shown(inner_value))
+        else:
+            table.add_row(key, _shown(value))
+    stdout.print(table)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    if isinstance(value, Mapping | list | tuple):
+        return json.dumps(value, default=str, ensure_ascii=False)
+    return str(value)
