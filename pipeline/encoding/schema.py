@@ -1,0 +1,60 @@
+"""The feature table, as an Arrow schema: all that CTR training needs to know of the pipeline.
+
+One file a side, one row an entity. Imports nothing of the pipeline, and no torch: this file is the contract between
+those who make features and those who train on them.
+"""
+
+import datetime
+
+import pyarrow as pa
+
+FEATURE_VERSION = 1
+
+
+def feature_schema(side: str, entity_id_type: pa.DataType, dim: int) -> pa.Schema:
+    """Arrow schema of a feature file.
+
+    Parameters
+    ----------
+    side : "user" or "item".
+    entity_id_type : type of the ids in the input tables, `pa.string()` or `pa.int64()`.
+    dim : length of a vector.
+    """
+    return pa.schema(
+        [
+            pa.field(f"{side}_id", entity_id_type, nullable=False),
+            pa.field("vector", pa.list_(pa.float32(), dim), nullable=False),  # L2-normalised
+            pa.field("cluster_id", pa.int32(), nullable=False),  # 0 .. num_clusters - 1
+            pa.field("run_id", pa.string(), nullable=False),  # the run that generated the text; begins with its date
+            pa.field("fingerprint", pa.string(), nullable=False),  # of the prompt that the text answers
+        ],
+        metadata={"laserbatch.record": "feature", "laserbatch.version": str(FEATURE_VERSION), "laserbatch.side": side},
+    )
+
+
+def check_feature_schema(schema: pa.Schema, side: str) -> None:
+    """Raise ValueError, saying what was found and expected, when a table is not a feature table of this version and side."""
+    metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
+    found = metadata.get("laserbatch.record"), metadata.get("laserbatch.version"), metadata.get("laserbatch.side")
+    if found != ("feature", str(FEATURE_VERSION), side):
+        raise ValueError(
+            f"expected a feature table of version {FEATURE_VERSION} of side {side}, found record {found[0]}, "
+            f"version {found[1]}, side {found[2]}; encode the run again with `laserbatch encode`"
+        )
+    columns = [f"{side}_id", "vector", "cluster_id", "run_id", "fingerprint"]
+    if schema.names != columns:
+        raise ValueError(f"expected the columns {columns} in a feature table, found {schema.names}")
+
+
+def run_date(run_id: str) -> datetime.date:
+    """Date of a run id (`<date>-<settings hash>`): the text was made from what was known at the end of that day.
+
+    Raises
+    ------
+    ValueError
+        The id does not begin with a date.
+    """
+    try:
+        return datetime.date.fromisoformat(run_id[:10])
+    except ValueError:
+        raise ValueError(f"run id {run_id!r} does not begin with a date (expected YYYY-MM-DD-...)") from None
