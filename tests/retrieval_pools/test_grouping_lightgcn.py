@@ -1,0 +1,115 @@
+"""LightGCN: planted communities come out, and nothing but the arguments goes in."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from sklearn.metrics import adjusted_rand_score
+
+from retrieval_pools.grouping.kmeans import cluster_embeddings
+from retrieval_pools.grouping.lightgcn import _normalised_adjacency, bpr_loss, propagate, train_lightgcn
+from retrieval_pools.routing_settings import LightGCNSettings
+
+NUM_USERS, NUM_ITEMS, NUM_COMMUNITIES = 300, 200, 6
+
+
+@pytest.fixture(scope="module")
+def world():
+    """User and item ids (12 interactions a user, 80 % inside the own community), and both sides' communities."""
+    rng = np.random.default_rng(7)
+    user_communities = rng.integers(0, NUM_COMMUNITIES, NUM_USERS)
+    item_communities = rng.integers(0, NUM_COMMUNITIES, NUM_ITEMS)
+    users = np.repeat(np.arange(NUM_USERS), 12)
+    inside = rng.random(len(users)) < 0.8
+    items = [
+        rng.choice(np.flatnonzero(item_communities == user_communities[user])) if own else rng.integers(NUM_ITEMS)
+        for user, own in zip(users, inside, strict=True)
+    ]
+    return users, np.array(items), user_communities, item_communities
+
+
+def _string_ids(prefix, numbers):
+    return pa.array([f"{prefix}{number:04d}" for number in numbers])
+
+
+def test_planted_communities_are_recovered_on_both_sides(world):
+    users, items, user_communities, item_communities = world
+    trained = train_lightgcn(_string_ids("u", users), _string_ids("i", items))
+    for embeddings, communities in ((trained.users, user_communities), (trained.items, item_communities)):
+        assert embeddings.vectors.dtype == np.float32
+        assert embeddings.vectors.shape == (len(embeddings.ids), LightGCNSettings().dim)
+        groups = cluster_embeddings(embeddings.vectors, NUM_COMMUNITIES, seed=0)
+        planted = [communities[int(entity_id[1:])] for entity_id in embeddings.ids.to_pylist()]
+        assert adjusted_rand_score(planted, groups) > 0.8
+
+
+def test_losses_fall_and_training_stops_at_the_plateau(world):
+    users, items, _, _ = world
+    losses = train_lightgcn(pa.array(users), pa.array(items), LightGCNSettings(max_steps=500)).losses
+    assert losses[-1] < 0.75 * losses[0]
+    assert len(losses) < 500
+
+
+def test_equal_arguments_give_equal_vectors_whatever_the_global_state_and_the_order(world):
+    users, items, _, _ = world
+    first = train_lightgcn(pa.array(users), pa.array(items), seed=3)
+    torch.manual_seed(99)
+    np.random.seed(99)
+    order = np.random.default_rng(1).permutation(np.r_[np.arange(len(users)), np.arange(50)])  # shuffled, with repeats
+    second = train_lightgcn(pa.array(users[order]), pa.array(items[order]), seed=3)
+    assert first.users.ids == second.users.ids
+    assert first.losses == second.losses
+    np.testing.assert_array_equal(first.users.vectors, second.users.vectors)
+    np.testing.assert_array_equal(first.items.vectors, second.items.vectors)
+    other = train_lightgcn(pa.array(users), pa.array(items), seed=4)
+    assert not np.array_equal(first.users.vectors, other.users.vectors)
+
+
+def test_training_leaves_the_global_random_state_alone(world):
+    users, items, _, _ = world
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    train_lightgcn(pa.array(users), pa.array(items), LightGCNSettings(max_steps=2))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_propagation_equals_the_dense_formula_and_its_gradient_is_the_propagated_gradient():
+    torch.manual_seed(0)
+    users, items = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([0, 1, 1, 0, 2])
+    interactions = torch.zeros(3, 3)
+    interactions[users, items] = 1
+    dense = torch.zeros(6, 6)  # Eq. 6
+    dense[:3, 3:], dense[3:, :3] = interactions, interactions.T
+    scale = torch.diag(dense.sum(dim=1).rsqrt())
+    dense = scale @ dense @ scale
+    layer_0 = torch.randn(6, 4, requires_grad=True)
+    expected = (layer_0 + dense @ layer_0 + dense @ dense @ layer_0) / 3
+    adjacency = _normalised_adjacency(users, items, 3, 3)
+    torch.testing.assert_close(propagate(adjacency, layer_0.detach(), num_layers=2), expected.detach())
+
+    batch = users, items + 3, torch.tensor([2, 2, 0, 1, 1]) + 3
+    bpr_loss(expected, *batch).backward()
+    final = expected.detach().clone().requires_grad_()
+    bpr_loss(final, *batch).backward()
+    torch.testing.assert_close(propagate(adjacency, final.grad, num_layers=2), layer_0.grad)
+
+
+def test_large_graphs_train_on_sampled_pairs(world, monkeypatch):
+    monkeypatch.setattr("retrieval_pools.grouping.lightgcn.MAX_PAIRS_PER_STEP", 500)
+    users, items, user_communities, _ = world
+    trained = train_lightgcn(pa.array(users), pa.array(items))
+    groups = cluster_embeddings(trained.users.vectors, NUM_COMMUNITIES, seed=0)
+    assert adjusted_rand_score(user_communities, groups) > 0.8
+
+
+def test_no_interactions_give_no_vectors():
+    trained = train_lightgcn(pa.array([], pa.string()), pa.array([], pa.string()))
+    assert trained.users.vectors.shape == (0, LightGCNSettings().dim)
+    assert len(trained.items.ids) == 0
+
+
+def test_one_interaction_is_enough_to_run():
+    trained = train_lightgcn(pa.array([5]), pa.array([9]))
+    assert trained.users.ids.to_pylist() == [5]
+    assert np.isfinite(trained.users.vectors).all()
