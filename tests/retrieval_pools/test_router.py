@@ -1,0 +1,252 @@
+"""The router: collaborative for known and active entities, attributes for all others, and the published baselines."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import ValidationError
+from sklearn.metrics import adjusted_rand_score
+
+from retrieval_pools.errors import PoolError
+from retrieval_pools.grouping.kmeans import EntityEmbeddings
+from retrieval_pools.router import Route, Router, fit_routers
+from retrieval_pools.routing_settings import LightGCNSettings, RoutingSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_USERS, NUM_ITEMS, NUM_COMMUNITIES = 120, 80, 4
+NUM_COLD = 20  # the last users, with two interactions each
+SETTINGS = RoutingSettings(num_groups=NUM_COMMUNITIES, max_group_size=30, min_group_size=5)
+
+
+def _users(id_type=pa.string()):
+    numbers = np.arange(NUM_USERS)
+    return pa.table({
+        "user_id": _ids("u", numbers, id_type),
+        "taste": pa.array([["Mystery", "Harbour" if n % 2 else "Manor"] if n % 3 else ["Romance"] for n in numbers]),
+        "age": pa.array([20 + n * 7 % 40 for n in numbers]),
+    })  # fmt: skip
+
+
+def _interactions(id_type=pa.string()):
+    rng = np.random.default_rng(0)
+    users, items = [], []
+    for user in range(NUM_USERS):
+        own = np.arange(user % NUM_COMMUNITIES, NUM_ITEMS, NUM_COMMUNITIES)
+        chosen = rng.choice(own, 10, replace=False) if user < NUM_USERS - NUM_COLD else rng.choice(own, 2)
+        users += [user] * len(chosen)
+        items += chosen.tolist()
+    return pa.table({"user_id": _ids("u", users, id_type), "item_id": _ids("i", items, id_type)})
+
+
+def _ids(prefix, numbers, id_type):
+    if pa.types.is_integer(id_type):
+        return pa.array([int(number) for number in numbers], id_type)
+    return pa.array([f"{prefix}{number}" for number in numbers], id_type)
+
+
+def _counts(entities, interactions):
+    counted = {row["values"]: row["counts"] for row in interactions["user_id"].value_counts().to_pylist()}
+    return np.array([counted.get(entity_id, 0) for entity_id in entities["user_id"].to_pylist()])
+
+
+@pytest.fixture(scope="module")
+def users():
+    return _users()
+
+
+@pytest.fixture(scope="module")
+def interactions():
+    return _interactions()
+
+
+@pytest.fixture(scope="module")
+def router(users, interactions):
+    return Router.fit("user", users, interactions, SETTINGS, seed=1)
+
+
+def test_active_entities_get_their_community_and_cold_ones_their_attributes(router, users, interactions):
+    routes = router.route_all(users, _counts(users, interactions))
+    warm, cold = routes[:-NUM_COLD], routes[-NUM_COLD:]
+    assert {route.scheme for route in warm} == {"collaborative"}
+    assert {route.group for route in warm} == {f"collaborative/{number}" for number in range(NUM_COMMUNITIES)}
+    planted = [user % NUM_COMMUNITIES for user in range(len(warm))]
+    assert adjusted_rand_score(planted, [route.group for route in warm]) > 0.8
+    assert {route.scheme for route in cold} == {"attribute"}
+    assert all(route.group.startswith(("attribute/Mystery/", "attribute/Romance")) for route in cold)
+
+
+def test_unknown_entities_fall_back_to_the_longest_known_prefix(router):
+    mystery = {"taste": ["Mystery", "Spaceship"], "age": 30}
+    assert router.route("never seen", mystery, 50) == Route("attribute/Mystery", "attribute")
+    assert router.route("never seen", {"taste": None, "age": None}, 0) == Route("attribute", "attribute")
+    assert router.route("never seen", {}, 0) == Route("attribute", "attribute")
+
+
+def test_a_known_entity_with_too_few_interactions_now_is_cold(router):
+    assert router.route("u0", {"taste": ["Romance"]}, SETTINGS.min_interactions).scheme == "collaborative"
+    assert router.route("u0", {"taste": ["Romance"]}, SETTINGS.min_interactions - 1).scheme == "attribute"
+
+
+def test_an_entity_that_became_active_after_the_fit_stays_with_its_attributes(router):
+    assert router.route(f"u{NUM_USERS - 1}", {"taste": ["Mystery"]}, 500) == Route("attribute/Mystery", "attribute")
+
+
+@pytest.mark.parametrize("scheme", ["router", "collaborative", "attribute", "random", "global"])
+@pytest.mark.parametrize("id_type", [pa.string(), pa.large_string(), pa.int64(), pa.int32()], ids=str)
+def test_saved_router_routes_identically_and_tables_route_as_single_entities(scheme, id_type, tmp_path):
+    users, interactions = _users(id_type), _interactions(id_type)
+    settings = SETTINGS.model_copy(update={"scheme": scheme, "lightgcn": LightGCNSettings(dim=8)})
+    router = Router.fit("user", users, interactions, settings, seed=1)
+    router.save(tmp_path)
+    loaded = Router.load(tmp_path)
+    strangers = users.slice(0, 10).set_column(0, "user_id", _ids("new", range(900, 910), id_type))
+    asked = pa.concat_tables([users, strangers])
+    counts = np.r_[_counts(users, interactions), np.full(10, 99)]
+    routes = router.route_all(asked, counts)
+    assert routes == loaded.route_all(asked, counts)
+    singles = [
+        loaded.route(row["user_id"], row, int(count)) for row, count in zip(asked.to_pylist(), counts, strict=True)
+    ]
+    assert routes == singles
+    expected = {
+        "router": {"collaborative", "attribute"}, "collaborative": {"collaborative", "global"},
+        "attribute": {"attribute"}, "random": {"random"}, "global": {"global"},
+    }  # fmt: skip
+    assert {route.scheme for route in routes} == expected[scheme]
+
+
+def test_int_and_string_ids_give_the_same_groups(users, interactions, router):
+    numbered = Router.fit("user", _users(pa.int64()), _interactions(pa.int64()), SETTINGS, seed=1)
+    counts = _counts(users, interactions)
+    planted = [route.group for route in numbered.route_all(_users(pa.int64()), counts)]
+    assert adjusted_rand_score(planted, [route.group for route in router.route_all(users, counts)]) > 0.9
+
+
+def test_equal_arguments_give_equal_files_whatever_the_order_of_rows(users, interactions, router, tmp_path):
+    rng = np.random.default_rng(3)
+    shuffled = Router.fit(
+        "user", users.take(rng.permutation(users.num_rows)), interactions.take(rng.permutation(interactions.num_rows)),
+        SETTINGS, seed=1,
+    )  # fmt: skip
+    router.save(tmp_path / "a")
+    shuffled.save(tmp_path / "b")
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert files == ["attribute_groups.parquet", "collaborative.parquet", "router.json"]
+    for name in files:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_a_loaded_router_needs_no_torch(router, tmp_path):
+    router.save(tmp_path)
+    program = (
+        "import sys; from retrieval_pools.router import Router\n"
+        f"route = Router.load({str(tmp_path)!r}).route('u0', {{}}, 9)\n"
+        "assert 'torch' not in sys.modules; print(route.group)"
+    )
+    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == router.route("u0", {}, 9).group
+
+
+def test_both_sides_at_once_equal_two_fits(users, interactions, router):
+    items = pa.table({"item_id": _ids("i", range(NUM_ITEMS), pa.string())})
+    both = fit_routers(users, items, interactions, SETTINGS, seed=1)
+    counts = _counts(users, interactions)
+    assert both["user"].route_all(users, counts) == router.route_all(users, counts)
+    alone = Router.fit("item", items, interactions, SETTINGS, seed=1)
+    assert both["item"].collaborative.groups.tolist() == alone.collaborative.groups.tolist()
+    assert both["item"].route("i0", {}, 25).scheme == "collaborative"
+
+
+def test_embeddings_of_another_recommender_can_be_used(users, interactions):
+    order = np.random.default_rng(0).permutation(NUM_USERS - 1)  # one user has no vector
+    vectors = np.eye(3, dtype=np.float32)[order % 3]
+    embeddings = EntityEmbeddings(_ids("u", order, pa.string()), vectors)
+    router = Router.fit("user", users, interactions, SETTINGS.model_copy(update={"num_groups": 3}), 0, embeddings)
+    groups = [router.route(f"u{n}", {}, 10).group for n in range(NUM_USERS - NUM_COLD)]
+    assert adjusted_rand_score([n % 3 for n in range(len(groups))], groups) == 1
+
+
+def test_defaults_work_on_tables_without_attributes_and_without_interactions(users, interactions):
+    ids_only = users.select(["user_id"])
+    assert Router.fit("user", ids_only, interactions).route("u0", {}, 10).scheme == "collaborative"
+    nothing_yet = Router.fit("user", ids_only, interactions.slice(0, 0))
+    assert nothing_yet.route_all(ids_only, np.zeros(NUM_USERS)) == [Route("attribute", "attribute")] * NUM_USERS
+    nobody = Router.fit("user", users.slice(0, 0), interactions)
+    assert nobody.route_all(users.slice(0, 0), np.zeros(0)) == []
+    assert nobody.route("u0", {"taste": ["Romance"]}, 10) == Route("attribute", "attribute")
+
+
+def test_interactions_of_entities_outside_the_table_are_not_grouped(users, interactions):
+    router = Router.fit("user", users.slice(0, 50), interactions, SETTINGS)
+    assert len(router.collaborative.ids) == 50
+    assert router.route("u60", {}, 10).scheme == "attribute"
+
+
+def test_random_groups_depend_on_the_seed_only(users, interactions):
+    settings = SETTINGS.model_copy(update={"scheme": "random"})
+    first, second, other = (Router.fit("user", users, interactions, settings, seed) for seed in (1, 1, 2))
+    counts = np.zeros(NUM_USERS)
+    assert first.route_all(users, counts) == second.route_all(users, counts)
+    assert first.route_all(users, counts) != other.route_all(users, counts)
+    assert first.route("never seen", {}, 0).group.startswith("random/")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("shop", _users(), _interactions()), "unknown side 'shop'"),
+        (("item", _users(), _interactions()), "entities has no column 'item_id'; its columns are user_id, taste, age"),
+        (("user", _users(), _interactions().select(["item_id"])), "interactions has no column 'user_id'"),
+        (("user", _users(), _interactions(pa.int64())), "ids of interactions are int64, those of entities are large_"),
+        (("user", pa.table({"user_id": [1.5]}), _interactions()), "entities.user_id is of type double"),
+        (("user", pa.table({"user_id": ["a", None]}), _interactions()), "entities.user_id has 1 nulls"),
+        (("user", _users(), _interactions(), RoutingSettings(user_attributes=("taste", "tast"))), "attribute 'tast'"),
+    ],
+)
+def test_input_that_a_user_can_fix_is_named(arguments, message):
+    with pytest.raises(PoolError, match=message):
+        Router.fit(*arguments)
+
+
+def test_routing_tables_that_do_not_fit_is_refused(router, users):
+    with pytest.raises(PoolError, match="int64"):
+        router.route_all(_users(pa.int64()), np.zeros(NUM_USERS))
+    with pytest.raises(PoolError, match="3 interaction counts for 120 entities"):
+        router.route_all(users, np.zeros(3))
+
+
+def test_missing_damaged_and_foreign_files_are_refused(router, tmp_path):
+    with pytest.raises(PoolError, match=r"router.json, .* missing; rebuild"):
+        Router.load(tmp_path)
+    router.save(tmp_path)
+    (tmp_path / "collaborative.parquet").write_bytes(b"not parquet")
+    with pytest.raises(PoolError, match="cannot be read"):
+        Router.load(tmp_path)
+    shorter = replace(router.collaborative, ids=router.collaborative.ids[:5], groups=router.collaborative.groups[:5])
+    pq.write_table(pa.table({"entity_id": shorter.ids, "group": shorter.groups}), tmp_path / "collaborative.parquet")
+    with pytest.raises(PoolError, match="damaged"):
+        Router.load(tmp_path)
+    router.save(tmp_path)
+    (tmp_path / "attribute_groups.parquet").unlink()
+    with pytest.raises(PoolError, match=r"attribute_groups.parquet missing"):
+        Router.load(tmp_path)
+    router.save(tmp_path)
+    description = json.loads((tmp_path / "router.json").read_text())
+    (tmp_path / "router.json").write_text(json.dumps({**description, "format_version": 99}))
+    with pytest.raises(PoolError, match="has format 99, this version reads 1"):
+        Router.load(tmp_path)
+    (tmp_path / "router.json").write_text("{")
+    with pytest.raises(PoolError, match="cannot be read"):
+        Router.load(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [{"sheme": "random"}, {"scheme": "lda"}, {"max_group_size": 5, "min_group_size": 9}])
+def test_wrong_settings_fail_at_once(wrong):
+    with pytest.raises(ValidationError):
+        RoutingSettings(**wrong)
