@@ -1,0 +1,159 @@
+"""Files and folders that appear whole or not at all.
+
+Owns the one way anything is written to disk: into a temporary name beside the target, synced, then renamed over it. A
+process that dies in between leaves at most a `.tmp` name, which readers never look at. Knows nothing of what a file
+holds.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeline.errors import PipelineError, WorkspaceError
+
+TEMPORARY_SUFFIX = ".tmp"
+
+
+def _temporary_beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_path(path: Path | str) -> Iterator[Path]:
+    """A temporary path to write to, which becomes `path` when the block ends without an error.
+
+    Parameters
+    ----------
+    path : the file to create or replace; its folder is created.
+
+    Yields
+    ------
+    Path
+        In the same folder, under a name that no reader picks up. The block must create the file.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary_beside(path)
+    try:
+        yield temporary
+        _sync(temporary)
+        os.replace(temporary, path)
+        _sync(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def atomic_folder(path: Path | str, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary folder to fill, which becomes `path` when the block ends without an error.
+
+    Parameters
+    ----------
+    path : the folder to create.
+    overwrite : replace a folder that is there; otherwise one with anything in it is refused.
+
+    Raises
+    ------
+    PipelineError
+        `path` is there and not empty, and `overwrite` is False; or it is a file.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise PipelineError(f"{path} is a file; expected a folder to write to, or none. Give another path.")
+    if path.is_dir() and any(path.iterdir()) and not overwrite:
+        raise PipelineError(f"{path} is there already and not empty. Give another folder, or pass --overwrite.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary_beside(path)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for folder, _, files in os.walk(temporary):
+            for name in files:
+                _sync(Path(folder, name))
+            _sync(Path(folder))
+        if path.is_dir():
+            replaced = _temporary_beside(path)
+            os.replace(path, replaced)  # two renames: a death between them leaves the old one under its .tmp name
+            os.replace(temporary, path)
+            shutil.rmtree(replaced)
+        else:
+            os.replace(temporary, path)
+        _sync(path.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def remove_leftovers(folder: Path | str) -> int:
+    """Delete the temporary files that killed writers left anywhere under a folder.
+
+    Call it only while no other process writes there (the workspace's lock is held).
+
+    Returns
+    -------
+    int
+        Number of files removed.
+    """
+    leftovers = [path for path in Path(folder).rglob(f".*{TEMPORARY_SUFFIX}") if path.is_file()]
+    for path in leftovers:
+        path.unlink(missing_ok=True)
+    return len(leftovers)
+
+
+def canonical_json(data: Mapping) -> str:
+    """JSON with sorted keys and no spaces: equal data give equal text, fit for hashing. NaN is refused."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=str)
+
+
+def write_json(data: Mapping, path: Path | str) -> None:
+    """Write a mapping as indented JSON, atomically. Key order is kept. NaN is refused with a ValueError."""
+    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False, default=str)
+    write_text(text + "\n", path)
+
+
+def write_text(text: str, path: Path | str) -> None:
+    """Write a UTF-8 text file, atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(text.encode())
+
+
+def read_json(path: Path | str) -> dict:
+    """Read a JSON object.
+
+    Raises
+    ------
+    WorkspaceError
+        The file is missing, or is not a JSON object.
+    """
+    path = Path(path)
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise WorkspaceError(f"{path} is missing; expected the JSON file that a run writes there.") from None
+    except ValueError as error:
+        raise WorkspaceError(
+            f"{path} is damaged: {error}; expected JSON. Delete it, or restore it from a copy."
+        ) from None
+    if not isinstance(data, dict):
+        raise WorkspaceError(f"{path} holds a JSON {type(data).__name__}; expected an object. Restore it from a copy.")
+    return data
+
+
+def sha256_file(path: Path | str) -> str:
+    """Hex SHA-256 of a file's contents."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,193 @@
+"""One run on disk: where its files lie, and which of its shards are finished.
+
+A shard is written as its quarantine rows, then its knowledge, then `<shard>.json` with the checksums of both. Only that
+last file makes it finished, so a killed run loses no more than the shards in flight, and none is half there. Knows
+nothing of how shards are cut or made.
+"""
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+
+from pipeline.errors import WorkspaceError
+from pipeline.knowledge.records import Side
+from pipeline.storage.atomic import read_json, remove_leftovers, sha256_file, write_json, write_text
+from pipeline.storage.manifest import RunManifest
+from pipeline.storage.parquet import WrittenFile, read_parquet, write_parquet
+from pipeline.storage.quarantine import QUARANTINE_SCHEMA, QuarantineRow, quarantine_rows, quarantine_table
+
+logger = logging.getLogger("laserbatch.storage")
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """A finished shard, as its JSON file says.
+
+    Attributes
+    ----------
+    name : of the files, without suffix: "00000".
+    file : its knowledge file, relative to the run folder.
+    num_rows : rows of knowledge.
+    sha256 : hex digest of the knowledge file.
+    num_quarantined : rows that failed; their file lies under `quarantine/<side>/`.
+    info : what its maker recorded: group, timings, statistics, a key of its plan; plain JSON.
+    """
+
+    name: str
+    file: str
+    num_rows: int
+    sha256: str
+    num_quarantined: int = 0
+    quarantine_sha256: str | None = None
+    info: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The layout of one run. `plain` is the same layout again, for the texts of plain decoding."""
+
+    root: Path
+
+    @property
+    def run_id(self) -> str:
+        return self.root.name
+
+    @property
+    def manifest_path(self) -> Path:
+        return self.root / "manifest.json"
+
+    @property
+    def report_path(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def success_path(self) -> Path:
+        return self.root / "_SUCCESS"
+
+    @property
+    def plain(self) -> "RunFolder":
+        return RunFolder(self.root / "plain")
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether `_SUCCESS` is there: every other file is then final."""
+        return self.success_path.exists()
+
+    def knowledge_folder(self, side: Side) -> Path:
+        """`knowledge/<side>`, a folder of one Parquet file a shard."""
+        return self.root / "knowledge" / side
+
+    def features_path(self, side: Side) -> Path:
+        return self.root / "features" / f"{side}.parquet"
+
+    def quarantine_path(self, side: Side) -> Path:
+        """The merged quarantine file of a side."""
+        return self.root / "quarantine" / f"{side}.parquet"
+
+    def load_manifest(self) -> RunManifest:
+        """The run's manifest. Raises WorkspaceError when it is missing, damaged or of another version."""
+        return RunManifest.load(self.manifest_path)
+
+    def write_shard(
+        self,
+        side: Side,
+        name: str,
+        knowledge: pa.Table,
+        quarantined: Iterable[QuarantineRow] = (),
+        info: Mapping | None = None,
+    ) -> ShardRecord:
+        """Write one shard, so that it is finished or not there.
+
+        Any process may call it (an actor on another machine too, on a shared file system). Writing a shard again
+        replaces it.
+
+        Parameters
+        ----------
+        side : "user" or "item".
+        name : the file name without suffix; zero-padded, so that name order is shard order.
+        knowledge : rows of the knowledge schema; may be empty.
+        quarantined : the rows that failed.
+        info : recorded with the shard and given back by `finished_shards`; plain JSON.
+        """
+        self._shard_record_path(side, name).unlink(missing_ok=True)  # not finished while its files change
+        rows = quarantine_table(quarantined)
+        failed = write_parquet(rows, self._shard_quarantine_path(side, name)) if rows.num_rows else None
+        written = write_parquet(knowledge, self.knowledge_folder(side) / f"{name}.parquet")
+        record = ShardRecord(
+            name=name,
+            file=written.path.relative_to(self.root).as_posix(),
+            num_rows=written.num_rows,
+            sha256=written.sha256,
+            num_quarantined=rows.num_rows,
+            quarantine_sha256=failed.sha256 if failed else None,
+            info=json.loads(json.dumps(dict(info or {}), allow_nan=False)),  # what a rerun will read back
+        )
+        write_json(asdict(record), self._shard_record_path(side, name))
+        return record
+
+    def finished_shards(self, side: Side) -> dict[str, ShardRecord]:
+        """The shards of a side that need not be done again, by name in name order.
+
+        A shard whose files are missing, damaged or changed since is left out, with a warning.
+        """
+        finished = {}
+        for path in sorted(self.knowledge_folder(side).glob("*.json")):
+            try:
+                record = ShardRecord(**read_json(path))
+                files = {self.root / record.file: record.sha256}
+                if record.quarantine_sha256:
+                    files[self._shard_quarantine_path(side, record.name)] = record.quarantine_sha256
+                changed = [file for file, sha256 in files.items() if not file.exists() or sha256_file(file) != sha256]
+            except (WorkspaceError, TypeError) as error:
+                logger.warning("shard record %s cannot be used and its shard is done again: %s", path, error)
+                continue
+            if changed:
+                logger.warning("%s is missing or changed since it was written; its shard is done again", changed[0])
+                continue
+            finished[record.name] = record
+        return finished
+
+    def drop_unfinished(self, side: Side, keep: Iterable[str]) -> None:
+        """Delete the files of every shard not named in `keep`, and what killed writers left.
+
+        Call it under the workspace's lock before going on with a run, so that `read_knowledge` sees no stray file.
+        """
+        keep = set(keep)
+        remove_leftovers(self.root)
+        for folder in (self.knowledge_folder(side), self._shard_quarantine_path(side, "x").parent):
+            # Records first: a shard is then unfinished before it is incomplete.
+            for path in sorted(folder.glob("*"), key=lambda path: (path.suffix != ".json", path.name)):
+                if path.stem not in keep:
+                    path.unlink(missing_ok=True)
+
+    def read_knowledge(self, side: Side, schema: pa.Schema | None = None) -> pa.Table:
+        """All knowledge of a side, in shard order. `schema` is what an empty side returns."""
+        return read_parquet(self.knowledge_folder(side), schema=schema)
+
+    def merge_quarantine(self, side: Side, more: Iterable[QuarantineRow] = ()) -> WrittenFile:
+        """Merge the finished shards' quarantine rows, and `more` that belong to no shard, into one file."""
+        rows = list(more)
+        for record in self.finished_shards(side).values():
+            if record.num_quarantined:
+                rows += quarantine_rows(read_parquet(self._shard_quarantine_path(side, record.name)))
+        return write_parquet(quarantine_table(rows), self.quarantine_path(side))
+
+    def read_quarantine(self, side: Side) -> pa.Table:
+        """The merged quarantine of a side; no rows when nothing was merged yet."""
+        return read_parquet(self.quarantine_path(side), schema=QUARANTINE_SCHEMA)
+
+    def finish(self) -> None:
+        """Write `_SUCCESS`. Call it last: nothing of the run may change afterwards."""
+        if not self.manifest_path.exists():
+            raise WorkspaceError(f"{self.manifest_path} is missing; a run saves its manifest before it is finished.")
+        write_text("", self.success_path)
+
+    def _shard_record_path(self, side: Side, name: str) -> Path:
+        return self.knowledge_folder(side) / f"{name}.json"
+
+    def _shard_quarantine_path(self, side: Side, name: str) -> Path:
+        return self.root / "quarantine" / side / f"{name}.parquet"

@@ -1,0 +1,190 @@
+"""A workspace: the folder that keeps every night, one writer at a time, and one published run.
+
+Owns the format version, the lock, and the published pointer. Knows nothing of what is in a run or a pool.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.errors import WorkspaceBusy, WorkspaceError
+from pipeline.storage.atomic import read_json, write_json
+from pipeline.storage.run_folder import RunFolder
+
+logger = logging.getLogger("laserbatch.storage")
+
+WORKSPACE_VERSION = 1
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """An opened workspace; make one with `Workspace.open`."""
+
+    root: Path
+
+    @classmethod
+    def open(cls, root: Path | str, create: bool = True) -> "Workspace":
+        """Open a workspace, or make one.
+
+        Parameters
+        ----------
+        root : the workspace's folder.
+        create : make it when the folder is not there or empty.
+
+        Raises
+        ------
+        WorkspaceError
+            It is of another version, is not a workspace (a folder with other things in it), or is not there.
+        """
+        root = Path(root)
+        version_file = root / "workspace.json"
+        if version_file.exists():
+            version = read_json(version_file).get("format_version")
+            if version != WORKSPACE_VERSION:
+                raise WorkspaceError(
+                    f"{root} is a workspace of version {version!r}; this laserbatch reads version {WORKSPACE_VERSION}. "
+                    "Use the laserbatch that made it, or give a new folder."
+                )
+            return cls(root)
+        if root.exists() and not root.is_dir():
+            raise WorkspaceError(f"{root} is a file; expected a workspace folder. Give another path.")
+        if root.is_dir() and any(not name.name.startswith(".") for name in root.iterdir()):
+            raise WorkspaceError(
+                f"{root} has files in it but no workspace.json, so it is not a workspace. Give a new or empty folder."
+            )
+        if not create:
+            raise WorkspaceError(
+                f"{root} is not a workspace: nothing is there. Check the path, or run `laserbatch nightly`."
+            )
+        root.mkdir(parents=True, exist_ok=True)
+        write_json({"format_version": WORKSPACE_VERSION}, version_file)
+        return cls(root)
+
+    @property
+    def pools_folder(self) -> Path:
+        return self.root / "pools"
+
+    def run(self, run_id: str) -> RunFolder:
+        """The folder of a run, which need not be there yet. Raises WorkspaceError when the id cannot name a folder."""
+        if not _RUN_ID.fullmatch(run_id):
+            raise WorkspaceError(f"{run_id!r} is not a run id; expected one like 2025-03-01-1a2b3c4d.")
+        return RunFolder(self.root / "runs" / run_id)
+
+    def runs(self) -> list[RunFolder]:
+        """Every run, finished or not, in the order of their ids, which begin with their date."""
+        return [RunFolder(path) for path in sorted((self.root / "runs").glob("*")) if path.is_dir()]
+
+    def find_resumable(self, run_id: str) -> RunFolder | None:
+        """The folder of this run if it was begun and not finished; its `finished_shards` need not be done again."""
+        folder = self.run(run_id)
+        return folder if folder.root.is_dir() and not folder.is_finished else None
+
+    def published(self) -> RunFolder | None:
+        """The run that readers see; None before the first is published.
+
+        Raises
+        ------
+        WorkspaceError
+            The pointer is damaged, or names a run that is not there or not finished.
+        """
+        pointer = self.root / "published.json"
+        if not pointer.exists():
+            return None
+        run_id = read_json(pointer).get("run_id")
+        if not isinstance(run_id, str):
+            raise WorkspaceError(f"{pointer} names no run_id; publish a run again.")
+        folder = self.run(run_id)
+        if not folder.is_finished:
+            raise WorkspaceError(
+                f"{pointer} names the run {run_id}, which is not there or not finished; publish another."
+            )
+        return folder
+
+    def publish(self, run_id: str) -> None:
+        """Make a finished run the one that readers see, in one step.
+
+        Raises
+        ------
+        WorkspaceError
+            The run is not there or not finished.
+        """
+        if not self.run(run_id).is_finished:
+            raise WorkspaceError(f"run {run_id} has no _SUCCESS, so it cannot be published; finish it first.")
+        write_json({"run_id": run_id}, self.root / "published.json")
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the workspace for writing.
+
+        The kernel holds the lock (flock) for as long as this process lives, so a dead holder's is free at once; the
+        file says who holds it, for people. The file is never deleted: a delete could take away another's lock.
+
+        Raises
+        ------
+        WorkspaceBusy
+            Another process holds it; the message names its pid and host.
+        """
+        descriptor = os.open(self.root / "LOCK", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise WorkspaceBusy(self._busy_message(_read_holder(descriptor))) from None
+            except OSError as error:
+                raise WorkspaceError(
+                    f"{self.root} cannot be locked ({error}); expected a file system that supports flock. "
+                    "Put the workspace on a local disk or on NFS 4."
+                ) from None
+            left_by = _read_holder(descriptor)
+            if left_by:
+                logger.warning("the lock of %s was left by pid %s on %s, which is gone; taking it over",
+                               self.root, left_by.get("pid"), left_by.get("host"))  # fmt: skip
+            _write_holder(descriptor, {"pid": os.getpid(), "host": socket.gethostname()})
+            try:
+                yield
+            finally:
+                _write_holder(descriptor, {})
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+        finally:
+            os.close(descriptor)
+
+    def _busy_message(self, holder: dict) -> str:
+        pid, host = holder.get("pid"), holder.get("host")
+        if pid is None:
+            return f"the workspace {self.root} is in use by another process; wait for it to end and run this again."
+        gone = host == socket.gethostname() and not _is_alive(pid)
+        whose = f"a child of pid {pid}, itself gone," if gone else f"pid {pid}"
+        return f"the workspace {self.root} is in use by {whose} on {host}; wait for it to end and run this again."
+
+
+def _read_holder(descriptor: int) -> dict:
+    text = os.pread(descriptor, 4096, 0)
+    try:
+        holder = json.loads(text) if text else {}
+    except ValueError:  # its writer was killed in between
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def _write_holder(descriptor: int, holder: dict) -> None:
+    os.ftruncate(descriptor, 0)
+    if holder:
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
