@@ -1,0 +1,223 @@
+"""What is wrong with input tables, all of it, before any work starts.
+
+Owns the order of the checks and the rules between rows and tables. Reads every file once, in batches; holds only the
+entities' ids in memory. Repairs nothing.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pyarrow.types as pt
+
+from pipeline.errors import TableError
+from pipeline.tables import schema as sc
+from pipeline.tables.findings import Finding, Findings
+from pipeline.tables.read import wrong_types
+from pipeline.tables.rules import row_faults
+
+BATCH_ROWS = 256 * 1024
+NUM_FINDINGS_IN_ERROR = 3
+_IMPORT = "convert it with `laserbatch data import table`"
+
+
+def check_tables(path: Path | str) -> list[Finding]:
+    """Everything that is wrong with the tables of a folder.
+
+    Parameters
+    ----------
+    path : folder with users, items and interactions.
+
+    Returns
+    -------
+    list of Finding
+        Empty when a run can start. Of each kind and column at most 20 rows are listed and the rest counted. What is
+        wrong with the tables raises nothing.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        found = f"{path} is not a folder" if path.exists() else f"{path} is not there"
+        expected = "a folder with the tables users, items and interactions"
+        return [Finding("missing-table", "tables", found, expected, "check the path")]
+    findings = Findings()
+    known_ids = {table: _check_entities(path, table, findings) for table in sc.ID_COLUMNS}
+    _check_interactions(path, known_ids, findings)
+    return findings.to_list()
+
+
+def require_sound_tables(path: Path | str) -> None:
+    """Check the tables; one TableError that shows the first findings, if there are any."""
+    findings = check_tables(path)
+    if findings:
+        num = sum(1 + finding.num_more for finding in findings)
+        shown = "\n".join(f"  {finding}" for finding in findings[:NUM_FINDINGS_IN_ERROR])
+        raise TableError(f"{num} faults in the tables of {path}; `laserbatch data check {path}` lists them:\n{shown}")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One file of a table that can be opened. `usable`: its columns of an accepted type."""
+
+    file: pq.ParquetFile
+    name: str
+    schema: pa.Schema
+    usable: frozenset[str]
+
+    def checked_columns(self) -> list[str]:
+        """The columns with rules for their rows: those of the schema, lists, and times or ratings that are text."""
+        names = []
+        for field in self.schema:
+            is_ruled = field.name in ("user_id", "item_id", "title", sc.CREATED_AT, "timestamp", "rating")
+            is_text = sc.is_text(sc.plain_type(field.type))
+            if (field.name in self.usable and (is_ruled or sc.is_list(field.type))) or (is_ruled and is_text):
+                names.append(field.name)
+        return names
+
+
+@dataclass(frozen=True)
+class _IdChunk:
+    part: _Part
+    first_row: int
+    ids: pa.Array
+
+
+def _check_entities(path: Path, table: str, findings: Findings) -> pa.Array | None:
+    """Check users or items; returns the ids that are there, or None when they cannot be known."""
+    id_column, chunks = sc.ID_COLUMNS[table], []
+    parts = list(_open_parts(path, table, findings))
+    for part in parts:
+        for first_row, batch in _checked_batches(part, table, findings):
+            if id_column in part.usable:
+                ids = batch[id_column].cast(sc.id_type(batch[id_column].type))
+                chunks.append(_IdChunk(part, first_row, ids))
+    if not chunks or not all(id_column in part.usable for part in parts) or len({c.ids.type for c in chunks}) > 1:
+        return None
+    known = pa.chunked_array([chunk.ids for chunk in chunks])
+    _check_duplicates(table, known, chunks, findings)
+    return pc.unique(known)
+
+
+def _check_duplicates(table: str, known: pa.ChunkedArray, chunks: list[_IdChunk], findings: Findings) -> None:
+    counts = pc.value_counts(known)
+    repeated = counts.field("values").filter(pc.greater(counts.field("counts"), 1)).drop_null()
+    if not len(repeated):
+        return
+    seen: set = set()
+    for chunk in chunks:
+        rows = []
+        for row in np.flatnonzero(pc.is_in(chunk.ids, value_set=repeated)).tolist():
+            value = chunk.ids[row].as_py()
+            if value in seen:
+                rows.append(row)
+            seen.add(value)
+        finding = Finding("duplicate-id", table, "the id is there already:", "each id once", "remove or merge the rows",
+                          sc.ID_COLUMNS[table], chunk.part.name)  # fmt: skip
+        findings.add_rows(finding, np.asarray(rows, dtype=np.int64), chunk.first_row, chunk.ids)
+
+
+def _check_interactions(path: Path, known_ids: dict[str, pa.Array | None], findings: Findings) -> None:
+    for part in _open_parts(path, "interactions", findings):
+        comparable: dict[str, str] = {}  # column of interactions -> its entity table
+        for table, column in sc.ID_COLUMNS.items():
+            known = known_ids[table]
+            if known is None or column not in part.usable:
+                continue
+            kind = sc.id_type(part.schema.field(column).type)
+            if kind == known.type:
+                comparable[column] = table
+                continue
+            found = f"the column is of type {kind}, but of type {known.type} in {table}"
+            advice = "write ids of one type, or set `ids` in the mapping of `laserbatch data import table`"
+            findings.add(Finding("types-differ", "interactions", found, "one type", advice, column, part.name))
+        for first_row, batch in _checked_batches(part, "interactions", findings):
+            for column, table in comparable.items():
+                values = batch[column].cast(known_ids[table].type)
+                unknown = pc.and_(pc.is_valid(values), pc.invert(pc.is_in(values, value_set=known_ids[table])))
+                found, advice = f"{table} has no such {column}:", f"add it to {table}, or drop the row"
+                finding = Finding("unknown-entity", "interactions", found, f"ids of {table}", advice, column, part.name)
+                findings.add_rows(finding, np.flatnonzero(unknown), first_row, values)
+
+
+def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
+    """Open a table's files, and report what their schemas have wrong."""
+    try:
+        files = sc.table_files(path, table)
+    except sc.TableFilesError as error:
+        findings.add(Finding("missing-table", table, error.found, error.expected, error.advice))
+        return
+    first_types: dict[str, tuple[str, str]] = {}
+    num_rows, num_unreadable = 0, 0
+    for file_path in files:
+        name = file_path.relative_to(path).as_posix()
+        try:
+            file = pq.ParquetFile(file_path)
+        except (pa.ArrowException, OSError) as error:
+            num_unreadable += 1
+            _add_unreadable(table, name, error, findings)
+            continue
+        num_rows += file.metadata.num_rows
+        schema = file.schema_arrow
+        wrong = {fault.column: fault for fault in wrong_types(table, schema)}
+        for column in sc.REQUIRED_COLUMNS[table]:
+            if column not in schema.names:
+                found = f"the column is missing; there are {', '.join(schema.names) or 'none'}"
+                advice = "rename the column that holds it, or map it with `laserbatch data import table`"
+                findings.add(Finding("missing-column", table, found, "it to be there", advice, column, name))
+        for column, fault in wrong.items():
+            found = f"the column is of type {fault.found}"
+            findings.add(Finding("wrong-type", table, found, fault.expected, _IMPORT, column, name))
+        for field in schema:
+            kind = _compared_type(table, field)
+            first_kind, first_name = first_types.setdefault(field.name, (kind, name)) if kind else (kind, name)
+            if kind != first_kind:
+                found = f"the column holds {kind}, but {first_kind} in {first_name}"
+                advice = "write all files of a table alike"
+                findings.add(Finding("types-differ", table, found, "one type", advice, field.name, name))
+        yield _Part(file, name, schema, frozenset(schema.names) - wrong.keys())
+    if num_rows == 0 and not num_unreadable:
+        findings.add(Finding("empty-table", table, "the table has no rows", "at least one", "write the table again"))
+
+
+def _compared_type(table: str, field: pa.Field) -> str | None:
+    """What a column's type must agree on between files; None when it agrees with any."""
+    if pt.is_null(field.type) or field.name in (sc.CREATED_AT, "timestamp"):
+        return None
+    if table == "interactions" and field.name not in sc.INTERACTION_COLUMNS:
+        return None
+    kind = sc.plain_type(field.type)
+    return "numbers" if pt.is_integer(kind) or pt.is_floating(kind) else str(kind)
+
+
+def _checked_batches(part: _Part, table: str, findings: Findings) -> Iterator[tuple[int, dict[str, pa.Array]]]:
+    """Read a file's checked columns and apply the rules for single values.
+
+    Yields the number of the first row, and the values by column. Damage that shows only now becomes a finding.
+    """
+    columns, first_row = part.checked_columns(), 0
+    if not columns:
+        return
+    try:
+        for batch in part.file.iter_batches(BATCH_ROWS, columns=columns):
+            values = {name: _decoded(batch.column(name)) for name in batch.schema.names}
+            for column in values:
+                for fault in row_faults(table, column, values[column]):
+                    finding = Finding(fault.kind, table, fault.found, fault.expected, fault.advice, column, part.name)
+                    findings.add_rows(finding, fault.rows, first_row, values[column])
+            yield first_row, values
+            first_row += batch.num_rows
+    except (pa.ArrowException, OSError) as error:
+        _add_unreadable(table, part.name, error, findings)
+
+
+def _decoded(column: pa.Array) -> pa.Array:
+    return column.dictionary_decode() if pt.is_dictionary(column.type) else column
+
+
+def _add_unreadable(table: str, file: str, error: Exception, findings: Findings) -> None:
+    first_line = (str(error).splitlines() or [type(error).__name__])[0][:150]
+    found = f"the file cannot be read ({first_line})"
+    findings.add(Finding("unreadable", table, found, "a Parquet file", "write it again", file=file))

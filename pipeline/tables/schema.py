@@ -1,0 +1,165 @@
+"""The input schema: which tables and columns there are, and the plain types that every accepted type becomes.
+
+    users         user_id, attributes..., created_at?
+    items         item_id, title, attributes..., created_at?
+    interactions  user_id, item_id, timestamp, rating?
+
+Each table is `<name>.parquet` or a folder `<name>/*.parquet`. Ids are strings or integers; an attribute is any scalar
+column, or a list of strings (a category path, broad to narrow). Knows nothing of rows.
+"""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+
+from pipeline.errors import TableError
+
+TABLE_NAMES = ("users", "items", "interactions")
+ENTITY_TABLES = {"user": "users", "item": "items"}  # side -> table
+ID_COLUMNS = {"users": "user_id", "items": "item_id"}
+REQUIRED_COLUMNS = {
+    "users": ("user_id",),
+    "items": ("item_id", "title"),
+    "interactions": ("user_id", "item_id", "timestamp"),
+}
+INTERACTION_COLUMNS = ("user_id", "item_id", "timestamp", "rating")
+CREATED_AT = "created_at"
+TIMESTAMP_TYPE = pa.timestamp("us", tz="UTC")
+
+ID_EXPECTED = "a string or an integer"
+TIME_EXPECTED = "a timestamp, or int64 unix seconds"
+
+
+class TableFilesError(TableError):
+    """A table's files are not where they should be, or are there twice."""
+
+    def __init__(self, table: str, found: str, expected: str, advice: str) -> None:
+        super().__init__(f"table {table}: {found}; expected {expected}; {advice}")
+        self.found, self.expected, self.advice = found, expected, advice
+
+
+def table_files(root: Path | str, table: str) -> list[Path]:
+    """The Parquet files of a table, in name order.
+
+    Parameters
+    ----------
+    root : the folder of the tables.
+    table : "users", "items" or "interactions".
+
+    Raises
+    ------
+    TableFilesError
+        There is neither `<table>.parquet` nor a folder `<table>` with Parquet files, or there are both.
+    """
+    file, folder = Path(root, f"{table}.parquet"), Path(root, table)
+    if file.is_dir():  # Spark and others make a folder named users.parquet
+        folder = file
+    parts = sorted(path for path in folder.glob("*.parquet") if not path.name.startswith((".", "_")))
+    if file.is_file():
+        if parts:
+            raise TableFilesError(table, f"both {file} and {folder} are there", "one of them", "remove the other")
+        return [file]
+    if not parts:
+        found = f"{folder} holds no .parquet files" if folder.is_dir() else "the table is missing"
+        advice = "write it there, or make it with `laserbatch data import`"
+        raise TableFilesError(table, found, f"{Path(root, table)}.parquet or {Path(root, table)}/*.parquet", advice)
+    return parts
+
+
+def attribute_columns(schema: pa.Schema, table: str) -> list[str]:
+    """Names of an entity table's attributes: every column but its id, title and created_at."""
+    taken = {*REQUIRED_COLUMNS[table], CREATED_AT}
+    return [name for name in schema.names if name not in taken]
+
+
+def is_text(kind: pa.DataType) -> bool:
+    return pt.is_string(kind) or pt.is_large_string(kind) or pt.is_string_view(kind)
+
+
+def is_list(kind: pa.DataType) -> bool:
+    return (
+        pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind)
+        or pt.is_list_view(kind) or pt.is_large_list_view(kind)
+    )  # fmt: skip
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """What a column's type becomes when it is read: dictionaries, views and large types lose their encoding."""
+    if pt.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if is_text(kind) or pt.is_null(kind):
+        return pa.string()
+    if is_list(kind) and (plain_type(kind.value_type) == pa.string()):
+        return pa.list_(pa.string())
+    return kind
+
+
+def id_type(kind: pa.DataType) -> pa.DataType | None:
+    """What an id column's type becomes: string or int64; None when it cannot be an id."""
+    plain = plain_type(kind)
+    if pt.is_integer(plain) and not pt.is_uint64(plain):
+        return pa.int64()
+    return plain if plain == pa.string() and not pt.is_null(kind) else None
+
+
+def is_attribute_type(kind: pa.DataType) -> bool:
+    """Whether a column may be an attribute: a scalar, or a list of strings."""
+    plain = plain_type(kind)
+    return plain == pa.list_(pa.string()) or not (pt.is_nested(plain) or _is_binary(plain))
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    return pt.is_binary(kind) or pt.is_large_binary(kind) or pt.is_fixed_size_binary(kind) or pt.is_binary_view(kind)
+
+
+def is_time_type(kind: pa.DataType) -> bool:
+    """Whether a column may hold times: timestamps, dates, or integers (unix seconds)."""
+    return pt.is_timestamp(kind) or pt.is_date(kind) or (pt.is_integer(kind) and not pt.is_uint64(kind))
+
+
+def is_number_type(kind: pa.DataType) -> bool:
+    """Whether a column may hold ratings."""
+    return pt.is_integer(kind) or pt.is_floating(kind) or pt.is_decimal(kind)
+
+
+def plain_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A column in its plain type; NaN among floats becomes null, for an attribute that is not a number is none.
+
+    Raises
+    ------
+    pa.ArrowInvalid
+        A value does not fit, which only more than 2 GiB of text in one chunk can cause.
+    """
+    plain = plain_type(column.type)
+    if pt.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if column.type != plain:
+        column = column.cast(plain)
+    if pt.is_floating(plain):
+        column = pc.if_else(pc.is_nan(column), pa.scalar(None, plain), column)
+    return column
+
+
+def timestamps(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
+    """Times as timestamp[us, UTC], from timestamps (without a zone: UTC), dates, or integer unix seconds.
+
+    Raises
+    ------
+    pa.ArrowInvalid
+        A value lies outside what 64 bits of microseconds can hold.
+    """
+    if pt.is_integer(column.type):
+        column = column.cast(pa.int64()).cast(pa.timestamp("s"))
+    elif pt.is_date(column.type):
+        column = column.cast(pa.timestamp("ms"))
+    # Nanoseconds are cut to microseconds; everything else must fit exactly.
+    return column.cast(TIMESTAMP_TYPE, safe=not (pt.is_timestamp(column.type) and column.type.unit == "ns"))
+
+
+def time_scalar(moment: pa.Scalar, kind: pa.DataType) -> pa.Scalar:
+    """A timestamp[us, UTC] scalar as a value of a time column's own type, to compare with unread values."""
+    if pt.is_integer(kind):
+        return pa.scalar(moment.cast(pa.timestamp("s", tz="UTC")).cast(pa.int64()).as_py(), kind)
+    return moment.cast(pa.timestamp("us")).cast(kind) if pt.is_date(kind) else moment.cast(kind)

@@ -1,0 +1,105 @@
+"""Settings of the input tables: where they are, and the mapping by which foreign files become them.
+
+The mapping is read from a YAML file; `configs/import_example.yaml` explains each key. Knows nothing of how files are
+read or converted.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+ColumnType = Literal["string", "int64", "float64", "bool"]
+IdType = Literal["keep", "string", "int64"]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TablesSettings(_Frozen):
+    """The tables a run reads."""
+
+    path: Path | None = Field(None, description="Folder with users, items and interactions; null: the sample world.")
+    check: bool = Field(True, description="Check the tables before any work starts.")
+
+
+class SourceColumn(_Frozen):
+    """Where one attribute comes from."""
+
+    column: str = Field(description="Column of the source file.")
+    type: ColumnType | None = Field(None, description="Convert to this; null keeps Parquet's type, and text in a CSV.")
+    separator: str | None = Field(None, min_length=1, description="Split text into a list of strings, broad to narrow.")
+    null_values: list[str] = Field([], description="Texts that mean that nothing is known.")
+
+
+class SourceTime(_Frozen):
+    """Where a time comes from, and how it is written."""
+
+    column: str = Field(description="Column of the source file.")
+    unit: str = Field(
+        "s", description="s, ms, us or ns since 1970; iso (2024-05-31T23:59:00Z); or a format like %d/%m/%Y."
+    )
+
+    @field_validator("unit")
+    @classmethod
+    def _is_known(cls, unit: str) -> str:
+        if unit not in ("s", "ms", "us", "ns", "iso") and "%" not in unit:
+            raise ValueError(
+                f"{unit!r} is not a time unit; expected s, ms, us, ns, iso, or a format like %d/%m/%Y %H:%M"
+            )
+        return unit
+
+
+class SourceFiles(_Frozen):
+    """The files of one table: Parquet by their suffix, anything else is read as CSV."""
+
+    files: str = Field(description="A file name or a pattern such as part-*.parquet, inside the source folder.")
+    delimiter: str | None = Field(
+        None, min_length=1, max_length=1, description="Of a CSV; null: tab for .tsv, else comma."
+    )
+    encoding: str = Field("utf-8", description="Of a CSV.")
+    column_names: list[str] | None = Field(None, description="Of a CSV without a header line.")
+
+
+class UserMapping(SourceFiles):
+    """How the users table is made."""
+
+    id: str = Field(description="Column that becomes user_id.")
+    attributes: Literal["all"] | dict[str, str | SourceColumn] = Field("all", description="Name: source column.")
+    created_at: str | SourceTime | None = Field(None, description="When the user appeared.")
+
+
+class ItemMapping(SourceFiles):
+    """How the items table is made."""
+
+    id: str = Field(description="Column that becomes item_id.")
+    title: str = Field(description="Column that becomes title.")
+    attributes: Literal["all"] | dict[str, str | SourceColumn] = Field("all", description="Name: source column.")
+    created_at: str | SourceTime | None = Field(None, description="When the item appeared.")
+
+
+class InteractionMapping(SourceFiles):
+    """How the interactions table is made."""
+
+    user_id: str = Field(description="Column that becomes user_id.")
+    item_id: str = Field(description="Column that becomes item_id.")
+    timestamp: str | SourceTime = Field(description="When it happened; a bare column name means unix seconds.")
+    rating: str | None = Field(None, description="Column that becomes rating.")
+    drop_unknown: bool = Field(False, description="Leave out rows of users or items that are in no table.")
+
+
+class IdTypes(_Frozen):
+    """What ids become; both tables that hold an id must agree on its type."""
+
+    user_id: IdType = "keep"
+    item_id: IdType = "keep"
+
+
+class ImportMapping(_Frozen):
+    """A whole import. Without `users`, the users are those that interact, with no attributes."""
+
+    ids: IdTypes = IdTypes()
+    users: UserMapping | None = None
+    items: ItemMapping
+    interactions: InteractionMapping
