@@ -1,0 +1,146 @@
+"""Turning a column of a foreign file into the type asked for, or saying which row cannot be.
+
+Knows columns, not files: where a value came from is the caller's to add (`ConversionFault` carries row and value).
+"""
+
+from collections.abc import Callable
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+
+from pipeline.tables import schema as sc
+
+_ZONE_PATTERN = r":\d{2}(\.\d+)?\s*(Z|[+-]\d{2}(:?\d{2})?)$"
+_UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+
+
+class ConversionFault(Exception):
+    """One value cannot be converted.
+
+    Attributes
+    ----------
+    row : its number within the column, from 0.
+    value : the value.
+    expected : what it should have been.
+    """
+
+    def __init__(self, row: int, value: object, expected: str) -> None:
+        super().__init__(f"row {row}: {value!r} is not {expected}")
+        self.row, self.value, self.expected = row, value, expected
+
+
+def without(column: pa.Array, null_values: list[str]) -> pa.Array:
+    """The column with null where its text is one of `null_values`."""
+    text = pc.utf8_trim_whitespace(to_type(column, pa.string()))
+    return pc.if_else(pc.is_in(text, value_set=pa.array(null_values, pa.string())), pa.scalar(None, pa.string()), text)
+
+
+def to_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """The column as int64, float64, bool or string. Text is trimmed before it is read as anything but text.
+
+    Raises
+    ------
+    ConversionFault
+        A value is not one of that type: "12a", 1.5 for an integer.
+    """
+    column = _plain(column)
+    if column.type == kind:
+        return column
+    if pt.is_floating(column.type) and pt.is_integer(kind):
+        column = pc.if_else(
+            pc.is_nan(column), pa.scalar(None, column.type), column
+        )  # how pandas writes a missing integer
+    expected = {pa.int64(): "an integer", pa.float64(): "a number", pa.bool_(): "true or false"}.get(kind, f"a {kind}")
+    trimmed = pc.utf8_trim_whitespace(column) if column.type == pa.string() and kind != pa.string() else column
+    return _each(trimmed, column, lambda values: values.cast(kind), expected)
+
+
+def to_path(column: pa.Array, separator: str) -> pa.Array:
+    """Text split at a separator into list<string>; parts are trimmed and empty ones left out. Null stays null."""
+    text = to_type(column, pa.string())
+    parts = pc.split_pattern(text, separator)
+    trimmed = pc.utf8_trim_whitespace(pc.list_flatten(parts))
+    owners = pc.list_parent_indices(parts)
+    kept = pc.not_equal(trimmed, "")
+    trimmed, owners = trimmed.filter(kept), owners.filter(kept)
+    lengths = pc.value_counts(owners)
+    num_parts = dict(zip(lengths.field("values").to_pylist(), lengths.field("counts").to_pylist(), strict=True))
+    offsets, position = [], 0
+    for row, is_null in enumerate(pc.is_null(text).to_pylist()):
+        offsets.append(None if is_null else position)
+        position += num_parts.get(row, 0)
+    return pa.ListArray.from_arrays(pa.array([*offsets, position], pa.int32()), trimmed)
+
+
+def to_time(column: pa.Array, unit: str) -> pa.Array:
+    """The column as timestamp[us, UTC].
+
+    Parameters
+    ----------
+    column : timestamps and dates are taken as they are; numbers, and text that holds numbers, count `unit`s since 1970.
+    unit : "s", "ms", "us", "ns"; "iso" for text like 2024-05-31T23:59:00Z (no zone: UTC); or a strptime format.
+
+    Raises
+    ------
+    ConversionFault
+        A value cannot be read so.
+    """
+    column = _plain(column)
+    if pt.is_timestamp(column.type) or pt.is_date(column.type):
+        return _each(column, column, sc.timestamps, "a time that 64 bits of microseconds hold")
+    if unit in _UNITS_PER_SECOND:
+        numbers = to_type(column, pa.float64() if _has_fractions(column) else pa.int64())
+        return _each(numbers, column, lambda values: _from_epoch(values, unit), f"a time in {unit} since 1970")
+    text = pc.utf8_trim_whitespace(to_type(column, pa.string()))
+    if unit == "iso":
+        return _each(text, column, _from_iso, "an ISO 8601 time such as 2024-05-31T23:59:00Z")
+    return _each(text, column, lambda values: _from_format(values, unit), f"a time of the form {unit}")
+
+
+def _has_fractions(column: pa.Array) -> bool:
+    if column.type == pa.string():
+        return bool(pc.any(pc.match_substring(column, ".")).as_py())
+    return not pt.is_integer(column.type)
+
+
+def _from_epoch(values: pa.Array, unit: str) -> pa.Array:
+    if pt.is_floating(values.type):
+        microseconds = pc.round(pc.multiply(values, 1e6 / _UNITS_PER_SECOND[unit])).cast(pa.int64())
+        return microseconds.cast(sc.TIMESTAMP_TYPE)
+    return values.cast(pa.timestamp(unit, tz="UTC")).cast(sc.TIMESTAMP_TYPE, safe=unit != "ns")
+
+
+def _from_iso(values: pa.Array) -> pa.Array:
+    has_zone = pc.match_substring_regex(values, _ZONE_PATTERN)
+    none = pa.scalar(None, pa.string())
+    zoned = pc.if_else(has_zone, values, none).cast(sc.TIMESTAMP_TYPE)
+    local = pc.if_else(has_zone, none, values).cast(pa.timestamp("us"))
+    return pc.coalesce(zoned, local.cast(sc.TIMESTAMP_TYPE))
+
+
+def _from_format(values: pa.Array, time_format: str) -> pa.Array:
+    return pc.strptime(values, format=time_format, unit="us").cast(sc.TIMESTAMP_TYPE)
+
+
+def _each(column: pa.Array, shown: pa.Array, convert: Callable[[pa.Array], pa.Array], expected: str) -> pa.Array:
+    """Convert a column at once; when that fails, find the first row that does by halving."""
+    try:
+        return convert(column)
+    except pa.ArrowInvalid:
+        start, length = 0, len(column)
+        while length > 1:
+            half = length // 2
+            try:
+                convert(column.slice(start, half))
+                start, length = start + half, length - half
+            except pa.ArrowInvalid:
+                length = half
+        raise ConversionFault(start, shown[start].as_py(), expected) from None
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    if pt.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    plain = sc.plain_type(column.type)
+    return column if column.type == plain else column.cast(plain)
