@@ -35,8 +35,9 @@ app.command()(report)
 
 
 @app.callback()
-def _global(verbose: bool = typer.Option(False, "--verbose", "-v", help="Log every shard and full tracebacks.")) -> None:
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+def _global(verbose: bool = typer.Option(False, "--verbose", "-v", help="Log every shard; show tracebacks.")) -> None:
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
     logger.setLevel(logging.DEBUG if verbose else logging.INFO)
 
 

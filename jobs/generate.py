@@ -1,0 +1,270 @@
+"""`laserbatch generate`: knowledge for every entity of a date, drafted from the published pools.
+
+Owns the stage's order: plan both sides, hand the unfinished shards to the workers, gather counts into the manifest.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import typer
+
+from jobs.console import progress, summary
+from jobs.night import Night, open_night, parse_date
+from jobs.samples import report_samples
+from jobs.settings import Settings, load_settings
+from pipeline.decoding.identity import load_tokenizer, model_identity
+from pipeline.decoding.settings import DecodingSettings
+from pipeline.distributed.actors import ShardAbandoned, ray_cluster, run_shards
+from pipeline.distributed.shards import (
+    CARRIED_SHARD,
+    PreviousKnowledge,
+    Shard,
+    SidePlan,
+    load_plan,
+    plan_side,
+    read_shard,
+    save_plan,
+)
+from pipeline.distributed.stats import merge_stats
+from pipeline.distributed.worker import WorkerSpec, decoding_provenance
+from pipeline.errors import RunFailed
+from pipeline.knowledge.entities import Entity, iter_entities
+from pipeline.knowledge.fingerprint import fingerprint
+from pipeline.knowledge.prompts import RenderedPrompt, load_template, render_prompt
+from pipeline.knowledge.records import SIDES, Side
+from pipeline.storage.quarantine import QuarantineRow, count_reasons
+from pipeline.storage.run_folder import RunFolder, ShardRecord
+from pipeline.storage.workspace import Workspace
+from retrieval_pools.router import Route, Router
+
+NO_ROUTE = Route("", "none")
+
+
+def generate(
+    config: Path | None = typer.Option(None, help="Configuration file; without it the defaults."),
+    date: str = typer.Option(..., help="The night: what was known at the end of this day is used."),
+    force: bool = typer.Option(False, help="Generate unchanged entities too."),
+    ray_address: str | None = typer.Option(None, help="Use this Ray cluster; without it a local one is started."),
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+) -> None:
+    """Generate the knowledge of a date; nothing is published.
+
+    Example: `laserbatch generate --config laserbatch.yaml --date 2025-03-01`
+    """
+    settings = load_settings(config, {"cluster.ray_address": ray_address})
+    night_date = parse_date(date)
+    with Workspace.open(settings.workspace).lock():
+        night = open_night(settings, night_date, force)
+        generate_knowledge(night)
+    summary({"run": night.run.run_id, "folder": night.run.root, **night_counts(night)}, as_json)
+
+
+def generate_knowledge(night: Night) -> None:
+    """The night's texts, into its run folder. Does nothing when they are all there."""
+    with night.stage("generate"):
+        night.manifest["sides"] = _generate(night, night.run, night.settings.decoding, with_pools=True)
+        night.manifest["model"] = describe_model(night.settings)
+
+
+def generate_plain(night: Night) -> None:
+    """The same prompts decoded plainly, into the run's `plain` folder, to compare with.
+
+    Texts that plain decoding gave on an earlier night are carried over like any others.
+    """
+    plain = night.settings.decoding.model_copy(update={"verifier": "greedy", "drafters": (), "max_draft_tokens": 0})
+    with night.stage("generate plain"):
+        night.manifest["plain"] = _generate(night, night.run.plain, plain, with_pools=False)
+
+
+def _generate(night: Night, folder: RunFolder, decoding: DecodingSettings, with_pools: bool) -> dict[Side, Any]:
+    plans = {side: _plan(night, folder, side, decoding, with_pools) for side in SIDES}
+    finished: dict[Side, dict[str, ShardRecord]] = {side: folder.finished_shards(side) for side in SIDES}
+    pending = [shard for plan in plans.values() for shard in plan.shards if shard.name not in finished[shard.side]]
+    abandoned: list[ShardAbandoned] = []
+    if pending:
+        label = "generate" if with_pools else "generate plain"
+        spec = _worker_spec(night, folder, decoding, with_pools)
+        num_rows = sum(shard.num_rows for shard in pending)
+        with ray_cluster(night.settings.cluster) as layout, progress(label, num_rows) as bar:
+            for outcome in run_shards(pending, spec, layout, night.settings.cluster.max_shard_attempts):
+                if isinstance(outcome, ShardAbandoned):
+                    abandoned.append(outcome)
+                    bar.advance(outcome.shard.num_rows)
+                    continue
+                shard, record = outcome
+                finished[shard.side][shard.name] = record
+                bar.advance(shard.num_rows, _pace(record))
+        num_workers = min(layout.num_workers, len(pending))
+        night.manifest["workers"] = {"num": num_workers, "num_threads": layout.num_threads, "device": layout.device}
+    return {side: _side_summary(night, folder, plans[side], finished[side], abandoned, with_pools) for side in SIDES}
+
+
+def _pace(record: ShardRecord) -> str:
+    stats = record.info["stats"]
+    if not stats["num_steps"]:
+        return ""
+    return f"{stats['num_tokens'] / stats['num_steps']:.1f} tokens/step"
+
+
+def _plan(night: Night, folder: RunFolder, side: Side, decoding: DecodingSettings, with_pools: bool) -> SidePlan:
+    path = folder.root / "plan" / f"{side}.json"
+    plan = load_plan(path)
+    if plan is None:
+        previous_folder = None
+        if night.previous is not None:
+            previous_folder = night.previous if with_pools else night.previous.plain
+        previous = PreviousKnowledge(_read_previous(previous_folder, side))
+        entities = night.tables.entities(side)
+        with progress(f"plan {side}s", entities.num_rows) as bar:
+            plan = plan_side(
+                side,
+                iter_entities(night.tables, side),
+                entities.schema.field(f"{side}_id").type,
+                render=renderer(night.settings, side, decoding),
+                route=router(night, side) if with_pools else lambda entity: NO_ROUTE,
+                previous=previous,
+                force=night.settings.night.regeneration > 0,
+                shard_size=night.settings.night.shard_size,
+                run_dir=folder.root,
+                on_entity=bar.advance,
+            )
+        save_plan(plan, path)
+    folder.drop_unfinished(side, {CARRIED_SHARD, *folder.finished_shards(side)})
+    return plan
+
+
+def _read_previous(folder: RunFolder | None, side: Side) -> pa.Table | None:
+    if folder is None or not any(folder.knowledge_folder(side).glob("*.parquet")):
+        return None
+    return folder.read_knowledge(side)
+
+
+def renderer(
+    settings: Settings, side: Side, decoding: DecodingSettings
+) -> Callable[[Entity], tuple[RenderedPrompt, str]]:
+    """A function from an entity to its rendered prompt and fingerprint."""
+    tokenizer = load_tokenizer(settings.model_dir)
+    template = load_template(settings.knowledge.template_of(side), settings.knowledge.template_dir)
+    model_id = model_identity(settings.model_dir)
+    provenance = decoding_provenance(decoding)
+
+    def render(entity: Entity) -> tuple[RenderedPrompt, str]:
+        rendered = render_prompt(template, entity, tokenizer, settings.knowledge.max_prompt_tokens)
+        return rendered, fingerprint(rendered, template, model_id, provenance)
+
+    return render
+
+
+def router(night: Night, side: Side) -> Callable[[Entity], Route]:
+    """A function from an entity to the pool group it drafts from; no group before the first pools are built."""
+    version = night.manifest["pools"]["version"]
+    if version is None:
+        return lambda entity: NO_ROUTE
+    fitted = Router.load(night.pools.folder(version) / "router" / side)
+    counts = count_interactions(night.tables.interactions, side)
+    return lambda entity: fitted.route(entity.entity_id, entity.attributes, counts.get(entity.entity_id, 0))
+
+
+def count_interactions(interactions: pa.Table, side: Side) -> dict[object, int]:
+    """Number of interactions by entity."""
+    counted = pc.value_counts(interactions[f"{side}_id"].combine_chunks())
+    return dict(zip(counted.field("values").to_pylist(), counted.field("counts").to_pylist(), strict=True))
+
+
+def _worker_spec(night: Night, folder: RunFolder, decoding: DecodingSettings, with_pools: bool) -> WorkerSpec:
+    settings = night.settings
+    version = night.manifest["pools"]["version"] if with_pools else None
+    pool_dirs = {} if version is None else {side: night.pools.folder(version) / side for side in SIDES}
+    pool_dirs = {side: path for side, path in pool_dirs.items() if path.is_dir()}
+    return WorkerSpec(
+        run_id=night.run.run_id,
+        run_dir=folder.root.resolve(),
+        model_dir=settings.model_dir.resolve(),
+        decoding=decoding,
+        device="auto",
+        num_threads=1,
+        templates={side: settings.knowledge.template_of(side) for side in SIDES},
+        template_dir=settings.knowledge.template_dir,
+        pool_dirs={side: path.resolve() for side, path in pool_dirs.items()},
+        pool_versions={side: version for side in pool_dirs},
+    )
+
+
+def _side_summary(
+    night: Night,
+    folder: RunFolder,
+    plan: SidePlan,
+    finished: dict[str, ShardRecord],
+    abandoned: Iterable[ShardAbandoned],
+    with_pools: bool,
+) -> dict[str, Any]:
+    side = plan.side
+    refused = [QuarantineRow.of(row.entity_id, side, row.reason) for row in plan.refused]
+    refused += [row for lost in abandoned if lost.shard.side == side for row in _abandoned_rows(lost, folder)]
+    folder.merge_quarantine(side, refused)
+    reasons = count_reasons(folder.read_quarantine(side))
+    num_quarantined = sum(reasons.values())
+    records = [finished[shard.name] for shard in plan.shards if shard.name in finished]
+    stats = merge_stats(record.info["stats"] for record in records)
+    stats["wall_s"] /= night.manifest.get("workers", {}).get("num", 1)  # worker-seconds -> seconds of the night
+    data = {
+        "num_entities": plan.num_entities,
+        "num_generated": sum(record.num_rows for record in records),
+        "num_carried_over": plan.num_carried_over,
+        "num_quarantined": num_quarantined,
+        "quarantine_reasons": reasons,
+        "routes": plan.routes,
+        "shards": [_shard_entry(shard, finished[shard.name]) for shard in plan.shards if shard.name in finished],
+        "stats": stats,
+    }
+    if with_pools:
+        data["samples"] = report_samples(night, folder, side, plan)
+        share = num_quarantined / max(1, plan.num_entities)
+        if share > night.settings.night.max_failed_share:
+            worst = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
+            raise RunFailed(
+                f"{num_quarantined} of {plan.num_entities} {side}s failed: {worst}. night.max_failed_share allows "
+                f"{night.settings.night.max_failed_share:.0%}. Every row and its reason: {folder.quarantine_path(side)}"
+            )
+    return data
+
+
+def _abandoned_rows(lost: ShardAbandoned, folder: RunFolder) -> Iterable[QuarantineRow]:
+    for row in read_shard(folder.root / lost.shard.path):
+        yield QuarantineRow.of(row.entity_id, lost.shard.side, lost.reason, row.fingerprint)
+
+
+def _shard_entry(shard: Shard, record: ShardRecord) -> dict[str, Any]:
+    stats = {key: value for key, value in record.info["stats"].items() if key != "lengths"}
+    return {
+        "shard_id": f"{shard.side}-{shard.name}",
+        "group": shard.group,
+        "file": record.file,
+        "num_rows": record.num_rows,
+        "sha256": record.sha256,
+        "wall_s": stats["wall_s"],
+        "stats": stats,
+    }
+
+
+def describe_model(settings: Settings) -> dict[str, Any]:
+    """The model, for the manifest."""
+    return {"id": model_identity(settings.model_dir), "dtype": settings.decoding.dtype}
+
+
+def night_counts(night: Night) -> dict[str, Any]:
+    """What generation did, a line a side."""
+    return {
+        f"{side}s": {
+            "entities": data["num_entities"],
+            "generated": data["num_generated"],
+            "carried over": data["num_carried_over"],
+            "quarantined": data["num_quarantined"],
+            "tokens": data["stats"]["num_tokens"],
+            "tokens per step": data["stats"]["num_tokens"] / max(1, data["stats"]["num_steps"]),
+        }
+        for side, data in night.manifest["sides"].items()
+    }

@@ -1,0 +1,175 @@
+"""`laserbatch init TABLES`: a commented configuration for the user's own tables, with what can be guessed filled in.
+
+Tables that are in the input schema already need no mapping; for others a mapping is guessed from file and column
+names and written beside the configuration, to be read and corrected by a person.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
+import typer
+import yaml
+
+from jobs.commented_yaml import commented_yaml
+from jobs.console import say, summary
+from jobs.settings import Settings
+from pipeline.errors import ConfigError, TableError
+from pipeline.storage.atomic import write_text
+from pipeline.tables.check import check_tables
+from pipeline.tables.schema import TABLE_NAMES, table_files
+
+USER_ID = r"^(user|member|customer|reader|viewer|account|visitor)s?_?(id|no|key|code)?$|^uid$"
+ITEM_ID = r"^(item|product|movie|book|article|news|video|song|track|sku|asin)s?_?(id|no|key|code)?$|^iid$"
+TITLE = r"title|name|headline|label"
+TIME = r"time|date|^ts$|_at$|when"
+RATING = r"rating|stars|score|^grade$"
+PATH_SEPARATORS = (" > ", ">", "|", ";", "/")
+
+
+@dataclass(frozen=True)
+class SourceTable:
+    """One file of the user's: its name, columns, and a few rows."""
+
+    name: str
+    head: pa.Table
+
+    def find(self, pattern: str) -> str | None:
+        """The first column whose name matches."""
+        return next((column for column in self.head.column_names if re.search(pattern, column, re.IGNORECASE)), None)
+
+
+def init(
+    tables: Path = typer.Argument(..., help="Folder with your tables, Parquet or CSV."),
+    out: Path = typer.Option(Path("laserbatch.yaml"), help="Configuration to write."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT if it is there."),
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+) -> None:
+    """Write a commented configuration for your own tables, with a guessed mapping to be corrected.
+
+    Example: `laserbatch init exports/ --out laserbatch.yaml`
+    """
+    if out.exists() and not overwrite:
+        raise ConfigError(f"{out} is there already; pass --overwrite to replace it")
+    if not tables.is_dir():
+        raise TableError(f"{tables} is not a folder; expected one with your tables")
+    if _is_in_schema(tables):
+        write_text(_configuration(tables.resolve(), ""), out)
+        num_faults = len(check_tables(tables))
+        said = {"configuration": str(out), "tables": "in the input schema already", "num_faults": num_faults}
+        summary(said | {"next": f"laserbatch nightly --config {out} --date YYYY-MM-DD"}, as_json)
+        return
+    mapping_path = out.with_name("mapping.yaml")
+    if mapping_path.exists() and not overwrite:
+        raise ConfigError(f"{mapping_path} is there already; pass --overwrite to replace it")
+    mapping = guess_mapping(read_sources(tables))
+    command = f"laserbatch data import table {tables} {out.with_name('tables')} --mapping {mapping_path}"
+    head = "# Guessed from the names of files and columns: read it, correct it, then run\n#   " + command + "\n"
+    head += "# configs/import_example.yaml explains every key.\n"
+    write_text(head + yaml.safe_dump(mapping, sort_keys=False, allow_unicode=True), mapping_path)
+    write_text(_configuration(out.resolve().with_name("tables"), f"# Made from {tables} by: {command}\n"), out)
+    say("the mapping is a guess from names; read it before you import")
+    summary({"configuration": str(out), "mapping": str(mapping_path), "next": command}, as_json)
+
+
+def read_sources(folder: Path) -> list[SourceTable]:
+    """Every Parquet or CSV file of a folder (of a folder of Parquet files, one), with its first rows."""
+    sources = []
+    for path in sorted(folder.iterdir()):
+        pattern, file = path.name, path
+        if path.is_dir():
+            parts = sorted(path.glob("*.parquet"))
+            if not parts:
+                continue
+            pattern, file = f"{path.name}/*.parquet", parts[0]
+        try:
+            if file.suffix == ".parquet":
+                sources.append(SourceTable(pattern, next(pq.ParquetFile(file).iter_batches(20), None)))
+            elif file.suffix in (".csv", ".tsv"):
+                options = pacsv.ParseOptions(delimiter="\t" if file.suffix == ".tsv" else ",")
+                sources.append(SourceTable(pattern, pacsv.open_csv(file, parse_options=options).read_next_batch()))
+        except (pa.ArrowException, StopIteration, OSError) as error:
+            raise TableError(f"{file} cannot be read: {str(error).splitlines()[0][:200]}") from None
+    sources = [SourceTable(s.name, pa.Table.from_batches([s.head]).slice(0, 20)) for s in sources if s.head is not None]
+    if not sources:
+        raise TableError(f"{folder} holds no Parquet or CSV file with rows; expected tables of users, items, interactions")
+    return sources
+
+
+def guess_mapping(sources: list[SourceTable]) -> dict:
+    """A mapping for `data import table`, guessed from names.
+
+    Raises
+    ------
+    TableError
+        No file looks like interactions or like items; the message lists what was seen.
+    """
+    interactions = next((s for s in sources if s.find(USER_ID) and s.find(ITEM_ID) and s.find(TIME)), None)
+    rest = [source for source in sources if source is not interactions]
+    items = next((s for s in rest if s.find(ITEM_ID) and s.find(TITLE)), None) or next(
+        (s for s in rest if s.find(TITLE) and not s.find(USER_ID)), None
+    )
+    users = next((s for s in rest if s is not items and (s.find(USER_ID) or re.search(USER_ID, s.name.split(".")[0]))), None)
+    if interactions is None or items is None:
+        seen = "; ".join(f"{source.name}: {', '.join(source.head.column_names)}" for source in sources)
+        wanted = "interactions (a user id, an item id and a time)" if interactions is None else "items (an id and a title)"
+        raise TableError(f"no file looks like {wanted}. Seen: {seen}. Write a mapping as in configs/import_example.yaml")
+    mapping: dict = {"ids": {"user_id": "string", "item_id": "string"}}
+    if users is not None:
+        user_id = users.find(USER_ID) or users.find(r"id$") or users.head.column_names[0]
+        mapping["users"] = {"files": users.name, "id": user_id, "attributes": _attributes(users, {user_id})}
+    title = items.find(TITLE)
+    item_id = items.find(ITEM_ID) or items.find(r"id$") or items.head.column_names[0]
+    mapping["items"] = {"files": items.name, "id": item_id, "title": title}
+    mapping["items"]["attributes"] = _attributes(items, {item_id, title})
+    mapping["interactions"] = {
+        "files": interactions.name,
+        "user_id": interactions.find(USER_ID),
+        "item_id": interactions.find(ITEM_ID),
+        "timestamp": {"column": interactions.find(TIME), "unit": _time_unit(interactions, interactions.find(TIME))},
+        "drop_unknown": True,
+    }
+    rating = interactions.find(RATING)
+    if rating is not None:
+        mapping["interactions"]["rating"] = rating
+    return mapping
+
+
+def _attributes(source: SourceTable, used: set[str]) -> dict:
+    attributes: dict = {}
+    for column in source.head.column_names:
+        if column in used:
+            continue
+        values = [value for value in source.head[column].to_pylist() if isinstance(value, str) and value]
+        separator = next((s for s in PATH_SEPARATORS if values and sum(s in value for value in values) > len(values) / 2), None)
+        attributes[column] = {"column": column, "separator": separator} if separator else column
+    return attributes
+
+
+def _time_unit(source: SourceTable, column: str) -> str:
+    value = next((value for value in source.head[column].to_pylist() if value is not None), 0)
+    if not isinstance(value, int | float):
+        return "iso"
+    return next((unit for unit, bound in (("s", 1e11), ("ms", 1e14), ("us", 1e17)) if value < bound), "ns")
+
+
+def _is_in_schema(folder: Path) -> bool:
+    try:
+        for name in TABLE_NAMES:
+            table_files(folder, name)
+    except TableError:
+        return False
+    found = {name: pq.read_schema(table_files(folder, name)[0]).names for name in TABLE_NAMES}
+    return (
+        "user_id" in found["users"]
+        and {"item_id", "title"} <= set(found["items"])
+        and {"user_id", "item_id", "timestamp"} <= set(found["interactions"])
+    )
+
+
+def _configuration(tables: Path, note: str) -> str:
+    head = f"# laserbatch configuration. Every option is shown with its default; delete what you do not change.\n{note}"
+    return head + commented_yaml(Settings, {"tables": {"path": tables}}).lstrip("\n") + "\n"

@@ -1,0 +1,128 @@
+"""`laserbatch nightly`: every stage of a night in order; and `laserbatch demo`, two nights on a sample world.
+
+Owns the order of the stages and what is published when. A night that was killed goes on where it stopped.
+"""
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ctr.errors import CtrError
+from jobs.build_pools import build_pools
+from jobs.console import say, summary
+from jobs.ctr import ctr_table
+from jobs.encode import encode_run
+from jobs.generate import generate_knowledge, generate_plain, night_counts
+from jobs.night import Night, open_night, parse_date
+from jobs.report.page import write_report
+from jobs.settings import PACKAGE_ROOT, Settings, load_settings
+from pipeline.storage.manifest import RunManifest
+from pipeline.storage.workspace import Workspace
+from pipeline.tables.read import read_tables
+from pipeline.tables.sample_world import write_sample_world
+
+
+def nightly(
+    config: Path | None = typer.Option(None, help="Configuration file; without it the defaults."),
+    date: str = typer.Option(..., help="The night: what was known at the end of this day is used."),
+    force: bool = typer.Option(False, help="Generate unchanged entities too, in a run of its own."),
+    ray_address: str | None = typer.Option(None, help="Use this Ray cluster; without it a local one is started."),
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+) -> None:
+    """Run a whole night: generate, encode, compare, publish, build pools, report.
+
+    Killed at any moment, the same command finishes the night.
+
+    Example: `laserbatch nightly --config laserbatch.yaml --date 2025-03-01`
+    """
+    settings = load_settings(config, {"cluster.ray_address": ray_address})
+    night = run_night(settings, parse_date(date), force)
+    summary(
+        {
+            "run": night.run.run_id,
+            **night_counts(night),
+            "ctr": night.manifest["ctr"].get("skipped") or "trained",
+            "report": str(night.run.report_path),
+        },
+        as_json,
+    )
+
+
+def run_night(settings: Settings, date: datetime.date, force: bool = False) -> Night:
+    """All stages of a night, under the workspace's lock. A finished night is left as it is."""
+    with Workspace.open(settings.workspace).lock():
+        night = open_night(settings, date, force)
+        if night.run.is_finished:
+            say(f"run {night.run.run_id} is finished already; --force generates everything again")
+            return night
+        generate_knowledge(night)
+        if settings.night.compare_with_plain:
+            generate_plain(night)
+        with night.stage("encode"):
+            night.manifest["features"] = encode_run(night.run.root, settings.encoding, say)
+            if settings.night.compare_with_plain:
+                encode_run(night.run.plain.root, settings.encoding, say)
+        with night.stage("ctr"):
+            night.manifest["ctr"] = compare_ctr(night)
+        with night.stage("pools"):
+            night.manifest["pools_built"] = build_pools(night)
+        _close(night)
+        return night
+
+
+def compare_ctr(night: Night) -> dict[str, Any]:
+    """The CTR comparison of a run, or why there is none."""
+    if not night.settings.night.train_ctr:
+        return {"skipped": "night.train_ctr is false", "rows": []}
+    tables = read_tables(night.settings.tables.path, as_of=None)  # what came after the date is what models are judged on
+    try:
+        return ctr_table(night.run.root, tables, night.date, night.settings.ctr, say)
+    except CtrError as error:
+        say(f"CTR models are not trained: {error}")
+        return {"skipped": str(error), "rows": []}
+
+
+def _close(night: Night) -> None:
+    manifest = night.manifest
+    if night.previous is not None:
+        earlier = RunManifest.load(night.previous.manifest_path)
+        manifest["previous_night"] = {
+            "run_id": earlier["run_id"],
+            "sides": {side: {"stats": data["stats"]} for side, data in earlier["sides"].items()},
+        }
+    manifest["status"] = "success"
+    manifest.save()
+    write_report(manifest.data, night.run.report_path)
+    night.run.finish()
+    night.workspace.publish(night.run.run_id)
+
+
+def demo(
+    folder: Path = typer.Option(Path("demo"), help="Where the world and the workspace go; it may exist."),
+    num_users: int = typer.Option(400, help="Users of the sample world."),
+    num_items: int = typer.Option(300, help="Items of the sample world."),
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+) -> None:
+    """Two nights on a sample world, with the bundled model: the second is faster because the first happened.
+
+    Example: `laserbatch demo --folder demo`
+    """
+    tables_dir = folder / "tables"
+    if not (tables_dir / "interactions.parquet").exists():
+        say(f"making a sample world of {num_users} users and {num_items} items in {tables_dir}")
+        world = write_sample_world(tables_dir, num_users=num_users, num_items=num_items)
+    settings = load_settings(
+        PACKAGE_ROOT / "configs" / "demo.yaml",
+        {"workspace": str(folder / "workspace"), "tables.path": str(tables_dir)},
+    )
+    last_day = world_last_day(tables_dir)
+    first = settings.model_copy(update={"night": settings.night.model_copy(update=FIRST_NIGHT)})
+    nights = []
+    for number, (night_settings, date) in enumerate(
+        ((first, last_day - datetime.timedelta(days=1)), (settings, last_day)), start=1
+    ):
+        say(f"night {number}: {date}")
+        nights.append(run_night(night_settings, date))
+    show_nights(nights, as_json)

@@ -1,0 +1,48 @@
+"""The few texts that a report shows, with where each stretch of them came from."""
+
+from typing import Any
+
+from jobs.night import Night
+from jobs.spans import text_spans
+from pipeline.decoding.identity import load_tokenizer
+from pipeline.distributed.shards import SidePlan, read_shard
+from pipeline.knowledge.records import Side
+from pipeline.storage.parquet import read_parquet
+from pipeline.storage.run_folder import RunFolder
+
+
+def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) -> list[dict[str, Any]]:
+    """Sample texts of a side: evenly spread over the plan's shards, the first row of each.
+
+    Returns
+    -------
+    list of dict
+        `entity_id`, `group`, `prompt`, `text`, `spans` ({text, source}), `tokens_per_step`.
+    """
+    wanted = night.settings.night.num_report_samples
+    if not plan.shards or not wanted:
+        return []
+    tokenizer = load_tokenizer(night.settings.model_dir)
+    stride = max(1, len(plan.shards) // wanted)
+    samples = []
+    for shard in plan.shards[::stride][:wanted]:
+        path = folder.knowledge_folder(side) / f"{shard.name}.parquet"
+        if not path.exists():
+            continue
+        table = read_parquet(path)
+        if not table.num_rows:
+            continue
+        record = table.slice(0, 1).to_pylist()[0]
+        planned = next(row for row in read_shard(folder.root / shard.path) if row.entity_id == record["entity_id"])
+        spans = text_spans(tokenizer, record["token_ids"], record["token_sources"])
+        samples.append(
+            {
+                "entity_id": record["entity_id"],
+                "group": record["pool_group"],
+                "prompt": tokenizer.decode(planned.prompt_ids.tolist(), skip_special_tokens=False),
+                "text": record["text"],
+                "spans": [{"text": span.text, "source": span.source} for span in spans],
+                "tokens_per_step": record["num_tokens"] / max(1, record["num_steps"]),
+            }
+        )
+    return samples

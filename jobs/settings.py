@@ -1,0 +1,152 @@
+"""The whole configuration: each package's own section, composed, loaded once from YAML, frozen.
+
+A misspelled key fails before any work starts, naming the key and the nearest valid one. Relative paths in a file are
+relative to that file's folder. Every option has a default; `configs/default.yaml` shows them all.
+"""
+
+import difflib
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+import jobs
+from ctr.settings import CtrSettings
+from pipeline.decoding.settings import DecodingSettings
+from pipeline.distributed.settings import ClusterSettings
+from pipeline.encoding.settings import EncodingSettings
+from pipeline.errors import ConfigError
+from pipeline.knowledge.settings import KnowledgeSettings
+from pipeline.tables.settings import TablesSettings
+from retrieval_pools.routing_settings import RoutingSettings
+from retrieval_pools.settings import PoolSettings
+
+PACKAGE_ROOT = Path(jobs.__file__).resolve().parent.parent  # configs/ and models/ lie beside the packages
+SAMPLE_MODEL = "sample"
+_PATH_KEYS = (
+    (None, "workspace"),
+    ("tables", "path"),
+    ("decoding", "model"),
+    ("knowledge", "template_dir"),
+    ("encoding", "encoder"),
+)
+
+
+class NightSettings(BaseModel):
+    """What a night does around generation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    shard_size: int = Field(64, ge=1, description="Entities a shard: what is redone when a worker dies.")
+    max_failed_share: float = Field(0.05, ge=0, le=1, description="More quarantined rows than this fail the run.")
+    compare_with_plain: bool = Field(
+        False, description="Also decode everything plainly, for the CTR comparison. Costs what plain decoding costs."
+    )
+    train_ctr: bool = Field(True, description="Train the CTR models when interactions after the date exist.")
+    regeneration: int = Field(
+        0, ge=0, description="Above 0 unchanged entities are generated too; --force counts it up."
+    )
+    num_report_samples: int = Field(3, ge=0, description="Texts a side that the report shows.")
+
+
+class Settings(BaseModel):
+    """Everything a run is configured by."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    workspace: Path = Path("workspace")
+    seed: int = 0
+    tables: TablesSettings = TablesSettings()
+    knowledge: KnowledgeSettings = KnowledgeSettings()
+    decoding: DecodingSettings = DecodingSettings()
+    pools: PoolSettings = PoolSettings()
+    routing: RoutingSettings = RoutingSettings()
+    encoding: EncodingSettings = EncodingSettings()
+    ctr: CtrSettings = CtrSettings()
+    night: NightSettings = NightSettings()
+    cluster: ClusterSettings = ClusterSettings()
+
+    @property
+    def model_dir(self) -> Path:
+        """Folder of the model."""
+        return PACKAGE_ROOT / "models" / "sample" if self.decoding.model == SAMPLE_MODEL else Path(self.decoding.model)
+
+    def output_hash(self) -> str:
+        """Hash of everything that may change what a run writes; where it runs and where it writes are left out."""
+        dumped = self.model_dump(mode="json", exclude={"workspace", "cluster"})
+        return hashlib.sha256(json.dumps(dumped, sort_keys=True).encode()).hexdigest()
+
+
+def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) -> Settings:
+    """Settings from a YAML file.
+
+    Parameters
+    ----------
+    path : the file; None for the defaults.
+    overrides : `{"section.key": value}` from the command line; None values are ignored.
+
+    Raises
+    ------
+    ConfigError
+        The file is missing or not YAML, a key is unknown, or a value is not what the key takes.
+    """
+    data = _read_yaml(path) if path is not None else {}
+    if path is not None:
+        _anchor_paths(data, path.resolve().parent)
+    for dotted, value in (overrides or {}).items():
+        if value is None:
+            continue
+        *sections, key = dotted.split(".")
+        section = data
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[key] = value
+    try:
+        return Settings.model_validate(data)
+    except ValidationError as error:
+        source = path if path is not None else "the command line"
+        raise ConfigError(f"{source}: " + "; ".join(_explain(item) for item in error.errors())) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such configuration file; `laserbatch init TABLES` writes one") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a YAML file: {error}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected sections (`decoding:`, `pools:`, ...), found a {type(data).__name__}")
+    return data
+
+
+def _anchor_paths(data: dict[str, Any], folder: Path) -> None:
+    for section, key in _PATH_KEYS:
+        holder = data if section is None else data.get(section)
+        if not isinstance(holder, dict) or not isinstance(holder.get(key), str):
+            continue
+        if (section, key) == ("decoding", "model") and holder[key] == SAMPLE_MODEL:
+            continue
+        holder[key] = str(folder / holder[key])
+
+
+def _explain(item: dict[str, Any]) -> str:
+    location = ".".join(str(part) for part in item["loc"])
+    if item["type"] != "extra_forbidden":
+        return f"{location}: {item['msg']} (found {item['input']!r})"
+    valid = _keys_at(item["loc"][:-1])
+    near = difflib.get_close_matches(str(item["loc"][-1]), valid, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
+    return f"{location}: no such key; {hint}"
+
+
+def _keys_at(location: tuple) -> list[str]:
+    model: Any = Settings
+    for part in location:
+        model = model.model_fields[part].annotation
+    return sorted(model.model_fields)

@@ -1,0 +1,155 @@
+"""`laserbatch try`: one entity's prompt, pool, and text as it is written. Writes nothing to disk."""
+
+import time
+from pathlib import Path
+
+import typer
+from rich.live import Live
+
+from jobs.console import stdout, summary
+from jobs.generate import NO_ROUTE, count_interactions, renderer
+from jobs.night import parse_date
+from jobs.settings import Settings, load_settings
+from jobs.spans import Span, text_spans
+from jobs.try_view import TriedEntity, print_tried, text_panel
+from pipeline.decoding.drafters import drafter_from
+from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult, StepEvent
+from pipeline.distributed.shards import PreviousKnowledge
+from pipeline.errors import RowError, TableError
+from pipeline.knowledge.entities import Entity, iter_entities
+from pipeline.knowledge.parsers import parse_knowledge
+from pipeline.knowledge.prompts import load_template
+from pipeline.knowledge.records import Side
+from pipeline.storage.workspace import Workspace
+from pipeline.tables.read import Tables, read_tables
+from retrieval_pools.pool import Pool
+from retrieval_pools.router import Router
+from retrieval_pools.store import PoolStore
+
+
+def try_one(
+    config: Path | None = typer.Option(None, help="Configuration file; without it the defaults."),
+    user: str | None = typer.Option(None, "--user", help="Id of a user."),
+    item: str | None = typer.Option(None, "--item", help="Id of an item."),
+    date: str | None = typer.Option(None, help="As known at the end of this day; without it everything is known."),
+    as_json: bool = typer.Option(False, "--json", help="Print what happened as JSON."),
+) -> None:
+    """Show one entity being written: its prompt, its pool, its text with accepted spans coloured by source.
+
+    Example: `laserbatch try --config laserbatch.yaml --user u17`
+    """
+    if (user is None) == (item is None):
+        raise typer.BadParameter("give either --user or --item")
+    settings = load_settings(config)
+    side: Side = "user" if user is not None else "item"
+    tables = read_tables(settings.tables.path, as_of=parse_date(date) if date else None)
+    entity = find_entity(tables, side, user if user is not None else item)
+    tried = write_one(settings, tables, side, entity, live=not as_json and stdout.is_terminal)
+    if as_json:
+        data = {name: value for name, value in vars(tried).items() if name != "spans"}
+        summary(data | {"text": "".join(s.text for s in tried.spans), "spans": [vars(s) for s in tried.spans]}, True)
+        return
+    print_tried(stdout, tried)
+
+
+def find_entity(tables: Tables, side: Side, text: str) -> Entity:
+    """The entity whose id, as text, is the given one.
+
+    Raises
+    ------
+    TableError
+        There is none.
+    """
+    ids = tables.entities(side)[f"{side}_id"].to_pylist()
+    entity_id = next((known for known in ids if str(known) == text), None)
+    if entity_id is None:
+        some = ", ".join(str(known) for known in ids[:5])
+        raise TableError(f"the {side}s table has no {side}_id {text!r}; its first ids are: {some}")
+    return next(iter_entities(tables, side, [entity_id]))
+
+
+def write_one(settings: Settings, tables: Tables, side: Side, entity: Entity, live: bool) -> TriedEntity:
+    """Generate one entity's text as tonight would, showing it as it grows."""
+    rendered, _ = renderer(settings, side, settings.decoding)(entity)
+    template = load_template(settings.knowledge.template_of(side), settings.knowledge.template_dir)
+    engine = Engine.from_pretrained(settings.model_dir, settings.decoding)
+    pool, version, route, previous_ids = _night_before(settings, tables, side, entity)
+    request = GenerationRequest("try", rendered.token_ids, previous_ids, route.group, settings.decoding.max_new_tokens)
+    written = _Writing(engine.tokenizer)
+    with Live(text_panel([]), console=stdout, refresh_per_second=20, transient=True, auto_refresh=live) as view:
+
+        def on_event(event: StepEvent) -> None:
+            written.add(event)
+            if live:
+                view.update(text_panel(written.spans()))
+
+        start_s = time.perf_counter()
+        outcome = next(engine.generate([request], drafter_from(settings.decoding, pool), on_event=on_event))
+        wall_s = time.perf_counter() - start_s
+    if isinstance(outcome, GenerationFailure):
+        raise TableError(f"{side} {entity.entity_id} cannot be written: {outcome.reason}")
+    fields, problem = None, None
+    try:
+        fields = parse_knowledge(template, _text(engine, outcome))
+    except RowError as error:
+        problem = error.reason
+    return TriedEntity(
+        side=side,
+        entity_id=entity.entity_id,
+        template=template.identity,
+        prompt=engine.tokenizer.decode(rendered.token_ids.tolist(), skip_special_tokens=False),
+        num_prompt_tokens=len(rendered.token_ids),
+        num_history=rendered.num_history,
+        num_history_dropped=rendered.num_history_dropped,
+        pool_version=version,
+        group=route.group or None,
+        scheme=route.scheme,
+        spans=text_spans(engine.tokenizer, outcome.token_ids, outcome.sources),
+        num_tokens=len(outcome.token_ids),
+        num_steps=outcome.num_steps,
+        num_drafted=outcome.num_drafted,
+        num_accepted=outcome.num_accepted,
+        wall_s=wall_s,
+        finish_reason=outcome.finish_reason,
+        fields=fields,
+        problem=problem,
+    )
+
+
+class _Writing:
+    """The text so far, from the engine's events."""
+
+    def __init__(self, tokenizer) -> None:
+        self._tokenizer, self._token_ids, self._sources = tokenizer, [], []
+
+    def add(self, event: StepEvent) -> None:
+        self._token_ids += event.token_ids.tolist()
+        self._sources += event.sources.tolist()
+
+    def spans(self) -> list[Span]:
+        return text_spans(self._tokenizer, self._token_ids, self._sources)
+
+
+def _text(engine: Engine, result: GenerationResult) -> str:
+    return engine.tokenizer.decode(result.token_ids.tolist(), skip_special_tokens=True)
+
+
+def _night_before(settings: Settings, tables: Tables, side: Side, entity: Entity):
+    """What the workspace has to draft from: pool, its version, the entity's route in it, and its own last text."""
+    if not (settings.workspace / "workspace.json").exists():
+        return None, None, NO_ROUTE, None
+    workspace = Workspace.open(settings.workspace, create=False)
+    published = workspace.published()
+    previous = PreviousKnowledge(published.read_knowledge(side) if published is not None else None)
+    row = previous.row_of(entity.entity_id)
+    previous_ids = None if row is None else previous.token_ids(row)
+    store = PoolStore(workspace.pools_folder)
+    version = store.current_version()
+    if version is None:
+        return None, None, NO_ROUTE, previous_ids
+    folder = store.folder(version)
+    router = Router.load(folder / "router" / side)
+    num_interactions = count_interactions(tables.interactions, side).get(entity.entity_id, 0)
+    route = router.route(entity.entity_id, entity.attributes, num_interactions)
+    pool = Pool.open(folder / side) if (folder / side).is_dir() else None
+    return pool, version, route, previous_ids

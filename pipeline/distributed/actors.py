@@ -1,0 +1,150 @@
+"""Ray: start or join a cluster, keep its workers busy with shards, do a dead worker's shard again.
+
+Everything that imports ray is here. What a worker does with a shard is `worker.py`'s business.
+"""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import ray
+import torch
+
+from pipeline.distributed.settings import ClusterSettings
+from pipeline.distributed.shards import Shard
+from pipeline.distributed.worker import ShardWorker, WorkerSpec
+from pipeline.errors import ConfigError
+from pipeline.storage.run_folder import ShardRecord
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WorkerLayout:
+    """How many workers there are and what each one holds."""
+
+    num_workers: int
+    num_threads: int
+    num_gpus: int  # 0 or 1 a worker
+    device: str
+
+
+@dataclass(frozen=True)
+class ShardAbandoned:
+    """A shard whose worker died every time."""
+
+    shard: Shard
+    reason: str
+
+
+def worker_layout(settings: ClusterSettings, num_cpus: int, num_gpus: int) -> WorkerLayout:
+    """One worker per GPU; without GPUs one per group of cores, with its threads set explicitly.
+
+    Parameters
+    ----------
+    num_cpus, num_gpus : of the whole cluster.
+    """
+    if num_gpus > 0:
+        num_workers = settings.num_workers or num_gpus
+        if num_workers > num_gpus:
+            raise ConfigError(f"cluster.num_workers is {num_workers} but there are {num_gpus} GPUs; one worker a GPU")
+        return WorkerLayout(num_workers, settings.threads_per_worker or max(1, num_cpus // num_workers), 1, "cuda")
+    num_threads = settings.threads_per_worker or max(1, num_cpus // (settings.num_workers or 8))
+    return WorkerLayout(settings.num_workers or max(1, num_cpus // num_threads), num_threads, 0, "cpu")
+
+
+@contextmanager
+def ray_cluster(settings: ClusterSettings) -> Iterator[WorkerLayout]:
+    """Join the cluster at `ray_address`, or start a local one and stop it afterwards."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    started = not ray.is_initialized()
+    if started:
+        try:
+            if settings.ray_address is not None:
+                ray.init(address=settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)
+            else:
+                ray.init(
+                    num_cpus=_usable_cores(),
+                    num_gpus=torch.cuda.device_count(),
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    object_store_memory=100 * 2**20,  # shards travel as files; only names and counts pass through Ray
+                )
+        except ConnectionError as error:
+            raise ConfigError(f"no Ray cluster answers at {settings.ray_address!r}: {error}") from error
+    try:
+        resources = ray.cluster_resources()
+        yield worker_layout(settings, int(resources.get("CPU", 1)), int(resources.get("GPU", 0)))
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def run_shards(
+    shards: Sequence[Shard],
+    spec: WorkerSpec,
+    layout: WorkerLayout,
+    max_shard_attempts: int,
+    on_workers: Callable[[list], None] = lambda actors: None,
+) -> Iterator[tuple[Shard, ShardRecord] | ShardAbandoned]:
+    """Hand out shards to workers as they become free; yield each one's outcome as it comes.
+
+    A worker that dies is replaced and its shard goes back to the front of the queue. An error that a worker reports
+    (a model that cannot be loaded, say) ends the run: it would meet every shard.
+
+    Parameters
+    ----------
+    on_workers : called once with the actor handles (for tests that kill them).
+    """
+    spec = replace(spec, device=layout.device, num_threads=layout.num_threads)
+    actor_class = ray.remote(_Worker).options(num_cpus=layout.num_threads, num_gpus=layout.num_gpus)
+    idle = [actor_class.remote(spec) for _ in range(min(layout.num_workers, len(shards)))]
+    on_workers(list(idle))
+    queue, attempts, running = deque(shards), dict.fromkeys(shards, 0), {}
+    while queue or running:
+        while queue and idle:
+            shard, actor = queue.popleft(), idle.pop()
+            attempts[shard] += 1
+            running[actor.run.remote(shard)] = (shard, actor)
+        (done,), _ = ray.wait(list(running), num_returns=1)
+        shard, actor = running.pop(done)
+        try:
+            record: ShardRecord = ray.get(done)
+        except ray.exceptions.RayActorError as error:
+            logger.warning("%s %s: its worker died (attempt %d): %s", shard.side, shard.name, attempts[shard], error)
+            idle.append(actor_class.remote(spec))
+            if attempts[shard] < max_shard_attempts:
+                queue.appendleft(shard)
+            else:
+                yield ShardAbandoned(shard, f"worker-died: {attempts[shard]} workers died on this shard")
+            continue
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        idle.append(actor)
+        yield shard, record
+    for actor in idle:
+        ray.kill(actor)
+
+
+class _Worker:
+    """The actor: a `ShardWorker` that Ray can place."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._worker: ShardWorker | None = None
+
+    def run(self, shard: Shard) -> ShardRecord:
+        if self._worker is None:  # here and not in __init__, so that a refused model is reported, not a dead actor
+            self._worker = ShardWorker(self._spec)
+        return self._worker.run(shard)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

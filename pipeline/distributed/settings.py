@@ -1,0 +1,14 @@
+"""How many workers, on what, holding how many threads."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class ClusterSettings(BaseModel):
+    """Where shards are generated. Nothing here changes a text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ray_address: str | None = Field(None, description="An existing cluster's address; null starts a local Ray.")
+    num_workers: int | None = Field(None, ge=1, description="Actors; null: one per GPU, or one per core group on CPU.")
+    threads_per_worker: int | None = Field(None, ge=1, description="Of one worker; null: an eighth of the cores.")
+    max_shard_attempts: int = Field(3, ge=1, description="A shard whose worker died this often goes to quarantine.")

@@ -1,0 +1,210 @@
+"""The night's work list: which entities are carried over, which are generated, in which shard.
+
+A plan is written to disk before the first text is generated and is a function of the inputs alone, so that a killed
+run finds its shards again. Shards follow the order of pool groups: an actor's consecutive sequences share drafts.
+Knows no model beyond its tokenizer (inside `render`), and no Ray.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.errors import RowError
+from pipeline.knowledge.entities import Entity
+from pipeline.knowledge.prompts import RenderedPrompt
+from pipeline.knowledge.records import Side, knowledge_schema
+from pipeline.storage.atomic import read_json, write_json
+from pipeline.storage.parquet import read_parquet, write_parquet
+from pipeline.storage.run_folder import RunFolder
+
+CARRIED_SHARD = "carried"
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """One entity to generate, ready for the engine."""
+
+    entity_id: object
+    prompt_ids: np.ndarray  # int32 (num_prompt_tokens,)
+    num_history: int
+    num_history_dropped: int
+    fingerprint: str
+    previous_ids: np.ndarray | None  # int32, the entity's own earlier text
+    group: str | None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows that one worker generates in one go.
+
+    `path` is the plan's Parquet file, relative to the run's folder.
+    """
+
+    name: str  # of its files: "00000"
+    side: Side
+    group: str  # of its first row
+    num_rows: int
+    path: str
+
+
+@dataclass(frozen=True)
+class RefusedRow:
+    """An entity that cannot even be asked about."""
+
+    entity_id: object
+    reason: str
+
+
+@dataclass(frozen=True)
+class SidePlan:
+    """Everything that a side's generation needs to know; counts are of entities."""
+
+    side: Side
+    num_entities: int
+    num_carried_over: int
+    routes: dict[str, int]  # scheme -> entities, over all of them
+    shards: tuple[Shard, ...]
+    refused: tuple[RefusedRow, ...]
+
+
+class PreviousKnowledge:
+    """The last published records of a side, looked up by entity.
+
+    Parameters
+    ----------
+    table : knowledge records, or None on the first night.
+    """
+
+    def __init__(self, table: pa.Table | None) -> None:
+        self.table = table
+        self._row_of = {} if table is None else {key: row for row, key in enumerate(table["entity_id"].to_pylist())}
+        self._fingerprints = [] if table is None else table["fingerprint"].to_pylist()
+
+    def row_of(self, entity_id: object) -> int | None:
+        """Row of the entity's record, or None."""
+        return self._row_of.get(entity_id)
+
+    def fingerprint(self, row: int) -> str:
+        """What the record of that row was generated from."""
+        return self._fingerprints[row]
+
+    def token_ids(self, row: int) -> np.ndarray:
+        """Token ids of the record's text, int32."""
+        return np.asarray(self.table["token_ids"][row].values, dtype=np.int32)
+
+
+def plan_side(
+    side: Side,
+    entities: Iterable[Entity],
+    entity_id_type: pa.DataType,
+    *,
+    render: Callable[[Entity], tuple[RenderedPrompt, str]],
+    route: Callable[[Entity], tuple[str | None, str]],
+    previous: PreviousKnowledge,
+    force: bool,
+    shard_size: int,
+    run_dir: Path,
+    on_entity: Callable[[], None] = lambda: None,
+) -> SidePlan:
+    """Decide about every entity of a side and write its shards' inputs.
+
+    Parameters
+    ----------
+    entities : the side's entities, in the order of the input table.
+    render : entity -> (rendered prompt, fingerprint); raises `RowError` when it cannot be asked about.
+    route : entity -> (pool group or None, scheme).
+    previous : the last published records.
+    force : generate unchanged entities too.
+    shard_size : rows a shard.
+    run_dir : the run's folder; `plan/<side>/` and the carried-over records are written below it.
+    """
+    rows: list[PlannedRow] = []
+    refused: list[RefusedRow] = []
+    carried: list[int] = []
+    routes: dict[str, int] = {}
+    num_entities = 0
+    for entity in entities:
+        num_entities += 1
+        on_entity()
+        group, scheme = route(entity)
+        routes[scheme] = routes.get(scheme, 0) + 1
+        try:
+            rendered, fingerprint = render(entity)
+        except RowError as error:
+            refused.append(RefusedRow(entity.entity_id, error.reason))
+            continue
+        row = previous.row_of(entity.entity_id)
+        if row is not None and not force and previous.fingerprint(row) == fingerprint:
+            carried.append(row)
+            continue
+        rows.append(
+            PlannedRow(
+                entity_id=entity.entity_id,
+                prompt_ids=rendered.token_ids,
+                num_history=rendered.num_history,
+                num_history_dropped=rendered.num_history_dropped,
+                fingerprint=fingerprint,
+                previous_ids=None if row is None else previous.token_ids(row),
+                group=group,
+            )
+        )
+    if carried:
+        table = previous.table.take(pa.array(sorted(carried))).cast(knowledge_schema(entity_id_type))
+        RunFolder(run_dir).write_shard(side, CARRIED_SHARD, table)
+    rows.sort(key=lambda row: row.group or "")  # stable: input order within a group
+    shards = [
+        _write_shard(side, number, rows[start : start + shard_size], entity_id_type, run_dir)
+        for number, start in enumerate(range(0, len(rows), shard_size))
+    ]
+    return SidePlan(side, num_entities, len(carried), routes, tuple(shards), tuple(refused))
+
+
+def _write_shard(side: Side, number: int, rows: list[PlannedRow], entity_id_type: pa.DataType, run_dir: Path) -> Shard:
+    name = f"{number:05d}"
+    path = f"plan/{side}/{name}.parquet"
+    columns = {
+        "entity_id": pa.array([row.entity_id for row in rows], entity_id_type),
+        "prompt_ids": pa.array([row.prompt_ids for row in rows], pa.list_(pa.int32())),
+        "num_history": pa.array([row.num_history for row in rows], pa.int32()),
+        "num_history_dropped": pa.array([row.num_history_dropped for row in rows], pa.int32()),
+        "fingerprint": pa.array([row.fingerprint for row in rows], pa.string()),
+        "previous_ids": pa.array([row.previous_ids for row in rows], pa.list_(pa.int32())),
+        "group": pa.array([row.group for row in rows], pa.string()),
+    }
+    write_parquet(pa.table(columns), run_dir / path)
+    return Shard(name, side, rows[0].group or "", len(rows), path)
+
+
+def read_shard(path: Path) -> list[PlannedRow]:
+    """The rows of a shard's plan file."""
+    table = read_parquet(path)
+    lists = {name: table[name].combine_chunks() for name in ("prompt_ids", "previous_ids")}
+    rows = []
+    for number, row in enumerate(table.drop_columns(["prompt_ids", "previous_ids"]).to_pylist()):
+        previous = lists["previous_ids"][number]
+        rows.append(
+            PlannedRow(
+                **row,
+                prompt_ids=np.asarray(lists["prompt_ids"][number].values, np.int32),
+                previous_ids=np.asarray(previous.values, np.int32) if previous.is_valid else None,
+            )
+        )
+    return rows
+
+
+def save_plan(plan: SidePlan, path: Path) -> None:
+    """Write a side's plan; the file's existence says that all its shards are on disk."""
+    write_json(asdict(plan), path)
+
+
+def load_plan(path: Path) -> SidePlan | None:
+    """A plan written by an earlier attempt at this run, or None."""
+    if not path.exists():
+        return None
+    data = read_json(path)
+    shards = tuple(Shard(**shard) for shard in data.pop("shards"))
+    refused = tuple(RefusedRow(**row) for row in data.pop("refused"))
+    return SidePlan(**data, shards=shards, refused=refused)

@@ -1,0 +1,73 @@
+"""Counts of a decoding pass: summed over results, over shards, over sides; the same names from engine to report."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pipeline.decoding.engine import GenerationResult
+from retrieval_pools.sources import SOURCE_NAMES
+
+_SUMS = ("num_texts", "num_tokens", "num_steps", "num_drafted", "num_accepted", "wall_s")
+_BY_NAME = ("drafted_by_source", "accepted_by_source", "finish_reasons")
+_BY_DEPTH = ("drafted_by_depth", "accepted_by_depth")
+
+
+def decoding_stats(results: Sequence[GenerationResult], wall_s: float) -> dict[str, Any]:
+    """Statistics of finished texts.
+
+    Parameters
+    ----------
+    results : finished texts of one shard.
+    wall_s : seconds that the worker spent on them.
+
+    Returns
+    -------
+    dict
+        JSON-ready: `num_*` sums, counts by source and by depth (index 0 = first drafted token), finish reasons, and
+        `lengths`, the number of tokens of every text.
+    """
+    reasons: dict[str, int] = {}
+    for result in results:
+        reasons[result.finish_reason] = reasons.get(result.finish_reason, 0) + 1
+    return {
+        "num_texts": len(results),
+        "num_tokens": sum(len(result.token_ids) for result in results),
+        "num_steps": sum(result.num_steps for result in results),
+        "num_drafted": sum(result.num_drafted for result in results),
+        "num_accepted": sum(result.num_accepted for result in results),
+        "wall_s": wall_s,
+        "drafted_by_source": _named(sum_arrays(result.drafted_by_source for result in results)),
+        "accepted_by_source": _named(sum_arrays(result.accepted_by_source for result in results)),
+        "drafted_by_depth": sum_arrays(result.drafted_by_depth for result in results),
+        "accepted_by_depth": sum_arrays(result.accepted_by_depth for result in results),
+        "finish_reasons": reasons,
+        "lengths": [len(result.token_ids) for result in results],
+    }
+
+
+def merge_stats(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Add up the statistics of several shards or sides. `wall_s` becomes worker-seconds."""
+    parts = list(parts)
+    merged: dict[str, Any] = {name: sum(part[name] for part in parts) for name in _SUMS}
+    for name in _BY_NAME:
+        keys = dict.fromkeys(key for part in parts for key in part[name])
+        merged[name] = {key: sum(part[name].get(key, 0) for part in parts) for key in keys}
+    for name in _BY_DEPTH:
+        merged[name] = sum_arrays(np.asarray(part[name]) for part in parts)
+    merged["lengths"] = [length for part in parts for length in part["lengths"]]
+    return merged
+
+
+def sum_arrays(arrays: Iterable[np.ndarray]) -> list[int]:
+    """Element-wise sum of count arrays of any lengths, without trailing zeros."""
+    total = np.zeros(0, np.int64)
+    for array in arrays:
+        if len(array) > len(total):
+            total = np.pad(total, (0, len(array) - len(total)))
+        total[: len(array)] += np.asarray(array, np.int64)
+    return np.trim_zeros(total, "b").tolist()
+
+
+def _named(counts: list[int]) -> dict[str, int]:
+    return {name: (counts[code] if code < len(counts) else 0) for code, name in enumerate(SOURCE_NAMES)}

@@ -1,0 +1,160 @@
+"""One worker: a model, the night's frozen pools, and one shard after another.
+
+A shard goes in as a plan file and comes out as a knowledge file, quarantined rows and counts. The worker knows no Ray:
+`actors.py` wraps it, tests and `laserbatch try` call it directly.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.decoding.drafters import Drafter, drafter_from
+from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult
+from pipeline.decoding.settings import DecodingSettings
+from pipeline.distributed.shards import PlannedRow, Shard, read_shard
+from pipeline.distributed.stats import decoding_stats
+from pipeline.errors import RowError
+from pipeline.knowledge.parsers import parse_knowledge
+from pipeline.knowledge.prompts import load_template
+from pipeline.knowledge.records import Side, knowledge_schema
+from pipeline.storage.quarantine import QuarantineRow
+from pipeline.storage.run_folder import RunFolder, ShardRecord
+from retrieval_pools.pool import Pool
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a worker is started with; plain values, so that it can travel to another machine.
+
+    `templates` names a prompt template a side; `pool_dirs` the frozen pool of a side, where there is one.
+    """
+
+    run_id: str
+    run_dir: Path  # plan/ is read and knowledge/ written here
+    model_dir: Path
+    decoding: DecodingSettings
+    device: str
+    num_threads: int
+    templates: dict[Side, str]
+    template_dir: Path | None
+    pool_dirs: dict[Side, Path] = field(default_factory=dict)
+    pool_versions: dict[Side, str] = field(default_factory=dict)
+
+
+class ShardWorker:
+    """Generates the knowledge of shards.
+
+    Raises
+    ------
+    ModelError, PoolError
+        When the model or a pool cannot be used.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        settings = spec.decoding.model_copy(update={"num_threads": spec.num_threads})
+        self.engine = Engine.from_pretrained(spec.model_dir, settings, device=spec.device)
+        self._templates = {side: load_template(name, spec.template_dir) for side, name in spec.templates.items()}
+        self._pools: dict[Side, Pool] = {side: Pool.open(path) for side, path in spec.pool_dirs.items()}
+        self._decoding_json = json.dumps(decoding_provenance(spec.decoding), sort_keys=True)
+
+    def drafter(self, side: Side) -> Drafter:
+        """The side's drafter: its pool and the sequence's own texts, as configured."""
+        return drafter_from(self.spec.decoding, self._pools.get(side))
+
+    def run(self, shard: Shard, on_row: Callable[[], None] = lambda: None) -> ShardRecord:
+        """Generate one shard and write its files.
+
+        Returns
+        -------
+        ShardRecord
+            What was written, with counts; also on disk, next to the shard's knowledge file.
+        """
+        start_s = time.perf_counter()
+        rows = {str(number): row for number, row in enumerate(read_shard(self.spec.run_dir / shard.path))}
+        records: dict[str, dict[str, Any]] = {}
+        results: list[GenerationResult] = []
+        quarantined: list[QuarantineRow] = []
+        for outcome in self._generate(shard.side, rows):
+            row = rows[outcome.request_id]
+            on_row()
+            if isinstance(outcome, GenerationFailure):
+                quarantined.append(QuarantineRow.of(row.entity_id, shard.side, outcome.reason, row.fingerprint))
+                continue
+            results.append(outcome)  # quarantined texts cost time too, so they count
+            try:
+                records[outcome.request_id] = self._record(shard.side, row, outcome)
+            except RowError as error:
+                quarantined.append(QuarantineRow.of(row.entity_id, shard.side, error.reason, row.fingerprint))
+        ordered = [records[key] for key in rows if key in records]  # plan order, not the order of finishing
+        entity_id_type = pa.array([row.entity_id for row in rows.values()]).type
+        table = pa.Table.from_pylist(ordered, schema=knowledge_schema(entity_id_type))
+        stats = decoding_stats(results, time.perf_counter() - start_s)
+        logger.info("%s %s: %d texts, %d quarantined", shard.side, shard.name, len(ordered), len(quarantined))
+        info = {"group": shard.group, "stats": stats}
+        return RunFolder(self.spec.run_dir).write_shard(shard.side, shard.name, table, quarantined, info)
+
+    def _generate(
+        self, side: Side, rows: dict[str, PlannedRow]
+    ) -> Iterator[GenerationResult | GenerationFailure]:
+        requests: Iterable[GenerationRequest] = (
+            GenerationRequest(
+                request_id=key,
+                prompt_ids=row.prompt_ids,
+                previous_ids=row.previous_ids,
+                group=row.group,
+                max_new_tokens=self.spec.decoding.max_new_tokens,
+            )
+            for key, row in rows.items()
+        )
+        return self.engine.generate(requests, self.drafter(side))
+
+    def _record(self, side: Side, row: PlannedRow, result: GenerationResult) -> dict[str, Any]:
+        template = self._templates[side]
+        text = self.engine.tokenizer.decode(result.token_ids.tolist(), skip_special_tokens=True)
+        if "\ufffd" in text:
+            raise RowError("undecodable: the output is not valid UTF-8")
+        fields = parse_knowledge(template, text)
+        return {
+            "entity_id": row.entity_id,
+            "side": side,
+            "framework": template.framework,
+            "template": template.identity,
+            "text": text,
+            "token_ids": result.token_ids,
+            "token_sources": result.sources,
+            "fields_json": json.dumps(fields, ensure_ascii=False, sort_keys=True),
+            "fingerprint": row.fingerprint,
+            "run_id": self.spec.run_id,
+            "model_id": self.engine.model_id,
+            "pool_version": self.spec.pool_versions.get(side),
+            "pool_group": row.group,
+            "decoding_json": self._decoding_json,
+            "num_prompt_tokens": len(row.prompt_ids),
+            "num_history": row.num_history,
+            "num_history_dropped": row.num_history_dropped,
+            "num_tokens": len(result.token_ids),
+            "num_steps": result.num_steps,
+            "num_drafted": result.num_drafted,
+            "num_accepted": result.num_accepted,
+            "finish_reason": result.finish_reason,
+        }
+
+
+def decoding_provenance(decoding: DecodingSettings) -> dict[str, Any]:
+    """The decoding settings that decide a text: part of its fingerprint and of its record.
+
+    Batch size, threads and the draft budget are left out: they change how fast a text comes, not which text may come.
+    """
+    names = ("verifier", "top_k", "min_probability", "max_new_tokens", "stop_strings", "dtype")
+    dumped = decoding.model_dump(mode="json")
+    return {name: dumped[name] for name in names}

@@ -1,0 +1,68 @@
+"""Configuration: what is refused, and how it is said."""
+
+import pytest
+import yaml
+
+from jobs.commented_yaml import commented_yaml
+from jobs.settings import PACKAGE_ROOT, Settings, load_settings
+from pipeline.errors import ConfigError
+
+
+def write(path, text):
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_defaults_need_no_file():
+    assert load_settings(None) == Settings()
+
+
+def test_a_misspelled_key_is_named_with_the_nearest_valid_one(tmp_path):
+    config = write(tmp_path / "c.yaml", "decoding:\n  max_new_token: 5\n")
+    with pytest.raises(ConfigError, match=r"decoding\.max_new_token: no such key; did you mean 'max_new_tokens'"):
+        load_settings(config)
+
+
+def test_a_misspelled_section_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="did you mean 'decoding'"):
+        load_settings(write(tmp_path / "c.yaml", "decodng: {}\n"))
+
+
+def test_a_wrong_value_is_named_with_what_was_found(tmp_path):
+    with pytest.raises(ConfigError, match=r"decoding\.batch_size: .*found 'many'"):
+        load_settings(write(tmp_path / "c.yaml", "decoding: {batch_size: many}\n"))
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just words", "a: [1"])
+def test_what_is_no_configuration_is_refused(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"c\.yaml"):
+        load_settings(write(tmp_path / "c.yaml", text))
+
+
+def test_a_missing_file_says_how_to_make_one(tmp_path):
+    with pytest.raises(ConfigError, match="laserbatch init"):
+        load_settings(tmp_path / "absent.yaml")
+
+
+def test_paths_are_relative_to_the_file(tmp_path):
+    config = write(tmp_path / "c.yaml", "workspace: night\ntables: {path: in}\ndecoding: {model: sample}\n")
+    settings = load_settings(config)
+    assert settings.workspace == tmp_path / "night"
+    assert settings.tables.path == tmp_path / "in"
+    assert settings.model_dir == PACKAGE_ROOT / "models" / "sample"
+
+
+def test_the_command_line_wins(tmp_path):
+    config = write(tmp_path / "c.yaml", "cluster: {ray_address: a}\n")
+    assert load_settings(config, {"cluster.ray_address": "b"}).cluster.ray_address == "b"
+    assert load_settings(config, {"cluster.ray_address": None}).cluster.ray_address == "a"
+
+
+def test_commented_yaml_loads_into_the_defaults_again(tmp_path):
+    text = commented_yaml(Settings, {})
+    assert Settings.model_validate(yaml.safe_load(text)) == Settings()
+
+
+def test_the_committed_default_configuration_is_the_generated_one():
+    committed = (PACKAGE_ROOT / "configs" / "default.yaml").read_text(encoding="utf-8")
+    assert committed.split("\n", 2)[2] == commented_yaml(Settings, {}).lstrip("\n") + "\n"
