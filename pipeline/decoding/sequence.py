@@ -1,0 +1,169 @@
+"""A text being written: its prompt, its output so far, and the counts its result will carry.
+
+Knows no batch, cache or model; what ends it is in `endings`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.decoding.token_tree import MAX_DEPTH, TokenTree
+from retrieval_pools.sources import NUM_SOURCES, SOURCE_TARGET
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One text to write.
+
+    Parameters
+    ----------
+    request_id : comes back with the result.
+    prompt_ids : int32[n], n >= 1.
+    previous_ids : int32[m], this entity's earlier text, to draft from; or None.
+    group : name of the pool group to prefer, or None.
+    max_new_tokens : limit of this text's tokens.
+    """
+
+    request_id: str
+    prompt_ids: np.ndarray
+    previous_ids: np.ndarray | None = None
+    group: str | None = None
+    max_new_tokens: int = 512
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """A finished text.
+
+    `token_ids` int32[k] without the end token; `text`, their decoded text, cut before a stop string (empty where the
+    engine has no tokenizer); `sources` uint8[k], a code of `retrieval_pools.sources` a token;
+    `finish_reason` "end_of_text", "stop" or "length". Of `num_drafted` draft tokens `num_accepted` became part of the
+    text, by source int64[NUM_SOURCES] and by depth int64[MAX_DEPTH] (index 0 is depth 1). Tokens per step is
+    `(num_accepted + num_steps) / num_steps`, the bonus token of each step counted.
+    """
+
+    request_id: str
+    token_ids: np.ndarray
+    sources: np.ndarray
+    text: str
+    finish_reason: str
+    num_steps: int
+    num_drafted: int
+    num_accepted: int
+    drafted_by_source: np.ndarray
+    accepted_by_source: np.ndarray
+    drafted_by_depth: np.ndarray
+    accepted_by_depth: np.ndarray
+
+
+@dataclass(frozen=True)
+class GenerationFailure:
+    """A request that could not be done; `reason` begins with a stable word ("too-long", "bad-token", ...)."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """What one step added to one text: int32[a] tokens and their sources, of `num_drafted` drafted."""
+
+    request_id: str
+    token_ids: np.ndarray
+    sources: np.ndarray
+    num_drafted: int
+
+
+class Sequence:
+    """A live text. Drafters read `prompt_ids`, `output_ids`, `context`, `previous_ids` and `group`.
+
+    `scratch` is a dictionary in which a drafter may keep what it wants for this sequence; it dies with it.
+    """
+
+    def __init__(self, request: GenerationRequest, max_new_tokens: int) -> None:
+        self.request = request
+        self.num_prompt = len(request.prompt_ids)
+        self.max_new_tokens = max_new_tokens
+        self.scratch: dict = {}
+        self.row = -1  # of the KV store, once it has one
+        self.num_steps = self.num_drafted = self.num_accepted = 0
+        self.drafted_by_source = np.zeros(NUM_SOURCES, np.int64)
+        self.accepted_by_source = np.zeros(NUM_SOURCES, np.int64)
+        self.drafted_by_depth = np.zeros(MAX_DEPTH, np.int64)
+        self.accepted_by_depth = np.zeros(MAX_DEPTH, np.int64)
+        self._tokens = np.empty(self.num_prompt + max_new_tokens, np.int32)
+        self._tokens[: self.num_prompt] = request.prompt_ids
+        self._sources = np.empty(max_new_tokens, np.uint8)
+        self._length = self.num_prompt
+
+    @property
+    def context(self) -> np.ndarray:
+        """int32 view: prompt, then output so far."""
+        return self._tokens[: self._length]
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        return self._tokens[: self.num_prompt]
+
+    @property
+    def output_ids(self) -> np.ndarray:
+        return self._tokens[self.num_prompt : self._length]
+
+    @property
+    def sources(self) -> np.ndarray:
+        """uint8 view: where each output token came from."""
+        return self._sources[: self._length - self.num_prompt]
+
+    @property
+    def previous_ids(self) -> np.ndarray | None:
+        return self.request.previous_ids
+
+    @property
+    def group(self) -> str | None:
+        return self.request.group
+
+    @property
+    def num_output(self) -> int:
+        return self._length - self.num_prompt
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still be written."""
+        return self.max_new_tokens - self.num_output
+
+    def append(self, tree: TokenTree, path: np.ndarray, next_token: int | None) -> None:
+        """Commit an accepted path of a draft and, unless it is None, the target's next token; count them."""
+        end = self._length + len(path)
+        self._tokens[self._length : end] = tree.token_ids[path]
+        self._sources[self._length - self.num_prompt : end - self.num_prompt] = tree.source[path]
+        if next_token is not None:
+            self._tokens[end] = next_token
+            self._sources[end - self.num_prompt] = SOURCE_TARGET
+            end += 1
+        self._length = end
+        self.num_steps += 1
+        self.num_drafted += len(tree)
+        self.num_accepted += len(path)
+        if len(tree):
+            depths = np.minimum(tree.depths, MAX_DEPTH) - 1
+            self.drafted_by_source += np.bincount(tree.source, minlength=NUM_SOURCES)
+            self.drafted_by_depth += np.bincount(depths, minlength=MAX_DEPTH)
+            self.accepted_by_source += np.bincount(tree.source[path], minlength=NUM_SOURCES)
+            self.accepted_by_depth += np.bincount(depths[path], minlength=MAX_DEPTH)
+
+    def result(self, finish_reason: str, num_tokens: int, text: str) -> GenerationResult:
+        """The finished text, cut to its first `num_tokens` output tokens, which decode to `text`."""
+        return GenerationResult(
+            request_id=self.request.request_id,
+            token_ids=self.output_ids[:num_tokens].copy(),
+            sources=self.sources[:num_tokens].copy(),
+            text=text,
+            finish_reason=finish_reason,
+            num_steps=self.num_steps,
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
+            drafted_by_source=self.drafted_by_source,
+            accepted_by_source=self.accepted_by_source,
+            drafted_by_depth=self.drafted_by_depth,
+            accepted_by_depth=self.accepted_by_depth,
+        )
