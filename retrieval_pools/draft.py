@@ -1,0 +1,110 @@
+"""Drafting for one sequence: the call that the engine makes once a step.
+
+Compiles the query when it is first needed (once a machine: numba caches it on disk) and hands it flat arrays. Knows
+nothing of models, tokens' meaning, or how drafts are verified.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numba import njit
+
+from retrieval_pools.pool import EMPTY_POOL, Pool
+from retrieval_pools.query import MAX_NODES, SIGNATURE, draft_tree
+
+_NO_TOKENS = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A tree of likely next tokens, the most probable path first; parents precede their children.
+
+    Parameters
+    ----------
+    token_ids : int32[n]
+    parents : int32[n], index of the parent node, -1 for the last token of the context.
+    log_acceptance : float32[n], log of the estimated probability that the text goes along the whole path to this node.
+    source : uint8[n], the source that most of the node's own probability comes from: a code of `sources`.
+    """
+
+    token_ids: np.ndarray
+    parents: np.ndarray
+    log_acceptance: np.ndarray
+    source: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@cache
+def compiled_query():
+    """The query in machine code; seconds the first time on a machine, milliseconds from numba's cache later."""
+    return njit(SIGNATURE, cache=True, nogil=True)(draft_tree)
+
+
+def draft(
+    pool: Pool | None,
+    context: np.ndarray,
+    num_prompt: int,
+    previous: np.ndarray | None = None,
+    group: str | None = None,
+    *,
+    max_nodes: int = 16,
+    min_probability: float = 0.02,
+    use_prompt: bool = True,
+    use_output: bool = True,
+    use_previous: bool = True,
+    end_token_id: int | None = None,
+) -> Draft:
+    """What a sequence is likely to go on with. Deterministic; safe to call from several threads; frees the GIL.
+
+    Parameters
+    ----------
+    pool : the routed side's pool, None for the sequence's own texts alone.
+    context : int32[n], the prompt and, after it, the output so far.
+    num_prompt : how many tokens of `context` are the prompt.
+    previous : int32[m], the entity's text of an earlier night without its end token, or None.
+    group : the sequence's group; one that the pool does not know counts nothing more (scope "side") or has no texts
+        (scope "group"). None: all texts count the same.
+    max_nodes : at most this many tokens are drafted, 0 to 64.
+    min_probability : paths estimated to be less likely are not drafted; less than 1/2048 is taken as that.
+    use_prompt, use_output, use_previous : which of the sequence's own texts may be drafted from.
+    end_token_id : draft this token where texts are known to end. None: an end takes its share of the probability but is
+        not drafted.
+
+    Raises
+    ------
+    ValueError
+        `max_nodes` is above 64, `num_prompt` is longer than the context, or an array does not hold integers in one row.
+    """
+    if not 0 <= max_nodes <= MAX_NODES:
+        raise ValueError(f"max_nodes is {max_nodes}; a tree has 0 to {MAX_NODES} nodes")
+    if not 0 <= num_prompt <= len(context):
+        raise ValueError(f"num_prompt is {num_prompt}; the context has {len(context)} tokens")
+    pool = EMPTY_POOL if pool is None else pool
+    use_previous = use_previous and previous is not None and len(previous) > 0
+    arrays = compiled_query()(
+        *pool.index_arguments,
+        *pool.preference_arguments(group),
+        _int32_row(context),
+        num_prompt,
+        _int32_row(previous) if use_previous else _NO_TOKENS,
+        *pool.option_arguments,
+        use_previous,
+        use_output,
+        use_prompt,
+        max_nodes,
+        min_probability,
+        -1 if end_token_id is None else end_token_id,
+    )
+    return Draft(*arrays)
+
+
+def _int32_row(tokens: np.ndarray) -> np.ndarray:
+    if type(tokens) is np.ndarray and tokens.dtype == np.int32 and tokens.ndim == 1 and tokens.flags.c_contiguous:
+        return tokens
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+        raise ValueError(f"token ids must be one row of integers, found shape {tokens.shape} of {tokens.dtype}")
+    return np.ascontiguousarray(tokens, np.int32)

@@ -1,0 +1,158 @@
+"""What is written down about a pool, and the check that its files are what was written down.
+
+Owns the format version and the names of the files. Knows nothing of what the arrays mean.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from retrieval_pools.errors import PoolError
+from retrieval_pools.settings import PoolSettings
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+REBUILD = "Run `laserbatch pools rebuild`."
+
+Side = Literal["user", "item"]
+ArrayName = Literal["tokens", "order", "group_codes", "starts"]
+ARRAY_DTYPES: dict[ArrayName, np.dtype] = {
+    "tokens": np.dtype("<i4"),
+    "order": np.dtype("<i4"),
+    "group_codes": np.dtype("<u2"),
+    "starts": np.dtype("<i4"),
+}
+
+
+class GroupCounts(BaseModel):
+    """How much text of a pool is of one group."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_texts: int = Field(ge=0)
+    num_tokens: int = Field(ge=0)
+
+
+class ArrayFile(BaseModel):
+    """One `<name>.npy` of a pool."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    length: int = Field(ge=0)
+    size_bytes: int = Field(ge=0)
+    sha256: str
+
+
+class PoolManifest(BaseModel):
+    """The `manifest.json` of a pool. `groups` are in the order of their codes; nothing depends on the clock.
+
+    `num_tokens` counts the texts' own tokens, without separators.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: int
+    side: Side
+    tokenizer_hash: str
+    model_id: str
+    vocab_size: int = Field(ge=0)
+    num_texts: int = Field(ge=0)
+    num_tokens: int = Field(ge=0)
+    groups: dict[str, GroupCounts]
+    settings: PoolSettings
+    arrays: dict[ArrayName, ArrayFile]
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the arrays on disk."""
+        return sum(file.size_bytes for file in self.arrays.values())
+
+
+def array_path(folder: Path, name: ArrayName) -> Path:
+    """File of an array."""
+    return folder / f"{name}.npy"
+
+
+def write_manifest(manifest: PoolManifest, folder: Path) -> None:
+    """Write `manifest.json`. The caller publishes the folder as a whole."""
+    data = manifest.model_dump(mode="json")
+    (folder / MANIFEST_NAME).write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> PoolManifest:
+    """Read `manifest.json`.
+
+    Raises
+    ------
+    PoolError
+        It is missing, of another format, or not a pool's manifest.
+    """
+    path = folder / MANIFEST_NAME
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise PoolError(f"{folder} is not a pool: it has no {MANIFEST_NAME}. {REBUILD}") from None
+    except ValueError as error:
+        raise PoolError(f"{path} is damaged: {error}. {REBUILD}") from None
+    version = data.get("format_version") if isinstance(data, dict) else None
+    if version != FORMAT_VERSION:
+        raise PoolError(f"{folder} is a pool of format {version!r}; this version reads format {FORMAT_VERSION}. {REBUILD}")
+    try:
+        return PoolManifest.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise PoolError(f"{path} is damaged: {where}: {first['msg']}. {REBUILD}") from None
+
+
+def write_array(array: np.ndarray, name: ArrayName, folder: Path) -> ArrayFile:
+    """Write one array of a pool and say what was written."""
+    path = array_path(folder, name)
+    np.save(path, np.ascontiguousarray(array, ARRAY_DTYPES[name]), allow_pickle=False)
+    return ArrayFile(length=len(array), size_bytes=path.stat().st_size, sha256=file_sha256(path))
+
+
+def read_array(folder: Path, name: ArrayName, manifest: PoolManifest, verify: bool) -> np.ndarray:
+    """One array of a pool, memory-mapped and read-only.
+
+    Parameters
+    ----------
+    verify : also compare the file's SHA-256, which reads all of it.
+
+    Raises
+    ------
+    PoolError
+        The file is missing, or is not what the manifest says.
+    """
+    path = array_path(folder, name)
+    expected = manifest.arrays.get(name)
+    if expected is None:
+        raise PoolError(f"{folder / MANIFEST_NAME} says nothing of {path.name}. {REBUILD}")
+    if not path.is_file():
+        raise PoolError(f"{path} is missing; the pool's manifest expects {expected.length:,} values. {REBUILD}")
+    size_bytes = path.stat().st_size
+    if size_bytes != expected.size_bytes:
+        raise PoolError(f"{path} is damaged: {size_bytes:,} bytes, expected {expected.size_bytes:,}. {REBUILD}")
+    if verify and (found := file_sha256(path)) != expected.sha256:
+        raise PoolError(f"{path} is damaged: its SHA-256 is {found[:12]}..., expected {expected.sha256[:12]}.... {REBUILD}")
+    try:
+        array = np.load(path, mmap_mode="r" if expected.length else None, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise PoolError(f"{path} is damaged: {error}. {REBUILD}") from None
+    if array.dtype != ARRAY_DTYPES[name] or array.shape != (expected.length,):
+        raise PoolError(
+            f"{path} is damaged: {array.dtype}{list(array.shape)}, expected {ARRAY_DTYPES[name]}[{expected.length}]. {REBUILD}"
+        )
+    array = np.asarray(array)
+    array.flags.writeable = False
+    return array
+
+
+def file_sha256(path: Path) -> str:
+    """Hex SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

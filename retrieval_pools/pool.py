@@ -1,0 +1,146 @@
+"""A pool: the texts of one side, indexed, in files that every process of a machine shares.
+
+Owns opening and what a query needs of a pool. Knows nothing of versions, runs or the model that wrote the texts.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from retrieval_pools.errors import PoolError
+from retrieval_pools.manifest import FORMAT_VERSION, REBUILD, PoolManifest, read_array, read_manifest
+from retrieval_pools.query import Index, Preference
+from retrieval_pools.settings import PoolSettings
+from retrieval_pools.suffix_order import SEPARATOR
+
+
+@dataclass(frozen=True)
+class Pool:
+    """An open pool: immutable, safe to share between threads. Make one with `Pool.open` or `build.build_pool`.
+
+    Parameters
+    ----------
+    folder : where it lies; None for a pool in memory.
+    manifest : what it holds.
+    index : its arrays, read-only; see `query.Index`.
+    settings : how drafts are estimated; those of the manifest unless `with_settings` changed them.
+    """
+
+    folder: Path | None
+    manifest: PoolManifest
+    index: Index
+    settings: PoolSettings
+    _group_codes: dict[str, int] = field(repr=False)
+
+    @classmethod
+    def open(cls, folder: Path | str, tokenizer_hash: str | None = None, *, verify: bool = False) -> "Pool":
+        """Map a pool's files into memory.
+
+        Parameters
+        ----------
+        folder : the pool.
+        tokenizer_hash : of the tokenizer that is going to be used; None does not compare.
+        verify : compare the files' checksums, which reads them; sizes and shapes are always compared.
+
+        Raises
+        ------
+        PoolError
+            The pool is of another tokenizer or format, or a file is missing or damaged.
+        """
+        folder = Path(folder)
+        manifest = read_manifest(folder)
+        if tokenizer_hash is not None and manifest.tokenizer_hash != tokenizer_hash:
+            raise PoolError(
+                f"{folder} was built with the tokenizer {manifest.tokenizer_hash} (model {manifest.model_id}); "
+                f"expected {tokenizer_hash}: its token ids mean something else now. {REBUILD}"
+            )
+        index = Index(
+            read_array(folder, "tokens", manifest, verify),
+            read_array(folder, "order", manifest, verify),
+            read_array(folder, "group_codes", manifest, verify),
+            read_array(folder, "starts", manifest, verify),
+            manifest.settings.index_depth,
+        )
+        _check_arrays_fit(folder, manifest, index)
+        return cls.of_arrays(folder, manifest, index)
+
+    @classmethod
+    def of_arrays(cls, folder: Path | None, manifest: PoolManifest, index: Index) -> "Pool":
+        """A pool of arrays that are known to belong together."""
+        for array in index[:-1]:
+            array.flags.writeable = False
+        return cls(folder, manifest, index, manifest.settings, {name: code for code, name in enumerate(manifest.groups)})
+
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        """Names of the groups that have texts here, in the order of their codes."""
+        return tuple(self.manifest.groups)
+
+    def with_settings(self, **changes) -> "Pool":
+        """The same texts, queried with other settings (all but `index_depth`, which is in the files)."""
+        if "index_depth" in changes:
+            raise PoolError("index_depth is fixed when a pool is built; build another pool for another depth.")
+        settings = PoolSettings.model_validate(self.settings.model_dump() | changes)
+        return replace(self, settings=settings)
+
+    @cached_property
+    def index_arguments(self) -> tuple:
+        """The first arguments of `query.draft_tree`."""
+        return tuple(self.index)
+
+    def preference_arguments(self, group: str | None) -> Preference:
+        """How much the occurrences of each group count for a sequence of `group`."""
+        return self._preferences.get(group, self._preference_for_unknown)
+
+    @cached_property
+    def option_arguments(self) -> tuple:
+        """The arguments of `query.draft_tree` that follow the context."""
+        s = self.settings
+        escapes = (s.pool_escape, s.previous_escape, s.local_escape)
+        return (s.max_match_tokens, s.max_local_tokens, s.num_context_lengths, *escapes)
+
+    @cached_property
+    def _preferences(self) -> dict[str | None, Preference]:
+        everyone = self._preference(0, 1.0, 1.0)
+        inside, outside = (1.0, 0.0) if self.settings.scope == "group" else (self.settings.group_weight, 1.0)
+        return {None: everyone} | {
+            name: self._preference(code, inside, outside) for name, code in self._group_codes.items()
+        }
+
+    @cached_property
+    def _preference_for_unknown(self) -> Preference:
+        counts = 0.0 if self.settings.scope == "group" else 1.0
+        return self._preference(0, counts, counts)
+
+    def _preference(self, code: int, inside: float, outside: float) -> Preference:
+        return Preference(code, inside, outside, self.settings.num_samples, self.settings.num_group_samples)
+
+
+def _check_arrays_fit(folder: Path, manifest: PoolManifest, index: Index) -> None:
+    """The cheap part of a check: lengths, separators at both ends, a table that covers the order."""
+    tokens, order, group_codes, starts, _ = index
+    num_separators = manifest.num_texts + 1
+    fits = (
+        len(tokens) == manifest.num_tokens + num_separators
+        and len(order) == len(group_codes) == len(tokens) - 1
+        and len(starts) == manifest.vocab_size + 2
+        and tokens[0] == tokens[-1] == SEPARATOR
+        and starts[0] == 0
+        and starts[-1] == len(order)
+    )
+    if not fits:
+        raise PoolError(f"{folder} is damaged: its arrays do not fit its manifest. {REBUILD}")
+
+
+def _empty_pool() -> Pool:
+    manifest = PoolManifest(
+        format_version=FORMAT_VERSION, side="user", tokenizer_hash="", model_id="", vocab_size=0,
+        num_texts=0, num_tokens=0, groups={}, settings=PoolSettings(), arrays={},
+    )  # fmt: skip
+    arrays = (np.array([SEPARATOR], np.int32), np.empty(0, np.int32), np.empty(0, np.uint16), np.zeros(2, np.int32))
+    return Pool.of_arrays(None, manifest, Index(*arrays, manifest.settings.index_depth))
+
+
+EMPTY_POOL = _empty_pool()  # what a sequence is drafted from when there is no pool

@@ -1,0 +1,31 @@
+"""The options of a pool: how it is indexed and how drafts are estimated from it. Knows no table and no router."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_MATCH_TOKENS = 32
+MAX_CONTEXT_LENGTHS = 8
+
+
+class PoolSettings(BaseModel):
+    """The `pools` section of a configuration; a pool keeps those it was built with in its manifest.
+
+    `scope` "side" drafts from every text of the side, those of the sequence's own group counting `group_weight` times;
+    "group" drafts from the group's texts alone (the walls of the LASER paper). An escape is the count that a context of
+    one token must outweigh before its continuations are believed: lower trusts the source more.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    scope: Literal["side", "group"] = "side"
+    group_weight: float = Field(3.0, ge=1, le=1000, description="How often a text of the sequence's own group counts.")
+    index_depth: Literal[16, 32, 64] = Field(64, description="Tokens by which the index is sorted: longest match + draft.")
+    max_match_tokens: int = Field(16, ge=1, le=MAX_MATCH_TOKENS, description="Longest context looked up.")
+    num_context_lengths: int = Field(4, ge=1, le=MAX_CONTEXT_LENGTHS, description="Context lengths blended in one draft.")
+    num_samples: int = Field(64, ge=1, description="Occurrences of a context counted; more of them are sampled evenly.")
+    num_group_samples: int = Field(1024, ge=1, description="Occurrences searched for texts of the group; likewise.")
+    pool_escape: float = Field(2.0, gt=0)
+    local_escape: float = Field(1.0, gt=0, description="Escape of the prompt and of the output.")
+    previous_escape: float = Field(0.5, gt=0, description="Escape of the entity's own previous text.")
+    max_local_tokens: int = Field(4096, ge=1, description="Tokens of the prompt, of the output, of the previous text searched.")
