@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from retrieval_pools.errors import PoolError
+from retrieval_pools.kernel import Index
 from retrieval_pools.manifest import FORMAT_VERSION, GroupCounts, PoolManifest, Side, write_array, write_manifest
 from retrieval_pools.pool import Pool
-from retrieval_pools.query import Index
 from retrieval_pools.settings import PoolSettings
 from retrieval_pools.suffix_order import SEPARATOR, sort_suffixes
 
@@ -80,8 +80,8 @@ def build_pool(
             tokenizer_hash=tokenizer_hash,
             model_id=model_id,
             vocab_size=laid_out.vocab_size,
-            num_texts=sum(counts.num_texts for counts in laid_out.groups.values()),
-            num_tokens=sum(counts.num_tokens for counts in laid_out.groups.values()),
+            num_texts=sum(counts["num_texts"] for counts in laid_out.groups.values()),
+            num_tokens=sum(counts["num_tokens"] for counts in laid_out.groups.values()),
             groups=laid_out.groups,
             settings=settings,
             arrays=arrays,
@@ -109,7 +109,9 @@ def _lay_end_to_end(texts: Iterable[PoolText], vocab_size: int | None) -> _LaidO
         token_ids = _checked(text.token_ids, number, vocab_size)
         code = code_of.setdefault(text.group, len(code_of))
         if code >= MAX_GROUPS:
-            raise PoolError(f"text {number} is of the group number {code + 1}; a pool holds {MAX_GROUPS:,}. Use fewer groups.")
+            raise PoolError(
+                f"text {number} is of a new group, {text.group!r}; a pool holds {MAX_GROUPS:,}. Make fewer."
+            )
         num_positions += len(token_ids) + 1
         if num_positions > MAX_POSITIONS:
             raise PoolError(f"text {number} is one too many: a pool holds {MAX_POSITIONS:,} tokens. Split the texts.")
@@ -121,7 +123,8 @@ def _lay_end_to_end(texts: Iterable[PoolText], vocab_size: int | None) -> _LaidO
     num_texts = np.bincount(codes, minlength=len(code_of)) if codes else []
     num_tokens = np.bincount(codes, weights=lengths, minlength=len(code_of)) if codes else []
     groups = {
-        name: GroupCounts(num_texts=int(num_texts[code]), num_tokens=int(num_tokens[code])) for name, code in code_of.items()
+        name: GroupCounts(num_texts=int(num_texts[code]), num_tokens=int(num_tokens[code]))
+        for name, code in code_of.items()
     }
     tokens = np.concatenate([*pieces, separator])
     return _LaidOut(tokens, group_codes, groups, largest + 1 if vocab_size is None else vocab_size)

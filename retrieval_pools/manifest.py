@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from retrieval_pools.errors import PoolError
 from retrieval_pools.settings import PoolSettings
@@ -28,13 +29,11 @@ ARRAY_DTYPES: dict[ArrayName, np.dtype] = {
 }
 
 
-class GroupCounts(BaseModel):
-    """How much text of a pool is of one group."""
+class GroupCounts(TypedDict):
+    """How much text of a pool is of one group: a plain dict, since manifests of runs copy it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    num_texts: int = Field(ge=0)
-    num_tokens: int = Field(ge=0)
+    num_texts: int
+    num_tokens: int
 
 
 class ArrayFile(BaseModel):
@@ -100,7 +99,7 @@ def read_manifest(folder: Path) -> PoolManifest:
         raise PoolError(f"{path} is damaged: {error}. {REBUILD}") from None
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != FORMAT_VERSION:
-        raise PoolError(f"{folder} is a pool of format {version!r}; this version reads format {FORMAT_VERSION}. {REBUILD}")
+        raise PoolError(f"{folder} is a pool of format {version!r}; this version expects {FORMAT_VERSION}. {REBUILD}")
     try:
         return PoolManifest.model_validate(data)
     except ValidationError as error:
@@ -138,15 +137,14 @@ def read_array(folder: Path, name: ArrayName, manifest: PoolManifest, verify: bo
     if size_bytes != expected.size_bytes:
         raise PoolError(f"{path} is damaged: {size_bytes:,} bytes, expected {expected.size_bytes:,}. {REBUILD}")
     if verify and (found := file_sha256(path)) != expected.sha256:
-        raise PoolError(f"{path} is damaged: its SHA-256 is {found[:12]}..., expected {expected.sha256[:12]}.... {REBUILD}")
+        raise PoolError(f"{path} is damaged: SHA-256 {found[:12]}..., expected {expected.sha256[:12]}.... {REBUILD}")
     try:
         array = np.load(path, mmap_mode="r" if expected.length else None, allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise PoolError(f"{path} is damaged: {error}. {REBUILD}") from None
     if array.dtype != ARRAY_DTYPES[name] or array.shape != (expected.length,):
-        raise PoolError(
-            f"{path} is damaged: {array.dtype}{list(array.shape)}, expected {ARRAY_DTYPES[name]}[{expected.length}]. {REBUILD}"
-        )
+        found, wanted = f"{array.dtype}{list(array.shape)}", f"{ARRAY_DTYPES[name]}[{expected.length}]"
+        raise PoolError(f"{path} is damaged: {found}, expected {wanted}. {REBUILD}")
     array = np.asarray(array)
     array.flags.writeable = False
     return array

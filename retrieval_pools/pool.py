@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from retrieval_pools.errors import PoolError
+from retrieval_pools.kernel import Index, Preference
 from retrieval_pools.manifest import FORMAT_VERSION, REBUILD, PoolManifest, read_array, read_manifest
-from retrieval_pools.query import Index, Preference
 from retrieval_pools.settings import PoolSettings
 from retrieval_pools.suffix_order import SEPARATOR
 
@@ -24,7 +24,7 @@ class Pool:
     ----------
     folder : where it lies; None for a pool in memory.
     manifest : what it holds.
-    index : its arrays, read-only; see `query.Index`.
+    index : its arrays, read-only; see `kernel.Index`.
     settings : how drafts are estimated; those of the manifest unless `with_settings` changed them.
     """
 
@@ -71,7 +71,8 @@ class Pool:
         """A pool of arrays that are known to belong together."""
         for array in index[:-1]:
             array.flags.writeable = False
-        return cls(folder, manifest, index, manifest.settings, {name: code for code, name in enumerate(manifest.groups)})
+        codes = {name: code for code, name in enumerate(manifest.groups)}
+        return cls(folder, manifest, index, manifest.settings, codes)
 
     @property
     def group_names(self) -> tuple[str, ...]:
@@ -87,7 +88,7 @@ class Pool:
 
     @cached_property
     def index_arguments(self) -> tuple:
-        """The first arguments of `query.draft_tree`."""
+        """The first arguments of `kernel.draft_tree`."""
         return tuple(self.index)
 
     def preference_arguments(self, group: str | None) -> Preference:
@@ -96,7 +97,7 @@ class Pool:
 
     @cached_property
     def option_arguments(self) -> tuple:
-        """The arguments of `query.draft_tree` that follow the context."""
+        """The arguments of `kernel.draft_tree` that follow the context."""
         s = self.settings
         escapes = (s.pool_escape, s.previous_escape, s.local_escape)
         return (s.max_match_tokens, s.max_local_tokens, s.num_context_lengths, *escapes)

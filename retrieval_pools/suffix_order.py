@@ -20,7 +20,8 @@ class SuffixOrder:
     Parameters
     ----------
     order : int32[num_tokens - 1], every position but the last separator; equal texts by position.
-    starts : int32[vocab_size + 2], `order[starts[t + 1]:starts[t + 2]]` are the positions of token t, SEPARATOR included.
+    starts : int32[vocab_size + 2], `order[starts[t + 1]:starts[t + 2]]` are the positions of token t, the
+        separator included.
     """
 
     order: np.ndarray
