@@ -1,0 +1,1 @@
+"""Configuration files that ship with the package; YAML only."""

@@ -1,0 +1,270 @@
+"""Train the sample model from nothing: `python models/train_sample.py --out models/sample`.
+
+This script owns the sample model: its tokenizer, its architecture, what it is trained on and how. Training texts
+come from sample worlds of other seeds than the one that `laserbatch data sample` and the demo use (seed 0), rendered
+by the same code as production prompts; answers come from `sample_texts`. Loss on answer tokens only.
+Seeded: the same machine, thread count and versions give the same weights up to rounding in bfloat16.
+"""
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from models.sample_texts import write_item_text, write_user_text
+from pipeline.knowledge.entities import Entity, iter_entities
+from pipeline.knowledge.prompts import load_template, render_prompt
+from pipeline.tables.read import read_tables
+from pipeline.tables.sample_world import LAST_DATE, write_sample_world
+
+FIRST_TRAINING_SEED = 1_000
+HELD_OUT_SEED = 0  # the demo's world
+USERS_PER_WORLD, ITEMS_PER_WORLD = 2_000, 1_200
+SPECIAL = ("<|pad|>", "<|bos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MAX_PROMPT_TOKENS = 1_024
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt and its answer, end token included."""
+
+    prompt_ids: np.ndarray  # int32[n]
+    answer_ids: np.ndarray  # int32[m]
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.answer_ids)
+
+
+def world_entities(seed: int, num_users: int, num_items: int) -> tuple[list[Entity], list[Entity]]:
+    """Users and items of a sample world, as known at the end of its last day."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_sample_world(folder, num_users=num_users, num_items=num_items, future_days=0, seed=seed)
+        tables = read_tables(folder, LAST_DATE)
+        return list(iter_entities(tables, "user")), list(iter_entities(tables, "item"))
+
+
+def shorten(entity: Entity, longest: int, rng: np.random.Generator) -> Entity:
+    """Now and then drop part of a history, so that every length is seen; never more than `longest` events."""
+    keep = min(len(entity.history), longest)
+    if rng.random() < 0.4:
+        keep = int(rng.integers(keep + 1))
+    return replace(entity, history=entity.history[len(entity.history) - keep :])
+
+
+def make_example(entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: np.random.Generator) -> Example:
+    """Prompt and answer of one entity, the prompt rendered as in production."""
+    template = load_template(f"kar_{entity.side}")
+    rendered = render_prompt(template, entity, tokenizer, MAX_PROMPT_TOKENS)
+    if entity.side == "user":
+        text = write_user_text(entity, entity.history[len(entity.history) - rendered.num_history :], rng)
+    else:
+        text = write_item_text(entity, rng)
+    answer = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    return Example(rendered.token_ids, np.array(answer, np.int32))
+
+
+def train_tokenizer(vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over prompts and answers of one world."""
+    rng = np.random.default_rng([seed, 7])
+    users, items = world_entities(FIRST_TRAINING_SEED - 1, 1_500, 1_500)
+    # characters stand for tokens here: prompts are needed as text only
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(SPECIAL), initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
+    )
+    plain = wrap_tokenizer(_byte_tokenizer())
+    texts = []
+    for entity in users + items:
+        texts.append(render_prompt(load_template(f"kar_{entity.side}"), entity, plain, 1_000_000).text)
+        history = entity.history[-24:]
+        texts.append(write_user_text(entity, history, rng) if entity.side == "user" else write_item_text(entity, rng))
+    tokenizer.train_from_iterator(texts, trainer)
+    return wrap_tokenizer(tokenizer)
+
+
+def _byte_tokenizer() -> Tokenizer:
+    alphabet = list(SPECIAL) + sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return tokenizer
+
+
+def wrap_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """The same tokenizer with roles for its special tokens and the chat template."""
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", bos_token="<|bos|>", eos_token="<|end|>",
+        extra_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
+    )  # fmt: skip
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def make_model(vocab_size: int, tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace) -> LlamaForCausalLM:
+    """About three million parameters, Llama architecture."""
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=arguments.hidden, intermediate_size=arguments.hidden * 5 // 2,
+        num_hidden_layers=arguments.layers, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        max_position_embeddings=2_048, rms_norm_eps=1e-6, tie_word_embeddings=True, attention_bias=False,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def batches(pool: list[Example], tokens_per_batch: int, rng: np.random.Generator) -> list[list[Example]]:
+    """Batches of examples of like length, in random order."""
+    order = rng.permutation(len(pool))
+    shuffled = sorted((pool[index] for index in order), key=len)
+    made, current = [], []
+    for example in shuffled:
+        if current and (len(current) + 1) * len(example) > tokens_per_batch:
+            made.append(current)
+            current = []
+        current.append(example)
+    made.append(current)
+    return [made[index] for index in rng.permutation(len(made))]
+
+
+def answer_loss(model: LlamaForCausalLM, batch: list[Example]) -> torch.Tensor:
+    """Mean cross-entropy of answer tokens; logits are made for those positions alone."""
+    longest = max(len(example) for example in batch)
+    ids = torch.zeros(len(batch), longest, dtype=torch.long)
+    labels = torch.full((len(batch), longest), IGNORED)
+    for row, example in enumerate(batch):
+        start, stop = len(example.prompt_ids), len(example)
+        ids[row, :stop] = torch.from_numpy(np.concatenate([example.prompt_ids, example.answer_ids]).astype(np.int64))
+        labels[row, start - 1 : stop - 1] = ids[row, start:stop]  # predicted one position earlier
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state  # right padding: no mask is needed
+    answered = labels != IGNORED
+    return F.cross_entropy(model.lm_head(hidden[answered]).float(), labels[answered])
+
+
+def held_out_loss(model: LlamaForCausalLM, examples: list[Example]) -> float:
+    """Mean loss per answer token."""
+    model.eval()
+    total, count = 0.0, 0
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for start in range(0, len(examples), 8):
+            batch = examples[start : start + 8]
+            num = sum(len(example.answer_ids) for example in batch)
+            total, count = total + float(answer_loss(model, batch)) * num, count + num
+    model.train()
+    return total / count
+
+
+def make_optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for embeddings and norms."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
+    """Write bf16 safetensors, configuration and tokenizer."""
+    out.mkdir(parents=True, exist_ok=True)
+    weights = {name: value.detach().to(torch.bfloat16) for name, value in model.state_dict().items()}
+    kept = LlamaForCausalLM(model.config).to(torch.bfloat16)
+    kept.load_state_dict(weights)
+    kept.generation_config.do_sample = False
+    kept.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def main() -> None:
+    """Train and save; the log tells time, steps, training and held-out loss."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("models/sample"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=3_000)
+    parser.add_argument("--rate", type=float, default=4e-3)
+    parser.add_argument("--hidden", type=int, default=192)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=3_072)
+    parser.add_argument("--batch-tokens", type=int, default=4_096)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--max-minutes", type=float, default=28.0, help="the schedule is shortened to end by then")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(arguments.seed)
+    rng = np.random.default_rng(arguments.seed)
+
+    tokenizer = train_tokenizer(arguments.vocab, arguments.seed)
+    model = make_model(len(tokenizer), tokenizer, arguments)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    users, items = world_entities(HELD_OUT_SEED, 400, 300)
+    held_out = {
+        "user": [make_example(user, tokenizer, rng) for user in users[:64]],
+        "item": [make_example(item, tokenizer, rng) for item in items[:64]],
+    }
+    lengths = {side: float(np.mean([len(e.answer_ids) for e in examples])) for side, examples in held_out.items()}
+    prompts = {side: float(np.mean([len(e.prompt_ids) for e in examples])) for side, examples in held_out.items()}
+    print(f"{num_parameters} parameters, vocabulary {len(tokenizer)}, answers {lengths}, prompts {prompts}", flush=True)
+
+    optimizers = make_optimizers(model, arguments.rate)
+    step, world, num_tokens, started = 0, 0, 0, time.monotonic()
+    progress = 0.0  # share of the schedule that is done: by steps, or by time where that ends first
+    while progress < 1.0:
+        # short histories first: copying and counting are learned on cheap examples
+        longest = 6 if progress < 0.25 else 14 if progress < 0.5 else 40
+        users, items = world_entities(FIRST_TRAINING_SEED + world, USERS_PER_WORLD, ITEMS_PER_WORLD)
+        world += 1
+        pool = [make_example(shorten(user, longest, rng), tokenizer, rng) for user in users]
+        if progress >= 0.6:
+            items = items[::3]
+        pool += [make_example(item, tokenizer, rng) for item in items]
+        for batch in batches(pool, arguments.batch_tokens, rng):
+            minutes = (time.monotonic() - started) / 60
+            progress = max(step / arguments.steps, minutes / arguments.max_minutes)
+            if progress >= 1.0:
+                break
+            scale = min(1.0, (step + 1) / 50) * min(1.0, (1.0 - progress) / 0.4)  # warm-up, constant, linear decay
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = arguments.rate * scale
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = answer_loss(model, batch)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            step += 1
+            num_tokens += sum(len(example) for example in batch)
+            if step % 25 == 0:
+                speed = num_tokens / (time.monotonic() - started)
+                print(f"step {step} progress {progress:.3f} loss {float(loss):.4f} {speed:.0f} tokens/s", flush=True)
+            if step % 200 == 0:
+                losses = {side: round(held_out_loss(model, examples), 4) for side, examples in held_out.items()}
+                print(f"step {step} held-out {losses}", flush=True)
+                save(model, tokenizer, arguments.out)
+    losses = {side: round(held_out_loss(model, examples), 4) for side, examples in held_out.items()}
+    save(model, tokenizer, arguments.out)
+    summary = {
+        "parameters": num_parameters, "steps": step, "tokens": num_tokens, "worlds": world, "held_out_loss": losses,
+        "minutes": round((time.monotonic() - started) / 60, 1),
+    }  # fmt: skip
+    print(json.dumps(summary), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""From chat messages to token ids, such that no content ever becomes a control token.
+
+The chat template is rendered with sentinels in place of the contents and split there: what lies between is the
+skeleton, whose control tokens are meant; contents are tokenised apart from it, as plain text. Works with any fast
+tokenizer; one without a chat template gets the contents as plain text after its begin-of-text token.
+This module knows no entities and no prompt templates.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from transformers import PreTrainedTokenizerBase
+
+from pipeline.errors import ModelError, RowError
+
+_SENTINELS = ("lb5e9b71c0x0", "lb5e9b71c0x1")  # system, user
+_LOOKS_LIKE_CONTROL = re.compile(r"^(<.+>|\[.+\])$", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ChatSkeleton:
+    """What a chat template writes around the contents.
+
+    Parameters
+    ----------
+    pieces : token ids (tuple of int) of fixed text, or the name of the content that goes there.
+    texts : the same pieces as text, for people; names of contents as they are.
+    merges_system : the model's template takes no system message, so it goes before the user's.
+    """
+
+    pieces: tuple[tuple[int, ...] | str, ...]
+    texts: tuple[str, ...]
+    merges_system: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the fixed text alone."""
+        return sum(len(piece) for piece in self.pieces if not isinstance(piece, str))
+
+
+def chat_skeleton(tokenizer: PreTrainedTokenizerBase, with_system: bool, chat_options: dict) -> ChatSkeleton:
+    """Skeleton of one turn that ends where the model's answer begins; cached by tokenizer.
+
+    Raises
+    ------
+    ModelError : the tokenizer's chat template fails, or loses or repeats a content.
+    """
+    return _skeleton(tokenizer, with_system, json.dumps(chat_options, sort_keys=True))
+
+
+@lru_cache(maxsize=32)
+def _skeleton(tokenizer: PreTrainedTokenizerBase, with_system: bool, chat_options: str) -> ChatSkeleton:
+    if not tokenizer.chat_template:
+        bos = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
+        return ChatSkeleton(
+            (bos, "user", tuple(_encode(tokenizer, "\n\n"))), (tokenizer.bos_token or "", "user", "\n\n"), True
+        )
+    contents = dict(zip(("system", "user"), _SENTINELS, strict=True))
+    rendered, roles = "", ["user"]
+    if with_system:
+        rendered, roles = _apply(tokenizer, contents, ["system", "user"], chat_options), ["system", "user"]
+    merges_system = not all(rendered.count(contents[role]) == 1 for role in roles) or not with_system
+    if merges_system:
+        rendered, roles = _apply(tokenizer, contents, ["user"], chat_options), ["user"]
+        if rendered.count(contents["user"]) != 1:
+            raise ModelError(
+                "the tokenizer's chat template does not show a user's message exactly once; "
+                "give the model folder a chat template that does"
+            )
+    pieces: list[tuple[int, ...] | str] = []
+    texts: list[str] = []
+    for part in re.split("(" + "|".join(_SENTINELS) + ")", rendered):
+        if part in _SENTINELS:
+            name = ("system", "user")[_SENTINELS.index(part)]
+            pieces.append(name)
+            texts.append(name)
+        elif part:
+            pieces.append(tuple(tokenizer(part, add_special_tokens=False)["input_ids"]))
+            texts.append(part)
+    return ChatSkeleton(tuple(pieces), tuple(texts), merges_system)
+
+
+def _apply(tokenizer: PreTrainedTokenizerBase, contents: dict[str, str], roles: list[str], chat_options: str) -> str:
+    messages = [{"role": role, "content": contents[role]} for role in roles]
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **json.loads(chat_options)
+        )
+    except Exception as error:  # a chat template is a program of the model's and may raise anything
+        if "system" in roles:
+            return ""  # many templates refuse a system message
+        raise ModelError(f"the tokenizer's chat template fails on a plain user message: {error}") from error
+
+
+def encode_content(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text in which nothing is control, whatever it looks like.
+
+    Raises
+    ------
+    RowError : the tokenizer cannot write the text without a control token.
+    """
+    ids = _encode(tokenizer, text)
+    control = _control_tokens(tokenizer)
+    if control.keys().isdisjoint(ids):
+        return ids
+    # added tokens that are not marked special (Qwen3's <think>) are matched even as plain text: break them inside
+    pattern = re.compile("|".join(re.escape(token) for token in sorted(control.values(), key=len, reverse=True)))
+    pieces, start = [], 0
+    for found in pattern.finditer(text):
+        cut = found.start() + 1
+        pieces.append(text[start:cut])
+        start = cut
+    pieces.append(text[start:])
+    ids = [token_id for piece in pieces if piece for token_id in _encode(tokenizer, piece)]
+    if not control.keys().isdisjoint(ids):
+        raise RowError("undecodable: the prompt's text cannot be written without a control token of the model")
+    return ids
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+
+@lru_cache(maxsize=32)
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    control = {
+        token_id: token.content
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token.special or _LOOKS_LIKE_CONTROL.match(token.content)
+    }
+    for token_id, token in zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True):
+        control[token_id] = token
+    # a model may give an ordinary token a special role (GPT-2's unknown token is its end token): those stay control
+    return control

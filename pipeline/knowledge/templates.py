@@ -1,0 +1,143 @@
+"""Prompt templates: what is asked, as versioned YAML, found by name.
+
+This module owns the shape of a template and the registry of those that ship (`configs/prompts/`) and of a folder of
+the user's own. It knows no entities and no tokenizers.
+"""
+
+import string
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from pipeline.errors import ConfigError
+from pipeline.knowledge.records import Side
+
+SHIPPED_TEMPLATES = Path(__file__).resolve().parents[2] / "configs" / "prompts"
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _only_fields(pattern: str, allowed: set[str]) -> str:
+    try:
+        found = {name for _, name, _, _ in string.Formatter().parse(pattern) if name is not None}
+    except ValueError as error:
+        raise ValueError(f"{pattern!r} is not a format string: {error}") from None
+    if found - allowed:
+        raise ValueError(f"{pattern!r} has {sorted(found - allowed)}; fields are {sorted(allowed)}")
+    return pattern
+
+
+class Columns(_Frozen):
+    """Which attribute columns are shown, and under what names.
+
+    A column that a table does not have, or that is null in a row, is skipped. "*" is every column of the table.
+    """
+
+    columns: Literal["*"] | tuple[str, ...] = "*"
+    exclude: tuple[str, ...] = ()
+    labels: dict[str, str] = Field(default_factory=dict)  # column -> name in the prompt
+    max_value_chars: int = Field(300, ge=1)
+
+    def shown(self, attributes: dict[str, object]) -> list[str]:
+        """Names of the columns to show, in the order to show them."""
+        names = list(attributes) if self.columns == "*" else [name for name in self.columns if name in attributes]
+        return [name for name in names if name not in self.exclude]
+
+
+class AttributeLines(Columns):
+    """The block of the entity's own attributes, one line each."""
+
+    heading: str = ""
+    line: str = "- {label}: {value}"
+
+    @field_validator("line")
+    @classmethod
+    def _line(cls, line: str) -> str:
+        return _only_fields(line, {"label", "value"})
+
+
+class HistoryLines(Columns):
+    """The block of what a user rated, one line each, oldest first."""
+
+    heading: str = ""
+    line: str = "- {title} | {attributes} | {rating}"
+    line_unrated: str = "- {title} | {attributes}"
+    separator: str = " | "  # between attribute values; with no attributes the one before them goes too
+    none: str = "- nothing yet"  # stands for an empty history
+    max_events: int = Field(40, ge=0)  # newest kept
+
+    @field_validator("line", "line_unrated")
+    @classmethod
+    def _line(cls, line: str) -> str:
+        return _only_fields(line, {"title", "attributes", "rating"})
+
+
+class PromptTemplate(_Frozen):
+    """One question that is asked of every entity of a side.
+
+    The prompt is the instruction, which is the same for all entities, then attributes, history and request.
+    """
+
+    name: str = Field(pattern=r"^[a-z0-9_\-]+$")
+    version: int = Field(ge=1)
+    framework: str
+    side: Side
+    parser: Literal["aspects", "free"]
+    factors: tuple[str, ...] = ()
+    system: str | None = None
+    instruction: str
+    attributes: AttributeLines = AttributeLines()
+    history: HistoryLines | None = None
+    request: str | None = None
+    chat_options: dict[str, Any] = Field(default_factory=lambda: {"enable_thinking": False})
+
+    @model_validator(mode="after")
+    def _items_have_no_history(self) -> "PromptTemplate":
+        if self.side == "item" and self.history is not None:
+            raise ValueError("an item template has no history")
+        return self
+
+    @property
+    def identity(self) -> str:
+        """`name@version`, as records carry it."""
+        return f"{self.name}@{self.version}"
+
+
+def load_template(name: str, folder: str | Path | None = None) -> PromptTemplate:
+    """Load a template by name: `<folder>/<name>.yaml` where there is one, else the one that ships.
+
+    Raises
+    ------
+    ConfigError : no such template, or a file that is not one.
+    """
+    return _load(name, None if folder is None else Path(folder))
+
+
+@lru_cache(maxsize=64)
+def _load(name: str, folder: Path | None) -> PromptTemplate:
+    path = SHIPPED_TEMPLATES / f"{name}.yaml"
+    if folder is not None and (folder / f"{name}.yaml").is_file():
+        path = folder / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(template_names(folder))
+        raise ConfigError(f"there is no prompt template {name!r}; templates are: {known}. Name one of these.")
+    try:
+        template = PromptTemplate.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (yaml.YAMLError, ValidationError, UnicodeDecodeError) as error:
+        raise ConfigError(f"prompt template {path} is not valid: {error}") from None
+    if template.name != name:
+        raise ConfigError(f"prompt template {path} calls itself {template.name!r}; its name must be that of its file")
+    return template
+
+
+def template_names(folder: str | Path | None = None) -> list[str]:
+    """Names of all templates: those that ship and those of a folder of the user's own."""
+    names = {path.stem for path in SHIPPED_TEMPLATES.glob("*.yaml")}
+    if folder is not None and Path(folder).is_dir():
+        names |= {path.stem for path in Path(folder).glob("*.yaml")}
+    return sorted(names)

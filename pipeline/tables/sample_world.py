@@ -1,0 +1,340 @@
+"""The sample world: seeded tables of a made-up radio library, at any scale, written in bounded memory.
+
+This module owns who the users are, what they rate and when. Users are made in chunks of whole arrays, each chunk
+from its own random stream, and written as it is made, so that a million of them need no more memory than one
+chunk. It knows nothing of prompts or models. What the columns do not say (themes of titles, tastes of users) is
+told only by the words of titles and by each user's sign-up statement: see `sample_lore`.
+"""
+
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pipeline.errors import ConfigError
+from pipeline.tables.sample_catalogue import Catalogue, WeightedGroups, make_catalogue
+from pipeline.tables.sample_lore import (
+    ABOUT_CATEGORY,
+    ABOUT_ERA,
+    ABOUT_GENEROUS,
+    ABOUT_MOOD,
+    ABOUT_STRICT,
+    AGE_BANDS,
+    CATEGORY_PATHS,
+    ERAS,
+    MOODS,
+    REGIONS,
+    THEMES,
+    TOP_CATEGORIES,
+)
+
+LAST_DATE = datetime.date(2025, 3, 1)  # the last day of the period; the future begins after it
+USERS_PER_CHUNK = 20_000
+NUM_ARCHETYPES = 12
+SHARE_COLD = 0.3  # users with at most three ratings by the last day
+SHARE_NEW_USERS = 0.04  # users who signed up on the last day
+SHARE_ACTIVE_LAST_DAY = 0.17  # of the users known before it
+MAX_COLD_RATINGS = 3
+_DAY_US = 86_400_000_000
+_SIGN_UP_US = 6 * 3_600_000_000  # everything appears before six in the morning, ratings come after
+
+
+@dataclass(frozen=True)
+class SampleWorld:
+    """What was written, and the dates that cut it."""
+
+    path: Path
+    num_users: int
+    num_items: int
+    num_interactions: int
+    last_date: datetime.date  # a night of this date sees everything but the future
+    end_date: datetime.date  # the last date of the future
+
+
+@dataclass(frozen=True)
+class _Users:
+    """Latent tastes and known attributes of a chunk of users; every field int[n]."""
+
+    category: np.ndarray  # (n, 2) favourite top-level categories
+    theme: np.ndarray  # (n, 3) two liked themes, one disliked
+    mood: np.ndarray
+    era: np.ndarray
+    strictness: np.ndarray  # -1 generous, 0, 1 strict
+    region: np.ndarray
+    age_band: np.ndarray
+    created_day: np.ndarray
+    cold: np.ndarray  # bool[n]
+
+
+def write_sample_world(
+    out_dir: str | Path,
+    num_users: int = 400,
+    num_items: int = 300,
+    days: int = 60,
+    future_days: int = 7,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> SampleWorld:
+    """Write `users.parquet`, `items.parquet` and `interactions.parquet` into a folder.
+
+    The same arguments give the same bytes. Users who signed up, items that appeared and ratings given on the last
+    day (2025-03-01) are what a second night sees and the first, of the day before, does not. Ratings of the
+    `future_days` that follow are for evaluation; many are by cold and new users.
+
+    Parameters
+    ----------
+    out_dir : made when absent; existing tables in it are replaced.
+    num_users, num_items : at least 1 and 20.
+    days : length of the period in days, at least 2, its last day included.
+    future_days : days after the period.
+    seed : not negative.
+    progress : called with (users written, users in all) after each chunk.
+
+    Raises
+    ------
+    ConfigError : an argument out of range.
+    """
+    limits = {"num_users": (num_users, 1), "num_items": (num_items, 20), "days": (days, 2)}
+    limits |= {"future_days": (future_days, 0), "seed": (seed, 0)}
+    for name, (value, least) in limits.items():
+        if value < least:
+            raise ConfigError(f"sample world: {name} is {value}; it must be at least {least}")
+    out_dir = Path(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    catalogue = make_catalogue(num_items, days, np.random.default_rng([seed, 0]))
+    first_us = _first_us(days)
+    item_ids = _ids("i", np.arange(num_items))
+    pq.write_table(_item_table(catalogue, item_ids, first_us, seed), out_dir / "items.parquet", compression="zstd")
+
+    archetypes = _archetypes(np.random.default_rng([seed, 1]))
+    num_interactions = 0
+    user_writer = interaction_writer = None
+    try:
+        for chunk, start in enumerate(range(0, num_users, USERS_PER_CHUNK)):
+            stop = min(start + USERS_PER_CHUNK, num_users)
+            rng = np.random.default_rng([seed, 2, chunk])
+            users = _draw_users(stop - start, days, archetypes, rng)
+            user_ids = _ids("u", np.arange(start, stop))
+            user_table = _user_table(users, user_ids, first_us, rng)
+            interactions = _interaction_table(users, user_ids, item_ids, catalogue, days, future_days, first_us, rng)
+            if user_writer is None or interaction_writer is None:
+                user_writer = pq.ParquetWriter(out_dir / "users.parquet", user_table.schema, compression="zstd")
+                interaction_writer = pq.ParquetWriter(
+                    out_dir / "interactions.parquet", interactions.schema, compression="zstd"
+                )
+            user_writer.write_table(user_table)
+            interaction_writer.write_table(interactions)
+            num_interactions += interactions.num_rows
+            if progress is not None:
+                progress(stop, num_users)
+    finally:
+        for writer in (user_writer, interaction_writer):
+            if writer is not None:
+                writer.close()
+    end_date = LAST_DATE + datetime.timedelta(days=future_days)
+    return SampleWorld(out_dir, num_users, num_items, num_interactions, LAST_DATE, end_date)
+
+
+def _first_us(days: int) -> int:
+    first = datetime.datetime.combine(LAST_DATE, datetime.time(), datetime.UTC) - datetime.timedelta(days=days - 1)
+    return int(first.timestamp()) * 1_000_000
+
+
+def _ids(prefix: str, numbers: np.ndarray) -> pa.Array:
+    return pa.array([f"{prefix}{number:07d}" for number in numbers.tolist()], pa.string())
+
+
+def _timestamps(values_us: np.ndarray) -> pa.Array:
+    return pa.array(values_us.astype("int64"), pa.int64()).cast(pa.timestamp("us", "UTC"))
+
+
+def _words(words: tuple[str, ...] | list[str], indices: np.ndarray) -> pa.Array:
+    return pa.array(list(words), pa.string()).take(pa.array(indices))
+
+
+def _archetypes(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Kinds of user: attributes and tastes that tend to come together, each field int[NUM_ARCHETYPES, ...]."""
+    sizes = {"mood": MOODS, "era": ERAS, "region": REGIONS, "age_band": AGE_BANDS}
+    kinds = {name: rng.integers(len(words), size=NUM_ARCHETYPES) for name, words in sizes.items()}
+    kinds["category"] = np.stack([rng.permutation(len(TOP_CATEGORIES))[:2] for _ in range(NUM_ARCHETYPES)])
+    kinds["theme"] = np.stack([rng.permutation(len(THEMES))[:3] for _ in range(NUM_ARCHETYPES)])
+    return kinds
+
+
+def _draw_users(num: int, days: int, archetypes: dict[str, np.ndarray], rng: np.random.Generator) -> _Users:
+    kind = rng.integers(NUM_ARCHETYPES, size=num)
+
+    def taste(name: str, share: float, size: int) -> np.ndarray:
+        return np.where(rng.random(num) < share, archetypes[name][kind], rng.integers(size, size=num))
+
+    def ranked(name: str, share: float, size: int, width: int) -> np.ndarray:
+        own = np.argsort(rng.random((num, size)), axis=1)[:, :width]
+        return np.where((rng.random(num) < share)[:, None], archetypes[name][kind], own)
+
+    cold = rng.random(num) < SHARE_COLD
+    new = cold & (rng.random(num) < SHARE_NEW_USERS / SHARE_COLD)
+    early = rng.integers(-200, 1, size=num)
+    late = rng.integers(0, max(1, days - 1), size=num)
+    created_day = np.where(rng.random(num) < np.where(cold, 0.5, 0.85), early, np.where(cold, late, late * 2 // 3))
+    created_day[new] = days - 1
+    return _Users(
+        category=ranked("category", 0.7, len(TOP_CATEGORIES), 2),
+        theme=ranked("theme", 0.5, len(THEMES), 3),
+        mood=taste("mood", 0.6, len(MOODS)),
+        era=taste("era", 0.6, len(ERAS)),
+        strictness=rng.choice(np.array([-1, 0, 1]), p=[0.25, 0.5, 0.25], size=num),
+        region=taste("region", 0.5, len(REGIONS)),
+        age_band=taste("age_band", 0.5, len(AGE_BANDS)),
+        created_day=created_day,
+        cold=cold,
+    )
+
+
+def _user_table(users: _Users, user_ids: pa.Array, first_us: int, rng: np.random.Generator) -> pa.Table:
+    num = len(user_ids)
+    created_us = first_us + users.created_day * _DAY_US + rng.integers(_SIGN_UP_US // 1_000_000, size=num) * 1_000_000
+    return pa.table(
+        {
+            "user_id": user_ids,
+            "region": _words(REGIONS, users.region),
+            "age_band": _words(AGE_BANDS, users.age_band),
+            "about": _about(users, rng),
+            "created_at": _timestamps(created_us),
+        }
+    )
+
+
+def _about(users: _Users, rng: np.random.Generator) -> pa.Array:
+    """Sign-up statements, string[n]: some of each user's tastes, in words that hint at themes without naming them."""
+    num = len(users.mood)
+
+    def sentences(phrases: list[str], indices: np.ndarray, share: np.ndarray | float) -> pa.Array:
+        told = rng.random(num) < share
+        texts = [""] + [phrase[0].upper() + phrase[1:] + ". " for phrase in phrases]
+        return _words(texts, np.where(told, indices + 1, 0))
+
+    def phrased(patterns: tuple[str, ...], words: tuple[str, ...], indices: np.ndarray, share: float) -> pa.Array:
+        phrases = [pattern.format(word) for word in words for pattern in patterns]
+        return sentences(phrases, indices * len(patterns) + rng.integers(len(patterns), size=num), share)
+
+    def hint(theme: np.ndarray, share: float) -> pa.Array:
+        cues = [cue for kind in THEMES for cue in kind.cues]
+        per_theme = len(THEMES[0].cues)
+        return sentences(cues, theme * per_theme + rng.integers(per_theme, size=num), share)
+
+    strict = [*ABOUT_STRICT, *ABOUT_GENEROUS]
+    strict_index = np.where(users.strictness > 0, 0, len(ABOUT_STRICT)) + rng.integers(2, size=num)
+    parts = [
+        hint(users.theme[:, 0], 1.0),
+        phrased(ABOUT_CATEGORY, tuple(top.lower() for top in TOP_CATEGORIES), users.category[:, 0], 0.85),
+        phrased(ABOUT_MOOD, MOODS, users.mood, 0.6),
+        hint(users.theme[:, 1], 0.6),
+        phrased(ABOUT_ERA, ERAS, users.era, 0.4),
+        sentences(strict, strict_index, np.where(users.strictness == 0, 0.0, 0.7)),
+    ]
+    return pc.utf8_rtrim_whitespace(pc.binary_join_element_wise(*parts, ""))
+
+
+def _item_table(catalogue: Catalogue, item_ids: pa.Array, first_us: int, seed: int) -> pa.Table:
+    rng = np.random.default_rng([seed, 3])
+    seconds = rng.integers(_SIGN_UP_US // 1_000_000, size=catalogue.num_items)
+    paths = pa.array([list(path) for path in CATEGORY_PATHS], pa.list_(pa.string()))
+    return pa.table(
+        {
+            "item_id": item_ids,
+            "title": pa.array(catalogue.titles, pa.string()),
+            "category": paths.take(pa.array(catalogue.category)),
+            "creator": pa.array(catalogue.creators, pa.string()),
+            "era": _words(ERAS, catalogue.era),
+            "mood": _words(MOODS, catalogue.mood),
+            "created_at": _timestamps(first_us + catalogue.created_day * _DAY_US + seconds * 1_000_000),
+        }
+    )
+
+
+def _interaction_table(
+    users: _Users,
+    user_ids: pa.Array,
+    item_ids: pa.Array,
+    catalogue: Catalogue,
+    days: int,
+    future_days: int,
+    first_us: int,
+    rng: np.random.Generator,
+) -> pa.Table:
+    """Ratings of one chunk of users, ordered by user and time; a user rates an item once."""
+    user, day = _when(users, days, future_days, rng)
+    item = _what(users, user, day, catalogue, days, rng)
+    there = catalogue.created_day[item] <= day
+    user, day, item = user[there], day[there], item[there]
+    _, first = np.unique(user * np.int64(catalogue.num_items) + item, return_index=True)
+    user, day, item = user[first], day[first], item[first]
+    rating = _rating(users, user, item, catalogue, rng)
+    second = rng.integers(_SIGN_UP_US // 1_000_000, 86_400, size=len(user))
+    when_us = first_us + day * _DAY_US + second * 1_000_000
+    order = np.lexsort((item, when_us, user))
+    return pa.table(
+        {
+            "user_id": user_ids.take(pa.array(user[order])),
+            "item_id": item_ids.take(pa.array(item[order])),
+            "timestamp": _timestamps(when_us[order]),
+            "rating": pa.array(rating[order].astype("int32"), pa.int32()),
+        }
+    )
+
+
+def _when(users: _Users, days: int, future_days: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """User and day of each rating to come: int[n] each, the days before, of and after the last one in that order."""
+    num, last = len(users.cold), days - 1
+    new = users.created_day == last
+    num_before = np.where(
+        users.cold, rng.integers(MAX_COLD_RATINGS + 1, size=num), np.clip(6 + rng.gamma(2.0, 9.0, size=num), 6, 48)
+    ).astype(int)
+    num_before[new] = 0
+    active = ~new & ~users.cold & (rng.random(num) < SHARE_ACTIVE_LAST_DAY / (1 - SHARE_COLD))
+    num_last = np.where(new, rng.integers(MAX_COLD_RATINGS + 1, size=num), active * rng.integers(1, 4, size=num))
+    num_after = np.where(users.cold, 3, 1) + rng.poisson(np.where(users.cold, 3.0, 2.5), size=num)
+    if future_days == 0:
+        num_after[:] = 0
+    everyone = np.arange(num)
+    before, on, after = (np.repeat(everyone, counts) for counts in (num_before, num_last, num_after))
+    since = np.minimum(np.maximum(users.created_day, 0), max(last - 1, 0))[before]
+    day_before = since + np.floor(rng.random(len(before)) * (max(last, 1) - since)).astype(int)
+    day_after = days + rng.integers(max(future_days, 1), size=len(after))
+    return np.concatenate([before, on, after]), np.concatenate([day_before, np.full(len(on), last), day_after])
+
+
+def _what(
+    users: _Users, user: np.ndarray, day: np.ndarray, catalogue: Catalogue, days: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Item of each rating, int[n]: from the user's categories and themes, from the new ones, or anything."""
+    num_tops, num_themes = len(TOP_CATEGORIES), len(THEMES)
+    by_top = WeightedGroups(catalogue.top, catalogue.popularity, num_tops)
+    by_theme = WeightedGroups(catalogue.theme, catalogue.popularity, num_themes)
+    by_new = WeightedGroups(np.where(catalogue.created_day == days - 1, 0, -1), catalogue.popularity, 1)
+    reason = rng.choice(5, p=[0.36, 0.14, 0.16, 0.09, 0.25], size=len(user))
+    item = by_top.draw(np.full(len(user), num_tops), rng)  # anything
+    for index in (0, 1):
+        item = np.where(reason == index, by_top.draw(users.category[user, index], rng), item)
+        item = np.where(reason == 2 + index, by_theme.draw(users.theme[user, index], rng), item)
+    news = (day >= days - 1) & (rng.random(len(user)) < 0.2)
+    return np.where(news, by_new.draw(np.zeros(len(user), int), rng), item)
+
+
+def _rating(
+    users: _Users, user: np.ndarray, item: np.ndarray, catalogue: Catalogue, rng: np.random.Generator
+) -> np.ndarray:
+    """Ratings 1 to 5: taste for theme, category, mood and era, the item's quality, the user's habit, and noise."""
+    theme, undertone, top = catalogue.theme[item], catalogue.undertone[item], catalogue.top[item]
+    likes = users.theme[user]
+    score = 2.8 - 0.7 * users.strictness[user] + catalogue.quality[item]
+    score += 1.3 * (theme == likes[:, 0]) + 0.9 * (theme == likes[:, 1]) - 1.1 * (theme == likes[:, 2])
+    score += 0.4 * (undertone == likes[:, 0]) + 0.3 * (undertone == likes[:, 1]) - 0.3 * (undertone == likes[:, 2])
+    score += 0.5 * (top == users.category[user, 0]) + 0.3 * (top == users.category[user, 1])
+    score += 0.5 * (catalogue.mood[item] == users.mood[user]) + 0.3 * (catalogue.era[item] == users.era[user])
+    return np.clip(np.rint(score + rng.normal(0.0, 0.75, size=len(user))), 1, 5)
