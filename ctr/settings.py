@@ -12,20 +12,28 @@ class CtrSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    models: tuple[ModelName, ...] = Field(("din", "dcnv2", "gbdt"), min_length=1, description="Which models are trained.")
+    models: tuple[ModelName, ...] = Field(
+        ("din", "dcnv2", "gbdt"), min_length=1, description="Which models are trained."
+    )
     num_seeds: int = Field(3, ge=1, description="Trainings of each model and variant.")
     seed: int = Field(0, description="The first seed.")
 
-    positive_rating: float = Field(4.0, description="A rating from here on is a click. Without ratings every row is one.")
-    validation_share: float = Field(0.3, gt=0, lt=1, description="First part of what comes after the date; the rest is test.")
+    positive_rating: float = Field(4.0, description="A rating from here on is a positive.")
+    validation_share: float = Field(
+        0.3, gt=0, lt=1, description="First part of what comes after the date; the rest is test."
+    )
     cold_max_interactions: int = Field(5, ge=1, description="A user with fewer interactions up to the date is cold.")
 
-    min_id_interactions: int = Field(3, ge=1, description="Ids and categories seen less often in training share a bucket.")
+    min_id_interactions: int = Field(
+        3, ge=1, description="Ids and categories seen less often in training share a bucket."
+    )
     max_history: int = Field(20, ge=1, description="Newest positives of the user that a row sees.")
     num_bins: int = Field(10, ge=2, description="Quantile bins of a number, from training rows.")
-    max_distinct_share: float = Field(0.5, gt=0, le=1, description="A text column with more distinct values is no category.")
+    max_distinct_share: float = Field(
+        0.5, gt=0, le=1, description="A text column with more distinct values is no category."
+    )
 
-    embedding_dim: int = Field(16, ge=1)
+    embedding_dim: int = Field(8, ge=1)
     hidden_sizes: tuple[int, ...] = Field((64, 32), min_length=1)
     num_cross_layers: int = Field(2, ge=1)
     vector_dim: int = Field(64, ge=2, description="Knowledge vectors are reduced to this, on training entities, once.")
@@ -33,10 +41,11 @@ class CtrSettings(BaseModel):
     num_dedicated_experts: int = Field(2, ge=1)
     expert_hidden_dim: int = Field(128, ge=1)
     expert_dim: int = Field(32, ge=1)
-    dropout: float = Field(0.1, ge=0, lt=1)
+    dropout: float = Field(0.2, ge=0, lt=1)
 
+    device: str = Field("auto", description="auto, cpu or cuda, for the networks.")
     batch_size: int = Field(512, ge=1)
-    learning_rate: float = Field(2e-3, gt=0)
+    learning_rate: float = Field(3e-3, gt=0)
     weight_decay: float = Field(1e-6, ge=0, description="L2 on everything but biases, through Adam.")
     max_epochs: int = Field(15, ge=1)
     patience: int = Field(2, ge=1, description="Epochs without a better validation AUC before training stops.")

@@ -72,7 +72,9 @@ class TextEncoder:
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"{folder}: not an encoder that transformers can load: {error}") from error
         if tokenizer.pad_token_id is None:
-            raise ModelError(f"{folder}: its tokenizer has no padding token; expected an encoder such as BERT or MiniLM")
+            raise ModelError(
+                f"{folder}: its tokenizer has no padding token; expected an encoder such as BERT or MiniLM"
+            )
         limit = getattr(model.config, "max_position_embeddings", None) or settings.max_text_tokens
         name = MINILM_PACKAGE if bundled else folder.resolve().name
         encoder_id = f"{name}-{digest[:8]}-{str(dtype).removeprefix('torch.')}"
@@ -96,8 +98,9 @@ class TextEncoder:
         position_of: dict[str, int] = {}
         row_to_distinct = np.fromiter((position_of.setdefault(text, len(position_of)) for text in texts), np.int64)
         repeats = np.bincount(row_to_distinct)
-        # One more than the limit is asked for, to see which texts are longer.
-        tokenized = self._tokenizer(list(position_of), truncation=False, add_special_tokens=True, verbose=False)["input_ids"]
+        # Not truncated by the tokenizer, to see which texts are longer; "[SEP]" in a text is text.
+        tokenized = self._tokenizer(list(position_of), truncation=False, verbose=False, split_special_tokens=True)
+        tokenized = tokenized["input_ids"]
         is_long = np.array([len(ids) > self._max_text_tokens for ids in tokenized])
         rows = [self._cut(ids) for ids in tokenized]
         vectors = np.zeros((len(rows), self.dim), np.float32)
@@ -155,11 +158,15 @@ def _minilm_folder() -> Path:
 def _check_weights(folder: Path, expected_sha256: str | None) -> str:
     """SHA-256 of an encoder's weights, after checking that they are there and the expected ones."""
     if not folder.is_dir():
-        raise ModelError(f"encoder folder {folder} does not exist; expected a folder with config.json and {WEIGHTS_FILE}")
+        raise ModelError(
+            f"encoder folder {folder} does not exist; expected a folder with config.json and {WEIGHTS_FILE}"
+        )
     weights = folder / WEIGHTS_FILE
     if not weights.is_file():
         found = sorted(path.name for path in folder.iterdir())
-        raise ModelError(f"{folder}: no {WEIGHTS_FILE} (found {', '.join(found) or 'nothing'}); only safetensors are loaded")
+        raise ModelError(
+            f"{folder}: no {WEIGHTS_FILE} (found {', '.join(found) or 'nothing'}); only safetensors are loaded"
+        )
     with weights.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if expected_sha256 is not None and digest != expected_sha256.lower():
@@ -175,7 +182,7 @@ def _place(settings: EncodingSettings) -> tuple[torch.device, torch.dtype]:
     if settings.device.startswith("cuda") and not has_cuda:
         raise ModelError(f"encoding.device is {settings.device!r}, but torch sees no CUDA device; use auto or cpu")
     try:
-        device = torch.device("cuda" if has_cuda else "cpu") if settings.device == "auto" else torch.device(settings.device)
+        device = torch.device(("cuda" if has_cuda else "cpu") if settings.device == "auto" else settings.device)
     except RuntimeError:
         raise ModelError(f"encoding.device is {settings.device!r}; expected auto, cpu or cuda") from None
     if settings.dtype != "auto":

@@ -6,6 +6,7 @@ would bring the history into the features by another door.
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.encoding.clusters import cluster_vectors
 from pipeline.encoding.encoder import TextEncoder
@@ -37,12 +38,9 @@ def build_features(
     Table of `schema.feature_schema`, in the order of the ids, so that shard order does not show.
     """
     settings = settings or EncodingSettings()
-    order = pa.compute.sort_indices(knowledge["entity_id"])
+    order = pc.sort_indices(knowledge["entity_id"])
     rows = knowledge.select(KNOWLEDGE_COLUMNS).take(order)
-    if vectors is None:
-        vectors = encoder.encode(rows["text"].to_pylist())
-    else:
-        vectors = vectors[order.to_numpy()]
+    vectors = encoder.encode(rows["text"].to_pylist()) if vectors is None else vectors[order.to_numpy()]
     cluster_ids = cluster_vectors(vectors, settings.num_clusters, settings.seed)
     schema = feature_schema(side, knowledge.schema.field("entity_id").type, encoder.dim)
     flat = pa.array(np.ascontiguousarray(vectors, np.float32).reshape(-1))

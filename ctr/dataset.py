@@ -1,0 +1,142 @@
+"""Tables and features to arrays that models index: everything is computed once, nothing while training.
+
+A row is three things: the number of its user, the number of its item, and the numbers of the items in its history.
+What is known of an entity lies in tables by that number, and models gather from them. Vocabularies, bins, known ids and
+reductions come from training rows alone.
+"""
+
+import datetime
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ctr.errors import CtrError
+from ctr.feature_set import FeatureSet, SideVectors, align, check_provenance, reduce_vectors
+from ctr.fields import Field, attribute_fields, id_field
+from ctr.history import histories
+from ctr.settings import CtrSettings
+from ctr.split import TEST, TRAIN, VALIDATION, split_by_time
+
+
+class EntityTables(Protocol):
+    """What is needed of the input tables: `users`, `items` and `interactions`, as pyarrow tables."""
+
+    users: pa.Table
+    items: pa.Table
+    interactions: pa.Table
+
+
+@dataclass(frozen=True)
+class CtrData:
+    """Everything but knowledge, the same for every variant, model and seed.
+
+    Attributes
+    ----------
+    users, items : int64 (n,) entity numbers, rows of the entity tables; rows are in chronological order.
+    history : int64 (n, max_history) item numbers, newest first; `num_items` where there are no more.
+    times_us : int64 (n,). labels : float32 (n,).
+    is_cold : bool (n,), rows of users with little behaviour up to the date.
+    train, validation, test : int64 row indices.
+    user_fields, item_fields : codes by entity number.
+    """
+
+    users: np.ndarray
+    items: np.ndarray
+    history: np.ndarray
+    times_us: np.ndarray
+    labels: np.ndarray
+    is_cold: np.ndarray
+    train: np.ndarray
+    validation: np.ndarray
+    test: np.ndarray
+    user_fields: tuple[Field, ...]
+    item_fields: tuple[Field, ...]
+    num_users: int
+    num_items: int
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """One variant's features, in the order of the entity tables; None where a side has none."""
+
+    user: SideVectors | None = None
+    item: SideVectors | None = None
+
+
+def build_dataset(tables: EntityTables, as_of: datetime.date, settings: CtrSettings) -> CtrData:
+    """Split the interactions and turn ids, attributes and histories into numbers.
+
+    Parameters
+    ----------
+    tables : `users` (user_id, attributes), `items` (item_id, attributes), `interactions`.
+    as_of : the run's date; training ends with it.
+
+    Raises
+    ------
+    CtrError
+        As `split_by_time`, or an interaction of an unknown entity.
+    """
+    rows = split_by_time(tables.interactions, as_of, settings.positive_rating, settings.validation_share)
+    users = _numbers(rows.user_ids, tables.users["user_id"], "user")
+    items = _numbers(rows.item_ids, tables.items["item_id"], "item")
+    train = rows.indices(TRAIN)
+    num_users, num_items = tables.users.num_rows, tables.items.num_rows
+    seen_of_user = np.bincount(users[train], minlength=num_users)
+    seen_of_item = np.bincount(items[train], minlength=num_items)
+    history = histories(users, items, rows.times_us, rows.labels, settings.max_history)
+    return CtrData(
+        users=users,
+        items=items,
+        history=np.where(history < 0, num_items, history),
+        times_us=rows.times_us,
+        labels=rows.labels,
+        is_cold=seen_of_user[users] < settings.cold_max_interactions,
+        train=train,
+        validation=rows.indices(VALIDATION),
+        test=rows.indices(TEST),
+        user_fields=_fields(tables.users, "user_id", seen_of_user, settings),
+        item_fields=_fields(tables.items, "item_id", seen_of_item, settings),
+        num_users=num_users,
+        num_items=num_items,
+    )
+
+
+def build_knowledge(
+    tables: EntityTables, data: CtrData, features: FeatureSet | None, as_of: datetime.date, settings: CtrSettings
+) -> Knowledge:
+    """Features aligned with the entities, after the check that they are not of a later date.
+
+    Raises
+    ------
+    CtrError
+        Features of a later date, of another id type, or of another schema version.
+    """
+    if features is None:
+        return Knowledge()
+    check_provenance(features, as_of)
+    sides, is_trained = {}, {}
+    for side, table, numbers in (("user", tables.users, data.users), ("item", tables.items, data.items)):
+        if getattr(features, side) is not None:
+            sides[side] = align(getattr(features, side), side, table[f"{side}_id"].combine_chunks())
+            is_trained[side] = np.bincount(numbers[data.train], minlength=table.num_rows) > 0
+    return Knowledge(**reduce_vectors(sides, is_trained, settings.vector_dim))
+
+
+def _numbers(ids: pa.Array, known: pa.ChunkedArray, side: str) -> np.ndarray:
+    positions = pc.index_in(ids, known.combine_chunks())
+    if positions.null_count:
+        unknown = ids.filter(pc.is_null(positions))[0].as_py()
+        raise CtrError(
+            f"{positions.null_count} interactions of unknown {side}s (the first: {unknown!r}); check the tables"
+        )
+    return np.array(positions.cast(pa.int64()))
+
+
+def _fields(table: pa.Table, id_column: str, num_seen: np.ndarray, settings: CtrSettings) -> tuple[Field, ...]:
+    attributes = attribute_fields(
+        table, id_column, num_seen > 0, num_bins=settings.num_bins, max_distinct_share=settings.max_distinct_share
+    )
+    return (id_field(id_column, num_seen, settings.min_id_interactions), *attributes)

@@ -1,0 +1,136 @@
+"""Ids and attribute columns as small integers, by vocabularies and bins that training rows alone decide.
+
+Code 0 is "absent" (padding, null), code 1 "unknown" (rare or never seen in training), known values follow. An entity
+that training never saw gets codes from its attributes like any other; only its id is unknown.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+
+ABSENT, UNKNOWN, NUM_RESERVED = 0, 1, 2
+MIN_ENTITIES_TO_JUDGE = 20  # with fewer, "nearly all values distinct" says nothing
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One categorical input of a side.
+
+    Attributes
+    ----------
+    name : the column's.
+    codes : int64 (num_entities, num_slots); a scalar column has one slot, a list column as many as its longest list.
+    num_codes : codes are below this.
+    """
+
+    name: str
+    codes: np.ndarray
+    num_codes: int
+
+
+def id_field(name: str, num_seen: np.ndarray, min_seen: int) -> Field:
+    """Field of an entity's own id: known when training has it at least `min_seen` times.
+
+    Parameters
+    ----------
+    num_seen : int64 (num_entities,), training interactions of each entity.
+    """
+    is_known = num_seen >= min_seen
+    codes = np.full(len(num_seen), UNKNOWN, np.int64)
+    codes[is_known] = NUM_RESERVED + np.arange(is_known.sum())
+    return Field(name, codes[:, None], NUM_RESERVED + int(is_known.sum()))
+
+
+def attribute_fields(
+    table: pa.Table,
+    id_column: str,
+    is_trained: np.ndarray,
+    *,
+    min_seen: int = 1,
+    num_bins: int = 10,
+    max_distinct_share: float = 0.5,
+) -> list[Field]:
+    """Fields of an entity table's attribute columns.
+
+    Strings and booleans become categories, lists of strings bags of their elements (a path's levels), numbers quantile
+    bins. Timestamps, and text columns whose values are nearly all distinct (titles, descriptions), are left out.
+
+    Parameters
+    ----------
+    table : one row an entity.
+    id_column : left out.
+    is_trained : bool (num_rows,), entities that occur in training rows; they alone decide vocabularies and bins.
+    min_seen : entities that must share a category for it to be known.
+    """
+    fields = []
+    for name in table.schema.names:
+        if name == id_column:
+            continue
+        column = table[name].combine_chunks()
+        if pt.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        kind = column.type
+        if pt.is_integer(kind) or pt.is_floating(kind) or pt.is_decimal(kind):
+            field = _binned(name, column, is_trained, num_bins)
+        elif pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind):
+            field = _bag(name, column, is_trained, min_seen)
+        elif pt.is_boolean(kind) or pt.is_string(kind) or pt.is_large_string(kind):
+            field = _category(name, column.cast(pa.string()), is_trained, min_seen, max_distinct_share)
+        else:
+            field = None
+        if field is None:
+            logger.info("column %s (%s) is no CTR field", name, kind)
+        else:
+            fields.append(field)
+    return fields
+
+
+def _category(name: str, column: pa.Array, is_trained: np.ndarray, min_seen: int, max_share: float) -> Field | None:
+    trained = column.filter(pa.array(is_trained)).drop_null()
+    num_distinct = pc.count_distinct(trained).as_py()
+    if len(trained) >= MIN_ENTITIES_TO_JUDGE and num_distinct > max_share * len(trained):
+        return None
+    vocabulary = _vocabulary(trained, min_seen)
+    codes = _codes(column, vocabulary)
+    return Field(name, codes[:, None], NUM_RESERVED + len(vocabulary))
+
+
+def _bag(name: str, column: pa.Array, is_trained: np.ndarray, min_seen: int) -> Field | None:
+    if not (pt.is_string(column.type.value_type) or pt.is_large_string(column.type.value_type)):
+        return None
+    vocabulary = _vocabulary(column.filter(pa.array(is_trained)).flatten().drop_null(), min_seen)
+    rows = pc.list_parent_indices(column).to_numpy()
+    elements = _codes(column.flatten(), vocabulary)
+    slots = np.arange(len(rows)) - np.searchsorted(rows, rows)  # position of each element in its own list
+    codes = np.zeros((len(column), int(slots.max(initial=0)) + 1), np.int64)
+    codes[rows, slots] = elements
+    return Field(name, codes, NUM_RESERVED + len(vocabulary))
+
+
+def _binned(name: str, column: pa.Array, is_trained: np.ndarray, num_bins: int) -> Field:
+    values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)  # null becomes nan
+    is_present = np.isfinite(values)
+    trained = values[is_trained & is_present]
+    edges = np.unique(np.quantile(trained, np.arange(1, num_bins) / num_bins)) if len(trained) else np.zeros(0)
+    codes = np.where(is_present, NUM_RESERVED + np.searchsorted(edges, values, side="right"), ABSENT)
+    return Field(name, codes.astype(np.int64)[:, None], NUM_RESERVED + len(edges) + 1)
+
+
+def _vocabulary(values: pa.Array, min_seen: int) -> pa.Array:
+    """Values seen at least `min_seen` times, sorted, so that row order does not show."""
+    counted = pc.value_counts(values)
+    known = counted.field("values").filter(pc.greater_equal(counted.field("counts"), min_seen))
+    return known.take(pc.sort_indices(known))
+
+
+def _codes(values: pa.Array, vocabulary: pa.Array) -> np.ndarray:
+    """Code of each value, int64 (n,)."""
+    known = pc.add(pc.index_in(values, vocabulary).cast(pa.int64()), NUM_RESERVED)
+    codes = pc.if_else(pc.is_null(values), ABSENT, pc.fill_null(known, UNKNOWN))
+    return codes.to_numpy(zero_copy_only=False).astype(np.int64)

@@ -1,0 +1,116 @@
+"""Layers that DIN and DCNv2 share: entity embeddings, MLP, Dice, and what both models see of a row."""
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ctr.adaptor import HybridExpertAdaptor
+from ctr.dataset import CtrData, Knowledge
+from ctr.fields import NUM_RESERVED, Field
+from ctr.settings import CtrSettings
+
+EMBEDDING_STD = 0.2  # products of small embeddings have small gradients: with 0.05 crosses take ten epochs to appear
+
+
+class EntityEmbedding(nn.Module):
+    """Embedding of an entity's fields, by entity number; a bag of several codes is their mean.
+
+    Parameters
+    ----------
+    fields : codes by entity number. One more, all-absent entity (zeros) is added behind the last: history padding.
+    embedding_dim : of each field.
+    """
+
+    def __init__(self, fields: tuple[Field, ...], embedding_dim: int) -> None:
+        super().__init__()
+        self.out_dim = len(fields) * embedding_dim
+        codes, weights, field_of_slot, offset = [], [], [], 0
+        for number, field in enumerate(fields):
+            padded = np.vstack([field.codes, np.zeros((1, field.codes.shape[1]), np.int64)])
+            is_present = padded > 0
+            codes.append(np.where(is_present, padded + offset, 0))  # code 0 of every field is row 0, which stays zero
+            weights.append(is_present / np.maximum(is_present.sum(axis=1, keepdims=True), 1))
+            field_of_slot += [number] * field.codes.shape[1]
+            offset += field.num_codes - 1
+        self.embedding = nn.Embedding(offset + 1, embedding_dim, padding_idx=0)
+        nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
+        with torch.no_grad():
+            self.embedding.weight[0] = 0
+        pooling = np.eye(len(fields), dtype=np.float32)[field_of_slot].T  # (num_fields, num_slots)
+        self.register_buffer("codes", torch.from_numpy(np.hstack(codes)), persistent=False)
+        self.register_buffer("weights", torch.from_numpy(np.hstack(weights).astype(np.float32)), persistent=False)
+        self.register_buffer("pooling", torch.from_numpy(pooling), persistent=False)
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        """(...,) entity numbers -> (..., out_dim)."""
+        num_entities = len(self.codes)
+        if numbers.numel() > num_entities:  # each entity once, then gathered: histories repeat popular items
+            return F.embedding(numbers, self._embed(torch.arange(num_entities, device=numbers.device)))
+        return self._embed(numbers)
+
+    def _embed(self, numbers: torch.Tensor) -> torch.Tensor:
+        embedded = self.embedding(self.codes[numbers]) * self.weights[numbers].unsqueeze(-1)  # (..., num_slots, dim)
+        if self.pooling.shape[0] != self.pooling.shape[1]:
+            embedded = self.pooling @ embedded  # (..., num_fields, dim)
+        return embedded.flatten(-2)
+
+
+class Dice(nn.Module):
+    """Data-adaptive activation (Zhou et al. 2018, Section 5.2): p(s) s + (1 - p(s)) alpha s, p by batch statistics."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(dim, eps=1e-8, affine=False)
+        self.alpha = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, s: torch.Tensor) -> torch.Tensor:  # (batch, dim)
+        p = torch.sigmoid(self.norm(s))
+        return p * s + (1 - p) * self.alpha * s
+
+
+def mlp(in_dim: int, hidden_sizes: tuple[int, ...], dropout: float, activation=nn.ReLU, out_dim: int | None = None):
+    """Linear layers with activation and dropout between them; a last linear layer when `out_dim` is given."""
+    layers: list[nn.Module] = []
+    for size in hidden_sizes:
+        layers += [nn.Linear(in_dim, size), Dice(size) if activation is Dice else activation(), nn.Dropout(dropout)]
+        in_dim = size
+    if out_dim is not None:
+        layers.append(nn.Linear(in_dim, out_dim))
+    return nn.Sequential(*layers)
+
+
+class RowInputs(nn.Module):
+    """What every model sees of a row besides its history: fields of user and item, cluster ids, adapted knowledge."""
+
+    def __init__(self, data: CtrData, knowledge: Knowledge, settings: CtrSettings) -> None:
+        super().__init__()
+        self.user_embedding = EntityEmbedding(
+            (*data.user_fields, *_cluster_field("user", knowledge.user)), settings.embedding_dim
+        )
+        self.item_embedding = EntityEmbedding(
+            (*data.item_fields, *_cluster_field("item", knowledge.item)), settings.embedding_dim
+        )
+        vectors = [side.vectors for side in (knowledge.user, knowledge.item) if side is not None]
+        self.adaptor = HybridExpertAdaptor(vectors, settings) if vectors else None
+        self.has_user_vectors, self.has_item_vectors = knowledge.user is not None, knowledge.item is not None
+        knowledge_dim = self.adaptor.out_dim if self.adaptor is not None else 0
+        self.item_dim = self.item_embedding.out_dim
+        self.out_dim = self.user_embedding.out_dim + self.item_dim + knowledge_dim
+        self.num_items = data.num_items
+
+    def forward(self, users: torch.Tensor, items: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Numbers of users and items (batch,), embedded target (batch, item_dim) -> (batch, out_dim)."""
+        parts = [self.user_embedding(users), target]
+        if self.adaptor is not None:
+            numbers = [users] * self.has_user_vectors + [items] * self.has_item_vectors
+            parts.append(self.adaptor(numbers))
+        return torch.cat(parts, dim=1)
+
+
+def _cluster_field(side: str, vectors) -> tuple[Field, ...]:
+    """The cluster id as one more field; clusters are never unknown, so code 1 is unused."""
+    if vectors is None:
+        return ()
+    codes = np.where(vectors.cluster_codes > 0, vectors.cluster_codes - 1 + NUM_RESERVED, 0)
+    return (Field(f"{side}_cluster", codes[:, None], vectors.num_cluster_codes - 1 + NUM_RESERVED),)

@@ -1,0 +1,104 @@
+"""Which interactions are trained on, which stop the training, and which judge it: by time, never at random.
+
+The knowledge of a date was made from what was known at the end of that day, so everything up to then is training and
+only what comes later may judge.
+"""
+
+import datetime
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from ctr.errors import CtrError
+
+TRAIN, VALIDATION, TEST = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Interactions in chronological order.
+
+    Attributes
+    ----------
+    user_ids, item_ids : pa.Array (n,), in the type that the tables have.
+    times_us : int64 (n,), microseconds since 1970 UTC, non-decreasing.
+    labels : float32 (n,), 1 for a positive.
+    part : uint8 (n,), TRAIN, VALIDATION or TEST; non-decreasing.
+    """
+
+    user_ids: pa.Array
+    item_ids: pa.Array
+    times_us: np.ndarray
+    labels: np.ndarray
+    part: np.ndarray
+
+    def indices(self, part: int) -> np.ndarray:
+        """int64 indices of one part's rows."""
+        return np.flatnonzero(self.part == part)
+
+
+def split_by_time(
+    interactions: pa.Table, as_of: datetime.date, positive_rating: float = 4.0, validation_share: float = 0.3
+) -> Rows:
+    """Label and split interactions.
+
+    Parameters
+    ----------
+    interactions : `user_id`, `item_id`, `timestamp` (timestamp[us, UTC]), `rating`.
+    as_of : training ends with this day (UTC).
+    positive_rating : label 1 from this rating on.
+    validation_share : first part of what comes after `as_of`; rows of one moment stay in one part.
+
+    Raises
+    ------
+    CtrError
+        Nothing precedes or follows the date, or a part has rows of one label only, so that no AUC exists.
+    """
+    if "rating" not in interactions.schema.names:
+        raise CtrError(
+            "interactions have no `rating` column, so that every row is a positive; CTR training needs both labels: "
+            "add ratings (or a 0/1 column named rating with ctr.positive_rating: 1)"
+        )
+    keys = [("timestamp", "ascending"), ("user_id", "ascending"), ("item_id", "ascending")]
+    rows = interactions.select(["user_id", "item_id", "timestamp", "rating"]).sort_by(keys)
+    times_us = rows["timestamp"].cast(pa.timestamp("us", "UTC")).cast(pa.int64()).to_numpy()
+    ratings = rows["rating"].cast(pa.float64()).to_numpy()
+    labels = (ratings >= positive_rating).astype(np.float32)
+    part = _parts(times_us, _end_of_day_us(as_of), validation_share)
+    _check(part, labels, as_of, positive_rating)
+    return Rows(rows["user_id"].combine_chunks(), rows["item_id"].combine_chunks(), times_us, labels, part)
+
+
+def _end_of_day_us(day: datetime.date) -> int:
+    next_day = datetime.datetime.combine(day, datetime.time(), datetime.UTC) + datetime.timedelta(days=1)
+    return int(next_day.timestamp()) * 1_000_000
+
+
+def _parts(times_us: np.ndarray, end_us: int, validation_share: float) -> np.ndarray:
+    num_train = int(np.searchsorted(times_us, end_us, side="left"))
+    part = np.full(len(times_us), TEST, np.uint8)
+    part[:num_train] = TRAIN
+    after = times_us[num_train:]
+    if len(after):
+        first_test_us = after[min(round(len(after) * validation_share), len(after) - 1)]
+        part[num_train:][after < first_test_us] = VALIDATION
+    return part
+
+
+def _check(part: np.ndarray, labels: np.ndarray, as_of: datetime.date, positive_rating: float) -> None:
+    if not (part == TRAIN).any():
+        raise CtrError(f"no interactions up to {as_of}: nothing to train on; give a later date")
+    if (part == TRAIN).all():
+        raise CtrError(
+            f"no interactions after {as_of}: nothing can judge the models; give an earlier date, or wait until "
+            "the tables hold the days after it"
+        )
+    for name, number in (("training", TRAIN), ("validation", VALIDATION), ("test", TEST)):
+        of_part = labels[part == number]
+        if len(of_part) == 0 or of_part.min() == of_part.max():
+            raise CtrError(
+                f"the {name} part around {as_of} has {int(of_part.sum())} positives among {len(of_part)} rows "
+                f"(rating >= {positive_rating}); both labels are needed: set ctr.positive_rating, or choose another "
+                "date"
+            )

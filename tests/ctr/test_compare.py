@@ -1,0 +1,101 @@
+"""The CTR table end to end: knowledge helps where it was planted to, and the same seed gives the same table."""
+
+import dataclasses
+import datetime
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from ctr_world import AS_OF, make_features, make_world
+
+from ctr.compare import train_ctr
+from ctr.dataset import build_dataset
+from ctr.errors import CtrError
+from ctr.feature_set import FeatureSet, read_feature_set
+from ctr.gbdt import fit_gbdt, gbdt_matrix
+from ctr.settings import CtrSettings
+
+
+@pytest.fixture(scope="module")
+def comparison(world):
+    features = {"none": None, "plain": make_features(world, noise=0.02, seed=1), "relaxed": make_features(world, noise=0.02)}
+    return train_ctr(world, features, AS_OF, CtrSettings(num_seeds=2))
+
+
+def test_knowledge_raises_auc_and_for_cold_users_most(comparison):
+    by_cell = {(row["model"], row["variant"]): row for row in comparison.summary()}
+    for model in ("DIN", "DCNv2", "LightGBM"):
+        none, relaxed = by_cell[model, "none"], by_cell[model, "relaxed"]
+        assert relaxed["auc"] > none["auc"] + 0.08
+        assert relaxed["logloss"] < none["logloss"]
+        assert relaxed["auc_cold"] - none["auc_cold"] > relaxed["auc"] - none["auc"]
+
+
+def test_the_manifest_section_is_plain_json(comparison):
+    section = json.loads(json.dumps(comparison.to_manifest(), allow_nan=False))
+    assert section["skipped"] is None
+    assert section["split"]["train"] == 6400 and section["split"]["test_cold"] > 100
+    assert len(section["rows"]) == 9 and len(section["seeds"]) == 18
+    expected = {"model", "variant", "num_seeds", "auc", "auc_std", "logloss", "logloss_std", "auc_cold", "auc_cold_std"}
+    assert expected <= set(section["rows"][0])
+    assert set(section["equivalence"]) == {"DIN", "DCNv2", "LightGBM", "all"}
+    assert section["equivalence"]["all"]["num_pairs"] == 6
+
+
+def test_the_same_seed_gives_the_same_table(world):
+    settings = CtrSettings(num_seeds=1, max_epochs=2)
+    tables = [train_ctr(world, {"relaxed": make_features(world)}, AS_OF, settings) for _ in range(2)]
+    for first, second in zip(tables[0].rows, tables[1].rows, strict=True):
+        assert dataclasses.replace(first, train_s=0) == dataclasses.replace(second, train_s=0)
+
+
+def test_integer_ids_missing_features_and_defaults():
+    world = make_world(num_users=60, num_items=40, num_interactions=900, num_cold=10, string_ids=False)
+    features = make_features(world)
+    partial = FeatureSet(user=features.user.slice(0, 30), item=None)
+    comparison = train_ctr(world, {"relaxed": partial}, AS_OF, CtrSettings(num_seeds=1, max_epochs=1))
+    assert all(np.isfinite(row.auc) for row in comparison.rows)
+    assert comparison.summary()[0]["auc_std"] is None and comparison.equivalence == {}
+
+
+def test_the_tree_baseline_is_stopped_by_validation_alone(world):
+    from test_leak import with_other_future
+
+    from ctr.dataset import Knowledge
+
+    settings = CtrSettings()
+    data = build_dataset(world, AS_OF, settings)
+    texts = []
+    for of_world in (data, build_dataset(with_other_future(world, "test", data), AS_OF, settings)):
+        matrix, categorical = gbdt_matrix(of_world, Knowledge())
+        texts.append(fit_gbdt(matrix, categorical, of_world, settings, seed=0).model_to_string())
+    assert texts[0] == texts[1]
+
+
+def test_unknown_entities_and_other_id_types_are_named(world):
+    fewer = dataclasses.replace(world, items=world.items.slice(1))
+    with pytest.raises(CtrError, match=r"unknown items \(the first: 'i0'\)"):
+        train_ctr(fewer, {"none": None}, AS_OF)
+    other = make_features(make_world(num_users=60, num_items=40, num_interactions=900, num_cold=10, string_ids=False))
+    with pytest.raises(CtrError, match="ids of type int64, the table of users string"):
+        train_ctr(world, {"relaxed": other}, AS_OF)
+    with pytest.raises(CtrError, match="nothing can judge"):
+        train_ctr(world, {"none": None}, datetime.date(2030, 1, 1))
+
+
+def test_feature_files_are_read_and_their_version_checked(world, tmp_path):
+    import pyarrow.parquet as pq
+
+    with pytest.raises(CtrError, match="laserbatch encode"):
+        read_feature_set(tmp_path)
+    features = make_features(world)
+    pq.write_table(features.user, tmp_path / "user.parquet")
+    assert read_feature_set(tmp_path).user.equals(features.user) and read_feature_set(tmp_path).item is None
+    metadata = {**features.user.schema.metadata, b"laserbatch.version": b"99"}
+    pq.write_table(features.user.replace_schema_metadata(metadata), tmp_path / "user.parquet")
+    with pytest.raises(CtrError, match="version 99"):
+        read_feature_set(tmp_path)
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "user.parquet")
+    with pytest.raises(CtrError, match="record None"):
+        read_feature_set(tmp_path)

@@ -1,0 +1,64 @@
+"""Columns become codes by what training rows show, and by nothing else."""
+
+import numpy as np
+import pyarrow as pa
+
+from ctr.fields import ABSENT, NUM_RESERVED, UNKNOWN, attribute_fields, id_field
+
+
+def fields_of(columns, is_trained=None, **options):
+    table = pa.table({"item_id": [f"i{n}" for n in range(len(next(iter(columns.values()))))], **columns})
+    trained = np.ones(table.num_rows, bool) if is_trained is None else np.array(is_trained)
+    return {field.name: field for field in attribute_fields(table, "item_id", trained, **options)}
+
+
+def test_rare_and_unseen_ids_share_the_unknown_bucket():
+    field = id_field("item_id", np.array([5, 0, 2, 3]), min_seen=3)
+    assert field.codes[:, 0].tolist() == [NUM_RESERVED, UNKNOWN, UNKNOWN, NUM_RESERVED + 1]
+    assert field.num_codes == NUM_RESERVED + 2
+
+
+def test_a_category_that_training_never_saw_is_unknown_and_null_is_absent():
+    codes = fields_of({"kind": ["b", "a", None, "z"]}, [True, True, True, False])["kind"].codes[:, 0]
+    assert codes.tolist() == [NUM_RESERVED + 1, NUM_RESERVED, ABSENT, UNKNOWN]
+
+
+def test_nearly_unique_text_is_no_category_and_timestamps_are_left_out():
+    columns = {
+        "title": [f"Title {n}" for n in range(40)],
+        "kind": ["x", "y"] * 20,
+        "created_at": pa.array([0] * 40, pa.timestamp("us", "UTC")),
+    }
+    assert list(fields_of(columns)) == ["kind"]
+
+
+def test_a_path_is_a_bag_of_its_levels():
+    field = fields_of({"path": [["a", "b"], ["a"], None, [], ["a", "never"]]}, [True, True, True, True, False])["path"]
+    a, b = NUM_RESERVED, NUM_RESERVED + 1
+    assert field.codes.tolist() == [[a, b], [a, 0], [0, 0], [0, 0], [a, UNKNOWN]]
+
+
+def test_numbers_fall_into_quantile_bins_of_the_trained():
+    values = pa.array([*range(100), 10_000, None], pa.int64())
+    field = fields_of({"year": values}, [True] * 100 + [False] * 2, num_bins=4)["year"]
+    codes = field.codes[:, 0]
+    assert np.bincount(codes[:100])[NUM_RESERVED:].tolist() == [25, 25, 25, 25]
+    assert codes[100] == NUM_RESERVED + 3 and codes[101] == ABSENT
+    assert codes.max() < field.num_codes
+
+
+def test_booleans_dictionaries_and_large_strings_are_categories():
+    columns = {
+        "flag": [True, False, None],
+        "kind": pa.array(["a", "b", "a"]).dictionary_encode(),
+        "big": pa.array(["a", "b", "a"], pa.large_string()),
+        "tags": pa.array([["x"], None, ["y", "x"]], pa.large_list(pa.large_string())),
+        "blob": pa.array([b"1", b"2", b"3"]),
+    }
+    assert list(fields_of(columns)) == ["flag", "kind", "big", "tags"]
+
+
+def test_columns_that_say_nothing_do_no_harm():
+    columns = {"nulls": pa.nulls(4, pa.string()), "nans": [float("nan")] * 4, "empty": pa.nulls(4, pa.list_(pa.string()))}
+    for field in fields_of(columns).values():
+        assert (field.codes == ABSENT).all()

@@ -1,0 +1,121 @@
+"""Each model against its paper's equations, written out slowly; and what they share."""
+
+import numpy as np
+import pytest
+import torch
+from ctr_world import AS_OF, make_features
+
+from ctr.adaptor import HybridExpertAdaptor
+from ctr.compare import build_network
+from ctr.dataset import Knowledge, build_dataset, build_knowledge
+from ctr.dcnv2 import CrossNetwork
+from ctr.din import LocalActivationUnit
+from ctr.fields import Field
+from ctr.layers import Dice, EntityEmbedding
+from ctr.settings import CtrSettings
+from ctr.train import predict
+
+SETTINGS = CtrSettings()
+
+
+@pytest.fixture(scope="module")
+def data(world):
+    return build_dataset(world, AS_OF, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def knowledge(world, data):
+    return build_knowledge(world, data, make_features(world), AS_OF, SETTINGS)
+
+
+def test_cross_network_follows_equation_1():
+    network = CrossNetwork(5, 3)
+    x0 = torch.randn(4, 5)
+    x = x0
+    for layer in network.layers:
+        x = x0 * (x @ layer.weight.T + layer.bias) + x
+    assert torch.allclose(network(x0), x, atol=1e-6)
+
+
+def test_activation_unit_is_a_network_over_history_target_difference_and_product():
+    unit = LocalActivationUnit(6)
+    history, target = torch.randn(3, 4, 6), torch.randn(3, 6)
+    w1, w4 = torch.randn(32, 6), torch.randn(32, 6)
+    w2, w3 = torch.randn(32, 6), torch.randn(32, 6)
+    with torch.no_grad():
+        unit.of_history.weight.copy_(w1 + w3)
+        unit.of_target.weight.copy_(w2 - w3)
+        unit.of_product.weight.copy_(w4)
+    repeated = target.unsqueeze(1).expand_as(history)
+    joined = torch.cat([history, repeated, history - repeated, history * repeated], dim=-1)
+    hidden = joined @ torch.cat([w1, w2, w3, w4], dim=1).T + unit.of_target.bias
+    assert torch.allclose(unit(history, target), unit.score(unit.activation(hidden)).squeeze(-1), atol=1e-4)
+
+
+def test_dice_with_alpha_one_is_the_identity_and_with_zero_gates():
+    dice, s = Dice(3), torch.randn(64, 3)
+    gated = dice(s)
+    p = torch.sigmoid((s - s.mean(0)) / torch.sqrt(s.var(0, unbiased=False) + 1e-8))
+    assert torch.allclose(gated, p * s, atol=1e-5)
+    with torch.no_grad():
+        dice.alpha.fill_(1.0)
+    assert torch.allclose(dice(s), s, atol=1e-6)
+
+
+def test_entity_embedding_is_the_mean_over_a_bag_and_zero_for_padding():
+    fields = (Field("id", np.array([[2], [1]]), 3), Field("tags", np.array([[2, 3], [3, 0]]), 4))
+    module = EntityEmbedding(fields, 4)
+    table = module.embedding.weight
+    # Rows: 0 absent; the first field's codes 1, 2 are rows 1, 2; the second's 1, 2, 3 are rows 3, 4, 5.
+    assert torch.allclose(module(torch.tensor([0]))[0], torch.cat([table[2], (table[4] + table[5]) / 2]))
+    assert torch.allclose(module(torch.tensor([1]))[0], torch.cat([table[1], table[5]]))
+    assert (module(torch.tensor([2])) == 0).all()
+    many = torch.tensor([[0, 1, 2], [2, 1, 0]])  # more than there are entities: the other way through the code
+    one_by_one = torch.stack([module(number.view(1))[0] for number in many.flatten()]).view(2, 3, -1)
+    assert torch.allclose(module(many), one_by_one, atol=1e-7)
+
+
+def test_adaptor_weighs_shared_and_dedicated_experts_by_its_gate():
+    settings = CtrSettings(num_shared_experts=2, num_dedicated_experts=1, expert_hidden_dim=8, expert_dim=4)
+    vectors = [np.random.default_rng(0).normal(size=(9, 6)).astype(np.float32) for _ in range(2)]
+    vectors[0][3] = 0
+    adaptor = HybridExpertAdaptor(vectors, settings)
+
+    def slow(kind, number):
+        v = torch.from_numpy(vectors[kind][number])
+        gate = torch.softmax(adaptor.gates[kind](v), dim=0)
+        outs = []
+        for group in (adaptor.shared, adaptor.dedicated[kind]):
+            hidden = torch.relu(group.hidden(v)).view(group.num_experts, -1)
+            outs += [hidden[e] @ group.out_weight[e] + group.out_bias[e] for e in range(group.num_experts)]
+        return sum(weight * out for weight, out in zip(gate, outs, strict=True))
+
+    user, item = slow(0, 5), slow(1, 2)
+    expected = torch.cat([user, item, user * item])
+    assert torch.allclose(adaptor([torch.tensor([5]), torch.tensor([2])])[0], expected, atol=1e-6)
+    assert torch.allclose(adaptor([torch.tensor([5] * 12), torch.tensor([2] * 12)])[7], expected, atol=1e-6)
+    assert (adaptor([torch.tensor([3]), torch.tensor([2])])[0, :4] == 0).all()
+
+
+@pytest.mark.parametrize("model", ["din", "dcnv2"])
+def test_a_prediction_does_not_depend_on_its_batch(model, data, knowledge):
+    network = build_network(model, data, knowledge, SETTINGS, seed=0)
+    together = predict(network, data, data.test[:40])
+    alone = np.concatenate([predict(network, data, data.test[n : n + 1]) for n in range(40)])
+    assert np.allclose(together, alone, atol=1e-6)
+
+
+@pytest.mark.parametrize("model", ["din", "dcnv2"])
+def test_models_run_with_one_side_of_knowledge(model, data, knowledge):
+    for one_side in (Knowledge(user=knowledge.user), Knowledge(item=knowledge.item)):
+        network = build_network(model, data, one_side, SETTINGS, seed=0)
+        assert np.isfinite(predict(network, data, data.test[:10])).all()
+
+
+@pytest.mark.parametrize("model", ["din", "dcnv2"])
+def test_padding_of_the_history_changes_nothing(model, data):
+    network = build_network(model, data, Knowledge(), SETTINGS, seed=0).eval()
+    users, items = torch.tensor([1, 2]), torch.tensor([3, 4])
+    history = torch.tensor([[5, 6], [7, data.num_items]])
+    padded = torch.cat([history, torch.full((2, 3), data.num_items)], dim=1)
+    assert torch.allclose(network(users, items, history), network(users, items, padded), atol=1e-6)
