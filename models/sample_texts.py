@@ -64,7 +64,9 @@ def read_evidence(entity: Entity, history: tuple[HistoryEvent, ...]) -> Evidence
     told_tops = [top for top in TOP_CATEGORIES if top.lower() in about.lower()]
     categories = _ranked(Counter(tops), tops)
     categories += [top for top in told_tops if top not in categories]
-    middles = [e.attributes["category"][1] for e in newest if categories and e.attributes["category"][0] == categories[0]]
+    middles = [
+        e.attributes["category"][1] for e in newest if categories and e.attributes["category"][0] == categories[0]
+    ]
     middle = _ranked(Counter(middles), middles)[:1]
 
     told_themes = about_themes(about)
@@ -143,7 +145,12 @@ def _genre(seen: Evidence, say: _Phrases) -> str:
         f"mostly {first}", f"{first} above all", f"listens to {first} more than anything", f"a clear lead for {first}"
     )
     if seen.middle:
-        text += say.pick(f", {seen.middle} in particular", f", often of the {seen.middle} kind", f", with {seen.middle} ahead", salt=1)
+        text += say.pick(
+            f", {seen.middle} in particular",
+            f", often of the {seen.middle} kind",
+            f", with {seen.middle} ahead",
+            salt=1,
+        )
     if len(seen.categories) > 1:
         second = seen.categories[1]
         text += say.pick(f"; then {second}.", f", followed by {second}.", f", and {second} at times.")
@@ -155,26 +162,38 @@ def _genre(seen: Evidence, say: _Phrases) -> str:
 def _images(theme: int, say: _Phrases, salt: int = 0) -> str:
     images = THEMES[theme].images
     return say.pick(
-        f"{images[0]} and {images[1]}", f"{images[2]} and {images[0]}", f"{images[1]} and {images[3]}", f"{images[3]} and {images[2]}",
+        f"{images[0]} and {images[1]}",
+        f"{images[2]} and {images[0]}",
+        f"{images[1]} and {images[3]}",
+        f"{images[3]} and {images[2]}",
         salt=salt,
-    )  # fmt: skip
+    )
 
 
 def _theme(seen: Evidence, say: _Phrases) -> str:
     if not seen.themes:
         return say.pick("no theme can be told yet.", "too early to name a theme.")
     main = seen.themes[0]
-    text = say.pick("drawn to", "most taken by", "keeps coming back to", "responds best to") + f" {THEMES[main].name}: {_images(main, say)}"
+    text = (
+        say.pick("drawn to", "most taken by", "keeps coming back to", "responds best to")
+        + f" {THEMES[main].name}: {_images(main, say)}"
+    )
     if len(seen.themes) > 1:
         other = THEMES[seen.themes[1]]
-        text += say.pick(f". Also {other.name}, {other.images[0]}", f"; a second interest is {other.name} with {other.images[1]}", f". Next comes {other.name}, {other.images[2]}")  # fmt: skip
+        text += say.pick(
+            f". Also {other.name}, {other.images[0]}",
+            f"; a second interest is {other.name} with {other.images[1]}",
+            f". Next comes {other.name}, {other.images[2]}",
+        )
     return text + "."
 
 
 def _mood(seen: Evidence, say: _Phrases) -> str:
     if not seen.moods:
         return say.pick("no preference shown.", "not yet clear.")
-    text = say.pick(f"prefers {seen.moods[0]} stories", f"{seen.moods[0]} in tone", f"a {seen.moods[0]} voice works best")
+    text = say.pick(
+        f"prefers {seen.moods[0]} stories", f"{seen.moods[0]} in tone", f"a {seen.moods[0]} voice works best"
+    )
     if len(seen.moods) > 1:
         text += say.pick(f", sometimes {seen.moods[1]}", f" and now and then {seen.moods[1]}", salt=1)
     return text + "."
@@ -188,7 +207,11 @@ def _era(seen: Evidence, say: _Phrases) -> str:
 
 def _creators(seen: Evidence, say: _Phrases) -> str:
     if seen.creator:
-        return say.pick(f"returns to {seen.creator}.", f"{seen.creator} is a favourite.", f"rates {seen.creator} highly more than once.")
+        return say.pick(
+            f"returns to {seen.creator}.",
+            f"{seen.creator} is a favourite.",
+            f"rates {seen.creator} highly more than once.",
+        )
     if seen.recent_like:
         name = seen.recent_like.attributes["creator"]
         return say.pick(f"no favourite; {name} was liked last.", f"follows no one name, though {name} pleased lately.")
@@ -213,16 +236,28 @@ def _dislikes(seen: Evidence, say: _Phrases) -> str:
     if seen.disliked_theme is None:
         return say.pick("nothing in particular.", "no clear dislike.", "none seen.")
     theme = THEMES[seen.disliked_theme]
-    return say.pick(f"low marks for {theme.name}, as {seen.disliked_title}.", f"little patience for {theme.name} and {theme.images[0]}.", f"{theme.name}; {seen.disliked_title} disappointed.")  # fmt: skip
+    return say.pick(
+        f"low marks for {theme.name}, as {seen.disliked_title}.",
+        f"little patience for {theme.name} and {theme.images[0]}.",
+        f"{theme.name}; {seen.disliked_title} disappointed.",
+    )
 
 
 def _summary(seen: Evidence, say: _Phrases) -> str:
     mood = f"{seen.moods[0]} " if seen.moods else ""
     category = seen.categories[0] if seen.categories else "title"
     theme = f" about {THEMES[seen.themes[0]].name}, for its {THEMES[seen.themes[0]].feeling}" if seen.themes else ""
-    text = say.pick(f"would enjoy a {mood}{category} story{theme}", f"a {mood}{category} piece{theme} is a safe choice", f"recommend {mood}{category} titles{theme}")
+    text = say.pick(
+        f"would enjoy a {mood}{category} story{theme}",
+        f"a {mood}{category} piece{theme} is a safe choice",
+        f"recommend {mood}{category} titles{theme}",
+    )
     if seen.recent_like:
-        text += say.pick(f", like {seen.recent_like.title}", f", close to {seen.recent_like.title}", f", in the manner of {seen.recent_like.title}")
+        text += say.pick(
+            f", like {seen.recent_like.title}",
+            f", close to {seen.recent_like.title}",
+            f", in the manner of {seen.recent_like.title}",
+        )
     return text + "."
 
 
@@ -236,7 +271,8 @@ def write_item_text(entity: Entity, rng: np.random.Generator) -> str:
     say = _Phrases(MOODS.index(mood), rng)
     text = say.pick(
         f"A {mood} {top} of the {middle} kind ({leaf}), about {main.name}: {_images(lore.main, say)}.",
-        f"{main.name[0].upper() + main.name[1:]} is at the heart of this {mood} {top} from the {middle} shelf ({leaf}), with {_images(lore.main, say)}.",
+        f"{main.name[0].upper() + main.name[1:]} is at the heart of this {mood} {top} from the {middle} shelf ({leaf}),"
+        f" with {_images(lore.main, say)}.",
         f"This {mood} piece belongs to {top}, {middle}, {leaf}; its theme is {main.name}: {_images(lore.main, say)}.",
     )
     if lore.undertone != lore.main:
@@ -246,7 +282,10 @@ def write_item_text(entity: Entity, rng: np.random.Generator) -> str:
             salt=1,
         )
     text += say.pick(
-        f" Made by {creator} in the {era}.", f" {creator} wrote it in the {era}.", f" A work of the {era} by {creator}.", salt=2
+        f" Made by {creator} in the {era}.",
+        f" {creator} wrote it in the {era}.",
+        f" A work of the {era} by {creator}.",
+        salt=2,
     )
     return text + say.pick(
         f" For those who look for {main.feeling} and {top}.",

@@ -8,7 +8,6 @@ Seeded: the same machine, thread count and versions give the same weights up to 
 
 import argparse
 import json
-import math
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -87,7 +86,9 @@ def train_tokenizer(vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(SPECIAL), initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     plain = wrap_tokenizer(_byte_tokenizer())
     texts = []

@@ -79,7 +79,9 @@ def render_prompt(
             fewest_over = num_shown
             shortest = len(rendered.token_ids)
     if best is None:
-        raise RowError(f"too-long: the prompt has {shortest} tokens without any history, the limit is {max_prompt_tokens}")
+        raise RowError(
+            f"too-long: the prompt has {shortest} tokens without any history, the limit is {max_prompt_tokens}"
+        )
     return best
 
 

@@ -14,9 +14,13 @@ class KnowledgeSettings(BaseModel):
 
     user_template: str = Field("kar_user", description="Prompt template for users.")
     item_template: str = Field("kar_item", description="Prompt template for items.")
-    template_dir: Path | None = Field(None, description="A folder of your own templates; looked in before those that ship.")
+    template_dir: Path | None = Field(
+        None, description="A folder of your own templates; looked in before those that ship."
+    )
     max_prompt_tokens: int = Field(
-        1024, ge=16, description="Longer histories are cut from their oldest side; what still does not fit is quarantined."
+        1024,
+        ge=16,
+        description="Longer histories are cut from their oldest side; what still does not fit is quarantined.",
     )
 
     def template_of(self, side: Side) -> str:

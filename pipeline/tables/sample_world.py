@@ -13,35 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.errors import ConfigError
 from pipeline.tables.sample_catalogue import Catalogue, WeightedGroups, make_catalogue
-from pipeline.tables.sample_lore import (
-    ABOUT_CATEGORY,
-    ABOUT_ERA,
-    ABOUT_GENEROUS,
-    ABOUT_MOOD,
-    ABOUT_STRICT,
-    AGE_BANDS,
-    CATEGORY_PATHS,
-    ERAS,
-    MOODS,
-    REGIONS,
-    THEMES,
-    TOP_CATEGORIES,
-)
+from pipeline.tables.sample_columns import DAY_S, LAST_DATE, SIGN_UP_S, first_second, ids, timestamps, words
+from pipeline.tables.sample_lore import CATEGORY_PATHS, ERAS, MOODS, THEMES, TOP_CATEGORIES
+from pipeline.tables.sample_users import SHARE_COLD, Users, draw_archetypes, draw_users, user_table
 
-LAST_DATE = datetime.date(2025, 3, 1)  # the last day of the period; the future begins after it
 USERS_PER_CHUNK = 20_000
-NUM_ARCHETYPES = 12
-SHARE_COLD = 0.3  # users with at most three ratings by the last day
-SHARE_NEW_USERS = 0.04  # users who signed up on the last day
 SHARE_ACTIVE_LAST_DAY = 0.17  # of the users known before it
 MAX_COLD_RATINGS = 3
-_DAY_US = 86_400_000_000
-_SIGN_UP_US = 6 * 3_600_000_000  # everything appears before six in the morning, ratings come after
 
 
 @dataclass(frozen=True)
@@ -54,21 +36,6 @@ class SampleWorld:
     num_interactions: int
     last_date: datetime.date  # a night of this date sees everything but the future
     end_date: datetime.date  # the last date of the future
-
-
-@dataclass(frozen=True)
-class _Users:
-    """Latent tastes and known attributes of a chunk of users; every field int[n]."""
-
-    category: np.ndarray  # (n, 2) favourite top-level categories
-    theme: np.ndarray  # (n, 3) two liked themes, one disliked
-    mood: np.ndarray
-    era: np.ndarray
-    strictness: np.ndarray  # -1 generous, 0, 1 strict
-    region: np.ndarray
-    age_band: np.ndarray
-    created_day: np.ndarray
-    cold: np.ndarray  # bool[n]
 
 
 def write_sample_world(
@@ -107,27 +74,27 @@ def write_sample_world(
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     catalogue = make_catalogue(num_items, days, np.random.default_rng([seed, 0]))
-    first_us = _first_us(days)
-    item_ids = _ids("i", np.arange(num_items))
-    pq.write_table(_item_table(catalogue, item_ids, first_us, seed), out_dir / "items.parquet", compression="zstd")
+    first_s = first_second(days)
+    item_ids = ids("i", np.arange(num_items))
+    pq.write_table(_item_table(catalogue, item_ids, first_s, seed), out_dir / "items.parquet", compression="zstd")
 
-    archetypes = _archetypes(np.random.default_rng([seed, 1]))
+    archetypes = draw_archetypes(np.random.default_rng([seed, 1]))
     num_interactions = 0
     user_writer = interaction_writer = None
     try:
         for chunk, start in enumerate(range(0, num_users, USERS_PER_CHUNK)):
             stop = min(start + USERS_PER_CHUNK, num_users)
             rng = np.random.default_rng([seed, 2, chunk])
-            users = _draw_users(stop - start, days, archetypes, rng)
-            user_ids = _ids("u", np.arange(start, stop))
-            user_table = _user_table(users, user_ids, first_us, rng)
-            interactions = _interaction_table(users, user_ids, item_ids, catalogue, days, future_days, first_us, rng)
+            users = draw_users(stop - start, days, archetypes, rng)
+            user_ids = ids("u", np.arange(start, stop))
+            known = user_table(users, user_ids, first_s, rng)
+            interactions = _interaction_table(users, user_ids, item_ids, catalogue, days, future_days, first_s, rng)
             if user_writer is None or interaction_writer is None:
-                user_writer = pq.ParquetWriter(out_dir / "users.parquet", user_table.schema, compression="zstd")
+                user_writer = pq.ParquetWriter(out_dir / "users.parquet", known.schema, compression="zstd")
                 interaction_writer = pq.ParquetWriter(
                     out_dir / "interactions.parquet", interactions.schema, compression="zstd"
                 )
-            user_writer.write_table(user_table)
+            user_writer.write_table(known)
             interaction_writer.write_table(interactions)
             num_interactions += interactions.num_rows
             if progress is not None:
@@ -140,109 +107,9 @@ def write_sample_world(
     return SampleWorld(out_dir, num_users, num_items, num_interactions, LAST_DATE, end_date)
 
 
-def _first_us(days: int) -> int:
-    first = datetime.datetime.combine(LAST_DATE, datetime.time(), datetime.UTC) - datetime.timedelta(days=days - 1)
-    return int(first.timestamp()) * 1_000_000
-
-
-def _ids(prefix: str, numbers: np.ndarray) -> pa.Array:
-    return pa.array([f"{prefix}{number:07d}" for number in numbers.tolist()], pa.string())
-
-
-def _timestamps(values_us: np.ndarray) -> pa.Array:
-    return pa.array(values_us.astype("int64"), pa.int64()).cast(pa.timestamp("us", "UTC"))
-
-
-def _words(words: tuple[str, ...] | list[str], indices: np.ndarray) -> pa.Array:
-    return pa.array(list(words), pa.string()).take(pa.array(indices))
-
-
-def _archetypes(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Kinds of user: attributes and tastes that tend to come together, each field int[NUM_ARCHETYPES, ...]."""
-    sizes = {"mood": MOODS, "era": ERAS, "region": REGIONS, "age_band": AGE_BANDS}
-    kinds = {name: rng.integers(len(words), size=NUM_ARCHETYPES) for name, words in sizes.items()}
-    kinds["category"] = np.stack([rng.permutation(len(TOP_CATEGORIES))[:2] for _ in range(NUM_ARCHETYPES)])
-    kinds["theme"] = np.stack([rng.permutation(len(THEMES))[:3] for _ in range(NUM_ARCHETYPES)])
-    return kinds
-
-
-def _draw_users(num: int, days: int, archetypes: dict[str, np.ndarray], rng: np.random.Generator) -> _Users:
-    kind = rng.integers(NUM_ARCHETYPES, size=num)
-
-    def taste(name: str, share: float, size: int) -> np.ndarray:
-        return np.where(rng.random(num) < share, archetypes[name][kind], rng.integers(size, size=num))
-
-    def ranked(name: str, share: float, size: int, width: int) -> np.ndarray:
-        own = np.argsort(rng.random((num, size)), axis=1)[:, :width]
-        return np.where((rng.random(num) < share)[:, None], archetypes[name][kind], own)
-
-    cold = rng.random(num) < SHARE_COLD
-    new = cold & (rng.random(num) < SHARE_NEW_USERS / SHARE_COLD)
-    early = rng.integers(-200, 1, size=num)
-    late = rng.integers(0, max(1, days - 1), size=num)
-    created_day = np.where(rng.random(num) < np.where(cold, 0.5, 0.85), early, np.where(cold, late, late * 2 // 3))
-    created_day[new] = days - 1
-    return _Users(
-        category=ranked("category", 0.7, len(TOP_CATEGORIES), 2),
-        theme=ranked("theme", 0.5, len(THEMES), 3),
-        mood=taste("mood", 0.6, len(MOODS)),
-        era=taste("era", 0.6, len(ERAS)),
-        strictness=rng.choice(np.array([-1, 0, 1]), p=[0.25, 0.5, 0.25], size=num),
-        region=taste("region", 0.5, len(REGIONS)),
-        age_band=taste("age_band", 0.5, len(AGE_BANDS)),
-        created_day=created_day,
-        cold=cold,
-    )
-
-
-def _user_table(users: _Users, user_ids: pa.Array, first_us: int, rng: np.random.Generator) -> pa.Table:
-    num = len(user_ids)
-    created_us = first_us + users.created_day * _DAY_US + rng.integers(_SIGN_UP_US // 1_000_000, size=num) * 1_000_000
-    return pa.table(
-        {
-            "user_id": user_ids,
-            "region": _words(REGIONS, users.region),
-            "age_band": _words(AGE_BANDS, users.age_band),
-            "about": _about(users, rng),
-            "created_at": _timestamps(created_us),
-        }
-    )
-
-
-def _about(users: _Users, rng: np.random.Generator) -> pa.Array:
-    """Sign-up statements, string[n]: some of each user's tastes, in words that hint at themes without naming them."""
-    num = len(users.mood)
-
-    def sentences(phrases: list[str], indices: np.ndarray, share: np.ndarray | float) -> pa.Array:
-        told = rng.random(num) < share
-        texts = [""] + [phrase[0].upper() + phrase[1:] + ". " for phrase in phrases]
-        return _words(texts, np.where(told, indices + 1, 0))
-
-    def phrased(patterns: tuple[str, ...], words: tuple[str, ...], indices: np.ndarray, share: float) -> pa.Array:
-        phrases = [pattern.format(word) for word in words for pattern in patterns]
-        return sentences(phrases, indices * len(patterns) + rng.integers(len(patterns), size=num), share)
-
-    def hint(theme: np.ndarray, share: float) -> pa.Array:
-        cues = [cue for kind in THEMES for cue in kind.cues]
-        per_theme = len(THEMES[0].cues)
-        return sentences(cues, theme * per_theme + rng.integers(per_theme, size=num), share)
-
-    strict = [*ABOUT_STRICT, *ABOUT_GENEROUS]
-    strict_index = np.where(users.strictness > 0, 0, len(ABOUT_STRICT)) + rng.integers(2, size=num)
-    parts = [
-        hint(users.theme[:, 0], 1.0),
-        phrased(ABOUT_CATEGORY, tuple(top.lower() for top in TOP_CATEGORIES), users.category[:, 0], 0.85),
-        phrased(ABOUT_MOOD, MOODS, users.mood, 0.6),
-        hint(users.theme[:, 1], 0.6),
-        phrased(ABOUT_ERA, ERAS, users.era, 0.4),
-        sentences(strict, strict_index, np.where(users.strictness == 0, 0.0, 0.7)),
-    ]
-    return pc.utf8_rtrim_whitespace(pc.binary_join_element_wise(*parts, ""))
-
-
-def _item_table(catalogue: Catalogue, item_ids: pa.Array, first_us: int, seed: int) -> pa.Table:
+def _item_table(catalogue: Catalogue, item_ids: pa.Array, first_s: int, seed: int) -> pa.Table:
     rng = np.random.default_rng([seed, 3])
-    seconds = rng.integers(_SIGN_UP_US // 1_000_000, size=catalogue.num_items)
+    seconds = rng.integers(SIGN_UP_S, size=catalogue.num_items)
     paths = pa.array([list(path) for path in CATEGORY_PATHS], pa.list_(pa.string()))
     return pa.table(
         {
@@ -250,21 +117,21 @@ def _item_table(catalogue: Catalogue, item_ids: pa.Array, first_us: int, seed: i
             "title": pa.array(catalogue.titles, pa.string()),
             "category": paths.take(pa.array(catalogue.category)),
             "creator": pa.array(catalogue.creators, pa.string()),
-            "era": _words(ERAS, catalogue.era),
-            "mood": _words(MOODS, catalogue.mood),
-            "created_at": _timestamps(first_us + catalogue.created_day * _DAY_US + seconds * 1_000_000),
+            "era": words(ERAS, catalogue.era),
+            "mood": words(MOODS, catalogue.mood),
+            "created_at": timestamps(first_s + catalogue.created_day * DAY_S + seconds),
         }
     )
 
 
 def _interaction_table(
-    users: _Users,
+    users: Users,
     user_ids: pa.Array,
     item_ids: pa.Array,
     catalogue: Catalogue,
     days: int,
     future_days: int,
-    first_us: int,
+    first_s: int,
     rng: np.random.Generator,
 ) -> pa.Table:
     """Ratings of one chunk of users, ordered by user and time; a user rates an item once."""
@@ -275,20 +142,20 @@ def _interaction_table(
     _, first = np.unique(user * np.int64(catalogue.num_items) + item, return_index=True)
     user, day, item = user[first], day[first], item[first]
     rating = _rating(users, user, item, catalogue, rng)
-    second = rng.integers(_SIGN_UP_US // 1_000_000, 86_400, size=len(user))
-    when_us = first_us + day * _DAY_US + second * 1_000_000
-    order = np.lexsort((item, when_us, user))
+    second = rng.integers(SIGN_UP_S, DAY_S, size=len(user))
+    when_s = first_s + day * DAY_S + second
+    order = np.lexsort((item, when_s, user))
     return pa.table(
         {
             "user_id": user_ids.take(pa.array(user[order])),
             "item_id": item_ids.take(pa.array(item[order])),
-            "timestamp": _timestamps(when_us[order]),
+            "timestamp": timestamps(when_s[order]),
             "rating": pa.array(rating[order].astype("int32"), pa.int32()),
         }
     )
 
 
-def _when(users: _Users, days: int, future_days: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def _when(users: Users, days: int, future_days: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """User and day of each rating to come: int[n] each, the days before, of and after the last one in that order."""
     num, last = len(users.cold), days - 1
     new = users.created_day == last
@@ -310,7 +177,7 @@ def _when(users: _Users, days: int, future_days: int, rng: np.random.Generator) 
 
 
 def _what(
-    users: _Users, user: np.ndarray, day: np.ndarray, catalogue: Catalogue, days: int, rng: np.random.Generator
+    users: Users, user: np.ndarray, day: np.ndarray, catalogue: Catalogue, days: int, rng: np.random.Generator
 ) -> np.ndarray:
     """Item of each rating, int[n]: from the user's categories and themes, from the new ones, or anything."""
     num_tops, num_themes = len(TOP_CATEGORIES), len(THEMES)
@@ -327,7 +194,7 @@ def _what(
 
 
 def _rating(
-    users: _Users, user: np.ndarray, item: np.ndarray, catalogue: Catalogue, rng: np.random.Generator
+    users: Users, user: np.ndarray, item: np.ndarray, catalogue: Catalogue, rng: np.random.Generator
 ) -> np.ndarray:
     """Ratings 1 to 5: taste for theme, category, mood and era, the item's quality, the user's habit, and noise."""
     theme, undertone, top = catalogue.theme[item], catalogue.undertone[item], catalogue.top[item]
