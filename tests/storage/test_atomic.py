@@ -1,0 +1,78 @@
+"""Files and folders appear whole or not at all."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from pipeline.errors import PipelineError, WorkspaceError
+from pipeline.storage.atomic import atomic_folder, atomic_path, read_json, remove_leftovers, write_json, write_text
+
+
+def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(tmp_path):
+    target = tmp_path / "a.txt"
+    write_text("old", target)
+    with pytest.raises(RuntimeError), atomic_path(target) as temporary:
+        temporary.write_text("new")
+        raise RuntimeError
+    assert target.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+KILLED_BEFORE_RENAME = """
+import os, signal, sys
+from pipeline.storage.atomic import atomic_path
+with atomic_path(sys.argv[1]) as temporary:
+    temporary.write_text("new, whole, but never renamed")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_kill_between_write_and_rename_keeps_the_old_file(tmp_path):
+    target = tmp_path / "a.txt"
+    write_text("old", target)
+    process = subprocess.run([sys.executable, "-c", KILLED_BEFORE_RENAME, str(target)], check=False)
+    assert process.returncode == -signal.SIGKILL
+    assert target.read_text() == "old"
+    assert len(os.listdir(tmp_path)) == 2  # the temporary file, under a name that no reader takes
+    assert not list(tmp_path.glob("*.txt"))[1:]
+    assert remove_leftovers(tmp_path) == 1
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_a_folder_is_replaced_only_when_asked_and_only_when_it_is_complete(tmp_path):
+    target = tmp_path / "tables"
+    with atomic_folder(target) as folder:
+        write_text("1", folder / "a")
+    with pytest.raises(PipelineError, match="--overwrite"), atomic_folder(target):
+        pass
+    with pytest.raises(RuntimeError), atomic_folder(target, overwrite=True) as folder:
+        write_text("2", folder / "a")
+        raise RuntimeError
+    assert (target / "a").read_text() == "1"
+    with atomic_folder(target, overwrite=True) as folder:
+        write_text("3", folder / "sub" / "b")
+    assert [path.name for path in target.iterdir()] == ["sub"]
+    assert os.listdir(tmp_path) == ["tables"]
+
+
+def test_damaged_json_is_named(tmp_path):
+    path = tmp_path / "a.json"
+    write_json({"b": 1, "a": "ü"}, path)
+    assert list(read_json(path)) == ["b", "a"]
+    path.write_text('{"b": 1')
+    with pytest.raises(WorkspaceError, match=r"a\.json is damaged"):
+        read_json(path)
+    path.write_text("[1]")
+    with pytest.raises(WorkspaceError, match="expected an object"):
+        read_json(path)
+    with pytest.raises(WorkspaceError, match="missing"):
+        read_json(tmp_path / "b.json")
+
+
+def test_json_refuses_numbers_that_json_does_not_have(tmp_path):
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json({"auc": float("nan")}, tmp_path / "a.json")
+    assert not list(tmp_path.iterdir())

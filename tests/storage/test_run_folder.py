@@ -1,0 +1,203 @@
+"""Shards are finished or not there; quarantine survives with them; the manifest keeps what it is given."""
+
+import datetime
+import signal
+import subprocess
+import sys
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.errors import WorkspaceError
+from pipeline.storage.manifest import RunManifest, make_run_id
+from pipeline.storage.quarantine import (
+    QUARANTINE_SCHEMA,
+    QuarantineRow,
+    count_reasons,
+    quarantine_rows,
+    quarantine_table,
+)
+from pipeline.storage.run_folder import RunFolder
+
+FAILED = QuarantineRow("u9", "user", "too-long", "900 tokens", "ff")
+
+
+def knowledge(*ids: object) -> pa.Table:
+    return pa.table({"entity_id": list(ids), "text": [f"about {id_}" for id_ in ids]})
+
+
+@pytest.fixture
+def run(tmp_path) -> RunFolder:
+    return RunFolder(tmp_path / "2025-03-01-1a2b3c4d")
+
+
+def test_a_shard_comes_back_with_what_was_recorded(run):
+    written = run.write_shard("user", "00000", knowledge("u1", "u2"), [FAILED], {"group": "g/0", "wall_s": 1.5})
+    assert run.finished_shards("user") == {"00000": written}
+    assert written.file == "knowledge/user/00000.parquet"
+    assert (written.num_rows, written.num_quarantined, written.info["group"]) == (2, 1, "g/0")
+    assert run.finished_shards("item") == {}
+    assert run.plain.finished_shards("user") == {}
+
+
+def test_defaults_and_empty_shards_work(run):
+    run.write_shard("item", "00000", knowledge().slice(0, 0))
+    assert run.finished_shards("item")["00000"].num_rows == 0
+    assert run.read_knowledge("item").num_rows == 0
+    assert run.read_knowledge("user", schema=pa.schema([("entity_id", pa.string())])).num_rows == 0
+    run.merge_quarantine("user")
+    assert run.read_quarantine("user").schema.equals(QUARANTINE_SCHEMA)
+    assert run.read_quarantine("item").num_rows == 0
+
+
+@pytest.mark.parametrize("lost", ["00001.json", "00001.parquet"])
+def test_a_shard_with_a_lost_file_is_done_again_and_the_others_are_not(run, lost):
+    for number in range(3):
+        run.write_shard("user", f"{number:05d}", knowledge(number))
+    (run.knowledge_folder("user") / lost).unlink()
+    finished = run.finished_shards("user")
+    assert list(finished) == ["00000", "00002"]
+    run.drop_unfinished("user", finished)
+    assert run.read_knowledge("user")["entity_id"].to_pylist() == [0, 2]
+    assert len(list(run.knowledge_folder("user").iterdir())) == 4
+
+
+@pytest.mark.parametrize("file", ["knowledge/user/00000.parquet", "quarantine/user/00000.parquet"])
+def test_a_changed_file_unfinishes_its_shard(run, file, caplog):
+    run.write_shard("user", "00000", knowledge("u1"), [FAILED])
+    path = run.root / file
+    path.write_bytes(path.read_bytes()[:-1])
+    assert run.finished_shards("user") == {}
+    assert file in caplog.text
+
+
+def test_a_damaged_record_unfinishes_its_shard(run, caplog):
+    run.write_shard("user", "00000", knowledge("u1"))
+    (run.knowledge_folder("user") / "00000.json").write_text('{"name": "000')
+    assert run.finished_shards("user") == {}
+    (run.knowledge_folder("user") / "00000.json").write_text('{"shape": "of another version"}')
+    assert run.finished_shards("user") == {}
+    assert "00000.json" in caplog.text
+
+
+KILLED_IN_THE_SECOND_SHARD = """
+import os, signal, sys
+from pathlib import Path
+import pyarrow as pa
+from pipeline.storage import run_folder
+from pipeline.storage.quarantine import QuarantineRow
+run = run_folder.RunFolder(Path(sys.argv[1]))
+run.write_shard("user", "00000", pa.table({"entity_id": ["u1"]}), [QuarantineRow("u2", "user", "too-long")])
+name = sys.argv[2]
+setattr(run_folder, name, lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
+run.write_shard("user", "00001", pa.table({"entity_id": ["u3"]}), [QuarantineRow("u4", "user", "too-long")])
+"""
+
+
+@pytest.mark.parametrize("killed_at", ["write_parquet", "write_json"])
+def test_a_kill_loses_the_shard_in_flight_and_no_other(run, killed_at):
+    command = [sys.executable, "-c", KILLED_IN_THE_SECOND_SHARD, str(run.root), killed_at]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    finished = run.finished_shards("user")
+    assert list(finished) == ["00000"]
+    run.drop_unfinished("user", finished)
+    run.write_shard("user", "00001", pa.table({"entity_id": ["u3"]}))  # done again; this time u4 is fine elsewhere
+    run.merge_quarantine("user")
+    assert run.read_knowledge("user")["entity_id"].to_pylist() == ["u1", "u3"]
+    assert run.read_quarantine("user")["entity_id"].to_pylist() == ["u2"]
+
+
+def test_a_shard_written_again_replaces_itself(run):
+    run.write_shard("user", "00000", knowledge("u1"), [FAILED])
+    run.write_shard("user", "00000", knowledge("u1", "u9"))
+    run.merge_quarantine("user")
+    assert run.read_quarantine("user").num_rows == 0
+    assert run.read_knowledge("user").num_rows == 2
+
+
+def test_the_merged_quarantine_does_not_depend_on_the_order_of_shards(tmp_path):
+    rows = [QuarantineRow(str(number), "item", "unparsable", f"line {number}") for number in range(6)]
+    digests = []
+    for name, cuts in (("a", [rows[:3], rows[3:]]), ("b", [rows[4:], rows[:4][::-1]])):
+        run = RunFolder(tmp_path / name)
+        for number, part in enumerate(cuts):
+            run.write_shard("item", f"{number:05d}", knowledge(number), part)
+        digests.append(run.merge_quarantine("item").sha256)
+    assert digests[0] == digests[1]
+    assert count_reasons(RunFolder(tmp_path / "a").read_quarantine("item")) == {"unparsable": 6}
+
+
+row = st.builds(
+    QuarantineRow,
+    entity_id=st.text(st.characters(exclude_categories=["Cs"])),
+    side=st.sampled_from(["user", "item"]),
+    reason=st.sampled_from(["too-long", "unparsable"]),
+    detail=st.text(st.characters(exclude_categories=["Cs"])),
+    fingerprint=st.one_of(st.none(), st.just("ff")),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.lists(row, max_size=8), seed=st.randoms(use_true_random=False))
+def test_quarantine_rows_come_back_in_one_order(rows, seed):
+    table = quarantine_table(rows)
+    shuffled = list(rows)
+    seed.shuffle(shuffled)
+    assert quarantine_table(shuffled).equals(table)
+    assert sorted(map(repr, quarantine_rows(table))) == sorted(map(repr, rows))
+
+
+def test_text_that_is_not_unicode_can_be_quarantined():
+    table = quarantine_table([QuarantineRow("a\ud800", "user", "undecodable")])
+    assert table["entity_id"].to_pylist() == ["a\\ud800"]
+
+
+def test_a_reason_is_the_first_word_of_the_message():
+    assert QuarantineRow.of(7, "item", "too-long: 900 tokens: 512 fit") == QuarantineRow(
+        "7", "item", "too-long", "900 tokens: 512 fit"
+    )
+    assert QuarantineRow.of(7, "item", "crash").reason == "crash"
+    assert QuarantineRow.of(7, "item", "").reason == "unknown"
+
+
+DATE = datetime.date(2025, 3, 1)
+
+
+def test_a_manifest_comes_back(run):
+    manifest = RunManifest.create(run.manifest_path, DATE, {"b": 1, "a": [2]}, "0.1.0", {"num_cpus": 2})
+    manifest["sides"] = {"user": {"num_entities": 3}}
+    manifest.add_stage("generate", 1.0)
+    manifest.add_stage("encode", 2.0)
+    manifest.add_stage("generate", 0.5)
+    manifest.save()
+    loaded = run.load_manifest()
+    assert loaded.data == manifest.data
+    assert loaded["stages"] == [{"name": "generate", "wall_s": 1.5}, {"name": "encode", "wall_s": 2.0}]
+    assert (loaded["run_id"], loaded["status"]) == (make_run_id(DATE, {"a": [2], "b": 1}), "running")
+    assert "ctr" not in loaded
+    assert loaded.get("ctr", {}) == {}
+
+
+def test_the_run_id_follows_the_settings_not_their_order():
+    assert make_run_id(DATE, {"a": 1, "b": {"c": 2, "d": 3}}) == make_run_id(DATE, {"b": {"d": 3, "c": 2}, "a": 1})
+    assert make_run_id(DATE, {"a": 1}) != make_run_id(DATE, {"a": 2})
+    assert make_run_id(DATE, {"a": 1}).startswith("2025-03-01-")
+
+
+def test_a_manifest_of_another_version_is_refused(run):
+    manifest = RunManifest.create(run.manifest_path, DATE, {}, "9", {})
+    manifest["format_version"] = 9
+    manifest.save()
+    with pytest.raises(WorkspaceError, match="format version 9"):
+        run.load_manifest()
+
+
+def test_success_needs_a_manifest_and_comes_last(run):
+    with pytest.raises(WorkspaceError, match=r"manifest\.json is missing"):
+        run.finish()
+    RunManifest.create(run.manifest_path, DATE, {}, "0", {}).save()
+    assert not run.is_finished
+    run.finish()
+    assert run.is_finished

@@ -1,0 +1,174 @@
+"""The workspace: version, lock, published pointer."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from pipeline.errors import WorkspaceBusy, WorkspaceError
+from pipeline.storage.atomic import write_json
+from pipeline.storage.workspace import Workspace
+
+HOLD = """
+import sys
+from pipeline.storage.workspace import Workspace
+with Workspace.open(sys.argv[1]).lock():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+TRY = """
+import sys
+from pipeline.errors import WorkspaceBusy
+from pipeline.storage.workspace import Workspace
+sys.stdin.readline()
+try:
+    with Workspace.open(sys.argv[1]).lock():
+        print("got it", flush=True)
+        sys.stdin.readline()
+except WorkspaceBusy:
+    print("busy", flush=True)
+"""
+
+
+@pytest.fixture
+def workspace(tmp_path) -> Workspace:
+    return Workspace.open(tmp_path / "workspace")
+
+
+def start(script: str, workspace: Workspace) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", script, str(workspace.root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def finish(workspace: Workspace, run_id: str) -> None:
+    write_json({"format_version": 1}, workspace.run(run_id).manifest_path)
+    workspace.run(run_id).finish()
+
+
+def test_opening_twice_is_the_same_workspace(workspace):
+    assert Workspace.open(workspace.root, create=False) == workspace
+    assert workspace.published() is None
+    assert workspace.runs() == []
+
+
+def test_what_is_no_workspace_is_refused(tmp_path):
+    with pytest.raises(WorkspaceError, match="nothing is there"):
+        Workspace.open(tmp_path / "none", create=False)
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(WorkspaceError, match="not a workspace"):
+        Workspace.open(tmp_path)
+    with pytest.raises(WorkspaceError, match="is a file"):
+        Workspace.open(tmp_path / "thesis.tex")
+
+
+def test_another_version_is_refused_and_named(workspace):
+    write_json({"format_version": 7}, workspace.root / "workspace.json")
+    with pytest.raises(WorkspaceError, match="version 7; this laserbatch reads version 1"):
+        Workspace.open(workspace.root)
+
+
+def test_a_held_lock_names_its_holder(workspace):
+    holder = start(HOLD, workspace)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(WorkspaceBusy, match=rf"in use by pid {holder.pid} on {socket.gethostname()}"):
+            workspace.lock().__enter__()
+    finally:
+        holder.communicate("")
+    with workspace.lock():
+        pass
+
+
+def test_the_lock_of_a_killed_process_is_taken_over(workspace, caplog):
+    holder = start(HOLD, workspace)
+    assert holder.stdout.readline() == "held\n"
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    with workspace.lock():
+        assert json.loads((workspace.root / "LOCK").read_text())["pid"] == os.getpid()
+    assert f"left by pid {holder.pid}" in caplog.text
+    assert (workspace.root / "LOCK").read_text() == ""
+
+
+def test_of_two_processes_that_lock_at_once_one_gets_it(workspace):
+    contenders = [start(TRY, workspace) for _ in range(2)]
+    for contender in contenders:  # both have imported everything and wait for a line
+        contender.stdin.write("go\n")
+        contender.stdin.flush()
+    assert sorted(contender.stdout.readline() for contender in contenders) == ["busy\n", "got it\n"]
+    for contender in contenders:
+        contender.communicate("\n")
+
+
+def test_the_lock_excludes_threads_of_the_same_process_too(workspace):
+    outcome = []
+
+    def attempt():
+        try:
+            with workspace.lock():
+                outcome.append("got it")
+        except WorkspaceBusy:
+            outcome.append("busy")
+
+    with workspace.lock():
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join()
+    assert outcome == ["busy"]
+
+
+def test_an_error_under_the_lock_releases_it(workspace):
+    with pytest.raises(RuntimeError), workspace.lock():
+        raise RuntimeError
+    with workspace.lock():
+        pass
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}', "\x00"])
+def test_whatever_a_killed_writer_left_in_the_lock_file_is_no_obstacle(workspace, content):
+    (workspace.root / "LOCK").write_text(content)
+    with workspace.lock():
+        pass
+
+
+def test_only_a_finished_run_is_published(workspace):
+    with pytest.raises(WorkspaceError, match="no _SUCCESS"):
+        workspace.publish("2025-03-01-aaaaaaaa")
+    finish(workspace, "2025-03-01-aaaaaaaa")
+    workspace.publish("2025-03-01-aaaaaaaa")
+    finish(workspace, "2025-03-02-aaaaaaaa")
+    assert workspace.published().run_id == "2025-03-01-aaaaaaaa"
+    workspace.publish("2025-03-02-aaaaaaaa")
+    assert workspace.published().run_id == "2025-03-02-aaaaaaaa"
+    assert [run.run_id for run in workspace.runs()] == ["2025-03-01-aaaaaaaa", "2025-03-02-aaaaaaaa"]
+
+
+def test_a_pointer_to_nothing_is_an_error_not_an_empty_answer(workspace):
+    write_json({"run_id": "2025-03-01-aaaaaaaa"}, workspace.root / "published.json")
+    with pytest.raises(WorkspaceError, match="not there or not finished"):
+        workspace.published()
+    write_json({}, workspace.root / "published.json")
+    with pytest.raises(WorkspaceError, match="names no run_id"):
+        workspace.published()
+
+
+@pytest.mark.parametrize("run_id", ["", ".", "..", "../x", "a/b", "a b"])
+def test_a_run_id_cannot_leave_the_workspace(workspace, run_id):
+    with pytest.raises(WorkspaceError, match="not a run id"):
+        workspace.run(run_id)
+
+
+def test_a_run_is_resumable_between_its_beginning_and_its_end(workspace):
+    run_id = "2025-03-01-aaaaaaaa"
+    assert workspace.find_resumable(run_id) is None
+    workspace.run(run_id).root.mkdir(parents=True)
+    assert workspace.find_resumable(run_id) == workspace.run(run_id)
+    finish(workspace, run_id)
+    assert workspace.find_resumable(run_id) is None

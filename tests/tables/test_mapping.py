@@ -1,0 +1,274 @@
+"""Import by a mapping: what comes out is what the mapping says, and what does not fit is named."""
+
+import csv
+import datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sound_world import DAY_1
+
+from pipeline.errors import ConfigError, TableError
+from pipeline.tables.check import check_tables
+from pipeline.tables.convert import ConversionFault, to_path, to_time, to_type
+from pipeline.tables.mapping import import_mapped, load_mapping
+from pipeline.tables.read import read_tables
+from pipeline.tables.settings import ImportMapping
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+UTC = datetime.UTC
+PEOPLE = "person\tage\tzip\thome\tsince\n"
+
+MAPPING = """
+ids: {item_id: int64}
+users:
+  files: people.tsv
+  id: person
+  attributes: {age: {column: age, type: int64}, zip: zip, home: {column: home, null_values: ["?"]}}
+  created_at: {column: since, unit: "%d/%m/%Y"}
+items:
+  files: things-*.csv
+  id: nr
+  title: name
+  attributes: {category: {column: path, separator: ">"}}
+interactions:
+  files: log/*.csv
+  column_names: [who, what, when, stars]
+  user_id: who
+  item_id: what
+  timestamp: {column: when, unit: iso}
+  rating: stars
+  drop_unknown: true
+"""
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    folder = tmp_path / "source"
+    (folder / "log").mkdir(parents=True)
+    (folder / "people.tsv").write_text(
+        "person\tage\tzip\thome\tsince\nädä\t31\t01234\t?\t01/03/2025\nbob\t\t99999\tUlm\t28/02/2025\n"
+    )
+    (folder / "things-1.csv").write_text('nr,name,path\n1,"Heat, ""the"" film",Film > Crime\n')
+    (folder / "things-2.csv").write_text("nr,name,path\n2,Ran,\n")
+    (folder / "log" / "a.csv").write_text("bob,1,2025-03-01T12:00:00+02:00,4.5\nghost,1,2025-03-01,1\n")
+    (folder / "log" / "b.csv").write_text("ädä,2,2025-03-01 08:00:00.5,3\n")
+    return folder
+
+
+def mapping_of(tmp_path: Path, text: str = MAPPING) -> ImportMapping:
+    path = tmp_path / "mapping.yaml"
+    path.write_text(text)
+    return load_mapping(path)
+
+
+def test_csv_files_become_tables(tmp_path, source):
+    import_mapped(mapping_of(tmp_path), source, tmp_path / "out")
+    assert check_tables(tmp_path / "out") == []
+    tables = read_tables(tmp_path / "out")
+    assert tables.users.to_pylist() == [
+        {"user_id": "ädä", "age": 31, "zip": "01234", "home": None, "created_at": DAY_1},
+        {
+            "user_id": "bob",
+            "age": None,
+            "zip": "99999",
+            "home": "Ulm",
+            "created_at": DAY_1 - datetime.timedelta(days=1),
+        },
+    ]
+    assert tables.items.to_pylist() == [
+        {"item_id": 1, "title": 'Heat, "the" film', "category": ["Film", "Crime"]},
+        {"item_id": 2, "title": "Ran", "category": None},
+    ]
+    assert tables.interactions.to_pylist() == [
+        {
+            "user_id": "ädä",
+            "item_id": 2,
+            "timestamp": datetime.datetime(2025, 3, 1, 8, 0, 0, 500_000, UTC),
+            "rating": 3.0,
+        },
+        {"user_id": "bob", "item_id": 1, "timestamp": datetime.datetime(2025, 3, 1, 10, tzinfo=UTC), "rating": 4.5},
+    ]
+
+
+def test_without_a_users_table_users_are_those_that_interact(tmp_path, source):
+    data = yaml.safe_load(MAPPING)
+    del data["users"], data["interactions"]["drop_unknown"]
+    import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
+    assert check_tables(tmp_path / "out") == []
+    assert read_tables(tmp_path / "out").users["user_id"].to_pylist() == ["bob", "ghost", "ädä"]
+
+
+def test_without_attributes_named_all_other_columns_are(tmp_path, source):
+    data = yaml.safe_load(MAPPING)
+    del data["users"]["attributes"]
+    import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
+    assert read_tables(tmp_path / "out").users.column_names == ["user_id", "age", "zip", "home", "created_at"]
+
+
+def test_the_same_import_writes_the_same_bytes(tmp_path, source):
+    for name in ("a", "b"):
+        import_mapped(mapping_of(tmp_path), source, tmp_path / name)
+    for file in ("users.parquet", "items.parquet", "interactions.parquet"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("people.tsv", PEOPLE + "a\tforty\t1\tx\t01/03/2025\n", r"column age, row 0: found 'forty'.*an integer"),
+        ("people.tsv", PEOPLE + "a\t1\t1\tx\t2025-03-01\n", r"since, row 0: found '2025-03-01'.*%d/%m/%Y"),
+        ("people.tsv", PEOPLE.replace("age", "Age") + "a\t1\t1\tx\t01/03/2025\n", r"no column 'age'.*you mean 'Age'"),
+        ("people.tsv", "person\tage\na\t1\t2\n", r"people\.tsv cannot be read.*Check `delimiter`"),
+        ("people.tsv", PEOPLE, "table users: its source files have no rows"),
+        ("things-2.csv", "nr,name,path\n2,Ran,\nx,Kagemusha,\n", r"things-2\.csv, column nr, row 1: found 'x'"),
+        ("log/b.csv", "ädä,2,2025-03-01 08:00:00,good\n", r"b\.csv, column stars, row 0: found 'good'.* a number"),
+        ("log/b.csv", "ädä,2,noon,3\n", r"b\.csv, column when, row 0: found 'noon', expected an ISO 8601"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path, source, file, text, message):
+    (source / file).write_text(text)
+    with pytest.raises(TableError, match=message):
+        import_mapped(mapping_of(tmp_path), source, tmp_path / "out")
+
+
+def test_bytes_of_another_encoding_are_refused_and_read_when_named(tmp_path, source):
+    (source / "things-2.csv").write_bytes("nr,name,path\n2,Räni,\n".encode("latin-1"))
+    with pytest.raises(TableError, match=r"things-2\.csv cannot be read: .*utf-8"):
+        import_mapped(mapping_of(tmp_path), source, tmp_path / "out")
+    import_mapped(
+        mapping_of(tmp_path, MAPPING.replace("-*.csv", "-2.csv\n  encoding: latin-1")), source, tmp_path / "out"
+    )
+    assert read_tables(tmp_path / "out").items["title"].to_pylist() == ["Räni"]
+
+
+def test_ids_of_two_types_are_refused_before_all_is_unknown(tmp_path, source):
+    with pytest.raises(TableError, match=r"item_id is string, but int64 .* Set `ids: \{item_id: int64\}`"):
+        data = yaml.safe_load(MAPPING)
+        data["ids"] = {}
+        pq.write_table(pa.table({"nr": [1, 2], "name": ["a", "b"], "path": ["", ""]}), source / "things.parquet")
+        data["items"]["files"] = "things.parquet"
+        import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("  rating: stars", "  ratings: stars", r"unknown key interactions\.ratings; did you mean 'rating'"),
+        ("ids: {item_id: int64}", "ids: {item: int64}", r"unknown key ids\.item; did you mean 'item_id'"),
+        ("items:", "things:", "unknown key things|items: Field required"),
+        ("unit: iso", "unit: hours", r"interactions\.timestamp.*'hours' is not a time unit"),
+        ("unit: iso", "units: iso", r"unknown key interactions\.timestamp\.units; did you mean 'unit'"),
+        ("separator: ", "seperator: ", r"attributes\.category\.seperator; did you mean 'separator'"),
+        ("items:\n", "items: [\n", "is not YAML"),
+        ("  title: name\n", "", r"items\.title: Field required"),
+    ],
+)
+def test_a_faulty_mapping_is_refused_before_any_work(tmp_path, old, new, message):
+    assert old in MAPPING
+    with pytest.raises(ConfigError, match=message):
+        mapping_of(tmp_path, MAPPING.replace(old, new))
+
+
+def test_missing_files_are_named(tmp_path, source):
+    with pytest.raises(ConfigError, match=r"none\.yaml is not there"):
+        load_mapping(tmp_path / "none.yaml")
+    (source / "people.tsv").unlink()
+    with pytest.raises(TableError, match=r"table users: no file .*people\.tsv"):
+        import_mapped(mapping_of(tmp_path), source, tmp_path / "out")
+
+
+def test_the_shipped_mappings_are_valid():
+    assert load_mapping(CONFIGS / "import_example.yaml").interactions.drop_unknown
+    load_mapping(CONFIGS / "import_movielens_parquet.yaml")
+
+
+def test_movielens_repacked_as_parquet(tmp_path, shared_data):
+    import_mapped(load_mapping(CONFIGS / "import_movielens_parquet.yaml"), shared_data / "ml-100k", tmp_path)
+    assert check_tables(tmp_path) == []
+    tables = read_tables(tmp_path)
+    assert (tables.users.num_rows, tables.items.num_rows, tables.interactions.num_rows) == (943, 1682, 100_000)
+    assert tables.items.slice(0, 1).to_pylist() == [
+        {"item_id": 1, "title": "Toy Story", "year": 1995, "genres": ["Animation", "Children's", "Comedy"]}
+    ]
+    assert str(tables.interactions["timestamp"][0].as_py()) == "1997-09-20 03:05:10+00:00"
+
+
+cell = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(cell, cell, st.lists(cell, max_size=3)), min_size=1, max_size=6, unique_by=lambda row: row[0]
+    )
+)
+def test_any_text_survives_a_csv(tmp_path_factory, rows):
+    folder = tmp_path_factory.mktemp("csv")
+    with (folder / "items.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, quoting=csv.QUOTE_ALL)
+        writer.writerow(["id", "title", "path"])
+        writer.writerows([[f"x{id_}", title, "|".join(path)] for id_, title, path in rows])
+    (folder / "log.csv").write_text("user,item,time\nu1,x,5\n")
+    data = {
+        "items": {
+            "files": "items.csv",
+            "id": "id",
+            "title": "title",
+            "attributes": {"path": {"column": "path", "separator": "|"}},
+        },
+        "interactions": {"files": "log.csv", "user_id": "user", "item_id": "item", "timestamp": "time"},
+    }
+    import_mapped(ImportMapping.model_validate(data), folder, folder / "out")
+    items = read_tables(folder / "out").items
+    assert items["item_id"].to_pylist() == [f"x{id_}" for id_, _, _ in rows]
+    assert items["title"].to_pylist() == [title or None for _, title, _ in rows]
+    paths = [[part.strip() for part in "|".join(path).split("|") if part.strip()] for _, _, path in rows]
+    assert [path or [] for path in items["path"].to_pylist()] == paths
+
+
+@settings(max_examples=40, deadline=None)
+@given(values=st.lists(st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)), max_size=6), bad=st.integers(0, 6))
+def test_the_first_value_that_does_not_convert_is_the_one_named(values, bad):
+    texts = [None if value is None else f" {value} " for value in values]
+    assert to_type(pa.array(texts, pa.string()), pa.int64()).to_pylist() == values
+    texts[bad:bad] = ["x1"]
+    with pytest.raises(ConversionFault) as caught:
+        to_type(pa.array([*texts, "x2"]), pa.int64())
+    assert (caught.value.row, caught.value.value) == (min(bad, len(values)), "x1")
+
+
+moment = st.datetimes(datetime.datetime(1970, 1, 1), datetime.datetime(2199, 1, 1)).map(
+    lambda m: m.replace(microsecond=0)
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(moments=st.lists(st.one_of(st.none(), moment), max_size=5))
+def test_a_moment_is_the_same_however_it_was_written(moments):
+    expected = [None if m is None else m.replace(tzinfo=UTC) for m in moments]
+    seconds = [None if m is None else int(m.timestamp()) for m in expected]
+    times = {
+        "s": pa.array(seconds, pa.int64()),
+        "ms": pa.array([None if s is None else s * 1000 for s in seconds], pa.int64()),
+        "us": pa.array([None if s is None else f"{s * 10**6}" for s in seconds], pa.string()),
+        "ns": pa.array([None if s is None else s * 10**9 for s in seconds], pa.int64()),
+        "iso": pa.array([None if m is None else f"{m.isoformat()}Z" for m in moments], pa.string()),
+        "%d.%m.%Y %H:%M:%S": pa.array(
+            [None if m is None else f"{m.day}.{m.month}.{m.year:04} {m:%H:%M:%S}" for m in moments], pa.string()
+        ),
+    }
+    for unit, column in times.items():
+        assert to_time(column, unit).to_pylist() == expected, unit
+    assert to_time(pa.array(seconds, pa.float64()), "s").to_pylist() == expected
+    assert to_time(pa.array(moments, pa.timestamp("ms")), "s").to_pylist() == expected
+
+
+def test_paths_are_split_and_trimmed():
+    column = pa.array([" a > b ", None, "", ">", "c"]).dictionary_encode()
+    assert to_path(column, ">").to_pylist() == [["a", "b"], None, [], [], ["c"]]
+    assert to_path(column.slice(4), ">").to_pylist() == [["c"]]

@@ -1,0 +1,167 @@
+"""Reading: the cut by date, plain types, ids as they went in."""
+
+import datetime
+import hashlib
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sound_world import DAY_1, DAY_1_S, replaced, sound_world, write_world
+
+from pipeline.errors import TableError
+from pipeline.tables.read import describe, read_tables
+from pipeline.tables.schema import TIMESTAMP_TYPE, attribute_columns
+
+text_ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+int_ids = st.integers(-(2**63), 2**63 - 1)
+# Around the end of a day, in seconds from its beginning.
+moments = st.integers(-3 * 86_400, 3 * 86_400)
+
+
+def test_a_world_is_read_in_plain_types(tmp_path):
+    tables = read_tables(write_world(tmp_path))
+    assert tables.users.schema.field("user_id").type == pa.string()
+    assert tables.items.schema.field("item_id").type == pa.int64()
+    assert tables.interactions.schema.field("timestamp").type == TIMESTAMP_TYPE
+    assert tables.interactions.select(["user_id", "item_id", "rating"]).to_pylist() == [
+        {"user_id": "u1", "item_id": 1, "rating": 1},
+        {"user_id": "u1", "item_id": 2, "rating": 5},
+        {"user_id": "u2", "item_id": 2, "rating": 4},
+    ]
+    assert tables.items["price"].to_pylist() == [1.5, None]
+    assert tables.entities("user") is tables.users
+    assert attribute_columns(tables.items.schema, "items") == ["category", "price"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), ids=st.one_of(st.lists(text_ids, unique=True), st.lists(int_ids, unique=True)))
+def test_ids_come_back_as_they_went_in_and_days_are_cut_at_their_end(tmp_path_factory, data, ids):
+    kind = pa.string() if ids and isinstance(ids[0], str) else pa.int64()
+    created = data.draw(st.lists(st.one_of(st.none(), moments), min_size=len(ids), max_size=len(ids)))
+    num = data.draw(st.integers(0, 6)) if ids else 0
+    rows = [(data.draw(st.integers(0, len(ids) - 1)), data.draw(moments)) for _ in range(num)]
+    as_text = data.draw(st.booleans())
+    time_type = data.draw(
+        st.sampled_from([pa.timestamp("s"), pa.timestamp("ns", "UTC"), pa.timestamp("us", "Asia/Tokyo")])
+    )
+
+    def times(seconds):
+        whole = pa.array([None if s is None else DAY_1_S + s for s in seconds], pa.int64())
+        return whole if as_text else whole.cast(pa.timestamp("s", "UTC")).cast(time_type)
+
+    items = pa.table({"item_id": pa.array(ids, kind), "title": ["t"] * len(ids), "created_at": times(created)})
+    interactions = pa.table(
+        {
+            "user_id": pa.array(["u1"] * num, pa.string()),
+            "item_id": pa.array([ids[index] for index, _ in rows], kind),
+            "timestamp": times([moment for _, moment in rows]),
+        }
+    )
+    path = write_world(tmp_path_factory.mktemp("world"), items=items, interactions=interactions)
+    tables = read_tables(path, as_of=DAY_1.date())
+    known = [id_ for id_, moment in zip(ids, created, strict=True) if moment is None or moment < 86_400]
+    assert tables.items["item_id"].to_pylist() == known
+    assert tables.items["item_id"].type == kind
+    kept = sorted((moment, ids[index]) for index, moment in rows if moment < 86_400 and ids[index] in known)
+    assert [
+        (int(row["timestamp"].timestamp()) - DAY_1_S, row["item_id"]) for row in tables.interactions.to_pylist()
+    ] == kept
+    everything = read_tables(path)
+    assert everything.items["item_id"].to_pylist() == ids
+    assert everything.interactions.num_rows == num
+
+
+def test_encodings_of_other_writers_are_read(tmp_path):
+    users = pa.table(
+        {
+            "user_id": pa.array(["a", "b"]).dictionary_encode(),
+            "large": pa.array(["x", None], pa.large_string()),
+            "view": pa.array(["x", "y"], pa.string_view()),
+            "path": pa.array([["x"], None], pa.large_list(pa.large_string())),
+            "nothing": pa.nulls(2),
+            "code": pa.array([1, 2], pa.int8()),
+            "a.b": [1, 2],
+        }
+    )
+    items = replaced("items", item_id=pa.array([1, 2], pa.int32()))
+    tables = read_tables(write_world(tmp_path, users=users, items=items))
+    assert tables.users.schema.field("user_id").type == pa.string()
+    assert tables.users.schema.field("large").type == pa.string()
+    assert tables.users.schema.field("view").type == pa.string()
+    assert tables.users.schema.field("path").type == pa.list_(pa.string())
+    assert tables.users.schema.field("nothing").type == pa.string()
+    assert tables.users["a.b"].to_pylist() == [1, 2]
+    assert tables.items.schema.field("item_id").type == pa.int64()
+
+
+def test_a_folder_of_files_is_one_table_in_name_order(tmp_path):
+    path = write_world(tmp_path, users=None)
+    (path / "users").mkdir()
+    pq.write_table(pa.table({"user_id": ["u3"], "mood": pa.nulls(1)}), path / "users" / "1.parquet")
+    pq.write_table(pa.table({"user_id": ["u1", "u2"], "mood": [1, 2]}), path / "users" / "0.parquet")
+    pq.write_table(pa.table({"user_id": ["no"]}), path / "users" / ".half.parquet")
+    (path / "users" / "_SUCCESS").touch()
+    users = read_tables(path).users
+    assert users["user_id"].to_pylist() == ["u1", "u2", "u3"]
+    assert users["mood"].to_pylist() == [1, 2, None]
+
+
+def test_interactions_of_entities_that_are_not_yet_there_are_left_out(tmp_path):
+    created = pa.array([DAY_1, DAY_1 + datetime.timedelta(days=1), None])
+    path = write_world(tmp_path, users=replaced("users", created_at=created))
+    tables = read_tables(path, DAY_1.date())
+    assert tables.users["user_id"].to_pylist() == ["u1", "u3"]
+    assert tables.interactions["user_id"].to_pylist() == ["u1", "u1"]
+
+
+@pytest.mark.parametrize("name", ["users", "items", "interactions"])
+def test_empty_tables_are_read_as_such(tmp_path, name):
+    path = write_world(tmp_path, **{name: sound_world()[name].slice(0, 0)})
+    assert getattr(read_tables(path, DAY_1.date()), name).num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"users": None}, "table users: the table is missing"),
+        ({"items": replaced("items", title=None)}, "lacks the column 'title'; it has item_id, category, price"),
+        (
+            {"users": replaced("users", user_id=[1.0, 2.0, 3.0])},
+            "column user_id: .* holds double; expected a string or",
+        ),
+        ({"interactions": replaced("interactions", timestamp=["a", "b", "c"])}, "column timestamp: .* holds string"),
+        (
+            {"users": replaced("users", extra=[{"a": 1}] * 3)},
+            "column extra: .* holds struct<a: int64>; expected a scalar",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, changed, message):
+    path = write_world(tmp_path, **changed)
+    with pytest.raises(TableError, match=message):
+        read_tables(path)
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    path = write_world(tmp_path)
+    file = path / "items.parquet"
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(TableError, match=r"items\.parquet cannot be read"):
+        read_tables(path)
+    with pytest.raises(TableError, match=r"items\.parquet cannot be read"):
+        describe(path)
+
+
+def test_describe_hashes_contents(tmp_path):
+    path = write_world(tmp_path)
+    users = describe(path)["users"]
+    content = (path / "users.parquet").read_bytes()
+    assert users == {"path": "users.parquet", "num_rows": 3, "sha256": hashlib.sha256(content).hexdigest()}
+    (path / "users").mkdir()
+    (path / "users.parquet").rename(path / "users" / "0.parquet")
+    several = describe(path)["users"]
+    assert (several["path"], several["num_rows"]) == ("users", 3)
+    (path / "users" / "0.parquet").rename(path / "users" / "1.parquet")
+    assert describe(path)["users"]["sha256"] != several["sha256"]
