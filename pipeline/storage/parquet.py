@@ -15,7 +15,7 @@ from pipeline.errors import WorkspaceError
 from pipeline.storage.atomic import atomic_path, sha256_file
 
 ROW_GROUP_ROWS = 128 * 1024
-_WRITER_OPTIONS = {"compression": "zstd", "compression_level": 3, "write_page_index": False, "store_schema": True}
+_WRITER_OPTIONS = {"compression": "zstd", "compression_level": 3, "write_page_checksum": True}
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def read_parquet(path: Path | str, columns: Sequence[str] | None = None, schema:
 def _read_file(path: Path, columns: Sequence[str] | None) -> pa.Table:
     # ParquetFile, not read_table: the latter reads `date=...` in a folder's name as a partition column.
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
             names = file.schema_arrow.names
             missing = [name for name in columns or () if name not in names]
             if not missing:

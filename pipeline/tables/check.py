@@ -18,7 +18,7 @@ from pipeline.errors import TableError
 from pipeline.tables import schema as sc
 from pipeline.tables.findings import Finding, Findings
 from pipeline.tables.read import wrong_types
-from pipeline.tables.rules import row_faults
+from pipeline.tables.rules import RULED_COLUMNS, row_faults
 
 BATCH_ROWS = 256 * 1024
 NUM_FINDINGS_IN_ERROR = 3
@@ -67,13 +67,15 @@ class _Part:
     schema: pa.Schema
     usable: frozenset[str]
 
-    def checked_columns(self) -> list[str]:
-        """The columns with rules for their rows: those of the schema, lists, and times or ratings that are text."""
+    def checked_columns(self, table: str) -> list[str]:
+        """The columns with rules for their rows. One that wrongly holds text is among them: its rows tell more."""
         names = []
         for field in self.schema:
-            is_ruled = field.name in ("user_id", "item_id", "title", sc.CREATED_AT, "timestamp", "rating")
-            is_text = sc.is_text(sc.plain_type(field.type))
-            if (field.name in self.usable and (is_ruled or sc.is_list(field.type))) or (is_ruled and is_text):
+            is_ruled, is_usable = field.name in RULED_COLUMNS[table], field.name in self.usable
+            is_listed_attribute = sc.is_list(field.type) and table != "interactions"
+            if (is_ruled and (is_usable or sc.is_text(sc.plain_type(field.type)))) or (
+                is_listed_attribute and is_usable
+            ):
                 names.append(field.name)
         return names
 
@@ -197,7 +199,7 @@ def _checked_batches(part: _Part, table: str, findings: Findings) -> Iterator[tu
 
     Yields the number of the first row, and the values by column. Damage that shows only now becomes a finding.
     """
-    columns, first_row = part.checked_columns(), 0
+    columns, first_row = part.checked_columns(table), 0
     if not columns:
         return
     try:
@@ -214,6 +216,8 @@ def _checked_batches(part: _Part, table: str, findings: Findings) -> Iterator[tu
 
 
 def _decoded(column: pa.Array) -> pa.Array:
+    if pt.is_null(column.type):  # what pandas makes of a column of None
+        return column.cast(pa.string())
     return column.dictionary_decode() if pt.is_dictionary(column.type) else column
 
 

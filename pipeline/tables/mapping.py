@@ -73,7 +73,9 @@ def _first_fault(error: ValidationError) -> str:
         return f"{place}: {fault['msg']}"
     table, key = str(fault["loc"][0]), str(fault["loc"][-1])
     models = {"users": UserMapping, "items": ItemMapping, "interactions": InteractionMapping, "ids": IdTypes}
-    model = ImportMapping if len(fault["loc"]) == 1 else models[table] if len(fault["loc"]) == 2 else SourceColumn
+    model = ImportMapping if len(fault["loc"]) == 1 else models[table]
+    if len(fault["loc"]) > 2:
+        model = SourceColumn if fault["loc"][1] == "attributes" else SourceTime
     nearest = difflib.get_close_matches(key, model.model_fields, n=1)
     hint = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(model.model_fields)}"
     return f"unknown key {place}; {hint}"
@@ -128,8 +130,7 @@ class _SourceBatch:
     def typed(self, name: str, kind: pa.DataType) -> pa.Array:
         return self._converted(name, lambda column: to_type(column, kind))
 
-    def timed(self, time: str | SourceTime) -> pa.Array:
-        time = SourceTime(column=time) if isinstance(time, str) else time
+    def timed(self, time: SourceTime) -> pa.Array:
         return self._converted(time.column, lambda column: to_time(column, time.unit))
 
     def id(self, name: str, id_type: str) -> pa.Array:
@@ -142,8 +143,7 @@ class _SourceBatch:
             )
         return self.typed(name, kind)
 
-    def attribute(self, wanted: str | SourceColumn) -> pa.Array:
-        wanted = SourceColumn(column=wanted) if isinstance(wanted, str) else wanted
+    def attribute(self, wanted: SourceColumn) -> pa.Array:
         column = self.column(wanted.column)
         kind = _TYPES[wanted.type] if wanted.type else sc.plain_type(column.type)
 
@@ -175,10 +175,11 @@ def _write_entities(
             columns = {sc.ID_COLUMNS[table]: batch.id(mapping.id, id_type)}
             if isinstance(mapping, ItemMapping):
                 columns["title"] = batch.typed(mapping.title, pa.string())
-            taken = {mapping.id, getattr(mapping, "title", None), _column_of(mapping.created_at)}
             attributes = mapping.attributes
-            if attributes == "all":
-                attributes = {name: name for name in batch.rows.schema.names if name not in taken}
+            if attributes is None:
+                taken = {mapping.id, getattr(mapping, "title", None), mapping.created_at and mapping.created_at.column}
+                others = [name for name in batch.rows.schema.names if name not in taken]
+                attributes = {name: SourceColumn(column=name) for name in others}
             for name, wanted in attributes.items():
                 if name in columns or name == sc.CREATED_AT:
                     raise ConfigError(f"the mapping gives {table}.{name} twice; name the attribute otherwise.")
@@ -238,10 +239,6 @@ def _write(path: Path, table: str, batches: Iterator[pa.RecordBatch]) -> None:
                 stream.write(batch)
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError, KeyError) as error:
                 raise TableError(f"table {table}: its source files differ in their columns: {error}.") from None
-
-
-def _column_of(time: str | SourceTime | None) -> str | None:
-    return time.column if isinstance(time, SourceTime) else time
 
 
 def _read(files: SourceFiles, source: Path, table: str, progress: Progress | None) -> Iterator[_SourceBatch]:

@@ -98,7 +98,7 @@ def _read_part(file: Path, name: str, cutoff: pa.Scalar | None) -> pa.Table:
         wanted = [column for column in schema.names if name != "interactions" or column in sc.INTERACTION_COLUMNS]
         kept = None
         time_column = "timestamp" if name == "interactions" else sc.CREATED_AT
-        if cutoff is not None and time_column in schema.names:
+        if cutoff is not None and time_column in schema.names and not pt.is_null(schema.field(time_column).type):
             kept = pc.field(time_column) < sc.time_scalar(cutoff, schema.field(time_column).type)
             if name != "interactions":
                 kept = kept | pc.field(time_column).is_null()
@@ -106,8 +106,19 @@ def _read_part(file: Path, name: str, cutoff: pa.Scalar | None) -> pa.Table:
         columns = {column: _plain(table[column], column, name) for column in wanted}
         return pa.table(columns)
     except (pa.ArrowException, OSError) as error:
-        first_line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise TableError(f"table {name}: {file} cannot be read: {first_line}. Write the file again.") from None
+        raise _unreadable(file, name, error) from None
+
+
+def _num_rows(file: Path, name: str) -> int:
+    try:
+        return pq.read_metadata(file).num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(file, name, error) from None
+
+
+def _unreadable(file: Path, name: str, error: Exception) -> TableError:
+    first_line = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return TableError(f"table {name}: {file} cannot be read: {first_line}. Write the file again.")
 
 
 def _plain(column: pa.ChunkedArray, name: str, table: str) -> pa.ChunkedArray:
@@ -161,7 +172,7 @@ def wrong_types(name: str, schema: pa.Schema) -> list[WrongType]:
         elif name == "interactions":
             continue  # other columns are not read
         elif column == sc.CREATED_AT:
-            accepted, expected = sc.is_time_type(kind), sc.TIME_EXPECTED
+            accepted, expected = sc.is_time_type(kind) or pt.is_null(kind), sc.TIME_EXPECTED
         elif name == "items" and column == "title":
             accepted, expected = sc.plain_type(kind) == pa.string(), "a string"
         else:
@@ -188,10 +199,7 @@ def describe(path: Path | str) -> dict[str, dict]:
     described = {}
     for name in sc.TABLE_NAMES:
         files = sc.table_files(path, name)
-        try:
-            num_rows = sum(pq.read_metadata(file).num_rows for file in files)
-        except (pa.ArrowException, OSError) as error:
-            raise TableError(f"table {name}: a file of {files[0].parent} cannot be read: {error}.") from None
+        num_rows = sum(_num_rows(file, name) for file in files)
         is_one_file = files[0].parent == Path(path)
         digests = [sha256_file(file) for file in files]
         if is_one_file:

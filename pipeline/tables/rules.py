@@ -19,6 +19,13 @@ NUMBER_PATTERN = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
 TIME_PATTERN = r"^\s*(\d+|\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}(:\d{2}(\.\d+)?)?\s*(Z|[+-]\d{2}(:?\d{2})?)?)?)\s*$"
 
 
+RULED_COLUMNS = {
+    "users": ("user_id", sc.CREATED_AT),
+    "items": ("item_id", "title", sc.CREATED_AT),
+    "interactions": sc.INTERACTION_COLUMNS,
+}  # and every entity attribute that is a list
+
+
 @dataclass(frozen=True)
 class RowFault:
     """Rows of one column that break one rule.
@@ -45,23 +52,19 @@ def row_faults(table: str, column: str, values: pa.Array) -> Iterator[RowFault]:
     values : the values, dictionaries decoded. A time or rating column may hold text: it is of the wrong type, and the
         rows that would not even convert are found.
     """
-    if column in ("user_id", "item_id") and table in (*sc.ID_COLUMNS, "interactions"):
-        if sc.ID_COLUMNS.get(table) == column or table == "interactions":
-            yield from _null_ids(values)
-    elif table == "items" and column == "title":
+    if column not in RULED_COLUMNS[table]:
+        if sc.is_list(values.type):
+            yield from _nulls_in_lists(values)
+    elif column in ("user_id", "item_id"):
+        yield from _found("null-id", "the id is null or empty:", "an id", "fill it in, or drop the row", _blank(values))
+    elif column == "title":
         yield from _found(
             "null-title", "the title is empty:", "a title", "fill it in, or drop the item", _blank(values)
         )
-    elif column == sc.CREATED_AT or (table, column) == ("interactions", "timestamp"):
-        yield from _bad_times(values, may_be_null=column == sc.CREATED_AT)
-    elif (table, column) == ("interactions", "rating"):
+    elif column == "rating":
         yield from _bad_ratings(values)
-    elif sc.is_list(values.type):
-        yield from _nulls_in_lists(values)
-
-
-def _null_ids(values: pa.Array) -> Iterator[RowFault]:
-    yield from _found("null-id", "the id is null or empty:", "an id", "fill it in, or drop the row", _blank(values))
+    else:
+        yield from _bad_times(values, may_be_null=column == sc.CREATED_AT)
 
 
 def _bad_times(values: pa.Array, may_be_null: bool) -> Iterator[RowFault]:

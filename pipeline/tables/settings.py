@@ -5,9 +5,9 @@ read or converted.
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 ColumnType = Literal["string", "int64", "float64", "bool"]
 IdType = Literal["keep", "string", "int64"]
@@ -51,6 +51,15 @@ class SourceTime(_Frozen):
         return unit
 
 
+def _by_name(value: object) -> object:
+    return {"column": value} if isinstance(value, str) else value
+
+
+# In YAML, a bare column name stands for a mapping with nothing else in it.
+Column = Annotated[SourceColumn, BeforeValidator(_by_name)]
+Time = Annotated[SourceTime, BeforeValidator(_by_name)]
+
+
 class SourceFiles(_Frozen):
     """The files of one table: Parquet by their suffix, anything else is read as CSV."""
 
@@ -66,8 +75,8 @@ class UserMapping(SourceFiles):
     """How the users table is made."""
 
     id: str = Field(description="Column that becomes user_id.")
-    attributes: Literal["all"] | dict[str, str | SourceColumn] = Field("all", description="Name: source column.")
-    created_at: str | SourceTime | None = Field(None, description="When the user appeared.")
+    attributes: dict[str, Column] | None = Field(None, description="Name: source column; null: all other columns.")
+    created_at: Time | None = Field(None, description="When the user appeared.")
 
 
 class ItemMapping(SourceFiles):
@@ -75,8 +84,8 @@ class ItemMapping(SourceFiles):
 
     id: str = Field(description="Column that becomes item_id.")
     title: str = Field(description="Column that becomes title.")
-    attributes: Literal["all"] | dict[str, str | SourceColumn] = Field("all", description="Name: source column.")
-    created_at: str | SourceTime | None = Field(None, description="When the item appeared.")
+    attributes: dict[str, Column] | None = Field(None, description="Name: source column; null: all other columns.")
+    created_at: Time | None = Field(None, description="When the item appeared.")
 
 
 class InteractionMapping(SourceFiles):
@@ -84,7 +93,7 @@ class InteractionMapping(SourceFiles):
 
     user_id: str = Field(description="Column that becomes user_id.")
     item_id: str = Field(description="Column that becomes item_id.")
-    timestamp: str | SourceTime = Field(description="When it happened; a bare column name means unix seconds.")
+    timestamp: Time = Field(description="When it happened; a bare column name means unix seconds.")
     rating: str | None = Field(None, description="Column that becomes rating.")
     drop_unknown: bool = Field(False, description="Leave out rows of users or items that are in no table.")
 
