@@ -1,7 +1,7 @@
 """Where drafts come from.
 
 A drafter proposes; it never decides. It sees one sequence and returns a tree; the engine cuts the tree to its budget
-and has it verified. Knows no model and no batch, so what a sequence is offered does not depend on what shares its batch.
+and has it verified. Knows no model and no batch: what a sequence is offered does not depend on what shares its batch.
 """
 
 from typing import Protocol

@@ -82,6 +82,7 @@ class KVStore:
         """Whether a sequence of `num_tokens` could be held at all, were it alone."""
         return self.rows_at(num_tokens) > 0
 
+    @torch.inference_mode()  # as the forwards that write here
     def acquire(self, prompt_ids: np.ndarray, num_tokens: int) -> RowLease | None:
         """Give a row of at least `num_tokens` slots to a new sequence, or None while there is none free.
 
@@ -149,6 +150,7 @@ class KVStore:
         self.committed[row] = False
         self.extents[row] = self.lengths[row] = 0
 
+    @torch.inference_mode()
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> LayerCache:
         """Store new keys and values, (num_tokens, kv_heads, head_dim) each, at flat slots (row * width + slot)."""
         cache = self.layers.get(layer)

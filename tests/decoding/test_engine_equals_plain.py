@@ -1,0 +1,89 @@
+"""The keystone: whatever is drafted and whatever shares the batch, greedy verification writes plain greedy texts."""
+
+import numpy as np
+import pytest
+from tiny_models import (
+    ARCHITECTURES,
+    NonsenseDrafter,
+    OracleDrafter,
+    PromptLookupDrafter,
+    plain_texts,
+    requests_for,
+    tiny_engine,
+    tiny_model,
+    tiny_prompts,
+)
+
+from pipeline.decoding.drafters import NoDrafter
+from pipeline.decoding.verifiers import Greedy, Relaxed
+
+MAX_NEW = 24
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_verification_equals_generate(architecture):
+    model = tiny_model(architecture)
+    prompts = tiny_prompts()
+    expected = plain_texts(model, prompts, MAX_NEW)
+    assert len({tuple(text) for text in expected}) > 3, "the random model says too little to test with"
+    drafters = [NoDrafter(), NonsenseDrafter(), OracleDrafter(expected), PromptLookupDrafter()]
+    for batch_size in range(1, 10):
+        engine = tiny_engine(model, batch_size=batch_size)
+        for number, drafter in enumerate(drafters):
+            if batch_size not in (1, 9) and (batch_size + number) % 2:
+                continue  # every drafter at five sizes, every size with two drafters or more
+            results = {int(r.request_id): r for r in engine.generate(requests_for(prompts, MAX_NEW), drafter, Greedy())}
+            for j, text in enumerate(expected):
+                assert results[j].token_ids.tolist() == text, (type(drafter).__name__, batch_size, j)
+                assert results[j].finish_reason == ("length" if len(text) == MAX_NEW else "end_of_text")
+            assert engine.store.num_live_rows == engine.store.num_committed_slots == 0
+
+
+def test_oracle_drafts_save_steps():
+    model = tiny_model()
+    prompts = tiny_prompts()
+    expected = plain_texts(model, prompts, MAX_NEW)
+    engine = tiny_engine(model, batch_size=4)
+    results = list(engine.generate(requests_for(prompts, MAX_NEW), OracleDrafter(expected), Greedy()))
+    assert sum(r.num_accepted for r in results) > sum(r.num_steps for r in results)
+    for result in results:
+        ended = result.finish_reason == "end_of_text"
+        assert result.num_accepted + result.num_steps == len(result.token_ids) + ended
+        assert result.drafted_by_source.sum() == result.drafted_by_depth.sum() == result.num_drafted
+        assert result.accepted_by_source.sum() == result.accepted_by_depth.sum() == result.num_accepted
+        assert (result.sources != 0).sum() == result.num_accepted
+
+
+@pytest.mark.parametrize("prefill", [5, 2048])
+def test_long_prompts_are_prefilled_in_parts(prefill):
+    model = tiny_model()
+    prompts = tiny_prompts()
+    expected = plain_texts(model, prompts, MAX_NEW)
+    engine = tiny_engine(model, batch_size=3, max_prefill_tokens=prefill)
+    results = engine.generate(requests_for(prompts, MAX_NEW), OracleDrafter(expected), Greedy())
+    assert {int(r.request_id): r.token_ids.tolist() for r in results} == dict(enumerate(expected))
+
+
+def test_relaxed_texts_do_not_depend_on_batch_or_order():
+    model = tiny_model(initializer_range=0.12)
+    prompts = tiny_prompts(12)
+    rng = np.random.default_rng(0)
+    texts = []
+    for batch_size in (1, 2, 5, 9):
+        engine = tiny_engine(model, batch_size=batch_size)
+        requests = requests_for(prompts, MAX_NEW)
+        rng.shuffle(requests)
+        results = list(engine.generate(requests, NonsenseDrafter(40), Relaxed(20, 0.01)))
+        texts.append({r.request_id: (r.token_ids.tolist(), r.num_steps) for r in results})
+    assert all(t == texts[0] for t in texts)
+    plain = dict(enumerate(plain_texts(model, prompts, MAX_NEW)))
+    assert any(texts[0][str(i)][0] != plain[i] for i in plain), "nothing was relaxed, so nothing was tested"
+
+
+def test_relaxed_with_one_choice_is_greedy():
+    model = tiny_model()
+    prompts = tiny_prompts()
+    expected = plain_texts(model, prompts, MAX_NEW)
+    engine = tiny_engine(model, batch_size=4)
+    results = engine.generate(requests_for(prompts, MAX_NEW), OracleDrafter(expected), Relaxed(k=1))
+    assert {int(r.request_id): r.token_ids.tolist() for r in results} == dict(enumerate(expected))

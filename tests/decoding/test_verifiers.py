@@ -1,0 +1,100 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_token_tree import trees
+
+from pipeline.decoding.settings import DecodingSettings
+from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, chain_tree
+from pipeline.decoding.verifiers import (
+    Greedy,
+    ProbabilityThreshold,
+    Relaxed,
+    TopK,
+    reference_accept,
+    verifier_from,
+    verify,
+)
+
+VOCAB = 7
+END = 3
+IS_END = np.arange(VOCAB) == END
+RULES = [Greedy(), TopK(1), TopK(2), TopK(4), ProbabilityThreshold(0.15), Relaxed(), Relaxed(3, 0.2), Relaxed(1, 0.0)]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(trees(vocab_size=VOCAB - 1), min_size=1, max_size=4),
+    st.sampled_from(RULES),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0.5, 2.0]),
+)
+def test_every_rule_agrees_with_its_plain_reference(forest, rule, seed, scale):
+    rng = np.random.default_rng(seed)
+    forest = [TokenTree(np.abs(t.token_ids), t.parents, t.log_acceptance, t.source) for t in forest]
+    logits = [(rng.normal(size=(len(t) + 1, VOCAB)) * scale).astype(np.float32) for t in forest]
+    starts = np.cumsum([0] + [len(part) for part in logits[:-1]])
+    found = verify(rule, torch.from_numpy(np.concatenate(logits)), forest, starts, IS_END)
+    for tree, part, acceptance in zip(forest, logits, found, strict=True):
+        expected = reference_accept(rule, part, tree, {END})
+        assert acceptance.nodes.tolist() == expected.nodes.tolist()
+        assert acceptance.next_token == expected.next_token
+        assert acceptance.num_accepted == len(expected.nodes)
+
+
+def peaked(*rows) -> torch.Tensor:
+    """Logits from probabilities."""
+    return torch.log(torch.tensor(rows, dtype=torch.float32))
+
+
+def test_relaxed_needs_both_rank_and_probability():
+    tree = chain_tree([1])
+    likely = peaked([0.6, 0.2, 0.1, 0.04, 0.02, 0.02, 0.02], [1 / 7] * 7)
+    unlikely = peaked([0.9, 0.04, 0.02, 0.01, 0.01, 0.01, 0.01], [1 / 7] * 7)
+    third = peaked([0.4, 0.2, 0.3, 0.04, 0.02, 0.02, 0.02], [1 / 7] * 7)
+    accepted = [verify(Relaxed(), x, [tree], np.array([0]), IS_END)[0].num_accepted for x in (likely, unlikely, third)]
+    assert accepted == [1, 0, 0]
+
+
+def test_nothing_is_accepted_where_the_target_wants_to_end():
+    logits = peaked([0.02, 0.4, 0.02, 0.5, 0.02, 0.02, 0.02], [1 / 7] * 7)  # the end token is likeliest, then token 1
+    acceptance = verify(Relaxed(), logits, [chain_tree([1])], np.array([0]), IS_END)[0]
+    assert acceptance.num_accepted == 0 and acceptance.next_token == END
+
+
+def test_end_token_is_not_accepted_as_a_second_choice():
+    logits = peaked([0.02, 0.5, 0.02, 0.4, 0.02, 0.02, 0.02], [1 / 7] * 7)
+    acceptance = verify(Relaxed(), logits, [chain_tree([END])], np.array([0]), IS_END)[0]
+    assert acceptance.num_accepted == 0 and acceptance.next_token == 1
+
+
+def test_longest_path_wins_then_the_more_probable():
+    row = [0.3, 0.35, 0.02, 0.01, 0.3, 0.01, 0.01]
+    follow = [0.05, 0.05, 0.5, 0.05, 0.05, 0.25, 0.05]
+    parents = np.array([-1, -1, 0, 1], np.int32)
+    tree = TokenTree(np.array([0, 1, 2, 5], np.int32), parents, np.zeros(4, np.float32), np.zeros(4, np.uint8))
+    logits = peaked(row, follow, follow, [1 / 7] * 7, [1 / 7] * 7)
+    acceptance = verify(ProbabilityThreshold(0.1), logits, [tree], np.array([0]), IS_END)[0]
+    assert acceptance.nodes.tolist() == [0, 2]  # 0.3 * 0.5 against 0.35 * 0.25
+
+
+def test_logits_that_are_not_finite_are_no_acceptance():
+    logits = torch.zeros(3, VOCAB)
+    logits[0, 0] = float("nan")
+    found = verify(Greedy(), logits, [EMPTY_TREE, chain_tree([0])], np.array([0, 1]), IS_END)
+    assert found[0] is None and found[1] is not None
+    assert verify(Greedy(), logits, [EMPTY_TREE], np.array([0]), IS_END) == [None]
+
+
+@pytest.mark.parametrize(
+    "name, rule",
+    [
+        ("greedy", Greedy()),
+        ("top_k", TopK(2)),
+        ("probability", ProbabilityThreshold(0.1)),
+        ("relaxed", Relaxed(2, 0.1)),
+    ],
+)
+def test_settings_name_the_rules(name, rule):
+    assert verifier_from(DecodingSettings(verifier=name)) == rule
