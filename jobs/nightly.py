@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rich.table import Table
 
 from ctr.errors import CtrError
 from jobs.build_pools import build_pools
-from jobs.console import say, summary
+from jobs.console import say, stdout, summary
 from jobs.ctr import ctr_table
 from jobs.encode import encode_run
 from jobs.generate import generate_knowledge, generate_plain, night_counts
@@ -21,7 +22,7 @@ from jobs.settings import PACKAGE_ROOT, Settings, load_settings
 from pipeline.storage.manifest import RunManifest
 from pipeline.storage.workspace import Workspace
 from pipeline.tables.read import read_tables
-from pipeline.tables.sample_world import write_sample_world
+from pipeline.tables.sample_world import LAST_DATE, write_sample_world
 
 
 def nightly(
@@ -76,7 +77,7 @@ def compare_ctr(night: Night) -> dict[str, Any]:
     """The CTR comparison of a run, or why there is none."""
     if not night.settings.night.train_ctr:
         return {"skipped": "night.train_ctr is false", "rows": []}
-    tables = read_tables(night.settings.tables.path, as_of=None)  # what came after the date is what models are judged on
+    tables = read_tables(night.settings.tables.path, as_of=None)  # models are judged on what came after the date
     try:
         return ctr_table(night.run.root, tables, night.date, night.settings.ctr, say)
     except CtrError as error:
@@ -109,20 +110,64 @@ def demo(
 
     Example: `laserbatch demo --folder demo`
     """
-    tables_dir = folder / "tables"
-    if not (tables_dir / "interactions.parquet").exists():
-        say(f"making a sample world of {num_users} users and {num_items} items in {tables_dir}")
-        world = write_sample_world(tables_dir, num_users=num_users, num_items=num_items)
+    say(f"a sample world of {num_users} users and {num_items} items goes to {folder / 'tables'}")
+    write_sample_world(folder / "tables", num_users=num_users, num_items=num_items)
     settings = load_settings(
         PACKAGE_ROOT / "configs" / "demo.yaml",
-        {"workspace": str(folder / "workspace"), "tables.path": str(tables_dir)},
+        {"workspace": str(folder / "workspace"), "tables.path": str(folder / "tables")},
     )
-    last_day = world_last_day(tables_dir)
-    first = settings.model_copy(update={"night": settings.night.model_copy(update=FIRST_NIGHT)})
-    nights = []
-    for number, (night_settings, date) in enumerate(
-        ((first, last_day - datetime.timedelta(days=1)), (settings, last_day)), start=1
-    ):
-        say(f"night {number}: {date}")
-        nights.append(run_night(night_settings, date))
-    show_nights(nights, as_json)
+    # What the first night leaves out is compared on the second, which has every text.
+    alone = settings.night.model_copy(update={"train_ctr": False, "compare_with_plain": False})
+    say("night 1: no pools yet, so drafts come from each text's own prompt and output")
+    first = run_night(settings.model_copy(update={"night": alone}), LAST_DATE - datetime.timedelta(days=1))
+    say("night 2: one day later; the unchanged is carried over, the rest drafted from night 1")
+    second = run_night(settings, LAST_DATE)
+    if as_json:
+        summary({"night 1": night_counts(first), "night 2": night_counts(second), "ctr": second.manifest["ctr"]}, True)
+        return
+    stdout.print(nights_table([first, second]))
+    stdout.print(ctr_rows_table(second.manifest["ctr"]))
+    stdout.print(f"report: {second.run.report_path}", soft_wrap=True, markup=False)
+
+
+def nights_table(nights: list[Night]) -> Table:
+    """One row a night and side; plain decoding, where it was run, beside it."""
+    table = Table(title="What the nights did", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    counts = ("entities", "generated", "carried over", "failed", "tokens/step", "tokens/s", "seconds")
+    for name in ("night", "side", *counts):
+        table.add_column(name, justify="right" if name in counts else "left")
+    for night in nights:
+        for label, sides in (("", night.manifest["sides"]), (" plain", night.manifest.get("plain", {}))):
+            for side, data in sides.items():
+                stats = data["stats"]
+                table.add_row(
+                    str(night.date) + label,
+                    side,
+                    f"{data['num_entities']:,}",
+                    f"{data['num_generated']:,}",
+                    f"{data['num_carried_over']:,}",
+                    f"{data['num_quarantined']:,}",
+                    f"{stats['num_tokens'] / max(1, stats['num_steps']):.2f}",
+                    f"{stats['num_tokens'] / stats['wall_s']:,.0f}" if stats["wall_s"] else "-",
+                    f"{stats['wall_s']:.1f}",
+                )
+    return table
+
+
+def ctr_rows_table(ctr: dict[str, Any]) -> Table:
+    """The CTR comparison: mean and spread over seeds, on the test part."""
+    title = f"CTR on what came after: not trained, {ctr['skipped']}" if ctr["skipped"] else "CTR on what came after"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("model", "knowledge", "AUC", "LogLoss", "AUC, cold users"):
+        table.add_column(name, justify="left" if name in ("model", "knowledge") else "right")
+    for row in ctr["rows"]:
+        metrics = [_spread(row, name) for name in ("auc", "logloss", "auc_cold")]
+        table.add_row(row["model"], row["variant"], *metrics)
+    return table
+
+
+def _spread(row: dict[str, Any], name: str) -> str:
+    if row.get(name) is None:
+        return "-"
+    spread = row.get(f"{name}_std")
+    return f"{row[name]:.4f}" + (f" ±{spread:.4f}" if spread is not None else "")

@@ -13,16 +13,16 @@ from jobs.settings import Settings, load_settings
 from jobs.spans import Span, text_spans
 from jobs.try_view import TriedEntity, print_tried, text_panel
 from pipeline.decoding.drafters import drafter_from
-from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult, StepEvent
+from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, StepEvent
+from pipeline.decoding.identity import tokenizer_hash
 from pipeline.distributed.shards import PreviousKnowledge
 from pipeline.errors import RowError, TableError
 from pipeline.knowledge.entities import Entity, iter_entities
 from pipeline.knowledge.parsers import parse_knowledge
-from pipeline.knowledge.prompts import load_template
 from pipeline.knowledge.records import Side
+from pipeline.knowledge.templates import load_template
 from pipeline.storage.workspace import Workspace
 from pipeline.tables.read import Tables, read_tables
-from retrieval_pools.pool import Pool
 from retrieval_pools.router import Router
 from retrieval_pools.store import PoolStore
 
@@ -90,7 +90,7 @@ def write_one(settings: Settings, tables: Tables, side: Side, entity: Entity, li
         raise TableError(f"{side} {entity.entity_id} cannot be written: {outcome.reason}")
     fields, problem = None, None
     try:
-        fields = parse_knowledge(template, _text(engine, outcome))
+        fields = parse_knowledge(template, outcome.text)
     except RowError as error:
         problem = error.reason
     return TriedEntity(
@@ -130,10 +130,6 @@ class _Writing:
         return text_spans(self._tokenizer, self._token_ids, self._sources)
 
 
-def _text(engine: Engine, result: GenerationResult) -> str:
-    return engine.tokenizer.decode(result.token_ids.tolist(), skip_special_tokens=True)
-
-
 def _night_before(settings: Settings, tables: Tables, side: Side, entity: Entity):
     """What the workspace has to draft from: pool, its version, the entity's route in it, and its own last text."""
     if not (settings.workspace / "workspace.json").exists():
@@ -151,5 +147,5 @@ def _night_before(settings: Settings, tables: Tables, side: Side, entity: Entity
     router = Router.load(folder / "router" / side)
     num_interactions = count_interactions(tables.interactions, side).get(entity.entity_id, 0)
     route = router.route(entity.entity_id, entity.attributes, num_interactions)
-    pool = Pool.open(folder / side) if (folder / side).is_dir() else None
+    pool = store.open(version, side, tokenizer_hash(settings.model_dir))
     return pool, version, route, previous_ids

@@ -19,6 +19,7 @@ from pipeline.knowledge.records import Side, knowledge_schema
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.parquet import read_parquet, write_parquet
 from pipeline.storage.run_folder import RunFolder
+from retrieval_pools.router import Route
 
 CARRIED_SHARD = "carried"
 
@@ -102,7 +103,7 @@ def plan_side(
     entity_id_type: pa.DataType,
     *,
     render: Callable[[Entity], tuple[RenderedPrompt, str]],
-    route: Callable[[Entity], tuple[str | None, str]],
+    route: Callable[[Entity], Route],
     previous: PreviousKnowledge,
     force: bool,
     shard_size: int,
@@ -115,7 +116,7 @@ def plan_side(
     ----------
     entities : the side's entities, in the order of the input table.
     render : entity -> (rendered prompt, fingerprint); raises `RowError` when it cannot be asked about.
-    route : entity -> (pool group or None, scheme).
+    route : entity -> its pool group (empty: none) and the scheme that chose it.
     previous : the last published records.
     force : generate unchanged entities too.
     shard_size : rows a shard.
@@ -129,8 +130,8 @@ def plan_side(
     for entity in entities:
         num_entities += 1
         on_entity()
-        group, scheme = route(entity)
-        routes[scheme] = routes.get(scheme, 0) + 1
+        routed = route(entity)
+        routes[routed.scheme] = routes.get(routed.scheme, 0) + 1
         try:
             rendered, fingerprint = render(entity)
         except RowError as error:
@@ -148,7 +149,7 @@ def plan_side(
                 num_history_dropped=rendered.num_history_dropped,
                 fingerprint=fingerprint,
                 previous_ids=None if row is None else previous.token_ids(row),
-                group=group,
+                group=routed.group or None,
             )
         )
     if carried:

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from pipeline.decoding.drafters import Drafter, drafter_from
 from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult
+from pipeline.decoding.identity import tokenizer_hash
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.distributed.shards import PlannedRow, Shard, read_shard
 from pipeline.distributed.stats import decoding_stats
 from pipeline.errors import RowError
 from pipeline.knowledge.parsers import parse_knowledge
-from pipeline.knowledge.prompts import load_template
 from pipeline.knowledge.records import Side, knowledge_schema
+from pipeline.knowledge.templates import load_template
 from pipeline.storage.quarantine import QuarantineRow
 from pipeline.storage.run_folder import RunFolder, ShardRecord
 from retrieval_pools.pool import Pool
@@ -64,7 +64,8 @@ class ShardWorker:
         settings = spec.decoding.model_copy(update={"num_threads": spec.num_threads})
         self.engine = Engine.from_pretrained(spec.model_dir, settings, device=spec.device)
         self._templates = {side: load_template(name, spec.template_dir) for side, name in spec.templates.items()}
-        self._pools: dict[Side, Pool] = {side: Pool.open(path) for side, path in spec.pool_dirs.items()}
+        expected = tokenizer_hash(spec.model_dir)
+        self._pools: dict[Side, Pool] = {side: Pool.open(path, expected) for side, path in spec.pool_dirs.items()}
         self._decoding_json = json.dumps(decoding_provenance(spec.decoding), sort_keys=True)
 
     def drafter(self, side: Side) -> Drafter:
@@ -120,16 +121,15 @@ class ShardWorker:
 
     def _record(self, side: Side, row: PlannedRow, result: GenerationResult) -> dict[str, Any]:
         template = self._templates[side]
-        text = self.engine.tokenizer.decode(result.token_ids.tolist(), skip_special_tokens=True)
-        if "\ufffd" in text:
+        if "\ufffd" in result.text:
             raise RowError("undecodable: the output is not valid UTF-8")
-        fields = parse_knowledge(template, text)
+        fields = parse_knowledge(template, result.text)
         return {
             "entity_id": row.entity_id,
             "side": side,
             "framework": template.framework,
             "template": template.identity,
-            "text": text,
+            "text": result.text,
             "token_ids": result.token_ids,
             "token_sources": result.sources,
             "fields_json": json.dumps(fields, ensure_ascii=False, sort_keys=True),

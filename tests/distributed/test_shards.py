@@ -1,0 +1,107 @@
+"""The plan of a night: nothing lost, nothing twice, the same again after a restart."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.distributed.shards import PreviousKnowledge, load_plan, plan_side, read_shard, save_plan
+from pipeline.errors import RowError
+from pipeline.knowledge.entities import Entity
+from pipeline.knowledge.prompts import RenderedPrompt
+from pipeline.knowledge.records import knowledge_schema
+from pipeline.storage.run_folder import RunFolder
+from retrieval_pools.router import Route
+
+RECORD = {
+    "side": "user", "framework": "kar", "template": "t@1", "text": "old", "token_ids": [1, 2], "token_sources": [0, 0],
+    "fields_json": "{}", "run_id": "2025-01-01-00000000", "model_id": "m", "pool_version": None, "pool_group": None,
+    "decoding_json": "{}", "num_prompt_tokens": 3, "num_history": 0, "num_history_dropped": 0, "num_tokens": 2,
+    "num_steps": 2, "num_drafted": 0, "num_accepted": 0, "finish_reason": "end_of_text",
+}  # fmt: skip
+
+
+def records(fingerprints: dict[str, str]) -> pa.Table:
+    rows = [RECORD | {"entity_id": key, "fingerprint": value} for key, value in fingerprints.items()]
+    return pa.Table.from_pylist(rows, schema=knowledge_schema(pa.string()))
+
+
+def render(entity):
+    if entity.attributes.get("bad"):
+        raise RowError("too-long: of no use")
+    ids = np.arange(3, dtype=np.int32)
+    return RenderedPrompt(ids, "prompt", 0, 0), f"fingerprint-{entity.attributes['version']}"
+
+
+def plan(entities, run_dir, previous=None, force=False, shard_size=4):
+    return plan_side(
+        "user",
+        entities,
+        pa.string(),
+        render=render,
+        route=lambda entity: Route(f"g{len(entity.entity_id) % 3}", "attribute"),
+        previous=PreviousKnowledge(previous),
+        force=force,
+        shard_size=shard_size,
+        run_dir=run_dir,
+    )
+
+
+def users(ids, version="1", **attributes):
+    return [Entity("user", key, {"version": version, **attributes}) for key in ids]
+
+
+@given(st.lists(st.text(min_size=1, max_size=6), unique=True, max_size=30), st.integers(1, 9))
+@settings(max_examples=30, deadline=None)
+def test_every_entity_is_in_exactly_one_shard(tmp_path_factory, ids, shard_size):
+    run_dir = tmp_path_factory.mktemp("run")
+    planned = plan(users(ids), run_dir, shard_size=shard_size)
+    rows = [row for shard in planned.shards for row in read_shard(run_dir / shard.path)]
+    assert sorted(row.entity_id for row in rows) == sorted(ids)
+    assert [row.group for row in rows] == sorted(row.group for row in rows)
+    assert all(shard.num_rows <= shard_size for shard in planned.shards)
+
+
+def test_unchanged_entities_are_carried_over_and_changed_ones_bring_their_old_text(tmp_path):
+    previous = records({"a": "fingerprint-1", "b": "fingerprint-0", "gone": "fingerprint-1"})
+    planned = plan(users(["a", "b", "new"]), tmp_path, previous)
+    assert planned.num_carried_over == 1
+    carried = RunFolder(tmp_path).read_knowledge("user")
+    assert carried["entity_id"].to_pylist() == ["a"]
+    assert carried["run_id"].to_pylist() == ["2025-01-01-00000000"]
+    rows = {row.entity_id: row for shard in planned.shards for row in read_shard(tmp_path / shard.path)}
+    assert set(rows) == {"b", "new"}
+    assert rows["b"].previous_ids.tolist() == [1, 2]
+    assert rows["new"].previous_ids is None
+
+
+def test_force_generates_unchanged_entities(tmp_path):
+    planned = plan(users(["a"]), tmp_path, records({"a": "fingerprint-1"}), force=True)
+    assert planned.num_carried_over == 0
+    assert sum(shard.num_rows for shard in planned.shards) == 1
+
+
+def test_an_entity_that_cannot_be_asked_about_is_refused_with_its_reason(tmp_path):
+    planned = plan(users(["a"]) + users(["b"], bad=True), tmp_path)
+    assert [(row.entity_id, row.reason) for row in planned.refused] == [("b", "too-long: of no use")]
+    assert sum(shard.num_rows for shard in planned.shards) == 1
+
+
+def test_a_plan_comes_back_from_disk_as_it_was(tmp_path):
+    planned = plan(users(["a", "b", "c"]) + users(["d"], bad=True), tmp_path, records({"c": "fingerprint-1"}))
+    save_plan(planned, tmp_path / "plan" / "user.json")
+    assert load_plan(tmp_path / "plan" / "user.json") == planned
+    assert load_plan(tmp_path / "plan" / "item.json") is None
+
+
+@pytest.mark.parametrize("ids", [[1, 2, 3]])
+def test_integer_ids_stay_integers(tmp_path, ids):
+    entities = [Entity("user", key, {"version": "1"}) for key in ids]
+    planned = plan_side(
+        "user", entities, pa.int64(), render=render, route=lambda entity: Route("", "none"),
+        previous=PreviousKnowledge(None), force=False, shard_size=2, run_dir=tmp_path,
+    )  # fmt: skip
+    rows = [row for shard in planned.shards for row in read_shard(tmp_path / shard.path)]
+    assert [row.entity_id for row in rows] == ids
+    assert rows[0].group is None
