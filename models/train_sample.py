@@ -27,7 +27,7 @@ from pipeline.tables.sample_world import LAST_DATE, write_sample_world
 
 FIRST_TRAINING_SEED = 1_000
 HELD_OUT_SEED = 0  # the demo's world
-USERS_PER_WORLD, ITEMS_PER_WORLD = 2_000, 1_200
+USERS_PER_WORLD, ITEMS_PER_WORLD = 400, 400
 SPECIAL = ("<|pad|>", "<|bos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=3_072)
     parser.add_argument("--batch-tokens", type=int, default=4_096)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--max-minutes", type=float, default=28.0, help="the schedule is shortened to end by then")
+    parser.add_argument("--max-minutes", type=float, default=27.0, help="the schedule is shortened to end by then")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)

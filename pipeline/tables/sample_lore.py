@@ -248,5 +248,6 @@ def title_themes(title: str) -> TitleThemes:
 
 def about_themes(about: str) -> tuple[int, ...]:
     """Themes that a sign-up statement hints at, in the order in which it does."""
-    found = sorted((about.find(cue), theme) for cue, theme in _CUE_THEME.items() if cue in about)
+    about = about.lower()  # a sentence begins with a capital
+    found = sorted((about.find(cue.lower()), theme) for cue, theme in _CUE_THEME.items() if cue.lower() in about)
     return tuple(theme for _, theme in found)
