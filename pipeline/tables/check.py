@@ -49,9 +49,9 @@ def check_tables(path: Path | str) -> list[Finding]:
     return findings.to_list()
 
 
-def require_sound_tables(path: Path | str) -> None:
-    """Check the tables; one TableError that shows the first findings, if there are any."""
-    findings = check_tables(path)
+def require_sound_tables(path: Path | str | None) -> None:
+    """Check the tables; one TableError that shows the first findings, if there are any or `path` is no folder."""
+    findings = check_tables(sc.tables_folder(path))
     if findings:
         num = sum(1 + finding.num_more for finding in findings)
         shown = "\n".join(f"  {finding}" for finding in findings[:NUM_FINDINGS_IN_ERROR])

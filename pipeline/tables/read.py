@@ -41,7 +41,7 @@ class Tables:
         return self.users if side == "user" else self.items
 
 
-def read_tables(path: Path | str, as_of: datetime.date | None = None) -> Tables:
+def read_tables(path: Path | str | None, as_of: datetime.date | None = None) -> Tables:
     """Read the tables, as known at the end of a day.
 
     Parameters
@@ -58,9 +58,9 @@ def read_tables(path: Path | str, as_of: datetime.date | None = None) -> Tables:
     Raises
     ------
     TableError
-        A table or required column is missing, has a wrong type, or its file cannot be read.
+        The path is None or no folder; a table or column is missing, has a wrong type, or its file cannot be read.
     """
-    cutoff = None
+    path, cutoff = sc.tables_folder(path), None
     if as_of is not None:
         day_after = datetime.datetime.combine(as_of, datetime.time(), datetime.UTC) + datetime.timedelta(days=1)
         cutoff = pa.scalar(day_after, sc.TIMESTAMP_TYPE)
@@ -182,7 +182,7 @@ def wrong_types(name: str, schema: pa.Schema) -> list[WrongType]:
     return wrong
 
 
-def describe(path: Path | str) -> dict[str, dict]:
+def describe(path: Path | str | None) -> dict[str, dict]:
     """What the tables are, for the manifest's `inputs`.
 
     Returns
@@ -196,11 +196,11 @@ def describe(path: Path | str) -> dict[str, dict]:
     TableError
         A table is missing, or a file cannot be read.
     """
-    described = {}
+    path, described = sc.tables_folder(path), {}
     for name in sc.TABLE_NAMES:
         files = sc.table_files(path, name)
         num_rows = sum(_num_rows(file, name) for file in files)
-        is_one_file = files[0].parent == Path(path)
+        is_one_file = files[0].parent == path
         digests = [sha256_file(file) for file in files]
         if is_one_file:
             sha256 = digests[0]

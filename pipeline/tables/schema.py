@@ -32,6 +32,20 @@ ID_EXPECTED = "a string or an integer"
 TIME_EXPECTED = "a timestamp, or int64 unix seconds"
 
 
+def tables_folder(path: Path | str | None) -> Path:
+    """The folder of the tables. Raises TableError when none is given, or it is not there."""
+    if path is None:
+        raise TableError(
+            "no input tables are named; set `tables.path` to a folder with users, items and interactions. "
+            "`laserbatch data sample` makes one to try."
+        )
+    if not Path(path).is_dir():
+        raise TableError(
+            f"{path} is not a folder; expected one with users, items and interactions. Check `tables.path`."
+        )
+    return Path(path)
+
+
 class TableFilesError(TableError):
     """A table's files are not where they should be, or are there twice."""
 

@@ -20,8 +20,7 @@ class _Frozen(BaseModel):
 class TablesSettings(_Frozen):
     """The tables a run reads."""
 
-    path: Path | None = Field(None, description="Folder with users, items and interactions; null: the sample world.")
-    check: bool = Field(True, description="Check the tables before any work starts.")
+    path: Path | None = Field(None, description="Folder with users, items and interactions; needed but for the demo.")
 
 
 class SourceColumn(_Frozen):

@@ -13,7 +13,7 @@ from sound_world import DAY_1_S, replaced, sound_world, write_world
 from pipeline.errors import TableError
 from pipeline.tables import check
 from pipeline.tables.check import check_tables, require_sound_tables
-from pipeline.tables.read import read_tables
+from pipeline.tables.read import describe, read_tables
 
 
 def test_sound_tables_have_no_findings(tmp_path):
@@ -168,6 +168,11 @@ def test_a_folder_that_is_not_there_is_a_finding(tmp_path):
     assert "is not there" in str(check_tables(tmp_path / "none")[0])
     (tmp_path / "file").touch()
     assert "is not a folder" in str(check_tables(tmp_path / "file")[0])
+    for use in (require_sound_tables, read_tables, describe):
+        with pytest.raises(TableError, match=r"set `tables\.path` to a folder"):
+            use(None)
+        with pytest.raises(TableError, match=r"none is not a folder; .* Check `tables\.path`"):
+            use(tmp_path / "none")
 
 
 some_ids = st.one_of(
