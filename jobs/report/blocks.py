@@ -1,0 +1,130 @@
+"""What a page is made of: sections, which hold figures, tables, notes, samples and folded lists.
+
+Plain values; the template decides how they look. Strings are data and are escaped there; only an SVG is markup.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from markupsafe import Markup
+
+from jobs.spans import Span
+
+
+@dataclass(frozen=True)
+class LegendEntry:
+    """A colour and what it stands for; `mark` is a bar or a line."""
+
+    label: str
+    colour: str
+    mark: str = "bar"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart with its title; the caption says what is counted."""
+
+    title: str
+    svg: Markup
+    caption: str = ""
+    legend: Sequence[LegendEntry] = ()
+    wide: bool = False
+    kind: str = field(default="figure", init=False)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text. Columns named in `left` are words; the others are numbers, set to the right."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    left: frozenset[int] = frozenset({0})
+    wide: bool = True
+    strong_rows: frozenset[int] = frozenset()
+    kind: str = field(default="table", init=False)
+
+
+@dataclass(frozen=True)
+class Note:
+    """A plain sentence in place of what is not there."""
+
+    text: str
+    wide: bool = True
+    kind: str = field(default="note", init=False)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One text with the sources of its spans."""
+
+    title: str
+    facts: str
+    spans: Sequence[Span]
+    prompt: str
+    wide: bool = False
+    kind: str = field(default="sample", init=False)
+
+
+@dataclass(frozen=True)
+class SourceLegend:
+    """The colours of sample texts."""
+
+    entries: Sequence[tuple[str, str]]  # (source, label)
+    wide: bool = True
+    kind: str = field(default="source_legend", init=False)
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A list of names and values that opens on a click."""
+
+    title: str
+    rows: Sequence[tuple[str, str]]
+    wide: bool = True
+    kind: str = field(default="folded", init=False)
+
+
+Block = Figure | Table | Note | Sample | SourceLegend | Folded
+
+
+@dataclass(frozen=True)
+class Section:
+    """A titled part of the page; `lead` is its one-sentence result."""
+
+    anchor: str
+    title: str
+    lead: str
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True)
+class Phrase:
+    """A piece of the headline; the figures in it are strong."""
+
+    text: str
+    strong: bool = False
+
+
+@dataclass(frozen=True)
+class KeyFigure:
+    """One of the numbers at the top."""
+
+    label: str
+    value: str
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Page:
+    """Everything that a report shows."""
+
+    title: str
+    run_id: str
+    status: str
+    facts: Sequence[str]
+    headline: Sequence[Phrase]
+    key_figures: Sequence[KeyFigure]
+    sections: Sequence[Section]
+    made_by: str

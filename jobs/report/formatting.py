@@ -1,0 +1,100 @@
+"""Numbers as a reader wants them: separators, units, a sign that is a sign, and a dash where there is no number.
+
+Knows nothing of manifests. Every function takes what JSON may hold (None, NaN, a string by mistake) and never raises.
+"""
+
+import math
+
+MISSING = "–"
+MINUS = "−"
+
+
+def finite(value: object) -> float | None:
+    """The value as a float; None when it is missing, not a number, NaN or infinite."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def ratio(numerator: object, denominator: object) -> float | None:
+    """`numerator / denominator`, or None where that is no number."""
+    top, bottom = finite(numerator), finite(denominator)
+    return None if top is None or not bottom else top / bottom
+
+
+def whole(value: object) -> int:
+    """A count; 0 where there is none."""
+    number = finite(value)
+    return 0 if number is None else round(number)
+
+
+def count(value: object) -> str:
+    """`12,345`."""
+    number = finite(value)
+    return MISSING if number is None else f"{number:,.0f}"
+
+
+def counted(value: object, singular: str, plural: str | None = None) -> str:
+    """`1 text`, `2,000 texts`."""
+    return f"{count(value)} {singular if whole(value) == 1 else plural or singular + 's'}"
+
+
+def decimal(value: object, digits: int = 2, *, signed: bool = False) -> str:
+    """`4.67`, and `+0.0120` or `−0.0004` when signed."""
+    number = finite(value)
+    if number is None:
+        return MISSING
+    text = f"{abs(number):,.{digits}f}"
+    if number < 0 and float(text.replace(",", "")) != 0:
+        return MINUS + text
+    return ("+" if signed else "") + text
+
+
+def rate(value: object) -> str:
+    """A rate to three digits or so: `8.4`, `84`, `1,234`."""
+    number = finite(value)
+    if number is None:
+        return MISSING
+    return decimal(number, 0 if abs(number) >= 100 else 1 if abs(number) >= 10 else 2)
+
+
+def times(value: object) -> str:
+    """A factor: `3.2×`."""
+    number = finite(value)
+    return MISSING if number is None else decimal(number, 0 if number >= 100 else 1 if number >= 1.1 else 2) + "×"
+
+
+def percent(value: object, digits: int = 0) -> str:
+    """A share of one as `87 %`; shares that are small but not nothing keep a digit."""
+    number = finite(value)
+    if number is None:
+        return MISSING
+    if 0 < number < 0.01 and digits == 0:
+        digits = 1
+    return f"{decimal(100 * number, digits)} %"
+
+
+def seconds(value: object) -> str:
+    """`0.34 s`, `21.5 s`, `3 min 20 s`, `2 h 05 min`."""
+    number = finite(value)
+    if number is None:
+        return MISSING
+    if number < 60:
+        return f"{decimal(number, 2 if number < 9.995 else 1)} s"
+    if number < 3600:
+        minutes, rest = divmod(round(number), 60)
+        return f"{minutes} min {rest:02d} s"
+    hours, rest = divmod(round(number / 60), 60)
+    return f"{hours:,} h {rest:02d} min"
+
+
+def millions(value: object) -> str:
+    """A parameter count: `2.5 M`, `8.0 B`."""
+    number = finite(value)
+    if number is None:
+        return MISSING
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f}"

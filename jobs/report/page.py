@@ -1,0 +1,90 @@
+"""From a manifest to one self-contained HTML file. Reads nothing else: no run folder, no network, no clock."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+
+from jobs.report.acceptance import acceptance_section, lengths_section
+from jobs.report.blocks import Page
+from jobs.report.ctr_table import ctr_section
+from jobs.report.formatting import millions, seconds
+from jobs.report.headline import headline, key_figures
+from jobs.report.palette import SOURCE_COLOURS
+from jobs.report.pools import pools_section
+from jobs.report.reading import long_date, mapping, sides_of
+from jobs.report.samples import provenance_section, samples_section
+from jobs.report.speed import speed_section
+from jobs.report.work import total_wall_s, work_section
+from pipeline.storage.atomic import write_text
+
+FOLDER = Path(__file__).parent
+
+
+def write_report(manifest: Mapping, out_path: Path) -> None:
+    """Write the report of a run.
+
+    Parameters
+    ----------
+    manifest : a run's manifest as plain JSON values; sections whose data it lacks say so in a sentence.
+    out_path : the HTML file to write or replace, atomically; its folder is created.
+    """
+    write_text(render_report(manifest), out_path)
+
+
+def render_report(manifest: Mapping) -> str:
+    """The report of a run as HTML text; see `write_report`."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER),
+        autoescape=True,  # by default only for names that end in .html
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    css = Markup((FOLDER / "report.css").read_text(encoding="utf-8"))  # our own file: the only text that is not escaped
+    template = environment.get_template("report.html.jinja")
+    return template.render(page=page_of(manifest), css=css, source_colours=SOURCE_COLOURS)
+
+
+def page_of(manifest: Mapping) -> Page:
+    """Everything that the report of a manifest shows."""
+    sides = sides_of(manifest)
+    night = long_date(manifest.get("date"))
+    return Page(
+        title=f"Night of {night}",
+        run_id=str(manifest.get("run_id") or "unnamed run"),
+        status=str(manifest.get("status") or "unknown"),
+        facts=_facts(manifest),
+        headline=headline(manifest, sides),
+        key_figures=key_figures(manifest, sides),
+        sections=[
+            work_section(manifest, sides),
+            speed_section(manifest, sides),
+            acceptance_section(sides),
+            lengths_section(sides),
+            pools_section(manifest, sides),
+            ctr_section(manifest),
+            samples_section(sides),
+            provenance_section(manifest),
+        ],
+        made_by=f"laserbatch {manifest.get('laserbatch_version') or ''}".strip(),
+    )
+
+
+def _facts(manifest: Mapping) -> list[str]:
+    model, machine = mapping(manifest.get("model")), mapping(manifest.get("machine"))
+    facts = []
+    if model.get("id"):
+        size = f" ({millions(model['num_parameters'])} parameters)" if model.get("num_parameters") else ""
+        facts.append(f"model {model['id']}{size}")
+    device = model.get("device") or mapping(manifest.get("workers")).get("device")
+    if model.get("dtype") or device:
+        facts.append(" on ".join(str(part) for part in (model.get("dtype"), device) if part))
+    hardware = machine.get("gpu") or (f"{machine['num_cpus']} CPU cores" if machine.get("num_cpus") else None)
+    if hardware:
+        facts.append(str(hardware))
+    wall_s = total_wall_s(manifest)
+    if wall_s is not None:
+        facts.append(f"{seconds(wall_s)} in all")
+    return facts

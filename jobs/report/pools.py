@@ -1,0 +1,125 @@
+"""Routing and pools: which groups entities were sent to, what they drafted from, what was built for the next night."""
+
+import statistics
+from collections.abc import Mapping
+
+from jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
+from jobs.report.charts import FULL_WIDTH, HALF_WIDTH, Part, lying_bars, stacked_shares
+from jobs.report.formatting import MISSING, count, counted, decimal, seconds, whole
+from jobs.report.palette import DARK_COLOURS, OTHER, ROUTE_COLOURS, ROUTE_LABELS, SIDE_COLOURS
+from jobs.report.reading import SideView, counts, mapping, side_label
+
+MAX_GROUPS_SHOWN = 10
+
+
+def pools_section(manifest: Mapping, sides: list[SideView]) -> Section:
+    """The section "Router and pools"."""
+    used, built = mapping(manifest.get("pools")), mapping(manifest.get("pools_built"))
+    blocks: list[Block] = []
+    routed = [side for side in sides if sum(counts(side.data.get("routes")).values())]
+    grouped = [(side, groups) for side in sides if (groups := _group_sizes(used, built, side.name))]
+    if routed:
+        blocks.append(_routes(routed, wide=len(grouped) % 2 == 0))
+    else:
+        blocks.append(Note("No entity was routed to a pool tonight.", wide=len(grouped) % 2 == 0))
+    blocks += [_groups(side, groups) for side, groups in grouped]
+    blocks += [Note(sentence) for sentence in _missing(used, sides)]
+    rows = [_row(name, "drafted from tonight", mapping(pool)) for name, pool in used.items() if mapping(pool)]
+    rows += [_row(name, "built for the next night", mapping(pool)) for name, pool in built.items() if mapping(pool)]
+    if rows:
+        blocks.append(_table(rows))
+    if not any(mapping(pool) for pool in built.values()):
+        blocks.append(Note("No pool was built from tonight's texts."))
+    return Section("pools", "Router and pools", _lead(used), blocks)
+
+
+def _missing(used: Mapping, sides: list[SideView]) -> list[str]:
+    """What cannot be said of the pools that were drafted from, in sentences."""
+    missing = [side.label for side in sides if not mapping(used.get(side.name))]
+    if not missing:
+        return []
+    if used.get("version"):  # the pools of a version are listed by side only when the run looked into them
+        return [f"Drafts came from pool version {used['version']}; its texts and groups were not recorded in this run."]
+    return [f"{' and '.join(missing)} had no pool to draft from: drafts came from their own texts and prompts."]
+
+
+def _lead(used: Mapping) -> str:
+    pools = [mapping(pool) for pool in used.values() if mapping(pool)]
+    if not pools:
+        return ""
+    texts, tokens = (sum(whole(pool.get(key)) for pool in pools) for key in ("num_texts", "num_tokens"))
+    groups = sum(len(mapping(pool.get("groups"))) for pool in pools)
+    return (
+        f"Tonight drafted from {counted(texts, 'earlier text')} ({counted(tokens, 'token')}) "
+        f"in {counted(groups, 'group')}; pools are frozen during a run."
+    )
+
+
+def _routes(sides: list[SideView], wide: bool) -> Figure:
+    rows, names = [], {}
+    for side in sides:
+        routes = counts(side.data.get("routes"))
+        ordered = [name for name in ROUTE_LABELS if name in routes] + sorted(set(routes) - set(ROUTE_LABELS))
+        names |= {name: None for name in ordered if routes[name]}
+        colours = {name: ROUTE_COLOURS.get(name, OTHER) for name in ordered}
+        parts = [
+            Part(ROUTE_LABELS.get(name, name), routes[name], colours[name], colours[name] in DARK_COLOURS)
+            for name in ordered
+        ]
+        rows.append((side.label, parts))
+    return Figure(
+        "Where the router sent entities",
+        stacked_shares(rows, "share of the side's entities", FULL_WIDTH if wide else HALF_WIDTH),
+        legend=[LegendEntry(ROUTE_LABELS.get(name, name), ROUTE_COLOURS.get(name, OTHER)) for name in names],
+        caption="Collaborative: enough interactions for a cluster of tastes. Attribute: the others, and cold ones.",
+        wide=wide,
+    )
+
+
+def _groups(side: SideView, groups: dict[str, int]) -> Figure:
+    largest = sorted(groups.items(), key=lambda item: (-item[1], item[0]))
+    shown = largest[:MAX_GROUPS_SHOWN]
+    rest = largest[MAX_GROUPS_SHOWN:]
+    more = f"{counted(len(rest), 'smaller group')} with {counted(sum(size for _, size in rest), 'token')} in all"
+    caption = f"Not drawn: {more}." if rest else ""
+    title = f"Largest pool groups: {side.label.lower()}" if rest else f"Pool groups: {side.label.lower()}"
+    return Figure(title, lying_bars(shown, "tokens in the group", count, SIDE_COLOURS.get(side.name, OTHER)), caption)
+
+
+def _row(name: str, use: str, pool: Mapping) -> list[str]:
+    sizes = sorted(_sizes(pool).values())
+    return [
+        side_label(name),
+        use,
+        str(pool.get("version") or MISSING),
+        count(pool.get("num_texts")),
+        count(pool.get("num_tokens")),
+        count(len(sizes)),
+        decimal(statistics.median(sizes), 0) if sizes else MISSING,
+        count(sizes[-1]) if sizes else MISSING,
+        seconds(pool.get("build_s")),
+    ]
+
+
+def _table(rows: list[list[str]]) -> Table:
+    columns = [
+        "Side",
+        "Use",
+        "Version",
+        "Texts",
+        "Tokens",
+        "Groups",
+        "Median group (tokens)",
+        "Largest (tokens)",
+        "Build time",
+    ]
+    return Table("Pools, in numbers", columns, rows, left=frozenset({0, 1, 2}))
+
+
+def _group_sizes(used: Mapping, built: Mapping, side: str) -> dict[str, int]:
+    """Tokens by group of the pool that was drafted from, or else of the one that was built."""
+    return _sizes(mapping(used.get(side))) or _sizes(mapping(built.get(side)))
+
+
+def _sizes(pool: Mapping) -> dict[str, int]:
+    return {str(name): whole(mapping(group).get("num_tokens")) for name, group in mapping(pool.get("groups")).items()}

@@ -1,0 +1,55 @@
+"""`laserbatch report`: draw a run's report again, from its manifest."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jobs.console import summary
+from jobs.report.page import write_report
+from pipeline.errors import WorkspaceError
+from pipeline.storage.run_folder import RunFolder
+from pipeline.storage.workspace import Workspace
+
+
+def report(
+    workspace: Annotated[Path, typer.Option("--workspace", "-w", help="The workspace folder.")] = Path("workspace"),
+    run: Annotated[
+        str | None, typer.Option("--run", help="A run id. Default: the published run, else the newest.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="HTML file; report.html in the run's folder by default.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON summary.")] = False,
+) -> None:
+    """Write the HTML report of a run again, from the run's manifest alone.
+
+    Example: `laserbatch report --workspace workspace --run 2025-03-01-1a2b3c4d --out night.html`
+    """
+    folder = chosen_run(Workspace.open(workspace, create=False), run)
+    path = out if out is not None else folder.report_path
+    write_report(folder.load_manifest().data, path)
+    summary({"run_id": folder.run_id, "report": str(path)}, as_json)
+
+
+def chosen_run(workspace: Workspace, run_id: str | None) -> RunFolder:
+    """The run of that id; without one the published run, else the newest that has a manifest.
+
+    Raises
+    ------
+    WorkspaceError
+        There is no such run, or none at all.
+    """
+    runs = [folder for folder in workspace.runs() if folder.manifest_path.exists()]
+    if run_id is not None:
+        folder = workspace.run(run_id)
+        if not folder.manifest_path.exists():
+            known = ", ".join(item.run_id for item in runs[-5:]) or "none"
+            raise WorkspaceError(f"{workspace.root} has no run {run_id}; its newest runs are: {known}.")
+        return folder
+    published = workspace.published()
+    if published is not None:
+        return published
+    if not runs:
+        raise WorkspaceError(f"{workspace.root} holds no run yet; `laserbatch nightly` makes one.")
+    return runs[-1]

@@ -1,0 +1,160 @@
+"""`laserbatch try` on a terminal: one entity's prompt, its pool, its text with accepted spans coloured, its record.
+
+Draws what it is given; generates nothing. Everything that comes from tables or from a model is drawn as text: rich
+markup in it is not read, and control characters are shown, not sent to the terminal.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from jobs.report.formatting import counted, decimal, percent, rate, ratio
+from jobs.report.palette import ROUTE_LABELS, SOURCE_LABELS
+from jobs.spans import Span
+from pipeline.knowledge.records import Side
+
+# Underlines differ too, so that the spans can be told apart without colours. The model's own tokens stay unmarked.
+SOURCE_STYLES = {
+    "pool": "black on #f2c4dd",
+    "previous": "black on #a9d3f2 underline",
+    "prompt": "black on #f7d48a underline2",
+    "output": "black on #9edcc5 italic",
+    "target": "",
+}
+FINISH_LABELS = {"end_of_text": "ended by itself", "stop": "ended at a stop string", "length": "cut at the token limit"}
+
+
+@dataclass(frozen=True)
+class TriedEntity:
+    """One entity, tried.
+
+    Attributes
+    ----------
+    side, entity_id : whose text it is.
+    template : `name@version` of the prompt template.
+    prompt : as the model got it, control tokens included.
+    num_prompt_tokens, num_history, num_history_dropped : what the prompt holds, and what was cut from it.
+    pool_version, group, scheme : the pool, the group that the router chose, and by which scheme; None without a pool.
+    spans : the text, cut by source.
+    num_tokens, num_steps, num_drafted, num_accepted : counts; `num_accepted` counts accepted draft tokens.
+    wall_s : seconds of decoding.
+    finish_reason : "end_of_text", "stop" or "length".
+    fields : the parsed record; None when the text could not be parsed.
+    problem : why not.
+    """
+
+    side: Side
+    entity_id: object
+    template: str
+    prompt: str
+    num_prompt_tokens: int
+    num_history: int
+    num_history_dropped: int
+    pool_version: str | None
+    group: str | None
+    scheme: str | None
+    spans: Sequence[Span]
+    num_tokens: int
+    num_steps: int
+    num_drafted: int
+    num_accepted: int
+    wall_s: float
+    finish_reason: str
+    fields: Mapping[str, str] | None
+    problem: str | None = None
+
+
+def print_tried(console: Console, tried: TriedEntity) -> None:
+    """Draw a tried entity from top to bottom."""
+    console.print(
+        prompt_panel(tried), pool_line(tried), text_panel(tried.spans), counts_line(tried), record_panel(tried)
+    )
+
+
+def prompt_panel(tried: TriedEntity) -> Panel:
+    """The prompt, with what was cut from the history."""
+    cut = f", {counted(tried.num_history_dropped, 'older event')} cut" if tried.num_history_dropped else ""
+    history = f", {counted(tried.num_history, 'event')} of history{cut}" if tried.num_history or cut else ""
+    about = f"{tried.template}: {counted(tried.num_prompt_tokens, 'token')}{history}"
+    return Panel(
+        Text(visible(tried.prompt)),
+        title=_title("Prompt"),
+        subtitle=_title(about),
+        title_align="left",
+        subtitle_align="left",
+    )
+
+
+def pool_line(tried: TriedEntity) -> Text:
+    """Which pool and group the drafts come from."""
+    if tried.pool_version is None:
+        return Text("No pool yet: drafts come from the prompt, the output and the entity's own earlier text.\n")
+    scheme = ROUTE_LABELS.get(tried.scheme or "none", str(tried.scheme))
+    return Text.assemble(
+        "Pool ",
+        (visible(tried.pool_version), "bold"),
+        ", group ",
+        (visible(tried.group or "none"), "bold"),
+        f" ({scheme})\n",
+    )
+
+
+def text_panel(spans: Sequence[Span]) -> Panel:
+    """The text with its spans coloured by source, over their legend; draw it again and again in a `rich.live.Live`."""
+    text = Text()
+    for span in spans:
+        text.append(visible(span.text), SOURCE_STYLES.get(span.source, "reverse"))
+    content: RenderableType = text if spans else Text("(nothing written yet)", "dim")
+    return Panel(Group(content, Text(), legend()), title=_title("Text"), title_align="left")
+
+
+def legend() -> Text:
+    """The colours of sources, in one line."""
+    entries = [Text(f" {SOURCE_LABELS[name]} ", style) for name, style in SOURCE_STYLES.items()]
+    return Text("  ").join(entries)
+
+
+def counts_line(tried: TriedEntity) -> Text:
+    """Tokens, steps, tokens per step, acceptance, speed, ending."""
+    per_step = ratio(tried.num_accepted, tried.num_steps)
+    accepted = percent(ratio(tried.num_accepted, tried.num_drafted))
+    return Text.assemble(
+        f"{counted(tried.num_tokens, 'token')} in {counted(tried.num_steps, 'step')}: ",
+        (f"{decimal(None if per_step is None else per_step + 1)} tokens per step", "bold"),
+        f" (accepted draft tokens + 1); {accepted} of {counted(tried.num_drafted, 'draft token')} accepted; ",
+        f"{rate(ratio(tried.num_tokens, tried.wall_s))} tokens/s; "
+        f"{FINISH_LABELS.get(tried.finish_reason, tried.finish_reason)}.\n",
+    )
+
+
+def record_panel(tried: TriedEntity) -> Panel:
+    """The parsed record, or why there is none."""
+    if tried.fields is None:
+        problem = visible(tried.problem or "the text could not be parsed")
+        return Panel(Text(f"No record: {problem}", "bold red"), title=_title("Record"), title_align="left")
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=False)
+    table.add_column()
+    for name, value in tried.fields.items():
+        table.add_row(Text(visible(name)), Text(visible(value)))
+    return Panel(table if tried.fields else Text("(no fields)", "dim"), title=_title("Record"), title_align="left")
+
+
+def visible(text: str) -> str:
+    """The text with control characters replaced by their pictures; line ends and tabs stay."""
+    return "".join(_picture(character) for character in text.replace("\r\n", "\n"))
+
+
+def _picture(character: str) -> str:
+    code = ord(character)
+    if character in "\n\t" or code >= 0xA0 or 0x20 <= code < 0x7F:
+        return character
+    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
+
+
+def _title(text: str) -> Text:
+    return Text(visible(text))

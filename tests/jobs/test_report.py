@@ -1,0 +1,272 @@
+"""The page: one self-contained file that says the night's result, escapes data, and says what is missing."""
+
+import copy
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+from manifest_fixture import night_manifest
+
+from jobs.report.page import render_report, write_report
+from jobs.report.reading import SIDE_LABELS
+
+SECTIONS = ("work", "speed", "acceptance", "lengths", "pools", "ctr", "samples", "provenance")
+VOID_TAGS = {"meta", "link", "br", "img", "hr", "input"}
+
+
+class Outline(HTMLParser):
+    """Tags, anchors, and the text of a page; fails when a tag is closed that is not open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict]] = []
+        self.texts: list[str] = []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID_TAGS:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", "".join(self.texts))
+
+
+def outline(manifest: dict) -> Outline:
+    parsed = Outline()
+    parsed.feed(render_report(manifest))
+    assert not parsed.open
+    anchors = [attributes.get("id") for tag, attributes in parsed.tags if tag == "section"]
+    assert anchors == list(SECTIONS)
+    return parsed
+
+
+@pytest.fixture
+def manifest() -> dict:
+    return night_manifest()
+
+
+def test_report_is_one_file_that_asks_for_nothing(manifest, tmp_path):
+    write_report(manifest, tmp_path / "deep" / "report.html")
+    html = (tmp_path / "deep" / "report.html").read_text(encoding="utf-8")
+    assert list((tmp_path / "deep").iterdir()) == [tmp_path / "deep" / "report.html"]
+    assert "http://" not in html and "https://" not in html.replace("http://www.w3.org", "")
+    assert "<script" not in html and "@import" not in html and "url(" not in html
+    assert "default-src 'none'" in html
+
+
+def test_same_manifest_gives_the_same_bytes(manifest):
+    assert render_report(manifest) == render_report(copy.deepcopy(manifest))
+
+
+def test_headline_states_the_result_of_the_night(manifest):
+    assert "412 of 700 entities rewritten at 5.0 tokens a step, 3.3× plain; AUC unharmed." in outline(manifest).text
+
+
+def test_every_chart_has_a_title_and_names_its_axes(manifest):
+    parsed = outline(manifest)
+    charts = [attributes for tag, attributes in parsed.tags if tag == "svg"]
+    assert len(charts) == 15
+    assert all(chart["role"] == "img" and chart["aria-label"] for chart in charts)
+    for axis in (
+        "tokens per second",
+        "tokens per verification step",
+        "depth in the draft tree",
+        "tokens of a text",
+        "share of the side's entities",
+        "tokens in the group",
+        "AUC on the test period",
+    ):
+        assert axis in parsed.text
+
+
+def test_tables_say_which_definition_they_use(manifest):
+    text = outline(manifest).text
+    assert "Acceptance length: mean accepted draft tokens per step, the bonus token not counted" in text
+    assert "Tokens per step: acceptance length + 1" in text
+    assert "mean ± standard deviation over seeds" in text
+
+
+def test_numbers_carry_units_and_separators(manifest):
+    text = outline(manifest).text
+    for shown in (
+        "40,109",
+        "26.8 s",
+        "2 min 12 s",
+        "0.31 s",
+        "5.2 M",
+        "18,432 rows",
+        "0.7249 ± 0.0010",
+        "+0.0137",
+        "by 2 workers, 1 thread each",
+    ):
+        assert shown in text, shown
+
+
+def test_quarantine_reasons_are_listed(manifest):
+    text = outline(manifest).text
+    assert "unparsable: no numbered aspect" in text and "6 quarantined" in text
+
+
+def test_sample_spans_are_marked_by_source_and_explained(manifest):
+    html = render_report(manifest)
+    assert '<span class="from-prompt" title="prompt">Ilse Varnholt</span>' in html
+    for source in ("pool", "previous", "prompt", "output"):
+        assert f".from-{source} " in html
+    assert "own previous text" in html
+
+
+HOSTILE = "<script>alert(1)</script>\"'&"
+
+
+def test_data_are_escaped_wherever_they_come_from(manifest):
+    manifest["run_id"] = manifest["status"] = manifest["date"] = manifest["laserbatch_version"] = HOSTILE
+    manifest["model"]["id"] = manifest["settings"]["seed"] = manifest["machine"]["platform"] = HOSTILE
+    manifest["settings"]["decoding"]["verifier"] = manifest["ctr"]["rows"][0]["model"] = manifest["ctr"]["rows"][0][
+        "variant"
+    ] = HOSTILE
+    manifest["stages"].append({"name": HOSTILE, "wall_s": 1.0})
+    manifest["inputs"]["users"]["path"] = HOSTILE
+    user = manifest["sides"]["user"]
+    user["quarantine_reasons"] = {HOSTILE: 1}
+    user["routes"][HOSTILE] = 3
+    user["stats"]["accepted_by_source"][HOSTILE] = user["stats"]["finish_reasons"][HOSTILE] = 3
+    user["samples"] = [
+        {
+            "entity_id": HOSTILE,
+            "group": HOSTILE,
+            "prompt": HOSTILE,
+            "text": HOSTILE,
+            "tokens_per_step": 2.0,
+            "spans": [{"text": HOSTILE, "source": HOSTILE}],
+        }
+    ]
+    manifest["pools"]["user"]["groups"][HOSTILE] = {"num_texts": 1, "num_tokens": 10**6}
+    manifest["pools"]["user"]["version"] = HOSTILE
+    manifest["sides"][HOSTILE] = copy.deepcopy(manifest["sides"]["item"])
+    html = render_report(manifest)
+    assert "<script" not in html.lower()
+    assert html.count("&lt;script&gt;") > 15
+    parsed = Outline()
+    parsed.feed(html)
+    assert not parsed.open and "script" not in {tag for tag, _ in parsed.tags}
+
+
+def test_a_night_without_ctr_says_so_and_why(manifest):
+    manifest["ctr"] = {"skipped": "no interactions after 2025-03-01", "rows": []}
+    text = outline(manifest).text
+    assert "No CTR model was trained: no interactions after 2025-03-01." in text
+    assert "3.3× plain." in text  # the headline ends there
+    assert "wall time" in text
+    del manifest["ctr"]
+    assert "No CTR model was trained in this run." in outline(manifest).text
+
+
+def test_first_night_without_pools_or_anything_to_compare_with(manifest):
+    manifest["previous_night"], manifest["plain"], manifest["pools"] = None, None, {"version": None}
+    text = outline(manifest).text
+    assert "412 of 700 entities written at 5.0 tokens a step; AUC unharmed." in text
+    assert "This is the first night of the workspace" in text
+    assert "Nothing was decoded plainly in this run" in text
+    assert "Users and Items had no pool to draft from" in text
+    assert "nothing to compare with" in text
+
+
+def test_pools_of_which_only_the_version_is_known(manifest):
+    manifest["pools"] = {"version": "2025-02-28-9c0de4f1"}
+    text = outline(manifest).text
+    assert "Drafts came from pool version 2025-02-28-9c0de4f1" in text
+    assert "had no pool" not in text
+
+
+def test_plain_night_that_drafts_nothing(manifest):
+    for side in SIDE_LABELS:
+        manifest["sides"][side]["stats"] = copy.deepcopy(manifest["plain"][side]["stats"])
+    text = outline(manifest).text
+    assert "There is no acceptance to show: nothing was drafted tonight." in text
+    assert "1.0 tokens a step" in text
+
+
+def test_an_empty_side_is_named(manifest):
+    manifest["sides"]["item"] = {"num_entities": 0, "num_generated": 0, "stats": None, "routes": {}, "samples": []}
+    text = outline(manifest).text
+    assert "Items: there were no entities." in text
+    assert "236 of 400 entities" in text
+
+
+def test_one_side_alone(manifest):
+    for part in ("sides", "plain", "pools", "pools_built", "features"):
+        del manifest[part]["item"]
+    text = outline(manifest).text
+    assert "Largest pool groups: users" in text and "Largest pool groups: items" not in text
+
+
+def test_a_night_in_which_nothing_had_changed(manifest):
+    for side in manifest["sides"].values():
+        side |= {
+            "num_generated": 0,
+            "num_quarantined": 0,
+            "num_carried_over": side["num_entities"],
+            "quarantine_reasons": {},
+        }
+        side |= {"samples": [], "shards": []}
+        side["stats"] = {key: {} if "by" in key or key == "finish_reasons" else 0 for key in side["stats"]} | {
+            "lengths": []
+        }
+    text = outline(manifest).text
+    assert "all 700 entities were unchanged and kept their text" in text
+    for sentence in (
+        "No text was generated tonight, so there is no speed to show.",
+        "There is no acceptance to show: no text was generated tonight.",
+        "No text was generated tonight, so there are no lengths to show.",
+        "No sample texts were kept in this run.",
+        "No row went to quarantine.",
+    ):
+        assert sentence in text
+
+
+def test_a_failed_run_says_so_first(manifest):
+    manifest["status"] = "failed"
+    assert "This run failed: 412 of 700 entities" in outline(manifest).text
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, None, "NaN"])
+def test_figures_that_are_no_numbers_become_dashes(manifest, bad):
+    for row in manifest["ctr"]["rows"]:
+        row["auc_cold"] = row["auc_cold_std"] = row["auc_std"] = bad
+    manifest["ctr"]["rows"][0]["auc"] = bad
+    manifest["stages"][0]["wall_s"] = bad
+    manifest["sides"]["user"]["stats"]["wall_s"] = bad
+    manifest["sides"]["item"]["samples"][0]["tokens_per_step"] = bad
+    manifest["pools_built"]["user"]["build_s"] = bad
+    text = outline(manifest).text
+    assert "nan" not in re.sub(r"[a-z]nan|nan[a-z]", "", text.lower())
+    assert "No AUC of cold users was measured." in text
+
+
+def test_an_empty_manifest_still_makes_a_page():
+    text = outline({}).text
+    assert "There was no entity to write about." in text
+    assert "No side was begun in this run." in text
+    assert "Input tables: not recorded." in text
+
+
+@pytest.mark.parametrize("key", sorted(night_manifest()))
+@pytest.mark.parametrize("value", [None, {}, []], ids=["null", "object", "array"])
+def test_any_part_of_the_manifest_may_be_missing_or_empty(manifest, key, value):
+    outline(manifest | {key: value})
+    del manifest[key]
+    outline(manifest)

@@ -1,0 +1,81 @@
+"""What the report says of the CTR comparison, in the table and in the headline."""
+
+import pytest
+from manifest_fixture import ctr_row, equivalence, night_manifest
+
+from jobs.report.ctr_table import ALL_MODELS, auc_gain, comparisons, ctr_results, ctr_section
+from jobs.report.headline import headline
+from jobs.report.reading import sides_of
+
+
+def sentence(manifest: dict) -> str:
+    return "".join(phrase.text for phrase in headline(manifest, sides_of(manifest)))
+
+
+def table_of(manifest: dict):
+    return next(block for block in ctr_section(manifest).blocks if block.kind == "table")
+
+
+def test_rows_are_ordered_by_model_then_from_no_knowledge_to_relaxed():
+    rows = [ctr_row("DIN", variant, 0.7, 0.6, 0.6, 0.001) for variant in ("relaxed", "medusa", "none", "plain")]
+    variants = [result.variant for result in ctr_results({"ctr": {"rows": rows}})]
+    assert variants == ["none", "plain", "relaxed", "medusa"]
+
+
+def test_gain_is_the_difference_of_mean_auc():
+    results = ctr_results(night_manifest())
+    assert auc_gain(results, "DIN", "relaxed", "none") == pytest.approx(0.7249 - 0.7112)
+    assert auc_gain(results, "DIN", "none", "none") is None
+    assert auc_gain(results, "DIN", "relaxed", "unknown") is None
+
+
+def test_verdicts_are_those_of_the_ctr_package():
+    found = comparisons(night_manifest())
+    assert {model: item.verdict for model, item in found.items()} == {
+        "DIN": "equivalent", "DCNv2": "undecided", "LightGBM": "equivalent", ALL_MODELS: "equivalent",
+    }  # fmt: skip
+    rows = table_of(night_manifest()).rows
+    assert [row[-1] for row in rows if row[1] == "relaxed"] == [
+        "as good as plain", "undecided", "as good as plain", "as good as plain",
+    ]  # fmt: skip
+
+
+def test_table_shows_spread_gain_and_interval():
+    row = table_of(night_manifest()).rows[2]
+    assert row[:3] == ["DIN", "relaxed", "0.7249 ± 0.0010"]
+    assert row[5] == "+0.0137"
+    assert row[6] == "−0.0002 [−0.0009, +0.0005]"
+
+
+def test_caption_says_how_it_was_judged():
+    caption = table_of(night_manifest()).caption
+    assert "95 % interval" in caption and "±0.0020" in caption and "over seeds" in caption
+
+
+def test_a_loss_with_one_model_reaches_the_headline():
+    manifest = night_manifest()
+    manifest["ctr"]["equivalence"] = equivalence({"DIN": [-0.02, -0.021, -0.019], "DCNv2": [0.0, 0.0001, 0.0]})
+    assert sentence(manifest).endswith("AUC harmed with DIN")
+
+
+def test_a_wide_spread_makes_no_claim():
+    manifest = night_manifest()
+    manifest["ctr"]["equivalence"] = equivalence({"DIN": [-0.02, 0.0194, 0.0]})
+    assert sentence(manifest).endswith("; AUC −0.0002 against plain, undecided")
+
+
+def test_without_plain_texts_the_gain_over_no_knowledge_is_stated():
+    manifest = night_manifest()
+    manifest["ctr"]["rows"] = [row for row in manifest["ctr"]["rows"] if row["variant"] != "plain"]
+    manifest["ctr"]["equivalence"] = {}
+    assert sentence(manifest).endswith("; AUC +0.0136 from knowledge")
+    assert "No verdict" in table_of(manifest).caption
+
+
+def test_one_seed_has_a_difference_and_no_interval():
+    manifest = night_manifest()
+    for row in manifest["ctr"]["rows"]:
+        row |= {"num_seeds": 1, "auc_std": None, "logloss_std": None, "auc_cold_std": None}
+    manifest["ctr"]["equivalence"] = equivalence({"DIN": [-0.0002]})
+    row = table_of(manifest).rows[2]
+    assert row[2] == "0.7249" and row[6:] == ["−0.0002", "undecided"]

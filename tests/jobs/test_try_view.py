@@ -1,0 +1,91 @@
+"""`laserbatch try` on a terminal: everything is drawn, and nothing of the data controls the terminal."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from jobs.spans import Span
+from jobs.try_view import TriedEntity, print_tried, text_panel, visible
+
+TRIED = TriedEntity(
+    side="user",
+    entity_id="u12",
+    template="kar_user@1",
+    prompt="<|user|>\nWhat does [b]this[/b] reader like?",
+    num_prompt_tokens=212,
+    num_history=30,
+    num_history_dropped=4,
+    pool_version="2025-02-28",
+    group="collaborative/3",
+    scheme="collaborative",
+    spans=[Span("1. Genres: ", "pool"), Span("slow ", "target"), Span("mysteries", "previous")],
+    num_tokens=120,
+    num_steps=24,
+    num_drafted=300,
+    num_accepted=96,
+    wall_s=0.5,
+    finish_reason="end_of_text",
+    fields={"Genres": "slow mysteries"},
+)
+
+
+def drawn(tried: TriedEntity, **options) -> str:
+    console = Console(file=io.StringIO(), width=110, **options)
+    print_tried(console, tried)
+    return console.file.getvalue()
+
+
+def test_prompt_pool_text_counts_and_record_are_drawn():
+    shown = drawn(TRIED)
+    for part in (
+        "What does [b]this[/b] reader like?",
+        "kar_user@1",
+        "4 older events cut",
+        "collaborative/3",
+        "collaborative group",
+        "1. Genres: slow mysteries",
+        "5.00 tokens per step",
+        "32 % of 300 draft tokens",
+        "240 tokens/s",
+        "ended by itself",
+        "Record",
+    ):
+        assert part in shown, part
+
+
+def test_accepted_spans_are_coloured_by_source_with_a_legend():
+    shown = drawn(TRIED, force_terminal=True, color_system="truecolor")
+    assert "48;2;242;196;221m1. Genres: " in shown  # pool
+    assert "48;2;169;211;242mmysteries" in shown  # previous
+    assert "own previous text" in shown and "the model itself" in shown
+
+
+def test_first_night_says_that_there_is_no_pool():
+    assert "No pool yet" in drawn(replace(TRIED, pool_version=None, group=None, scheme=None))
+
+
+def test_text_that_cannot_be_parsed_says_why():
+    assert "No record: unparsable: no aspect" in drawn(replace(TRIED, fields=None, problem="unparsable: no aspect"))
+
+
+def test_no_steps_and_no_text_are_drawn_too():
+    shown = drawn(
+        replace(TRIED, spans=[], num_tokens=0, num_steps=0, num_drafted=0, num_accepted=0, wall_s=0.0, fields={})
+    )
+    assert "nothing written yet" in shown
+
+
+@pytest.mark.parametrize("code", ["\x1b[2J", "\x07", "\x9b31m", "\r", "\x7f"])
+def test_control_characters_of_the_data_do_not_reach_the_terminal(code):
+    tried = replace(TRIED, prompt=code, spans=[Span(code, "pool")], fields={code: code}, group=code)
+    assert code not in drawn(tried)
+    assert visible("a\nb\tc é") == "a\nb\tc é"
+
+
+def test_text_panel_can_be_drawn_while_the_text_grows():
+    console = Console(file=io.StringIO(), width=80)
+    for number in range(len(TRIED.spans) + 1):
+        console.print(text_panel(TRIED.spans[:number]))
+    assert "1. Genres: slow mysteries" in console.file.getvalue()
