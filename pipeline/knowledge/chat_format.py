@@ -132,5 +132,6 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     }
     for token_id, token in zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True):
         control[token_id] = token
-    # a model may give an ordinary token a special role (GPT-2's unknown token is its end token): those stay control
+    if tokenizer.unk_token_id not in (None, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
+        control.pop(tokenizer.unk_token_id, None)  # an unknown character is no control
     return control

@@ -7,7 +7,8 @@ from pipeline.knowledge.templates import PromptTemplate
 
 _AT_LINE = re.compile(r"^[ \t]*(?:[#*>\-]+[ \t]*)*\(?(\d{1,2})[.):\]][ \t*]*", re.MULTILINE)
 _INLINE = re.compile(r"(?:^|(?<=\s))\(?(\d{1,2})[.)][ \t*]+(?=[A-Z])")
-_LABEL = re.compile(r"^\**([^:\n]{1,60}?)\**[ \t]*(?::|[–—]| - )\**[ \t]*", re.DOTALL)
+_LABEL = re.compile(r"^\**([^:\n]{1,60}?)\**[ \t]*(?::|[–—]| - )\**[ \t]*")
+_HEADING = re.compile(r"^\**([^:\n]{1,60}?)\**[ \t]*\n")
 
 
 def parse_knowledge(template: PromptTemplate, text: str) -> dict[str, str]:
@@ -36,10 +37,10 @@ def _aspects(text: str, factors: tuple[str, ...]) -> dict[str, str]:
     if len(marks) < 2 <= len(inline):
         marks = inline
     fields: dict[str, str] = {}
-    ends = [mark.start() for mark in marks[1:]] + [len(text)]
-    for mark, end in zip(marks, ends, strict=True):
+    for place, mark in enumerate(marks):
+        end = marks[place + 1].start() if place + 1 < len(marks) else len(text)
         number, body = int(mark.group(1)), text[mark.end() : end].strip()
-        label = _LABEL.match(body)
+        label = _LABEL.match(body) or _heading(body, factors)
         if label:
             name, body = label.group(1).strip(" *"), body[label.end() :].strip()
         else:
@@ -49,3 +50,10 @@ def _aspects(text: str, factors: tuple[str, ...]) -> dict[str, str]:
     if not fields:
         raise RowError("unparsable: no numbered aspect with a text in the answer")
     return fields
+
+
+def _heading(body: str, factors: tuple[str, ...]) -> re.Match[str] | None:
+    """A factor's name alone on its line."""
+    heading = _HEADING.match(body)
+    known = {factor.lower() for factor in factors}
+    return heading if heading and heading.group(1).strip(" *").lower() in known else None

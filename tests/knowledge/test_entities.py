@@ -1,0 +1,57 @@
+import datetime
+
+import pyarrow as pa
+import pytest
+
+from pipeline.knowledge.entities import iter_entities
+from pipeline.tables.read import Tables
+
+DAY = datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC)
+
+
+def make_tables(kind: pa.DataType, with_rating: bool = True) -> Tables:
+    def key(numbers: list[int]) -> pa.Array:
+        return pa.array([str(n) if pa.types.is_string(kind) else n for n in numbers], kind)
+
+    interactions = {"user_id": key([2, 1, 2, 9, 1]), "item_id": key([10, 11, 11, 10, 99])}
+    interactions["timestamp"] = pa.array(
+        [DAY + datetime.timedelta(hours=h) for h in range(5)], pa.timestamp("us", "UTC")
+    )
+    if with_rating:
+        interactions["rating"] = pa.array([5, 4, None, 1, 2], pa.int32())
+    return Tables(
+        users=pa.table({"user_id": key([1, 2, 3]), "age": [30.0, None, float("nan")], "created_at": [DAY] * 3}),
+        items=pa.table({"item_id": key([10, 11]), "title": ["A", "B"], "category": [["x", "y"], None]}),
+        interactions=pa.table(interactions),
+    )
+
+
+@pytest.mark.parametrize("kind", [pa.int64(), pa.string()])
+def test_histories_are_oldest_first_and_ids_keep_their_type(kind):
+    one, two, three = iter_entities(make_tables(kind), "user")
+    assert [event.title for event in two.history] == ["A", "B"]
+    assert [event.rating for event in two.history] == [5.0, None]
+    assert [event.title for event in one.history] == ["B"]  # item 99 is not there
+    assert three.history == ()
+    assert (one.entity_id, two.history[0].item_id) == (("1", "10") if pa.types.is_string(kind) else (1, 10))
+
+
+def test_missing_values_and_created_at_are_dropped():
+    one, two, three = iter_entities(make_tables(pa.int64()), "user")
+    assert (one.attributes, two.attributes, three.attributes) == ({"age": 30.0}, {}, {})
+    assert one.history[0].attributes == {}
+    assert two.history[0].attributes == {"category": ["x", "y"]}
+
+
+def test_items_carry_their_title_among_the_attributes():
+    items = list(iter_entities(make_tables(pa.int64()), "item"))
+    assert items[0].attributes == {"title": "A", "category": ["x", "y"]}
+    assert all(item.history == () for item in items)
+
+
+def test_only_the_asked_for():
+    assert [user.entity_id for user in iter_entities(make_tables(pa.int64()), "user", [3, 1, 77])] == [1, 3]
+
+
+def test_tables_without_ratings():
+    assert next(iter_entities(make_tables(pa.int64(), with_rating=False), "user")).history[0].rating is None

@@ -1,0 +1,99 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_tokenizers import KINDS, make_user
+
+from pipeline.errors import RowError
+from pipeline.knowledge.entities import Entity, HistoryEvent
+from pipeline.knowledge.prompts import load_template, render_prompt
+from pipeline.knowledge.templates import PromptTemplate
+
+TOKENIZER = KINDS["thinking"]()
+USER = PromptTemplate.model_validate(
+    {
+        "name": "u", "version": 1, "framework": "kar", "side": "user", "parser": "aspects", "instruction": "Explain.",
+        "attributes": {"heading": "Person:"}, "history": {"heading": "Rated:", "max_events": 30}, "request": "Now:",
+    }
+)  # fmt: skip
+
+
+def test_a_prompt_reads_as_laid_out():
+    text = render_prompt(USER, make_user(2), TOKENIZER, 10_000).text
+    assert (
+        "Explain.\nPerson:\n- region: Lorne\n- tags: a > b\n- member: yes\nRated:\n"
+        "- The Salt Harbour 0 | Mystery > Heist | 1999 | 1\n- The Salt Harbour 1 | Mystery > Heist | 1999 | 2\nNow:"
+    ) in text
+
+
+def test_a_user_without_history_says_so():
+    rendered = render_prompt(USER, make_user(0), TOKENIZER, 10_000)
+    assert "Rated:\n- nothing yet\nNow:" in rendered.text
+    assert rendered.num_history == rendered.num_history_dropped == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(num_events=st.integers(0, 45), budget=st.integers(60, 900))
+def test_histories_are_cut_from_the_oldest_side_to_the_budget(num_events, budget):
+    user = make_user(num_events)
+    try:
+        rendered = render_prompt(USER, user, TOKENIZER, budget)
+    except RowError as error:
+        assert error.reason.startswith("too-long")
+        assert len(render_prompt(USER, make_user(0), TOKENIZER, 10_000).token_ids) > budget
+        return
+    assert len(rendered.token_ids) <= budget
+    assert rendered.num_history + rendered.num_history_dropped == num_events
+    shown = [index for index in range(num_events) if f"Harbour {index} |" in rendered.text]
+    assert shown == list(range(num_events - rendered.num_history, num_events))
+    if rendered.num_history < min(num_events, 30):  # as many as fit: one more does not
+        longer = Entity("user", 7, user.attributes, user.history[-(rendered.num_history + 1) :])
+        assert len(render_prompt(USER, longer, TOKENIZER, 10_000).token_ids) > budget
+
+
+def test_too_long_without_history_is_a_row_error():
+    with pytest.raises(RowError, match=r"too-long: the prompt has .* limit is 5"):
+        render_prompt(USER, make_user(3), TOKENIZER, 5)
+
+
+def test_a_value_cannot_start_a_line_of_its_own():
+    entity = Entity("user", 1, {"about": "x\n- region: forged\r\n\tend"}, ())
+    assert "- about: x - region: forged end\n" in render_prompt(USER, entity, TOKENIZER, 10_000).text
+
+
+def test_long_values_are_shortened():
+    rendered = render_prompt(USER, Entity("user", 1, {"about": "y" * 5_000}, ()), TOKENIZER, 10_000)
+    assert "y" * 299 + "…" in rendered.text and "y" * 300 not in rendered.text
+
+
+def test_braces_in_titles_are_text():
+    event = HistoryEvent("i", "The {title} {0} {attributes}", {}, 3.5)
+    text = render_prompt(USER, Entity("user", 1, {}, (event,)), TOKENIZER, 10_000).text
+    assert "- The {title} {0} {attributes} | 3.5\n" in text
+
+
+def test_unrated_events_have_their_own_line():
+    event = HistoryEvent("i", "Title", {"a": 1}, None)
+    assert "- Title | 1\nNow:" in render_prompt(USER, Entity("user", 1, {}, (event,)), TOKENIZER, 10_000).text
+
+
+def test_columns_are_chosen_by_name_and_absent_ones_skipped():
+    changed = USER.model_copy(
+        update={
+            "attributes": USER.attributes.model_copy(update={"columns": ("member", "gone"), "labels": {"member": "M"}}),
+            "history": USER.history.model_copy(update={"exclude": ("year",)}),
+        }
+    )
+    text = render_prompt(changed, make_user(1), TOKENIZER, 10_000).text
+    assert "Person:\n- M: yes\nRated:\n- The Salt Harbour 0 | Mystery > Heist | 1\n" in text
+
+
+def test_shipped_templates_render_with_every_tokenizer(any_tokenizer):
+    item = Entity("item", "i1", {"title": "The Salt Harbour", "category": ["Mystery"]})
+    for entity in (make_user(3), item):
+        rendered = render_prompt(load_template(f"kar_{entity.side}"), entity, any_tokenizer, 10_000)
+        assert rendered.token_ids.dtype == "int32" and "The Salt Harbour" in rendered.text
+
+
+def test_template_and_entity_must_be_of_one_side():
+    with pytest.raises(ValueError, match="side item"):
+        render_prompt(USER, Entity("item", 1, {"title": "A"}), TOKENIZER, 100)

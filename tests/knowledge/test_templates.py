@@ -1,0 +1,45 @@
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.knowledge.templates import load_template, template_names
+
+MINIMAL = "name: mine\nversion: 2\nframework: kar\nside: item\nparser: free\ninstruction: Describe.\n"
+
+
+def test_shipped_templates_load():
+    assert {"kar_user", "kar_item"} <= set(template_names())
+    for name in template_names():
+        template = load_template(name)
+        assert template.identity == f"{name}@{template.version}"
+
+
+def test_a_folder_of_ones_own_comes_first(tmp_path):
+    (tmp_path / "mine.yaml").write_text(MINIMAL)
+    (tmp_path / "kar_item.yaml").write_text(MINIMAL.replace("mine", "kar_item"))
+    assert load_template("mine", tmp_path).version == 2
+    assert load_template("kar_item", str(tmp_path)).version == 2
+    assert load_template("kar_user", tmp_path).side == "user"
+    assert "mine" in template_names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (MINIMAL + "instrucion: x\n", "instrucion"),
+        (MINIMAL.replace("version: 2\n", ""), "version"),
+        (MINIMAL + "history: {}\n", "history"),
+        (MINIMAL + "attributes: {line: '{nonsense}'}\n", "nonsense"),
+        (MINIMAL + "attributes: {line: '{value'}\n", "format string"),
+        (MINIMAL.replace("mine", "other"), "calls itself"),
+        ("a: [", "not valid"),
+    ],
+)
+def test_a_wrong_template_is_refused_by_name(tmp_path, text, said):
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        load_template("mine", tmp_path)
+
+
+def test_an_unknown_template_names_those_there_are():
+    with pytest.raises(ConfigError, match="kar_item"):
+        load_template("nonsense")
