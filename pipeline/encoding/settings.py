@@ -21,7 +21,9 @@ class EncodingSettings(BaseModel):
     max_text_tokens: int = Field(
         512, ge=8, description="Longer texts are cut, and counted; the encoder's limit holds too."
     )
-    max_batch_tokens: int = Field(8192, ge=512, description="Padded tokens of one forward.")
+    max_batch_tokens: int | None = Field(
+        None, ge=512, description="Padded tokens of one forward; null: 2,048 on a CPU, 65,536 on a GPU."
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 where the processor multiplies it natively, float32 elsewhere."
     )

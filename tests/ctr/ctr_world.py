@@ -86,7 +86,9 @@ def make_world(
         }
     )
     rotation = np.linalg.qr(rng.normal(size=(DIM, DIM)))[0][: taste.shape[1]]
-    interactions = interactions.sort_by([("timestamp", "ascending"), ("user_id", "ascending"), ("item_id", "ascending")])
+    interactions = interactions.sort_by(
+        [("timestamp", "ascending"), ("user_id", "ascending"), ("item_id", "ascending")]
+    )
     return World(
         user_table,
         item_table,

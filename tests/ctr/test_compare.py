@@ -19,7 +19,11 @@ from ctr.settings import CtrSettings
 
 @pytest.fixture(scope="module")
 def comparison(world):
-    features = {"none": None, "plain": make_features(world, noise=0.02, seed=1), "relaxed": make_features(world, noise=0.02)}
+    features = {
+        "none": None,
+        "plain": make_features(world, noise=0.02, seed=1),
+        "relaxed": make_features(world, noise=0.02),
+    }
     return train_ctr(world, features, AS_OF, CtrSettings(num_seeds=2))
 
 

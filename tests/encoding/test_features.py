@@ -1,0 +1,101 @@
+"""Feature tables: the ids as they went in, sorted, with vectors, clusters and provenance; the same bytes each time."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tiny_encoders import load
+
+from jobs.encode import encode_run
+from pipeline.encoding.clusters import cluster_vectors
+from pipeline.encoding.features import build_features
+from pipeline.encoding.schema import check_feature_schema, feature_schema, run_date
+from pipeline.encoding.settings import EncodingSettings
+from pipeline.errors import WorkspaceError
+from pipeline.storage.parquet import read_parquet, write_parquet
+
+
+def knowledge_of(ids, texts):
+    return pa.table(
+        {
+            "entity_id": ids,
+            "text": texts,
+            "run_id": ["2025-03-01-0123abcd"] * len(texts),
+            "fingerprint": [f"f{index}" for index in range(len(texts))],
+            "token_ids": [[1, 2]] * len(texts),
+        }
+    )
+
+
+@pytest.mark.parametrize("ids", [pa.array(["b", "a", "c"]), pa.array([30, 4, 200], pa.int64())])
+def test_rows_come_in_the_order_of_ids_of_their_own_type(tiny_encoder, ids):
+    encoder = load(tiny_encoder)
+    texts = ["quiet sea", "loud radio", "a b c"]
+    features = build_features(knowledge_of(ids, texts), "item", encoder, EncodingSettings(num_clusters=2))
+    assert features.schema.equals(feature_schema("item", ids.type, 32), check_metadata=True)
+    assert features["item_id"].to_pylist() == sorted(ids.to_pylist())
+    vectors = dict(zip(features["item_id"].to_pylist(), features["vector"].to_pylist(), strict=True))
+    for entity_id, text in zip(ids.to_pylist(), texts, strict=True):
+        assert np.array_equal(np.float32(vectors[entity_id]), encoder.encode([text])[0])
+    assert set(features["cluster_id"].to_pylist()) == {0, 1}
+    fingerprints = dict(zip(features["item_id"].to_pylist(), features["fingerprint"].to_pylist(), strict=True))
+    assert fingerprints == dict(zip(ids.to_pylist(), ["f0", "f1", "f2"], strict=True))
+
+
+def test_only_the_text_is_encoded(tiny_encoder):
+    encoder = load(tiny_encoder)
+    tables = [knowledge_of(["u1"], ["quiet sea"]).append_column("prompt", pa.array([p])) for p in ("a", "b " * 500)]
+    first, second = (build_features(table, "user", encoder) for table in tables)
+    assert first.equals(second)
+
+
+def test_clusters_are_seeded_and_never_more_than_vectors():
+    rng = np.random.default_rng(0)
+    centres = rng.normal(size=(4, 8)) * 10
+    vectors = (centres[np.arange(200) % 4] + rng.normal(size=(200, 8))).astype(np.float32)
+    ids = cluster_vectors(vectors, 4, seed=3)
+    assert ids.dtype == np.int32 and all(len(set(ids[start::4])) == 1 for start in range(4)) and len(set(ids)) == 4
+    assert np.array_equal(ids, cluster_vectors(vectors, 4, seed=3))
+    assert cluster_vectors(np.ones((5, 3), np.float32)).tolist() == [0] * 5
+    assert cluster_vectors(np.zeros((0, 3), np.float32)).shape == (0,)
+    assert cluster_vectors(np.repeat(vectors, 101, axis=0), 4).max() == 3  # by mini-batches
+
+
+def test_a_run_is_encoded_side_by_side_and_again_to_the_same_bytes(tiny_encoder, tmp_path):
+    settings = EncodingSettings(encoder=tiny_encoder, num_clusters=2)
+    # Ids as in the tables, shards in any order.
+    write_parquet(knowledge_of(["u2", "u1"], ["quiet", "a " * 90]), tmp_path / "knowledge/user/00000.parquet")
+    write_parquet(knowledge_of(["u0"], ["loud"]), tmp_path / "knowledge/user/carried.parquet")
+    lines = []
+    section = encode_run(tmp_path, settings, lines.append)
+    assert set(section) == {"user"} and lines == ["1 user texts are longer than the encoder takes and lost their end"]
+    assert section["user"] | {"sha256": 0, "encoder": 0} == {
+        "file": "features/user.parquet",
+        "num_rows": 3,
+        "sha256": 0,
+        "dim": 32,
+        "num_clusters": 2,
+        "num_truncated": 1,
+        "encoder": 0,
+    }
+    table = read_parquet(tmp_path / "features/user.parquet")
+    check_feature_schema(table.schema, "user")
+    assert table["user_id"].to_pylist() == ["u0", "u1", "u2"]
+    assert encode_run(tmp_path, settings, lines.append) == section
+
+
+def test_a_run_without_texts_is_refused(tmp_path):
+    with pytest.raises(WorkspaceError, match="no texts to encode"):
+        encode_run(tmp_path)
+
+
+def test_run_date_is_the_head_of_the_id():
+    assert run_date("2025-03-01-0123abcd").isoformat() == "2025-03-01"
+    with pytest.raises(ValueError, match="'r17' does not begin with a date"):
+        run_date("r17")
+
+
+def test_a_table_of_another_kind_is_named():
+    with pytest.raises(ValueError, match="found record None"):
+        check_feature_schema(pa.schema([("user_id", pa.string())]), "user")
+    with pytest.raises(ValueError, match="side user"):
+        check_feature_schema(feature_schema("user", pa.string(), 4), "item")
