@@ -14,7 +14,7 @@ from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, chain_tree
 from retrieval_pools.sources import SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
 VOCAB = 96
-END_IDS = [5, 17]
+END_IDS = [5, 17, 23, 31, 40, 52, 66, 77]
 COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -140,12 +140,8 @@ class OracleDrafter:
             last = len(parents) - 1
         parents.append(1)  # a sibling of the second good token
         n = len(tokens)
-        return TokenTree(
-            np.array(tokens, np.int32),
-            np.array(parents, np.int32),
-            np.zeros(n, np.float32),
-            np.full(n, SOURCE_PREVIOUS),
-        )
+        source = np.full(n, SOURCE_PREVIOUS, np.uint8)
+        return TokenTree(np.array(tokens, np.int32), np.array(parents, np.int32), np.zeros(n, np.float32), source)
 
 
 class PromptLookupDrafter:

@@ -1,0 +1,218 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import (
+    END_IDS,
+    VOCAB,
+    NonsenseDrafter,
+    OracleDrafter,
+    PromptLookupDrafter,
+    byte_tokenizer,
+    plain_texts,
+    requests_for,
+    tiny_engine,
+    tiny_model,
+    tiny_prompts,
+)
+
+from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult
+from pipeline.decoding.settings import DecodingSettings
+from pipeline.decoding.verifiers import Greedy
+
+MODEL = tiny_model()
+PROMPTS = tiny_prompts()
+
+
+def by_id(results) -> dict:
+    return {r.request_id: r for r in results}
+
+
+def fed_tokens(engine: Engine) -> list[int]:
+    """Counts, as they happen, of the tokens that each forward computes."""
+    counts = []
+    forward = engine.runner.forward
+
+    def counted(feeds):
+        counts.append(sum(len(feed) for feed in feeds))
+        return forward(feeds)
+
+    engine.runner.forward = counted
+    return counts
+
+
+def test_defaults_decode_plainly():
+    result = next(tiny_engine(MODEL).generate([GenerationRequest("only", PROMPTS[0])]))
+    assert isinstance(result, GenerationResult) and result.num_drafted == 0
+    assert result.num_steps == len(result.token_ids) + (result.finish_reason == "end_of_text")
+
+
+def test_shared_prefix_is_computed_once():
+    template = np.arange(20, 60, dtype=np.int32)
+    prompts = [np.concatenate((template, [60 + i])).astype(np.int32) for i in range(6)]
+    engine = tiny_engine(MODEL, batch_size=6)
+    counts = fed_tokens(engine)
+    list(engine.generate(requests_for(prompts, 1)))
+    assert sum(counts) == 40 + 6
+    list(engine.generate(requests_for(prompts, 1)))
+    assert sum(counts) <= 40 + 6 + 6 + 6  # a later stream finds the prefix again
+
+
+def test_requests_are_pulled_as_rows_come_free():
+    pulled = []
+
+    def stream():
+        for request in requests_for(PROMPTS, 3):
+            pulled.append(request.request_id)
+            yield request
+
+    results = tiny_engine(MODEL, batch_size=2).generate(stream())
+    next(results)
+    assert len(pulled) <= 4
+    assert len(list(results)) == len(PROMPTS) - 1
+
+
+def test_bad_requests_fail_and_the_others_go_on():
+    good = requests_for(PROMPTS, 5)
+    long = np.full(128, 20, np.int32)
+    bad = [
+        GenerationRequest("long", long, None, None, 5),
+        GenerationRequest("token", np.array([3, VOCAB], np.int32), None, None, 5),
+        GenerationRequest("negative", np.array([-1], np.int32), None, None, 5),
+        GenerationRequest("empty", np.empty(0, np.int32), None, None, 5),
+        GenerationRequest("nothing", PROMPTS[0], None, None, 0),
+    ]
+    found = by_id(tiny_engine(MODEL, batch_size=2).generate([*good[:3], *bad, *good[3:]]))
+    failures = {name: r.reason.split(":")[0] for name, r in found.items() if isinstance(r, GenerationFailure)}
+    assert failures == {
+        "long": "too-long", "token": "bad-token", "negative": "bad-token", "empty": "empty", "nothing": "bad-limit",
+    }  # fmt: skip
+    assert len(found) == len(good) + len(bad)
+
+
+def test_context_bounds_the_text():
+    prompt = np.full(120, 20, np.int32)
+    found = by_id(tiny_engine(MODEL).generate([GenerationRequest("a", prompt, None, None, 500)], NonsenseDrafter()))
+    assert len(found["a"].token_ids) == 8 or found["a"].finish_reason == "end_of_text"
+    last = np.full(127, 20, np.int32)
+    assert len(next(tiny_engine(MODEL).generate([GenerationRequest("b", last)])).token_ids) <= 1
+
+
+def test_prompt_that_exceeds_the_cache_fails_alone():
+    engine = tiny_engine(MODEL, max_cache_tokens=64, max_draft_tokens=4)
+    found = by_id(engine.generate([GenerationRequest("a", PROMPTS[0], None, None, 60), *requests_for(PROMPTS[:3], 5)]))
+    assert found["a"].reason.startswith("too-long") and len(found) == 4
+
+
+class Fragile(torch.nn.Module):
+    """A model that breaks where a token appears."""
+
+    def __init__(self, model, token: int) -> None:
+        super().__init__()
+        self.model, self.token = model, token
+
+    def forward(self, input_ids, **arguments):
+        if (input_ids == self.token).any():
+            raise RuntimeError("out of memory, say")
+        return self.model(input_ids=input_ids, **arguments)
+
+
+@pytest.mark.parametrize("drafter", [None, PromptLookupDrafter()])
+def test_a_sequence_that_breaks_the_model_fails_alone(drafter):
+    texts = plain_texts(MODEL, PROMPTS, 12)
+    poison = min(set(range(VOCAB)) - {int(token) for text in [*PROMPTS, *texts] for token in text} - set(END_IDS))
+    engine = tiny_engine(MODEL, batch_size=4)
+    engine.runner.model = Fragile(engine.runner.model, poison)
+    requests = requests_for(PROMPTS, 12)
+    requests.insert(2, GenerationRequest("poisoned", np.array([25, poison, 30], np.int32), None, None, 12))
+    found = by_id(engine.generate(requests, drafter, Greedy()))
+    failure = found.pop("poisoned")
+    assert failure.reason == "model-error: RuntimeError: out of memory, say"
+    assert {int(i): r.token_ids.tolist() for i, r in found.items()} == dict(enumerate(texts))
+    assert engine.store.num_live_rows == 0
+
+
+def test_logits_that_are_not_finite_fail_alone():
+    engine = tiny_engine(MODEL, batch_size=3)
+    embeddings = engine.runner.model.get_input_embeddings()
+    with torch.no_grad():
+        embeddings.weight[1] = float("nan")
+    requests = requests_for(PROMPTS, 6)
+    requests.insert(1, GenerationRequest("poisoned", np.array([25, 1], np.int32), None, None, 6))
+    found = by_id(engine.generate(requests))
+    assert found.pop("poisoned").reason.startswith("not-finite")
+    assert [found[str(i)].token_ids.tolist() for i in range(len(PROMPTS))] == plain_texts(MODEL, PROMPTS, 6)
+
+
+def test_stream_closed_early_gives_its_rows_back():
+    engine = tiny_engine(MODEL, batch_size=3)
+    results = engine.generate(requests_for(PROMPTS, 6))
+    next(results)
+    results.close()
+    assert engine.store.num_live_rows == engine.store.num_committed_slots == 0
+    assert len(list(engine.generate(requests_for(PROMPTS, 6)))) == len(PROMPTS)
+
+
+def test_events_tell_how_each_text_was_written():
+    texts = plain_texts(MODEL, PROMPTS, 12)
+    told: dict[str, list] = {r.request_id: [] for r in requests_for(PROMPTS)}
+    engine = tiny_engine(MODEL, batch_size=4)
+    found = by_id(
+        engine.generate(
+            requests_for(PROMPTS, 12), OracleDrafter(texts), Greedy(), on_event=lambda e: told[e.request_id].append(e)
+        )
+    )
+    for name, events in told.items():
+        assert np.concatenate([e.token_ids for e in events]).tolist() == texts[int(name)]
+        assert np.concatenate([e.sources for e in events]).tolist() == found[name].sources.tolist()
+        assert sum(e.num_drafted for e in events) == found[name].num_drafted
+
+
+def test_draft_limits_hold():
+    texts = plain_texts(MODEL, PROMPTS, 12)
+    engine = tiny_engine(MODEL, max_draft_tokens=3)
+    for result in engine.generate(requests_for(PROMPTS, 12), OracleDrafter(texts), Greedy()):
+        assert result.num_drafted <= 3 * result.num_steps
+        assert result.drafted_by_depth[3:].sum() == 0
+    engine = tiny_engine(MODEL, min_acceptance=0.9)
+    for result in engine.generate(requests_for(PROMPTS, 12), NonsenseDrafter(), Greedy()):
+        assert result.num_drafted <= result.num_steps * 2
+
+
+def test_every_end_token_ends_a_text():
+    prompts = tiny_prompts(30)
+    texts = plain_texts(MODEL, prompts, 24)
+    engine = tiny_engine(MODEL)
+    found = by_id(engine.generate(requests_for(prompts, 24)))
+    assert engine.end_ids == tuple(END_IDS)
+    ended = [i for i in range(len(prompts)) if len(texts[i]) < 24]
+    assert len(ended) > 2 and all(found[str(i)].finish_reason == "end_of_text" for i in ended)
+
+
+def test_stop_strings_end_texts_over_a_real_tokenizer():
+    model = tiny_model(vocab_size=257, eos_token_id=256, seed=3)
+    model.generation_config.eos_token_id = 256
+    tokenizer = byte_tokenizer()
+    free = tiny_engine(model, tokenizer)
+    plain = by_id(free.generate(requests_for(PROMPTS, 20)))
+    texts = {i: tokenizer.decode(r.token_ids.tolist(), skip_special_tokens=True) for i, r in plain.items()}
+    assert all(plain[i].text == text for i, text in texts.items())
+    name = max(texts, key=lambda i: len(texts[i]))
+    stop = texts[name][5:7]
+    engine = tiny_engine(model, tokenizer, stop_strings=(stop,), batch_size=3)
+    oracle = OracleDrafter([plain[str(i)].token_ids.tolist() for i in range(len(PROMPTS))])
+    for drafter in (None, oracle):
+        for i, result in by_id(engine.generate(requests_for(PROMPTS, 20), drafter, Greedy())).items():
+            if stop in texts[i]:
+                assert result.finish_reason == "stop" and result.text == texts[i][: texts[i].index(stop)]
+                assert tokenizer.decode(result.token_ids.tolist()).startswith(result.text)
+            else:
+                assert result.text == texts[i]
+
+
+def test_settings_are_plain_data():
+    settings = DecodingSettings()
+    assert DecodingSettings(**json.loads(settings.model_dump_json())) == settings
+    with pytest.raises(ValueError, match="batchsize"):
+        DecodingSettings(batchsize=3)

@@ -1,0 +1,69 @@
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import VOCAB, tiny_model
+
+from pipeline.decoding.kv_store import KVStore
+from pipeline.decoding.loading import prepare_model
+from pipeline.decoding.model_runner import Feed, ModelRunner
+from pipeline.decoding.token_tree import TokenTree
+from pipeline.decoding.tree_attention import reference_attention
+
+
+def test_written_out_attention_equals_the_fused_one():
+    torch.manual_seed(0)
+    queries, keys, values = torch.randn(3, 2, 8, 16), torch.randn(3, 2, 20, 16), torch.randn(3, 2, 20, 16)
+    mask = torch.where(torch.rand(3, 1, 8, 20) < 0.7, 0.0, torch.finfo(torch.float32).min)
+    fused = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=0.3)
+    torch.testing.assert_close(reference_attention(queries, keys, values, mask, 0.3), fused)
+
+
+def random_tree(rng, num_nodes: int) -> TokenTree:
+    parents = np.array([rng.integers(-1, i) if i else -1 for i in range(num_nodes)], np.int32)
+    tokens = rng.integers(0, VOCAB, num_nodes).astype(np.int32)
+    return TokenTree(tokens, parents, np.zeros(num_nodes, np.float32), np.zeros(num_nodes, np.uint8))
+
+
+def path_to(tree: TokenTree, node: int) -> list[int]:
+    return [] if node < 0 else [*path_to(tree, int(tree.parents[node])), node]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt_neox", "gpt_oss", "olmo2"])
+@pytest.mark.parametrize("call_cost", [0, 1000, 10**9])
+def test_every_node_gets_the_logits_of_its_own_path(architecture, call_cost):
+    """Ragged trees of sequences with holes in their rows, in any grouping, against plain causal runs."""
+    sizes = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": None}
+    model = tiny_model(architecture, **(sizes if architecture == "gpt_oss" else {}))
+    reference = tiny_model(architecture, **(sizes if architecture == "gpt_oss" else {}))
+    prepare_model(model)
+    rng = np.random.default_rng(1)
+    store = KVStore(5)
+    runner = ModelRunner(model, store, torch.device("cpu"))
+    runner._call_cost = call_cost
+    texts: dict[int, list[int]] = {}
+    pending: dict[int, list[int]] = {}
+    for length in (3, 14, 8, 5):
+        prompt = rng.integers(0, VOCAB, length).astype(np.int32)
+        row = store.acquire(prompt, 80).row
+        texts[row], pending[row] = [], prompt.tolist()
+    store.release(1)  # a hole between live rows
+    del texts[1], pending[1]
+    for step in range(4):
+        trees = {row: random_tree(rng, int(rng.integers(0, 9))) for row in texts}
+        rows = list(rng.permutation(list(texts)))
+        feeds = [Feed(int(row), np.array(pending[row], np.int32), trees[row], step + row != 2) for row in rows]
+        out = runner.forward(feeds)
+        for i, row in enumerate(rows):
+            chain, tree = pending[row], trees[row]
+            if feeds[i].wants_logits:
+                for node in range(-1, len(tree)):
+                    full = texts[row] + chain + tree.token_ids[path_to(tree, node)].tolist()
+                    with torch.no_grad():
+                        expected = reference(input_ids=torch.tensor([full]), use_cache=False).logits[0, -1]
+                    found = out.logits[out.starts[i] + 1 + node]
+                    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            kept = path_to(tree, int(rng.integers(-1, len(tree))))
+            store.commit(row, np.concatenate((out.slots[i][: len(chain)], out.slots[i][len(chain) :][kept])))
+            texts[row] = texts[row] + chain + tree.token_ids[kept].tolist()
+            pending[row] = [int(rng.integers(0, VOCAB))]
