@@ -19,10 +19,10 @@ from pipeline.knowledge.records import Side
 
 # Underlines differ too, so that the spans can be told apart without colours. The model's own tokens stay unmarked.
 SOURCE_STYLES = {
-    "pool": "black on #f2c4dd",
-    "previous": "black on #a9d3f2 underline",
-    "prompt": "black on #f7d48a underline2",
-    "output": "black on #9edcc5 italic",
+    "pool": "#101820 on #f2c4dd",
+    "previous": "#101820 on #a9d3f2 underline",
+    "prompt": "#101820 on #f7d48a underline2",
+    "output": "#101820 on #9edcc5 italic",
     "target": "",
 }
 FINISH_LABELS = {"end_of_text": "ended by itself", "stop": "ended at a stop string", "length": "cut at the token limit"}
@@ -82,7 +82,7 @@ def prompt_panel(tried: TriedEntity) -> Panel:
     about = f"{tried.template}: {counted(tried.num_prompt_tokens, 'token')}{history}"
     return Panel(
         Text(visible(tried.prompt)),
-        title=_title("Prompt"),
+        title=_title(f"Prompt of {tried.side} {tried.entity_id}"),
         subtitle=_title(about),
         title_align="left",
         subtitle_align="left",

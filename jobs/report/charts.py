@@ -49,8 +49,8 @@ def grouped_bars(
     y_name : name and unit of the vertical axis.
     show : value to text.
     """
-    canvas = Canvas(width, 250, f"Bar chart: {y_name} by {', '.join(item.name for item in series)}")
-    frame = Frame(canvas, 0.0, _maximum(series) * 1.05, y_name)
+    canvas = Canvas(width, 232, f"Bar chart: {y_name} by {', '.join(item.name for item in series)}")
+    frame = Frame(canvas, 0.0, _maximum(series) * 1.05, y_name, bottom=28.0)
     group = frame.width / max(1, len(categories))
     bar = min(58.0, group * 0.8 / max(1, len(series)))
     for index, category in enumerate(categories):

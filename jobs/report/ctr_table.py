@@ -15,9 +15,9 @@ from jobs.report.reading import mapping, sequence
 VARIANT_LABELS = {"none": "no knowledge", "plain": "plain texts", "relaxed": "relaxed texts"}
 MODEL_LABELS = {"din": "DIN", "dcnv2": "DCNv2", "gbdt": "LightGBM"}
 VERDICT_LABELS = {
-    "equivalent": "as good as plain",
-    "better": "better than plain",
-    "worse": "worse than plain",
+    "equivalent": "as good",
+    "better": "better",
+    "worse": "worse",
     "undecided": "undecided",
 }
 SPLIT_LABELS = {"train": "train", "validation": "validation", "test": "test", "test_cold": "of these of cold users"}
@@ -161,9 +161,7 @@ def _table(manifest: Mapping, results: Sequence[Result]) -> Table:
                 _spread(result.logloss, result.logloss_std),
                 _spread(result.auc_cold, result.auc_cold_std),
                 decimal(auc_gain(results, result.model, result.variant, "none"), 4, signed=True),
-                _interval(found)
-                if found
-                else decimal(auc_gain(results, result.model, result.variant, "plain"), 4, signed=True),
+                _interval(found) if found else MISSING,
                 VERDICT_LABELS.get(found.verdict, found.verdict) if found else "",
             ]
         )

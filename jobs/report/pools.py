@@ -22,10 +22,11 @@ def pools_section(manifest: Mapping, sides: list[SideView]) -> Section:
         blocks.append(_routes(routed, wide=len(grouped) % 2 == 0))
     else:
         blocks.append(Note("No entity was routed to a pool tonight.", wide=len(grouped) % 2 == 0))
-    blocks += [_groups(side, groups) for side, groups in grouped]
+    blocks += [_groups(side, groups, is_new=not _sizes(mapping(used.get(side.name)))) for side, groups in grouped]
     blocks += [Note(sentence) for sentence in _missing(used, sides)]
-    rows = [_row(name, "drafted from tonight", mapping(pool)) for name, pool in used.items() if mapping(pool)]
-    rows += [_row(name, "built for the next night", mapping(pool)) for name, pool in built.items() if mapping(pool)]
+    uses = (("drafted from tonight", used), ("built for the next night", built))
+    names = dict.fromkeys([*used, *built])
+    rows = [_row(name, use, mapping(pools[name])) for name in names for use, pools in uses if mapping(pools.get(name))]
     if rows:
         blocks.append(_table(rows))
     if not any(mapping(pool) for pool in built.values()):
@@ -76,14 +77,17 @@ def _routes(sides: list[SideView], wide: bool) -> Figure:
     )
 
 
-def _groups(side: SideView, groups: dict[str, int]) -> Figure:
+def _groups(side: SideView, groups: dict[str, int], is_new: bool) -> Figure:
     largest = sorted(groups.items(), key=lambda item: (-item[1], item[0]))
     shown = largest[:MAX_GROUPS_SHOWN]
     rest = largest[MAX_GROUPS_SHOWN:]
     more = f"{counted(len(rest), 'smaller group')} with {counted(sum(size for _, size in rest), 'token')} in all"
-    caption = f"Not drawn: {more}." if rest else ""
+    captions = ["Of the pool built tonight."] if is_new else []
+    captions += [f"Not drawn: {more}."] if rest else []
     title = f"Largest pool groups: {side.label.lower()}" if rest else f"Pool groups: {side.label.lower()}"
-    return Figure(title, lying_bars(shown, "tokens in the group", count, SIDE_COLOURS.get(side.name, OTHER)), caption)
+    return Figure(
+        title, lying_bars(shown, "tokens in the group", count, SIDE_COLOURS.get(side.name, OTHER)), " ".join(captions)
+    )
 
 
 def _row(name: str, use: str, pool: Mapping) -> list[str]:

@@ -83,13 +83,13 @@ class Frame:
     top, base : where the axis ends and begins, in user units from the canvas's top.
     """
 
-    def __init__(self, canvas: Canvas, low: float, high: float, y_name: str) -> None:
+    def __init__(self, canvas: Canvas, low: float, high: float, y_name: str, *, bottom: float = BOTTOM) -> None:
         marks = ticks(low, high)
         texts = [tick_text(mark, marks) for mark in marks]
         self._canvas, self._low, self._high = canvas, marks[0], marks[-1]
         self.left = max(text_width(text) for text in texts) + 12
         self.width = canvas.width - self.left - 6
-        self.top, self.base = TOP, canvas.height - BOTTOM
+        self.top, self.base = TOP, canvas.height - bottom
         canvas.text(0, FONT_PX, y_name, kind="tick")
         for mark, text in zip(marks, texts, strict=True):
             canvas.line(self.left, self.y(mark), canvas.width - 6, self.y(mark))

@@ -40,7 +40,7 @@ def work_section(manifest: Mapping, sides: list[SideView]) -> Section:
         caption = "In the order of the run; a resumed run's times are added up."
         blocks.append(Figure("Time by stage", chart, caption))
     else:
-        blocks.append(Note("No stage was timed.", wide=False))
+        blocks.append(Note("No stage was timed.", wide=not busy))
     if busy:
         blocks.append(_table(busy))
     blocks.append(_quarantine(sides))

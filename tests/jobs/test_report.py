@@ -183,6 +183,7 @@ def test_first_night_without_pools_or_anything_to_compare_with(manifest):
     assert "Nothing was decoded plainly in this run" in text
     assert "Users and Items had no pool to draft from" in text
     assert "nothing to compare with" in text
+    assert "Of the pool built tonight." in text
 
 
 def test_pools_of_which_only_the_version_is_known(manifest):

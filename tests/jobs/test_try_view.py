@@ -42,6 +42,7 @@ def test_prompt_pool_text_counts_and_record_are_drawn():
     for part in (
         "What does [b]this[/b] reader like?",
         "kar_user@1",
+        "Prompt of user u12",
         "4 older events cut",
         "collaborative/3",
         "collaborative group",
