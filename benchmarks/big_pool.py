@@ -1,0 +1,105 @@
+"""What a pool of 15,000 descriptions costs: seconds to build, microseconds a draft. No model runs here."""
+
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+from common import Figure, Spread
+from night_pools import build
+from night_systems import MAX_DRAFT_TOKENS
+from night_tasks import GOODREADS_PROMPT, chat_ids
+
+from pipeline.decoding.engine import Engine
+from retrieval_pools.pool import Pool
+from retrieval_pools.query import draft
+
+NUM_TEXTS = 15_000
+NUM_HELD_OUT = 150
+MIN_PROBABILITY = 1e-3  # low enough for full trees; a run cuts earlier and drafts faster
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Drafts along one text: microseconds, tokens drafted and tokens accepted of each."""
+
+    draft_us: list[float]
+    num_drafted: list[int]
+    num_accepted: list[int]
+
+
+def measure_big_pool(engine: Engine, data: Path) -> tuple[dict, list[Figure]]:
+    """Build time of the pool, and draft times for descriptions left out of it.
+
+    Texts are those published with goodreads, in the tokens of the engine's model. Drafting is a replay: each draft is
+    compared with the real continuation, and the text advances by what a greedy verifier would accept, plus one.
+    Compilation is done before.
+    """
+    knowledge = pq.read_table(data / "goodreads" / "item_knowledge.parquet").to_pylist()[: NUM_TEXTS + NUM_HELD_OUT]
+    titles = pq.read_table(data / "goodreads" / "items.parquet").to_pydict()
+    titles = dict(zip(titles["item_id"], titles["title"], strict=True))
+    tokenizer = engine.tokenizer
+    texts = [np.asarray(tokenizer(row["text"], add_special_tokens=False).input_ids, np.int32) for row in knowledge]
+    prompts = [
+        chat_ids(tokenizer, GOODREADS_PROMPT.format(title=titles[row["item_id"]])) for row in knowledge[NUM_TEXTS:]
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        replay(build(texts[:50], Path(folder) / "warm-up", engine, "item"), prompts[0], texts[NUM_TEXTS])
+        start_s = time.perf_counter()
+        pool = build(texts[:NUM_TEXTS], Path(folder) / "pool", engine, "item")
+        build_s = time.perf_counter() - start_s
+        replays = [replay(pool, prompt, text) for prompt, text in zip(prompts, texts[NUM_TEXTS:], strict=True)]
+    draft_us = Spread.of([one for part in replays for one in part.draft_us])
+    measured = {
+        "num_texts": NUM_TEXTS,
+        "num_tokens": sum(map(len, texts[:NUM_TEXTS])),
+        "build_s": build_s,
+        "max_draft_tokens": MAX_DRAFT_TOKENS,
+        "num_drafts": sum(len(part.draft_us) for part in replays),
+        "draft_us": draft_us,
+        "mean_num_drafted": float(np.mean([one for part in replays for one in part.num_drafted])),
+        "mean_num_accepted": float(np.mean([one for part in replays for one in part.num_accepted])),
+    }
+    figures = [
+        Figure.under(f"pool of {NUM_TEXTS:,} descriptions, build, seconds", build_s, 5.0),
+        Figure.under(f"draft of {MAX_DRAFT_TOKENS} tokens from it, median, microseconds", draft_us.median, 60.0),
+    ]
+    return measured, figures
+
+
+def replay(pool: Pool, prompt: np.ndarray, text: np.ndarray) -> Replay:
+    """Draft along one text that the pool does not hold."""
+    context = np.concatenate([prompt, text])
+    position, result = len(prompt), Replay([], [], [])
+    while position < len(context):
+        start_ns = time.perf_counter_ns()
+        tree = draft(
+            pool,
+            context[:position],
+            len(prompt),
+            None,
+            None,
+            max_nodes=MAX_DRAFT_TOKENS,
+            min_probability=MIN_PROBABILITY,
+            use_prompt=True,
+            use_output=True,
+            use_previous=False,
+        )
+        result.draft_us.append((time.perf_counter_ns() - start_ns) / 1e3)
+        result.num_drafted.append(len(tree.token_ids))
+        result.num_accepted.append(num_right(tree.token_ids, tree.parents, context[position:]))
+        position += result.num_accepted[-1] + 1
+    return result
+
+
+def num_right(token_ids: np.ndarray, parents: np.ndarray, truth: np.ndarray) -> int:
+    """Length of the longest path of a draft that the text really takes."""
+    node, depth = -1, 0
+    for token in truth:
+        matches = np.flatnonzero((parents == node) & (token_ids == token))
+        if not len(matches):
+            break
+        node, depth = int(matches[0]), depth + 1
+    return depth

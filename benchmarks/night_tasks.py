@@ -1,0 +1,106 @@
+"""What the models are asked in `night.py`: held-out prompts to measure on, and other prompts to fill pools from.
+
+A pool holds the model's own texts on its pool prompts, never a text of a held-out prompt: the two lists are disjoint
+by prompt. Knows no engine and measures nothing.
+"""
+
+import random
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from pipeline.knowledge.entities import iter_entities
+from pipeline.knowledge.prompts import load_template, render_prompt
+from pipeline.knowledge.records import SIDES
+from pipeline.knowledge.settings import KnowledgeSettings
+from pipeline.tables.read import read_tables
+from pipeline.tables.sample_world import LAST_DATE, write_sample_world
+
+SEED = 20250301
+GOODREADS_PROMPT = 'Describe the book "{title}" in one or two sentences.'
+
+
+@dataclass(frozen=True)
+class TaskSize:
+    """How many prompts are measured, and how many fill the pool."""
+
+    num_held_out: int
+    num_pool: int
+
+    @property
+    def total(self) -> int:
+        return self.num_held_out + self.num_pool
+
+
+@dataclass(frozen=True)
+class Task:
+    """One kind of text.
+
+    `held_out` and `pool_prompts` are rendered prompts, int32 token ids each; `side` is the pool's side. Of
+    long texts (`is_long`: hundreds of tokens) fewer are measured.
+    """
+
+    name: str
+    side: str
+    held_out: tuple[np.ndarray, ...]
+    pool_prompts: tuple[np.ndarray, ...]
+    max_new_tokens: int
+    is_long: bool
+
+
+def chat_ids(tokenizer, text: str) -> np.ndarray:
+    """A user turn in the model's own chat form, int32[n]. The data holds no control tokens; the job guards for them."""
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    return np.asarray(ids, np.int32)
+
+
+def reki_task(tokenizer, data: Path, size: TaskSize) -> Task:
+    """Long answers about groups of movies or books, to REKI's published prompts."""
+    texts = set(pq.read_table(data / "reki" / "knowledge.parquet")["prompt"].to_pylist())
+    prompts = [chat_ids(tokenizer, text) for text in sorted(texts)]
+    return _task("reki", "user", prompts, size, max_new_tokens=512, is_long=True)
+
+
+def goodreads_items_task(tokenizer, data: Path, size: TaskSize) -> Task:
+    """Short descriptions of books by title."""
+    titles = set(pq.read_table(data / "goodreads" / "items.parquet")["title"].to_pylist())
+    prompts = [chat_ids(tokenizer, GOODREADS_PROMPT.format(title=title)) for title in sorted(titles)]
+    return _task("goodreads-items", "item", prompts, size, max_new_tokens=128)
+
+
+def sample_tasks(tokenizer, size: TaskSize) -> list[Task]:
+    """Preferences of users and descriptions of items of a sample world, by the project's own prompt templates.
+
+    The world is another one than the sample model was trained on.
+    """
+    settings = KnowledgeSettings()
+    num_entities = 2 * size.total  # items that share title and attributes share a prompt
+    with tempfile.TemporaryDirectory() as folder:
+        write_sample_world(folder, num_users=num_entities, num_items=num_entities, seed=SEED)
+        tables = read_tables(folder, as_of=LAST_DATE)
+        tasks = []
+        for side in SIDES:
+            template = load_template(settings.template_of(side))
+            prompts = [
+                render_prompt(template, entity, tokenizer, settings.max_prompt_tokens).token_ids
+                for entity in iter_entities(tables, side)
+            ]
+            prompts = list({prompt.tobytes(): prompt for prompt in prompts}.values())
+            tasks.append(_task(f"sample-{side}s", side, prompts, size, max_new_tokens=320))
+    return tasks
+
+
+def _task(
+    name: str, side: str, prompts: list[np.ndarray], size: TaskSize, *, max_new_tokens: int, is_long: bool = False
+) -> Task:
+    """Divide different prompts, shuffled, into those measured and those that fill the pool."""
+    if len(prompts) < size.total:
+        raise SystemExit(f"{name}: {len(prompts)} different prompts, {size.total} are needed")
+    random.Random(SEED).shuffle(prompts)
+    held_out, pool_prompts = prompts[: size.num_held_out], prompts[size.num_held_out : size.total]
+    return Task(name, side, tuple(held_out), tuple(pool_prompts), max_new_tokens, is_long)
