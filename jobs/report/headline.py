@@ -9,6 +9,7 @@ from jobs.report.reading import SideView, total
 from jobs.report.speed import speed_up
 from jobs.report.work import total_wall_s
 
+NOTABLE_QUARANTINE_SHARE = 0.05  # more failed rows than this belong into the headline
 STATUS_PHRASES = {"failed": "This run failed: ", "running": "This run is not finished: "}
 
 
@@ -31,6 +32,9 @@ def headline(manifest: Mapping, sides: list[SideView]) -> list[Phrase]:
         ]
     verb = "rewritten" if manifest.get("previous_night") else "written"
     phrases += [Phrase(f"{count(generated)} of {count(entities)}", True), Phrase(f" entities {verb}")]
+    quarantined = sum(side.num_quarantined for side in sides)
+    if quarantined > NOTABLE_QUARANTINE_SHARE * entities:
+        phrases.append(Phrase(f" ({count(quarantined)} quarantined)"))
     tonight = total(side.tonight for side in sides)
     if tonight and tonight.tokens_per_step is not None:
         phrases += [Phrase(" at "), Phrase(f"{decimal(tonight.tokens_per_step, 1)} tokens a step", True)]

@@ -27,7 +27,8 @@ class Spread:
 def share_lines(series: Sequence[Series], x_name: str, y_name: str, width: float = HALF_WIDTH) -> Markup:
     """Shares of one at 1, 2, 3, ...; a None leaves a gap. The second line is dashed and has square marks."""
     canvas = Canvas(width, 250, f"Line chart: {y_name} by {x_name}")
-    frame = Frame(canvas, 0.0, 100.0, f"{y_name} (%)")
+    highest = max([value for item in series for value in item.values if value is not None], default=0.0)
+    frame = Frame(canvas, 0.0, 100 * (highest or 1.0), f"{y_name} (%)")
     num_points = max([len(item.values) for item in series], default=1)
     slot = frame.width / max(1, num_points)
     for index in range(num_points):

@@ -76,6 +76,11 @@ def test_headline_states_the_result_of_the_night(manifest):
     assert "412 of 700 entities rewritten at 5.0 tokens a step, 3.3× plain; AUC unharmed." in outline(manifest).text
 
 
+def test_many_quarantined_rows_reach_the_headline(manifest):
+    manifest["sides"]["user"] |= {"num_quarantined": 100, "num_carried_over": 64}
+    assert "412 of 700 entities rewritten (102 quarantined) at 5.0 tokens a step" in outline(manifest).text
+
+
 def test_every_chart_has_a_title_and_names_its_axes(manifest):
     parsed = outline(manifest)
     charts = [attributes for tag, attributes in parsed.tags if tag == "svg"]
