@@ -7,6 +7,8 @@ A run opens its pools by version, so what is published meanwhile does not reach 
 publishes holds the workspace's lock. Knows nothing of runs or of how a pool is built.
 """
 
+from __future__ import annotations  # `list` is a method below
+
 import os
 import re
 import secrets
@@ -180,10 +182,9 @@ class PoolStore:
                 problem = str(error)
         return PoolVersion(version, folder, is_current, pools, problem)
 
-    def _versions(self) -> list[str]:
-        if not self.root.is_dir():
-            return []
-        return sorted(path.name for path in self.root.iterdir() if path.is_dir() and _VERSION.fullmatch(path.name))
+    def _versions(self) -> tuple[str, ...]:
+        names = (path.name for path in self.root.iterdir() if path.is_dir()) if self.root.is_dir() else ()
+        return tuple(sorted(name for name in names if _VERSION.fullmatch(name)))
 
     def _known(self) -> str:
         return f"there are: {', '.join(self._versions())}" if self._versions() else f"there are none. {REBUILD}"

@@ -1,0 +1,216 @@
+"""`laserbatch pools ...`: build, look into, query and choose the retrieval pools of a workspace.
+
+What is drawn is in `pools_view.py`; how pools are built from a run in `build_pools.py`.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from jobs.console import say, stdout, summary
+from jobs.pools_view import DraftView, draft_tree, groups_table, version_data, versions_table
+from jobs.settings import Settings, load_settings
+from pipeline.knowledge.records import Side
+from pipeline.storage.workspace import Workspace
+from retrieval_pools.errors import PoolError
+from retrieval_pools.pool import Pool
+from retrieval_pools.store import PoolStore, PoolVersion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+app = typer.Typer(no_args_is_help=True, help="Build, list, inspect and query retrieval pools.")
+
+CONFIG = typer.Option(None, help="Configuration file; without it the defaults.")
+WORKSPACE = typer.Option(None, help="Workspace folder; without it the configuration's.")
+RUN = typer.Option(None, "--run", help="Run whose texts become the pools; without it the published one.")
+JSON = typer.Option(False, "--json", help="Print the result as JSON.")
+
+
+@app.command()
+def build(
+    config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, run: str | None = RUN, as_json: bool = JSON
+) -> None:
+    """Build the pools of a run, unless they are there; the next run drafts from them.
+
+    Example: `laserbatch pools build --config laserbatch.yaml`
+    """
+    _build(_settings(config, workspace), run, as_json, anew=False)
+
+
+@app.command()
+def rebuild(
+    config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, run: str | None = RUN, as_json: bool = JSON
+) -> None:
+    """Build the pools of a run again: after an update, or when they are damaged.
+
+    Example: `laserbatch pools rebuild --config laserbatch.yaml`
+    """
+    _build(_settings(config, workspace), run, as_json, anew=True)
+
+
+@app.command(name="list")
+def list_versions(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, as_json: bool = JSON) -> None:
+    """List the versions; the one marked is what the next run opens.
+
+    Example: `laserbatch pools list --config laserbatch.yaml`
+    """
+    store = _store(_settings(config, workspace))
+    versions = store.list()
+    if as_json:
+        summary({"versions": [version_data(version) for version in versions]}, as_json=True)
+    elif not versions:
+        say(f"no pools in {store.root} yet; `laserbatch nightly` builds them, or `laserbatch pools build`")
+    else:
+        stdout.print(versions_table(versions))
+
+
+@app.command()
+def show(
+    version: str | None = typer.Argument(None, help="The version; without it the current one."),
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    verify: bool = typer.Option(False, help="Compare every file with its checksum."),
+    num_groups: int = typer.Option(20, min=1, help="Groups shown a side, the largest first."),
+    as_json: bool = JSON,
+) -> None:
+    """Show a version: its pools, their settings and their groups.
+
+    Example: `laserbatch pools show --config laserbatch.yaml --verify`
+    """
+    store = _store(_settings(config, workspace))
+    chosen = _version(store, version)
+    if verify:
+        for side in chosen.pools:
+            store.open(chosen.version, side, verify=True)
+    if chosen.problem is not None:
+        raise PoolError(chosen.problem)
+    if as_json:
+        summary(version_data(chosen), as_json=True)
+        return
+    stdout.print(versions_table([chosen]))
+    for side, manifest in chosen.pools.items():
+        stdout.print(groups_table(side, manifest, num_groups))
+    if verify:
+        say("every file has the checksum that its manifest says")
+
+
+@app.command()
+def query(
+    text: str = typer.Argument(..., help="The beginning of a text; an empty one asks how texts begin."),
+    side: str = typer.Option("item", help="Whose texts: user or item."),
+    group: str | None = typer.Option(None, help="Draft for an entity of this group; without it texts count the same."),
+    version: str | None = typer.Option(None, help="The version; without it the current one."),
+    max_nodes: int = typer.Option(16, min=1, max=64, help="At most this many tokens are drafted."),
+    min_probability: float = typer.Option(0.02, min=0, max=1, help="Less likely paths are not drafted."),
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    as_json: bool = JSON,
+) -> None:
+    """Draft what follows a text, from a pool alone, and print the tree with its estimated acceptance.
+
+    Example: `laserbatch pools query "The book is" --side item --max-nodes 12`
+    """
+    if side not in ("user", "item"):
+        raise typer.BadParameter(f"--side is user or item, not {side!r}")
+    settings = _settings(config, workspace)
+    view = query_pool(settings, text, side, group, version, max_nodes, min_probability)
+    if as_json:
+        summary(view.data(), as_json=True)
+    else:
+        stdout.print(draft_tree(view))
+
+
+@app.command()
+def use(
+    version: str = typer.Argument(..., help="A version that `laserbatch pools list` shows."),
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    as_json: bool = JSON,
+) -> None:
+    """Let the next run draft from an earlier version. A run that is under way keeps its own.
+
+    Example: `laserbatch pools use 2025-03-01-1a2b3c4d`
+    """
+    settings = _settings(config, workspace)
+    with Workspace.open(settings.workspace, create=False).lock():
+        _store(settings).use(version)
+    summary({"current": version}, as_json)
+
+
+def query_pool(
+    settings: Settings,
+    text: str,
+    side: Side,
+    group: str | None,
+    version: str | None,
+    max_nodes: int,
+    min_probability: float,
+) -> DraftView:
+    """Draft the continuation of a text from a version's pool.
+
+    Raises
+    ------
+    PoolError
+        There is no such version, side or group, or the pool is of another tokenizer or damaged.
+    """
+    from pipeline.decoding.identity import load_tokenizer, tokenizer_hash
+    from retrieval_pools.query import draft
+
+    store = _store(settings)
+    chosen = _version(store, version)
+    pool = store.open(chosen.version, side, tokenizer_hash(settings.model_dir))
+    if pool is None:
+        raise PoolError(f"the pools {chosen.version} have none of the {side} side; give --side")
+    _require_group(pool, group)
+    tokenizer = load_tokenizer(settings.model_dir)
+    context = _context(tokenizer, text)
+    found = draft(pool, context, 0, None, group, max_nodes=max_nodes, min_probability=min_probability,
+                  use_prompt=False, use_output=False, use_previous=False)  # fmt: skip
+    return DraftView.of(tokenizer, chosen.version, pool.manifest, group, text, context, found)
+
+
+def _context(tokenizer: "PreTrainedTokenizerBase", text: str):
+    import numpy as np
+
+    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] if text else []
+    return np.array(ids, np.int32)
+
+
+def _require_group(pool: Pool, group: str | None) -> None:
+    if group is not None and group not in pool.group_names:
+        some = ", ".join(repr(name) for name in pool.group_names[:5])
+        raise PoolError(f"the pool has no group {group!r}; it has {len(pool.group_names)}: {some}, ...")
+
+
+def _build(settings: Settings, run_id: str | None, as_json: bool, anew: bool) -> None:
+    from jobs.build_pools import build_pools
+    from jobs.night import open_run
+
+    with Workspace.open(settings.workspace, create=False).lock():
+        night = open_run(settings, run_id)
+        there = next((known for known in _store(settings).list() if known.version == night.run.run_id), None)
+        if there is not None and there.problem is None and not anew:
+            _store(settings).use(there.version)
+            say(f"the pools of run {there.version} are there already; `laserbatch pools rebuild` builds them again")
+            built = version_data(there)
+        else:
+            built = build_pools(night)
+    summary(built, as_json)
+
+
+def _version(store: PoolStore, version: str | None) -> PoolVersion:
+    name = store.current_version() if version is None else version
+    if name is None:
+        raise PoolError(f"no pools in {store.root} yet; run `laserbatch nightly` or `laserbatch pools build`")
+    store.folder(name)  # refuses one that is not there
+    return next(known for known in store.list() if known.version == name)
+
+
+def _settings(config: Path | None, workspace: Path | None) -> Settings:
+    return load_settings(config, {"workspace": str(workspace) if workspace is not None else None})
+
+
+def _store(settings: Settings) -> PoolStore:
+    return PoolStore(Workspace.open(settings.workspace, create=False).pools_folder)

@@ -1,0 +1,199 @@
+"""Drafting, said slowly: the same drafts as the compiled query, by looking at every position of every text.
+
+No index, no sampling, no heap: a pool is a list of texts, an occurrence is a (text, position), the frontier is a sorted
+list. The tests hold `query.draft` to this, and a reader may start here.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from retrieval_pools.settings import PoolSettings
+from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
+
+START = END = -1  # stands before and behind every text
+MIN_PROBABILITY = 1 / 2048
+NUM_LOCAL_POSITIONS = 16
+
+Tokens = list[int]
+
+
+@dataclass(frozen=True)
+class ReferenceText:
+    """One text of the pool: START, its tokens, END."""
+
+    tokens: Tokens
+    group: str
+
+
+@dataclass(frozen=True)
+class Level:
+    """One who is asked what comes next: `source`, having seen the last `length` tokens of the context at `places`.
+
+    A place is (text, position of the next token, how much it counts).
+    """
+
+    source: int
+    length: int
+    escape: float
+    places: list[tuple[Tokens, int, float]]
+    max_depth: int
+
+    def after(self, token: int) -> "Level":
+        """Who is left to ask when the next token is `token`."""
+        deeper = [(text, at + 1, n) for text, at, n in self.places if text[at] == token and at + 1 < len(text)]
+        if self.length + 1 >= self.max_depth:
+            deeper = []
+        return Level(self.source, self.length + 1, self.escape, deeper, self.max_depth)
+
+
+@dataclass(frozen=True)
+class ReferenceNode:
+    """A drafted token; the fields of `query.Draft`, with the probability itself."""
+
+    token_id: int
+    parent: int
+    probability: float
+    source: int
+
+
+@dataclass(frozen=True)
+class _Path:
+    """A path on the frontier; sorted as it is drafted."""
+
+    probability: float
+    token: int
+    parent: int
+    source: int
+    levels: list[Level]
+
+    def order(self) -> tuple[float, int, int]:
+        return (-self.probability, self.token, self.parent)
+
+
+def draft_reference(
+    texts: Sequence[ReferenceText],
+    settings: PoolSettings,
+    prompt: Tokens,
+    output: Tokens,
+    previous: Tokens | None,
+    group: str | None,
+    *,
+    max_nodes: int,
+    min_probability: float,
+    use_prompt: bool = True,
+    use_output: bool = True,
+    use_previous: bool = True,
+    end_token_id: int | None = None,
+) -> list[ReferenceNode]:
+    """What `query.draft` gives, with every occurrence counted. Texts are given without START and END."""
+    min_probability = max(min_probability, MIN_PROBABILITY)
+    context = [START, *output]
+    levels = pool_levels(texts, settings, context, group)
+    if use_prompt:
+        levels += own_level(SOURCE_PROMPT, prompt, context, settings.local_escape, settings)
+    if use_output:
+        levels += own_level(SOURCE_OUTPUT, output, context, settings.local_escape, settings)
+    if use_previous and previous:
+        whole = [START, *previous, END]
+        levels += own_level(SOURCE_PREVIOUS, whole, context, settings.previous_escape, settings)
+    own_first = {SOURCE_PREVIOUS: 0, SOURCE_OUTPUT: 1, SOURCE_PROMPT: 2, SOURCE_POOL: 3}
+    levels.sort(key=lambda level: (-level.length, own_first[level.source]))
+
+    nodes: list[ReferenceNode] = []
+    frontier = list(next_paths(levels, -1, 1.0, min_probability))
+    while frontier and len(nodes) < max_nodes:
+        frontier.sort(key=_Path.order)
+        path = frontier.pop(0)
+        if path.token == END and end_token_id is None:
+            continue
+        token_id = end_token_id if path.token == END else path.token
+        nodes.append(ReferenceNode(token_id, path.parent, path.probability, path.source))
+        if path.token != END:
+            deeper = [level.after(path.token) for level in path.levels]
+            frontier += next_paths(deeper, len(nodes) - 1, path.probability, min_probability)
+    return nodes
+
+
+def next_paths(levels: list[Level], parent: int, probability: float, min_probability: float) -> Iterator[_Path]:
+    """The paths that are one token longer and likely enough: every level takes its share of what is left."""
+    shares: dict[int, Counter[int]] = {}  # token -> source -> share
+    left = 1.0
+    for level in levels:
+        if left * probability < min_probability:
+            break
+        seen = sum(n for _, _, n in level.places)
+        if seen == 0:
+            continue
+        confidence = seen / (seen + level.escape / level.length)
+        for text, at, n in level.places:
+            shares.setdefault(text[at], Counter())[level.source] += left * confidence * n / seen
+        left *= 1 - confidence
+    for token, by_source in shares.items():
+        path_probability = probability * sum(by_source.values())
+        if path_probability >= min_probability:
+            source = max(sorted(by_source), key=by_source.__getitem__)
+            yield _Path(path_probability, token, parent, source, levels)
+
+
+def pool_levels(
+    texts: Sequence[ReferenceText], settings: PoolSettings, context: Tokens, group: str | None
+) -> list[Level]:
+    """The longest context that the pool knows, then shorter ones seen at least twice as often as the last one taken."""
+    known = [m for m in range(1, settings.max_match_tokens + 1) if _places(texts, settings, context, m, group)]
+    length = max(known, default=0)
+    levels: list[Level] = []
+    before = 0.0
+    while length >= 1 and len(levels) < settings.num_context_lengths:
+        places = _places(texts, settings, context, length, group)
+        seen = sum(n for _, _, n in places)
+        if seen >= 2 * before or (length == 1 and seen > before):
+            levels.append(Level(SOURCE_POOL, length, settings.pool_escape, places, settings.index_depth))
+            before = seen
+        length = length - 1 if length <= 4 else 2 * length // 3
+    return levels
+
+
+def _places(
+    texts: Sequence[ReferenceText], settings: PoolSettings, context: Tokens, length: int, group: str | None
+) -> list[tuple[Tokens, int, float]]:
+    if length > len(context) or START in context[len(context) - length + 1 :] or min(context[1:], default=0) < 0:
+        return []
+    ending = context[len(context) - length :]
+    found = []
+    known_groups = {text.group for text in texts}
+    for text in texts:
+        counts = _weight(settings, text.group, group, known_groups)
+        tokens = [START, *text.tokens, END]
+        for at in range(length, len(tokens)):
+            if tokens[at - length : at] == ending and counts > 0:
+                found.append((tokens, at, counts))
+    return found
+
+
+def _weight(settings: PoolSettings, of_text: str, group: str | None, known_groups: set[str]) -> float:
+    if group is None:
+        return 1.0
+    if group not in known_groups:
+        return 0.0 if settings.scope == "group" else 1.0
+    if settings.scope == "group":
+        return 1.0 if of_text == group else 0.0
+    return settings.group_weight if of_text == group else 1.0
+
+
+def own_level(source: int, text: Tokens, context: Tokens, escape: float, settings: PoolSettings) -> list[Level]:
+    """Where the longest end of the context stands in an own text: the latest places, or no level."""
+    matches = []
+    for at in range(1, len(text)):
+        length = 0
+        while (
+            length < min(at, len(context), settings.max_match_tokens) and text[at - 1 - length] == context[-1 - length]
+        ):
+            length += 1
+        if length > 0:
+            matches.append((length, at))
+    longest = max((length for length, _ in matches), default=0)
+    latest = [at for length, at in reversed(matches) if length == longest][:NUM_LOCAL_POSITIONS]
+    never = math.inf
+    return [Level(source, longest, escape, [(text, at, 1.0) for at in latest], never)] if latest else []
