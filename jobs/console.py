@@ -92,7 +92,7 @@ def progress(label: str, total: int | None = None) -> Iterator[ProgressBar]:
 
 def say(line: str) -> None:
     """One line for the person or the log."""
-    stderr.print(line, markup=False)
+    stderr.print(line, markup=False, soft_wrap=True)
 
 
 def summary(data: Mapping, as_json: bool) -> None:

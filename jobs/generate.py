@@ -28,7 +28,7 @@ from pipeline.distributed.shards import (
     read_shard,
     save_plan,
 )
-from pipeline.distributed.stats import merge_stats
+from pipeline.distributed.stats import merge_stats, tokens_per_s, tokens_per_step
 from pipeline.distributed.worker import WorkerSpec, decoding_provenance
 from pipeline.errors import RunFailed
 from pipeline.knowledge.entities import Entity, iter_entities
@@ -67,7 +67,6 @@ def generate_knowledge(night: Night) -> None:
     """The night's texts, into its run folder. Does nothing when they are all there."""
     with night.stage("generate"):
         night.manifest["sides"] = _generate(night, night.run, night.settings.decoding, with_pools=True)
-        night.manifest["model"] = describe_model(night.settings)
 
 
 def generate_plain(night: Night) -> None:
@@ -98,16 +97,17 @@ def _generate(night: Night, folder: RunFolder, decoding: DecodingSettings, with_
                 shard, record = outcome
                 finished[shard.side][shard.name] = record
                 bar.advance(shard.num_rows, _pace(record))
-        num_workers = min(layout.num_workers, len(pending))
-        night.manifest["workers"] = {"num": num_workers, "num_threads": layout.num_threads, "device": layout.device}
+        night.manifest["workers"] = {
+            "num_workers": min(layout.num_workers, len(pending)),
+            "num_threads": layout.num_threads,
+            "device": layout.device,
+        }
     return {side: _side_summary(night, folder, plans[side], finished[side], abandoned, with_pools) for side in SIDES}
 
 
 def _pace(record: ShardRecord) -> str:
-    stats = record.info["stats"]
-    if not stats["num_steps"]:
-        return ""
-    return f"{stats['num_tokens'] / stats['num_steps']:.1f} tokens/step"
+    pace = tokens_per_step(record.info["stats"])
+    return "" if pace is None else f"{pace:.1f} tokens/step"
 
 
 def _plan(night: Night, folder: RunFolder, side: Side, decoding: DecodingSettings, with_pools: bool) -> SidePlan:
@@ -187,6 +187,7 @@ def _worker_spec(night: Night, folder: RunFolder, decoding: DecodingSettings, wi
         decoding=decoding,
         device="auto",
         num_threads=1,
+        num_workers=1,
         templates={side: settings.knowledge.template_of(side) for side in SIDES},
         template_dir=settings.knowledge.template_dir,
         pool_dirs={side: path.resolve() for side, path in pool_dirs.items()},
@@ -210,7 +211,10 @@ def _side_summary(
     num_quarantined = sum(reasons.values())
     records = [finished[shard.name] for shard in plan.shards if shard.name in finished]
     stats = merge_stats(record.info["stats"] for record in records)
-    stats["wall_s"] /= night.manifest.get("workers", {}).get("num", 1)  # worker-seconds -> seconds of the night
+    # Workers run side by side: of the night's time a shard takes its own divided by their number.
+    stats["wall_s"] = sum(record.info["stats"]["wall_s"] / record.info["num_workers"] for record in records)
+    for record in records[:1]:
+        night.manifest["model"] = record.info["model"]
     data = {
         "num_entities": plan.num_entities,
         "num_generated": sum(record.num_rows for record in records),
@@ -251,11 +255,6 @@ def _shard_entry(shard: Shard, record: ShardRecord) -> dict[str, Any]:
     }
 
 
-def describe_model(settings: Settings) -> dict[str, Any]:
-    """The model, for the manifest."""
-    return {"id": model_identity(settings.model_dir), "dtype": settings.decoding.dtype}
-
-
 def night_counts(night: Night) -> dict[str, Any]:
     """What generation did, a line a side."""
     return {
@@ -265,7 +264,8 @@ def night_counts(night: Night) -> dict[str, Any]:
             "carried over": data["num_carried_over"],
             "quarantined": data["num_quarantined"],
             "tokens": data["stats"]["num_tokens"],
-            "tokens per step": data["stats"]["num_tokens"] / max(1, data["stats"]["num_steps"]),
+            "tokens per step": tokens_per_step(data["stats"]),
+            "tokens per second": tokens_per_s(data["stats"]),
         }
         for side, data in night.manifest["sides"].items()
     }

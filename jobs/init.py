@@ -37,6 +37,11 @@ class SourceTable:
     name: str
     head: pa.Table
 
+    @property
+    def stem(self) -> str:
+        """The name without suffix or parts."""
+        return re.split(r"[./]", self.name)[0]
+
     def find(self, pattern: str) -> str | None:
         """The first column whose name matches."""
         return next((column for column in self.head.column_names if re.search(pattern, column, re.IGNORECASE)), None)
@@ -95,7 +100,7 @@ def read_sources(folder: Path) -> list[SourceTable]:
             raise TableError(f"{file} cannot be read: {str(error).splitlines()[0][:200]}") from None
     sources = [SourceTable(s.name, pa.Table.from_batches([s.head]).slice(0, 20)) for s in sources if s.head is not None]
     if not sources:
-        raise TableError(f"{folder} holds no Parquet or CSV file with rows; expected tables of users, items, interactions")
+        raise TableError(f"{folder} holds no Parquet or CSV file with rows; expected users, items and interactions")
     return sources
 
 
@@ -112,11 +117,11 @@ def guess_mapping(sources: list[SourceTable]) -> dict:
     items = next((s for s in rest if s.find(ITEM_ID) and s.find(TITLE)), None) or next(
         (s for s in rest if s.find(TITLE) and not s.find(USER_ID)), None
     )
-    users = next((s for s in rest if s is not items and (s.find(USER_ID) or re.search(USER_ID, s.name.split(".")[0]))), None)
+    users = next((s for s in rest if s is not items and (s.find(USER_ID) or re.search(USER_ID, s.stem))), None)
     if interactions is None or items is None:
         seen = "; ".join(f"{source.name}: {', '.join(source.head.column_names)}" for source in sources)
-        wanted = "interactions (a user id, an item id and a time)" if interactions is None else "items (an id and a title)"
-        raise TableError(f"no file looks like {wanted}. Seen: {seen}. Write a mapping as in configs/import_example.yaml")
+        wanted = "items (an id and a title)" if interactions else "interactions (a user id, an item id and a time)"
+        raise TableError(f"no file looks like {wanted}. Write a mapping as in configs/import_example.yaml. Seen: {seen}")
     mapping: dict = {"ids": {"user_id": "string", "item_id": "string"}}
     if users is not None:
         user_id = users.find(USER_ID) or users.find(r"id$") or users.head.column_names[0]
@@ -144,9 +149,13 @@ def _attributes(source: SourceTable, used: set[str]) -> dict:
         if column in used:
             continue
         values = [value for value in source.head[column].to_pylist() if isinstance(value, str) and value]
-        separator = next((s for s in PATH_SEPARATORS if values and sum(s in value for value in values) > len(values) / 2), None)
+        separator = next((mark for mark in PATH_SEPARATORS if _in_most(values, mark)), None)
         attributes[column] = {"column": column, "separator": separator} if separator else column
     return attributes
+
+
+def _in_most(values: list[str], mark: str) -> bool:
+    return sum(mark in value for value in values) > len(values) / 2
 
 
 def _time_unit(source: SourceTable, column: str) -> str:

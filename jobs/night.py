@@ -25,6 +25,7 @@ from pipeline.storage.run_folder import RunFolder
 from pipeline.storage.workspace import Workspace
 from pipeline.tables.check import require_sound_tables
 from pipeline.tables.read import Tables, describe, read_tables
+from retrieval_pools.errors import PoolError
 from retrieval_pools.store import PoolStore
 
 
@@ -93,6 +94,8 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False) -> 
     WorkspaceError
         The unfinished run was started from other input tables.
     """
+    if settings.tables.path is None:
+        raise ConfigError("no input tables: set tables.path in the configuration; `laserbatch init TABLES` writes one")
     require_sound_tables(settings.tables.path)
     workspace = Workspace.open(settings.workspace)
     if force:
@@ -109,6 +112,7 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False) -> 
                 f"restore them to finish it, or delete {run.root} to start it anew"
             )
         say(f"going on with run {run_id}")
+        manifest["status"] = "running"
         previous_id = manifest["previous_run_id"]
     elif run.is_finished:
         manifest = RunManifest.load(run.manifest_path)
@@ -120,7 +124,7 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False) -> 
         published = workspace.published()
         previous_id = manifest["previous_run_id"] = published.run_id if published else None
         manifest["inputs"] = inputs
-        manifest["pools"] = {"version": PoolStore(workspace.pools_folder).current_version()}
+        manifest["pools"] = describe_pools(PoolStore(workspace.pools_folder))
         manifest.save()
     previous = workspace.run(previous_id) if previous_id else None
     return Night(settings, workspace, date, run, manifest, previous)
@@ -155,6 +159,19 @@ def open_run(settings: Settings, run_id: str | None) -> Night:
         manifest=manifest,
         previous=workspace.run(previous_id) if previous_id else None,
     )
+
+
+def describe_pools(store: PoolStore) -> dict[str, Any]:
+    """The pools that a run which opens now will draft from, for its manifest; frozen there for every later attempt."""
+    version = store.current_version()
+    current = next((known for known in store.list() if known.version == version), None)
+    if current is not None and current.problem is not None:
+        raise PoolError(current.problem)
+    sides = {} if current is None else current.pools
+    return {"version": version} | {
+        side: {"version": version, "num_texts": pool.num_texts, "num_tokens": pool.num_tokens, "groups": pool.groups}
+        for side, pool in sides.items()
+    }
 
 
 def describe_machine() -> dict[str, Any]:

@@ -19,6 +19,8 @@ from jobs.generate import generate_knowledge, generate_plain, night_counts
 from jobs.night import Night, open_night, parse_date
 from jobs.report.page import write_report
 from jobs.settings import PACKAGE_ROOT, Settings, load_settings
+from pipeline.distributed.stats import tokens_per_s, tokens_per_step
+from pipeline.errors import RunFailed
 from pipeline.storage.manifest import RunManifest
 from pipeline.storage.workspace import Workspace
 from pipeline.tables.read import read_tables
@@ -58,7 +60,11 @@ def run_night(settings: Settings, date: datetime.date, force: bool = False) -> N
         if night.run.is_finished:
             say(f"run {night.run.run_id} is finished already; --force generates everything again")
             return night
-        generate_knowledge(night)
+        try:
+            generate_knowledge(night)
+        except RunFailed:
+            _close_failed(night)
+            raise
         if settings.night.compare_with_plain:
             generate_plain(night)
         with night.stage("encode"):
@@ -83,6 +89,14 @@ def compare_ctr(night: Night) -> dict[str, Any]:
     except CtrError as error:
         say(f"CTR models are not trained: {error}")
         return {"skipped": str(error), "rows": []}
+
+
+def _close_failed(night: Night) -> None:
+    """Keep what there is to look at; nothing is published, and the next attempt goes on from the finished shards."""
+    night.manifest["status"] = "failed"
+    night.manifest.save()
+    write_report(night.manifest.data, night.run.report_path)
+    say(f"report of the failed night: {night.run.report_path}")
 
 
 def _close(night: Night) -> None:
@@ -147,8 +161,8 @@ def nights_table(nights: list[Night]) -> Table:
                     f"{data['num_generated']:,}",
                     f"{data['num_carried_over']:,}",
                     f"{data['num_quarantined']:,}",
-                    f"{stats['num_tokens'] / max(1, stats['num_steps']):.2f}",
-                    f"{stats['num_tokens'] / stats['wall_s']:,.0f}" if stats["wall_s"] else "-",
+                    _number(tokens_per_step(stats), 2),
+                    _number(tokens_per_s(stats), 0),
                     f"{stats['wall_s']:.1f}",
                 )
     return table
@@ -164,6 +178,10 @@ def ctr_rows_table(ctr: dict[str, Any]) -> Table:
         metrics = [_spread(row, name) for name in ("auc", "logloss", "auc_cold")]
         table.add_row(row["model"], row["variant"], *metrics)
     return table
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def _spread(row: dict[str, Any], name: str) -> str:

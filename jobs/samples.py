@@ -6,6 +6,7 @@ from jobs.night import Night
 from jobs.spans import text_spans
 from pipeline.decoding.identity import load_tokenizer
 from pipeline.distributed.shards import SidePlan, read_shard
+from pipeline.distributed.stats import tokens_per_step
 from pipeline.knowledge.records import Side
 from pipeline.storage.parquet import read_parquet
 from pipeline.storage.run_folder import RunFolder
@@ -42,7 +43,7 @@ def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) 
                 "prompt": tokenizer.decode(planned.prompt_ids.tolist(), skip_special_tokens=False),
                 "text": record["text"],
                 "spans": [{"text": span.text, "source": span.source} for span in spans],
-                "tokens_per_step": record["num_tokens"] / max(1, record["num_steps"]),
+                "tokens_per_step": tokens_per_step(record),
             }
         )
     return samples

@@ -100,9 +100,10 @@ def run_shards(
     ----------
     on_workers : called once with the actor handles (for tests that kill them).
     """
-    spec = replace(spec, device=layout.device, num_threads=layout.num_threads)
+    num_workers = min(layout.num_workers, len(shards))
+    spec = replace(spec, device=layout.device, num_threads=layout.num_threads, num_workers=num_workers)
     actor_class = ray.remote(_Worker).options(num_cpus=layout.num_threads, num_gpus=layout.num_gpus)
-    idle = [actor_class.remote(spec) for _ in range(min(layout.num_workers, len(shards)))]
+    idle = [actor_class.remote(spec) for _ in range(num_workers)]
     on_workers(list(idle))
     queue, attempts, running = deque(shards), dict.fromkeys(shards, 0), {}
     while queue or running:

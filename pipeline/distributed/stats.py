@@ -59,6 +59,16 @@ def merge_stats(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
+def tokens_per_step(stats: dict[str, Any]) -> float | None:
+    """Accepted draft tokens and the bonus token, per step; None without a step."""
+    return 1 + stats["num_accepted"] / stats["num_steps"] if stats["num_steps"] else None
+
+
+def tokens_per_s(stats: dict[str, Any]) -> float | None:
+    """Tokens of finished texts per second; None when no time was spent."""
+    return stats["num_tokens"] / stats["wall_s"] if stats["wall_s"] else None
+
+
 def sum_arrays(arrays: Iterable[np.ndarray]) -> list[int]:
     """Element-wise sum of count arrays of any lengths, without trailing zeros."""
     total = np.zeros(0, np.int64)

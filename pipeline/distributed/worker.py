@@ -44,6 +44,7 @@ class WorkerSpec:
     decoding: DecodingSettings
     device: str
     num_threads: int
+    num_workers: int  # how many work side by side
     templates: dict[Side, str]
     template_dir: Path | None
     pool_dirs: dict[Side, Path] = field(default_factory=dict)
@@ -66,6 +67,13 @@ class ShardWorker:
         self._templates = {side: load_template(name, spec.template_dir) for side, name in spec.templates.items()}
         expected = tokenizer_hash(spec.model_dir)
         self._pools: dict[Side, Pool] = {side: Pool.open(path, expected) for side, path in spec.pool_dirs.items()}
+        parameters = list(self.engine.runner.model.parameters())
+        self._model_info = {
+            "id": self.engine.model_id,
+            "dtype": str(parameters[0].dtype).removeprefix("torch."),
+            "device": self.engine.device.type,
+            "num_parameters": sum(parameter.numel() for parameter in parameters),
+        }
         self._decoding_json = json.dumps(decoding_provenance(spec.decoding), sort_keys=True)
 
     def drafter(self, side: Side) -> Drafter:
@@ -101,7 +109,7 @@ class ShardWorker:
         table = pa.Table.from_pylist(ordered, schema=knowledge_schema(entity_id_type))
         stats = decoding_stats(results, time.perf_counter() - start_s)
         logger.info("%s %s: %d texts, %d quarantined", shard.side, shard.name, len(ordered), len(quarantined))
-        info = {"group": shard.group, "stats": stats}
+        info = {"group": shard.group, "stats": stats, "model": self._model_info, "num_workers": self.spec.num_workers}
         return RunFolder(self.spec.run_dir).write_shard(shard.side, shard.name, table, quarantined, info)
 
     def _generate(
