@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pipeline.decoding.acceptance import Acceptance, verify
 from pipeline.decoding.drafters import Drafter, NoDrafter
 from pipeline.decoding.endings import Endings
 from pipeline.decoding.kv_store import KVStore, common_prefix
@@ -29,7 +30,7 @@ from pipeline.decoding.sequence import (
 )
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, prune
-from pipeline.decoding.verifiers import Acceptance, Verifier, verifier_from, verify
+from pipeline.decoding.verifiers import Verifier, verifier_from
 
 __all__ = ["Engine", "GenerationFailure", "GenerationRequest", "GenerationResult", "StepEvent"]
 

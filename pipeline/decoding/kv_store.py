@@ -57,6 +57,7 @@ class KVStore:
         self.max_rows = max_rows
         self.max_tokens = max_tokens
         self.width = 0
+        self.num_rows = 0  # that there is memory for; grows with the number of live sequences
         self.layers: dict[int, LayerCache] = {}
         self.committed = np.zeros((max_rows, 0), bool)  # this slot holds a token of its row's sequence
         self.positions = np.zeros((max_rows, 0), np.int32)  # absolute position of the token in each slot
@@ -88,15 +89,16 @@ class KVStore:
 
         `num_shared` is less than the prompt's length: its last token is always computed, for its logits.
         """
-        width = max(self.width, self._rounded(num_tokens))
+        width = max(self.width, -(-num_tokens // ROW_STEP) * ROW_STEP)
         if self.rows_at(width) == 0:
             width = max(self.width, num_tokens)
-        num_rows = self.rows_at(width)
-        if self._live[num_rows:].any() or self._live[:num_rows].all():
+        most_rows = self.rows_at(width)
+        if self._live[most_rows:].any() or self._live[:most_rows].all():
             return None
-        row = int(np.flatnonzero(~self._live[:num_rows])[0])
-        if width != self.width:
-            self._resize(width)
+        row = int(np.flatnonzero(~self._live[:most_rows])[0])
+        if width != self.width or row >= self.num_rows:
+            num_rows = self.num_rows if row < self.num_rows else max(row + 1, 2 * self.num_rows)
+            self._resize(min(most_rows, num_rows), width)
         shared, donor = self.longest_prefix(prompt_ids[:-1], row)
         if donor != row:
             for cache in self.layers.values():
@@ -167,15 +169,11 @@ class KVStore:
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         # Zeros, since a masked slot's value is still multiplied by zero, and zero times NaN is not.
-        return like.new_zeros(self.rows_at(self.width), self.width, *like.shape[1:])
+        return like.new_zeros(self.num_rows, self.width, *like.shape[1:])
 
-    def _rounded(self, num_tokens: int) -> int:
-        return -(-num_tokens // ROW_STEP) * ROW_STEP
-
-    def _resize(self, width: int) -> None:
-        old, num_rows = self.width, self.rows_at(width)
-        kept = min(num_rows, self.rows_at(old)) if old else 0
-        self.width = width
+    def _resize(self, num_rows: int, width: int) -> None:
+        old, kept = self.width, min(num_rows, self.num_rows)
+        self.num_rows, self.width = num_rows, width
         for cache in self.layers.values():
             for name in ("keys", "values"):
                 tensor = getattr(cache, name)

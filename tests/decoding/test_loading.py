@@ -53,7 +53,7 @@ def test_bfloat16_runs(folder):
 
 
 def test_missing_folder_is_named(tmp_path):
-    with pytest.raises(ModelError, match="no model folder .*nowhere"):
+    with pytest.raises(ModelError, match=r"no model folder .*nowhere"):
         load_model(tmp_path / "nowhere")
 
 
@@ -73,19 +73,19 @@ def test_missing_file_is_named(folder, remove, message):
 
 def test_pickled_weights_are_not_read(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="pytorch_model.bin, which is not read"):
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin, which is not read"):
         load_model(folder)
 
 
 def test_missing_shard_is_named(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "part-2.safetensors"}}))
-    with pytest.raises(ModelError, match="part-2.safetensors expected"):
+    with pytest.raises(ModelError, match=r"part-2\.safetensors expected"):
         load_model(folder)
 
 
 def test_damaged_weights_are_an_error(folder):
     (folder / "model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(ModelError, match="weights in .* cannot be loaded"):
+    with pytest.raises(ModelError, match=r"weights in .* cannot be loaded"):
         load_model(folder)
 
 

@@ -5,17 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_token_tree import trees
 
+from pipeline.decoding.acceptance import reference_accept, verify
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, chain_tree
-from pipeline.decoding.verifiers import (
-    Greedy,
-    ProbabilityThreshold,
-    Relaxed,
-    TopK,
-    reference_accept,
-    verifier_from,
-    verify,
-)
+from pipeline.decoding.verifiers import Greedy, ProbabilityThreshold, Relaxed, TopK, verifier_from
 
 VOCAB = 7
 END = 3

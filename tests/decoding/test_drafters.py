@@ -1,0 +1,73 @@
+import numpy as np
+from tiny_models import OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
+
+from pipeline.decoding.drafters import NoDrafter, RetrievalDrafter, drafter_from
+from pipeline.decoding.sequence import GenerationRequest, Sequence
+from pipeline.decoding.settings import DecodingSettings
+from pipeline.decoding.token_tree import chain_tree
+from pipeline.decoding.verifiers import Greedy
+from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.sources import NUM_SOURCES, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT, SOURCE_TARGET
+
+
+def sequence_of(prompt, output=(), previous=None) -> Sequence:
+    sequence = Sequence(GenerationRequest("a", np.array(prompt, np.int32), previous), 100)
+    for token in output:
+        sequence.append(chain_tree([]), np.empty(0, np.int64), token)
+    return sequence
+
+
+def test_sequence_shows_what_was_committed():
+    sequence = sequence_of([1, 2, 3], [4, 5])
+    sequence.append(chain_tree([6, 7, 8], SOURCE_POOL), np.array([0, 1]), 9)
+    assert sequence.context.tolist() == [1, 2, 3, 4, 5, 6, 7, 9]
+    assert sequence.prompt_ids.tolist() == [1, 2, 3] and sequence.output_ids.tolist() == [4, 5, 6, 7, 9]
+    assert sequence.sources.tolist() == [SOURCE_TARGET] * 2 + [SOURCE_POOL] * 2 + [SOURCE_TARGET]
+    assert (sequence.num_steps, sequence.num_drafted, sequence.num_accepted, sequence.num_left) == (3, 3, 2, 95)
+    assert sequence.accepted_by_depth[:4].tolist() == [1, 1, 0, 0]
+    assert sequence.drafted_by_source.tolist() == [3 * (code == SOURCE_POOL) for code in range(NUM_SOURCES)]
+
+
+def test_nothing_is_drafted_where_nothing_is_asked_for():
+    assert len(NoDrafter().draft(sequence_of([1, 2, 1]))) == 0
+    assert isinstance(drafter_from(DecodingSettings(drafters=())), NoDrafter)
+    assert isinstance(drafter_from(DecodingSettings(max_draft_tokens=0)), NoDrafter)
+    assert isinstance(drafter_from(DecodingSettings()), RetrievalDrafter)
+
+
+def test_retrieval_drafts_from_the_allowed_sources_only():
+    sequence = sequence_of([11, 12, 13, 14, 15, 50], [60, 11, 12], np.array([70, 11, 12, 33, 34], np.int32))
+    drafted = RetrievalDrafter(None).draft(sequence)
+    assert {33, 13} <= set(drafted.token_ids.tolist())
+    only_prompt = RetrievalDrafter(None, sources=("prompt",)).draft(sequence)
+    assert 13 in only_prompt.token_ids and 33 not in only_prompt.token_ids
+    assert set(only_prompt.source.tolist()) == {SOURCE_PROMPT}
+    only_previous = RetrievalDrafter(None, sources=("previous",), max_nodes=1).draft(sequence)
+    assert only_previous.token_ids.tolist() == [33] and only_previous.source.tolist() == [SOURCE_PREVIOUS]
+
+
+def test_pool_and_previous_texts_save_steps_and_change_nothing(tmp_path):
+    model = tiny_model()
+    prompts = tiny_prompts()
+    texts = plain_texts(model, prompts, 20)
+    pool = build_pool(
+        [PoolText(np.array(text, np.int32), f"group {i % 2}") for i, text in enumerate(texts) if text],
+        tmp_path / "pool",
+        side="user",
+        tokenizer_hash="x",
+        model_id="y",
+    )
+    engine = tiny_engine(model, batch_size=4)
+    previous = [np.array(text, np.int32) for text in texts]
+    plain = {r.request_id: r for r in engine.generate(requests_for(prompts, 20), None, Greedy())}
+    systems = {
+        "pool": (RetrievalDrafter(pool), None),
+        "previous": (RetrievalDrafter(None), previous),
+        "oracle": (OracleDrafter(texts), None),
+    }
+    for drafter, earlier in systems.values():
+        found = {r.request_id: r for r in engine.generate(requests_for(prompts, 20, earlier), drafter, Greedy())}
+        assert {i: r.token_ids.tolist() for i, r in found.items()} == {
+            i: r.token_ids.tolist() for i, r in plain.items()
+        }
+        assert sum(r.num_steps for r in found.values()) < 0.8 * sum(r.num_steps for r in plain.values())
