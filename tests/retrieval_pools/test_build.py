@@ -1,0 +1,104 @@
+"""Building: what goes in, what is refused, what is written."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.errors import PoolError
+from retrieval_pools.pool import Pool
+from retrieval_pools.query import draft
+
+
+def build(folder, texts, **options):
+    rows = (PoolText(np.array(text, np.int32), group) for text, group in texts)
+    return build_pool(rows, folder, **{"side": "user", "tokenizer_hash": "t1", "model_id": "m1"} | options)
+
+
+def test_manifest_counts_texts_tokens_and_groups(tmp_path):
+    pool = build(tmp_path / "p", [([1, 2, 3], "a"), ([4], "b"), ([], "a")])
+    manifest = pool.manifest
+    assert (manifest.side, manifest.tokenizer_hash, manifest.model_id) == ("user", "t1", "m1")
+    assert (manifest.num_texts, manifest.num_tokens, manifest.vocab_size) == (3, 4, 5)
+    assert manifest.groups == {"a": {"num_texts": 2, "num_tokens": 3}, "b": {"num_texts": 1, "num_tokens": 1}}
+    assert pool.group_names == ("a", "b")
+    assert pool.settings.scope == "side"
+
+
+def test_same_texts_give_the_same_bytes(tmp_path):
+    texts = [([1, 2, 3], "a"), ([1, 2], "b"), ([3, 1, 2], "a")]
+    build(tmp_path / "one", texts)
+    build(tmp_path / "two", texts)
+    names = sorted(os.listdir(tmp_path / "one"))
+    assert names == ["group_codes.npy", "manifest.json", "order.npy", "starts.npy", "tokens.npy"]
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_ten_bytes_a_position_and_a_table(tmp_path):
+    pool = build(tmp_path / "p", [(np.arange(100) % 10, "")] * 100)
+    num_positions = pool.manifest.num_tokens + pool.manifest.num_texts
+    assert pool.manifest.size_bytes <= 10 * num_positions + 4 * 12 + 4 * 128 + 4
+
+
+@pytest.mark.parametrize("texts", [[], [([], "")], [([], ""), ([], "")], [([5], "")], [([5, 5, 5, 5], "")]])
+def test_tiny_pools_open_and_draft(tmp_path, texts):
+    build(tmp_path / "p", texts)
+    pool = Pool.open(tmp_path / "p", "t1", verify=True)
+    for context in ([], [5], [5, 5], [0]):
+        tree = draft(pool, np.array(context, np.int32), 0, end_token_id=9)
+        assert set(tree.token_ids.tolist()) <= {5, 9}
+
+
+@pytest.mark.parametrize(
+    ("texts", "vocab_size", "message"),
+    [
+        ([[1], [2, -1]], None, "text 1 has the token id -1; expected 0 to"),
+        ([[1], [2], [10]], 10, "text 2 has the token id 10; expected 0 to 9"),
+        ([[0.5]], None, "text 0 is not a row of token ids"),
+        ([[[1, 2]]], None, "text 0 is not a row of token ids"),
+        ([[1], [2**31]], None, "text 1 has the token id 2147483648"),
+    ],
+)
+def test_bad_texts_are_named(tmp_path, texts, vocab_size, message):
+    rows = [PoolText(np.array(text), "") for text in texts]
+    with pytest.raises(PoolError, match=message):
+        build_pool(rows, tmp_path / "p", side="user", tokenizer_hash="t", model_id="m", vocab_size=vocab_size)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_pool_is_never_overwritten(tmp_path):
+    build(tmp_path / "p", [([1], "")])
+    with pytest.raises(PoolError, match="there already"):
+        build(tmp_path / "p", [([2], "")])
+    assert Pool.open(tmp_path / "p", verify=True).manifest.vocab_size == 2
+
+
+def test_texts_that_fail_leave_nothing_behind(tmp_path):
+    def texts():
+        yield PoolText(np.array([1], np.int32))
+        raise RuntimeError("the reader failed")
+
+    with pytest.raises(RuntimeError, match="the reader failed"):
+        build_pool(texts(), tmp_path / "p", side="user", tokenizer_hash="t", model_id="m")
+    assert os.listdir(tmp_path) == []
+
+
+def test_full_disk_publishes_nothing(tmp_path, monkeypatch):
+    def no_space(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", no_space)
+    with pytest.raises(PoolError, match="No space left on device"):
+        build(tmp_path / "p", [([1], "")])
+    assert os.listdir(tmp_path) == []
+
+
+def test_every_default_of_the_settings_is_in_the_manifest(tmp_path):
+    build(tmp_path / "p", [([1], "")])
+    manifest = json.loads((tmp_path / "p" / "manifest.json").read_text())
+    assert manifest["settings"]["group_weight"] == 3.0
+    assert manifest["format_version"] == 1
+    assert set(manifest["arrays"]) == {"tokens", "order", "group_codes", "starts"}

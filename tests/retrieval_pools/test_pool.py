@@ -1,0 +1,119 @@
+"""Opening a pool: shared, checked, refused with a way out."""
+
+import json
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.errors import PoolError
+from retrieval_pools.pool import EMPTY_POOL, Pool
+from retrieval_pools.settings import PoolSettings
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rows = [PoolText(np.array([1, 2, 3], np.int32), "a"), PoolText(np.array([1, 4], np.int32), "b")]
+    build_pool(rows, tmp_path / "p", side="item", tokenizer_hash="t1", model_id="m1")
+    return tmp_path / "p"
+
+
+def change_manifest(folder, **changes):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_arrays_are_mapped_and_read_only(folder):
+    pool = Pool.open(folder, "t1")
+    for array in pool.index[:-1]:
+        assert not array.flags.writeable
+        assert not array.flags.owndata
+        assert type(array) is np.ndarray
+
+
+def test_other_tokenizer_is_refused_with_the_command_that_rebuilds(folder):
+    with pytest.raises(PoolError, match=r"tokenizer t1 \(model m1\); expected t2.*laserbatch pools rebuild"):
+        Pool.open(folder, "t2")
+
+
+@pytest.mark.parametrize("version", [0, 2, None, "1"])
+def test_other_format_is_refused(folder, version):
+    change_manifest(folder, format_version=version)
+    with pytest.raises(PoolError, match=r"is a pool of format .*expects 1.*laserbatch pools rebuild"):
+        Pool.open(folder)
+
+
+@pytest.mark.parametrize("name", ["tokens", "order", "group_codes", "starts"])
+def test_missing_and_cut_files_are_found_at_once(folder, name):
+    path = folder / f"{name}.npy"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(PoolError, match=rf"{name}.npy is damaged: .* bytes, expected .*pools rebuild"):
+        Pool.open(folder)
+    path.unlink()
+    with pytest.raises(PoolError, match=rf"{name}.npy is missing.*pools rebuild"):
+        Pool.open(folder)
+
+
+def test_changed_bytes_are_found_by_checksum(folder):
+    path = folder / "order.npy"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    Pool.open(folder)  # the size is right
+    with pytest.raises(PoolError, match=r"order.npy is damaged: SHA-256"):
+        Pool.open(folder, verify=True)
+
+
+def test_file_that_is_no_array_is_damaged(folder):
+    path = folder / "order.npy"
+    path.write_bytes(b"x" * path.stat().st_size)
+    with pytest.raises(PoolError, match=r"order.npy is damaged"):
+        Pool.open(folder)
+
+
+@pytest.mark.parametrize("changes", [{"num_texts": 3}, {"num_tokens": 1}, {"vocab_size": 9}])
+def test_manifest_that_lies_about_its_arrays(folder, changes):
+    change_manifest(folder, **changes)
+    with pytest.raises(PoolError, match="arrays do not fit its manifest"):
+        Pool.open(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null"])
+def test_manifest_that_is_none(folder, text):
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(PoolError, match="pools rebuild"):
+        Pool.open(folder)
+
+
+def test_manifest_with_a_wrong_field(folder):
+    change_manifest(folder, num_texts=-1)
+    with pytest.raises(PoolError, match=r"manifest.json is damaged: num_texts"):
+        Pool.open(folder)
+
+
+def test_folder_that_is_no_pool(tmp_path):
+    for path in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(PoolError, match="is not a pool"):
+            Pool.open(path)
+
+
+def test_settings_of_a_query_can_change_but_not_the_index(folder):
+    pool = Pool.open(folder)
+    assert pool.with_settings(scope="group").settings == PoolSettings(scope="group")
+    assert pool.settings == PoolSettings()
+    with pytest.raises(PoolError, match="index_depth is fixed"):
+        pool.with_settings(index_depth=16)
+    with pytest.raises(ValidationError):
+        pool.with_settings(group_weigth=2)
+
+
+def test_misspelled_and_impossible_settings_are_refused():
+    for wrong in ({"scop": "side"}, {"scope": "wall"}, {"group_weight": 0.5}, {"index_depth": 40}, {"pool_escape": 0}):
+        with pytest.raises(ValidationError):
+            PoolSettings(**wrong)
+
+
+def test_the_empty_pool_has_nothing():
+    assert EMPTY_POOL.manifest.num_texts == 0
+    assert EMPTY_POOL.group_names == ()

@@ -1,0 +1,221 @@
+"""The compiled query against its plain reference, and what it promises beyond that."""
+
+import math
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.query import compiled_query, draft
+from retrieval_pools.reference import ReferenceText, draft_reference
+from retrieval_pools.settings import PoolSettings
+from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
+
+VOCAB_SIZE = 6
+TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=12)
+GROUPS = st.sampled_from(["a", "b", "c"])
+
+
+def pool_of(folder, texts, settings=None, groups=None):
+    """A pool of lists of token ids."""
+    groups = [""] * len(texts) if groups is None else groups
+    rows = [PoolText(np.array(text, np.int32), group) for text, group in zip(texts, groups, strict=True)]
+    return build_pool(rows, folder, side="item", tokenizer_hash="t", model_id="m", settings=settings)
+
+
+def ids(tokens):
+    return np.array(tokens, np.int32)
+
+
+def paths(nodes):
+    """{path of token ids: (probability, source)} of (token, parent, probability, source) rows."""
+    found, of_node = {}, []
+    for token, parent, probability, source in nodes:
+        path = (*(of_node[parent] if parent >= 0 else ()), int(token))
+        of_node.append(path)
+        assert path not in found
+        found[path] = (probability, int(source))
+    return found
+
+
+def rows_of(tree):
+    return list(
+        zip(tree.token_ids, tree.parents, np.exp(tree.log_acceptance, dtype=np.float64), tree.source, strict=True)
+    )
+
+
+@st.composite
+def cases(draw):
+    texts = draw(st.lists(st.tuples(TOKENS, GROUPS), max_size=12))
+    options = PoolSettings(
+        scope=draw(st.sampled_from(["side", "group"])),
+        group_weight=draw(st.sampled_from([1.0, 3.0, 2.5])),
+        index_depth=draw(st.sampled_from([16, 32])),
+        max_match_tokens=draw(st.integers(1, 14)),
+        num_context_lengths=draw(st.integers(1, 5)),
+        num_samples=10_000,
+        num_group_samples=10_000,
+        pool_escape=draw(st.sampled_from([0.5, 2.0, 20.0])),
+    )
+    call = {
+        "max_nodes": draw(st.integers(0, 64)),
+        "min_probability": draw(st.sampled_from([0.0, 0.01, 0.1])),
+        "use_prompt": draw(st.booleans()),
+        "use_output": draw(st.booleans()),
+        "use_previous": draw(st.booleans()),
+        "end_token_id": draw(st.sampled_from([None, 99])),
+    }
+    previous = draw(st.none() | TOKENS)
+    group = draw(st.sampled_from([None, "a", "b", "unknown"]))
+    return texts, options, draw(TOKENS), draw(TOKENS), previous, group, call
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases())
+def test_query_drafts_what_the_reference_drafts(tmp_path_factory, case):
+    texts, options, prompt, output, previous, group, call = case
+    pool = pool_of(tmp_path_factory.mktemp("pool") / "p", [t for t, _ in texts], options, [g for _, g in texts])
+    tree = draft(pool, ids(prompt + output), len(prompt), None if previous is None else ids(previous), group, **call)
+    reference = draft_reference(
+        [ReferenceText(t, g) for t, g in texts], options, prompt, output, previous, group, **call
+    )
+    found = paths(rows_of(tree))
+    expected = paths((n.token_id, n.parent, n.probability, n.source) for n in reference)
+    assert len(found) == len(expected)
+    least = min((probability for probability, _ in expected.values()), default=0.0)
+    for path, (probability, source) in expected.items():
+        if path not in found:  # one of several that are equally likely was cut off
+            assert math.isclose(probability, least, rel_tol=1e-6)
+            continue
+        assert math.isclose(found[path][0], probability, rel_tol=1e-5)
+        assert found[path][1] == source or _is_tie(case, source, found[path][1])
+    probabilities = [row[2] for row in rows_of(tree)]
+    assert (np.diff(probabilities) <= 1e-6).all()
+
+
+def _is_tie(case, one, other):
+    """Sources whose shares may be equal but for rounding."""
+    return {one, other} <= {SOURCE_PREVIOUS, SOURCE_PROMPT, SOURCE_OUTPUT, SOURCE_POOL} and case[1].pool_escape <= 2.0
+
+
+def test_no_pool_drafts_from_own_texts_with_their_sources(tmp_path):
+    tree = draft(None, ids([7, 8, 9, 5, 7]), 3)  # prompt 7 8 9, output 5 7
+    assert tree.token_ids.tolist() == [8, 9]
+    assert tree.source.tolist() == [SOURCE_PROMPT, SOURCE_PROMPT]
+    assert draft(None, ids([0, 4, 5, 4]), 1).source.tolist() == [SOURCE_OUTPUT, SOURCE_OUTPUT]
+
+
+def test_previous_text_is_drafted_from_its_beginning():
+    previous = [3, 1, 4, 1, 5, 9, 2, 6]
+    tree = draft(None, ids([7, 7]), 2, ids(previous))
+    assert tree.token_ids.tolist() == previous[: len(tree)]
+    assert len(tree) >= 4
+    assert set(tree.source.tolist()) == {SOURCE_PREVIOUS}
+
+
+def test_text_never_runs_into_the_next_one(tmp_path):
+    pool = pool_of(tmp_path / "p", [[1, 2], [3, 4], [1, 2], [3, 4]])
+    assert draft(pool, ids([1]), 0, min_probability=0).token_ids.tolist() == [2]
+    assert len(draft(pool, ids([1, 2]), 0, min_probability=0)) == 0  # ends here, always
+    assert len(draft(pool, ids([2, 3]), 0, min_probability=0).token_ids) == 1  # 4 after 3; never "2 3" together
+
+
+def test_end_is_drafted_only_when_its_token_is_given(tmp_path):
+    pool = pool_of(tmp_path / "p", [[1, 2]] * 3)
+    assert draft(pool, ids([1]), 0, end_token_id=50).token_ids.tolist() == [2, 50]
+    assert draft(pool, ids([1]), 0).token_ids.tolist() == [2]
+
+
+def test_group_is_preferred_and_wall_excludes_the_others(tmp_path):
+    texts, groups = [[1, 2]] * 2 + [[1, 3]], ["a", "a", "b"]
+    pool = pool_of(tmp_path / "p", texts, groups=groups)
+    assert draft(pool, ids([1]), 0, None, "a").token_ids.tolist() == [2, 3]
+    assert draft(pool, ids([1]), 0, None, "b").token_ids.tolist() == [3, 2]
+    assert draft(pool, ids([1]), 0, None, "unknown").token_ids.tolist() == [2, 3]
+    walled = pool.with_settings(scope="group")
+    assert draft(walled, ids([1]), 0, None, "b").token_ids.tolist() == [3]
+    assert len(draft(walled, ids([1]), 0, None, "unknown")) == 0
+    assert draft(walled, ids([1]), 0, None, None).token_ids.tolist() == [2, 3]
+
+
+def test_equally_likely_tokens_come_in_the_order_of_their_ids(tmp_path):
+    pool = pool_of(tmp_path / "p", [[9, 5], [9, 2], [9, 7], [9, 3]])
+    assert draft(pool, ids([9]), 0, min_probability=0).token_ids.tolist() == [2, 3, 5, 7]
+    assert draft(pool, ids([9]), 0, max_nodes=2, min_probability=0).token_ids.tolist() == [2, 3]
+
+
+def test_limits_hold(tmp_path):
+    rng = np.random.default_rng(0)
+    pool = pool_of(tmp_path / "p", [rng.integers(0, 40, 30).tolist() for _ in range(300)])
+    for max_nodes in (0, 1, 16, 64):
+        tree = draft(pool, ids([1, 2]), 1, max_nodes=max_nodes, min_probability=0)
+        assert len(tree) == max_nodes
+        assert (tree.parents < np.arange(max_nodes)).all()
+    tree = draft(pool, ids([1, 2]), 1, max_nodes=64, min_probability=0.02)
+    assert 0 < len(tree) < 64
+    assert (np.exp(tree.log_acceptance) >= 0.0199).all()
+    assert (tree.log_acceptance.dtype, tree.source.dtype) == (np.float32, np.uint8)
+    with pytest.raises(ValueError, match="max_nodes is 65"):
+        draft(pool, ids([1]), 0, max_nodes=65)
+    with pytest.raises(ValueError, match="num_prompt is 3"):
+        draft(pool, ids([1]), 3)
+
+
+def test_sampling_keeps_the_probabilities_of_a_large_interval(tmp_path):
+    rng = np.random.default_rng(0)
+    texts = [[1, int(token)] for token in rng.choice([2, 3, 4], 3000, p=[0.6, 0.3, 0.1])]
+    pool = pool_of(tmp_path / "p", texts, groups=[f"g{k % 5}" for k in range(3000)])
+    for group, scope in ((None, "side"), ("g1", "side"), ("g1", "group")):
+        sampled = pool.with_settings(num_samples=64, scope=scope)
+        exact = pool.with_settings(num_samples=10_000, num_group_samples=10_000, scope=scope)
+        one, other = draft(sampled, ids([1]), 0, None, group), draft(exact, ids([1]), 0, None, group)
+        assert one.token_ids.tolist() == other.token_ids.tolist() == [2, 3, 4]
+        np.testing.assert_allclose(np.exp(one.log_acceptance), np.exp(other.log_acceptance), atol=0.03)
+
+
+@pytest.mark.parametrize("wrong", [[], [-1], [-1, -1], [1, -1], [-7, 1], [1_000_000], [2**31 - 1, 1]])
+def test_ids_that_the_pool_does_not_know_are_no_match(tmp_path, wrong):
+    pool = pool_of(tmp_path / "p", [[1, 2, 3]] * 4)
+    tree = draft(pool, ids(wrong), 0, ids(wrong))
+    assert set(tree.token_ids.tolist()) <= {1, 2, 3, *wrong}
+
+
+def test_arrays_of_any_kind_use_one_compilation(tmp_path):
+    pool = pool_of(tmp_path / "p", [[1, 2, 3]] * 4)
+    expected = draft(pool, ids([1, 2]), 0, ids([1, 2, 3])).token_ids.tolist()
+    read_only = ids([1, 2])
+    read_only.flags.writeable = False
+    for context in (read_only, ids([1, 5, 2])[::2], np.array([1, 2], np.int64), [1, 2], ids([1, 2, 9])[:2]):
+        assert draft(pool, context, 0, ids([1, 2, 3])).token_ids.tolist() == expected
+    assert len(compiled_query().signatures) == 1
+    with pytest.raises(ValueError, match="one row of integers"):
+        draft(pool, np.array([[1]]), 0)
+
+
+def test_threads_draft_the_same_as_one(tmp_path):
+    rng = np.random.default_rng(0)
+    pool = pool_of(tmp_path / "p", [rng.integers(0, 20, 30).tolist() for _ in range(200)])
+    contexts = [ids(rng.integers(0, 20, 25)) for _ in range(50)]
+
+    def draft_all():
+        return [draft(pool, context, 5, max_nodes=32).token_ids.tolist() for context in contexts]
+
+    expected, results = draft_all(), []
+    threads = [threading.Thread(target=lambda: results.append(draft_all())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [expected] * 4
+
+
+def test_own_texts_are_searched_up_to_a_limit():
+    prompt = [5, 6] + [0] * 50
+    tree = draft(None, ids([*prompt, 5]), len(prompt))
+    assert tree.token_ids.tolist()[:1] == [6]
+    from retrieval_pools.pool import EMPTY_POOL
+
+    assert len(draft(EMPTY_POOL.with_settings(max_local_tokens=20), ids([*prompt, 5]), len(prompt))) == 0

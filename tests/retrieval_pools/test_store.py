@@ -1,0 +1,133 @@
+"""Versions of pools: published whole, frozen, switched by a pointer."""
+
+import os
+
+import numpy as np
+import pytest
+
+from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.errors import PoolError
+from retrieval_pools.query import draft
+from retrieval_pools.store import PoolStore
+
+
+def publish(store, version, text=(1, 2, 3), sides=("user", "item")):
+    with store.publish(version) as (folder, name):
+        for side in sides:
+            rows = [PoolText(np.array(text, np.int32), "g")]
+            build_pool(rows, folder / side, side=side, tokenizer_hash="t", model_id="m")
+        (folder / "router").mkdir(exist_ok=True)
+        (folder / "router" / "note.json").write_text("{}")
+    return name
+
+
+def tree_of(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_first_version_is_published_and_current(tmp_path):
+    store = PoolStore(tmp_path / "pools")
+    assert store.current_version() is None
+    assert store.list() == []
+    assert publish(store, "2025-03-01-aa") == "2025-03-01-aa"
+    assert store.current_version() == "2025-03-01-aa"
+    assert (store.folder("2025-03-01-aa") / "router" / "note.json").exists()
+    assert store.open("2025-03-01-aa", "user", "t", verify=True).manifest.num_tokens == 3
+    [version] = store.list()
+    assert version.is_current and version.problem is None and set(version.pools) == {"user", "item"}
+
+
+def test_side_without_a_pool_is_none(tmp_path):
+    store = PoolStore(tmp_path)
+    publish(store, "v1", sides=("item",))
+    assert store.open("v1", "user") is None
+    assert set(store.list()[0].pools) == {"item"}
+
+
+def test_use_switches_and_unknown_versions_are_refused(tmp_path):
+    store = PoolStore(tmp_path)
+    publish(store, "v1")
+    publish(store, "v2", text=(4, 5))
+    assert store.current_version() == "v2"
+    store.use("v1")
+    assert store.current_version() == "v1"
+    assert [version.is_current for version in store.list()] == [True, False]
+    for refused in (store.use, store.folder, lambda name: store.open(name, "item")):
+        with pytest.raises(PoolError, match=r"no pools 'v3' .*there are: v1, v2"):
+            refused("v3")
+    with pytest.raises(PoolError, match="there are none"):
+        PoolStore(tmp_path / "nowhere").use("v1")
+
+
+def test_damaged_version_is_listed_but_not_used(tmp_path):
+    store = PoolStore(tmp_path)
+    publish(store, "v1")
+    publish(store, "v2", text=(4, 5))
+    (tmp_path / "v1" / "item" / "order.npy").unlink()
+    assert "order.npy is missing" in store.list()[0].problem
+    with pytest.raises(PoolError, match=r"order.npy is missing"):
+        store.use("v1")
+    assert store.current_version() == "v2"
+
+
+def test_failed_build_changes_nothing(tmp_path):
+    store = PoolStore(tmp_path)
+    publish(store, "v1")
+    before = tree_of(tmp_path)
+    with pytest.raises(RuntimeError, match="killed"), store.publish("v2") as (folder, _):
+        (folder / "half").write_text("x")
+        raise RuntimeError("killed")
+    with pytest.raises(PoolError, match="No space"), store.publish("v2"):
+        raise OSError(28, "No space left on device")
+    assert tree_of(tmp_path) == before
+    assert store.current_version() == "v1"
+
+
+def test_leftovers_of_a_killed_builder_are_no_version(tmp_path):
+    store = PoolStore(tmp_path)
+    publish(store, "v1")
+    (tmp_path / ".v2.123-abc.tmp" / "user").mkdir(parents=True)
+    assert [version.version for version in store.list()] == ["v1"]
+
+
+def test_publishing_the_same_again_keeps_the_files(tmp_path):
+    store = PoolStore(tmp_path)
+    publish(store, "v1")
+    inode = os.stat(tmp_path / "v1").st_ino
+    publish(store, "v1")
+    assert os.stat(tmp_path / "v1").st_ino == inode
+    assert [name for name in os.listdir(tmp_path) if name.endswith(".tmp")] == []
+
+
+def test_rebuilding_a_damaged_version_mends_it_under_open_pools(tmp_path):
+    store = PoolStore(tmp_path)
+    publish(store, "v1")
+    opened = store.open("v1", "item")
+    (tmp_path / "v1" / "item" / "manifest.json").write_text("{}")
+    publish(store, "v1")
+    assert store.list()[0].problem is None
+    assert draft(opened, np.array([1], np.int32), 0).token_ids.tolist() == [2, 3]
+    assert draft(store.open("v1", "item"), np.array([1], np.int32), 0).token_ids.tolist() == [2, 3]
+
+
+def test_open_pool_does_not_see_a_later_version(tmp_path):
+    store = PoolStore(tmp_path)
+    publish(store, "v1")
+    opened = store.open(store.current_version(), "item")
+    publish(store, "v2", text=(1, 9))
+    assert draft(opened, np.array([1], np.int32), 0).token_ids.tolist() == [2, 3]
+
+
+def test_pointer_to_nothing_says_what_to_do(tmp_path):
+    store = PoolStore(tmp_path)
+    publish(store, "v1")
+    (tmp_path / "CURRENT").write_text("v9\n")
+    with pytest.raises(PoolError, match=r"names the pools 'v9', which are not there; there are: v1.*pools use VERSION"):
+        store.current_version()
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "CURRENT", "a b"])
+def test_names_that_cannot_be_folders_are_refused(tmp_path, name):
+    with pytest.raises(PoolError, match="cannot name pools"), PoolStore(tmp_path).publish(name):
+        pass
+    assert os.listdir(tmp_path) == []
