@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import transformers
 from big_pool import measure_big_pool
 from common import DEFAULT_DATA, DEFAULT_MODEL, REPOSITORY, SAMPLE_MODEL, Figure, Spread, describe_figures, write_json
 from night_pools import build, own_texts
@@ -170,6 +171,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logger.setLevel(logging.INFO)
     torch.set_num_threads(arguments.threads)
+    transformers.utils.logging.disable_progress_bar()
     scale = SMOKE if arguments.smoke else QUICK if arguments.quick else FULL
     start_s = time.perf_counter()
     rows, big_pool = [], None

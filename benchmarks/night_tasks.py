@@ -79,7 +79,7 @@ def sample_tasks(tokenizer, size: TaskSize) -> list[Task]:
     The world is another one than the sample model was trained on.
     """
     settings = KnowledgeSettings()
-    num_entities = 2 * size.total  # items that share title and attributes share a prompt
+    num_entities = 20 + 2 * size.total  # some share a prompt; a world has at least 20 items
     with tempfile.TemporaryDirectory() as folder:
         write_sample_world(folder, num_users=num_entities, num_items=num_entities, seed=SEED)
         tables = read_tables(folder, as_of=LAST_DATE)

@@ -86,8 +86,8 @@ def _side(part: dict) -> dict:
         "num_texts": num_texts,
         "num_tokens": stats["num_tokens"],
         "tokens_per_text": stats["num_tokens"] / num_texts if num_texts else None,
-        "tokens_per_step": stats["num_tokens"] / num_steps if num_steps else None,
-        "tokens_per_worker_s": stats["num_tokens"] / wall_s if wall_s else None,
+        "tokens_per_step": stats["num_accepted"] / num_steps + 1 if num_steps else None,
+        "tokens_per_s": stats["num_tokens"] / wall_s if wall_s else None,
         "accepted_by_source": stats["accepted_by_source"],
         "finish_reasons": stats["finish_reasons"],
     }
@@ -135,7 +135,7 @@ def describe(run: dict) -> str:
         for side, part in record["sides"].items():
             speed = "nothing to write"
             if part["num_texts"]:
-                speed = f"{part['tokens_per_worker_s']:.0f} tokens/s, {part['tokens_per_step']:.2f} tokens/step"
+                speed = f"{part['tokens_per_s']:.0f} tokens/s, {part['tokens_per_step']:.2f} tokens/step"
             lines.append(
                 f"    {side}: {part['num_generated']} written, {part['num_carried_over']} carried over, "
                 f"{part['num_quarantined']} quarantined {part['quarantine_reasons'] or ''}; {speed}"
@@ -148,10 +148,16 @@ def _ctr_lines(ctr: dict | None) -> list[str]:
     if not ctr or ctr.get("skipped"):
         return [f"    CTR: {ctr['skipped'] if ctr else 'not trained'}"]
     return [
-        f"    CTR: {row['model']:6} {row['variant']:8} AUC {row['auc']:.4f} +- {row['auc_std']:.4f}, "
-        f"LogLoss {row['logloss']:.4f} +- {row['logloss_std']:.4f}"
+        f"    CTR: {row['model']:7} {row['variant']:8} AUC {_spread(row, 'auc')}, LogLoss {_spread(row, 'logloss')}"
         for row in ctr["rows"]
     ]
+
+
+def _spread(row: dict, name: str) -> str:
+    mean, std = row[name], row[f"{name}_std"]
+    if mean is None:
+        return "unknown"
+    return f"{mean:.4f}" if std is None else f"{mean:.4f} +- {std:.4f}"
 
 
 def parse_arguments() -> argparse.Namespace:
