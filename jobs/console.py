@@ -19,7 +19,7 @@ from rich.table import Table
 
 logger = logging.getLogger("laserbatch")
 stderr = Console(stderr=True, highlight=False)
-stdout = Console(highlight=False)
+stdout = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 PLAIN_LINE_EVERY_S = 5.0
 

@@ -121,7 +121,7 @@ def guess_mapping(sources: list[SourceTable]) -> dict:
     if interactions is None or items is None:
         seen = "; ".join(f"{source.name}: {', '.join(source.head.column_names)}" for source in sources)
         wanted = "items (an id and a title)" if interactions else "interactions (a user id, an item id and a time)"
-        raise TableError(f"no file looks like {wanted}. Write a mapping as in configs/import_example.yaml. Seen: {seen}")
+        raise TableError(f"no file looks like {wanted}; see configs/import_example.yaml. Found: {seen}")
     mapping: dict = {"ids": {"user_id": "string", "item_id": "string"}}
     if users is not None:
         user_id = users.find(USER_ID) or users.find(r"id$") or users.head.column_names[0]

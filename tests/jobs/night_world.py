@@ -1,0 +1,47 @@
+"""A small world and its configuration, on which whole nights run in tests: the bundled model, a real Ray."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from pipeline.tables.sample_world import write_sample_world
+
+FIRST_DATE, SECOND_DATE = "2025-02-28", "2025-03-01"
+
+
+def write_config(folder: Path, name: str = "laserbatch.yaml", **sections) -> Path:
+    """A configuration over `folder/tables`, quick to run; `sections` are merged over it."""
+    settings = {
+        "workspace": "workspace",
+        "tables": {"path": "tables"},
+        "decoding": {"max_new_tokens": 256, "batch_size": 8, "num_threads": 1},
+        "night": {"shard_size": 8, "max_failed_share": 0.2, "train_ctr": False},
+        "ctr": {"models": ["gbdt"], "num_seeds": 1, "max_epochs": 2},
+        "encoding": {"num_clusters": 4},
+    }
+    for section, values in sections.items():
+        settings[section] = settings.get(section, {}) | values if isinstance(values, dict) else values
+    path = folder / name
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return path
+
+
+def make_world(folder: Path, num_users: int = 24, num_items: int = 24) -> Path:
+    """The sample world at its smallest, in `folder/tables`."""
+    write_sample_world(folder / "tables", num_users=num_users, num_items=num_items)
+    return folder
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    """`laserbatch ARGUMENTS` as a process of its own, as a scheduler would run it."""
+    command = [sys.executable, "-c", "from jobs.cli import main; main()", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def run(*arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess:
+    """The same, until it ends."""
+    process = start(*arguments)
+    stdout, stderr = process.communicate(timeout=timeout_s)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)

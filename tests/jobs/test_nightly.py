@@ -1,0 +1,191 @@
+"""Whole nights with the bundled model and a real Ray: what they leave, what they skip, what they survive."""
+
+import datetime
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from night_world import FIRST_DATE, SECOND_DATE, make_world, run, start, write_config
+
+from pipeline.knowledge.records import SIDES, knowledge_schema
+from pipeline.storage.workspace import Workspace
+from pipeline.tables.read import read_tables
+from retrieval_pools.store import PoolStore
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def two_nights(tmp_path_factory) -> Path:
+    """A workspace after two nights, the second with its CTR comparison."""
+    folder = make_world(tmp_path_factory.mktemp("nights"))
+    first = run("nightly", "--config", str(write_config(folder)), "--date", FIRST_DATE)
+    assert first.returncode == 0, first.stderr
+    config = write_config(folder, "second.yaml", night={"shard_size": 8, "max_failed_share": 0.2, "train_ctr": True})
+    second = run("nightly", "--config", str(config), "--date", SECOND_DATE, "--json")
+    assert second.returncode == 0, second.stderr
+    (folder / "second.json").write_text(second.stdout)
+    return folder
+
+
+def runs(folder: Path):
+    return Workspace.open(folder / "workspace", create=False).runs()
+
+
+def texts(run_folder) -> dict[str, dict[object, str]]:
+    tables = {side: run_folder.read_knowledge(side) for side in SIDES}
+    return {
+        side: dict(zip(table["entity_id"].to_pylist(), table["text"].to_pylist(), strict=True))
+        for side, table in tables.items()
+    }
+
+
+def test_every_entity_has_one_record_or_a_quarantined_row(two_nights):
+    for night in runs(two_nights):
+        tables = read_tables(two_nights / "tables", datetime.date.fromisoformat(night.load_manifest()["date"]))
+        for side in SIDES:
+            known = tables.entities(side)[f"{side}_id"].to_pylist()
+            done = night.read_knowledge(side)["entity_id"].to_pylist()
+            failed = night.read_quarantine(side)["entity_id"].to_pylist()
+            assert sorted(done + failed) == sorted(known)
+
+
+def test_records_have_the_documented_schema(two_nights):
+    for side in SIDES:
+        for file in runs(two_nights)[1].knowledge_folder(side).glob("*.parquet"):
+            schema = pq.read_schema(file)
+            expected = knowledge_schema(pa.string())
+            assert schema.equals(expected)
+            assert expected.metadata.items() <= schema.metadata.items()
+
+
+def test_the_second_night_carries_over_the_unchanged_and_drafts_the_rest_from_the_first(two_nights):
+    first, second = runs(two_nights)
+    manifest = second.load_manifest()
+    for side in SIDES:
+        data = manifest["sides"][side]
+        assert data["num_carried_over"] > 0
+        table = second.read_knowledge(side)
+        origins = pc.value_counts(table["run_id"].combine_chunks()).to_pylist()
+        assert {entry["values"]: entry["counts"] for entry in origins}[first.run_id] == data["num_carried_over"]
+    new = second.read_knowledge("user").filter(pc.field("run_id") == second.run_id)
+    assert new.num_rows > 0
+    assert set(new["pool_version"].to_pylist()) == {first.run_id}
+    per_step = {night.run_id: night.load_manifest()["sides"]["user"]["stats"] for night in (first, second)}
+    pace = {run_id: stats["num_accepted"] / stats["num_steps"] for run_id, stats in per_step.items()}
+    assert pace[second.run_id] > pace[first.run_id]
+
+
+def test_features_join_with_the_tables_by_id(two_nights):
+    night = runs(two_nights)[1]
+    for side in SIDES:
+        features = pq.read_table(night.features_path(side))
+        assert sorted(features[f"{side}_id"].to_pylist()) == sorted(night.read_knowledge(side)["entity_id"].to_pylist())
+        assert pa.types.is_fixed_size_list(features.schema.field("vector").type)
+
+
+def test_the_last_night_is_published_with_its_pools_and_report(two_nights):
+    workspace = Workspace.open(two_nights / "workspace", create=False)
+    second = runs(two_nights)[1]
+    assert workspace.published().run_id == second.run_id
+    assert PoolStore(workspace.pools_folder).current_version() == second.run_id
+    assert "<html" in second.report_path.read_text(encoding="utf-8")
+    assert second.load_manifest()["ctr"]["rows"]
+
+
+def test_the_summary_is_json(two_nights):
+    summary = json.loads((two_nights / "second.json").read_text())
+    assert summary["users"]["carried over"] > 0
+
+
+def test_running_a_finished_night_again_changes_nothing(two_nights):
+    before = _file_times(two_nights / "workspace" / "runs")
+    again = run("nightly", "--config", str(two_nights / "second.yaml"), "--date", SECOND_DATE)
+    assert again.returncode == 0 and "finished already" in again.stderr
+    assert _file_times(two_nights / "workspace" / "runs") == before
+
+
+def _file_times(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_texts_depend_neither_on_shards_nor_on_workers_nor_on_the_future(two_nights, tmp_path):
+    """The same night again: one worker, other shards and batches, and a future that was made up differently."""
+    shutil.copytree(two_nights / "tables", tmp_path / "tables")
+    table = pq.read_table(tmp_path / "tables" / "interactions.parquet")
+    cut = pa.scalar(_midnight_after(SECOND_DATE), table.schema.field("timestamp").type)
+    is_future = pc.greater_equal(table["timestamp"], cut)
+    assert pc.any(is_future).as_py()
+    flipped = pc.if_else(is_future, pc.subtract(6.0, pc.cast(table["rating"], pa.float64())), table["rating"])
+    flipped = pc.cast(flipped, table.schema.field("rating").type)
+    changed = table.set_column(table.column_names.index("rating"), "rating", flipped)
+    pq.write_table(changed, tmp_path / "tables" / "interactions.parquet")
+    config = write_config(
+        tmp_path,
+        night={"shard_size": 13, "max_failed_share": 0.2, "train_ctr": False},
+        decoding={"max_new_tokens": 256, "batch_size": 5, "num_threads": 1},
+        cluster={"num_workers": 1},
+    )
+    for date in (FIRST_DATE, SECOND_DATE):
+        night = run("nightly", "--config", str(config), "--date", date)
+        assert night.returncode == 0, night.stderr
+    for here, there in zip(runs(two_nights), runs(tmp_path), strict=True):
+        assert texts(here) == texts(there)
+        for side in SIDES:
+            features = [pq.read_table(night.features_path(side)) for night in (here, there)]
+            vectors = [dict(zip(*_columns(f, side), strict=True)) for f in features]
+            assert vectors[0] == vectors[1]
+
+
+def _columns(features, side):
+    return features[f"{side}_id"].to_pylist(), [tuple(vector) for vector in features["vector"].to_pylist()]
+
+
+def _midnight_after(date: str):
+    day = datetime.date.fromisoformat(date) + datetime.timedelta(days=1)
+    return datetime.datetime.combine(day, datetime.time(), datetime.UTC)
+
+
+def test_a_killed_night_is_finished_by_the_same_command(two_nights, tmp_path):
+    shutil.copytree(two_nights / "tables", tmp_path / "tables")
+    arguments = ("nightly", "--config", str(write_config(tmp_path)), "--date", FIRST_DATE)
+    killed = start(*arguments)
+    deadline = time.monotonic() + 240
+    shards = lambda: sorted(tmp_path.glob("workspace/runs/*/knowledge/*/*.json"))  # noqa: E731
+    while not shards() and killed.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    finished = {path: path.stat().st_mtime_ns for path in shards()}
+    assert finished, "no shard was finished before the kill"
+    again = run(*arguments)
+    assert again.returncode == 0, again.stderr
+    assert "going on with run" in again.stderr
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished
+    assert texts(runs(tmp_path)[0]) == texts(runs(two_nights)[0])
+
+
+def test_two_nights_at_once_are_refused(two_nights):
+    with Workspace.open(two_nights / "workspace").lock():
+        second = run("nightly", "--config", str(two_nights / "laserbatch.yaml"), "--date", SECOND_DATE)
+    assert second.returncode == 5
+    assert "in use by pid" in second.stderr
+
+
+def test_too_many_failed_rows_fail_the_night_and_publish_nothing(tmp_path):
+    make_world(tmp_path, num_users=4, num_items=20)
+    night = {"shard_size": 8, "max_failed_share": 0.1}
+    config = write_config(tmp_path, knowledge={"max_prompt_tokens": 80}, night=night)
+    night = run("nightly", "--config", str(config), "--date", FIRST_DATE)
+    assert night.returncode == 4, night.stderr
+    assert "users failed: too-long" in night.stderr
+    assert Workspace.open(tmp_path / "workspace").published() is None
+    assert runs(tmp_path)[0].report_path.exists()
+    assert runs(tmp_path)[0].read_quarantine("user").num_rows > 0
