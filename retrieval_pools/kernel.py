@@ -167,18 +167,34 @@ def _sample(k, num_samples, first, size):
 
 
 @njit
-def _occurrences(index, preference, first, last):
-    """How much the occurrences of an interval count together."""
+def _num_inside(index, preference, first, last):
+    """Occurrences in texts of the group; estimated when there are many."""
     size = last - first
-    total = preference.outside * size
-    if preference.inside != preference.outside and size > 0:
-        num_samples = min(size, preference.num_group_samples)
-        num_inside = 0
-        for k in range(num_samples):
-            if index.group_codes[_sample(k, num_samples, first, size)] == preference.group:
-                num_inside += 1
-        total += (preference.inside - preference.outside) * (num_inside * (size / num_samples))
-    return total
+    if size <= 0:
+        return 0.0
+    num_samples = min(size, preference.num_group_samples)
+    num_inside = 0
+    for k in range(num_samples):
+        if index.group_codes[_sample(k, num_samples, first, size)] == preference.group:
+            num_inside += 1
+    return num_inside * (size / num_samples)
+
+
+@njit
+def _num_seen(index, preference, first, last):
+    """Occurrences that count at all: the evidence, whose group does not make it more."""
+    if preference.outside > 0:
+        return float(last - first)
+    return _num_inside(index, preference, first, last) if preference.inside > 0 else 0.0
+
+
+@njit
+def _weight(index, preference, first, last):
+    """How much the occurrences of an interval count together."""
+    weight = preference.outside * (last - first)
+    if preference.inside != preference.outside:
+        weight += (preference.inside - preference.outside) * _num_inside(index, preference, first, last)
+    return weight
 
 
 @njit
@@ -188,7 +204,7 @@ def _longest_match(index, preference, recent):
     length = 1
     while length < unknown:
         first, last = _find(index, recent, length)
-        if _occurrences(index, preference, first, last) > 0:
+        if _num_seen(index, preference, first, last) > 0:
             known = length
             length = min(2 * length, recent.shape[0]) if length < recent.shape[0] else unknown
         else:
@@ -196,7 +212,7 @@ def _longest_match(index, preference, recent):
     while unknown - known > 1:
         length = (known + unknown) >> 1
         first, last = _find(index, recent, length)
-        if _occurrences(index, preference, first, last) > 0:
+        if _num_seen(index, preference, first, last) > 0:
             known = length
         else:
             unknown = length
@@ -216,13 +232,13 @@ def _add_pool_levels(levels, index, preference, recent, num_context_lengths, esc
     before = 0.0
     while length >= 1 and num_levels < num_context_lengths:
         first, last = _find(index, recent, length)
-        occurrences = _occurrences(index, preference, first, last)
-        if occurrences >= 2 * before or (length == 1 and occurrences > before):
+        num_seen = _num_seen(index, preference, first, last)
+        if num_seen >= 2 * before or (length == 1 and num_seen > before):
             levels.source[num_levels], levels.length[num_levels] = SOURCE_POOL, length
             levels.escape[num_levels] = escape
             levels.first[0, num_levels], levels.last[0, num_levels] = first, last
             num_levels += 1
-            before = occurrences
+            before = num_seen
         length = _shorter(length)
     return num_levels
 
@@ -374,19 +390,21 @@ def _count_continuations(
             break
         first, last = levels.first[node, level], levels.last[node, level]
         source, length = levels.source[level], levels.length[level] + depth
-        occurrences = _occurrences(index, preference, first, last) if source == SOURCE_POOL else float(last)
-        if occurrences <= 0:
+        num_seen = _num_seen(index, preference, first, last) if source == SOURCE_POOL else float(last)
+        if num_seen <= 0:
             continue
-        confidence = occurrences / (occurrences + levels.escape[level] / length)
-        share = left * confidence / occurrences
+        confidence = num_seen / (num_seen + levels.escape[level] / length)
+        taken = left * confidence
         left *= 1 - confidence
         if source != SOURCE_POOL:
+            share = taken / num_seen
             for k in range(last):
                 token = _own_token(context, source, levels.positions[node, source, k])
                 c, num_candidates = _candidate(candidates, num_candidates, token)
                 if c >= 0:
                     candidates.share[c, source] += share
             continue
+        share = taken / _weight(index, preference, first, last)
         if preference.outside > 0:
             num_candidates = _count_pool(
                 candidates, num_candidates, index, preference, first, last, length, False, share * preference.outside

@@ -123,12 +123,13 @@ def next_paths(levels: list[Level], parent: int, probability: float, min_probabi
     for level in levels:
         if left * probability < min_probability:
             break
-        seen = sum(n for _, _, n in level.places)
-        if seen == 0:
+        num_seen = len(level.places)  # the evidence; a preferred group does not make it more
+        if num_seen == 0:
             continue
-        confidence = seen / (seen + level.escape / level.length)
+        confidence = num_seen / (num_seen + level.escape / level.length)
+        weight = sum(n for _, _, n in level.places)
         for text, at, n in level.places:
-            shares.setdefault(text[at], Counter())[level.source] += left * confidence * n / seen
+            shares.setdefault(text[at], Counter())[level.source] += left * confidence * n / weight
         left *= 1 - confidence
     for token, by_source in shares.items():
         path_probability = probability * sum(by_source.values())
@@ -144,13 +145,12 @@ def pool_levels(
     known = [m for m in range(1, settings.max_match_tokens + 1) if _places(texts, settings, context, m, group)]
     length = max(known, default=0)
     levels: list[Level] = []
-    before = 0.0
+    before = 0
     while length >= 1 and len(levels) < settings.num_context_lengths:
         places = _places(texts, settings, context, length, group)
-        seen = sum(n for _, _, n in places)
-        if seen >= 2 * before or (length == 1 and seen > before):
+        if len(places) >= 2 * before or (length == 1 and len(places) > before):
             levels.append(Level(SOURCE_POOL, length, settings.pool_escape, places, settings.index_depth))
-            before = seen
+            before = len(places)
         length = length - 1 if length <= 4 else 2 * length // 3
     return levels
 
