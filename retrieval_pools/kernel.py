@@ -48,7 +48,7 @@ class Preference(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The sequence: `tokens[:num_prompt]` is the prompt, the rest the output; `previous` its text of an earlier night."""
+    """The sequence: `tokens[:num_prompt]` is the prompt, the rest the output; `previous` an earlier night's text."""
 
     tokens: np.ndarray
     num_prompt: int

@@ -25,7 +25,7 @@ class PoolSettings(BaseModel):
     num_context_lengths: int = Field(4, ge=1, le=MAX_CONTEXT_LENGTHS, description="Context lengths blended in a draft.")
     num_samples: int = Field(64, ge=1, description="Occurrences of a context counted; more are sampled evenly.")
     num_group_samples: int = Field(1024, ge=1, description="Occurrences searched for the group; likewise.")
-    pool_escape: float = Field(16.0, gt=0)
+    pool_escape: float = Field(12.0, gt=0, description="Escape of the pool.")
     local_escape: float = Field(1.5, gt=0, description="Escape of the prompt and of the output.")
     previous_escape: float = Field(0.5, gt=0, description="Escape of the entity's own previous text.")
     max_local_tokens: int = Field(4096, ge=1, description="Tokens searched of each of the own texts.")

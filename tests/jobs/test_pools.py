@@ -1,0 +1,178 @@
+"""`laserbatch pools`: versions and groups are listed, a query is a tree that a person can read."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from typer.testing import CliRunner
+
+from jobs.pools import app
+from jobs.pools_view import DraftView, draft_tree, visible
+from pipeline.decoding.identity import tokenizer_hash
+from pipeline.errors import WorkspaceError
+from pipeline.storage.workspace import Workspace
+from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.errors import PoolError
+from retrieval_pools.query import draft
+from retrieval_pools.store import PoolStore
+
+VERSIONS = ("2025-03-01-aaaa", "2025-03-02-bbbb")
+TEXTS = {"drama": ["a quiet film", "a quiet book"], "war": ["a loud film"]}
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte."""
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({piece: k for k, piece in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """A folder with a model's tokenizer, a workspace with two pool versions of items, and their configuration."""
+    root = tmp_path_factory.mktemp("world")
+    model = root / "model"
+    model.mkdir()
+    tokenizer = byte_tokenizer()
+    tokenizer.save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    (model / "model.safetensors").touch()
+    store = PoolStore(Workspace.open(root / "workspace").pools_folder)
+    for version in VERSIONS:
+        with store.publish(version) as (folder, _):
+            rows = [
+                PoolText(np.array(tokenizer.encode(text).ids, np.int32), group)
+                for group, texts in TEXTS.items()
+                for text in texts
+            ]
+            build_pool(rows, folder / "item", side="item", tokenizer_hash=tokenizer_hash(model), model_id="m")
+    (root / "config.yaml").write_text("decoding:\n  model: model\nworkspace: workspace\n")
+    return root
+
+
+def called(world: Path, *arguments: str) -> str:
+    """Standard output of a command that must end well."""
+    result = CliRunner().invoke(app, [*arguments, "--config", str(world / "config.yaml")], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_list_names_versions_and_the_current_one(world):
+    data = json.loads(called(world, "list", "--json"))
+    assert [(row["version"], row["is_current"]) for row in data["versions"]] == [
+        (VERSIONS[0], False),
+        (VERSIONS[1], True),
+    ]
+    assert data["versions"][0]["pools"]["item"]["num_texts"] == 3
+    assert f"*  {VERSIONS[1]}" in called(world, "list")
+
+
+def test_show_gives_groups_and_verifies(world):
+    text = called(world, "show", VERSIONS[0], "--verify")
+    assert "drama" in text and "war" in text
+    assert json.loads(called(world, "show", "--json"))["version"] == VERSIONS[1]
+
+
+def test_query_drafts_the_text_that_follows(world):
+    data = json.loads(called(world, "query", "a qui", "--json", "--max-nodes", "4"))
+    assert [node["piece"] for node in data["nodes"]][:3] == ["e", "t", " "]
+    assert data["nodes"][0]["source"] == "pool"
+    assert data["nodes"][0]["parent"] == -1
+    assert data["expected_num_accepted"] == pytest.approx(sum(node["acceptance"] for node in data["nodes"]))
+    assert json.loads(called(world, "query", "", "--json"))["nodes"][0]["piece"] == "a"
+
+
+def test_query_prefers_the_group(world):
+    first = {
+        group: json.loads(called(world, "query", "a ", "--group", group, "--json"))["nodes"][0]["piece"]
+        for group in TEXTS
+    }
+    assert first == {"drama": "q", "war": "l"}
+
+
+def test_query_is_drawn_as_a_tree_with_visible_spaces(world):
+    text = called(world, "query", "a quiet", "--max-nodes", "6")
+    assert "…a·quiet" in text
+    assert "├──" in text and "└──" in text
+    assert "expected to be accepted" in text
+    assert "nothing" in called(world, "query", "zzz")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("query", "a", "--group", "sport"), "no group 'sport'; it has 2: 'drama', 'war'"),
+        (("query", "a", "--side", "user"), "have none of the user side"),
+        (("query", "a", "--version", "v9"), "there are no pools 'v9'"),
+        (("use", "v9"), "there are no pools 'v9'"),
+        (("show", "v9"), "there are no pools 'v9'"),
+    ],
+)
+def test_what_is_not_there_is_named(world, arguments, message):
+    with pytest.raises(PoolError, match=message):
+        called(world, *arguments)
+
+
+def test_use_switches_the_current_version(world):
+    called(world, "use", VERSIONS[0])
+    assert json.loads(called(world, "query", "a", "--json"))["version"] == VERSIONS[0]
+    called(world, "use", VERSIONS[1])
+
+
+def test_other_tokenizer_is_refused(world, tmp_path):
+    other = tmp_path / "model"
+    other.mkdir()
+    for path in (world / "model").iterdir():
+        (other / path.name).write_bytes(path.read_bytes() + b" " * (path.name == "tokenizer.json"))
+    config = tmp_path / "config.yaml"
+    config.write_text(f"decoding:\n  model: model\nworkspace: {world / 'workspace'}\n")
+    with pytest.raises(PoolError, match="laserbatch pools rebuild"):
+        CliRunner().invoke(app, ["query", "a", "--config", str(config)], catch_exceptions=False)
+
+
+def test_workspace_without_pools_says_how_to_get_them(tmp_path):
+    Workspace.open(tmp_path / "w")
+    arguments = ["--workspace", str(tmp_path / "w")]
+    assert CliRunner().invoke(app, ["list", *arguments], catch_exceptions=False).exit_code == 0
+    for command in (["show"], ["query", "a"]):
+        with pytest.raises(PoolError, match="no pools in"):
+            CliRunner().invoke(app, [*command, *arguments], catch_exceptions=False)
+    with pytest.raises(WorkspaceError):
+        CliRunner().invoke(app, ["list", "--workspace", str(tmp_path / "nowhere")], catch_exceptions=False)
+
+
+def test_wrong_side_is_wrong_usage(world):
+    result = CliRunner().invoke(app, ["query", "a", "--side", "book", "--config", str(world / "config.yaml")])
+    assert result.exit_code == 2
+
+
+def test_every_command_shows_an_example():
+    for command in ("build", "rebuild", "list", "show", "query", "use"):
+        assert "laserbatch pools" in CliRunner().invoke(app, [command, "--help"]).output
+
+
+def test_text_of_a_pool_cannot_control_the_terminal(tmp_path):
+    class Escapes:
+        def decode(self, token_ids, **_):
+            return "".join("\x1b[31m[red]x" for _ in token_ids)
+
+        def convert_ids_to_tokens(self, token_id):
+            return str(token_id)
+
+    rows = [PoolText(np.array([1, 2], np.int32))]
+    pool = build_pool(rows, tmp_path / "p", side="item", tokenizer_hash="t", model_id="m")
+    context = np.array([1], np.int32)
+    view = DraftView.of(Escapes(), "v", pool.manifest, None, "\x1b[2J[b]a[/b]\n", context, draft(pool, context, 0))
+    console = Console(file=io.StringIO(), width=100)
+    console.print(draft_tree(view))
+    drawn = console.file.getvalue()
+    assert "\x1b" not in drawn
+    assert "[b]a[/b]⏎" in drawn
+    assert visible("a b\t\x07") == "a·b⇥\\x07"
