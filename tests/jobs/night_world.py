@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
+from jobs.cli import main
 from pipeline.tables.sample_world import write_sample_world
 
 FIRST_DATE, SECOND_DATE = "2025-02-28", "2025-03-01"
@@ -45,3 +47,27 @@ def run(*arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess:
     process = start(*arguments)
     stdout, stderr = process.communicate(timeout=timeout_s)
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_here(capfd, *arguments: str) -> Done:
+    """`laserbatch ARGUMENTS` in this process: the same entry, without starting Python and torch again."""
+    capfd.readouterr()
+    argv, sys.argv = sys.argv, ["laserbatch", *arguments]
+    try:
+        main()
+        code = 0
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    finally:
+        sys.argv = argv
+    out, err = capfd.readouterr()
+    return Done(code, out, err)

@@ -1,0 +1,170 @@
+"""The command line as a user meets it: help, examples, and one clear line for each kind of bad input."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import click
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import typer
+import yaml
+from night_world import make_world, run_here, write_config
+
+from jobs.cli import app, exit_code_of
+from jobs.console import ExitCode
+from jobs.settings import Settings, load_settings
+from pipeline.errors import RunFailed, TableError, WorkspaceBusy
+from retrieval_pools.errors import PoolError
+
+
+def commands(group, path=()):
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield " ".join((*path, name)), command
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_an_example_and_documented_options(name):
+    command = COMMANDS[name]
+    assert re.search(rf"Example: `?laserbatch {name}", command.help), f"{name} shows no example"
+    for parameter in command.params:
+        assert isinstance(parameter, click.Argument) or getattr(parameter, "help", None), f"{name}: {parameter.name}"
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("report",)])
+def test_every_command_has_a_json_summary(name):
+    assert any("--json" in parameter.opts for parameter in COMMANDS[name].params)
+
+
+def test_errors_have_their_documented_exit_codes(nightly, run):
+    assert exit_code_of(TableError("x")) is ExitCode.BAD_INPUT
+    assert exit_code_of(PoolError("x")) is ExitCode.BAD_INPUT
+    assert exit_code_of(WorkspaceBusy("x")) is ExitCode.BUSY
+    assert exit_code_of(RunFailed("x")) is ExitCode.RUN_FAILED
+    assert exit_code_of(ZeroDivisionError("x")) is ExitCode.UNEXPECTED
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture
+def run(capfd):
+    return lambda *arguments: run_here(capfd, *arguments)
+
+
+@pytest.fixture
+def nightly(run):
+    return lambda config, date="2025-02-28": run("nightly", "--config", str(config), "--date", date)
+
+
+def test_a_date_that_is_none_is_refused(world, nightly):
+    done = nightly(write_config(world), "yesterday")
+    assert done.returncode == 3
+    assert "'yesterday' is not a date; expected YYYY-MM-DD" in done.stderr
+
+
+def test_a_model_folder_without_weights_is_refused_before_any_work(world, tmp_path, nightly):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    shutil.copytree(world / "tables", tmp_path / "tables")
+    done = nightly(write_config(tmp_path, decoding={"model": "model"}))
+    assert done.returncode == 3
+    assert "holds no weights" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_workspace_of_another_version_is_refused(world, tmp_path, nightly):
+    (tmp_path / "workspace").mkdir()
+    (tmp_path / "workspace" / "workspace.json").write_text('{"format_version": 99}')
+    shutil.copytree(world / "tables", tmp_path / "tables")
+    done = nightly(write_config(tmp_path))
+    assert done.returncode == 3
+    assert "version 99" in done.stderr
+
+
+def test_faulty_tables_are_refused_with_table_column_and_value(world, tmp_path, nightly):
+    shutil.copytree(world / "tables", tmp_path / "tables")
+    users = pq.read_table(tmp_path / "tables" / "users.parquet")
+    pq.write_table(pa.concat_tables([users, users.slice(3, 1)]), tmp_path / "tables" / "users.parquet")
+    done = nightly(write_config(tmp_path))
+    assert done.returncode == 3
+    assert "users" in done.stderr and "user_id" in done.stderr and users["user_id"][3].as_py() in done.stderr
+    assert not (tmp_path / "workspace" / "runs").exists()
+
+
+def test_a_missing_table_is_named(tmp_path, nightly):
+    make_world(tmp_path)
+    (tmp_path / "tables" / "items.parquet").unlink()
+    done = nightly(write_config(tmp_path))
+    assert done.returncode == 3
+    assert "items" in done.stderr
+
+
+def test_a_misspelled_key_is_refused_before_anything_is_loaded(tmp_path, nightly):
+    config = tmp_path / "c.yaml"
+    config.write_text("ctr: {num_seedz: 2}\n")
+    done = nightly(config)
+    assert done.returncode == 3
+    assert "ctr.num_seedz: no such key; did you mean 'num_seeds'?" in done.stderr
+
+
+def test_without_tables_the_command_says_how_to_get_a_configuration(run):
+    done = run("nightly", "--date", "2025-02-28")
+    assert done.returncode == 3
+    assert "laserbatch init" in done.stderr
+
+
+def test_init_writes_a_configuration_for_tables_in_the_schema(world, tmp_path, run):
+    out = tmp_path / "night.yaml"
+    done = run("init", str(world / "tables"), "--out", str(out), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["num_faults"] == 0
+    assert load_settings(out).tables.path == world / "tables"
+    assert load_settings(out).model_copy(update={"tables": Settings().tables}).decoding == Settings().decoding
+    again = run("init", str(world / "tables"), "--out", str(out))
+    assert again.returncode == 3 and "--overwrite" in again.stderr
+
+
+def test_init_guesses_a_mapping_that_imports(tmp_path, run):
+    source = tmp_path / "exports"
+    source.mkdir()
+    (source / "members.csv").write_text("member_id,city\n1,Oslo\n2,Rome\n")
+    (source / "products.csv").write_text("sku,product_name,category\na,Lamp,Home > Light\nb,Chair,Home > Seat\n")
+    orders = ("member_id,sku,ordered_at,stars", "1,a,2024-05-01T10:00:00Z,5", "2,b,2024-05-02T11:00:00Z,3")
+    (source / "orders.csv").write_text("\n".join(orders) + "\n")
+    done = run("init", str(source), "--out", str(tmp_path / "night.yaml"))
+    assert done.returncode == 0, done.stderr
+    mapping = yaml.safe_load((tmp_path / "mapping.yaml").read_text())
+    assert mapping["items"]["attributes"]["category"] == {"column": "category", "separator": " > "}
+    imported = run(
+        "data", "import", "table", str(source), str(tmp_path / "tables"), "--mapping", str(tmp_path / "mapping.yaml")
+    )
+    assert imported.returncode == 0, imported.stderr
+    items = pq.read_table(tmp_path / "tables" / "items.parquet")
+    assert items["category"].to_pylist() == [["Home", "Light"], ["Home", "Seat"]]
+
+
+def test_try_shows_one_entity_and_writes_nothing(world, run):
+    config = write_config(world)
+    done = run("try", "--config", str(config), "--item", "i0000000", "--json")
+    assert done.returncode == 0, done.stderr
+    tried = json.loads(done.stdout)
+    assert "".join(span["text"] for span in tried["spans"]) == tried["text"]
+    assert tried["num_tokens"] > 0
+    assert not (world / "workspace").exists()
+
+
+def test_try_names_an_unknown_entity(world, run):
+    done = run("try", "--config", str(write_config(world)), "--user", "nobody")
+    assert done.returncode == 3
+    assert "no user_id 'nobody'" in done.stderr
