@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from retrieval_pools.drafting.state import Index
 from retrieval_pools.errors import PoolError
-from retrieval_pools.kernel import Index
 from retrieval_pools.manifest import FORMAT_VERSION, GroupCounts, PoolManifest, Side, write_array, write_manifest
 from retrieval_pools.pool import Pool
 from retrieval_pools.settings import PoolSettings

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
+from retrieval_pools.drafting.state import Index, Preference
 from retrieval_pools.errors import PoolError
-from retrieval_pools.kernel import Index, Preference
 from retrieval_pools.manifest import FORMAT_VERSION, REBUILD, PoolManifest, read_array, read_manifest
 from retrieval_pools.settings import PoolSettings
 from retrieval_pools.suffix_order import SEPARATOR
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pool:
     """An open pool: immutable, safe to share between threads. Make one with `Pool.open` or `build.build_pool`.
 
@@ -24,7 +24,7 @@ class Pool:
     ----------
     folder : where it lies; None for a pool in memory.
     manifest : what it holds.
-    index : its arrays, read-only; see `kernel.Index`.
+    index : its arrays, read-only; see `drafting.state.Index`.
     settings : how drafts are estimated; those of the manifest unless `with_settings` changed them.
     """
 
@@ -88,7 +88,7 @@ class Pool:
 
     @cached_property
     def index_arguments(self) -> tuple:
-        """The first arguments of `kernel.draft_tree`."""
+        """The first arguments of `drafting.tree`."""
         return tuple(self.index)
 
     def preference_arguments(self, group: str | None) -> Preference:
@@ -97,7 +97,7 @@ class Pool:
 
     @cached_property
     def option_arguments(self) -> tuple:
-        """The arguments of `kernel.draft_tree` that follow the context."""
+        """The arguments of `drafting.tree` that follow the context."""
         s = self.settings
         escapes = (s.pool_escape, s.previous_escape, s.local_escape)
         return (s.max_match_tokens, s.max_local_tokens, s.num_context_lengths, *escapes)

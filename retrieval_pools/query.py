@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from numba import njit
 
-from retrieval_pools.kernel import MAX_NODES, SIGNATURE, draft_tree
+from retrieval_pools.drafting.state import MAX_NODES
+from retrieval_pools.drafting.tree import compile_draft_tree
 from retrieval_pools.pool import EMPTY_POOL, Pool
 
 _NO_TOKENS = np.empty(0, np.int32)
@@ -37,10 +37,7 @@ class Draft:
         return len(self.token_ids)
 
 
-@cache
-def compiled_query():
-    """The query in machine code; seconds the first time on a machine, milliseconds from numba's cache later."""
-    return njit(SIGNATURE, cache=True, nogil=True)(draft_tree)
+compiled_query = cache(compile_draft_tree)  # compiled when it is first needed
 
 
 def draft(

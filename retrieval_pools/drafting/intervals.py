@@ -1,0 +1,104 @@
+"""Intervals of a pool's order: where a context occurs, where it goes on with a token, how often, and for whom."""
+
+import numpy as np
+from numba import njit
+
+
+@njit
+def _compare(index, position, context, length):
+    """Sign of the tokens at `position` less the last `length` of `context`; the first of both are known to be equal."""
+    begin = context.shape[0] - length
+    for i in range(1, length):
+        difference = index.tokens[position + i] - context[begin + i]
+        if difference != 0:
+            return difference
+    return np.int32(0)
+
+
+@njit
+def find_interval(index, context, length):
+    """Interval of the positions that begin with the last `length` tokens of `context`."""
+    first_token = context[context.shape[0] - length]
+    if first_token + 2 >= index.starts.shape[0]:
+        return 0, 0
+    first, last = index.starts[first_token + 1], index.starts[first_token + 2]
+    if length == 1:
+        return first, last
+    low, high = first, last
+    while low < high:
+        middle = (low + high) >> 1
+        if _compare(index, index.order[middle], context, length) < 0:
+            low = middle + 1
+        else:
+            high = middle
+    first = low
+    high = last
+    while low < high:
+        middle = (low + high) >> 1
+        if _compare(index, index.order[middle], context, length) <= 0:
+            low = middle + 1
+        else:
+            high = middle
+    return first, low
+
+
+@njit
+def narrow_interval(index, first, last, offset, token):
+    """The part of an interval whose next token, `offset` tokens on, is `token`."""
+    low, high = first, last
+    while low < high:
+        middle = (low + high) >> 1
+        if index.tokens[index.order[middle] + offset] < token:
+            low = middle + 1
+        else:
+            high = middle
+    first = low
+    step = 1
+    while low + step <= last and index.tokens[index.order[low + step - 1] + offset] == token:  # gallop to the end
+        low += step
+        step <<= 1
+    high = min(low + step - 1, last)
+    while low < high:
+        middle = (low + high) >> 1
+        if index.tokens[index.order[middle] + offset] == token:
+            low = middle + 1
+        else:
+            high = middle
+    return first, low
+
+
+@njit
+def sample_place(k, num_samples, first, size):
+    """The k-th of `num_samples` places spread evenly over an interval; each of them if there are no more."""
+    return first + k if num_samples >= size else first + ((2 * k + 1) * size) // (2 * num_samples)
+
+
+@njit
+def _num_inside(index, preference, first, last):
+    """Occurrences in texts of the group; estimated when there are many."""
+    size = last - first
+    if size <= 0:
+        return 0.0
+    num_samples = min(size, preference.num_group_samples)
+    num_inside = 0
+    for k in range(num_samples):
+        if index.group_codes[sample_place(k, num_samples, first, size)] == preference.group:
+            num_inside += 1
+    return num_inside * (size / num_samples)
+
+
+@njit
+def count_seen(index, preference, first, last):
+    """Occurrences that count at all: the evidence, whose group does not make it more."""
+    if preference.outside > 0:
+        return float(last - first)
+    return _num_inside(index, preference, first, last) if preference.inside > 0 else 0.0
+
+
+@njit
+def total_weight(index, preference, first, last):
+    """How much the occurrences of an interval count together."""
+    weight = preference.outside * (last - first)
+    if preference.inside != preference.outside:
+        weight += (preference.inside - preference.outside) * _num_inside(index, preference, first, last)
+    return weight

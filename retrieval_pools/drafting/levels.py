@@ -1,0 +1,135 @@
+"""Who is asked what comes next, longest context first, and where each stands at every node of the tree."""
+
+import numpy as np
+from numba import njit
+
+from retrieval_pools.drafting.intervals import count_seen, find_interval, narrow_interval
+from retrieval_pools.drafting.own_texts import last_position, match_own_text, own_token
+from retrieval_pools.drafting.state import END
+from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
+
+
+@njit
+def _recent_tokens(context):
+    """The end of the output, and before it the separator when all of it is there: what is looked up in the pool."""
+    num_tokens = context.tokens.shape[0]
+    longest = min(context.max_match, num_tokens - context.num_prompt)
+    length = 0  # up to an id below 0, which is no token
+    while length < longest and context.tokens[num_tokens - 1 - length] >= 0:
+        length += 1
+    with_start = length < context.max_match and length == num_tokens - context.num_prompt
+    recent = np.full(length + with_start, END, np.int32)
+    for i in range(length):
+        recent[i + with_start] = context.tokens[num_tokens - length + i]
+    return recent
+
+
+@njit
+def _longest_match(index, preference, recent):
+    """Length of the longest end of `recent` that occurs in the pool: doubled while it does, then bisected."""
+    known, unknown = 0, recent.shape[0] + 1
+    length = 1
+    while length < unknown:
+        first, last = find_interval(index, recent, length)
+        if count_seen(index, preference, first, last) > 0:
+            known = length
+            length = min(2 * length, recent.shape[0]) if length < recent.shape[0] else unknown
+        else:
+            unknown = length
+    while unknown - known > 1:
+        length = (known + unknown) >> 1
+        first, last = find_interval(index, recent, length)
+        if count_seen(index, preference, first, last) > 0:
+            known = length
+        else:
+            unknown = length
+    return known
+
+
+@njit
+def _shorter(length):
+    return length - 1 if length <= 4 else (2 * length) // 3
+
+
+@njit
+def add_pool_levels(levels, index, preference, context, num_context_lengths, escape):
+    """The longest match, then shorter contexts seen at least twice as often as the last one taken."""
+    recent = _recent_tokens(context)
+    length = _longest_match(index, preference, recent)
+    num_levels = 0
+    before = 0.0
+    while length >= 1 and num_levels < num_context_lengths:
+        first, last = find_interval(index, recent, length)
+        num_seen = count_seen(index, preference, first, last)
+        if num_seen >= 2 * before or (length == 1 and num_seen > before):
+            levels.source[num_levels], levels.length[num_levels] = SOURCE_POOL, length
+            levels.escape[num_levels] = escape
+            levels.first[0, num_levels], levels.last[0, num_levels] = first, last
+            num_levels += 1
+            before = num_seen
+        length = _shorter(length)
+    return num_levels
+
+
+@njit
+def add_own_levels(levels, num_levels, context, use_previous, use_output, use_prompt, previous_escape, local_escape):
+    num_prompt, num_tokens = context.num_prompt, context.tokens.shape[0]
+    if use_previous:
+        end = min(context.previous.shape[0], context.max_tokens)
+        positions = levels.positions[0, SOURCE_PREVIOUS]
+        length, count = match_own_text(context.previous, 0, end, True, context, positions)
+        if count > 0:
+            num_levels = _insert_own_level(levels, num_levels, SOURCE_PREVIOUS, length, count, previous_escape)
+    if use_output:
+        begin = max(num_prompt, num_tokens - context.max_tokens)
+        positions = levels.positions[0, SOURCE_OUTPUT]
+        length, count = match_own_text(context.tokens, begin, num_tokens, False, context, positions)
+        if count > 0:
+            num_levels = _insert_own_level(levels, num_levels, SOURCE_OUTPUT, length, count, local_escape)
+    if use_prompt:
+        begin = max(0, num_prompt - context.max_tokens)
+        positions = levels.positions[0, SOURCE_PROMPT]
+        length, count = match_own_text(context.tokens, begin, num_prompt, False, context, positions)
+        if count > 0:
+            num_levels = _insert_own_level(levels, num_levels, SOURCE_PROMPT, length, count, local_escape)
+    return num_levels
+
+
+@njit
+def _insert_own_level(levels, num_levels, source, length, count, escape):
+    """Keep longer contexts first; an own text before the pool at equal length."""
+    k = num_levels
+    while k > 0:
+        is_longer = levels.length[k - 1] > length
+        if is_longer or (levels.length[k - 1] == length and levels.source[k - 1] != SOURCE_POOL):
+            break
+        levels.source[k], levels.length[k] = levels.source[k - 1], levels.length[k - 1]
+        levels.escape[k] = levels.escape[k - 1]
+        levels.first[0, k], levels.last[0, k] = levels.first[0, k - 1], levels.last[0, k - 1]
+        k -= 1
+    levels.source[k], levels.length[k], levels.escape[k] = source, length, escape
+    levels.first[0, k], levels.last[0, k] = 0, count
+    return num_levels + 1
+
+
+@njit
+def enter_node(levels, num_levels, node, parent, depth, token, index, context):
+    """Where every level stands at a new node, at `depth`, reached from `parent` by `token`."""
+    for level in range(num_levels):
+        first, last = levels.first[parent, level], levels.last[parent, level]
+        source, offset = levels.source[level], levels.length[level] + depth - 1
+        if source == SOURCE_POOL:
+            if offset + 1 >= index.depth:  # the order is sorted no deeper
+                last = first
+            elif last > first:
+                first, last = narrow_interval(index, first, last, offset, token)
+        else:
+            count = 0
+            end = last_position(context, source)
+            for k in range(last):
+                position = levels.positions[parent, source, k]
+                if position < end and own_token(context, source, position) == token:
+                    levels.positions[node, source, count] = position + 1
+                    count += 1
+            last = count
+        levels.first[node, level], levels.last[node, level] = first, last
