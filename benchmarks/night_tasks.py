@@ -61,15 +61,16 @@ def chat_ids(tokenizer, text: str) -> np.ndarray:
 
 def reki_task(tokenizer, data: Path, size: TaskSize) -> Task:
     """Long answers about groups of movies or books, to REKI's published prompts."""
-    texts = set(pq.read_table(data / "reki" / "knowledge.parquet")["prompt"].to_pylist())
-    prompts = [chat_ids(tokenizer, text) for text in sorted(texts)]
+    questions = sorted(set(pq.read_table(data / "reki" / "knowledge.parquet")["prompt"].to_pylist()))
+    prompts = [chat_ids(tokenizer, question) for question in _chosen("reki", questions, size)]
     return _task("reki", "user", prompts, size, max_new_tokens=512, is_long=True)
 
 
 def goodreads_items_task(tokenizer, data: Path, size: TaskSize) -> Task:
     """Short descriptions of books by title."""
-    titles = set(pq.read_table(data / "goodreads" / "items.parquet")["title"].to_pylist())
-    prompts = [chat_ids(tokenizer, GOODREADS_PROMPT.format(title=title)) for title in sorted(titles)]
+    titles = sorted(set(pq.read_table(data / "goodreads" / "items.parquet")["title"].to_pylist()))
+    chosen = _chosen("goodreads-items", titles, size)
+    prompts = [chat_ids(tokenizer, GOODREADS_PROMPT.format(title=title)) for title in chosen]
     return _task("goodreads-items", "item", prompts, size, max_new_tokens=128)
 
 
@@ -90,17 +91,21 @@ def sample_tasks(tokenizer, size: TaskSize) -> list[Task]:
                 render_prompt(template, entity, tokenizer, settings.max_prompt_tokens).token_ids
                 for entity in iter_entities(tables, side)
             ]
-            prompts = list({prompt.tobytes(): prompt for prompt in prompts}.values())
-            tasks.append(_task(f"sample-{side}s", side, prompts, size, max_new_tokens=320))
+            different = list({prompt.tobytes(): prompt for prompt in prompts}.values())
+            name = f"sample-{side}s"
+            tasks.append(_task(name, side, _chosen(name, different, size), size, max_new_tokens=320))
     return tasks
+
+
+def _chosen(name: str, candidates: list, size: TaskSize) -> list:
+    """As many different candidates as the task needs, in random order; the first are those measured."""
+    if len(candidates) < size.total:
+        raise SystemExit(f"{name}: {len(candidates)} different prompts, {size.total} are needed")
+    return random.Random(SEED).sample(candidates, len(candidates))[: size.total]
 
 
 def _task(
     name: str, side: str, prompts: list[np.ndarray], size: TaskSize, *, max_new_tokens: int, is_long: bool = False
 ) -> Task:
-    """Divide different prompts, shuffled, into those measured and those that fill the pool."""
-    if len(prompts) < size.total:
-        raise SystemExit(f"{name}: {len(prompts)} different prompts, {size.total} are needed")
-    random.Random(SEED).shuffle(prompts)
-    held_out, pool_prompts = prompts[: size.num_held_out], prompts[size.num_held_out : size.total]
+    held_out, pool_prompts = prompts[: size.num_held_out], prompts[size.num_held_out :]
     return Task(name, side, tuple(held_out), tuple(pool_prompts), max_new_tokens, is_long)
