@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.decoding.token_tree import TokenTree
+from pipeline.decoding.token_tree import TokenTree, padded_parents
 from pipeline.decoding.verifiers import Greedy, ProbabilityThreshold, TopK, Verifier
 
 
@@ -105,8 +105,7 @@ def select_paths(accepted: np.ndarray, log_probability: np.ndarray, trees: list[
     ok[inside] = accepted
     score = np.zeros((num_trees, longest + 1))  # of the path to each node; the last column is the root
     score[:, :longest][inside] = log_probability
-    parents = np.full((num_trees, longest), -1, np.int64)
-    parents[inside] = np.concatenate([tree.parents for tree in trees])
+    parents = padded_parents(trees)
     length = np.zeros((num_trees, longest + 1), np.int64)
     alive = np.zeros((num_trees, longest + 1), bool)
     alive[:, -1] = True

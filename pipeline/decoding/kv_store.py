@@ -31,7 +31,7 @@ class RowLease:
 
 @dataclass
 class LayerCache:
-    """Keys and values of one layer: (num_rows, width, kv_heads, head_dim)."""
+    """Keys and values of one layer: (num_rows, num_kv_heads, width, head_dim), so that a head reads one stream."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -102,8 +102,8 @@ class KVStore:
         shared, donor = self.longest_prefix(prompt_ids[:-1], row)
         if donor != row:
             for cache in self.layers.values():
-                cache.keys[row, :shared] = cache.keys[donor, :shared]
-                cache.values[row, :shared] = cache.values[donor, :shared]
+                cache.keys[row, :, :shared] = cache.keys[donor, :, :shared]
+                cache.values[row, :, :shared] = cache.values[donor, :, :shared]
         self._live[row] = True
         self.committed[row] = False
         self.committed[row, :shared] = True
@@ -152,24 +152,30 @@ class KVStore:
         self.committed[row] = False
         self.extents[row] = self.lengths[row] = 0
 
+    def flat_index(self, rows: np.ndarray, slots: np.ndarray, num_kv_heads: int) -> np.ndarray:
+        """Where `write` puts tokens: int64[num_kv_heads * num_tokens] for rows and slots int64[num_tokens]."""
+        heads = np.arange(num_kv_heads)[:, None]
+        return ((rows * num_kv_heads + heads) * self.width + slots).reshape(-1)
+
     @torch.inference_mode()
-    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> LayerCache:
-        """Store new keys and values, (num_tokens, kv_heads, head_dim) each, at flat slots (row * width + slot)."""
+    def write(self, layer: int, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> LayerCache:
+        """Store new keys and values, (num_kv_heads, num_tokens, head_dim) each, at a flat index on their device."""
         cache = self.layers.get(layer)
         if cache is None:
             cache = self.layers[layer] = LayerCache(self._empty(keys), self._empty(values))
-        cache.keys.view(-1, *keys.shape[1:]).index_copy_(0, slots, keys)
-        cache.values.view(-1, *values.shape[1:]).index_copy_(0, slots, values)
+        for memory, new in ((cache.keys, keys), (cache.values, values)):
+            head_dim = new.shape[-1]
+            memory.view(-1, head_dim).index_copy_(0, index, new.reshape(-1, head_dim))
         return cache
 
     def bytes_per_token(self) -> int:
         """Memory of one slot over all layers that were written so far."""
         tensors = [t for cache in self.layers.values() for t in (cache.keys, cache.values)]
-        return sum(t[0, 0].numel() * t.element_size() for t in tensors)
+        return sum(t[0, :, 0].numel() * t.element_size() for t in tensors)
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         # Zeros, since a masked slot's value is still multiplied by zero, and zero times NaN is not.
-        return like.new_zeros(self.num_rows, self.width, *like.shape[1:])
+        return like.new_zeros(self.num_rows, like.shape[0], self.width, like.shape[2])
 
     def _resize(self, num_rows: int, width: int) -> None:
         old, kept = self.width, min(num_rows, self.num_rows)
@@ -177,8 +183,8 @@ class KVStore:
         for cache in self.layers.values():
             for name in ("keys", "values"):
                 tensor = getattr(cache, name)
-                grown = tensor.new_zeros(num_rows, width, *tensor.shape[2:])
-                grown[:kept, :old] = tensor[:kept, :old]
+                grown = tensor.new_zeros(num_rows, tensor.shape[1], width, tensor.shape[3])
+                grown[:kept, :, :old] = tensor[:kept, :, :old]
                 setattr(cache, name, grown)
         self.committed = np.pad(self.committed, ((0, 0), (0, width - old)))
         self.positions = np.pad(self.positions, ((0, 0), (0, width - old)))

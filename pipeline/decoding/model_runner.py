@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pipeline.decoding.kv_store import KVStore
-from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, ancestor_matrix, node_depths
+from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, ancestor_matrix, node_depths, padded_parents
 from pipeline.decoding.tree_attention import AttentionGroup, StepPlan, step_plan
 
 WIDTH_STEP = 16  # attention widths are rounded up to this many slots: aligned, and fewer distinct shapes
@@ -35,7 +35,8 @@ class Feed:
     tree: TokenTree = EMPTY_TREE
     wants_logits: bool = True
 
-    def __len__(self) -> int:
+    @property
+    def num_tokens(self) -> int:
         return len(self.chain_ids) + len(self.tree)
 
 
@@ -65,108 +66,122 @@ class ModelRunner:
 
     def forward(self, feeds: list[Feed]) -> StepOutput:
         """Run the model over all feeds at once. Nothing is committed: the caller commits the slots it keeps."""
-        feeds_by_row = sorted(range(len(feeds)), key=lambda i: feeds[i].row)
-        slots = [self.store.reserve(feed.row, len(feed)) for feed in feeds]
-        sizes = np.array([len(feed) for feed in feeds])
-        offsets = np.concatenate(([0], np.cumsum(sizes)))
-        lengths = self.store.lengths
+        store = self.store
+        sizes = [len(feed.chain_ids) + len(feed.tree.token_ids) for feed in feeds]
+        offsets = np.cumsum([0, *sizes])
+        num_tokens = int(offsets[-1])
+        slots = [store.reserve(feed.row, size) for feed, size in zip(feeds, sizes, strict=True)]
         token_ids = np.concatenate([part for feed in feeds for part in (feed.chain_ids, feed.tree.token_ids)])
-        positions = np.concatenate([feed_positions(feed, int(lengths[feed.row])) for feed in feeds])
-        write_slots = np.concatenate([feed.row * self.store.width + s for feed, s in zip(feeds, slots, strict=True)])
-        groups = [
-            self._group([feeds[i] for i in rows], [slots[i] for i in rows], [offsets[i] for i in rows], positions)
-            for rows in self._cut(feeds, slots, feeds_by_row)
-        ]
-        kept, starts = [], np.zeros(len(feeds), np.int64)
+        positions = np.concatenate([feed_positions(feed, int(store.lengths[feed.row])) for feed in feeds])
+        rows = np.repeat([feed.row for feed in feeds], sizes)
+        packed = [_Packed(*parts) for parts in zip(feeds, slots, offsets[:-1].tolist(), sizes, strict=True)]
+        plan = StepPlan(store, num_tokens, rows, np.concatenate(slots), self._groups(packed, positions))
+
+        starts = np.zeros(len(feeds), np.int64)
+        kept: list[np.ndarray] = []
         num_kept = 0
-        for i, feed in enumerate(feeds):
+        for i, part in enumerate(packed):
             starts[i] = num_kept
-            if feed.wants_logits:
-                first = offsets[i] + len(feed.chain_ids) - 1
-                kept.append(np.arange(first, offsets[i + 1]))
-                num_kept += len(feed.tree) + 1
+            if part.feed.wants_logits:
+                first = part.offset + len(part.feed.chain_ids) - 1
+                kept.append(np.arange(first, part.offset + part.size))
+                num_kept += part.offset + part.size - first
         # A forward with no wanted logits still needs one row of them.
         keep = np.concatenate(kept) if kept else np.zeros(1, np.int64)
-
-        to_device = lambda array: torch.from_numpy(array).to(self.device)  # noqa: E731
-        plan = StepPlan(self.store, len(token_ids), to_device(write_slots), groups)
-        arguments = {"logits_to_keep": to_device(keep)} if self._selects_logits and len(keep) < len(token_ids) else {}
-        token = step_plan.set(plan)
-        try:
-            with torch.inference_mode():
-                logits = self.model(
-                    input_ids=to_device(token_ids.astype(np.int64))[None],
-                    position_ids=to_device(positions.astype(np.int64))[None],
-                    use_cache=False,
-                    **arguments,
-                ).logits[0]
-                if len(logits) != len(keep):
-                    logits = logits.index_select(0, to_device(keep))
-        finally:
-            step_plan.reset(token)
+        logits = self._run(plan, token_ids, positions, keep)
         self.last_plan = plan
         return StepOutput(logits, starts, slots)
 
-    def _cut(self, feeds: list[Feed], slots: list[np.ndarray], order: list[int]) -> list[list[int]]:
-        """Feeds in groups of neighbouring rows; a group is closed where a separate call is cheaper than padding."""
-        groups: list[list[int]] = []
-        cost = 0
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan, token_ids: np.ndarray, positions: np.ndarray, keep: np.ndarray) -> torch.Tensor:
+        """The model's logits of the tokens `keep` of a pack: (len(keep), vocab_size)."""
+        selects = self._selects_logits and len(keep) < plan.num_tokens
+        arguments = {"logits_to_keep": self._on_device(keep)} if selects else {}
+        token = step_plan.set(plan)
+        try:
+            logits = self.model(
+                input_ids=self._on_device(token_ids)[None],
+                position_ids=self._on_device(positions)[None],
+                use_cache=False,
+                **arguments,
+            ).logits[0]
+        finally:
+            step_plan.reset(token)
+        return logits if len(logits) == len(keep) else logits.index_select(0, self._on_device(keep))
 
-        def cost_of(num_rows: int, num_padded: int, width: int) -> int:
-            return self._call_cost + num_rows * (ROW_COST + num_padded) * width
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array.astype(np.int64, copy=False)).to(self.device)
 
-        padded = width = 0
-        for i in order:
-            n, w = len(feeds[i]), self._width(feeds[i].row, slots[i])
-            alone = cost_of(1, n, w)
-            if groups and feeds[groups[-1][-1]].row + 1 == feeds[i].row:
-                together = cost_of(len(groups[-1]) + 1, max(padded, n), max(width, w))
+    def _groups(self, packed: list["_Packed"], positions: np.ndarray) -> list[AttentionGroup]:
+        """Neighbouring rows together; a group is closed where a further call is cheaper than padding."""
+        members: list[list[_Packed]] = []
+        padded = width = cost = 0
+        for part in sorted(packed, key=lambda part: part.feed.row):
+            part_width = self._width(part)
+            alone = self._cost(1, part.size, part_width)
+            if members and members[-1][-1].feed.row + 1 == part.feed.row:
+                padded_together, width_together = max(padded, part.size), max(width, part_width)
+                together = self._cost(len(members[-1]) + 1, padded_together, width_together)
                 if together <= cost + alone:
-                    groups[-1].append(i)
-                    padded, width, cost = max(padded, n), max(width, w), together
+                    members[-1].append(part)
+                    padded, width, cost = padded_together, width_together, together
                     continue
-            groups.append([i])
-            padded, width, cost = n, w, alone
-        return groups
+            members.append([part])
+            padded, width, cost = part.size, part_width, alone
+        return [self._group(group, positions) for group in members]
 
-    def _width(self, row: int, slots: np.ndarray) -> int:
+    def _cost(self, num_rows: int, num_padded: int, width: int) -> int:
+        return self._call_cost + num_rows * (ROW_COST + num_padded) * width
+
+    def _width(self, part: "_Packed") -> int:
         """Slots of a row that attention has to look at, rounded up."""
-        needed = max(int(self.store.extents[row]), int(slots[-1]) + 1)
+        needed = max(int(self.store.extents[part.feed.row]), int(part.slots[-1]) + 1)
         return min(self.store.width, -(-needed // WIDTH_STEP) * WIDTH_STEP)
 
-    def _group(self, feeds: list[Feed], slots: list[np.ndarray], offsets: list[int], positions: np.ndarray):
-        """Index and mask arrays of one group of feeds in neighbouring rows."""
+    def _group(self, packed: list["_Packed"], positions: np.ndarray) -> AttentionGroup:
+        """Index and mask arrays of feeds in neighbouring rows."""
         store = self.store
-        first_row, num_rows = feeds[0].row, len(feeds)
-        num_padded = max(len(feed) for feed in feeds)
-        width = max(self._width(feed.row, s) for feed, s in zip(feeds, slots, strict=True))
+        first_row, num_rows = packed[0].feed.row, len(packed)
+        num_padded = max(part.size for part in packed)
+        width = max(self._width(part) for part in packed)
         rows = slice(first_row, first_row + num_rows)
         sees = np.repeat(store.committed[rows, None, :width], num_padded, axis=1)
         slot_positions = store.positions[rows, :width].copy()
-        queries = np.repeat(np.array(offsets, np.int64)[:, None], num_padded, axis=1)
-        sizes = np.array([len(feed.tree) for feed in feeds])
-        parents = np.full((num_rows, int(sizes.max())), -1, np.int64)
-        for r, feed in enumerate(feeds):
-            parents[r, : sizes[r]] = feed.tree.parents
-        sees_tree = ancestor_matrix(parents)
-        for r, feed in enumerate(feeds):
-            chain, size, tree_slots = len(feed.chain_ids), len(feed), slots[r]
+        queries = np.repeat(np.array([part.offset for part in packed])[:, None], num_padded, axis=1)
+        if num_padded == 1:
+            new_slots = np.array([part.slots[0] for part in packed])
+            every = np.arange(num_rows)
+            slot_positions[every, new_slots] = positions[queries[:, 0]]
+            sees[every, 0, new_slots] = True
+            return AttentionGroup(first_row, queries, sees, positions[queries], slot_positions)
+        sees_tree = ancestor_matrix(padded_parents([part.feed.tree for part in packed]))
+        for r, part in enumerate(packed):
+            size, chain = part.size, len(part.feed.chain_ids)
             queries[r, :size] += np.arange(size)
-            slot_positions[r, tree_slots] = positions[offsets[r] : offsets[r] + size]
-            if size == 1:
-                sees[r, :, tree_slots[0]] = True  # also for the padding, which must see something
-                continue
-            among = np.zeros((size, size), bool)
+            slot_positions[r, part.slots] = positions[part.offset : part.offset + size]
+            among = np.zeros((size, size), bool)  # which of the feed's tokens sees which
             among[:chain, :chain] = np.tri(chain, dtype=bool)
             among[chain:, :chain] = True
             among[chain:, chain:] = sees_tree[r, : size - chain, : size - chain]
-            sees[r, :size, tree_slots] = among.T
-            sees[r, size:, tree_slots[0]] = True
+            sees[r, :size, part.slots] = among.T
+            sees[r, size:, part.slots[0]] = True  # padding must see something
         return AttentionGroup(first_row, queries, sees, positions[queries], slot_positions)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A feed in its place: its row's slots int64[size], and tokens [offset, offset + size) of the pack."""
+
+    feed: Feed
+    slots: np.ndarray
+    offset: int
+    size: int
 
 
 def feed_positions(feed: Feed, num_committed: int) -> np.ndarray:
     """Absolute position of each token of a feed: int32[m + n]."""
     last = num_committed + len(feed.chain_ids) - 1
     chain = np.arange(num_committed, last + 1, dtype=np.int32)
-    return chain if len(feed.tree) == 0 else np.concatenate((chain, last + node_depths(feed.tree.parents)))
+    if len(feed.tree.token_ids) == 0:
+        return chain
+    return np.concatenate((chain, last + node_depths(feed.tree.parents)))

@@ -58,6 +58,14 @@ def node_depths(parents: np.ndarray) -> np.ndarray:
     return np.array(depths, np.int32)
 
 
+def padded_parents(trees: list[TokenTree]) -> np.ndarray:
+    """Parents of several trees: int64[num_trees, most_nodes], -1 where a tree has fewer."""
+    parents = np.full((len(trees), max(len(tree) for tree in trees)), ROOT, np.int64)
+    for row, tree in zip(parents, trees, strict=True):
+        row[: len(tree)] = tree.parents
+    return parents
+
+
 def ancestor_matrix(parents: np.ndarray) -> np.ndarray:
     """Which nodes a node sees: bool[b, n, n] from int[b, n] parents; `[b, i, j]` for j = i and i's ancestors."""
     num_trees, num_nodes = parents.shape

@@ -58,17 +58,26 @@ class AttentionGroup:
 class StepPlan:
     """What the attention function needs in one forward of `num_tokens` packed tokens.
 
-    `write_slots`: int64[num_tokens] on the device, the flat slot each token's key and value goes to.
+    `rows`, `slots`: int64[num_tokens], where in the store each token's key and value goes.
     """
 
     store: KVStore
     num_tokens: int
-    write_slots: torch.Tensor
+    rows: np.ndarray
+    slots: np.ndarray
     groups: list[AttentionGroup]
     layers_seen: list[int] = field(default_factory=list)
+    _indices: dict = field(default_factory=dict)
     _masks: dict = field(default_factory=dict)
     _gathers: dict = field(default_factory=dict)
     _scatters: dict = field(default_factory=dict)
+
+    def write_index(self, num_kv_heads: int, device: torch.device) -> torch.Tensor:
+        """The tokens' flat index in a layer of the store."""
+        if num_kv_heads not in self._indices:
+            index = self.store.flat_index(self.rows, self.slots, num_kv_heads)
+            self._indices[num_kv_heads] = torch.from_numpy(index).to(device)
+        return self._indices[num_kv_heads]
 
     def mask(self, index: int, window: int | None, num_heads_folded: int, like: torch.Tensor) -> torch.Tensor:
         """Additive mask of a group: (num_rows, 1, num_heads_folded * num_padded, width), 0 where seen."""
@@ -144,7 +153,7 @@ def tree_attention(
     num_kv_heads, value_dim = key.shape[1], value.shape[-1]
     assert query.shape[0] == 1 and num_tokens == key.shape[2] == plan.num_tokens, "not a packed step"
     plan.layers_seen.append(module.layer_idx)
-    cache = plan.store.write(module.layer_idx, plan.write_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    cache = plan.store.write(module.layer_idx, plan.write_index(num_kv_heads, key.device), key[0], value[0])
     window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
     folded = num_heads // num_kv_heads
     flat_query = query.reshape(num_heads * num_tokens, head_dim)
@@ -152,8 +161,8 @@ def tree_attention(
     results = []
     for index, group in enumerate(plan.groups):
         rows = slice(group.first_row, group.first_row + group.num_rows)
-        keys = cache.keys[rows, : group.width].transpose(1, 2)  # (num_rows, num_kv_heads, width, head_dim), a view
-        values = cache.values[rows, : group.width].transpose(1, 2)
+        keys = cache.keys[rows, :, : group.width]  # (num_rows, num_kv_heads, width, head_dim), a view
+        values = cache.values[rows, :, : group.width]
         queries = flat_query.index_select(0, plan.gather(index, num_kv_heads, folded, query.device))
         queries = queries.view(group.num_rows, num_kv_heads, folded * group.num_padded, head_dim)
         mask = plan.mask(index, window, folded, query)

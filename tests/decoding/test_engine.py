@@ -35,7 +35,7 @@ def fed_tokens(engine: Engine) -> list[int]:
     forward = engine.runner.forward
 
     def counted(feeds):
-        counts.append(sum(len(feed) for feed in feeds))
+        counts.append(sum(feed.num_tokens for feed in feeds))
         return forward(feeds)
 
     engine.runner.forward = counted

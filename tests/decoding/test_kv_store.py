@@ -12,10 +12,11 @@ def mark(token: int, position: int) -> float:
 
 def write(store: KVStore, row: int, slots, tokens, positions) -> None:
     """Two layers of keys and values that say which token they belong to."""
-    flat = torch.from_numpy(np.asarray(slots) + row * store.width)
-    marks = torch.tensor([mark(t, p) for t, p in zip(tokens, positions, strict=True)]).view(-1, 1, 1)
+    index = torch.from_numpy(store.flat_index(np.full(len(slots), row), np.asarray(slots), 2))
+    marks = torch.tensor([mark(t, p) for t, p in zip(tokens, positions, strict=True)])
+    marks = torch.stack((marks, marks + 0.5))[:, :, None]  # two heads
     for layer in range(2):
-        store.write(layer, flat, marks + 0.25 * layer, -marks - 0.25 * layer)
+        store.write(layer, index, marks + 0.25 * layer, -marks - 0.25 * layer)
 
 
 def check_row(store: KVStore, row: int, text: list[int]) -> None:
@@ -27,7 +28,8 @@ def check_row(store: KVStore, row: int, text: list[int]) -> None:
         for slot in slots:
             position = int(store.positions[row, slot])
             expected = mark(text[position], position) + 0.25 * layer
-            assert cache.keys[row, slot].item() == expected and cache.values[row, slot].item() == -expected
+            assert cache.keys[row, :, slot, 0].tolist() == [expected, expected + 0.5]
+            assert cache.values[row, :, slot, 0].tolist() == [-expected, -expected - 0.5]
 
 
 @settings(deadline=None, max_examples=60)
