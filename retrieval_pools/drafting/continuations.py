@@ -1,16 +1,15 @@
 """The next tokens of one node: every level asked in turn, its counts blended into one probability a token."""
 
 import numpy as np
-from numba import njit
 
 from retrieval_pools.drafting.frontier import push_path
 from retrieval_pools.drafting.intervals import count_seen, sample_place, total_weight
 from retrieval_pools.drafting.own_texts import own_token
-from retrieval_pools.drafting.state import END, FRONTIER_SIZE, NUM_CANDIDATES, NUM_SLOTS
+from retrieval_pools.drafting.state import END, FRONTIER_SIZE, NUM_CANDIDATES, NUM_SLOTS, part
 from retrieval_pools.sources import NUM_SOURCES, SOURCE_POOL
 
 
-@njit
+@part
 def count_continuations(
     candidates, levels, num_levels, node, depth, probability, min_probability, index, preference, context
 ):
@@ -52,7 +51,7 @@ def count_continuations(
     return num_candidates
 
 
-@njit
+@part
 def _count_pool(candidates, num_candidates, index, preference, first, last, offset, only_group, share):
     """Add `share` for each occurrence (those of the group only, or all), sampled and weighted when they are many."""
     size = last - first
@@ -72,7 +71,7 @@ def _count_pool(candidates, num_candidates, index, preference, first, last, offs
     return num_candidates
 
 
-@njit
+@part
 def _candidate(candidates, num_candidates, token):
     """Place of a token among the candidates, and their number with it; place -1 when there is no room."""
     slot = (token * np.int64(0x9E3779B1) >> 12) & (NUM_SLOTS - 1)
@@ -90,7 +89,7 @@ def _candidate(candidates, num_candidates, token):
     return num_candidates, num_candidates + 1
 
 
-@njit
+@part
 def push_candidates(frontier, num_waiting, candidates, num_candidates, node, probability, min_probability, draft_end):
     """Put the likely candidates of a node on the frontier, and clear the table for the next node."""
     for c in range(num_candidates):

@@ -1,9 +1,9 @@
 """The paths that may be drafted next: a heap whose order leaves nothing to chance."""
 
-from numba import njit
+from retrieval_pools.drafting.state import part
 
 
-@njit
+@part
 def _comes_before(frontier, k, probability, token, parent):
     """Whether place k holds a path to be drafted before this one: more probable, smaller token, earlier parent."""
     if frontier.probability[k] != probability:
@@ -13,19 +13,20 @@ def _comes_before(frontier, k, probability, token, parent):
     return frontier.parent[k] < parent
 
 
-@njit
+@part
 def _set(frontier, k, probability, token, parent, source):
     frontier.probability[k], frontier.token[k] = probability, token
     frontier.parent[k], frontier.source[k] = parent, source
 
 
-@njit
+@part
 def _move(frontier, k, to):
     _set(frontier, to, frontier.probability[k], frontier.token[k], frontier.parent[k], frontier.source[k])
 
 
-@njit
+@part
 def push_path(frontier, size, probability, token, parent, source):
+    """Add a path to a heap of `size` paths."""
     k = size
     while k > 0:
         above = (k - 1) >> 1
@@ -36,7 +37,7 @@ def push_path(frontier, size, probability, token, parent, source):
     _set(frontier, k, probability, token, parent, source)
 
 
-@njit
+@part
 def remove_top(frontier, size):
     """Take the top away from a heap of `size` paths."""
     last = size - 1

@@ -1,10 +1,11 @@
 """Intervals of a pool's order: where a context occurs, where it goes on with a token, how often, and for whom."""
 
 import numpy as np
-from numba import njit
+
+from retrieval_pools.drafting.state import part
 
 
-@njit
+@part
 def _compare(index, position, context, length):
     """Sign of the tokens at `position` less the last `length` of `context`; the first of both are known to be equal."""
     begin = context.shape[0] - length
@@ -15,7 +16,7 @@ def _compare(index, position, context, length):
     return np.int32(0)
 
 
-@njit
+@part
 def find_interval(index, context, length):
     """Interval of the positions that begin with the last `length` tokens of `context`."""
     first_token = context[context.shape[0] - length]
@@ -42,7 +43,7 @@ def find_interval(index, context, length):
     return first, low
 
 
-@njit
+@part
 def narrow_interval(index, first, last, offset, token):
     """The part of an interval whose next token, `offset` tokens on, is `token`."""
     low, high = first, last
@@ -67,13 +68,13 @@ def narrow_interval(index, first, last, offset, token):
     return first, low
 
 
-@njit
+@part
 def sample_place(k, num_samples, first, size):
     """The k-th of `num_samples` places spread evenly over an interval; each of them if there are no more."""
     return first + k if num_samples >= size else first + ((2 * k + 1) * size) // (2 * num_samples)
 
 
-@njit
+@part
 def _num_inside(index, preference, first, last):
     """Occurrences in texts of the group; estimated when there are many."""
     size = last - first
@@ -87,7 +88,7 @@ def _num_inside(index, preference, first, last):
     return num_inside * (size / num_samples)
 
 
-@njit
+@part
 def count_seen(index, preference, first, last):
     """Occurrences that count at all: the evidence, whose group does not make it more."""
     if preference.outside > 0:
@@ -95,7 +96,7 @@ def count_seen(index, preference, first, last):
     return _num_inside(index, preference, first, last) if preference.inside > 0 else 0.0
 
 
-@njit
+@part
 def total_weight(index, preference, first, last):
     """How much the occurrences of an interval count together."""
     weight = preference.outside * (last - first)

@@ -1,15 +1,14 @@
 """Who is asked what comes next, longest context first, and where each stands at every node of the tree."""
 
 import numpy as np
-from numba import njit
 
 from retrieval_pools.drafting.intervals import count_seen, find_interval, narrow_interval
 from retrieval_pools.drafting.own_texts import last_position, match_own_text, own_token
-from retrieval_pools.drafting.state import END
+from retrieval_pools.drafting.state import END, part
 from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
 
-@njit
+@part
 def _recent_tokens(context):
     """The end of the output, and before it the separator when all of it is there: what is looked up in the pool."""
     num_tokens = context.tokens.shape[0]
@@ -24,7 +23,7 @@ def _recent_tokens(context):
     return recent
 
 
-@njit
+@part
 def _longest_match(index, preference, recent):
     """Length of the longest end of `recent` that occurs in the pool: doubled while it does, then bisected."""
     known, unknown = 0, recent.shape[0] + 1
@@ -46,14 +45,17 @@ def _longest_match(index, preference, recent):
     return known
 
 
-@njit
+@part
 def _shorter(length):
     return length - 1 if length <= 4 else (2 * length) // 3
 
 
-@njit
+@part
 def add_pool_levels(levels, index, preference, context, num_context_lengths, escape):
-    """The longest match, then shorter contexts seen at least twice as often as the last one taken."""
+    """The longest match, then shorter contexts seen at least twice as often as the last one taken.
+
+    Returns their number.
+    """
     recent = _recent_tokens(context)
     length = _longest_match(index, preference, recent)
     num_levels = 0
@@ -71,8 +73,9 @@ def add_pool_levels(levels, index, preference, context, num_context_lengths, esc
     return num_levels
 
 
-@njit
+@part
 def add_own_levels(levels, num_levels, context, use_previous, use_output, use_prompt, previous_escape, local_escape):
+    """One level for each of the sequence's own texts that knows the output's end. Returns the number of levels."""
     num_prompt, num_tokens = context.num_prompt, context.tokens.shape[0]
     if use_previous:
         end = min(context.previous.shape[0], context.max_tokens)
@@ -95,7 +98,7 @@ def add_own_levels(levels, num_levels, context, use_previous, use_output, use_pr
     return num_levels
 
 
-@njit
+@part
 def _insert_own_level(levels, num_levels, source, length, count, escape):
     """Keep longer contexts first; an own text before the pool at equal length."""
     k = num_levels
@@ -112,7 +115,7 @@ def _insert_own_level(levels, num_levels, source, length, count, escape):
     return num_levels + 1
 
 
-@njit
+@part
 def enter_node(levels, num_levels, node, parent, depth, token, index, context):
     """Where every level stands at a new node, at `depth`, reached from `parent` by `token`."""
     for level in range(num_levels):

@@ -1,13 +1,12 @@
 """Where the output's end occurs in the sequence's own texts: previous, prompt and output."""
 
 import numpy as np
-from numba import njit
 
-from retrieval_pools.drafting.state import END, NUM_LOCAL_POSITIONS
+from retrieval_pools.drafting.state import END, NUM_LOCAL_POSITIONS, part
 from retrieval_pools.sources import SOURCE_PREVIOUS, SOURCE_PROMPT
 
 
-@njit
+@part
 def match_own_text(text, begin, end, is_whole_text, context, positions):
     """Where the longest end of the output occurs in `text[begin:end]`: length, number, and the latest in `positions`.
 
@@ -38,7 +37,7 @@ def match_own_text(text, begin, end, is_whole_text, context, positions):
     return longest, count
 
 
-@njit
+@part
 def own_token(context, source, position):
     """The token of an own text, END behind the previous one."""
     if source == SOURCE_PREVIOUS:
@@ -46,7 +45,7 @@ def own_token(context, source, position):
     return context.tokens[position]
 
 
-@njit
+@part
 def last_position(context, source):
     """The last position at which a next token is known."""
     if source == SOURCE_PREVIOUS:

@@ -17,6 +17,10 @@ NUM_SLOTS = 4096  # of the hash table from token to candidate; a power of two
 FRONTIER_SIZE = 2048 + NUM_CANDIDATES
 
 
+# How the parts of the query are compiled: for one another only, which saves a quarter of the time that it takes.
+part = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy")
+
+
 class Index(NamedTuple):
     """The arrays of a pool: `group_codes[k]` belongs to the text of position `order[k]`; see `suffix_order`."""
 
@@ -84,7 +88,7 @@ class Frontier(NamedTuple):
     source: np.ndarray
 
 
-@njit
+@part
 def new_levels(max_nodes):
     """Room for every level at every node, not filled."""
     return Levels(
@@ -97,7 +101,7 @@ def new_levels(max_nodes):
     )
 
 
-@njit
+@part
 def new_candidates():
     """No candidates, and an empty table."""
     return Candidates(
@@ -108,7 +112,7 @@ def new_candidates():
     )
 
 
-@njit
+@part
 def new_frontier():
     """An empty heap."""
     return Frontier(

@@ -40,7 +40,7 @@ _SIGNATURE = (*_index_types, *_preference_types, *_context_types, *_option_types
 
 def compile_draft_tree() -> Callable:
     """`draft_tree` in machine code: seconds the first time on a machine, milliseconds from numba's cache later."""
-    return njit(_SIGNATURE, cache=True, nogil=True)(_draft_tree_of(_stamp_of_this_folder()))
+    return njit(_SIGNATURE, cache=True, nogil=True, error_model="numpy")(_draft_tree_of(_stamp_of_this_folder()))
 
 
 def _stamp_of_this_folder() -> int:

@@ -195,6 +195,10 @@ def test_arrays_of_any_kind_use_one_compilation(tmp_path):
         draft(pool, np.array([[1]]), 0)
 
 
+def test_cache_of_the_compiled_query_sees_a_change_in_any_of_its_files():
+    assert "stamp" in compiled_query().py_func.__code__.co_freevars
+
+
 def test_threads_draft_the_same_as_one(tmp_path):
     rng = np.random.default_rng(0)
     pool = pool_of(tmp_path / "p", [rng.integers(0, 20, 30).tolist() for _ in range(200)])
