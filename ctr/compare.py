@@ -186,7 +186,7 @@ def _summarised(model: str, variant: str, rows: list[CtrRow]) -> dict:
     for name in SUMMARISED:
         values = [getattr(row, name) for row in rows]
         summary[name] = _plain(statistics.fmean(values))
-        summary[f"{name}_std"] = _plain(statistics.stdev(values)) if len(values) > 1 else None
+        summary[f"{name}_std"] = _plain(float(np.std(values, ddof=1))) if len(values) > 1 else None
     return summary
 
 

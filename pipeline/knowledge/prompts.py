@@ -52,10 +52,10 @@ def render_prompt(
     if template.side != entity.side:
         raise ValueError(f"template {template.identity} is for {template.side}s; the entity is of side {entity.side}")
     skeleton = chat_skeleton(tokenizer, template.system is not None, template.chat_options)
-    head, lines, tail = _blocks(template, entity)
+    head, events, tail = _blocks(template, entity)
 
     def encoded(num_shown: int) -> RenderedPrompt:
-        user = _content(template, head, lines[len(lines) - num_shown :], tail)
+        user = _content(template, head, events[len(events) - num_shown :], tail)
         contents = {"user": user, "system": (template.system or "").strip()}
         if skeleton.merges_system and contents["system"]:
             contents["user"] = f"{contents['system']}\n\n{user}"
@@ -68,10 +68,10 @@ def render_prompt(
         )
         return RenderedPrompt(np.array(ids, np.int32), text, num_shown, len(entity.history) - num_shown)
 
-    fewest_over, most_fitting = len(lines) + 1, -1
+    fewest_over, most_fitting = len(events) + 1, -1
     best = None
     while fewest_over - most_fitting > 1:  # all first, then halving
-        num_shown = len(lines) if fewest_over > len(lines) else (fewest_over + most_fitting) // 2
+        num_shown = len(events) if fewest_over > len(events) else (fewest_over + most_fitting) // 2
         rendered = encoded(num_shown)
         if len(rendered.token_ids) <= max_prompt_tokens:
             most_fitting, best = num_shown, rendered
@@ -85,9 +85,9 @@ def render_prompt(
     return best
 
 
-def _blocks(template: PromptTemplate, entity: Entity) -> tuple[str, list[str], str]:
-    """Text before the history, the history's lines oldest first, text after it."""
-    head = [template.instruction.strip()]
+def _blocks(template: PromptTemplate, entity: Entity) -> tuple[str, tuple[HistoryEvent, ...], str]:
+    """Text before the history, the history's newest events oldest first, text after it."""
+    head = [template.instruction.strip()] if template.instruction.strip() else []
     columns = template.attributes
     shown = columns.shown(entity.attributes)
     if shown:
@@ -96,16 +96,16 @@ def _blocks(template: PromptTemplate, entity: Entity) -> tuple[str, list[str], s
             for name in shown
         ]
         head.append("\n".join(([columns.heading] if columns.heading else []) + lines))
-    lines = []
+    newest: tuple[HistoryEvent, ...] = ()
     if template.history is not None:
         newest = entity.history[max(0, len(entity.history) - template.history.max_events) :]
-        lines = [_event(event, template.history) for event in newest]
-    return "\n".join(head), lines, (template.request or "").strip()
+    return "\n".join(head), newest, (template.request or "").strip()
 
 
-def _content(template: PromptTemplate, head: str, lines: list[str], tail: str) -> str:
-    parts = [head]
+def _content(template: PromptTemplate, head: str, events: tuple[HistoryEvent, ...], tail: str) -> str:
+    parts = [head] if head else []
     if template.history is not None:
+        lines = [_event(number, event, template.history) for number, event in enumerate(events, start=1)]
         if template.history.heading:
             parts.append(template.history.heading)
         parts.extend(lines or [template.history.none])
@@ -114,14 +114,14 @@ def _content(template: PromptTemplate, head: str, lines: list[str], tail: str) -
     return "\n".join(parts)
 
 
-def _event(event: HistoryEvent, columns: HistoryLines) -> str:
+def _event(number: int, event: HistoryEvent, columns: HistoryLines) -> str:
     values = [_value(event.attributes[name], columns) for name in columns.shown(event.attributes)]
     pattern = columns.line_unrated if event.rating is None else columns.line
     if not values:
         pattern = pattern.replace(columns.separator + "{attributes}", "")
     rating = "" if event.rating is None else f"{event.rating:g}"
     title = _plain(event.title, columns.max_value_chars)
-    return pattern.format(title=title, attributes=columns.separator.join(values), rating=rating)
+    return pattern.format(number=number, title=title, attributes=columns.separator.join(values), rating=rating)
 
 
 def _value(value: object, columns: Columns) -> str:

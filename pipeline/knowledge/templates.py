@@ -62,7 +62,7 @@ class AttributeLines(Columns):
 
 
 class HistoryLines(Columns):
-    """The block of what a user rated, one line each, oldest first."""
+    """The block of what a user rated, one line each, oldest first; `{number}` counts the lines shown from 1."""
 
     heading: str = ""
     line: str = "- {title} | {attributes} | {rating}"
@@ -74,7 +74,7 @@ class HistoryLines(Columns):
     @field_validator("line", "line_unrated")
     @classmethod
     def _line(cls, line: str) -> str:
-        return _only_fields(line, {"title", "attributes", "rating"})
+        return _only_fields(line, {"number", "title", "attributes", "rating"})
 
 
 class PromptTemplate(_Frozen):

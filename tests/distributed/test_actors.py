@@ -1,0 +1,131 @@
+"""Workers under Ray: a dead one's shard is done by another, an error that meets every shard ends the run."""
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+
+from jobs.generate import NO_ROUTE, renderer
+from jobs.settings import load_settings
+from pipeline.distributed.actors import ShardAbandoned, WorkerLayout, ray_cluster, run_shards, worker_layout
+from pipeline.distributed.settings import ClusterSettings
+from pipeline.distributed.shards import PreviousKnowledge, plan_side
+from pipeline.distributed.worker import ShardWorker, WorkerSpec
+from pipeline.errors import ConfigError, ModelError
+from pipeline.knowledge.entities import iter_entities
+from pipeline.storage.run_folder import RunFolder
+from pipeline.tables.read import read_tables
+from pipeline.tables.sample_world import LAST_DATE, write_sample_world
+
+
+def test_one_worker_a_gpu_and_never_two():
+    assert worker_layout(ClusterSettings(), num_cpus=16, num_gpus=4) == WorkerLayout(4, 4, 1, "cuda")
+    with pytest.raises(ConfigError, match="there are 2 GPUs"):
+        worker_layout(ClusterSettings(num_workers=3), num_cpus=16, num_gpus=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_cpus", "expected"),
+    [
+        (ClusterSettings(), 2, WorkerLayout(2, 1, 0, "cpu")),
+        (ClusterSettings(), 64, WorkerLayout(8, 8, 0, "cpu")),
+        (ClusterSettings(num_workers=1), 2, WorkerLayout(1, 2, 0, "cpu")),
+        (ClusterSettings(threads_per_worker=4), 8, WorkerLayout(2, 4, 0, "cpu")),
+    ],
+)
+def test_without_gpus_a_worker_has_a_group_of_cores(settings, num_cpus, expected):
+    assert worker_layout(settings, num_cpus, 0) == expected
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_cluster(ClusterSettings(num_workers=2)) as layout:
+        yield layout
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    write_sample_world(folder, num_users=4, num_items=24)
+    return folder
+
+
+def planned(world: Path, run_dir: Path):
+    settings = load_settings(None, {"decoding.max_new_tokens": 48, "decoding.num_threads": 1})
+    tables = read_tables(world, LAST_DATE)
+    plan = plan_side(
+        "item",
+        iter_entities(tables, "item"),
+        tables.items.schema.field("item_id").type,
+        render=renderer(settings, "item", settings.decoding),
+        route=lambda entity: NO_ROUTE,
+        previous=PreviousKnowledge(None),
+        force=False,
+        shard_size=4,
+        run_dir=run_dir,
+    )
+    spec = WorkerSpec(
+        run_id="2025-03-01-00000000",
+        run_dir=run_dir,
+        model_dir=settings.model_dir,
+        decoding=settings.decoding,
+        device="cpu",
+        num_threads=1,
+        num_workers=1,
+        templates={"item": "kar_item"},
+        template_dir=None,
+    )
+    return plan.shards, spec
+
+
+def texts(run_dir: Path) -> dict[str, str]:
+    table = RunFolder(run_dir).read_knowledge("item")
+    return dict(zip(table["entity_id"].to_pylist(), table["text"].to_pylist(), strict=True))
+
+
+def pids_of(actors) -> list[int]:
+    return ray.get([actor.pid.remote() for actor in actors])
+
+
+def kill_all(actors) -> None:
+    for pid in pids_of(actors):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_killed_workers_shard_is_done_again_by_another(cluster, world, tmp_path):
+    shards, spec = planned(world, tmp_path / "killed")
+    pids: list[int] = []
+    outcomes = run_shards(shards, spec, cluster, 3, lambda actors: pids.extend(pids_of(actors)))
+    done = [next(outcomes)]
+    for pid in pids:  # both: whichever of them was at work, its shard is in flight
+        os.kill(pid, signal.SIGKILL)
+    done += list(outcomes)
+    assert sorted(shard.name for shard, _ in done) == [shard.name for shard in shards]
+    shards, spec = planned(world, tmp_path / "calm")
+    worker = ShardWorker(spec)
+    for shard in shards:
+        worker.run(shard)
+    assert texts(tmp_path / "killed") == texts(tmp_path / "calm")
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_shard_that_kills_every_worker_is_given_up_and_the_others_go_on(cluster, world, tmp_path):
+    shards, spec = planned(world, tmp_path)
+    outcomes = list(run_shards(shards, spec, cluster, 1, kill_all))
+    abandoned = [outcome for outcome in outcomes if isinstance(outcome, ShardAbandoned)]
+    assert len(abandoned) == 2
+    assert all(outcome.reason.startswith("worker-died") for outcome in abandoned)
+    assert len(outcomes) == len(shards)
+
+
+@pytest.mark.ray
+def test_a_model_that_cannot_be_loaded_ends_the_run_with_its_reason(cluster, world, tmp_path):
+    shards, spec = planned(world, tmp_path)
+    with pytest.raises(ModelError, match="no model folder"):
+        list(run_shards(shards, replace(spec, model_dir=tmp_path / "absent"), cluster, 3))
