@@ -47,6 +47,7 @@ class HybridExpertAdaptor(nn.Module):
             self.register_buffer(f"vectors_{kind}", torch.from_numpy(vectors[kind]), persistent=False)
         self.shared = ExpertGroup(settings.num_shared_experts, *shape)
         self.dedicated = nn.ModuleList(ExpertGroup(settings.num_dedicated_experts, *shape) for _ in kinds)
+        self.dropout = nn.Dropout(settings.knowledge_dropout)
         num_experts = settings.num_shared_experts + settings.num_dedicated_experts
         self.gates = nn.ModuleList(nn.Linear(in_dim, num_experts) for _ in kinds)
         self.out_dim = settings.expert_dim * (len(vectors) + (len(vectors) == 2))
@@ -59,13 +60,12 @@ class HybridExpertAdaptor(nn.Module):
         return torch.cat(adapted, dim=1)
 
     def _gather(self, kind: int, numbers: torch.Tensor) -> torch.Tensor:
-        vectors = self.get_buffer(f"vectors_{kind}")
-        if len(numbers) > len(vectors):  # each entity once, then gathered
-            return F.embedding(numbers, self._adapt(kind, vectors))
-        return self._adapt(kind, vectors[numbers])
+        distinct, position = numbers.unique(return_inverse=True)  # each entity once, then gathered
+        return F.embedding(position, self._adapt(kind, self.get_buffer(f"vectors_{kind}")[distinct]))
 
     def _adapt(self, kind: int, vectors: torch.Tensor) -> torch.Tensor:
         experts = torch.cat([self.shared(vectors), self.dedicated[kind](vectors)], dim=1)  # (batch, experts, out)
         gate = torch.softmax(self.gates[kind](vectors), dim=1).unsqueeze(-1)
         has_vector = (vectors != 0).any(dim=1, keepdim=True)
-        return (gate * experts).sum(dim=1) * has_vector
+        adapted = F.layer_norm((gate * experts).sum(dim=1), experts.shape[2:])
+        return self.dropout(adapted) * has_vector

@@ -42,7 +42,8 @@ class DCNv2(nn.Module):
     def forward(self, users: torch.Tensor, items: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
         """users, items (batch,) and history (batch, length) numbers -> logits (batch,)."""
         target = self.inputs.item_embedding(items)
-        liked = self.inputs.item_embedding(history)  # (batch, length, item_dim), zeros where padded
-        lengths = (history < self.inputs.num_items).sum(dim=1, keepdim=True).clamp(min=1)
-        x0 = torch.cat([self.inputs(users, items, target), liked.sum(dim=1) / lengths], dim=1)
+        liked, rows = self.inputs.liked_items(history)
+        lengths = rows.bincount(minlength=len(target)).clamp(min=1).unsqueeze(1)
+        mean_liked = torch.zeros_like(target).index_add(0, rows, liked) / lengths  # (batch, item_dim)
+        x0 = torch.cat([self.inputs(users, items, target), mean_liked], dim=1)
         return self.logit(torch.cat([self.cross(x0), self.deep(x0)], dim=1)).squeeze(1)

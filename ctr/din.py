@@ -25,11 +25,11 @@ class LocalActivationUnit(nn.Module):
         self.activation = nn.PReLU()
         self.score = mlp(ATTENTION_SIZES[0], ATTENTION_SIZES[1:], 0.0, nn.PReLU, out_dim=1)
 
-    def forward(self, history: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """history (batch, length, item_dim), target (batch, item_dim) -> weights (batch, length)."""
-        target = target.unsqueeze(1)
-        hidden = self.of_history(history) + self.of_target(target) + self.of_product(history * target)
-        return self.score(self.activation(hidden)).squeeze(-1)
+    def forward(self, liked: torch.Tensor, target: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """liked (num_liked, item_dim), target (batch, item_dim), row of each liked item -> weights (num_liked, 1)."""
+        product = liked * target.index_select(0, rows)
+        of_target = self.of_target(target).index_select(0, rows)
+        return self.score(self.activation(self.of_history(liked) + of_target + self.of_product(product)))
 
 
 class DIN(nn.Module):
@@ -51,8 +51,8 @@ class DIN(nn.Module):
     def forward(self, users: torch.Tensor, items: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
         """users, items (batch,) and history (batch, length) numbers -> logits (batch,)."""
         target = self.inputs.item_embedding(items)  # v_A, (batch, item_dim)
-        liked = self.inputs.item_embedding(history)  # e_1 .. e_H, (batch, length, item_dim)
-        weights = self.activation_unit(liked, target) * (history < self.inputs.num_items)
-        interest = (weights.unsqueeze(1) @ liked).squeeze(1)  # v_U(A), Eq. 3: (batch, item_dim)
+        liked, rows = self.inputs.liked_items(history)  # e_1 .. e_H of every row: (num_liked, item_dim), (num_liked,)
+        weights = self.activation_unit(liked, target, rows)
+        interest = torch.zeros_like(target).index_add(0, rows, weights * liked)  # v_U(A), Eq. 3
         row = torch.cat([self.inputs(users, items, target), interest], dim=1)
         return self.mlp(row).squeeze(1)

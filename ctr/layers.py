@@ -99,6 +99,14 @@ class RowInputs(nn.Module):
         self.out_dim = self.user_embedding.out_dim + self.item_dim + knowledge_dim
         self.num_items = data.num_items
 
+    def liked_items(self, history: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embedded items of all histories, padding left out: most histories are short.
+
+        history (batch, length) numbers -> (num_liked, item_dim) embeddings and (num_liked,) the row of each.
+        """
+        is_liked = history < self.num_items
+        return self.item_embedding(history[is_liked]), is_liked.nonzero()[:, 0]
+
     def forward(self, users: torch.Tensor, items: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Numbers of users and items (batch,), embedded target (batch, item_dim) -> (batch, out_dim)."""
         parts = [self.user_embedding(users), target]

@@ -36,17 +36,20 @@ class CtrSettings(BaseModel):
     embedding_dim: int = Field(8, ge=1)
     hidden_sizes: tuple[int, ...] = Field((64, 32), min_length=1)
     num_cross_layers: int = Field(2, ge=1)
-    vector_dim: int = Field(64, ge=2, description="Knowledge vectors are reduced to this, on training entities, once.")
+    vector_dim: int = Field(32, ge=2, description="Knowledge vectors are reduced to this, on training entities, once.")
     num_shared_experts: int = Field(2, ge=1)
     num_dedicated_experts: int = Field(2, ge=1)
     expert_hidden_dim: int = Field(128, ge=1)
     expert_dim: int = Field(32, ge=1)
-    dropout: float = Field(0.2, ge=0, lt=1)
+    knowledge_dropout: float = Field(0.3, ge=0, lt=1, description="Of adapted knowledge vectors.")
+    dropout: float = Field(0.3, ge=0, lt=1)
 
     device: str = Field("auto", description="auto, cpu or cuda, for the networks.")
-    batch_size: int = Field(512, ge=1)
+    batch_size: int | None = Field(
+        None, ge=2, description="Null: about 40 steps an epoch, from 512 to 8,192 rows each."
+    )
     learning_rate: float = Field(3e-3, gt=0)
-    weight_decay: float = Field(1e-6, ge=0, description="L2 on everything but biases, through Adam.")
+    weight_decay: float = Field(1e-3, ge=0, description="L2 through Adam; ids remember what this makes them forget.")
     max_epochs: int = Field(15, ge=1)
     patience: int = Field(2, ge=1, description="Epochs without a better validation AUC before training stops.")
 

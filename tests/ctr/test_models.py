@@ -39,17 +39,17 @@ def test_cross_network_follows_equation_1():
 
 def test_activation_unit_is_a_network_over_history_target_difference_and_product():
     unit = LocalActivationUnit(6)
-    history, target = torch.randn(3, 4, 6), torch.randn(3, 6)
+    liked, target, rows = torch.randn(5, 6), torch.randn(3, 6), torch.tensor([0, 0, 2, 2, 2])
     w1, w4 = torch.randn(32, 6), torch.randn(32, 6)
     w2, w3 = torch.randn(32, 6), torch.randn(32, 6)
     with torch.no_grad():
         unit.of_history.weight.copy_(w1 + w3)
         unit.of_target.weight.copy_(w2 - w3)
         unit.of_product.weight.copy_(w4)
-    repeated = target.unsqueeze(1).expand_as(history)
-    joined = torch.cat([history, repeated, history - repeated, history * repeated], dim=-1)
+    repeated = target[rows]
+    joined = torch.cat([liked, repeated, liked - repeated, liked * repeated], dim=-1)
     hidden = joined @ torch.cat([w1, w2, w3, w4], dim=1).T + unit.of_target.bias
-    assert torch.allclose(unit(history, target), unit.score(unit.activation(hidden)).squeeze(-1), atol=1e-4)
+    assert torch.allclose(unit(liked, target, rows), unit.score(unit.activation(hidden)), atol=1e-4)
 
 
 def test_dice_with_alpha_one_is_the_identity_and_with_zero_gates():
@@ -88,10 +88,12 @@ def test_adaptor_weighs_shared_and_dedicated_experts_by_its_gate():
         for group in (adaptor.shared, adaptor.dedicated[kind]):
             hidden = torch.relu(group.hidden(v)).view(group.num_experts, -1)
             outs += [hidden[e] @ group.out_weight[e] + group.out_bias[e] for e in range(group.num_experts)]
-        return sum(weight * out for weight, out in zip(gate, outs, strict=True))
+        mixed = sum(weight * out for weight, out in zip(gate, outs, strict=True))
+        return (mixed - mixed.mean()) / torch.sqrt(mixed.var(unbiased=False) + 1e-5)
 
     user, item = slow(0, 5), slow(1, 2)
     expected = torch.cat([user, item, user * item])
+    adaptor.eval()
     assert torch.allclose(adaptor([torch.tensor([5]), torch.tensor([2])])[0], expected, atol=1e-6)
     assert torch.allclose(adaptor([torch.tensor([5] * 12), torch.tensor([2] * 12)])[7], expected, atol=1e-6)
     assert (adaptor([torch.tensor([3]), torch.tensor([2])])[0, :4] == 0).all()
@@ -119,3 +121,18 @@ def test_padding_of_the_history_changes_nothing(model, data):
     history = torch.tensor([[5, 6], [7, data.num_items]])
     padded = torch.cat([history, torch.full((2, 3), data.num_items)], dim=1)
     assert torch.allclose(network(users, items, history), network(users, items, padded), atol=1e-6)
+
+
+def test_attention_sums_over_each_rows_own_history(data):
+    """Eq. 3, row by row: v_U = sum_j a(e_j, v_A) e_j; a row without history has none."""
+    network = build_network("din", data, Knowledge(), SETTINGS, seed=0).eval()
+    seen = {}
+    network.mlp.register_forward_pre_hook(lambda module, inputs: seen.update(row=inputs[0]))
+    users, items = torch.tensor([1, 2]), torch.tensor([3, 4])
+    history = torch.tensor([[5, 6, data.num_items], [data.num_items] * 3])
+    network(users, items, history)
+    embed, unit = network.inputs.item_embedding, network.activation_unit
+    target = embed(items[:1])
+    expected = sum(unit(embed(torch.tensor([j])), target, torch.tensor([0])) * embed(torch.tensor([j])) for j in (5, 6))
+    interest = seen["row"][:, -network.inputs.item_dim :]
+    assert torch.allclose(interest[0], expected[0], atol=1e-6) and (interest[1] == 0).all()

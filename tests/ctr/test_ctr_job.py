@@ -1,0 +1,58 @@
+"""The CTR stage over a run's folder: which features it compares, and what it refuses."""
+
+import pytest
+from ctr_world import AS_OF, make_features, make_world
+
+from ctr.errors import CtrError
+from ctr.settings import CtrSettings
+from jobs.ctr import changed_settings, ctr_table, run_variants
+from pipeline.errors import ConfigError
+from pipeline.storage.parquet import write_parquet
+from pipeline.storage.run_folder import RunFolder
+
+SETTINGS = CtrSettings(models=("gbdt",), num_seeds=2)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return make_world(num_users=60, num_items=40, num_interactions=900, num_cold=10)
+
+
+def write_features(run: RunFolder, features):
+    write_parquet(features.user, run.features_path("user"))
+    write_parquet(features.item, run.features_path("item"))
+
+
+def test_a_run_is_compared_with_and_without_its_plain_texts(world, tmp_path):
+    run = RunFolder(tmp_path / "run")
+    write_features(run, make_features(world))
+    assert list(run_variants(run)) == ["none", "relaxed"]
+    assert {row["variant"] for row in ctr_table(run.root, world, AS_OF, SETTINGS)["rows"]} == {"none", "relaxed"}
+    write_features(run.plain, make_features(world, seed=1))
+    lines = []
+    section = ctr_table(run.root, world, AS_OF, SETTINGS, lines.append)
+    assert [row["variant"] for row in section["rows"]] == ["none", "plain", "relaxed"]
+    assert len(lines) == 1 and "relaxed against plain" in lines[0] and "2 pairs" in lines[0]
+
+
+def test_a_run_whose_texts_saw_the_test_period_is_refused(world, tmp_path):
+    """The planted leak: knowledge made two days later, from interactions that judge the models."""
+    run = RunFolder(tmp_path / "run")
+    write_features(run, make_features(world, run_id="2025-03-03-0123abcd"))
+    with pytest.raises(CtrError, match="the test period would leak into training"):
+        ctr_table(run.root, world, AS_OF, SETTINGS)
+
+
+def test_a_run_without_features_is_refused(world, tmp_path):
+    with pytest.raises(CtrError, match="laserbatch encode"):
+        ctr_table(tmp_path, world, AS_OF, SETTINGS)
+
+
+def test_the_command_line_changes_models_and_seeds():
+    changed = changed_settings(CtrSettings(), "DIN, gbdt", 5)
+    assert changed.models == ("din", "gbdt") and changed.num_seeds == 5
+    assert changed_settings(CtrSettings(), None, None) == CtrSettings()
+    with pytest.raises(ConfigError, match="expected some of din, dcnv2, gbdt"):
+        changed_settings(CtrSettings(), "din,deepfm", None)
+    with pytest.raises(ConfigError, match="is not a list of models"):
+        changed_settings(CtrSettings(), " ,", None)
