@@ -64,6 +64,9 @@ def list_versions(config: Path | None = CONFIG, workspace: Path | None = WORKSPA
         say(f"no pools in {store.root} yet; `laserbatch nightly` builds them, or `laserbatch pools build`")
     else:
         stdout.print(versions_table(versions))
+        for version in versions:
+            if version.problem is not None:
+                say(f"{version.version}: {version.problem}")
 
 
 @app.command()
@@ -188,16 +191,20 @@ def _build(settings: Settings, run_id: str | None, as_json: bool, anew: bool) ->
     from jobs.build_pools import build_pools
     from jobs.night import open_run
 
+    store = _store(settings)
     with Workspace.open(settings.workspace, create=False).lock():
         night = open_run(settings, run_id)
-        there = next((known for known in _store(settings).list() if known.version == night.run.run_id), None)
-        if there is not None and there.problem is None and not anew:
-            _store(settings).use(there.version)
-            say(f"the pools of run {there.version} are there already; `laserbatch pools rebuild` builds them again")
-            built = version_data(there)
+        there = next((known for known in store.list() if known.version == night.run.run_id), None)
+        if there is None or there.problem is not None or anew:
+            build_pools(night)
         else:
-            built = build_pools(night)
-    summary(built, as_json)
+            store.use(there.version)
+            say(f"the pools of run {there.version} are there already; `laserbatch pools rebuild` builds them again")
+    built = _version(store, night.run.run_id)
+    if as_json:
+        summary(version_data(built), as_json=True)
+    else:
+        stdout.print(versions_table([built]))
 
 
 def _version(store: PoolStore, version: str | None) -> PoolVersion:

@@ -144,7 +144,7 @@ def versions_table(versions: list[PoolVersion]) -> Table:
     for version in versions:
         mark = "*" if version.is_current else ""
         if version.problem is not None:
-            table.add_row(mark, version.version, Text(version.problem, style="red"))
+            table.add_row(mark, version.version, Text("damaged", style="red"))
             continue
         for side, manifest in version.pools.items():
             counts = (manifest.num_texts, manifest.num_tokens, len(manifest.groups))

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,15 @@ def test_list_names_versions_and_the_current_one(world):
     ]
     assert data["versions"][0]["pools"]["item"]["num_texts"] == 3
     assert f"*  {VERSIONS[1]}" in called(world, "list")
+
+
+def test_damaged_version_is_listed_with_what_to_do(world, tmp_path):
+    shutil.copytree(world / "workspace", tmp_path / "workspace")
+    (tmp_path / "workspace" / "pools" / VERSIONS[0] / "item" / "order.npy").unlink()
+    arguments = ["list", "--workspace", str(tmp_path / "workspace")]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert "damaged" in result.stdout and VERSIONS[1] in result.stdout
+    assert "laserbatch pools rebuild" in result.stderr
 
 
 def test_show_gives_groups_and_verifies(world):
