@@ -9,6 +9,7 @@ Knows no entities, no files and no Ray.
 
 import logging
 import math
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -129,7 +130,7 @@ class Engine:
                     raise RuntimeError("every row of the engine is held by another, unfinished generate()")
                 return
             sequence.row = lease.row
-            live.append(sequence)
+            insort(live, sequence, key=lambda other: other.row)  # packed in the order of rows, nothing is reordered
             waiting.pop()
 
     def _refuse(self, request: GenerationRequest) -> GenerationFailure | None:
@@ -205,20 +206,19 @@ class Engine:
         feeds, fed = [], []
         room = self.settings.max_prefill_tokens
         for sequence, draft in zip(live, drafts, strict=True):
-            pending = sequence.context[int(self.store.lengths[sequence.row]) :]
-            if len(pending) > 1:  # a prompt: as much of it as this step has room for
-                chunk = pending[:room]
-                room -= len(chunk)
-                if len(chunk) == 0:
+            pending = sequence.context[self.store.lengths[sequence.row] :]
+            num_pending = len(pending)
+            if num_pending > 1:  # a prompt: as much of it as this step has room for
+                if room == 0:
                     continue
-            else:
-                chunk = pending
-            complete = len(chunk) == len(pending)
-            feeds.append(Feed(sequence.row, chunk, draft if complete else EMPTY_TREE, wants_logits=complete))
+                pending = pending[:room]
+                room -= len(pending)
+            complete = len(pending) == num_pending
+            feeds.append(Feed(sequence.row, pending, draft if complete else EMPTY_TREE, wants_logits=complete))
             fed.append(sequence)
         output = self.runner.forward(feeds)
         complete = [i for i, feed in enumerate(feeds) if feed.wants_logits]
-        accepted = []
+        accepted: list[Acceptance | None] = []
         if complete:
             trees = [feeds[i].tree for i in complete]
             accepted = verify(verifier, output.logits, trees, output.starts[complete], self._is_end)
@@ -230,19 +230,23 @@ class Engine:
 
     def _commit_all(self, moves: list["_Move"], on_event) -> dict[int, GenerationResult | GenerationFailure]:
         """Keep what was accepted, in the cache and in the texts; of the sequences that ended, what came of them."""
-        outcomes = {}
+        outcomes: dict[int, GenerationResult | GenerationFailure] = {}
+        sound = []
         for move in moves:
-            sequence, row, num_chain = move.sequence, move.sequence.row, len(move.feed.chain_ids)
             if move.feed.wants_logits and move.acceptance is None:
                 reason = "not-finite: the model's logits are not finite"
-                outcomes[id(sequence)] = GenerationFailure(sequence.request.request_id, reason)
-                continue
-            nodes = move.acceptance.nodes if move.acceptance else np.empty(0, np.int64)
-            in_prompt = self.store.lengths[row] < sequence.num_prompt
-            self.store.commit(row, np.concatenate((move.slots[:num_chain], move.slots[num_chain:][nodes])))
-            if in_prompt:
-                self.store.remember_prefix(row, sequence.prompt_ids[: self.store.lengths[row]])
-            if move.acceptance:
+                outcomes[id(move.sequence)] = GenerationFailure(move.sequence.request.request_id, reason)
+            else:
+                sound.append(move)
+        if not sound:
+            return outcomes
+        self.store.commit([move.feed.row for move in sound], [move.kept_slots for move in sound])
+        for move in sound:
+            sequence = move.sequence
+            if sequence.num_output == 0:  # still, or just now, within its prompt
+                num_cached = min(self.store.lengths[sequence.row], sequence.num_prompt)
+                self.store.remember_prefix(sequence.row, sequence.prompt_ids[:num_cached])
+            if move.acceptance is not None:
                 result = self._commit(sequence, move.feed.tree, move.acceptance, on_event)
                 if result is not None:
                     outcomes[id(sequence)] = result
@@ -278,6 +282,14 @@ class _Move:
     feed: Feed
     slots: np.ndarray
     acceptance: Acceptance | None
+
+    @property
+    def kept_slots(self) -> np.ndarray:
+        """The slots of the chain and of the accepted path."""
+        num_chain = len(self.feed.chain_ids)
+        if self.acceptance is None or self.acceptance.num_accepted == 0:
+            return self.slots[:num_chain]
+        return np.concatenate((self.slots[:num_chain], self.slots[num_chain:][self.acceptance.nodes]))
 
 
 class _Lookahead:

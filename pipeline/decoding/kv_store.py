@@ -132,13 +132,19 @@ class KVStore:
         assert len(free) == num_tokens, "a row is shorter than its sequence"
         return free
 
-    def commit(self, row: int, slots: np.ndarray) -> None:
-        """Keep the tokens written to `slots`, in text order: they continue the row's sequence."""
-        length = int(self.lengths[row])
-        self.committed[row, slots] = True
-        self.positions[row, slots] = np.arange(length, length + len(slots))
-        self.lengths[row] = length + len(slots)
-        self.extents[row] = max(int(self.extents[row]), int(slots.max()) + 1)
+    def commit(self, rows: list[int], slots: list[np.ndarray]) -> None:
+        """Keep the tokens written to each row's `slots`, in text order: they continue the row's sequence.
+
+        A row's slots are ascending, as `reserve` gave them and as paths go through a draft.
+        """
+        counts = np.array([len(kept) for kept in slots])
+        where, lengths = np.array(rows), self.lengths[rows]
+        ends = np.cumsum(counts)
+        all_rows, all_slots = np.repeat(where, counts), np.concatenate(slots)
+        self.committed[all_rows, all_slots] = True
+        self.positions[all_rows, all_slots] = np.arange(ends[-1]) + np.repeat(lengths - (ends - counts), counts)
+        self.lengths[where] = lengths + counts
+        self.extents[where] = np.maximum(self.extents[where], all_slots[ends - 1] + 1)
 
     def remember_prefix(self, row: int, token_ids: np.ndarray) -> None:
         """State that slots 0, 1, ... of a row hold these tokens in order, so that later prompts may share them."""

@@ -232,8 +232,7 @@ def _check_equivalence(model, device: torch.device, vocab_size: int) -> int:
         runner = ModelRunner(model, store, device)
         rows = [store.acquire(prompt, 32).row for prompt in prompts]
         first = runner.forward([Feed(rows[0], prompts[0][:7]), Feed(rows[1], prompts[1][:2])])
-        for row, slots in zip(rows, first.slots, strict=True):
-            store.commit(row, slots)
+        store.commit(rows, first.slots)
         out = runner.forward([Feed(rows[0], prompts[0][7:], tree), Feed(rows[1], prompts[1][2:])])
     except Exception as error:
         raise ModelError(f"{name} cannot be run packed: {_first_line(error)}") from error

@@ -13,6 +13,7 @@ Knows layers' shapes only: no model, no sequence, no draft.
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -71,6 +72,12 @@ class StepPlan:
     _masks: dict = field(default_factory=dict)
     _gathers: dict = field(default_factory=dict)
     _scatters: dict = field(default_factory=dict)
+
+    @cached_property
+    def one_token_a_row(self) -> bool:
+        """Whether the pack is one group of one token a row, in the order of rows: plain decoding."""
+        only = self.groups[0] if len(self.groups) == 1 else None
+        return only is not None and only.num_padded == 1 and bool((np.diff(only.queries[:, 0]) == 1).all())
 
     def write_index(self, num_kv_heads: int, device: torch.device) -> torch.Tensor:
         """The tokens' flat index in a layer of the store."""
@@ -156,6 +163,7 @@ def tree_attention(
     cache = plan.store.write(module.layer_idx, plan.write_index(num_kv_heads, key.device), key[0], value[0])
     window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
     folded = num_heads // num_kv_heads
+    in_order = plan.one_token_a_row  # then the pack's order is already that of rows
     flat_query = query.reshape(num_heads * num_tokens, head_dim)
 
     results = []
@@ -163,13 +171,18 @@ def tree_attention(
         rows = slice(group.first_row, group.first_row + group.num_rows)
         keys = cache.keys[rows, :, : group.width]  # (num_rows, num_kv_heads, width, head_dim), a view
         values = cache.values[rows, :, : group.width]
-        queries = flat_query.index_select(0, plan.gather(index, num_kv_heads, folded, query.device))
-        queries = queries.view(group.num_rows, num_kv_heads, folded * group.num_padded, head_dim)
+        if in_order:
+            queries = query[0].transpose(0, 1).view(group.num_rows, num_kv_heads, folded, head_dim)
+        else:
+            queries = flat_query.index_select(0, plan.gather(index, num_kv_heads, folded, query.device))
+            queries = queries.view(group.num_rows, num_kv_heads, folded * group.num_padded, head_dim)
         mask = plan.mask(index, window, folded, query)
         if softcap is None and s_aux is None:
             out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
         else:
             out = reference_attention(queries, keys, values, mask, scaling, softcap, s_aux)
+        if in_order:
+            return out.reshape(1, num_tokens, num_heads, value_dim), None
         results.append(out.reshape(-1, value_dim))
     result = results[0] if len(results) == 1 else torch.cat(results)
     result = result.index_select(0, plan.scatter(num_kv_heads, folded, query.device))

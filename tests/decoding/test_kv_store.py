@@ -52,7 +52,7 @@ def test_rows_hold_their_texts_and_nothing_leaks(data):
             rest = prompt[lease.num_shared :]
             slots = store.reserve(lease.row, len(rest))
             write(store, lease.row, slots, rest, range(lease.num_shared, len(prompt)))
-            store.commit(lease.row, slots)
+            store.commit([lease.row], [slots])
             store.remember_prefix(lease.row, np.array(prompt, np.int32))
             live[lease.row] = list(prompt)
         elif action == "step" and live:
@@ -67,7 +67,7 @@ def test_rows_hold_their_texts_and_nothing_leaks(data):
             for depth, node in enumerate(kept):
                 positions[node] = len(live[row]) + depth
             write(store, row, slots, tokens, positions)
-            store.commit(row, slots[kept])
+            store.commit([row], [slots[kept]])
             live[row] += [tokens[node] for node in kept]
         elif action == "leave" and live:
             row = data.draw(st.sampled_from(sorted(live)))
@@ -87,7 +87,7 @@ def admit(store: KVStore, prompt) -> int:
     lease = store.acquire(prompt, 100)
     slots = store.reserve(lease.row, len(prompt) - lease.num_shared)
     write(store, lease.row, slots, prompt[lease.num_shared :], range(lease.num_shared, len(prompt)))
-    store.commit(lease.row, slots)
+    store.commit([lease.row], [slots])
     store.remember_prefix(lease.row, prompt)
     return lease.num_shared
 

@@ -54,6 +54,7 @@ def test_every_node_gets_the_logits_of_its_own_path(architecture, call_cost):
         rows = list(rng.permutation(list(texts)))
         feeds = [Feed(int(row), np.array(pending[row], np.int32), trees[row], step + row != 2) for row in rows]
         out = runner.forward(feeds)
+        kept_slots = [np.empty(0)] * len(rows)
         for i, row in enumerate(rows):
             chain, tree = pending[row], trees[row]
             if feeds[i].wants_logits:
@@ -64,6 +65,7 @@ def test_every_node_gets_the_logits_of_its_own_path(architecture, call_cost):
                     found = out.logits[out.starts[i] + 1 + node]
                     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
             kept = path_to(tree, int(rng.integers(-1, len(tree))))
-            store.commit(row, np.concatenate((out.slots[i][: len(chain)], out.slots[i][len(chain) :][kept])))
+            kept_slots[i] = np.concatenate((out.slots[i][: len(chain)], out.slots[i][len(chain) :][kept]))
             texts[row] = texts[row] + chain + tree.token_ids[kept].tolist()
             pending[row] = [int(rng.integers(0, VOCAB))]
+        store.commit([int(row) for row in rows], kept_slots)
