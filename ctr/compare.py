@@ -133,7 +133,7 @@ def _train_seeds(model: str, variant: str, data: CtrData, knowledge: Knowledge, 
         if model == "gbdt":
             booster = fit_gbdt(matrix, categorical, data, settings, seed)
             best_epoch, scores = booster.best_iteration, booster.predict(matrix[data.test])
-            validation_auc = booster.best_score["valid_0"]["auc"]
+            validation_auc = float(booster.best_score["valid_0"]["auc"])
         else:
             network = build_network(model, data, knowledge, settings, seed)
             fitted = fit(network, data, settings, seed)
