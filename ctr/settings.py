@@ -24,9 +24,7 @@ class CtrSettings(BaseModel):
     )
     cold_max_interactions: int = Field(5, ge=1, description="A user with fewer interactions up to the date is cold.")
 
-    min_id_interactions: int = Field(
-        3, ge=1, description="Ids and categories seen less often in training share a bucket."
-    )
+    min_id_interactions: int = Field(3, ge=1, description="Ids seen less often in training share a bucket.")
     max_history: int = Field(20, ge=1, description="Newest positives of the user that a row sees.")
     num_bins: int = Field(10, ge=2, description="Quantile bins of a number, from training rows.")
     max_distinct_share: float = Field(
