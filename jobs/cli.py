@@ -1,7 +1,4 @@
-"""`laserbatch`: every command, wired; and the one place where an error becomes a line and an exit code.
-
-Commands are imported when they are called, so that `laserbatch --help` does not wait for torch.
-"""
+"""`laserbatch`: every command, wired; and the one place where an error becomes a line and an exit code."""
 
 import logging
 import sys

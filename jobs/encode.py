@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import typer
 
 from jobs.console import progress as progress_bar
@@ -16,7 +18,7 @@ from pipeline.encoding.encoder import TextEncoder
 from pipeline.encoding.features import KNOWLEDGE_COLUMNS, build_features
 from pipeline.encoding.settings import EncodingSettings
 from pipeline.errors import WorkspaceError
-from pipeline.knowledge.records import SIDES
+from pipeline.knowledge.records import SIDES, Side
 from pipeline.storage.parquet import read_parquet, write_parquet
 from pipeline.storage.run_folder import RunFolder
 
@@ -36,14 +38,18 @@ def encode(
 
     with Workspace.open(workspace, create=False).lock():
         night = open_run(Settings(workspace=workspace), run)
-        sections = {"run": night.run.run_id, **encode_run(night.run.root, night.settings.encoding)}
+        encoded = encode_run(night.run.root, night.settings.encoding, previous=night.previous)
+        sections = {"run": night.run.run_id, **encoded}
         if night.run.plain.knowledge_folder("user").is_dir():
             sections["plain"] = encode_run(night.run.plain.root, night.settings.encoding)
     summary(sections, as_json)
 
 
 def encode_run(
-    run_dir: Path, settings: EncodingSettings | None = None, progress: Callable[[str], None] = say
+    run_dir: Path,
+    settings: EncodingSettings | None = None,
+    progress: Callable[[str], None] = say,
+    previous: RunFolder | None = None,
 ) -> dict[str, Any]:
     """Encode `knowledge/<side>/*.parquet` of a run into `features/<side>.parquet`, each written atomically.
 
@@ -52,6 +58,8 @@ def encode_run(
     run_dir : folder of a run, or its `plain` folder.
     settings : the encoder and its clustering.
     progress : is told what a person should know, a line at a time.
+    previous : a finished run whose vectors are taken over for texts that were carried over from it, where the encoder
+        is the same. They are bit for bit what encoding again would give.
 
     Returns
     -------
@@ -74,9 +82,17 @@ def encode_run(
     section: dict[str, Any] = {}
     for side in sides:
         knowledge = read_parquet(folder.knowledge_folder(side), columns=KNOWLEDGE_COLUMNS)
-        with progress_bar(f"encode {side} texts", knowledge.num_rows) as bar:
-            encoding = encoder.encode_counted(knowledge["text"].to_pylist(), bar.advance)
-        features = build_features(knowledge, side, encoder, settings, encoding.vectors)
+        known = _known_vectors(previous, side, encoder.encoder_id)
+        keys = _keys(knowledge, "entity_id")
+        new_rows = [row for row, key in enumerate(keys) if key not in known]
+        with progress_bar(f"encode {side} texts", len(new_rows)) as bar:
+            encoding = encoder.encode_counted(knowledge["text"].take(new_rows).to_pylist(), bar.advance)
+        vectors = np.zeros((len(keys), encoder.dim), np.float32)
+        vectors[new_rows] = encoding.vectors
+        for row, key in enumerate(keys):
+            if key in known:
+                vectors[row] = known[key]
+        features = build_features(knowledge, side, encoder, settings, vectors)
         written = write_parquet(features, folder.features_path(side))
         if encoding.num_truncated:
             progress(f"{encoding.num_truncated} {side} texts are longer than the encoder takes and lost their end")
@@ -86,7 +102,24 @@ def encode_run(
             "sha256": written.sha256,
             "dim": encoder.dim,
             "num_clusters": len(features["cluster_id"].unique()),
+            "num_encoded": len(new_rows),
             "num_truncated": encoding.num_truncated,
             "encoder": encoder.encoder_id,
         }
     return section
+
+
+def _keys(table: pa.Table, id_column: str) -> list[tuple]:
+    """What says that a row is of the same text: its entity, the run that generated it, and the prompt it answers."""
+    return list(zip(*(table[name].to_pylist() for name in (id_column, "run_id", "fingerprint")), strict=True))
+
+
+def _known_vectors(previous: RunFolder | None, side: Side, encoder_id: str) -> dict[tuple, np.ndarray]:
+    """Vectors of a finished run by `_keys`; none when its encoder was another one."""
+    if previous is None or not previous.features_path(side).exists():
+        return {}
+    if previous.load_manifest()["features"].get(side, {}).get("encoder") != encoder_id:
+        return {}
+    features = read_parquet(previous.features_path(side))
+    flat = features["vector"].combine_chunks().flatten().to_numpy()
+    return dict(zip(_keys(features, f"{side}_id"), flat.reshape(features.num_rows, -1), strict=True))

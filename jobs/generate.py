@@ -39,6 +39,7 @@ from pipeline.knowledge.templates import load_template
 from pipeline.storage.quarantine import QuarantineRow, count_reasons
 from pipeline.storage.run_folder import RunFolder, ShardRecord
 from pipeline.storage.workspace import Workspace
+from retrieval_pools.query import compiled_query
 from retrieval_pools.router import Route, Router
 
 NO_ROUTE = Route("", "none")
@@ -88,6 +89,8 @@ def _generate(night: Night, folder: RunFolder, decoding: DecodingSettings, with_
         label = "generate" if with_pools else "generate plain"
         spec = _worker_spec(night, folder, decoding, with_pools)
         num_rows = sum(shard.num_rows for shard in pending)
+        if decoding.drafters:
+            compiled_query()  # once here, so that workers find it in numba's cache instead of each compiling it
         with ray_cluster(night.settings.cluster) as layout, progress(label, num_rows) as bar:
             for outcome in run_shards(pending, spec, layout, night.settings.cluster.max_shard_attempts):
                 if isinstance(outcome, ShardAbandoned):

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from jobs.console import say
 from jobs.settings import Settings
@@ -150,15 +151,25 @@ def open_run(settings: Settings, run_id: str | None) -> Night:
     manifest = RunManifest.load(run.manifest_path)
     previous_id = manifest["previous_run_id"]
     return Night(
-        settings=Settings.model_validate(
-            manifest["settings"] | {"workspace": settings.workspace, "cluster": settings.cluster}
-        ),
+        settings=_settings_of(manifest, settings),
         workspace=workspace,
         date=datetime.date.fromisoformat(manifest["date"]),
         run=run,
         manifest=manifest,
         previous=workspace.run(previous_id) if previous_id else None,
     )
+
+
+def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
+    """A run's own settings, on this machine's workspace and cluster."""
+    try:
+        return Settings.model_validate(manifest["settings"] | {"workspace": here.workspace, "cluster": here.cluster})
+    except ValidationError as error:
+        keys = ", ".join(".".join(str(part) for part in item["loc"]) for item in error.errors())
+        raise ConfigError(
+            f"run {manifest['run_id']} was made by laserbatch {manifest['laserbatch_version']} with settings that "
+            f"this version does not have ({keys}); use that version for it, or run the night again"
+        ) from None
 
 
 def describe_pools(store: PoolStore) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def run_night(settings: Settings, date: datetime.date, force: bool = False) -> N
         if settings.night.compare_with_plain:
             generate_plain(night)
         with night.stage("encode"):
-            night.manifest["features"] = encode_run(night.run.root, settings.encoding, say)
+            night.manifest["features"] = encode_run(night.run.root, settings.encoding, say, night.previous)
             if settings.night.compare_with_plain:
                 encode_run(night.run.plain.root, settings.encoding, say)
         with night.stage("ctr"):

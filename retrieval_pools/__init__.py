@@ -1,1 +1,1 @@
-"""Pools of earlier texts: built, routed, queried for drafts. Knows neither torch nor ray (grouping/lightgcn excepted)."""
+"""Pools of earlier texts: built, routed, queried for drafts. No torch and no ray, but for grouping/lightgcn."""

@@ -9,7 +9,7 @@ MAX_CONTEXT_LENGTHS = 8
 
 
 class PoolSettings(BaseModel):
-    """The `pools` section of a configuration; a pool keeps those it was built with in its manifest.
+    """How pools are indexed and drafted from; a pool keeps the settings that it was built with in its manifest.
 
     `scope` "side" drafts from every text of the side, those of the sequence's own group counting `group_weight` times;
     "group" drafts from the group's texts alone (the walls of the LASER paper). An escape is the count that a context of
@@ -18,7 +18,9 @@ class PoolSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    scope: Literal["side", "group"] = "side"
+    scope: Literal["side", "group"] = Field(
+        "side", description="side: all texts of the side, the own group's counting more; group: the group's alone."
+    )
     group_weight: float = Field(3.0, ge=1, le=1000, description="How often a text of the own group counts.")
     index_depth: Literal[16, 32, 64] = Field(64, description="Tokens by which it is sorted: longest match plus draft.")
     max_match_tokens: int = Field(16, ge=1, le=MAX_MATCH_TOKENS, description="Longest context looked up.")

@@ -33,7 +33,7 @@ def test_imports_point_one_way(path):
         top = module.split(".")[0]
         if top not in PACKAGES or top in ALLOWED[package]:
             continue
-        assert package == "ctr" and module.startswith("pipeline.encoding.schema") or module == "pipeline.encoding", (
+        assert (package == "ctr" and module.startswith("pipeline.encoding.schema")) or module == "pipeline.encoding", (
             f"{path} imports {module}"
         )
 

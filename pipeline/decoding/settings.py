@@ -8,27 +8,35 @@ DraftSource = Literal["previous", "prompt", "output", "pool"]
 
 
 class DecodingSettings(BaseModel):
-    """The `decoding` section of a configuration.
-
-    `model` is a folder with safetensors weights, configuration and tokenizer, or "sample" for the bundled model.
-    `dtype` "auto" is float32 on a CPU and the weights' own type on CUDA. `top_k` and `min_probability` belong to the
-    verifier (LASER, Eq. 8); `min_acceptance` to drafting: a node whose estimated path acceptance is lower is not
-    drafted. `max_cache_tokens` bounds the KV cache (None: no bound on a CPU, most of the free memory on CUDA).
-    """
+    """How texts are drafted, verified and written."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str = "sample"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    batch_size: int = Field(16, ge=1)
-    max_new_tokens: int = Field(512, ge=1)
-    stop_strings: tuple[str, ...] = ()
-    verifier: Literal["greedy", "top_k", "probability", "relaxed"] = "relaxed"
-    top_k: int = Field(2, ge=1)
-    min_probability: float = Field(0.1, ge=0.0, lt=1.0)
-    drafters: tuple[DraftSource, ...] = ("previous", "prompt", "output", "pool")
-    max_draft_tokens: int = Field(16, ge=0, le=64)
-    min_acceptance: float = Field(0.02, ge=0.0, le=1.0)
-    max_prefill_tokens: int = Field(2048, ge=1)
-    max_cache_tokens: int | None = Field(None, ge=1)
-    num_threads: int | None = Field(None, ge=1)
+    model: str = Field(
+        "sample", description="Folder with safetensors weights, configuration and tokenizer; 'sample': the bundled one."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="auto: float32 on a CPU, the weights' own type on CUDA."
+    )
+    batch_size: int = Field(16, ge=1, description="Texts written side by side by one worker.")
+    max_new_tokens: int = Field(512, ge=1, description="Longest text.")
+    stop_strings: tuple[str, ...] = Field((), description="A text ends before the first of these.")
+    verifier: Literal["greedy", "top_k", "probability", "relaxed"] = Field(
+        "relaxed",
+        description="Which drafted tokens are accepted. greedy: the model's own choice, so the text of plain decoding; "
+        "relaxed: among its top_k and above min_probability (LASER, Eq. 8); top_k, probability: either alone.",
+    )
+    top_k: int = Field(2, ge=1, description="Of the verifiers top_k and relaxed.")
+    min_probability: float = Field(0.1, ge=0.0, lt=1.0, description="Of the verifiers probability and relaxed.")
+    drafters: tuple[DraftSource, ...] = Field(
+        ("previous", "prompt", "output", "pool"), description="Where drafts come from; none decodes plainly."
+    )
+    max_draft_tokens: int = Field(16, ge=0, le=64, description="Largest draft tree.")
+    min_acceptance: float = Field(
+        0.02, ge=0.0, le=1.0, description="A token whose path is estimated less likely to be accepted is not drafted."
+    )
+    max_prefill_tokens: int = Field(2048, ge=1, description="Prompt tokens of one step; longer prompts go in parts.")
+    max_cache_tokens: int | None = Field(
+        None, ge=1, description="Bound of the KV cache; null: none on a CPU, most of the free memory on CUDA."
+    )
+    num_threads: int | None = Field(None, ge=1, description="Threads of torch; the cluster section sets a worker's.")

@@ -129,15 +129,17 @@ class ShardWorker:
 
     def _record(self, side: Side, row: PlannedRow, result: GenerationResult) -> dict[str, Any]:
         template = self._templates[side]
-        if "\ufffd" in result.text:
+        # The token limit may cut a character in two; anywhere else a broken character is the model's doing.
+        text = result.text.rstrip("\ufffd") if result.finish_reason == "length" else result.text
+        if "\ufffd" in text:
             raise RowError("undecodable: the output is not valid UTF-8")
-        fields = parse_knowledge(template, result.text)
+        fields = parse_knowledge(template, text)
         return {
             "entity_id": row.entity_id,
             "side": side,
             "framework": template.framework,
             "template": template.identity,
-            "text": result.text,
+            "text": text,
             "token_ids": result.token_ids,
             "token_sources": result.sources,
             "fields_json": json.dumps(fields, ensure_ascii=False, sort_keys=True),

@@ -32,10 +32,10 @@ def knowledge_schema(entity_id_type: pa.DataType) -> pa.Schema:
             pa.field("template", pa.string(), nullable=False),  # name@version
             pa.field("text", pa.string(), nullable=False),
             pa.field("token_ids", pa.list_(pa.int32()), nullable=False),  # end token not included
-            pa.field("token_sources", pa.list_(pa.uint8()), nullable=False),  # retrieval_pools.sources.SOURCE_*, one a token
+            pa.field("token_sources", pa.list_(pa.uint8()), nullable=False),  # SOURCE_* of retrieval_pools.sources
             pa.field("fields_json", pa.string(), nullable=False),  # the parsed answer: {aspect: text}
             pa.field("fingerprint", pa.string(), nullable=False),
-            pa.field("run_id", pa.string(), nullable=False),  # the run that generated it, not the one that carried it over
+            pa.field("run_id", pa.string(), nullable=False),  # that generated it, not that carried it over
             pa.field("model_id", pa.string(), nullable=False),
             pa.field("pool_version", pa.string()),  # null: no pool was there
             pa.field("pool_group", pa.string()),

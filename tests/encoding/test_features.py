@@ -11,7 +11,9 @@ from pipeline.encoding.features import build_features
 from pipeline.encoding.schema import check_feature_schema, feature_schema, run_date
 from pipeline.encoding.settings import EncodingSettings
 from pipeline.errors import WorkspaceError
+from pipeline.storage.atomic import write_json
 from pipeline.storage.parquet import read_parquet, write_parquet
+from pipeline.storage.run_folder import RunFolder
 
 
 def knowledge_of(ids, texts):
@@ -74,6 +76,7 @@ def test_a_run_is_encoded_side_by_side_and_again_to_the_same_bytes(tiny_encoder,
         "sha256": 0,
         "dim": 32,
         "num_clusters": 2,
+        "num_encoded": 3,
         "num_truncated": 1,
         "encoder": 0,
     }
@@ -81,6 +84,20 @@ def test_a_run_is_encoded_side_by_side_and_again_to_the_same_bytes(tiny_encoder,
     check_feature_schema(table.schema, "user")
     assert table["user_id"].to_pylist() == ["u0", "u1", "u2"]
     assert encode_run(tmp_path, settings, lines.append) == section
+
+
+def test_vectors_of_carried_over_texts_are_taken_over_and_equal_encoding_again(tiny_encoder, tmp_path):
+    settings = EncodingSettings(encoder=tiny_encoder, num_clusters=2)
+    old, new = RunFolder(tmp_path / "old"), RunFolder(tmp_path / "new")
+    carried = knowledge_of(["u2", "u1"], ["quiet", "loud"])
+    write_parquet(carried, old.root / "knowledge/user/00000.parquet")
+    write_json({"format_version": 1, "features": encode_run(old.root, settings)}, old.manifest_path)
+    write_parquet(carried, new.root / "knowledge/user/carried.parquet")
+    write_parquet(knowledge_of(["u3"], ["a storm"]), new.root / "knowledge/user/00000.parquet")
+    taken_over = encode_run(new.root, settings, previous=old)
+    again = encode_run(new.root, settings)
+    assert (taken_over["user"]["num_encoded"], again["user"]["num_encoded"]) == (1, 3)
+    assert taken_over["user"]["sha256"] == again["user"]["sha256"]
 
 
 def test_a_run_without_texts_is_refused(tmp_path):
