@@ -26,6 +26,8 @@ from pipeline.storage.workspace import Workspace
 from pipeline.tables.read import read_tables
 from pipeline.tables.sample_world import LAST_DATE, write_sample_world
 
+DEMO_SEED = 7  # a world on which nothing was trained or chosen: neither the sample model nor a CTR setting
+
 
 def nightly(
     config: Path | None = typer.Option(None, help="Configuration file; without it the defaults."),
@@ -125,7 +127,7 @@ def demo(
     Example: `laserbatch demo --folder demo`
     """
     say(f"a sample world of {num_users} users and {num_items} items goes to {folder / 'tables'}")
-    write_sample_world(folder / "tables", num_users=num_users, num_items=num_items)
+    write_sample_world(folder / "tables", num_users=num_users, num_items=num_items, seed=DEMO_SEED)
     settings = load_settings(
         PACKAGE_ROOT / "configs" / "demo.yaml",
         {"workspace": str(folder / "workspace"), "tables.path": str(folder / "tables")},
