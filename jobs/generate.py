@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
-from jobs.console import progress, summary
+from jobs.console import progress, say, summary
 from jobs.night import Night, open_night, parse_date
 from jobs.samples import report_samples
 from jobs.settings import Settings, load_settings
@@ -65,9 +65,28 @@ def generate(
 
 
 def generate_knowledge(night: Night) -> None:
-    """The night's texts, into its run folder. Does nothing when they are all there."""
+    """The night's texts, into its run folder. Does nothing when they are all there.
+
+    Raises
+    ------
+    RunFailed
+        More rows are in quarantine than the settings allow; the manifest holds what was done.
+    """
     with night.stage("generate"):
         night.manifest["sides"] = _generate(night, night.run, night.settings.decoding, with_pools=True)
+    for side, data in night.manifest["sides"].items():
+        _require_few_failures(night, side, data)
+
+
+def _require_few_failures(night: Night, side: Side, data: dict[str, Any]) -> None:
+    allowed = night.settings.night.max_failed_share
+    if data["num_quarantined"] <= allowed * data["num_entities"]:
+        return
+    worst = ", ".join(f"{reason} ({count})" for reason, count in data["quarantine_reasons"].items())
+    raise RunFailed(
+        f"{data['num_quarantined']} of {data['num_entities']} {side}s failed: {worst}. night.max_failed_share allows "
+        f"{allowed:.0%}. Every row and its reason: {night.run.quarantine_path(side)}"
+    )
 
 
 def generate_plain(night: Night) -> None:
@@ -91,6 +110,7 @@ def _generate(night: Night, folder: RunFolder, decoding: DecodingSettings, with_
         num_rows = sum(shard.num_rows for shard in pending)
         if decoding.drafters:
             compiled_query()  # once here, so that workers find it in numba's cache instead of each compiling it
+        say(f"{label}: {num_rows} texts in {len(pending)} shards; starting workers")
         with ray_cluster(night.settings.cluster) as layout, progress(label, num_rows) as bar:
             for outcome in run_shards(pending, spec, layout, night.settings.cluster.max_shard_attempts):
                 if isinstance(outcome, ShardAbandoned):
@@ -230,13 +250,6 @@ def _side_summary(
     }
     if with_pools:
         data["samples"] = report_samples(night, folder, side, plan)
-        share = num_quarantined / max(1, plan.num_entities)
-        if share > night.settings.night.max_failed_share:
-            worst = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
-            raise RunFailed(
-                f"{num_quarantined} of {plan.num_entities} {side}s failed: {worst}. night.max_failed_share allows "
-                f"{night.settings.night.max_failed_share:.0%}. Every row and its reason: {folder.quarantine_path(side)}"
-            )
     return data
 
 
