@@ -3,10 +3,12 @@
 This script owns the sample model: its tokenizer, its architecture, what it is trained on and how. Training texts
 come from sample worlds of other seeds than the one that `laserbatch data sample` and the demo use (seed 0), rendered
 by the same code as production prompts; answers come from `sample_texts`. Loss on answer tokens only.
-Seeded: the same machine, thread count and versions give the same weights up to rounding in bfloat16.
+World, tokenizer, order and initial weights are seeded. A schedule that ends by `--max-minutes` depends on the
+machine's speed, so the committed weights are not reproduced bit for bit.
 """
 
 import argparse
+import itertools
 import json
 import tempfile
 import time
@@ -17,9 +19,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from models.sample_texts import write_item_text, write_user_text
+from models.sample_texts import POSITIVE_RATING, write_item_text, write_user_text
 from pipeline.knowledge.entities import Entity, iter_entities
 from pipeline.knowledge.prompts import load_template, render_prompt
 from pipeline.tables.read import read_tables
@@ -27,7 +29,11 @@ from pipeline.tables.sample_world import LAST_DATE, write_sample_world
 
 FIRST_TRAINING_SEED = 1_000
 HELD_OUT_SEED = 0  # the demo's world
-USERS_PER_WORLD, ITEMS_PER_WORLD = 400, 400
+USERS_PER_WORLD, ITEMS_PER_WORLD = 400, 600
+EMBEDDING_STD = 0.1
+POSITION_GAIN, NOTE_GAIN, MATCH_GAIN, COPY_GAIN, NUM_SLOW = 3.0, 0.25, 2.5, 0.8, 18
+EMBEDDING_RATE = 0.4  # of the embeddings' learning rate to that of the matrices
+ITEM_WEIGHT = 0.5  # of the items' loss against the users'
 SPECIAL = ("<|pad|>", "<|bos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
@@ -35,6 +41,28 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 MAX_PROMPT_TOKENS = 1_024
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the schedule: looking things up is learned on short histories, then counting on long ones."""
+
+    until: float  # share of the schedule
+    longest: int  # history
+    copy_tokens: int  # of each step's batch of copying exercises
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A schedule of training."""
+
+    stages: tuple[Stage, ...]
+    item_share: int  # an item batch is one part in so many of a user batch, in tokens
+    decay_share: float  # the last part of the schedule, in which the rate falls to zero
+
+
+FROM_NOTHING = Leg((Stage(0.15, 4, 1_200), Stage(0.3, 8, 800), Stage(0.45, 14, 600), Stage(1.0, 40, 400)), 3, 0.4)
+CONTINUED = Leg((Stage(0.22, 5, 400), Stage(0.4, 10, 400), Stage(1.0, 40, 300)), 8, 0.5)
 IGNORED = -100
 
 
@@ -74,6 +102,20 @@ def make_example(entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: np.ran
     else:
         text = write_item_text(entity, rng)
     answer = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    return Example(rendered.token_ids, np.array(answer, np.int32))
+
+
+def make_copy_example(entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: np.random.Generator) -> Example:
+    """An exercise: copy all history lines of the prompt, or those of liked titles. Dense practice in looking up."""
+    template = load_template("kar_user")
+    rendered = render_prompt(template, entity, tokenizer, MAX_PROMPT_TOKENS)
+    shown = entity.history[len(entity.history) - rendered.num_history :]
+    lines = rendered.text.split(template.history.heading + "\n")[1].split("<|assistant|>")[0].split("\n")
+    heading = "All titles:"
+    if rng.random() < 0.5:
+        heading = "Liked titles:"
+        lines = [line for line, event in zip(lines, shown, strict=False) if event.rating >= POSITIVE_RATING]
+    answer = tokenizer("\n".join([heading, *lines]), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
     return Example(rendered.token_ids, np.array(answer, np.int32))
 
 
@@ -123,10 +165,61 @@ def make_model(vocab_size: int, tokenizer: PreTrainedTokenizerBase, arguments: a
     config = LlamaConfig(
         vocab_size=vocab_size, hidden_size=arguments.hidden, intermediate_size=arguments.hidden * 5 // 2,
         num_hidden_layers=arguments.layers, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-        max_position_embeddings=2_048, rms_norm_eps=1e-6, tie_word_embeddings=True, attention_bias=False,
+        max_position_embeddings=2_048, rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6}, tie_word_embeddings=True, attention_bias=False,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        _initialise(model)
+    return model
+
+
+def _initialise(model: LlamaForCausalLM) -> None:
+    """Start with tokens that can be told apart, and with an induction head in place.
+
+    Copying from the prompt needs two layers to agree (Olsson et al., 2022), which short training does not find by
+    itself. Here layer 0 has a head that looks at the token before, and layer 1 one that looks at what followed an
+    earlier occurrence of the present token and raises its logit. Everything else starts at random.
+    """
+    config = model.config
+    size, head = config.hidden_size, config.head_dim
+    for name, parameter in model.named_parameters():
+        if "embed" in name:
+            torch.nn.init.normal_(parameter, std=EMBEDDING_STD)
+        elif parameter.ndim == 2:
+            small = name.endswith(("o_proj.weight", "down_proj.weight"))
+            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5 * (0.2 if small else 0.7))
+    embeddings = model.model.embed_tokens.weight
+    embeddings[:, 0] = 3 * EMBEDDING_STD  # what all tokens share: the handle of the positional head
+    read = torch.nn.init.orthogonal_(torch.empty(size, size))
+    read[:, 0] = 0.0
+    before, follow = read[:head], read[head : 2 * head]  # (head, size): what a token passes on, what it reads
+    write = torch.nn.init.orthogonal_(torch.empty(size, head))  # where layer 0 notes the token before
+    write[0] = 0.0
+
+    half = head // 2
+    angles = config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)
+    first, second = model.model.layers[0].self_attn, model.model.layers[1].self_attn
+    wave = torch.zeros(head)
+    wave[:10] = POSITION_GAIN  # the ten fastest rotations tell neighbours apart
+    turned = torch.zeros(head)  # `wave` rotated by one position, so that the match is with the token before
+    turned[:half] = wave[:half] * torch.cos(angles)
+    turned[half:] = wave[:half] * torch.sin(angles)
+    first.q_proj.weight[:head] = 0.0
+    first.k_proj.weight[:head] = 0.0
+    first.q_proj.weight[:head, 0] = wave
+    first.k_proj.weight[:head, 0] = turned
+    first.v_proj.weight[:head] = before
+    first.o_proj.weight[:, :head] = write * NOTE_GAIN
+
+    slow = torch.cat([torch.arange(half - NUM_SLOW, half), torch.arange(head - NUM_SLOW, head)])  # hardly rotate
+    mix = torch.nn.init.orthogonal_(torch.empty(len(slow), head)) * MATCH_GAIN
+    for projection, source in ((second.q_proj, before), (second.k_proj, write.T)):
+        projection.weight[:head] = 0.0
+        projection.weight[slow] = mix @ source
+    second.v_proj.weight[:head] = follow
+    second.o_proj.weight[:, :head] = follow.T * COPY_GAIN
 
 
 def batches(pool: list[Example], tokens_per_batch: int, rng: np.random.Generator) -> list[list[Example]]:
@@ -175,8 +268,8 @@ def make_optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Op
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=rate * EMBEDDING_RATE, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
 
@@ -195,13 +288,15 @@ def main() -> None:
     """Train and save; the log tells time, steps, training and held-out loss."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("models/sample"))
+    parser.add_argument("--start-from", type=Path, help="a folder that this script wrote: go on from it")
+    parser.add_argument("--first-world", type=int, default=FIRST_TRAINING_SEED, help="seed of the first training world")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=3_000)
-    parser.add_argument("--rate", type=float, default=4e-3)
+    parser.add_argument("--rate", type=float, default=1.5e-3, help="Muon's; larger ones saturate attention")
     parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=3_072)
-    parser.add_argument("--batch-tokens", type=int, default=4_096)
+    parser.add_argument("--batch-tokens", type=int, default=2_048)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-minutes", type=float, default=27.0, help="the schedule is shortened to end by then")
     arguments = parser.parse_args()
@@ -209,8 +304,13 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     rng = np.random.default_rng(arguments.seed)
 
-    tokenizer = train_tokenizer(arguments.vocab, arguments.seed)
-    model = make_model(len(tokenizer), tokenizer, arguments)
+    leg = FROM_NOTHING if arguments.start_from is None else CONTINUED
+    if arguments.start_from is None:
+        tokenizer = train_tokenizer(arguments.vocab, arguments.seed)
+        model = make_model(len(tokenizer), tokenizer, arguments)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.start_from)
+        model = LlamaForCausalLM.from_pretrained(arguments.start_from, dtype=torch.float32).train()
     num_parameters = sum(p.numel() for p in model.parameters())
     users, items = world_entities(HELD_OUT_SEED, 400, 300)
     held_out = {
@@ -225,35 +325,48 @@ def main() -> None:
     step, world, num_tokens, started = 0, 0, 0, time.monotonic()
     progress = 0.0  # share of the schedule that is done: by steps, or by time where that ends first
     while progress < 1.0:
-        # short histories first: copying and counting are learned on cheap examples
-        longest = 6 if progress < 0.25 else 14 if progress < 0.5 else 40
-        users, items = world_entities(FIRST_TRAINING_SEED + world, USERS_PER_WORLD, ITEMS_PER_WORLD)
+        stage = next(stage for stage in leg.stages if progress < stage.until)
+        users, items = world_entities(arguments.first_world + world, USERS_PER_WORLD, ITEMS_PER_WORLD)
         world += 1
-        pool = [make_example(shorten(user, longest, rng), tokenizer, rng) for user in users]
-        if progress >= 0.6:
-            items = items[::3]
-        pool += [make_example(item, tokenizer, rng) for item in items]
-        for batch in batches(pool, arguments.batch_tokens, rng):
+        user_examples = [make_example(shorten(user, stage.longest, rng), tokenizer, rng) for user in users]
+        copy_examples = [
+            make_copy_example(shorten(user, stage.longest, rng), tokenizer, rng) for user in users if user.history
+        ]
+        copy_batches = batches(copy_examples, stage.copy_tokens, rng)
+        item_examples = [make_example(item, tokenizer, rng) for item in items]
+        user_batches = batches(user_examples, arguments.batch_tokens, rng)
+        item_batches = batches(item_examples, arguments.batch_tokens // 8, rng)
+        # each step learns from both sides: an update that is normalised must not serve one and spoil the other
+        for user_batch, item_batch, copy_batch in zip(
+            user_batches, itertools.cycle(item_batches), itertools.cycle(copy_batches)
+        ):
             minutes = (time.monotonic() - started) / 60
             progress = max(step / arguments.steps, minutes / arguments.max_minutes)
             if progress >= 1.0:
                 break
-            scale = min(1.0, (step + 1) / 50) * min(1.0, (1.0 - progress) / 0.4)  # warm-up, constant, linear decay
-            for optimizer in optimizers:
+            scale = min(1.0, (step + 1) / 50) * min(1.0, (1.0 - progress) / 0.5)  # warm-up, constant, linear decay
+            for optimizer, ratio in zip(optimizers, (1.0, EMBEDDING_RATE), strict=True):
                 for group in optimizer.param_groups:
-                    group["lr"] = arguments.rate * scale
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = answer_loss(model, batch)
-            loss.backward()
+                    group["lr"] = arguments.rate * ratio * scale
+            loss = {}
+            for side, batch, weight in (
+                ("user", user_batch, 1.0),
+                ("item", item_batch, ITEM_WEIGHT),
+                ("copy", copy_batch, 1.0),
+            ):
+                with torch.autocast("cpu", torch.bfloat16):
+                    side_loss = answer_loss(model, batch)
+                (weight * side_loss).backward()
+                loss[side] = round(float(side_loss.detach()), 4)
+                num_tokens += sum(len(example) for example in batch)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             step += 1
-            num_tokens += sum(len(example) for example in batch)
             if step % 25 == 0:
                 speed = num_tokens / (time.monotonic() - started)
-                print(f"step {step} progress {progress:.3f} loss {float(loss):.4f} {speed:.0f} tokens/s", flush=True)
+                print(f"step {step} progress {progress:.3f} loss {loss} {speed:.0f} tokens/s", flush=True)
             if step % 200 == 0:
                 losses = {side: round(held_out_loss(model, examples), 4) for side, examples in held_out.items()}
                 print(f"step {step} held-out {losses}", flush=True)
