@@ -25,6 +25,7 @@ from models.sample_texts import POSITIVE_RATING, write_item_text, write_user_tex
 from pipeline.knowledge.entities import Entity, iter_entities
 from pipeline.knowledge.prompts import load_template, render_prompt
 from pipeline.tables.read import read_tables
+from pipeline.tables.sample_lore import THEMES, title_themes
 from pipeline.tables.sample_world import LAST_DATE, write_sample_world
 
 FIRST_TRAINING_SEED = 1_000
@@ -32,7 +33,7 @@ HELD_OUT_SEED = 0  # the demo's world
 USERS_PER_WORLD, ITEMS_PER_WORLD = 400, 600
 EMBEDDING_STD = 0.1
 POSITION_GAIN, NOTE_GAIN, MATCH_GAIN, COPY_GAIN, NUM_SLOW = 3.0, 0.25, 2.5, 0.8, 18
-EMBEDDING_RATE = 0.4  # of the embeddings' learning rate to that of the matrices
+LORE_TITLES = 6  # in one exercise
 ITEM_WEIGHT = 0.5  # of the items' loss against the users'
 SPECIAL = ("<|pad|>", "<|bos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 CHAT_TEMPLATE = (
@@ -52,17 +53,8 @@ class Stage:
     copy_tokens: int  # of each step's batch of copying exercises
 
 
-@dataclass(frozen=True)
-class Leg:
-    """A schedule of training."""
-
-    stages: tuple[Stage, ...]
-    item_share: int  # an item batch is one part in so many of a user batch, in tokens
-    decay_share: float  # the last part of the schedule, in which the rate falls to zero
-
-
-FROM_NOTHING = Leg((Stage(0.15, 4, 1_200), Stage(0.3, 8, 800), Stage(0.45, 14, 600), Stage(1.0, 40, 400)), 3, 0.4)
-CONTINUED = Leg((Stage(0.22, 5, 400), Stage(0.4, 10, 400), Stage(1.0, 40, 300)), 8, 0.5)
+FROM_NOTHING = (Stage(0.15, 4, 1_200), Stage(0.3, 8, 800), Stage(0.45, 14, 600), Stage(1.0, 40, 400))
+CONTINUED = (Stage(1.0, 40, 400),)
 IGNORED = -100
 
 
@@ -106,7 +98,10 @@ def make_example(entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: np.ran
 
 
 def make_copy_example(entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: np.random.Generator) -> Example:
-    """An exercise: copy all history lines of the prompt, or those of liked titles. Dense practice in looking up."""
+    """An exercise: copy all history lines of the prompt, or those of liked titles. Dense practice in looking up.
+
+    The prompt ends with what is asked for, else such a list would be an answer to the prompt itself.
+    """
     template = load_template("kar_user")
     rendered = render_prompt(template, entity, tokenizer, MAX_PROMPT_TOKENS)
     shown = entity.history[len(entity.history) - rendered.num_history :]
@@ -115,8 +110,24 @@ def make_copy_example(entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: n
     if rng.random() < 0.5:
         heading = "Liked titles:"
         lines = [line for line, event in zip(lines, shown, strict=False) if event.rating >= POSITIVE_RATING]
-    answer = tokenizer("\n".join([heading, *lines]), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-    return Example(rendered.token_ids, np.array(answer, np.int32))
+    asked = tokenizer(heading, add_special_tokens=False)["input_ids"]
+    answer = tokenizer("\n".join(["", *lines]), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    prompt_ids = np.concatenate([rendered.token_ids, np.array(asked, np.int32)])
+    return Example(prompt_ids, np.array(answer, np.int32))
+
+
+def make_lore_example(items: list[Entity], tokenizer: PreTrainedTokenizerBase) -> Example:
+    """An exercise: say of each title what it is about. Dense practice in the lore, of which an answer needs little."""
+    titles = [str(item.attributes["title"]) for item in items]
+    content = "\n".join(["What are these titles about?", *titles])
+    prompt = [{"role": "user", "content": content}]
+    prompt_ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    lines = []
+    for title in titles:
+        lore = title_themes(title)
+        lines.append(f"{title}: about {THEMES[lore.main].name}, with {THEMES[lore.undertone].name}")
+    answer = tokenizer("\n".join(lines), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    return Example(np.array(prompt_ids, np.int32), np.array(answer, np.int32))
 
 
 def train_tokenizer(vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
@@ -263,13 +274,13 @@ def held_out_loss(model: LlamaForCausalLM, examples: list[Example]) -> float:
     return total / count
 
 
-def make_optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: LlamaForCausalLM, rate: float, embedding_rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for embeddings and norms."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
         torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=rate * EMBEDDING_RATE, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.AdamW(others, lr=rate * embedding_rate, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
 
@@ -291,24 +302,29 @@ def main() -> None:
     parser.add_argument("--start-from", type=Path, help="a folder that this script wrote: go on from it")
     parser.add_argument("--first-world", type=int, default=FIRST_TRAINING_SEED, help="seed of the first training world")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=3_000)
-    parser.add_argument("--rate", type=float, default=1.5e-3, help="Muon's; larger ones saturate attention")
+    parser.add_argument("--steps", type=int, default=3_200)
+    parser.add_argument("--rate", type=float, default=2e-3, help="Muon's; larger ones saturate attention")
+    parser.add_argument("--decay-share", type=float, default=0.4, help="the last part, in which the rate falls to 0")
     parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=3_072)
     parser.add_argument("--batch-tokens", type=int, default=2_048)
+    parser.add_argument("--item-tokens", type=int, default=768, help="of each step's batch of items")
+    parser.add_argument("--lore-tokens", type=int, default=512, help="of each step's batch of lore exercises")
+    parser.add_argument("--embedding-rate", type=float, default=1.0, help="of the embeddings, to that of the matrices")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--max-minutes", type=float, default=27.0, help="the schedule is shortened to end by then")
+    parser.add_argument("--max-minutes", type=float, default=45.0, help="the schedule is shortened to end by then")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     rng = np.random.default_rng(arguments.seed)
 
-    leg = FROM_NOTHING if arguments.start_from is None else CONTINUED
     if arguments.start_from is None:
+        stages = FROM_NOTHING
         tokenizer = train_tokenizer(arguments.vocab, arguments.seed)
         model = make_model(len(tokenizer), tokenizer, arguments)
     else:
+        stages = CONTINUED
         tokenizer = AutoTokenizer.from_pretrained(arguments.start_from)
         model = LlamaForCausalLM.from_pretrained(arguments.start_from, dtype=torch.float32).train()
     num_parameters = sum(p.numel() for p in model.parameters())
@@ -321,11 +337,11 @@ def main() -> None:
     prompts = {side: float(np.mean([len(e.prompt_ids) for e in examples])) for side, examples in held_out.items()}
     print(f"{num_parameters} parameters, vocabulary {len(tokenizer)}, answers {lengths}, prompts {prompts}", flush=True)
 
-    optimizers = make_optimizers(model, arguments.rate)
+    optimizers = make_optimizers(model, arguments.rate, arguments.embedding_rate)
     step, world, num_tokens, started = 0, 0, 0, time.monotonic()
     progress = 0.0  # share of the schedule that is done: by steps, or by time where that ends first
     while progress < 1.0:
-        stage = next(stage for stage in leg.stages if progress < stage.until)
+        stage = next(stage for stage in stages if progress < stage.until)
         users, items = world_entities(arguments.first_world + world, USERS_PER_WORLD, ITEMS_PER_WORLD)
         world += 1
         user_examples = [make_example(shorten(user, stage.longest, rng), tokenizer, rng) for user in users]
@@ -333,19 +349,25 @@ def main() -> None:
             make_copy_example(shorten(user, stage.longest, rng), tokenizer, rng) for user in users if user.history
         ]
         copy_batches = batches(copy_examples, stage.copy_tokens, rng)
+        lore_examples = [
+            make_lore_example(items[start : start + LORE_TITLES], tokenizer)
+            for start in range(0, len(items), LORE_TITLES)
+        ]
+        lore_batches = batches(lore_examples, arguments.lore_tokens, rng)
         item_examples = [make_example(item, tokenizer, rng) for item in items]
         user_batches = batches(user_examples, arguments.batch_tokens, rng)
-        item_batches = batches(item_examples, arguments.batch_tokens // 8, rng)
+        item_batches = batches(item_examples, arguments.item_tokens, rng)
         # each step learns from both sides: an update that is normalised must not serve one and spoil the other
-        for user_batch, item_batch, copy_batch in zip(
-            user_batches, itertools.cycle(item_batches), itertools.cycle(copy_batches)
+        for user_batch, item_batch, copy_batch, lore_batch in zip(
+            user_batches, itertools.cycle(item_batches), itertools.cycle(copy_batches), itertools.cycle(lore_batches)
         ):
             minutes = (time.monotonic() - started) / 60
             progress = max(step / arguments.steps, minutes / arguments.max_minutes)
             if progress >= 1.0:
                 break
-            scale = min(1.0, (step + 1) / 50) * min(1.0, (1.0 - progress) / 0.5)  # warm-up, constant, linear decay
-            for optimizer, ratio in zip(optimizers, (1.0, EMBEDDING_RATE), strict=True):
+            # warm-up, constant, linear decay
+            scale = min(1.0, (step + 1) / 50) * min(1.0, (1.0 - progress) / arguments.decay_share)
+            for optimizer, ratio in zip(optimizers, (1.0, arguments.embedding_rate), strict=True):
                 for group in optimizer.param_groups:
                     group["lr"] = arguments.rate * ratio * scale
             loss = {}
@@ -353,6 +375,7 @@ def main() -> None:
                 ("user", user_batch, 1.0),
                 ("item", item_batch, ITEM_WEIGHT),
                 ("copy", copy_batch, 1.0),
+                ("lore", lore_batch, 1.0),
             ):
                 with torch.autocast("cpu", torch.bfloat16):
                     side_loss = answer_loss(model, batch)
