@@ -28,6 +28,6 @@ class PoolSettings(BaseModel):
     num_samples: int = Field(64, ge=1, description="Occurrences of a context counted; more are sampled evenly.")
     num_group_samples: int = Field(1024, ge=1, description="Occurrences searched for the group; likewise.")
     pool_escape: float = Field(12.0, gt=0, description="Escape of the pool.")
-    local_escape: float = Field(1.5, gt=0, description="Escape of the prompt and of the output.")
+    local_escape: float = Field(2.5, gt=0, description="Escape of the prompt and of the output.")
     previous_escape: float = Field(0.5, gt=0, description="Escape of the entity's own previous text.")
     max_local_tokens: int = Field(4096, ge=1, description="Tokens searched of each of the own texts.")

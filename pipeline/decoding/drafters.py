@@ -46,7 +46,7 @@ class RetrievalDrafter:
         pool=None,
         sources: tuple[str, ...] = ("previous", "prompt", "output", "pool"),
         max_nodes: int = 16,
-        min_probability: float = 0.02,
+        min_probability: float = 0.07,
     ) -> None:
         from retrieval_pools.query import draft  # compiled code; a plain decoder need not load it
 

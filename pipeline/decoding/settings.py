@@ -33,7 +33,11 @@ class DecodingSettings(BaseModel):
     )
     max_draft_tokens: int = Field(16, ge=0, le=64, description="Largest draft tree.")
     min_acceptance: float = Field(
-        0.02, ge=0.0, le=1.0, description="A token whose path is estimated less likely to be accepted is not drafted."
+        0.07,
+        ge=0.0,
+        le=1.0,
+        description="A token whose path is estimated less likely to be accepted is not drafted. Lower where a drafted "
+        "token costs little (batch 1, a GPU that waits for memory).",
     )
     max_prefill_tokens: int = Field(2048, ge=1, description="Prompt tokens of one step; longer prompts go in parts.")
     max_cache_tokens: int | None = Field(

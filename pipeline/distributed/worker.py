@@ -112,9 +112,7 @@ class ShardWorker:
         info = {"group": shard.group, "stats": stats, "model": self._model_info, "num_workers": self.spec.num_workers}
         return RunFolder(self.spec.run_dir).write_shard(shard.side, shard.name, table, quarantined, info)
 
-    def _generate(
-        self, side: Side, rows: dict[str, PlannedRow]
-    ) -> Iterator[GenerationResult | GenerationFailure]:
+    def _generate(self, side: Side, rows: dict[str, PlannedRow]) -> Iterator[GenerationResult | GenerationFailure]:
         requests: Iterable[GenerationRequest] = (
             GenerationRequest(
                 request_id=key,

@@ -112,7 +112,9 @@ def bpr_loss(
     final: torch.Tensor, users: torch.Tensor, positives: torch.Tensor, negatives: torch.Tensor
 ) -> torch.Tensor:
     """Mean of -ln sigmoid(score of the positive - score of the negative) (Eq. 15), over node indices (batch,)."""
-    margins = (final[users] * (final[positives] - final[negatives])).sum(dim=1)  # Eq. 5, (batch,)
+    # Rows through `embedding`: the gradient of plain indexing is summed by several threads in no fixed order.
+    of_users, of_positives, of_negatives = (functional.embedding(n, final) for n in (users, positives, negatives))
+    margins = (of_users * (of_positives - of_negatives)).sum(dim=1)  # Eq. 5, (batch,)
     return functional.softplus(-margins).mean()
 
 
