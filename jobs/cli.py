@@ -6,29 +6,48 @@ import sys
 import typer
 
 from ctr.errors import CtrError
-from jobs import ctr, data, encode, generate, init, nightly, pools, try_one
 from jobs.console import ExitCode, logger, stderr
-from jobs.report_command import report
+from jobs.lazy_commands import LazyCommand, add_lazy_commands, lazy_group
 from pipeline.errors import PipelineError, RunFailed, WorkspaceBusy
 from retrieval_pools.errors import PoolError
 
+COMMANDS = {
+    "data": LazyCommand("jobs.data:app", "Sample, import and check input tables."),
+    "init": LazyCommand(
+        "jobs.init:init",
+        "Write a commented configuration for your own tables, with a guessed mapping to be corrected.",
+    ),
+    "try": LazyCommand(
+        "jobs.try_one:try_one",
+        "Show one entity being written: its prompt, its pool, its text with accepted spans coloured by source.",
+    ),
+    "nightly": LazyCommand(
+        "jobs.nightly:nightly", "Run a whole night: generate, encode, compare, publish, build pools, report."
+    ),
+    "generate": LazyCommand("jobs.generate:generate", "Generate the knowledge of a date; nothing is published."),
+    "encode": LazyCommand(
+        "jobs.encode:encode", "Encode the texts of a run into feature tables, by the run's own settings."
+    ),
+    "ctr": LazyCommand("jobs.ctr:app", "Train and compare CTR models on the features of a run."),
+    "pools": LazyCommand("jobs.pools:app", "Build, list, inspect and query retrieval pools."),
+    "report": LazyCommand(
+        "jobs.report_command:report", "Write the HTML report of a run again, from the run's manifest alone."
+    ),
+    "demo": LazyCommand(
+        "jobs.nightly:demo",
+        "Two nights on a sample world, with the bundled model: the second is faster because the first happened.",
+    ),
+}
+
 app = typer.Typer(
+    cls=lazy_group(COMMANDS),
     no_args_is_help=True,
     rich_markup_mode="markdown",
     help="Nightly LLM knowledge for recommender systems, by retrieval speculative decoding.\n\n"
     "Exit codes: 0 done, 1 unexpected error, 2 wrong usage, 3 bad input or configuration, "
     "4 too many rows failed, 5 the workspace is in use.",
 )
-app.add_typer(data.app, name="data", help="Sample, import and check input tables.")
-app.add_typer(pools.app, name="pools", help="Build, list, inspect and query retrieval pools.")
-app.add_typer(ctr.app, name="ctr", help="Train and compare CTR models on the features of a run.")
-app.command()(init.init)
-app.command()(nightly.nightly)
-app.command()(nightly.demo)
-app.command()(generate.generate)
-app.command()(encode.encode)
-app.command(name="try")(try_one.try_one)
-app.command()(report)
+add_lazy_commands(app, COMMANDS)
 
 
 @app.callback()

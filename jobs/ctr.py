@@ -19,7 +19,7 @@ from jobs.console import say, summary
 from pipeline.errors import ConfigError
 from pipeline.storage.run_folder import RunFolder
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
 @app.callback()

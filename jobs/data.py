@@ -11,7 +11,7 @@ import typer
 
 from jobs.console import ExitCode, progress, say, summary
 
-app = typer.Typer(no_args_is_help=True, help="Sample, import and check input tables.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Sample, import and check input tables.")
 
 NUM_LINES_OF_FINDINGS = 200
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]

@@ -20,7 +20,7 @@ from retrieval_pools.store import PoolStore, PoolVersion
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-app = typer.Typer(no_args_is_help=True, help="Build, list, inspect and query retrieval pools.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Build, list, inspect and query retrieval pools.")
 
 CONFIG = typer.Option(None, help="Configuration file; without it the defaults.")
 WORKSPACE = typer.Option(None, help="Workspace folder; without it the configuration's.")

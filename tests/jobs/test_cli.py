@@ -3,17 +3,19 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import click
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import typer
 import yaml
 from night_world import make_world, run_here, write_config
 
-from jobs.cli import app, exit_code_of
+from jobs.cli import COMMANDS as LAZY_COMMANDS
+from jobs.cli import exit_code_of
 from jobs.console import ExitCode
 from jobs.settings import Settings, load_settings
 from pipeline.errors import RunFailed, TableError, WorkspaceBusy
@@ -21,14 +23,26 @@ from retrieval_pools.errors import PoolError
 
 
 def commands(group, path=()):
-    for name, command in group.commands.items():
+    for name, command in group.items():
         if hasattr(command, "commands"):
-            yield from commands(command, (*path, name))
+            yield from commands(command.commands, (*path, name))
         else:
             yield " ".join((*path, name)), command
 
 
-COMMANDS = dict(commands(typer.main.get_command(app)))
+TOP_LEVEL = {name: lazy.load(name) for name, lazy in LAZY_COMMANDS.items()}
+COMMANDS = dict(commands(TOP_LEVEL))
+
+
+@pytest.mark.parametrize("name", TOP_LEVEL)
+def test_the_line_of_a_command_is_the_first_of_its_help(name):
+    assert " ".join(TOP_LEVEL[name].help.split("\n\n")[0].split()) == LAZY_COMMANDS[name].short_help
+
+
+def test_help_and_completion_do_not_wait_for_torch():
+    heavy = "torch", "transformers", "ray", "pyarrow", "sklearn", "numba"
+    code = f"import sys, jobs.cli; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
