@@ -16,24 +16,29 @@ from tiny_models import (
 
 from pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
 from pipeline.decoding.verifiers import Greedy, Relaxed
+from retrieval_pools.build import PoolText, build_pool
 
 MAX_NEW = 24
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_verification_equals_generate(architecture):
+def test_greedy_verification_equals_generate(architecture, tmp_path):
     model = tiny_model(architecture)
     prompts = tiny_prompts()
     expected = plain_texts(model, prompts, MAX_NEW)
     assert len({tuple(text) for text in expected}) > 3, "the random model says too little to test with"
     assert any(0 < len(text) < MAX_NEW for text in expected), "no sequence leaves early"
     previous = [np.array([*text[:7], 1, *text[8:]], np.int32) for text in expected]
-    drafters = [NoDrafter(), NonsenseDrafter(), OracleDrafter(expected), PromptLookupDrafter(), RetrievalDrafter()]
+    pool = build_pool(
+        [PoolText(text) for text in previous], tmp_path / "pool", side="user", tokenizer_hash="t", model_id="m"
+    )
+    drafters = [
+        NoDrafter(), NonsenseDrafter(), OracleDrafter(expected), PromptLookupDrafter(), RetrievalDrafter(),
+        RetrievalDrafter(pool, ("pool",)), RetrievalDrafter(pool),
+    ]  # fmt: skip
     for batch_size in range(1, 10):
         engine = tiny_engine(model, batch_size=batch_size)
-        for number, drafter in enumerate(drafters):
-            if (batch_size + number) % 3:
-                continue  # every drafter at three sizes, every size with a drafter or two
+        for drafter in drafters:
             requests = requests_for(prompts, MAX_NEW, previous)
             results = {int(r.request_id): r for r in engine.generate(requests, drafter, Greedy())}
             for j, text in enumerate(expected):
