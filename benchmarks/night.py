@@ -8,6 +8,7 @@ is 0 whether they are met or not. Owns the measuring loop and the printing; task
 """
 
 import argparse
+import itertools
 import logging
 import sys
 import tempfile
@@ -33,18 +34,21 @@ LEAST_SPEEDUP_AT_BATCH_1 = {"reki": 3.0, "goodreads-items": 2.0}
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: prompts by batch, texts in the pools, repetitions."""
+    """How much is measured: prompts by batch, texts in the pools, repetitions; more of them where they are short."""
 
     long_prompts: dict[int, int]
     short_prompts: dict[int, int]
     num_long_pool: int
     num_short_pool: int
     num_repetitions: int
+    min_seconds: float  # of all repetitions of one task at one batch size
 
 
-FULL = Scale({1: 8, 16: 32}, {1: 32, 16: 128}, num_long_pool=200, num_short_pool=1000, num_repetitions=5)
-QUICK = Scale({1: 4, 16: 16}, {1: 4, 16: 32}, num_long_pool=100, num_short_pool=500, num_repetitions=2)
-SMOKE = Scale({1: 1, 16: 2}, {1: 2, 16: 4}, num_long_pool=4, num_short_pool=20, num_repetitions=1)
+FULL = Scale(
+    {1: 8, 16: 32}, {1: 32, 16: 128}, num_long_pool=200, num_short_pool=1000, num_repetitions=5, min_seconds=30
+)
+QUICK = Scale({1: 4, 16: 16}, {1: 4, 16: 32}, num_long_pool=100, num_short_pool=500, num_repetitions=2, min_seconds=8)
+SMOKE = Scale({1: 1, 16: 2}, {1: 2, 16: 4}, num_long_pool=4, num_short_pool=20, num_repetitions=1, min_seconds=0)
 
 
 def tasks_of(model_dir: Path, data: Path, tokenizer, scale: Scale) -> list[Task]:
@@ -65,7 +69,10 @@ def measure(systems: dict[str, object], task: Task, batch: int, num_prompts: int
     for system in systems.values():
         system.run(prompts[:1], batch, 16)  # compiles and touches everything once
     names = list(systems)
-    for repetition in range(scale.num_repetitions):
+    start_s = time.perf_counter()
+    for repetition in itertools.count():
+        if repetition >= scale.num_repetitions and time.perf_counter() - start_s >= scale.min_seconds:
+            break
         shift = repetition % len(names)
         for name in names[shift:] + names[:shift]:
             passes[name].append(systems[name].run(prompts, batch, task.max_new_tokens))
