@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 from common import Figure, Spread
+from drafting_replay import num_right
 from night_pools import build
 from night_systems import MAX_DRAFT_TOKENS
 from night_tasks import GOODREADS_PROMPT, chat_ids
@@ -92,14 +93,3 @@ def replay(pool: Pool, prompt: np.ndarray, text: np.ndarray) -> Replay:
         result.num_accepted.append(num_right(tree.token_ids, tree.parents, context[position:]))
         position += result.num_accepted[-1] + 1
     return result
-
-
-def num_right(token_ids: np.ndarray, parents: np.ndarray, truth: np.ndarray) -> int:
-    """Length of the longest path of a draft that the text really takes."""
-    node, depth = -1, 0
-    for token in truth:
-        matches = np.flatnonzero((parents == node) & (token_ids == token))
-        if not len(matches):
-            break
-        node, depth = int(matches[0]), depth + 1
-    return depth

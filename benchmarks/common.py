@@ -1,4 +1,4 @@
-"""What both benchmarks share: the machine and the command as they may be published, spreads, figures, JSON.
+"""What the benchmarks share: the machine and the command as they may be published, spreads, figures, JSON.
 
 Knows neither engine nor tables. Nothing written here names a host, a user or a folder of the machine.
 """
@@ -21,7 +21,10 @@ DEFAULT_DATA = Path(os.environ.get("LASERBATCH_TEST_DATA", SHARED / "data"))
 DEFAULT_MODEL = Path(os.environ.get("LASERBATCH_TEST_MODELS", SHARED / "models")) / "bench-target"
 SAMPLE_MODEL = REPOSITORY / "models" / "sample"
 
-_LIBRARIES = ("torch", "transformers", "numpy", "numba", "pyarrow", "ray", "lightgbm", "laserbatch")
+_LIBRARIES = (
+    "torch", "transformers", "numpy", "numba", "pyarrow", "ray", "lightgbm", "pygtrie", "arctic-inference",
+    "laserbatch",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,18 @@ class Figure:
     name: str
     measured: float
     wanted: float
-    comparison: str  # ">=" or "<"
+    comparison: str  # ">=", "<=" or "<"
     met: bool
 
     @classmethod
     def at_least(cls, name: str, measured: float, wanted: float) -> "Figure":
         """A figure that should not be smaller than `wanted`."""
         return cls(name, measured, wanted, ">=", measured >= wanted)
+
+    @classmethod
+    def at_most(cls, name: str, measured: float, wanted: float) -> "Figure":
+        """A figure that should not be larger than `wanted`."""
+        return cls(name, measured, wanted, "<=", measured <= wanted)
 
     @classmethod
     def under(cls, name: str, measured: float, wanted: float) -> "Figure":

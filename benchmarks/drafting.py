@@ -1,0 +1,304 @@
+"""How well and how fast our pools draft, beside Arctic's SuffixDecoding and others; no model runs here.
+
+    python benchmarks/drafting.py --quick --json drafting.json
+
+Texts that an LLM wrote are replayed against every drafter, text by text in turns. AAL is the mean number of accepted
+draft tokens of a step; the bonus token is not counted. Figures are reported, not judged: the exit code is 0 whether
+they are met or not. Owns the order of measuring and the printing; corpora, drafters and replays are beside it.
+"""
+
+import argparse
+import gc
+import logging
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import drafting_arctic
+import numpy as np
+from common import DEFAULT_DATA, DEFAULT_MODEL, SAMPLE_MODEL, Figure, describe_figures, write_json
+from drafting_arctic import Arctic, ArcticGrid
+from drafting_corpora import SEED, Corpus, CorpusSize, goodreads_corpus, reki_corpus
+from drafting_peers import Ours, PromptLookup, Trie
+from drafting_replay import Drafter, Replay, accepted_interval, accepted_ratio, replay
+from drafting_steps import NUM_SEQUENCES, live_sequences, measure_steps
+from transformers import AutoTokenizer
+
+logger = logging.getLogger("drafting")
+
+MAX_NODES = (16, 32, 64)
+LEAST_AAL_OVER_ARCTIC = 1.30
+MOST_DRAFT_US = {("goodreads", 32): 30.0}
+MOST_STEP_MS = 1.5
+STEP_FIGURES = (16, 32)  # sizes of tree at which a step's time was asked for
+LEAST_BUILD_MTOKENS_PER_S = 1.0
+MOST_BYTES_PER_TOKEN = 10.0
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    reki: CorpusSize
+    goodreads: CorpusSize
+    arctic_grid: ArcticGrid
+    num_steps: int
+
+
+ALL = 1 << 30
+FULL = Scale(
+    CorpusSize(150, 40, ALL),
+    CorpusSize(500, 150, ALL),
+    ArcticGrid((8, 16, 32), (4, 8, 16, 100), (0, 8), (0.002, 0.005, 0.01, 0.03)),
+    num_steps=300,
+)
+QUICK = Scale(
+    CorpusSize(40, 16, ALL),
+    CorpusSize(200, 60, ALL),
+    ArcticGrid((8, 16), (8, 16, 100), (0,), (0.002, 0.005, 0.01)),
+    num_steps=100,
+)
+SMOKE = Scale(CorpusSize(2, 1, 10), CorpusSize(3, 2, 20), ArcticGrid((8,), (8, 100), (0,), (0.01,)), num_steps=2)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One drafter's replays of a corpus' held-out texts with trees of `max_nodes` tokens."""
+
+    drafter: Drafter
+    max_nodes: int
+    replays: list[Replay]
+
+    @property
+    def draft_us(self) -> np.ndarray:
+        """Microseconds of every draft."""
+        return np.concatenate([one.draft_us for one in self.replays])
+
+
+def measure_corpus(corpus: Corpus, scale: Scale, folder: Path) -> dict[str, list]:
+    """Rows, ratios, step times and chosen options of one corpus, and the figures that they give."""
+    logger.info("%s: %d texts in the pool, %d held out", corpus.name, len(corpus.pool), len(corpus.held_out))
+    Ours(corpus, corpus.pool[:10], folder / "warm-up")  # compiles
+    ours = Ours(corpus, corpus.pool, folder / corpus.name)
+    steady = [ours, PromptLookup()]
+    settings = {}
+    if drafting_arctic.is_installed():
+        settings = drafting_arctic.tuned(corpus, scale.arctic_grid, MAX_NODES)
+        logger.info("%s: options of arctic: %s", corpus.name, settings)
+    steady.append(Trie(corpus, corpus.pool))
+    result = {"figures": [], "rows": [], "ratios": [], "steps": [], "arctic_settings": []}
+    for k in MAX_NODES:
+        arctic = [Arctic(corpus, corpus.pool, settings[k])] if settings else []
+        measured = replay_in_turns([*steady, *arctic], corpus, k)
+        result["rows"] += [row_of(corpus, one) for one in measured]
+        result["rows"] += [] if settings else [missing_row(corpus, k)]
+        ratios = [ratio_of(corpus, measured[0], peer) for peer in measured[1:]]
+        result["ratios"] += ratios
+        result["figures"] += [figure for ratio in ratios for figure in figures_of_ratio(ratio)]
+        result["arctic_settings"] += [{"corpus": corpus.name, "k": k, **vars(settings[k])}] if settings else []
+    result["steps"] = step_rows(corpus, ours, scale)
+    result["figures"] += figures_of_ours(corpus, ours, result["rows"], result["steps"])
+    return result
+
+
+def replay_in_turns(drafters: Sequence[Drafter], corpus: Corpus, max_nodes: int) -> list[Measured]:
+    """Every drafter along every held-out text; who comes first changes from text to text."""
+    logger.info("%s: trees of %d tokens", corpus.name, max_nodes)
+    for drafter in drafters:
+        replay(drafter, corpus.tuning[0], max_nodes)
+    replays: list[list[Replay]] = [[] for _ in drafters]
+    gc.collect()
+    gc.disable()  # millions of the trie's nodes would be walked in the midst of anybody's draft
+    try:
+        for number, document in enumerate(corpus.held_out):
+            for turn in range(len(drafters)):
+                place = (number + turn) % len(drafters)
+                replays[place].append(replay(drafters[place], document, max_nodes))
+    finally:
+        gc.enable()
+    return [Measured(drafter, max_nodes, found) for drafter, found in zip(drafters, replays, strict=True)]
+
+
+def row_of(corpus: Corpus, measured: Measured) -> dict:
+    """What the replays of one drafter say."""
+    num_drafted = np.concatenate([one.num_drafted for one in measured.replays])
+    num_accepted = np.concatenate([one.num_accepted for one in measured.replays])
+    aal = accepted_interval(measured.replays, SEED)
+    draft_us = measured.draft_us
+    return {
+        "drafter": measured.drafter.name,
+        "corpus": corpus.name,
+        "k": measured.max_nodes,
+        "num_docs": len(corpus.pool),
+        "aal": aal.value,
+        "aal_low": aal.low,
+        "aal_high": aal.high,
+        "drafted": float(num_drafted.mean()),
+        "precision": float(num_accepted.sum() / max(1, num_drafted.sum())),
+        "median_us": float(np.median(draft_us)),
+        "mean_us": float(draft_us.mean()),
+        "p99_us": float(np.quantile(draft_us, 0.99)),
+        "build_s": measured.drafter.build_s,
+        "bytes": measured.drafter.num_bytes,
+    }
+
+
+def missing_row(corpus: Corpus, max_nodes: int) -> dict:
+    """The row of a peer that is not installed."""
+    return {
+        "drafter": Arctic.name,
+        "corpus": corpus.name,
+        "k": max_nodes,
+        "missing": f"not installed: {drafting_arctic.INSTALL}",
+    }
+
+
+def ratio_of(corpus: Corpus, ours: Measured, peer: Measured) -> dict:
+    """Ours over a peer, on the same texts."""
+    own_us, peer_us = ours.draft_us, peer.draft_us
+    aal = accepted_ratio(ours.replays, peer.replays, SEED)
+    return {
+        "peer": peer.drafter.name,
+        "corpus": corpus.name,
+        "k": ours.max_nodes,
+        "aal": aal.value,
+        "aal_low": aal.low,
+        "aal_high": aal.high,
+        "median_us": float(np.median(own_us) / np.median(peer_us)),
+        "mean_us": float(own_us.mean() / peer_us.mean()),
+        "p99_us": float(np.quantile(own_us, 0.99) / np.quantile(peer_us, 0.99)),
+    }
+
+
+def step_rows(corpus: Corpus, ours: Ours, scale: Scale) -> list[dict]:
+    """Times of our steps, by size of tree and number of threads."""
+    sequences = live_sequences(corpus.held_out, SEED)
+    return [
+        {"corpus": corpus.name, "k": k, "num_sequences": NUM_SEQUENCES, "num_threads": num_threads, "step_ms": step_ms}
+        for k in MAX_NODES
+        for num_threads, step_ms in measure_steps(ours.pool, sequences, k, scale.num_steps).items()
+    ]
+
+
+def figures_of_ratio(ratio: dict) -> list[Figure]:
+    """What was asked for beside Arctic."""
+    if ratio["peer"] != Arctic.name:
+        return []
+    where = f"{ratio['corpus']}, K={ratio['k']}: ours over arctic"
+    return [Figure.at_least(f"{where}, AAL", ratio["aal"], LEAST_AAL_OVER_ARCTIC)] + [
+        Figure.at_most(f"{where}, {name} microseconds a draft", ratio[f"{name}_us"], 1.0)
+        for name in ("median", "mean", "p99")
+    ]
+
+
+def figures_of_ours(corpus: Corpus, ours: Ours, rows: list[dict], steps: list[dict]) -> list[Figure]:
+    """What was asked for of ours alone."""
+    figures = []
+    for row in rows:
+        wanted_us = MOST_DRAFT_US.get((row["corpus"], row["k"]))
+        if row["drafter"] == Ours.name and wanted_us:
+            where = f"{row['corpus']}, {row['num_docs']:,} texts, K={row['k']}"
+            figures.append(Figure.at_most(f"{where}: median microseconds a draft", row["median_us"], wanted_us))
+    for step in steps:
+        if step["k"] in STEP_FIGURES:
+            where = f"{corpus.name}, K={step['k']}, {step['num_sequences']} sequences, {step['num_threads']} thread(s)"
+            figures.append(Figure.at_most(f"{where}: milliseconds a step", step["step_ms"].median, MOST_STEP_MS))
+    num_tokens = corpus.num_pool_tokens
+    speed, size = num_tokens / ours.build_s / 1e6, ours.num_bytes / num_tokens
+    return [
+        *figures,
+        Figure.at_least(f"{corpus.name}: million tokens a second built", speed, LEAST_BUILD_MTOKENS_PER_S),
+        Figure.at_most(f"{corpus.name}: bytes a token on disk", size, MOST_BYTES_PER_TOKEN),
+    ]
+
+
+def describe_corpus(corpus: Corpus) -> dict:
+    """Sizes of a corpus for the JSON."""
+    return {
+        "corpus": corpus.name,
+        "num_docs": len(corpus.pool),
+        "num_pool_tokens": corpus.num_pool_tokens,
+        "num_held_out": len(corpus.held_out),
+        "num_held_out_tokens": sum(len(document.text_ids) for document in corpus.held_out),
+        "num_tuning": len(corpus.tuning),
+    }
+
+
+def describe_rows(rows: list[dict]) -> str:
+    """The rows as a table for a terminal."""
+    head = (
+        f"{'corpus':10}{'K':>3}  {'drafter':14}{'AAL':>5} {'(95 %)':14}{'drafted':>7}{'precision':>10}"
+        f"{'median us':>10}{'mean':>8}{'p99':>9}{'build s':>8}{'MB':>7}"
+    )
+    return "\n".join([head, *map(_describe_row, rows)])
+
+
+def _describe_row(row: dict) -> str:
+    start = f"{row['corpus']:10}{row['k']:3}  {row['drafter']:14}"
+    if "missing" in row:
+        return start + row["missing"]
+    interval = f"({row['aal_low']:.2f}-{row['aal_high']:.2f})"
+    return (
+        f"{start}{row['aal']:5.2f} {interval:14}{row['drafted']:7.1f}{row['precision']:10.3f}"
+        f"{row['median_us']:10.1f}{row['mean_us']:8.1f}{row['p99_us']:9.1f}{row['build_s']:8.2f}"
+        f"{row['bytes'] / 1e6:7.1f}"
+    )
+
+
+def describe_ratios(ratios: list[dict]) -> str:
+    """Ours over each peer as a table for a terminal."""
+    head = f"{'corpus':10}{'K':>3}  {'ours over':14}{'AAL':>5} {'(95 %)':14}{'median us':>10}{'mean':>8}{'p99':>9}"
+    lines = [
+        f"{one['corpus']:10}{one['k']:3}  {one['peer']:14}{one['aal']:5.2f} "
+        f"{'({:.2f}-{:.2f})'.format(one['aal_low'], one['aal_high']):14}"
+        f"{one['median_us']:10.2f}{one['mean_us']:8.2f}{one['p99_us']:9.2f}"
+        for one in ratios
+    ]
+    return "\n".join([head, *lines])
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="fewer held-out texts: under 5 minutes on 2 cores")
+    size.add_argument("--smoke", action="store_true", help="a handful of texts: does it run at all")
+    parser.add_argument("--json", type=Path, help="write machine, command, rows and figures here")
+    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="whose tokenizer; absent: the sample model's")
+    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with reki/ and goodreads/")
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Measure, print, and write the JSON."""
+    arguments = parse_arguments()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logger.setLevel(logging.INFO)
+    scale = SMOKE if arguments.smoke else QUICK if arguments.quick else FULL
+    model = arguments.model if arguments.model.is_dir() else SAMPLE_MODEL
+    start_s = time.perf_counter()
+    if not drafting_arctic.is_installed():
+        logger.warning("arctic is left out; to measure beside it: %s", drafting_arctic.INSTALL)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    corpora = [
+        reki_corpus(tokenizer, arguments.data, scale.reki),
+        goodreads_corpus(tokenizer, arguments.data, scale.goodreads),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        parts = [measure_corpus(corpus, scale, Path(folder) / corpus.name) for corpus in corpora]
+    content = {name: [one for part in parts for one in part[name]] for name in parts[0]}
+    print(describe_figures(content["figures"]), describe_rows(content["rows"]), sep="\n\n")
+    print("", describe_ratios(content["ratios"]), sep="\n")
+    wall_s = time.perf_counter() - start_s
+    print(f"\n{wall_s:.0f} s in all")
+    if arguments.json:
+        unmeasured = [] if drafting_arctic.is_installed() else [f"beside arctic: {drafting_arctic.INSTALL}"]
+        met = not unmeasured and all(figure.met for figure in content["figures"])
+        described = {"tokenizer": model.name, "corpora": [describe_corpus(corpus) for corpus in corpora]}
+        write_json(arguments.json, {"met": met, "unmeasured": unmeasured, **content, **described, "wall_s": wall_s})
+
+
+if __name__ == "__main__":
+    main()
