@@ -13,7 +13,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import drafting_arctic
@@ -97,7 +97,7 @@ def measure_corpus(corpus: Corpus, scale: Scale, folder: Path) -> dict[str, list
         ratios = [ratio_of(corpus, measured[0], peer) for peer in measured[1:]]
         result["ratios"] += ratios
         result["figures"] += [figure for ratio in ratios for figure in figures_of_ratio(ratio)]
-        result["arctic_settings"] += [{"corpus": corpus.name, "k": k, **vars(settings[k])}] if settings else []
+        result["arctic_settings"] += [{"corpus": corpus.name, "k": k, **asdict(settings[k])}] if settings else []
     result["steps"] = step_rows(corpus, ours, scale)
     result["figures"] += figures_of_ours(corpus, ours, result["rows"], result["steps"])
     return result

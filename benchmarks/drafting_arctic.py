@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from drafting_corpora import Corpus, Document
@@ -34,7 +35,7 @@ class ArcticSettings:
     max_spec_offset: float
     min_token_prob: float
 
-    @property
+    @cached_property
     def speculation(self) -> dict[str, float]:
         """Those that every call takes."""
         return {
