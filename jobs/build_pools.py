@@ -18,6 +18,7 @@ from pipeline.decoding.identity import tokenizer_hash
 from pipeline.knowledge.entities import iter_entities
 from pipeline.knowledge.records import SIDES, Side
 from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.grouping.text_clusters import EntityTexts
 from retrieval_pools.router import Router, fit_routers
 
 logger = logging.getLogger(__name__)
@@ -31,8 +32,9 @@ def build_pools(night: Night) -> dict[str, Any]:
     dict
         The manifest's `pools_built`: a side's version, texts, tokens, seconds and groups.
     """
-    tables = night.tables
-    routers = fit_routers(tables.users, tables.items, tables.interactions, night.settings.routing, night.settings.seed)
+    tables, routing = night.tables, night.settings.routing
+    texts = {side: _entity_texts(night, side) for side in SIDES} if routing.attribute_grouping == "leaves" else None
+    routers = fit_routers(tables.users, tables.items, tables.interactions, routing, night.settings.seed, texts)
     hash_of_tokenizer = tokenizer_hash(night.settings.model_dir)
     built: dict[str, Any] = {}
     with night.pools.publish(night.run.run_id) as (folder, version):
@@ -59,6 +61,13 @@ def build_pools(night: Night) -> dict[str, Any]:
                 "groups": pool.manifest.groups,
             }
     return built
+
+
+def _entity_texts(night: Night, side: Side) -> EntityTexts | None:
+    knowledge = night.run.read_knowledge(side)
+    if not knowledge.num_rows:
+        return None
+    return EntityTexts(knowledge["entity_id"].combine_chunks(), knowledge["token_ids"].combine_chunks())
 
 
 def _pool_texts(night: Night, side: Side, knowledge: pa.Table, router: Router) -> Iterator[PoolText]:

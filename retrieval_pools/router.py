@@ -16,15 +16,17 @@ import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from retrieval_pools.errors import PoolError
-from retrieval_pools.grouping.attributes import AttributeGroups, GroupSizes
+from retrieval_pools.grouping.attributes import ATTRIBUTE_FILE, AttributeGroups, GroupSizes
 from retrieval_pools.grouping.baselines import GLOBAL_GROUP, random_group
 from retrieval_pools.grouping.collaborative import CollaborativeGroups, train_embeddings
 from retrieval_pools.grouping.columns import AttributeColumn
 from retrieval_pools.grouping.ids import SIDES, check_same_kind, id_column
 from retrieval_pools.grouping.kmeans import EntityEmbeddings, default_num_groups
+from retrieval_pools.grouping.leaves import LeafGroups
+from retrieval_pools.grouping.text_clusters import EntityTexts
 from retrieval_pools.routing_settings import RoutingSettings
 
-ROUTER_FILE, COLLABORATIVE_FILE, ATTRIBUTE_FILE = "router.json", "collaborative.parquet", "attribute_groups.parquet"
+ROUTER_FILE, COLLABORATIVE_FILE = "router.json", "collaborative.parquet"
 FORMAT_VERSION = 1
 
 
@@ -45,7 +47,7 @@ class Router:
     seed: int
     num_groups: int  # of the random scheme
     collaborative: CollaborativeGroups
-    attributes: AttributeGroups
+    attributes: AttributeGroups | LeafGroups
 
     @classmethod
     def fit(
@@ -56,6 +58,7 @@ class Router:
         settings: RoutingSettings | None = None,
         seed: int = 0,
         embeddings: EntityEmbeddings | None = None,
+        texts: EntityTexts | None = None,
     ) -> "Router":
         """Group the entities of one side; the result depends on the arguments only, not on the order of rows.
 
@@ -73,6 +76,8 @@ class Router:
         embeddings : EntityEmbeddings, optional
             Vectors of this side from the user's own recommender, or of a LightGCN trained once for both sides;
             without them LightGCN is trained here.
+        texts : EntityTexts, optional
+            The newest of this side, for the attribute grouping "leaves"; without them it has one group.
 
         Raises
         ------
@@ -86,8 +91,7 @@ class Router:
         collaborative = CollaborativeGroups.none_of(ids)
         if settings.scheme in ("router", "collaborative"):
             collaborative = CollaborativeGroups.fit(side, ids, interactions, settings, seed, embeddings)
-        names = settings.attributes_of(side) if settings.scheme in ("router", "attribute") else ()
-        attributes = AttributeGroups.fit(entities, names, _group_sizes(settings, len(ids)), settings.num_bins)
+        attributes = _attribute_groups(side, entities, ids, settings, seed, texts)
         num_groups = settings.num_groups or default_num_groups(len(ids))
         return cls(side, settings, seed, num_groups, collaborative, attributes)
 
@@ -159,7 +163,7 @@ class Router:
         folder.mkdir(parents=True, exist_ok=True)
         collaborative = pa.table({"entity_id": self.collaborative.ids, "group": self.collaborative.groups})
         pq.write_table(collaborative, folder / COLLABORATIVE_FILE, compression="zstd")
-        pq.write_table(self.attributes.to_table(), folder / ATTRIBUTE_FILE, compression="zstd")
+        self.attributes.save(folder)
         description = {
             "format_version": FORMAT_VERSION,
             "side": self.side,
@@ -192,12 +196,13 @@ class Router:
                 found = description["format_version"]
                 raise PoolError(f"router in {folder} has format {found}, this version reads {FORMAT_VERSION}; {again}")
             columns = [AttributeColumn(**{**c, "edges": tuple(c["edges"])}) for c in description["columns"]]
-            attributes = AttributeGroups.from_table(columns, pq.read_table(folder / ATTRIBUTE_FILE))
+            settings = RoutingSettings.model_validate(description["settings"])
+            grouping = LeafGroups if settings.attribute_grouping == "leaves" else AttributeGroups
+            attributes = grouping.load(columns, folder)
             table = pq.read_table(folder / COLLABORATIVE_FILE)
             ids, groups = id_column(table, "entity_id", COLLABORATIVE_FILE), table["group"].to_numpy()
-            settings = RoutingSettings.model_validate(description["settings"])
             expected = description["num_collaborative"], description["num_attribute_groups"]
-            if (len(ids), len(attributes.num_entities)) != expected or () not in attributes.num_entities:
+            if (len(ids), len(attributes.num_entities)) != expected:
                 raise PoolError(f"router in {folder} is damaged: its tables do not match {ROUTER_FILE}; {again}")
             return cls(
                 description["side"], settings, description["seed"], description["num_groups"],
@@ -213,26 +218,37 @@ def fit_routers(
     interactions: pa.Table,
     settings: RoutingSettings | None = None,
     seed: int = 0,
+    texts: Mapping[str, EntityTexts] | None = None,
 ) -> dict[str, Router]:
     """Routers of both sides, equal to two calls of `Router.fit`, with LightGCN trained once.
 
-    Parameters and errors as in `Router.fit`.
+    Parameters and errors as in `Router.fit`; `texts` by side.
 
     Returns
     -------
     dict
         "user" and "item" to their Router.
     """
-    settings = settings or RoutingSettings()
+    settings, texts = settings or RoutingSettings(), texts or {}
     embeddings: dict[str, EntityEmbeddings] = {}
     if settings.scheme in ("router", "collaborative"):
         embeddings = train_embeddings(interactions, settings, seed)
     return {
-        side: Router.fit(side, entities, interactions, settings, seed, embeddings.get(side))
+        side: Router.fit(side, entities, interactions, settings, seed, embeddings.get(side), texts.get(side))
         for side, entities in (("user", users), ("item", items))
     }
 
 
-def _group_sizes(settings: RoutingSettings, num_entities: int) -> GroupSizes:
-    max_size = settings.max_group_size or max(50, round(4 * num_entities**0.5))
-    return GroupSizes(max_size, settings.min_group_size or max(1, max_size // 10))
+def _attribute_groups(
+    side: str, entities: pa.Table, ids: pa.Array, settings: RoutingSettings, seed: int, texts: EntityTexts | None
+) -> AttributeGroups | LeafGroups:
+    names = settings.attributes_of(side) if settings.scheme in ("router", "attribute") else ()
+    max_size = settings.max_group_size or max(50, round(4 * len(ids) ** 0.5))
+    sizes = GroupSizes(max_size, settings.min_group_size or max(1, max_size // 10))
+    if settings.attribute_grouping == "path":
+        return AttributeGroups.fit(entities, names, sizes, settings.num_bins)
+    num_leaves = settings.num_groups or default_num_groups(len(ids))
+    return LeafGroups.fit(
+        entities, ids, texts, names,
+        num_leaves=num_leaves, min_size=sizes.min_size, num_bins=settings.num_bins, seed=seed,
+    )  # fmt: skip

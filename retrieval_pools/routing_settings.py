@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Scheme = Literal["router", "collaborative", "attribute", "random", "global"]
+AttributeGrouping = Literal["path", "leaves"]
 
 
 class LightGCNSettings(BaseModel):
@@ -34,15 +35,25 @@ class RoutingSettings(BaseModel):
     scheme: Scheme = "router"
     min_interactions: int = Field(5, ge=1, description="Interactions an entity needs for a collaborative group.")
     num_groups: int | None = Field(
-        None, ge=1, description="Collaborative or random groups; unset: half the square root of the entities."
+        None,
+        ge=1,
+        description="Collaborative groups, random groups or leaves; unset: half the square root of the entities.",
+    )
+    attribute_grouping: AttributeGrouping = Field(
+        "path",
+        description="path: attributes split one after the other, found again by the longest known prefix; leaves: of "
+        "one LightGBM tree that predicts from attributes which texts are alike.",
     )
     user_attributes: tuple[str, ...] | None = Field(None, description="Columns to split users by; unset: guessed.")
     item_attributes: tuple[str, ...] | None = Field(None, description="Columns to split items by; unset: guessed.")
     max_group_size: int | None = Field(
-        None, ge=1, description="A larger attribute group is split; unset: four square roots of the entities."
+        None, ge=1, description="A larger group by path is split; unset: four square roots of the entities."
     )
     min_group_size: int | None = Field(
-        None, ge=1, description="A smaller attribute group joins its parent; unset: a tenth of max_group_size."
+        None,
+        ge=1,
+        description="A smaller group by path joins its parent, a leaf has this many texts; unset: a tenth of "
+        "max_group_size.",
     )
     num_bins: int = Field(4, ge=2, le=64, description="Quantile bins of a numeric attribute.")
     lightgcn: LightGCNSettings = LightGCNSettings()

@@ -6,16 +6,25 @@ group is a group itself: it holds what its subgroups do not, and catches values 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pygtrie
 
-from retrieval_pools.grouping.columns import AttributeColumn, choose_columns, distinct_rows, tokens_of
+from retrieval_pools.grouping.columns import (
+    AttributeColumn,
+    attributes_of_rows,
+    choose_columns,
+    distinct_rows,
+    tokens_of,
+)
 
+ATTRIBUTE_FILE = "attribute_groups.parquet"
 ROOT_GROUP = "attribute"
 Prefix = tuple[str, ...]
 
@@ -93,15 +102,19 @@ class AttributeGroups:
         position = {group: index for index, group in enumerate(groups)}
         return GroupAssignment(groups, np.array([position[group] for group in found], np.int64)[rows.inverse])
 
-    def to_table(self) -> pa.Table:
-        """The groups as rows of `GROUP_SCHEMA`; the columns are not in it."""
-        prefixes = list(self.num_entities)
-        return pa.table([[list(p) for p in prefixes], self.groups, list(self.num_entities.values())], GROUP_SCHEMA)
+    def save(self, folder: Path) -> None:
+        """Write the groups, rows of `GROUP_SCHEMA`, to `ATTRIBUTE_FILE`; the columns are not in it."""
+        prefixes = [list(prefix) for prefix in self.num_entities]
+        table = pa.table([prefixes, self.groups, list(self.num_entities.values())], GROUP_SCHEMA)
+        pq.write_table(table, folder / ATTRIBUTE_FILE, compression="zstd")
 
     @classmethod
-    def from_table(cls, columns: Iterable[AttributeColumn], table: pa.Table) -> "AttributeGroups":
-        """The hierarchy that `to_table` wrote."""
+    def load(cls, columns: Sequence[AttributeColumn], folder: Path) -> "AttributeGroups":
+        """Read what `save` wrote; OSError, ValueError or KeyError where it is missing or damaged."""
+        table = pq.read_table(folder / ATTRIBUTE_FILE)
         prefixes = [tuple(prefix) for prefix in table["prefix"].to_pylist()]
+        if () not in prefixes:
+            raise ValueError(f"{ATTRIBUTE_FILE} lacks the root")
         return cls(tuple(columns), dict(zip(prefixes, table["num_entities"].to_pylist(), strict=True)))
 
     @cached_property
@@ -148,7 +161,4 @@ def group_name(prefix: Prefix) -> str:
 
 
 def _tokens_of_rows(entities: pa.Table, columns: Sequence[AttributeColumn], rows: np.ndarray) -> list[Prefix]:
-    known = [column.name for column in columns if column.name in entities.column_names]
-    if not known:
-        return [()] * len(rows)
-    return [tokens_of(columns, attributes) for attributes in entities.select(known).take(pa.array(rows)).to_pylist()]
+    return [tokens_of(columns, attributes) for attributes in attributes_of_rows(entities, columns, rows)]

@@ -39,10 +39,15 @@ class AttributeColumn:
         if self.kind == "path":
             return self._path_tokens(value if isinstance(value, list | tuple) else (value,))
         if self.kind == "number":
-            is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-            return (self._token(self._bin_name(value)),) if is_number else ()
+            position = self.bin_of(value)
+            return () if position is None else (self._token(self._bin_name(position)),)
         text = _text(value)
         return (self._token(text),) if text else ()
+
+    def bin_of(self, value: object) -> int | None:
+        """Which bin a number is in, from 0; None for what is no finite number."""
+        is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+        return bisect_right(self.edges, value) if is_number else None
 
     def _path_tokens(self, levels: Sequence[object]) -> tuple[str, ...]:
         tokens: list[str] = []
@@ -56,8 +61,7 @@ class AttributeColumn:
     def _token(self, text: str) -> str:
         return f"{_quote(self.name)}={_quote(text)}" if self.labelled else _quote(text)
 
-    def _bin_name(self, value: float) -> str:
-        position = bisect_right(self.edges, value)
+    def _bin_name(self, position: int) -> str:
         low = f"{self.edges[position - 1]:g}" if position > 0 else ""
         high = f"{self.edges[position]:g}" if position < len(self.edges) else ""
         return f"{low}..{high}"
@@ -115,6 +119,16 @@ def distinct_rows(entities: pa.Table, columns: Sequence[AttributeColumn]) -> Dis
                 codes = np.unique(joint, return_inverse=True)[1]
     _, first_rows, inverse = np.unique(codes, return_index=True, return_inverse=True)
     return DistinctRows(first_rows.astype(np.int64), inverse.astype(np.int64))
+
+
+def attributes_of_rows(
+    entities: pa.Table, columns: Sequence[AttributeColumn], rows: np.ndarray
+) -> list[dict[str, object]]:
+    """Values of some rows by column name; columns that the table lacks are left out."""
+    known = [column.name for column in columns if column.name in entities.column_names]
+    if not known:
+        return [{} for _ in rows]
+    return entities.select(known).take(pa.array(rows)).to_pylist()
 
 
 def _codes(values: pa.ChunkedArray, column: AttributeColumn) -> list[np.ndarray]:

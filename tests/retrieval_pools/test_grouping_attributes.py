@@ -230,10 +230,12 @@ SCHEMA = pa.schema([
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(VALUES, max_size=30), st.lists(VALUES, max_size=10), st.integers(1, 8))
-def test_tables_and_single_entities_get_the_same_groups(fitted_rows, asked_rows, max_size):
+def test_tables_and_single_entities_get_the_same_groups(tmp_path_factory, fitted_rows, asked_rows, max_size):
     fitted, asked = pa.Table.from_pylist(fitted_rows, SCHEMA), pa.Table.from_pylist(asked_rows, SCHEMA)
     groups = AttributeGroups.fit(fitted, ["path", "word", "flag", "size"], GroupSizes(max_size, 1))
-    reloaded = AttributeGroups.from_table(groups.columns, groups.to_table())
+    folder = tmp_path_factory.mktemp("groups")
+    groups.save(folder)
+    reloaded = AttributeGroups.load(groups.columns, folder)
     for table in (fitted, asked):
         assigned = groups.groups_of(table)
         found = [assigned.groups[index] for index in assigned.indices]

@@ -1,0 +1,226 @@
+"""Leaves of a tree as groups: what tells texts apart decides, and every entity falls into one."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import adjusted_rand_score
+
+from retrieval_pools.errors import PoolError
+from retrieval_pools.grouping.ids import id_column
+from retrieval_pools.grouping.leaves import FEATURE_FILE, MAX_CATEGORIES, TREE_FILE, LeafGroups
+from retrieval_pools.grouping.text_clusters import EntityTexts, cluster_positions
+from retrieval_pools.router import Router
+from retrieval_pools.routing_settings import RoutingSettings
+
+NUM_ITEMS, NUM_UNWRITTEN = 160, 20  # the last items have no text yet
+ERAS = ("1920s", "1930s", "1940s", "1950s")
+SETTINGS = RoutingSettings(scheme="attribute", attribute_grouping="leaves", num_groups=4, min_group_size=5)
+
+
+def _items():
+    numbers = np.arange(NUM_ITEMS)
+    return pa.table({
+        "item_id": [f"i{n:03d}" for n in numbers],
+        "category": pa.array([["Mystery", "Harbour" if n % 3 else "Manor"] for n in numbers], pa.list_(pa.string())),
+        "era": [ERAS[n // 2 % 4] for n in numbers],
+        "pages": pa.array([100 + n * 7 % 50 for n in numbers]),
+    })  # fmt: skip
+
+
+def _texts(items=None):
+    """Texts whose words depend on the era alone."""
+    rng, items = np.random.default_rng(0), _items() if items is None else items
+    eras = items["era"].to_pylist()[: NUM_ITEMS - NUM_UNWRITTEN]
+    tokens = [(rng.integers(0, 40, 30) + 40 * ERAS.index(era)).astype(np.int32) for era in eras]
+    return EntityTexts(items["item_id"].combine_chunks()[: len(tokens)], pa.array(tokens, pa.list_(pa.int32())))
+
+
+def _fit(items, texts, names=("category", "era", "pages"), **options):
+    ids = id_column(items, "item_id", "items")
+    return LeafGroups.fit(items, ids, texts, names, **({"num_leaves": 4, "min_size": 5} | options))
+
+
+@pytest.fixture(scope="module")
+def items():
+    return _items()
+
+
+@pytest.fixture(scope="module")
+def leaves(items):
+    return _fit(items, _texts())
+
+
+def test_texts_with_the_same_words_have_one_place():
+    rng = np.random.default_rng(1)
+    planted = np.arange(60) % 3
+    texts = [rng.integers(0, 50, 40) + 50 * topic for topic in planted]
+    found = cluster_positions(pa.array(texts, pa.list_(pa.int32())), 3, seed=0)
+    assert sorted(set(found)) == [0, 1, 2]
+    assert adjusted_rand_score(planted, found) == 1
+
+
+@pytest.mark.parametrize("texts", [[], [[]], [[], []], [[1]], [[1], [1]], [[1, 1]]])
+def test_too_little_text_is_one_cluster(texts):
+    assert cluster_positions(pa.array(texts, pa.list_(pa.int32())), 3, seed=0).tolist() == [0] * len(texts)
+
+
+def test_leaves_follow_the_attribute_that_tells_texts_apart(items, leaves):
+    assigned = leaves.groups_of(items)
+    assert adjusted_rand_score(items["era"].to_pylist(), assigned.indices) == 1
+    assert leaves.groups == ["leaf/0", "leaf/1", "leaf/2", "leaf/3"]
+    assert sum(leaves.num_entities) == NUM_ITEMS
+
+
+def test_an_entity_without_a_text_falls_into_the_leaf_of_its_like(leaves):
+    groups = {era: leaves.group_of({"era": era, "category": ["Never", "seen"], "pages": None}) for era in ERAS}
+    assert len(set(groups.values())) == 4
+
+
+def test_unknown_and_missing_values_fall_into_one_leaf(leaves):
+    unknown = {leaves.group_of({"era": era}) for era in ("2090s", None, "", 17, math.nan, ["1920s"])}
+    assert unknown == {leaves.group_of({})}
+    assert unknown < set(leaves.groups)
+
+
+def test_a_missing_number_counts_as_lower_than_all(items):
+    pages = np.arange(NUM_ITEMS)
+    numbered = items.select(["item_id"]).append_column("pages", pa.array(pages))
+    tokens = [[1, 2, 3] if n < 80 else [4, 5, 6] for n in pages.tolist()]
+    leaves = _fit(numbered, EntityTexts(numbered["item_id"].combine_chunks(), pa.array(tokens)), ("pages",))
+    assert leaves.group_of({"pages": 0}) != leaves.group_of({"pages": 159})
+    for missing in (None, math.nan, -math.inf, "many", True):
+        assert leaves.group_of({"pages": missing}) == leaves.group_of({"pages": 0})
+
+
+def test_a_level_of_a_path_is_known_by_what_lies_above_it(items):
+    paths = [[("Mystery", "Romance")[n % 2], ("Harbour", "Manor")[n // 2 % 2]] for n in range(NUM_ITEMS)]
+    topics = [n % 2 ^ n // 2 % 2 for n in range(NUM_ITEMS)]  # neither level alone tells anything
+    items = items.select(["item_id"]).append_column("category", pa.array(paths))
+    texts = EntityTexts(items["item_id"].combine_chunks(), pa.array([[topic, topic, 5] for topic in topics]))
+    leaves = _fit(items, texts, ("category",), num_leaves=2)
+    assert adjusted_rand_score(topics, leaves.groups_of(items).indices) == 1
+
+
+def test_the_tree_sends_an_entity_where_it_was_grown_for_it(items, leaves):
+    """LightGBM's own count of the training rows by leaf: fitting and asking agree on every value."""
+    line = next(line for line in leaves.tree.splitlines() if line.startswith("leaf_count="))
+    written = leaves.groups_of(items.slice(0, NUM_ITEMS - NUM_UNWRITTEN))
+    assert np.bincount(written.indices).tolist() == [int(count) for count in line.split("=")[1].split()]
+
+
+def test_the_rarest_of_many_values_count_as_unknown():
+    number = MAX_CATEGORIES + 20
+    rare = [f"v{n:04d}" for n in range(number) for _ in range(1 if n >= MAX_CATEGORIES else 2)]
+    items = pa.table({"item_id": [f"i{n}" for n in range(len(rare))], "kind": rare})
+    texts = EntityTexts(items["item_id"].combine_chunks(), pa.array([[n % 5, 7] for n in range(len(rare))]))
+    (feature,) = _fit(items, texts, ("kind",)).features
+    assert len(feature.categories) == MAX_CATEGORIES
+    assert feature.encode("v0000") == 0 and feature.encode(f"v{number - 1:04d}") == -1
+
+
+VALUES = st.one_of(st.none(), st.sampled_from([*ERAS, "2090s", ""]))
+ROWS = st.tuples(
+    st.one_of(st.none(), st.lists(st.sampled_from(["Mystery", "Harbour", "Manor", "x", None]), max_size=4)),
+    VALUES,
+    st.one_of(st.none(), st.floats(allow_nan=True, width=32)),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=st.lists(ROWS, max_size=20))
+def test_a_table_gets_the_groups_of_its_rows(leaves, rows):
+    categories, eras, pages = zip(*rows, strict=True) if rows else ((), (), ())
+    table = pa.table({
+        "category": pa.array(categories, pa.list_(pa.string())), "era": pa.array(eras, pa.string()),
+        "pages": pa.array(pages, pa.float64()),
+    })  # fmt: skip
+    assigned = leaves.groups_of(table)
+    found = [assigned.groups[index] for index in assigned.indices.tolist()]
+    assert found == [leaves.group_of(row) for row in table.to_pylist()]
+
+
+def test_equal_arguments_give_equal_files_whatever_the_order_of_rows(items, leaves, tmp_path):
+    order = np.random.default_rng(3).permutation(NUM_ITEMS)
+    shuffled, texts = items.take(order), _texts()
+    again = np.random.default_rng(4).permutation(len(texts.ids))
+    other = _fit(shuffled, EntityTexts(texts.ids.take(pa.array(again)), texts.token_ids.take(pa.array(again))))
+    for folder, groups in ((tmp_path / "a", leaves), (tmp_path / "b", other)):
+        folder.mkdir()
+        groups.save(folder)
+    names = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert names == ["attribute_features.json", "attribute_groups.parquet", "attribute_tree.txt"]
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_a_saved_tree_groups_as_before(items, leaves, tmp_path):
+    leaves.save(tmp_path)
+    loaded = LeafGroups.load(leaves.columns, tmp_path)
+    assert loaded == leaves
+    assert loaded.groups_of(items).indices.tolist() == leaves.groups_of(items).indices.tolist()
+
+
+@pytest.mark.parametrize(
+    ("texts", "names"), [(None, ("era",)), (_texts(), ()), (EntityTexts(pa.array([], pa.string()), pa.array([])), None)]
+)
+def test_without_texts_or_attributes_there_is_one_leaf(items, texts, names, tmp_path):
+    if texts is not None and not len(texts.ids):
+        texts = replace(texts, token_ids=pa.array([], pa.list_(pa.int32())))
+    one = _fit(items, texts, names)
+    assert one.num_entities == (NUM_ITEMS,)
+    assert one.group_of({"era": "1920s"}) == "leaf/0"
+    one.save(tmp_path)
+    assert LeafGroups.load(one.columns, tmp_path) == one
+    assert _fit(items.slice(0, 0), texts, names).group_of({}) == "leaf/0"
+
+
+def test_texts_of_others_are_passed_over_and_ids_of_another_kind_refused(items, leaves):
+    texts = _texts()
+    ids = pa.concat_arrays([texts.ids, pa.array(["stranger"])])
+    more = EntityTexts(ids, pa.concat_arrays([texts.token_ids, pa.array([[999] * 9], pa.list_(pa.int32()))]))
+    assert _fit(items, more) == leaves
+    with pytest.raises(PoolError, match="ids of texts are int64, those of entities are large_string"):
+        _fit(items, EntityTexts(pa.array([1]), pa.array([[1]], pa.list_(pa.int32()))))
+
+
+def test_the_router_sends_cold_entities_to_leaves_and_saves_them(items, tmp_path):
+    nothing_yet = pa.table({"user_id": pa.array([], pa.string()), "item_id": pa.array([], pa.string())})
+    router = Router.fit("item", items, nothing_yet, SETTINGS.model_copy(update={"scheme": "router"}), texts=_texts())
+    router.save(tmp_path)
+    loaded = Router.load(tmp_path)
+    routes = loaded.route_all(items, np.zeros(NUM_ITEMS))
+    assert routes == router.route_all(items, np.zeros(NUM_ITEMS))
+    assert {route.scheme for route in routes} == {"attribute"}
+    assert adjusted_rand_score(items["era"].to_pylist(), [route.group for route in routes]) == 1
+    assert loaded.route("never seen", {"era": "1930s"}, 0).group == routes[2].group
+
+
+def test_defaults_of_the_router_work_with_guessed_columns(items):
+    nothing_yet = pa.table({"user_id": pa.array([], pa.string()), "item_id": pa.array([], pa.string())})
+    settings = RoutingSettings(attribute_grouping="leaves")
+    router = Router.fit("item", items, nothing_yet, settings, texts=_texts())
+    groups = router.attributes.groups_of(items)
+    assert adjusted_rand_score(items["era"].to_pylist(), groups.indices) > 0.8
+
+
+def test_a_damaged_tree_is_refused(items, leaves, tmp_path):
+    nothing_yet = pa.table({"user_id": pa.array([], pa.string()), "item_id": pa.array([], pa.string())})
+    router = Router.fit("item", items, nothing_yet, SETTINGS, texts=_texts())
+    router.save(tmp_path)
+    (tmp_path / TREE_FILE).write_text(leaves.tree[:300])
+    with pytest.raises(PoolError, match=r"attribute_tree.txt is not what was written.*pools rebuild"):
+        Router.load(tmp_path)
+    router.save(tmp_path)
+    pq.write_table(pq.read_table(tmp_path / "attribute_groups.parquet").slice(1), tmp_path / "attribute_groups.parquet")
+    with pytest.raises(PoolError, match="damaged"):
+        Router.load(tmp_path)
+    router.save(tmp_path)
+    (tmp_path / FEATURE_FILE).unlink()
+    with pytest.raises(PoolError, match=r"attribute_features.json"):
+        Router.load(tmp_path)
