@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.console import say
-from jobs.generate import count_interactions
 from jobs.night import Night
+from jobs.routing import entity_router
 from pipeline.decoding.identity import tokenizer_hash
 from pipeline.knowledge.entities import iter_entities
 from pipeline.knowledge.records import SIDES, Side
@@ -71,10 +71,9 @@ def _entity_texts(night: Night, side: Side) -> EntityTexts | None:
 
 
 def _pool_texts(night: Night, side: Side, knowledge: pa.Table, router: Router) -> Iterator[PoolText]:
-    counts = count_interactions(night.tables.interactions, side)
+    route = entity_router(router, night.tables, side, night.date)
     texts = dict(zip(knowledge["entity_id"].to_pylist(), knowledge["token_ids"].combine_chunks(), strict=True))
     for entity in iter_entities(night.tables, side):
         token_ids = texts.get(entity.entity_id)
         if token_ids is not None:
-            route = router.route(entity.entity_id, entity.attributes, counts.get(entity.entity_id, 0))
-            yield PoolText(token_ids.values.to_numpy(), route.group)
+            yield PoolText(token_ids.values.to_numpy(), route(entity).group)

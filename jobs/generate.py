@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import typer
 
 from jobs.console import progress, say, summary
 from jobs.night import Night, open_night, parse_date
+from jobs.routing import entity_router
 from jobs.samples import report_samples
 from jobs.settings import Settings, load_settings
 from pipeline.decoding.identity import load_tokenizer, model_identity
@@ -41,6 +41,7 @@ from pipeline.storage.run_folder import RunFolder, ShardRecord
 from pipeline.storage.workspace import Workspace
 from retrieval_pools.query import compiled_query
 from retrieval_pools.router import Route, Router
+from retrieval_pools.routing_rule import RoutingRule
 
 NO_ROUTE = Route("", "none")
 
@@ -187,15 +188,8 @@ def router(night: Night, side: Side) -> Callable[[Entity], Route]:
     version = night.manifest["pools"]["version"]
     if version is None:
         return lambda entity: NO_ROUTE
-    fitted = Router.load(night.pools.folder(version) / "router" / side)
-    counts = count_interactions(night.tables.interactions, side)
-    return lambda entity: fitted.route(entity.entity_id, entity.attributes, counts.get(entity.entity_id, 0))
-
-
-def count_interactions(interactions: pa.Table, side: Side) -> dict[object, int]:
-    """Number of interactions by entity."""
-    counted = pc.value_counts(interactions[f"{side}_id"].combine_chunks())
-    return dict(zip(counted.field("values").to_pylist(), counted.field("counts").to_pylist(), strict=True))
+    fitted = Router.load(night.pools.folder(version) / "router" / side, RoutingRule.of(night.settings.routing))
+    return entity_router(fitted, night.tables, side, night.date)
 
 
 def _worker_spec(night: Night, folder: RunFolder, decoding: DecodingSettings, with_pools: bool) -> WorkerSpec:

@@ -27,6 +27,7 @@ from pipeline.storage.workspace import Workspace
 from pipeline.tables.check import require_sound_tables
 from pipeline.tables.read import Tables, describe, read_tables
 from retrieval_pools.errors import PoolError
+from retrieval_pools.routing_rule import RoutingRule
 from retrieval_pools.store import PoolStore
 
 
@@ -92,12 +93,15 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False) -> 
     ------
     TableError
         The input tables are not what they should be; every finding is named.
+    PoolError
+        The configured rule of routing cannot be imported.
     WorkspaceError
         The unfinished run was started from other input tables.
     """
     if settings.tables.path is None:
         raise ConfigError("no input tables: set tables.path in the configuration; `laserbatch init TABLES` writes one")
     require_sound_tables(settings.tables.path)
+    RoutingRule.of(settings.routing)  # a function that cannot be imported fails the night here, not at its end
     workspace = Workspace.open(settings.workspace)
     if force:
         settings = _next_regeneration(settings, workspace, date)

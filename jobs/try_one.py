@@ -1,5 +1,6 @@
 """`laserbatch try`: one entity's prompt, pool, and text as it is written. Writes nothing to disk."""
 
+import datetime
 import time
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import typer
 from rich.live import Live
 
 from jobs.console import stdout, summary
-from jobs.generate import NO_ROUTE, count_interactions, renderer
+from jobs.generate import NO_ROUTE, renderer
 from jobs.night import parse_date
+from jobs.routing import entity_router
 from jobs.settings import Settings, load_settings
 from jobs.spans import Span, text_spans
 from jobs.try_view import TriedEntity, print_tried, text_panel
@@ -24,6 +26,7 @@ from pipeline.knowledge.templates import load_template
 from pipeline.storage.workspace import Workspace
 from pipeline.tables.read import Tables, read_tables
 from retrieval_pools.router import Router
+from retrieval_pools.routing_rule import RoutingRule
 from retrieval_pools.store import PoolStore
 
 
@@ -42,9 +45,11 @@ def try_one(
         raise typer.BadParameter("give either --user or --item")
     settings = load_settings(config)
     side: Side = "user" if user is not None else "item"
-    tables = read_tables(settings.tables.path, as_of=parse_date(date) if date else None)
+    night_date = parse_date(date) if date else None
+    tables = read_tables(settings.tables.path, as_of=night_date)
     entity = find_entity(tables, side, user if user is not None else item)
-    tried = write_one(settings, tables, side, entity, live=not as_json and stdout.is_terminal)
+    today = datetime.datetime.now(datetime.UTC).date()
+    tried = write_one(settings, tables, side, entity, night_date or today, live=not as_json and stdout.is_terminal)
     if as_json:
         data = {name: value for name, value in vars(tried).items() if name != "spans"}
         summary(data | {"text": "".join(s.text for s in tried.spans), "spans": [vars(s) for s in tried.spans]}, True)
@@ -68,12 +73,14 @@ def find_entity(tables: Tables, side: Side, text: str) -> Entity:
     return next(iter_entities(tables, side, [entity_id]))
 
 
-def write_one(settings: Settings, tables: Tables, side: Side, entity: Entity, live: bool) -> TriedEntity:
+def write_one(
+    settings: Settings, tables: Tables, side: Side, entity: Entity, date: datetime.date, live: bool
+) -> TriedEntity:
     """Generate one entity's text as tonight would, showing it as it grows."""
     rendered, _ = renderer(settings, side, settings.decoding)(entity)
     template = load_template(settings.knowledge.template_of(side), settings.knowledge.template_dir)
     engine = Engine.from_pretrained(settings.model_dir, settings.decoding)
-    pool, version, route, previous_ids = _night_before(settings, tables, side, entity)
+    pool, version, route, previous_ids = _night_before(settings, tables, side, entity, date)
     request = GenerationRequest("try", rendered.token_ids, previous_ids, route.group, settings.decoding.max_new_tokens)
     written = _Writing(engine.tokenizer)
     with Live(text_panel([]), console=stdout, refresh_per_second=20, transient=True, auto_refresh=live) as view:
@@ -130,7 +137,7 @@ class _Writing:
         return text_spans(self._tokenizer, self._token_ids, self._sources)
 
 
-def _night_before(settings: Settings, tables: Tables, side: Side, entity: Entity):
+def _night_before(settings: Settings, tables: Tables, side: Side, entity: Entity, date: datetime.date):
     """What the workspace has to draft from: pool, its version, the entity's route in it, and its own last text."""
     if not (settings.workspace / "workspace.json").exists():
         return None, None, NO_ROUTE, None
@@ -144,8 +151,7 @@ def _night_before(settings: Settings, tables: Tables, side: Side, entity: Entity
     if version is None:
         return None, None, NO_ROUTE, previous_ids
     folder = store.folder(version)
-    router = Router.load(folder / "router" / side)
-    num_interactions = count_interactions(tables.interactions, side).get(entity.entity_id, 0)
-    route = router.route(entity.entity_id, entity.attributes, num_interactions)
+    router = Router.load(folder / "router" / side, RoutingRule.of(settings.routing))
+    route = entity_router(router, tables, side, date)(entity)
     pool = store.open(version, side, tokenizer_hash(settings.model_dir))
     return pool, version, route, previous_ids

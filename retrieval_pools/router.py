@@ -6,6 +6,7 @@ tables it is given and nothing of dates: what must not be known yet, the caller 
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from retrieval_pools.grouping.ids import SIDES, check_same_kind, id_column
 from retrieval_pools.grouping.kmeans import EntityEmbeddings, default_num_groups
 from retrieval_pools.grouping.leaves import LeafGroups
 from retrieval_pools.grouping.text_clusters import EntityTexts
+from retrieval_pools.routing_rule import EntityFacts, RoutingRule
 from retrieval_pools.routing_settings import RoutingSettings
 
 ROUTER_FILE, COLLABORATIVE_FILE = "router.json", "collaborative.parquet"
@@ -48,6 +50,7 @@ class Router:
     num_groups: int  # of the random scheme
     collaborative: CollaborativeGroups
     attributes: AttributeGroups | LeafGroups
+    rule: RoutingRule
 
     @classmethod
     def fit(
@@ -82,20 +85,28 @@ class Router:
         Raises
         ------
         PoolError
-            Unknown side, missing columns, ids of another kind, or an attribute that cannot be grouped by.
+            Unknown side, missing columns, ids of another kind, an attribute that cannot be grouped by, or a rule that
+            cannot be imported.
         """
         if side not in SIDES:
             raise PoolError(f"unknown side {side!r}: a router is fitted for one of {', '.join(SIDES)}")
         settings = settings or RoutingSettings()
+        rule = RoutingRule.of(settings)
         ids = id_column(entities, f"{side}_id", "entities")
         collaborative = CollaborativeGroups.none_of(ids)
         if settings.scheme in ("router", "collaborative"):
             collaborative = CollaborativeGroups.fit(side, ids, interactions, settings, seed, embeddings)
         attributes = _attribute_groups(side, entities, ids, settings, seed, texts)
         num_groups = settings.num_groups or default_num_groups(len(ids))
-        return cls(side, settings, seed, num_groups, collaborative, attributes)
+        return cls(side, settings, seed, num_groups, collaborative, attributes, rule)
 
-    def route(self, entity_id: str | int, attributes: Mapping[str, object], num_interactions: int) -> Route:
+    def route(
+        self,
+        entity_id: str | int,
+        attributes: Mapping[str, object],
+        num_interactions: int,
+        age_days: float | None = None,
+    ) -> Route:
         """Group of one entity, known or not.
 
         Parameters
@@ -105,6 +116,13 @@ class Router:
             Column names to values; what is missing, None or unknown shortens the prefix that is matched.
         num_interactions : int
             How many interactions the entity has now.
+        age_days : float, optional
+            Days since it was created; None where that is not known.
+
+        Raises
+        ------
+        PoolError
+            The user's own rule raised, or returned something else than it may.
         """
         match self.settings.scheme:
             case "global":
@@ -114,13 +132,16 @@ class Router:
             case "attribute":
                 return Route(self.attributes.group_of(attributes), "attribute")
         group = self.collaborative.group_of(entity_id)
-        if group is not None and num_interactions >= self.settings.min_interactions:
+        facts = EntityFacts(num_interactions, age_days, attributes)
+        if group is not None and self.rule.prefers_collaborative(entity_id, facts):
             return Route(f"collaborative/{group}", "collaborative")
         if self.settings.scheme == "collaborative":
             return Route(GLOBAL_GROUP, "global")
         return Route(self.attributes.group_of(attributes), "attribute")
 
-    def route_all(self, entities: pa.Table, num_interactions: np.ndarray) -> list[Route]:
+    def route_all(
+        self, entities: pa.Table, num_interactions: np.ndarray, age_days: np.ndarray | None = None
+    ) -> list[Route]:
         """Groups of all rows of a table, equal to `route` of each.
 
         Parameters
@@ -128,16 +149,19 @@ class Router:
         entities : pa.Table
             `<side>_id` and attribute columns.
         num_interactions : int array (num_entities,)
+        age_days : float array (num_entities,), optional
+            NaN where the age is not known.
 
         Raises
         ------
         PoolError
-            No id column, ids of another kind than at the fit, or counts that do not match the rows.
+            No id column, ids of another kind than at the fit, or counts or ages that do not match the rows.
         """
         ids = id_column(entities, f"{self.side}_id", "entities")
         check_same_kind(ids, self.collaborative.ids, "entities", "the entities that the router was fitted on")
-        if len(num_interactions) != len(ids):
-            raise PoolError(f"{len(num_interactions)} interaction counts for {len(ids)} entities; pass one a row")
+        for name, values in (("interaction counts", num_interactions), ("ages", age_days)):
+            if values is not None and len(values) != len(ids):
+                raise PoolError(f"{len(values)} {name} for {len(ids)} entities; pass one a row")
         scheme = self.settings.scheme
         if scheme == "global":
             return [Route(GLOBAL_GROUP, "global")] * len(ids)
@@ -145,7 +169,8 @@ class Router:
             groups = [random_group(entity_id, self.num_groups, self.seed) for entity_id in ids.to_pylist()]
             return [Route(group, "random") for group in groups]
         groups = self.collaborative.groups_of(ids)
-        groups[np.asarray(num_interactions) < self.settings.min_interactions] = -1
+        ages = np.full(len(ids), math.nan) if age_days is None else np.asarray(age_days)
+        groups[~self._prefer_collaborative(entities, ids, groups, np.asarray(num_interactions), ages)] = -1
         routes = [Route(f"collaborative/{group}", "collaborative") for group in range(int(groups.max(initial=-1)) + 1)]
         cold = groups < 0
         if scheme == "collaborative":
@@ -156,6 +181,19 @@ class Router:
             groups[cold] = assigned.indices + len(routes)
             routes += [Route(group, "attribute") for group in assigned.groups]
         return [routes[group] for group in groups.tolist()]
+
+    def _prefer_collaborative(
+        self, entities: pa.Table, ids: pa.Array, groups: np.ndarray, num_interactions: np.ndarray, ages: np.ndarray
+    ) -> np.ndarray:
+        """bool (num_entities,); an own rule is asked for those alone that have a group."""
+        if self.rule.function is None:
+            return self.rule.meets_limits(num_interactions, ages)
+        preferred = np.zeros(len(ids), bool)
+        for row in np.flatnonzero(groups >= 0).tolist():
+            age = None if math.isnan(ages[row]) else float(ages[row])
+            facts = EntityFacts(int(num_interactions[row]), age, entities.slice(row, 1).to_pylist()[0])
+            preferred[row] = self.rule.prefers_collaborative(ids[row].as_py(), facts)
+        return preferred
 
     def save(self, folder: Path | str) -> None:
         """Write the router into `folder` (made if missing): Parquet and JSON, `router.json` last."""
@@ -177,8 +215,15 @@ class Router:
         (folder / ROUTER_FILE).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: Path | str) -> "Router":
+    def load(cls, folder: Path | str, rule: RoutingRule | None = None) -> "Router":
         """Read what `save` wrote; it routes as the saved one did.
+
+        Parameters
+        ----------
+        folder : Path or str
+        rule : RoutingRule, optional
+            Decides in place of the saved limits. Must be given where the saved settings have a rule of the user's own:
+            what a pool's file names is not imported.
 
         Raises
         ------
@@ -201,12 +246,15 @@ class Router:
             attributes = grouping.load(columns, folder)
             table = pq.read_table(folder / COLLABORATIVE_FILE)
             ids, groups = id_column(table, "entity_id", COLLABORATIVE_FILE), table["group"].to_numpy()
+            if rule is None and settings.rule is not None:
+                raise PoolError(f"router in {folder} was fitted for routing.rule {settings.rule!r}; pass a RoutingRule")
             expected = description["num_collaborative"], description["num_attribute_groups"]
             if (len(ids), len(attributes.num_entities)) != expected:
                 raise PoolError(f"router in {folder} is damaged: its tables do not match {ROUTER_FILE}; {again}")
             return cls(
                 description["side"], settings, description["seed"], description["num_groups"],
                 CollaborativeGroups(ids, groups), attributes,
+                rule or RoutingRule(settings.min_interactions, settings.min_age_days),
             )  # fmt: skip
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException, ValidationError) as error:
             raise PoolError(f"router in {folder} cannot be read ({error}); {again}") from error

@@ -239,7 +239,7 @@ def _grow(
     parameters = {
         "objective": "regression",
         "learning_rate": 1.0,
-        "num_leaves": num_leaves,
+        "num_leaves": min(num_leaves, len(matrix)),
         "min_data_in_leaf": min_size,
         "min_sum_hessian_in_leaf": 0.0,
         "feature_pre_filter": False,

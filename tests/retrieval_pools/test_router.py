@@ -219,6 +219,8 @@ def test_routing_tables_that_do_not_fit_is_refused(router, users):
         router.route_all(_users(pa.int64()), np.zeros(NUM_USERS))
     with pytest.raises(PoolError, match="3 interaction counts for 120 entities"):
         router.route_all(users, np.zeros(3))
+    with pytest.raises(PoolError, match="2 ages for 120 entities"):
+        router.route_all(users, np.zeros(NUM_USERS), np.zeros(2))
 
 
 def test_missing_damaged_and_foreign_files_are_refused(router, tmp_path):
