@@ -19,15 +19,14 @@ import torch
 from pydantic import ValidationError
 
 from jobs.console import say
+from jobs.inputs import checked_inputs
 from jobs.settings import Settings
 from pipeline.errors import ConfigError, WorkspaceError
 from pipeline.storage.manifest import RunManifest, make_run_id
 from pipeline.storage.run_folder import RunFolder
 from pipeline.storage.workspace import Workspace
-from pipeline.tables.check import require_sound_tables
-from pipeline.tables.read import Tables, describe, read_tables
+from pipeline.tables.read import Tables, read_tables
 from retrieval_pools.errors import PoolError
-from retrieval_pools.routing_rule import RoutingRule
 from retrieval_pools.store import PoolStore
 
 
@@ -83,7 +82,7 @@ def hashed_settings(settings: Settings) -> dict[str, Any]:
 def open_night(settings: Settings, date: datetime.date, force: bool = False) -> Night:
     """Open the run of a date and these settings: a new one, or the unfinished one of an earlier attempt.
 
-    The workspace's lock must be held. The input tables are checked before anything is written.
+    The workspace's lock must be held. The inputs are checked before anything is written.
 
     Parameters
     ----------
@@ -94,26 +93,22 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False) -> 
     TableError
         The input tables are not what they should be; every finding is named.
     PoolError
-        The configured rule of routing cannot be imported.
+        The configured rule of routing cannot be imported, or embeddings are not what they should be.
     WorkspaceError
-        The unfinished run was started from other input tables.
+        The unfinished run was started from other inputs.
     """
-    if settings.tables.path is None:
-        raise ConfigError("no input tables: set tables.path in the configuration; `laserbatch init TABLES` writes one")
-    require_sound_tables(settings.tables.path)
-    RoutingRule.of(settings.routing)  # a function that cannot be imported fails the night here, not at its end
+    inputs = checked_inputs(settings, date)
     workspace = Workspace.open(settings.workspace)
     if force:
         settings = _next_regeneration(settings, workspace, date)
     run_id = make_run_id(date, hashed_settings(settings))
     run = workspace.run(run_id)
-    inputs = describe(settings.tables.path)
     if workspace.find_resumable(run_id) is not None and run.manifest_path.exists():
         manifest = RunManifest.load(run.manifest_path)
         if manifest["inputs"] != inputs:
             changed = [name for name in inputs if manifest["inputs"].get(name) != inputs[name]]
             raise WorkspaceError(
-                f"run {run_id} was started from other input tables ({', '.join(changed)} changed since); "
+                f"run {run_id} was started from other inputs ({', '.join(changed)} changed since); "
                 f"restore them to finish it, or delete {run.root} to start it anew"
             )
         say(f"going on with run {run_id}")

@@ -31,6 +31,8 @@ _PATH_KEYS = (
     ("tables", "path"),
     ("decoding", "model"),
     ("knowledge", "template_dir"),
+    ("routing", "user_embeddings"),
+    ("routing", "item_embeddings"),
     ("encoding", "encoder"),
 )
 

@@ -78,7 +78,7 @@ class Router:
             Of the embeddings, of k-means and of the random scheme.
         embeddings : EntityEmbeddings, optional
             Vectors of this side from the user's own recommender, or of a LightGCN trained once for both sides;
-            without them LightGCN is trained here.
+            without them the file that the settings name is read, or LightGCN is trained here.
         texts : EntityTexts, optional
             The newest of this side, for the attribute grouping "leaves"; without them it has one group.
 
@@ -279,8 +279,10 @@ def fit_routers(
     """
     settings, texts = settings or RoutingSettings(), texts or {}
     embeddings: dict[str, EntityEmbeddings] = {}
-    if settings.scheme in ("router", "collaborative"):
-        embeddings = train_embeddings(interactions, settings, seed)
+    to_train = [side for side in SIDES if settings.embeddings_of(side) is None]
+    if settings.scheme in ("router", "collaborative") and to_train:
+        trained = train_embeddings(interactions, settings, seed)
+        embeddings = {side: trained[side] for side in to_train}
     return {
         side: Router.fit(side, entities, interactions, settings, seed, embeddings.get(side), texts.get(side))
         for side, entities in (("user", users), ("item", items))

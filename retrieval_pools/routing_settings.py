@@ -1,6 +1,7 @@
 """The options of grouping and routing. Knows no table, no pool and no index."""
 
 import re
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -51,6 +52,12 @@ class RoutingSettings(BaseModel):
         ge=1,
         description="Collaborative groups, random groups or leaves; unset: half the square root of the entities.",
     )
+    user_embeddings: Path | None = Field(
+        None,
+        description="Parquet file of your own vectors of users, in place of LightGCN's: columns user_id and vector (a "
+        "list of floats). Users without a vector are grouped by attributes.",
+    )
+    item_embeddings: Path | None = Field(None, description="The same for items: columns item_id and vector.")
     attribute_grouping: AttributeGrouping = Field(
         "path",
         description="path: attributes split one after the other, found again by the longest known prefix; leaves: of "
@@ -87,3 +94,7 @@ class RoutingSettings(BaseModel):
     def attributes_of(self, side: str) -> tuple[str, ...] | None:
         """Columns that `side` ("user" or "item") is to be split by, or None for "guess them"."""
         return self.user_attributes if side == "user" else self.item_attributes
+
+    def embeddings_of(self, side: str) -> Path | None:
+        """File of the user's own vectors of `side`, or None for "train LightGCN"."""
+        return self.user_embeddings if side == "user" else self.item_embeddings

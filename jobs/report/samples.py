@@ -51,7 +51,7 @@ def provenance_section(manifest: Mapping) -> Section:
     blocks: list[Block] = []
     inputs = [(name, mapping(table)) for name, table in mapping(manifest.get("inputs")).items() if mapping(table)]
     folds = [
-        ("Input tables", [(name, _input(table)) for name, table in inputs]),
+        ("Inputs", [(name, _input(table)) for name, table in inputs]),
         ("Model", [(key, _value(key, value)) for key, value in mapping(manifest.get("model")).items()]),
         (
             "Features",
@@ -72,6 +72,8 @@ def provenance_section(manifest: Mapping) -> Section:
 
 def _input(table: Mapping) -> str:
     parts = [f"{count(table.get('num_rows'))} rows", str(table.get("path") or "")]
+    if table.get("num_unknown_ids") is not None:
+        parts.insert(1, f"{count(table['num_unknown_ids'])} of unknown ids")
     if table.get("sha256"):
         parts.append(f"SHA-256 {table['sha256']}")
     return " · ".join(part for part in parts if part)

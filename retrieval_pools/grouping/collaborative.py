@@ -1,4 +1,4 @@
-"""Collaborative groups: entities with enough interactions, put together by k-means over LightGCN embeddings.
+"""Collaborative groups: entities with enough interactions, put together by k-means over embeddings.
 
 Knows interactions and ids, no attributes; which entities use these groups the router decides.
 """
@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from retrieval_pools.grouping.embeddings import read_embeddings
 from retrieval_pools.grouping.ids import SIDES, check_same_kind, id_column, normalised_ids
 from retrieval_pools.grouping.kmeans import EntityEmbeddings, cluster_embeddings, default_num_groups
 from retrieval_pools.routing_settings import RoutingSettings
@@ -50,12 +51,12 @@ class CollaborativeGroups:
         settings : RoutingSettings
         seed : int
         embeddings : EntityEmbeddings, optional
-            Without them LightGCN is trained.
+            Without them those of the settings' file are read, or LightGCN is trained.
 
         Raises
         ------
         PoolError
-            Missing id columns, or ids of different kinds.
+            Missing id columns, ids of different kinds, or a file of embeddings that is not what it should be.
         """
         interaction_ids = id_column(interactions, f"{side}_id", "interactions")
         check_same_kind(interaction_ids, ids, "interactions", "entities")
@@ -65,7 +66,11 @@ class CollaborativeGroups:
         if len(warm_ids) == 0:
             return cls.none_of(ids)
         if embeddings is None:
-            embeddings = train_embeddings(interactions, settings, seed)[side]
+            path = settings.embeddings_of(side)
+            if path is not None:
+                embeddings = read_embeddings(path, side, ids)
+            else:
+                embeddings = train_embeddings(interactions, settings, seed)[side]
         embedded_ids = normalised_ids(embeddings.ids, f"{side}_id", "embeddings")
         check_same_kind(embedded_ids, ids, "embeddings", "entities")
         warm_ids = warm_ids.filter(pc.is_in(warm_ids, value_set=embedded_ids))

@@ -267,7 +267,7 @@ def test_an_empty_manifest_still_makes_a_page():
     text = outline({}).text
     assert "There was no entity to write about." in text
     assert "No side was begun in this run." in text
-    assert "Input tables: not recorded." in text
+    assert "Inputs: not recorded." in text
 
 
 @pytest.mark.parametrize("key", sorted(night_manifest()))
