@@ -72,7 +72,7 @@ def _routes(sides: list[SideView], wide: bool) -> Figure:
         "Where the router sent entities",
         stacked_shares(rows, "share of the side's entities", FULL_WIDTH if wide else HALF_WIDTH),
         legend=[LegendEntry(ROUTE_LABELS.get(name, name), ROUTE_COLOURS.get(name, OTHER)) for name in names],
-        caption="Collaborative: enough interactions for a cluster of tastes. Attribute: the others, and cold ones.",
+        caption="Collaborative: known well enough for a cluster of tastes. Attribute: the others, and cold ones.",
         wide=wide,
     )
 
