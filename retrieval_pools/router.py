@@ -1,8 +1,9 @@
 """Which group's pool an entity drafts from: the binary router of LASER (section 3.2) and its baselines.
 
-Fitted when a pool is built, saved beside it, used the next night. It always answers: an entity with enough
-interactions that was there at the fit has its collaborative group, every other one an attribute group. It knows the
-tables it is given and nothing of dates: what must not be known yet, the caller has cut.
+Fitted when a pool is built, saved beside it, used the next night under that night's rule. It always answers: an entity
+that the rule prefers (by default: one with enough interactions) and that was there at the fit has its collaborative
+group, every other one an attribute group. It knows the tables it is given and nothing of dates: what must not be known
+yet, the caller has cut.
 """
 
 import json

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import adjusted_rand_score
 
 from retrieval_pools.errors import PoolError
+from retrieval_pools.grouping import leaves as module
 from retrieval_pools.grouping.ids import id_column
 from retrieval_pools.grouping.leaves import FEATURE_FILE, MAX_CATEGORIES, TREE_FILE, LeafGroups
 from retrieval_pools.grouping.text_clusters import EntityTexts, cluster_positions
@@ -157,6 +158,13 @@ def test_equal_arguments_give_equal_files_whatever_the_order_of_rows(items, leav
     assert names == ["attribute_features.json", "attribute_groups.parquet", "attribute_tree.txt"]
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_many_texts_are_sampled_by_the_seed(items, monkeypatch):
+    monkeypatch.setattr(module, "MAX_FIT_TEXTS", 60)
+    first, second, other = (_fit(items, _texts(), seed=seed) for seed in (1, 1, 2))
+    assert first == second != other
+    assert adjusted_rand_score(items["era"].to_pylist(), first.groups_of(items).indices) == 1
 
 
 def test_a_saved_tree_groups_as_before(items, leaves, tmp_path):
