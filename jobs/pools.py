@@ -14,6 +14,7 @@ from jobs.settings import Settings, load_settings
 from pipeline.knowledge.records import Side
 from pipeline.storage.workspace import Workspace
 from retrieval_pools.errors import PoolError
+from retrieval_pools.grouping.leaves import read_rules
 from retrieval_pools.pool import Pool
 from retrieval_pools.store import PoolStore, PoolVersion
 
@@ -94,7 +95,8 @@ def show(
         return
     stdout.print(versions_table([chosen]))
     for side, manifest in chosen.pools.items():
-        stdout.print(groups_table(side, manifest, num_groups))
+        rules = read_rules(chosen.folder / "router" / side)
+        stdout.print(groups_table(side, manifest, num_groups, rules))
     if verify:
         say("every file has the checksum that its manifest says")
 

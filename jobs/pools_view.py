@@ -1,5 +1,6 @@
 """Pools on a terminal: versions, groups, and the draft tree of a query. Draws what it is given; opens nothing."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -155,8 +156,8 @@ def versions_table(versions: list[PoolVersion]) -> Table:
     return table
 
 
-def groups_table(side: str, manifest: PoolManifest, num_groups: int) -> Table:
-    """The largest groups of a pool."""
+def groups_table(side: str, manifest: PoolManifest, num_groups: int, rules: Mapping[str, str]) -> Table:
+    """The largest groups of a pool; what they hold is shown for those whose names do not say it."""
     ordered = sorted(manifest.groups.items(), key=lambda item: (-item[1]["num_tokens"], item[0]))
     left_out = f", the {num_groups} largest of {len(ordered)}" if len(ordered) > num_groups else ""
     table = Table(
@@ -164,9 +165,12 @@ def groups_table(side: str, manifest: PoolManifest, num_groups: int) -> Table:
     )
     for name in ("group", "texts", "tokens", "share"):
         table.add_column(name, justify="left" if name == "group" else "right")
+    if rules:
+        table.add_column("holds")
     for name, counts in ordered[:num_groups]:
         share = counts["num_tokens"] / max(1, manifest.num_tokens)
-        table.add_row(Text(name or "(none)"), f"{counts['num_texts']:,}", f"{counts['num_tokens']:,}", f"{share:.1%}")
+        cells = [f"{counts['num_texts']:,}", f"{counts['num_tokens']:,}", f"{share:.1%}"]
+        table.add_row(Text(name or "(none)"), *cells, *([Text(rules.get(name, ""))] if rules else []))
     return table
 
 

@@ -49,6 +49,11 @@ class AttributeColumn:
         is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
         return bisect_right(self.edges, value) if is_number else None
 
+    @property
+    def bin_names(self) -> list[str]:
+        """The tokens of a number's bins, lowest first."""
+        return [self._token(self._bin_name(position)) for position in range(len(self.edges) + 1)]
+
     def _path_tokens(self, levels: Sequence[object]) -> tuple[str, ...]:
         tokens: list[str] = []
         for level in levels[:MAX_PATH_LEVELS]:

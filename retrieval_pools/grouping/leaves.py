@@ -25,13 +25,14 @@ from retrieval_pools.errors import PoolError
 from retrieval_pools.grouping.attributes import ATTRIBUTE_FILE, GroupAssignment
 from retrieval_pools.grouping.columns import AttributeColumn, attributes_of_rows, choose_columns, distinct_rows
 from retrieval_pools.grouping.ids import check_same_kind, normalised_ids
+from retrieval_pools.grouping.leaf_rules import leaf_rules
 from retrieval_pools.grouping.text_clusters import EntityTexts, cluster_positions
 
 if TYPE_CHECKING:
     from lightgbm import Booster
 
 TREE_FILE, FEATURE_FILE = "attribute_tree.txt", "attribute_features.json"
-GROUP_SCHEMA = pa.schema([("group", pa.string()), ("num_entities", pa.int64())])
+GROUP_SCHEMA = pa.schema([("group", pa.string()), ("num_entities", pa.int64()), ("rule", pa.string())])
 MAX_CATEGORIES = 254  # of a column, or of a level of a path; LightGBM has 255 bins, one of them for the unknown
 MAX_FIT_TEXTS = 50_000  # on larger sides the tree comes from a seeded sample of this many texts
 
@@ -59,6 +60,13 @@ class TreeFeature:
             return -1.0 if position is None else float(position)
         tokens = self.column.tokens(value)[: self.num_levels]
         return self._codes.get(_category(tokens), -1.0) if len(tokens) == self.num_levels else -1.0
+
+    @property
+    def names(self) -> list[str]:
+        """Readable names of the values 0, 1, ..., and of the unknown."""
+        values = list(self.categories) if self.is_categorical else self.column.bin_names
+        level = f" (level {self.num_levels})" if self.column.kind == "path" else ""
+        return [*values, f"{self.column.name}{level} unknown"]
 
     @cached_property
     def _codes(self) -> dict[str, float]:
@@ -131,6 +139,12 @@ class LeafGroups:
         """Names of all groups, in the order of the leaves."""
         return [_group_name(leaf) for leaf in range(len(self.num_entities))]
 
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """What each leaf holds, in words."""
+        tree = self._booster.dump_model()["tree_info"][0]["tree_structure"] if self._booster is not None else {}
+        return leaf_rules(tree, [feature.names for feature in self.features], len(self.num_entities))
+
     def group_of(self, attributes: Mapping[str, object]) -> str:
         """Group of one entity."""
         row = tuple(feature.encode(attributes.get(feature.column.name)) for feature in self.features)
@@ -144,7 +158,7 @@ class LeafGroups:
         return GroupAssignment([_group_name(leaf) for leaf in found.tolist()], indices.astype(np.int64))
 
     def save(self, folder: Path) -> None:
-        """Write the tree as LightGBM's text, its inputs as JSON, and the groups' sizes."""
+        """Write the tree as LightGBM's text, its inputs as JSON, and the groups with their sizes and rules."""
         (folder / TREE_FILE).write_text(self.tree, encoding="utf-8")
         features = [
             {"column": feature.column.name, "num_levels": feature.num_levels, "categories": feature.categories}
@@ -152,7 +166,8 @@ class LeafGroups:
         ]
         described = {"tree_sha256": _sha256(self.tree), "features": features}
         (folder / FEATURE_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        pq.write_table(pa.table([self.groups, list(self.num_entities)], GROUP_SCHEMA), folder / ATTRIBUTE_FILE)
+        groups = pa.table([self.groups, list(self.num_entities), self.rules], GROUP_SCHEMA)
+        pq.write_table(groups, folder / ATTRIBUTE_FILE, compression="zstd")
 
     @classmethod
     def load(cls, columns: Sequence[AttributeColumn], folder: Path) -> "LeafGroups":
@@ -186,6 +201,15 @@ class LeafGroups:
     @cached_property
     def _leaf_of_row(self) -> dict[tuple[float, ...], int]:
         return {}
+
+
+def read_rules(folder: Path) -> dict[str, str]:
+    """What each leaf of a saved router holds, in words, by group; nothing where groups are not leaves."""
+    file = folder / ATTRIBUTE_FILE
+    if not file.is_file() or "rule" not in pq.read_schema(file).names:
+        return {}
+    table = pq.read_table(file)
+    return dict(zip(table["group"].to_pylist(), table["rule"].to_pylist(), strict=True))
 
 
 def _features(entities: pa.Table, columns: Sequence[AttributeColumn]) -> tuple[TreeFeature, ...]:

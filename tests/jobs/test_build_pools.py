@@ -5,10 +5,12 @@ import datetime
 import numpy as np
 import pyarrow as pa
 import pytest
+from typer.testing import CliRunner
 
 from jobs.build_pools import build_pools
 from jobs.generate import router
 from jobs.night import open_night
+from jobs.pools import app
 from jobs.settings import load_settings
 from pipeline.knowledge.entities import iter_entities
 from pipeline.tables.sample_world import write_sample_world
@@ -52,6 +54,8 @@ def test_cold_entities_draft_from_the_leaf_that_their_pool_has(world):
     write_texts(night)
     groups = set(build_pools(night)["item"]["groups"])
     assert groups == {"leaf/0", "leaf/1", "leaf/2", "leaf/3"}
+    shown = CliRunner().invoke(app, ["show", "--config", str(world / "laserbatch.yaml")], catch_exceptions=False)
+    assert "holds" in shown.stdout and "mood=" in shown.stdout
     next_night = opened(world, SECOND_DATE, routing)
     route = router(next_night, "item")
     routes = {route(entity) for entity in iter_entities(next_night.tables, "item")}

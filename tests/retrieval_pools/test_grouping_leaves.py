@@ -14,7 +14,7 @@ from sklearn.metrics import adjusted_rand_score
 from retrieval_pools.errors import PoolError
 from retrieval_pools.grouping import leaves as module
 from retrieval_pools.grouping.ids import id_column
-from retrieval_pools.grouping.leaves import FEATURE_FILE, MAX_CATEGORIES, TREE_FILE, LeafGroups
+from retrieval_pools.grouping.leaves import FEATURE_FILE, MAX_CATEGORIES, TREE_FILE, LeafGroups, read_rules
 from retrieval_pools.grouping.text_clusters import EntityTexts, cluster_positions
 from retrieval_pools.router import Router
 from retrieval_pools.routing_settings import RoutingSettings
@@ -115,6 +115,42 @@ def test_the_tree_sends_an_entity_where_it_was_grown_for_it(items, leaves):
     assert np.bincount(written.indices).tolist() == [int(count) for count in line.split("=")[1].split()]
 
 
+def test_a_leafs_rule_says_what_it_holds(leaves, tmp_path):
+    by_era = {leaves.group_of({"era": era}): era for era in ERAS}
+    unknown = leaves.group_of({})
+    leaves.save(tmp_path)
+    rules = read_rules(tmp_path)
+    assert list(rules) == leaves.groups
+    for group, era in by_era.items():
+        assert rules[group] == (f"(era={era} or era unknown)" if group == unknown else f"era={era}")
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 1000))
+def test_rules_hold_for_the_entities_of_their_leaves(seed):
+    """Rules are written from LightGBM's description; read again here, they agree with what it does."""
+    rng = np.random.default_rng(seed)
+    kinds = [f"k{number}" for number in rng.integers(0, 9, 80)]
+    years = [None if number > 44 else int(number) for number in rng.integers(0, 50, 80)]
+    items = pa.table({"item_id": [f"i{n}" for n in range(80)], "kind": kinds, "year": pa.array(years, pa.int64())})
+    words = [
+        [int(kind[1:]) % 4, 10 + (year or 0) // 15, *rng.integers(20, 30, 2)]
+        for kind, year in zip(kinds, years, strict=True)
+    ]
+    texts = EntityTexts(items["item_id"].combine_chunks(), pa.array(words, pa.list_(pa.int32())))
+    leaves = _fit(items, texts, ("kind", "year"), num_leaves=8)
+    rule_of = dict(zip(leaves.groups, leaves.rules, strict=True))
+    for kind, year in zip([*kinds, "new"], [*years, None], strict=True):
+        tokens = {
+            feature.names[int(feature.encode(value))]  # -1 is the last: the unknown
+            for feature, value in zip(leaves.features, (kind, year), strict=True)
+        }
+        for part in rule_of[leaves.group_of({"kind": kind, "year": year})].split(" and "):
+            named = set(part.removeprefix("not ").strip("()").split(" or "))
+            if part != "everything" and not any(name.endswith(" more") for name in named):
+                assert bool(named & tokens) != part.startswith("not "), (part, tokens)
+
+
 def test_the_rarest_of_many_values_count_as_unknown():
     number = MAX_CATEGORIES + 20
     rare = [f"v{n:04d}" for n in range(number) for _ in range(1 if n >= MAX_CATEGORIES else 2)]
@@ -182,6 +218,7 @@ def test_without_texts_or_attributes_there_is_one_leaf(items, texts, names, tmp_
         texts = replace(texts, token_ids=pa.array([], pa.list_(pa.int32())))
     one = _fit(items, texts, names)
     assert one.num_entities == (NUM_ITEMS,)
+    assert one.rules == ("everything",)
     assert one.group_of({"era": "1920s"}) == "leaf/0"
     one.save(tmp_path)
     assert LeafGroups.load(one.columns, tmp_path) == one
