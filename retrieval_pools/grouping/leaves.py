@@ -112,7 +112,7 @@ class LeafGroups:
         num_leaves : int
             Leaves at most, and text clusters that the tree is to tell apart.
         min_size : int
-            Texts a leaf has at least.
+            Texts a leaf has at least, and a category that a split names.
         num_bins : int
             Quantile bins of a numeric column.
         seed : int
@@ -268,9 +268,9 @@ def _grow(
         "min_sum_hessian_in_leaf": 0.0,
         "feature_pre_filter": False,
         "min_data_in_bin": 1,
-        # Leaves are large already: a category needs no smoothing of its own, and any number may stand on one side.
+        # A split names a category that has as many texts as a leaf; rarer ones would be sorted by chance.
+        "cat_smooth": float(min_size),
         "min_data_per_group": 1,
-        "cat_smooth": 0.0,
         "cat_l2": 0.0,
         "max_cat_threshold": MAX_CATEGORIES,
         "deterministic": True,
