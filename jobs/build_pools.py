@@ -76,4 +76,4 @@ def _pool_texts(night: Night, side: Side, knowledge: pa.Table, router: Router) -
     for entity in iter_entities(night.tables, side):
         token_ids = texts.get(entity.entity_id)
         if token_ids is not None:
-            yield PoolText(token_ids.values.to_numpy(), route(entity).group)
+            yield PoolText(token_ids.values.to_numpy(), route(entity).group, entity.entity_id)

@@ -27,7 +27,7 @@ from pipeline.storage.run_folder import RunFolder
 from pipeline.storage.workspace import Workspace
 from pipeline.tables.read import Tables, read_tables
 from retrieval_pools.errors import PoolError
-from retrieval_pools.store import PoolStore
+from retrieval_pools.store import PoolStore, PoolVersion
 
 
 @dataclass
@@ -124,7 +124,8 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False) -> 
         published = workspace.published()
         previous_id = manifest["previous_run_id"] = published.run_id if published else None
         manifest["inputs"] = inputs
-        manifest["pools"] = describe_pools(PoolStore(workspace.pools_folder))
+        pools = current_pools(PoolStore(workspace.pools_folder), settings.pools.min_support)
+        manifest["pools"] = describe_pools(pools)
         manifest.save()
     previous = workspace.run(previous_id) if previous_id else None
     return Night(settings, workspace, date, run, manifest, previous)
@@ -171,16 +172,45 @@ def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
         ) from None
 
 
-def describe_pools(store: PoolStore) -> dict[str, Any]:
-    """The pools that a run which opens now will draft from, for its manifest; frozen there for every later attempt."""
+def current_pools(store: PoolStore, min_support: int) -> PoolVersion | None:
+    """The pools that a run which opens now may draft from: the current ones, unless they were built to give more away.
+
+    Parameters
+    ----------
+    min_support : what the run's settings ask for; pools keep what they were built with.
+
+    Raises
+    ------
+    PoolError
+        The current version is not there, or damaged.
+    """
     version = store.current_version()
-    current = next((known for known in store.list() if known.version == version), None)
-    if current is not None and current.problem is not None:
+    if version is None:
+        return None
+    current = next(known for known in store.list() if known.version == version)
+    if current.problem is not None:
         raise PoolError(current.problem)
-    sides = {} if current is None else current.pools
-    return {"version": version} | {
-        side: {"version": version, "num_texts": pool.num_texts, "num_tokens": pool.num_tokens, "groups": pool.groups}
-        for side, pool in sides.items()
+    if any(pool.settings.min_support < min_support for pool in current.pools.values()):
+        say(
+            f"not drafting from the pools {version}, built with a lower pools.min_support than {min_support}; "
+            "those that are built from this run will have it"
+        )
+        return None
+    return current
+
+
+def describe_pools(pools: PoolVersion | None) -> dict[str, Any]:
+    """The pools that a run drafts from, for its manifest; frozen there for every later attempt."""
+    if pools is None:
+        return {"version": None}
+    return {"version": pools.version} | {
+        side: {
+            "version": pools.version,
+            "num_texts": pool.num_texts,
+            "num_tokens": pool.num_tokens,
+            "groups": pool.groups,
+        }
+        for side, pool in pools.pools.items()
     }
 
 

@@ -140,8 +140,9 @@ def visible(text: str) -> str:
 def versions_table(versions: list[PoolVersion]) -> Table:
     """A row for each side of each version."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("", "version", "side", "texts", "tokens", "groups", "size", "scope", "model"):
-        table.add_column(name, justify="right" if name in ("texts", "tokens", "groups", "size") else "left")
+    for name in ("", "version", "side", "texts", "tokens", "groups", "size", "min support", "scope", "model"):
+        is_number = name in ("texts", "tokens", "groups", "size", "min support")
+        table.add_column(name, justify="right" if is_number else "left")
     for version in versions:
         mark = "*" if version.is_current else ""
         if version.problem is not None:
@@ -149,8 +150,9 @@ def versions_table(versions: list[PoolVersion]) -> Table:
             continue
         for side, manifest in version.pools.items():
             counts = (manifest.num_texts, manifest.num_tokens, len(manifest.groups))
-            size, scope = f"{manifest.size_bytes / 1e6:,.1f} MB", manifest.settings.scope
-            row = (mark, version.version, side, *(f"{n:,}" for n in counts), size, scope, manifest.model_id)
+            size = f"{manifest.size_bytes / 1e6:,.1f} MB"
+            built_with = (str(manifest.settings.min_support), manifest.settings.scope, manifest.model_id)
+            row = (mark, version.version, side, *(f"{n:,}" for n in counts), size, *built_with)
             table.add_row(*(Text(value) for value in row))
             mark = ""
     return table

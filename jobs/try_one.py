@@ -9,7 +9,7 @@ from rich.live import Live
 
 from jobs.console import stdout, summary
 from jobs.generate import NO_ROUTE, renderer
-from jobs.night import parse_date
+from jobs.night import current_pools, parse_date
 from jobs.routing import entity_router
 from jobs.settings import Settings, load_settings
 from jobs.spans import Span, text_spans
@@ -147,11 +147,10 @@ def _night_before(settings: Settings, tables: Tables, side: Side, entity: Entity
     row = previous.row_of(entity.entity_id)
     previous_ids = None if row is None else previous.token_ids(row)
     store = PoolStore(workspace.pools_folder)
-    version = store.current_version()
-    if version is None:
+    current = current_pools(store, settings.pools.min_support)
+    if current is None:
         return None, None, NO_ROUTE, previous_ids
-    folder = store.folder(version)
-    router = Router.load(folder / "router" / side, RoutingRule.of(settings.routing))
+    router = Router.load(current.folder / "router" / side, RoutingRule.of(settings.routing))
     route = entity_router(router, tables, side, date)(entity)
-    pool = store.open(version, side, tokenizer_hash(settings.model_dir))
-    return pool, version, route, previous_ids
+    pool = store.open(current.version, side, tokenizer_hash(settings.model_dir))
+    return pool, current.version, route, previous_ids

@@ -14,12 +14,21 @@ from pathlib import Path
 
 import numpy as np
 
-from retrieval_pools.drafting.state import Index
+from retrieval_pools.drafting.state import NO_SUPPORT, Index
 from retrieval_pools.errors import PoolError
-from retrieval_pools.manifest import FORMAT_VERSION, GroupCounts, PoolManifest, Side, write_array, write_manifest
+from retrieval_pools.manifest import (
+    FORMAT_VERSION,
+    GroupCounts,
+    PoolManifest,
+    Side,
+    array_names,
+    write_array,
+    write_manifest,
+)
 from retrieval_pools.pool import Pool
 from retrieval_pools.settings import PoolSettings
 from retrieval_pools.suffix_order import SEPARATOR, sort_suffixes
+from retrieval_pools.support import supported_lengths
 
 MAX_GROUPS = 1 << 16
 MAX_POSITIONS = (1 << 31) - 1
@@ -34,10 +43,12 @@ class PoolText:
     ----------
     token_ids : int32[n], n >= 0, without the end token: where a text ends is known by itself.
     group : the group of the entity that it was written for.
+    entity : that entity, for `min_support`: its texts count once. None: an entity with this one text.
     """
 
     token_ids: np.ndarray
     group: str = ""
+    entity: str | int | None = None
 
 
 def build_pool(
@@ -70,10 +81,15 @@ def build_pool(
     laid_out = _lay_end_to_end(texts, vocab_size)
     suffixes = sort_suffixes(laid_out.tokens, laid_out.vocab_size, settings.index_depth)
     index = Index(
-        laid_out.tokens, suffixes.order, laid_out.group_codes[suffixes.order], suffixes.starts, settings.index_depth
+        laid_out.tokens,
+        suffixes.order,
+        laid_out.group_codes[suffixes.order],
+        suffixes.starts,
+        _support(laid_out, suffixes.order, settings),
+        settings.index_depth,
     )
     with _published_folder(out_dir) as folder:
-        arrays = {name: write_array(getattr(index, name), name, folder) for name in Index._fields[:-1]}
+        arrays = {name: write_array(getattr(index, name), name, folder) for name in array_names(settings)}
         manifest = PoolManifest(
             format_version=FORMAT_VERSION,
             side=side,
@@ -94,6 +110,7 @@ def build_pool(
 class _LaidOut:
     tokens: np.ndarray  # int32[n]: separator, text, separator, text, ..., separator
     group_codes: np.ndarray  # uint16[n], of the text that a token or the separator before it belongs to
+    entity_codes: np.ndarray  # int32[n], likewise
     groups: dict[str, GroupCounts]  # in the order of their codes: as they came
     vocab_size: int
 
@@ -104,6 +121,8 @@ def _lay_end_to_end(texts: Iterable[PoolText], vocab_size: int | None) -> _LaidO
     lengths: list[int] = []
     codes: list[int] = []
     code_of: dict[str, int] = {}
+    entity_codes: list[int] = []
+    code_of_entity: dict[str | int | tuple[int], int] = {}
     num_positions, largest = 1, -1
     for number, text in enumerate(texts):
         token_ids = _checked(text.token_ids, number, vocab_size)
@@ -119,7 +138,9 @@ def _lay_end_to_end(texts: Iterable[PoolText], vocab_size: int | None) -> _LaidO
         pieces += (separator, token_ids)
         lengths.append(len(token_ids))
         codes.append(code)
-    group_codes = np.repeat(np.array(codes, np.uint16), np.array(lengths, np.int64) + 1)
+        entity = (number,) if text.entity is None else text.entity
+        entity_codes.append(code_of_entity.setdefault(entity, len(code_of_entity)))
+    num_places = np.array(lengths, np.int64) + 1
     num_texts = np.bincount(codes, minlength=len(code_of)) if codes else []
     num_tokens = np.bincount(codes, weights=lengths, minlength=len(code_of)) if codes else []
     groups = {
@@ -127,7 +148,20 @@ def _lay_end_to_end(texts: Iterable[PoolText], vocab_size: int | None) -> _LaidO
         for name, code in code_of.items()
     }
     tokens = np.concatenate([*pieces, separator])
-    return _LaidOut(tokens, group_codes, groups, largest + 1 if vocab_size is None else vocab_size)
+    return _LaidOut(
+        tokens,
+        np.repeat(np.array(codes, np.uint16), num_places),
+        np.repeat(np.array(entity_codes, np.int32), num_places),
+        groups,
+        largest + 1 if vocab_size is None else vocab_size,
+    )
+
+
+def _support(laid_out: _LaidOut, order: np.ndarray, settings: PoolSettings) -> np.ndarray:
+    if settings.min_support == 1:
+        return NO_SUPPORT
+    entity_codes = laid_out.entity_codes[order]
+    return supported_lengths(laid_out.tokens, order, entity_codes, settings.min_support, settings.index_depth)
 
 
 def _checked(token_ids: np.ndarray, number: int, vocab_size: int | None) -> np.ndarray:

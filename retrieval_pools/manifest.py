@@ -20,12 +20,13 @@ MANIFEST_NAME = "manifest.json"
 REBUILD = "Run `laserbatch pools rebuild`."
 
 Side = Literal["user", "item"]
-ArrayName = Literal["tokens", "order", "group_codes", "starts"]
+ArrayName = Literal["tokens", "order", "group_codes", "starts", "support"]
 ARRAY_DTYPES: dict[ArrayName, np.dtype] = {
     "tokens": np.dtype("<i4"),
     "order": np.dtype("<i4"),
     "group_codes": np.dtype("<u2"),
     "starts": np.dtype("<i4"),
+    "support": np.dtype("u1"),
 }
 
 
@@ -69,6 +70,11 @@ class PoolManifest(BaseModel):
     def size_bytes(self) -> int:
         """Size of the arrays on disk."""
         return sum(file.size_bytes for file in self.arrays.values())
+
+
+def array_names(settings: PoolSettings) -> tuple[ArrayName, ...]:
+    """The arrays that a pool of these settings has; `support` only where something may not be drafted."""
+    return tuple(name for name in ARRAY_DTYPES if name != "support" or settings.min_support > 1)
 
 
 def array_path(folder: Path, name: ArrayName) -> Path:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from retrieval_pools.drafting.state import Index, Preference
+from retrieval_pools.drafting.state import NO_SUPPORT, Index, Preference
 from retrieval_pools.errors import PoolError
-from retrieval_pools.manifest import FORMAT_VERSION, REBUILD, PoolManifest, read_array, read_manifest
+from retrieval_pools.manifest import FORMAT_VERSION, REBUILD, PoolManifest, array_names, read_array, read_manifest
 from retrieval_pools.settings import PoolSettings
 from retrieval_pools.suffix_order import SEPARATOR
 
@@ -56,13 +56,8 @@ class Pool:
                 f"{folder} was built with the tokenizer {manifest.tokenizer_hash} (model {manifest.model_id}); "
                 f"expected {tokenizer_hash}: its token ids mean something else now. {REBUILD}"
             )
-        index = Index(
-            read_array(folder, "tokens", manifest, verify),
-            read_array(folder, "order", manifest, verify),
-            read_array(folder, "group_codes", manifest, verify),
-            read_array(folder, "starts", manifest, verify),
-            manifest.settings.index_depth,
-        )
+        arrays = {name: read_array(folder, name, manifest, verify) for name in array_names(manifest.settings)}
+        index = Index(**{"support": NO_SUPPORT} | arrays, depth=manifest.settings.index_depth)
         _check_arrays_fit(folder, manifest, index)
         return cls.of_arrays(folder, manifest, index)
 
@@ -80,9 +75,10 @@ class Pool:
         return tuple(self.manifest.groups)
 
     def with_settings(self, **changes) -> "Pool":
-        """The same texts, queried with other settings (all but `index_depth`, which is in the files)."""
-        if "index_depth" in changes:
-            raise PoolError("index_depth is fixed when a pool is built; build another pool for another depth.")
+        """The same texts, queried with other settings (all but those that are in the files)."""
+        for name in ("index_depth", "min_support"):
+            if name in changes:
+                raise PoolError(f"{name} is fixed when a pool is built; build another pool for another value.")
         settings = PoolSettings.model_validate(self.settings.model_dump() | changes)
         return replace(self, settings=settings)
 
@@ -121,11 +117,13 @@ class Pool:
 
 def _check_arrays_fit(folder: Path, manifest: PoolManifest, index: Index) -> None:
     """The cheap part of a check: lengths, separators at both ends, a table that covers the order."""
-    tokens, order, group_codes, starts, _ = index
+    tokens, order, group_codes, starts, support, _ = index
     num_separators = manifest.num_texts + 1
     fits = (
         len(tokens) == manifest.num_tokens + num_separators
         and len(order) == len(group_codes) == len(tokens) - 1
+        and len(support) == (len(order) if manifest.settings.min_support > 1 else 0)
+        and set(manifest.arrays) == set(array_names(manifest.settings))
         and len(starts) == manifest.vocab_size + 2
         and tokens[0] == tokens[-1] == SEPARATOR
         and starts[0] == 0
@@ -141,7 +139,7 @@ def _empty_pool() -> Pool:
         num_texts=0, num_tokens=0, groups={}, settings=PoolSettings(), arrays={},
     )  # fmt: skip
     arrays = (np.array([SEPARATOR], np.int32), np.empty(0, np.int32), np.empty(0, np.uint16), np.zeros(2, np.int32))
-    return Pool.of_arrays(None, manifest, Index(*arrays, manifest.settings.index_depth))
+    return Pool.of_arrays(None, manifest, Index(*arrays, NO_SUPPORT, manifest.settings.index_depth))
 
 
 EMPTY_POOL = _empty_pool()  # what a sequence is drafted from when there is no pool

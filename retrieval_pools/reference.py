@@ -7,7 +7,7 @@ list. The tests hold `query.draft` to this, and a reader may start here.
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from retrieval_pools.settings import PoolSettings
 from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
@@ -17,21 +17,24 @@ MIN_PROBABILITY = 1 / 2048
 NUM_LOCAL_POSITIONS = 16
 
 Tokens = list[int]
+NGrams = set[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class ReferenceText:
-    """One text of the pool: START, its tokens, END."""
+    """One text of the pool: START, its tokens, END. `entity` is whose it is, for `min_support`."""
 
     tokens: Tokens
     group: str
+    entity: str | int = ""
 
 
 @dataclass(frozen=True)
 class Level:
     """One who is asked what comes next: `source`, having seen the last `length` tokens of the context at `places`.
 
-    A place is (text, position of the next token, how much it counts).
+    A place is (text, position of the next token, how much it counts). `drafted` are the n-grams that may be drafted;
+    None: all.
     """
 
     source: int
@@ -39,13 +42,18 @@ class Level:
     escape: float
     places: list[tuple[Tokens, int, float]]
     max_depth: int
+    drafted: NGrams | None = None
+
+    def may_draft(self, text: Tokens, at: int) -> bool:
+        """Whether enough entities have what was matched, with the path so far, and the token at `at`."""
+        return self.drafted is None or tuple(text[at - self.length : at + 1]) in self.drafted
 
     def after(self, token: int) -> "Level":
         """Who is left to ask when the next token is `token`."""
         deeper = [(text, at + 1, n) for text, at, n in self.places if text[at] == token and at + 1 < len(text)]
         if self.length + 1 >= self.max_depth:
             deeper = []
-        return Level(self.source, self.length + 1, self.escape, deeper, self.max_depth)
+        return replace(self, length=self.length + 1, places=deeper)
 
 
 @dataclass(frozen=True)
@@ -128,9 +136,14 @@ def next_paths(levels: list[Level], parent: int, probability: float, min_probabi
             continue
         confidence = num_seen / (num_seen + level.escape / level.length)
         weight = sum(n for _, _, n in level.places)
+        withheld = 0.0  # for want of support: left to shorter contexts
         for text, at, n in level.places:
-            shares.setdefault(text[at], Counter())[level.source] += left * confidence * n / weight
-        left *= 1 - confidence
+            share = left * confidence * n / weight
+            if level.may_draft(text, at):
+                shares.setdefault(text[at], Counter())[level.source] += share
+            else:
+                withheld += share
+        left = left * (1 - confidence) + withheld
     for token, by_source in shares.items():
         path_probability = probability * sum(by_source.values())
         if path_probability >= min_probability:
@@ -141,18 +154,35 @@ def next_paths(levels: list[Level], parent: int, probability: float, min_probabi
 def pool_levels(
     texts: Sequence[ReferenceText], settings: PoolSettings, context: Tokens, group: str | None
 ) -> list[Level]:
-    """The longest context that the pool knows, then shorter ones seen at least twice as often as the last one taken."""
-    known = [m for m in range(1, settings.max_match_tokens + 1) if _places(texts, settings, context, m, group)]
-    length = max(known, default=0)
+    """The longest context that the pool can continue, then shorter ones seen twice as often as the last one taken."""
+    drafted = supported_ngrams(texts, settings)
+    length = 0
+    for m in range(1, settings.max_match_tokens + 1):
+        level = Level(SOURCE_POOL, m, settings.pool_escape, _places(texts, settings, context, m, group), 0, drafted)
+        if any(level.may_draft(text, at) for text, at, _ in level.places):
+            length = m
     levels: list[Level] = []
     before = 0
     while length >= 1 and len(levels) < settings.num_context_lengths:
         places = _places(texts, settings, context, length, group)
         if len(places) >= 2 * before or (length == 1 and len(places) > before):
-            levels.append(Level(SOURCE_POOL, length, settings.pool_escape, places, settings.index_depth))
+            levels.append(Level(SOURCE_POOL, length, settings.pool_escape, places, settings.index_depth, drafted))
             before = len(places)
         length = length - 1 if length <= 4 else 2 * length // 3
     return levels
+
+
+def supported_ngrams(texts: Sequence[ReferenceText], settings: PoolSettings) -> NGrams | None:
+    """The n-grams in texts of at least `min_support` entities, START and END being tokens; None when that is all."""
+    if settings.min_support == 1:
+        return None
+    entities: dict[tuple[int, ...], set[str | int]] = {}
+    for text in texts:
+        tokens = (START, *text.tokens, END)
+        for first in range(len(tokens) - 1):
+            for last in range(first + 1, min(first + settings.index_depth, len(tokens)) + 1):
+                entities.setdefault(tokens[first:last], set()).add(text.entity)
+    return {ngram for ngram, of in entities.items() if len(of) >= settings.min_support}
 
 
 def _places(

@@ -14,6 +14,14 @@ class PoolSettings(BaseModel):
     `scope` "side" drafts from every text of the side, those of the sequence's own group counting `group_weight` times;
     "group" drafts from the group's texts alone (the walls of the LASER paper). An escape is the count that a context of
     one token must outweigh before its continuations are believed: lower trusts the source more.
+
+    With `min_support` m above 1 the pool drafts a token only if texts of m entities or more hold the n-gram that it
+    claims: the matched context, the path down the draft tree, and the token. This is asked of every context length that
+    is blended, for itself; the start and the end of a text are tokens of its n-grams; n-grams longer than `index_depth`
+    are never drafted. All texts of the pool are counted, whatever the scope, those of one entity once. Occurrences that
+    may not be drafted remain evidence: their share of the probability goes to shorter contexts. Nothing is kept from an
+    entity's own previous text, prompt and output. What holds of each n-gram need not hold of a text that follows
+    several, one draft after another.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -23,6 +31,9 @@ class PoolSettings(BaseModel):
     )
     group_weight: float = Field(3.0, ge=1, le=1000, description="How often a text of the own group counts.")
     index_depth: Literal[16, 32, 64] = Field(64, description="Tokens by which it is sorted: longest match plus draft.")
+    min_support: int = Field(
+        1, ge=1, description="Entities that must have an n-gram in their texts before the pool drafts it; 1: any one."
+    )
     max_match_tokens: int = Field(16, ge=1, le=MAX_MATCH_TOKENS, description="Longest context looked up.")
     num_context_lengths: int = Field(4, ge=1, le=MAX_CONTEXT_LENGTHS, description="Context lengths blended in a draft.")
     num_samples: int = Field(64, ge=1, description="Occurrences of a context counted; more are sampled evenly.")

@@ -3,7 +3,7 @@
 import numpy as np
 
 from retrieval_pools.drafting.frontier import push_path
-from retrieval_pools.drafting.intervals import count_seen, sample_place, total_weight
+from retrieval_pools.drafting.intervals import count_seen, is_supported, sample_place, total_weight
 from retrieval_pools.drafting.own_texts import own_token
 from retrieval_pools.drafting.state import END, FRONTIER_SIZE, NUM_CANDIDATES, NUM_SLOTS, part
 from retrieval_pools.sources import NUM_SOURCES, SOURCE_POOL
@@ -15,7 +15,8 @@ def count_continuations(
 ):
     """Ask the levels in turn; each takes its share of what the longer contexts left. Returns the number of candidates.
 
-    A level that has seen its context n times, m tokens long, takes n / (n + escape / m) of it.
+    A level that has seen its context n times, m tokens long, takes n / (n + escape / m) of it. What it may not draft
+    for want of support it leaves to the shorter ones, which may know the same token from more entities.
     """
     num_candidates = 0
     left = 1.0
@@ -40,27 +41,36 @@ def count_continuations(
             continue
         share = taken / total_weight(index, preference, first, last)
         if preference.outside > 0:
-            num_candidates = _count_pool(
+            num_candidates, withheld = _count_pool(
                 candidates, num_candidates, index, preference, first, last, length, False, share * preference.outside
             )
+            left += withheld
         if preference.inside != preference.outside:
             extra = share * (preference.inside - preference.outside)
-            num_candidates = _count_pool(
+            num_candidates, withheld = _count_pool(
                 candidates, num_candidates, index, preference, first, last, length, True, extra
             )
+            left += withheld
     return num_candidates
 
 
 @part
 def _count_pool(candidates, num_candidates, index, preference, first, last, offset, only_group, share):
-    """Add `share` for each occurrence (those of the group only, or all), sampled and weighted when they are many."""
+    """Add `share` for each occurrence (those of the group only, or all), sampled and weighted when they are many.
+
+    Returns the number of candidates, and the shares of the occurrences whose next token is not supported.
+    """
     size = last - first
     num_samples = min(size, preference.num_group_samples if only_group else preference.num_samples)
     share *= size / num_samples
     before, c = np.int32(END - 1), -1
+    withheld = 0.0
     for k in range(num_samples):
         place = sample_place(k, num_samples, first, size)
         if only_group and index.group_codes[place] != preference.group:
+            continue
+        if not is_supported(index, place, offset + 1):
+            withheld += share
             continue
         token = index.tokens[index.order[place] + offset]
         if token != before:  # occurrences come sorted by what follows
@@ -68,7 +78,7 @@ def _count_pool(candidates, num_candidates, index, preference, first, last, offs
             before = token
         if c >= 0:
             candidates.share[c, SOURCE_POOL] += share
-    return num_candidates
+    return num_candidates, withheld
 
 
 @part

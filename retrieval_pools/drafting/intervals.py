@@ -75,6 +75,12 @@ def sample_place(k, num_samples, first, size):
 
 
 @part
+def is_supported(index, place, num_tokens):
+    """Whether enough entities have the first `num_tokens` tokens at a place of the order."""
+    return index.support.shape[0] == 0 or index.support[place] >= num_tokens
+
+
+@part
 def _num_inside(index, preference, first, last):
     """Occurrences in texts of the group; estimated when there are many."""
     size = last - first
@@ -94,6 +100,24 @@ def count_seen(index, preference, first, last):
     if preference.outside > 0:
         return float(last - first)
     return _num_inside(index, preference, first, last) if preference.inside > 0 else 0.0
+
+
+@part
+def has_next(index, preference, first, last, length):
+    """Whether anything may be drafted behind the `length` tokens of an interval, as far as its samples tell."""
+    if count_seen(index, preference, first, last) <= 0:
+        return False
+    if index.support.shape[0] == 0:
+        return True
+    size, only_group = last - first, preference.outside <= 0
+    num_samples = min(size, preference.num_group_samples if only_group else preference.num_samples)
+    for k in range(num_samples):
+        place = sample_place(k, num_samples, first, size)
+        if only_group and index.group_codes[place] != preference.group:
+            continue
+        if is_supported(index, place, length + 1):
+            return True
+    return False
 
 
 @part

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from retrieval_pools.drafting.intervals import count_seen, find_interval, narrow_interval
+from retrieval_pools.drafting.intervals import count_seen, find_interval, has_next, is_supported, narrow_interval
 from retrieval_pools.drafting.own_texts import last_position, match_own_text, own_token
 from retrieval_pools.drafting.state import END, part
 from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
@@ -25,12 +25,12 @@ def _recent_tokens(context):
 
 @part
 def _longest_match(index, preference, recent):
-    """Length of the longest end of `recent` that occurs in the pool: doubled while it does, then bisected."""
+    """Length of the longest end of `recent` that the pool can continue: doubled while it can, then bisected."""
     known, unknown = 0, recent.shape[0] + 1
     length = 1
     while length < unknown:
         first, last = find_interval(index, recent, length)
-        if count_seen(index, preference, first, last) > 0:
+        if has_next(index, preference, first, last, length):
             known = length
             length = min(2 * length, recent.shape[0]) if length < recent.shape[0] else unknown
         else:
@@ -38,7 +38,7 @@ def _longest_match(index, preference, recent):
     while unknown - known > 1:
         length = (known + unknown) >> 1
         first, last = find_interval(index, recent, length)
-        if count_seen(index, preference, first, last) > 0:
+        if has_next(index, preference, first, last, length):
             known = length
         else:
             unknown = length
@@ -126,6 +126,8 @@ def enter_node(levels, num_levels, node, parent, depth, token, index, context):
                 last = first
             elif last > first:
                 first, last = narrow_interval(index, first, last, offset, token)
+                if last > first and not is_supported(index, first, offset + 1):  # nor is anything that goes on from it
+                    last = first
         else:
             count = 0
             end = last_position(context, source)

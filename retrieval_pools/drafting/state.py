@@ -22,13 +22,20 @@ part = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy")
 
 
 class Index(NamedTuple):
-    """The arrays of a pool: `group_codes[k]` belongs to the text of position `order[k]`; see `suffix_order`."""
+    """The arrays of a pool: `group_codes[k]` belongs to the text of position `order[k]`; see `suffix_order`.
+
+    Likewise `support[k]`, how many tokens from `order[k]` on may be drafted together (see `support`); empty for all.
+    """
 
     tokens: np.ndarray
     order: np.ndarray
     group_codes: np.ndarray
     starts: np.ndarray
+    support: np.ndarray
     depth: int
+
+
+NO_SUPPORT = np.empty(0, np.uint8)  # of an index without a limit: everything may be drafted
 
 
 class Preference(NamedTuple):

@@ -31,7 +31,8 @@ from retrieval_pools.drafting.state import (
 
 _int32s = types.Array(types.int32, 1, "C", readonly=True)
 _uint16s = types.Array(types.uint16, 1, "C", readonly=True)
-_index_types = (_int32s, _int32s, _uint16s, _int32s, int64)
+_uint8s = types.Array(types.uint8, 1, "C", readonly=True)
+_index_types = (_int32s, _int32s, _uint16s, _int32s, _uint8s, int64)
 _preference_types = (int64, float64, float64, int64, int64)
 _context_types = (_int32s, int64, _int32s, int64, int64)
 _option_types = (int64, float64, float64, float64, boolean, boolean, boolean, int64, float64, int64)
@@ -52,7 +53,7 @@ def _stamp_of_this_folder() -> int:
 
 def _draft_tree_of(stamp: int) -> Callable:
     def draft_tree(
-        tokens, order, group_codes, starts, depth,
+        tokens, order, group_codes, starts, support, depth,
         group, inside, outside, num_samples, num_group_samples,
         context_tokens, num_prompt, previous, max_match, max_local_tokens,
         num_context_lengths, pool_escape, previous_escape, local_escape,
@@ -64,7 +65,7 @@ def _draft_tree_of(stamp: int) -> Callable:
         -------
         token_ids int32[n], parents int32[n], log_probability float32[n], source uint8[n]
         """
-        index = Index(tokens, order, group_codes, starts, depth)
+        index = Index(tokens, order, group_codes, starts, support, depth)
         preference = Preference(group, inside, outside, num_samples, num_group_samples)
         context = Context(context_tokens, num_prompt, previous, max_match, max_local_tokens)
         levels, candidates, frontier = new_levels(max_nodes), new_candidates(), new_frontier()

@@ -11,6 +11,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
+from jobs.night import current_pools, describe_pools
 from jobs.pools import app
 from jobs.pools_view import DraftView, draft_tree, visible
 from pipeline.decoding.identity import tokenizer_hash
@@ -19,6 +20,7 @@ from pipeline.storage.workspace import Workspace
 from retrieval_pools.build import PoolText, build_pool
 from retrieval_pools.errors import PoolError
 from retrieval_pools.query import draft
+from retrieval_pools.settings import PoolSettings
 from retrieval_pools.store import PoolStore
 
 VERSIONS = ("2025-03-01-aaaa", "2025-03-02-bbbb")
@@ -88,6 +90,24 @@ def test_show_gives_groups_and_verifies(world):
     text = called(world, "show", VERSIONS[0], "--verify")
     assert "drama" in text and "war" in text
     assert json.loads(called(world, "show", "--json"))["version"] == VERSIONS[1]
+
+
+def test_show_gives_the_entities_that_an_ngram_needs(world):
+    header, row = called(world, "show").splitlines()[:2]
+    assert header.index("min support") < row.index(" 1  side") < header.index("model")
+
+
+def test_a_run_does_not_draft_from_pools_of_a_lower_min_support(tmp_path, capsys):
+    store = PoolStore(tmp_path)
+    assert current_pools(store, 1) is None
+    with store.publish("v1") as (folder, _):
+        rows = [PoolText(np.array([1, 2], np.int32))]
+        limited = PoolSettings(min_support=2)
+        build_pool(rows, folder / "item", side="item", tokenizer_hash="t", model_id="m", settings=limited)
+    for min_support in (1, 2):
+        assert describe_pools(current_pools(store, min_support))["item"]["num_texts"] == 1
+    assert describe_pools(current_pools(store, 3)) == {"version": None}
+    assert "lower pools.min_support than 3" in " ".join(capsys.readouterr().err.split())
 
 
 def test_query_drafts_the_text_that_follows(world):

@@ -10,6 +10,7 @@ from retrieval_pools.build import PoolText, build_pool
 from retrieval_pools.errors import PoolError
 from retrieval_pools.pool import Pool
 from retrieval_pools.query import draft
+from retrieval_pools.settings import PoolSettings
 
 
 def build(folder, texts, **options):
@@ -35,6 +36,18 @@ def test_same_texts_give_the_same_bytes(tmp_path):
     assert names == ["group_codes.npy", "manifest.json", "order.npy", "starts.npy", "tokens.npy"]
     for name in names:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_support_is_written_only_for_a_limit(tmp_path):
+    texts = [([1, 2, 3], "a"), ([1, 2], "b")]
+    pool = build(tmp_path / "p", texts, settings=PoolSettings(min_support=2))
+    assert (tmp_path / "p" / "support.npy").exists()
+    assert pool.index.support.dtype == np.uint8 and len(pool.index.support) == len(pool.index.order)
+    assert json.loads((tmp_path / "p" / "manifest.json").read_text())["settings"]["min_support"] == 2
+    without = build(tmp_path / "without", texts)
+    for name in ("tokens", "order", "group_codes", "starts"):
+        assert (tmp_path / "p" / f"{name}.npy").read_bytes() == (tmp_path / "without" / f"{name}.npy").read_bytes()
+    assert len(without.index.support) == 0
 
 
 def test_ten_bytes_a_position_and_a_table(tmp_path):

@@ -102,8 +102,9 @@ def test_settings_of_a_query_can_change_but_not_the_index(folder):
     pool = Pool.open(folder)
     assert pool.with_settings(scope="group").settings == PoolSettings(scope="group")
     assert pool.settings == PoolSettings()
-    with pytest.raises(PoolError, match="index_depth is fixed"):
-        pool.with_settings(index_depth=16)
+    for fixed in ({"index_depth": 16}, {"min_support": 2}):
+        with pytest.raises(PoolError, match="is fixed when a pool is built"):
+            pool.with_settings(**fixed)
     with pytest.raises(ValidationError):
         pool.with_settings(group_weigth=2)
 
@@ -112,6 +113,31 @@ def test_misspelled_and_impossible_settings_are_refused():
     for wrong in ({"scop": "side"}, {"scope": "wall"}, {"group_weight": 0.5}, {"index_depth": 40}, {"pool_escape": 0}):
         with pytest.raises(ValidationError):
             PoolSettings(**wrong)
+
+
+def test_pool_from_before_min_support_opens(folder):
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["settings"]["min_support"]
+    path.write_text(json.dumps(manifest))
+    pool = Pool.open(folder, verify=True)
+    assert pool.settings == PoolSettings() and len(pool.index.support) == 0
+
+
+def test_manifest_cannot_take_min_support_back(tmp_path):
+    rows = [PoolText(np.array([1, 2, 3], np.int32))] * 2
+    limited = PoolSettings(min_support=2)
+    build_pool(rows, tmp_path / "p", side="item", tokenizer_hash="t1", model_id="m1", settings=limited)
+    assert len(Pool.open(tmp_path / "p", verify=True).index.support) == 8
+    change_manifest(tmp_path / "p", settings=PoolSettings().model_dump())
+    with pytest.raises(PoolError, match="arrays do not fit its manifest"):
+        Pool.open(tmp_path / "p")
+
+
+def test_min_support_without_its_array_is_damaged(folder):
+    change_manifest(folder, settings=PoolSettings(min_support=2).model_dump())
+    with pytest.raises(PoolError, match=r"says nothing of support\.npy.*pools rebuild"):
+        Pool.open(folder)
 
 
 def test_the_empty_pool_has_nothing():

@@ -19,10 +19,14 @@ TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=12)
 GROUPS = st.sampled_from(["a", "b", "c"])
 
 
-def pool_of(folder, texts, settings=None, groups=None):
+def pool_of(folder, texts, settings=None, groups=None, entities=None):
     """A pool of lists of token ids."""
     groups = [""] * len(texts) if groups is None else groups
-    rows = [PoolText(np.array(text, np.int32), group) for text, group in zip(texts, groups, strict=True)]
+    entities = [None] * len(texts) if entities is None else entities
+    rows = [
+        PoolText(np.array(text, np.int32), group, entity)
+        for text, group, entity in zip(texts, groups, entities, strict=True)
+    ]
     return build_pool(rows, folder, side="item", tokenizer_hash="t", model_id="m", settings=settings)
 
 
@@ -49,11 +53,12 @@ def rows_of(tree):
 
 @st.composite
 def cases(draw):
-    texts = draw(st.lists(st.tuples(TOKENS, GROUPS), max_size=12))
+    texts = draw(st.lists(st.tuples(TOKENS, GROUPS, st.integers(0, 4)), max_size=12))
     options = PoolSettings(
         scope=draw(st.sampled_from(["side", "group"])),
         group_weight=draw(st.sampled_from([1.0, 3.0, 2.5])),
         index_depth=draw(st.sampled_from([16, 32])),
+        min_support=draw(st.sampled_from([1, 2, 3])),
         max_match_tokens=draw(st.integers(1, 14)),
         num_context_lengths=draw(st.integers(1, 5)),
         num_samples=10_000,
@@ -77,10 +82,11 @@ def cases(draw):
 @given(case=cases())
 def test_query_drafts_what_the_reference_drafts(tmp_path_factory, case):
     texts, options, prompt, output, previous, group, call = case
-    pool = pool_of(tmp_path_factory.mktemp("pool") / "p", [t for t, _ in texts], options, [g for _, g in texts])
+    rows, groups, entities = zip(*texts, strict=True) if texts else ((), (), ())
+    pool = pool_of(tmp_path_factory.mktemp("pool") / "p", rows, options, groups, entities)
     tree = draft(pool, ids(prompt + output), len(prompt), None if previous is None else ids(previous), group, **call)
     reference = draft_reference(
-        [ReferenceText(t, g) for t, g in texts], options, prompt, output, previous, group, **call
+        [ReferenceText(*text) for text in texts], options, prompt, output, previous, group, **call
     )
     found = paths(rows_of(tree))
     expected = paths((n.token_id, n.parent, n.probability, n.source) for n in reference)
