@@ -48,6 +48,10 @@ class Level:
         """Whether enough entities have what was matched, with the path so far, and the token at `at`."""
         return self.drafted is None or tuple(text[at - self.length : at + 1]) in self.drafted
 
+    def has_next(self) -> bool:
+        """Whether anything may be drafted."""
+        return any(self.may_draft(text, at) for text, at, _ in self.places)
+
     def after(self, token: int) -> "Level":
         """Who is left to ask when the next token is `token`."""
         deeper = [(text, at + 1, n) for text, at, n in self.places if text[at] == token and at + 1 < len(text)]
@@ -156,18 +160,18 @@ def pool_levels(
 ) -> list[Level]:
     """The longest context that the pool can continue, then shorter ones seen twice as often as the last one taken."""
     drafted = supported_ngrams(texts, settings)
-    length = 0
-    for m in range(1, settings.max_match_tokens + 1):
-        level = Level(SOURCE_POOL, m, settings.pool_escape, _places(texts, settings, context, m, group), 0, drafted)
-        if any(level.may_draft(text, at) for text, at, _ in level.places):
-            length = m
+    of_length: dict[int, Level] = {}
+    for length in range(1, settings.max_match_tokens + 1):
+        places = _places(texts, settings, context, length, group)
+        of_length[length] = Level(SOURCE_POOL, length, settings.pool_escape, places, settings.index_depth, drafted)
+    length = max((level.length for level in of_length.values() if level.has_next()), default=0)
     levels: list[Level] = []
     before = 0
     while length >= 1 and len(levels) < settings.num_context_lengths:
-        places = _places(texts, settings, context, length, group)
-        if len(places) >= 2 * before or (length == 1 and len(places) > before):
-            levels.append(Level(SOURCE_POOL, length, settings.pool_escape, places, settings.index_depth, drafted))
-            before = len(places)
+        num_seen = len(of_length[length].places)
+        if num_seen >= 2 * before or (length == 1 and num_seen > before):
+            levels.append(of_length[length])
+            before = num_seen
         length = length - 1 if length <= 4 else 2 * length // 3
     return levels
 

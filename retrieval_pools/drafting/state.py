@@ -24,7 +24,8 @@ part = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy")
 class Index(NamedTuple):
     """The arrays of a pool: `group_codes[k]` belongs to the text of position `order[k]`; see `suffix_order`.
 
-    Likewise `support[k]`, how many tokens from `order[k]` on may be drafted together (see `support`); empty for all.
+    Likewise `support[k]`, how many tokens from `order[k]` on enough entities have (see `support.py`); empty
+    where nothing is kept back.
     """
 
     tokens: np.ndarray
@@ -35,7 +36,7 @@ class Index(NamedTuple):
     depth: int
 
 
-NO_SUPPORT = np.empty(0, np.uint8)  # of an index without a limit: everything may be drafted
+NO_SUPPORT = np.empty(0, np.uint8)  # of an index that keeps nothing back
 
 
 class Preference(NamedTuple):
