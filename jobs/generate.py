@@ -110,7 +110,8 @@ def _generate(night: Night, folder: RunFolder, decoding: DecodingSettings, with_
         spec = _worker_spec(night, folder, decoding, with_pools)
         num_rows = sum(shard.num_rows for shard in pending)
         if decoding.drafters:
-            compiled_query()  # once here, so that workers find it in numba's cache instead of each compiling it
+            # once here, so that workers find it in numba's cache instead of each compiling it
+            compiled_query(night.settings.pools.min_support > 1)
         say(f"{label}: {num_rows} texts in {len(pending)} shards; starting workers")
         with ray_cluster(night.settings.cluster) as layout, progress(label, num_rows) as bar:
             for outcome in run_shards(pending, spec, layout, night.settings.cluster.max_shard_attempts):

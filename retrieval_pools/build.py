@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from retrieval_pools.drafting.state import NO_SUPPORT, Index
+from retrieval_pools.drafting.state import Index
 from retrieval_pools.errors import PoolError
 from retrieval_pools.manifest import (
     FORMAT_VERSION,
@@ -157,9 +157,9 @@ def _lay_end_to_end(texts: Iterable[PoolText], vocab_size: int | None) -> _LaidO
     )
 
 
-def _support(laid_out: _LaidOut, order: np.ndarray, settings: PoolSettings) -> np.ndarray:
+def _support(laid_out: _LaidOut, order: np.ndarray, settings: PoolSettings) -> np.ndarray | None:
     if settings.min_support == 1:
-        return NO_SUPPORT
+        return None
     entity_codes = laid_out.entity_codes[order]
     return supported_lengths(laid_out.tokens, order, entity_codes, settings.min_support, settings.index_depth)
 

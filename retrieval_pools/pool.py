@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from retrieval_pools.drafting.state import NO_SUPPORT, Index, Preference
+from retrieval_pools.drafting.state import Index, Preference
 from retrieval_pools.errors import PoolError
 from retrieval_pools.manifest import FORMAT_VERSION, REBUILD, PoolManifest, array_names, read_array, read_manifest
 from retrieval_pools.settings import PoolSettings
@@ -57,7 +57,7 @@ class Pool:
                 f"expected {tokenizer_hash}: its token ids mean something else now. {REBUILD}"
             )
         arrays = {name: read_array(folder, name, manifest, verify) for name in array_names(manifest.settings)}
-        index = Index(**{"support": NO_SUPPORT} | arrays, depth=manifest.settings.index_depth)
+        index = Index(**{"support": None} | arrays, depth=manifest.settings.index_depth)
         _check_arrays_fit(folder, manifest, index)
         return cls.of_arrays(folder, manifest, index)
 
@@ -65,7 +65,8 @@ class Pool:
     def of_arrays(cls, folder: Path | None, manifest: PoolManifest, index: Index) -> "Pool":
         """A pool of arrays that are known to belong together."""
         for array in index[:-1]:
-            array.flags.writeable = False
+            if array is not None:
+                array.flags.writeable = False
         codes = {name: code for code, name in enumerate(manifest.groups)}
         return cls(folder, manifest, index, manifest.settings, codes)
 
@@ -81,6 +82,11 @@ class Pool:
                 raise PoolError(f"{name} is fixed when a pool is built; build another pool for another value.")
         settings = PoolSettings.model_validate(self.settings.model_dump() | changes)
         return replace(self, settings=settings)
+
+    @property
+    def has_support(self) -> bool:
+        """Whether it keeps back what too few entities wrote."""
+        return self.index.support is not None
 
     @cached_property
     def index_arguments(self) -> tuple:
@@ -122,7 +128,7 @@ def _check_arrays_fit(folder: Path, manifest: PoolManifest, index: Index) -> Non
     fits = (
         len(tokens) == manifest.num_tokens + num_separators
         and len(order) == len(group_codes) == len(tokens) - 1
-        and len(support) == (len(order) if manifest.settings.min_support > 1 else 0)
+        and (support is None or len(support) == len(order))
         and set(manifest.arrays) == set(array_names(manifest.settings))
         and len(starts) == manifest.vocab_size + 2
         and tokens[0] == tokens[-1] == SEPARATOR
@@ -139,7 +145,7 @@ def _empty_pool() -> Pool:
         num_texts=0, num_tokens=0, groups={}, settings=PoolSettings(), arrays={},
     )  # fmt: skip
     arrays = (np.array([SEPARATOR], np.int32), np.empty(0, np.int32), np.empty(0, np.uint16), np.zeros(2, np.int32))
-    return Pool.of_arrays(None, manifest, Index(*arrays, NO_SUPPORT, manifest.settings.index_depth))
+    return Pool.of_arrays(None, manifest, Index(*arrays, None, manifest.settings.index_depth))
 
 
 EMPTY_POOL = _empty_pool()  # what a sequence is drafted from when there is no pool

@@ -81,7 +81,7 @@ def draft(
         raise ValueError(f"num_prompt is {num_prompt}; the context has {len(context)} tokens")
     pool = EMPTY_POOL if pool is None else pool
     use_previous = use_previous and previous is not None and len(previous) > 0
-    arrays = compiled_query()(
+    arrays = compiled_query(pool.has_support)(
         *pool.index_arguments,
         *pool.preference_arguments(group),
         _int32_row(context),

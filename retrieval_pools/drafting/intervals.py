@@ -1,6 +1,8 @@
 """Intervals of a pool's order: where a context occurs, where it goes on with a token, how often, and for whom."""
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
 from retrieval_pools.drafting.state import part
 
@@ -74,10 +76,23 @@ def sample_place(k, num_samples, first, size):
     return first + k if num_samples >= size else first + ((2 * k + 1) * size) // (2 * num_samples)
 
 
-@part
 def is_supported(index, place, num_tokens):
-    """Whether enough entities have the first `num_tokens` tokens at a place of the order."""
-    return index.support.shape[0] == 0 or index.support[place] >= num_tokens
+    """Whether enough entities have the first `num_tokens` tokens at a place of the order.
+
+    Compiled code only. An index without support has None for it, which its type says: for it nothing is left of this.
+    """
+    return index.support is None or index.support[place] >= num_tokens
+
+
+@overload(is_supported)
+def _is_supported(index, place, num_tokens):
+    if _keeps_all(index):
+        return lambda index, place, num_tokens: True
+    return lambda index, place, num_tokens: index.support[place] >= num_tokens
+
+
+def _keeps_all(index_type):
+    return isinstance(index_type.types[index_type.fields.index("support")], types.NoneType)
 
 
 @part
@@ -105,10 +120,11 @@ def count_seen(index, preference, first, last):
 @part
 def has_next(index, preference, first, last, length):
     """Whether anything may be drafted behind the `length` tokens of an interval, as far as its samples tell."""
-    if count_seen(index, preference, first, last) <= 0:
-        return False
-    if index.support.shape[0] == 0:
-        return True
+    return count_seen(index, preference, first, last) > 0 and _is_next_supported(index, preference, first, last, length)
+
+
+def _is_next_supported(index, preference, first, last, length):
+    """Likewise, of an interval that is seen; compiled code only."""
     size, only_group = last - first, preference.outside <= 0
     num_samples = min(size, preference.num_group_samples if only_group else preference.num_samples)
     for k in range(num_samples):
@@ -118,6 +134,13 @@ def has_next(index, preference, first, last, length):
         if is_supported(index, place, length + 1):
             return True
     return False
+
+
+@overload(_is_next_supported)
+def _is_next_supported_of(index, preference, first, last, length):
+    if _keeps_all(index):
+        return lambda index, preference, first, last, length: True
+    return _is_next_supported
 
 
 @part

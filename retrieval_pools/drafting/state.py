@@ -24,7 +24,7 @@ part = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy")
 class Index(NamedTuple):
     """The arrays of a pool: `group_codes[k]` belongs to the text of position `order[k]`; see `suffix_order`.
 
-    Likewise `support[k]`, how many tokens from `order[k]` on enough entities have (see `support.py`); empty
+    Likewise `support[k]`, how many tokens from `order[k]` on enough entities have (see `support.py`); None
     where nothing is kept back.
     """
 
@@ -32,11 +32,8 @@ class Index(NamedTuple):
     order: np.ndarray
     group_codes: np.ndarray
     starts: np.ndarray
-    support: np.ndarray
+    support: np.ndarray | None
     depth: int
-
-
-NO_SUPPORT = np.empty(0, np.uint8)  # of an index that keeps nothing back
 
 
 class Preference(NamedTuple):

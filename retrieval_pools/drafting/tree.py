@@ -32,16 +32,22 @@ from retrieval_pools.drafting.state import (
 _int32s = types.Array(types.int32, 1, "C", readonly=True)
 _uint16s = types.Array(types.uint16, 1, "C", readonly=True)
 _uint8s = types.Array(types.uint8, 1, "C", readonly=True)
-_index_types = (_int32s, _int32s, _uint16s, _int32s, _uint8s, int64)
+_index_types = (_int32s, _int32s, _uint16s, _int32s)  # and the support, and the depth
 _preference_types = (int64, float64, float64, int64, int64)
 _context_types = (_int32s, int64, _int32s, int64, int64)
 _option_types = (int64, float64, float64, float64, boolean, boolean, boolean, int64, float64, int64)
-_SIGNATURE = (*_index_types, *_preference_types, *_context_types, *_option_types)
+_types_behind_index = (*_preference_types, *_context_types, *_option_types)
 
 
-def compile_draft_tree() -> Callable:
-    """`draft_tree` in machine code: seconds the first time on a machine, milliseconds from numba's cache later."""
-    return njit(_SIGNATURE, cache=True, nogil=True, error_model="numpy")(_draft_tree_of(_stamp_of_this_folder()))
+def compile_draft_tree(has_support: bool = False) -> Callable:
+    """`draft_tree` in machine code: seconds the first time on a machine, milliseconds from numba's cache later.
+
+    Parameters
+    ----------
+    has_support : for indexes with `support`; those without have machine code that knows nothing of it.
+    """
+    signature = (*_index_types, _uint8s if has_support else types.none, int64, *_types_behind_index)
+    return njit(signature, cache=True, nogil=True, error_model="numpy")(_draft_tree_of(_stamp_of_this_folder()))
 
 
 def _stamp_of_this_folder() -> int:

@@ -47,7 +47,7 @@ def test_support_is_written_only_for_a_limit(tmp_path):
     without = build(tmp_path / "without", texts)
     for name in ("tokens", "order", "group_codes", "starts"):
         assert (tmp_path / "p" / f"{name}.npy").read_bytes() == (tmp_path / "without" / f"{name}.npy").read_bytes()
-    assert len(without.index.support) == 0
+    assert without.index.support is None
 
 
 def test_ten_bytes_a_position_and_a_table(tmp_path):
