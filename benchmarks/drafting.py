@@ -106,7 +106,7 @@ def measure_corpus(corpus: Corpus, scale: Scale, folder: Path) -> dict[str, list
 
 
 def replay_in_turns(drafters: Sequence[Drafter], corpus: Corpus, max_nodes: int) -> list[Measured]:
-    """Every drafter along every held-out text, in all orders alike: nobody always comes after the one that fills caches."""
+    """Every drafter along every held-out text, in all orders: nobody always comes after the one that fills caches."""
     logger.info("%s: trees of %d tokens", corpus.name, max_nodes)
     for drafter in drafters:
         replay(drafter, corpus.tuning[0], max_nodes)
