@@ -111,7 +111,8 @@ def _generate(night: Night, folder: RunFolder, decoding: DecodingSettings, with_
         num_rows = sum(shard.num_rows for shard in pending)
         if decoding.drafters:
             # once here, so that workers find it in numba's cache instead of each compiling it
-            compiled_query(night.settings.pools.min_support > 1)
+            for has_support in {False, night.settings.pools.min_support > 1}:  # False: a side may have no pool yet
+                compiled_query(has_support)
         say(f"{label}: {num_rows} texts in {len(pending)} shards; starting workers")
         with ray_cluster(night.settings.cluster) as layout, progress(label, num_rows) as bar:
             for outcome in run_shards(pending, spec, layout, night.settings.cluster.max_shard_attempts):

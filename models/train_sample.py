@@ -1,8 +1,8 @@
 """Train the sample model from nothing: `python models/train_sample.py --out models/sample`.
 
 This script owns the sample model: its tokenizer, its architecture, what it is trained on and how. Training texts
-come from sample worlds of other seeds than the one that `laserbatch data sample` and the demo use (seed 0), rendered
-by the same code as production prompts; answers come from `sample_texts`. Loss on answer tokens only.
+come from sample worlds of seeds 999 and up, never of those that `laserbatch data sample` (0) and the demo (7) use;
+what is learned from them is in `sample_exercises`. Loss on answer tokens only.
 World, tokenizer, order and initial weights are seeded. A schedule that ends by `--max-minutes` depends on the
 machine's speed, so the committed weights are not reproduced bit for bit.
 """
@@ -12,7 +12,8 @@ import itertools
 import json
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,27 +22,32 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from models.sample_texts import POSITIVE_RATING, write_item_text, write_user_text
+from models.sample_exercises import (
+    Example,
+    batches,
+    make_copy_example,
+    make_example,
+    make_lore_examples,
+    shorten,
+)
+from models.sample_texts import write_item_text, write_user_text
 from pipeline.knowledge.entities import Entity, iter_entities
 from pipeline.knowledge.prompts import load_template, render_prompt
 from pipeline.tables.read import read_tables
-from pipeline.tables.sample_lore import THEMES, title_themes
 from pipeline.tables.sample_world import LAST_DATE, write_sample_world
 
 FIRST_TRAINING_SEED = 1_000
-HELD_OUT_SEED = 0  # the demo's world
+HELD_OUT_SEED = 0
 USERS_PER_WORLD, ITEMS_PER_WORLD = 400, 600
 EMBEDDING_STD = 0.1
 POSITION_GAIN, NOTE_GAIN, MATCH_GAIN, COPY_GAIN, NUM_SLOW = 3.0, 0.25, 2.5, 0.8, 18
-LORE_TITLES = 6  # in one exercise
-ITEM_WEIGHT = 0.5  # of the items' loss against the users'
+LOSS_WEIGHTS = {"user": 1.0, "item": 0.5, "copy": 1.0, "lore": 1.0}
 SPECIAL = ("<|pad|>", "<|bos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
     "{% if m['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-MAX_PROMPT_TOKENS = 1_024
 
 
 @dataclass(frozen=True)
@@ -58,76 +64,12 @@ CONTINUED = (Stage(1.0, 40, 400),)
 IGNORED = -100
 
 
-@dataclass(frozen=True)
-class Example:
-    """One prompt and its answer, end token included."""
-
-    prompt_ids: np.ndarray  # int32[n]
-    answer_ids: np.ndarray  # int32[m]
-
-    def __len__(self) -> int:
-        return len(self.prompt_ids) + len(self.answer_ids)
-
-
 def world_entities(seed: int, num_users: int, num_items: int) -> tuple[list[Entity], list[Entity]]:
     """Users and items of a sample world, as known at the end of its last day."""
     with tempfile.TemporaryDirectory() as folder:
         write_sample_world(folder, num_users=num_users, num_items=num_items, future_days=0, seed=seed)
         tables = read_tables(folder, LAST_DATE)
         return list(iter_entities(tables, "user")), list(iter_entities(tables, "item"))
-
-
-def shorten(entity: Entity, longest: int, rng: np.random.Generator) -> Entity:
-    """Now and then drop part of a history, so that every length is seen; never more than `longest` events."""
-    keep = min(len(entity.history), longest)
-    if rng.random() < 0.4:
-        keep = int(rng.integers(keep + 1))
-    return replace(entity, history=entity.history[len(entity.history) - keep :])
-
-
-def make_example(entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: np.random.Generator) -> Example:
-    """Prompt and answer of one entity, the prompt rendered as in production."""
-    template = load_template(f"kar_{entity.side}")
-    rendered = render_prompt(template, entity, tokenizer, MAX_PROMPT_TOKENS)
-    if entity.side == "user":
-        text = write_user_text(entity, entity.history[len(entity.history) - rendered.num_history :], rng)
-    else:
-        text = write_item_text(entity, rng)
-    answer = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-    return Example(rendered.token_ids, np.array(answer, np.int32))
-
-
-def make_copy_example(entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: np.random.Generator) -> Example:
-    """An exercise: copy all history lines of the prompt, or those of liked titles. Dense practice in looking up.
-
-    The prompt ends with what is asked for, else such a list would be an answer to the prompt itself.
-    """
-    template = load_template("kar_user")
-    rendered = render_prompt(template, entity, tokenizer, MAX_PROMPT_TOKENS)
-    shown = entity.history[len(entity.history) - rendered.num_history :]
-    lines = rendered.text.split(template.history.heading + "\n")[1].split("<|assistant|>")[0].split("\n")
-    heading = "All titles:"
-    if rng.random() < 0.5:
-        heading = "Liked titles:"
-        lines = [line for line, event in zip(lines, shown, strict=False) if event.rating >= POSITIVE_RATING]
-    asked = tokenizer(heading, add_special_tokens=False)["input_ids"]
-    answer = tokenizer("\n".join(["", *lines]), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-    prompt_ids = np.concatenate([rendered.token_ids, np.array(asked, np.int32)])
-    return Example(prompt_ids, np.array(answer, np.int32))
-
-
-def make_lore_example(items: list[Entity], tokenizer: PreTrainedTokenizerBase) -> Example:
-    """An exercise: say of each title what it is about. Dense practice in the lore, of which an answer needs little."""
-    titles = [str(item.attributes["title"]) for item in items]
-    content = "\n".join(["What are these titles about?", *titles])
-    prompt = [{"role": "user", "content": content}]
-    prompt_ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-    lines = []
-    for title in titles:
-        lore = title_themes(title)
-        lines.append(f"{title}: about {THEMES[lore.main].name}, with {THEMES[lore.undertone].name}")
-    answer = tokenizer("\n".join(lines), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-    return Example(np.array(prompt_ids, np.int32), np.array(answer, np.int32))
 
 
 def train_tokenizer(vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
@@ -172,7 +114,7 @@ def wrap_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def make_model(vocab_size: int, tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace) -> LlamaForCausalLM:
-    """About three million parameters, Llama architecture."""
+    """About two million parameters, Llama architecture."""
     config = LlamaConfig(
         vocab_size=vocab_size, hidden_size=arguments.hidden, intermediate_size=arguments.hidden * 5 // 2,
         num_hidden_layers=arguments.layers, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
@@ -233,20 +175,6 @@ def _initialise(model: LlamaForCausalLM) -> None:
     second.o_proj.weight[:, :head] = follow.T * COPY_GAIN
 
 
-def batches(pool: list[Example], tokens_per_batch: int, rng: np.random.Generator) -> list[list[Example]]:
-    """Batches of examples of like length, in random order."""
-    order = rng.permutation(len(pool))
-    shuffled = sorted((pool[index] for index in order), key=len)
-    made, current = [], []
-    for example in shuffled:
-        if current and (len(current) + 1) * len(example) > tokens_per_batch:
-            made.append(current)
-            current = []
-        current.append(example)
-    made.append(current)
-    return [made[index] for index in rng.permutation(len(made))]
-
-
 def answer_loss(model: LlamaForCausalLM, batch: list[Example]) -> torch.Tensor:
     """Mean cross-entropy of answer tokens; logits are made for those positions alone."""
     longest = max(len(example) for example in batch)
@@ -278,10 +206,14 @@ def make_optimizers(model: LlamaForCausalLM, rate: float, embedding_rate: float)
     """Muon for the matrices of the layers, AdamW for embeddings and norms."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    return [
+    optimizers = [
         torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=rate * embedding_rate, betas=(0.9, 0.98), weight_decay=0.0),
     ]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]  # steps scale it
+    return optimizers
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
@@ -295,15 +227,64 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, out: Path)
     tokenizer.save_pretrained(out)
 
 
-def main() -> None:
-    """Train and save; the log tells time, steps, training and held-out loss."""
+def batches_of_world(
+    users: list[Entity],
+    items: list[Entity],
+    tokenizer: PreTrainedTokenizerBase,
+    stage: Stage,
+    arguments: argparse.Namespace,
+    rng: np.random.Generator,
+) -> Iterator[dict[str, list[Example]]]:
+    """What each step learns from, a batch of every kind, until the users are through."""
+    user_examples = [make_example(shorten(user, stage.longest, rng), tokenizer, rng) for user in users]
+    copy_examples = [
+        make_copy_example(shorten(user, stage.longest, rng), tokenizer, rng) for user in users if user.history
+    ]
+    copy_batches = batches(copy_examples, stage.copy_tokens, rng)
+    lore_batches = batches(make_lore_examples(items, tokenizer), arguments.lore_tokens, rng)
+    item_examples = [make_example(item, tokenizer, rng) for item in items]
+    user_batches = batches(user_examples, arguments.batch_tokens, rng)
+    item_batches = batches(item_examples, arguments.item_tokens, rng)
+    for kinds in zip(user_batches, *map(itertools.cycle, (item_batches, copy_batches, lore_batches)), strict=False):
+        yield dict(zip(LOSS_WEIGHTS, kinds, strict=True))
+
+
+def train_step(
+    model: LlamaForCausalLM,
+    optimizers: list[torch.optim.Optimizer],
+    step_batches: dict[str, list[Example]],
+    scale: float,
+) -> dict[str, float]:
+    """One update from all kinds at once, at `scale` of the full rates; the loss of each kind."""
+    loss = {}
+    for kind, batch in step_batches.items():
+        with torch.autocast("cpu", torch.bfloat16):
+            kind_loss = answer_loss(model, batch)
+        (LOSS_WEIGHTS[kind] * kind_loss).backward()
+        loss[kind] = round(float(kind_loss.detach()), 4)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * scale
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return loss
+
+
+def held_out_losses(model: LlamaForCausalLM, held_out: dict[str, list[Example]]) -> dict[str, float]:
+    """`held_out_loss` by side."""
+    return {side: round(held_out_loss(model, examples), 4) for side, examples in held_out.items()}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("models/sample"))
     parser.add_argument("--start-from", type=Path, help="a folder that this script wrote: go on from it")
     parser.add_argument("--first-world", type=int, default=FIRST_TRAINING_SEED, help="seed of the first training world")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=3_200)
-    parser.add_argument("--rate", type=float, default=2e-3, help="Muon's; larger ones saturate attention")
+    parser.add_argument("--rate", type=float, default=2e-3, help="Muon's, for the matrices")
     parser.add_argument("--decay-share", type=float, default=0.4, help="the last part, in which the rate falls to 0")
     parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--layers", type=int, default=4)
@@ -314,7 +295,12 @@ def main() -> None:
     parser.add_argument("--embedding-rate", type=float, default=1.0, help="of the embeddings, to that of the matrices")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-minutes", type=float, default=45.0, help="the schedule is shortened to end by then")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train and save; the log tells time, steps, training and held-out loss."""
+    arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     rng = np.random.default_rng(arguments.seed)
@@ -344,57 +330,26 @@ def main() -> None:
         stage = next(stage for stage in stages if progress < stage.until)
         users, items = world_entities(arguments.first_world + world, USERS_PER_WORLD, ITEMS_PER_WORLD)
         world += 1
-        user_examples = [make_example(shorten(user, stage.longest, rng), tokenizer, rng) for user in users]
-        copy_examples = [
-            make_copy_example(shorten(user, stage.longest, rng), tokenizer, rng) for user in users if user.history
-        ]
-        copy_batches = batches(copy_examples, stage.copy_tokens, rng)
-        lore_examples = [
-            make_lore_example(items[start : start + LORE_TITLES], tokenizer)
-            for start in range(0, len(items), LORE_TITLES)
-        ]
-        lore_batches = batches(lore_examples, arguments.lore_tokens, rng)
-        item_examples = [make_example(item, tokenizer, rng) for item in items]
-        user_batches = batches(user_examples, arguments.batch_tokens, rng)
-        item_batches = batches(item_examples, arguments.item_tokens, rng)
+        world_batches = batches_of_world(users, items, tokenizer, stage, arguments, rng)
         # each step learns from both sides: an update that is normalised must not serve one and spoil the other
-        for user_batch, item_batch, copy_batch, lore_batch in zip(
-            user_batches, itertools.cycle(item_batches), itertools.cycle(copy_batches), itertools.cycle(lore_batches)
-        ):
+        for step_batches in world_batches:
             minutes = (time.monotonic() - started) / 60
             progress = max(step / arguments.steps, minutes / arguments.max_minutes)
             if progress >= 1.0:
                 break
             # warm-up, constant, linear decay
             scale = min(1.0, (step + 1) / 50) * min(1.0, (1.0 - progress) / arguments.decay_share)
-            for optimizer, ratio in zip(optimizers, (1.0, arguments.embedding_rate), strict=True):
-                for group in optimizer.param_groups:
-                    group["lr"] = arguments.rate * ratio * scale
-            loss = {}
-            for side, batch, weight in (
-                ("user", user_batch, 1.0),
-                ("item", item_batch, ITEM_WEIGHT),
-                ("copy", copy_batch, 1.0),
-                ("lore", lore_batch, 1.0),
-            ):
-                with torch.autocast("cpu", torch.bfloat16):
-                    side_loss = answer_loss(model, batch)
-                (weight * side_loss).backward()
-                loss[side] = round(float(side_loss.detach()), 4)
-                num_tokens += sum(len(example) for example in batch)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+            loss = train_step(model, optimizers, step_batches, scale)
+            num_tokens += sum(len(example) for batch in step_batches.values() for example in batch)
             step += 1
             if step % 25 == 0:
                 speed = num_tokens / (time.monotonic() - started)
                 print(f"step {step} progress {progress:.3f} loss {loss} {speed:.0f} tokens/s", flush=True)
             if step % 200 == 0:
-                losses = {side: round(held_out_loss(model, examples), 4) for side, examples in held_out.items()}
+                losses = held_out_losses(model, held_out)
                 print(f"step {step} held-out {losses}", flush=True)
                 save(model, tokenizer, arguments.out)
-    losses = {side: round(held_out_loss(model, examples), 4) for side, examples in held_out.items()}
+    losses = held_out_losses(model, held_out)
     save(model, tokenizer, arguments.out)
     summary = {
         "parameters": num_parameters, "steps": step, "tokens": num_tokens, "worlds": world, "held_out_loss": losses,

@@ -37,7 +37,7 @@ class Written:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
-    write_sample_world(folder)  # the demo's world: training used other seeds
+    write_sample_world(folder)  # seed 0: training used other seeds
     return read_tables(folder, LAST_DATE)
 
 

@@ -1,0 +1,103 @@
+"""What the sample model is trained on: prompts with their answers, and two exercises.
+
+An answer holds few words of lore and few that are looked up; the exercises are dense in them. Prompts are rendered by
+production code. Knows tokens, no model and no schedule.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from models.sample_texts import POSITIVE_RATING, write_item_text, write_user_text
+from pipeline.knowledge.entities import Entity
+from pipeline.knowledge.prompts import load_template, render_prompt
+from pipeline.tables.sample_lore import THEMES, title_themes
+
+MAX_PROMPT_TOKENS = 1_024
+LORE_TITLES = 6  # in one exercise
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt and its answer, end token included."""
+
+    prompt_ids: np.ndarray  # int32[n]
+    answer_ids: np.ndarray  # int32[m]
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.answer_ids)
+
+
+def shorten(entity: Entity, longest: int, rng: np.random.Generator) -> Entity:
+    """Now and then drop part of a history, so that every length is seen; never more than `longest` events."""
+    keep = min(len(entity.history), longest)
+    if rng.random() < 0.4:
+        keep = int(rng.integers(keep + 1))
+    return replace(entity, history=entity.history[len(entity.history) - keep :])
+
+
+def make_example(entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: np.random.Generator) -> Example:
+    """Prompt and answer of one entity, the prompt rendered as in production."""
+    template = load_template(f"kar_{entity.side}")
+    rendered = render_prompt(template, entity, tokenizer, MAX_PROMPT_TOKENS)
+    if entity.side == "user":
+        text = write_user_text(entity, entity.history[len(entity.history) - rendered.num_history :], rng)
+    else:
+        text = write_item_text(entity, rng)
+    answer = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    return Example(rendered.token_ids, np.array(answer, np.int32))
+
+
+def make_copy_example(entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: np.random.Generator) -> Example:
+    """An exercise: copy all history lines of the prompt, or those of liked titles. Dense practice in looking up.
+
+    The prompt ends with what is asked for, else such a list would be an answer to the prompt itself.
+    """
+    template = load_template("kar_user")
+    rendered = render_prompt(template, entity, tokenizer, MAX_PROMPT_TOKENS)
+    shown = entity.history[len(entity.history) - rendered.num_history :]
+    lines = rendered.text.split(template.history.heading + "\n")[1].split("<|assistant|>")[0].split("\n")
+    heading = "All titles:"
+    if rng.random() < 0.5:
+        heading = "Liked titles:"
+        lines = [line for line, event in zip(lines, shown, strict=False) if event.rating >= POSITIVE_RATING]
+    asked = tokenizer(heading, add_special_tokens=False)["input_ids"]
+    answer = tokenizer("\n".join(["", *lines]), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    prompt_ids = np.concatenate([rendered.token_ids, np.array(asked, np.int32)])
+    return Example(prompt_ids, np.array(answer, np.int32))
+
+
+def make_lore_example(items: list[Entity], tokenizer: PreTrainedTokenizerBase) -> Example:
+    """An exercise: say of each title what it is about. Dense practice in the lore, of which an answer needs little."""
+    titles = [str(item.attributes["title"]) for item in items]
+    content = "\n".join(["What are these titles about?", *titles])
+    prompt = [{"role": "user", "content": content}]
+    prompt_ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    lines = []
+    for title in titles:
+        lore = title_themes(title)
+        lines.append(f"{title}: about {THEMES[lore.main].name}, with {THEMES[lore.undertone].name}")
+    answer = tokenizer("\n".join(lines), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    return Example(np.array(prompt_ids, np.int32), np.array(answer, np.int32))
+
+
+def make_lore_examples(items: list[Entity], tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    """Exercises over all titles, some of them at a time."""
+    return [
+        make_lore_example(items[start : start + LORE_TITLES], tokenizer) for start in range(0, len(items), LORE_TITLES)
+    ]
+
+
+def batches(pool: list[Example], tokens_per_batch: int, rng: np.random.Generator) -> list[list[Example]]:
+    """Batches of examples of like length, in random order."""
+    order = rng.permutation(len(pool))
+    shuffled = sorted((pool[index] for index in order), key=len)
+    made, current = [], []
+    for example in shuffled:
+        if current and (len(current) + 1) * len(example) > tokens_per_batch:
+            made.append(current)
+            current = []
+        current.append(example)
+    made.append(current)
+    return [made[index] for index in rng.permutation(len(made))]
