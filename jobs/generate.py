@@ -39,6 +39,7 @@ from pipeline.knowledge.templates import load_template
 from pipeline.storage.quarantine import QuarantineRow, count_reasons
 from pipeline.storage.run_folder import RunFolder, ShardRecord
 from pipeline.storage.workspace import Workspace
+from retrieval_pools.pool import EMPTY_POOL
 from retrieval_pools.query import compiled_query
 from retrieval_pools.router import Route, Router
 from retrieval_pools.routing_rule import RoutingRule
@@ -110,9 +111,7 @@ def _generate(night: Night, folder: RunFolder, decoding: DecodingSettings, with_
         spec = _worker_spec(night, folder, decoding, with_pools)
         num_rows = sum(shard.num_rows for shard in pending)
         if decoding.drafters:
-            # once here, so that workers find it in numba's cache instead of each compiling it
-            for has_support in {False, night.settings.pools.min_support > 1}:  # False: a side may have no pool yet
-                compiled_query(has_support)
+            _compile_queries(night)
         say(f"{label}: {num_rows} texts in {len(pending)} shards; starting workers")
         with ray_cluster(night.settings.cluster) as layout, progress(label, num_rows) as bar:
             for outcome in run_shards(pending, spec, layout, night.settings.cluster.max_shard_attempts):
@@ -192,6 +191,14 @@ def router(night: Night, side: Side) -> Callable[[Entity], Route]:
         return lambda entity: NO_ROUTE
     fitted = Router.load(night.pools.folder(version) / "router" / side, RoutingRule.of(night.settings.routing))
     return entity_router(fitted, night.tables, side, night.date)
+
+
+def _compile_queries(night: Night) -> None:
+    """Once here, so that workers find them in numba's cache instead of each compiling them."""
+    version = night.manifest["pools"]["version"]
+    pools = [] if version is None else [night.pools.open(version, side) for side in SIDES]
+    for variant in {pool.variant for pool in (EMPTY_POOL, *pools) if pool is not None}:  # a side may have no pool yet
+        compiled_query(variant)
 
 
 def _worker_spec(night: Night, folder: RunFolder, decoding: DecodingSettings, with_pools: bool) -> WorkerSpec:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from retrieval_pools.calibration_table import IDENTITY_TABLE, TABLE_SHAPE
 from retrieval_pools.drafting.state import Index, Preference
+from retrieval_pools.drafting.tree import Variant
 from retrieval_pools.errors import PoolError
 from retrieval_pools.manifest import FORMAT_VERSION, REBUILD, PoolManifest, array_names, read_array, read_manifest
 from retrieval_pools.settings import PoolSettings
@@ -26,6 +28,7 @@ class Pool:
     manifest : what it holds.
     index : its arrays, read-only; see `drafting.state.Index`.
     settings : how drafts are estimated; those of the manifest unless `with_settings` changed them.
+    acceptance_table : float32 `calibration_table.TABLE_SHAPE`, what relative counts are worth.
     """
 
     folder: Path | None
@@ -33,6 +36,7 @@ class Pool:
     index: Index
     settings: PoolSettings
     _group_codes: dict[str, int] = field(repr=False)
+    acceptance_table: np.ndarray = field(default_factory=lambda: IDENTITY_TABLE, repr=False)
 
     @classmethod
     def open(cls, folder: Path | str, tokenizer_hash: str | None = None, *, verify: bool = False) -> "Pool":
@@ -83,10 +87,18 @@ class Pool:
         settings = PoolSettings.model_validate(self.settings.model_dump() | changes)
         return replace(self, settings=settings)
 
-    @property
-    def has_support(self) -> bool:
-        """Whether it keeps back what too few entities wrote."""
-        return self.index.support is not None
+    def with_acceptance_table(self, table: np.ndarray) -> "Pool":
+        """The same texts, whose drafts are estimated by another table: float32 `calibration_table.TABLE_SHAPE`."""
+        table = np.ascontiguousarray(table, np.float32)
+        if table.shape != TABLE_SHAPE:
+            raise PoolError(f"a table of acceptance has the shape {TABLE_SHAPE}, not {table.shape}.")
+        table.flags.writeable = False
+        return replace(self, acceptance_table=table)
+
+    @cached_property
+    def variant(self) -> Variant:
+        """Which machine code drafts from it."""
+        return Variant(self.index.support is not None, 8 * self.index.group_codes.itemsize)
 
     @cached_property
     def index_arguments(self) -> tuple:
@@ -102,7 +114,8 @@ class Pool:
         """The arguments of `drafting.tree` that follow the context."""
         s = self.settings
         escapes = (s.pool_escape, s.previous_escape, s.local_escape)
-        return (s.max_match_tokens, s.max_local_tokens, s.num_context_lengths, *escapes)
+        limits = (s.max_match_tokens, s.max_local_tokens, s.num_context_lengths)
+        return (*limits, s.pool_discount, *escapes, self.acceptance_table)
 
     @cached_property
     def _preferences(self) -> dict[str | None, Preference]:
@@ -144,7 +157,7 @@ def _empty_pool() -> Pool:
         format_version=FORMAT_VERSION, side="user", tokenizer_hash="", model_id="", vocab_size=0,
         num_texts=0, num_tokens=0, groups={}, settings=PoolSettings(), arrays={},
     )  # fmt: skip
-    arrays = (np.array([SEPARATOR], np.int32), np.empty(0, np.int32), np.empty(0, np.uint16), np.zeros(2, np.int32))
+    arrays = (np.array([SEPARATOR], np.int32), np.empty(0, np.int32), np.empty(0, np.uint8), np.zeros(2, np.int32))
     return Pool.of_arrays(None, manifest, Index(*arrays, None, manifest.settings.index_depth))
 
 

@@ -4,37 +4,72 @@ Compiles the query when it is first needed (once a machine: numba caches it on d
 nothing of models, tokens' meaning, or how drafts are verified.
 """
 
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
-from retrieval_pools.drafting.state import MAX_NODES
+from retrieval_pools.drafting.state import (
+    MAX_NODES,
+    OUT_LOG_ACCEPTANCE,
+    OUT_MATCH_LENGTH,
+    OUT_PARENT,
+    OUT_RELATIVE_COUNT,
+    OUT_SOURCE,
+    OUT_TOKEN,
+)
 from retrieval_pools.drafting.tree import compile_draft_tree
 from retrieval_pools.pool import EMPTY_POOL, Pool
 
 _NO_TOKENS = np.empty(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True)
 class Draft:
     """A tree of likely next tokens, the most probable path first; parents precede their children.
 
-    Parameters
+    Made by `draft`; its arrays are views of one.
+
+    Attributes
     ----------
     token_ids : int32[n]
     parents : int32[n], index of the parent node, -1 for the last token of the context.
     log_acceptance : float32[n], log of the estimated probability that the text goes along the whole path to this node.
-    source : uint8[n], the source that most of the node's own probability comes from: a code of `sources`.
+    source : int32[n], the source that most of the node's own probability comes from: a code of `sources`.
+    match_length : int32[n], tokens of the longest context that the node's token is known behind, its path included.
+    relative_count : float32[n], share of the node's token in what follows its parent, all contexts blended: what the
+        pool's calibration makes the node's own probability of.
     """
 
-    token_ids: np.ndarray
-    parents: np.ndarray
-    log_acceptance: np.ndarray
-    source: np.ndarray
+    __slots__ = ("_rows",)
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self._rows = rows
 
     def __len__(self) -> int:
-        return len(self.token_ids)
+        return self._rows.shape[1]
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        return self._rows[OUT_TOKEN]
+
+    @property
+    def parents(self) -> np.ndarray:
+        return self._rows[OUT_PARENT]
+
+    @property
+    def log_acceptance(self) -> np.ndarray:
+        return self._rows[OUT_LOG_ACCEPTANCE].view(np.float32)
+
+    @property
+    def source(self) -> np.ndarray:
+        return self._rows[OUT_SOURCE]
+
+    @property
+    def match_length(self) -> np.ndarray:
+        return self._rows[OUT_MATCH_LENGTH]
+
+    @property
+    def relative_count(self) -> np.ndarray:
+        return self._rows[OUT_RELATIVE_COUNT].view(np.float32)
 
 
 compiled_query = cache(compile_draft_tree)  # compiled when it is first needed
@@ -81,7 +116,7 @@ def draft(
         raise ValueError(f"num_prompt is {num_prompt}; the context has {len(context)} tokens")
     pool = EMPTY_POOL if pool is None else pool
     use_previous = use_previous and previous is not None and len(previous) > 0
-    arrays = compiled_query(pool.has_support)(
+    rows = compiled_query(pool.variant)(
         *pool.index_arguments,
         *pool.preference_arguments(group),
         _int32_row(context),
@@ -95,7 +130,7 @@ def draft(
         min_probability,
         -1 if end_token_id is None else end_token_id,
     )
-    return Draft(*arrays)
+    return Draft(rows)
 
 
 def _int32_row(tokens: np.ndarray) -> np.ndarray:

@@ -9,6 +9,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from retrieval_pools.calibration_table import IDENTITY_TABLE, conditional_acceptance
 from retrieval_pools.settings import PoolSettings
 from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
@@ -52,6 +55,13 @@ class Level:
         """Whether anything may be drafted."""
         return any(self.may_draft(text, at) for text, at, _ in self.places)
 
+    def by_token(self) -> dict[int, list[tuple[Tokens, int, float]]]:
+        """The places by the token that stands there."""
+        found: dict[int, list[tuple[Tokens, int, float]]] = {}
+        for text, at, n in self.places:
+            found.setdefault(text[at], []).append((text, at, n))
+        return found
+
     def after(self, token: int) -> "Level":
         """Who is left to ask when the next token is `token`."""
         deeper = [(text, at + 1, n) for text, at, n in self.places if text[at] == token and at + 1 < len(text)]
@@ -68,6 +78,8 @@ class ReferenceNode:
     parent: int
     probability: float
     source: int
+    match_length: int
+    relative_count: float
 
 
 @dataclass(frozen=True)
@@ -78,6 +90,8 @@ class _Path:
     token: int
     parent: int
     source: int
+    match_length: int
+    relative_count: float
     levels: list[Level]
 
     def order(self) -> tuple[float, int, int]:
@@ -98,8 +112,13 @@ def draft_reference(
     use_output: bool = True,
     use_previous: bool = True,
     end_token_id: int | None = None,
+    table: np.ndarray = IDENTITY_TABLE,
 ) -> list[ReferenceNode]:
-    """What `query.draft` gives, with every occurrence counted. Texts are given without START and END."""
+    """What `query.draft` gives, with every occurrence counted. Texts are given without START and END.
+
+    The frontier keeps no more paths than may still be drafted; the last of a full one says what is not worth asking
+    for.
+    """
     min_probability = max(min_probability, MIN_PROBABILITY)
     context = [START, *output]
     levels = pool_levels(texts, settings, context, group)
@@ -114,45 +133,68 @@ def draft_reference(
     levels.sort(key=lambda level: (-level.length, own_first[level.source]))
 
     nodes: list[ReferenceNode] = []
-    frontier = list(next_paths(levels, -1, 1.0, min_probability))
-    while frontier and len(nodes) < max_nodes:
-        frontier.sort(key=_Path.order)
+    frontier: list[_Path] = []
+    depth_of = {-1: 0}
+    node, depth, probability = -1, 0, 1.0
+    while len(nodes) < max_nodes:
+        if levels is not None:
+            room = max_nodes - len(nodes)
+            least = frontier[-1].probability if len(frontier) == room else 0.0
+            found = next_paths(levels, node, depth, probability, max(least, min_probability), settings, table)
+            drafted = (path for path in found if path.token != END or end_token_id is not None)
+            frontier += (path for path in drafted if path.probability >= min_probability)
+            frontier = sorted(frontier, key=_Path.order)[:room]
+        if not frontier:
+            break
         path = frontier.pop(0)
-        if path.token == END and end_token_id is None:
-            continue
         token_id = end_token_id if path.token == END else path.token
-        nodes.append(ReferenceNode(token_id, path.parent, path.probability, path.source))
-        if path.token != END:
-            deeper = [level.after(path.token) for level in path.levels]
-            frontier += next_paths(deeper, len(nodes) - 1, path.probability, min_probability)
+        node, probability = len(nodes), path.probability
+        depth = depth_of[path.parent] + 1
+        depth_of[node] = depth
+        nodes.append(
+            ReferenceNode(token_id, path.parent, probability, path.source, path.match_length, path.relative_count)
+        )
+        levels = None if path.token == END else [level.after(path.token) for level in path.levels]
     return nodes
 
 
-def next_paths(levels: list[Level], parent: int, probability: float, min_probability: float) -> Iterator[_Path]:
-    """The paths that are one token longer and likely enough: every level takes its share of what is left."""
+def next_paths(
+    levels: list[Level],
+    parent: int,
+    depth: int,
+    probability: float,
+    least_probability: float,
+    settings: PoolSettings,
+    table: np.ndarray,
+) -> Iterator[_Path]:
+    """The paths that are one token longer than a parent's at `depth`: every level takes its share of what is left."""
     shares: dict[int, Counter[int]] = {}  # token -> source -> share
+    longest: dict[int, int] = {}  # token -> the longest context that it is known behind
     left = 1.0
     for level in levels:
-        if left * probability < min_probability:
+        if left * probability < least_probability:
             break
         num_seen = len(level.places)  # the evidence; a preferred group does not make it more
         if num_seen == 0:
             continue
         confidence = num_seen / (num_seen + level.escape / level.length)
-        weight = sum(n for _, _, n in level.places)
-        withheld = 0.0  # for want of support: left to shorter contexts
-        for text, at, n in level.places:
-            share = left * confidence * n / weight
-            if level.may_draft(text, at):
-                shares.setdefault(text[at], Counter())[level.source] += share
-            else:
-                withheld += share
-        left = left * (1 - confidence) + withheld
+        one = left * confidence / sum(n for _, _, n in level.places)
+        given_up = 0.0
+        for token, places in level.by_token().items():
+            counted = sum(n for _, _, n in places)
+            if not level.may_draft(*places[0][:2]):
+                given_up += one * counted
+                continue
+            discount = settings.pool_discount if level.source == SOURCE_POOL else 0.0
+            shares.setdefault(token, Counter())[level.source] += one * (counted - discount)
+            longest.setdefault(token, level.length)
+            given_up += one * discount
+        left = left * (1 - confidence) + given_up
     for token, by_source in shares.items():
-        path_probability = probability * sum(by_source.values())
-        if path_probability >= min_probability:
-            source = max(sorted(by_source), key=by_source.__getitem__)
-            yield _Path(path_probability, token, parent, source, levels)
+        source = max(sorted(by_source), key=by_source.__getitem__)
+        relative_count = sum(by_source.values())
+        own = conditional_acceptance(table, source, longest[token], depth + 1, relative_count)
+        yield _Path(probability * own, token, parent, source, longest[token], relative_count, levels)
 
 
 def pool_levels(

@@ -71,12 +71,7 @@ class RetrievalDrafter:
             use_output=self._use_output,
             use_previous=self._use_previous,
         )
-        return TokenTree(
-            np.asarray(found.token_ids, np.int32),
-            np.asarray(found.parents, np.int32),
-            np.asarray(found.log_acceptance, np.float32),
-            np.asarray(found.source, np.uint8),
-        )
+        return TokenTree(found.token_ids, found.parents, found.log_acceptance, found.source.astype(np.uint8))
 
 
 def drafter_from(settings: DecodingSettings, pool=None) -> Drafter:

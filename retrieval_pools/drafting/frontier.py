@@ -1,4 +1,8 @@
-"""The paths that may be drafted next: a heap whose order leaves nothing to chance."""
+"""The paths that may be drafted next: a short sorted list whose order leaves nothing to chance.
+
+What is drafted stays at the head of the list, and the list never grows beyond the size of the tree, so that the last
+path says what is not worth looking at.
+"""
 
 from retrieval_pools.drafting.state import part
 
@@ -8,51 +12,35 @@ def _comes_before(frontier, k, probability, token, parent):
     """Whether place k holds a path to be drafted before this one: more probable, smaller token, earlier parent."""
     if frontier.probability[k] != probability:
         return frontier.probability[k] > probability
-    if frontier.token[k] != token:
-        return frontier.token[k] < token
-    return frontier.parent[k] < parent
+    slot = frontier.slots[k]
+    if frontier.token[slot] != token:
+        return frontier.token[slot] < token
+    return frontier.parent[slot] < parent
 
 
 @part
-def _set(frontier, k, probability, token, parent, source):
-    frontier.probability[k], frontier.token[k] = probability, token
-    frontier.parent[k], frontier.source[k] = parent, source
+def least_probability(frontier, size, min_probability):
+    """What a path must reach to be drafted, as far as is known: less than the last one of a full list never is."""
+    if size < frontier.slots.shape[0]:
+        return min_probability
+    return max(min_probability, frontier.probability[size - 1])
 
 
 @part
-def _move(frontier, k, to):
-    _set(frontier, to, frontier.probability[k], frontier.token[k], frontier.parent[k], frontier.source[k])
-
-
-@part
-def push_path(frontier, size, probability, token, parent, source):
-    """Add a path to a heap of `size` paths."""
-    k = size
-    while k > 0:
-        above = (k - 1) >> 1
-        if _comes_before(frontier, above, probability, token, parent):
-            break
-        _move(frontier, above, k)
-        k = above
-    _set(frontier, k, probability, token, parent, source)
-
-
-@part
-def remove_top(frontier, size):
-    """Take the top away from a heap of `size` paths."""
-    last = size - 1
-    probability, token, parent = frontier.probability[last], frontier.token[last], frontier.parent[last]
-    source = frontier.source[last]
-    k = 0
-    while 2 * k + 1 < last:
-        below = 2 * k + 1
-        right = below + 1
-        if right < last and _comes_before(
-            frontier, right, frontier.probability[below], frontier.token[below], frontier.parent[below]
-        ):
-            below = right
-        if not _comes_before(frontier, below, probability, token, parent):
-            break
-        _move(frontier, below, k)
-        k = below
-    _set(frontier, k, probability, token, parent, source)
+def push_path(frontier, size, probability, token, parent, source, length, relative_count):
+    """Put a path in its place in a list of `size`; the last one falls out of a full one. Returns the new size."""
+    k, slot = size, size
+    if size == frontier.slots.shape[0]:
+        k -= 1
+        if _comes_before(frontier, k, probability, token, parent):
+            return size
+        slot = frontier.slots[k]
+    else:
+        size += 1
+    while k > 0 and not _comes_before(frontier, k - 1, probability, token, parent):
+        frontier.probability[k], frontier.slots[k] = frontier.probability[k - 1], frontier.slots[k - 1]
+        k -= 1
+    frontier.probability[k], frontier.slots[k] = probability, slot
+    frontier.token[slot], frontier.parent[slot] = token, parent
+    frontier.source[slot], frontier.length[slot], frontier.relative_count[slot] = source, length, relative_count
+    return size

@@ -4,7 +4,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from retrieval_pools.drafting.state import part
+from retrieval_pools.drafting.state import called, part
 
 
 @part
@@ -18,27 +18,34 @@ def _compare(index, position, context, length):
     return np.int32(0)
 
 
-@part
+@called
 def find_interval(index, context, length):
     """Interval of the positions that begin with the last `length` tokens of `context`."""
     first_token = context[context.shape[0] - length]
     if first_token + 2 >= index.starts.shape[0]:
         return 0, 0
-    first, last = index.starts[first_token + 1], index.starts[first_token + 2]
+    low, high = np.int64(index.starts[first_token + 1]), np.int64(index.starts[first_token + 2])
     if length == 1:
-        return first, last
-    low, high = first, last
+        return low, high
+    end = high
     while low < high:
         middle = (low + high) >> 1
-        if _compare(index, index.order[middle], context, length) < 0:
+        sign = _compare(index, index.order[middle], context, length)
+        if sign < 0:
             low = middle + 1
         else:
             high = middle
+            if sign > 0:
+                end = middle
     first = low
-    high = last
+    step = 1
+    while low + step <= end and _compare(index, index.order[low + step - 1], context, length) == 0:  # gallop to the end
+        low += step
+        step <<= 1
+    high = min(low + step - 1, end)
     while low < high:
         middle = (low + high) >> 1
-        if _compare(index, index.order[middle], context, length) <= 0:
+        if _compare(index, index.order[middle], context, length) == 0:
             low = middle + 1
         else:
             high = middle
@@ -71,9 +78,15 @@ def narrow_interval(index, first, last, offset, token):
 
 
 @part
-def sample_place(k, num_samples, first, size):
-    """The k-th of `num_samples` places spread evenly over an interval; each of them if there are no more."""
-    return first + k if num_samples >= size else first + ((2 * k + 1) * size) // (2 * num_samples)
+def sample_stride(num_samples, size):
+    """Distance between `num_samples` places spread evenly over an interval, in units of 1 / 65536."""
+    return 1 << 16 if num_samples >= size else (size << 16) // num_samples
+
+
+@part
+def sample_place(first, stride, k):
+    """The k-th of the places: the middle of the k-th part."""
+    return first + (((2 * k + 1) * stride) >> 17)
 
 
 def is_supported(index, place, num_tokens):
@@ -102,9 +115,10 @@ def _num_inside(index, preference, first, last):
     if size <= 0:
         return 0.0
     num_samples = min(size, preference.num_group_samples)
+    stride = sample_stride(num_samples, size)
     num_inside = 0
     for k in range(num_samples):
-        if index.group_codes[sample_place(k, num_samples, first, size)] == preference.group:
+        if index.group_codes[sample_place(first, stride, k)] == preference.group:
             num_inside += 1
     return num_inside * (size / num_samples)
 
@@ -127,8 +141,9 @@ def _is_next_supported(index, preference, first, last, length):
     """Likewise, of an interval that is seen; compiled code only."""
     size, only_group = last - first, preference.outside <= 0
     num_samples = min(size, preference.num_group_samples if only_group else preference.num_samples)
+    stride = sample_stride(num_samples, size)
     for k in range(num_samples):
-        place = sample_place(k, num_samples, first, size)
+        place = sample_place(first, stride, k)
         if only_group and index.group_codes[place] != preference.group:
             continue
         if is_supported(index, place, length + 1):

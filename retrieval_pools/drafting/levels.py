@@ -24,25 +24,29 @@ def _recent_tokens(context):
 
 
 @part
-def _longest_match(index, preference, recent):
+def _longest_match(found, index, preference, recent):
     """Length of the longest end of `recent` that the pool can continue: doubled while it can, then bisected."""
     known, unknown = 0, recent.shape[0] + 1
     length = 1
     while length < unknown:
-        first, last = find_interval(index, recent, length)
+        first, last = _find(found, index, recent, length)
         if has_next(index, preference, first, last, length):
             known = length
+        else:
+            unknown = length
+        if unknown <= recent.shape[0]:
+            length = (known + unknown) >> 1 if unknown - known > 1 else unknown
+        else:
             length = min(2 * length, recent.shape[0]) if length < recent.shape[0] else unknown
-        else:
-            unknown = length
-    while unknown - known > 1:
-        length = (known + unknown) >> 1
-        first, last = find_interval(index, recent, length)
-        if has_next(index, preference, first, last, length):
-            known = length
-        else:
-            unknown = length
     return known
+
+
+@part
+def _find(found, index, recent, length):
+    """Interval of the last `length` tokens, searched once: `found` is int64[max length + 1, 2], -1 where unknown."""
+    if found[length, 0] < 0:
+        found[length, 0], found[length, 1] = find_interval(index, recent, length)
+    return found[length, 0], found[length, 1]
 
 
 @part
@@ -57,11 +61,12 @@ def add_pool_levels(levels, index, preference, context, num_context_lengths, esc
     Returns their number.
     """
     recent = _recent_tokens(context)
-    length = _longest_match(index, preference, recent)
+    found = np.full((recent.shape[0] + 1, 2), -1, np.int64)
+    length = _longest_match(found, index, preference, recent)
     num_levels = 0
     before = 0.0
     while length >= 1 and num_levels < num_context_lengths:
-        first, last = find_interval(index, recent, length)
+        first, last = _find(found, index, recent, length)
         num_seen = count_seen(index, preference, first, last)
         if num_seen >= 2 * before or (length == 1 and num_seen > before):
             levels.source[num_levels], levels.length[num_levels] = SOURCE_POOL, length

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from retrieval_pools.drafting.state import END, NUM_LOCAL_POSITIONS, part
+from retrieval_pools.drafting.state import END, NUM_LOCAL_POSITIONS, called, part
 from retrieval_pools.sources import SOURCE_PREVIOUS, SOURCE_PROMPT
 
 
-@part
+@called
 def match_own_text(text, begin, end, is_whole_text, context, positions):
     """Where the longest end of the output occurs in `text[begin:end]`: length, number, and the latest in `positions`.
 

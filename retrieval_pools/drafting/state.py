@@ -13,12 +13,14 @@ END = -1  # the separator: the text ends here
 NUM_LOCAL_POSITIONS = 16  # occurrences of a context followed in each of the sequence's own texts, the latest ones
 MAX_LEVELS = 12
 NUM_CANDIDATES = 1024
-NUM_SLOTS = 4096  # of the hash table from token to candidate; a power of two
-FRONTIER_SIZE = 2048 + NUM_CANDIDATES
+NUM_SLOTS = 2048  # of the hash table from token to candidate; a power of two
+NUM_OUTPUTS = 6
+OUT_TOKEN, OUT_PARENT, OUT_LOG_ACCEPTANCE, OUT_SOURCE, OUT_MATCH_LENGTH, OUT_RELATIVE_COUNT = range(NUM_OUTPUTS)
 
 
-# How the parts of the query are compiled: for one another only, which saves a quarter of the time that it takes.
-part = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy")
+# How the parts of the query are compiled: each into its caller, since handing the arrays on costs more than most do.
+part = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True, error_model="numpy")
+called = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy")  # long parts that are called rarely
 
 
 class Index(NamedTuple):
@@ -75,22 +77,30 @@ class Levels(NamedTuple):
 class Candidates(NamedTuple):
     """Possible next tokens of a node: `share[c, source]` is what a source adds to the probability of `token[c]`.
 
-    `slots` is a hash table from token to c + 1, `slot_of[c]` the place of c in it.
+    `length[c]` is the longest context that knows it, the path included. `slots` is a hash table from token to c + 1,
+    `slot_of[c]` the place of c in it.
     """
 
     token: np.ndarray
     share: np.ndarray
+    length: np.ndarray
     slots: np.ndarray
     slot_of: np.ndarray
 
 
 class Frontier(NamedTuple):
-    """A heap of the paths that may be drafted next, the most probable on top."""
+    """Paths in the order in which they are drafted: those drafted already, then those that may be.
+
+    `probability` is in that order, and so is `slots`, which says where the rest of a path stands.
+    """
 
     probability: np.ndarray
+    slots: np.ndarray
     token: np.ndarray
     parent: np.ndarray
     source: np.ndarray
+    length: np.ndarray
+    relative_count: np.ndarray
 
 
 @part
@@ -100,9 +110,9 @@ def new_levels(max_nodes):
         np.empty(MAX_LEVELS, np.int64),
         np.empty(MAX_LEVELS, np.int64),
         np.empty(MAX_LEVELS, np.float64),
-        np.empty((max_nodes + 1, MAX_LEVELS), np.int64),
-        np.empty((max_nodes + 1, MAX_LEVELS), np.int64),
-        np.empty((max_nodes + 1, NUM_SOURCES, NUM_LOCAL_POSITIONS), np.int64),
+        np.empty((max_nodes + 1, MAX_LEVELS), np.int32),
+        np.empty((max_nodes + 1, MAX_LEVELS), np.int32),
+        np.empty((max_nodes + 1, NUM_SOURCES, NUM_LOCAL_POSITIONS), np.int32),
     )
 
 
@@ -112,17 +122,21 @@ def new_candidates():
     return Candidates(
         np.empty(NUM_CANDIDATES, np.int32),
         np.empty((NUM_CANDIDATES, NUM_SOURCES), np.float64),
+        np.empty(NUM_CANDIDATES, np.int32),
         np.zeros(NUM_SLOTS, np.int16),
-        np.empty(NUM_CANDIDATES, np.int64),
+        np.empty(NUM_CANDIDATES, np.int16),
     )
 
 
 @part
-def new_frontier():
-    """An empty heap."""
+def new_frontier(max_nodes):
+    """Room for `max_nodes` paths."""
     return Frontier(
-        np.empty(FRONTIER_SIZE, np.float64),
-        np.empty(FRONTIER_SIZE, np.int32),
-        np.empty(FRONTIER_SIZE, np.int32),
-        np.empty(FRONTIER_SIZE, np.uint8),
+        np.empty(max_nodes, np.float64),
+        np.empty(max_nodes, np.int32),
+        np.empty(max_nodes, np.int32),
+        np.empty(max_nodes, np.int32),
+        np.empty(max_nodes, np.int32),
+        np.empty(max_nodes, np.int32),
+        np.empty(max_nodes, np.float32),
     )

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.drafting.tree import Variant
 from retrieval_pools.query import compiled_query, draft
 from retrieval_pools.reference import ReferenceText, draft_reference
 from retrieval_pools.settings import PoolSettings
@@ -63,6 +64,7 @@ def cases(draw):
         num_context_lengths=draw(st.integers(1, 5)),
         num_samples=10_000,
         num_group_samples=10_000,
+        pool_discount=draw(st.sampled_from([0.0, 0.5, 0.75])),
         pool_escape=draw(st.sampled_from([0.5, 2.0, 20.0])),
     )
     call = {
@@ -163,7 +165,7 @@ def test_limits_hold(tmp_path):
     tree = draft(pool, ids([1, 2]), 1, max_nodes=64, min_probability=0.02)
     assert 0 < len(tree) < 64
     assert (np.exp(tree.log_acceptance) >= 0.0199).all()
-    assert (tree.log_acceptance.dtype, tree.source.dtype) == (np.float32, np.uint8)
+    assert (tree.log_acceptance.dtype, tree.source.dtype) == (np.float32, np.int32)
     with pytest.raises(ValueError, match="max_nodes is 65"):
         draft(pool, ids([1]), 0, max_nodes=65)
     with pytest.raises(ValueError, match="num_prompt is 3"):
@@ -196,13 +198,13 @@ def test_arrays_of_any_kind_use_one_compilation(tmp_path):
     read_only.flags.writeable = False
     for context in (read_only, ids([1, 5, 2])[::2], np.array([1, 2], np.int64), [1, 2], ids([1, 2, 9])[:2]):
         assert draft(pool, context, 0, ids([1, 2, 3])).token_ids.tolist() == expected
-    assert len(compiled_query(False).signatures) == 1
+    assert len(compiled_query(Variant()).signatures) == 1
     with pytest.raises(ValueError, match="one row of integers"):
         draft(pool, np.array([[1]]), 0)
 
 
 def test_cache_of_the_compiled_query_sees_a_change_in_any_of_its_files():
-    assert "stamp" in compiled_query(False).py_func.__code__.co_freevars
+    assert "stamp" in compiled_query(Variant()).py_func.__code__.co_freevars
 
 
 def test_threads_draft_the_same_as_one(tmp_path):
