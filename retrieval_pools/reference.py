@@ -177,19 +177,19 @@ def next_paths(
         num_seen = len(level.places)  # the evidence; a preferred group does not make it more
         if num_seen == 0:
             continue
-        confidence = num_seen / (num_seen + level.escape / level.length)
+        by_token = level.by_token()
+        escape = level.escape if level.source == SOURCE_POOL else level.escape / level.length
+        confidence = num_seen / (num_seen + escape * len(by_token))
         one = left * confidence / sum(n for _, _, n in level.places)
-        given_up = 0.0
-        for token, places in level.by_token().items():
+        left *= 1 - confidence
+        for token, places in sorted(by_token.items()):
             counted = sum(n for _, _, n in places)
-            if not level.may_draft(*places[0][:2]):
-                given_up += one * counted
-                continue
             discount = settings.pool_discount if level.source == SOURCE_POOL else 0.0
-            shares.setdefault(token, Counter())[level.source] += one * (counted - discount)
-            longest.setdefault(token, level.length)
-            given_up += one * discount
-        left = left * (1 - confidence) + given_up
+            given_up = discount if level.may_draft(*places[0][:2]) else counted
+            left += one * given_up
+            if counted > given_up:
+                shares.setdefault(token, Counter())[level.source] += one * (counted - given_up)
+                longest.setdefault(token, level.length)
     for token, by_source in shares.items():
         source = max(sorted(by_source), key=by_source.__getitem__)
         relative_count = sum(by_source.values())

@@ -12,8 +12,9 @@ class PoolSettings(BaseModel):
     """How pools are indexed and drafted from; a pool keeps the settings that it was built with in its manifest.
 
     `scope` "side" drafts from every text of the side, those of the sequence's own group counting `group_weight` times;
-    "group" drafts from the group's texts alone (the walls of the LASER paper). An escape is the count that a context of
-    one token must outweigh before its continuations are believed: lower trusts the source more.
+    "group" drafts from the group's texts alone (the walls of the LASER paper). A context that was seen n times with u
+    different next tokens takes n / (n + escape u) of what longer contexts left to it (an escape of 1 is that of Witten
+    and Bell 1991); for the own texts the escape is divided by the context's length. Lower trusts the source more.
 
     With `min_support` m above 1 the pool drafts a token only if texts of m entities or more hold the n-gram that it
     claims: the matched context, the path down the draft tree, and the token. This is asked of every context length that
@@ -44,7 +45,7 @@ class PoolSettings(BaseModel):
         lt=1,
         description="Part of one occurrence that each next token of a context gives up to shorter ones.",
     )
-    pool_escape: float = Field(12.0, gt=0, description="Escape of the pool.")
-    local_escape: float = Field(2.5, gt=0, description="Escape of the prompt and of the output.")
+    pool_escape: float = Field(2.0, gt=0, description="Escape of the pool.")
+    local_escape: float = Field(2.2, gt=0, description="Escape of the prompt and of the output.")
     previous_escape: float = Field(0.5, gt=0, description="Escape of the entity's own previous text.")
     max_local_tokens: int = Field(4096, ge=1, description="Tokens searched of each of the own texts.")

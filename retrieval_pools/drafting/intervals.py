@@ -156,12 +156,3 @@ def _is_next_supported_of(index, preference, first, last, length):
     if _keeps_all(index):
         return lambda index, preference, first, last, length: True
     return _is_next_supported
-
-
-@part
-def total_weight(index, preference, first, last):
-    """How much the occurrences of an interval count together."""
-    weight = preference.outside * (last - first)
-    if preference.inside != preference.outside:
-        weight += (preference.inside - preference.outside) * _num_inside(index, preference, first, last)
-    return weight

@@ -1,17 +1,104 @@
-"""Runs of the same next token: an interval is sorted by what follows, so a token's occurrences need not all be read."""
+"""What one level knows to follow: its next tokens and how much each counts.
 
-from retrieval_pools.drafting.intervals import sample_place
-from retrieval_pools.drafting.state import part
+In the pool an interval is sorted by what follows, so the occurrences of a token are a run that need not all be read.
+"""
+
+from retrieval_pools.drafting.intervals import is_supported, sample_place, sample_stride
+from retrieval_pools.drafting.own_texts import own_token
+from retrieval_pools.drafting.state import NUM_RUNS, part
 
 
 @part
-def token_at(index, first, stride, k, offset):
-    """Next token, `offset` tokens on, of the k-th sample of an interval."""
+def list_own_runs(runs, context, source, positions, num_positions):
+    """The tokens at positions of an own text. Returns the number of runs."""
+    num_runs = 0
+    for k in range(num_positions):
+        token = own_token(context, source, positions[k])
+        run = 0
+        while run < num_runs and runs.token[run] != token:
+            run += 1
+        if run == num_runs:
+            runs.token[run], runs.weight[run], runs.given_up[run] = token, 0.0, 0.0
+            num_runs += 1
+        runs.weight[run] += 1.0
+    return num_runs
+
+
+@part
+def list_pool_runs(runs, index, preference, first, last, offset, discount):
+    """The tokens `offset` tokens behind the positions of an interval, sampled and weighted when they are many.
+
+    Returns the number of runs and of occurrences that count at all: the evidence, whose group does not make it more.
+    """
+    size = last - first
+    num_runs, num_seen = 0, 0.0
+    if preference.outside > 0:
+        num_runs, num_seen = _list_all(runs, index, preference, first, size, offset, discount), float(size)
+    if preference.inside != preference.outside:
+        num_runs, num_inside = _list_group(runs, num_runs, index, preference, first, size, offset, discount)
+        if preference.outside <= 0:
+            num_seen = num_inside
+    return num_runs, num_seen
+
+
+@part
+def _list_all(runs, index, preference, first, size, offset, discount):
+    num_samples = min(size, preference.num_samples)
+    scale = preference.outside * (size / num_samples)
+    stride = sample_stride(num_samples, size)
+    token = _token_at(index, first, stride, 0, offset)
+    last_token = _token_at(index, first, stride, num_samples - 1, offset)
+    begin = num_runs = 0
+    while begin < num_samples and num_runs < NUM_RUNS:
+        end, next_token = _end_of_run(index, first, stride, begin, num_samples, offset, token, last_token)
+        weight = scale * (end - begin)
+        is_drafted = is_supported(index, sample_place(first, stride, begin), offset + 1)
+        runs.token[num_runs], runs.weight[num_runs] = token, weight
+        runs.given_up[num_runs] = scale * discount if is_drafted else weight
+        num_runs += 1
+        begin, token = end, next_token
+    return num_runs
+
+
+@part
+def _list_group(runs, num_runs, index, preference, first, size, offset, discount):
+    """Make the group's occurrences count more, one after the other. Returns the number of runs, and of occurrences."""
+    num_samples = min(size, preference.num_group_samples)
+    scale = size / num_samples
+    weight = scale * (preference.inside - preference.outside)
+    stride = sample_stride(num_samples, size)
+    num_inside, run, end = 0, 0, num_runs  # runs up to `end` are sorted
+    for k in range(num_samples):
+        place = sample_place(first, stride, k)
+        if index.group_codes[place] != preference.group:
+            continue
+        num_inside += 1
+        token = index.tokens[index.order[place] + offset]
+        while run < end and runs.token[run] < token:
+            run += 1
+        found = run
+        if run == end or runs.token[run] != token:  # one that the samples of all texts do not have
+            found = num_runs - 1
+            if num_runs == end or runs.token[found] != token:
+                if num_runs == NUM_RUNS:
+                    continue
+                found = num_runs
+                num_runs += 1
+                runs.token[found], runs.weight[found] = token, 0.0
+                runs.given_up[found] = scale * discount if preference.outside <= 0 else 0.0
+        runs.weight[found] += weight
+        if not is_supported(index, place, offset + 1):
+            runs.given_up[found] = runs.weight[found]
+    return num_runs, num_inside * scale
+
+
+@part
+def _token_at(index, first, stride, k, offset):
     return index.tokens[index.order[sample_place(first, stride, k)] + offset]
 
 
 @part
-def end_of_run(index, first, stride, begin, num_samples, offset, token, last_token):
+def _end_of_run(index, first, stride, begin, num_samples, offset, token, last_token):
     """Where the run of `token` that begins at sample `begin` ends, and the token there: gallop, then bisect.
 
     `last_token` is that of the last sample; behind it the token is of no meaning.
@@ -21,7 +108,7 @@ def end_of_run(index, first, stride, begin, num_samples, offset, token, last_tok
     inside, step = begin, 1
     outside, next_token = num_samples - 1, last_token
     while inside + step < outside:
-        found = token_at(index, first, stride, inside + step, offset)
+        found = _token_at(index, first, stride, inside + step, offset)
         if found != token:
             outside, next_token = inside + step, found
             break
@@ -29,7 +116,7 @@ def end_of_run(index, first, stride, begin, num_samples, offset, token, last_tok
         step <<= 1
     while outside - inside > 1:
         middle = (inside + outside) >> 1
-        found = token_at(index, first, stride, middle, offset)
+        found = _token_at(index, first, stride, middle, offset)
         if found == token:
             inside = middle
         else:

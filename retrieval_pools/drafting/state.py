@@ -14,6 +14,7 @@ NUM_LOCAL_POSITIONS = 16  # occurrences of a context followed in each of the seq
 MAX_LEVELS = 12
 NUM_CANDIDATES = 1024
 NUM_SLOTS = 2048  # of the hash table from token to candidate; a power of two
+NUM_RUNS = NUM_CANDIDATES  # of next tokens of a level
 NUM_OUTPUTS = 6
 OUT_TOKEN, OUT_PARENT, OUT_LOG_ACCEPTANCE, OUT_SOURCE, OUT_MATCH_LENGTH, OUT_RELATIVE_COUNT = range(NUM_OUTPUTS)
 
@@ -88,6 +89,14 @@ class Candidates(NamedTuple):
     slot_of: np.ndarray
 
 
+class Runs(NamedTuple):
+    """Next tokens of a level: how much each counts, and how much of that it gives up to shorter contexts."""
+
+    token: np.ndarray
+    weight: np.ndarray
+    given_up: np.ndarray
+
+
 class Frontier(NamedTuple):
     """Paths in the order in which they are drafted: those drafted already, then those that may be.
 
@@ -126,6 +135,12 @@ def new_candidates():
         np.zeros(NUM_SLOTS, np.int16),
         np.empty(NUM_CANDIDATES, np.int16),
     )
+
+
+@part
+def new_runs():
+    """Room for the next tokens of one level."""
+    return Runs(np.empty(NUM_RUNS, np.int32), np.empty(NUM_RUNS, np.float64), np.empty(NUM_RUNS, np.float64))
 
 
 @part

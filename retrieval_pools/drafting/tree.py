@@ -2,9 +2,10 @@
 
 A draft asks several *levels* what comes next: the pool at several context lengths, and the sequence's own previous
 text, prompt and output at the longest context each knows. They are blended from the longest context to the shortest,
-each taking a share of the probability that the longer ones left over, by how often it has seen its context (escape, as
-in PPM: Cleary and Witten 1984). The most probable path is expanded next, until there are enough nodes or none is
-likely enough. `retrieval_pools/reference.py` says the same slowly.
+each taking a share of the probability that the longer ones left over, by how often it has seen its context and with
+how many different next tokens (escape, as in PPM: Cleary and Witten 1984, Witten and Bell 1991). The most probable path
+is expanded next, until there are enough nodes or none is likely enough. `retrieval_pools/reference.py` says the same
+slowly.
 """
 
 import hashlib
@@ -35,6 +36,7 @@ from retrieval_pools.drafting.state import (
     new_candidates,
     new_frontier,
     new_levels,
+    new_runs,
 )
 
 _int32s = types.Array(types.int32, 1, "C", readonly=True)
@@ -86,7 +88,8 @@ def _draft_tree_of(stamp: int) -> Callable:
         index = Index(tokens, order, group_codes, starts, support, depth)
         preference = Preference(group, inside, outside, num_samples, num_group_samples)
         context = Context(context_tokens, num_prompt, previous, max_match, max_local_tokens)
-        levels, candidates, frontier = new_levels(max_nodes), new_candidates(), new_frontier(max_nodes)
+        levels, frontier = new_levels(max_nodes), new_frontier(max_nodes)
+        candidates, runs = new_candidates(), new_runs()
         found = np.empty((NUM_OUTPUTS, max_nodes), np.int32)
         found_floats = found.view(np.float32)
         depths = np.zeros(max_nodes + 1, np.int32)
@@ -103,7 +106,7 @@ def _draft_tree_of(stamp: int) -> Callable:
         while num_nodes < max_nodes:
             if not is_end:
                 num_candidates = count_continuations(
-                    candidates, levels, num_levels, node, depths[node], probability,
+                    candidates, runs, levels, num_levels, node, depths[node], probability,
                     least_probability(frontier, size, min_probability), discount, index, preference, context,
                 )  # fmt: skip
                 size = push_candidates(
