@@ -46,6 +46,11 @@ IDENTITY_TABLE = identity_table()
 IDENTITY_TABLE.flags.writeable = False
 
 
+def most_gained(table: np.ndarray) -> float:
+    """How many times its relative count a probability of the table is at most; a little more, for rounding's sake."""
+    return float((table.astype(np.float64) / COUNT_KNOTS).max()) * (1 + 1e-6)
+
+
 def conditional_acceptance(
     table: np.ndarray, source: int, match_length: int, depth: int, relative_count: float
 ) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from retrieval_pools.calibration_table import IDENTITY_TABLE, TABLE_SHAPE
+from retrieval_pools.calibration_table import IDENTITY_TABLE, TABLE_SHAPE, most_gained
 from retrieval_pools.drafting.state import Index, Preference
 from retrieval_pools.drafting.tree import Variant
 from retrieval_pools.errors import PoolError
@@ -115,7 +115,7 @@ class Pool:
         s = self.settings
         escapes = (s.pool_escape, s.previous_escape, s.local_escape)
         limits = (s.max_match_tokens, s.max_local_tokens, s.num_context_lengths)
-        return (*limits, s.pool_discount, *escapes, self.acceptance_table)
+        return (*limits, s.pool_discount, *escapes, self.acceptance_table, most_gained(self.acceptance_table))
 
     @cached_property
     def _preferences(self) -> dict[str | None, Preference]:

@@ -3,10 +3,10 @@
 import numpy as np
 
 from retrieval_pools.drafting.estimate import conditional_acceptance
-from retrieval_pools.drafting.frontier import push_path
+from retrieval_pools.drafting.frontier import least_probability, push_path
 from retrieval_pools.drafting.runs import list_own_runs, list_pool_runs
 from retrieval_pools.drafting.state import END, NUM_CANDIDATES, NUM_SLOTS, part
-from retrieval_pools.sources import NUM_SOURCES, SOURCE_POOL
+from retrieval_pools.sources import SOURCE_POOL
 
 
 @part
@@ -49,7 +49,7 @@ def count_continuations(
             if drafted > 0:
                 c, num_candidates = _candidate(candidates, num_candidates, runs.token[run], length)
                 if c >= 0:
-                    candidates.share[c, source] += share * drafted
+                    _add_share(candidates, c, source, share * drafted)
     return num_candidates
 
 
@@ -68,30 +68,40 @@ def _candidate(candidates, num_candidates, token, length):
     candidates.slot_of[num_candidates] = slot
     candidates.token[num_candidates] = token
     candidates.length[num_candidates] = length
-    candidates.share[num_candidates, :] = 0.0
+    candidates.total[num_candidates] = candidates.pool[num_candidates] = candidates.own[num_candidates] = 0.0
     return num_candidates, num_candidates + 1
 
 
 @part
-def push_candidates(
-    frontier, size, candidates, num_candidates, node, depth, probability, min_probability, table, draft_end
-):
-    """Put the likely candidates of a node on the frontier, and clear them away for the next node.
+def _add_share(candidates, c, source, share):
+    candidates.total[c] += share
+    if source == SOURCE_POOL:
+        candidates.pool[c] += share
+    elif share > candidates.own[c] or (share == candidates.own[c] and source < candidates.own_source[c]):
+        candidates.own[c], candidates.own_source[c] = share, source
 
-    Returns the frontier's new size.
+
+@part
+def push_candidates(
+    frontier, size, candidates, num_candidates, node, depth, probability, min_probability, table, most_gained, draft_end
+):
+    """Put the likely candidates of the node drafted last on the frontier, and clear them away for the next node.
+
+    No probability in the table is more than `most_gained` times the relative count that it stands for. Returns the
+    frontier's new size.
     """
+    most = probability * most_gained
     for c in range(num_candidates):
         candidates.slots[candidates.slot_of[c]] = 0
+        relative_count = candidates.total[c]
+        if relative_count * most < least_probability(frontier, size, min_probability):
+            continue
         token = candidates.token[c]
         if token == END and not draft_end:
             continue
-        relative_count, source = 0.0, 0
-        for s in range(NUM_SOURCES):
-            relative_count += candidates.share[c, s]
-            if candidates.share[c, s] > candidates.share[c, source]:
-                source = s
+        source = candidates.own_source[c] if candidates.own[c] >= candidates.pool[c] else SOURCE_POOL
         length = candidates.length[c]
         path = probability * conditional_acceptance(table, source, length, depth + 1, relative_count)
         if path >= min_probability:
-            size = push_path(frontier, size, path, token, node, source, length, relative_count)
+            size = push_path(frontier, node, size, path, token, node, source, length, relative_count)
     return size

@@ -27,8 +27,11 @@ def least_probability(frontier, size, min_probability):
 
 
 @part
-def push_path(frontier, size, probability, token, parent, source, length, relative_count):
-    """Put a path in its place in a list of `size`; the last one falls out of a full one. Returns the new size."""
+def push_path(frontier, num_drafted, size, probability, token, parent, source, length, relative_count):
+    """Put a path in its place in a list of `size`; the last one falls out of a full one. Returns the new size.
+
+    A node that is drafted stays where it is, even if the path beyond it is as probable and its token smaller.
+    """
     k, slot = size, size
     if size == frontier.slots.shape[0]:
         k -= 1
@@ -37,7 +40,7 @@ def push_path(frontier, size, probability, token, parent, source, length, relati
         slot = frontier.slots[k]
     else:
         size += 1
-    while k > 0 and not _comes_before(frontier, k - 1, probability, token, parent):
+    while k > num_drafted and not _comes_before(frontier, k - 1, probability, token, parent):
         frontier.probability[k], frontier.slots[k] = frontier.probability[k - 1], frontier.slots[k - 1]
         k -= 1
     frontier.probability[k], frontier.slots[k] = probability, slot

@@ -76,14 +76,18 @@ class Levels(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Possible next tokens of a node: `share[c, source]` is what a source adds to the probability of `token[c]`.
+    """Possible next tokens of a node: `total[c]` is the relative count of `token[c]`, `pool[c]` the pool's part of it.
 
-    `length[c]` is the longest context that knows it, the path included. `slots` is a hash table from token to c + 1,
-    `slot_of[c]` the place of c in it.
+    Each own text adds at most once: `own[c]` is the largest such part, `own_source[c]` whose it is. `length[c]` is the
+    longest context that knows the token, the path included. `slots` is a hash table from token to c + 1, `slot_of[c]`
+    the place of c in it.
     """
 
     token: np.ndarray
-    share: np.ndarray
+    total: np.ndarray
+    pool: np.ndarray
+    own: np.ndarray
+    own_source: np.ndarray
     length: np.ndarray
     slots: np.ndarray
     slot_of: np.ndarray
@@ -130,7 +134,10 @@ def new_candidates():
     """No candidates, and an empty table."""
     return Candidates(
         np.empty(NUM_CANDIDATES, np.int32),
-        np.empty((NUM_CANDIDATES, NUM_SOURCES), np.float64),
+        np.empty(NUM_CANDIDATES, np.float64),
+        np.empty(NUM_CANDIDATES, np.float64),
+        np.empty(NUM_CANDIDATES, np.float64),
+        np.empty(NUM_CANDIDATES, np.uint8),
         np.empty(NUM_CANDIDATES, np.int32),
         np.zeros(NUM_SLOTS, np.int16),
         np.empty(NUM_CANDIDATES, np.int16),

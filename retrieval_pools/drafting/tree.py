@@ -45,7 +45,21 @@ _codes = {8: _uint8s, 16: types.Array(types.uint16, 1, "C", readonly=True)}
 _table = types.Array(types.float32, 4, "C", readonly=True)
 _preference_types = (int64, float64, float64, int64, int64)
 _context_types = (_int32s, int64, _int32s, int64, int64)
-_option_types = (int64, float64, float64, float64, float64, _table, boolean, boolean, boolean, int64, float64, int64)
+_option_types = (
+    int64,
+    float64,
+    float64,
+    float64,
+    float64,
+    _table,
+    float64,
+    boolean,
+    boolean,
+    boolean,
+    int64,
+    float64,
+    int64,
+)
 
 
 class Variant(NamedTuple):
@@ -75,7 +89,7 @@ def _draft_tree_of(stamp: int) -> Callable:
         tokens, order, group_codes, starts, support, depth,
         group, inside, outside, num_samples, num_group_samples,
         context_tokens, num_prompt, previous, max_match, max_local_tokens,
-        num_context_lengths, discount, pool_escape, previous_escape, local_escape, table,
+        num_context_lengths, discount, pool_escape, previous_escape, local_escape, table, most_gained,
         use_previous, use_output, use_prompt, max_nodes, min_probability, end_token_id,
     ):  # fmt: skip
         """The most probable continuations, best first. Flat arguments: unpacking tuples would cost microseconds.
@@ -111,7 +125,7 @@ def _draft_tree_of(stamp: int) -> Callable:
                 )  # fmt: skip
                 size = push_candidates(
                     frontier, size, candidates, num_candidates, node, depths[node], probability, min_probability,
-                    table, draft_end,
+                    table, most_gained, draft_end,
                 )  # fmt: skip
             if size == num_nodes:
                 break

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.calibration_table import TABLE_SHAPE
 from retrieval_pools.drafting.tree import Variant
 from retrieval_pools.query import compiled_query, draft
 from retrieval_pools.reference import ReferenceText, draft_reference
@@ -77,19 +78,25 @@ def cases(draw):
     }
     previous = draw(st.none() | TOKENS)
     group = draw(st.sampled_from([None, "a", "b", "unknown"]))
-    return texts, options, draw(TOKENS), draw(TOKENS), previous, group, call
+    seed = draw(st.sampled_from([None, 0, 1, 2]))  # None: the identity
+    table = None if seed is None else np.sort(np.random.default_rng(seed).random(TABLE_SHAPE, np.float32))
+    return texts, options, draw(TOKENS), draw(TOKENS), previous, group, call, table
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
 def test_query_drafts_what_the_reference_drafts(tmp_path_factory, case):
+    *case, table = case
     texts, options, prompt, output, previous, group, call = case
     rows, groups, entities = zip(*texts, strict=True) if texts else ((), (), ())
     pool = pool_of(tmp_path_factory.mktemp("pool") / "p", rows, options, groups, entities)
+    if table is not None:
+        pool = pool.with_acceptance_table(table)
     tree = draft(pool, ids(prompt + output), len(prompt), None if previous is None else ids(previous), group, **call)
     reference = draft_reference(
-        [ReferenceText(*text) for text in texts], options, prompt, output, previous, group, **call
-    )
+        [ReferenceText(*text) for text in texts], options, prompt, output, previous, group, table=pool.acceptance_table,
+        **call,
+    )  # fmt: skip
     found = paths(rows_of(tree))
     expected = paths((n.token_id, n.parent, n.probability, n.source) for n in reference)
     assert len(found) == len(expected)
@@ -222,6 +229,21 @@ def test_threads_draft_the_same_as_one(tmp_path):
     for thread in threads:
         thread.join()
     assert results == [expected] * 4
+
+
+def test_certain_continuations_are_drafted_once(tmp_path):
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 9, 20).tolist() for _ in range(50)]
+    certain = np.ones(TABLE_SHAPE, np.float32)  # every path is as probable as its parent
+    pool = pool_of(tmp_path / "p", texts).with_acceptance_table(certain)
+    tree = draft(pool, ids([]), 0, max_nodes=64, min_probability=0)
+    assert len(paths(rows_of(tree))) == 64  # asserts that no path comes twice
+    assert (tree.parents < np.arange(64)).all()
+    reference = draft_reference(
+        [ReferenceText(text, "") for text in texts], pool.settings, [], [], None, None,
+        max_nodes=64, min_probability=0, table=certain,
+    )  # fmt: skip
+    assert [node.token_id for node in reference] == tree.token_ids.tolist()
 
 
 def test_own_texts_are_searched_up_to_a_limit():
