@@ -1,0 +1,171 @@
+"""Orders put together instead of sorted again: texts that moved keep their order, and two orders are merged.
+
+An order here is as `suffix_order` defines it: positions by what follows up to the text's end or `depth` tokens, equal
+ones by position. It may be of some of the texts of a token array only: it is then the index of those texts, and the
+others are not found by a query. Orders come and go as streams of int32 chunks, so none need be in memory. Knows
+neither pools nor files.
+
+To add texts to an order: lay them out behind or between the others, sort them alone (`sort_texts`), move the others'
+order when their positions have changed (`move_order`), and merge (`merge_orders`).
+"""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from numba import njit
+
+from retrieval_pools.layout import TextSpans, gather_texts, text_at
+from retrieval_pools.suffix_order import SEPARATOR, sort_suffixes
+
+CHUNK_PLACES = 1 << 18
+_NO_PLACES = np.empty(0, np.int32)
+
+
+def sort_texts(tokens: np.ndarray, starts: np.ndarray, texts: np.ndarray, vocab_size: int, depth: int) -> np.ndarray:
+    """The order of some texts' positions: those of all others are left out of it.
+
+    Parameters
+    ----------
+    tokens : int32[n], all texts laid end to end, ids below `vocab_size`.
+    starts : int32[num_texts + 1], `layout.TextSpans.starts` of them.
+    texts : int[m], increasing numbers of the texts to sort.
+    depth : a power of two.
+
+    Returns
+    -------
+    int32[the texts' tokens and one each], positions in `tokens`.
+    """
+    if not len(texts):
+        return _NO_PLACES
+    first, last = int(texts[0]), int(texts[-1])
+    if last - first + 1 == len(texts):
+        begin, end = int(starts[first]), int(starts[last + 1])
+        order = sort_suffixes(tokens[begin : end + 1], vocab_size, depth).order
+        order += np.int32(begin)
+        return order
+    gathered, its_starts = gather_texts(tokens, starts, texts)
+    order = sort_suffixes(gathered, vocab_size, depth).order
+    return _moved(order, TextSpans.of_starts(its_starts), starts[texts])
+
+
+def move_order(order: Iterable[np.ndarray], spans: TextSpans, new_starts: np.ndarray) -> Iterator[np.ndarray]:
+    """An order after its texts have moved, and some have gone: in one pass, nothing is compared.
+
+    Parameters
+    ----------
+    order : chunks of positions before.
+    spans : the texts as they lay before.
+    new_starts : int32[num_texts], where the separator before each text is now, -1 for a text that is gone; increasing
+        but for the -1, since equal texts are ordered by position.
+    """
+    for chunk in order:
+        yield _moved(chunk, spans, new_starts)
+
+
+def merge_orders(
+    tokens: np.ndarray, first: Iterable[np.ndarray], second: Iterable[np.ndarray], depth: int
+) -> Iterator[np.ndarray]:
+    """One order of two that have no position in common.
+
+    Galloping (McIlroy 1993) takes whole runs of one order at once, so a few texts are merged into many with few
+    comparisons.
+
+    Parameters
+    ----------
+    tokens : int32[n], what both are positions of.
+    first, second : chunks of positions.
+    depth : tokens compared; what both are sorted by.
+    """
+    streams = iter(first), iter(second)
+    one, two = next(streams[0], None), next(streams[1], None)
+    i = j = 0
+    while one is not None and two is not None:
+        merged = np.empty(len(one) - i + len(two) - j, np.int32)
+        i, j, num_merged = _merge(tokens, one, i, two, j, depth, merged)
+        if num_merged:
+            yield merged[:num_merged]
+        if i == len(one):
+            one, i = next(streams[0], None), 0
+        if j == len(two):
+            two, j = next(streams[1], None), 0
+    for chunk, place, stream in ((one, i, streams[0]), (two, j, streams[1])):
+        if chunk is not None:
+            yield chunk[place:]
+            yield from stream
+
+
+def merge_many(tokens: np.ndarray, orders: list[Iterable[np.ndarray]], depth: int) -> Iterator[np.ndarray]:
+    """One order of any number, merged two and two: each position is compared log2(number) times or so."""
+    if len(orders) <= 1:
+        return iter(orders[0] if orders else ())
+    middle = len(orders) // 2
+    halves = merge_many(tokens, orders[:middle], depth), merge_many(tokens, orders[middle:], depth)
+    return merge_orders(tokens, *halves, depth)
+
+
+def chunks_of(order: np.ndarray) -> Iterator[np.ndarray]:
+    """An order in memory as a stream."""
+    for place in range(0, len(order), CHUNK_PLACES):
+        yield order[place : place + CHUNK_PLACES]
+
+
+@njit(cache=True)
+def _moved(order, spans, new_starts):
+    moved = np.empty(order.shape[0], np.int32)
+    num_moved = 0
+    for k in range(order.shape[0]):
+        text = text_at(spans, order[k])
+        if new_starts[text] >= 0:
+            moved[num_moved] = new_starts[text] + (order[k] - spans.starts[text])
+            num_moved += 1
+    return moved[:num_moved]
+
+
+@njit(cache=True)
+def _comes_before(tokens, one, two, depth):
+    """Whether position `one` is ordered before `two`."""
+    if tokens[one] != tokens[two]:
+        return tokens[one] < tokens[two]
+    for k in range(1, depth):
+        if tokens[one + k] != tokens[two + k]:
+            return tokens[one + k] < tokens[two + k]
+        if tokens[one + k] == SEPARATOR:
+            break
+    return one < two
+
+
+@njit(cache=True)
+def _num_before(tokens, order, begin, position, depth):
+    """How many places of `order`, from `begin` on, are before `position`: steps of doubled size, then bisected."""
+    n = order.shape[0]
+    if begin == n or not _comes_before(tokens, order[begin], position, depth):
+        return 0
+    known, step = begin, 1
+    while known + step < n and _comes_before(tokens, order[known + step], position, depth):
+        known += step
+        step <<= 1
+    low, high = known + 1, min(known + step, n)
+    while low < high:
+        middle = (low + high) >> 1
+        if _comes_before(tokens, order[middle], position, depth):
+            low = middle + 1
+        else:
+            high = middle
+    return low - begin
+
+
+@njit(cache=True)
+def _merge(tokens, one, i, two, j, depth, merged):
+    """Merge two chunks until one is used up. Returns the places reached in both, and how many were merged."""
+    num_merged = 0
+    while i < one.shape[0] and j < two.shape[0]:
+        for _ in range(_num_before(tokens, one, i, two[j], depth)):
+            merged[num_merged] = one[i]
+            num_merged += 1
+            i += 1
+        if i < one.shape[0]:
+            for _ in range(_num_before(tokens, two, j, one[i], depth)):
+                merged[num_merged] = two[j]
+                num_merged += 1
+                j += 1
+    return i, j, num_merged

@@ -1,0 +1,99 @@
+"""Orders moved and merged, against sorting everything anew."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrieval_pools.layout import TextSpans, count_first_tokens, find_known_texts, text_at, values_by_place
+from retrieval_pools.merge import chunks_of, merge_many, merge_orders, move_order, sort_texts
+from retrieval_pools.suffix_order import SEPARATOR, sort_suffixes
+
+TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=14)
+DEPTHS = st.sampled_from([1, 2, 4, 16])
+
+
+def lay_out(texts):
+    return np.array([SEPARATOR, *(token for text in texts for token in (*text, SEPARATOR))], np.int32)
+
+
+def whole(chunks):
+    return [position for chunk in chunks for position in chunk.tolist()]
+
+
+def cut(order, size):
+    return [order[k : k + size] for k in range(0, len(order), size)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts=TEXTS, owner=st.lists(st.integers(0, 3), min_size=14, max_size=14), depth=DEPTHS, size=st.integers(1, 9))
+def test_orders_of_parts_merge_to_the_order_of_all(texts, owner, depth, size):
+    tokens = lay_out(texts)
+    starts = TextSpans.of_tokens(tokens).starts
+    owner = np.array(owner[: len(texts)], np.int64)
+    parts = [sort_texts(tokens, starts, np.flatnonzero(owner == k), 3, depth) for k in range(4)]
+    expected = sort_suffixes(tokens, 3, depth).order.tolist()
+    assert whole(merge_many(tokens, [cut(part, size) for part in parts], depth)) == expected
+    both = merge_orders(tokens, chunks_of(parts[0]), chunks_of(parts[1]), depth)
+    assert whole(both) == sort_texts(tokens, starts, np.flatnonzero(owner < 2), 3, depth).tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts=TEXTS, new=TEXTS, places=st.lists(st.integers(0, 14), min_size=14, max_size=14),
+       gone=st.sets(st.integers(0, 13)), depth=DEPTHS)  # fmt: skip
+def test_an_order_of_moved_texts_and_one_of_new_texts_merge_to_the_order_of_all(texts, new, places, gone, depth):
+    before = lay_out(texts)
+    today = [(number, text) for number, text in enumerate(texts) if number not in gone]
+    for text, place in zip(new, places, strict=False):
+        today.insert(place, (None, text))
+    tokens = lay_out([text for _, text in today])
+    starts = TextSpans.of_tokens(tokens).starts
+    new_starts = np.full(len(texts), -1, np.int32)
+    for place, (number, _) in enumerate(today):
+        if number is not None:
+            new_starts[number] = starts[place]
+    fresh = np.array([place for place, (number, _) in enumerate(today) if number is None], np.int64)
+    moved = move_order(cut(sort_suffixes(before, 3, depth).order, 3), TextSpans.of_tokens(before), new_starts)
+    added = chunks_of(sort_texts(tokens, starts, fresh, 3, depth))
+    assert whole(merge_orders(tokens, moved, added, depth)) == sort_suffixes(tokens, 3, depth).order.tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts=TEXTS, today=TEXTS, order=st.randoms(use_true_random=False))
+def test_known_texts_are_equal_and_in_sequence_and_as_many_as_can_be(texts, today, order):
+    today = today + texts[: len(texts) // 2]
+    order.shuffle(today)
+    old_tokens, tokens = lay_out(texts), lay_out(today)
+    known = find_known_texts(tokens, TextSpans.of_tokens(tokens).starts, old_tokens, TextSpans.of_tokens(old_tokens))
+    pairs = [(old, now) for old, now in enumerate(known.tolist()) if now >= 0]
+    assert all(texts[old] == today[now] for old, now in pairs)
+    assert all(one[1] < two[1] for one, two in zip(pairs, pairs[1:], strict=False))
+    distinct = sorted(set(map(tuple, texts)))
+    if len(distinct) == len(texts) and len(set(map(tuple, today))) == len(today):
+        assert len(pairs) == longest_common(list(map(tuple, texts)), list(map(tuple, today)))
+
+
+def longest_common(one, two):
+    best = [[0] * (len(two) + 1) for _ in range(len(one) + 1)]
+    for i, a in enumerate(one):
+        for j, b in enumerate(two):
+            best[i + 1][j + 1] = best[i][j] + 1 if a == b else max(best[i][j + 1], best[i + 1][j])
+    return best[-1][-1]
+
+
+def test_all_texts_are_known_when_nothing_changed_even_equal_ones():
+    tokens = lay_out([[1, 2], [1, 2], [], [], [0]])
+    spans = TextSpans.of_tokens(tokens)
+    assert find_known_texts(tokens, spans.starts, tokens, spans).tolist() == [0, 1, 2, 3, 4]
+
+
+@settings(max_examples=50, deadline=None)
+@given(texts=st.lists(st.lists(st.integers(0, 2), max_size=150), max_size=150))
+def test_text_of_every_position(texts):
+    tokens = lay_out(texts)
+    spans = TextSpans.of_tokens(tokens)
+    expected = [number for number, text in enumerate(texts) for _ in range(len(text) + 1)]
+    assert [text_at(spans, position) for position in range(len(tokens) - 1)] == expected
+    order = sort_suffixes(tokens, 3, 16)
+    values = np.arange(len(texts), dtype=np.uint16) * 7
+    assert values_by_place(order.order, spans, values).tolist() == [7 * expected[p] for p in order.order]
+    assert count_first_tokens(tokens, 3).tolist() == order.starts.tolist()
