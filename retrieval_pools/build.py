@@ -1,54 +1,56 @@
-"""Building a pool from texts: checked, laid end to end, sorted, written, published by one rename.
+"""Building a pool from texts: laid end to end, sorted or merged, written, published by one rename.
 
-Only permanent text belongs in a pool; what a sequence writes tonight is handed to each draft instead. Knows neither
-tables nor runs.
+Only permanent text belongs in a pool; what a sequence writes tonight is handed to each draft instead. The files depend
+on the texts and their order alone: neither on an older pool whose order was taken over, nor on the memory that was
+allowed. Knows neither tables nor runs.
 """
 
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from retrieval_pools.drafting.state import Index
+from retrieval_pools.array_files import ArrayWriter, map_array, read_chunks
 from retrieval_pools.errors import PoolError
+from retrieval_pools.layout import TextSpans, count_first_tokens, find_known_texts, values_by_place
 from retrieval_pools.manifest import (
     FORMAT_VERSION,
-    GroupCounts,
     PoolManifest,
     Side,
     array_names,
-    write_array,
+    array_path,
+    describe_array,
     write_manifest,
 )
+from retrieval_pools.merge import chunks_of, merge_many, merge_orders, move_order, sort_texts
 from retrieval_pools.pool import Pool
 from retrieval_pools.settings import PoolSettings
-from retrieval_pools.suffix_order import SEPARATOR, sort_suffixes
 from retrieval_pools.support import supported_lengths
+from retrieval_pools.texts import LaidTexts, PoolText, lay_end_to_end
 
-MAX_GROUPS = 1 << 16
-MAX_POSITIONS = (1 << 31) - 1
+__all__ = ["BuildCounts", "PoolText", "build_pool", "sync_folder"]
+
+SORT_BYTES_PER_POSITION = 32  # of memory, while a run of texts is sorted
 TEMPORARY_SUFFIX = ".tmp"
 
 
 @dataclass(frozen=True)
-class PoolText:
-    """One earlier text.
+class BuildCounts:
+    """What a build did.
 
     Parameters
     ----------
-    token_ids : int32[n], n >= 0, without the end token: where a text ends is known by itself.
-    group : the group of the entity that it was written for.
-    entity : that entity, for `min_support`: its texts count once. None: an entity with this one text.
+    num_texts_sorted : texts whose positions were sorted; those of the others were where an older pool had them.
+    num_runs : runs that they were sorted in, each within the memory.
     """
 
-    token_ids: np.ndarray
-    group: str = ""
-    entity: str | int | None = None
+    num_texts_sorted: int
+    num_runs: int
 
 
 def build_pool(
@@ -60,6 +62,9 @@ def build_pool(
     model_id: str,
     settings: PoolSettings | None = None,
     vocab_size: int | None = None,
+    previous: Pool | None = None,
+    memory_bytes: int | None = None,
+    on_counts: Callable[[BuildCounts], None] | None = None,
 ) -> Pool:
     """Build a pool and publish it at `out_dir`. The same texts in the same order give the same files.
 
@@ -69,115 +74,125 @@ def build_pool(
     out_dir : the folder to create; it appears when it is complete.
     tokenizer_hash : of the tokenizer that made the token ids; a pool is refused under another.
     vocab_size : ids must be below it; None takes the largest id for the last.
+    previous : an older pool whose texts are in great part these: what they have in common, in the same sequence, is not
+        sorted again. It saves time and changes nothing else; open it with `verify`, for its order is believed. One of
+        another `index_depth` is of no use and left alone.
+    memory_bytes : what sorting may take, beyond a hundred bytes a text and the files, which are mapped: the kernel
+        takes back their pages when it needs them. Texts are then sorted in runs that fit (one text at least), which
+        lie on the disk until they are merged. None: all at once.
+    on_counts : called with what was done.
 
     Raises
     ------
     PoolError
         A text is not a row of token ids of the vocabulary (the message numbers it, from 0), there are more groups or
-        tokens than the format holds, or something is at `out_dir` already.
+        tokens than the format holds, the disk is full, or something is at `out_dir` already.
     """
     settings = PoolSettings() if settings is None else settings
     out_dir = Path(out_dir)
-    laid_out = _lay_end_to_end(texts, vocab_size)
-    suffixes = sort_suffixes(laid_out.tokens, laid_out.vocab_size, settings.index_depth)
-    index = Index(
-        laid_out.tokens,
-        suffixes.order,
-        laid_out.group_codes[suffixes.order],
-        suffixes.starts,
-        _support(laid_out, suffixes.order, settings),
-        settings.index_depth,
-    )
     with _published_folder(out_dir) as folder:
-        arrays = {name: write_array(getattr(index, name), name, folder) for name in array_names(settings)}
+        laid = lay_end_to_end(texts, array_path(folder, "tokens"), vocab_size, settings.min_support > 1)
+        with _scratch_folder(folder) as scratch:
+            order, counts = _order(laid, settings.index_depth, previous, memory_bytes, scratch)
+            _write_order(order, laid, folder)
+        _write_rest(laid, settings, folder)
         manifest = PoolManifest(
             format_version=FORMAT_VERSION,
             side=side,
             tokenizer_hash=tokenizer_hash,
             model_id=model_id,
-            vocab_size=laid_out.vocab_size,
-            num_texts=sum(counts["num_texts"] for counts in laid_out.groups.values()),
-            num_tokens=sum(counts["num_tokens"] for counts in laid_out.groups.values()),
-            groups=laid_out.groups,
+            vocab_size=laid.vocab_size,
+            num_texts=laid.spans.num_texts,
+            num_tokens=laid.num_tokens,
+            groups=laid.groups,
             settings=settings,
-            arrays=arrays,
+            arrays={name: describe_array(name, folder) for name in array_names(settings)},
         )
         write_manifest(manifest, folder)
+    if on_counts is not None:
+        on_counts(counts)
     return Pool.open(out_dir)
 
 
-@dataclass(frozen=True)
-class _LaidOut:
-    tokens: np.ndarray  # int32[n]: separator, text, separator, text, ..., separator
-    group_codes: np.ndarray  # uint16[n], of the text that a token or the separator before it belongs to
-    entity_codes: np.ndarray  # int32[n], likewise
-    groups: dict[str, GroupCounts]  # in the order of their codes: as they came
-    vocab_size: int
+def _order(
+    laid: LaidTexts, depth: int, previous: Pool | None, memory_bytes: int | None, scratch: Path
+) -> tuple[Iterator[np.ndarray], BuildCounts]:
+    """The order of all positions as a stream: what an older pool knows of it, and the sorted rest."""
+    starts = laid.spans.starts
+    is_new = np.ones(laid.spans.num_texts, bool)
+    moved: Iterator[np.ndarray] | None = None
+    if previous is not None and previous.folder is not None and previous.index.depth == depth:
+        old_spans = TextSpans.of_tokens(previous.index.tokens)
+        known = find_known_texts(laid.tokens, starts, previous.index.tokens, old_spans)
+        is_new[known[known >= 0]] = False
+        new_starts = np.where(known >= 0, starts[known], -1).astype(np.int32)
+        moved = move_order(read_chunks(array_path(previous.folder, "order")), old_spans, new_starts)
+    max_positions = None if memory_bytes is None else max(memory_bytes // SORT_BYTES_PER_POSITION, 1)
+    runs = [
+        _kept(sort_texts(laid.tokens, starts, texts, laid.vocab_size, depth), max_positions, scratch / f"{number}.npy")
+        for number, texts in enumerate(_runs(np.flatnonzero(is_new), starts, max_positions))
+    ]
+    counts = BuildCounts(int(np.count_nonzero(is_new)), len(runs))
+    merged = merge_many(laid.tokens, runs, depth)
+    return merged if moved is None else merge_orders(laid.tokens, moved, merged, depth), counts
 
 
-def _lay_end_to_end(texts: Iterable[PoolText], vocab_size: int | None) -> _LaidOut:
-    separator = np.array([SEPARATOR], np.int32)
-    pieces: list[np.ndarray] = []
-    lengths: list[int] = []
-    codes: list[int] = []
-    code_of: dict[str, int] = {}
-    entity_codes: list[int] = []
-    code_of_entity: dict[str | int | tuple[int], int] = {}
-    num_positions, largest = 1, -1
-    for number, text in enumerate(texts):
-        token_ids = _checked(text.token_ids, number, vocab_size)
-        code = code_of.setdefault(text.group, len(code_of))
-        if code >= MAX_GROUPS:
-            raise PoolError(
-                f"text {number} is of a new group, {text.group!r}; a pool holds {MAX_GROUPS:,}. Make fewer."
-            )
-        num_positions += len(token_ids) + 1
-        if num_positions > MAX_POSITIONS:
-            raise PoolError(f"text {number} is one too many: a pool holds {MAX_POSITIONS:,} tokens. Split the texts.")
-        largest = max(largest, int(token_ids.max(initial=-1)))
-        pieces += (separator, token_ids)
-        lengths.append(len(token_ids))
-        codes.append(code)
-        entity = (number,) if text.entity is None else text.entity
-        entity_codes.append(code_of_entity.setdefault(entity, len(code_of_entity)))
-    num_places = np.array(lengths, np.int64) + 1
-    num_texts = np.bincount(codes, minlength=len(code_of)) if codes else []
-    num_tokens = np.bincount(codes, weights=lengths, minlength=len(code_of)) if codes else []
-    groups = {
-        name: GroupCounts(num_texts=int(num_texts[code]), num_tokens=int(num_tokens[code]))
-        for name, code in code_of.items()
-    }
-    tokens = np.concatenate([*pieces, separator])
-    return _LaidOut(
-        tokens,
-        np.repeat(np.array(codes, np.uint16), num_places),
-        np.repeat(np.array(entity_codes, np.int32), num_places),
-        groups,
-        largest + 1 if vocab_size is None else vocab_size,
-    )
+def _runs(texts: np.ndarray, starts: np.ndarray, max_positions: int | None) -> Iterator[np.ndarray]:
+    """Texts in runs of at most so many positions, each of one text at least."""
+    if max_positions is None:
+        yield from [texts] if len(texts) else []
+        return
+    ends = np.cumsum(starts[texts + 1].astype(np.int64) - starts[texts])
+    first = 0
+    while first < len(texts):
+        before = ends[first - 1] if first else 0
+        last = max(int(np.searchsorted(ends, before + max_positions, side="right")), first + 1)
+        yield texts[first:last]
+        first = last
 
 
-def _support(laid_out: _LaidOut, order: np.ndarray, settings: PoolSettings) -> np.ndarray | None:
+def _kept(order: np.ndarray, max_positions: int | None, path: Path) -> Iterator[np.ndarray]:
+    """A sorted run until it is merged: in memory, or on the disk when memory is counted."""
+    if max_positions is None:
+        return chunks_of(order)
+    with ArrayWriter(path, np.int32) as writer:
+        writer.write(order)
+    return read_chunks(path)
+
+
+def _write_order(order: Iterator[np.ndarray], laid: LaidTexts, folder: Path) -> None:
+    """`order` and, place by place, `group_codes`."""
+    with (
+        ArrayWriter(array_path(folder, "order"), np.int32) as places,
+        ArrayWriter(array_path(folder, "group_codes"), laid.group_codes.dtype) as codes,
+    ):
+        for chunk in order:
+            places.write(chunk)
+            codes.write(values_by_place(chunk, laid.spans, laid.group_codes))
+
+
+def _write_rest(laid: LaidTexts, settings: PoolSettings, folder: Path) -> None:
+    with ArrayWriter(array_path(folder, "starts"), np.int32) as writer:
+        writer.write(count_first_tokens(laid.tokens, laid.vocab_size))
     if settings.min_support == 1:
-        return None
-    entity_codes = laid_out.entity_codes[order]
-    return supported_lengths(laid_out.tokens, order, entity_codes, settings.min_support, settings.index_depth)
+        return
+    order = map_array(array_path(folder, "order"))
+    lengths = supported_lengths(
+        laid.tokens, order, laid.spans, laid.entity_codes, settings.min_support, settings.index_depth
+    )
+    with ArrayWriter(array_path(folder, "support"), np.uint8) as writer:
+        writer.write(lengths)
 
 
-def _checked(token_ids: np.ndarray, number: int, vocab_size: int | None) -> np.ndarray:
-    array = np.asarray(token_ids)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise PoolError(f"text {number} is not a row of token ids: shape {array.shape} of {array.dtype}.")
-    if array.size:
-        smallest, largest = int(array.min()), int(array.max())
-        limit = MAX_POSITIONS - 2 if vocab_size is None else vocab_size
-        if smallest < 0 or largest >= limit:
-            wrong = smallest if smallest < 0 else largest
-            raise PoolError(
-                f"text {number} has the token id {wrong}; expected 0 to {limit - 1}. "
-                "Build the pool from texts of the same tokenizer."
-            )
-    return array.astype(np.int32)
+@contextmanager
+def _scratch_folder(folder: Path) -> Iterator[Path]:
+    """A place for what is not published."""
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from numba import njit
 
 from retrieval_pools.suffix_order import SEPARATOR
 
-_BLOCK_BITS = 6  # one entry for 64 positions: a text of usual length is found in one or two steps
+_BLOCK_BITS = 4  # one entry for 16 positions, a quarter of a byte each: most are found in one step
 
 
 class TextSpans(NamedTuple):
@@ -20,7 +20,7 @@ class TextSpans(NamedTuple):
     Parameters
     ----------
     starts : int32[num_texts + 1], the separator before each text, and the last separator.
-    blocks : int32[num_positions // 64 + 1], the text that each 64th position belongs to.
+    blocks : int32[num_positions // 16 + 1], the text that each 16th position belongs to.
     """
 
     starts: np.ndarray

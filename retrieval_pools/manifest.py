@@ -12,21 +12,23 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
+from retrieval_pools.array_files import map_array
 from retrieval_pools.errors import PoolError
 from retrieval_pools.settings import PoolSettings
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 REBUILD = "Run `laserbatch pools rebuild`."
 
 Side = Literal["user", "item"]
 ArrayName = Literal["tokens", "order", "group_codes", "starts", "support"]
-ARRAY_DTYPES: dict[ArrayName, np.dtype] = {
-    "tokens": np.dtype("<i4"),
-    "order": np.dtype("<i4"),
-    "group_codes": np.dtype("<u2"),
-    "starts": np.dtype("<i4"),
-    "support": np.dtype("u1"),
+DType = Literal["<i4", "<u2", "|u1"]
+ARRAY_DTYPES: dict[ArrayName, tuple[DType, ...]] = {
+    "tokens": ("<i4",),
+    "order": ("<i4",),
+    "group_codes": ("|u1", "<u2"),  # the first while there are 256 groups or fewer
+    "starts": ("<i4",),
+    "support": ("|u1",),
 }
 
 
@@ -42,6 +44,7 @@ class ArrayFile(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    dtype: DType
     length: int = Field(ge=0)
     size_bytes: int = Field(ge=0)
     sha256: str
@@ -114,11 +117,17 @@ def read_manifest(folder: Path) -> PoolManifest:
         raise PoolError(f"{path} is damaged: {where}: {first['msg']}. {REBUILD}") from None
 
 
-def write_array(array: np.ndarray, name: ArrayName, folder: Path) -> ArrayFile:
-    """Write one array of a pool and say what was written."""
+def group_code_dtype(num_groups: int) -> np.dtype:
+    """The dtype of a pool's `group_codes`."""
+    narrow, wide = ARRAY_DTYPES["group_codes"]
+    return np.dtype(narrow if num_groups <= 256 else wide)
+
+
+def describe_array(name: ArrayName, folder: Path) -> ArrayFile:
+    """What the manifest says of an array that was written to the pool's folder; its file is read once."""
     path = array_path(folder, name)
-    np.save(path, np.ascontiguousarray(array, ARRAY_DTYPES[name]), allow_pickle=False)
-    return ArrayFile(length=len(array), size_bytes=path.stat().st_size, sha256=file_sha256(path))
+    array = map_array(path)
+    return ArrayFile(dtype=array.dtype.str, length=len(array), size_bytes=path.stat().st_size, sha256=file_sha256(path))
 
 
 def read_array(folder: Path, name: ArrayName, manifest: PoolManifest, verify: bool) -> np.ndarray:
@@ -148,8 +157,9 @@ def read_array(folder: Path, name: ArrayName, manifest: PoolManifest, verify: bo
         array = np.load(path, mmap_mode="r" if expected.length else None, allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise PoolError(f"{path} is damaged: {error}. {REBUILD}") from None
-    if array.dtype != ARRAY_DTYPES[name] or array.shape != (expected.length,):
-        found, wanted = f"{array.dtype}{list(array.shape)}", f"{ARRAY_DTYPES[name]}[{expected.length}]"
+    fits = array.dtype.str == expected.dtype and array.shape == (expected.length,)
+    if not fits or expected.dtype not in ARRAY_DTYPES[name]:
+        found, wanted = f"{array.dtype.str}{list(array.shape)}", f"{' or '.join(ARRAY_DTYPES[name])}[{expected.length}]"
         raise PoolError(f"{path} is damaged: {found}, expected {wanted}. {REBUILD}")
     array = np.asarray(array)
     array.flags.writeable = False

@@ -135,16 +135,15 @@ def _comes_before(tokens, one, two, depth):
 
 
 @njit(cache=True)
-def _num_before(tokens, order, begin, position, depth):
-    """How many places of `order`, from `begin` on, are before `position`: steps of doubled size, then bisected."""
+def _num_before(tokens, order, begin, position, depth, step):
+    """How many places of `order`, from `begin` on, are before `position`: steps that double, then bisection."""
     n = order.shape[0]
-    if begin == n or not _comes_before(tokens, order[begin], position, depth):
-        return 0
-    known, step = begin, 1
-    while known + step < n and _comes_before(tokens, order[known + step], position, depth):
-        known += step
+    low, high = begin, begin + step - 1
+    while high < n and _comes_before(tokens, order[high], position, depth):
+        low = high + 1
         step <<= 1
-    low, high = known + 1, min(known + step, n)
+        high = low + step - 1
+    high = min(high, n)
     while low < high:
         middle = (low + high) >> 1
         if _comes_before(tokens, order[middle], position, depth):
@@ -158,14 +157,29 @@ def _num_before(tokens, order, begin, position, depth):
 def _merge(tokens, one, i, two, j, depth, merged):
     """Merge two chunks until one is used up. Returns the places reached in both, and how many were merged."""
     num_merged = 0
+    usual_one = usual_two = 16  # sixteenths of a place: how long a run of each is, as it lately was
     while i < one.shape[0] and j < two.shape[0]:
-        for _ in range(_num_before(tokens, one, i, two[j], depth)):
-            merged[num_merged] = one[i]
+        run = _num_before(tokens, one, i, two[j], depth, 1 << _num_bits(usual_one >> 5))
+        usual_one += run - (usual_one >> 4)
+        for k in range(i, i + run):
+            merged[num_merged] = one[k]
             num_merged += 1
-            i += 1
+        i += run
         if i < one.shape[0]:
-            for _ in range(_num_before(tokens, two, j, one[i], depth)):
-                merged[num_merged] = two[j]
+            run = _num_before(tokens, two, j, one[i], depth, 1 << _num_bits(usual_two >> 5))
+            usual_two += run - (usual_two >> 4)
+            for k in range(j, j + run):
+                merged[num_merged] = two[k]
                 num_merged += 1
-                j += 1
+            j += run
     return i, j, num_merged
+
+
+@njit(cache=True)
+def _num_bits(value):
+    """Of a whole number, without its leading zeros."""
+    num_bits = 0
+    while value > 0:
+        value >>= 1
+        num_bits += 1
+    return num_bits

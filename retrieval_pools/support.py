@@ -8,11 +8,19 @@ its n-grams. Knows no file and no query.
 import numpy as np
 from numba import njit
 
+from retrieval_pools.layout import TextSpans, text_at
 from retrieval_pools.suffix_order import SEPARATOR
+
+_RING = 256  # places on it share ever more, and at most 255 tokens
 
 
 def supported_lengths(
-    tokens: np.ndarray, order: np.ndarray, entity_codes: np.ndarray, min_support: int, depth: int
+    tokens: np.ndarray,
+    order: np.ndarray,
+    spans: TextSpans,
+    entity_codes: np.ndarray,
+    min_support: int,
+    depth: int,
 ) -> np.ndarray:
     """Length of the longest supported n-gram that begins at each place of the order, in linear time but for depth.
 
@@ -24,16 +32,19 @@ def supported_lengths(
     ----------
     tokens : int32[n + 1], as `suffix_order.sort_suffixes` takes them.
     order : int32[n], as it gives them.
-    entity_codes : int32[n], entity of the text at `order[k]`, 0 to the number of entities.
+    spans : which text a position belongs to.
+    entity_codes : int32[num_texts], entity of each text, 0 to the number of entities.
     min_support : entities that make an n-gram supported, at least 2.
     depth : tokens that `order` is sorted by, at most 255; no longer n-gram is looked at.
+
+    Two bytes a token are taken while it is made, beside the arrays.
 
     Returns
     -------
     uint8[n], 0 where not even the first token is supported.
     """
     shared = _shared_with_place_before(tokens, order, depth)
-    support = _least_shared_in_windows(shared, entity_codes, min_support)
+    support = _least_shared_in_windows(shared, order, spans, entity_codes, min_support)
     _hand_on(support, shared)
     return support
 
@@ -54,7 +65,7 @@ def _shared_with_place_before(tokens, order, depth):
 
 
 @njit(cache=True)
-def _least_shared_in_windows(shared, entity_codes, min_support):
+def _least_shared_in_windows(shared, order, spans, entity_codes, min_support):
     """What the shortest window that ends at a place and has enough entities shares; 0 where there is none."""
     n = shared.shape[0]
     support = np.zeros(n, np.uint8)
@@ -62,24 +73,27 @@ def _least_shared_in_windows(shared, entity_codes, min_support):
         return support
     times = np.zeros(entity_codes.max() + 1, np.int32)  # that an entity stands in the window
     num_entities = 0
-    least = np.empty(n, np.int32)  # places in the window that share less than all behind them; the first shares least
+    least = np.empty(_RING, np.int32)  # places in the window that share less than all behind them; the first the least
     head = tail = 0
     first = 0
     for last in range(n):
-        num_entities += times[entity_codes[last]] == 0
-        times[entity_codes[last]] += 1
-        while tail > head and shared[least[tail - 1]] >= shared[last]:
+        entity = entity_codes[text_at(spans, order[last])]
+        num_entities += times[entity] == 0
+        times[entity] += 1
+        while tail > head and shared[least[(tail - 1) & (_RING - 1)]] >= shared[last]:
             tail -= 1
-        least[tail] = last
+        least[tail & (_RING - 1)] = last
         tail += 1
-        while times[entity_codes[first]] > 1 or num_entities > min_support:
-            times[entity_codes[first]] -= 1
-            num_entities -= times[entity_codes[first]] == 0
+        oldest = entity_codes[text_at(spans, order[first])]
+        while times[oldest] > 1 or num_entities > min_support:
+            times[oldest] -= 1
+            num_entities -= times[oldest] == 0
             first += 1
-        while head < tail and least[head] <= first:  # the first place's prefix is shared with one outside
+            oldest = entity_codes[text_at(spans, order[first])]
+        while head < tail and least[head & (_RING - 1)] <= first:  # the first place's prefix is shared with one outside
             head += 1
         if num_entities == min_support:
-            support[last] = shared[least[head]]
+            support[last] = shared[least[head & (_RING - 1)]]
     return support
 
 

@@ -50,10 +50,11 @@ def test_support_is_written_only_for_a_limit(tmp_path):
     assert without.index.support is None
 
 
-def test_ten_bytes_a_position_and_a_table(tmp_path):
-    pool = build(tmp_path / "p", [(np.arange(100) % 10, "")] * 100)
+def test_nine_bytes_a_position_and_a_table(tmp_path):
+    pool = build(tmp_path / "p", [(np.arange(35) % 10, "")] * 100)
     num_positions = pool.manifest.num_tokens + pool.manifest.num_texts
-    assert pool.manifest.size_bytes <= 10 * num_positions + 4 * 12 + 4 * 128 + 4
+    assert pool.manifest.size_bytes == 9 * num_positions + 4 * 12 + 4 * 128 + 4
+    assert 9 * num_positions / pool.manifest.num_tokens < 10
 
 
 @pytest.mark.parametrize("texts", [[], [([], "")], [([], ""), ([], "")], [([5], "")], [([5, 5, 5, 5], "")]])
@@ -99,19 +100,23 @@ def test_texts_that_fail_leave_nothing_behind(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_full_disk_publishes_nothing(tmp_path, monkeypatch):
-    def no_space(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(np, "save", no_space)
-    with pytest.raises(PoolError, match="No space left on device"):
-        build(tmp_path / "p", [([1], "")])
-    assert os.listdir(tmp_path) == []
+@pytest.mark.parametrize("memory_bytes", [None, 1 << 18])
+@pytest.mark.parametrize("num_texts", [300, 1200, 2400])
+def test_disk_that_fills_up_publishes_nothing(small_disk, num_texts, memory_bytes):
+    """Full while texts are laid out, while runs wait to be merged, or while the order is written."""
+    (small_disk / "other").write_bytes(b"x" * (3 << 18))
+    texts = [(np.arange(100) % 90, "") for _ in range(num_texts)]
+    with pytest.raises(PoolError, match=r"could not be written: .*No space left on device.*Nothing was published"):
+        build(small_disk / "p", texts, memory_bytes=memory_bytes)
+    assert os.listdir(small_disk) == ["other"]
+    (small_disk / "other").unlink()
+    build(small_disk / "p", texts[:300], memory_bytes=memory_bytes)
+    assert Pool.open(small_disk / "p", verify=True).manifest.num_texts == 300
 
 
 def test_every_default_of_the_settings_is_in_the_manifest(tmp_path):
     build(tmp_path / "p", [([1], "")])
     manifest = json.loads((tmp_path / "p" / "manifest.json").read_text())
     assert manifest["settings"]["group_weight"] == 3.0
-    assert manifest["format_version"] == 1
+    assert manifest["format_version"] == 2
     assert set(manifest["arrays"]) == {"tokens", "order", "group_codes", "starts"}

@@ -1,5 +1,7 @@
 """Orders moved and merged, against sorting everything anew."""
 
+import itertools
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -66,7 +68,7 @@ def test_known_texts_are_equal_and_in_sequence_and_as_many_as_can_be(texts, toda
     known = find_known_texts(tokens, TextSpans.of_tokens(tokens).starts, old_tokens, TextSpans.of_tokens(old_tokens))
     pairs = [(old, now) for old, now in enumerate(known.tolist()) if now >= 0]
     assert all(texts[old] == today[now] for old, now in pairs)
-    assert all(one[1] < two[1] for one, two in zip(pairs, pairs[1:], strict=False))
+    assert all(one[1] < two[1] for one, two in itertools.pairwise(pairs))
     distinct = sorted(set(map(tuple, texts)))
     if len(distinct) == len(texts) and len(set(map(tuple, today))) == len(today):
         assert len(pairs) == longest_common(list(map(tuple, texts)), list(map(tuple, today)))

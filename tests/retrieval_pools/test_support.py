@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.layout import TextSpans
 from retrieval_pools.query import draft
 from retrieval_pools.settings import PoolSettings
 from retrieval_pools.sources import SOURCE_POOL
@@ -53,7 +54,7 @@ def lay_out(owned):
     tokens, entities = [SEPARATOR], []
     for text, entity in owned:
         tokens += [*text, SEPARATOR]
-        entities += [entity] * (len(text) + 1)
+        entities.append(entity)
     return ids(tokens), ids(entities)
 
 
@@ -79,10 +80,12 @@ def supported_slowly(tokens, order, entities, min_support, depth):
 @given(owned=OWNED, min_support=st.integers(2, 5), depth=st.sampled_from([1, 2, 4, 16]))
 def test_supported_lengths_equal_counting_the_entities_of_every_ngram(owned, min_support, depth):
     tokens, entities = lay_out(owned)
+    spans = TextSpans.of_tokens(tokens)
     order = sort_suffixes(tokens, 4, depth).order
-    found = supported_lengths(tokens, order, entities[order], min_support, depth)
+    found = supported_lengths(tokens, order, spans, entities, min_support, depth)
     assert found.dtype == np.uint8
-    assert found.tolist() == supported_slowly(tokens, order, entities, min_support, depth)
+    by_position = np.repeat(entities, np.diff(spans.starts))
+    assert found.tolist() == supported_slowly(tokens, order, by_position, min_support, depth)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -1,0 +1,110 @@
+"""A pool's files depend on its texts alone: not on an older pool that was merged from, nor on the memory allowed."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from retrieval_pools.build import SORT_BYTES_PER_POSITION, PoolText, build_pool
+from retrieval_pools.pool import EMPTY_POOL, Pool
+from retrieval_pools.settings import PoolSettings
+
+TEXT = st.tuples(st.lists(st.integers(0, 2), max_size=10), st.sampled_from("abc"), st.integers(0, 4))
+TEXTS = st.lists(TEXT, max_size=12)
+EXAMPLES = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+def build(folder, texts, min_support=1, depth=16, **options):
+    rows = (PoolText(np.array(ids, np.int32), group, entity) for ids, group, entity in texts)
+    counts = []
+    chosen = PoolSettings(min_support=min_support, index_depth=depth)
+    pool = build_pool(
+        rows, folder, side="item", tokenizer_hash="t", model_id="m", settings=chosen, on_counts=counts.append, **options
+    )
+    return pool, counts[0]
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@EXAMPLES
+@given(
+    before=TEXTS, today=TEXTS, kept=st.sets(st.integers(0, 11)), more=st.lists(st.integers(0, 12), max_size=6),
+    min_support=st.integers(1, 3), num_places=st.sampled_from([None, 1, 7, 30]),
+)  # fmt: skip
+def test_rebuild_from_an_older_pool_equals_a_full_build(
+    tmp_path_factory, before, today, kept, more, min_support, num_places
+):
+    """Texts go, come, change, change group or entity, and change places."""
+    folder = tmp_path_factory.mktemp("pools")
+    texts = [text for number, text in enumerate(before) if number in kept]
+    for place, text in zip(more, today, strict=False):
+        texts.insert(place, text)
+    texts += [(ids, "d", entity) for ids, _, entity in before[:2]]
+    memory_bytes = None if num_places is None else num_places * SORT_BYTES_PER_POSITION
+    old, _ = build(folder / "old", before, min_support)
+    _, counts = build(folder / "merged", texts, min_support, previous=old, memory_bytes=memory_bytes)
+    build(folder / "full", texts, min_support)
+    assert files(folder / "merged") == files(folder / "full")
+    assert counts.num_texts_sorted <= len(texts)
+
+
+@EXAMPLES
+@given(texts=TEXTS, min_support=st.integers(1, 3), num_places=st.integers(1, 40))
+def test_bounded_build_equals_an_unbounded_one(tmp_path_factory, texts, min_support, num_places):
+    folder = tmp_path_factory.mktemp("pools")
+    _, counts = build(folder / "bounded", texts, min_support, memory_bytes=num_places * SORT_BYTES_PER_POSITION)
+    _, unbounded = build(folder / "unbounded", texts, min_support)
+    assert files(folder / "bounded") == files(folder / "unbounded")
+    assert unbounded.num_runs == min(len(texts), 1)
+    longest = max((len(ids) + 1 for ids, _, _ in texts), default=0)
+    num_positions = sum(len(ids) + 1 for ids, _, _ in texts)
+    assert counts.num_runs >= num_positions / max(num_places, longest, 1)
+
+
+def test_only_changed_texts_are_sorted(tmp_path):
+    rng = np.random.default_rng(0)
+    texts = [(rng.integers(0, 50, 30), "ab"[k % 2], k) for k in range(200)]
+    old, counts = build(tmp_path / "old", texts)
+    assert (counts.num_texts_sorted, counts.num_runs) == (200, 1)
+    today = list(texts)
+    for k in range(0, 200, 20):
+        today[k] = (rng.integers(0, 50, 31), "c", k)
+    del today[5]
+    _, counts = build(tmp_path / "today", today, previous=old)
+    assert (counts.num_texts_sorted, counts.num_runs) == (10, 1)
+    build(tmp_path / "full", today)
+    assert files(tmp_path / "today") == files(tmp_path / "full")
+    _, counts = build(tmp_path / "same", today, previous=Pool.open(tmp_path / "today"))
+    assert (counts.num_texts_sorted, counts.num_runs) == (0, 0)
+    assert files(tmp_path / "same") == files(tmp_path / "full")
+
+
+def test_pool_of_another_depth_and_the_empty_pool_are_left_alone(tmp_path):
+    texts = [([1, 2], "a", 0), ([2, 1], "a", 1)]
+    other, _ = build(tmp_path / "other", texts, depth=32)
+    for name, previous in (("one", other), ("two", EMPTY_POOL)):
+        _, counts = build(tmp_path / name, texts, previous=previous)
+        assert counts.num_texts_sorted == 2
+
+
+def test_nothing_of_the_work_is_published(tmp_path):
+    build(tmp_path / "p", [([1] * 9, "a", k) for k in range(9)], memory_bytes=1)
+    assert sorted(files(tmp_path / "p")) == [
+        "group_codes.npy", "manifest.json", "order.npy", "starts.npy", "tokens.npy",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_groups", "dtype"), [(1, "u1"), (256, "u1"), (257, "u2"), (1000, "u2")])
+def test_group_codes_take_one_byte_while_there_are_few_groups(tmp_path, num_groups, dtype):
+    texts = [([k % 7, k % 5], str(k), k) for k in range(num_groups)]
+    old, _ = build(tmp_path / "old", texts[: num_groups // 2])
+    pool, _ = build(tmp_path / "p", texts, previous=old)
+    assert pool.index.group_codes.dtype == np.dtype(dtype)
+    build(tmp_path / "full", texts)
+    assert files(tmp_path / "p") == files(tmp_path / "full")
+    codes = {int(code) for code in pool.index.group_codes}
+    assert codes == set(range(num_groups))
