@@ -18,7 +18,7 @@ class ArrayWriter:
 
     def __init__(self, path: Path, dtype: np.dtype | str) -> None:
         self.path, self.dtype, self.length = path, np.dtype(dtype), 0
-        self._file = open(path, "wb")
+        self._file = open(path, "wb")  # noqa: SIM115: closed by __exit__
         self._write_header()
 
     def write(self, values: np.ndarray) -> None:

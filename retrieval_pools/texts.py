@@ -3,12 +3,14 @@
 Only a block of texts is in memory at a time, and a few bytes for each text. Knows neither orders nor drafts.
 """
 
+import itertools
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numba import njit
 
 from retrieval_pools.array_files import ArrayWriter, map_array
 from retrieval_pools.errors import PoolError
@@ -18,7 +20,8 @@ from retrieval_pools.suffix_order import SEPARATOR
 
 MAX_GROUPS = 1 << 16
 MAX_POSITIONS = (1 << 31) - 1
-_BLOCK_TOKENS = 1 << 18
+_BLOCK_TEXTS = 1024
+_INT32 = np.dtype(np.int32)
 _SEPARATOR = np.array([SEPARATOR], np.int32)
 
 
@@ -92,34 +95,43 @@ def lay_end_to_end(
         A text is not a row of token ids of the vocabulary (the message numbers it, from 0), or there are more groups
         or tokens than a pool holds.
     """
+    limit = MAX_POSITIONS - 2 if vocab_size is None else vocab_size
     groups, entities = _Codes("H"), _Codes("i")
-    ages = array("f")
+    lengths, ages = array("i"), array("f")
+    num_positions, largest_id = 1, -1
+    source = iter(texts)
     with ArrayWriter(path, np.int32) as writer:
         writer.write(_SEPARATOR)
-        block = _Block(writer, vocab_size)
-        for number, text in enumerate(texts):
-            if text.group not in groups.code_of and len(groups.code_of) == MAX_GROUPS:
-                raise PoolError(
-                    f"text {number} is of a new group, {text.group!r}; a pool holds {MAX_GROUPS:,}. Make fewer."
-                )
-            groups.add(text.group)
+        while block := list(itertools.islice(source, _BLOCK_TEXTS)):
+            first = len(lengths)
+            rows = _rows([text.token_ids for text in block], first, limit)
+            block_lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+            _require_room(groups, block, first, num_positions + np.cumsum(block_lengths + 1))
+            laid = np.empty(int(block_lengths.sum()) + len(rows), np.int32)
+            num_positions += len(laid)
+            smallest, largest = _lay(np.concatenate(rows), block_lengths, laid)
+            if smallest < 0 or largest >= limit:
+                for number, row in enumerate(rows, first):
+                    _require_ids(row, number, limit)
+            largest_id = max(largest_id, largest)
+            writer.write(laid)
+            lengths.extend(block_lengths.tolist())
+            groups.add([text.group for text in block])
+            ages.extend([text.age_nights for text in block])
             if with_entities:
-                entities.add((number,) if text.entity is None else text.entity)
-            ages.append(text.age_nights)
-            block.add(text.token_ids, number)
-        block.write()
-    lengths = np.frombuffer(block.lengths, np.int32) if block.lengths else np.empty(0, np.int32)
+                named = ((k,) if text.entity is None else text.entity for k, text in enumerate(block, first))
+                entities.add(list(named))
     starts = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths + 1, out=starts[1:])
-    codes = groups.codes.astype(group_code_dtype(len(groups.code_of)))
+    np.cumsum(np.array(lengths, np.int32) + 1, out=starts[1:])
+    codes = np.array(groups.codes, group_code_dtype(len(groups.code_of)))
     return LaidTexts(
         map_array(path),
         TextSpans.of_starts(starts),
         codes,
-        entities.codes.astype(np.int32) if with_entities else None,
+        np.array(entities.codes, np.int32) if with_entities else None,
         np.array(ages, np.float32),
-        _count_groups(list(groups.code_of), codes, lengths),
-        block.largest_id + 1 if vocab_size is None else vocab_size,
+        _count_groups(list(groups.code_of), codes, np.array(lengths, np.int64)),
+        largest_id + 1 if vocab_size is None else vocab_size,
     )
 
 
@@ -128,67 +140,66 @@ class _Codes:
 
     def __init__(self, type_code: str) -> None:
         self.code_of: dict[object, int] = {}
-        self._codes = array(type_code)
+        self.codes = array(type_code)
 
-    def add(self, name: object) -> None:
-        self._codes.append(self.code_of.setdefault(name, len(self.code_of)))
-
-    @property
-    def codes(self) -> np.ndarray:
-        return np.array(self._codes)
+    def add(self, names: list) -> None:
+        code_of = self.code_of
+        self.codes.extend([code_of.setdefault(name, len(code_of)) for name in names])
 
 
-class _Block:
-    """Texts that wait to be checked and written at once."""
-
-    def __init__(self, writer: ArrayWriter, vocab_size: int | None) -> None:
-        self._writer, self._vocab_size = writer, vocab_size
-        self._limit = MAX_POSITIONS - 2 if vocab_size is None else vocab_size
-        self._pieces: list[np.ndarray] = []
-        self._num_tokens = 0
-        self._num_positions = 1
-        self.lengths = array("i")
-        self.largest_id = -1
-
-    def add(self, token_ids: np.ndarray, number: int) -> None:
-        if type(token_ids) is not np.ndarray or token_ids.dtype != np.int32 or token_ids.ndim != 1:
-            token_ids = self._as_int32(token_ids, number)
-        length = len(token_ids)
-        self._num_positions += length + 1
-        if self._num_positions > MAX_POSITIONS:
-            raise PoolError(f"text {number} is one too many: a pool holds {MAX_POSITIONS:,} tokens. Split the texts.")
-        self._pieces += (token_ids, _SEPARATOR)
-        self.lengths.append(length)
-        self._num_tokens += length + 1
-        if self._num_tokens >= _BLOCK_TOKENS:
-            self.write()
-
-    def write(self) -> None:
-        if not self._pieces:
-            return
-        tokens = np.concatenate(self._pieces)
-        self.largest_id = max(self.largest_id, int(tokens.max()))
-        num_texts = len(self._pieces) // 2
-        if self.largest_id >= self._limit or np.count_nonzero(tokens < 0) > num_texts:
-            for place, piece in enumerate(self._pieces[::2]):
-                self._require_ids(piece, len(self.lengths) - num_texts + place)
-        self._writer.write(tokens)
-        self._pieces, self._num_tokens = [], 0
-
-    def _as_int32(self, token_ids: np.ndarray, number: int) -> np.ndarray:
-        values = np.asarray(token_ids)
+def _rows(token_ids: list[np.ndarray], first: int, limit: int) -> list[np.ndarray]:
+    """Token ids as int32 rows; `first` is the number of the first text."""
+    usual = {type(row) for row in token_ids} == {np.ndarray} and {row.dtype for row in token_ids} == {_INT32}
+    if usual and {row.ndim for row in token_ids} == {1}:
+        return token_ids
+    rows = []
+    for number, values in enumerate(map(np.asarray, token_ids), first):
         if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
             raise PoolError(f"text {number} is not a row of token ids: shape {values.shape} of {values.dtype}.")
-        self._require_ids(values, number)
-        return values.astype(np.int32)
+        _require_ids(values, number, limit)
+        rows.append(values.astype(np.int32))
+    return rows
 
-    def _require_ids(self, values: np.ndarray, number: int) -> None:
-        smallest, largest = (int(values.min()), int(values.max())) if values.size else (0, 0)
-        if values.size and (smallest < 0 or largest >= self._limit):
+
+def _require_ids(values: np.ndarray, number: int, limit: int) -> None:
+    smallest, largest = (int(values.min()), int(values.max())) if values.size else (0, -1)
+    if smallest < 0 or largest >= limit:
+        raise PoolError(
+            f"text {number} has the token id {smallest if smallest < 0 else largest}; expected 0 to {limit - 1}. "
+            "Build the pool from texts of the same tokenizer."
+        )
+
+
+def _require_room(groups: _Codes, block: list[PoolText], first: int, ends: np.ndarray) -> None:
+    if ends[-1] > MAX_POSITIONS:
+        number = first + int(np.searchsorted(ends, MAX_POSITIONS, side="right"))
+        raise PoolError(f"text {number} is one too many: a pool holds {MAX_POSITIONS:,} tokens. Split the texts.")
+    if len(groups.code_of) + len(block) <= MAX_GROUPS:
+        return
+    known = set(groups.code_of)
+    for number, text in enumerate(block, first):
+        known.add(text.group)
+        if len(known) > MAX_GROUPS:
             raise PoolError(
-                f"text {number} has the token id {smallest if smallest < 0 else largest}; expected 0 to "
-                f"{self._limit - 1}. Build the pool from texts of the same tokenizer."
+                f"text {number} is of a new group, {text.group!r}; a pool holds {MAX_GROUPS:,}. Make fewer."
             )
+
+
+@njit(cache=True)
+def _lay(tokens, lengths, laid):
+    """Put a separator behind each text. Returns the smallest and the largest id, 0 and -1 where there is none."""
+    smallest, largest = 0, -1
+    read = written = 0
+    for text in range(lengths.shape[0]):
+        for _ in range(lengths[text]):
+            token = tokens[read]
+            smallest, largest = min(smallest, token), max(largest, token)
+            laid[written] = token
+            read += 1
+            written += 1
+        laid[written] = SEPARATOR
+        written += 1
+    return smallest, largest
 
 
 def _count_groups(names: list[str], codes: np.ndarray, lengths: np.ndarray) -> dict[str, GroupCounts]:
