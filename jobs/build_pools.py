@@ -1,66 +1,98 @@
 """Pools for the next night, from a run's knowledge: routers fitted, indexes built, one version published.
 
 Whatever the run holds goes in, carried-over texts too: the pools of a version stand for the newest text of every
-entity. Only tables as of the run's date are seen.
+entity. What the current version has of them is merged, not sorted again; the files are the same. Only tables as of the
+run's date are seen.
 """
 
-import logging
 import time
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
-
-import pyarrow as pa
 
 from jobs.console import say
 from jobs.night import Night
+from jobs.pool_texts import RunTexts, read_run_texts
 from jobs.routing import entity_router
 from pipeline.decoding.identity import tokenizer_hash
-from pipeline.knowledge.entities import iter_entities
 from pipeline.knowledge.records import SIDES, Side
-from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.build import BuildCounts, build_pool
+from retrieval_pools.errors import PoolError
 from retrieval_pools.grouping.text_clusters import EntityTexts
+from retrieval_pools.pool import Pool
 from retrieval_pools.router import Router, fit_routers
 
-logger = logging.getLogger(__name__)
+SCRATCH_NAME = "texts.npy"
 
 
-def build_pools(night: Night) -> dict[str, Any]:
+def build_pools(night: Night, anew: bool = False) -> dict[str, Any]:
     """Build and publish the pools of a run.
+
+    Parameters
+    ----------
+    anew : look at no earlier pool.
 
     Returns
     -------
     dict
-        The manifest's `pools_built`: a side's version, texts, tokens, seconds and groups.
+        The manifest's `pools_built`: a side's version, texts, tokens, seconds and groups; whether it was merged from
+        the current version's (`incremental`), how many texts had to be sorted (`num_texts_changed`) and how many a full
+        pool left out (`num_texts_left_out`).
     """
     tables, routing = night.tables, night.settings.routing
     texts = {side: _entity_texts(night, side) for side in SIDES} if routing.attribute_grouping == "leaves" else None
     routers = fit_routers(tables.users, tables.items, tables.interactions, routing, night.settings.seed, texts)
-    hash_of_tokenizer = tokenizer_hash(night.settings.model_dir)
     built: dict[str, Any] = {}
     with night.pools.publish(night.run.run_id) as (folder, version):
         for side in SIDES:
             routers[side].save(folder / "router" / side)
-            knowledge = night.run.read_knowledge(side)
-            if not knowledge.num_rows:
+            scratch = folder / SCRATCH_NAME
+            run_texts = read_run_texts(night.run, side, scratch)
+            if run_texts is None:
                 say(f"no {side} texts: no {side} pool")
-                continue
-            start_s = time.perf_counter()
-            pool = build_pool(
-                _pool_texts(night, side, knowledge, routers[side]),
-                folder / side,
-                side=side,
-                tokenizer_hash=hash_of_tokenizer,
-                model_id=knowledge["model_id"][0].as_py(),
-                settings=night.settings.pools,
-            )
-            built[side] = {
-                "version": version,
-                "num_texts": pool.manifest.num_texts,
-                "num_tokens": pool.manifest.num_tokens,
-                "build_s": time.perf_counter() - start_s,
-                "groups": pool.manifest.groups,
-            }
+            else:
+                built[side] = {"version": version} | _build(night, side, run_texts, routers[side], folder / side, anew)
+            scratch.unlink()
     return built
+
+
+def _build(night: Night, side: Side, run_texts: RunTexts, router: Router, folder: Path, anew: bool) -> dict[str, Any]:
+    start_s = time.perf_counter()
+    hash_of_tokenizer = tokenizer_hash(night.settings.model_dir)
+    previous = None if anew else _previous_pool(night, side, hash_of_tokenizer)
+    route = entity_router(router, night.tables, side, night.date)
+    done: list[BuildCounts] = []
+    pool = build_pool(
+        run_texts.pool_texts(night.tables, side, night.date, route),
+        folder,
+        side=side,
+        tokenizer_hash=hash_of_tokenizer,
+        model_id=run_texts.model_id,
+        settings=night.settings.pools,
+        previous=previous,
+        building=night.settings.pool_building,
+        on_counts=done.append,
+    )
+    return {
+        "num_texts": pool.manifest.num_texts,
+        "num_tokens": pool.manifest.num_tokens,
+        "incremental": previous is not None,
+        "num_texts_changed": done[0].num_texts_sorted,
+        "num_texts_left_out": done[0].num_texts_left_out,
+        "build_s": time.perf_counter() - start_s,
+        "groups": pool.manifest.groups,
+    }
+
+
+def _previous_pool(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | None:
+    """The current version's pool when tonight's can be merged from it. Nothing is lost without it but time."""
+    try:
+        current = night.pools.current_version()
+        pool = None if current is None else night.pools.open(current, side, hash_of_tokenizer, verify=True)
+    except PoolError as error:
+        say(f"the {side} pool is built anew: {error}")
+        return None
+    fits = pool is not None and pool.settings.index_depth == night.settings.pools.index_depth
+    return pool if fits else None
 
 
 def _entity_texts(night: Night, side: Side) -> EntityTexts | None:
@@ -68,12 +100,3 @@ def _entity_texts(night: Night, side: Side) -> EntityTexts | None:
     if not knowledge.num_rows:
         return None
     return EntityTexts(knowledge["entity_id"].combine_chunks(), knowledge["token_ids"].combine_chunks())
-
-
-def _pool_texts(night: Night, side: Side, knowledge: pa.Table, router: Router) -> Iterator[PoolText]:
-    route = entity_router(router, night.tables, side, night.date)
-    texts = dict(zip(knowledge["entity_id"].to_pylist(), knowledge["token_ids"].combine_chunks(), strict=True))
-    for entity in iter_entities(night.tables, side):
-        token_ids = texts.get(entity.entity_id)
-        if token_ids is not None:
-            yield PoolText(token_ids.values.to_numpy(), route(entity).group, entity.entity_id)

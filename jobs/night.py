@@ -74,11 +74,6 @@ def parse_date(text: str) -> datetime.date:
         raise ConfigError(f"{text!r} is not a date; expected YYYY-MM-DD, for example 2025-03-01") from None
 
 
-def hashed_settings(settings: Settings) -> dict[str, Any]:
-    """The settings that name a run and are kept in its manifest: all but where it runs and where it writes."""
-    return settings.model_dump(mode="json", exclude={"workspace", "cluster"})
-
-
 def open_night(settings: Settings, date: datetime.date, force: bool = False) -> Night:
     """Open the run of a date and these settings: a new one, or the unfinished one of an earlier attempt.
 
@@ -101,7 +96,7 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False) -> 
     workspace = Workspace.open(settings.workspace)
     if force:
         settings = _next_regeneration(settings, workspace, date)
-    run_id = make_run_id(date, hashed_settings(settings))
+    run_id = make_run_id(date, settings.of_output())
     run = workspace.run(run_id)
     if workspace.find_resumable(run_id) is not None and run.manifest_path.exists():
         manifest = RunManifest.load(run.manifest_path)
@@ -119,7 +114,7 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False) -> 
         previous_id = manifest["previous_run_id"]
     else:
         manifest = RunManifest.create(
-            run.manifest_path, date, hashed_settings(settings), version("laserbatch"), describe_machine()
+            run.manifest_path, date, settings.of_output(), version("laserbatch"), describe_machine()
         )
         published = workspace.published()
         previous_id = manifest["previous_run_id"] = published.run_id if published else None
@@ -135,7 +130,7 @@ def _next_regeneration(settings: Settings, workspace: Workspace, date: datetime.
     while True:
         night = settings.night.model_copy(update={"regeneration": settings.night.regeneration + 1})
         settings = settings.model_copy(update={"night": night})
-        if not workspace.run(make_run_id(date, hashed_settings(settings))).is_finished:
+        if not workspace.run(make_run_id(date, settings.of_output())).is_finished:
             return settings
 
 
@@ -162,8 +157,10 @@ def open_run(settings: Settings, run_id: str | None) -> Night:
 
 def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
     """A run's own settings, on this machine's workspace and cluster."""
+    building = here.pool_building.model_dump() | manifest["settings"].get("pool_building", {})
+    ours = {"workspace": here.workspace, "cluster": here.cluster, "pool_building": building}
     try:
-        return Settings.model_validate(manifest["settings"] | {"workspace": here.workspace, "cluster": here.cluster})
+        return Settings.model_validate(manifest["settings"] | ours)
     except ValidationError as error:
         keys = ", ".join(".".join(str(part) for part in item["loc"]) for item in error.errors())
         raise ConfigError(

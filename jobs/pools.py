@@ -198,7 +198,7 @@ def _build(settings: Settings, run_id: str | None, as_json: bool, anew: bool) ->
         night = open_run(settings, run_id)
         there = next((known for known in store.list() if known.version == night.run.run_id), None)
         if there is None or there.problem is not None or anew:
-            build_pools(night)
+            build_pools(night, anew)
         else:
             store.use(there.version)
             say(f"the pools of run {there.version} are there already; `laserbatch pools rebuild` builds them again")

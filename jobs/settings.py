@@ -22,7 +22,7 @@ from pipeline.errors import ConfigError
 from pipeline.knowledge.settings import KnowledgeSettings
 from pipeline.tables.settings import TablesSettings
 from retrieval_pools.routing_settings import RoutingSettings
-from retrieval_pools.settings import PoolSettings
+from retrieval_pools.settings import PoolBuildSettings, PoolSettings
 
 PACKAGE_ROOT = Path(jobs.__file__).resolve().parent.parent  # configs/ and models/ lie beside the packages
 SAMPLE_MODEL = "sample"
@@ -65,6 +65,7 @@ class Settings(BaseModel):
     knowledge: KnowledgeSettings = KnowledgeSettings()
     decoding: DecodingSettings = DecodingSettings()
     pools: PoolSettings = PoolSettings()
+    pool_building: PoolBuildSettings = PoolBuildSettings()
     routing: RoutingSettings = RoutingSettings()
     encoding: EncodingSettings = EncodingSettings()
     ctr: CtrSettings = CtrSettings()
@@ -76,9 +77,14 @@ class Settings(BaseModel):
         """Folder of the model."""
         return PACKAGE_ROOT / "models" / "sample" if self.decoding.model == SAMPLE_MODEL else Path(self.decoding.model)
 
+    def of_output(self) -> dict[str, Any]:
+        """All that may change what a run writes; where it runs, where it writes and what it keeps are left out."""
+        housekeeping = {"memory_mb", "keep_versions"}
+        return self.model_dump(mode="json", exclude={"workspace": True, "cluster": True, "pool_building": housekeeping})
+
     def output_hash(self) -> str:
-        """Hash of everything that may change what a run writes; where it runs and where it writes are left out."""
-        dumped = self.model_dump(mode="json", exclude={"workspace", "cluster"})
+        """Hash of everything that may change what a run writes."""
+        dumped = self.of_output()
         return hashlib.sha256(json.dumps(dumped, sort_keys=True).encode()).hexdigest()
 
 

@@ -14,11 +14,14 @@ _format = np.lib.format
 
 
 class ArrayWriter:
-    """An array that is written as it is made; its length is known when it is closed. Use it in a `with` block."""
+    """An array that is written as it is made; its length is known when it is closed. Use it in a `with` block.
+
+    The block closes the file.
+    """
 
     def __init__(self, path: Path, dtype: np.dtype | str) -> None:
         self.path, self.dtype, self.length = path, np.dtype(dtype), 0
-        self._file = open(path, "wb")  # noqa: SIM115: closed by __exit__
+        self._file = open(path, "wb")  # noqa: SIM115
         self._write_header()
 
     def write(self, values: np.ndarray) -> None:

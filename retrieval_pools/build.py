@@ -17,6 +17,7 @@ import numpy as np
 
 from retrieval_pools.array_files import ArrayWriter, map_array, read_chunks
 from retrieval_pools.errors import PoolError
+from retrieval_pools.eviction import choose_texts
 from retrieval_pools.layout import TextSpans, count_first_tokens, find_known_texts, values_by_place
 from retrieval_pools.manifest import (
     FORMAT_VERSION,
@@ -29,7 +30,7 @@ from retrieval_pools.manifest import (
 )
 from retrieval_pools.merge import chunks_of, merge_many, merge_orders, move_order, sort_texts
 from retrieval_pools.pool import Pool
-from retrieval_pools.settings import PoolSettings
+from retrieval_pools.settings import PoolBuildSettings, PoolSettings
 from retrieval_pools.support import supported_lengths
 from retrieval_pools.texts import LaidTexts, PoolText, lay_end_to_end
 
@@ -47,10 +48,12 @@ class BuildCounts:
     ----------
     num_texts_sorted : texts whose positions were sorted; those of the others were where an older pool had them.
     num_runs : runs that they were sorted in, each within the memory.
+    num_texts_left_out : texts for which a full pool had no room.
     """
 
     num_texts_sorted: int
     num_runs: int
+    num_texts_left_out: int
 
 
 def build_pool(
@@ -63,7 +66,7 @@ def build_pool(
     settings: PoolSettings | None = None,
     vocab_size: int | None = None,
     previous: Pool | None = None,
-    memory_bytes: int | None = None,
+    building: PoolBuildSettings | None = None,
     on_counts: Callable[[BuildCounts], None] | None = None,
 ) -> Pool:
     """Build a pool and publish it at `out_dir`. The same texts in the same order give the same files.
@@ -77,9 +80,9 @@ def build_pool(
     previous : an older pool whose texts are in great part these: what they have in common, in the same sequence, is not
         sorted again. It saves time and changes nothing else; open it with `verify`, for its order is believed. One of
         another `index_depth` is of no use and left alone.
-    memory_bytes : what sorting may take, beyond a hundred bytes a text and the files, which are mapped: the kernel
-        takes back their pages when it needs them. Texts are then sorted in runs that fit (one text at least), which
-        lie on the disk until they are merged. None: all at once.
+    building : the largest size, and the memory that sorting may take, beyond a hundred bytes a text and the files,
+        which are mapped: the kernel takes back their pages when it needs them. What does not fit is sorted in runs
+        (of one text at least) that lie on the disk until they are merged.
     on_counts : called with what was done.
 
     Raises
@@ -89,12 +92,12 @@ def build_pool(
         tokens than the format holds, the disk is full, or something is at `out_dir` already.
     """
     settings = PoolSettings() if settings is None else settings
+    building = PoolBuildSettings() if building is None else building
     out_dir = Path(out_dir)
-    with _published_folder(out_dir) as folder:
-        laid = lay_end_to_end(texts, array_path(folder, "tokens"), vocab_size, settings.min_support > 1)
-        with _scratch_folder(folder) as scratch:
-            order, counts = _order(laid, settings.index_depth, previous, memory_bytes, scratch)
-            _write_order(order, laid, folder)
+    with _published_folder(out_dir) as folder, _scratch_folder(folder) as scratch:
+        laid, num_left_out = _lay(texts, folder, scratch, vocab_size, settings, building)
+        order, num_sorted, num_runs = _order(laid, settings.index_depth, previous, building.memory_bytes, scratch)
+        _write_order(order, laid, folder)
         _write_rest(laid, settings, folder)
         manifest = PoolManifest(
             format_version=FORMAT_VERSION,
@@ -110,14 +113,37 @@ def build_pool(
         )
         write_manifest(manifest, folder)
     if on_counts is not None:
-        on_counts(counts)
+        on_counts(BuildCounts(num_sorted, num_runs, num_left_out))
     return Pool.open(out_dir)
+
+
+def _lay(
+    texts: Iterable[PoolText],
+    folder: Path,
+    scratch: Path,
+    vocab_size: int | None,
+    settings: PoolSettings,
+    building: PoolBuildSettings,
+) -> tuple[LaidTexts, int]:
+    """`tokens`, of all texts or of those that draft most; and how many were left out."""
+    path, with_entities = array_path(folder, "tokens"), settings.min_support > 1
+    laid = lay_end_to_end(texts, path, vocab_size, with_entities)
+    if building.max_tokens is None or laid.num_tokens <= building.max_tokens:
+        return laid, 0
+    limits = (building.max_tokens, building.half_life_nights, building.memory_bytes)
+    kept = choose_texts(laid.tokens, laid.spans, laid.ages_nights, *limits)
+    os.replace(path, array_path(scratch, "tokens"))  # stays mapped
+    less = lay_end_to_end(laid.texts(kept), path, vocab_size, with_entities)
+    return less, laid.spans.num_texts - len(kept)
 
 
 def _order(
     laid: LaidTexts, depth: int, previous: Pool | None, memory_bytes: int | None, scratch: Path
-) -> tuple[Iterator[np.ndarray], BuildCounts]:
-    """The order of all positions as a stream: what an older pool knows of it, and the sorted rest."""
+) -> tuple[Iterator[np.ndarray], int, int]:
+    """The order of all positions as a stream: what an older pool knows of it, and the sorted rest.
+
+    And how many texts were sorted, in how many runs.
+    """
     starts = laid.spans.starts
     is_new = np.ones(laid.spans.num_texts, bool)
     moved: Iterator[np.ndarray] | None = None
@@ -127,14 +153,15 @@ def _order(
         is_new[known[known >= 0]] = False
         new_starts = np.where(known >= 0, starts[known], -1).astype(np.int32)
         moved = move_order(read_chunks(array_path(previous.folder, "order")), old_spans, new_starts)
-    max_positions = None if memory_bytes is None else max(memory_bytes // SORT_BYTES_PER_POSITION, 1)
+    max_positions = None if memory_bytes is None else max(int(memory_bytes / SORT_BYTES_PER_POSITION), 1)
     runs = [
         _kept(sort_texts(laid.tokens, starts, texts, laid.vocab_size, depth), max_positions, scratch / f"{number}.npy")
         for number, texts in enumerate(_runs(np.flatnonzero(is_new), starts, max_positions))
     ]
-    counts = BuildCounts(int(np.count_nonzero(is_new)), len(runs))
-    merged = merge_many(laid.tokens, runs, depth)
-    return merged if moved is None else merge_orders(laid.tokens, moved, merged, depth), counts
+    order = merge_many(laid.tokens, runs, depth)
+    if moved is not None:
+        order = merge_orders(laid.tokens, moved, order, depth)
+    return order, int(np.count_nonzero(is_new)), len(runs)
 
 
 def _runs(texts: np.ndarray, starts: np.ndarray, max_positions: int | None) -> Iterator[np.ndarray]:
@@ -186,7 +213,7 @@ def _write_rest(laid: LaidTexts, settings: PoolSettings, folder: Path) -> None:
 
 @contextmanager
 def _scratch_folder(folder: Path) -> Iterator[Path]:
-    """A place for what is not published."""
+    """A place for what is not published, gone when the block ends."""
     scratch = folder / "scratch"
     scratch.mkdir()
     try:

@@ -1,8 +1,8 @@
-"""The options of a pool: how it is indexed and how drafts are estimated from it. Knows no table and no router."""
+"""The options of a pool: how it is indexed, drafted from, built and kept. Knows no table and no router."""
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_MATCH_TOKENS = 32
 MAX_CONTEXT_LENGTHS = 8
@@ -49,3 +49,36 @@ class PoolSettings(BaseModel):
     local_escape: float = Field(2.2, gt=0, description="Escape of the prompt and of the output.")
     previous_escape: float = Field(0.5, gt=0, description="Escape of the entity's own previous text.")
     max_local_tokens: int = Field(4096, ge=1, description="Tokens searched of each of the own texts.")
+
+
+class PoolBuildSettings(BaseModel):
+    """How pools are built, how large they may be, and how long they are kept.
+
+    Above `max_tokens` a side's pool leaves out the texts that draft least, see `eviction`; with `half_life_nights` a
+    text's worth halves with every so many nights since it was written, so that old nights' texts leave first. Nothing
+    else fades: a text that is in a pool counts in full, however old, and drafting costs the same.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    memory_mb: int | None = Field(
+        2048, ge=16, description="Memory that sorting may take; more texts are sorted in runs on disk. null: no limit."
+    )
+    max_tokens: int | None = Field(
+        None, ge=1, description="Tokens that a side's pool may have; beyond, what drafts least is left out. null: all."
+    )
+    half_life_nights: float | None = Field(
+        None, gt=0, description="Nights in which a text's worth halves when texts are left out. null: age is no matter."
+    )
+    keep_versions: int = Field(3, ge=1, description="Newest pool versions kept after a night; those in use stay too.")
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """`memory_mb` in bytes."""
+        return None if self.memory_mb is None else self.memory_mb << 20
+
+    @model_validator(mode="after")
+    def _half_life_needs_a_size(self) -> "PoolBuildSettings":
+        if self.half_life_nights is not None and self.max_tokens is None:
+            raise ValueError("half_life_nights says which texts leave a full pool first; give max_tokens too")
+        return self

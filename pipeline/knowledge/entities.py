@@ -52,13 +52,16 @@ class Entity:
     history: tuple[HistoryEvent, ...] = ()
 
 
-def iter_entities(tables: "Tables", side: Side, entity_ids: Iterable[str | int] | None = None) -> Iterator[Entity]:
+def iter_entities(
+    tables: "Tables", side: Side, entity_ids: Iterable[str | int] | None = None, with_history: bool = True
+) -> Iterator[Entity]:
     """Entities of a side in table order.
 
     Parameters
     ----------
     tables : as `read_tables` gives them; interactions of items that are not there are passed over.
     entity_ids : only these; None means all.
+    with_history : False leaves users' histories empty, for who does not need them.
     """
     table = tables.users if side == "user" else tables.items
     key = f"{side}_id"
@@ -66,7 +69,7 @@ def iter_entities(tables: "Tables", side: Side, entity_ids: Iterable[str | int] 
     if entity_ids is not None:
         wanted = pa.array(list(entity_ids), table[key].type)
         rows = rows[pc.is_in(table[key], value_set=wanted).to_numpy()]
-    histories = _Histories(tables) if side == "user" else None
+    histories = _Histories(tables) if side == "user" and with_history else None
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         chunk = rows[start : start + _ROWS_AT_ONCE]
         for row, values in zip(chunk.tolist(), table.take(pa.array(chunk)).to_pylist(), strict=True):

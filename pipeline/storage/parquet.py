@@ -15,6 +15,7 @@ from pipeline.errors import WorkspaceError
 from pipeline.storage.atomic import atomic_path, sha256_file
 
 ROW_GROUP_ROWS = 128 * 1024
+ROWS_AT_ONCE = 16 * 1024
 _WRITER_OPTIONS = {"compression": "zstd", "compression_level": 3, "write_page_checksum": True}
 
 
@@ -122,19 +123,50 @@ def read_parquet(path: Path | str, columns: Sequence[str] | None = None, schema:
         raise WorkspaceError(f"the files of {path} differ in their columns: {error}. Write them again.") from None
 
 
+def iter_parquet(path: Path | str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """The rows that `read_parquet` gives, in batches: one row group at most is in memory.
+
+    Raises
+    ------
+    WorkspaceError
+        A file is damaged, or lacks a column; the message names the file. No file gives no batch.
+    """
+    path = Path(path)
+    for file in sorted(path.glob("*.parquet")) if path.is_dir() else [path]:
+        with _opened(file, columns) as opened:
+            try:
+                yield from opened.iter_batches(columns=list(columns), batch_size=ROWS_AT_ONCE)
+            except (pa.ArrowException, OSError) as error:
+                raise _damaged(file, error) from None
+
+
 def _read_file(path: Path, columns: Sequence[str] | None) -> pa.Table:
+    with _opened(path, columns or ()) as file:
+        try:
+            return file.read(columns=None if columns is None else list(columns))
+        except (pa.ArrowException, OSError) as error:
+            raise _damaged(path, error) from None
+
+
+@contextmanager
+def _opened(path: Path, columns: Sequence[str]) -> Iterator[pq.ParquetFile]:
     # ParquetFile, not read_table: the latter reads `date=...` in a folder's name as a partition column.
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            names = file.schema_arrow.names
-            missing = [name for name in columns or () if name not in names]
-            if not missing:
-                return file.read(columns=None if columns is None else list(columns))
+        file = pq.ParquetFile(path, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
-        raise WorkspaceError(
-            f"{path} is damaged or not a Parquet file: {_first_line(error)}. Delete it and run again, or restore it."
-        ) from None
-    raise WorkspaceError(f"{path} lacks the column {missing[0]!r}; it has {', '.join(names)}. Write it again.")
+        raise _damaged(path, error) from None
+    with file:
+        names = file.schema_arrow.names
+        missing = [name for name in columns if name not in names]
+        if missing:
+            raise WorkspaceError(f"{path} lacks the column {missing[0]!r}; it has {', '.join(names)}. Write it again.")
+        yield file
+
+
+def _damaged(path: Path, error: Exception) -> WorkspaceError:
+    return WorkspaceError(
+        f"{path} is damaged or not a Parquet file: {_first_line(error)}. Delete it and run again, or restore it."
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -7,7 +7,7 @@ nothing of how shards are cut or made.
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from pipeline.errors import WorkspaceError
 from pipeline.knowledge.records import Side
 from pipeline.storage.atomic import read_json, remove_leftovers, sha256_file, write_json, write_text
 from pipeline.storage.manifest import RunManifest
-from pipeline.storage.parquet import WrittenFile, read_parquet, write_parquet
+from pipeline.storage.parquet import WrittenFile, iter_parquet, read_parquet, write_parquet
 from pipeline.storage.quarantine import QUARANTINE_SCHEMA, QuarantineRow, quarantine_rows, quarantine_table
 
 logger = logging.getLogger("laserbatch.storage")
@@ -167,6 +167,10 @@ class RunFolder:
     def read_knowledge(self, side: Side, schema: pa.Schema | None = None) -> pa.Table:
         """All knowledge of a side, in shard order. `schema` is what an empty side returns."""
         return read_parquet(self.knowledge_folder(side), schema=schema)
+
+    def iter_knowledge(self, side: Side, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Some columns of what `read_knowledge` gives, a batch in memory at a time."""
+        return iter_parquet(self.knowledge_folder(side), columns)
 
     def merge_quarantine(self, side: Side, more: Iterable[QuarantineRow] = ()) -> WrittenFile:
         """Merge the finished shards' quarantine rows, and `more` that belong to no shard, into one file."""

@@ -38,10 +38,15 @@ def write_texts(night):
     moods = {mood: number for number, mood in enumerate(sorted(set(night.tables.items["mood"].to_pylist())))}
     rng = np.random.default_rng(0)
     rows = [
-        {"entity_id": row["item_id"], "model_id": "m", "token_ids": 50 * moods[row["mood"]] + rng.integers(0, 50, 20)}
+        {
+            "entity_id": row["item_id"],
+            "model_id": "m",
+            "run_id": "2025-02-28-ab",
+            "token_ids": 50 * moods[row["mood"]] + rng.integers(0, 50, 20),
+        }
         for row in night.tables.items.to_pylist()
     ]
-    columns = {name: [row[name] for row in rows] for name in ("entity_id", "model_id")}
+    columns = {name: [row[name] for row in rows] for name in ("entity_id", "model_id", "run_id")}
     token_ids = pa.array([row["token_ids"] for row in rows], pa.list_(pa.int32()))
     texts = pa.table(columns | {"token_ids": token_ids})
     night.run.write_shard("item", "00000", texts)

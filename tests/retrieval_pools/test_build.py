@@ -10,7 +10,7 @@ from retrieval_pools.build import PoolText, build_pool
 from retrieval_pools.errors import PoolError
 from retrieval_pools.pool import Pool
 from retrieval_pools.query import draft
-from retrieval_pools.settings import PoolSettings
+from retrieval_pools.settings import PoolBuildSettings, PoolSettings
 
 
 def build(folder, texts, **options):
@@ -100,17 +100,20 @@ def test_texts_that_fail_leave_nothing_behind(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("memory_bytes", [None, 1 << 18])
+@pytest.mark.parametrize("places_a_run", [1 << 40, 1000])
 @pytest.mark.parametrize("num_texts", [300, 1200, 2400])
-def test_disk_that_fills_up_publishes_nothing(small_disk, num_texts, memory_bytes):
+def test_disk_that_fills_up_publishes_nothing(small_disk, monkeypatch, num_texts, places_a_run):
     """Full while texts are laid out, while runs wait to be merged, or while the order is written."""
+    monkeypatch.setattr(
+        "retrieval_pools.build.SORT_BYTES_PER_POSITION", PoolBuildSettings().memory_bytes / places_a_run
+    )
     (small_disk / "other").write_bytes(b"x" * (3 << 18))
     texts = [(np.arange(100) % 90, "") for _ in range(num_texts)]
     with pytest.raises(PoolError, match=r"could not be written: .*No space left on device.*Nothing was published"):
-        build(small_disk / "p", texts, memory_bytes=memory_bytes)
+        build(small_disk / "p", texts)
     assert os.listdir(small_disk) == ["other"]
     (small_disk / "other").unlink()
-    build(small_disk / "p", texts[:300], memory_bytes=memory_bytes)
+    build(small_disk / "p", texts[:300])
     assert Pool.open(small_disk / "p", verify=True).manifest.num_texts == 300
 
 

@@ -1,13 +1,15 @@
 """A pool's files depend on its texts alone: not on an older pool that was merged from, nor on the memory allowed."""
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from retrieval_pools.build import SORT_BYTES_PER_POSITION, PoolText, build_pool
+from retrieval_pools.build import PoolText, build_pool
 from retrieval_pools.pool import EMPTY_POOL, Pool
-from retrieval_pools.settings import PoolSettings
+from retrieval_pools.settings import PoolBuildSettings, PoolSettings
 
 TEXT = st.tuples(st.lists(st.integers(0, 2), max_size=10), st.sampled_from("abc"), st.integers(0, 4))
 TEXTS = st.lists(TEXT, max_size=12)
@@ -26,6 +28,12 @@ def build(folder, texts, min_support=1, depth=16, **options):
     return pool, counts[0]
 
 
+def runs_of(num_places):
+    """Sort so few places at a time; a user may not ask for less than some megabytes."""
+    bytes_a_place = PoolBuildSettings().memory_bytes / num_places
+    return patch("retrieval_pools.build.SORT_BYTES_PER_POSITION", bytes_a_place)
+
+
 def files(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
@@ -33,7 +41,7 @@ def files(folder):
 @EXAMPLES
 @given(
     before=TEXTS, today=TEXTS, kept=st.sets(st.integers(0, 11)), more=st.lists(st.integers(0, 12), max_size=6),
-    min_support=st.integers(1, 3), num_places=st.sampled_from([None, 1, 7, 30]),
+    min_support=st.integers(1, 3), num_places=st.sampled_from([1, 7, 30, 1 << 30]),
 )  # fmt: skip
 def test_rebuild_from_an_older_pool_equals_a_full_build(
     tmp_path_factory, before, today, kept, more, min_support, num_places
@@ -44,9 +52,9 @@ def test_rebuild_from_an_older_pool_equals_a_full_build(
     for place, text in zip(more, today, strict=False):
         texts.insert(place, text)
     texts += [(ids, "d", entity) for ids, _, entity in before[:2]]
-    memory_bytes = None if num_places is None else num_places * SORT_BYTES_PER_POSITION
     old, _ = build(folder / "old", before, min_support)
-    _, counts = build(folder / "merged", texts, min_support, previous=old, memory_bytes=memory_bytes)
+    with runs_of(num_places):
+        _, counts = build(folder / "merged", texts, min_support, previous=old)
     build(folder / "full", texts, min_support)
     assert files(folder / "merged") == files(folder / "full")
     assert counts.num_texts_sorted <= len(texts)
@@ -56,8 +64,9 @@ def test_rebuild_from_an_older_pool_equals_a_full_build(
 @given(texts=TEXTS, min_support=st.integers(1, 3), num_places=st.integers(1, 40))
 def test_bounded_build_equals_an_unbounded_one(tmp_path_factory, texts, min_support, num_places):
     folder = tmp_path_factory.mktemp("pools")
-    _, counts = build(folder / "bounded", texts, min_support, memory_bytes=num_places * SORT_BYTES_PER_POSITION)
-    _, unbounded = build(folder / "unbounded", texts, min_support)
+    with runs_of(num_places):
+        _, counts = build(folder / "bounded", texts, min_support)
+    _, unbounded = build(folder / "unbounded", texts, min_support, building=PoolBuildSettings(memory_mb=None))
     assert files(folder / "bounded") == files(folder / "unbounded")
     assert unbounded.num_runs == min(len(texts), 1)
     longest = max((len(ids) + 1 for ids, _, _ in texts), default=0)
@@ -92,7 +101,8 @@ def test_pool_of_another_depth_and_the_empty_pool_are_left_alone(tmp_path):
 
 
 def test_nothing_of_the_work_is_published(tmp_path):
-    build(tmp_path / "p", [([1] * 9, "a", k) for k in range(9)], memory_bytes=1)
+    with runs_of(1):
+        build(tmp_path / "p", [([1] * 9, "a", k) for k in range(9)], building=PoolBuildSettings(max_tokens=20))
     assert sorted(files(tmp_path / "p")) == [
         "group_codes.npy", "manifest.json", "order.npy", "starts.npy", "tokens.npy",
     ]  # fmt: skip
