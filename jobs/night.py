@@ -170,7 +170,9 @@ def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
 
 
 def current_pools(store: PoolStore, min_support: int) -> PoolVersion | None:
-    """The pools that a run which opens now may draft from: the current ones, unless they were built to give more away.
+    """The pools that a run which opens now may draft from: the current ones.
+
+    None when they were built to give more away, or are of another format: a night after an update is slower, not late.
 
     Parameters
     ----------
@@ -185,6 +187,9 @@ def current_pools(store: PoolStore, min_support: int) -> PoolVersion | None:
     if version is None:
         return None
     current = next(known for known in store.list() if known.version == version)
+    if current.is_outdated:
+        say(f"not drafting from the pools {version}: {current.problem} Those that are built from this run can be read")
+        return None
     if current.problem is not None:
         raise PoolError(current.problem)
     if any(pool.settings.min_support < min_support for pool in current.pools.values()):
@@ -220,3 +225,16 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def pools_in_use(workspace: Workspace) -> set[str]:
+    """Pool versions that unfinished runs draft from, which going on with them needs."""
+    used = set()
+    for run in workspace.runs():
+        if run.is_finished or not run.manifest_path.exists():
+            continue
+        try:
+            used.add(RunManifest.load(run.manifest_path).data.get("pools", {}).get("version"))
+        except WorkspaceError as error:
+            say(f"{error} Nobody can go on with run {run.run_id}, so its pools are not kept for it")
+    return used - {None}

@@ -16,7 +16,8 @@ from jobs.console import say, stdout, summary
 from jobs.ctr import ctr_table
 from jobs.encode import encode_run
 from jobs.generate import generate_knowledge, generate_plain, night_counts
-from jobs.night import Night, open_night, parse_date
+from jobs.night import Night, open_night, parse_date, pools_in_use
+from jobs.pools_collect import collect_pools
 from jobs.report.page import write_report
 from jobs.settings import PACKAGE_ROOT, Settings, load_settings
 from pipeline.distributed.stats import tokens_per_s, tokens_per_step
@@ -78,6 +79,7 @@ def run_night(settings: Settings, date: datetime.date, force: bool = False) -> N
         with night.stage("pools"):
             night.manifest["pools_built"] = build_pools(night)
         _close(night)
+        collect_pools(night.pools, settings.pool_building.keep_versions, pools_in_use(night.workspace))
         return night
 
 

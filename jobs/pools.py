@@ -1,14 +1,16 @@
-"""`laserbatch pools ...`: build, look into, query and choose the retrieval pools of a workspace.
+"""`laserbatch pools ...`: build, look into, query, choose and remove the retrieval pools of a workspace.
 
 What is drawn is in `pools_view.py`; how pools are built from a run in `build_pools.py`.
 """
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from jobs.console import say, stdout, summary
+from jobs.pools_collect import collect_pools
 from jobs.pools_view import DraftView, draft_tree, groups_table, version_data, versions_table
 from jobs.settings import Settings, load_settings
 from pipeline.knowledge.records import Side
@@ -142,6 +144,33 @@ def use(
     with Workspace.open(settings.workspace, create=False).lock():
         _store(settings).use(version)
     summary({"current": version}, as_json)
+
+
+@app.command()
+def gc(
+    keep: int | None = typer.Option(
+        None, min=1, help="Newest versions that stay, the current one among them; without it pool_building's."
+    ),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Remove nothing; say what would be."),
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    as_json: bool = JSON,
+) -> None:
+    """Remove old versions, but none that an unfinished run drafts from, and what dead builders left.
+
+    Example: `laserbatch pools gc --keep 3 --dry-run`
+    """
+    from jobs.night import pools_in_use
+
+    settings = _settings(config, workspace)
+    opened = Workspace.open(settings.workspace, create=False)
+    with opened.lock():
+        keep = settings.pool_building.keep_versions if keep is None else keep
+        collected = collect_pools(_store(settings), keep, pools_in_use(opened), dry_run)
+    if as_json:
+        summary({**asdict(collected), "dry_run": dry_run}, as_json=True)
+    elif not collected.versions and not collected.num_leftovers:
+        say("nothing to remove")
 
 
 def query_pool(

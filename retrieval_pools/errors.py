@@ -1,4 +1,4 @@
-"""The one error of the pools that a user can fix."""
+"""What of the pools a user can fix."""
 
 
 class PoolError(Exception):
@@ -6,3 +6,7 @@ class PoolError(Exception):
 
     The message says what was found, what was expected and which command rebuilds it.
     """
+
+
+class PoolFormatError(PoolError):
+    """A pool is of another format than this version reads: nothing is wrong with it, and nothing can be read of it."""

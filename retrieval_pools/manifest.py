@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from retrieval_pools.array_files import map_array
-from retrieval_pools.errors import PoolError
+from retrieval_pools.errors import PoolError, PoolFormatError
 from retrieval_pools.settings import PoolSettings
 
 FORMAT_VERSION = 2
@@ -96,8 +96,10 @@ def read_manifest(folder: Path) -> PoolManifest:
 
     Raises
     ------
+    PoolFormatError
+        It is of another format.
     PoolError
-        It is missing, of another format, or not a pool's manifest.
+        It is missing, or not a pool's manifest.
     """
     path = folder / MANIFEST_NAME
     try:
@@ -108,7 +110,9 @@ def read_manifest(folder: Path) -> PoolManifest:
         raise PoolError(f"{path} is damaged: {error}. {REBUILD}") from None
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != FORMAT_VERSION:
-        raise PoolError(f"{folder} is a pool of format {version!r}; this version expects {FORMAT_VERSION}. {REBUILD}")
+        raise PoolFormatError(
+            f"{folder} is a pool of format {version!r}; this version expects {FORMAT_VERSION}. {REBUILD}"
+        )
     try:
         return PoolManifest.model_validate(data)
     except ValidationError as error:

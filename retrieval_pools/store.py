@@ -13,13 +13,13 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from retrieval_pools.build import TEMPORARY_SUFFIX, sync_folder
-from retrieval_pools.errors import PoolError
+from retrieval_pools.errors import PoolError, PoolFormatError
 from retrieval_pools.manifest import REBUILD, PoolManifest, Side, file_sha256, read_manifest
 from retrieval_pools.pool import Pool
 
@@ -36,6 +36,7 @@ class PoolVersion:
     ----------
     pools : the manifests of the sides that have a pool.
     problem : why it cannot be used, or None. Only manifests and file sizes were looked at.
+    is_outdated : whether the problem is an older or newer format, and nothing else.
     """
 
     version: str
@@ -43,6 +44,23 @@ class PoolVersion:
     is_current: bool
     pools: dict[Side, PoolManifest]
     problem: str | None
+    is_outdated: bool = False
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a collection removed, or would remove.
+
+    Parameters
+    ----------
+    versions : removed ones, oldest first.
+    num_leftovers : folders and files that dead builders left.
+    num_bytes : size of it all on disk.
+    """
+
+    versions: tuple[str, ...]
+    num_leftovers: int
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -106,6 +124,34 @@ class PoolStore:
             if (folder / side).is_dir():
                 Pool.open(folder / side)
         self._point_to(version)
+
+    def collect(self, keep: int, in_use: Collection[str] = (), dry_run: bool = False) -> Collected:
+        """Remove old versions, and what dead builders left. The workspace's lock must be held.
+
+        A version disappears in one step. Who has mapped its files goes on reading them, on this machine.
+
+        Parameters
+        ----------
+        keep : so many of the newest versions stay, by name, at least 1; the current one is always among them.
+        in_use : versions that stay whatever their age.
+        dry_run : remove nothing, only say what.
+        """
+        versions = self._versions()
+        pointer = self.root / CURRENT_NAME
+        current = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
+        newest = [version for version in reversed(versions) if version != current]
+        kept = {current, *in_use, *newest[: keep - (current in versions)]}
+        old = tuple(version for version in versions if version not in kept)
+        leftovers = [*self.root.glob(f".*{TEMPORARY_SUFFIX}")] if self.root.is_dir() else []
+        num_bytes = sum(_size_bytes(path) for path in [*(self.root / version for version in old), *leftovers])
+        if not dry_run:
+            for version in old:
+                removed = self._temporary(version)
+                os.replace(self.root / version, removed)
+                shutil.rmtree(removed)
+            for path in leftovers:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return Collected(old, len(leftovers), num_bytes)
 
     @contextmanager
     def publish(self, version: str) -> Iterator[tuple[Path, str]]:
@@ -171,7 +217,7 @@ class PoolStore:
     def _describe(self, version: str, is_current: bool) -> PoolVersion:
         folder = self.root / version
         pools: dict[Side, PoolManifest] = {}
-        problem = None
+        problem, is_outdated = None, False
         for side in SIDES:
             if not (folder / side).is_dir():
                 continue
@@ -179,8 +225,9 @@ class PoolStore:
                 pools[side] = read_manifest(folder / side)
                 Pool.open(folder / side)
             except PoolError as error:
-                problem = str(error)
-        return PoolVersion(version, folder, is_current, pools, problem)
+                if problem is None or is_outdated:
+                    problem, is_outdated = str(error), isinstance(error, PoolFormatError)
+        return PoolVersion(version, folder, is_current, pools, problem, is_outdated)
 
     def _versions(self) -> tuple[str, ...]:
         names = (path.name for path in self.root.iterdir() if path.is_dir()) if self.root.is_dir() else ()
@@ -197,3 +244,8 @@ def _content(folder: Path) -> dict[str, str]:
     """Checksum of every file below a folder; equal for equal content."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): file_sha256(path) for path in files}
+
+
+def _size_bytes(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.lstat().st_size for file in files if not file.is_dir())

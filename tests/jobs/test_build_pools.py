@@ -1,19 +1,23 @@
 """Pools from a run's texts, grouped as the configuration says, and the next night's routes into those groups."""
 
 import datetime
+import json
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from night_world import run, run_here, start
 from typer.testing import CliRunner
 
 from jobs.build_pools import build_pools
 from jobs.generate import router
 from jobs.night import open_night
+from jobs.pool_texts import read_run_texts
 from jobs.pools import app
 from jobs.settings import load_settings
 from pipeline.knowledge.entities import iter_entities
 from pipeline.tables.sample_world import write_sample_world
+from retrieval_pools.router import Route
 
 FIRST_DATE, SECOND_DATE = datetime.date(2025, 2, 28), datetime.date(2025, 3, 1)
 
@@ -78,3 +82,132 @@ def test_tonights_rule_decides_over_the_groups_of_last_nights_pools(world):
     route = router(next_night, "item")
     schemes = {route(entity).scheme for entity in iter_entities(next_night.tables, "item")}
     assert schemes == {"collaborative", "attribute"}
+
+
+def changed(night, every):
+    """The same run's texts, every so many of them another."""
+    before = night.run.read_knowledge("item")
+    ids = [ids[:-1] if row % every == 0 else ids for row, ids in enumerate(before["token_ids"].to_pylist())]
+    column = before.schema.get_field_index("token_ids")
+    night.run.write_shard("item", "00000", before.set_column(column, "token_ids", pa.array(ids, pa.list_(pa.int32()))))
+
+
+def test_nights_pools_are_merged_from_the_current_version_and_equal_a_full_build(world):
+    night = opened(world, FIRST_DATE, "{}")
+    write_texts(night)
+    first = build_pools(night)["item"]
+    assert (first["incremental"], first["num_texts_changed"]) == (False, first["num_texts"])
+    again = build_pools(night)["item"]
+    assert (again["incremental"], again["num_texts_changed"]) == (True, 0)
+    changed(night, 10)
+    merged = build_pools(night)["item"]
+    assert (merged["incremental"], merged["num_texts_changed"]) == (True, -(-merged["num_texts"] // 10))
+    files = contents(night)
+    full = build_pools(night, anew=True)["item"]
+    assert (full["incremental"], full["num_texts_changed"]) == (False, full["num_texts"])
+    assert contents(night) == files
+    assert not any("texts.npy" in name or "scratch" in name for name in files)
+
+
+def contents(night):
+    folder = night.pools.folder(night.run.run_id)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("damage", ["flip", "format", "cut"])
+def test_current_pools_that_cannot_be_used_cost_a_full_build_and_no_more(world, damage, capsys):
+    night = opened(world, FIRST_DATE, "{}")
+    write_texts(night)
+    build_pools(night)
+    expected = contents(night)
+    pool = night.pools.folder(night.run.run_id) / "item"
+    order, manifest = pool / "order.npy", pool / "manifest.json"
+    match damage:
+        case "flip":
+            order.write_bytes(order.read_bytes()[:-1] + b"\x7f")
+        case "cut":
+            order.write_bytes(order.read_bytes()[:-1])
+        case "format":
+            manifest.write_text(manifest.read_text().replace('"format_version": 2', '"format_version": 1'))
+    assert build_pools(night)["item"]["incremental"] is False
+    assert "the item pool is built anew" in " ".join(capsys.readouterr().err.split())
+    assert contents(night) == expected
+
+
+def test_pool_of_a_largest_size_leaves_texts_out(world):
+    night = opened(world, FIRST_DATE, "{}\npool_building: {max_tokens: 400, half_life_nights: 2}")
+    write_texts(night)
+    built = build_pools(night)["item"]
+    assert (built["num_texts"], built["num_tokens"]) == (20, 400)
+    assert built["num_texts_left_out"] == night.run.read_knowledge("item").num_rows - 20
+
+
+def test_texts_come_in_the_order_of_the_table_with_their_ages(world, tmp_path):
+    night = opened(world, SECOND_DATE, "{}")
+    write_texts(night)
+    rows = night.run.read_knowledge("item")
+    shuffled = rows.take(pa.array(np.random.default_rng(1).permutation(rows.num_rows)))
+    ids = ["2025-02-20-x" if k % 2 else "no date" for k in range(rows.num_rows)]
+    column = rows.schema.get_field_index("run_id")
+    night.run.write_shard("item", "00000", shuffled.slice(0, 10).set_column(column, "run_id", pa.array(ids[:10])))
+    night.run.write_shard("item", "00001", shuffled.slice(10, 30))
+    read = read_run_texts(night.run, "item", tmp_path / "texts.npy")
+    texts = list(read.pool_texts(night.tables, "item", SECOND_DATE, lambda entity: Route("g", "global")))
+    by_id = dict(zip(rows["entity_id"].to_pylist(), rows["token_ids"].to_pylist(), strict=True))
+    assert {text.entity: text.token_ids.tolist() for text in texts} == {
+        entity: by_id[entity] for entity in shuffled["entity_id"].to_pylist()[:40]
+    }
+    in_table = [entity for entity in night.tables.items["item_id"].to_pylist() if entity in {t.entity for t in texts}]
+    assert [text.entity for text in texts] == in_table
+    ages = {text.entity: text.age_nights for text in texts}
+    assert [ages[entity] for entity in shuffled["entity_id"].to_pylist()[:12]] == [0, 9] * 5 + [1, 1]
+    assert read_run_texts(night.run, "user", tmp_path / "none.npy") is None
+
+
+def test_two_builders_at_once_do_not_harm_each_other(world):
+    night = opened(world, FIRST_DATE, "{}")
+    write_texts(night)
+    command = ("pools", "rebuild", "--run", night.run.run_id, "--config", str(world / "laserbatch.yaml"))
+    with night.workspace.lock():
+        refused = run(*command)
+        assert refused.returncode == 5 and "in use" in refused.stderr
+        assert night.pools.list() == []
+    builders = [start(*command) for _ in range(2)]
+    messages = [builder.communicate(timeout=300)[1] for builder in builders]
+    codes = [builder.returncode for builder in builders]
+    assert set(codes) <= {0, 5} and 0 in codes, messages
+    [version] = night.pools.list()
+    assert version.is_current and version.problem is None
+    assert night.pools.open(version.version, "item", verify=True) is not None
+    assert [path.name for path in night.pools.root.iterdir() if path.name.endswith(".tmp")] == []
+
+
+def test_collection_spares_what_an_unfinished_run_drafts_from(world, capfd):
+    night = opened(world, FIRST_DATE, "{}")
+    write_texts(night)
+    build_pools(night)
+    unfinished = opened(world, SECOND_DATE, "{}")
+    assert unfinished.manifest["pools"]["version"] == night.run.run_id
+    for version in ("2025-03-02-x", "2025-03-03-x"):
+        with night.pools.publish(version) as (folder, _):
+            (folder / "item").mkdir()
+    used = night.run.run_id
+    arguments = ("pools", "gc", "--keep", "1", "--json", "--config", str(world / "laserbatch.yaml"))
+    planned = json.loads(run_here(capfd, *arguments, "--dry-run").stdout)
+    assert (planned["versions"], planned["dry_run"]) == (["2025-03-02-x"], True)
+    assert json.loads(run_here(capfd, *arguments).stdout)["versions"] == ["2025-03-02-x"]
+    assert used in {version.version for version in night.pools.list()}
+    unfinished.run.finish()
+    assert "removed pools " + used in " ".join(run_here(capfd, *arguments).stderr.split())
+    assert [version.version for version in night.pools.list()] == ["2025-03-03-x"]
+
+
+def test_night_after_an_update_drafts_without_the_older_pools_and_says_so(world, capsys):
+    night = opened(world, FIRST_DATE, "{}")
+    write_texts(night)
+    build_pools(night)
+    manifest = night.pools.folder(night.run.run_id) / "item" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format_version": 2', '"format_version": 1'))
+    assert opened(world, SECOND_DATE, "{}").manifest["pools"] == {"version": None}
+    said = " ".join(capsys.readouterr().err.split())
+    assert "not drafting from the pools" in said and "format 1" in said and "laserbatch pools rebuild" in said

@@ -1,6 +1,8 @@
 """Versions of pools: published whole, frozen, switched by a pointer."""
 
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -131,3 +133,103 @@ def test_names_that_cannot_be_folders_are_refused(tmp_path, name):
     with pytest.raises(PoolError, match="cannot name pools"), PoolStore(tmp_path).publish(name):
         pass
     assert os.listdir(tmp_path) == []
+
+
+def test_collection_keeps_the_newest_the_current_and_those_in_use(tmp_path):
+    store = PoolStore(tmp_path)
+    for number in range(1, 7):
+        publish(store, f"v{number}", text=(number, 2))
+    store.use("v2")
+    planned = store.collect(2, {"v4"}, dry_run=True)
+    assert planned.versions == ("v1", "v3", "v5") and planned.num_bytes > 0
+    assert [version.version for version in store.list()] == [f"v{number}" for number in range(1, 7)]
+    opened = store.open("v1", "item")
+    assert store.collect(2, {"v4"}) == planned
+    assert [version.version for version in store.list()] == ["v2", "v4", "v6"]
+    assert all(version.problem is None for version in store.list())
+    assert draft(opened, np.array([1], np.int32), 0).token_ids.tolist() == [2]  # who reads goes on reading
+    assert store.collect(1, {"gone"}).versions == ("v4", "v6")
+    assert store.collect(1).versions == () and store.current_version() == "v2"
+
+
+def test_collection_removes_what_dead_builders_left_and_nothing_else(tmp_path):
+    store = PoolStore(tmp_path)
+    assert PoolStore(tmp_path / "nothing").collect(1).versions == ()
+    publish(store, "v1")
+    before = tree_of(tmp_path)
+    (tmp_path / ".v2.123-abc.tmp" / "user").mkdir(parents=True)
+    (tmp_path / ".v2.123-abc.tmp" / "user" / "tokens.npy").write_bytes(b"x" * 100)
+    (tmp_path / ".CURRENT.123-abc.tmp").write_text("v2")
+    planned = store.collect(1, dry_run=True)
+    assert (planned.versions, planned.num_leftovers, planned.num_bytes) == ((), 2, 102)
+    assert store.collect(1) == planned
+    assert tree_of(tmp_path) == before
+
+
+def test_version_of_another_format_is_outdated_and_not_damaged(tmp_path):
+    store = PoolStore(tmp_path)
+    publish(store, "v1")
+    path = tmp_path / "v1" / "user" / "manifest.json"
+    path.write_text(path.read_text().replace('"format_version": 2', '"format_version": 1'))
+    [version] = store.list()
+    assert version.is_outdated and "format 1; this version expects 2. Run `laserbatch pools rebuild`" in version.problem
+    with pytest.raises(PoolError, match="pools rebuild"):
+        store.use("v1")
+    (tmp_path / "v1" / "item" / "order.npy").unlink()
+    [version] = store.list()
+    assert not version.is_outdated and "order.npy is missing" in version.problem
+
+
+def test_full_disk_leaves_the_published_version_as_it_was(small_disk):
+    store = PoolStore(small_disk)
+    publish(store, "v1")
+    before = tree_of(small_disk)
+    with pytest.raises(PoolError, match=r"No space left on device.*Nothing"), store.publish("v2") as (folder, _):
+        rows = (PoolText(np.arange(1000, dtype=np.int32)) for _ in range(1000))
+        build_pool(rows, folder / "item", side="item", tokenizer_hash="t", model_id="m")
+    assert tree_of(small_disk) == before
+    assert store.current_version() == "v1"
+    assert store.open("v1", "item", verify=True).manifest.num_tokens == 3
+
+
+READER = """
+import sys
+import numpy as np
+from retrieval_pools.pool import Pool
+pool = Pool.open(sys.argv[1])
+print(sum(int(np.sum(array)) for array in pool.index[:4]), flush=True)  # touches every page
+input()
+shared = private = 0
+inside = False
+for line in open("/proc/self/smaps"):
+    words = line.split()
+    if not words[0].endswith(":"):
+        inside = line.rstrip().endswith(".npy")
+    elif inside and words[0] == "Shared_Clean:":
+        shared += int(words[1])
+    elif inside and words[0] in ("Private_Clean:", "Private_Dirty:", "Shared_Dirty:"):
+        private += int(words[1])
+print(shared, private, flush=True)
+input()
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="this system does not tell who shares pages")
+def test_readers_of_one_machine_share_one_copy(tmp_path):
+    rows = (PoolText(np.arange(1000, dtype=np.int32)) for _ in range(200))
+    pool = build_pool(rows, tmp_path / "p", side="item", tokenizer_hash="t", model_id="m")
+    size_kb = pool.manifest.size_bytes // 1024
+    del pool  # this process may have mapped it too
+    start = [sys.executable, "-c", READER, str(tmp_path / "p")]
+    readers = [subprocess.Popen(start, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        assert len({reader.stdout.readline() for reader in readers}) == 1
+        for reader in readers:
+            reader.stdin.write("\n")
+            reader.stdin.flush()
+            shared_kb, private_kb = map(int, reader.stdout.readline().split())
+            assert shared_kb >= 0.95 * size_kb
+            assert private_kb <= 0.05 * size_kb
+    finally:
+        for reader in readers:
+            reader.communicate("\n")
