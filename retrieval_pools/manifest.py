@@ -161,10 +161,11 @@ def read_array(folder: Path, name: ArrayName, manifest: PoolManifest, verify: bo
         array = np.load(path, mmap_mode="r" if expected.length else None, allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise PoolError(f"{path} is damaged: {error}. {REBUILD}") from None
-    fits = array.dtype.str == expected.dtype and array.shape == (expected.length,)
-    if not fits or expected.dtype not in ARRAY_DTYPES[name]:
-        found, wanted = f"{array.dtype.str}{list(array.shape)}", f"{' or '.join(ARRAY_DTYPES[name])}[{expected.length}]"
+    if array.dtype.str != expected.dtype or array.shape != (expected.length,):
+        found, wanted = f"{array.dtype.str}{list(array.shape)}", f"{expected.dtype}[{expected.length}]"
         raise PoolError(f"{path} is damaged: {found}, expected {wanted}. {REBUILD}")
+    if expected.dtype not in ARRAY_DTYPES[name]:
+        raise PoolError(f"{path} has {expected.dtype}; expected {' or '.join(ARRAY_DTYPES[name])}. {REBUILD}")
     array = np.asarray(array)
     array.flags.writeable = False
     return array

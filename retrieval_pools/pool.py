@@ -13,7 +13,15 @@ from retrieval_pools.calibration_table import IDENTITY_TABLE, TABLE_SHAPE, most_
 from retrieval_pools.drafting.state import Index, Preference
 from retrieval_pools.drafting.tree import Variant
 from retrieval_pools.errors import PoolError
-from retrieval_pools.manifest import FORMAT_VERSION, REBUILD, PoolManifest, array_names, read_array, read_manifest
+from retrieval_pools.manifest import (
+    FORMAT_VERSION,
+    REBUILD,
+    PoolManifest,
+    array_names,
+    group_code_dtype,
+    read_array,
+    read_manifest,
+)
 from retrieval_pools.settings import PoolSettings
 from retrieval_pools.suffix_order import SEPARATOR
 
@@ -46,7 +54,7 @@ class Pool:
         ----------
         folder : the pool.
         tokenizer_hash : of the tokenizer that is going to be used; None does not compare.
-        verify : compare the files' checksums, which reads them; sizes and shapes are always compared.
+        verify : compare the files' checksums and count texts, which reads them; sizes and shapes are always compared.
 
         Raises
         ------
@@ -63,6 +71,8 @@ class Pool:
         arrays = {name: read_array(folder, name, manifest, verify) for name in array_names(manifest.settings)}
         index = Index(**{"support": None} | arrays, depth=manifest.settings.index_depth)
         _check_arrays_fit(folder, manifest, index)
+        if verify:
+            _check_texts(folder, manifest, index)
         return cls.of_arrays(folder, manifest, index)
 
     @classmethod
@@ -147,9 +157,26 @@ def _check_arrays_fit(folder: Path, manifest: PoolManifest, index: Index) -> Non
         and tokens[0] == tokens[-1] == SEPARATOR
         and starts[0] == 0
         and starts[-1] == len(order)
+        and group_codes.dtype == group_code_dtype(len(manifest.groups))
+        and sum(counts["num_texts"] for counts in manifest.groups.values()) == manifest.num_texts
+        and sum(counts["num_tokens"] for counts in manifest.groups.values()) == manifest.num_tokens
     )
     if not fits:
         raise PoolError(f"{folder} is damaged: its arrays do not fit its manifest. {REBUILD}")
+
+
+def _check_texts(folder: Path, manifest: PoolManifest, index: Index) -> None:
+    """The part that reads: texts and groups are as many as the manifest says, and places are positions."""
+    num_positions = len(index.order)
+    fits = (
+        np.count_nonzero(index.tokens == SEPARATOR) == manifest.num_texts + 1
+        and index.tokens.max() < manifest.vocab_size
+        and index.order.min(initial=0) >= 0
+        and index.order.max(initial=-1) < num_positions
+        and index.group_codes.max(initial=0) < max(len(manifest.groups), 1)
+    )
+    if not fits:
+        raise PoolError(f"{folder} is damaged: its texts are not those that its manifest counts. {REBUILD}")
 
 
 def _empty_pool() -> Pool:

@@ -1,5 +1,6 @@
 """Opening a pool: shared, checked, refused with a way out."""
 
+import hashlib
 import json
 
 import numpy as np
@@ -77,6 +78,45 @@ def test_manifest_that_lies_about_its_arrays(folder, changes):
     change_manifest(folder, **changes)
     with pytest.raises(PoolError, match="arrays do not fit its manifest"):
         Pool.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        ({"length": 99}, r"order\.npy is damaged: <i4\[7\], expected <i4\[99\]"),
+        ({"size_bytes": 99}, r"order\.npy is damaged: 156 bytes, expected 99"),
+        ({"dtype": "|u1"}, r"order\.npy is damaged: <i4\[7\], expected \|u1\[7\]"),
+        ({"dtype": "<f8"}, r"manifest\.json is damaged: arrays\.order\.dtype"),
+        ({"sha256": "0" * 64}, r"order\.npy is damaged: SHA-256"),
+    ],
+)
+def test_manifest_that_lies_about_one_array(folder, lie, message):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["arrays"]["order"] |= lie
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(PoolError, match=message + ".*pools rebuild"):
+        Pool.open(folder, verify=True)
+
+
+def test_manifest_that_lies_about_its_groups(folder):
+    groups = json.loads((folder / "manifest.json").read_text())["groups"]
+    for wrong in ({"a": groups["a"]}, groups | {"a": {"num_texts": 2, "num_tokens": 3}}):
+        change_manifest(folder, groups=wrong)
+        with pytest.raises(PoolError, match=r"arrays do not fit its manifest.*pools rebuild"):
+            Pool.open(folder)
+
+
+@pytest.mark.parametrize(("name", "value"), [("order", 7), ("order", -1), ("tokens", 9), ("tokens", -1)])
+def test_arrays_that_are_no_index_of_texts_are_found_by_verifying(folder, name, value):
+    """Written by something else than a builder: even the checksum is right."""
+    path, manifest = folder / f"{name}.npy", json.loads((folder / "manifest.json").read_text())
+    array = np.load(path)
+    array[2] = value
+    np.save(path, array)
+    manifest["arrays"][name]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(PoolError, match=r"texts are not those that its manifest counts.*pools rebuild"):
+        Pool.open(folder, verify=True)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null"])

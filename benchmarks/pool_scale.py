@@ -1,0 +1,174 @@
+"""What pools of a thousand to a million texts cost: time, memory, bytes and drafts; and merging a night's changes.
+
+    python benchmarks/pool_scale.py --quick --json pool_scale.json
+
+Every build is a process of its own, so that its memory is its own. No model runs. Figures are reported, not judged: the
+exit code is 0 whether they are met or not.
+"""
+
+import argparse
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from common import REPOSITORY, Figure, describe_figures, write_json
+from pool_scale_texts import TextFile, grammar_lines, recombined
+
+logger = logging.getLogger("pool_scale")
+
+NUM_TEXTS = (1_000, 10_000, 100_000, 1_000_000)
+QUICK_NUM_TEXTS = NUM_TEXTS[:3]
+SMOKE_NUM_TEXTS = (200, 1_000)
+NUM_GRAMMAR_USERS = 4_000
+NUM_HELD_OUT = 100
+CHANGED_EVERY = 20  # 5 %
+WATCH_S = 0.01
+LEAST_MTOKENS_PER_S = 1.0
+MOST_BYTES_PER_TOKEN = 10.0
+MOST_SHARE_OF_FULL = 0.25
+MOST_PEAK_MB = 4096
+KINDS = ("full", "bounded")
+
+
+def measure_size(lines: list, num_texts: int, memory_mb: int, folder: Path) -> list[dict]:
+    """Rows of one size: a full build, a bounded one, a rebuild with 5 % changed beside a full build of the same."""
+    logger.info("%s texts: writing them", f"{num_texts:,}")
+    texts = TextFile.write(folder / "texts", recombined(lines, num_texts, seed=1))
+    today = TextFile.write(folder / "today", recombined(lines, num_texts, seed=1, changed_every=CHANGED_EVERY))
+    held_out = TextFile.write(folder / "held_out", recombined(lines, NUM_HELD_OUT, seed=2))
+    kinds = [
+        ("full", texts, None, None),
+        ("bounded", texts, memory_mb, None),
+        ("full, 5 % changed", today, None, None),
+        ("merged, 5 % changed", today, None, "full"),
+    ]
+    rows = []
+    for number, (kind, source, limit_mb, previous) in enumerate(kinds):
+        out = folder / f"pool-{number}"
+        task = {"texts": str(source.folder), "out": str(out), "memory_mb": limit_mb}
+        before = str(folder / "pool-0") if previous else None
+        row = {"kind": kind, "memory_mb": limit_mb} | watched({"measure": "build", **task, "previous": before})
+        row["mtokens_per_s"] = row["num_tokens"] / row["build_s"] / 1e6
+        row["bytes_per_token"] = row["bytes"] / row["num_tokens"]
+        rows.append(row)
+        logger.info("%s", describe_row(row))
+    for one, other in ((0, 1), (2, 3)):
+        require_same_files(folder / f"pool-{one}", folder / f"pool-{other}")
+    rows[0] |= watched({"measure": "drafts", "pool": str(folder / "pool-0"), "texts": str(held_out.folder)})
+    rows[3]["share_of_full"] = rows[3]["build_s"] / rows[2]["build_s"]
+    return rows
+
+
+def watched(task: dict) -> dict:
+    """Run a task in a process and add the most memory that it held, in MiB: its own, and with mapped files."""
+    command = [sys.executable, str(Path(__file__).with_name("pool_scale_worker.py")), json.dumps(task)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    own_mb = with_files_mb = 0.0
+    while process.poll() is None:
+        own, of_files = memory_mb_of(process.pid)
+        own_mb, with_files_mb = max(own_mb, own), max(with_files_mb, own + of_files)
+        time.sleep(WATCH_S)
+    if process.returncode:
+        raise RuntimeError(f"a measurement ended with exit code {process.returncode}: {task}")
+    result = {}
+    for line in process.stdout.read().splitlines():
+        result |= json.loads(line)
+    return result | {"peak_own_mb": own_mb, "peak_mb": with_files_mb}
+
+
+def memory_mb_of(pid: int) -> tuple[float, float]:
+    """Memory of a process now: its own, and the mapped files that the kernel may take back; 0 when it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0, 0.0
+    found = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines if line.startswith("Rss")}
+    return found.get("RssAnon", 0.0), found.get("RssFile", 0.0) + found.get("RssShmem", 0.0)
+
+
+def require_same_files(one: Path, other: Path) -> None:
+    """Two ways to build must give the same bytes, or nothing here means anything."""
+    manifests = [json.loads((folder / "manifest.json").read_text(encoding="utf-8")) for folder in (one, other)]
+    if manifests[0] != manifests[1]:
+        raise RuntimeError(f"{one.name} and {other.name} differ; expected the same files")
+
+
+def figures_of(rows: Sequence[dict]) -> list[Figure]:
+    """What was asked for, at the largest size and, for merging, at every size from 100,000 texts on."""
+    largest = max(row["num_texts"] for row in rows)
+    full, bounded = (next(row for row in rows if row["num_texts"] == largest and row["kind"] == kind) for kind in KINDS)
+    where = f"{largest:,} texts"
+    figures = [
+        Figure.at_least(f"{where}: million tokens a second built", full["mtokens_per_s"], LEAST_MTOKENS_PER_S),
+        Figure.at_least(f"{where}, bounded: million tokens a second", bounded["mtokens_per_s"], LEAST_MTOKENS_PER_S),
+        Figure.at_most(f"{where}: MiB at the most", full["peak_mb"], MOST_PEAK_MB),
+        Figure.at_most(
+            f"{where}, bounded to {bounded['memory_mb']} MiB: MiB of its own beyond those before",
+            bounded["peak_own_mb"] - bounded["before_own_mb"],
+            bounded["memory_mb"],
+        ),
+        Figure.at_most(f"{where}: bytes a token on disk", full["bytes_per_token"], MOST_BYTES_PER_TOKEN),
+    ]
+    merged = [row for row in rows if "share_of_full" in row and row["num_texts"] >= min(100_000, largest)]
+    return figures + [
+        Figure.at_most(
+            f"{row['num_texts']:,} texts, 5 % changed: time of a merge over a full build", row["share_of_full"],
+            MOST_SHARE_OF_FULL,
+        )
+        for row in merged
+    ]  # fmt: skip
+
+
+def describe_row(row: dict) -> str:
+    """One row as a line for a terminal."""
+    line = (
+        f"{row['num_texts']:>9,} texts {row['num_tokens']:>11,} tokens  {row['kind']:20}{row['build_s']:8.2f} s"
+        f"{row['mtokens_per_s']:7.2f} M/s{row['peak_own_mb']:8.0f} MiB own{row['peak_mb']:8.0f} with files"
+        f"{row['bytes_per_token']:7.2f} B/token"
+    )
+    if "draft_median_us" in row:
+        line += f"  draft {row['draft_median_us']:.1f} us, p99 {row['draft_p99_us']:.1f}"
+    return line + (f"  {row['share_of_full']:.0%} of a full build" if "share_of_full" in row else "")
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="up to 100,000 texts: under 5 minutes on 2 cores")
+    size.add_argument("--smoke", action="store_true", help="a thousand texts: does it run at all")
+    parser.add_argument("--num-texts", type=int, nargs="+", help="these sizes instead")
+    parser.add_argument("--memory-mb", type=int, help="limit of the bounded builds; without it an eighth of the need")
+    parser.add_argument("--json", type=Path, help="write machine, command, rows and figures here")
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Measure, print, and write the JSON."""
+    arguments = parse_arguments()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logger.setLevel(logging.INFO)
+    start_s = time.perf_counter()
+    sizes = SMOKE_NUM_TEXTS if arguments.smoke else QUICK_NUM_TEXTS if arguments.quick else NUM_TEXTS
+    lines = grammar_lines(NUM_GRAMMAR_USERS)
+    rows = []
+    for num_texts in arguments.num_texts or sizes:
+        limit_mb = arguments.memory_mb or max(16, num_texts // 2_500)
+        with tempfile.TemporaryDirectory() as folder:
+            rows += measure_size(lines, num_texts, limit_mb, Path(folder))
+    figures = figures_of(rows)
+    print(describe_figures(figures), "", *map(describe_row, rows), sep="\n")
+    wall_s = time.perf_counter() - start_s
+    print(f"\n{wall_s:.0f} s in all")
+    if arguments.json:
+        met = all(figure.met for figure in figures)
+        write_json(arguments.json, {"met": met, "figures": figures, "rows": rows, "wall_s": wall_s})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""One measurement of `pool_scale.py`, in a process of its own: reads its task from the command line, prints JSON."""
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from drafting_replay import num_right
+from pool_scale_texts import TextFile
+
+from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.pool import Pool
+from retrieval_pools.query import draft
+from retrieval_pools.settings import PoolBuildSettings
+
+MAX_NODES = 32
+MIN_PROBABILITY = 1e-3
+SAMPLE_OPTIONS = {"side": "user", "tokenizer_hash": "benchmark", "model_id": "benchmark"}
+
+
+def measure_build(texts: str, out: str, memory_mb: int | None, previous: str | None) -> dict:
+    """Build a pool of a file's texts; the process tells its memory before and after, its parent watches it between."""
+    options = SAMPLE_OPTIONS | {"building": PoolBuildSettings(memory_mb=memory_mb)}
+    warm_up(options)
+    older = Pool.open(previous) if previous else None
+    print(json.dumps({"before_own_mb": own_memory_mb()}), flush=True)
+    counts = []
+    rows = (PoolText(text, f"g{number % 200}") for number, text in enumerate(TextFile(Path(texts))))
+    start_s = time.perf_counter()
+    pool = build_pool(rows, out, previous=older, on_counts=counts.append, **options)
+    build_s = time.perf_counter() - start_s
+    return {
+        "num_texts": pool.manifest.num_texts,
+        "num_tokens": pool.manifest.num_tokens,
+        "build_s": build_s,
+        "bytes": sum(path.stat().st_size for path in Path(out).iterdir()),
+        "num_texts_sorted": counts[0].num_texts_sorted,
+        "num_runs": counts[0].num_runs,
+    }
+
+
+def warm_up(options: dict) -> None:
+    """Compile everything that a build calls."""
+    texts = [np.arange(number, number + 30, dtype=np.int32) % 50 for number in range(40)]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [PoolText(text) for text in texts]
+        pool = build_pool(rows, Path(folder, "one"), **options)
+        today = [PoolText(texts[0][1:]), *rows[::2], PoolText(texts[1][1:]), rows[-1]]
+        build_pool(today, Path(folder, "two"), previous=pool, **options)
+
+
+def measure_drafts(pool: str, texts: str) -> dict:
+    """Microseconds a draft along texts that the pool does not hold; greedy replay, as `drafting.py` does."""
+    opened = Pool.open(pool)
+    draft_us, accepted = [], []
+    for number, text in enumerate([next(iter(TextFile(Path(texts)))), *TextFile(Path(texts))]):
+        position = 0
+        while position <= len(text):
+            start_ns = time.perf_counter_ns()
+            tree = draft(opened, text[:position], 0, None, f"g{number % 200}", max_nodes=MAX_NODES,
+                         min_probability=MIN_PROBABILITY)  # fmt: skip
+            elapsed_us = (time.perf_counter_ns() - start_ns) / 1e3
+            right = num_right(tree.token_ids, tree.parents, text[position:])
+            if number:  # the first, which compiles and maps, is not counted
+                draft_us.append(elapsed_us)
+                accepted.append(right)
+            position += right + 1
+    return {
+        "num_drafts": len(draft_us),
+        "draft_median_us": float(np.median(draft_us)),
+        "draft_p99_us": float(np.quantile(draft_us, 0.99)),
+        "aal": float(np.mean(accepted)),
+    }
+
+
+def own_memory_mb() -> float:
+    """What this process holds in memory, mapped files left out."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
+
+
+if __name__ == "__main__":
+    task = json.loads(sys.argv[1])
+    measure = {"build": measure_build, "drafts": measure_drafts}[task.pop("measure")]
+    print(json.dumps(measure(**task)), flush=True)
