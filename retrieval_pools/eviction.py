@@ -1,13 +1,15 @@
 """Which texts a full pool does without: those that draft least for the others.
 
-What a text is worth is measured in n-grams of four tokens (three that are matched and one that is drafted; a text's
-start and end are tokens). An n-gram that c texts hold was wanted by c - 1 of them from the others: that is what it
-drafts. One copy in the pool drafts half of it, two three quarters, and so on. So a text is worth nothing whose n-grams
+What a text is worth is measured in n-grams of three tokens (two that are matched and one that is drafted; a text's
+start and end are tokens). An n-gram that c texts hold was wanted by c - 1 of them from the others. The first copy of it
+in the pool drafts it; a second is worth a sixteenth of the first, and so on. So a text is worth nothing whose n-grams
 stand nowhere else, and little when the pool has copies of them already. With a half-life an older text's wants count
-less, 2^(-age / half-life): what only old nights wrote fades, what is still written does not.
+less, 2^(-age / half-life): what only old nights wrote fades, what is still written does not. It is a frequency decay of
+what is chosen and not of what is drafted: counts in the pool stay whole, so that queries cost the same and a pool is
+the same files however often it was merged.
 
-Texts are chosen greedily by what they add a token (threshold greedy: Badanidiyuru and Vondrak 2014), so no choice of
-the size is worth more than about twice this one. Knows neither orders nor files.
+Texts are chosen greedily by what they add a token (threshold greedy: Badanidiyuru and Vondrak 2014). Knows neither
+orders nor files.
 """
 
 import numpy as np
@@ -15,11 +17,12 @@ from numba import njit
 
 from retrieval_pools.layout import TextSpans
 
-NGRAM_TOKENS = 4
+NGRAM_TOKENS = 3
+COPY_WORTH = 1 / 16  # of that of the copy before
 BYTES_PER_CELL = 9
 _MIN_TABLE_BITS, _MAX_TABLE_BITS = 16, 30
 _STEP = 0.8  # from a threshold to the next
-_LEAST = 1e-6  # of the largest worth: less is none
+_LEAST = 1e-12  # of the largest worth: less is none
 
 
 def choose_texts(
@@ -123,13 +126,13 @@ def _choose(tokens, starts, wants, wanted, turns, max_tokens):
 
 @njit(cache=True)
 def _worth(tokens, starts, text, own_want, wanted, num_copies, seen_by, look):
-    """What a text would add a token: for each of its n-grams half of what the pool's copies leave of others' wants."""
+    """What a text would add a token: for each of its n-grams what the pool's copies leave of others' wants."""
     worth = 0.0
     for position in range(starts[text], starts[text + 1] - NGRAM_TOKENS + 2):
         cell = _cell(tokens, position, wanted.shape[0])
         if seen_by[cell] != look:
             seen_by[cell] = look
-            worth += max(wanted[cell] - own_want, 0.0) * 0.5 ** (num_copies[cell] + 1)
+            worth += max(wanted[cell] - own_want, 0.0) * COPY_WORTH ** num_copies[cell]
     return worth / (starts[text + 1] - starts[text])
 
 
