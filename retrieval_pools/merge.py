@@ -122,34 +122,42 @@ def _moved(order, spans, new_starts):
 
 
 @njit(cache=True)
-def _comes_before(tokens, one, two, depth):
-    """Whether position `one` is ordered before `two`."""
-    if tokens[one] != tokens[two]:
-        return tokens[one] < tokens[two]
-    for k in range(1, depth):
-        if tokens[one + k] != tokens[two + k]:
-            return tokens[one + k] < tokens[two + k]
-        if tokens[one + k] == SEPARATOR:
+def _compare(tokens, one, two, shared, depth):
+    """How many tokens two positions share, and whether `one` comes before; they are known to share `shared`."""
+    for k in range(shared, depth):
+        token = tokens[one + k]
+        if token != tokens[two + k]:
+            return k, token < tokens[two + k]
+        if token == SEPARATOR and k > 0:  # both texts end; in the first place it is a start
             break
-    return one < two
+    return depth, one < two
 
 
 @njit(cache=True)
 def _num_before(tokens, order, begin, position, depth, step):
-    """How many places of `order`, from `begin` on, are before `position`: steps that double, then bisection."""
+    """How many places of `order`, from `begin` on, are before `position`: steps that double, then bisection.
+
+    What a position shares with both ends of an interval it shares with all between (Manber and Myers 1990).
+    """
     n = order.shape[0]
     low, high = begin, begin + step - 1
-    while high < n and _comes_before(tokens, order[high], position, depth):
-        low = high + 1
+    shared_low = shared_high = 0
+    while high < n:
+        shared, is_before = _compare(tokens, order[high], position, 0, depth)
+        if not is_before:
+            shared_high = shared
+            break
+        shared_low, low = shared, high + 1
         step <<= 1
         high = low + step - 1
     high = min(high, n)
     while low < high:
         middle = (low + high) >> 1
-        if _comes_before(tokens, order[middle], position, depth):
-            low = middle + 1
+        shared, is_before = _compare(tokens, order[middle], position, min(shared_low, shared_high), depth)
+        if is_before:
+            shared_low, low = shared, middle + 1
         else:
-            high = middle
+            shared_high, high = shared, middle
     return low - begin
 
 
