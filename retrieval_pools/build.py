@@ -36,7 +36,7 @@ from retrieval_pools.texts import LaidTexts, PoolText, lay_end_to_end
 
 __all__ = ["BuildCounts", "PoolText", "build_pool", "sync_folder"]
 
-SORT_BYTES_PER_POSITION = 32  # of memory, while a run of texts is sorted
+SORT_BYTES_PER_POSITION = 36  # of memory, while a run of texts is sorted
 TEMPORARY_SUFFIX = ".tmp"
 
 

@@ -80,7 +80,7 @@ def merge_orders(
     one, two = next(streams[0], None), next(streams[1], None)
     i = j = 0
     while one is not None and two is not None:
-        merged = np.empty(len(one) - i + len(two) - j, np.int32)
+        merged = np.empty(min(len(one) - i + len(two) - j, CHUNK_PLACES), np.int32)
         i, j, num_merged = _merge(tokens, one, i, two, j, depth, merged)
         if num_merged:
             yield merged[:num_merged]
@@ -163,19 +163,24 @@ def _num_before(tokens, order, begin, position, depth, step):
 
 @njit(cache=True)
 def _merge(tokens, one, i, two, j, depth, merged):
-    """Merge two chunks until one is used up. Returns the places reached in both, and how many were merged."""
-    num_merged = 0
+    """Merge two chunks until one is used up or `merged` is full.
+
+    Returns the places reached in both, and how many were merged.
+    """
+    num_merged, room = 0, merged.shape[0]
     usual_one = usual_two = 16  # sixteenths of a place: how long a run of each is, as it lately was
-    while i < one.shape[0] and j < two.shape[0]:
+    while i < one.shape[0] and j < two.shape[0] and num_merged < room:
         run = _num_before(tokens, one, i, two[j], depth, 1 << _num_bits(usual_one >> 5))
         usual_one += run - (usual_one >> 4)
+        run = min(run, room - num_merged)
         for k in range(i, i + run):
             merged[num_merged] = one[k]
             num_merged += 1
         i += run
-        if i < one.shape[0]:
+        if i < one.shape[0] and num_merged < room:
             run = _num_before(tokens, two, j, one[i], depth, 1 << _num_bits(usual_two >> 5))
             usual_two += run - (usual_two >> 4)
+            run = min(run, room - num_merged)
             for k in range(j, j + run):
                 merged[num_merged] = two[k]
                 num_merged += 1
