@@ -184,7 +184,7 @@ def test_wrong_side_is_wrong_usage(world):
 
 
 def test_every_command_shows_an_example():
-    for command in ("build", "rebuild", "list", "show", "query", "use"):
+    for command in ("build", "rebuild", "list", "show", "query", "use", "gc"):
         assert "laserbatch pools" in CliRunner().invoke(app, [command, "--help"]).output
 
 
