@@ -1,0 +1,234 @@
+"""Replaying texts against a pool, with no LLM: what would have been drafted, and how much of it accepted.
+
+A draft is compared with how the text really goes on, as a greedy verifier would whose model had written that text: the
+longest path of the tree that agrees is accepted, one more token is the verifier's own (the bonus), and the next draft
+starts behind it. A relaxed verifier also takes tokens that the text does not have, so a night that verifies so accepts
+more than a replay of its texts. Knows no corpus, no tables and no prompt template.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from retrieval_pools.pool import Pool
+from retrieval_pools.query import Draft, draft
+
+
+@dataclass(frozen=True)
+class ReplayText:
+    """A text and what a draft knew when it was written.
+
+    Parameters
+    ----------
+    prompt_ids : int32[n], the prompt as the model was given it, chat form and all.
+    text_ids : int32[m], the text without its end token.
+    previous_ids : int32[k], the entity's text of an earlier night, or None.
+    group : the group whose texts count more, or None.
+    """
+
+    prompt_ids: np.ndarray
+    text_ids: np.ndarray
+    previous_ids: np.ndarray | None = None
+    group: str | None = None
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """How drafts are asked for; the options of `query.draft` by their names there."""
+
+    max_nodes: int = 16
+    min_probability: float = 0.07
+    use_prompt: bool = True
+    use_output: bool = True
+    use_previous: bool = True
+    end_token_id: int | None = None
+
+
+class Tree(Protocol):
+    """What is used of a draft: parents come before their children, -1 is the context's last token."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def parents(self) -> Sequence[int]: ...
+
+
+AnyTree = TypeVar("AnyTree", bound=Tree)
+
+
+@dataclass(frozen=True)
+class ReplayStep(Generic[AnyTree]):
+    """One draft along a text.
+
+    Attributes
+    ----------
+    position : tokens of the text that were known.
+    tree : the draft.
+    path : its nodes that are accepted, from the root down.
+    draft_us : microseconds that drafting took.
+    """
+
+    position: int
+    tree: AnyTree
+    path: list[int]
+    draft_us: float
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Drafted tokens and what became of them, in the order of drafting; arrays of one length.
+
+    Attributes
+    ----------
+    source : uint8[n], a code of `sources`.
+    match_length : int32[n], tokens of the longest context, path included, that the node continues.
+    depth : int32[n], 1 for a node that follows the context.
+    relative_count : float32[n], share of the node's token among what follows its parent, before calibration.
+    log_acceptance : float32[n], the draft's own estimate, for the whole path.
+    is_parent_accepted, is_accepted : bool[n].
+    """
+
+    source: np.ndarray
+    match_length: np.ndarray
+    depth: np.ndarray
+    relative_count: np.ndarray
+    log_acceptance: np.ndarray
+    is_parent_accepted: np.ndarray
+    is_accepted: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def where(self, chosen: np.ndarray) -> "Nodes":
+        """The nodes that a mask or an index array chooses."""
+        return Nodes(**{name: values[chosen] for name, values in vars(self).items()})
+
+    @classmethod
+    def of_step(cls, step: ReplayStep[Draft]) -> "Nodes":
+        """The nodes of one draft."""
+        tree = step.tree
+        is_accepted = np.zeros(len(tree) + 1, bool)  # the last: the root, which is parent -1
+        is_accepted[[*step.path, -1]] = True
+        depth = np.zeros(len(tree) + 1, np.int32)
+        for node, parent in enumerate(tree.parents.tolist()):
+            depth[node] = depth[parent] + 1
+        return cls(
+            tree.source,
+            tree.match_length,
+            depth[:-1],
+            tree.relative_count,
+            tree.log_acceptance,
+            is_accepted[tree.parents],
+            is_accepted[:-1],
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence["Nodes"]) -> "Nodes":
+        """Several, one behind the other; at least one."""
+        names = vars(parts[0])
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The drafts along one text or several, one value a step.
+
+    Attributes
+    ----------
+    num_drafted, num_accepted : tokens of the draft, and those of them that the text goes along.
+    draft_us : microseconds of drafting.
+    accepted_source : the source of every accepted token, in the order of the text.
+    """
+
+    num_drafted: list[int] = field(default_factory=list)
+    num_accepted: list[int] = field(default_factory=list)
+    draft_us: list[float] = field(default_factory=list)
+    accepted_source: list[int] = field(default_factory=list)
+
+    @property
+    def num_steps(self) -> int:
+        """Drafts, each verified by one forward pass of the model."""
+        return len(self.num_drafted)
+
+    @property
+    def mean_accepted(self) -> float:
+        """AAL: accepted draft tokens of a step, the bonus token not counted; 0 without steps."""
+        return float(np.mean(self.num_accepted)) if self.num_accepted else 0.0
+
+    def add(self, step: ReplayStep[Draft]) -> None:
+        """Count one more step."""
+        self.num_drafted.append(len(step.tree.token_ids))
+        self.num_accepted.append(len(step.path))
+        self.draft_us.append(step.draft_us)
+        self.accepted_source.extend(step.tree.source[step.path].tolist())
+
+
+def replay(pool: Pool | None, texts: Iterable[ReplayText], options: DraftOptions | None = None) -> Replay:
+    """Draft along texts and count. The same inputs give the same counts; only times differ.
+
+    Parameters
+    ----------
+    pool : what is drafted from beside a text's own prompt, output and previous text; the text must not be in it.
+    """
+    result = Replay()
+    for text in texts:
+        for step in pool_steps(pool, text, options):
+            result.add(step)
+    return result
+
+
+def replay_nodes(pool: Pool | None, texts: Iterable[ReplayText], options: DraftOptions | None = None) -> Nodes:
+    """Draft along texts and keep every drafted token with what became of it."""
+    nothing = Nodes.of_step(ReplayStep(0, draft(None, np.empty(0, np.int32), 0), [], 0.0))
+    steps = (step for text in texts for step in pool_steps(pool, text, options))
+    return Nodes.joined([nothing, *(Nodes.of_step(step) for step in steps)])
+
+
+def pool_steps(pool: Pool | None, text: ReplayText, options: DraftOptions | None = None) -> Iterator[ReplayStep[Draft]]:
+    """The drafts along one text, as `query.draft` makes them for a sequence whose model writes that text."""
+    asked = vars(DraftOptions() if options is None else options)
+    context = np.concatenate([text.prompt_ids, text.text_ids]).astype(np.int32)
+    num_prompt = len(text.prompt_ids)
+
+    def draft_after(position: int) -> Draft:
+        return draft(pool, context[: num_prompt + position], num_prompt, text.previous_ids, text.group, **asked)
+
+    return steps_along(text.text_ids, draft_after, asked["end_token_id"])
+
+
+def steps_along(
+    text_ids: np.ndarray, draft_after: Callable[[int], AnyTree], end_token_id: int | None = None
+) -> Iterator[ReplayStep[AnyTree]]:
+    """Draft along a text with any drafter. Every step ends with a bonus token, the last one with the end token.
+
+    Parameters
+    ----------
+    text_ids : int[n], without its end token.
+    draft_after : a draft when so many tokens of the text are known; it alone is timed. It is asked for rising numbers.
+    end_token_id : the end token, where it may be drafted too; it is accepted behind the text.
+    """
+    truth = text_ids.tolist() + ([] if end_token_id is None else [end_token_id])
+    position = 0
+    while position <= len(text_ids):
+        start_ns = time.perf_counter_ns()
+        tree = draft_after(position)
+        draft_us = (time.perf_counter_ns() - start_ns) / 1e3
+        path = accepted_path(tree, truth, position)
+        yield ReplayStep(position, tree, path, draft_us)
+        position += len(path) + 1
+
+
+def accepted_path(tree: Tree, truth: Sequence[int], position: int = 0) -> list[int]:
+    """Nodes of the longest path of a draft that a text takes from `position` on."""
+    path: list[int] = []
+    wanted, parent = position, -1
+    for node, (token, above) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
+        if wanted == len(truth):
+            break
+        if above == parent and token == truth[wanted]:
+            path.append(node)
+            wanted, parent = wanted + 1, node
+    return path

@@ -1,0 +1,88 @@
+"""Replays: what is accepted of a draft, how a text is walked, and what is kept of every drafted token."""
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+
+from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.replay import DraftOptions, ReplayText, accepted_path, pool_steps, replay, steps_along
+
+Tree = namedtuple("Tree", "token_ids parents")
+NO_TOKENS = np.empty(0, np.int32)
+TREE = Tree([5, 7, 8, 6, 9], [-1, -1, 0, 1, 2])  # 5 8 9 and 7 6
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """Sixty texts of one grammar: a word's successor is one of two, so that much can be foreseen, and not all."""
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(60):
+        text = [int(rng.integers(0, 20))]
+        for _ in range(39):
+            text.append((3 * text[-1] + int(rng.integers(0, 5) == 0)) % 20)
+        found.append(np.array(text, np.int32))
+    return found
+
+
+@pytest.fixture(scope="module")
+def pool(texts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pool") / "item"
+    return build_pool(map(PoolText, texts[10:]), folder, side="item", tokenizer_hash="t", model_id="m")
+
+
+def test_the_longest_agreeing_path_is_accepted():
+    assert accepted_path(TREE, [5, 8, 9, 1]) == [0, 2, 4]
+    assert accepted_path(TREE, [0, 0, 7, 6], position=2) == [1, 3]
+    assert accepted_path(TREE, [6]) == []
+    assert accepted_path(TREE, [5]) == [0]
+    assert accepted_path(Tree([], range(0)), [6]) == []
+
+
+def test_a_walk_asks_behind_every_bonus_token_and_counts_the_step_that_ends_the_text():
+    asked = []
+
+    def draft_after(position):
+        asked.append(position)
+        return TREE
+
+    steps = list(steps_along(np.array([5, 8, 9, 1, 7, 6], np.int32), draft_after))
+    assert asked == [0, 4]
+    assert [step.path for step in steps] == [[0, 2, 4], [1, 3]]  # the last bonus token is the end
+    steps = list(steps_along(np.array([1, 2], np.int32), lambda position: Tree([], [])))
+    assert [step.position for step in steps] == [0, 1, 2]
+
+
+def test_an_end_counts_only_where_it_may_be_drafted():
+    text = np.array([5, 8], np.int32)
+    assert [step.path for step in steps_along(text, lambda position: TREE)] == [[0, 2]]
+    assert [step.path for step in steps_along(text, lambda position: TREE, end_token_id=9)] == [[0, 2, 4]]
+
+
+def test_a_replay_counts_every_token_once(pool, texts):
+    documents = [ReplayText(NO_TOKENS, text) for text in texts[:10]]
+    result = replay(pool, documents)
+    num_tokens = sum(map(len, texts[:10]))
+    assert result.num_steps + sum(result.num_accepted) == num_tokens + len(documents)  # every text's end is a token too
+    assert len(result.accepted_source) == sum(result.num_accepted)
+    assert max(result.num_drafted) <= DraftOptions().max_nodes
+    assert result.mean_accepted > 0.5
+    again = replay(pool, documents)
+    assert (again.num_drafted, again.num_accepted) == (result.num_drafted, result.num_accepted)
+
+
+def test_a_replay_knows_the_previous_text_and_the_prompt(pool, texts):
+    text = np.arange(100, 140, dtype=np.int32)  # words that no pool has
+    unknown = replay(None, [ReplayText(NO_TOKENS, text)])
+    assert sum(unknown.num_accepted) == 0 and unknown.num_steps == 41
+    known = replay(None, [ReplayText(NO_TOKENS, text, previous_ids=text)])
+    assert known.num_steps < 10 and set(known.accepted_source) == {1}
+    without = replay(None, [ReplayText(NO_TOKENS, text, previous_ids=text)], DraftOptions(use_previous=False))
+    assert without.num_steps == 41
+    assert replay(None, [ReplayText(text, text)]).num_steps < 10
+
+
+def test_replaying_nothing_gives_nothing(pool):
+    assert replay(pool, []).mean_accepted == 0.0
+    assert [step.position for step in pool_steps(pool, ReplayText(NO_TOKENS, NO_TOKENS))] == [0]
