@@ -2,33 +2,21 @@
 
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 from common import Figure, Spread
-from drafting_replay import num_right
 from night_pools import build
 from night_systems import MAX_DRAFT_TOKENS
 from night_tasks import GOODREADS_PROMPT, chat_ids
 
 from pipeline.decoding.engine import Engine
-from retrieval_pools.pool import Pool
-from retrieval_pools.query import draft
+from retrieval_pools.replay import DraftOptions, ReplayText, replay
 
 NUM_TEXTS = 15_000
 NUM_HELD_OUT = 150
 MIN_PROBABILITY = 1e-3  # low enough for full trees; a run cuts earlier and drafts faster
-
-
-@dataclass(frozen=True)
-class Replay:
-    """Drafts along one text: microseconds, tokens drafted and tokens accepted of each."""
-
-    draft_us: list[float]
-    num_drafted: list[int]
-    num_accepted: list[int]
 
 
 def measure_big_pool(engine: Engine, data: Path) -> tuple[dict, list[Figure]]:
@@ -43,53 +31,30 @@ def measure_big_pool(engine: Engine, data: Path) -> tuple[dict, list[Figure]]:
     titles = dict(zip(titles["item_id"], titles["title"], strict=True))
     tokenizer = engine.tokenizer
     texts = [np.asarray(tokenizer(row["text"], add_special_tokens=False).input_ids, np.int32) for row in knowledge]
-    prompts = [
-        chat_ids(tokenizer, GOODREADS_PROMPT.format(title=titles[row["item_id"]])) for row in knowledge[NUM_TEXTS:]
+    held_out = [
+        ReplayText(chat_ids(tokenizer, GOODREADS_PROMPT.format(title=titles[row["item_id"]])), text)
+        for row, text in zip(knowledge[NUM_TEXTS:], texts[NUM_TEXTS:], strict=True)
     ]
+    options = DraftOptions(max_nodes=MAX_DRAFT_TOKENS, min_probability=MIN_PROBABILITY)
     with tempfile.TemporaryDirectory() as folder:
-        replay(build(texts[:50], Path(folder) / "warm-up", engine, "item"), prompts[0], texts[NUM_TEXTS])
+        replay(build(texts[:50], Path(folder) / "warm-up", engine, "item"), held_out[:1], options)
         start_s = time.perf_counter()
         pool = build(texts[:NUM_TEXTS], Path(folder) / "pool", engine, "item")
         build_s = time.perf_counter() - start_s
-        replays = [replay(pool, prompt, text) for prompt, text in zip(prompts, texts[NUM_TEXTS:], strict=True)]
-    draft_us = Spread.of([one for part in replays for one in part.draft_us])
+        replayed = replay(pool, held_out, options)
+    draft_us = Spread.of(replayed.draft_us)
     measured = {
         "num_texts": NUM_TEXTS,
         "num_tokens": sum(map(len, texts[:NUM_TEXTS])),
         "build_s": build_s,
         "max_draft_tokens": MAX_DRAFT_TOKENS,
-        "num_drafts": sum(len(part.draft_us) for part in replays),
+        "num_drafts": replayed.num_steps,
         "draft_us": draft_us,
-        "mean_num_drafted": float(np.mean([one for part in replays for one in part.num_drafted])),
-        "mean_num_accepted": float(np.mean([one for part in replays for one in part.num_accepted])),
+        "mean_num_drafted": float(np.mean(replayed.num_drafted)),
+        "mean_num_accepted": replayed.mean_accepted,
     }
     figures = [
         Figure.under(f"pool of {NUM_TEXTS:,} descriptions, build, seconds", build_s, 5.0),
         Figure.under(f"draft of {MAX_DRAFT_TOKENS} tokens from it, median, microseconds", draft_us.median, 60.0),
     ]
     return measured, figures
-
-
-def replay(pool: Pool, prompt: np.ndarray, text: np.ndarray) -> Replay:
-    """Draft along one text that the pool does not hold."""
-    context = np.concatenate([prompt, text])
-    position, result = len(prompt), Replay([], [], [])
-    while position < len(context):
-        start_ns = time.perf_counter_ns()
-        tree = draft(
-            pool,
-            context[:position],
-            len(prompt),
-            None,
-            None,
-            max_nodes=MAX_DRAFT_TOKENS,
-            min_probability=MIN_PROBABILITY,
-            use_prompt=True,
-            use_output=True,
-            use_previous=False,
-        )
-        result.draft_us.append((time.perf_counter_ns() - start_ns) / 1e3)
-        result.num_drafted.append(len(tree.token_ids))
-        result.num_accepted.append(num_right(tree.token_ids, tree.parents, context[position:]))
-        position += result.num_accepted[-1] + 1
-    return result

@@ -1,16 +1,16 @@
-"""Replaying texts against a drafter, and what the replays say: acceptance with its intervals, times.
+"""Replaying texts against any drafter, and what the replays say: acceptance with its intervals, times.
 
-A draft is compared with how the text really goes on, as a greedy verifier would whose model had written that text: the
-longest path of the tree that agrees is accepted, one more token is the verifier's own (the bonus), and the next draft
-starts behind it. Knows no corpus, no pool and no peer.
+Knows no corpus, no pool and no peer.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from drafting_corpora import Document
+
+from retrieval_pools.replay import steps_along
 
 NUM_RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -43,6 +43,13 @@ class Drafter:
         """Forget the sequence: nothing of a held-out text stays behind."""
 
 
+class Tree(NamedTuple):
+    """A draft of any drafter: parents come first, -1 is the context."""
+
+    token_ids: Sequence[int]
+    parents: Sequence[int]
+
+
 @dataclass(frozen=True)
 class Replay:
     """Drafts along one text: microseconds, tokens drafted and tokens accepted of each."""
@@ -53,38 +60,20 @@ class Replay:
 
 
 def replay(drafter: Drafter, document: Document, max_nodes: int) -> Replay:
-    """Draft along one text. Every step ends with a bonus token, the last one with the end token, which is not drafted.
+    """Draft along one text, as `retrieval_pools.replay` does.
 
     Only the draft is timed; what a drafter does to learn the prompt and the accepted tokens is not.
     """
     result = Replay([], [], [])
-    truth = document.text_ids.tolist()
+    num_tokens = len(document.text_ids)
     drafter.begin(document)
-    position = 0
-    while position <= len(truth):
-        start_ns = time.perf_counter_ns()
-        token_ids, parents = drafter.draft(max_nodes)
-        result.draft_us.append((time.perf_counter_ns() - start_ns) / 1e3)
-        accepted = num_right(token_ids, parents, truth[position : position + max_nodes])
-        result.num_drafted.append(len(token_ids))
-        result.num_accepted.append(accepted)
-        drafter.advance(min(accepted + 1, len(truth) - position))
-        position += accepted + 1
+    for step in steps_along(document.text_ids, lambda _: Tree(*drafter.draft(max_nodes))):
+        result.draft_us.append(step.draft_us)
+        result.num_drafted.append(len(step.tree.token_ids))
+        result.num_accepted.append(len(step.path))
+        drafter.advance(min(len(step.path) + 1, num_tokens - step.position))
     drafter.end()
     return result
-
-
-def num_right(token_ids: Sequence[int], parents: Sequence[int], truth: Sequence[int]) -> int:
-    """Length of the longest path of a draft that the text really takes."""
-    children = {}
-    for node, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
-        children[int(parent), int(token)] = node
-    node, depth = -1, 0
-    for token in truth:
-        if (node := children.get((node, int(token)))) is None:
-            break
-        depth += 1
-    return depth
 
 
 def mean_accepted(replays: Sequence[Replay]) -> float:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))  # its modules find one another as 
 from drafting_arctic import Arctic, ArcticGrid, is_installed, tuned  # noqa: E402
 from drafting_corpora import Corpus, CorpusSize, Document, goodreads_corpus, reki_corpus  # noqa: E402
 from drafting_peers import Ours, PromptLookup, Trie  # noqa: E402
-from drafting_replay import Replay, accepted_interval, accepted_ratio, num_right, replay  # noqa: E402
+from drafting_replay import Replay, accepted_interval, accepted_ratio, replay  # noqa: E402
 
 PHRASES = [[1, 2, 3, 4, 5], [1, 2, 6, 7], [3, 9, 9, 8], [10, 11, 12, 13, 14, 15]]
 MARK = np.array([30, 31], np.int32)
@@ -90,15 +90,6 @@ def test_drafters_with_a_pool_beat_the_one_without(drafters, corpus):
         for name, one in drafters.items()
     }
     assert all(aal[name] > aal["prompt-lookup"] for name in aal if name != "prompt-lookup")
-
-
-def test_the_longest_right_path_counts():
-    #  -1 -> 5 -> 6 ;  -1 -> 7 ;  5 -> 8 -> 9
-    token_ids, parents = [5, 7, 6, 8, 9], [-1, -1, 0, 0, 3]
-    assert num_right(token_ids, parents, [5, 8, 9, 1]) == 3
-    assert num_right(token_ids, parents, [7, 6]) == 1
-    assert num_right(token_ids, parents, [6]) == 0
-    assert num_right([], [], [6]) == 0
 
 
 def test_a_ratio_is_resampled_in_pairs():
