@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from retrieval_pools.array_files import ArrayWriter, map_array, read_chunks
+from retrieval_pools.calibration import Calibration
 from retrieval_pools.errors import PoolError
 from retrieval_pools.eviction import choose_texts
 from retrieval_pools.layout import TextSpans, count_first_tokens, find_known_texts, values_by_place
@@ -68,6 +69,7 @@ def build_pool(
     previous: Pool | None = None,
     building: PoolBuildSettings | None = None,
     on_counts: Callable[[BuildCounts], None] | None = None,
+    calibration: Calibration | None = None,
 ) -> Pool:
     """Build a pool and publish it at `out_dir`. The same texts in the same order give the same files.
 
@@ -84,6 +86,7 @@ def build_pool(
         which are mapped: the kernel takes back their pages when it needs them. What does not fit is sorted in runs
         (of one text at least) that lie on the disk until they are merged.
     on_counts : called with what was done.
+    calibration : what replays say of drafts from such a pool; None believes relative counts.
 
     Raises
     ------
@@ -110,6 +113,7 @@ def build_pool(
             groups=laid.groups,
             settings=settings,
             arrays={name: describe_array(name, folder) for name in array_names(settings)},
+            calibration=calibration,
         )
         write_manifest(manifest, folder)
     if on_counts is not None:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from retrieval_pools.array_files import map_array
+from retrieval_pools.calibration import Calibration
 from retrieval_pools.errors import PoolError, PoolFormatError
 from retrieval_pools.settings import PoolSettings
 
@@ -53,7 +54,8 @@ class ArrayFile(BaseModel):
 class PoolManifest(BaseModel):
     """The `manifest.json` of a pool. `groups` are in the order of their codes; nothing depends on the clock.
 
-    `num_tokens` counts the texts' own tokens, without separators.
+    `num_tokens` counts the texts' own tokens, without separators. `calibration` is None where relative counts are
+    believed as they are.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -68,6 +70,7 @@ class PoolManifest(BaseModel):
     groups: dict[str, GroupCounts]
     settings: PoolSettings
     arrays: dict[ArrayName, ArrayFile]
+    calibration: Calibration | None = None
 
     @property
     def size_bytes(self) -> int:

@@ -82,7 +82,8 @@ class Pool:
             if array is not None:
                 array.flags.writeable = False
         codes = {name: code for code, name in enumerate(manifest.groups)}
-        return cls(folder, manifest, index, manifest.settings, codes)
+        pool = cls(folder, manifest, index, manifest.settings, codes)
+        return pool if manifest.calibration is None else pool.with_acceptance_table(manifest.calibration.table)
 
     @property
     def group_names(self) -> tuple[str, ...]:

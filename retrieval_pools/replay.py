@@ -67,12 +67,14 @@ class ReplayStep(Generic[AnyTree]):
     ----------
     position : tokens of the text that were known.
     tree : the draft.
-    path : its nodes that are accepted, from the root down.
+    num_verified : how many of its first nodes are verified.
+    path : its nodes that are accepted, from the root down, those that are not verified too.
     draft_us : microseconds that drafting took.
     """
 
     position: int
     tree: AnyTree
+    num_verified: int
     path: list[int]
     draft_us: float
 
@@ -88,6 +90,7 @@ class Nodes:
     depth : int32[n], 1 for a node that follows the context.
     relative_count : float32[n], share of the node's token among what follows its parent, before calibration.
     log_acceptance : float32[n], the draft's own estimate, for the whole path.
+    is_verified : bool[n], false for what is looked at beyond the tree that a run would verify.
     is_parent_accepted, is_accepted : bool[n].
     """
 
@@ -96,6 +99,7 @@ class Nodes:
     depth: np.ndarray
     relative_count: np.ndarray
     log_acceptance: np.ndarray
+    is_verified: np.ndarray
     is_parent_accepted: np.ndarray
     is_accepted: np.ndarray
 
@@ -116,11 +120,12 @@ class Nodes:
         for node, parent in enumerate(tree.parents.tolist()):
             depth[node] = depth[parent] + 1
         return cls(
-            tree.source,
+            tree.source.astype(np.uint8),
             tree.match_length,
             depth[:-1],
             tree.relative_count,
             tree.log_acceptance,
+            np.arange(len(tree)) < step.num_verified,
             is_accepted[tree.parents],
             is_accepted[:-1],
         )
@@ -180,15 +185,27 @@ def replay(pool: Pool | None, texts: Iterable[ReplayText], options: DraftOptions
     return result
 
 
-def replay_nodes(pool: Pool | None, texts: Iterable[ReplayText], options: DraftOptions | None = None) -> Nodes:
-    """Draft along texts and keep every drafted token with what became of it."""
-    nothing = Nodes.of_step(ReplayStep(0, draft(None, np.empty(0, np.int32), 0), [], 0.0))
-    steps = (step for text in texts for step in pool_steps(pool, text, options))
-    return Nodes.joined([nothing, *(Nodes.of_step(step) for step in steps)])
+def replay_nodes(
+    pool: Pool | None,
+    texts: Iterable[ReplayText],
+    options: DraftOptions | None = None,
+    verified: DraftOptions | None = None,
+) -> Nodes:
+    """Draft along texts and keep every drafted token with what became of it; `verified` as in `pool_steps`."""
+    steps = (step for text in texts for step in pool_steps(pool, text, options, verified))
+    return Nodes.joined([_NO_NODES, *(Nodes.of_step(step) for step in steps)])
 
 
-def pool_steps(pool: Pool | None, text: ReplayText, options: DraftOptions | None = None) -> Iterator[ReplayStep[Draft]]:
-    """The drafts along one text, as `query.draft` makes them for a sequence whose model writes that text."""
+def pool_steps(
+    pool: Pool | None, text: ReplayText, options: DraftOptions | None = None, verified: DraftOptions | None = None
+) -> Iterator[ReplayStep[Draft]]:
+    """The drafts along one text, as `query.draft` makes them for a sequence whose model writes that text.
+
+    Parameters
+    ----------
+    verified : what of each tree is verified, by its size and its probability alone: the next draft starts behind that.
+        None: all of it.
+    """
     asked = vars(DraftOptions() if options is None else options)
     context = np.concatenate([text.prompt_ids, text.text_ids]).astype(np.int32)
     num_prompt = len(text.prompt_ids)
@@ -196,11 +213,18 @@ def pool_steps(pool: Pool | None, text: ReplayText, options: DraftOptions | None
     def draft_after(position: int) -> Draft:
         return draft(pool, context[: num_prompt + position], num_prompt, text.previous_ids, text.group, **asked)
 
-    return steps_along(text.text_ids, draft_after, asked["end_token_id"])
+    def num_verified(tree: Draft) -> int:  # the most probable nodes come first
+        is_likely = np.exp(tree.log_acceptance) >= verified.min_probability
+        return min(verified.max_nodes, int(np.count_nonzero(is_likely)))
+
+    return steps_along(text.text_ids, draft_after, asked["end_token_id"], verified and num_verified)
 
 
 def steps_along(
-    text_ids: np.ndarray, draft_after: Callable[[int], AnyTree], end_token_id: int | None = None
+    text_ids: np.ndarray,
+    draft_after: Callable[[int], AnyTree],
+    end_token_id: int | None = None,
+    num_verified: Callable[[AnyTree], int] | None = None,
 ) -> Iterator[ReplayStep[AnyTree]]:
     """Draft along a text with any drafter. Every step ends with a bonus token, the last one with the end token.
 
@@ -209,6 +233,8 @@ def steps_along(
     text_ids : int[n], without its end token.
     draft_after : a draft when so many tokens of the text are known; it alone is timed. It is asked for rising numbers.
     end_token_id : the end token, where it may be drafted too; it is accepted behind the text.
+    num_verified : how many of a draft's first nodes are verified; the next draft starts behind what is accepted of
+        those. None: all.
     """
     truth = text_ids.tolist() + ([] if end_token_id is None else [end_token_id])
     position = 0
@@ -217,8 +243,9 @@ def steps_along(
         tree = draft_after(position)
         draft_us = (time.perf_counter_ns() - start_ns) / 1e3
         path = accepted_path(tree, truth, position)
-        yield ReplayStep(position, tree, path, draft_us)
-        position += len(path) + 1
+        first_nodes = len(tree.token_ids) if num_verified is None else num_verified(tree)
+        yield ReplayStep(position, tree, first_nodes, path, draft_us)
+        position += sum(node < first_nodes for node in path) + 1
 
 
 def accepted_path(tree: Tree, truth: Sequence[int], position: int = 0) -> list[int]:
@@ -232,3 +259,15 @@ def accepted_path(tree: Tree, truth: Sequence[int], position: int = 0) -> list[i
             path.append(node)
             wanted, parent = wanted + 1, node
     return path
+
+
+_NO_NODES = Nodes(
+    source=np.empty(0, np.uint8),
+    match_length=np.empty(0, np.int32),
+    depth=np.empty(0, np.int32),
+    relative_count=np.empty(0, np.float32),
+    log_acceptance=np.empty(0, np.float32),
+    is_verified=np.empty(0, bool),
+    is_parent_accepted=np.empty(0, bool),
+    is_accepted=np.empty(0, bool),
+)

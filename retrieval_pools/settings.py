@@ -48,6 +48,9 @@ class PoolSettings(BaseModel):
     pool_escape: float = Field(2.0, gt=0, description="Escape of the pool.")
     local_escape: float = Field(2.2, gt=0, description="Escape of the prompt and of the output.")
     previous_escape: float = Field(0.5, gt=0, description="Escape of the entity's own previous text.")
+    calibration_texts: int = Field(
+        400, ge=0, description="Texts replayed at the build to learn how often drafts are accepted; 0: none."
+    )
     max_local_tokens: int = Field(4096, ge=1, description="Tokens searched of each of the own texts.")
 
 

@@ -1,0 +1,243 @@
+"""Calibration: curves find what was planted, lean on coarser cells without data, and hold on texts never fitted to."""
+
+from dataclasses import replace
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.sample_exercises import make_example
+from models.train_sample import world_entities
+from pipeline.decoding.identity import load_tokenizer
+from pipeline.decoding.loading import SAMPLE_MODEL
+from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.calibrate import (
+    MIN_TEXTS,
+    NUM_BINS,
+    calibrate,
+    fit_cells,
+    num_held_back,
+    reliability,
+    reliability_bins,
+    spread_positions,
+)
+from retrieval_pools.calibration import Calibration, table_of
+from retrieval_pools.calibration_table import (
+    COUNT_KNOTS,
+    IDENTITY_TABLE,
+    LENGTH_EDGES,
+    TABLE_SHAPE,
+    conditional_acceptance,
+)
+from retrieval_pools.replay import DraftOptions, Nodes, ReplayText, replay
+from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
+
+SHARES = np.linspace(0.05, 0.95, 19)
+
+
+def invented_nodes(num_nodes: int, acceptance, seed: int = 0, sources=(SOURCE_POOL, SOURCE_OUTPUT)) -> Nodes:
+    """Nodes that are accepted as often as `acceptance(source, match_length, depth, relative_count)` says."""
+    rng = np.random.default_rng(seed)
+    source = rng.choice(np.array(sources, np.uint8), num_nodes)
+    match_length = rng.integers(1, 30, num_nodes).astype(np.int32)
+    depth = rng.integers(1, 12, num_nodes).astype(np.int32)
+    relative_count = rng.random(num_nodes, np.float32)
+    is_accepted = rng.random(num_nodes) < acceptance(source, match_length, depth, relative_count)
+    return Nodes(
+        source=source,
+        match_length=match_length,
+        depth=depth,
+        relative_count=relative_count,
+        log_acceptance=np.log(relative_count + 1e-9),
+        is_parent_accepted=np.ones(num_nodes, bool),
+        is_verified=np.ones(num_nodes, bool),
+        is_accepted=is_accepted,
+    )
+
+
+def curve(table: np.ndarray, source: int, match_length: int, depth: int) -> np.ndarray:
+    return np.array([conditional_acceptance(table, source, match_length, depth, share) for share in SHARES])
+
+
+def test_a_planted_acceptance_is_found_in_every_cell():
+    def planted(source, match_length, depth, count):
+        of_pool = np.where(match_length >= LENGTH_EDGES[-1], 0.2 + 0.7 * count, count / 2)
+        return np.where(source == SOURCE_OUTPUT, count**2, of_pool)
+
+    table = table_of(fit_cells(invented_nodes(1_500_000, planted)))
+    for source in (SOURCE_POOL, SOURCE_OUTPUT):
+        for match_length in range(1, 30):
+            difference = curve(table, source, match_length, 3) - planted(source, match_length, 3, SHARES)
+            assert np.abs(difference).max() < 0.06
+            assert np.abs(difference).mean() < 0.02
+
+
+def test_curves_never_fall_even_where_acceptance_does():
+    nodes = invented_nodes(20_000, lambda source, length, depth, count: 0.9 - 0.8 * count)
+    table = table_of(fit_cells(nodes))
+    assert (np.diff(table, axis=-1) >= 0).all()
+    assert table.min() > 0
+    assert table[[SOURCE_POOL, SOURCE_OUTPUT]].max() < 1  # nothing is certain
+    assert np.allclose(curve(table, SOURCE_POOL, 5, 3)[4:], 0.5, atol=0.15)  # the best that does not fall
+
+
+def test_what_was_never_seen_leans_on_what_covers_it():
+    nodes = invented_nodes(60_000, lambda source, length, depth, count: count / 2, sources=(SOURCE_POOL,))
+    seen = replace(nodes, match_length=np.full(60_000, 1, np.int32), depth=np.full(60_000, 1, np.int32))
+    table = table_of(fit_cells(seen))
+    assert np.abs(curve(table, SOURCE_POOL, 1, 1) - SHARES / 2).max() < 0.05
+    assert np.abs(curve(table, SOURCE_POOL, 1, 9) - SHARES / 2).max() < 0.05  # that of the length
+    assert np.abs(curve(table, SOURCE_POOL, 20, 9) - SHARES / 2).max() < 0.05  # that of the source
+    for source in (SOURCE_PREVIOUS, SOURCE_PROMPT, SOURCE_OUTPUT):
+        assert np.array_equal(table[source], IDENTITY_TABLE[source])  # a first night has no previous text
+
+
+def test_few_nodes_hardly_move_a_curve_and_many_do():
+    usual = invented_nodes(200_000, lambda source, length, depth, count: count, sources=(SOURCE_POOL,))
+    usual = usual.where(usual.match_length >= LENGTH_EDGES[-1])
+
+    def acceptance(num_nodes):
+        rare = invented_nodes(num_nodes, lambda source, length, depth, count: 1.0 + 0 * count, 1, (SOURCE_POOL,))
+        rare = replace(rare, match_length=np.full(num_nodes, 1, np.int32), depth=np.full(num_nodes, 1, np.int32))
+        return conditional_acceptance(table_of(fit_cells(Nodes.joined([usual, rare]))), SOURCE_POOL, 1, 1, 0.5)
+
+    found = {num_nodes: acceptance(num_nodes) for num_nodes in (1, 200, 20_000)}
+    assert found[1] < 0.55 < found[200] < found[20_000]
+    assert found[20_000] > 0.95
+
+
+def test_only_nodes_behind_accepted_parents_count():
+    nodes = invented_nodes(5_000, lambda source, length, depth, count: count)
+    lost = replace(nodes, is_parent_accepted=np.zeros(5_000, bool), is_accepted=np.zeros(5_000, bool))
+    assert fit_cells(Nodes.joined([nodes, lost])) == fit_cells(nodes)
+    assert fit_cells(lost) == ()
+    assert np.array_equal(table_of(()), IDENTITY_TABLE)
+
+
+def test_cells_count_what_they_are_made_of_and_are_surer_with_more():
+    nodes = invented_nodes(30_000, lambda source, length, depth, count: count)
+    cells = fit_cells(nodes)
+    for levels in ((True, True), (False, True), (False, False)):
+        level = [cell for cell in cells if (cell.length_bin is None, cell.depth_bin is None) == levels]
+        assert sum(cell.num_tried for cell in level) == 30_000
+        assert sum(cell.num_accepted for cell in level) == int(nodes.is_accepted.sum())
+    middle = np.searchsorted(COUNT_KNOTS, 0.5)
+    error_of = {
+        (cell.length_bin, cell.depth_bin): cell.standard_errors[middle] for cell in cells if cell.source == SOURCE_POOL
+    }
+    assert error_of[None, None] < error_of[1, None] < error_of[1, 1]
+
+
+def test_bins_are_those_of_a_plain_loop():
+    rng = np.random.default_rng(3)
+    estimates, is_accepted = rng.random(500), rng.random(500) < 0.3
+    estimates[:2] = 0.0, 1.0
+    plain = {}
+    for estimate, accepted in zip(estimates.tolist(), is_accepted.tolist(), strict=True):
+        plain.setdefault(min(int(estimate * NUM_BINS), NUM_BINS - 1), []).append((estimate, accepted))
+    found = reliability_bins(estimates, is_accepted)
+    assert [one.num_nodes for one in found] == [len(plain[k]) for k in sorted(plain)]
+    for one, k in zip(found, sorted(plain), strict=True):
+        assert one.mean_estimate == pytest.approx(np.mean([estimate for estimate, _ in plain[k]]), abs=1e-5)
+        assert one.share_accepted == pytest.approx(np.mean([accepted for _, accepted in plain[k]]), abs=1e-5)
+
+
+@given(st.integers(0, 2_000), st.integers(0, 500), st.integers(0, 5))
+def test_positions_are_spread_evenly(num_texts, num_chosen, seed):
+    positions = spread_positions(num_texts, num_chosen, seed)
+    assert len(positions) == min(num_texts, num_chosen)
+    assert len(set(positions.tolist())) == len(positions)
+    if len(positions) > 1:
+        steps = np.diff(positions)
+        assert steps.min() >= num_texts // num_chosen if num_chosen <= num_texts else steps.min() == 1
+        assert steps.max() - steps.min() <= 1
+        assert positions[0] >= 0 and positions[-1] < num_texts
+
+
+def test_small_pools_hold_nothing_back_and_others_a_fifth_at_most():
+    assert num_held_back(MIN_TEXTS - 1, 400) == 0
+    assert num_held_back(MIN_TEXTS, 400) == MIN_TEXTS // 5
+    assert num_held_back(10_000, 400) == 400
+    assert num_held_back(10_000, 0) == 0
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[ReplayText]:
+    """Prompts and texts about the items of a sample world, as the bundled model was trained to write them."""
+    tokenizer = load_tokenizer(SAMPLE_MODEL)
+    _, items = world_entities(11, 2, 1_000)
+    rng = np.random.default_rng(0)
+    examples = [make_example(item, tokenizer, rng) for item in items]
+    return [ReplayText(one.prompt_ids, one.answer_ids[:-1]) for one in examples]
+
+
+def pool_of(documents: list[ReplayText], folder):
+    texts = (PoolText(document.text_ids) for document in documents)
+    return build_pool(texts, folder, side="item", tokenizer_hash="t", model_id="m")
+
+
+@pytest.fixture(scope="module")
+def pool(documents, tmp_path_factory):
+    return pool_of(documents[400:], tmp_path_factory.mktemp("pool") / "item")
+
+
+@pytest.fixture(scope="module")
+def calibration(pool, documents) -> Calibration:
+    return calibrate(pool, documents[:200])
+
+
+def test_estimates_hold_on_texts_that_nothing_was_fitted_to(pool, documents, calibration):
+    other = documents[200:400]
+    for options in (DraftOptions(), DraftOptions(32, 0.01), DraftOptions(64, 0.0)):
+        plain = reliability(pool, other, options)
+        calibrated = reliability(pool.with_acceptance_table(calibration.table), other, options)
+        assert calibrated.expected_calibration_error < 0.03
+        assert calibrated.expected_calibration_error < plain.expected_calibration_error
+    assert calibration.reliability.expected_calibration_error < 0.03
+    assert calibration.uncalibrated.expected_calibration_error > calibration.reliability.expected_calibration_error
+
+
+def test_trees_in_calibrated_order_are_accepted_further(pool, documents, calibration):
+    options, other = DraftOptions(16, 1e-3), documents[200:400]
+    calibrated = replay(pool.with_acceptance_table(calibration.table), other, options)
+    assert calibrated.mean_accepted > replay(pool, other, options).mean_accepted
+
+
+def test_a_calibration_says_what_it_was_made_of(documents, calibration):
+    assert calibration.num_texts == 200
+    assert calibration.num_tokens == sum(len(document.text_ids) for document in documents[:200])
+    assert calibration.reliability.num_texts == calibration.uncalibrated.num_texts == 100
+    assert sum(one.num_nodes for one in calibration.reliability.bins) == calibration.reliability.num_nodes
+    assert calibration.table.shape == TABLE_SHAPE and calibration.table.dtype == np.float32
+
+
+def test_the_same_texts_give_the_same_calibration_also_from_json(pool, documents, calibration):
+    assert calibrate(pool, documents[:200]) == calibration
+    assert calibrate(pool.with_acceptance_table(calibration.table), documents[:200]) == calibration  # starts anew
+    again = Calibration.model_validate_json(calibration.model_dump_json())
+    assert again == calibration and np.array_equal(again.table, calibration.table)
+
+
+def test_one_text_is_refused(pool, documents):
+    with pytest.raises(ValueError, match="1 texts to calibrate with"):
+        calibrate(pool, documents[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["goodreads", "reki"])
+def test_estimates_hold_on_texts_of_large_models(name, shared_data, tmp_path):
+    """Descriptions of books and long answers about groups of readers; pool, fit and check have no text in common."""
+    file, size = {"goodreads": ("item_knowledge", 1_000), "reki": ("knowledge", 300)}[name]
+    texts = pq.read_table(shared_data / name / f"{file}.parquet", columns=["text"])["text"].to_pylist()
+    texts = sorted(set(texts))
+    np.random.default_rng(0).shuffle(texts)
+    tokenizer = load_tokenizer(SAMPLE_MODEL)
+    ids = tokenizer(texts[: 2 * size], add_special_tokens=False)["input_ids"]
+    documents = [ReplayText(np.empty(0, np.int32), np.array(one, np.int32)) for one in ids]
+    pool = pool_of(documents[size // 3 :], tmp_path / "pool")
+    fitted, other = documents[: size // 6], documents[size // 6 : size // 3]
+    calibrated = pool.with_acceptance_table(calibrate(pool, fitted).table)
+    for options in (DraftOptions(), DraftOptions(64, 0.0)):
+        assert reliability(calibrated, other, options).expected_calibration_error < 0.03
