@@ -5,10 +5,13 @@ entity. What the current version has of them is merged, not sorted again; the fi
 run's date are seen.
 """
 
+import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jobs.calibrate_pools import calibrate_side
 from jobs.console import say
 from jobs.night import Night
 from jobs.pool_texts import RunTexts, read_run_texts
@@ -16,12 +19,13 @@ from jobs.routing import entity_router
 from pipeline.decoding.identity import tokenizer_hash
 from pipeline.knowledge.records import SIDES, Side
 from retrieval_pools.build import BuildCounts, build_pool
+from retrieval_pools.calibration import Calibration
 from retrieval_pools.errors import PoolError
 from retrieval_pools.grouping.text_clusters import EntityTexts
 from retrieval_pools.pool import Pool
 from retrieval_pools.router import Router, fit_routers
 
-SCRATCH_NAME = "texts.npy"
+SCRATCH_NAME, HELD_BACK_NAME = "texts.npy", "without-held-back"
 
 
 def build_pools(night: Night, anew: bool = False) -> dict[str, Any]:
@@ -36,7 +40,7 @@ def build_pools(night: Night, anew: bool = False) -> dict[str, Any]:
     dict
         The manifest's `pools_built`: a side's version, texts, tokens, seconds and groups; whether it was merged from
         the current version's (`incremental`), how many texts had to be sorted (`num_texts_changed`) and how many a full
-        pool left out (`num_texts_left_out`).
+        pool left out (`num_texts_left_out`); its calibration without the curves.
     """
     tables, routing = night.tables, night.settings.routing
     texts = {side: _entity_texts(night, side) for side in SIDES} if routing.attribute_grouping == "leaves" else None
@@ -61,26 +65,38 @@ def _build(night: Night, side: Side, run_texts: RunTexts, router: Router, folder
     previous = None if anew else _previous_pool(night, side, hash_of_tokenizer)
     route = entity_router(router, night.tables, side, night.date)
     done: list[BuildCounts] = []
-    pool = build_pool(
-        run_texts.pool_texts(night.tables, side, night.date, route),
-        folder,
+    build = partial(
+        build_pool,
         side=side,
         tokenizer_hash=hash_of_tokenizer,
         model_id=run_texts.model_id,
         settings=night.settings.pools,
-        previous=previous,
         building=night.settings.pool_building,
         on_counts=done.append,
     )
+    pool_texts = partial(run_texts.pool_texts, night.tables, side, night.date, route)
+    held_back_folder = folder.with_name(f"{side}-{HELD_BACK_NAME}")
+    calibration, pool_of_others = calibrate_side(
+        night, side, run_texts, pool_texts, partial(build, out_dir=held_back_folder, previous=previous)
+    )
+    calibration_s = time.perf_counter() - start_s
+    pool = build(pool_texts(), folder, previous=pool_of_others or previous, calibration=calibration)
+    shutil.rmtree(held_back_folder, ignore_errors=True)
     return {
         "num_texts": pool.manifest.num_texts,
         "num_tokens": pool.manifest.num_tokens,
         "incremental": previous is not None,
-        "num_texts_changed": done[0].num_texts_sorted,
-        "num_texts_left_out": done[0].num_texts_left_out,
+        "num_texts_changed": sum(counts.num_texts_sorted for counts in done),
+        "num_texts_left_out": done[-1].num_texts_left_out,
         "build_s": time.perf_counter() - start_s,
         "groups": pool.manifest.groups,
+        "calibration": None if calibration is None else _summary(calibration, calibration_s),
     }
+
+
+def _summary(calibration: Calibration, calibration_s: float) -> dict[str, Any]:
+    """What the report shows of a calibration: all but its curves."""
+    return calibration.model_dump(mode="json", exclude={"cells"}) | {"calibration_s": calibration_s}
 
 
 def _previous_pool(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | None:

@@ -46,6 +46,16 @@ class RunTexts:
     def __len__(self) -> int:
         return len(self.entity_ids)
 
+    def of_entities(self, entity_ids: list) -> dict[str | int, np.ndarray]:
+        """int32[n] token ids by entity, for those that have a text."""
+        wanted = pa.array(entity_ids, self.entity_ids.type)
+        rows = pc.index_in(wanted, value_set=self.entity_ids).to_pylist()
+        return {
+            entity_id: self.tokens[self.starts[row] : self.starts[row + 1]]
+            for entity_id, row in zip(entity_ids, rows, strict=True)
+            if row is not None
+        }
+
     def pool_texts(
         self, tables: Tables, side: Side, date: datetime.date, route: Callable[[Entity], Route]
     ) -> Iterator[PoolText]:

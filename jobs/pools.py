@@ -11,7 +11,7 @@ import typer
 
 from jobs.console import say, stdout, summary
 from jobs.pools_collect import collect_pools
-from jobs.pools_view import DraftView, draft_tree, groups_table, version_data, versions_table
+from jobs.pools_view import DraftView, calibration_line, draft_tree, groups_table, version_data, versions_table
 from jobs.settings import Settings, load_settings
 from pipeline.knowledge.records import Side
 from pipeline.storage.workspace import Workspace
@@ -99,6 +99,7 @@ def show(
     for side, manifest in chosen.pools.items():
         rules = read_rules(chosen.folder / "router" / side)
         stdout.print(groups_table(side, manifest, num_groups, rules))
+        stdout.print(calibration_line(side, manifest))
     if verify:
         say("every file has the checksum that its manifest says")
 

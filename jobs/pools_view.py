@@ -176,6 +176,19 @@ def groups_table(side: str, manifest: PoolManifest, num_groups: int, rules: Mapp
     return table
 
 
+def calibration_line(side: str, manifest: PoolManifest) -> Text:
+    """How far estimated acceptance can be believed, in a sentence."""
+    calibration = manifest.calibration
+    if calibration is None:
+        return Text(f"{side}: not calibrated: relative counts are taken for acceptance", style="dim")
+    error, before = (one.expected_calibration_error for one in (calibration.reliability, calibration.uncalibrated))
+    return Text(
+        f"{side}: calibrated on {calibration.num_texts:,} replayed texts ({calibration.num_tokens:,} tokens); expected "
+        f"calibration error {error:.3f} on texts not fitted to, {before:.3f} without calibration",
+        style="dim",
+    )
+
+
 def version_data(version: PoolVersion) -> dict[str, Any]:
     """For `--json`."""
     return {

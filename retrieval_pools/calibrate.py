@@ -38,6 +38,7 @@ LEAST_ACCEPTANCE, MOST_ACCEPTANCE = 1e-4, 0.9999  # nothing is impossible, nothi
 # A run drafts the likely paths, and a node on those is accepted more often than one of the same features on others; the
 # others still say what there is to know of cells that the run seldom reaches.
 BEYOND_WEIGHT = 0.1
+MAX_TOKENS = 50_000  # replayed; as many again made neither estimates nor drafts better
 MIN_TEXTS = 50  # a pool of fewer texts is not calibrated
 TEXTS_PER_HELD_BACK = 5  # at most one text of so many is held back
 NUM_BINS = 20
@@ -68,7 +69,7 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
     ----------
     pool : what is drafted from; it must not hold the texts. Curves that it has already are not used.
     texts : at least two. Curves fitted to the first, third, ... are checked on the others; what is kept is fitted to
-        all.
+        all. Of long texts some are left out: about MAX_TOKENS are replayed.
     options : how the run drafts. The fit looks at larger trees, of less likely paths too, at the positions where such
         a run drafts: behind a tree that was too small a text is easier to foresee than behind a wrong token.
 
@@ -80,7 +81,7 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
     if len(texts) < 2:
         raise ValueError(f"{len(texts)} texts to calibrate with; one half is fitted to and the other checked: give two")
     options = DraftOptions() if options is None else options
-    fitted, checked = texts[0::2], texts[1::2]
+    texts = _of_bounded_length(texts)
     widest = replace(options, max_nodes=MAX_NODES, min_probability=0.0)
     pool = pool.with_acceptance_table(IDENTITY_TABLE)
     fitted, checked = texts[0::2], texts[1::2]
@@ -97,6 +98,13 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
         reliability=reliability(half_fitted, checked, options),
         uncalibrated=reliability(pool, checked, options),
     )
+
+
+def _of_bounded_length(texts: Sequence[ReplayText]) -> Sequence[ReplayText]:
+    """As many of the texts, spread evenly, as have about MAX_TOKENS in all; two at least."""
+    num_tokens = sum(len(text.text_ids) for text in texts)
+    num_kept = max(2, int(len(texts) * min(1.0, MAX_TOKENS / max(1, num_tokens))))
+    return [texts[position] for position in spread_positions(len(texts), num_kept)]
 
 
 def reliability(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> Reliability:

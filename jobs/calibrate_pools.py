@@ -1,0 +1,117 @@
+"""Calibrating a side's pool while it is built: texts are replayed against a pool that does not hold them.
+
+Where tonight's run drafted from a pool, the texts that it wrote are replayed against that one: prompts, groups and
+previous texts are those that the run had. On a first night some of its texts are held back and replayed against a pool
+of the others. Owns that choice; `retrieval_pools.calibrate` fits.
+"""
+
+from collections.abc import Callable, Iterator
+import numpy as np
+
+from jobs.night import Night
+from jobs.pool_texts import RunTexts
+from pipeline.decoding.identity import tokenizer_hash
+from pipeline.decoding.settings import DecodingSettings
+from pipeline.distributed.shards import PlannedRow, load_plan, read_shard
+from pipeline.knowledge.records import Side
+from retrieval_pools.calibrate import MIN_TEXTS, calibrate, num_held_back, spread_positions
+from retrieval_pools.calibration import Calibration
+from retrieval_pools.pool import Pool
+from retrieval_pools.replay import DraftOptions, ReplayText
+from retrieval_pools.settings import PoolSettings
+from retrieval_pools.texts import PoolText
+
+
+def calibrate_side(
+    night: Night,
+    side: Side,
+    run_texts: RunTexts,
+    pool_texts: Callable[[], Iterator[PoolText]],
+    build: Callable[[Iterator[PoolText]], Pool],
+) -> tuple[Calibration | None, Pool | None]:
+    """Replay some texts of a side; None where there are too few, or none are wanted. The same run, the same result.
+
+    Parameters
+    ----------
+    run_texts : the texts of the run.
+    pool_texts : those of the coming pool, from the first.
+    build : makes a pool of those that are not held back.
+
+    Returns
+    -------
+    Calibration, or None
+    Pool, or None
+        That pool, if there had to be one: all that the coming pool has but the texts held back.
+    """
+    settings, options = night.settings.pools, draft_options(night.settings.decoding)
+    if not settings.calibration_texts:
+        return None, None
+    drafted_from = _drafted_from(night, side, tokenizer_hash(night.settings.model_dir))
+    if drafted_from is not None:
+        rows = _planned_rows(night, side, settings.calibration_texts)
+        token_ids = run_texts.of_entities([row.entity_id for row in rows])
+        texts = [_replayed(row, token_ids[row.entity_id], row.group) for row in rows if row.entity_id in token_ids]
+        if len(texts) < MIN_TEXTS:  # too few were written tonight: what is known of that pool holds on
+            return drafted_from.manifest.calibration, None
+        return calibrate(drafted_from, texts, options), None
+    rows = _planned_rows(night, side, num_held_back(len(run_texts), settings.calibration_texts))
+    held_back = {row.entity_id: row for row in rows}
+    if len(rows) < 2:
+        return None, None
+    texts = []
+
+    def other_texts() -> Iterator[PoolText]:
+        for text in pool_texts():
+            row = held_back.get(text.entity)
+            if row is None:
+                yield text
+            else:
+                texts.append(_replayed(row, text.token_ids, text.group))
+
+    pool = build(other_texts())
+    return calibrate(pool, texts, options) if len(texts) > 1 else None, pool
+
+
+def draft_options(decoding: DecodingSettings) -> DraftOptions:
+    """How a run of these settings drafts."""
+    return DraftOptions(
+        max_nodes=decoding.max_draft_tokens or DraftOptions.max_nodes,
+        min_probability=decoding.min_acceptance,
+        use_prompt="prompt" in decoding.drafters,
+        use_output="output" in decoding.drafters,
+        use_previous="previous" in decoding.drafters,
+    )
+
+
+def _drafted_from(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | None:
+    """The pool that the run drafted from, if it is still there and the coming one estimates alike."""
+    version = night.manifest["pools"]["version"]
+    if version is None or version not in {known.version for known in night.pools.list() if known.problem is None}:
+        return None
+    pool = night.pools.open(version, side, hash_of_tokenizer)
+    if pool is None or _estimating(pool.settings) != _estimating(night.settings.pools):
+        return None
+    return pool
+
+
+def _estimating(settings: PoolSettings) -> dict:
+    return settings.model_dump(exclude={"calibration_texts"})
+
+
+def _planned_rows(night: Night, side: Side, num_wanted: int) -> list[PlannedRow]:
+    """Rows that the run wrote texts for, spread evenly over its plan."""
+    plan = load_plan(night.run.root / "plan" / f"{side}.json")
+    if plan is None:
+        return []
+    starts = np.cumsum([0, *(shard.num_rows for shard in plan.shards)])
+    positions = spread_positions(int(starts[-1]), num_wanted, night.settings.seed)
+    shard_of = np.searchsorted(starts, positions, side="right") - 1
+    rows = []
+    for number in np.unique(shard_of):
+        shard_rows = read_shard(night.run.root / plan.shards[number].path)
+        rows += [shard_rows[position - starts[number]] for position in positions[shard_of == number]]
+    return rows
+
+
+def _replayed(row: PlannedRow, token_ids: np.ndarray, group: str | None) -> ReplayText:
+    return ReplayText(row.prompt_ids, token_ids, row.previous_ids, group or None)

@@ -1,0 +1,145 @@
+"""Calibrating while pools are built: what is replayed on a first night, on a second, and when there is too little."""
+
+import datetime
+import zlib
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from typer.testing import CliRunner
+
+from jobs.build_pools import build_pools
+from jobs.calibrate_pools import draft_options
+from jobs.night import open_night
+from jobs.pools import app
+from jobs.settings import load_settings
+from pipeline.decoding.settings import DecodingSettings
+from pipeline.distributed.shards import PreviousKnowledge, plan_side, save_plan
+from pipeline.knowledge.entities import iter_entities
+from pipeline.knowledge.prompts import RenderedPrompt
+from pipeline.tables.sample_world import write_sample_world
+from retrieval_pools.router import Route
+from retrieval_pools.sources import SOURCE_PREVIOUS
+
+FIRST_DATE, SECOND_DATE = datetime.date(2025, 2, 28), datetime.date(2025, 3, 1)
+NUM_ITEMS = 300
+
+
+@pytest.fixture
+def world(tmp_path):
+    write_sample_world(tmp_path / "tables", num_users=20, num_items=NUM_ITEMS)
+    return tmp_path
+
+
+def opened(world, date, calibration_texts=400):
+    path = world / "laserbatch.yaml"
+    path.write_text(
+        f"workspace: workspace\ntables: {{path: tables}}\npools: {{calibration_texts: {calibration_texts}}}\n"
+    )
+    return open_night(load_settings(path), date)
+
+
+def invented_text(seed: int, num_changed: int = 0) -> np.ndarray:
+    """A text whose next word is one of two; the same for the same seed but for its last words."""
+    rng = np.random.default_rng(seed)
+    tokens = [int(rng.integers(0, 50))]
+    for _ in range(39):
+        tokens.append((3 * tokens[-1] + 7 * int(rng.integers(0, 4) == 0)) % 50)
+    return np.array(tokens[: len(tokens) - num_changed] + [60 + seed % 7] * num_changed, np.int32)
+
+
+def write_night(night, num_changed: int = 0, previous: pa.Table | None = None) -> pa.Table:
+    """A plan and a text for each item, as generation leaves them; of no user."""
+    entities = list(iter_entities(night.tables, "item"))
+    plan = plan_side(
+        "item",
+        entities,
+        pa.string(),
+        render=lambda entity: (RenderedPrompt(np.array([70, 71], np.int32), "", 0, 0), f"{night.date}"),
+        route=lambda entity: Route("", "none"),
+        previous=PreviousKnowledge(previous),
+        force=False,
+        shard_size=32,
+        run_dir=night.run.root,
+    )
+    save_plan(plan, night.run.root / "plan" / "item.json")
+    token_ids = [invented_text(zlib.crc32(entity.entity_id.encode()), num_changed) for entity in entities]
+    texts = pa.table(
+        {
+            "entity_id": [entity.entity_id for entity in entities],
+            "model_id": ["m"] * len(entities),
+            "fingerprint": [f"{night.date}"] * len(entities),
+            "token_ids": pa.array(
+                [invented_text(zlib.crc32(entity.entity_id.encode()), num_changed) for entity in entities],
+                pa.list_(pa.int32()),
+            ),
+        }
+    )
+    night.run.write_shard("item", "00000", texts)
+    night.run.write_shard("user", "00000", texts.slice(0, 0))
+    return texts
+
+
+def test_a_first_night_replays_texts_held_back_and_its_pool_holds_all(world):
+    night = opened(world, FIRST_DATE)
+    num_texts = write_night(night).num_rows
+    built = build_pools(night)["item"]
+    pool = night.pools.open(night.run.run_id, "item")
+    calibration = pool.manifest.calibration
+    assert pool.manifest.num_texts == built["num_texts"] == num_texts
+    assert calibration.num_texts == num_texts // 5
+    assert np.array_equal(pool.acceptance_table, calibration.table)
+    assert not any(cell.source == SOURCE_PREVIOUS for cell in calibration.cells)
+    assert calibration.reliability.max_nodes == night.settings.decoding.max_draft_tokens
+    summary = built["calibration"]
+    assert summary["num_texts"] == calibration.num_texts and "cells" not in summary
+    assert sorted(path.name for path in pool.folder.parent.iterdir()) == ["item", "router"]
+
+
+def test_a_second_night_replays_what_it_wrote_against_the_pool_it_drafted_from(world):
+    night = opened(world, FIRST_DATE)
+    texts = write_night(night)
+    build_pools(night)
+    next_night = opened(world, SECOND_DATE)
+    num_texts = write_night(next_night, num_changed=5, previous=texts).num_rows
+    build_pools(next_night)
+    calibration = next_night.pools.open(next_night.run.run_id, "item").manifest.calibration
+    assert calibration.num_texts == num_texts
+    known = [cell for cell in calibration.cells if cell.source == SOURCE_PREVIOUS and cell.length_bin is None]
+    assert known[0].num_accepted > 0.8 * known[0].num_tried > 1_000
+
+
+def test_building_again_gives_the_same_files(world):
+    night = opened(world, FIRST_DATE)
+    write_night(night)
+    build_pools(night)
+    folder = night.pools.folder(night.run.run_id) / "item"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    build_pools(night)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("calibration_texts", [0, 1])
+def test_pools_without_replays_believe_relative_counts(world, calibration_texts):
+    night = opened(world, FIRST_DATE, calibration_texts)
+    write_night(night)
+    assert build_pools(night)["item"]["calibration"] is None
+    assert night.pools.open(night.run.run_id, "item").manifest.calibration is None
+    shown = CliRunner().invoke(app, ["show", "--config", str(world / "laserbatch.yaml")], catch_exceptions=False)
+    assert "not calibrated" in shown.stdout
+
+
+def test_show_tells_how_well_estimates_hold(world):
+    night = opened(world, FIRST_DATE)
+    write_night(night)
+    summary = build_pools(night)["item"]["calibration"]
+    error = summary["reliability"]["expected_calibration_error"]
+    shown = CliRunner().invoke(app, ["show", "--config", str(world / "laserbatch.yaml")], catch_exceptions=False)
+    said = " ".join(shown.stdout.split())
+    assert f"{summary['num_texts']} replayed texts" in said and f"calibration error {error:.3f}" in said
+
+
+def test_replays_draft_as_the_run_does():
+    options = draft_options(DecodingSettings(max_draft_tokens=8, min_acceptance=0.2, drafters=("pool", "output")))
+    assert (options.max_nodes, options.min_probability) == (8, 0.2)
+    assert (options.use_prompt, options.use_output, options.use_previous) == (False, True, False)
