@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping
 
 from jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
+from jobs.report.calibration import calibration_blocks
 from jobs.report.charts import FULL_WIDTH, HALF_WIDTH, Part, lying_bars, stacked_shares
 from jobs.report.formatting import MISSING, count, counted, decimal, seconds, whole
 from jobs.report.palette import DARK_COLOURS, OTHER, ROUTE_COLOURS, ROUTE_LABELS, SIDE_COLOURS
@@ -24,6 +25,7 @@ def pools_section(manifest: Mapping, sides: list[SideView]) -> Section:
         blocks.append(Note("No entity was routed to a pool tonight.", wide=len(grouped) % 2 == 0))
     blocks += [_groups(side, groups, is_new=not _sizes(mapping(used.get(side.name)))) for side, groups in grouped]
     blocks += [Note(sentence) for sentence in _missing(used, sides)]
+    blocks += calibration_blocks(built)
     uses = (("drafted from tonight", used), ("built for the next night", built))
     names = dict.fromkeys([*used, *built])
     rows = [_row(name, use, mapping(pools[name])) for name in names for use, pools in uses if mapping(pools.get(name))]

@@ -84,7 +84,7 @@ def test_many_quarantined_rows_reach_the_headline(manifest):
 def test_every_chart_has_a_title_and_names_its_axes(manifest):
     parsed = outline(manifest)
     charts = [attributes for tag, attributes in parsed.tags if tag == "svg"]
-    assert len(charts) == 15
+    assert len(charts) == 16
     assert all(chart["role"] == "img" and chart["aria-label"] for chart in charts)
     for axis in (
         "tokens per second",
