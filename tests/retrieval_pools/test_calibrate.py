@@ -31,7 +31,7 @@ from retrieval_pools.calibration_table import (
     TABLE_SHAPE,
     conditional_acceptance,
 )
-from retrieval_pools.replay import DraftOptions, Nodes, ReplayText, replay
+from retrieval_pools.replay import DraftOptions, Nodes, ReplayText, pool_steps, replay
 from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
 SHARES = np.linspace(0.05, 0.95, 19)
@@ -203,6 +203,15 @@ def test_trees_in_calibrated_order_are_accepted_further(pool, documents, calibra
     options, other = DraftOptions(16, 1e-3), documents[200:400]
     calibrated = replay(pool.with_acceptance_table(calibration.table), other, options)
     assert calibrated.mean_accepted > replay(pool, other, options).mean_accepted
+
+
+def test_no_token_is_drafted_twice_behind_the_same(pool, documents, calibration):
+    calibrated = pool.with_acceptance_table(calibration.table)
+    for document in documents[200:300]:
+        for step in pool_steps(calibrated, document, DraftOptions(64, 0.0)):
+            drafted = list(zip(step.tree.parents.tolist(), step.tree.token_ids.tolist(), strict=True))
+            assert len(set(drafted)) == len(drafted)
+            assert (np.diff(step.tree.log_acceptance) <= 0).all()
 
 
 def test_a_calibration_says_what_it_was_made_of(documents, calibration):
