@@ -6,6 +6,7 @@ of the others. Owns that choice; `retrieval_pools.calibrate` fits.
 """
 
 from collections.abc import Callable, Iterator
+
 import numpy as np
 
 from jobs.night import Night
