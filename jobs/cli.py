@@ -29,7 +29,7 @@ COMMANDS = {
         "jobs.encode:encode", "Encode the texts of a run into feature tables, by the run's own settings."
     ),
     "ctr": LazyCommand("jobs.ctr:app", "Train and compare CTR models on the features of a run."),
-    "pools": LazyCommand("jobs.pools:app", "Build, list, inspect and query retrieval pools."),
+    "pools": LazyCommand("jobs.pools:app", "Build, list, inspect, query and simulate retrieval pools."),
     "report": LazyCommand(
         "jobs.report_command:report", "Write the HTML report of a run again, from the run's manifest alone."
     ),

@@ -35,12 +35,14 @@ class LazyCommand:
 
 
 def lazy_group(commands: dict[str, LazyCommand]) -> type[TyperGroup]:
-    """A group class that knows its commands by their lines and loads the one that is asked for."""
+    """A group class that knows these commands by their lines and loads the one that is asked for; no other changes."""
 
     class LazyGroup(TyperGroup):
         def resolve_command(self, ctx, args):
             name, command, rest = super().resolve_command(ctx, args)
-            return name, command and commands[name].load(name), rest
+            if command is not None and name in commands:
+                command = commands[name].load(name)
+            return name, command, rest
 
     return LazyGroup
 

@@ -1,6 +1,6 @@
 """`laserbatch pools ...`: build, look into, query, choose and remove the retrieval pools of a workspace.
 
-What is drawn is in `pools_view.py`; how pools are built from a run in `build_pools.py`.
+What is drawn is in `pools_view.py`; how pools are built from a run in `build_pools.py`; simulating is `simulate.py`.
 """
 
 from dataclasses import asdict
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from jobs.console import say, stdout, summary
+from jobs.lazy_commands import LazyCommand, add_lazy_commands, lazy_group
 from jobs.pools_collect import collect_pools
 from jobs.pools_view import DraftView, calibration_line, draft_tree, groups_table, version_data, versions_table
 from jobs.settings import Settings, load_settings
@@ -23,7 +24,20 @@ from retrieval_pools.store import PoolStore, PoolVersion
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Build, list, inspect and query retrieval pools.")
+LAZY_COMMANDS = {
+    "simulate": LazyCommand(
+        "jobs.simulate:simulate",
+        "Predict from a night's texts what drafting will gain: budgets, groups, pool sizes, options. Runs no model.",
+    ),
+}
+
+app = typer.Typer(
+    cls=lazy_group(LAZY_COMMANDS),
+    no_args_is_help=True,
+    add_completion=False,
+    help="Build, list, inspect, query and simulate retrieval pools.",
+)
+add_lazy_commands(app, LAZY_COMMANDS)
 
 CONFIG = typer.Option(None, help="Configuration file; without it the defaults.")
 WORKSPACE = typer.Option(None, help="Workspace folder; without it the configuration's.")

@@ -35,6 +35,11 @@ def write_report(manifest: Mapping, out_path: Path) -> None:
 
 def render_report(manifest: Mapping) -> str:
     """The report of a run as HTML text; see `write_report`."""
+    return render_page(page_of(manifest))
+
+
+def render_page(page: Page) -> str:
+    """A page as one self-contained HTML text."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
         autoescape=True,  # by default only for names that end in .html
@@ -44,7 +49,7 @@ def render_report(manifest: Mapping) -> str:
     )
     css = Markup((FOLDER / "report.css").read_text(encoding="utf-8"))  # our own file: the only text that is not escaped
     template = environment.get_template("report.html.jinja")
-    return template.render(page=page_of(manifest), css=css, source_colours=SOURCE_COLOURS)
+    return template.render(page=page, css=css, source_colours=SOURCE_COLOURS)
 
 
 def page_of(manifest: Mapping) -> Page:
@@ -68,7 +73,8 @@ def page_of(manifest: Mapping) -> Page:
             samples_section(sides),
             provenance_section(manifest),
         ],
-        made_by=f"laserbatch {manifest.get('laserbatch_version') or ''}".strip(),
+        made_by=f"laserbatch {manifest.get('laserbatch_version') or ''}".strip()
+        + f" from the manifest of {manifest.get('run_id') or 'unnamed run'}",
     )
 
 

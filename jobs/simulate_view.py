@@ -1,0 +1,131 @@
+"""A simulation on a terminal: what drafting gains, the best budgets, groups, what to change. Computes nothing."""
+
+from rich.console import Console
+from rich.table import Table
+
+from jobs.report.formatting import MISSING, counted, decimal, percent, times
+from jobs.simulate_result import KINDS, SideSimulation, Simulation, changed_options
+from retrieval_pools.estimates import Estimate
+from retrieval_pools.studies import GROUPING, best_speed
+
+SHOWN_OPTIONS = ("sources", "group_weight", "min_support", "max_match_tokens", "num_context_lengths")
+
+
+def print_simulation(console: Console, simulation: Simulation) -> None:
+    """The figures that decide something; the page has all."""
+    console.print(_gains_table(simulation))
+    console.print(_speeds_table(simulation))
+    for side in simulation.sides:
+        console.print(_studies_table(side))
+        console.print()
+    console.print(recommendation_line(simulation), markup=False, soft_wrap=True)
+    for line in check_lines(simulation):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def interval(estimate: Estimate, digits: int = 2) -> str:
+    """`7.22 (7.07 to 7.38)`."""
+    return f"{decimal(estimate.value, digits)} ({decimal(estimate.low, digits)} to {decimal(estimate.high, digits)})"
+
+
+def full_pool(side: SideSimulation, with_previous: bool) -> str:
+    """Tokens per step extrapolated to a pool of all texts, or a dash."""
+    estimate = side.full_pool.get(with_previous)
+    return MISSING if estimate is None else decimal(estimate.value)
+
+
+def recommendation_line(simulation: Simulation) -> str:
+    """What to change, and by how much it helps on texts that did not choose it."""
+    found = simulation.recommendation
+    keep = "Keep groups and pools as configured: "
+    if not found.changes:
+        return keep + "nothing that was tried is better by more than noise."
+    changes = ", ".join(f"{key}: {value}" for key, value in changed_options(found).items())
+    sides = ", ".join(
+        f"{interval(gain, 3)} of {side.side}s" for side, gain in zip(simulation.sides, found.gains, strict=True)
+    )
+    measured = (
+        f"{interval(found.gain, 3)} times the configured tokens a step, on texts that did not choose it ({sides})"
+    )
+    if found.holds:
+        return f"Recommended: {changes}; {measured}."
+    return f"{keep}{changes} looked best, but it is within noise: {measured}."
+
+
+def check_lines(simulation: Simulation) -> list[str]:
+    """Predictions beside what a night realised, the largest error first."""
+    if not simulation.checks:
+        return [
+            "not checked: no finished run of this workspace drafted from the pools of another one that is still there, "
+            "with enough texts of one kind; after the next night this command compares the two."
+        ]
+    checks = sorted(simulation.checks, key=lambda check: -abs(check.error))
+    return [
+        f"check, {counted(check.num_texts, f'{KINDS[check.with_previous]} {check.side}')} of run {check.run_after} "
+        f"({check.verifier}): predicted {interval(check.predicted)} tokens a step from run {check.run_before}, "
+        f"realised {interval(check.realised)}: error {percent(check.error, 1)}"
+        for check in checks
+    ]
+
+
+def _gains_table(simulation: Simulation) -> Table:
+    table = _table(f"Predicted from run {simulation.run_id}, as configured", ("side", "tomorrow's"))
+    for name in ("texts", "tokens/step", "with all texts", "accepted/step (AAL)", "drafted/step", "precision"):
+        table.add_column(name, justify="right")
+    for side in simulation.sides:
+        for with_previous, outcome in side.configured.items():
+            table.add_row(
+                side.side,
+                KINDS[with_previous],
+                f"{outcome.num_texts:,}",
+                interval(outcome.tokens_per_step),
+                full_pool(side, with_previous),
+                interval(outcome.mean_accepted),
+                decimal(outcome.mean_drafted, 1),
+                percent(outcome.precision),
+            )
+    return table
+
+
+def _speeds_table(simulation: Simulation) -> Table:
+    table = _table(f"Speed; step cost: {simulation.step_cost}", ("side", "tomorrow's"))
+    for name in ("batch", "configured over plain", "best budget", "best over plain", "best over configured"):
+        table.add_column(name, justify="right")
+    for side in simulation.sides:
+        for with_previous in side.configured:
+            for batch_size in simulation.batch_sizes:
+                best = best_speed(side.speeds, batch_size, with_previous)
+                configured = side.configured_speed(batch_size, with_previous)
+                table.add_row(
+                    side.side,
+                    KINDS[with_previous],
+                    f"{batch_size:,}",
+                    times(configured.speed_up.value),
+                    best.budget,
+                    interval(best.speed_up),
+                    interval(best.over_configured),
+                )
+    return table
+
+
+def _studies_table(side: SideSimulation) -> Table:
+    table = _table(f"{side.side}s: groups and options, without previous texts", ("study", "value"))
+    for name in ("tokens/step", "over configured", "verdict"):
+        table.add_column(name, justify="right")
+    for study in (GROUPING, *SHOWN_OPTIONS):
+        for outcome in side.of(study):
+            table.add_row(
+                study,
+                outcome.trial.value,
+                decimal(outcome.tokens_per_step.value),
+                interval(outcome.gain, 3),
+                outcome.verdict,
+            )
+    return table
+
+
+def _table(title: str, words: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for word in words:
+        table.add_column(word)
+    return table

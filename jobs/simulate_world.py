@@ -1,0 +1,241 @@
+"""From a finished run to what a simulation replays: texts held back, texts for the pools, groups of both.
+
+Nothing that is held back shapes what it is drafted from: pools, and leaves that are fitted to texts, see the rest
+alone. Interactions and attributes of held-back entities are seen, as they are on a night.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from jobs.console import say
+from jobs.generate import renderer
+from jobs.night import Night
+from jobs.routing import ages_days, count_interactions
+from jobs.settings import Settings
+from pipeline.distributed.shards import PreviousKnowledge
+from pipeline.errors import RowError, WorkspaceError
+from pipeline.knowledge.entities import iter_entities
+from pipeline.knowledge.records import SIDES, Side
+from retrieval_pools.errors import PoolError
+from retrieval_pools.grouping.collaborative import train_embeddings
+from retrieval_pools.grouping.kmeans import EntityEmbeddings
+from retrieval_pools.grouping.text_clusters import EntityTexts
+from retrieval_pools.replay import ReplayText
+from retrieval_pools.router import Router
+from retrieval_pools.simulate import DraftSetting, Grouping, PoolCorpus, Simulator
+from retrieval_pools.studies import group_counts
+
+MIN_TEXTS = 20  # of a side; of fewer nothing can be said
+MAX_HELD_BACK_SHARE = 0.25
+GROUPINGS: dict[str, dict[str, str]] = {
+    "whole": {"scheme": "global"},
+    "router": {"scheme": "router"},
+    "collaborative": {"scheme": "collaborative"},
+    "attribute": {"scheme": "attribute", "attribute_grouping": "path"},
+    "leaves": {"scheme": "attribute", "attribute_grouping": "leaves"},
+    "random": {"scheme": "random"},
+}
+
+
+@dataclass(frozen=True)
+class SimulationSize:
+    """How much is replayed.
+
+    Parameters
+    ----------
+    num_texts : held back of a side, at most; never more than a quarter of them.
+    max_pool_texts : a larger side's pools are built from a sample of so many texts.
+    """
+
+    num_texts: int = 200
+    max_pool_texts: int = 20_000
+
+
+@dataclass(frozen=True)
+class SideTexts:
+    """A side's texts, divided. `num_texts` counts all that the run has."""
+
+    side: Side
+    num_texts: int
+    held_back: list[ReplayText]
+    held_back_ids: list[str | int]
+    corpus: PoolCorpus
+
+
+def divided_texts(night: Night, side: Side, size: SimulationSize, seed: int) -> SideTexts | None:
+    """Hold back texts of a side, the same for the same seed, and keep the rest for pools; None where there are too few.
+
+    Of the held-back entities up to half are such as changed that night, where there are any: they have a previous text.
+    """
+    knowledge = night.run.read_knowledge(side) if _has_knowledge(night, side) else None
+    num_texts = 0 if knowledge is None else knowledge.num_rows
+    if num_texts < MIN_TEXTS:
+        say(f"no simulation of {side}s: the run {night.run.run_id} has {num_texts} texts, {MIN_TEXTS} are needed")
+        return None
+    entity_ids = knowledge["entity_id"].to_pylist()
+    previous = _previous_of_changed(night, side, knowledge)
+    order = sorted(range(num_texts), key=lambda row: _digest(seed, side, entity_ids[row]))
+    num_held_back = min(size.num_texts, int(MAX_HELD_BACK_SHARE * num_texts))
+    changed = [row for row in order if entity_ids[row] in previous][: num_held_back // 2]
+    taken = set(changed)
+    taken.update([row for row in order if row not in taken][: num_held_back - len(changed)])
+    token_ids = [np.asarray(ids.values, np.int32) for ids in knowledge["token_ids"].combine_chunks()]
+    prompts = _prompts(night, side, [entity_ids[row] for row in taken])
+    held_back = [row for row in order if row in taken and entity_ids[row] in prompts]
+    kept = sorted([row for row in order if row not in taken][: size.max_pool_texts])
+    if len(kept) < num_texts - len(taken):
+        say(f"{side}s: pools are built from {len(kept):,} of {num_texts:,} texts; --max-pool-texts takes more")
+    return SideTexts(
+        side,
+        num_texts,
+        [ReplayText(prompts[entity_ids[row]], token_ids[row], previous.get(entity_ids[row])) for row in held_back],
+        [entity_ids[row] for row in held_back],
+        PoolCorpus(side, [token_ids[row] for row in kept], [entity_ids[row] for row in kept]),
+    )
+
+
+def trained_embeddings(night: Night, settings: Settings) -> dict[str, EntityEmbeddings]:
+    """LightGCN's vectors by side, for the sides that bring no vectors of their own; trained once for all groupings."""
+    sides = [side for side in SIDES if settings.routing.embeddings_of(side) is None]
+    if not sides:
+        return {}
+    trained = train_embeddings(night.tables.interactions, settings.routing, settings.seed)
+    return {side: trained[side] for side in sides}
+
+
+def simulator_of(
+    night: Night,
+    settings: Settings,
+    texts: SideTexts,
+    embeddings: dict[str, EntityEmbeddings],
+    folder: Path,
+    configured_only: bool = False,
+) -> Simulator:
+    """The simulator of a side: its texts, and every grouping to be tried, or the configured one alone.
+
+    Raises
+    ------
+    PoolError
+        The entities cannot be grouped as the configuration says.
+    """
+    routed = _Routed(night, settings, texts, embeddings.get(texts.side))
+    groupings = {}
+    for name, changes in GROUPINGS.items():
+        if configured_only and name != configured_grouping(settings):
+            continue
+        try:
+            groupings[name] = routed.grouping(**changes)
+        except PoolError as error:
+            if name == configured_grouping(settings):
+                raise
+            say(f"{texts.side}s: the grouping {name!r} is left out: {error}")
+    for scheme in () if configured_only else ("collaborative", "random"):
+        for count in group_counts(len(texts.corpus)):
+            groupings[f"{scheme}/{count}"] = routed.grouping(scheme=scheme, num_groups=count)
+    return Simulator(texts.corpus, texts.held_back, groupings, folder, settings.seed)
+
+
+def configured_grouping(settings: Settings) -> str:
+    """The name of the configured grouping."""
+    match settings.routing.scheme:
+        case "global":
+            return "whole"
+        case "attribute":
+            return "leaves" if settings.routing.attribute_grouping == "leaves" else "attribute"
+    return settings.routing.scheme
+
+
+def configured_setting(settings: Settings) -> DraftSetting:
+    """How the configuration drafts."""
+    return DraftSetting(
+        configured_grouping(settings),
+        settings.pools,
+        settings.decoding.drafters,
+        settings.decoding.max_draft_tokens,
+        settings.decoding.min_acceptance,
+    )
+
+
+def require_something(sides: Sequence[SideTexts], night: Night) -> None:
+    """Raise WorkspaceError where no side has enough texts."""
+    if not sides:
+        raise WorkspaceError(
+            f"run {night.run.run_id} has fewer than {MIN_TEXTS} texts on either side: too few to hold some back; "
+            "run a night over more entities, or name another run with --run"
+        )
+
+
+class _Routed:
+    """The entities of a side, routed in one way or another."""
+
+    def __init__(self, night: Night, settings: Settings, texts: SideTexts, embeddings: EntityEmbeddings | None) -> None:
+        self._tables, self._settings, self._texts, self._embeddings = night.tables, settings, texts, embeddings
+        self._entities = night.tables.entities(texts.side)
+        self._ids = self._entities[f"{texts.side}_id"].to_pylist()
+        counts = count_interactions(night.tables.interactions, texts.side)
+        ages = ages_days(self._entities, texts.side, night.date)
+        self._num_interactions = np.array([counts.get(entity_id, 0) for entity_id in self._ids], np.int64)
+        self._ages = np.array([ages.get(entity_id, math.nan) for entity_id in self._ids])
+
+    def grouping(self, **changes: object) -> Grouping:
+        """Groups under the configured routing with changes."""
+        texts, routing = self._texts, self._settings.routing
+        routing = routing.model_validate(routing.model_dump() | changes)
+        needs_texts = routing.attribute_grouping == "leaves" and routing.scheme in ("router", "attribute")
+        router = Router.fit(
+            texts.side,
+            self._entities,
+            self._tables.interactions,
+            routing,
+            self._settings.seed,
+            self._embeddings,
+            self._known_texts() if needs_texts else None,
+        )
+        routes = router.route_all(self._entities, self._num_interactions, self._ages)
+        group_of = {entity_id: route.group for entity_id, route in zip(self._ids, routes, strict=True)}
+        return Grouping(
+            [group_of.get(entity_id) for entity_id in texts.corpus.entity_ids],
+            [group_of.get(entity_id) for entity_id in texts.held_back_ids],
+        )
+
+    def _known_texts(self) -> EntityTexts:
+        corpus = self._texts.corpus
+        return EntityTexts(pa.array(corpus.entity_ids), pa.array(corpus.token_ids, pa.list_(pa.int32())))
+
+
+def _has_knowledge(night: Night, side: Side) -> bool:
+    return any(night.run.knowledge_folder(side).glob("*.parquet"))
+
+
+def _previous_of_changed(night: Night, side: Side, knowledge: pa.Table) -> dict[str | int, np.ndarray]:
+    """Texts of the night before, of the entities that this night wrote anew."""
+    if night.previous is None or not any(night.previous.knowledge_folder(side).glob("*.parquet")):
+        return {}
+    before = PreviousKnowledge(night.previous.read_knowledge(side))
+    found = {}
+    for entity_id, run_id in zip(knowledge["entity_id"].to_pylist(), knowledge["run_id"].to_pylist(), strict=True):
+        row = before.row_of(entity_id) if run_id == night.run.run_id else None
+        if row is not None:
+            found[entity_id] = before.token_ids(row)
+    return found
+
+
+def _prompts(night: Night, side: Side, entity_ids: list[str | int]) -> dict[str | int, np.ndarray]:
+    """Prompts as the run's model was given them; entities that cannot be asked about are left out."""
+    render, found = renderer(night.settings, side, night.settings.decoding), {}
+    for entity in iter_entities(night.tables, side, entity_ids):
+        try:
+            found[entity.entity_id] = render(entity)[0].token_ids
+        except RowError:
+            continue
+    return found
+
+
+def _digest(seed: int, side: Side, entity_id: str | int) -> bytes:
+    return hashlib.blake2b(f"{seed}:{side}:{entity_id}".encode(), digest_size=8).digest()

@@ -1,0 +1,96 @@
+"""Which settings a simulation recommends, for all sides at once, as a configuration has them.
+
+One thing is changed after the other, each to the best value for what is chosen so far. Half of the texts choose, the
+other half judges: the best of many trials on the texts that chose it looks better than it is. Knows no table.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from retrieval_pools.estimates import Bootstrap, Estimate, Tally
+from retrieval_pools.simulate import DraftSetting, Simulator
+from retrieval_pools.studies import GROUPING, NUM_GROUPS, Trial
+
+OPTIONS = ("group_weight", "max_match_tokens", "num_context_lengths")
+NOTABLE_GAIN = 1.01  # less is not worth another setting, were it real
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The best values together.
+
+    Attributes
+    ----------
+    changes : trials whose values differ from the configuration; none where nothing was better by more than noise.
+    setting : the configured one with all changes.
+    gain : tokens per step over those of the configuration, on the half of the texts that did not choose.
+    gains : the same of each side alone.
+    """
+
+    changes: tuple[Trial, ...]
+    setting: DraftSetting
+    gain: Estimate
+    gains: tuple[Estimate, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the gain is more than noise on texts that did not choose it."""
+        return bool(self.changes) and self.gain.is_above_one
+
+
+def recommend(
+    simulators: Sequence[Simulator], plans: Sequence[Sequence[Trial]], base: DraftSetting, seed: int = 0
+) -> Recommendation:
+    """What to change of groups and pools. Budgets depend on step costs, and `min_support` is a question of privacy.
+
+    Parameters
+    ----------
+    simulators : of each side.
+    plans : the trials of each side; what one side cannot try is not recommended.
+    base : the configured setting.
+    """
+    judge = _Judge(simulators, seed)
+    setting, changes = base, []
+    for studies in ((GROUPING, NUM_GROUPS), *((option,) for option in OPTIONS)):
+        tried = {trial: _changed(setting, trial) for trial in _common(plans) if trial.study in studies}
+        gains = {trial: judge.gain(changed, setting, half=0) for trial, changed in tried.items()}
+        notable = [trial for trial in tried if gains[trial].is_above_one and gains[trial].value >= NOTABLE_GAIN]
+        if notable:
+            best = max(notable, key=lambda trial: gains[trial].value)
+            setting = tried[best]
+            changes.append(best)
+    sides = [_Judge([simulator], seed).gain(setting, base, half=1) for simulator in simulators]
+    return Recommendation(tuple(changes), setting, judge.gain(setting, base, half=1), tuple(sides))
+
+
+class _Judge:
+    """Compares settings on half of the texts of all sides, none given its previous text."""
+
+    def __init__(self, simulators: Sequence[Simulator], seed: int) -> None:
+        self._simulators, self._seed = simulators, seed
+        self._bootstraps: dict[int, Bootstrap] = {}
+
+    def gain(self, setting: DraftSetting, base: DraftSetting, half: int) -> Estimate:
+        """On every other text: half 0 chooses, half 1 judges."""
+        tally, base_tally = (self._tally(one, half) for one in (setting, base))
+        bootstrap = self._bootstraps.setdefault(half, Bootstrap(len(tally), self._seed))
+        return bootstrap.gain(tally, base_tally)
+
+    def _tally(self, setting: DraftSetting, half: int) -> Tally:
+        parts = [simulator.replay(setting).where(slice(half, None, 2)) for simulator in self._simulators]
+        return Tally(*(np.concatenate(counts) for counts in zip(*(vars(part).values() for part in parts), strict=True)))
+
+
+def _common(plans: Sequence[Sequence[Trial]]) -> list[Trial]:
+    """Trials without previous texts that every side has."""
+    others = [set(plan) for plan in plans[1:]]
+    return [trial for trial in plans[0] if not trial.with_previous and all(trial in plan for plan in others)]
+
+
+def _changed(setting: DraftSetting, trial: Trial) -> DraftSetting:
+    """A setting with what a trial of a grouping or of one of the pool's options changes."""
+    if trial.study in (GROUPING, NUM_GROUPS):
+        return replace(setting, grouping=trial.setting.grouping).with_pool(scope=trial.setting.pool.scope)
+    return setting.with_pool(**{trial.study: getattr(trial.setting.pool, trial.study)})

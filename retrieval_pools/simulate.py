@@ -1,0 +1,172 @@
+"""What a way of drafting would gain on texts that its pool does not hold: pools built, texts replayed, counts kept.
+
+A simulation has two kinds of replay: without the entities' previous texts, as tomorrow's new entities are written; and
+with them, as changed ones are, for the held-back texts that have one. Knows no table, no run and no model.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.estimates import Bootstrap, Estimate, Tally
+from retrieval_pools.manifest import Side
+from retrieval_pools.pool import Pool
+from retrieval_pools.replay import DraftOptions, ReplayText, replay
+from retrieval_pools.settings import PoolSettings
+
+SOURCES = ("previous", "prompt", "output", "pool")
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """A group for every text; None: no group, all texts count the same.
+
+    Parameters
+    ----------
+    pool_groups : of the pool's texts.
+    held_back_groups : of the held-back texts.
+    """
+
+    pool_groups: Sequence[str | None]
+    held_back_groups: Sequence[str | None]
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that have texts in the pool."""
+        return len(set(self.pool_groups))
+
+
+@dataclass(frozen=True)
+class DraftSetting:
+    """One way to draft.
+
+    Attributes
+    ----------
+    grouping : name of one of the simulation's groupings.
+    pool : how the pool is built and drafted from.
+    sources : which of `SOURCES` drafts may come from.
+    max_draft_tokens, min_acceptance : the budget of a draft.
+    num_pool_texts : a sample of the pool's texts; None: all.
+    """
+
+    grouping: str
+    pool: PoolSettings = field(default_factory=PoolSettings)
+    sources: tuple[str, ...] = SOURCES
+    max_draft_tokens: int = 16
+    min_acceptance: float = 0.07
+    num_pool_texts: int | None = None
+
+    def with_pool(self, **changes: object) -> "DraftSetting":
+        """The same with other options of the pool."""
+        return replace(self, pool=PoolSettings.model_validate(self.pool.model_dump() | changes))
+
+
+@dataclass(frozen=True)
+class PoolCorpus:
+    """The texts that a side's pools are built from: int32[n] token ids and entity of each."""
+
+    side: Side
+    token_ids: Sequence[np.ndarray]
+    entity_ids: Sequence[str | int]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+class Simulator:
+    """Replays the held-back texts under any setting. Each pool is built once, each replay is done once.
+
+    Parameters
+    ----------
+    corpus : texts for the pools; none of them is held back.
+    held_back : texts to replay, with the entity's previous text where there is one; their groups are not looked at.
+    groupings : by name, over `corpus` and `held_back`.
+    folder : where pools may be written; it is the caller's to remove.
+    seed : of the samples of the pool's texts: a smaller one is part of a larger one.
+    """
+
+    def __init__(
+        self,
+        corpus: PoolCorpus,
+        held_back: Sequence[ReplayText],
+        groupings: Mapping[str, Grouping],
+        folder: Path,
+        seed: int = 0,
+    ) -> None:
+        self.corpus, self.held_back, self.groupings = corpus, held_back, groupings
+        self._folder = folder
+        self._order = np.random.default_rng(seed).permutation(len(corpus))
+        self._pools: dict[tuple, Pool] = {}
+        self._tallies: dict[tuple[DraftSetting, bool], Tally] = {}
+
+    @property
+    def num_with_previous(self) -> int:
+        """Held-back texts whose entity has a previous text."""
+        return sum(text.previous_ids is not None for text in self.held_back)
+
+    def replay(self, setting: DraftSetting, with_previous: bool = False) -> Tally:
+        """Counts by text.
+
+        Parameters
+        ----------
+        with_previous : only the texts that have a previous one, given it; else all texts, none given it.
+        """
+        key = setting, with_previous
+        if key not in self._tallies:
+            pool = self._pool(setting) if "pool" in setting.sources else None
+            options = DraftOptions(
+                max_nodes=setting.max_draft_tokens,
+                min_probability=setting.min_acceptance,
+                use_prompt="prompt" in setting.sources,
+                use_output="output" in setting.sources,
+                use_previous=with_previous and "previous" in setting.sources,
+            )
+            groups = self.groupings[setting.grouping].held_back_groups
+            texts = [
+                replace(text, group=group)
+                for text, group in zip(self.held_back, groups, strict=True)
+                if not with_previous or text.previous_ids is not None
+            ]
+            self._tallies[key] = Tally.of([replay(pool, [text], options) for text in texts])
+        return self._tallies[key]
+
+    def full_pool_tokens_per_step(
+        self, setting: DraftSetting, num_texts: int, bootstrap: Bootstrap, with_previous: bool = False
+    ) -> Estimate | None:
+        """Tokens per step from a pool of `num_texts` texts, the held-back ones among them, by extrapolation.
+
+        What the last doubling of the pool brought, the missing part of a doubling brings in proportion. None where more
+        than one doubling is missing, or the pool is too small to halve.
+        """
+        half = len(self.corpus) // 2
+        if half == 0 or num_texts > 2 * len(self.corpus):
+            return None
+        whole, halved = (
+            bootstrap.sums(self.replay(one, with_previous)).tokens_per_step
+            for one in (setting, replace(setting, num_pool_texts=half))
+        )
+        doublings = np.log2(num_texts / len(self.corpus)) / np.log2(len(self.corpus) / half)
+        return Estimate.of(whole + doublings * (whole - halved))
+
+    def _pool(self, setting: DraftSetting) -> Pool:
+        built = setting.pool.index_depth, setting.pool.min_support
+        key = setting.grouping, setting.num_pool_texts, *built
+        if key not in self._pools:
+            self._pools[key] = build_pool(
+                self._texts(setting),
+                self._folder / str(len(self._pools)),
+                side=self.corpus.side,
+                tokenizer_hash="simulation",  # these pools live as long as the simulation
+                model_id="simulation",
+                settings=setting.pool,
+            )
+        queried = setting.pool.model_dump(exclude={"index_depth", "min_support"})
+        return self._pools[key].with_settings(**queried)
+
+    def _texts(self, setting: DraftSetting):
+        groups = self.groupings[setting.grouping].pool_groups
+        for number in np.sort(self._order[: setting.num_pool_texts]).tolist():
+            yield PoolText(self.corpus.token_ids[number], groups[number] or "", self.corpus.entity_ids[number])

@@ -1,0 +1,129 @@
+"""What a verify step costs, by its packed tokens: measured elsewhere and read from a file, or computed for a known GPU.
+
+A step of `batch_size` sequences packs each one's last token and its draft. Drafting pays where the tokens that a step
+gains outweigh what the draft adds to its cost. Knows no pool and no model.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from retrieval_pools.errors import PoolError
+from retrieval_pools.estimates import Tally
+
+EXAMPLE = (
+    "steps: [{batch_size: 16, num_tokens: 16, seconds: 0.0043}, {batch_size: 16, num_tokens: 256, seconds: 0.0064}]"
+)
+
+
+class StepPoint(BaseModel):
+    """One measured step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    batch_size: int = Field(ge=1, description="Sequences in the step.")
+    num_tokens: int = Field(ge=1, description="Packed tokens, the drafts of all sequences among them.")
+    seconds: float = Field(gt=0, description="Duration of the whole step.")
+
+
+class StepCost(BaseModel):
+    """Step durations by batch size and packed tokens; linear between the points of one batch size.
+
+    Below a batch size's first point a step costs as much as that; beyond its last the last piece goes on.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field("step cost of a file", description="What was measured: shown beside every figure.")
+    steps: tuple[StepPoint, ...] = Field(min_length=1, description="At least two points of each batch size.")
+
+    @model_validator(mode="after")
+    def _is_a_curve(self) -> "StepCost":
+        for batch_size in self.batch_sizes:
+            points = self._points(batch_size)
+            numbers = [point.num_tokens for point in points]
+            if len(points) < 2:
+                raise ValueError(f"batch_size {batch_size} has one point; expected two or more")
+            if len(set(numbers)) < len(numbers):
+                raise ValueError(f"batch_size {batch_size} has two points of the same num_tokens; give their mean")
+        return self
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Those that have a curve, ascending."""
+        return tuple(sorted({point.batch_size for point in self.steps}))
+
+    def seconds(self, batch_size: int, num_tokens: np.ndarray) -> np.ndarray:
+        """Duration of steps of so many packed tokens, float64 of the shape of `num_tokens`.
+
+        Raises
+        ------
+        PoolError
+            There is no curve of this batch size.
+        """
+        points = self._points(batch_size)
+        if not points:
+            known = ", ".join(map(str, self.batch_sizes))
+            raise PoolError(f"the step cost {self.name!r} has no batch size {batch_size}; it has {known}. Measure it.")
+        x = np.array([point.num_tokens for point in points], float)
+        y = np.array([point.seconds for point in points])
+        slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
+        return np.interp(num_tokens, x, y) + max(slope, 0.0) * np.maximum(np.asarray(num_tokens) - x[-1], 0.0)
+
+    def tokens_per_s(self, batch_size: int, sums: Tally) -> np.ndarray:
+        """Tokens written a second by a full batch; prompts are not counted, only the steps that write."""
+        num_tokens = batch_size * (1 + sums.mean_drafted)
+        return batch_size * sums.tokens_per_step / self.seconds(batch_size, num_tokens)
+
+    def plain_tokens_per_s(self, batch_size: int) -> float:
+        """The same without drafts."""
+        return float(batch_size / self.seconds(batch_size, np.array([batch_size]))[0])
+
+    def _points(self, batch_size: int) -> list[StepPoint]:
+        points = [point for point in self.steps if point.batch_size == batch_size]
+        return sorted(points, key=lambda point: point.num_tokens)
+
+
+def read_step_cost(path: Path) -> StepCost:
+    """A step cost from YAML or JSON.
+
+    Raises
+    ------
+    PoolError
+        The file is not there, is neither, or does not hold what `StepCost` describes; the message has an example.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise PoolError(f"{path} cannot be read ({error.strerror}); expected a step cost such as `{EXAMPLE}`") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise PoolError(f"{path} is neither YAML nor JSON: {error}; expected such as `{EXAMPLE}`") from None
+    try:
+        return StepCost.model_validate(data)
+    except ValidationError as error:
+        found = "; ".join(f"{'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}" for item in error.errors()[:5])
+        raise PoolError(f"{path} is not a step cost: {found}. Expected such as `{EXAMPLE}`") from None
+
+
+def computed_step_cost(batch_sizes: Sequence[int] = (1, 16, 64, 256)) -> StepCost:
+    """A roofline, computed and not measured: the slower of reading weights and KV cache, and of multiplying.
+
+    For a model of 8 billion parameters with grouped queries in bfloat16 on one H200 (85 % of 4.8 TB/s, 65 % of
+    989 TFLOP/s), 800 tokens of context a sequence. Launches, attention's own work and sampling are left out.
+    """
+    num_parameters, kv_bytes_per_token, context_tokens = 8e9, 131_072, 800
+    bytes_per_s, flops_per_s = 0.85 * 4.8e12, 0.65 * 989e12
+    points = []
+    for batch_size in batch_sizes:
+        read_s = (2 * num_parameters + batch_size * context_tokens * kv_bytes_per_token) / bytes_per_s
+        tokens_of_equal_cost = read_s * flops_per_s / (2 * num_parameters)
+        knee = max(batch_size + 1, round(tokens_of_equal_cost))
+        for num_tokens in (batch_size, knee, knee + 64 * batch_size):
+            seconds = max(read_s, 2 * num_parameters * num_tokens / flops_per_s)
+            points.append(StepPoint(batch_size=batch_size, num_tokens=num_tokens, seconds=seconds))
+    return StepCost(name="computed, not measured: one H200, 8 B parameters, 800 tokens of context", steps=points)
