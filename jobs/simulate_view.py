@@ -6,7 +6,8 @@ from rich.table import Table
 from jobs.report.formatting import MISSING, counted, decimal, percent, times
 from jobs.simulate_result import KINDS, SideSimulation, Simulation, changed_options
 from retrieval_pools.estimates import Estimate
-from retrieval_pools.studies import GROUPING, best_speed
+from retrieval_pools.recommendation import NOTABLE_GAIN
+from retrieval_pools.studies import GROUPING, NUM_GROUPS, Outcome, best_speed
 
 SHOWN_OPTIONS = ("sources", "group_weight", "min_support", "max_match_tokens", "num_context_lengths")
 
@@ -17,6 +18,8 @@ def print_simulation(console: Console, simulation: Simulation) -> None:
     console.print(_speeds_table(simulation))
     for side in simulation.sides:
         console.print(_studies_table(side))
+        for line in (*group_count_lines(side), pool_size_line(side)):
+            console.print(line, markup=False, soft_wrap=True)
         console.print()
     console.print(recommendation_line(simulation), markup=False, soft_wrap=True)
     for line in check_lines(simulation):
@@ -50,6 +53,45 @@ def recommendation_line(simulation: Simulation) -> str:
     if found.holds:
         return f"Recommended: {changes}; {measured}."
     return f"{keep}{changes} looked best, but it is within noise: {measured}."
+
+
+def group_count_lines(side: SideSimulation) -> list[str]:
+    """The best number of groups of each kind, against the configuration."""
+    lines = []
+    for kind in dict.fromkeys(group_kind(outcome) for outcome in side.of(NUM_GROUPS)):
+        best = max(
+            (outcome for outcome in side.of(NUM_GROUPS) if group_kind(outcome) == kind),
+            key=lambda outcome: outcome.tokens_per_step.value,
+        )
+        lines.append(
+            f"{side.side}s, {kind}: of the numbers tried {best.trial.position:.0f} groups are best, "
+            f"{interval(best.gain, 3)} times as configured ({best.verdict})."
+        )
+    return lines
+
+
+def group_kind(outcome: Outcome) -> str:
+    """Scheme and scope of a trial of the number of groups: `collaborative, walls`."""
+    scheme = outcome.trial.setting.grouping.partition("/")[0]
+    return f"{scheme}, {'walls' if outcome.trial.setting.pool.scope == 'group' else 'preferred'}"
+
+
+def pool_size_line(side: SideSimulation) -> str:
+    """The smallest pool that is as good as all texts, or what the last step to all texts brings."""
+    smaller = side.of("pool size")[:-1]
+    enough = next((o for o in smaller if not o.gain.is_below_one and o.gain.value > 1 / NOTABLE_GAIN), None)
+    if enough is not None:
+        return (
+            f"{side.side}s: {enough.trial.value} texts are as good as all {side.num_pool_texts:,}, within noise: "
+            f"{interval(enough.gain, 3)} times their tokens a step."
+        )
+    if not smaller:
+        return f"{side.side}s: {side.num_pool_texts:,} texts are too few to try smaller pools."
+    last = smaller[-1]
+    return (
+        f"{side.side}s: keep all texts in the pool: {last.trial.value} of the {side.num_pool_texts:,} give "
+        f"{interval(last.gain, 3)} times their tokens a step."
+    )
 
 
 def check_lines(simulation: Simulation) -> list[str]:

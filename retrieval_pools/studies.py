@@ -172,7 +172,7 @@ def _grouping_trials(base: DraftSetting, simulator: Simulator) -> list[Trial]:
 
 
 def _size_trials(base: DraftSetting, num_texts: int) -> list[Trial]:
-    sizes = sorted({size for size in POOL_SIZES if size < num_texts} | {num_texts // 2})
+    sizes = [size for size in POOL_SIZES if size < num_texts]
     trials = [Trial("pool size", f"{size:,}", replace(base, num_pool_texts=size), False, size) for size in sizes]
     return [*trials, Trial("pool size", f"all {num_texts:,}", base, False, num_texts)]
 

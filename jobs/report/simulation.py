@@ -11,7 +11,15 @@ from jobs.report.estimate_charts import EstimateLine, EstimateRow, estimate_line
 from jobs.report.formatting import count, counted, decimal, percent, rate, times
 from jobs.report.palette import OTHER, SIDE_COLOURS, TONIGHT
 from jobs.simulate_result import KINDS, SideSimulation, Simulation
-from jobs.simulate_view import check_lines, full_pool, interval, recommendation_line
+from jobs.simulate_view import (
+    check_lines,
+    full_pool,
+    group_count_lines,
+    group_kind,
+    interval,
+    pool_size_line,
+    recommendation_line,
+)
 from retrieval_pools.estimates import Estimate
 from retrieval_pools.studies import CONFIGURED, GROUPING, NUM_GROUPS, BudgetSpeed, Outcome, best_speed
 
@@ -69,6 +77,13 @@ def _key_figures(simulation: Simulation) -> list[KeyFigure]:
             ]
             name = f"tokens per step, {KINDS[with_previous]} {side.side}s"
             cards.append(KeyFigure(name, decimal(outcome.tokens_per_step.value), notes))
+    batch_size = simulation.batch_sizes[len(simulation.batch_sizes) // 2]
+    for side in simulation.sides:
+        speed_up = side.configured_speed(batch_size, False).speed_up
+        notes = [f"{decimal(speed_up.low)} to {decimal(speed_up.high)} times", "step cost: see below"]
+        cards.append(
+            KeyFigure(f"speed at batch {batch_size:,}, new {side.side}s", f"{times(speed_up.value)} plain", notes)
+        )
     return cards[:4]
 
 
@@ -185,6 +200,7 @@ def _grouping_section(simulation: Simulation) -> Section:
         if lines:
             svg = estimate_lines(lines, steps, "groups asked for", "tokens per step")
             blocks.append(Figure(f"Number of groups, {side.side}s", svg, legend=_legend(lines)))
+    blocks += [Note(" ".join(lines)) for side in simulation.sides if (lines := group_count_lines(side))]
     lead = (
         "Preferred: all texts are drafted from, those of the own group count group_weight times. Walls: those alone, "
         "as in the LASER paper."
@@ -194,18 +210,13 @@ def _grouping_section(simulation: Simulation) -> Section:
 
 def _group_count_lines(outcomes: Sequence[Outcome]) -> tuple[list[EstimateLine], list[str]]:
     counts = sorted({outcome.trial.position for outcome in outcomes if outcome.trial.position is not None})
-    kinds = list(dict.fromkeys(_kind_of_groups(outcome) for outcome in outcomes))
+    kinds = list(dict.fromkeys(group_kind(outcome) for outcome in outcomes))
     lines = []
     for kind in kinds:
-        of_kind = {o.trial.position: o for o in outcomes if _kind_of_groups(o) == kind}
+        of_kind = {o.trial.position: o for o in outcomes if group_kind(o) == kind}
         points = [_point(of_kind[number]) if number in of_kind else None for number in counts]
         lines.append(EstimateLine(kind, points, LINE_COLOURS[len(lines) % len(LINE_COLOURS)]))
     return lines, [count(number) for number in counts]
-
-
-def _kind_of_groups(outcome: Outcome) -> str:
-    scheme = outcome.trial.setting.grouping.partition("/")[0]
-    return f"{scheme}, {'walls' if outcome.trial.setting.pool.scope == 'group' else 'preferred'}"
 
 
 def _size_section(simulation: Simulation) -> Section:
@@ -216,7 +227,8 @@ def _size_section(simulation: Simulation) -> Section:
         steps = [_short(outcome.trial.position) for outcome in outcomes]
         svg = estimate_lines([line], steps, "texts in the pool, a sample of the side", "tokens per step")
         blocks.append(Figure(f"Pool size, {side.side}s", svg))
-    lead = "What more texts bring; the last point is all of them."
+    blocks += [Note(pool_size_line(side)) for side in simulation.sides]
+    lead = "What more texts bring; the last point is all that were not held back."
     return Section("sizes", "Pool size", lead, blocks)
 
 

@@ -1,0 +1,153 @@
+"""Simulations on planted texts, whose acceptance is known beforehand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from retrieval_pools.estimates import Bootstrap
+from retrieval_pools.recommendation import recommend
+from retrieval_pools.replay import ReplayText
+from retrieval_pools.settings import PoolSettings
+from retrieval_pools.simulate import DraftSetting, Grouping, PoolCorpus, Simulator
+from retrieval_pools.step_cost import StepCost
+from retrieval_pools.studies import FULL_TREES, Findings, best_speed, group_counts, plan_trials
+
+TEXT = np.arange(20, dtype=np.int32)
+PROMPT = np.array([90, 91], np.int32)
+FULL = DraftSetting("whole", max_draft_tokens=4, min_acceptance=FULL_TREES)
+
+
+def simulator(folder, pool, held_back, groupings=None) -> Simulator:
+    whole = Grouping(["all"] * len(pool), ["all"] * len(held_back))
+    corpus = PoolCorpus("item", pool, [f"e{number}" for number in range(len(pool))])
+    return Simulator(corpus, held_back, {"whole": whole} | (groupings or {}), folder)
+
+
+@pytest.fixture
+def identical(tmp_path) -> Simulator:
+    """Forty equal texts in the pool, eight more of the same held back, one of them with its previous text."""
+    held_back = [ReplayText(PROMPT, TEXT, TEXT if number == 0 else None) for number in range(8)]
+    return simulator(tmp_path, [TEXT] * 40, held_back)
+
+
+def test_of_identical_texts_every_draft_is_accepted(identical):
+    tally = identical.replay(FULL)
+    # 4 accepted and a bonus: at 0, 5, 10 and 15 of 20 tokens; then the step in which only the end is left
+    assert tally.num_steps.tolist() == [5.0] * 8
+    assert tally.num_accepted.tolist() == [16.0] * 8
+    assert Bootstrap(8, 0).tokens_per_step(tally).value == pytest.approx(1 + 16 / 5)
+
+
+def test_without_a_source_that_knows_the_text_nothing_is_accepted(identical):
+    tally = identical.replay(replace(FULL, sources=("prompt", "output")))
+    assert tally.num_steps.tolist() == [21.0] * 8
+    assert tally.num_accepted.sum() == 0
+
+
+def test_previous_texts_are_given_to_those_that_have_one_and_to_no_other(identical):
+    assert identical.num_with_previous == 1
+    own = replace(FULL, sources=("previous",))
+    assert identical.replay(own).num_accepted.sum() == 0
+    tally = identical.replay(own, with_previous=True)
+    assert len(tally) == 1
+    assert tally.num_accepted.tolist() == [16.0]  # its previous text is the same
+
+
+def test_a_pool_of_fewer_texts_is_part_of_a_larger_one_and_accepts_no_more(tmp_path):
+    rng = np.random.default_rng(0)
+    templates = rng.integers(0, 50, (20, 30)).astype(np.int32)
+    texts = [templates[number] for number in rng.integers(0, 20, 60)]
+    held_back = [ReplayText(PROMPT, text) for text in texts[40:]]
+    simulated = simulator(tmp_path, texts[:40], held_back)
+    few, many = (simulated.replay(replace(FULL, num_pool_texts=size)).num_accepted.sum() for size in (2, None))
+    assert few < many
+    bootstrap = Bootstrap(20, 0)
+    measured = bootstrap.tokens_per_step(simulated.replay(FULL)).value
+    extrapolated = simulated.full_pool_tokens_per_step(FULL, 60, bootstrap)
+    halved = bootstrap.tokens_per_step(simulated.replay(replace(FULL, num_pool_texts=20))).value
+    assert extrapolated.value == pytest.approx(measured + np.log2(1.5) * (measured - halved))
+    assert simulated.full_pool_tokens_per_step(FULL, 81, bootstrap) is None
+
+
+@pytest.fixture
+def dialects(tmp_path) -> Simulator:
+    """Texts of two dialects that share every other word: who knows the dialect has four words to choose from, else eight.
+
+    The groupings "good" and "random" have two groups each.
+    """
+    rng = np.random.default_rng(0)
+
+    def text(dialect: int) -> np.ndarray:
+        words = rng.integers(4 * dialect, 4 * dialect + 4, 16)
+        return np.column_stack([50 + np.arange(16), words]).reshape(-1).astype(np.int32)
+
+    dialect_of = [number % 2 for number in range(240)]
+    texts = [text(dialect) for dialect in dialect_of]
+    good = [f"dialect{dialect}" for dialect in dialect_of]
+    chance = [f"random{int(rng.integers(2))}" for _ in texts]
+    groupings = {"good": Grouping(good[:160], good[160:]), "random": Grouping(chance[:160], chance[160:])}
+    held_back = [ReplayText(PROMPT, text) for text in texts[160:]]
+    return simulator(tmp_path, texts[:160], held_back, groupings)
+
+
+BASE = DraftSetting("whole", PoolSettings(max_match_tokens=1), ("pool",), max_draft_tokens=4, min_acceptance=0.001)
+
+
+def test_a_grouping_that_helps_is_found_recommended_and_holds(dialects):
+    trials = plan_trials(BASE, dialects)
+    findings = Findings(dialects, trials)
+    gains = {outcome.trial.value: outcome for outcome in findings.of("grouping")}
+    assert gains["whole"].verdict == "configured"
+    assert gains["good, walls"].verdict == "better" and gains["good, walls"].gain.value > 1.1
+    assert gains["random, walls"].verdict != "better"
+    found = recommend([dialects], [trials], BASE)
+    assert found.changes[0].value.startswith("good")
+    assert found.holds and found.gain.value > 1.1 and len(found.gains) == 1
+
+
+def test_nothing_is_recommended_where_nothing_helps(identical):
+    trials = plan_trials(FULL, identical)
+    found = recommend([identical], [trials], FULL)
+    assert found.changes == () and not found.holds
+    assert found.gain.value == 1
+
+
+def test_every_trial_is_compared_with_the_configured_setting_on_the_same_texts(dialects):
+    seen = []
+    trials = plan_trials(BASE, dialects)
+    findings = Findings(dialects, trials, on_trial=seen.append)
+    assert seen == trials
+    assert len({(trial.study, trial.value, trial.with_previous) for trial in trials}) == len(trials)
+    configured = findings.of("configured")[0]
+    assert configured.gain.value == configured.gain.low == configured.gain.high == 1
+    for outcome in findings.outcomes:
+        ratio = outcome.tokens_per_step.value / configured.tokens_per_step.value
+        assert outcome.gain.value == pytest.approx(ratio)
+        assert outcome.precision * outcome.mean_drafted == pytest.approx(outcome.mean_accepted.value)
+
+
+def test_the_best_budget_depends_on_what_a_token_costs(dialects):
+    findings = Findings(dialects, [trial for trial in plan_trials(BASE, dialects) if trial.study != "grouping"])
+
+    def best(seconds_at_100: float) -> str:
+        points = [{"batch_size": 1, "num_tokens": n, "seconds": s} for n, s in ((1, 0.01), (100, seconds_at_100))]
+        return best_speed(findings.speeds(StepCost.model_validate({"steps": points}), [1]), 1)
+
+    free, dear = best(0.01), best(1.0)
+    assert free.budget == "draft tokens 64"
+    assert dear.study == "min_acceptance" and float(dear.value) >= 0.3
+    assert free.speed_up.value > dear.speed_up.value
+
+
+def test_group_counts_leave_texts_in_every_group():
+    assert group_counts(7) == ()
+    assert group_counts(100) == (2, 4, 8, 16)
+    assert len(group_counts(1_000_000)) == 5
+
+
+def test_the_same_texts_give_the_same_findings(tmp_path, dialects):
+    again = Simulator(dialects.corpus, dialects.held_back, dialects.groupings, tmp_path / "again")
+    setting = replace(BASE, num_pool_texts=30)
+    for one, other in zip(vars(dialects.replay(setting)).values(), vars(again.replay(setting)).values(), strict=True):
+        assert one.tolist() == other.tolist()

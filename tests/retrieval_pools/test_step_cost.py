@@ -1,0 +1,80 @@
+"""Step costs: read, interpolated, refused with what to do; the computed one breaks even where the arithmetic says."""
+
+import json
+
+import numpy as np
+import pytest
+
+from retrieval_pools.errors import PoolError
+from retrieval_pools.estimates import Tally
+from retrieval_pools.step_cost import StepCost, computed_step_cost, read_step_cost
+
+POINTS = [(8, 8, 0.01), (8, 24, 0.02), (8, 40, 0.06), (1, 1, 0.005), (1, 65, 0.006)]
+DATA = {"name": "a card", "steps": [{"batch_size": b, "num_tokens": n, "seconds": s} for b, n, s in POINTS]}
+
+
+def sums(num_steps, num_drafted, num_accepted) -> Tally:
+    return Tally(*(np.array([float(count)]) for count in (num_steps, num_drafted, num_accepted)))
+
+
+def test_seconds_are_linear_between_points_flat_before_and_go_on_behind():
+    cost = StepCost.model_validate(DATA)
+    assert cost.batch_sizes == (1, 8)
+    assert cost.seconds(8, np.array([4, 8, 16, 24, 40, 48])) == pytest.approx([0.01, 0.01, 0.015, 0.02, 0.06, 0.08])
+
+
+def test_tokens_per_second_weigh_what_is_gained_against_what_it_costs():
+    cost = StepCost.model_validate(DATA)
+    assert cost.plain_tokens_per_s(8) == pytest.approx(800)
+    drafted = sums(num_steps=10, num_drafted=20, num_accepted=10)  # 2 drafted: 24 packed tokens; 2 tokens a step
+    assert cost.tokens_per_s(8, drafted) == pytest.approx([8 * 2 / 0.02])
+    assert cost.tokens_per_s(8, sums(10, 0, 0)) == pytest.approx([800])
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_a_file_is_read_as_yaml_or_json(tmp_path, suffix):
+    path = tmp_path / f"cost.{suffix}"
+    path.write_text(json.dumps(DATA))
+    assert read_step_cost(path) == StepCost.model_validate(DATA)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("steps: []", "at least 1"),
+        ("- 1", "not a step cost"),
+        ("steps: [{batch_size: 1, num_tokens: 1}]", "steps.0.seconds: Field required"),
+        ("steps: [{batch_size: 1, num_tokens: 1, seconds: 0}]", "greater than 0"),
+        ("steps: [{batch: 1, num_tokens: 1, seconds: 1}]", "steps.0.batch: Extra inputs"),
+        ("steps: [{batch_size: 4, num_tokens: 1, seconds: 1}]", "batch_size 4 has one point"),
+        (
+            "steps: [{batch_size: 4, num_tokens: 1, seconds: 1}, {batch_size: 4, num_tokens: 1, seconds: 2}]",
+            "two points",
+        ),
+        ("steps: [", "neither YAML nor JSON"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_with_an_example(tmp_path, text, message):
+    path = tmp_path / "cost.yaml"
+    path.write_text(text)
+    with pytest.raises(PoolError, match=message) as raised:
+        read_step_cost(path)
+    assert "num_tokens: 256" in str(raised.value)
+
+
+def test_a_file_that_is_not_there_and_a_batch_that_was_not_measured_are_named(tmp_path):
+    with pytest.raises(PoolError, match=r"nowhere\.yaml cannot be read"):
+        read_step_cost(tmp_path / "nowhere.yaml")
+    with pytest.raises(PoolError, match="'a card' has no batch size 64; it has 1, 8"):
+        StepCost.model_validate(DATA).seconds(64, np.array([64]))
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "num_drafted", "break_even"),
+    [(16, 7, 1.0), (16, 63, 5.9), (64, 3, 1.15), (64, 63, 18.4), (256, 7, 4.87), (256, 63, 39)],
+)
+def test_the_computed_cost_breaks_even_where_a_roofline_does(batch_size, num_drafted, break_even):
+    cost = computed_step_cost((batch_size,))
+    drafting, plain = cost.seconds(batch_size, np.array([batch_size * (1 + num_drafted), batch_size]))
+    assert drafting / plain == pytest.approx(break_even, rel=0.01)
+    assert "not measured" in cost.name
