@@ -72,7 +72,7 @@ def test_a_pool_of_fewer_texts_is_part_of_a_larger_one_and_accepts_no_more(tmp_p
 
 @pytest.fixture
 def dialects(tmp_path) -> Simulator:
-    """Texts of two dialects that share every other word: who knows the dialect has four words to choose from, else eight.
+    """Two dialects that share every other word: to know the dialect leaves four words to choose from, not eight.
 
     The groupings "good" and "random" have two groups each.
     """

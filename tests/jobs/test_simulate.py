@@ -1,0 +1,211 @@
+"""`laserbatch pools simulate` on two nights of a sample world whose texts are planted: no model is run anywhere."""
+
+import datetime
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from night_world import run_here
+
+from jobs.build_pools import build_pools
+from jobs.night import open_night, open_run
+from jobs.settings import load_settings
+from jobs.simulate_world import SimulationSize, divided_texts
+from pipeline.knowledge.records import SIDES
+from pipeline.tables.sample_world import write_sample_world
+
+FIRST_DATE, SECOND_DATE = datetime.date(2025, 2, 28), datetime.date(2025, 3, 1)
+REALISED_ACCEPTED, REALISED_STEPS = 60, 20  # of every text that the second night wrote: 4 tokens a step
+STEP_COST = """\
+name: a small card
+steps:
+- {batch_size: 8, num_tokens: 8, seconds: 0.01}
+- {batch_size: 8, num_tokens: 136, seconds: 0.02}
+"""
+
+
+def planted_text(entity_id: str, version: int) -> np.ndarray:
+    """Eight stock phrases of ten tokens, chosen by entity; a later version differs in the last two."""
+    rng = np.random.default_rng(sum(map(ord, entity_id)))
+    chosen = rng.integers(0, 12, 8)
+    chosen[6:] = (chosen[6:] + version) % 12
+    return (1000 + 10 * chosen[:, None] + np.arange(10)).reshape(-1).astype(np.int32)
+
+
+def write_night(folder: Path, date: datetime.date) -> None:
+    """A finished, published night; an entity in four of those known before has changed."""
+    night = open_night(load_settings(folder / "laserbatch.yaml"), date)
+    for side in SIDES:
+        known = set() if night.previous is None else set(night.previous.read_knowledge(side)["entity_id"].to_pylist())
+        rows = []
+        for number, entity_id in enumerate(night.tables.entities(side)[f"{side}_id"].to_pylist()):
+            is_written = entity_id not in known or number % 4 == 0
+            token_ids = planted_text(entity_id, version=int(entity_id in known and is_written))
+            rows.append(
+                {
+                    "entity_id": entity_id,
+                    "model_id": "planted",
+                    "token_ids": token_ids,
+                    "run_id": night.run.run_id if is_written else night.previous.run_id,
+                    "num_steps": REALISED_STEPS,
+                    "num_drafted": 2 * REALISED_ACCEPTED,
+                    "num_accepted": REALISED_ACCEPTED,
+                }
+            )
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        token_ids = pa.array(columns.pop("token_ids"), pa.list_(pa.int32()))
+        night.run.write_shard(side, "00000", pa.table(columns | {"token_ids": token_ids}))
+    night.manifest["pools_built"] = build_pools(night)
+    night.manifest.save()
+    night.run.finish()
+    night.workspace.publish(night.run.run_id)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("simulated")
+    write_sample_world(folder / "tables", num_users=120, num_items=80)
+    (folder / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\n")
+    (folder / "cost.yaml").write_text(STEP_COST)
+    for date in (FIRST_DATE, SECOND_DATE):
+        write_night(folder, date)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(world, tmp_path_factory) -> dict:
+    """What the command says as JSON, and its page."""
+    out = tmp_path_factory.mktemp("out") / "page.html"
+    command = [sys.executable, "-c", "from jobs.cli import main; main()", "pools", "simulate", "--json"]
+    options = ["--config", str(world / "laserbatch.yaml"), "--step-cost", str(world / "cost.yaml"), "--out", str(out)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
+    assert "simulate users" in done.stderr
+    return json.loads(done.stdout) | {"page": out.read_text()}
+
+
+def outcomes(found: dict, side: str, study: str, with_previous: bool = False) -> dict[str, dict]:
+    rows = found["sides"][side]["outcomes"]
+    return {row["value"]: row for row in rows if (row["study"], row["with_previous"]) == (study, with_previous)}
+
+
+def test_both_kinds_of_entity_are_predicted_with_intervals(found):
+    for side in SIDES:
+        new = outcomes(found, side, "configured")["as configured"]
+        changed = outcomes(found, side, "configured", with_previous=True)["as configured"]
+        for outcome in (new, changed):
+            assert 1 < outcome["tokens_per_step"]["low"] < outcome["tokens_per_step"]["value"]
+            assert outcome["aal"]["value"] == pytest.approx(outcome["tokens_per_step"]["value"] - 1)
+        # phrases are learnt from others; which one comes next only the own previous text knows
+        assert changed["tokens_per_step"]["low"] > new["tokens_per_step"]["high"]
+        assert new["num_texts"] == found["sides"][side]["num_texts"] // 4
+        assert found["sides"][side]["num_pool_texts"] == found["sides"][side]["num_texts"] - new["num_texts"]
+
+
+def test_every_study_is_there(found):
+    assert list(outcomes(found, "user", "draft tokens")) == ["4", "8", "16", "32", "64"]
+    groupings = outcomes(found, "user", "grouping")
+    for name in ("router", "collaborative", "attribute", "leaves", "random"):
+        assert {f"{name}, preferred", f"{name}, walls"} <= set(groupings)
+    assert groupings["router, preferred"]["verdict"] == "configured"
+    assert groupings["random, walls"]["verdict"] == "worse"  # a wall keeps out texts that are as good as any
+    assert "collaborative, 2 groups, walls" in outcomes(found, "user", "number of groups")
+    assert list(outcomes(found, "user", "pool size")) == ["50", "all 90"]
+    assert list(outcomes(found, "user", "min_support")) == ["1", "2", "3", "5"]
+    assert outcomes(found, "user", "sources")["without pool"]["verdict"] == "worse"
+    assert outcomes(found, "user", "sources", with_previous=True)["without previous"]["verdict"] == "worse"
+
+
+def test_speeds_are_of_the_given_step_cost(found):
+    assert found["step_cost"] == "a small card"
+    for side in SIDES:
+        row = outcomes(found, side, "configured")["as configured"]
+        speed = found["sides"][side]["speeds"][0]
+        assert (speed["study"], speed["batch_size"], speed["with_previous"]) == ("configured", 8, False)
+        seconds = 0.01 + 0.01 * 8 * row["mean_drafted"] / 128
+        assert speed["tokens_per_s"] == pytest.approx(8 * row["tokens_per_step"]["value"] / seconds)
+        assert speed["speed_up"]["value"] == pytest.approx(speed["tokens_per_s"] / 800)
+
+
+def test_the_prediction_is_compared_with_what_the_night_after_realised(found, world):
+    assert found["checks"], "the second night drafted from the pools of the first"
+    first, second = (run.run_id for run in open_run(load_settings(world / "laserbatch.yaml"), None).workspace.runs())
+    for check in found["checks"]:
+        assert (check["run_before"], check["run_after"]) == (first, second)
+        assert check["realised"]["value"] == pytest.approx(1 + REALISED_ACCEPTED / REALISED_STEPS)
+        assert check["error"] == pytest.approx(check["predicted"]["value"] / 4 - 1)
+        assert not check["with_previous"]  # the first night had no texts from before
+
+
+def test_the_page_holds_everything_and_needs_nothing(found):
+    page = found["page"]
+    assert page.count("<svg") >= 8
+    assert "http://" not in page.replace("http://www.w3.org/", "") and "<script" not in page
+    for heading in ("What drafting gains", "Speed at a step cost", "Groupings", "Pool size", "Checked on a night"):
+        assert heading in page
+
+
+def test_held_back_texts_are_in_no_pool_and_the_same_for_a_seed(world):
+    night = open_run(load_settings(world / "laserbatch.yaml"), None)
+    one, again, other = (divided_texts(night, "user", SimulationSize(num_texts=20), seed) for seed in (0, 0, 1))
+    assert len(one.held_back) == 20
+    assert one.held_back_ids == again.held_back_ids != other.held_back_ids
+    assert not set(one.held_back_ids) & set(one.corpus.entity_ids)
+    assert len(one.corpus) + 20 == one.num_texts
+    assert sum(text.previous_ids is not None for text in one.held_back) == 10
+    for entity_id, text in zip(one.held_back_ids, one.held_back, strict=True):
+        version = int(text.previous_ids is not None)
+        assert text.text_ids.tolist() == planted_text(entity_id, version).tolist()
+        if version:
+            assert text.previous_ids.tolist() == planted_text(entity_id, 0).tolist()
+
+
+def test_a_person_reads_tables_and_what_is_recommended(world, capfd):
+    small = ["--num-texts", "8", "--out", str(world / "small.html")]
+    done = run_here(capfd, "pools", "simulate", "--config", str(world / "laserbatch.yaml"), *small)
+    assert done.returncode == 0, done.stderr
+    for words in ("Predicted from run", "computed, not measured", "groups and pools as configured", "check, "):
+        assert words in done.stdout
+    assert "within noise" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--run", "2020-01-01-nothing"), "no run 2020-01-01-nothing"),
+        (("--step-cost", "nowhere.yaml"), "nowhere.yaml cannot be read"),
+        (("--step-cost", "{world}/cost.yaml", "--batch-size", "64"), "has no batch size 64; it has 8"),
+    ],
+)
+def test_what_is_missing_is_named(world, capfd, arguments, message):
+    arguments = [word.format(world=world) for word in arguments]
+    done = run_here(capfd, "pools", "simulate", "--config", str(world / "laserbatch.yaml"), *arguments)
+    assert done.returncode == 3
+    assert message in done.stderr
+
+
+def test_a_workspace_without_a_run_or_with_few_texts_says_what_to_do(world, tmp_path, capfd):
+    (tmp_path / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\n")
+    config = str(tmp_path / "laserbatch.yaml")
+    assert "not a workspace" in run_here(capfd, "pools", "simulate", "--config", config).stderr
+    shutil.copytree(world / "workspace", tmp_path / "workspace")
+    (tmp_path / "workspace" / "published.json").unlink()
+    assert "no published run yet" in run_here(capfd, "pools", "simulate", "--config", config).stderr
+    (tmp_path / "few").mkdir()
+    write_sample_world(tmp_path / "few" / "tables", num_users=12, num_items=20)
+    shutil.copy(config, tmp_path / "few" / "laserbatch.yaml")
+    write_night(tmp_path / "few", FIRST_DATE)
+    done = run_here(capfd, "pools", "simulate", "--config", str(tmp_path / "few" / "laserbatch.yaml"))
+    assert done.returncode == 3
+    assert "fewer than 20 texts on either side" in done.stderr
+
+
+def test_the_command_has_an_example_and_stands_among_its_neighbours(capfd):
+    assert "laserbatch pools simulate --config" in " ".join(
+        run_here(capfd, "pools", "simulate", "--help").stdout.split()
+    )
+    assert "simulate" in run_here(capfd, "pools", "--help").stdout
