@@ -7,9 +7,7 @@ from jobs.report.formatting import MISSING, counted, decimal, percent, times
 from jobs.simulate_result import KINDS, SideSimulation, Simulation, changed_options
 from retrieval_pools.estimates import Estimate
 from retrieval_pools.recommendation import NOTABLE_GAIN
-from retrieval_pools.studies import GROUPING, NUM_GROUPS, Outcome, best_speed
-
-SHOWN_OPTIONS = ("sources", "group_weight", "min_support", "max_match_tokens", "num_context_lengths")
+from retrieval_pools.studies import GROUPING, NUM_GROUPS, OPTION_VALUES, SOURCES_STUDY, Outcome, best_speed
 
 
 def print_simulation(console: Console, simulation: Simulation) -> None:
@@ -154,7 +152,7 @@ def _studies_table(side: SideSimulation) -> Table:
     table = _table(f"{side.side}s: groups and options, without previous texts", ("study", "value"))
     for name in ("tokens/step", "over configured", "verdict"):
         table.add_column(name, justify="right")
-    for study in (GROUPING, *SHOWN_OPTIONS):
+    for study in (GROUPING, SOURCES_STUDY, *OPTION_VALUES):
         for outcome in side.of(study):
             table.add_row(
                 study,

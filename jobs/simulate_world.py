@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from jobs.console import say
 from jobs.generate import renderer
 from jobs.night import Night
 from jobs.routing import ages_days, count_interactions
 from jobs.settings import Settings
-from pipeline.distributed.shards import PreviousKnowledge
 from pipeline.errors import RowError, WorkspaceError
 from pipeline.knowledge.entities import iter_entities
 from pipeline.knowledge.records import SIDES, Side
@@ -217,13 +217,14 @@ def _previous_of_changed(night: Night, side: Side, knowledge: pa.Table) -> dict[
     """Texts of the night before, of the entities that this night wrote anew."""
     if night.previous is None or not any(night.previous.knowledge_folder(side).glob("*.parquet")):
         return {}
-    before = PreviousKnowledge(night.previous.read_knowledge(side))
-    found = {}
-    for entity_id, run_id in zip(knowledge["entity_id"].to_pylist(), knowledge["run_id"].to_pylist(), strict=True):
-        row = before.row_of(entity_id) if run_id == night.run.run_id else None
-        if row is not None:
-            found[entity_id] = before.token_ids(row)
-    return found
+    written = knowledge.filter(pc.equal(knowledge["run_id"], night.run.run_id))["entity_id"].combine_chunks()
+    before = night.previous.read_knowledge(side)
+    before = before.filter(pc.is_in(before["entity_id"], value_set=written))
+    texts = before["token_ids"].combine_chunks()
+    return {
+        entity_id: np.asarray(texts[row].values, np.int32)
+        for row, entity_id in enumerate(before["entity_id"].to_pylist())
+    }
 
 
 def _prompts(night: Night, side: Side, entity_ids: list[str | int]) -> dict[str | int, np.ndarray]:

@@ -11,9 +11,9 @@ import numpy as np
 
 from retrieval_pools.estimates import Bootstrap, Estimate, Tally
 from retrieval_pools.simulate import DraftSetting, Simulator
-from retrieval_pools.studies import GROUPING, NUM_GROUPS, Trial
+from retrieval_pools.studies import GROUPING, NUM_GROUPS, OPTION_VALUES, Trial
 
-OPTIONS = ("group_weight", "max_match_tokens", "num_context_lengths")
+OPTIONS = tuple(option for option in OPTION_VALUES if option != "min_support")  # that is a question of privacy
 NOTABLE_GAIN = 1.01  # less is not worth another setting, were it real
 
 
@@ -43,7 +43,7 @@ class Recommendation:
 def recommend(
     simulators: Sequence[Simulator], plans: Sequence[Sequence[Trial]], base: DraftSetting, seed: int = 0
 ) -> Recommendation:
-    """What to change of groups and pools. Budgets depend on step costs, and `min_support` is a question of privacy.
+    """What to change of groups and pools, but for budgets, which depend on step costs, and `min_support`.
 
     Parameters
     ----------

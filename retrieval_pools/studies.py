@@ -21,6 +21,15 @@ POOL_SIZES = (50, 100, 200, 500, 1000, 2000, 3000, 5000, 10_000, 20_000, 50_000,
 GROUP_COUNTS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 MAX_GROUP_COUNTS = 5
 MIN_TEXTS_A_GROUP = 4
+OPTION_VALUES: dict[str, tuple[float, ...]] = {  # of the pool; the configured value is tried too
+    "group_weight": (1.0, 3.0, 10.0),
+    "min_support": (1, 2, 3, 5),
+    "max_match_tokens": (4, 8, 16, MAX_MATCH_TOKENS),
+    "num_context_lengths": (1, 2, 4, MAX_CONTEXT_LENGTHS),
+    "pool_discount": (0.0, 0.5, 0.9),
+    "pool_escape": (3.0, 12.0, 48.0),
+}
+SOURCES_STUDY = "sources"
 MIN_WITH_PREVIOUS = 10  # held-back texts with a previous one; of fewer nothing can be said
 CONFIGURED, GROUPING, NUM_GROUPS = "configured", "grouping", "number of groups"
 
@@ -153,7 +162,7 @@ def _source_trials(base: DraftSetting, with_previous: bool) -> list[Trial]:
         on = source in base.sources
         sources = tuple(name for name in SOURCES if (name in base.sources) != (name == source))
         value = f"without {source}" if on else f"with {source} too"
-        trials.append(Trial("sources", value, replace(base, sources=sources), with_previous))
+        trials.append(Trial(SOURCES_STUDY, value, replace(base, sources=sources), with_previous))
     return trials
 
 
@@ -178,15 +187,9 @@ def _size_trials(base: DraftSetting, num_texts: int) -> list[Trial]:
 
 
 def _option_trials(base: DraftSetting) -> list[Trial]:
-    values = {
-        "group_weight": (1.0, 3.0, 10.0),
-        "min_support": (1, 2, 3, 5),
-        "max_match_tokens": (4, 8, 16, MAX_MATCH_TOKENS),
-        "num_context_lengths": (1, 2, 4, MAX_CONTEXT_LENGTHS),
-    }
     return [
         Trial(option, f"{value:g}", base.with_pool(**{option: value}), False, value)
-        for option, tried in values.items()
+        for option, tried in OPTION_VALUES.items()
         for value in sorted({*tried, getattr(base.pool, option)})
     ]
 

@@ -21,12 +21,20 @@ from jobs.simulate_view import (
     recommendation_line,
 )
 from retrieval_pools.estimates import Estimate
-from retrieval_pools.studies import CONFIGURED, GROUPING, NUM_GROUPS, BudgetSpeed, Outcome, best_speed
+from retrieval_pools.studies import (
+    CONFIGURED,
+    GROUPING,
+    NUM_GROUPS,
+    OPTION_VALUES,
+    SOURCES_STUDY,
+    BudgetSpeed,
+    Outcome,
+    best_speed,
+)
 
 BETTER, WORSE, UNDECIDED = TONIGHT, "#c4560a", OTHER
 VERDICT_COLOURS = {"better": BETTER, "worse": WORSE, "within noise": UNDECIDED, "configured": UNDECIDED}
 LINE_COLOURS = ("#0b4f8a", "#c4560a", "#009e73", "#cc79a7")
-OPTIONS = ("sources", "group_weight", "min_support", "max_match_tokens", "num_context_lengths")
 GAIN_NAME = "tokens per step over those of the configuration"
 
 
@@ -235,7 +243,7 @@ def _size_section(simulation: Simulation) -> Section:
 def _option_section(simulation: Simulation) -> Section:
     blocks: list[Block] = []
     for side in simulation.sides:
-        outcomes = [outcome for option in OPTIONS for outcome in side.of(option)]
+        outcomes = [outcome for option in (SOURCES_STUDY, *OPTION_VALUES) for outcome in side.of(option)]
         blocks.append(_gain_figure(f"Options, {side.side}s", outcomes, GAIN_NAME))
     lead = "One thing changed, the rest as configured, on the same texts; grey is within noise."
     return Section("options", "Options, one at a time", lead, blocks)
@@ -314,7 +322,7 @@ def _gain_figure(title: str, outcomes: Sequence[Outcome], x_name: str) -> Figure
 def _name(outcome: Outcome) -> str:
     """An option's value is a number that says nothing without its name."""
     trial = outcome.trial
-    return f"{trial.study} {trial.value}" if trial.study in OPTIONS and trial.position is not None else trial.value
+    return f"{trial.study} {trial.value}" if trial.study in OPTION_VALUES else trial.value
 
 
 def _outcome_table(title: str, outcomes: Sequence[Outcome]) -> Table:
