@@ -55,17 +55,21 @@ def recommendation_line(simulation: Simulation) -> str:
 
 def group_count_lines(side: SideSimulation) -> list[str]:
     """The best number of groups of each kind, against the configuration."""
-    lines = []
-    for kind in dict.fromkeys(group_kind(outcome) for outcome in side.of(NUM_GROUPS)):
-        best = max(
-            (outcome for outcome in side.of(NUM_GROUPS) if group_kind(outcome) == kind),
-            key=lambda outcome: outcome.tokens_per_step.value,
-        )
-        lines.append(
-            f"{side.side}s, {kind}: of the numbers tried {best.trial.position:.0f} groups are best, "
-            f"{interval(best.gain, 3)} times as configured ({best.verdict})."
-        )
-    return lines
+    return [
+        f"{side.side}s, {kind}: of the numbers tried {best.trial.position:.0f} groups are best, "
+        f"{interval(best.gain, 3)} times as configured ({best.verdict})."
+        for kind, best in best_group_counts(side).items()
+    ]
+
+
+def best_group_counts(side: SideSimulation) -> dict[str, Outcome]:
+    """The trial with the most tokens per step of each kind of group whose number was varied."""
+    best: dict[str, Outcome] = {}
+    for outcome in side.of(NUM_GROUPS):
+        kind = group_kind(outcome)
+        if kind not in best or outcome.tokens_per_step.value > best[kind].tokens_per_step.value:
+            best[kind] = outcome
+    return best
 
 
 def group_kind(outcome: Outcome) -> str:

@@ -12,9 +12,9 @@ from jobs.report.formatting import count, counted, decimal, percent, rate, times
 from jobs.report.palette import OTHER, SIDE_COLOURS, TONIGHT
 from jobs.simulate_result import KINDS, SideSimulation, Simulation
 from jobs.simulate_view import (
+    best_group_counts,
     check_lines,
     full_pool,
-    group_count_lines,
     group_kind,
     interval,
     pool_size_line,
@@ -208,7 +208,14 @@ def _grouping_section(simulation: Simulation) -> Section:
         if lines:
             svg = estimate_lines(lines, steps, "groups asked for", "tokens per step")
             blocks.append(Figure(f"Number of groups, {side.side}s", svg, legend=_legend(lines)))
-    blocks += [Note(" ".join(lines)) for side in simulation.sides if (lines := group_count_lines(side))]
+    rows = [
+        [f"{side.side}s", kind, count(best.trial.position), interval(best.gain, 3), best.verdict]
+        for side in simulation.sides
+        for kind, best in best_group_counts(side).items()
+    ]
+    if rows:
+        columns = ["", "Groups", "Best number tried", "Over configured", "Verdict"]
+        blocks.append(Table("Best number of groups", columns, rows, left=frozenset({0, 1, 4})))
     lead = (
         "Preferred: all texts are drafted from, those of the own group count group_weight times. Walls: those alone, "
         "as in the LASER paper."
