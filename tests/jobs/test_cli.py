@@ -17,6 +17,7 @@ from night_world import make_world, run_here, write_config
 from jobs.cli import COMMANDS as LAZY_COMMANDS
 from jobs.cli import exit_code_of
 from jobs.console import ExitCode
+from jobs.pools import LAZY_COMMANDS as LAZY_POOL_COMMANDS
 from jobs.settings import Settings, load_settings
 from pipeline.errors import RunFailed, TableError, WorkspaceBusy
 from retrieval_pools.errors import PoolError
@@ -31,12 +32,14 @@ def commands(group, path=()):
 
 
 TOP_LEVEL = {name: lazy.load(name) for name, lazy in LAZY_COMMANDS.items()}
-COMMANDS = dict(commands(TOP_LEVEL))
+LAZY_POOLS = {f"pools {name}": lazy for name, lazy in LAZY_POOL_COMMANDS.items()}
+COMMANDS = dict(commands(TOP_LEVEL)) | {name: lazy.load(name.split()[-1]) for name, lazy in LAZY_POOLS.items()}
 
 
-@pytest.mark.parametrize("name", TOP_LEVEL)
+@pytest.mark.parametrize("name", [*TOP_LEVEL, *LAZY_POOLS])
 def test_the_line_of_a_command_is_the_first_of_its_help(name):
-    assert " ".join(TOP_LEVEL[name].help.split("\n\n")[0].split()) == LAZY_COMMANDS[name].short_help
+    lazy = (LAZY_COMMANDS | LAZY_POOLS)[name]
+    assert " ".join((TOP_LEVEL | COMMANDS)[name].help.split("\n\n")[0].split()) == lazy.short_help
 
 
 def test_help_and_completion_do_not_wait_for_torch():

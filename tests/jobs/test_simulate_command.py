@@ -38,12 +38,14 @@ def planted_text(entity_id: str, version: int) -> np.ndarray:
 
 
 def write_night(folder: Path, date: datetime.date) -> None:
-    """A finished, published night; an entity in four of those known before has changed."""
+    """A finished, published night: the first leaves out one entity in six; of the others one in four then changes."""
     night = open_night(load_settings(folder / "laserbatch.yaml"), date)
     for side in SIDES:
         known = set() if night.previous is None else set(night.previous.read_knowledge(side)["entity_id"].to_pylist())
         rows = []
         for number, entity_id in enumerate(night.tables.entities(side)[f"{side}_id"].to_pylist()):
+            if night.previous is None and number % 6 == 1:
+                continue
             is_written = entity_id not in known or number % 4 == 0
             token_ids = planted_text(entity_id, version=int(entity_id in known and is_written))
             rows.append(
@@ -69,7 +71,7 @@ def write_night(folder: Path, date: datetime.date) -> None:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("simulated")
-    write_sample_world(folder / "tables", num_users=120, num_items=80)
+    write_sample_world(folder / "tables", num_users=160, num_items=80)
     (folder / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\n")
     (folder / "cost.yaml").write_text(STEP_COST)
     for date in (FIRST_DATE, SECOND_DATE):
@@ -98,7 +100,7 @@ def test_both_kinds_of_entity_are_predicted_with_intervals(found):
         new = outcomes(found, side, "configured")["as configured"]
         changed = outcomes(found, side, "configured", with_previous=True)["as configured"]
         for outcome in (new, changed):
-            assert 1 < outcome["tokens_per_step"]["low"] < outcome["tokens_per_step"]["value"]
+            assert 1 < outcome["tokens_per_step"]["low"] <= outcome["tokens_per_step"]["value"]
             assert outcome["aal"]["value"] == pytest.approx(outcome["tokens_per_step"]["value"] - 1)
         # phrases are learnt from others; which one comes next only the own previous text knows
         assert changed["tokens_per_step"]["low"] > new["tokens_per_step"]["high"]
@@ -114,7 +116,7 @@ def test_every_study_is_there(found):
     assert groupings["router, preferred"]["verdict"] == "configured"
     assert groupings["random, walls"]["verdict"] == "worse"  # a wall keeps out texts that are as good as any
     assert "collaborative, 2 groups, walls" in outcomes(found, "user", "number of groups")
-    assert list(outcomes(found, "user", "pool size")) == ["50", "all 90"]
+    assert list(outcomes(found, "user", "pool size")) == ["50", "100", "all 120"]
     assert list(outcomes(found, "user", "min_support")) == ["1", "2", "3", "5"]
     assert outcomes(found, "user", "sources")["without pool"]["verdict"] == "worse"
     assert outcomes(found, "user", "sources", with_previous=True)["without previous"]["verdict"] == "worse"
@@ -168,9 +170,10 @@ def test_a_person_reads_tables_and_what_is_recommended(world, capfd):
     small = ["--num-texts", "8", "--out", str(world / "small.html")]
     done = run_here(capfd, "pools", "simulate", "--config", str(world / "laserbatch.yaml"), *small)
     assert done.returncode == 0, done.stderr
-    for words in ("Predicted from run", "computed, not measured", "groups and pools as configured", "check, "):
+    for words in ("Predicted from run", "computed, not measured", "check, "):
         assert words in done.stdout
     assert "within noise" in done.stdout
+    assert ("Recommended: " in done.stdout) != ("Keep groups and pools as configured" in done.stdout)
 
 
 @pytest.mark.parametrize(
