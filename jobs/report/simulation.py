@@ -3,39 +3,12 @@
 Draws what it is given; reads no run.
 """
 
-from collections.abc import Sequence
-
-from jobs.report.blocks import Block, Figure, KeyFigure, LegendEntry, Note, Page, Phrase, Section, Table
-from jobs.report.charts import FULL_WIDTH
-from jobs.report.estimate_charts import EstimateLine, EstimateRow, estimate_lines, estimate_rows
-from jobs.report.formatting import count, counted, decimal, percent, rate, times
-from jobs.report.palette import OTHER, SIDE_COLOURS, TONIGHT
-from jobs.simulate_result import KINDS, SideSimulation, Simulation
-from jobs.simulate_view import (
-    best_group_counts,
-    check_lines,
-    full_pool,
-    group_kind,
-    interval,
-    pool_size_line,
-    recommendation_line,
-)
-from retrieval_pools.estimates import Estimate
-from retrieval_pools.studies import (
-    CONFIGURED,
-    GROUPING,
-    NUM_GROUPS,
-    OPTION_VALUES,
-    SOURCES_STUDY,
-    BudgetSpeed,
-    Outcome,
-    best_speed,
-)
-
-BETTER, WORSE, UNDECIDED = TONIGHT, "#c4560a", OTHER
-VERDICT_COLOURS = {"better": BETTER, "worse": WORSE, "within noise": UNDECIDED, "configured": UNDECIDED}
-LINE_COLOURS = ("#0b4f8a", "#c4560a", "#009e73", "#cc79a7")
-GAIN_NAME = "tokens per step over those of the configuration"
+from jobs.report.blocks import KeyFigure, Note, Page, Phrase, Section, Table
+from jobs.report.formatting import count, counted, decimal, percent, times
+from jobs.report.simulation_budgets import budget_section, speed_section
+from jobs.report.simulation_studies import figures_section, grouping_section, option_section, size_section
+from jobs.simulate_result import KINDS, Simulation
+from jobs.simulate_view import check_lines, full_pool, interval, recommendation_line
 
 
 def simulation_page(simulation: Simulation, made_by: str) -> Page:
@@ -52,13 +25,13 @@ def simulation_page(simulation: Simulation, made_by: str) -> Page:
         key_figures=_key_figures(simulation),
         sections=[
             _gain_section(simulation),
-            _budget_section(simulation),
-            _speed_section(simulation),
-            _grouping_section(simulation),
-            _size_section(simulation),
-            _option_section(simulation),
+            budget_section(simulation),
+            speed_section(simulation),
+            grouping_section(simulation),
+            size_section(simulation),
+            option_section(simulation),
             _check_section(simulation),
-            _figures_section(simulation),
+            figures_section(simulation),
         ],
         made_by=f"{made_by} from the texts of run {simulation.run_id}",
     )
@@ -134,128 +107,6 @@ def _gain_section(simulation: Simulation) -> Section:
     return Section("gain", "What drafting gains", lead, [table, Note(recommendation_line(simulation))])
 
 
-def _budget_section(simulation: Simulation) -> Section:
-    blocks: list[Block] = []
-    for study, x_name, title in (
-        ("draft tokens", "draft tokens at most", "Full trees"),
-        ("min_acceptance", "min_acceptance, at most 64 draft tokens", "Trees cut by estimated acceptance"),
-    ):
-        lines, steps = [], []
-        for side, with_previous, outcomes in _by_kind(simulation, study):
-            steps = [outcome.trial.value for outcome in outcomes]
-            name = f"{KINDS[with_previous]} {side.side}s"
-            lines.append(EstimateLine(name, _points(outcomes), LINE_COLOURS[len(lines) % len(LINE_COLOURS)]))
-        svg = estimate_lines(lines, steps, x_name, "tokens per step")
-        blocks.append(Figure(title, svg, legend=_legend(lines)))
-    lead = "More draft tokens accept more, ever more slowly; what they cost is the next section's matter."
-    return Section("budgets", "Draft budget", lead, blocks)
-
-
-def _speed_section(simulation: Simulation) -> Section:
-    blocks: list[Block] = []
-    for side in simulation.sides:
-        for with_previous in side.configured:
-            own = [one for one in side.speeds if one.with_previous == with_previous]
-            lines, steps = [], []
-            for batch_size in simulation.batch_sizes:
-                of_batch = [one for one in own if one.batch_size == batch_size and one.study == "min_acceptance"]
-                steps = [one.value for one in of_batch]
-                points = [(one.speed_up.value, one.speed_up.low, one.speed_up.high) for one in of_batch]
-                colour = LINE_COLOURS[len(lines) % len(LINE_COLOURS)]
-                lines.append(EstimateLine(f"batch {batch_size:,}", points, colour))
-            name = f"{KINDS[with_previous]} {side.side}s"
-            svg = estimate_lines(lines, steps, "min_acceptance, at most 64 draft tokens", "times plain decoding")
-            blocks.append(Figure(f"Speed-up, {name}", svg, legend=_legend(lines)))
-    rows = [
-        _speed_row(side, with_previous, batch_size)
-        for side in simulation.sides
-        for with_previous in side.configured
-        for batch_size in simulation.batch_sizes
-    ]
-    columns = ["", "Batch", "Tokens/s", "Over plain", "Best budget", "Tokens/s", "Over plain", "Over configured"]
-    caption = f"Step cost: {simulation.step_cost}. Only the steps that write are counted, not the prompts."
-    left = frozenset({0, 4})
-    blocks.append(Table("As configured, and the best budget of those tried", columns, rows, caption=caption, left=left))
-    lead = "Verifying a wide tree is free while the step waits for memory, and dear once it does not."
-    return Section("speed", "Speed at a step cost", lead, blocks)
-
-
-def _speed_row(side: SideSimulation, with_previous: bool, batch_size: int) -> list[str]:
-    configured = side.configured_speed(batch_size, with_previous)
-    best = best_speed(side.speeds, batch_size, with_previous)
-    return [
-        f"{KINDS[with_previous]} {side.side}s",
-        count(batch_size),
-        rate(configured.tokens_per_s),
-        times(configured.speed_up.value),
-        best.budget,
-        rate(best.tokens_per_s),
-        interval(best.speed_up),
-        interval(best.over_configured) + _noise(best),
-    ]
-
-
-def _noise(best: BudgetSpeed) -> str:
-    return "" if best.over_configured.is_above_one or best.study == CONFIGURED else ", within noise"
-
-
-def _grouping_section(simulation: Simulation) -> Section:
-    blocks: list[Block] = [
-        _gain_figure(f"Groupings of {side.side}s", side.of(GROUPING), GAIN_NAME) for side in simulation.sides
-    ]
-    for side in simulation.sides:
-        lines, steps = _group_count_lines(side.of(NUM_GROUPS))
-        if lines:
-            svg = estimate_lines(lines, steps, "groups asked for", "tokens per step")
-            blocks.append(Figure(f"Number of groups, {side.side}s", svg, legend=_legend(lines)))
-    rows = [
-        [f"{side.side}s", kind, count(best.trial.position), interval(best.gain, 3), best.verdict]
-        for side in simulation.sides
-        for kind, best in best_group_counts(side).items()
-    ]
-    if rows:
-        columns = ["", "Groups", "Best number tried", "Over configured", "Verdict"]
-        blocks.append(Table("Best number of groups", columns, rows, left=frozenset({0, 1, 4})))
-    lead = (
-        "Preferred: all texts are drafted from, those of the own group count group_weight times. Walls: those alone, "
-        "as in the LASER paper."
-    )
-    return Section("groupings", "Groupings", lead, blocks)
-
-
-def _group_count_lines(outcomes: Sequence[Outcome]) -> tuple[list[EstimateLine], list[str]]:
-    counts = sorted({outcome.trial.position for outcome in outcomes if outcome.trial.position is not None})
-    kinds = list(dict.fromkeys(group_kind(outcome) for outcome in outcomes))
-    lines = []
-    for kind in kinds:
-        of_kind = {o.trial.position: o for o in outcomes if group_kind(o) == kind}
-        points = [_point(of_kind[number]) if number in of_kind else None for number in counts]
-        lines.append(EstimateLine(kind, points, LINE_COLOURS[len(lines) % len(LINE_COLOURS)]))
-    return lines, [count(number) for number in counts]
-
-
-def _size_section(simulation: Simulation) -> Section:
-    blocks: list[Block] = []
-    for side in simulation.sides:
-        outcomes = side.of("pool size")
-        line = EstimateLine(f"{side.side}s", _points(outcomes), SIDE_COLOURS[side.side])
-        steps = [_short(outcome.trial.position) for outcome in outcomes]
-        svg = estimate_lines([line], steps, "texts in the pool, a sample of the side", "tokens per step")
-        blocks.append(Figure(f"Pool size, {side.side}s", svg))
-    blocks += [Note(pool_size_line(side)) for side in simulation.sides]
-    lead = "What more texts bring; the last point is all that were not held back."
-    return Section("sizes", "Pool size", lead, blocks)
-
-
-def _option_section(simulation: Simulation) -> Section:
-    blocks: list[Block] = []
-    for side in simulation.sides:
-        outcomes = [outcome for option in (SOURCES_STUDY, *OPTION_VALUES) for outcome in side.of(option)]
-        blocks.append(_gain_figure(f"Options, {side.side}s", outcomes, GAIN_NAME))
-    lead = "One thing changed, the rest as configured, on the same texts; grey is within noise."
-    return Section("options", "Options, one at a time", lead, blocks)
-
-
 def _check_section(simulation: Simulation) -> Section:
     if not simulation.checks:
         return Section("check", "Checked on a night", "", [Note(line) for line in check_lines(simulation)])
@@ -295,84 +146,3 @@ def _check_section(simulation: Simulation) -> Section:
         left=frozenset({0, 1, 2, 3}),
     )
     return Section("check", "Checked on a night", "What was predicted for a night, and what it did.", [table])
-
-
-def _figures_section(simulation: Simulation) -> Section:
-    tables = [
-        _outcome_table(
-            f"{KINDS[with_previous].capitalize()} {side.side}s",
-            [outcome for outcome in side.outcomes if outcome.trial.with_previous == with_previous],
-        )
-        for side in simulation.sides
-        for with_previous in side.configured
-    ]
-    return Section("figures", "All figures", "Every trial, beside the configured setting on the same texts.", tables)
-
-
-def _gain_figure(title: str, outcomes: Sequence[Outcome], x_name: str) -> Figure:
-    rows = [
-        EstimateRow(
-            _name(outcome),
-            outcome.gain.value,
-            outcome.gain.low,
-            outcome.gain.high,
-            VERDICT_COLOURS[outcome.verdict],
-            square=outcome.is_configured,
-        )
-        for outcome in outcomes
-    ]
-    legend = [LegendEntry(name, colour) for name, colour in list(VERDICT_COLOURS.items())[:3]]
-    caption = "A square is the configuration itself."
-    return Figure(title, estimate_rows(rows, x_name, 1.0, FULL_WIDTH), caption=caption, legend=legend, wide=True)
-
-
-def _name(outcome: Outcome) -> str:
-    """An option's value is a number that says nothing without its name."""
-    trial = outcome.trial
-    return f"{trial.study} {trial.value}" if trial.study in OPTION_VALUES else trial.value
-
-
-def _outcome_table(title: str, outcomes: Sequence[Outcome]) -> Table:
-    rows = [
-        [
-            outcome.trial.study,
-            outcome.trial.value,
-            interval(outcome.tokens_per_step),
-            interval(outcome.mean_accepted),
-            decimal(outcome.mean_drafted, 1),
-            percent(outcome.precision),
-            interval(outcome.gain, 3),
-            outcome.verdict,
-        ]
-        for outcome in outcomes
-    ]
-    columns = ["", "", "Tokens per step", "AAL", "Drafted", "Precision", "Over configured", "Verdict"]
-    strong = frozenset(place for place, outcome in enumerate(outcomes) if outcome.is_configured)
-    return Table(title, columns, rows, left=frozenset({0, 1, 7}), strong_rows=strong)
-
-
-def _by_kind(simulation: Simulation, study: str) -> list[tuple[SideSimulation, bool, list[Outcome]]]:
-    return [
-        (side, with_previous, side.of(study, with_previous))
-        for side in simulation.sides
-        for with_previous in side.configured
-    ]
-
-
-def _points(outcomes: Sequence[Outcome]) -> list[tuple[float, float, float]]:
-    return [_point(outcome) for outcome in outcomes]
-
-
-def _point(outcome: Outcome) -> tuple[float, float, float]:
-    found: Estimate = outcome.tokens_per_step
-    return found.value, found.low, found.high
-
-
-def _legend(lines: Sequence[EstimateLine]) -> list[LegendEntry]:
-    return [LegendEntry(line.name, line.colour, "line") for line in lines]
-
-
-def _short(number: float | None) -> str:
-    if number is None:
-        return ""
-    return f"{number / 1000:g}k" if number >= 1000 else f"{number:g}"

@@ -66,6 +66,17 @@ def test_records_have_the_documented_schema(two_nights):
             assert expected.metadata.items() <= schema.metadata.items()
 
 
+def test_the_next_night_can_be_simulated_from_the_texts_of_a_real_one(two_nights):
+    out = two_nights / "simulation.html"
+    done = run("pools", "simulate", "--config", str(two_nights / "second.yaml"), "--out", str(out), "--json")
+    assert done.returncode == 0, done.stderr
+    for side in json.loads(done.stdout)["sides"].values():
+        configured = side["outcomes"][0]
+        assert configured["study"] == "configured" and configured["num_texts"] == side["num_texts"] // 4
+        assert configured["tokens_per_step"]["value"] > 1.5  # texts of one model are alike
+    assert out.read_text().startswith("<!doctype html>")
+
+
 def test_the_second_night_carries_over_the_unchanged_and_drafts_the_rest_from_the_first(two_nights):
     first, second = runs(two_nights)
     manifest = second.load_manifest()
