@@ -81,6 +81,7 @@ class Simulation:
             "changes": changed_options(found),
             "gain": asdict(found.gain),
             "gain_by_side": {s.side: asdict(gain) for s, gain in zip(self.sides, found.gains, strict=True)},
+            "drafted_ratio": found.drafted_ratio,
             "holds": found.holds,
         }
 

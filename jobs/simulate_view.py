@@ -46,7 +46,8 @@ def recommendation_line(simulation: Simulation) -> str:
         f"{interval(gain, 3)} of {side.side}s" for side, gain in zip(simulation.sides, found.gains, strict=True)
     )
     measured = (
-        f"{interval(found.gain, 3)} times the configured tokens a step, on texts that did not choose it ({sides})"
+        f"{interval(found.gain, 3)} times the configured tokens a step, on texts that did not choose it ({sides}), "
+        f"drafting {decimal(found.drafted_ratio)} times as many tokens a step"
     )
     if found.holds:
         return f"Recommended: {changes}; {measured}."
@@ -154,7 +155,7 @@ def _speeds_table(simulation: Simulation) -> Table:
 
 def _studies_table(side: SideSimulation) -> Table:
     table = _table(f"{side.side}s: groups and options, without previous texts", ("study", "value"))
-    for name in ("tokens/step", "over configured", "verdict"):
+    for name in ("tokens/step", "drafted/step", "over configured", "verdict"):
         table.add_column(name, justify="right")
     for study in (GROUPING, SOURCES_STUDY, *OPTION_VALUES):
         for outcome in side.of(study):
@@ -162,6 +163,7 @@ def _studies_table(side: SideSimulation) -> Table:
                 study,
                 outcome.trial.value,
                 decimal(outcome.tokens_per_step.value),
+                decimal(outcome.mean_drafted, 1),
                 interval(outcome.gain, 3),
                 outcome.verdict,
             )

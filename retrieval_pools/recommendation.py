@@ -27,12 +27,14 @@ class Recommendation:
     setting : the configured one with all changes.
     gain : tokens per step over those of the configuration, on the half of the texts that did not choose.
     gains : the same of each side alone.
+    drafted_ratio : draft tokens of a step over those of the configuration: a step may cost more, too.
     """
 
     changes: tuple[Trial, ...]
     setting: DraftSetting
     gain: Estimate
     gains: tuple[Estimate, ...]
+    drafted_ratio: float
 
     @property
     def holds(self) -> bool:
@@ -62,7 +64,13 @@ def recommend(
             setting = tried[best]
             changes.append(best)
     sides = [_Judge([simulator], seed).gain(setting, base, half=1) for simulator in simulators]
-    return Recommendation(tuple(changes), setting, judge.gain(setting, base, half=1), tuple(sides))
+    return Recommendation(
+        tuple(changes),
+        setting,
+        judge.gain(setting, base, half=1),
+        tuple(sides),
+        judge.mean_drafted(setting, half=1) / max(judge.mean_drafted(base, half=1), 1e-9),
+    )
 
 
 class _Judge:
@@ -77,6 +85,11 @@ class _Judge:
         tally, base_tally = (self._tally(one, half) for one in (setting, base))
         bootstrap = self._bootstraps.setdefault(half, Bootstrap(len(tally), self._seed))
         return bootstrap.gain(tally, base_tally)
+
+    def mean_drafted(self, setting: DraftSetting, half: int) -> float:
+        """Draft tokens of a step."""
+        tally = self._tally(setting, half)
+        return float(tally.num_drafted.sum() / tally.num_steps.sum())
 
     def _tally(self, setting: DraftSetting, half: int) -> Tally:
         parts = [simulator.replay(setting).where(slice(half, None, 2)) for simulator in self._simulators]

@@ -27,8 +27,9 @@ OPTION_VALUES: dict[str, tuple[float, ...]] = {  # of the pool; the configured v
     "max_match_tokens": (4, 8, 16, MAX_MATCH_TOKENS),
     "num_context_lengths": (1, 2, 4, MAX_CONTEXT_LENGTHS),
     "pool_discount": (0.0, 0.5, 0.9),
-    "pool_escape": (3.0, 12.0, 48.0),
+    "pool_escape": (),
 }
+ESCAPE_FACTORS = (0.25, 0.5, 2.0, 4.0)  # of the configured one, whose scale is not to be known here
 SOURCES_STUDY = "sources"
 MIN_WITH_PREVIOUS = 10  # held-back texts with a previous one; of fewer nothing can be said
 CONFIGURED, GROUPING, NUM_GROUPS = "configured", "grouping", "number of groups"
@@ -187,9 +188,10 @@ def _size_trials(base: DraftSetting, num_texts: int) -> list[Trial]:
 
 
 def _option_trials(base: DraftSetting) -> list[Trial]:
+    escapes = tuple(factor * base.pool.pool_escape for factor in ESCAPE_FACTORS)
     return [
         Trial(option, f"{value:g}", base.with_pool(**{option: value}), False, value)
-        for option, tried in OPTION_VALUES.items()
+        for option, tried in (OPTION_VALUES | {"pool_escape": escapes}).items()
         for value in sorted({*tried, getattr(base.pool, option)})
     ]
 
