@@ -56,6 +56,11 @@ class Costs:
             step_cost.plain_tokens_per_s(batch_size)  # refuses one that was not measured
         return cls(step_cost, batch_sizes or step_cost.batch_sizes)
 
+    def batch_size_of(self, settings: Settings) -> int:
+        """The one that settings are recommended for: the configured one if it is asked about, else the middle one."""
+        configured = settings.decoding.batch_size
+        return configured if configured in self.batch_sizes else self.batch_sizes[len(self.batch_sizes) // 2]
+
 
 def simulate(
     config: Path | None = typer.Option(
@@ -111,7 +116,10 @@ def simulate_night(night: Night, settings: Settings, size: SimulationSize, costs
             _simulate_side(part, simulator, plan, costs, settings.seed)
             for part, simulator, plan in zip(sides, simulators, plans, strict=True)
         ]
-        recommendation = recommend(simulators, plans, base, settings.seed)
+        batch_size = costs.batch_size_of(settings)
+        recommendation = recommend(
+            simulators, plans, base, settings.seed, lambda sums: costs.step_cost.tokens_per_s(batch_size, sums)
+        )
     nights = find_nights(settings, night)
     return Simulation(
         run_id=night.run.run_id,
@@ -121,6 +129,7 @@ def simulate_night(night: Night, settings: Settings, size: SimulationSize, costs
         verifier=settings.decoding.verifier,
         sides=simulated,
         recommendation=recommendation,
+        recommended_batch_size=batch_size,
         checks=[] if nights is None else checked_predictions(*nights, size),
     )
 

@@ -52,7 +52,14 @@ class SideSimulation:
 
 @dataclass(frozen=True)
 class Simulation:
-    """All of it. `step_cost` names what was measured or computed, `verifier` is the configuration's."""
+    """All of it.
+
+    Attributes
+    ----------
+    step_cost : names what was measured or computed.
+    verifier : the configuration's.
+    recommended_batch_size : at which the recommendation is the fastest at this step cost.
+    """
 
     run_id: str
     date: str
@@ -61,6 +68,7 @@ class Simulation:
     verifier: str
     sides: Sequence[SideSimulation]
     recommendation: Recommendation
+    recommended_batch_size: int
     checks: Sequence[CheckedPrediction]
 
     def data(self) -> dict[str, Any]:
@@ -79,6 +87,7 @@ class Simulation:
         found = self.recommendation
         return {
             "changes": changed_options(found),
+            "batch_size": self.recommended_batch_size,
             "gain": asdict(found.gain),
             "gain_by_side": {s.side: asdict(gain) for s, gain in zip(self.sides, found.gains, strict=True)},
             "drafted_ratio": found.drafted_ratio,

@@ -38,7 +38,8 @@ def full_pool(side: SideSimulation, with_previous: bool) -> str:
 def recommendation_line(simulation: Simulation) -> str:
     """What to change, and by how much it helps on texts that did not choose it."""
     found = simulation.recommendation
-    keep = "Keep groups and pools as configured: "
+    where = f"at batch {simulation.recommended_batch_size:,} and this step cost"
+    keep = f"Keep groups and pools as configured {where}: "
     if not found.changes:
         return keep + "nothing that was tried is better by more than noise."
     changes = ", ".join(f"{key}: {value}" for key, value in changed_options(found).items())
@@ -46,11 +47,11 @@ def recommendation_line(simulation: Simulation) -> str:
         f"{interval(gain, 3)} of {side.side}s" for side, gain in zip(simulation.sides, found.gains, strict=True)
     )
     measured = (
-        f"{interval(found.gain, 3)} times the configured tokens a step, on texts that did not choose it ({sides}), "
+        f"{interval(found.gain, 3)} times the configured tokens per second, on texts that did not choose it ({sides}), "
         f"drafting {decimal(found.drafted_ratio)} times as many tokens a step"
     )
     if found.holds:
-        return f"Recommended: {changes}; {measured}."
+        return f"Recommended {where}: {changes}; {measured}."
     return f"{keep}{changes} looked best, but it is within noise: {measured}."
 
 

@@ -1,10 +1,11 @@
 """Which settings a simulation recommends, for all sides at once, as a configuration has them.
 
 One thing is changed after the other, each to the best value for what is chosen so far. Half of the texts choose, the
-other half judges: the best of many trials on the texts that chose it looks better than it is. Knows no table.
+other half judges: the best of many trials on the texts that chose it looks better than it is. What is best is what is
+fastest at a step cost: an option that merely drafts more also accepts more. Knows no table.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +18,14 @@ OPTIONS = tuple(option for option in OPTION_VALUES if option != "min_support")  
 NOTABLE_GAIN = 1.01  # less is not worth another setting, were it real
 
 
+Speed = Callable[[Tally], np.ndarray]
+
+
+def tokens_per_step(sums: Tally) -> np.ndarray:
+    """Tokens per step, bonus included."""
+    return sums.tokens_per_step
+
+
 @dataclass(frozen=True)
 class Recommendation:
     """The best values together.
@@ -25,7 +34,7 @@ class Recommendation:
     ----------
     changes : trials whose values differ from the configuration; none where nothing was better by more than noise.
     setting : the configured one with all changes.
-    gain : tokens per step over those of the configuration, on the half of the texts that did not choose.
+    gain : speed over that of the configuration, on the half of the texts that did not choose.
     gains : the same of each side alone.
     drafted_ratio : draft tokens of a step over those of the configuration: a step may cost more, too.
     """
@@ -43,7 +52,11 @@ class Recommendation:
 
 
 def recommend(
-    simulators: Sequence[Simulator], plans: Sequence[Sequence[Trial]], base: DraftSetting, seed: int = 0
+    simulators: Sequence[Simulator],
+    plans: Sequence[Sequence[Trial]],
+    base: DraftSetting,
+    seed: int = 0,
+    speed: Speed = tokens_per_step,
 ) -> Recommendation:
     """What to change of groups and pools, but for budgets, which depend on step costs, and `min_support`.
 
@@ -52,8 +65,9 @@ def recommend(
     simulators : of each side.
     plans : the trials of each side; what one side cannot try is not recommended.
     base : the configured setting.
+    speed : what is to be large, from sums over texts; by default tokens per step, whatever a step costs.
     """
-    judge = _Judge(simulators, seed)
+    judge = _Judge(simulators, seed, speed)
     setting, changes = base, []
     for studies in ((GROUPING, NUM_GROUPS), *((option,) for option in OPTIONS)):
         tried = {trial: _changed(setting, trial) for trial in _common(plans) if trial.study in studies}
@@ -63,7 +77,7 @@ def recommend(
             best = max(notable, key=lambda trial: gains[trial].value)
             setting = tried[best]
             changes.append(best)
-    sides = [_Judge([simulator], seed).gain(setting, base, half=1) for simulator in simulators]
+    sides = [_Judge([simulator], seed, speed).gain(setting, base, half=1) for simulator in simulators]
     return Recommendation(
         tuple(changes),
         setting,
@@ -76,15 +90,15 @@ def recommend(
 class _Judge:
     """Compares settings on half of the texts of all sides, none given its previous text."""
 
-    def __init__(self, simulators: Sequence[Simulator], seed: int) -> None:
-        self._simulators, self._seed = simulators, seed
+    def __init__(self, simulators: Sequence[Simulator], seed: int, speed: Speed) -> None:
+        self._simulators, self._seed, self._speed = simulators, seed, speed
         self._bootstraps: dict[int, Bootstrap] = {}
 
     def gain(self, setting: DraftSetting, base: DraftSetting, half: int) -> Estimate:
         """On every other text: half 0 chooses, half 1 judges."""
         tally, base_tally = (self._tally(one, half) for one in (setting, base))
         bootstrap = self._bootstraps.setdefault(half, Bootstrap(len(tally), self._seed))
-        return bootstrap.gain(tally, base_tally)
+        return Estimate.of(self._speed(bootstrap.sums(tally)) / self._speed(bootstrap.sums(base_tally)))
 
     def mean_drafted(self, setting: DraftSetting, half: int) -> float:
         """Draft tokens of a step."""

@@ -11,7 +11,7 @@ from retrieval_pools.replay import ReplayText
 from retrieval_pools.settings import PoolSettings
 from retrieval_pools.simulate import DraftSetting, Grouping, PoolCorpus, Simulator
 from retrieval_pools.step_cost import StepCost
-from retrieval_pools.studies import FULL_TREES, Findings, best_speed, group_counts, plan_trials
+from retrieval_pools.studies import FULL_TREES, Findings, Trial, best_speed, group_counts, plan_trials
 
 TEXT = np.arange(20, dtype=np.int32)
 PROMPT = np.array([90, 91], np.int32)
@@ -104,6 +104,15 @@ def test_a_grouping_that_helps_is_found_recommended_and_holds(dialects):
     found = recommend([dialects], [trials], BASE)
     assert found.changes[0].value.startswith("good")
     assert found.holds and found.gain.value > 1.1 and len(found.gains) == 1
+
+
+def test_what_only_drafts_more_is_not_recommended_where_drafts_are_dear(dialects):
+    base = replace(BASE.with_pool(pool_escape=50.0), min_acceptance=0.1)
+    trials = [Trial("pool_escape", "bold", base.with_pool(pool_escape=0.01))]
+    free = recommend([dialects], [trials], base)
+    dear = recommend([dialects], [trials], base, speed=lambda sums: sums.tokens_per_step / (1 + sums.mean_drafted))
+    assert free.changes and free.drafted_ratio > 1
+    assert not dear.changes and dear.drafted_ratio == 1
 
 
 def test_nothing_is_recommended_where_nothing_helps(identical):
