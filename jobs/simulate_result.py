@@ -8,7 +8,7 @@ from jobs.simulate_check import CheckedPrediction
 from pipeline.knowledge.records import Side
 from retrieval_pools.estimates import Estimate
 from retrieval_pools.recommendation import Recommendation
-from retrieval_pools.studies import CONFIGURED, GROUPING, NUM_GROUPS, BudgetSpeed, Outcome, Trial
+from retrieval_pools.studies import BUDGET_STUDIES, CONFIGURED, GROUPING, NUM_GROUPS, BudgetSpeed, Outcome, Trial
 
 KINDS = {False: "new", True: "changed"}  # tomorrow's entities: without and with a text of the night before
 
@@ -96,7 +96,13 @@ class Simulation:
 
 
 def changed_option(trial: Trial) -> dict[str, Any]:
-    """What a trial of a grouping or of a pool's option changes, as keys of the configuration."""
+    """What a trial of a budget, a grouping or a pool's option changes, as keys of the configuration."""
+    if trial.study in BUDGET_STUDIES:
+        budget = trial.setting
+        return {
+            "decoding.max_draft_tokens": budget.max_draft_tokens,
+            "decoding.min_acceptance": budget.min_acceptance,
+        }
     if trial.study not in (GROUPING, NUM_GROUPS):
         return {f"pools.{trial.study}": getattr(trial.setting.pool, trial.study)}
     name, _, count = trial.setting.grouping.partition("/")

@@ -39,7 +39,7 @@ def recommendation_line(simulation: Simulation) -> str:
     """What to change, and by how much it helps on texts that did not choose it."""
     found = simulation.recommendation
     where = f"at batch {simulation.recommended_batch_size:,} and this step cost"
-    keep = f"Keep groups and pools as configured {where}: "
+    keep = f"Keep the configuration {where}: "
     if not found.changes:
         return keep + "nothing that was tried is better by more than noise."
     changes = ", ".join(f"{key}: {value}" for key, value in changed_options(found).items())

@@ -12,7 +12,7 @@ import numpy as np
 
 from retrieval_pools.estimates import Bootstrap, Estimate, Tally
 from retrieval_pools.simulate import DraftSetting, Simulator
-from retrieval_pools.studies import GROUPING, NUM_GROUPS, OPTION_VALUES, Trial
+from retrieval_pools.studies import BUDGET_STUDIES, GROUPING, NUM_GROUPS, OPTION_VALUES, Trial
 
 OPTIONS = tuple(option for option in OPTION_VALUES if option != "min_support")  # that is a question of privacy
 NOTABLE_GAIN = 1.01  # less is not worth another setting, were it real
@@ -58,7 +58,7 @@ def recommend(
     seed: int = 0,
     speed: Speed = tokens_per_step,
 ) -> Recommendation:
-    """What to change of groups and pools, but for budgets, which depend on step costs, and `min_support`.
+    """What to change of budgets, groups and pools, but for `min_support`.
 
     Parameters
     ----------
@@ -69,7 +69,8 @@ def recommend(
     """
     judge = _Judge(simulators, seed, speed)
     setting, changes = base, []
-    for studies in ((GROUPING, NUM_GROUPS), *((option,) for option in OPTIONS)):
+    budgets = () if speed is tokens_per_step else (BUDGET_STUDIES,)  # were drafts free, the widest would be the best
+    for studies in (*budgets, (GROUPING, NUM_GROUPS), *((option,) for option in OPTIONS)):
         tried = {trial: _changed(setting, trial) for trial in _common(plans) if trial.study in studies}
         gains = {trial: judge.gain(changed, setting, half=0) for trial, changed in tried.items()}
         notable = [trial for trial in tried if gains[trial].is_above_one and gains[trial].value >= NOTABLE_GAIN]
@@ -88,7 +89,10 @@ def recommend(
 
 
 class _Judge:
-    """Compares settings on half of the texts of all sides, none given its previous text."""
+    """Compares settings on half of the texts of all sides, none given its previous text.
+
+    A side's steps cost what they cost there: sides are put together by the time that their tokens take.
+    """
 
     def __init__(self, simulators: Sequence[Simulator], seed: int, speed: Speed) -> None:
         self._simulators, self._seed, self._speed = simulators, seed, speed
@@ -96,18 +100,25 @@ class _Judge:
 
     def gain(self, setting: DraftSetting, base: DraftSetting, half: int) -> Estimate:
         """On every other text: half 0 chooses, half 1 judges."""
-        tally, base_tally = (self._tally(one, half) for one in (setting, base))
-        bootstrap = self._bootstraps.setdefault(half, Bootstrap(len(tally), self._seed))
-        return Estimate.of(self._speed(bootstrap.sums(tally)) / self._speed(bootstrap.sums(base_tally)))
+        return Estimate.of(self._joint_speed(setting, half) / self._joint_speed(base, half))
 
     def mean_drafted(self, setting: DraftSetting, half: int) -> float:
         """Draft tokens of a step."""
-        tally = self._tally(setting, half)
-        return float(tally.num_drafted.sum() / tally.num_steps.sum())
+        tallies = self._tallies(setting, half)
+        return float(
+            sum(tally.num_drafted.sum() for tally in tallies) / sum(tally.num_steps.sum() for tally in tallies)
+        )
 
-    def _tally(self, setting: DraftSetting, half: int) -> Tally:
-        parts = [simulator.replay(setting).where(slice(half, None, 2)) for simulator in self._simulators]
-        return Tally(*(np.concatenate(counts) for counts in zip(*(vars(part).values() for part in parts), strict=True)))
+    def _joint_speed(self, setting: DraftSetting, half: int) -> np.ndarray:
+        num_tokens, time = np.zeros(1), np.zeros(1)
+        for tally in self._tallies(setting, half):
+            sums = self._bootstraps.setdefault(len(tally), Bootstrap(len(tally), self._seed)).sums(tally)
+            num_tokens = num_tokens + sums.num_steps + sums.num_accepted
+            time = time + (sums.num_steps + sums.num_accepted) / self._speed(sums)
+        return num_tokens / time
+
+    def _tallies(self, setting: DraftSetting, half: int) -> list[Tally]:
+        return [simulator.replay(setting).where(slice(half, None, 2)) for simulator in self._simulators]
 
 
 def _common(plans: Sequence[Sequence[Trial]]) -> list[Trial]:
@@ -117,7 +128,10 @@ def _common(plans: Sequence[Sequence[Trial]]) -> list[Trial]:
 
 
 def _changed(setting: DraftSetting, trial: Trial) -> DraftSetting:
-    """A setting with what a trial of a grouping or of one of the pool's options changes."""
+    """A setting with what a trial changes: the budget, the groups, or an option of the pool."""
+    if trial.study in BUDGET_STUDIES:
+        budget = trial.setting
+        return replace(setting, max_draft_tokens=budget.max_draft_tokens, min_acceptance=budget.min_acceptance)
     if trial.study in (GROUPING, NUM_GROUPS):
         return replace(setting, grouping=trial.setting.grouping).with_pool(scope=trial.setting.pool.scope)
     return setting.with_pool(**{trial.study: getattr(trial.setting.pool, trial.study)})

@@ -15,7 +15,7 @@ from retrieval_pools.simulate import SOURCES, DraftSetting, Simulator
 from retrieval_pools.step_cost import StepCost
 
 DRAFT_TOKENS = (4, 8, 16, 32, 64)
-MIN_ACCEPTANCES = (0.01, 0.03, 0.07, 0.15, 0.3, 0.5, 0.7)
+MIN_ACCEPTANCES = (0.01, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)
 FULL_TREES = 0.001  # low enough that the number of draft tokens alone bounds a tree
 POOL_SIZES = (50, 100, 200, 500, 1000, 2000, 3000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
 GROUP_COUNTS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -32,6 +32,7 @@ OPTION_VALUES: dict[str, tuple[float, ...]] = {  # of the pool; the configured v
 ESCAPE_FACTORS = (0.25, 0.5, 2.0, 4.0)  # of the configured one, whose scale is not to be known here
 SOURCES_STUDY = "sources"
 MIN_WITH_PREVIOUS = 10  # held-back texts with a previous one; of fewer nothing can be said
+BUDGET_STUDIES = ("draft tokens", "min_acceptance")
 CONFIGURED, GROUPING, NUM_GROUPS = "configured", "grouping", "number of groups"
 
 
@@ -236,7 +237,7 @@ class Findings:
 
     def speeds(self, cost: StepCost, batch_sizes: Sequence[int]) -> list[BudgetSpeed]:
         """Every draft budget at every batch size."""
-        budgets = [t for t in self.trials if t.study in (CONFIGURED, "draft tokens", "min_acceptance")]
+        budgets = [t for t in self.trials if t.study in (CONFIGURED, *BUDGET_STUDIES)]
         return [self._speed(trial, cost, batch_size) for batch_size in batch_sizes for trial in budgets]
 
     def _outcome(self, trial: Trial) -> Outcome:

@@ -173,9 +173,7 @@ def test_a_person_reads_tables_and_what_is_recommended(world, capfd):
     for words in ("Predicted from run", "computed, not measured", "check, "):
         assert words in done.stdout
     assert "within noise" in done.stdout
-    assert ("Recommended at batch 16" in done.stdout) != (
-        "Keep groups and pools as configured at batch 16" in done.stdout
-    )
+    assert ("Recommended at batch 16" in done.stdout) != ("Keep the configuration at batch 16" in done.stdout)
 
 
 @pytest.mark.parametrize(

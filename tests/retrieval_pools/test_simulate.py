@@ -115,6 +115,13 @@ def test_what_only_drafts_more_is_not_recommended_where_drafts_are_dear(dialects
     assert not dear.changes and dear.drafted_ratio == 1
 
 
+def test_the_budget_is_chosen_before_what_is_drafted_with_it(dialects):
+    trials = plan_trials(BASE, dialects)
+    found = recommend([dialects], [trials], BASE, speed=lambda sums: sums.tokens_per_step / (1 + sums.mean_drafted))
+    assert found.changes[0].study == "min_acceptance" and found.drafted_ratio < 1
+    assert found.setting.min_acceptance == found.changes[0].setting.min_acceptance
+
+
 def test_nothing_is_recommended_where_nothing_helps(identical):
     trials = plan_trials(FULL, identical)
     found = recommend([identical], [trials], FULL)
