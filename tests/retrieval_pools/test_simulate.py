@@ -152,7 +152,7 @@ def test_the_best_budget_depends_on_what_a_token_costs(dialects):
 
     free, dear = best(0.01), best(1.0)
     assert free.budget == "draft tokens 64"
-    assert dear.study == "min_acceptance" and float(dear.value) >= 0.3
+    assert dear.study == "min_acceptance" and float(dear.value) >= 0.2
     assert free.speed_up.value > dear.speed_up.value
 
 
