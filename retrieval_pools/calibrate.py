@@ -22,14 +22,13 @@ from retrieval_pools.calibration import (
 from retrieval_pools.calibration_table import (
     COUNT_KNOTS,
     DEPTH_BINS,
-    IDENTITY_TABLE,
     LARGEST_BINNED,
     LENGTH_BINS,
     TABLE_SHAPE,
 )
 from retrieval_pools.drafting.state import MAX_NODES
 from retrieval_pools.pool import Pool
-from retrieval_pools.replay import DraftOptions, Nodes, ReplayText, replay_nodes
+from retrieval_pools.replay import DraftOptions, Nodes, ReplayText, replay, replay_nodes
 
 # Nodes that a coarser cell's curve counts for, at each knot of a finer one. Of 2, 8, 32, 128 and 512 this had the least
 # log loss on texts not fitted to, for short and for long texts, and for every number of texts from 25 to 500.
@@ -39,6 +38,7 @@ LEAST_ACCEPTANCE, MOST_ACCEPTANCE = 1e-4, 0.9999  # nothing is impossible, nothi
 # others still say what there is to know of cells that the run seldom reaches.
 BEYOND_WEIGHT = 0.1
 MAX_TOKENS = 50_000  # replayed; as many again made neither estimates nor drafts better
+POOL_ESCAPES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # tried where none is configured
 MIN_TEXTS = 50  # a pool of fewer texts is not calibrated
 TEXTS_PER_HELD_BACK = 5  # at most one text of so many is held back
 NUM_BINS = 20
@@ -83,14 +83,15 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
     options = DraftOptions() if options is None else options
     texts = _of_bounded_length(texts)
     widest = replace(options, max_nodes=MAX_NODES, min_probability=0.0)
-    pool = pool.with_acceptance_table(IDENTITY_TABLE)
     fitted, checked = texts[0::2], texts[1::2]
+    pool = _with_best_escape(pool.with_calibration(None), fitted, options)
     roughly = pool.with_acceptance_table(table_of(fit_cells(replay_nodes(pool, fitted, widest, options))))
     first = replay_nodes(roughly, fitted, widest, options)  # the trees that a calibrated pool drafts
     half_fitted = pool.with_acceptance_table(table_of(fit_cells(first)))
     second = replay_nodes(half_fitted, checked, widest, options)
     cells = fit_cells(Nodes.joined([first, second]))
     return Calibration(
+        pool_escape=pool.settings.pool_escape,
         num_texts=len(texts),
         num_tokens=sum(len(text.text_ids) for text in texts),
         num_nodes=sum(cell.num_tried for cell in cells if cell.length_bin is None),
@@ -100,10 +101,23 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
     )
 
 
-def _of_bounded_length(texts: Sequence[ReplayText]) -> Sequence[ReplayText]:
-    """As many of the texts, spread evenly, as have about MAX_TOKENS in all; two at least."""
+def _with_best_escape(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> Pool:
+    """The pool with the configured escape, or else with that of POOL_ESCAPES whose full trees are accepted most.
+
+    Texts that resemble each other, as one model's do, want a low one, texts of many hands a high one.
+    """
+    if pool.settings.pool_escape is not None:
+        return pool
+    full = replace(options, min_probability=0.0)
+    texts = _of_bounded_length(texts, MAX_TOKENS // len(POOL_ESCAPES))
+    tried = [pool.with_settings(pool_escape=escape) for escape in POOL_ESCAPES]
+    return max(tried, key=lambda one: replay(one, texts, full).mean_accepted)  # of equals the lowest
+
+
+def _of_bounded_length(texts: Sequence[ReplayText], max_tokens: int = MAX_TOKENS) -> Sequence[ReplayText]:
+    """As many of the texts, spread evenly, as have about so many tokens in all; two at least, if there are."""
     num_tokens = sum(len(text.text_ids) for text in texts)
-    num_kept = max(2, int(len(texts) * min(1.0, MAX_TOKENS / max(1, num_tokens))))
+    num_kept = max(2, int(len(texts) * min(1.0, max_tokens / max(1, num_tokens))))
     return [texts[position] for position in spread_positions(len(texts), num_kept)]
 
 

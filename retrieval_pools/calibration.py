@@ -76,6 +76,7 @@ class Calibration(BaseModel):
 
     Attributes
     ----------
+    pool_escape : the escape of the pool (see `PoolSettings`) that was tried and accepted most, or the configured one.
     num_texts, num_tokens, num_nodes : replayed texts that the curves are fitted to, their tokens, and the drafted nodes
         whose parent was accepted.
     cells : from coarse to fine; a source that drafted nothing has none and is not calibrated.
@@ -85,6 +86,7 @@ class Calibration(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    pool_escape: float = Field(gt=0)
     num_texts: int = Field(ge=1)
     num_tokens: int = Field(ge=0)
     num_nodes: int = Field(ge=0)
@@ -94,7 +96,7 @@ class Calibration(BaseModel):
 
     @property
     def table(self) -> np.ndarray:
-        """The curves as `Pool.with_acceptance_table` takes them: float32[TABLE_SHAPE]."""
+        """The curves as a table: float32[TABLE_SHAPE]."""
         return table_of(self.cells)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from retrieval_pools.calibration import Calibration
 from retrieval_pools.calibration_table import IDENTITY_TABLE, TABLE_SHAPE, most_gained
 from retrieval_pools.drafting.state import Index, Preference
 from retrieval_pools.drafting.tree import Variant
@@ -25,6 +26,8 @@ from retrieval_pools.manifest import (
 from retrieval_pools.settings import PoolSettings
 from retrieval_pools.suffix_order import SEPARATOR
 
+DEFAULT_POOL_ESCAPE = 1.0  # Witten and Bell's
+
 
 @dataclass(frozen=True, eq=False)
 class Pool:
@@ -37,6 +40,7 @@ class Pool:
     index : its arrays, read-only; see `drafting.state.Index`.
     settings : how drafts are estimated; those of the manifest unless `with_settings` changed them.
     acceptance_table : float32 `calibration_table.TABLE_SHAPE`, what relative counts are worth.
+    fitted_escape : the escape of the pool where the settings name none.
     """
 
     folder: Path | None
@@ -45,6 +49,7 @@ class Pool:
     settings: PoolSettings
     _group_codes: dict[str, int] = field(repr=False)
     acceptance_table: np.ndarray = field(default_factory=lambda: IDENTITY_TABLE, repr=False)
+    fitted_escape: float = DEFAULT_POOL_ESCAPE
 
     @classmethod
     def open(cls, folder: Path | str, tokenizer_hash: str | None = None, *, verify: bool = False) -> "Pool":
@@ -83,7 +88,7 @@ class Pool:
                 array.flags.writeable = False
         codes = {name: code for code, name in enumerate(manifest.groups)}
         pool = cls(folder, manifest, index, manifest.settings, codes)
-        return pool if manifest.calibration is None else pool.with_acceptance_table(manifest.calibration.table)
+        return pool if manifest.calibration is None else pool.with_calibration(manifest.calibration)
 
     @property
     def group_names(self) -> tuple[str, ...]:
@@ -97,6 +102,12 @@ class Pool:
                 raise PoolError(f"{name} is fixed when a pool is built; build another pool for another value.")
         settings = PoolSettings.model_validate(self.settings.model_dump() | changes)
         return replace(self, settings=settings)
+
+    def with_calibration(self, calibration: Calibration | None) -> "Pool":
+        """The same texts, whose drafts are estimated as replays found right; None: as if there had been none."""
+        if calibration is None:
+            return replace(self, acceptance_table=IDENTITY_TABLE, fitted_escape=DEFAULT_POOL_ESCAPE)
+        return replace(self.with_acceptance_table(calibration.table), fitted_escape=calibration.pool_escape)
 
     def with_acceptance_table(self, table: np.ndarray) -> "Pool":
         """The same texts, whose drafts are estimated by another table: float32 `calibration_table.TABLE_SHAPE`."""
@@ -124,9 +135,9 @@ class Pool:
     def option_arguments(self) -> tuple:
         """The arguments of `drafting.tree` that follow the context."""
         s = self.settings
-        escapes = (s.pool_escape, s.previous_escape, s.local_escape)
+        escapes = (s.pool_escape or self.fitted_escape, s.previous_escape, s.local_escape)
         limits = (s.max_match_tokens, s.max_local_tokens, s.num_context_lengths)
-        return (*limits, s.pool_discount, *escapes, self.acceptance_table, most_gained(self.acceptance_table))
+        return (*limits, *escapes, self.acceptance_table, most_gained(self.acceptance_table))
 
     @cached_property
     def _preferences(self) -> dict[str | None, Preference]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from retrieval_pools.calibration_table import IDENTITY_TABLE, conditional_acceptance
+from retrieval_pools.pool import DEFAULT_POOL_ESCAPE
 from retrieval_pools.settings import PoolSettings
 from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
@@ -183,13 +184,12 @@ def next_paths(
         one = left * confidence / sum(n for _, _, n in level.places)
         left *= 1 - confidence
         for token, places in sorted(by_token.items()):
-            counted = sum(n for _, _, n in places)
-            discount = settings.pool_discount if level.source == SOURCE_POOL else 0.0
-            given_up = discount if level.may_draft(*places[0][:2]) else counted
-            left += one * given_up
-            if counted > given_up:
-                shares.setdefault(token, Counter())[level.source] += one * (counted - given_up)
-                longest.setdefault(token, level.length)
+            counted = one * sum(n for _, _, n in places)
+            if not level.may_draft(*places[0][:2]):
+                left += counted
+                continue
+            shares.setdefault(token, Counter())[level.source] += counted
+            longest.setdefault(token, level.length)
     for token, by_source in shares.items():
         source = max(sorted(by_source), key=by_source.__getitem__)
         relative_count = sum(by_source.values())
@@ -202,10 +202,11 @@ def pool_levels(
 ) -> list[Level]:
     """The longest context that the pool can continue, then shorter ones seen twice as often as the last one taken."""
     drafted = supported_ngrams(texts, settings)
+    escape = settings.pool_escape or DEFAULT_POOL_ESCAPE
     of_length: dict[int, Level] = {}
     for length in range(1, settings.max_match_tokens + 1):
         places = _places(texts, settings, context, length, group)
-        of_length[length] = Level(SOURCE_POOL, length, settings.pool_escape, places, settings.index_depth, drafted)
+        of_length[length] = Level(SOURCE_POOL, length, escape, places, settings.index_depth, drafted)
     length = max((level.length for level in of_length.values() if level.has_next()), default=0)
     levels: list[Level] = []
     before = 0

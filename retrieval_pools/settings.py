@@ -39,13 +39,9 @@ class PoolSettings(BaseModel):
     num_context_lengths: int = Field(4, ge=1, le=MAX_CONTEXT_LENGTHS, description="Context lengths blended in a draft.")
     num_samples: int = Field(64, ge=1, description="Occurrences of a context counted; more are sampled evenly.")
     num_group_samples: int = Field(1024, ge=1, description="Occurrences searched for the group; likewise.")
-    pool_discount: float = Field(
-        0.5,
-        ge=0,
-        lt=1,
-        description="Part of one occurrence that each next token of a context gives up to shorter ones.",
+    pool_escape: float | None = Field(
+        None, gt=0, description="Escape of the pool; null: the one that replays accept most with, 1 before any."
     )
-    pool_escape: float = Field(2.0, gt=0, description="Escape of the pool.")
     local_escape: float = Field(2.2, gt=0, description="Escape of the prompt and of the output.")
     previous_escape: float = Field(0.5, gt=0, description="Escape of the entity's own previous text.")
     calibration_texts: int = Field(

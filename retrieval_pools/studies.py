@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from retrieval_pools.estimates import Bootstrap, Estimate
+from retrieval_pools.pool import DEFAULT_POOL_ESCAPE
 from retrieval_pools.settings import MAX_CONTEXT_LENGTHS, MAX_MATCH_TOKENS
 from retrieval_pools.simulate import SOURCES, DraftSetting, Simulator
 from retrieval_pools.step_cost import StepCost
@@ -26,10 +27,8 @@ OPTION_VALUES: dict[str, tuple[float, ...]] = {  # of the pool; the configured v
     "min_support": (1, 2, 3, 5),
     "max_match_tokens": (4, 8, 16, MAX_MATCH_TOKENS),
     "num_context_lengths": (1, 2, 4, MAX_CONTEXT_LENGTHS),
-    "pool_discount": (0.0, 0.5, 0.9),
-    "pool_escape": (),
+    "pool_escape": (0.25, 0.5, 1.0, 2.0, 4.0),
 }
-ESCAPE_FACTORS = (0.25, 0.5, 2.0, 4.0)  # of the configured one, whose scale is not to be known here
 SOURCES_STUDY = "sources"
 MIN_WITH_PREVIOUS = 10  # held-back texts with a previous one; of fewer nothing can be said
 BUDGET_STUDIES = ("draft tokens", "min_acceptance")
@@ -189,11 +188,10 @@ def _size_trials(base: DraftSetting, num_texts: int) -> list[Trial]:
 
 
 def _option_trials(base: DraftSetting) -> list[Trial]:
-    escapes = tuple(factor * base.pool.pool_escape for factor in ESCAPE_FACTORS)
     return [
         Trial(option, f"{value:g}", base.with_pool(**{option: value}), False, value)
-        for option, tried in (OPTION_VALUES | {"pool_escape": escapes}).items()
-        for value in sorted({*tried, getattr(base.pool, option)})
+        for option, tried in OPTION_VALUES.items()
+        for value in sorted({*tried, getattr(base.pool, option) or DEFAULT_POOL_ESCAPE})
     ]
 
 

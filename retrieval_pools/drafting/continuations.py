@@ -11,14 +11,13 @@ from retrieval_pools.sources import SOURCE_POOL
 
 @part
 def count_continuations(
-    candidates, runs, levels, num_levels, node, depth, probability, least_probability, discount, index, preference,
-    context,
-):  # fmt: skip
+    candidates, runs, levels, num_levels, node, depth, probability, least_probability, index, preference, context
+):
     """Ask the levels in turn; each takes its share of what the longer contexts left. Returns the number of candidates.
 
-    A level that has seen its context n times, with u different next tokens, takes n / (n + escape * u) of it. Of that
-    each token of a pool level gives up `discount` of one occurrence to the shorter contexts, and all of what may not
-    be drafted for want of support: shorter ones may know the same token from more entities.
+    A level that has seen its context n times, with u different next tokens, takes n / (n + escape * u) of it. What it
+    may not draft for want of support it leaves to the shorter contexts, which may know the same token from more
+    entities.
     """
     num_candidates = 0
     left = 1.0
@@ -30,7 +29,7 @@ def count_continuations(
             continue
         source, length = levels.source[level], levels.length[level] + depth
         if source == SOURCE_POOL:
-            num_runs, num_seen = list_pool_runs(runs, index, preference, first, last, length, discount)
+            num_runs, num_seen = list_pool_runs(runs, index, preference, first, last, length)
             escape = levels.escape[level]
         else:
             num_runs = list_own_runs(runs, context, source, levels.positions[node, source], last)
@@ -44,12 +43,12 @@ def count_continuations(
         share = left * confidence / weight
         left *= 1 - confidence
         for run in range(num_runs):
-            left += share * runs.given_up[run]
-            drafted = runs.weight[run] - runs.given_up[run]
-            if drafted > 0:
-                c, num_candidates = _candidate(candidates, num_candidates, runs.token[run], length)
-                if c >= 0:
-                    _add_share(candidates, c, source, share * drafted)
+            if not runs.is_drafted[run]:
+                left += share * runs.weight[run]
+                continue
+            c, num_candidates = _candidate(candidates, num_candidates, runs.token[run], length)
+            if c >= 0:
+                _add_share(candidates, c, source, share * runs.weight[run])
     return num_candidates
 
 

@@ -18,14 +18,14 @@ def list_own_runs(runs, context, source, positions, num_positions):
         while run < num_runs and runs.token[run] != token:
             run += 1
         if run == num_runs:
-            runs.token[run], runs.weight[run], runs.given_up[run] = token, 0.0, 0.0
+            runs.token[run], runs.weight[run], runs.is_drafted[run] = token, 0.0, True
             num_runs += 1
         runs.weight[run] += 1.0
     return num_runs
 
 
 @part
-def list_pool_runs(runs, index, preference, first, last, offset, discount):
+def list_pool_runs(runs, index, preference, first, last, offset):
     """The tokens `offset` tokens behind the positions of an interval, sampled and weighted when they are many.
 
     Returns the number of runs and of occurrences that count at all: the evidence, whose group does not make it more.
@@ -33,16 +33,16 @@ def list_pool_runs(runs, index, preference, first, last, offset, discount):
     size = last - first
     num_runs, num_seen = 0, 0.0
     if preference.outside > 0:
-        num_runs, num_seen = _list_all(runs, index, preference, first, size, offset, discount), float(size)
+        num_runs, num_seen = _list_all(runs, index, preference, first, size, offset), float(size)
     if preference.inside != preference.outside:
-        num_runs, num_inside = _list_group(runs, num_runs, index, preference, first, size, offset, discount)
+        num_runs, num_inside = _list_group(runs, num_runs, index, preference, first, size, offset)
         if preference.outside <= 0:
             num_seen = num_inside
     return num_runs, num_seen
 
 
 @part
-def _list_all(runs, index, preference, first, size, offset, discount):
+def _list_all(runs, index, preference, first, size, offset):
     num_samples = min(size, preference.num_samples)
     scale = preference.outside * (size / num_samples)
     stride = sample_stride(num_samples, size)
@@ -51,17 +51,15 @@ def _list_all(runs, index, preference, first, size, offset, discount):
     begin = num_runs = 0
     while begin < num_samples and num_runs < NUM_RUNS:
         end, next_token = _end_of_run(index, first, stride, begin, num_samples, offset, token, last_token)
-        weight = scale * (end - begin)
-        is_drafted = is_supported(index, sample_place(first, stride, begin), offset + 1)
-        runs.token[num_runs], runs.weight[num_runs] = token, weight
-        runs.given_up[num_runs] = scale * discount if is_drafted else weight
+        runs.token[num_runs], runs.weight[num_runs] = token, scale * (end - begin)
+        runs.is_drafted[num_runs] = is_supported(index, sample_place(first, stride, begin), offset + 1)
         num_runs += 1
         begin, token = end, next_token
     return num_runs
 
 
 @part
-def _list_group(runs, num_runs, index, preference, first, size, offset, discount):
+def _list_group(runs, num_runs, index, preference, first, size, offset):
     """Make the group's occurrences count more, one after the other. Returns the number of runs, and of occurrences."""
     num_samples = min(size, preference.num_group_samples)
     scale = size / num_samples
@@ -85,10 +83,8 @@ def _list_group(runs, num_runs, index, preference, first, size, offset, discount
                 found = num_runs
                 num_runs += 1
                 runs.token[found], runs.weight[found] = token, 0.0
-                runs.given_up[found] = scale * discount if preference.outside <= 0 else 0.0
+                runs.is_drafted[found] = is_supported(index, place, offset + 1)
         runs.weight[found] += weight
-        if not is_supported(index, place, offset + 1):
-            runs.given_up[found] = runs.weight[found]
     return num_runs, num_inside * scale
 
 

@@ -94,11 +94,11 @@ class Candidates(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Next tokens of a level: how much each counts, and how much of that it gives up to shorter contexts."""
+    """Next tokens of a level: how much each counts, and whether it may be drafted."""
 
     token: np.ndarray
     weight: np.ndarray
-    given_up: np.ndarray
+    is_drafted: np.ndarray
 
 
 class Frontier(NamedTuple):
@@ -147,7 +147,7 @@ def new_candidates():
 @part
 def new_runs():
     """Room for the next tokens of one level."""
-    return Runs(np.empty(NUM_RUNS, np.int32), np.empty(NUM_RUNS, np.float64), np.empty(NUM_RUNS, np.float64))
+    return Runs(np.empty(NUM_RUNS, np.int32), np.empty(NUM_RUNS, np.float64), np.empty(NUM_RUNS, np.bool_))
 
 
 @part

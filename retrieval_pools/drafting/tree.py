@@ -45,21 +45,8 @@ _codes = {8: _uint8s, 16: types.Array(types.uint16, 1, "C", readonly=True)}
 _table = types.Array(types.float32, 4, "C", readonly=True)
 _preference_types = (int64, float64, float64, int64, int64)
 _context_types = (_int32s, int64, _int32s, int64, int64)
-_option_types = (
-    int64,
-    float64,
-    float64,
-    float64,
-    float64,
-    _table,
-    float64,
-    boolean,
-    boolean,
-    boolean,
-    int64,
-    float64,
-    int64,
-)
+_escape_types, _switch_types = (float64, float64, float64), (boolean, boolean, boolean)
+_option_types = (int64, *_escape_types, _table, float64, *_switch_types, int64, float64, int64)
 
 
 class Variant(NamedTuple):
@@ -89,7 +76,7 @@ def _draft_tree_of(stamp: int) -> Callable:
         tokens, order, group_codes, starts, support, depth,
         group, inside, outside, num_samples, num_group_samples,
         context_tokens, num_prompt, previous, max_match, max_local_tokens,
-        num_context_lengths, discount, pool_escape, previous_escape, local_escape, table, most_gained,
+        num_context_lengths, pool_escape, previous_escape, local_escape, table, most_gained,
         use_previous, use_output, use_prompt, max_nodes, min_probability, end_token_id,
     ):  # fmt: skip
         """The most probable continuations, best first. Flat arguments: unpacking tuples would cost microseconds.
@@ -121,7 +108,7 @@ def _draft_tree_of(stamp: int) -> Callable:
             if not is_end:
                 num_candidates = count_continuations(
                     candidates, runs, levels, num_levels, node, depths[node], probability,
-                    least_probability(frontier, size, min_probability), discount, index, preference, context,
+                    least_probability(frontier, size, min_probability), index, preference, context,
                 )  # fmt: skip
                 size = push_candidates(
                     frontier, size, candidates, num_candidates, node, depths[node], probability, min_probability,

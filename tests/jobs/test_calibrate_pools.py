@@ -68,6 +68,7 @@ def write_night(night, num_changed: int = 0, previous: pa.Table | None = None) -
         {
             "entity_id": [entity.entity_id for entity in entities],
             "model_id": ["m"] * len(entities),
+            "run_id": [night.run.run_id] * len(entities),
             "fingerprint": [f"{night.date}"] * len(entities),
             "token_ids": pa.array(token_ids, pa.list_(pa.int32())),
         }

@@ -192,7 +192,7 @@ def test_estimates_hold_on_texts_that_nothing_was_fitted_to(pool, documents, cal
     other = documents[200:400]
     for options in (DraftOptions(), DraftOptions(32, 0.01), DraftOptions(64, 0.0)):
         plain = reliability(pool, other, options)
-        calibrated = reliability(pool.with_acceptance_table(calibration.table), other, options)
+        calibrated = reliability(pool.with_calibration(calibration), other, options)
         assert calibrated.expected_calibration_error < 0.03
         assert calibrated.expected_calibration_error < plain.expected_calibration_error
     assert calibration.reliability.expected_calibration_error < 0.03
@@ -201,12 +201,12 @@ def test_estimates_hold_on_texts_that_nothing_was_fitted_to(pool, documents, cal
 
 def test_trees_in_calibrated_order_are_accepted_further(pool, documents, calibration):
     options, other = DraftOptions(16, 1e-3), documents[200:400]
-    calibrated = replay(pool.with_acceptance_table(calibration.table), other, options)
+    calibrated = replay(pool.with_calibration(calibration), other, options)
     assert calibrated.mean_accepted > replay(pool, other, options).mean_accepted
 
 
 def test_no_token_is_drafted_twice_behind_the_same(pool, documents, calibration):
-    calibrated = pool.with_acceptance_table(calibration.table)
+    calibrated = pool.with_calibration(calibration)
     for document in documents[200:300]:
         for step in pool_steps(calibrated, document, DraftOptions(64, 0.0)):
             drafted = list(zip(step.tree.parents.tolist(), step.tree.token_ids.tolist(), strict=True))
@@ -224,7 +224,7 @@ def test_a_calibration_says_what_it_was_made_of(documents, calibration):
 
 def test_the_same_texts_give_the_same_calibration_also_from_json(pool, documents, calibration):
     assert calibrate(pool, documents[:200]) == calibration
-    assert calibrate(pool.with_acceptance_table(calibration.table), documents[:200]) == calibration  # starts anew
+    assert calibrate(pool.with_calibration(calibration), documents[:200]) == calibration  # starts anew
     again = Calibration.model_validate_json(calibration.model_dump_json())
     assert again == calibration and np.array_equal(again.table, calibration.table)
 
@@ -247,6 +247,6 @@ def test_estimates_hold_on_texts_of_large_models(name, shared_data, tmp_path):
     documents = [ReplayText(np.empty(0, np.int32), np.array(one, np.int32)) for one in ids]
     pool = pool_of(documents[size // 3 :], tmp_path / "pool")
     fitted, other = documents[: size // 6], documents[size // 6 : size // 3]
-    calibrated = pool.with_acceptance_table(calibrate(pool, fitted).table)
+    calibrated = pool.with_calibration(calibrate(pool, fitted))
     for options in (DraftOptions(), DraftOptions(64, 0.0)):
         assert reliability(calibrated, other, options).expected_calibration_error < 0.03
