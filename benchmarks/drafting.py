@@ -24,13 +24,16 @@ from common import DEFAULT_DATA, DEFAULT_MODEL, SAMPLE_MODEL, Figure, describe_f
 from drafting_arctic import Arctic, ArcticGrid
 from drafting_corpora import SEED, Corpus, CorpusSize, goodreads_corpus, reki_corpus
 from drafting_peers import Ours, PromptLookup, Trie
-from drafting_replay import Drafter, Replay, accepted_interval, accepted_ratio, replay
+from drafting_replay import Drafter, Replay, accepted_interval, accepted_ratio, mean_accepted, replay
 from drafting_steps import NUM_SEQUENCES, live_sequences, measure_steps
 from transformers import AutoTokenizer
+
+from retrieval_pools.settings import PoolSettings
 
 logger = logging.getLogger("drafting")
 
 MAX_NODES = (16, 32, 64)
+MIN_SUPPORTS = (2, 3, 5)
 LEAST_AAL_OVER_ARCTIC = 1.30
 MOST_DRAFT_US = {("goodreads", 32): 30.0}
 MOST_STEP_MS = 1.5
@@ -41,28 +44,34 @@ MOST_BYTES_PER_TOKEN = 10.0
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured."""
+    """How much is measured. Arctic's options are tried on some of the texts for tuning: there are many."""
 
     reki: CorpusSize
     goodreads: CorpusSize
     arctic_grid: ArcticGrid
+    num_arctic_texts: dict[str, int]
     num_steps: int
 
 
 ALL = 1 << 30
 FULL = Scale(
-    CorpusSize(150, 40, ALL),
-    CorpusSize(500, 150, ALL),
+    CorpusSize(150, 100, ALL),
+    CorpusSize(500, 400, ALL),
     ArcticGrid((8, 16, 32), (4, 8, 16, 100), (0, 8), (0.002, 0.005, 0.01, 0.03)),
+    {"reki": 40, "goodreads": 150},
     num_steps=300,
 )
 QUICK = Scale(
-    CorpusSize(40, 16, ALL),
-    CorpusSize(200, 60, ALL),
+    CorpusSize(40, 60, ALL),
+    CorpusSize(200, 400, ALL),
     ArcticGrid((8, 16), (8, 16, 100), (0,), (0.002, 0.005, 0.01)),
+    {"reki": 16, "goodreads": 60},
     num_steps=100,
 )
-SMOKE = Scale(CorpusSize(2, 1, 10), CorpusSize(3, 2, 20), ArcticGrid((8,), (8, 100), (0,), (0.01,)), num_steps=2)
+SMOKE = Scale(
+    CorpusSize(2, 2, 10), CorpusSize(3, 2, 20), ArcticGrid((8,), (8, 100), (0,), (0.01,)),
+    {"reki": 1, "goodreads": 1}, num_steps=2,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,15 +91,17 @@ class Measured:
 def measure_corpus(corpus: Corpus, scale: Scale, folder: Path) -> dict[str, list]:
     """Rows, ratios, step times and chosen options of one corpus, and the figures that they give."""
     logger.info("%s: %d texts in the pool, %d held out", corpus.name, len(corpus.pool), len(corpus.held_out))
-    Ours(corpus, corpus.pool[:10], folder / "warm-up")  # compiles
-    ours = Ours(corpus, corpus.pool, folder / corpus.name)
+    Ours(corpus, folder / "warm-up", MAX_NODES[:1])  # compiles
+    ours = Ours(corpus, folder / corpus.name, MAX_NODES)
+    logger.info("%s: escapes chosen by replay: %s", corpus.name, ours.escapes)
     steady = [ours, PromptLookup()]
     settings = {}
     if drafting_arctic.is_installed():
-        settings = drafting_arctic.tuned(corpus, scale.arctic_grid, MAX_NODES)
+        settings = drafting_arctic.tuned(corpus, scale.arctic_grid, MAX_NODES, scale.num_arctic_texts[corpus.name])
         logger.info("%s: options of arctic: %s", corpus.name, settings)
     steady.append(Trie(corpus, corpus.pool))
-    result = {"figures": [], "rows": [], "ratios": [], "steps": [], "arctic_settings": []}
+    names = ("figures", "rows", "ratios", "steps", "min_support", "settings", "arctic_settings")
+    result: dict[str, list] = {name: [] for name in names}
     for k in MAX_NODES:
         arctic = [Arctic(corpus, corpus.pool, settings[k])] if settings else []
         measured = replay_in_turns([*steady, *arctic], corpus, k)
@@ -101,6 +112,11 @@ def measure_corpus(corpus: Corpus, scale: Scale, folder: Path) -> dict[str, list
         result["figures"] += [figure for ratio in ratios for figure in figures_of_ratio(ratio)]
         result["arctic_settings"] += [{"corpus": corpus.name, "k": k, **asdict(settings[k])}] if settings else []
     result["steps"] = step_rows(corpus, ours, scale)
+    result["min_support"] = support_rows(corpus, ours, folder)
+    result["settings"] = [
+        {"corpus": corpus.name, "k": k, "pool_escape": escape, "calibration_s": ours.calibration_s}
+        for k, escape in ours.escapes.items()
+    ]
     result["figures"] += figures_of_ours(corpus, ours, result["rows"], result["steps"])
     return result
 
@@ -181,8 +197,24 @@ def step_rows(corpus: Corpus, ours: Ours, scale: Scale) -> list[dict]:
     return [
         {"corpus": corpus.name, "k": k, "num_sequences": NUM_SEQUENCES, "num_threads": num_threads, "step_ms": step_ms}
         for k in MAX_NODES
-        for num_threads, step_ms in measure_steps(ours.pool, sequences, k, scale.num_steps).items()
+        for num_threads, step_ms in measure_steps(ours.pools[k], sequences, k, scale.num_steps).items()
     ]
+
+
+def support_rows(corpus: Corpus, ours: Ours, folder: Path) -> list[dict]:
+    """What it costs to draft only what several texts hold, every text being of another entity."""
+    k = MAX_NODES[0]
+    drafters = {1: ours} | {
+        least: Ours(corpus, folder / f"min-support-{least}", [k], PoolSettings(min_support=least))
+        for least in MIN_SUPPORTS
+    }
+    measured = replay_in_turns(list(drafters.values()), corpus, k)
+    rows = []
+    for least, one in zip(drafters, measured, strict=True):
+        ratio = accepted_ratio(one.replays, measured[0].replays, SEED)
+        row = {"corpus": corpus.name, "k": k, "min_support": least, "aal": mean_accepted(one.replays)}
+        rows.append(row | {"of_all": ratio.value, "of_all_low": ratio.low, "of_all_high": ratio.high})
+    return rows
 
 
 def figures_of_ratio(ratio: dict) -> list[Figure]:
@@ -294,6 +326,8 @@ def main() -> None:
     content = {name: [one for part in parts for one in part[name]] for name in parts[0]}
     print(describe_figures(content["figures"]), describe_rows(content["rows"]), sep="\n\n")
     print("", describe_ratios(content["ratios"]), sep="\n")
+    for row in content["min_support"]:
+        print(f"{row['corpus']}, min_support {row['min_support']}: AAL {row['aal']:.2f}, {row['of_all']:.2f} of all")
     wall_s = time.perf_counter() - start_s
     print(f"\n{wall_s:.0f} s in all")
     if arguments.json:

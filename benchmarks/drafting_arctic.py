@@ -107,15 +107,22 @@ class ArcticGrid:
         return [ArcticSettings(max_tree_depth, *other) for other in others]
 
 
-def tuned(corpus: Corpus, grid: ArcticGrid, max_nodes: Sequence[int]) -> dict[int, ArcticSettings]:
-    """The options with the largest AAL for each size of tree, on texts of the pool that are left out of it for this."""
+def tuned(
+    corpus: Corpus, grid: ArcticGrid, max_nodes: Sequence[int], num_texts: int | None = None
+) -> dict[int, ArcticSettings]:
+    """The options with the largest AAL for each size of tree, on texts of the pool that are left out of it for this.
+
+    Parameters
+    ----------
+    num_texts : how many of the texts for tuning are replayed for each choice; None: all.
+    """
     best: dict[int, tuple[float, ArcticSettings]] = {}
     for depth in grid.max_tree_depth:
         candidates = grid.settings(depth)
         drafter = Arctic(corpus, corpus.pool_without_tuning, candidates[0])
         for settings, k in itertools.product(candidates, max_nodes):
             drafter.settings = settings
-            aal = mean_accepted([replay(drafter, document, k) for document in corpus.tuning])
+            aal = mean_accepted([replay(drafter, document, k) for document in corpus.tuning[:num_texts]])
             if k not in best or aal > best[k][0]:
                 best[k] = aal, settings
     return {k: settings for k, (_, settings) in best.items()}

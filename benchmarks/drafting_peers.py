@@ -17,31 +17,45 @@ from drafting_corpora import Corpus, Document
 from drafting_replay import Drafter
 
 from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.calibrate import calibrate
+from retrieval_pools.pool import Pool
 from retrieval_pools.query import draft
+from retrieval_pools.replay import DraftOptions, ReplayText
+from retrieval_pools.settings import PoolSettings
 
 MIN_PROBABILITY = 1e-3  # low enough for full trees; a run cuts earlier and drafts faster
 
 
 class Ours(Drafter):
-    """`retrieval_pools`: a pool of one group, and the sequence's prompt and output."""
+    """`retrieval_pools`: a pool of one group, and the sequence's prompt and output.
+
+    Calibrated for each size of tree, as a run is for its own, by replaying the texts for tuning against a pool without
+    them.
+    """
 
     name = "ours"
 
-    def __init__(self, corpus: Corpus, texts: Sequence[np.ndarray], folder: Path) -> None:
+    def __init__(
+        self, corpus: Corpus, folder: Path, max_nodes: Sequence[int], settings: PoolSettings | None = None
+    ) -> None:
         start_s = time.perf_counter()
-        self.pool = build_pool(
-            (PoolText(token_ids=text) for text in texts),
-            folder,
-            side=corpus.side,
-            tokenizer_hash="benchmark",  # the pool lives as long as the process
-            model_id="benchmark",
-        )
+        self.pool = _pool_of(corpus, corpus.pool, folder / "pool", settings)
         self.build_s = time.perf_counter() - start_s
-        self.num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        self.num_bytes = sum(path.stat().st_size for path in (folder / "pool").iterdir())
+        without_tuning = _pool_of(corpus, corpus.pool_without_tuning, folder / "without-tuning", settings)
+        texts = [ReplayText(document.prompt_ids, document.text_ids) for document in corpus.tuning]
+        start_s = time.perf_counter()
+        calibrations = {
+            k: calibrate(without_tuning, texts, DraftOptions(max_nodes=k, min_probability=MIN_PROBABILITY))
+            for k in max_nodes
+        }
+        self.calibration_s = (time.perf_counter() - start_s) / len(max_nodes)
+        self.escapes = {k: calibration.pool_escape for k, calibration in calibrations.items()}
+        self.pools = {k: self.pool.with_calibration(calibration) for k, calibration in calibrations.items()}
 
     def draft(self, max_nodes: int) -> tuple[np.ndarray, np.ndarray]:
         tree = draft(
-            self.pool,
+            self.pools.get(max_nodes, self.pool),
             self.tokens[: self.length],
             self.num_prompt,
             max_nodes=max_nodes,
@@ -49,6 +63,17 @@ class Ours(Drafter):
             use_previous=False,
         )
         return tree.token_ids, tree.parents
+
+
+def _pool_of(corpus: Corpus, texts: Sequence[np.ndarray], folder: Path, settings: PoolSettings | None) -> Pool:
+    return build_pool(
+        (PoolText(token_ids=text) for text in texts),
+        folder,
+        side=corpus.side,
+        tokenizer_hash="benchmark",  # the pool lives as long as the process
+        model_id="benchmark",
+        settings=settings,
+    )
 
 
 class PromptLookup(Drafter):

@@ -40,7 +40,7 @@ def corpus() -> Corpus:
 @pytest.fixture(scope="module")
 def drafters(corpus, tmp_path_factory) -> dict:
     made = {
-        "ours": Ours(corpus, corpus.pool, tmp_path_factory.mktemp("pools") / "pool"),
+        "ours": Ours(corpus, tmp_path_factory.mktemp("pools") / "pool", [16]),
         "prompt-lookup": PromptLookup(),
         "pygtrie": Trie(corpus, corpus.pool),
     }
