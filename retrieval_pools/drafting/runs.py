@@ -1,6 +1,6 @@
 """What one level knows to follow: its next tokens and how much each counts.
 
-In the pool an interval is sorted by what follows, so the occurrences of a token are a run that need not all be read.
+In the pool an interval is sorted by what follows, so the occurrences of a token are a run.
 """
 
 from retrieval_pools.drafting.intervals import is_supported, sample_place, sample_stride
@@ -46,16 +46,23 @@ def _list_all(runs, index, preference, first, size, offset):
     num_samples = min(size, preference.num_samples)
     scale = preference.outside * (size / num_samples)
     stride = sample_stride(num_samples, size)
-    token = _token_at(index, first, stride, 0, offset)
-    last_token = _token_at(index, first, stride, num_samples - 1, offset)
-    begin = num_runs = 0
-    while begin < num_samples and num_runs < NUM_RUNS:
-        end, next_token = _end_of_run(index, first, stride, begin, num_samples, offset, token, last_token)
-        runs.token[num_runs], runs.weight[num_runs] = token, scale * (end - begin)
-        runs.is_drafted[num_runs] = is_supported(index, sample_place(first, stride, begin), offset + 1)
-        num_runs += 1
-        begin, token = end, next_token
-    return num_runs
+    runs.token[0], runs.weight[0] = _token_at(index, first, stride, 0, offset), 0.0
+    runs.is_drafted[0] = is_supported(index, sample_place(first, stride, 0), offset + 1)
+    if runs.token[0] == _token_at(index, first, stride, num_samples - 1, offset):
+        runs.weight[0] = scale * num_samples
+        return 1
+    run = 0
+    for k in range(num_samples):  # all of them: they do not wait for one another, as those of a bisection would
+        place = sample_place(first, stride, k)
+        token = index.tokens[index.order[place] + offset]
+        if token != runs.token[run]:
+            if run + 1 == NUM_RUNS:
+                break
+            run += 1
+            runs.token[run], runs.weight[run] = token, 0.0
+            runs.is_drafted[run] = is_supported(index, place, offset + 1)
+        runs.weight[run] += scale
+    return run + 1
 
 
 @part
@@ -91,30 +98,3 @@ def _list_group(runs, num_runs, index, preference, first, size, offset):
 @part
 def _token_at(index, first, stride, k, offset):
     return index.tokens[index.order[sample_place(first, stride, k)] + offset]
-
-
-@part
-def _end_of_run(index, first, stride, begin, num_samples, offset, token, last_token):
-    """Where the run of `token` that begins at sample `begin` ends, and the token there: gallop, then bisect.
-
-    `last_token` is that of the last sample; behind it the token is of no meaning.
-    """
-    if token == last_token:
-        return num_samples, token
-    inside, step = begin, 1
-    outside, next_token = num_samples - 1, last_token
-    while inside + step < outside:
-        found = _token_at(index, first, stride, inside + step, offset)
-        if found != token:
-            outside, next_token = inside + step, found
-            break
-        inside += step
-        step <<= 1
-    while outside - inside > 1:
-        middle = (inside + outside) >> 1
-        found = _token_at(index, first, stride, middle, offset)
-        if found == token:
-            inside = middle
-        else:
-            outside, next_token = middle, found
-    return outside, next_token
