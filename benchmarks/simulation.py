@@ -2,10 +2,10 @@
 
     python benchmarks/simulation.py --quick --json simulation.json
 
-A model writes texts; some are held back, the rest become a pool. Predictions of tokens per step are compared with
-real, drafted runs over prompts that no pool text answers: of the model's own greedy texts on these very prompts, which
-a greedy run must repeat; and of texts on other prompts, as the simulation has them before the night. Figures are
-reported, not judged: the exit code is 0 whether they are met or not.
+A model writes texts; some are held back, with some the pool is calibrated, the rest become the pool. Predictions of
+tokens per step are compared with real, drafted runs over prompts that no pool text answers: of the model's own greedy
+texts on these very prompts, which a greedy run must repeat; and of texts on other prompts, as the simulation has them
+before the night. Figures are reported, not judged: the exit code is 0 whether they are met or not.
 """
 
 import argparse
@@ -29,9 +29,8 @@ from pipeline.decoding.drafters import NoDrafter, drafter_from
 from pipeline.decoding.engine import Engine, GenerationResult
 from pipeline.decoding.verifiers import Greedy, verifier_from
 from retrieval_pools.estimates import Bootstrap, Estimate, Tally
-from retrieval_pools.pool import Pool
 from retrieval_pools.replay import ReplayText
-from retrieval_pools.simulate import DraftSetting, Grouping, PoolCorpus, Simulator
+from retrieval_pools.simulate import CalibrationTexts, DraftSetting, Grouping, PoolCorpus, Simulator
 
 logger = logging.getLogger("simulation")
 
@@ -42,19 +41,25 @@ LARGEST_ERROR_OTHER_TEXTS = 0.10
 
 @dataclass(frozen=True)
 class Scale:
-    """Prompts that are really run, texts that are held back, texts in the pool."""
+    """Prompts that are really run, texts that are held back, texts to calibrate with, texts in the pool."""
 
     num_prompts: int
     num_held_back: int
+    num_calibration: int
     num_pool: int
 
+    @property
+    def num_texts(self) -> int:
+        """Texts that the model writes before."""
+        return self.num_held_back + self.num_calibration + self.num_pool
 
-FULL, QUICK, SMOKE = Scale(150, 150, 600), Scale(60, 60, 240), Scale(4, 10, 20)
+
+FULL, QUICK, SMOKE = Scale(150, 150, 150, 600), Scale(60, 60, 60, 240), Scale(4, 10, 4, 20)
 
 
 def tasks_of(model_dir: Path, data: Path, tokenizer, scale: Scale) -> list[Task]:
-    """The tasks that a model was trained for; their pool prompts are those of the pool and of the held-back texts."""
-    size = TaskSize(scale.num_prompts, scale.num_held_back + scale.num_pool)
+    """The tasks that a model was trained for; their pool prompts are those of all texts that are written before."""
+    size = TaskSize(scale.num_prompts, scale.num_texts)
     if model_dir.resolve() == SAMPLE_MODEL:
         return sample_tasks(tokenizer, size)
     return [reki_task(tokenizer, data, size), goodreads_items_task(tokenizer, data, size)]
@@ -63,21 +68,22 @@ def tasks_of(model_dir: Path, data: Path, tokenizer, scale: Scale) -> list[Task]
 def measure(engine: Engine, task: Task, cache: Path, scale: Scale, folder: Path) -> list[dict]:
     """Rows of one task: each verifier, predicted from the same texts and from others."""
     texts = own_texts(engine, task, cache)
-    held_back, pool_texts = texts[: scale.num_held_back], texts[scale.num_held_back :]
+    documents = [ReplayText(prompt, text) for prompt, text in zip(task.pool_prompts, texts, strict=True)]
+    other, rest = documents[: scale.num_held_back], documents[scale.num_held_back :]
+    calibration, in_pool = rest[: scale.num_calibration], rest[scale.num_calibration :]
     own = {one.request_id: one.token_ids for one in _run(engine, task, NoDrafter(), Greedy())}
     same = [ReplayText(prompt, own[str(number)]) for number, prompt in enumerate(task.held_out)]
-    other = [ReplayText(prompt, text) for prompt, text in zip(task.pool_prompts, held_back, strict=False)]
     setting = DraftSetting(
         "whole",
         max_draft_tokens=engine.settings.max_draft_tokens,
         min_acceptance=engine.settings.min_acceptance,
     )
     predicted, pool = {}, None
-    for name, documents in (("same texts", same), ("other texts", other)):
-        simulator = _simulator(task, pool_texts, documents, folder / name)
+    for name, replayed in (("same texts", same), ("other texts", other)):
+        simulator = _simulator(task, in_pool, replayed, CalibrationTexts(calibration, setting), folder / name)
         tally = simulator.replay(setting)
         predicted[name] = Bootstrap(len(tally), SEED).tokens_per_step(tally)
-        pool = Pool.open(folder / name / "0")
+        pool = simulator.pool(setting)  # the same for both
     rows = []
     for verifier in ("greedy", "relaxed"):
         settings = engine.settings.model_copy(update={"verifier": verifier})
@@ -88,10 +94,12 @@ def measure(engine: Engine, task: Task, cache: Path, scale: Scale, folder: Path)
     return rows
 
 
-def _simulator(task: Task, pool_texts: list[np.ndarray], held_back: list[ReplayText], folder: Path) -> Simulator:
-    corpus = PoolCorpus(task.side, pool_texts, range(len(pool_texts)))
-    whole = Grouping(["all"] * len(pool_texts), [None] * len(held_back))
-    return Simulator(corpus, held_back, {"whole": whole}, folder, SEED)
+def _simulator(
+    task: Task, in_pool: list[ReplayText], held_back: list[ReplayText], calibration: CalibrationTexts, folder: Path
+) -> Simulator:
+    corpus = PoolCorpus(task.side, [document.text_ids for document in in_pool], range(len(in_pool)))
+    whole = Grouping(["all"] * len(in_pool), [None] * len(held_back), [None] * len(calibration.texts))
+    return Simulator(corpus, held_back, {"whole": whole}, folder, SEED, calibration)
 
 
 def _run(engine: Engine, task: Task, drafter, verifier) -> list[GenerationResult]:

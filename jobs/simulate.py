@@ -105,7 +105,8 @@ def simulate_night(night: Night, settings: Settings, size: SimulationSize, costs
     PoolError
         The entities cannot be grouped as the configuration says.
     """
-    sides = [texts for side in SIDES if (texts := divided_texts(night, side, size, settings.seed)) is not None]
+    divided = [divided_texts(night, side, size, settings.seed, settings.pools.calibration_texts) for side in SIDES]
+    sides = [texts for texts in divided if texts is not None]
     require_something(sides, night)
     embeddings = trained_embeddings(night, settings)
     with tempfile.TemporaryDirectory(prefix="laserbatch-simulation-") as folder:
@@ -142,4 +143,12 @@ def _simulate_side(
     kinds = [trial.with_previous for trial in plan if trial.study == CONFIGURED]
     full_pool = {kind: estimate for kind in kinds if (estimate := findings.with_all_texts(kind, texts.num_texts))}
     speeds = findings.speeds(costs.step_cost, costs.batch_sizes)
-    return SideSimulation(texts.side, texts.num_texts, len(texts.corpus), findings.outcomes, speeds, full_pool)
+    return SideSimulation(
+        texts.side,
+        texts.num_texts,
+        len(texts.corpus),
+        simulator.num_calibration_texts,
+        findings.outcomes,
+        speeds,
+        full_pool,
+    )

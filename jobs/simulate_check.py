@@ -73,7 +73,7 @@ def checked_predictions(before: Night, after: Night, size: SimulationSize) -> li
     embeddings = trained_embeddings(before, settings)
     checked = []
     for side in SIDES:
-        texts = divided_texts(before, side, size, settings.seed)
+        texts = divided_texts(before, side, size, settings.seed, settings.pools.calibration_texts)
         if texts is None:
             continue
         for with_previous in (False, True):

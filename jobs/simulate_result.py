@@ -19,7 +19,8 @@ class SideSimulation:
 
     Attributes
     ----------
-    num_texts : of the run; `num_pool_texts` : that pools were built from.
+    num_texts : of the run; `num_pool_texts` : that pools were built from; `num_calibration_texts` :
+        that these were calibrated with, which are in none of them.
     outcomes : of every trial, the configured setting first.
     speeds : of every draft budget at every batch size.
     full_pool : tokens per step as configured, extrapolated to a pool of all texts, by whether previous texts are given;
@@ -29,6 +30,7 @@ class SideSimulation:
     side: Side
     num_texts: int
     num_pool_texts: int
+    num_calibration_texts: int
     outcomes: Sequence[Outcome]
     speeds: Sequence[BudgetSpeed]
     full_pool: Mapping[bool, Estimate]
@@ -127,6 +129,7 @@ def _side_data(side: SideSimulation) -> dict[str, Any]:
     return {
         "num_texts": side.num_texts,
         "num_pool_texts": side.num_pool_texts,
+        "num_calibration_texts": side.num_calibration_texts,
         "outcomes": [_outcome_data(outcome) for outcome in side.outcomes],
         "speeds": [asdict(speed) for speed in side.speeds],
         "full_pool_tokens_per_step": {KINDS[kind]: asdict(estimate) for kind, estimate in side.full_pool.items()},

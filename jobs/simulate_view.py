@@ -13,6 +13,7 @@ from retrieval_pools.studies import GROUPING, NUM_GROUPS, OPTION_VALUES, SOURCES
 def print_simulation(console: Console, simulation: Simulation) -> None:
     """The figures that decide something; the page has all."""
     console.print(_gains_table(simulation))
+    console.print(calibration_line(simulation), style="dim", markup=False, soft_wrap=True)
     console.print(_speeds_table(simulation))
     for side in simulation.sides:
         console.print(_studies_table(side))
@@ -27,6 +28,17 @@ def print_simulation(console: Console, simulation: Simulation) -> None:
 def interval(estimate: Estimate, digits: int = 2) -> str:
     """`7.22 (7.07 to 7.38)`."""
     return f"{decimal(estimate.value, digits)} ({decimal(estimate.low, digits)} to {decimal(estimate.high, digits)})"
+
+
+def calibration_line(simulation: Simulation) -> str:
+    """What the estimates of the simulated pools rest on."""
+    sides = [
+        f"{side.side}s on {counted(side.num_calibration_texts, 'further text')}"
+        if side.num_calibration_texts
+        else f"{side.side}s not at all"
+        for side in simulation.sides
+    ]
+    return f"Pools are calibrated, as those of a night are: {', '.join(sides)}."
 
 
 def full_pool(side: SideSimulation, with_previous: bool) -> str:

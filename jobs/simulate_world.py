@@ -1,7 +1,8 @@
 """From a finished run to what a simulation replays: texts held back, texts for the pools, groups of both.
 
 Nothing that is held back shapes what it is drafted from: pools, and leaves that are fitted to texts, see the rest
-alone. Interactions and attributes of held-back entities are seen, as they are on a night.
+alone. A further part is held back to calibrate the pools with, as large as a first night holds back. Interactions and
+attributes of held-back entities are seen, as they are on a night.
 """
 
 import hashlib
@@ -22,13 +23,14 @@ from jobs.settings import Settings
 from pipeline.errors import RowError, WorkspaceError
 from pipeline.knowledge.entities import iter_entities
 from pipeline.knowledge.records import SIDES, Side
+from retrieval_pools.calibrate import num_held_back
 from retrieval_pools.errors import PoolError
 from retrieval_pools.grouping.collaborative import train_embeddings
 from retrieval_pools.grouping.kmeans import EntityEmbeddings
 from retrieval_pools.grouping.text_clusters import EntityTexts
 from retrieval_pools.replay import ReplayText
 from retrieval_pools.router import Router
-from retrieval_pools.simulate import DraftSetting, Grouping, PoolCorpus, Simulator
+from retrieval_pools.simulate import CalibrationTexts, DraftSetting, Grouping, PoolCorpus, Simulator
 from retrieval_pools.studies import group_counts
 
 MIN_TEXTS = 20  # of a side; of fewer nothing can be said
@@ -59,19 +61,36 @@ class SimulationSize:
 
 @dataclass(frozen=True)
 class SideTexts:
-    """A side's texts, divided. `num_texts` counts all that the run has."""
+    """A side's texts, divided.
+
+    Attributes
+    ----------
+    num_texts : all that the run has.
+    held_back, held_back_ids : to measure with.
+    calibration, calibration_ids : to calibrate pools with.
+    corpus : to build pools from.
+    """
 
     side: Side
     num_texts: int
     held_back: list[ReplayText]
     held_back_ids: list[str | int]
+    calibration: list[ReplayText]
+    calibration_ids: list[str | int]
     corpus: PoolCorpus
 
 
-def divided_texts(night: Night, side: Side, size: SimulationSize, seed: int) -> SideTexts | None:
+def divided_texts(
+    night: Night, side: Side, size: SimulationSize, seed: int, calibration_texts: int = 0
+) -> SideTexts | None:
     """Hold back texts of a side, the same for the same seed, and keep the rest for pools; None where there are too few.
 
-    Of the held-back entities up to half are such as changed that night, where there are any: they have a previous text.
+    Of the entities of each part that is held back up to half are such as changed that night, where there are any: they
+    have a previous text.
+
+    Parameters
+    ----------
+    calibration_texts : wanted to calibrate with; see `calibrate.num_held_back`.
     """
     knowledge = night.run.read_knowledge(side) if _has_knowledge(night, side) else None
     num_texts = 0 if knowledge is None else knowledge.num_rows
@@ -81,21 +100,29 @@ def divided_texts(night: Night, side: Side, size: SimulationSize, seed: int) -> 
     entity_ids = knowledge["entity_id"].to_pylist()
     previous = _previous_of_changed(night, side, knowledge)
     order = sorted(range(num_texts), key=lambda row: _digest(seed, side, entity_ids[row]))
-    num_held_back = min(size.num_texts, int(MAX_HELD_BACK_SHARE * num_texts))
-    changed = [row for row in order if entity_ids[row] in previous][: num_held_back // 2]
-    taken = set(changed)
-    taken.update([row for row in order if row not in taken][: num_held_back - len(changed)])
+    changed = [row for row in order if entity_ids[row] in previous]
+    measured = _taken(order, changed, min(size.num_texts, int(MAX_HELD_BACK_SHARE * num_texts)), set())
+    calibrating = _taken(order, changed, num_held_back(num_texts, calibration_texts), measured)
+    taken = measured | calibrating
     token_ids = [np.asarray(ids.values, np.int32) for ids in knowledge["token_ids"].combine_chunks()]
     prompts = _prompts(night, side, [entity_ids[row] for row in taken])
-    held_back = [row for row in order if row in taken and entity_ids[row] in prompts]
+    held_back, calibration = (
+        [row for row in order if row in part and entity_ids[row] in prompts] for part in (measured, calibrating)
+    )
     kept = sorted([row for row in order if row not in taken][: size.max_pool_texts])
+
+    def replayed(rows: list[int]) -> list[ReplayText]:
+        return [ReplayText(prompts[entity_ids[row]], token_ids[row], previous.get(entity_ids[row])) for row in rows]
+
     if len(kept) < num_texts - len(taken):
         say(f"{side}s: pools are built from {len(kept):,} of {num_texts:,} texts; --max-pool-texts takes more")
     return SideTexts(
         side,
         num_texts,
-        [ReplayText(prompts[entity_ids[row]], token_ids[row], previous.get(entity_ids[row])) for row in held_back],
+        replayed(held_back),
         [entity_ids[row] for row in held_back],
+        replayed(calibration),
+        [entity_ids[row] for row in calibration],
         PoolCorpus(side, [token_ids[row] for row in kept], [entity_ids[row] for row in kept]),
     )
 
@@ -138,7 +165,8 @@ def simulator_of(
     for scheme in () if configured_only else ("collaborative", "random"):
         for count in group_counts(len(texts.corpus)):
             groupings[f"{scheme}/{count}"] = routed.grouping(scheme=scheme, num_groups=count)
-    return Simulator(texts.corpus, texts.held_back, groupings, folder, settings.seed)
+    calibration = CalibrationTexts(texts.calibration, configured_setting(settings))
+    return Simulator(texts.corpus, texts.held_back, groupings, folder, settings.seed, calibration)
 
 
 def configured_grouping(settings: Settings) -> str:
@@ -202,11 +230,20 @@ class _Routed:
         return Grouping(
             [group_of.get(entity_id) for entity_id in texts.corpus.entity_ids],
             [group_of.get(entity_id) for entity_id in texts.held_back_ids],
+            [group_of.get(entity_id) for entity_id in texts.calibration_ids],
         )
 
     def _known_texts(self) -> EntityTexts:
         corpus = self._texts.corpus
         return EntityTexts(pa.array(corpus.entity_ids), pa.array(corpus.token_ids, pa.list_(pa.int32())))
+
+
+def _taken(order: list[int], changed: list[int], num_wanted: int, others: set[int]) -> set[int]:
+    """So many rows that are not among others, in their order: up to half of them changed ones."""
+    first = [row for row in changed if row not in others][: num_wanted // 2]
+    taken = set(first)
+    taken.update([row for row in order if row not in taken and row not in others][: num_wanted - len(first)])
+    return taken
 
 
 def _has_knowledge(night: Night, side: Side) -> bool:

@@ -1,7 +1,8 @@
 """What a way of drafting would gain on texts that its pool does not hold: pools built, texts replayed, counts kept.
 
 A simulation has two kinds of replay: without the entities' previous texts, as tomorrow's new entities are written; and
-with them, as changed ones are, for the held-back texts that have one. Knows no table, no run and no model.
+with them, as changed ones are, for the held-back texts that have one. Pools are calibrated, as those of a night are, on
+texts that are neither in them nor measured. Knows no table, no run and no model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,10 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.calibrate import calibrate, fit_cells
+from retrieval_pools.calibration import table_of
+from retrieval_pools.drafting.state import MAX_NODES
 from retrieval_pools.estimates import Bootstrap, Estimate, Tally
 from retrieval_pools.manifest import Side
 from retrieval_pools.pool import Pool
-from retrieval_pools.replay import DraftOptions, ReplayText, replay
+from retrieval_pools.replay import DraftOptions, ReplayText, replay, replay_nodes
 from retrieval_pools.settings import PoolSettings
 
 SOURCES = ("previous", "prompt", "output", "pool")
@@ -28,10 +32,12 @@ class Grouping:
     ----------
     pool_groups : of the pool's texts.
     held_back_groups : of the held-back texts.
+    calibration_groups : of the texts that pools are calibrated with.
     """
 
     pool_groups: Sequence[str | None]
     held_back_groups: Sequence[str | None]
+    calibration_groups: Sequence[str | None] = ()
 
     @property
     def num_groups(self) -> int:
@@ -65,6 +71,20 @@ class DraftSetting:
 
 
 @dataclass(frozen=True)
+class CalibrationTexts:
+    """What pools are calibrated with.
+
+    Attributes
+    ----------
+    texts : neither in a pool nor measured; their groups are not looked at. Fewer than two calibrate nothing.
+    base : the setting whose pool is calibrated as that of a night is.
+    """
+
+    texts: Sequence[ReplayText]
+    base: DraftSetting
+
+
+@dataclass(frozen=True)
 class PoolCorpus:
     """The texts that a side's pools are built from: int32[n] token ids and entity of each."""
 
@@ -83,9 +103,10 @@ class Simulator:
     ----------
     corpus : texts for the pools; none of them is held back.
     held_back : texts to replay, with the entity's previous text where there is one; their groups are not looked at.
-    groupings : by name, over `corpus` and `held_back`.
+    groupings : by name, over `corpus`, `held_back` and `calibration`.
     folder : where pools may be written; it is the caller's to remove.
     seed : of the samples of the pool's texts: a smaller one is part of a larger one.
+    calibration : None: relative counts are believed as they are.
     """
 
     def __init__(
@@ -95,17 +116,25 @@ class Simulator:
         groupings: Mapping[str, Grouping],
         folder: Path,
         seed: int = 0,
+        calibration: CalibrationTexts | None = None,
     ) -> None:
         self.corpus, self.held_back, self.groupings = corpus, held_back, groupings
+        self.calibration = calibration if calibration is not None and len(calibration.texts) > 1 else None
         self._folder = folder
         self._order = np.random.default_rng(seed).permutation(len(corpus))
         self._pools: dict[tuple, Pool] = {}
+        self._tables: dict[DraftSetting, np.ndarray] = {}
         self._tallies: dict[tuple[DraftSetting, bool], Tally] = {}
 
     @property
     def num_with_previous(self) -> int:
         """Held-back texts whose entity has a previous text."""
         return sum(text.previous_ids is not None for text in self.held_back)
+
+    @property
+    def num_calibration_texts(self) -> int:
+        """Texts that pools are calibrated with; 0: they are not calibrated."""
+        return 0 if self.calibration is None else len(self.calibration.texts)
 
     def replay(self, setting: DraftSetting, with_previous: bool = False) -> Tally:
         """Counts by text.
@@ -116,19 +145,11 @@ class Simulator:
         """
         key = setting, with_previous
         if key not in self._tallies:
-            pool = self._pool(setting) if "pool" in setting.sources else None
-            options = DraftOptions(
-                max_nodes=setting.max_draft_tokens,
-                min_probability=setting.min_acceptance,
-                use_prompt="prompt" in setting.sources,
-                use_output="output" in setting.sources,
-                use_previous=with_previous and "previous" in setting.sources,
-            )
+            pool = self.pool(setting) if "pool" in setting.sources else None
+            options = _options(setting, with_previous)
             groups = self.groupings[setting.grouping].held_back_groups
             texts = [
-                replace(text, group=group)
-                for text, group in zip(self.held_back, groups, strict=True)
-                if not with_previous or text.previous_ids is not None
+                text for text in _grouped(self.held_back, groups) if not with_previous or text.previous_ids is not None
             ]
             self._tallies[key] = Tally.of([replay(pool, [text], options) for text in texts])
         return self._tallies[key]
@@ -151,7 +172,32 @@ class Simulator:
         doublings = np.log2(num_texts / len(self.corpus)) / np.log2(len(self.corpus) / half)
         return Estimate.of(whole + doublings * (whole - halved))
 
-    def _pool(self, setting: DraftSetting) -> Pool:
+    def pool(self, setting: DraftSetting) -> Pool:
+        """The pool that a setting drafts from, calibrated; settings that estimate alike share the curves.
+
+        The base is calibrated as a night's pool is. Whatever changes estimates (groups, options and size of the pool,
+        another source) is fitted to one more replay of the same texts, which drafts by the base's curves. Budgets, and
+        a source less, take the base's curves as they are.
+        """
+        pool = self._uncalibrated(setting)
+        if self.calibration is None:
+            return pool
+        alike = _estimating_alike(setting, self.calibration.base)
+        if alike not in self._tables:
+            self._tables[alike] = self._fitted_table(alike, pool)
+        return pool.with_acceptance_table(self._tables[alike])
+
+    def _fitted_table(self, setting: DraftSetting, pool: Pool) -> np.ndarray:
+        base = self.calibration.base
+        texts = _grouped(self.calibration.texts, self.groupings[setting.grouping].calibration_groups)
+        options = _options(setting, with_previous=True)
+        if setting == base:
+            return calibrate(pool, texts, options).table
+        widest = replace(options, max_nodes=MAX_NODES, min_probability=0.0)
+        drafting_alike = pool.with_acceptance_table(self.pool(base).acceptance_table)
+        return table_of(fit_cells(replay_nodes(drafting_alike, texts, widest, options)))
+
+    def _uncalibrated(self, setting: DraftSetting) -> Pool:
         built = setting.pool.index_depth, setting.pool.min_support
         key = setting.grouping, setting.num_pool_texts, *built
         if key not in self._pools:
@@ -170,3 +216,26 @@ class Simulator:
         groups = self.groupings[setting.grouping].pool_groups
         for number in np.sort(self._order[: setting.num_pool_texts]).tolist():
             yield PoolText(self.corpus.token_ids[number], groups[number] or "", self.corpus.entity_ids[number])
+
+
+def _estimating_alike(setting: DraftSetting, base: DraftSetting) -> DraftSetting:
+    """The setting whose curves are taken: with the base's budget, and with its sources too."""
+    sources = tuple(source for source in SOURCES if source in base.sources or source in setting.sources)
+    if set(sources) == set(base.sources):
+        sources = base.sources
+    budget = {"max_draft_tokens": base.max_draft_tokens, "min_acceptance": base.min_acceptance}
+    return replace(setting, sources=sources, **budget)
+
+
+def _options(setting: DraftSetting, with_previous: bool) -> DraftOptions:
+    return DraftOptions(
+        max_nodes=setting.max_draft_tokens,
+        min_probability=setting.min_acceptance,
+        use_prompt="prompt" in setting.sources,
+        use_output="output" in setting.sources,
+        use_previous=with_previous and "previous" in setting.sources,
+    )
+
+
+def _grouped(texts: Sequence[ReplayText], groups: Sequence[str | None]) -> list[ReplayText]:
+    return [replace(text, group=group) for text, group in zip(texts, groups, strict=True)]

@@ -8,7 +8,7 @@ from jobs.report.formatting import count, counted, decimal, percent, times
 from jobs.report.simulation_budgets import budget_section, speed_section
 from jobs.report.simulation_studies import figures_section, grouping_section, option_section, size_section
 from jobs.simulate_result import KINDS, Simulation
-from jobs.simulate_view import check_lines, full_pool, interval, recommendation_line
+from jobs.simulate_view import calibration_line, check_lines, full_pool, interval, recommendation_line
 
 
 def simulation_page(simulation: Simulation, made_by: str) -> Page:
@@ -104,7 +104,8 @@ def _gain_section(simulation: Simulation) -> Section:
         "Intervals hold 95 % of what resampled texts gave.",
     )
     lead = "Texts of the night were held back and replayed against pools of the rest, as greedy verification accepts."
-    return Section("gain", "What drafting gains", lead, [table, Note(recommendation_line(simulation))])
+    notes = [Note(calibration_line(simulation)), Note(recommendation_line(simulation))]
+    return Section("gain", "What drafting gains", lead, [table, *notes])
 
 
 def _check_section(simulation: Simulation) -> Section:

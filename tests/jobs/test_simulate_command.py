@@ -18,6 +18,7 @@ from jobs.settings import load_settings
 from jobs.simulate_world import SimulationSize, divided_texts
 from pipeline.knowledge.records import SIDES
 from pipeline.tables.sample_world import write_sample_world
+from retrieval_pools.calibrate import num_held_back
 
 FIRST_DATE, SECOND_DATE = datetime.date(2025, 2, 28), datetime.date(2025, 3, 1)
 REALISED_ACCEPTED, REALISED_STEPS = 60, 20  # of every text that the second night wrote: 4 tokens a step
@@ -105,7 +106,10 @@ def test_both_kinds_of_entity_are_predicted_with_intervals(found):
         # phrases are learnt from others; which one comes next only the own previous text knows
         assert changed["tokens_per_step"]["low"] > new["tokens_per_step"]["high"]
         assert new["num_texts"] == found["sides"][side]["num_texts"] // 4
-        assert found["sides"][side]["num_pool_texts"] == found["sides"][side]["num_texts"] - new["num_texts"]
+        calibrated_with = found["sides"][side]["num_calibration_texts"]
+        assert calibrated_with == num_held_back(found["sides"][side]["num_texts"], 400) > 10
+        num_apart = new["num_texts"] + calibrated_with
+        assert found["sides"][side]["num_pool_texts"] == found["sides"][side]["num_texts"] - num_apart
 
 
 def test_every_study_is_there(found):
@@ -116,7 +120,7 @@ def test_every_study_is_there(found):
     assert groupings["router, preferred"]["verdict"] == "configured"
     assert groupings["random, walls"]["verdict"] == "worse"  # a wall keeps out texts that are as good as any
     assert "collaborative, 2 groups, walls" in outcomes(found, "user", "number of groups")
-    assert list(outcomes(found, "user", "pool size")) == ["50", "100", "all 120"]
+    assert list(outcomes(found, "user", "pool size")) == ["50", "all 88"]
     assert list(outcomes(found, "user", "min_support")) == ["1", "2", "3", "5"]
     assert outcomes(found, "user", "sources")["without pool"]["verdict"] == "worse"
     assert outcomes(found, "user", "sources", with_previous=True)["without previous"]["verdict"] == "worse"
@@ -147,19 +151,23 @@ def test_the_page_holds_everything_and_needs_nothing(found):
     page = found["page"]
     assert page.count("<svg") >= 8
     assert "http://" not in page.replace("http://www.w3.org/", "") and "<script" not in page
+    assert "Pools are calibrated, as those of a night are: users on 32 further texts" in page
     for heading in ("What drafting gains", "Speed at a step cost", "Groupings", "Pool size", "Checked on a night"):
         assert heading in page
 
 
 def test_held_back_texts_are_in_no_pool_and_the_same_for_a_seed(world):
     night = open_run(load_settings(world / "laserbatch.yaml"), None)
-    one, again, other = (divided_texts(night, "user", SimulationSize(num_texts=20), seed) for seed in (0, 0, 1))
+    one, again, other = (divided_texts(night, "user", SimulationSize(num_texts=20), seed, 16) for seed in (0, 0, 1))
     assert len(one.held_back) == 20
     assert one.held_back_ids == again.held_back_ids != other.held_back_ids
-    assert not set(one.held_back_ids) & set(one.corpus.entity_ids)
-    assert len(one.corpus) + 20 == one.num_texts
+    assert len(one.calibration) == 16 and one.calibration_ids == again.calibration_ids
+    assert len({*one.held_back_ids, *one.calibration_ids, *one.corpus.entity_ids}) == one.num_texts
+    assert len(one.corpus) + 20 + 16 == one.num_texts
     assert sum(text.previous_ids is not None for text in one.held_back) == 10
-    for entity_id, text in zip(one.held_back_ids, one.held_back, strict=True):
+    assert sum(text.previous_ids is not None for text in one.calibration) == 8
+    apart = zip([*one.held_back_ids, *one.calibration_ids], [*one.held_back, *one.calibration], strict=True)
+    for entity_id, text in apart:
         version = int(text.previous_ids is not None)
         assert text.text_ids.tolist() == planted_text(entity_id, version).tolist()
         if version:

@@ -5,11 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from retrieval_pools.calibrate import calibrate, reliability
+from retrieval_pools.calibration_table import IDENTITY_TABLE
 from retrieval_pools.estimates import Bootstrap
 from retrieval_pools.recommendation import recommend
-from retrieval_pools.replay import ReplayText
+from retrieval_pools.replay import DraftOptions, ReplayText
 from retrieval_pools.settings import PoolSettings
-from retrieval_pools.simulate import DraftSetting, Grouping, PoolCorpus, Simulator
+from retrieval_pools.simulate import CalibrationTexts, DraftSetting, Grouping, PoolCorpus, Simulator
+from retrieval_pools.sources import SOURCE_NAMES
 from retrieval_pools.step_cost import StepCost
 from retrieval_pools.studies import FULL_TREES, Findings, Trial, best_speed, group_counts, plan_trials
 
@@ -167,3 +170,59 @@ def test_the_same_texts_give_the_same_findings(tmp_path, dialects):
     setting = replace(BASE, num_pool_texts=30)
     for one, other in zip(vars(dialects.replay(setting)).values(), vars(again.replay(setting)).values(), strict=True):
         assert one.tolist() == other.tolist()
+
+
+@pytest.fixture
+def calibrated(dialects, tmp_path) -> Simulator:
+    """The dialects, with half of what was held back to calibrate with."""
+    texts, other = dialects.held_back[:40], dialects.held_back[40:]
+    groupings = {
+        name: Grouping(one.pool_groups, one.held_back_groups[:40], one.held_back_groups[40:])
+        for name, one in dialects.groupings.items()
+    }
+    calibration = CalibrationTexts(other, BASE)
+    return Simulator(dialects.corpus, texts, groupings, tmp_path / "calibrated", calibration=calibration)
+
+
+def test_the_base_is_calibrated_as_a_pool_of_a_night(calibrated):
+    pool = calibrated.pool(BASE)
+    texts = [replace(text, group="all") for text in calibrated.calibration.texts]
+    options = DraftOptions(4, 0.001, use_prompt=False, use_output=False, use_previous=False)
+    fitted = calibrate(pool.with_acceptance_table(IDENTITY_TABLE), texts, options)
+    assert not np.array_equal(pool.acceptance_table, IDENTITY_TABLE)
+    np.testing.assert_array_equal(pool.acceptance_table, fitted.table)
+    assert calibrated.num_calibration_texts == 40
+
+
+def test_budgets_and_fewer_sources_share_the_curves_and_what_estimates_otherwise_has_its_own(calibrated):
+    base = calibrated.pool(BASE).acceptance_table
+    for same in (replace(BASE, max_draft_tokens=16), replace(BASE, min_acceptance=0.2), replace(BASE, sources=())):
+        np.testing.assert_array_equal(calibrated.pool(same).acceptance_table, base)
+    for other in (BASE.with_pool(pool_escape=50.0), replace(BASE, grouping="good"), replace(BASE, num_pool_texts=20)):
+        assert not np.array_equal(calibrated.pool(other).acceptance_table, base)
+    with_output = calibrated.pool(replace(BASE, sources=("pool", "output"))).acceptance_table
+    assert not np.array_equal(with_output[SOURCE_NAMES.index("output")], IDENTITY_TABLE[0])
+
+
+def test_one_more_replay_fits_as_the_whole_calibration_does(calibrated):
+    other = BASE.with_pool(pool_escape=2.001)  # as good as the base, but calibrated on its own
+    bootstrap = Bootstrap(40, 0)
+    gain = bootstrap.gain(calibrated.replay(other), calibrated.replay(BASE))
+    assert gain.value == pytest.approx(1, abs=0.02)
+
+
+def test_estimates_of_a_calibrated_simulation_hold(calibrated, dialects):
+    options = DraftOptions(16, 0.001, use_prompt=False, use_output=False, use_previous=False)
+    timid = BASE.with_pool(pool_escape=50.0)  # believes others too little
+
+    def error(simulated: Simulator) -> float:
+        return reliability(simulated.pool(timid), calibrated.held_back, options).expected_calibration_error
+
+    assert error(calibrated) < error(dialects)
+
+
+def test_one_text_calibrates_nothing(dialects, tmp_path):
+    calibration = CalibrationTexts(dialects.held_back[:1], BASE)
+    lone = Simulator(dialects.corpus, dialects.held_back, dialects.groupings, tmp_path / "lone", 0, calibration)
+    assert lone.num_calibration_texts == 0
+    assert lone.pool(BASE).acceptance_table is IDENTITY_TABLE
