@@ -16,7 +16,7 @@ from jobs.night import Night, open_run
 from jobs.report.page import render_page
 from jobs.report.simulation import simulation_page
 from jobs.settings import Settings, load_settings
-from jobs.simulate_check import checked_predictions, find_nights
+from jobs.simulate_check import checked_nights
 from jobs.simulate_result import SideSimulation, Simulation
 from jobs.simulate_view import print_simulation
 from jobs.simulate_world import (
@@ -121,7 +121,6 @@ def simulate_night(night: Night, settings: Settings, size: SimulationSize, costs
         recommendation = recommend(
             simulators, plans, base, settings.seed, lambda sums: costs.step_cost.tokens_per_s(batch_size, sums)
         )
-    nights = find_nights(settings, night)
     return Simulation(
         run_id=night.run.run_id,
         date=night.date.isoformat(),
@@ -131,7 +130,7 @@ def simulate_night(night: Night, settings: Settings, size: SimulationSize, costs
         sides=simulated,
         recommendation=recommendation,
         recommended_batch_size=batch_size,
-        checks=[] if nights is None else checked_predictions(*nights, size),
+        check=checked_nights(settings, night, size),
     )
 
 

@@ -1,11 +1,14 @@
 """Was the prediction right? What a simulation of one night says of the next, beside what that night really did.
 
 Knows no page and no terminal. A greedy night should agree but for chance; a relaxed one accepts more than a replay
-can see, because it also takes drafts that the text would not have had.
+can see, because it also takes drafts that the text would not have had. A night that drafted in a way that cannot be
+simulated here is not compared: its figures would say nothing of the simulation.
 """
 
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +23,11 @@ from jobs.simulate_world import (
     simulator_of,
     trained_embeddings,
 )
+from pipeline.errors import ConfigError, WorkspaceError
 from pipeline.knowledge.records import SIDES, Side
 from pipeline.storage.run_folder import RunFolder
 from retrieval_pools.estimates import Bootstrap, Estimate, Tally
+from retrieval_pools.store import PoolVersion
 from retrieval_pools.studies import MIN_WITH_PREVIOUS
 
 
@@ -56,24 +61,97 @@ class CheckedPrediction:
         return self.predicted.value / self.realised.value - 1
 
 
-def find_nights(settings: Settings, night: Night) -> tuple[Night, Night] | None:
-    """A night and one that drafted from its pools: the simulated one and its next, or else the one before and it."""
+@dataclass(frozen=True)
+class Check:
+    """What was compared, by kind of entity; where a night could not be, `refused` says why in a sentence."""
+
+    predictions: list[CheckedPrediction]
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class _Nights:
+    """A night, one that drafted from its pools, and those pools."""
+
+    before: Night
+    after: Night
+    pools: PoolVersion
+
+
+class _Refused(Exception):
+    """Two nights cannot be compared; the message is a sentence that says why."""
+
+
+def checked_nights(settings: Settings, night: Night, size: SimulationSize) -> Check:
+    """Compare the simulated night with its next, or else the one before with it: the latest that can be compared."""
+    refused = None
+    for run_before, run_after in _candidates(night):
+        try:
+            nights = _comparable(settings, night, run_before, run_after)
+        except _Refused as refusal:
+            refused = refused or str(refusal)
+        else:
+            return Check(_checked_predictions(nights, size))
+    return Check([], refused)
+
+
+def _candidates(night: Night) -> Iterator[tuple[str, str]]:
+    """Finished runs, and finished ones that drafted from their pools."""
     for run in reversed(night.workspace.runs()):
-        if run.is_finished and run.load_manifest()["pools"]["version"] == night.run.run_id:
-            return night, open_run(settings, run.run_id)
-    version = night.manifest["pools"]["version"]
-    if version is None or not night.workspace.run(version).is_finished:
+        if run.is_finished and _drafted_from(run) == night.run.run_id:
+            yield night.run.run_id, run.run_id
+    drafted_from = night.manifest["pools"]["version"]
+    if drafted_from is not None and night.workspace.run(drafted_from).is_finished:
+        yield drafted_from, night.run.run_id
+
+
+def _drafted_from(run: RunFolder) -> str | None:
+    try:
+        return run.load_manifest()["pools"]["version"]
+    except WorkspaceError:  # of another format: which pools it drafted from is not to be known
         return None
-    return open_run(settings, version), night
 
 
-def checked_predictions(before: Night, after: Night, size: SimulationSize) -> list[CheckedPrediction]:
-    """Predict the night after from the texts of the night before, under the settings of the night after."""
+def _comparable(settings: Settings, night: Night, run_before: str, run_after: str) -> _Nights:
+    try:
+        before, after = open_run(settings, run_before), open_run(settings, run_after)
+    except (ConfigError, WorkspaceError) as error:
+        raise _Refused(str(error)) from None
+    here = version("laserbatch")
+    for one in (before, after):
+        if one.manifest["laserbatch_version"] != here:
+            made_by = one.manifest["laserbatch_version"]
+            raise _Refused(f"run {one.run.run_id} was made by laserbatch {made_by}, which may draft unlike this {here}")
+    pools = next((known for known in night.pools.list() if known.version == run_before), None)
+    if pools is None:
+        raise _Refused(f"the pools {run_before}, which run {run_after} drafted from, are no longer there to look into")
+    if pools.problem is not None:
+        raise _Refused(f"run {run_after} drafted from pools that cannot be read: {pools.problem}")
+    wanted = after.settings.pools.model_dump()
+    for side, manifest in pools.pools.items():
+        built = manifest.settings.model_dump()
+        other = [name for name in wanted if built[name] != wanted[name]]
+        if other:
+            raise _Refused(
+                f"run {run_after} drafted {side}s from a pool with other settings than its own: pools.{other[0]} is "
+                f"{built[other[0]]!r} there and {wanted[other[0]]!r} in the run's configuration"
+            )
+    return _Nights(before, after, pools)
+
+
+def _checked_predictions(nights: _Nights, size: SimulationSize) -> list[CheckedPrediction]:
+    """Predict the night after from the texts of the night before, under the settings of the night after.
+
+    Where the pool that it drafted from was not calibrated, neither is the simulated one.
+    """
+    before, after = nights.before, nights.after
     settings = after.settings
     embeddings = trained_embeddings(before, settings)
     checked = []
     for side in SIDES:
-        texts = divided_texts(before, side, size, settings.seed, settings.pools.calibration_texts)
+        pool = nights.pools.pools.get(side)
+        num_wanted = settings.pools.calibration_texts if pool is not None and pool.calibration is not None else 0
+        texts = divided_texts(before, side, size, settings.seed, num_wanted)
         if texts is None:
             continue
         for with_previous in (False, True):

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jobs.simulate_check import CheckedPrediction
+from jobs.simulate_check import Check
 from pipeline.knowledge.records import Side
 from retrieval_pools.estimates import Estimate
 from retrieval_pools.recommendation import Recommendation
@@ -71,7 +71,7 @@ class Simulation:
     sides: Sequence[SideSimulation]
     recommendation: Recommendation
     recommended_batch_size: int
-    checks: Sequence[CheckedPrediction]
+    check: Check
 
     def data(self) -> dict[str, Any]:
         """Everything, for `--json`."""
@@ -82,7 +82,8 @@ class Simulation:
             "verifier": self.verifier,
             "sides": {side.side: _side_data(side) for side in self.sides},
             "recommendation": self._recommendation_data(),
-            "checks": [asdict(check) | {"error": check.error} for check in self.checks],
+            "checks": [asdict(check) | {"error": check.error} for check in self.check.predictions],
+            "check_refused": self.check.refused,
         }
 
     def _recommendation_data(self) -> dict[str, Any]:

@@ -112,12 +112,14 @@ def pool_size_line(side: SideSimulation) -> str:
 
 def check_lines(simulation: Simulation) -> list[str]:
     """Predictions beside what a night realised, the largest error first."""
-    if not simulation.checks:
+    if simulation.check.refused is not None:
+        return [f"not checked: {simulation.check.refused.rstrip('.')}."]
+    if not simulation.check.predictions:
         return [
             "not checked: no finished run of this workspace drafted from the pools of another one that is still there, "
             "with enough texts of one kind; after the next night this command compares the two."
         ]
-    checks = sorted(simulation.checks, key=lambda check: -abs(check.error))
+    checks = sorted(simulation.check.predictions, key=lambda check: -abs(check.error))
     return [
         f"check, {counted(check.num_texts, f'{KINDS[check.with_previous]} {check.side}')} of run {check.run_after} "
         f"({check.verifier}): predicted {interval(check.predicted)} tokens a step from run {check.run_before}, "

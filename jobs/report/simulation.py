@@ -109,7 +109,7 @@ def _gain_section(simulation: Simulation) -> Section:
 
 
 def _check_section(simulation: Simulation) -> Section:
-    if not simulation.checks:
+    if not simulation.check.predictions:
         return Section("check", "Checked on a night", "", [Note(line) for line in check_lines(simulation)])
     rows = [
         [
@@ -124,7 +124,7 @@ def _check_section(simulation: Simulation) -> Section:
             interval(check.realised),
             percent(check.error, 1),
         ]
-        for check in simulation.checks
+        for check in simulation.check.predictions
     ]
     columns = [
         "",

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -13,8 +14,10 @@ import pytest
 from night_world import run_here
 
 from jobs.build_pools import build_pools
-from jobs.night import open_night, open_run
+from jobs.night import Night, open_night, open_run
 from jobs.settings import load_settings
+from jobs.simulate_check import checked_nights
+from jobs.simulate_view import check_lines
 from jobs.simulate_world import SimulationSize, divided_texts
 from pipeline.knowledge.records import SIDES
 from pipeline.tables.sample_world import write_sample_world
@@ -138,6 +141,7 @@ def test_speeds_are_of_the_given_step_cost(found):
 
 
 def test_the_prediction_is_compared_with_what_the_night_after_realised(found, world):
+    assert found["check_refused"] is None
     assert found["checks"], "the second night drafted from the pools of the first"
     first, second = (run.run_id for run in open_run(load_settings(world / "laserbatch.yaml"), None).workspace.runs())
     for check in found["checks"]:
@@ -145,6 +149,53 @@ def test_the_prediction_is_compared_with_what_the_night_after_realised(found, wo
         assert check["realised"]["value"] == pytest.approx(1 + REALISED_ACCEPTED / REALISED_STEPS)
         assert check["error"] == pytest.approx(check["predicted"]["value"] / 4 - 1)
         assert not check["with_previous"]  # the first night had no texts from before
+
+
+def edit_json(path: Path, *keys: str, value: object) -> None:
+    data = json.loads(path.read_text())
+    inner = data
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    path.write_text(json.dumps(data))
+
+
+@pytest.fixture
+def copied(world, tmp_path) -> Night:
+    """The second night, in a workspace of its own."""
+    shutil.copytree(world / "workspace", tmp_path / "workspace")
+    settings = load_settings(world / "laserbatch.yaml", {"workspace": str(tmp_path / "workspace")})
+    night = open_run(settings, None)
+    check = checked_nights(settings, night, SimulationSize(8))
+    assert check.predictions and check.refused is None  # but for what a test changes
+    return night
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "value", "reason"),
+    [
+        ("runs/{after}", ("laserbatch_version",), "0.0.7", "run {after} was made by laserbatch 0.0.7, which may draft"),
+        ("runs/{before}", ("laserbatch_version",), "0.0.7", "run {before} was made by laserbatch 0.0.7"),
+        ("runs/{after}", ("settings", "pools", "old_option"), 1, "does not have (pools.old_option)"),
+        ("runs/{before}", ("format_version",), 0, "has format version 0"),
+        ("pools/{before}/user", ("format_version",), 1, "is a pool of format 1; this version expects"),
+        ("pools/{before}/item", ("settings", "pool_escape"), 1.5, "pools.pool_escape is 1.5 there and 2.0 in the"),
+    ],
+)
+def test_a_night_that_drafted_otherwise_is_not_compared(copied, file, keys, value, reason):
+    places = {"before": copied.manifest["pools"]["version"], "after": copied.run.run_id}
+    edit_json(copied.workspace.root / file.format(**places) / "manifest.json", *keys, value=value)
+    check = checked_nights(copied.settings, copied, SimulationSize(8))
+    assert check.predictions == []
+    assert reason.format(**places) in check.refused
+    [line] = check_lines(SimpleNamespace(check=check))
+    assert line.startswith("not checked: ") and line.endswith(".") and "realised" not in line
+
+
+def test_a_night_whose_pools_are_gone_is_not_compared(copied):
+    shutil.rmtree(copied.workspace.root / "pools" / copied.manifest["pools"]["version"])
+    check = checked_nights(copied.settings, copied, SimulationSize(8))
+    assert check.predictions == [] and "no longer there" in check.refused
 
 
 def test_the_page_holds_everything_and_needs_nothing(found):
