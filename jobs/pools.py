@@ -5,14 +5,22 @@ What is drawn is in `pools_view.py`; how pools are built from a run in `build_po
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from jobs.console import say, stdout, summary
 from jobs.lazy_commands import LazyCommand, add_lazy_commands, lazy_group
 from jobs.pools_collect import collect_pools
-from jobs.pools_view import DraftView, calibration_line, draft_tree, groups_table, version_data, versions_table
+from jobs.pools_view import (
+    DraftView,
+    built_line,
+    calibration_line,
+    draft_tree,
+    groups_table,
+    version_data,
+    versions_table,
+)
 from jobs.settings import Settings, load_settings
 from pipeline.knowledge.records import Side
 from pipeline.storage.workspace import Workspace
@@ -99,20 +107,24 @@ def show(
 
     Example: `laserbatch pools show --config laserbatch.yaml --verify`
     """
-    store = _store(_settings(config, workspace))
+    settings = _settings(config, workspace)
+    store = _store(settings)
     chosen = _version(store, version)
     if verify:
         for side in chosen.pools:
             store.open(chosen.version, side, verify=True)
     if chosen.problem is not None:
         raise PoolError(chosen.problem)
+    built = _pools_built(Workspace.open(settings.workspace, create=False), chosen)
     if as_json:
-        summary(version_data(chosen), as_json=True)
+        summary(version_data(chosen) | {"built": built}, as_json=True)
         return
     stdout.print(versions_table([chosen]))
     for side, manifest in chosen.pools.items():
         rules = read_rules(chosen.folder / "router" / side)
         stdout.print(groups_table(side, manifest, num_groups, rules))
+        if side in built:
+            stdout.print(built_line(side, built[side]))
         stdout.print(calibration_line(side, manifest))
     if verify:
         say("every file has the checksum that its manifest says")
@@ -251,6 +263,20 @@ def _build(settings: Settings, run_id: str | None, as_json: bool, anew: bool) ->
         summary(version_data(built), as_json=True)
     else:
         stdout.print(versions_table([built]))
+
+
+def _pools_built(workspace: Workspace, chosen: PoolVersion) -> dict[Side, dict[str, Any]]:
+    """How the run of a version built its pools, by side; without those of which its manifest says nothing."""
+    for run in workspace.runs():
+        if run.run_id == chosen.version and run.manifest_path.exists():
+            built = run.load_manifest().get("pools_built") or {}
+            names = ("incremental", "num_texts_changed", "num_texts_left_out", "build_s")
+            return {
+                side: {name: built[side][name] for name in names}
+                for side in chosen.pools
+                if set(names) <= set(built.get(side) or {})
+            }
+    return {}
 
 
 def _version(store: PoolStore, version: str | None) -> PoolVersion:

@@ -10,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from jobs.report.formatting import counted, whole
+from jobs.report.pools import how_built
 from retrieval_pools.manifest import PoolManifest
 from retrieval_pools.query import Draft
 from retrieval_pools.sources import SOURCE_NAMES
@@ -174,6 +176,13 @@ def groups_table(side: str, manifest: PoolManifest, num_groups: int, rules: Mapp
         cells = [f"{counts['num_texts']:,}", f"{counts['num_tokens']:,}", f"{share:.1%}"]
         table.add_row(Text(name or "(none)"), *cells, *([Text(rules.get(name, ""))] if rules else []))
     return table
+
+
+def built_line(side: str, built: Mapping[str, Any]) -> Text:
+    """How the run that a pool is of built it, in a sentence."""
+    left_out = whole(built.get("num_texts_left_out"))
+    room = f"{counted(left_out, 'text')} left out" if left_out else "no text left out"
+    return Text(f"{side}: built {how_built(built)}; {room} by pool_building.max_tokens", style="dim")
 
 
 def calibration_line(side: str, manifest: PoolManifest) -> Text:

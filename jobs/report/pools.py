@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
 from jobs.report.calibration import calibration_blocks
 from jobs.report.charts import FULL_WIDTH, HALF_WIDTH, Part, lying_bars, stacked_shares
-from jobs.report.formatting import MISSING, count, counted, decimal, seconds, whole
+from jobs.report.formatting import MISSING, count, counted, decimal, finite, seconds, whole
 from jobs.report.palette import DARK_COLOURS, OTHER, ROUTE_COLOURS, ROUTE_LABELS, SIDE_COLOURS
 from jobs.report.reading import SideView, counts, mapping, side_label
 
@@ -103,6 +103,8 @@ def _row(name: str, use: str, pool: Mapping) -> list[str]:
         count(len(sizes)),
         decimal(statistics.median(sizes), 0) if sizes else MISSING,
         count(sizes[-1]) if sizes else MISSING,
+        how_built(pool) or MISSING,
+        count(pool.get("num_texts_left_out")),
         seconds(pool.get("build_s")),
     ]
 
@@ -117,9 +119,27 @@ def _table(rows: list[list[str]]) -> Table:
         "Groups",
         "Median group (tokens)",
         "Largest (tokens)",
+        "Built",
+        "Texts left out",
         "Build time",
     ]
-    return Table("Pools, in numbers", columns, rows, left=frozenset({0, 1, 2}))
+    caption = (
+        "Built: what had to be sorted; the files are the same. Left out: the texts that draft least, for which "
+        "pool_building.max_tokens leaves no room."
+    )
+    return Table("Pools, in numbers", columns, rows, caption, left=frozenset({0, 1, 2, 8}))
+
+
+def how_built(pool: Mapping) -> str:
+    """How a manifest's `pools_built` says that a pool was made; empty where it does not."""
+    incremental = pool.get("incremental")
+    if not isinstance(incremental, bool):
+        return ""
+    if not incremental:
+        return "whole"
+    changed = finite(pool.get("num_texts_changed"))
+    sorted_texts = "" if changed is None else f", {counted(changed, 'text')} sorted"
+    return f"merged from the earlier version{sorted_texts}"
 
 
 def _group_sizes(used: Mapping, built: Mapping, side: str) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ from jobs.settings import load_settings
 from pipeline.knowledge.entities import iter_entities
 from pipeline.tables.sample_world import write_sample_world
 from retrieval_pools.router import Route
+from retrieval_pools.settings import PoolBuildSettings
 
 FIRST_DATE, SECOND_DATE = datetime.date(2025, 2, 28), datetime.date(2025, 3, 1)
 
@@ -211,3 +213,28 @@ def test_night_after_an_update_drafts_without_the_older_pools_and_says_so(world,
     assert opened(world, SECOND_DATE, "{}").manifest["pools"] == {"version": None}
     said = " ".join(capsys.readouterr().err.split())
     assert "not drafting from the pools" in said and "format 1" in said and "laserbatch pools rebuild" in said
+
+
+def test_show_says_how_a_version_was_built_and_what_it_left_out(world):
+    night = opened(world, FIRST_DATE, "{scheme: global}")
+    write_texts(night)
+    build_pools(night)
+
+    def shown(*options: str) -> str:
+        arguments = ["show", *options, "--config", str(world / "laserbatch.yaml")]
+        return CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
+
+    assert "left out" not in shown()  # the run's manifest does not say yet
+    assert json.loads(shown("--json"))["built"] == {}
+    small = PoolBuildSettings(max_tokens=600)
+    night = replace(night, settings=night.settings.model_copy(update={"pool_building": small}))
+    night.manifest["pools_built"] = build_pools(night)
+    night.manifest.save()
+    num_left_out = night.run.read_knowledge("item").num_rows - 30
+    left_out = f"{num_left_out} texts left out by pool_building.max_tokens"
+    assert f"item: built merged from the earlier version, 0 texts sorted; {left_out}" in " ".join(shown().split())
+    built = json.loads(shown("--json"))["built"]["item"]
+    assert built["incremental"] is True and built["num_texts_left_out"] == num_left_out
+    night.manifest["pools_built"] = build_pools(night, anew=True)
+    night.manifest.save()
+    assert "item: built whole; " in shown()

@@ -9,6 +9,7 @@ import pytest
 from manifest_fixture import night_manifest
 
 from jobs.report.page import render_report, write_report
+from jobs.report.pools import how_built
 from jobs.report.reading import SIDE_LABELS
 
 SECTIONS = ("work", "speed", "acceptance", "lengths", "pools", "ctr", "samples", "provenance")
@@ -196,6 +197,15 @@ def test_pools_of_which_only_the_version_is_known(manifest):
     text = outline(manifest).text
     assert "Drafts came from pool version 2025-02-28-9c0de4f1" in text
     assert "had no pool" not in text
+
+
+def test_pools_built_say_how_and_what_they_left_out(manifest):
+    text = outline(manifest).text
+    assert "merged from the earlier version, 236 texts sorted" in text
+    assert "1,012" in text and "pool_building.max_tokens" in text
+    assert how_built(manifest["pools_built"]["item"]) == "whole"
+    assert how_built({"num_texts": 3}) == ""  # a manifest of before
+    assert how_built({"incremental": True}) == "merged from the earlier version"
 
 
 def test_plain_night_that_drafts_nothing(manifest):
