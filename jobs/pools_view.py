@@ -93,6 +93,7 @@ class DraftView:
             "group": self.group,
             "text": self.text,
             "num_context_tokens": self.num_context_tokens,
+            "num_calibration_texts": num_calibration_texts(self.manifest),
             "expected_num_accepted": self.expected_num_accepted,
             "nodes": [vars(node) for node in self.nodes],
         }
@@ -102,7 +103,8 @@ def draft_tree(view: DraftView) -> RenderableType:
     """The draft as a tree; tokens without an alternative stand on one line, each with its estimated acceptance."""
     manifest = view.manifest
     whose = f"{manifest.num_texts:,} {manifest.side} texts of pools {view.version}"
-    title = Text(f"{whose}{f', group {view.group}' if view.group is not None else ''}", style="dim")
+    group = f", group {view.group}" if view.group is not None else ""
+    title = Text(f"{whose}{group}, {calibrated_on(num_calibration_texts(manifest))}", style="dim")
     tree = Tree(Text("…" + visible(view.text[-60:]) if view.text else "the beginning of a text", style="bold"))
     children: dict[int, list[int]] = {}
     for k, node in enumerate(view.nodes):
@@ -183,6 +185,16 @@ def built_line(side: str, built: Mapping[str, Any]) -> Text:
     left_out = whole(built.get("num_texts_left_out"))
     room = f"{counted(left_out, 'text')} left out" if left_out else "no text left out"
     return Text(f"{side}: built {how_built(built)}; {room} by pool_building.max_tokens", style="dim")
+
+
+def num_calibration_texts(manifest: PoolManifest) -> int:
+    """Texts that a pool's estimates are calibrated on; 0: they are not."""
+    return 0 if manifest.calibration is None else manifest.calibration.num_texts
+
+
+def calibrated_on(num_texts: int) -> str:
+    """What estimated acceptance rests on, in a few words."""
+    return f"calibrated on {counted(num_texts, 'text')}" if num_texts else "not calibrated"
 
 
 def calibration_line(side: str, manifest: PoolManifest) -> Text:

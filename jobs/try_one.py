@@ -10,6 +10,7 @@ from rich.live import Live
 from jobs.console import stdout, summary
 from jobs.generate import NO_ROUTE, renderer
 from jobs.night import current_pools, parse_date
+from jobs.pools_view import num_calibration_texts
 from jobs.routing import entity_router
 from jobs.settings import Settings, load_settings
 from jobs.spans import Span, text_spans
@@ -111,6 +112,7 @@ def write_one(
         pool_version=version,
         group=route.group or None,
         scheme=route.scheme,
+        num_calibration_texts=0 if pool is None else num_calibration_texts(pool.manifest),
         spans=text_spans(engine.tokenizer, outcome.token_ids, outcome.sources),
         num_tokens=len(outcome.token_ids),
         num_steps=outcome.num_steps,

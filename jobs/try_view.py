@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from jobs.pools_view import calibrated_on
 from jobs.report.formatting import counted, decimal, percent, rate, ratio
 from jobs.report.palette import ROUTE_LABELS, SOURCE_LABELS
 from jobs.spans import Span
@@ -39,6 +40,7 @@ class TriedEntity:
     prompt : as the model got it, control tokens included.
     num_prompt_tokens, num_history, num_history_dropped : what the prompt holds, and what was cut from it.
     pool_version, group, scheme : the pool, the group that the router chose, and by which scheme; None without a pool.
+    num_calibration_texts : texts that the pool's estimates are calibrated on; 0: they are not.
     spans : the text, cut by source.
     num_tokens, num_steps, num_drafted, num_accepted : counts; `num_accepted` counts accepted draft tokens.
     wall_s : seconds of decoding.
@@ -57,6 +59,7 @@ class TriedEntity:
     pool_version: str | None
     group: str | None
     scheme: str | None
+    num_calibration_texts: int
     spans: Sequence[Span]
     num_tokens: int
     num_steps: int
@@ -90,7 +93,7 @@ def prompt_panel(tried: TriedEntity) -> Panel:
 
 
 def pool_line(tried: TriedEntity) -> Text:
-    """Which pool and group the drafts come from."""
+    """Which pool and group the drafts come from, and what their estimates rest on."""
     if tried.pool_version is None:
         return Text("No pool yet: drafts come from the prompt, the output and the entity's own earlier text.\n")
     scheme = ROUTE_LABELS.get(tried.scheme or "none", str(tried.scheme))
@@ -99,7 +102,7 @@ def pool_line(tried: TriedEntity) -> Text:
         (visible(tried.pool_version), "bold"),
         ", group ",
         (visible(tried.group or "none"), "bold"),
-        f" ({scheme})\n",
+        f" ({scheme}), {calibrated_on(tried.num_calibration_texts)}\n",
     )
 
 

@@ -18,9 +18,12 @@ from pipeline.decoding.identity import tokenizer_hash
 from pipeline.errors import WorkspaceError
 from pipeline.storage.workspace import Workspace
 from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.calibration import Calibration, CalibrationCell, Reliability
+from retrieval_pools.calibration_table import COUNT_KNOTS
 from retrieval_pools.errors import PoolError
 from retrieval_pools.query import draft
 from retrieval_pools.settings import PoolSettings
+from retrieval_pools.sources import NUM_SOURCES
 from retrieval_pools.store import PoolStore
 
 VERSIONS = ("2025-03-01-aaaa", "2025-03-02-bbbb")
@@ -117,6 +120,42 @@ def test_query_drafts_the_text_that_follows(world):
     assert data["nodes"][0]["parent"] == -1
     assert data["expected_num_accepted"] == pytest.approx(sum(node["acceptance"] for node in data["nodes"]))
     assert json.loads(called(world, "query", "", "--json"))["nodes"][0]["piece"] == "a"
+
+
+def test_query_shows_calibrated_estimates_and_what_they_rest_on(world, tmp_path):
+    assert "not calibrated" in called(world, "query", "a qui")
+    counts = json.loads(called(world, "query", "a qui", "--json", "--max-nodes", "1"))
+    assert counts["num_calibration_texts"] == 0
+    shutil.copytree(world, tmp_path / "calibrated")
+    manifest = tmp_path / "calibrated" / "workspace" / "pools" / VERSIONS[1] / "item" / "manifest.json"
+    data = json.loads(manifest.read_text())
+    data["calibration"] = halving_calibration().model_dump(mode="json")
+    manifest.write_text(json.dumps(data))
+    found = json.loads(called(tmp_path / "calibrated", "query", "a qui", "--json", "--max-nodes", "1"))
+    assert found["num_calibration_texts"] == 70
+    assert found["nodes"][0]["acceptance"] == pytest.approx(counts["nodes"][0]["acceptance"] / 2, rel=1e-4)
+    assert "3 item texts of pools 2025-03-02-bbbb, calibrated on 70 texts" in called(
+        tmp_path / "calibrated", "query", "a qui"
+    )
+
+
+def halving_calibration() -> Calibration:
+    """Replays that found every source half as good as it seemed."""
+    cells = [
+        CalibrationCell(
+            source=source,
+            length_bin=None,
+            depth_bin=None,
+            num_tried=10,
+            num_accepted=5,
+            values=tuple((COUNT_KNOTS / 2).tolist()),
+            standard_errors=(0.01,) * len(COUNT_KNOTS),
+        )
+        for source in range(NUM_SOURCES)
+    ]
+    held = Reliability(num_texts=35, num_nodes=0, max_nodes=16, min_probability=0.07,
+                       expected_calibration_error=0.0, bins=())  # fmt: skip
+    return Calibration(num_texts=70, num_tokens=700, num_nodes=40, cells=cells, reliability=held, uncalibrated=held)
 
 
 def test_query_prefers_the_group(world):

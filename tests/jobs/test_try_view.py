@@ -20,6 +20,7 @@ TRIED = TriedEntity(
     pool_version="2025-02-28",
     group="collaborative/3",
     scheme="collaborative",
+    num_calibration_texts=400,
     spans=[Span("1. Genres: ", "pool"), Span("slow ", "target"), Span("mysteries", "previous")],
     num_tokens=120,
     num_steps=24,
@@ -90,3 +91,8 @@ def test_text_panel_can_be_drawn_while_the_text_grows():
     for number in range(len(TRIED.spans) + 1):
         console.print(text_panel(TRIED.spans[:number]))
     assert "1. Genres: slow mysteries" in console.file.getvalue()
+
+
+def test_what_estimates_rest_on_is_said():
+    assert "(collaborative group), calibrated on 400 texts" in drawn(TRIED)
+    assert "(collaborative group), not calibrated" in drawn(replace(TRIED, num_calibration_texts=0))
