@@ -7,12 +7,11 @@ import time
 from pathlib import Path
 
 import numpy as np
-from drafting_replay import num_right
 from pool_scale_texts import TextFile
 
 from retrieval_pools.build import PoolText, build_pool
 from retrieval_pools.pool import Pool
-from retrieval_pools.query import draft
+from retrieval_pools.replay import DraftOptions, ReplayText, pool_steps
 from retrieval_pools.settings import PoolBuildSettings
 
 MAX_NODES = 32
@@ -55,18 +54,13 @@ def measure_drafts(pool: str, texts: str) -> dict:
     """Microseconds a draft along texts that the pool does not hold; greedy replay, as `drafting.py` does."""
     opened = Pool.open(pool)
     draft_us, accepted = [], []
+    options = DraftOptions(MAX_NODES, MIN_PROBABILITY)
+    no_prompt = np.empty(0, np.int32)
     for number, text in enumerate([next(iter(TextFile(Path(texts)))), *TextFile(Path(texts))]):
-        position = 0
-        while position <= len(text):
-            start_ns = time.perf_counter_ns()
-            tree = draft(opened, text[:position], 0, None, f"g{number % 200}", max_nodes=MAX_NODES,
-                         min_probability=MIN_PROBABILITY)  # fmt: skip
-            elapsed_us = (time.perf_counter_ns() - start_ns) / 1e3
-            right = num_right(tree.token_ids, tree.parents, text[position:])
+        for step in pool_steps(opened, ReplayText(no_prompt, text, None, f"g{number % 200}"), options):
             if number:  # the first, which compiles and maps, is not counted
-                draft_us.append(elapsed_us)
-                accepted.append(right)
-            position += right + 1
+                draft_us.append(step.draft_us)
+                accepted.append(len(step.path))
     return {
         "num_drafts": len(draft_us),
         "draft_median_us": float(np.median(draft_us)),
