@@ -19,6 +19,8 @@ from retrieval_pools.suffix_order import SEPARATOR, sort_suffixes
 
 CHUNK_PLACES = 1 << 18
 _NO_PLACES = np.empty(0, np.int32)
+_BLOCK = 64  # positions whose places are looked up together
+_LONG_RUN = 4  # places of the other order before each, from which on that is worth it
 
 
 def sort_texts(tokens: np.ndarray, starts: np.ndarray, texts: np.ndarray, vocab_size: int, depth: int) -> np.ndarray:
@@ -68,7 +70,7 @@ def merge_orders(
     """One order of two that have no position in common.
 
     Galloping (McIlroy 1993) takes whole runs of one order at once, so a few texts are merged into many with few
-    comparisons.
+    comparisons. Of a few, the places of several are looked up in step, so that one waits for memory while another does.
 
     Parameters
     ----------
@@ -162,6 +164,42 @@ def _num_before(tokens, order, begin, position, depth, step):
 
 
 @njit(cache=True)
+def _find_places(tokens, order, begin, end, positions, depth, places):
+    """For each of a few rising positions the places of `order`, from `begin` to `end`, that are before it: in `places`.
+
+    All are bisected in step: what is compared is fetched for all first, and only then compared.
+    """
+    n = positions.shape[0]
+    low, high = np.full(n, begin), np.full(n, end)
+    shared_low, shared_high = np.zeros(n, np.int64), np.zeros(n, np.int64)
+    others, next_tokens = np.empty(n, np.int32), np.empty(n, np.int32)
+    is_open = begin < end
+    while is_open:
+        for k in range(n):
+            others[k] = order[min((low[k] + high[k]) >> 1, end - 1)]
+        for k in range(n):
+            shared = min(shared_low[k], shared_high[k])
+            next_tokens[k] = tokens[others[k] + shared] if shared < depth else SEPARATOR
+        is_open = False
+        for k in range(n):
+            if low[k] == high[k]:
+                continue
+            shared = min(shared_low[k], shared_high[k])
+            if shared < depth and next_tokens[k] != tokens[positions[k] + shared]:
+                is_before = next_tokens[k] < tokens[positions[k] + shared]
+            else:
+                shared, is_before = _compare(tokens, others[k], positions[k], shared, depth)
+            middle = (low[k] + high[k]) >> 1
+            if is_before:
+                shared_low[k], low[k] = shared, middle + 1
+            else:
+                shared_high[k], high[k] = shared, middle
+            is_open |= low[k] < high[k]
+    for k in range(n):
+        places[k] = low[k]
+
+
+@njit(cache=True)
 def _merge(tokens, one, i, two, j, depth, merged):
     """Merge two chunks until one is used up or `merged` is full.
 
@@ -169,7 +207,26 @@ def _merge(tokens, one, i, two, j, depth, merged):
     """
     num_merged, room = 0, merged.shape[0]
     usual_one = usual_two = 16  # sixteenths of a place: how long a run of each is, as it lately was
+    places = np.empty(_BLOCK, np.int64)
     while i < one.shape[0] and j < two.shape[0] and num_merged < room:
+        if usual_one >= _LONG_RUN << 4:
+            block = two[j : j + _BLOCK]
+            step = 1 << _num_bits(usual_one * block.shape[0] >> 5)
+            run = _num_before(tokens, one, i, block[-1], depth, step)
+            usual_one = (usual_one + (run << 4) // block.shape[0]) >> 1
+            _find_places(tokens, one, i, i + run, block, depth, places)
+            for b in range(block.shape[0]):
+                run = min(places[b] - i, room - num_merged)
+                for k in range(i, i + run):
+                    merged[num_merged] = one[k]
+                    num_merged += 1
+                i += run
+                if i == one.shape[0] or num_merged == room:
+                    break
+                merged[num_merged] = block[b]
+                num_merged += 1
+                j += 1
+            continue
         run = _num_before(tokens, one, i, two[j], depth, 1 << _num_bits(usual_one >> 5))
         usual_one += run - (usual_one >> 4)
         run = min(run, room - num_merged)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieval_pools.layout import TextSpans, count_first_tokens, find_known_texts, text_at, values_by_place
-from retrieval_pools.merge import chunks_of, merge_many, merge_orders, move_order, sort_texts
+from retrieval_pools.merge import _find_places, chunks_of, merge_many, merge_orders, move_order, sort_texts
 from retrieval_pools.suffix_order import SEPARATOR, sort_suffixes
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=14)
@@ -42,6 +42,38 @@ def test_orders_of_parts_merge_to_the_order_of_all(texts, owner, depth, size, mo
     assert all(len(chunk) <= max(most, size) for chunk in merged)
     both = merge_orders(tokens, chunks_of(parts[0]), chunks_of(parts[1]), depth)
     assert whole(both) == sort_texts(tokens, starts, np.flatnonzero(owner < 2), 3, depth).tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 1 << 16), num_new=st.integers(1, 30), vocab_size=st.sampled_from([1, 2, 50]), depth=DEPTHS,
+       size=st.sampled_from([7, 100, 1 << 18]), most=st.sampled_from([5, 300, 1 << 18]))  # fmt: skip
+def test_a_few_texts_merge_into_many(seed, num_new, vocab_size, depth, size, most):
+    rng = np.random.default_rng(seed)
+    texts = [rng.integers(0, vocab_size, rng.integers(0, 12)).tolist() for _ in range(400)]
+    tokens = lay_out(texts)
+    starts = TextSpans.of_tokens(tokens).starts
+    new = np.sort(rng.choice(400, num_new, replace=False))
+    many, few = (sort_texts(tokens, starts, part, vocab_size, depth) for part in (np.delete(np.arange(400), new), new))
+    expected = sort_suffixes(tokens, vocab_size, depth).order.tolist()
+    with patch("retrieval_pools.merge.CHUNK_PLACES", most):
+        assert whole(merge_orders(tokens, cut(many, size), cut(few, size), depth)) == expected
+        assert whole(merge_orders(tokens, cut(few, size), cut(many, size), depth)) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 1 << 16), num=st.integers(1, 64), vocab_size=st.sampled_from([1, 2, 50]), depth=DEPTHS)
+def test_places_found_in_step_are_those_found_one_by_one(seed, num, vocab_size, depth):
+    rng = np.random.default_rng(seed)
+    tokens = lay_out([rng.integers(0, vocab_size, rng.integers(0, 9)).tolist() for _ in range(60)])
+    order = sort_suffixes(tokens, vocab_size, depth).order
+    is_few = np.isin(np.arange(len(order)), rng.choice(len(order), min(num, len(order) - 1), replace=False))
+    many, few = order[~is_few], order[is_few]
+    expected = np.cumsum(~is_few)[is_few]
+    begin, end = int(expected[0]), int(expected[-1])
+    for low, high in ((0, len(many)), (begin, end), (begin, len(many))):
+        places = np.full(len(few), -1)
+        _find_places(tokens, many, low, high, few, depth, places)
+        assert places.tolist() == expected.tolist()
 
 
 @settings(max_examples=200, deadline=None)
