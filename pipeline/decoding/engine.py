@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from pipeline.decoding.acceptance import Acceptance, verify
+from pipeline.decoding.alternatives import step_alternatives
 from pipeline.decoding.drafters import Drafter, NoDrafter
 from pipeline.decoding.endings import Endings
 from pipeline.decoding.kv_store import KVStore, common_prefix
@@ -122,7 +123,8 @@ class Engine:
                 continue
             if live and self._peer_computes_prefix(request, live):
                 return
-            sequence = Sequence(request, min(request.max_new_tokens, self.max_context - len(request.prompt_ids)))
+            max_new_tokens = min(request.max_new_tokens, self.max_context - len(request.prompt_ids))
+            sequence = Sequence(request, max_new_tokens, self.settings.record_alternatives)
             num_tokens = sequence.num_prompt + sequence.max_new_tokens + self.settings.max_draft_tokens
             lease = self.store.acquire(sequence.prompt_ids, num_tokens)
             if lease is None:
@@ -219,12 +221,15 @@ class Engine:
         output = self.runner.forward(feeds)
         complete = [i for i, feed in enumerate(feeds) if feed.wants_logits]
         accepted: list[Acceptance | None] = []
+        alternatives: list[np.ndarray | None] = [None] * len(complete)
         if complete:
-            trees = [feeds[i].tree for i in complete]
-            accepted = verify(verifier, output.logits, trees, output.starts[complete], self._is_end)
-        acceptances = dict(zip(complete, accepted, strict=True))
+            trees, starts = [feeds[i].tree for i in complete], output.starts[complete]
+            accepted = verify(verifier, output.logits, trees, starts, self._is_end)
+            if self.settings.record_alternatives:
+                alternatives = step_alternatives(output.logits, trees, starts, accepted, self._is_end)
+        verified = dict(zip(complete, zip(accepted, alternatives, strict=True), strict=True))
         return [
-            _Move(sequence, feed, output.slots[i], acceptances.get(i))
+            _Move(sequence, feed, output.slots[i], *verified.get(i, (None, None)))
             for i, (sequence, feed) in enumerate(zip(fed, feeds, strict=True))
         ]
 
@@ -247,16 +252,16 @@ class Engine:
                 num_cached = min(self.store.lengths[sequence.row], sequence.num_prompt)
                 self.store.remember_prefix(sequence.row, sequence.prompt_ids[:num_cached])
             if move.acceptance is not None:
-                result = self._commit(sequence, move.feed.tree, move.acceptance, on_event)
+                result = self._commit(sequence, move, on_event)
                 if result is not None:
                     outcomes[id(sequence)] = result
         return outcomes
 
-    def _commit(self, sequence, tree, acceptance, on_event) -> GenerationResult | None:
+    def _commit(self, sequence: Sequence, move: "_Move", on_event) -> GenerationResult | None:
         """Add a step's tokens to a text; its result if that ended it."""
-        before = sequence.num_output
+        before, tree, acceptance = sequence.num_output, move.feed.tree, move.acceptance
         at_end = bool(self._is_end[acceptance.next_token])
-        sequence.append(tree, acceptance.nodes, None if at_end else acceptance.next_token)
+        sequence.append(tree, acceptance.nodes, None if at_end else acceptance.next_token, move.alternatives)
         if on_event is not None:
             new = slice(before, sequence.num_output)
             event = StepEvent(
@@ -276,12 +281,16 @@ class Engine:
 
 @dataclass(frozen=True)
 class _Move:
-    """What a step found for one sequence; `acceptance` is None within a long prompt or where logits are not finite."""
+    """What a step found for one sequence; `acceptance` is None within a long prompt or where logits are not finite.
+
+    `alternatives` int32[num_accepted + 1] are the target's runners-up, None unless they are recorded.
+    """
 
     sequence: Sequence
     feed: Feed
     slots: np.ndarray
     acceptance: Acceptance | None
+    alternatives: np.ndarray | None
 
     @property
     def kept_slots(self) -> np.ndarray:

@@ -39,6 +39,11 @@ class DecodingSettings(BaseModel):
         description="A token whose path is estimated less likely to be accepted is not drafted. Lower where a drafted "
         "token costs little (batch 1, a GPU that waits for memory).",
     )
+    record_alternatives: bool = Field(
+        False,
+        description="Keep with each token of a text the one that the model nearly wrote instead; pools.alternatives "
+        "drafts it too.",
+    )
     max_prefill_tokens: int = Field(2048, ge=1, description="Prompt tokens of one step; longer prompts go in parts.")
     max_cache_tokens: int | None = Field(
         None, ge=1, description="Bound of the KV cache; null: none on a CPU, most of the free memory on CUDA."

@@ -15,7 +15,7 @@ import pyarrow as pa
 from pipeline.errors import RowError
 from pipeline.knowledge.entities import Entity
 from pipeline.knowledge.prompts import RenderedPrompt
-from pipeline.knowledge.records import Side, knowledge_schema
+from pipeline.knowledge.records import Side, as_current
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.parquet import read_parquet, write_parquet
 from pipeline.storage.run_folder import RunFolder
@@ -153,7 +153,7 @@ def plan_side(
             )
         )
     if carried:
-        table = previous.table.take(pa.array(sorted(carried))).cast(knowledge_schema(entity_id_type))
+        table = as_current(previous.table.take(pa.array(sorted(carried))), entity_id_type)
         RunFolder(run_dir).write_shard(side, CARRIED_SHARD, table)
     rows.sort(key=lambda row: row.group or "")  # stable: input order within a group
     shards = [

@@ -155,6 +155,7 @@ class ShardWorker:
             "num_drafted": result.num_drafted,
             "num_accepted": result.num_accepted,
             "finish_reason": result.finish_reason,
+            "alternative_ids": result.alternative_ids,
         }
 
 

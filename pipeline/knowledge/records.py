@@ -12,7 +12,7 @@ import pyarrow as pa
 Side = Literal["user", "item"]
 SIDES: tuple[Side, ...] = ("user", "item")
 
-RECORD_VERSION = 1
+RECORD_VERSION = 2  # 1 had no alternative_ids
 
 FINISH_REASONS = ("end_of_text", "stop", "length")
 
@@ -48,6 +48,23 @@ def knowledge_schema(entity_id_type: pa.DataType) -> pa.Schema:
             pa.field("num_drafted", pa.int32(), nullable=False),
             pa.field("num_accepted", pa.int32(), nullable=False),
             pa.field("finish_reason", pa.string(), nullable=False),
+            # what the model nearly wrote instead of each token, -1: nothing; null: not recorded
+            pa.field("alternative_ids", pa.list_(pa.int32())),
         ],
         metadata={"laserbatch.record": "knowledge", "laserbatch.version": str(RECORD_VERSION)},
     )
+
+
+def as_current(table: pa.Table, entity_id_type: pa.DataType) -> pa.Table:
+    """Knowledge records of this or an earlier version in the form of this one; what was not recorded then is null.
+
+    Parameters
+    ----------
+    table : rows of knowledge files.
+    entity_id_type : that the result is to have.
+    """
+    schema = knowledge_schema(entity_id_type)
+    for field in schema:
+        if field.nullable and field.name not in table.column_names:
+            table = table.append_column(field, pa.nulls(table.num_rows, field.type))
+    return table.select(schema.names).cast(schema)
