@@ -25,7 +25,7 @@ from retrieval_pools.grouping.text_clusters import EntityTexts
 from retrieval_pools.pool import Pool
 from retrieval_pools.router import Router, fit_routers
 
-SCRATCH_NAME, HELD_BACK_NAME = "texts.npy", "without-held-back"
+SCRATCH_NAME, HELD_BACK_NAME = "scratch", "without-held-back"
 
 
 def build_pools(night: Night, anew: bool = False) -> dict[str, Any]:
@@ -50,12 +50,13 @@ def build_pools(night: Night, anew: bool = False) -> dict[str, Any]:
         for side in SIDES:
             routers[side].save(folder / "router" / side)
             scratch = folder / SCRATCH_NAME
-            run_texts = read_run_texts(night.run, side, scratch)
+            scratch.mkdir()
+            run_texts = read_run_texts(night.run, side, scratch, night.settings.pools.alternatives)
             if run_texts is None:
                 say(f"no {side} texts: no {side} pool")
             else:
                 built[side] = {"version": version} | _build(night, side, run_texts, routers[side], folder / side, anew)
-            scratch.unlink()
+            shutil.rmtree(scratch)
     return built
 
 

@@ -74,7 +74,7 @@ class Pool:
                 f"expected {tokenizer_hash}: its token ids mean something else now. {REBUILD}"
             )
         arrays = {name: read_array(folder, name, manifest, verify) for name in array_names(manifest.settings)}
-        index = Index(**{"support": None} | arrays, depth=manifest.settings.index_depth)
+        index = Index(**{"support": None, "alternatives": None} | arrays, depth=manifest.settings.index_depth)
         _check_arrays_fit(folder, manifest, index)
         if verify:
             _check_texts(folder, manifest, index)
@@ -97,7 +97,7 @@ class Pool:
 
     def with_settings(self, **changes) -> "Pool":
         """The same texts, queried with other settings (all but those that are in the files)."""
-        for name in ("index_depth", "min_support"):
+        for name in ("index_depth", "min_support", "alternatives"):
             if name in changes:
                 raise PoolError(f"{name} is fixed when a pool is built; build another pool for another value.")
         settings = PoolSettings.model_validate(self.settings.model_dump() | changes)
@@ -120,7 +120,8 @@ class Pool:
     @cached_property
     def variant(self) -> Variant:
         """Which machine code drafts from it."""
-        return Variant(self.index.support is not None, 8 * self.index.group_codes.itemsize)
+        index = self.index
+        return Variant(index.support is not None, 8 * index.group_codes.itemsize, index.alternatives is not None)
 
     @cached_property
     def index_arguments(self) -> tuple:
@@ -137,7 +138,8 @@ class Pool:
         s = self.settings
         escapes = (s.pool_escape or self.fitted_escape, s.previous_escape, s.local_escape)
         limits = (s.max_match_tokens, s.max_local_tokens, s.num_context_lengths)
-        return (*limits, *escapes, self.acceptance_table, most_gained(self.acceptance_table))
+        options = (*limits, *escapes, s.alternative_weight)
+        return (*options, self.acceptance_table, most_gained(self.acceptance_table))
 
     @cached_property
     def _preferences(self) -> dict[str | None, Preference]:
@@ -158,12 +160,13 @@ class Pool:
 
 def _check_arrays_fit(folder: Path, manifest: PoolManifest, index: Index) -> None:
     """The cheap part of a check: lengths, separators at both ends, a table that covers the order."""
-    tokens, order, group_codes, starts, support, _ = index
+    tokens, order, group_codes, starts, support, alternatives, _ = index
     num_separators = manifest.num_texts + 1
     fits = (
         len(tokens) == manifest.num_tokens + num_separators
         and len(order) == len(group_codes) == len(tokens) - 1
         and (support is None or len(support) == len(order))
+        and (alternatives is None or len(alternatives) == len(tokens))
         and set(manifest.arrays) == set(array_names(manifest.settings))
         and len(starts) == manifest.vocab_size + 2
         and tokens[0] == tokens[-1] == SEPARATOR
@@ -186,6 +189,7 @@ def _check_texts(folder: Path, manifest: PoolManifest, index: Index) -> None:
         and index.order.min(initial=0) >= 0
         and index.order.max(initial=-1) < num_positions
         and index.group_codes.max(initial=0) < max(len(manifest.groups), 1)
+        and (index.alternatives is None or index.alternatives.max() < manifest.vocab_size)
     )
     if not fits:
         raise PoolError(f"{folder} is damaged: its texts are not those that its manifest counts. {REBUILD}")
@@ -197,7 +201,7 @@ def _empty_pool() -> Pool:
         num_texts=0, num_tokens=0, groups={}, settings=PoolSettings(), arrays={},
     )  # fmt: skip
     arrays = (np.array([SEPARATOR], np.int32), np.empty(0, np.int32), np.empty(0, np.uint8), np.zeros(2, np.int32))
-    return Pool.of_arrays(None, manifest, Index(*arrays, None, manifest.settings.index_depth))
+    return Pool.of_arrays(None, manifest, Index(*arrays, None, None, manifest.settings.index_depth))
 
 
 EMPTY_POOL = _empty_pool()  # what a sequence is drafted from when there is no pool

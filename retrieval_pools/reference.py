@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from retrieval_pools.pool import DEFAULT_POOL_ESCAPE
 from retrieval_pools.settings import PoolSettings
 from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
+NO_ALTERNATIVE = -1
 START = END = -1  # stands before and behind every text
 MIN_PROBABILITY = 1 / 2048
 NUM_LOCAL_POSITIONS = 16
@@ -26,46 +28,68 @@ NGrams = set[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ReferenceText:
-    """One text of the pool: START, its tokens, END. `entity` is whose it is, for `min_support`."""
+    """One text of the pool: START, its tokens, END. `entity` is whose it is, for `min_support`.
+
+    `alternatives` are what the model nearly wrote in place of each token, -1: nothing; None: not recorded.
+    """
 
     tokens: Tokens
     group: str
     entity: str | int = ""
+    alternatives: Tokens | None = None
+
+
+class Place(NamedTuple):
+    """Where a next token stands, `text[at]`, how much that counts, and what was nearly written at each position."""
+
+    text: Tokens
+    at: int
+    weight: float
+    alternatives: Tokens | None = None
+
+    @property
+    def token(self) -> int:
+        """The next token."""
+        return self.text[self.at]
+
+    @property
+    def alternative(self) -> int:
+        """What the model nearly wrote in its place, -1: nothing."""
+        return NO_ALTERNATIVE if self.alternatives is None else self.alternatives[self.at]
 
 
 @dataclass(frozen=True)
 class Level:
     """One who is asked what comes next: `source`, having seen the last `length` tokens of the context at `places`.
 
-    A place is (text, position of the next token, how much it counts). `drafted` are the n-grams that may be drafted;
-    None: all.
+    `drafted` are the n-grams that may be drafted; None: all.
     """
 
     source: int
     length: int
     escape: float
-    places: list[tuple[Tokens, int, float]]
+    places: list[Place]
     max_depth: int
     drafted: NGrams | None = None
 
-    def may_draft(self, text: Tokens, at: int) -> bool:
-        """Whether enough entities have what was matched, with the path so far, and the token at `at`."""
-        return self.drafted is None or tuple(text[at - self.length : at + 1]) in self.drafted
+    def may_draft(self, place: Place) -> bool:
+        """Whether enough entities have what was matched, with the path so far, and the token at a place."""
+        return self.drafted is None or tuple(place.text[place.at - self.length : place.at + 1]) in self.drafted
 
     def has_next(self) -> bool:
         """Whether anything may be drafted."""
-        return any(self.may_draft(text, at) for text, at, _ in self.places)
+        return any(self.may_draft(place) for place in self.places)
 
-    def by_token(self) -> dict[int, list[tuple[Tokens, int, float]]]:
+    def by_token(self) -> dict[int, list[Place]]:
         """The places by the token that stands there."""
-        found: dict[int, list[tuple[Tokens, int, float]]] = {}
-        for text, at, n in self.places:
-            found.setdefault(text[at], []).append((text, at, n))
+        found: dict[int, list[Place]] = {}
+        for place in self.places:
+            found.setdefault(place.token, []).append(place)
         return found
 
     def after(self, token: int) -> "Level":
         """Who is left to ask when the next token is `token`."""
-        deeper = [(text, at + 1, n) for text, at, n in self.places if text[at] == token and at + 1 < len(text)]
+        deeper = [p._replace(at=p.at + 1) for p in self.places if p.token == token and p.at + 1 < len(p.text)]
         if self.length + 1 >= self.max_depth:
             deeper = []
         return replace(self, length=self.length + 1, places=deeper)
@@ -181,15 +205,22 @@ def next_paths(
         by_token = level.by_token()
         escape = level.escape if level.source == SOURCE_POOL else level.escape / level.length
         confidence = num_seen / (num_seen + escape * len(by_token))
-        one = left * confidence / sum(n for _, _, n in level.places)
+        weight = sum(place.weight for place in level.places)
+        one = left * confidence / weight
         left *= 1 - confidence
         for token, places in sorted(by_token.items()):
-            counted = one * sum(n for _, _, n in places)
-            if not level.may_draft(*places[0][:2]):
+            counted = one * sum(place.weight for place in places)
+            if not level.may_draft(places[0]):
                 left += counted
                 continue
             shares.setdefault(token, Counter())[level.source] += counted
             longest.setdefault(token, level.length)
+        one = left * settings.alternative_weight / weight
+        for place in level.places:
+            if place.alternative != NO_ALTERNATIVE:
+                shares.setdefault(place.alternative, Counter())[level.source] += one * place.weight
+                longest.setdefault(place.alternative, level.length)
+                left -= one * place.weight
     for token, by_source in shares.items():
         source = max(sorted(by_source), key=by_source.__getitem__)
         relative_count = sum(by_source.values())
@@ -234,7 +265,7 @@ def supported_ngrams(texts: Sequence[ReferenceText], settings: PoolSettings) -> 
 
 def _places(
     texts: Sequence[ReferenceText], settings: PoolSettings, context: Tokens, length: int, group: str | None
-) -> list[tuple[Tokens, int, float]]:
+) -> list[Place]:
     if length > len(context) or START in context[len(context) - length + 1 :] or min(context[1:], default=0) < 0:
         return []
     ending = context[len(context) - length :]
@@ -243,9 +274,12 @@ def _places(
     for text in texts:
         counts = _weight(settings, text.group, group, known_groups)
         tokens = [START, *text.tokens, END]
+        alternatives = None
+        if settings.alternatives and text.alternatives is not None:
+            alternatives = [NO_ALTERNATIVE, *text.alternatives, NO_ALTERNATIVE]
         for at in range(length, len(tokens)):
             if tokens[at - length : at] == ending and counts > 0:
-                found.append((tokens, at, counts))
+                found.append(Place(tokens, at, counts, alternatives))
     return found
 
 
@@ -273,4 +307,4 @@ def own_level(source: int, text: Tokens, context: Tokens, escape: float, setting
     longest = max((length for length, _ in matches), default=0)
     latest = [at for length, at in reversed(matches) if length == longest][:NUM_LOCAL_POSITIONS]
     never = math.inf
-    return [Level(source, longest, escape, [(text, at, 1.0) for at in latest], never)] if latest else []
+    return [Level(source, longest, escape, [Place(text, at, 1.0) for at in latest], never)] if latest else []

@@ -123,8 +123,10 @@ def read_parquet(path: Path | str, columns: Sequence[str] | None = None, schema:
         raise WorkspaceError(f"the files of {path} differ in their columns: {error}. Write them again.") from None
 
 
-def iter_parquet(path: Path | str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+def iter_parquet(path: Path | str, columns: Sequence[str], optional: Sequence[str] = ()) -> Iterator[pa.RecordBatch]:
     """The rows that `read_parquet` gives, in batches: one row group at most is in memory.
+
+    Batches of a file that has some of the `optional` columns have these too.
 
     Raises
     ------
@@ -135,7 +137,8 @@ def iter_parquet(path: Path | str, columns: Sequence[str]) -> Iterator[pa.Record
     for file in sorted(path.glob("*.parquet")) if path.is_dir() else [path]:
         with _opened(file, columns) as opened:
             try:
-                yield from opened.iter_batches(columns=list(columns), batch_size=ROWS_AT_ONCE)
+                there = [name for name in optional if name in opened.schema_arrow.names]
+                yield from opened.iter_batches(columns=[*columns, *there], batch_size=ROWS_AT_ONCE)
             except (pa.ArrowException, OSError) as error:
                 raise _damaged(file, error) from None
 

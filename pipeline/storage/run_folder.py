@@ -168,9 +168,11 @@ class RunFolder:
         """All knowledge of a side, in shard order. `schema` is what an empty side returns."""
         return read_parquet(self.knowledge_folder(side), schema=schema)
 
-    def iter_knowledge(self, side: Side, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Some columns of what `read_knowledge` gives, a batch in memory at a time."""
-        return iter_parquet(self.knowledge_folder(side), columns)
+    def iter_knowledge(
+        self, side: Side, columns: Sequence[str], optional: Sequence[str] = ()
+    ) -> Iterator[pa.RecordBatch]:
+        """Some columns of what `read_knowledge` gives, a batch in memory at a time; `optional` ones where they are."""
+        return iter_parquet(self.knowledge_folder(side), columns, optional)
 
     def merge_quarantine(self, side: Side, more: Iterable[QuarantineRow] = ()) -> WrittenFile:
         """Merge the finished shards' quarantine rows, and `more` that belong to no shard, into one file."""

@@ -28,7 +28,8 @@ class Index(NamedTuple):
     """The arrays of a pool: `group_codes[k]` belongs to the text of position `order[k]`; see `suffix_order`.
 
     Likewise `support[k]`, how many tokens from `order[k]` on enough entities have (see `support.py`); None
-    where nothing is kept back.
+    where nothing is kept back. `alternatives[i]` is what the model nearly wrote in place of `tokens[i]`, -1: nothing;
+    None where that is not kept.
     """
 
     tokens: np.ndarray
@@ -36,6 +37,7 @@ class Index(NamedTuple):
     group_codes: np.ndarray
     starts: np.ndarray
     support: np.ndarray | None
+    alternatives: np.ndarray | None
     depth: int
 
 

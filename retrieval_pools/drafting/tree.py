@@ -46,7 +46,7 @@ _table = types.Array(types.float32, 4, "C", readonly=True)
 _preference_types = (int64, float64, float64, int64, int64)
 _context_types = (_int32s, int64, _int32s, int64, int64)
 _escape_types, _switch_types = (float64, float64, float64), (boolean, boolean, boolean)
-_option_types = (int64, *_escape_types, _table, float64, *_switch_types, int64, float64, int64)
+_option_types = (int64, *_escape_types, float64, _table, float64, *_switch_types, int64, float64, int64)
 
 
 class Variant(NamedTuple):
@@ -54,12 +54,14 @@ class Variant(NamedTuple):
 
     has_support: bool = False
     num_code_bits: Literal[8, 16] = 8
+    has_alternatives: bool = False
 
 
 def compile_draft_tree(variant: Variant = Variant()) -> Callable:
     """`draft_tree` in machine code: seconds the first time on a machine, milliseconds from numba's cache later."""
     support = _uint8s if variant.has_support else types.none
-    index_types = (_int32s, _int32s, _codes[variant.num_code_bits], _int32s, support, int64)
+    alternatives = _int32s if variant.has_alternatives else types.none
+    index_types = (_int32s, _int32s, _codes[variant.num_code_bits], _int32s, support, alternatives, int64)
     signature = (*index_types, *_preference_types, *_context_types, *_option_types)
     return njit(signature, cache=True, nogil=True, error_model="numpy")(_draft_tree_of(_stamp_of_this_folder()))
 
@@ -73,10 +75,10 @@ def _stamp_of_this_folder() -> int:
 
 def _draft_tree_of(stamp: int) -> Callable:
     def draft_tree(
-        tokens, order, group_codes, starts, support, depth,
+        tokens, order, group_codes, starts, support, alternatives, depth,
         group, inside, outside, num_samples, num_group_samples,
         context_tokens, num_prompt, previous, max_match, max_local_tokens,
-        num_context_lengths, pool_escape, previous_escape, local_escape, table, most_gained,
+        num_context_lengths, pool_escape, previous_escape, local_escape, alternative_weight, table, most_gained,
         use_previous, use_output, use_prompt, max_nodes, min_probability, end_token_id,
     ):  # fmt: skip
         """The most probable continuations, best first. Flat arguments: unpacking tuples would cost microseconds.
@@ -86,7 +88,7 @@ def _draft_tree_of(stamp: int) -> Callable:
         int32 (NUM_OUTPUTS, n), a row for each of the OUT_ constants; one array, since each would cost half a
         microsecond. Log acceptance and relative count are the bits of float32s.
         """
-        index = Index(tokens, order, group_codes, starts, support, depth)
+        index = Index(tokens, order, group_codes, starts, support, alternatives, depth)
         preference = Preference(group, inside, outside, num_samples, num_group_samples)
         context = Context(context_tokens, num_prompt, previous, max_match, max_local_tokens)
         levels, frontier = new_levels(max_nodes), new_frontier(max_nodes)
@@ -108,7 +110,7 @@ def _draft_tree_of(stamp: int) -> Callable:
             if not is_end:
                 num_candidates = count_continuations(
                     candidates, runs, levels, num_levels, node, depths[node], probability,
-                    least_probability(frontier, size, min_probability), index, preference, context,
+                    least_probability(frontier, size, min_probability), alternative_weight, index, preference, context,
                 )  # fmt: skip
                 size = push_candidates(
                     frontier, size, candidates, num_candidates, node, depths[node], probability, min_probability,

@@ -18,8 +18,10 @@ from jobs.pools import app
 from jobs.settings import load_settings
 from pipeline.knowledge.entities import iter_entities
 from pipeline.tables.sample_world import write_sample_world
+from retrieval_pools.pool import Pool
 from retrieval_pools.router import Route
 from retrieval_pools.settings import PoolBuildSettings
+from retrieval_pools.suffix_order import SEPARATOR
 
 FIRST_DATE, SECOND_DATE = datetime.date(2025, 2, 28), datetime.date(2025, 3, 1)
 
@@ -33,9 +35,9 @@ def world(tmp_path, monkeypatch):
     return tmp_path
 
 
-def opened(world, date, routing):
+def opened(world, date, routing, pools="{}"):
     path = world / "laserbatch.yaml"
-    path.write_text(f"workspace: workspace\ntables: {{path: tables}}\nrouting: {routing}\n")
+    path.write_text(f"workspace: workspace\ntables: {{path: tables}}\nrouting: {routing}\npools: {pools}\n")
     return open_night(load_settings(path), date)
 
 
@@ -153,7 +155,7 @@ def test_texts_come_in_the_order_of_the_table_with_their_ages(world, tmp_path):
     column = rows.schema.get_field_index("run_id")
     night.run.write_shard("item", "00000", shuffled.slice(0, 10).set_column(column, "run_id", pa.array(ids[:10])))
     night.run.write_shard("item", "00001", shuffled.slice(10, 30))
-    read = read_run_texts(night.run, "item", tmp_path / "texts.npy")
+    read = read_run_texts(night.run, "item", tmp_path)
     texts = list(read.pool_texts(night.tables, "item", SECOND_DATE, lambda entity: Route("g", "global")))
     by_id = dict(zip(rows["entity_id"].to_pylist(), rows["token_ids"].to_pylist(), strict=True))
     assert {text.entity: text.token_ids.tolist() for text in texts} == {
@@ -163,7 +165,7 @@ def test_texts_come_in_the_order_of_the_table_with_their_ages(world, tmp_path):
     assert [text.entity for text in texts] == in_table
     ages = {text.entity: text.age_nights for text in texts}
     assert [ages[entity] for entity in shuffled["entity_id"].to_pylist()[:12]] == [0, 9] * 5 + [1, 1]
-    assert read_run_texts(night.run, "user", tmp_path / "none.npy") is None
+    assert read_run_texts(night.run, "user", tmp_path) is None
 
 
 def test_two_builders_at_once_do_not_harm_each_other(world):
@@ -238,3 +240,25 @@ def test_show_says_how_a_version_was_built_and_what_it_left_out(world):
     night.manifest["pools_built"] = build_pools(night, anew=True)
     night.manifest.save()
     assert "item: built whole; " in shown()
+
+
+def test_recorded_alternatives_reach_the_pool_when_it_is_to_keep_them(world):
+    night = opened(world, FIRST_DATE, "{scheme: global}", "{alternatives: true}")
+    write_texts(night)
+    texts = night.run.read_knowledge("item")
+    recorded = [[7] * 20 if row % 2 else None for row in range(texts.num_rows)]  # every second text was carried over
+    alternatives = pa.array(recorded, pa.list_(pa.int32()))
+    night.run.write_shard("item", "00000", texts.append_column("alternative_ids", alternatives))
+    version = build_pools(night)["item"]["version"]
+    index = Pool.open(night.pools.folder(version) / "item").index
+    order_of_tokens = index.alternatives[index.tokens != SEPARATOR].reshape(-1, 20)
+    assert sorted(set(map(tuple, order_of_tokens.tolist()))) == [(-1,) * 20, (7,) * 20]
+    assert (order_of_tokens == 7).all(1).sum() == sum(row is not None for row in recorded)
+    assert (index.alternatives[index.tokens == SEPARATOR] == -1).all()
+
+
+def test_texts_of_before_alternatives_were_recorded_make_a_pool(world):
+    night = opened(world, FIRST_DATE, "{scheme: global}", "{alternatives: true}")
+    write_texts(night)
+    version = build_pools(night)["item"]["version"]
+    assert (Pool.open(night.pools.folder(version) / "item").index.alternatives == -1).all()
