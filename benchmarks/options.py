@@ -46,17 +46,22 @@ NUM_RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Scale:
-    """How many texts are measured, and how many fill a pool; long answers are dear, so they are fewer."""
+    """How many texts are measured, and how many fill a pool.
+
+    Prompts are divided as in `night.py`, so that both find the same pool texts; of the long answers, which are dear,
+    the first `num_long_measured` are measured.
+    """
 
     long: TaskSize
+    num_long_measured: int
     short: TaskSize
     num_readers: int
     num_measured_readers: int
 
 
-FULL = Scale(TaskSize(32, 200), TaskSize(256, 1000), num_readers=1000, num_measured_readers=256)
-QUICK = Scale(TaskSize(6, 100), TaskSize(48, 500), num_readers=500, num_measured_readers=64)
-SMOKE = Scale(TaskSize(1, 4), TaskSize(2, 20), num_readers=40, num_measured_readers=4)
+FULL = Scale(TaskSize(32, 200), 32, TaskSize(128, 1000), num_readers=1000, num_measured_readers=256)
+QUICK = Scale(TaskSize(16, 100), 6, TaskSize(32, 500), num_readers=500, num_measured_readers=64)
+SMOKE = Scale(TaskSize(2, 4), 1, TaskSize(4, 20), num_readers=40, num_measured_readers=4)
 
 
 @dataclass(frozen=True)
@@ -241,7 +246,8 @@ def tasks_of(model_dir: Path, data: Path, tokenizer, scale: Scale) -> list[Night
     if model_dir.resolve() == SAMPLE_MODEL:
         return sample_night_tasks(tokenizer, replace(scale.short, num_pool=scale.long.num_pool))
     readers = readers_task(tokenizer, data, scale.num_readers, scale.num_measured_readers)
-    return [readers, *one_night_tasks(tokenizer, data, scale.long, scale.short)]
+    reki, items = one_night_tasks(tokenizer, data, scale.long, scale.short)
+    return [readers, reki.cut(scale.num_long_measured), items]
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:

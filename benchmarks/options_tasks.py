@@ -7,7 +7,7 @@ prompts fill the pool, others are measured. Knows no pool and measures nothing.
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +47,11 @@ class NightTask:
     def name(self) -> str:
         return self.first.name
 
+    def cut(self, num_measured: int) -> "NightTask":
+        """The same with fewer measured texts: the first of them."""
+        first = slice(num_measured)
+        return replace(self, prompts=self.prompts[first], previous=self.previous[first], groups=self.groups[first])
+
 
 def readers_task(tokenizer, data: Path, num_readers: int, num_measured: int) -> NightTask:
     """Readers' interests: the first night's histories lack the last book; measured are the first of the readers.
@@ -70,15 +75,15 @@ def readers_task(tokenizer, data: Path, num_readers: int, num_measured: int) -> 
     )
 
 
-def one_night_tasks(tokenizer, data: Path, long: TaskSize, short: TaskSize) -> list[NightTask]:
+def one_night_tasks(tokenizer, data: Path, long: TaskSize, short: TaskSize) -> tuple[NightTask, NightTask]:
     """Long answers, whose groups are the data sets and sides that they are about, and descriptions, of one group."""
     rows = pq.read_table(data / "reki" / "knowledge.parquet", columns=["dataset", "side", "prompt"]).to_pylist()
     kind_of = {chat_ids(tokenizer, row["prompt"]).tobytes(): f"{row['dataset']} {row['side']}" for row in rows}
     reki = reki_task(tokenizer, data, long)
-    return [
+    return (
         _one_night(reki, lambda prompt: kind_of[prompt.tobytes()]),
         _one_night(goodreads_items_task(tokenizer, data, short), lambda prompt: "all"),
-    ]
+    )
 
 
 def sample_night_tasks(tokenizer, size: TaskSize) -> list[NightTask]:
