@@ -23,7 +23,7 @@ from retrieval_pools.manifest import (
     read_array,
     read_manifest,
 )
-from retrieval_pools.settings import PoolSettings
+from retrieval_pools.settings import BUILT_SETTINGS, PoolSettings
 from retrieval_pools.suffix_order import SEPARATOR
 
 DEFAULT_POOL_ESCAPE = 1.0  # Witten and Bell's
@@ -97,7 +97,7 @@ class Pool:
 
     def with_settings(self, **changes) -> "Pool":
         """The same texts, queried with other settings (all but those that are in the files)."""
-        for name in ("index_depth", "min_support", "alternatives"):
+        for name in BUILT_SETTINGS:
             if name in changes:
                 raise PoolError(f"{name} is fixed when a pool is built; build another pool for another value.")
         settings = PoolSettings.model_validate(self.settings.model_dump() | changes)

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_MATCH_TOKENS = 32
 MAX_CONTEXT_LENGTHS = 8
+BUILT_SETTINGS = ("index_depth", "min_support", "alternatives")  # what a pool's files depend on
 
 
 class PoolSettings(BaseModel):

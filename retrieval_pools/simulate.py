@@ -19,7 +19,7 @@ from retrieval_pools.estimates import Bootstrap, Estimate, Tally
 from retrieval_pools.manifest import Side
 from retrieval_pools.pool import Pool
 from retrieval_pools.replay import DraftOptions, ReplayText, replay, replay_nodes
-from retrieval_pools.settings import PoolSettings
+from retrieval_pools.settings import BUILT_SETTINGS, PoolSettings
 
 SOURCES = ("previous", "prompt", "output", "pool")
 
@@ -86,11 +86,15 @@ class CalibrationTexts:
 
 @dataclass(frozen=True)
 class PoolCorpus:
-    """The texts that a side's pools are built from: int32[n] token ids and entity of each."""
+    """The texts that a side's pools are built from: int32[n] token ids and entity of each, and their alternatives.
+
+    `alternatives` are as `PoolText` has them; None: nothing was recorded.
+    """
 
     side: Side
     token_ids: Sequence[np.ndarray]
     entity_ids: Sequence[str | int]
+    alternatives: Sequence[np.ndarray | None] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -198,8 +202,7 @@ class Simulator:
         return table_of(fit_cells(replay_nodes(drafting_alike, texts, widest, options)))
 
     def _uncalibrated(self, setting: DraftSetting) -> Pool:
-        built = setting.pool.index_depth, setting.pool.min_support
-        key = setting.grouping, setting.num_pool_texts, *built
+        key = setting.grouping, setting.num_pool_texts, *(getattr(setting.pool, name) for name in BUILT_SETTINGS)
         if key not in self._pools:
             self._pools[key] = build_pool(
                 self._texts(setting),
@@ -209,13 +212,15 @@ class Simulator:
                 model_id="simulation",
                 settings=setting.pool,
             )
-        queried = setting.pool.model_dump(exclude={"index_depth", "min_support"})
+        queried = setting.pool.model_dump(exclude=set(BUILT_SETTINGS))
         return self._pools[key].with_settings(**queried)
 
     def _texts(self, setting: DraftSetting):
-        groups = self.groupings[setting.grouping].pool_groups
+        corpus, groups = self.corpus, self.groupings[setting.grouping].pool_groups
         for number in np.sort(self._order[: setting.num_pool_texts]).tolist():
-            yield PoolText(self.corpus.token_ids[number], groups[number] or "", self.corpus.entity_ids[number])
+            alternatives = None if corpus.alternatives is None else corpus.alternatives[number]
+            group, entity_id = groups[number] or "", corpus.entity_ids[number]
+            yield PoolText(corpus.token_ids[number], group, entity_id, alternatives=alternatives)
 
 
 def _estimating_alike(setting: DraftSetting, base: DraftSetting) -> DraftSetting:
