@@ -7,13 +7,14 @@ texts that are neither in them nor measured. Knows no table, no run and no model
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from retrieval_pools.build import PoolText, build_pool
 from retrieval_pools.calibrate import calibrate, fit_cells
-from retrieval_pools.calibration import table_of
+from retrieval_pools.calibration import Calibration, table_of
 from retrieval_pools.drafting.state import MAX_NODES
 from retrieval_pools.estimates import Bootstrap, Estimate, Tally
 from retrieval_pools.manifest import Side
@@ -181,25 +182,31 @@ class Simulator:
 
         The base is calibrated as a night's pool is. Whatever changes estimates (groups, options and size of the pool,
         another source) is fitted to one more replay of the same texts, which drafts by the base's curves. Budgets, and
-        a source less, take the base's curves as they are.
+        a source less, take the base's curves as they are; a pool without an escape of its own takes the base's.
         """
         pool = self._uncalibrated(setting)
         if self.calibration is None:
             return pool
+        pool = pool.with_calibration(self._base_calibration)
         alike = _estimating_alike(setting, self.calibration.base)
+        if alike == self.calibration.base:
+            return pool
         if alike not in self._tables:
             self._tables[alike] = self._fitted_table(alike, pool)
         return pool.with_acceptance_table(self._tables[alike])
 
-    def _fitted_table(self, setting: DraftSetting, pool: Pool) -> np.ndarray:
+    @cached_property
+    def _base_calibration(self) -> Calibration:
         base = self.calibration.base
-        texts = _grouped(self.calibration.texts, self.groupings[setting.grouping].calibration_groups)
+        return calibrate(self._uncalibrated(base), self._calibration_texts(base), _options(base, with_previous=True))
+
+    def _fitted_table(self, setting: DraftSetting, pool: Pool) -> np.ndarray:
         options = _options(setting, with_previous=True)
-        if setting == base:
-            return calibrate(pool, texts, options).table
         widest = replace(options, max_nodes=MAX_NODES, min_probability=0.0)
-        drafting_alike = pool.with_acceptance_table(self.pool(base).acceptance_table)
-        return table_of(fit_cells(replay_nodes(drafting_alike, texts, widest, options)))
+        return table_of(fit_cells(replay_nodes(pool, self._calibration_texts(setting), widest, options)))
+
+    def _calibration_texts(self, setting: DraftSetting) -> list[ReplayText]:
+        return _grouped(self.calibration.texts, self.groupings[setting.grouping].calibration_groups)
 
     def _uncalibrated(self, setting: DraftSetting) -> Pool:
         key = setting.grouping, setting.num_pool_texts, *(getattr(setting.pool, name) for name in BUILT_SETTINGS)

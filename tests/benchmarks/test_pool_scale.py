@@ -30,6 +30,8 @@ def test_a_measurement_is_a_process_whose_files_and_memory_are_told(tmp_path):
         rows.append(row | {"mtokens_per_s": 2.0, "bytes_per_token": row["bytes"] / row["num_tokens"]})
     require_same_files(tmp_path / "p0", tmp_path / "p1")
     assert len(figures_of(rows)) == 5
+    drafts = watched({"measure": "drafts", "pool": str(tmp_path / "p0"), "texts": str(texts.folder)})
+    assert drafts["num_drafts"] > 50 and drafts["aal"] > 1 and drafts["draft_median_us"] > 0
     with pytest.raises(RuntimeError, match="exit code"):
         watched({"measure": "drafts", "pool": str(tmp_path / "none"), "texts": str(texts.folder)})
     assert memory_mb_of(2**22 + 1) == (0.0, 0.0)

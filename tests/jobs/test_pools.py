@@ -155,7 +155,9 @@ def halving_calibration() -> Calibration:
     ]
     held = Reliability(num_texts=35, num_nodes=0, max_nodes=16, min_probability=0.07,
                        expected_calibration_error=0.0, bins=())  # fmt: skip
-    return Calibration(num_texts=70, num_tokens=700, num_nodes=40, cells=cells, reliability=held, uncalibrated=held)
+    return Calibration(
+        pool_escape=1.0, num_texts=70, num_tokens=700, num_nodes=40, cells=cells, reliability=held, uncalibrated=held
+    )
 
 
 def test_query_prefers_the_group(world):

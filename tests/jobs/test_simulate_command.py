@@ -179,7 +179,7 @@ def copied(world, tmp_path) -> Night:
         ("runs/{after}", ("settings", "pools", "old_option"), 1, "does not have (pools.old_option)"),
         ("runs/{before}", ("format_version",), 0, "has format version 0"),
         ("pools/{before}/user", ("format_version",), 1, "is a pool of format 1; this version expects"),
-        ("pools/{before}/item", ("settings", "pool_escape"), 1.5, "pools.pool_escape is 1.5 there and 2.0 in the"),
+        ("pools/{before}/item", ("settings", "group_weight"), 1.5, "pools.group_weight is 1.5 there and 3.0 in the"),
     ],
 )
 def test_a_night_that_drafted_otherwise_is_not_compared(copied, file, keys, value, reason):

@@ -8,6 +8,7 @@ import pytest
 from retrieval_pools.calibrate import calibrate, reliability
 from retrieval_pools.calibration_table import IDENTITY_TABLE
 from retrieval_pools.estimates import Bootstrap
+from retrieval_pools.pool import DEFAULT_POOL_ESCAPE
 from retrieval_pools.recommendation import recommend
 from retrieval_pools.replay import DraftOptions, ReplayText
 from retrieval_pools.settings import PoolSettings
@@ -204,9 +205,10 @@ def test_the_base_is_calibrated_as_a_pool_of_a_night(calibrated):
     pool = calibrated.pool(BASE)
     texts = [replace(text, group="all") for text in calibrated.calibration.texts]
     options = DraftOptions(4, 0.001, use_prompt=False, use_output=False, use_previous=False)
-    fitted = calibrate(pool.with_acceptance_table(IDENTITY_TABLE), texts, options)
+    fitted = calibrate(pool, texts, options)
     assert not np.array_equal(pool.acceptance_table, IDENTITY_TABLE)
     np.testing.assert_array_equal(pool.acceptance_table, fitted.table)
+    assert pool.fitted_escape == fitted.pool_escape != DEFAULT_POOL_ESCAPE
     assert calibrated.num_calibration_texts == 40
 
 
@@ -221,7 +223,8 @@ def test_budgets_and_fewer_sources_share_the_curves_and_what_estimates_otherwise
 
 
 def test_one_more_replay_fits_as_the_whole_calibration_does(calibrated):
-    other = BASE.with_pool(pool_escape=2.001)  # as good as the base, but calibrated on its own
+    other = BASE.with_pool(pool_escape=calibrated.pool(BASE).fitted_escape)  # the same, but with curves of its own
+    assert not np.array_equal(calibrated.pool(other).acceptance_table, calibrated.pool(BASE).acceptance_table)
     bootstrap = Bootstrap(40, 0)
     gain = bootstrap.gain(calibrated.replay(other), calibrated.replay(BASE))
     assert gain.value == pytest.approx(1, abs=0.02)
