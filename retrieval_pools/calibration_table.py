@@ -46,9 +46,9 @@ IDENTITY_TABLE = identity_table()
 IDENTITY_TABLE.flags.writeable = False
 
 
-def most_gained(table: np.ndarray) -> float:
-    """How many times its relative count a probability of the table is at most; a little more, for rounding's sake."""
-    return float((table.astype(np.float64) / COUNT_KNOTS).max()) * (1 + 1e-6)
+def upper_bounds(table: np.ndarray) -> np.ndarray:
+    """float32[num knots]: what no cell gives more than to relative counts up to each knot."""
+    return np.maximum.accumulate(table.reshape(-1, len(COUNT_KNOTS)).max(axis=0))
 
 
 def conditional_acceptance(

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from retrieval_pools.calibration import Calibration
-from retrieval_pools.calibration_table import IDENTITY_TABLE, TABLE_SHAPE, most_gained
+from retrieval_pools.calibration_table import IDENTITY_TABLE, TABLE_SHAPE, upper_bounds
 from retrieval_pools.drafting.state import Index, Preference
 from retrieval_pools.drafting.tree import Variant
 from retrieval_pools.errors import PoolError
@@ -124,6 +124,11 @@ class Pool:
         return Variant(index.support is not None, 8 * index.group_codes.itemsize, index.alternatives is not None)
 
     @cached_property
+    def first_drafts(self) -> dict:
+        """What `query.draft` remembers of how texts begin."""
+        return {}
+
+    @cached_property
     def index_arguments(self) -> tuple:
         """The first arguments of `drafting.tree`."""
         return tuple(self.index)
@@ -139,7 +144,7 @@ class Pool:
         escapes = (s.pool_escape or self.fitted_escape, s.previous_escape, s.local_escape)
         limits = (s.max_match_tokens, s.max_local_tokens, s.num_context_lengths)
         options = (*limits, *escapes, s.alternative_weight)
-        return (*options, self.acceptance_table, most_gained(self.acceptance_table))
+        return (*options, self.acceptance_table, upper_bounds(self.acceptance_table))
 
     @cached_property
     def _preferences(self) -> dict[str | None, Preference]:

@@ -20,6 +20,7 @@ from retrieval_pools.drafting.state import (
 from retrieval_pools.drafting.tree import compile_draft_tree
 from retrieval_pools.pool import EMPTY_POOL, Pool
 
+MAX_FIRST_DRAFTS = 4096  # remembered of a pool
 _NO_TOKENS = np.empty(0, np.int32)
 
 
@@ -91,6 +92,8 @@ def draft(
 ) -> Draft:
     """What a sequence is likely to go on with. Deterministic; safe to call from several threads; frees the GIL.
 
+    A draft may be shared with other callers: its arrays are not to be changed.
+
     Parameters
     ----------
     pool : the routed side's pool, None for the sequence's own texts alone.
@@ -116,6 +119,8 @@ def draft(
         raise ValueError(f"num_prompt is {num_prompt}; the context has {len(context)} tokens")
     pool = EMPTY_POOL if pool is None else pool
     use_previous = use_previous and previous is not None and len(previous) > 0
+    if num_prompt == len(context) and not use_previous:
+        return _first_draft(pool, group, max_nodes, min_probability, end_token_id)
     rows = compiled_query(pool.variant)(
         *pool.index_arguments,
         *pool.preference_arguments(group),
@@ -131,6 +136,34 @@ def draft(
         -1 if end_token_id is None else end_token_id,
     )
     return Draft(rows)
+
+
+def _first_draft(
+    pool: Pool, group: str | None, max_nodes: int, min_probability: float, end_token_id: int | None
+) -> Draft:
+    """How texts begin, which depends on nothing else where there is no earlier one: drafted once, then remembered."""
+    asked = group, max_nodes, min_probability, end_token_id
+    found = pool.first_drafts.get(asked)
+    if found is None:
+        rows = compiled_query(pool.variant)(
+            *pool.index_arguments,
+            *pool.preference_arguments(group),
+            _NO_TOKENS,
+            0,
+            _NO_TOKENS,
+            *pool.option_arguments,
+            False,
+            False,
+            False,
+            max_nodes,
+            min_probability,
+            -1 if end_token_id is None else end_token_id,
+        )
+        rows.flags.writeable = False
+        found = Draft(rows)
+        if len(pool.first_drafts) < MAX_FIRST_DRAFTS:
+            pool.first_drafts[asked] = found
+    return found
 
 
 def _int32_row(tokens: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from retrieval_pools.drafting.estimate import conditional_acceptance
+from retrieval_pools.drafting.estimate import conditional_acceptance, most_acceptance
 from retrieval_pools.drafting.frontier import least_probability, push_path
 from retrieval_pools.drafting.intervals import sample_place, sample_stride
 from retrieval_pools.drafting.runs import list_own_runs, list_pool_runs
@@ -147,18 +147,16 @@ def _add_share(candidates, c, source, share):
 
 @part
 def push_candidates(
-    frontier, size, candidates, num_candidates, node, depth, probability, min_probability, table, most_gained, draft_end
+    frontier, size, candidates, num_candidates, node, depth, probability, min_probability, table, bounds, draft_end
 ):
     """Put the likely candidates of the node drafted last on the frontier, and clear them away for the next node.
 
-    No probability in the table is more than `most_gained` times the relative count that it stands for. Returns the
-    frontier's new size.
+    `bounds` say without a look at the table what is out of the question. Returns the frontier's new size.
     """
-    most = probability * most_gained
     for c in range(num_candidates):
         candidates.slots[candidates.slot_of[c]] = 0
         relative_count = candidates.total[c]
-        if relative_count * most < least_probability(frontier, size, min_probability):
+        if probability * most_acceptance(bounds, relative_count) < least_probability(frontier, size, min_probability):
             continue
         token = candidates.token[c]
         if token == END and not draft_end:

@@ -12,6 +12,15 @@ _LOWEST = float(COUNT_KNOTS[0])
 
 
 @part
+def most_acceptance(bounds, relative_count):
+    """What no cell of the table gives more than; see `calibration_table.upper_bounds`."""
+    x = np.float32(relative_count)
+    if x >= 1:
+        return bounds[bounds.shape[0] - 1]
+    return bounds[0] if x < _LOWEST else bounds[(x.view(np.int32) >> _MANTISSA_BITS) - _FIRST_KNOT + 1]
+
+
+@part
 def conditional_acceptance(table, source, match_length, depth, relative_count):
     """Probability that a node is accepted when its parent is."""
     values = table[source, LENGTH_BINS[min(match_length, LARGEST_BINNED)], DEPTH_BINS[min(depth, LARGEST_BINNED)]]

@@ -43,10 +43,11 @@ _int32s = types.Array(types.int32, 1, "C", readonly=True)
 _uint8s = types.Array(types.uint8, 1, "C", readonly=True)
 _codes = {8: _uint8s, 16: types.Array(types.uint16, 1, "C", readonly=True)}
 _table = types.Array(types.float32, 4, "C", readonly=True)
+_bounds = types.Array(types.float32, 1, "C", readonly=True)
 _preference_types = (int64, float64, float64, int64, int64)
 _context_types = (_int32s, int64, _int32s, int64, int64)
 _escape_types, _switch_types = (float64, float64, float64), (boolean, boolean, boolean)
-_option_types = (int64, *_escape_types, float64, _table, float64, *_switch_types, int64, float64, int64)
+_option_types = (int64, *_escape_types, float64, _table, _bounds, *_switch_types, int64, float64, int64)
 
 
 class Variant(NamedTuple):
@@ -78,7 +79,7 @@ def _draft_tree_of(stamp: int) -> Callable:
         tokens, order, group_codes, starts, support, alternatives, depth,
         group, inside, outside, num_samples, num_group_samples,
         context_tokens, num_prompt, previous, max_match, max_local_tokens,
-        num_context_lengths, pool_escape, previous_escape, local_escape, alternative_weight, table, most_gained,
+        num_context_lengths, pool_escape, previous_escape, local_escape, alternative_weight, table, bounds,
         use_previous, use_output, use_prompt, max_nodes, min_probability, end_token_id,
     ):  # fmt: skip
         """The most probable continuations, best first. Flat arguments: unpacking tuples would cost microseconds.
@@ -114,7 +115,7 @@ def _draft_tree_of(stamp: int) -> Callable:
                 )  # fmt: skip
                 size = push_candidates(
                     frontier, size, candidates, num_candidates, node, depths[node], probability, min_probability,
-                    table, most_gained, draft_end,
+                    table, bounds, draft_end,
                 )  # fmt: skip
             if size == num_nodes:
                 break

@@ -50,3 +50,19 @@ def test_bins_begin_at_their_edges():
     assert length_bin(LENGTH_EDGES[3] - 1) == 2
     assert length_bin(10_000) == len(LENGTH_EDGES) - 1
     assert calibration_table.identity_table().shape == TABLE_SHAPE
+
+
+@given(relative_count=st.floats(0, 1.001), seed=st.integers(0, 3))
+def test_no_cell_gives_more_than_the_bound(relative_count, seed):
+    table = np.sort(np.random.default_rng(seed).random(TABLE_SHAPE, np.float32))
+    bound = compiled_bound(calibration_table.upper_bounds(table), relative_count)
+    given = [
+        conditional_acceptance(table, source, length, 1, relative_count) for source in range(5) for length in (1, 9)
+    ]
+    assert max(given) <= bound * (1 + 1e-6)
+    assert compiled_bound(COUNT_KNOTS, relative_count) <= max(1.5 * relative_count, COUNT_KNOTS[0])
+
+
+@njit
+def compiled_bound(bounds, relative_count):
+    return estimate.most_acceptance(bounds, relative_count)

@@ -247,6 +247,22 @@ def test_certain_continuations_are_drafted_once(tmp_path):
     assert [node.token_id for node in reference] == tree.token_ids.tolist()
 
 
+def test_first_drafts_are_remembered_for_who_asks_the_same(tmp_path):
+    pool = pool_of(tmp_path / "p", [[1, 2], [1, 2], [3, 4]], groups=["a", "a", "b"])
+    asked = {"max_nodes": 8, "min_probability": 0.0}
+    first = draft(pool, ids([7, 7]), 2, None, "a", **asked)
+    again = draft(pool, ids([8]), 1, None, "a", **asked)  # the prompt says nothing of how a text begins
+    assert again.token_ids.tolist() == first.token_ids.tolist()
+    assert first.token_ids.tolist()[0] == 1
+    assert draft(pool, ids([8]), 1, None, "b", **asked).token_ids.tolist()[0] == 3
+    assert draft(pool, ids([8]), 1, None, "a", max_nodes=2, min_probability=0).token_ids.tolist() == [1, 2]
+    assert draft(pool, ids([8]), 1, ids([9, 9]), "a", **asked).token_ids.tolist()[0] == 9
+    walled = pool.with_settings(scope="group")
+    assert draft(walled, ids([8]), 1, None, "a", **asked).token_ids.tolist() == [1, 2]
+    with pytest.raises(ValueError, match="read-only"):
+        first.token_ids[0] = 5
+
+
 def test_own_texts_are_searched_up_to_a_limit():
     prompt = [5, 6] + [0] * 50
     tree = draft(None, ids([*prompt, 5]), len(prompt))
