@@ -31,13 +31,13 @@ from retrieval_pools.pool import Pool
 from retrieval_pools.replay import DraftOptions, Nodes, ReplayText, replay, replay_nodes
 
 # Nodes that a coarser cell's curve counts for, at each knot of a finer one. Of 2, 8, 32, 128 and 512 this had the least
-# log loss on texts not fitted to, for short and for long texts, and for every number of texts from 25 to 500.
+# log loss on texts not fitted to, or all but the least, for short and for long texts, 25 to 500 of them.
 PRIOR_NODES = 32.0
 LEAST_ACCEPTANCE, MOST_ACCEPTANCE = 1e-4, 0.9999  # nothing is impossible, nothing certain: paths keep an order
 # A run drafts the likely paths, and a node on those is accepted more often than one of the same features on others; the
 # others still say what there is to know of cells that the run seldom reaches.
 BEYOND_WEIGHT = 0.1
-MAX_TOKENS = 50_000  # replayed; as many again made neither estimates nor drafts better
+MAX_TOKENS = 50_000  # replayed, so that the time it takes does not grow with the pool
 POOL_ESCAPES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # tried where none is configured
 MIN_TEXTS = 50  # a pool of fewer texts is not calibrated
 TEXTS_PER_HELD_BACK = 5  # at most one text of so many is held back

@@ -92,7 +92,7 @@ def draft(
 ) -> Draft:
     """What a sequence is likely to go on with. Deterministic; safe to call from several threads; frees the GIL.
 
-    A draft may be shared with other callers: its arrays are not to be changed.
+    The arrays of a draft are read-only: it may be shared with other callers.
 
     Parameters
     ----------
@@ -119,51 +119,41 @@ def draft(
         raise ValueError(f"num_prompt is {num_prompt}; the context has {len(context)} tokens")
     pool = EMPTY_POOL if pool is None else pool
     use_previous = use_previous and previous is not None and len(previous) > 0
-    if num_prompt == len(context) and not use_previous:
-        return _first_draft(pool, group, max_nodes, min_probability, end_token_id)
+    if num_prompt < len(context) or use_previous:
+        own = use_previous, use_output, use_prompt
+        known = _int32_row(context), num_prompt, _int32_row(previous) if use_previous else _NO_TOKENS
+        return _draft(pool, group, known, own, max_nodes, min_probability, end_token_id)
+    # How texts begin depends on nothing else where there is no earlier one: drafted once, then remembered.
+    asked = group, max_nodes, min_probability, end_token_id
+    found = pool.first_drafts.get(asked)
+    if found is None:
+        found = _draft(pool, group, (_NO_TOKENS, 0, _NO_TOKENS), (False, False, False), *asked[1:])
+        if len(pool.first_drafts) < MAX_FIRST_DRAFTS:
+            pool.first_drafts[asked] = found
+    return found
+
+
+def _draft(
+    pool: Pool,
+    group: str | None,
+    known: tuple[np.ndarray, int, np.ndarray],
+    own: tuple[bool, bool, bool],
+    max_nodes: int,
+    min_probability: float,
+    end_token_id: int | None,
+) -> Draft:
     rows = compiled_query(pool.variant)(
         *pool.index_arguments,
         *pool.preference_arguments(group),
-        _int32_row(context),
-        num_prompt,
-        _int32_row(previous) if use_previous else _NO_TOKENS,
+        *known,
         *pool.option_arguments,
-        use_previous,
-        use_output,
-        use_prompt,
+        *own,
         max_nodes,
         min_probability,
         -1 if end_token_id is None else end_token_id,
     )
+    rows.flags.writeable = False  # it may be remembered
     return Draft(rows)
-
-
-def _first_draft(
-    pool: Pool, group: str | None, max_nodes: int, min_probability: float, end_token_id: int | None
-) -> Draft:
-    """How texts begin, which depends on nothing else where there is no earlier one: drafted once, then remembered."""
-    asked = group, max_nodes, min_probability, end_token_id
-    found = pool.first_drafts.get(asked)
-    if found is None:
-        rows = compiled_query(pool.variant)(
-            *pool.index_arguments,
-            *pool.preference_arguments(group),
-            _NO_TOKENS,
-            0,
-            _NO_TOKENS,
-            *pool.option_arguments,
-            False,
-            False,
-            False,
-            max_nodes,
-            min_probability,
-            -1 if end_token_id is None else end_token_id,
-        )
-        rows.flags.writeable = False
-        found = Draft(rows)
-        if len(pool.first_drafts) < MAX_FIRST_DRAFTS:
-            pool.first_drafts[asked] = found
-    return found
 
 
 def _int32_row(tokens: np.ndarray) -> np.ndarray:
