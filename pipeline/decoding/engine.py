@@ -9,7 +9,6 @@ Knows no entities, no files and no Ray.
 
 import logging
 import math
-from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -18,11 +17,14 @@ import torch
 
 from pipeline.decoding.acceptance import Acceptance, verify
 from pipeline.decoding.alternatives import step_alternatives
+from pipeline.decoding.batch import Batch, Concurrency, RequestLimits
 from pipeline.decoding.drafters import Drafter, NoDrafter
 from pipeline.decoding.endings import Endings
-from pipeline.decoding.kv_store import KVStore, common_prefix
+from pipeline.decoding.feed import Feed
+from pipeline.decoding.kv_cache import cache_bound, is_out_of_memory
+from pipeline.decoding.kv_store import KVStore
 from pipeline.decoding.loading import LoadedModel, load_model
-from pipeline.decoding.model_runner import Feed, ModelRunner
+from pipeline.decoding.model_runner import ModelRunner
 from pipeline.decoding.sequence import (
     GenerationFailure,
     GenerationRequest,
@@ -31,6 +33,7 @@ from pipeline.decoding.sequence import (
     StepEvent,
 )
 from pipeline.decoding.settings import DecodingSettings
+from pipeline.decoding.token_store import TokenStore
 from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, prune
 from pipeline.decoding.verifiers import Verifier, verifier_from
 
@@ -38,8 +41,9 @@ __all__ = ["Engine", "GenerationFailure", "GenerationRequest", "GenerationResult
 
 logger = logging.getLogger(__name__)
 
-WORTH_WAITING_TOKENS = 32  # a prompt waits a step for a peer that is computing at least this much more of its prefix
-CUDA_CACHE_SHARE = 0.8  # of the memory that is free after loading
+# Prompt tokens of one step. A CPU computes them fastest in parts of this size (per token 2 times faster than 2048), and
+# such a part takes about as long as the step's drafts of a batch of 16: what decodes meanwhile goes at half speed.
+PREFILL_TOKENS = {"cpu": 256, "cuda": 2048}
 
 
 class Engine:
@@ -56,11 +60,12 @@ class Engine:
         self.end_ids = loaded.end_ids
         self.vocab_size = loaded.vocab_size
         self.device = loaded.device
-        max_tokens = self.settings.max_cache_tokens
-        if max_tokens is None and self.device.type == "cuda":
-            free_bytes, _ = torch.cuda.mem_get_info(self.device)
-            max_tokens = int(free_bytes * CUDA_CACHE_SHARE) // max(1, loaded.bytes_per_token)
-        self.store = KVStore(self.settings.batch_size, max_tokens)
+        on_cuda = self.device.type == "cuda"
+        max_tokens = self.settings.max_cache_tokens or cache_bound(self.device, loaded.bytes_per_token)
+        holds_rows = self.settings.kv_cache == "rows" or (self.settings.kv_cache == "auto" and not on_cuda)
+        self.store = (KVStore if holds_rows else TokenStore)(self.settings.batch_size, max_tokens)
+        self.concurrency = Concurrency(self.settings.batch_size)
+        self.max_prefill_tokens = self.settings.max_prefill_tokens or PREFILL_TOKENS["cuda" if on_cuda else "cpu"]
         self.runner = ModelRunner(loaded.model, self.store, self.device)
         self._endings = Endings(self.tokenizer, self.settings.stop_strings)
         self._is_end = np.zeros(self.vocab_size, bool)
@@ -97,85 +102,48 @@ class Engine:
         """
         drafter = drafter or NoDrafter()
         verifier = verifier or verifier_from(self.settings)
-        waiting = _Lookahead(requests)
-        live: list[Sequence] = []
+        limits = RequestLimits(
+            self.max_context, self.vocab_size, self.settings.max_draft_tokens, self.settings.record_alternatives
+        )
+        batch = Batch(requests, self.store, self.concurrency, limits)
         try:
             while True:
-                yield from self._admit(waiting, live)
-                if not live:
+                yield from batch.admit()
+                if not batch.live:
                     return
-                outcomes = self._step(live, drafter, verifier, on_event)
-                for sequence in [s for s in live if id(s) in outcomes]:
-                    live.remove(sequence)
-                    self.store.release(sequence.row)
+                outcomes = self._step(batch, drafter, verifier, on_event)
+                for sequence in [s for s in batch.live if id(s) in outcomes]:
+                    batch.finish(sequence)
                     yield outcomes[id(sequence)]
         finally:
-            for sequence in live:
-                self.store.release(sequence.row)
+            batch.close()
 
-    def _admit(self, waiting: "_Lookahead", live: list[Sequence]) -> Iterator[GenerationFailure]:
-        """Give rows to waiting requests, in order, while there are some; yields those that cannot be done."""
-        while (request := waiting.peek()) is not None:
-            failure = self._refuse(request)
-            if failure is not None:
-                waiting.pop()
-                yield failure
-                continue
-            if live and self._peer_computes_prefix(request, live):
-                return
-            max_new_tokens = min(request.max_new_tokens, self.max_context - len(request.prompt_ids))
-            sequence = Sequence(request, max_new_tokens, self.settings.record_alternatives)
-            num_tokens = sequence.num_prompt + sequence.max_new_tokens + self.settings.max_draft_tokens
-            lease = self.store.acquire(sequence.prompt_ids, num_tokens)
-            if lease is None:
-                if not live:
-                    raise RuntimeError("every row of the engine is held by another, unfinished generate()")
-                return
-            sequence.row = lease.row
-            insort(live, sequence, key=lambda other: other.row)  # packed in the order of rows, nothing is reordered
-            waiting.pop()
-
-    def _refuse(self, request: GenerationRequest) -> GenerationFailure | None:
-        prompt = np.asarray(request.prompt_ids)
-        if len(prompt) == 0:
-            reason = "empty: the prompt has no tokens"
-        elif request.max_new_tokens < 1:
-            reason = f"bad-limit: max_new_tokens is {request.max_new_tokens}, at least 1 is expected"
-        elif len(prompt) > self.max_context - 1:
-            reason = f"too-long: the prompt has {len(prompt)} tokens, the model's context allows {self.max_context - 1}"
-        elif prompt.min() < 0 or prompt.max() >= self.vocab_size:
-            bad = int(prompt[(prompt < 0) | (prompt >= self.vocab_size)][0])
-            reason = f"bad-token: the prompt holds token {bad}, the vocabulary has {self.vocab_size}"
-        elif not self.store.fits(len(prompt) + request.max_new_tokens + self.settings.max_draft_tokens):
-            reason = f"too-long: prompt and answer exceed the KV cache of {self.store.max_tokens} tokens"
-        else:
-            return None
-        return GenerationFailure(request.request_id, reason)
-
-    def _peer_computes_prefix(self, request: GenerationRequest, live: list[Sequence]) -> bool:
-        """Whether a sequence admitted for this very step computes a prefix that would otherwise be computed twice."""
-        cached, _ = self.store.longest_prefix(request.prompt_ids[:-1])
-        pending = [s for s in live if self.store.lengths[s.row] < s.num_prompt - 1]
-        peers = (common_prefix(s.prompt_ids, request.prompt_ids[:-1]) for s in pending)
-        return max(peers, default=0) >= cached + WORTH_WAITING_TOKENS
-
-    def _step(self, live, drafter, verifier, on_event) -> dict[int, GenerationResult | GenerationFailure]:
+    def _step(self, batch, drafter, verifier, on_event) -> dict[int, GenerationResult | GenerationFailure]:
         """One step of all live sequences; of those that ended, by `id`, what came of them."""
-        drafts = [self._draft(sequence, drafter) for sequence in live]
+        drafts: dict[int, TokenTree] = {}
+        fed = self._feeds(batch.live, drafter, drafts)
+        while not self.store.make_room(sum(feed.num_tokens for _, feed in fed)):
+            if len(batch.live) == 1:
+                return self._fail_alone(batch.live[0])
+            batch.preempt(1)
+            fed = self._feeds(batch.live, drafter, drafts)
         try:
-            moves = self._forward_and_verify(live, drafts, verifier)
+            moves = self._forward_and_verify(fed, verifier)
         except Exception as error:
-            logger.warning("a step of %d sequences failed (%s); trying them one at a time", len(live), error)
             self._free_memory()
-            return self._step_one_by_one(live, drafts, verifier, on_event)
+            if is_out_of_memory(error) and len(batch.live) > 1:
+                batch.preempt(len(batch.live) // 2)
+                return {}
+            logger.warning("a step of %d sequences failed (%s); trying them one at a time", len(fed), error)
+            return self._step_one_by_one(fed, verifier, on_event)
         return self._commit_all(moves, on_event)
 
-    def _step_one_by_one(self, live, drafts, verifier, on_event) -> dict[int, GenerationResult | GenerationFailure]:
+    def _step_one_by_one(self, fed, verifier, on_event) -> dict[int, GenerationResult | GenerationFailure]:
         """The same step, a forward for each sequence, so that only those fail that cannot be run."""
         outcomes = {}
-        for sequence, draft in zip(live, drafts, strict=True):
+        for sequence, feed in fed:
             try:
-                moves = self._forward_and_verify([sequence], [draft], verifier)
+                moves = self._forward_and_verify([(sequence, feed)], verifier)
             except Exception as error:
                 self._free_memory()
                 lines = str(error).strip().splitlines() or [""]
@@ -185,11 +153,23 @@ class Engine:
             outcomes |= self._commit_all(moves, on_event)
         return outcomes
 
+    def _fail_alone(self, sequence: Sequence) -> dict[int, GenerationFailure]:
+        """A lone sequence has no room, since memory for what its limit promised could not be had.
+
+        Raises
+        ------
+        RuntimeError : another stream of the same engine holds the room.
+        """
+        if self.store.num_live_rows > 1:
+            raise RuntimeError("the engine's KV cache is held by another, unfinished generate()")
+        reason = f"too-long: prompt and answer exceed the KV cache of {self.store.max_tokens} tokens"
+        return {id(sequence): GenerationFailure(sequence.request.request_id, reason)}
+
     def _draft(self, sequence: Sequence, drafter: Drafter) -> TokenTree:
         """The drafter's tree, cut to the budget: draft tokens, room left, estimated acceptance."""
         settings = self.settings
         max_depth = sequence.num_left - 1  # the step's last token is the target's own
-        if max_depth <= 0 or self._num_pending(sequence) > settings.max_prefill_tokens:
+        if max_depth <= 0:
             return EMPTY_TREE
         return prune(
             drafter.draft(sequence),
@@ -199,25 +179,34 @@ class Engine:
             vocab_size=self.vocab_size,
         )
 
-    def _num_pending(self, sequence: Sequence) -> int:
-        """Committed tokens that are not in the cache: the last one, or a prompt's rest."""
-        return len(sequence.context) - int(self.store.lengths[sequence.row])
+    def _feeds(self, live, drafter, drafts: dict[int, TokenTree]) -> list[tuple[Sequence, Feed]]:
+        """What each sequence adds to the step, in the order of `live`.
 
-    def _forward_and_verify(self, live: list[Sequence], drafts: list[TokenTree], verifier: Verifier) -> list["_Move"]:
-        """Run the model and accept drafts. Changes nothing, so that it can be tried again."""
-        feeds, fed = [], []
-        room = self.settings.max_prefill_tokens
-        for sequence, draft in zip(live, drafts, strict=True):
+        Prompts share the step's room for them, the oldest first; one that gets no room waits. Only what writes a token
+        in this step is drafted for, once: `drafts` keeps them by the sequences' `id`.
+        """
+        chains: dict[int, np.ndarray] = {}
+        room = self.max_prefill_tokens
+        for sequence in sorted(live, key=lambda sequence: sequence.order):
             pending = sequence.context[self.store.lengths[sequence.row] :]
-            num_pending = len(pending)
-            if num_pending > 1:  # a prompt: as much of it as this step has room for
-                if room == 0:
-                    continue
+            if len(pending) > 1:  # a prompt, or a preempted text: as much of it as there is room for
                 pending = pending[:room]
                 room -= len(pending)
-            complete = len(pending) == num_pending
-            feeds.append(Feed(sequence.row, pending, draft if complete else EMPTY_TREE, wants_logits=complete))
-            fed.append(sequence)
+            chains[id(sequence)] = pending
+        fed = []
+        for sequence in live:
+            chain = chains[id(sequence)]
+            complete = int(self.store.lengths[sequence.row]) + len(chain) == len(sequence.context)
+            if complete and id(sequence) not in drafts:
+                drafts[id(sequence)] = self._draft(sequence, drafter)
+            if len(chain):
+                tree = drafts[id(sequence)] if complete else EMPTY_TREE
+                fed.append((sequence, Feed(sequence.row, chain, tree, wants_logits=complete)))
+        return fed
+
+    def _forward_and_verify(self, fed: list[tuple[Sequence, Feed]], verifier: Verifier) -> list["_Move"]:
+        """Run the model and accept drafts. Changes nothing, so that it can be tried again."""
+        feeds = [feed for _, feed in fed]
         output = self.runner.forward(feeds)
         complete = [i for i, feed in enumerate(feeds) if feed.wants_logits]
         accepted: list[Acceptance | None] = []
@@ -230,7 +219,7 @@ class Engine:
         verified = dict(zip(complete, zip(accepted, alternatives, strict=True), strict=True))
         return [
             _Move(sequence, feed, output.slots[i], *verified.get(i, (None, None)))
-            for i, (sequence, feed) in enumerate(zip(fed, feeds, strict=True))
+            for i, (sequence, feed) in enumerate(fed)
         ]
 
     def _commit_all(self, moves: list["_Move"], on_event) -> dict[int, GenerationResult | GenerationFailure]:
@@ -248,8 +237,8 @@ class Engine:
         self.store.commit([move.feed.row for move in sound], [move.kept_slots for move in sound])
         for move in sound:
             sequence = move.sequence
-            if sequence.num_output == 0:  # still, or just now, within its prompt
-                num_cached = min(self.store.lengths[sequence.row], sequence.num_prompt)
+            num_cached = self.store.lengths[sequence.row]
+            if num_cached - len(move.kept_slots) < sequence.num_prompt:  # it was within its prompt
                 self.store.remember_prefix(sequence.row, sequence.prompt_ids[:num_cached])
             if move.acceptance is not None:
                 result = self._commit(sequence, move, on_event)
@@ -299,19 +288,3 @@ class _Move:
         if self.acceptance is None or self.acceptance.num_accepted == 0:
             return self.slots[:num_chain]
         return np.concatenate((self.slots[:num_chain], self.slots[num_chain:][self.acceptance.nodes]))
-
-
-class _Lookahead:
-    """The next request of a stream, pulled only when asked for."""
-
-    def __init__(self, requests: Iterable[GenerationRequest]) -> None:
-        self._requests = iter(requests)
-        self._next: GenerationRequest | None = None
-
-    def peek(self) -> GenerationRequest | None:
-        if self._next is None:
-            self._next = next(self._requests, None)
-        return self._next
-
-    def pop(self) -> None:
-        self._next = None

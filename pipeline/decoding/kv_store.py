@@ -12,21 +12,17 @@ twice.
 Knows nothing of models, tokens' meaning, or drafts. Keys and values are shaped by the first write to each layer.
 """
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-MIN_SHARED_TOKENS = 8  # a shorter common prefix costs more to copy than to compute
+from pipeline.decoding.kv_cache import MIN_SHARED_TOKENS, RowLease, common_prefix, is_out_of_memory
+
+logger = logging.getLogger(__name__)
+
 ROW_STEP = 256  # rows grow by this many slots
-
-
-@dataclass(frozen=True)
-class RowLease:
-    """A row given to a sequence, of whose prompt the first `num_shared` tokens are already cached."""
-
-    row: int
-    num_shared: int
 
 
 @dataclass
@@ -35,13 +31,6 @@ class LayerCache:
 
     keys: torch.Tensor
     values: torch.Tensor
-
-
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Number of leading tokens that two int32 arrays share."""
-    n = min(len(a), len(b))
-    differs = np.flatnonzero(a[:n] != b[:n])
-    return int(differs[0]) if len(differs) else n
 
 
 class KVStore:
@@ -84,10 +73,11 @@ class KVStore:
         return self.rows_at(num_tokens) > 0
 
     @torch.inference_mode()  # as the forwards that write here
-    def acquire(self, prompt_ids: np.ndarray, num_tokens: int) -> RowLease | None:
+    def acquire(self, prompt_ids: np.ndarray, num_tokens: int, num_expected: int | None = None) -> RowLease | None:
         """Give a row of at least `num_tokens` slots to a new sequence, or None while there is none free.
 
-        `num_shared` is less than the prompt's length: its last token is always computed, for its logits.
+        `num_shared` is less than the prompt's length: its last token is always computed, for its logits. Where memory
+        for the row cannot be had, the bound sinks to what there is. What is expected does not matter: a row is whole.
         """
         width = max(self.width, -(-num_tokens // ROW_STEP) * ROW_STEP)
         if self.rows_at(width) == 0:
@@ -98,8 +88,13 @@ class KVStore:
         row = int(np.flatnonzero(~self._live[:most_rows])[0])
         if width != self.width or row >= self.num_rows:
             num_rows = self.num_rows if row < self.num_rows else max(row + 1, 2 * self.num_rows)
-            self._resize(min(most_rows, num_rows), width)
-        shared, donor = self.longest_prefix(prompt_ids[:-1], row)
+            least = max(row + 1, min(most_rows, self.num_rows))
+            if not (self._resize(min(most_rows, num_rows), width) or self._resize(least, width)):
+                self.max_tokens = self.num_rows * self.width
+                found = f"there are {self.num_rows} of {self.width}"
+                logger.warning("memory for %d rows of %d tokens cannot be had; %s", row + 1, width, found)
+                return None
+        shared, donor = self._longest_prefix(prompt_ids[:-1], row)
         if donor != row:
             for cache in self.layers.values():
                 cache.keys[row, :, :shared] = cache.keys[donor, :, :shared]
@@ -112,9 +107,17 @@ class KVStore:
         self._prefixes[row] = np.array(prompt_ids[:shared], np.int32)
         return RowLease(row, shared)
 
-    def longest_prefix(self, prompt_ids: np.ndarray, row: int | None = None) -> tuple[int, int]:
+    def longest_prefix(self, prompt_ids: np.ndarray) -> int:
+        """How many leading tokens of a prompt are cached."""
+        return self._longest_prefix(prompt_ids, 0)[0]
+
+    def make_room(self, num_tokens: int) -> bool:
+        """Always: a row has room for its whole sequence."""
+        return True
+
+    def _longest_prefix(self, prompt_ids: np.ndarray, row: int) -> tuple[int, int]:
         """Longest cached prefix of a prompt: its length and the row that holds it (`row` where it is as long)."""
-        best, donor = (0, -1) if row is None else (common_prefix(self._prefixes[row], prompt_ids), row)
+        best, donor = common_prefix(self._prefixes[row], prompt_ids), row
         for other, prefix in enumerate(self._prefixes):
             if len(prefix) > max(best, MIN_SHARED_TOKENS - 1):
                 length = common_prefix(prefix, prompt_ids)
@@ -122,8 +125,11 @@ class KVStore:
                     best, donor = length, other
         return best, donor
 
-    def reserve(self, row: int, num_tokens: int) -> np.ndarray:
-        """The lowest free slots of a row, int64[num_tokens]: for the next forward to write, free until committed."""
+    def reserve(self, rows: list[int], counts: list[int]) -> list[np.ndarray]:
+        """The lowest free slots of each row, int64[count]: for the next forward to write, free until committed."""
+        return [self._reserve(row, count) for row, count in zip(rows, counts, strict=True)]
+
+    def _reserve(self, row: int, num_tokens: int) -> np.ndarray:
         extent = int(self.extents[row])
         if self.lengths[row] == extent:  # no holes
             assert extent + num_tokens <= self.width, "a row is shorter than its sequence"
@@ -183,16 +189,32 @@ class KVStore:
         # Zeros, since a masked slot's value is still multiplied by zero, and zero times NaN is not.
         return like.new_zeros(self.num_rows, like.shape[0], self.width, like.shape[2])
 
-    def _resize(self, num_rows: int, width: int) -> None:
-        old, kept = self.width, min(num_rows, self.num_rows)
-        self.num_rows, self.width = num_rows, width
-        for cache in self.layers.values():
-            for name in ("keys", "values"):
-                tensor = getattr(cache, name)
-                grown = tensor.new_zeros(num_rows, tensor.shape[1], width, tensor.shape[3])
-                grown[:kept, :, :old] = tensor[:kept, :, :old]
-                setattr(cache, name, grown)
-        self.committed = np.pad(self.committed, ((0, 0), (0, width - old)))
-        self.positions = np.pad(self.positions, ((0, 0), (0, width - old)))
+    def _resize(self, num_rows: int, width: int) -> bool:
+        """Give every layer this shape; False, and all as before, where there is no memory for it."""
+        old_rows, old_width = self.num_rows, self.width
         for row in range(num_rows, self.max_rows):
             self._prefixes[row] = np.empty(0, np.int32)
+        try:
+            for cache in self.layers.values():  # one tensor at a time, so that little is held twice
+                _reshape(cache, num_rows, width)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            for cache in self.layers.values():
+                _reshape(cache, old_rows, old_width)
+            return False
+        self.num_rows, self.width = num_rows, width
+        self.committed = np.pad(self.committed, ((0, 0), (0, width - old_width)))
+        self.positions = np.pad(self.positions, ((0, 0), (0, width - old_width)))
+        return True
+
+
+def _reshape(cache: LayerCache, num_rows: int, width: int) -> None:
+    """Copy a layer to another number of rows and width."""
+    for name in ("keys", "values"):
+        old = getattr(cache, name)
+        if (old.shape[0], old.shape[2]) != (num_rows, width):
+            new = old.new_zeros(num_rows, old.shape[1], width, old.shape[3])
+            rows, columns = min(num_rows, old.shape[0]), min(width, old.shape[2])
+            new[:rows, :, :columns] = old[:rows, :, :columns]
+            setattr(cache, name, new)

@@ -15,8 +15,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from pipeline.decoding.feed import Feed
 from pipeline.decoding.kv_store import KVStore
-from pipeline.decoding.model_runner import Feed, ModelRunner
+from pipeline.decoding.model_runner import ModelRunner
+from pipeline.decoding.token_store import TokenStore
 from pipeline.decoding.token_tree import TokenTree
 from pipeline.decoding.tree_attention import ATTENTION_NAME
 from pipeline.errors import ModelError
@@ -228,7 +230,7 @@ def _check_equivalence(model, device: torch.device, vocab_size: int) -> int:
                 for p in paths
             ]
         model.set_attn_implementation(ATTENTION_NAME)
-        store = KVStore(2)
+        store = (TokenStore if device.type == "cuda" else KVStore)(2)
         runner = ModelRunner(model, store, device)
         rows = [store.acquire(prompt, 32).row for prompt in prompts]
         first = runner.forward([Feed(rows[0], prompts[0][:7]), Feed(rows[1], prompts[1][:2])])

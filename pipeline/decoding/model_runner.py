@@ -12,32 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pipeline.decoding.attention_plan import CALL_COST_CPU, CALL_COST_CUDA, StepPlan
+from pipeline.decoding.feed import Feed, PackedFeed, feed_positions
+from pipeline.decoding.kv_cache import KVCache
 from pipeline.decoding.kv_store import KVStore
-from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, ancestor_matrix, node_depths, padded_parents
-from pipeline.decoding.tree_attention import AttentionGroup, StepPlan, step_plan
-
-WIDTH_STEP = 16  # attention widths are rounded up to this many slots: aligned, and fewer distinct shapes
-# Cost of an attention call, and of a padded query, in the time that one (row, slot) takes with one query; measured on
-# CPU with heads of 128. Groups of rows are cut where padding would cost more than a further call.
-CALL_COST_CPU, CALL_COST_CUDA, ROW_COST = 1000, 100_000, 7
-
-
-@dataclass(frozen=True)
-class Feed:
-    """What one sequence adds to a forward.
-
-    `chain_ids` int32[m], m >= 1, follow the row's committed tokens; `tree` hangs below the last of them. `wants_logits`
-    is false for a part of a long prompt.
-    """
-
-    row: int
-    chain_ids: np.ndarray
-    tree: TokenTree = EMPTY_TREE
-    wants_logits: bool = True
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.chain_ids) + len(self.tree)
+from pipeline.decoding.row_plan import row_plan
+from pipeline.decoding.token_plan import token_plan
+from pipeline.decoding.tree_attention import step_plan
 
 
 @dataclass(frozen=True)
@@ -56,26 +37,25 @@ class StepOutput:
 class ModelRunner:
     """Runs packed steps of a transformers model whose attention is `tree_attention`, over one KV store."""
 
-    def __init__(self, model, store: KVStore, device: torch.device) -> None:
+    def __init__(self, model, store: KVCache, device: torch.device) -> None:
         self.model = model
         self.store = store
         self.device = device
         self.last_plan: StepPlan | None = None  # of the newest forward, for checks
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._plan = row_plan if isinstance(store, KVStore) else token_plan
         self._call_cost = CALL_COST_CPU if device.type == "cpu" else CALL_COST_CUDA
 
     def forward(self, feeds: list[Feed]) -> StepOutput:
         """Run the model over all feeds at once. Nothing is committed: the caller commits the slots it keeps."""
         store = self.store
-        sizes = [len(feed.chain_ids) + len(feed.tree.token_ids) for feed in feeds]
+        sizes = [feed.num_tokens for feed in feeds]
         offsets = np.cumsum([0, *sizes])
-        num_tokens = int(offsets[-1])
-        slots = [store.reserve(feed.row, size) for feed, size in zip(feeds, sizes, strict=True)]
+        slots = store.reserve([feed.row for feed in feeds], sizes)
         token_ids = np.concatenate([part for feed in feeds for part in (feed.chain_ids, feed.tree.token_ids)])
         positions = np.concatenate([feed_positions(feed, int(store.lengths[feed.row])) for feed in feeds])
-        rows = np.repeat([feed.row for feed in feeds], sizes)
-        packed = [_Packed(*parts) for parts in zip(feeds, slots, offsets[:-1].tolist(), sizes, strict=True)]
-        plan = StepPlan(store, num_tokens, rows, np.concatenate(slots), self._groups(packed, positions))
+        packed = [PackedFeed(*parts) for parts in zip(feeds, slots, offsets[:-1].tolist(), sizes, strict=True)]
+        plan = self._plan(store, packed, positions, self._call_cost)
 
         starts = np.zeros(len(feeds), np.int64)
         kept: list[np.ndarray] = []
@@ -111,77 +91,3 @@ class ModelRunner:
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64, copy=False)).to(self.device)
-
-    def _groups(self, packed: list["_Packed"], positions: np.ndarray) -> list[AttentionGroup]:
-        """Neighbouring rows together; a group is closed where a further call is cheaper than padding."""
-        members: list[list[_Packed]] = []
-        padded = width = cost = 0
-        for part in sorted(packed, key=lambda part: part.feed.row):
-            part_width = self._width(part)
-            alone = self._cost(1, part.size, part_width)
-            if members and members[-1][-1].feed.row + 1 == part.feed.row:
-                padded_together, width_together = max(padded, part.size), max(width, part_width)
-                together = self._cost(len(members[-1]) + 1, padded_together, width_together)
-                if together <= cost + alone:
-                    members[-1].append(part)
-                    padded, width, cost = padded_together, width_together, together
-                    continue
-            members.append([part])
-            padded, width, cost = part.size, part_width, alone
-        return [self._group(group, positions) for group in members]
-
-    def _cost(self, num_rows: int, num_padded: int, width: int) -> int:
-        return self._call_cost + num_rows * (ROW_COST + num_padded) * width
-
-    def _width(self, part: "_Packed") -> int:
-        """Slots of a row that attention has to look at, rounded up."""
-        needed = max(int(self.store.extents[part.feed.row]), int(part.slots[-1]) + 1)
-        return min(self.store.width, -(-needed // WIDTH_STEP) * WIDTH_STEP)
-
-    def _group(self, packed: list["_Packed"], positions: np.ndarray) -> AttentionGroup:
-        """Index and mask arrays of feeds in neighbouring rows."""
-        store = self.store
-        first_row, num_rows = packed[0].feed.row, len(packed)
-        num_padded = max(part.size for part in packed)
-        width = max(self._width(part) for part in packed)
-        rows = slice(first_row, first_row + num_rows)
-        sees = np.repeat(store.committed[rows, None, :width], num_padded, axis=1)
-        slot_positions = store.positions[rows, :width].copy()
-        queries = np.repeat(np.array([part.offset for part in packed])[:, None], num_padded, axis=1)
-        if num_padded == 1:
-            new_slots = np.array([part.slots[0] for part in packed])
-            every = np.arange(num_rows)
-            slot_positions[every, new_slots] = positions[queries[:, 0]]
-            sees[every, 0, new_slots] = True
-            return AttentionGroup(first_row, queries, sees, positions[queries], slot_positions)
-        sees_tree = ancestor_matrix(padded_parents([part.feed.tree for part in packed]))
-        for r, part in enumerate(packed):
-            size, chain = part.size, len(part.feed.chain_ids)
-            queries[r, :size] += np.arange(size)
-            slot_positions[r, part.slots] = positions[part.offset : part.offset + size]
-            among = np.zeros((size, size), bool)  # which of the feed's tokens sees which
-            among[:chain, :chain] = np.tri(chain, dtype=bool)
-            among[chain:, :chain] = True
-            among[chain:, chain:] = sees_tree[r, : size - chain, : size - chain]
-            sees[r, :size, part.slots] = among.T
-            sees[r, size:, part.slots[0]] = True  # padding must see something
-        return AttentionGroup(first_row, queries, sees, positions[queries], slot_positions)
-
-
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """A feed in its place: its row's slots int64[size], and tokens [offset, offset + size) of the pack."""
-
-    feed: Feed
-    slots: np.ndarray
-    offset: int
-    size: int
-
-
-def feed_positions(feed: Feed, num_committed: int) -> np.ndarray:
-    """Absolute position of each token of a feed: int32[m + n]."""
-    last = num_committed + len(feed.chain_ids) - 1
-    chain = np.arange(num_committed, last + 1, dtype=np.int32)
-    if len(feed.tree.token_ids) == 0:
-        return chain
-    return np.concatenate((chain, last + node_depths(feed.tree.parents)))

@@ -88,6 +88,7 @@ class Sequence:
         self.max_new_tokens = max_new_tokens
         self.scratch: dict = {}
         self.row = -1  # of the KV store, once it has one
+        self.order = -1  # of admission; kept when it is preempted
         self.num_steps = self.num_drafted = self.num_accepted = 0
         self.drafted_by_source = np.zeros(NUM_SOURCES, np.int64)
         self.accepted_by_source = np.zeros(NUM_SOURCES, np.int64)

@@ -44,8 +44,18 @@ class DecodingSettings(BaseModel):
         description="Keep with each token of a text the one that the model nearly wrote instead; pools.alternatives "
         "drafts it too.",
     )
-    max_prefill_tokens: int = Field(2048, ge=1, description="Prompt tokens of one step; longer prompts go in parts.")
+    max_prefill_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Prompt tokens of one step; longer prompts go in parts, so that others go on meanwhile. null: 256 "
+        "on a CPU, 2048 on CUDA.",
+    )
+    kv_cache: Literal["auto", "rows", "tokens"] = Field(
+        "auto",
+        description="rows: a contiguous range for each text, as wide as the longest, fastest on a CPU; tokens: memory "
+        "follows the tokens in use, prompts' beginnings are held once. auto: rows on a CPU, tokens on CUDA.",
+    )
     max_cache_tokens: int | None = Field(
-        None, ge=1, description="Bound of the KV cache; null: none on a CPU, most of the free memory on CUDA."
+        None, ge=1, description="Bound of the KV cache; null: half of the free memory on a CPU, most of it on CUDA."
     )
     num_threads: int | None = Field(None, ge=1, description="Threads of torch; the cluster section sets a worker's.")

@@ -79,6 +79,16 @@ def ancestor_matrix(parents: np.ndarray) -> np.ndarray:
     return sees
 
 
+def ancestor_masks(parents: np.ndarray) -> np.ndarray:
+    """The same as bits: int64[b, n]; bit j of `[b, i]` for j = i and i's ancestors. At most MAX_NODES nodes."""
+    num_trees, num_nodes = parents.shape
+    masks = np.zeros((num_trees, num_nodes + 1), np.uint64)  # the last column is the root's: no bits
+    trees = np.arange(num_trees)
+    for i in range(num_nodes):
+        masks[:, i] = masks[trees, parents[:, i]] | np.uint64(1 << i)
+    return masks[:, :num_nodes].view(np.int64)
+
+
 def prune(tree: TokenTree, *, max_nodes: int, max_depth: int, min_log_acceptance: float, vocab_size: int) -> TokenTree:
     """The part of a draft worth verifying: nodes over a limit go, and all below them.
 

@@ -36,13 +36,13 @@ def test_greedy_verification_equals_generate(architecture, tmp_path):
         NoDrafter(), NonsenseDrafter(), OracleDrafter(expected), PromptLookupDrafter(), RetrievalDrafter(),
         RetrievalDrafter(pool, ("pool",)), RetrievalDrafter(pool),
     ]  # fmt: skip
-    for batch_size in range(1, 10):
-        engine = tiny_engine(model, batch_size=batch_size)
+    for batch_size, kv_cache in [(size, "rows") for size in range(1, 10)] + [(size, "tokens") for size in (1, 4, 9)]:
+        engine = tiny_engine(model, batch_size=batch_size, kv_cache=kv_cache)
         for drafter in drafters:
             requests = requests_for(prompts, MAX_NEW, previous)
             results = {int(r.request_id): r for r in engine.generate(requests, drafter, Greedy())}
             for j, text in enumerate(expected):
-                assert results[j].token_ids.tolist() == text, (type(drafter).__name__, batch_size, j)
+                assert results[j].token_ids.tolist() == text, (type(drafter).__name__, batch_size, kv_cache, j)
                 assert results[j].finish_reason == ("length" if len(text) == MAX_NEW else "end_of_text")
             assert engine.store.num_live_rows == engine.store.num_committed_slots == 0
 
@@ -62,12 +62,13 @@ def test_oracle_drafts_save_steps():
         assert (result.sources != 0).sum() == result.num_accepted
 
 
+@pytest.mark.parametrize("kv_cache", ["rows", "tokens"])
 @pytest.mark.parametrize("prefill", [5, 2048])
-def test_long_prompts_are_prefilled_in_parts(prefill):
+def test_long_prompts_are_prefilled_in_parts(prefill, kv_cache):
     model = tiny_model()
     prompts = tiny_prompts()
     expected = plain_texts(model, prompts, MAX_NEW)
-    engine = tiny_engine(model, batch_size=3, max_prefill_tokens=prefill)
+    engine = tiny_engine(model, batch_size=3, max_prefill_tokens=prefill, kv_cache=kv_cache)
     results = engine.generate(requests_for(prompts, MAX_NEW), OracleDrafter(expected), Greedy())
     assert {int(r.request_id): r.token_ids.tolist() for r in results} == dict(enumerate(expected))
 
@@ -78,7 +79,7 @@ def test_relaxed_texts_do_not_depend_on_batch_or_order():
     rng = np.random.default_rng(0)
     texts = []
     for batch_size in (1, 2, 5, 9):
-        engine = tiny_engine(model, batch_size=batch_size)
+        engine = tiny_engine(model, batch_size=batch_size, kv_cache="tokens" if batch_size == 5 else "rows")
         requests = requests_for(prompts, MAX_NEW)
         rng.shuffle(requests)
         results = list(engine.generate(requests, NonsenseDrafter(40), Relaxed(20, 0.01)))

@@ -4,9 +4,11 @@ import torch
 import torch.nn.functional as F
 from tiny_models import VOCAB, tiny_model
 
+from pipeline.decoding.feed import Feed
 from pipeline.decoding.kv_store import KVStore
 from pipeline.decoding.loading import prepare_model
-from pipeline.decoding.model_runner import Feed, ModelRunner
+from pipeline.decoding.model_runner import ModelRunner
+from pipeline.decoding.token_store import TokenStore
 from pipeline.decoding.token_tree import TokenTree
 from pipeline.decoding.tree_attention import reference_attention
 
@@ -31,21 +33,22 @@ def path_to(tree: TokenTree, node: int) -> list[int]:
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt_neox", "gpt_oss", "olmo2"])
 @pytest.mark.parametrize("call_cost", [0, 1000, 10**9])
-def test_every_node_gets_the_logits_of_its_own_path(architecture, call_cost):
+@pytest.mark.parametrize("store_type", [KVStore, TokenStore])
+def test_every_node_gets_the_logits_of_its_own_path(architecture, call_cost, store_type):
     """Ragged trees of sequences with holes in their rows, in any grouping, against plain causal runs."""
     sizes = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": None}
     model = tiny_model(architecture, **(sizes if architecture == "gpt_oss" else {}))
     reference = tiny_model(architecture, **(sizes if architecture == "gpt_oss" else {}))
     prepare_model(model)
     rng = np.random.default_rng(1)
-    store = KVStore(5)
+    store = store_type(5)
     runner = ModelRunner(model, store, torch.device("cpu"))
     runner._call_cost = call_cost
     texts: dict[int, list[int]] = {}
     pending: dict[int, list[int]] = {}
     for length in (3, 14, 8, 5):
         prompt = rng.integers(0, VOCAB, length).astype(np.int32)
-        row = store.acquire(prompt, 80).row
+        row = store.acquire(prompt, 80, 20).row
         texts[row], pending[row] = [], prompt.tolist()
     store.release(1)  # a hole between live rows
     del texts[1], pending[1]

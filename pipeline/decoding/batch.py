@@ -1,0 +1,210 @@
+"""Which sequences are live and which wait: admission by what is expected to fit, and preemption where that was wrong.
+
+A request is admitted when its prompt and the rest it is expected to write fit beside what is expected of the live
+ones. Where memory runs out all the same, the youngest sequences give their slots back and wait again with what they
+have written; it is computed again, and their text goes on as it would have. Fewer sequences are then live until some
+have finished without that.
+
+Knows no model, draft or verifier.
+"""
+
+import logging
+from bisect import insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.decoding.kv_cache import MIN_SHARED_TOKENS, KVCache, common_prefix
+from pipeline.decoding.sequence import GenerationFailure, GenerationRequest, Sequence
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What a request must keep to: the model's context and vocabulary, and the room that a draft takes."""
+
+    max_context: int
+    vocab_size: int
+    max_draft_tokens: int
+    records_alternatives: bool = False
+
+
+class Concurrency:
+    """How many sequences may be live, and how long their texts are expected to be; learned from those that ended.
+
+    The limit sinks when memory runs out and rises by one when as many sequences as it allows have ended since.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.limit = most
+        self._num_ended = 0  # since the limit last changed
+        self._num_texts = self._num_tokens = 0
+
+    def lower(self, num_live: int) -> None:
+        """Memory ran out; `num_live` sequences stay."""
+        if self.limit == self.most:
+            logger.warning(
+                "the KV cache's memory does not hold %d texts at once; going on with %d (lower batch_size or, where "
+                "memory allows, raise max_cache_tokens to avoid computing texts twice)",
+                num_live + 1,
+                max(1, num_live),
+            )
+        self.limit = max(1, min(self.limit, num_live))
+        self._num_ended = 0
+
+    def ended(self, num_output: int) -> None:
+        """A text of so many tokens was finished."""
+        self._num_texts += 1
+        self._num_tokens += num_output
+        self._num_ended += 1
+        if self._num_ended >= self.limit and self.limit < self.most:
+            self.limit += 1
+            self._num_ended = 0
+
+    def expected_output(self, sequence: Sequence) -> int:
+        """Tokens that a text will probably have: as the entity's previous one, else as the mean of this engine's."""
+        if sequence.previous_ids is not None and len(sequence.previous_ids):
+            expected = len(sequence.previous_ids)
+        elif self._num_texts:
+            expected = -(-self._num_tokens // self._num_texts)
+        else:
+            expected = sequence.max_new_tokens
+        return min(expected, sequence.max_new_tokens)
+
+
+class Batch:
+    """The live sequences of one stream of requests, and those that wait.
+
+    `live` is in the order of rows, so that a step is packed in that order.
+    """
+
+    def __init__(
+        self, requests: Iterable[GenerationRequest], store: KVCache, concurrency: Concurrency, limits: RequestLimits
+    ) -> None:
+        self.live: list[Sequence] = []
+        self._requests = iter(requests)
+        self._next: GenerationRequest | None = None  # pulled and not admitted yet
+        self._preempted: list[Sequence] = []  # the oldest first
+        self._store = store
+        self._concurrency = concurrency
+        self._limits = limits
+        self._num_admitted = 0
+
+    def admit(self) -> Iterator[GenerationFailure]:
+        """Give rows to waiting sequences, preempted ones first, while there is room; yields those that cannot be done.
+
+        Raises
+        ------
+        RuntimeError : another stream of the same engine holds all rows.
+        """
+        while len(self.live) < self._concurrency.limit and (waiting := self._peek()) is not None:
+            failure = self._refuse(waiting)
+            if failure is None:
+                if self.live and self._peer_computes_prefix(waiting):
+                    return
+                if self._acquire(waiting):
+                    self._drop_first()
+                    continue
+                if self.live:
+                    return
+                if self._store.num_live_rows:
+                    raise RuntimeError("every row of the engine is held by another, unfinished generate()")
+                failure = self._refuse(waiting) or self._too_long(waiting)
+            self._drop_first()
+            yield failure
+
+    def preempt(self, num_sequences: int) -> list[Sequence]:
+        """Take rows from the youngest sequences; they wait again, with their output so far."""
+        youngest = sorted(self.live, key=lambda sequence: sequence.order)[-num_sequences:]
+        for sequence in youngest:
+            self._leave(sequence)
+            insort(self._preempted, sequence, key=lambda other: other.order)
+        self._concurrency.lower(len(self.live))
+        return youngest
+
+    def finish(self, sequence: Sequence) -> None:
+        """A live sequence has ended."""
+        self._leave(sequence)
+        self._concurrency.ended(sequence.num_output)
+
+    def close(self) -> None:
+        """Give all rows back."""
+        for sequence in list(self.live):
+            self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.live.remove(sequence)
+        self._store.release(sequence.row)
+
+    def _peek(self) -> Sequence | GenerationRequest | None:
+        """What is admitted next; a request is pulled only when asked for."""
+        if self._preempted:
+            return self._preempted[0]
+        if self._next is None:
+            self._next = next(self._requests, None)
+        return self._next
+
+    def _drop_first(self) -> None:
+        if self._preempted:
+            self._preempted.pop(0)
+        else:
+            self._next = None
+
+    def _acquire(self, waiting: Sequence | GenerationRequest) -> bool:
+        """Make a waiting one live, if there is a row for it."""
+        limits, sequence = self._limits, waiting
+        if isinstance(waiting, GenerationRequest):
+            max_new_tokens = min(waiting.max_new_tokens, limits.max_context - len(waiting.prompt_ids))
+            sequence = Sequence(waiting, max_new_tokens, limits.records_alternatives)
+            sequence.order = self._num_admitted
+        rest = max(0, self._concurrency.expected_output(sequence) - sequence.num_output)
+        most = sequence.num_prompt + sequence.max_new_tokens + limits.max_draft_tokens
+        expected = min(most, len(sequence.context) + rest + limits.max_draft_tokens)
+        lease = self._store.acquire(sequence.context, most, expected)
+        if lease is None:
+            return False
+        sequence.row = lease.row
+        self._num_admitted += isinstance(waiting, GenerationRequest)
+        insort(self.live, sequence, key=lambda other: other.row)
+        return True
+
+    def _peer_computes_prefix(self, waiting: Sequence | GenerationRequest) -> bool:
+        """Whether a live sequence is computing a prefix that would otherwise be computed twice; worth a step."""
+        token_ids = _known_ids(waiting)[:-1]
+        pending = [s for s in self.live if self._store.lengths[s.row] < s.num_prompt - 1]
+        if not pending:
+            return False
+        cached = self._store.longest_prefix(token_ids)
+        return max(common_prefix(s.prompt_ids, token_ids) for s in pending) >= cached + MIN_SHARED_TOKENS
+
+    def _refuse(self, waiting: Sequence | GenerationRequest) -> GenerationFailure | None:
+        limits = self._limits
+        request = waiting.request if isinstance(waiting, Sequence) else waiting
+        prompt = np.asarray(request.prompt_ids)
+        if len(prompt) == 0:
+            reason = "empty: the prompt has no tokens"
+        elif request.max_new_tokens < 1:
+            reason = f"bad-limit: max_new_tokens is {request.max_new_tokens}, at least 1 is expected"
+        elif len(prompt) > limits.max_context - 1:
+            most = limits.max_context - 1
+            reason = f"too-long: the prompt has {len(prompt)} tokens, the model's context allows {most}"
+        elif prompt.min() < 0 or prompt.max() >= limits.vocab_size:
+            bad = int(prompt[(prompt < 0) | (prompt >= limits.vocab_size)][0])
+            reason = f"bad-token: the prompt holds token {bad}, the vocabulary has {limits.vocab_size}"
+        elif not self._store.fits(len(prompt) + request.max_new_tokens + limits.max_draft_tokens):
+            return self._too_long(waiting)
+        else:
+            return None
+        return GenerationFailure(request.request_id, reason)
+
+    def _too_long(self, waiting: Sequence | GenerationRequest) -> GenerationFailure:
+        request = waiting.request if isinstance(waiting, Sequence) else waiting
+        reason = f"too-long: prompt and answer exceed the KV cache of {self._store.max_tokens} tokens"
+        return GenerationFailure(request.request_id, reason)
+
+
+def _known_ids(waiting: Sequence | GenerationRequest) -> np.ndarray:
+    return waiting.context if isinstance(waiting, Sequence) else waiting.prompt_ids

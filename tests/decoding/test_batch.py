@@ -1,0 +1,244 @@
+"""Memory that runs out and long prompts: no text changes, none is lost, and nobody waits longer than need be."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import (
+    NonsenseDrafter,
+    OracleDrafter,
+    plain_texts,
+    requests_for,
+    tiny_engine,
+    tiny_model,
+    tiny_prompts,
+)
+
+from pipeline.decoding.batch import Batch, Concurrency, RequestLimits
+from pipeline.decoding.engine import GenerationFailure, GenerationRequest
+from pipeline.decoding.kv_store import KVStore
+from pipeline.decoding.token_store import TokenStore
+from pipeline.decoding.verifiers import Greedy, Relaxed
+
+MODEL = tiny_model()
+PROMPTS = tiny_prompts(12)
+MAX_NEW = 24
+EXPECTED = plain_texts(MODEL, PROMPTS, MAX_NEW)
+
+
+def texts_of(results) -> dict[int, list[int]]:
+    return {int(r.request_id): r.token_ids.tolist() for r in results}
+
+
+def optimist(engine):
+    """Have an engine expect texts of one token, so that it admits more than its memory holds."""
+    engine.concurrency.expected_output = lambda sequence: 1
+    return engine
+
+
+def preemptions(engine) -> list[int]:
+    """The numbers of sequences that stay, as they happen, each time that memory runs out."""
+    seen = []
+    lower = engine.concurrency.lower
+
+    def counted(num_live):
+        seen.append(num_live)
+        lower(num_live)
+
+    engine.concurrency.lower = counted
+    return seen
+
+
+def feeds_of(engine) -> list[list[tuple[int, int, bool]]]:
+    """Of each forward to come: (row, tokens, whether it writes) of each feed."""
+    steps = []
+    forward = engine.runner.forward
+
+    def watched(feeds):
+        steps.append([(feed.row, feed.num_tokens, feed.wants_logits) for feed in feeds])
+        return forward(feeds)
+
+    engine.runner.forward = watched
+    return steps
+
+
+@pytest.mark.parametrize("max_tokens", [76, 90, 110])
+@pytest.mark.parametrize("drafter", [None, OracleDrafter(EXPECTED), NonsenseDrafter()])
+def test_preempted_texts_are_unchanged(max_tokens, drafter, caplog):
+    rng = np.random.default_rng(max_tokens)
+    seen = []
+    for batch_size in (2, 6, 12):
+        settings = {"kv_cache": "tokens", "max_cache_tokens": max_tokens, "max_prefill_tokens": 7}
+        engine = optimist(tiny_engine(MODEL, batch_size=batch_size, max_draft_tokens=8, **settings))
+        seen.append(preemptions(engine))
+        requests = requests_for(PROMPTS, MAX_NEW)
+        rng.shuffle(requests)  # any order of admission
+        assert texts_of(engine.generate(requests, drafter, Greedy())) == dict(enumerate(EXPECTED))
+        assert engine.store.num_live_rows == engine.store.num_committed_slots == 0
+        assert engine.store.capacity <= max_tokens
+    assert any(seen) and "going on with" in caplog.text
+
+
+def test_relaxed_texts_are_unchanged_by_preemption():
+    """What is drafted decides relaxed texts: a preempted one must be offered the same drafts at the same tokens."""
+    model = tiny_model(initializer_range=0.12)
+    found = []
+    for settings in ({"batch_size": 1}, {"batch_size": 8, "kv_cache": "tokens", "max_cache_tokens": 120}):
+        engine = optimist(tiny_engine(model, max_draft_tokens=16, max_prefill_tokens=9, **settings))
+        seen = preemptions(engine)
+        results = list(engine.generate(requests_for(PROMPTS, MAX_NEW), NonsenseDrafter(40), Relaxed(20, 0.01)))
+        found.append({r.request_id: (r.token_ids.tolist(), r.num_steps, r.num_drafted) for r in results})
+    assert seen and found[0] == found[1]
+
+
+def test_the_youngest_are_preempted_and_come_back_first():
+    store, concurrency = TokenStore(4), Concurrency(4)
+    prompts = [np.array([20 + i, 30], np.int32) for i in range(8)]
+    batch = Batch(requests_for(prompts, 5), store, concurrency, RequestLimits(128, 96, 4))
+    assert list(batch.admit()) == [] and len(batch.live) == 4
+    batch.finish(batch.live[0])
+    assert list(batch.admit()) == []  # the fifth request is the youngest now, and has the lowest row
+    names = [s.request.request_id for s in batch.preempt(2)]
+    assert names == ["3", "4"] and [s.request.request_id for s in batch.live] == ["1", "2"]
+    assert list(batch.admit()) == [] and len(batch.live) == 2  # no more than memory was found to hold
+    batch.finish(batch.live[0])
+    assert list(batch.admit()) == []
+    assert sorted(s.request.request_id for s in batch.live) == ["2", "3"]
+    batch.close()
+    assert store.num_live_rows == 0
+
+
+def test_concurrency_recovers_as_texts_end():
+    concurrency = Concurrency(8)
+    concurrency.lower(3)
+    assert concurrency.limit == 3
+    for _ in range(3):
+        concurrency.ended(10)
+    assert concurrency.limit == 4
+    for _ in range(100):
+        concurrency.ended(10)
+    assert concurrency.limit == 8
+    concurrency.lower(0)
+    assert concurrency.limit == 1
+
+
+@pytest.mark.parametrize("kv_cache", ["rows", "tokens"])
+def test_a_forward_that_runs_out_of_memory_is_done_by_fewer(kv_cache, caplog):
+    class Small(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids, **arguments):
+            if input_ids.shape[1] > 20:
+                raise torch.OutOfMemoryError("CUDA out of memory, say")
+            return self.model(input_ids=input_ids, **arguments)
+
+    engine = tiny_engine(MODEL, batch_size=8, kv_cache=kv_cache, max_prefill_tokens=12, max_draft_tokens=4)
+    engine.runner.model = Small(engine.runner.model)
+    found = texts_of(engine.generate(requests_for(PROMPTS, MAX_NEW), OracleDrafter(EXPECTED), Greedy()))
+    assert found == dict(enumerate(EXPECTED))
+    assert caplog.text.count("going on with") == 1
+
+
+@pytest.mark.parametrize(("store_type", "most_bytes"), [(KVStore, 80_000), (TokenStore, 8_000)])
+def test_memory_that_cannot_be_had_lowers_concurrency(store_type, most_bytes, monkeypatch, caplog):
+    kv_cache = "rows" if store_type is KVStore else "tokens"
+    engine = optimist(tiny_engine(MODEL, batch_size=8, kv_cache=kv_cache, max_prefill_tokens=16, max_draft_tokens=0))
+    monkeypatch.setattr("pipeline.decoding.token_store.GROWTH_STEP", 16)
+    zeros = torch.Tensor.new_zeros
+    failed = []
+
+    def new_zeros(self, *size, **kwargs):
+        found = zeros(self, *size, **kwargs)
+        if found.dim() > 2 and found.numel() * 4 > most_bytes:
+            failed.append(tuple(size))
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate some bytes")
+        return found
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
+    assert texts_of(engine.generate(requests_for(PROMPTS, MAX_NEW))) == dict(enumerate(EXPECTED))
+    assert failed and engine.store.max_tokens <= 4 * 256
+    assert "cannot be had" in caplog.text
+
+
+def test_a_text_for_which_memory_cannot_be_had_fails_alone(monkeypatch):
+    engine = tiny_engine(MODEL, batch_size=2, kv_cache="tokens", max_draft_tokens=0)
+    monkeypatch.setattr("pipeline.decoding.token_store.GROWTH_STEP", 16)
+    resize = TokenStore._resize
+
+    def small(self, capacity):
+        if capacity > 64:
+            raise MemoryError
+        resize(self, capacity)
+
+    monkeypatch.setattr(TokenStore, "_resize", small)
+    long = GenerationRequest("99", np.full(60, 20, np.int32), None, None, 30)
+    results = list(engine.generate([*requests_for(PROMPTS[:2], MAX_NEW), long, *requests_for(PROMPTS, MAX_NEW)[2:4]]))
+    failed = [r for r in results if isinstance(r, GenerationFailure)]
+    assert [r.request_id for r in failed] == ["99"] and failed[0].reason.startswith("too-long")
+    assert texts_of(r for r in results if r not in failed) == dict(enumerate(EXPECTED[:4]))
+
+
+def test_admission_goes_by_the_length_of_earlier_texts():
+    engine = tiny_engine(MODEL, batch_size=12, kv_cache="tokens", max_cache_tokens=200, max_draft_tokens=0)
+    steps = feeds_of(engine)
+    prompts = [np.full(10, 20 + i, np.int32) for i in range(8)]
+    previous = [np.full(3, 9, np.int32)] * 8
+    list(engine.generate(requests_for(prompts, 90)))
+    careful = max(len(step) for step in steps[:3])
+    steps.clear()
+    list(engine.generate(requests_for(prompts, 90, previous)))
+    assert careful == 2 and max(len(step) for step in steps) == 8
+
+
+@pytest.mark.parametrize("kv_cache", ["rows", "tokens"])
+def test_a_long_prompt_delays_no_one_by_more_than_its_part(kv_cache):
+    """Every live text grows in every step while a long prompt is computed, in as many steps as it has parts."""
+    part = 8
+    short = [np.array([20 + i, 30, 40], np.int32) for i in range(3)]
+    long = np.arange(100, dtype=np.int32) % 60 + 18
+    engine = tiny_engine(MODEL, batch_size=4, kv_cache=kv_cache, max_prefill_tokens=part, max_draft_tokens=0)
+    steps = feeds_of(engine)
+    requests = [*requests_for(short, MAX_NEW), GenerationRequest("9", long, None, None, 4)]
+    found = texts_of(engine.generate(requests))
+    assert found[9] == plain_texts(MODEL, [long], 4)[0]
+    assert [found[i] for i in range(3)] == plain_texts(MODEL, short, MAX_NEW)
+    parts = [step for step in steps if any(row == 3 and count > 1 for row, count, _ in step)]
+    assert len(parts) in (13, 14)  # 100 tokens in parts of 8; the first step shares its room
+    lengths = [len(text) + (len(text) < MAX_NEW) for text in plain_texts(MODEL, short, MAX_NEW)]
+    first = next(i for i, step in enumerate(steps) if len(step) == 4)
+    for at, step in enumerate(steps[first:]):
+        assert sum(count for _, count, _ in step if count > 1) <= part
+        others = sum(writes for row, _, writes in step if row < 3)
+        assert others >= sum(length > first + at + 1 for length in lengths)
+
+
+def test_prompts_share_a_step_the_oldest_first():
+    """A prompt in a lower row that came later does not take the room of one that is under way."""
+    prompts = [np.array([20], np.int32), np.arange(18, 78, dtype=np.int32), np.arange(78, 18, -1).astype(np.int32)]
+    engine = tiny_engine(MODEL, batch_size=2, max_prefill_tokens=6, max_draft_tokens=0)
+    order = [int(r.request_id) for r in engine.generate(requests_for(prompts, 3))]
+    assert order == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kv_cache", ["rows", "tokens"])
+def test_a_template_is_computed_once_when_all_come_at_once(kv_cache):
+    template = np.arange(18, 78, dtype=np.int32)
+    prompts = [np.concatenate((template, [20 + i, 30])).astype(np.int32) for i in range(6)]
+    engine = tiny_engine(MODEL, batch_size=6, kv_cache=kv_cache, max_prefill_tokens=16, max_draft_tokens=0)
+    steps = feeds_of(engine)
+    assert texts_of(engine.generate(requests_for(prompts, 1))) == dict(enumerate(plain_texts(MODEL, prompts, 1)))
+    assert sum(count for step in steps for _, count, _ in step) == 60 + 6 * 2
+    steps.clear()
+    list(engine.generate(requests_for(prompts, 1)))
+    assert sum(count for step in steps for _, count, _ in step) <= 6 * 2  # found again
+
+
+def test_rows_and_tokens_write_the_same():
+    previous = [np.array([*text[:7], 1, *text[8:]], np.int32) for text in EXPECTED]
+    texts = []
+    for kv_cache in ("rows", "tokens"):
+        engine = tiny_engine(MODEL, batch_size=5, kv_cache=kv_cache)
+        results = engine.generate(requests_for(PROMPTS, MAX_NEW, previous), NonsenseDrafter(30), Relaxed(20, 0.01))
+        texts.append({r.request_id: (r.token_ids.tolist(), r.num_steps) for r in results})
+    assert texts[0] == texts[1]
