@@ -230,6 +230,7 @@ class Engine:
             if move.feed.wants_logits and move.acceptance is None:
                 reason = "not-finite: the model's logits are not finite"
                 outcomes[id(move.sequence)] = GenerationFailure(move.sequence.request.request_id, reason)
+                self.store.erase(move.sequence.row)
             else:
                 sound.append(move)
         if not sound:

@@ -66,6 +66,9 @@ class KVCache(Protocol):
     def release(self, row: int) -> None:
         """End a sequence. The prefix that was remembered stays shareable while nothing else needs its place."""
 
+    def erase(self, row: int) -> None:
+        """Forget a live row's keys and values, since they are not finite: nobody may share them or read over them."""
+
     def flat_index(self, rows: np.ndarray, slots: np.ndarray, num_kv_heads: int) -> np.ndarray:
         """Where `write` puts tokens, int64, for rows and slots int64[num_tokens]."""
 

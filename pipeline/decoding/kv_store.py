@@ -164,6 +164,14 @@ class KVStore:
         self.committed[row] = False
         self.extents[row] = self.lengths[row] = 0
 
+    @torch.inference_mode()
+    def erase(self, row: int) -> None:
+        """Overwrite a row whose values are not finite: attention multiplies masked ones by zero, which keeps NaN."""
+        self._prefixes[row] = np.empty(0, np.int32)
+        for cache in self.layers.values():
+            cache.keys[row].zero_()
+            cache.values[row].zero_()
+
     def flat_index(self, rows: np.ndarray, slots: np.ndarray, num_kv_heads: int) -> np.ndarray:
         """Where `write` puts tokens: int64[num_kv_heads * num_tokens] for rows and slots int64[num_tokens]."""
         heads = np.arange(num_kv_heads)[:, None]

@@ -167,6 +167,11 @@ class TokenStore:
         if len(self._ended) > self.max_rows:
             self._forget(self._ended.pop(0))
 
+    def erase(self, row: int) -> None:
+        """Let nobody share a row whose values are not finite. Nobody else reads its slots before they are rewritten."""
+        self._forget(self._prefixes[row])
+        self._prefixes[row] = _NO_PREFIX
+
     def flat_index(self, rows: np.ndarray, slots: np.ndarray, num_kv_heads: int) -> np.ndarray:
         """Where `write` puts tokens: int64[num_tokens], their slots."""
         return slots

@@ -145,6 +145,17 @@ def test_logits_that_are_not_finite_fail_alone():
     assert [found[str(i)].token_ids.tolist() for i in range(len(PROMPTS))] == plain_texts(MODEL, PROMPTS, 6)
 
 
+@pytest.mark.parametrize("kv_cache", ["rows", "tokens"])
+def test_what_was_not_finite_does_not_reach_the_next_text_of_its_row(kv_cache):
+    engine = tiny_engine(MODEL, batch_size=1, kv_cache=kv_cache)
+    with torch.no_grad():
+        engine.runner.model.get_input_embeddings().weight[1] = float("nan")
+    poisoned = GenerationRequest("poisoned", np.array([25, 30, 31, 32, 33, 34, 1, 1, 1, 1], np.int32))
+    short = [np.array([40, 41], np.int32)]
+    first, second = engine.generate([poisoned, *requests_for(short, 6)])
+    assert first.reason.startswith("not-finite") and second.token_ids.tolist() == plain_texts(MODEL, short, 6)[0]
+
+
 def test_stream_closed_early_gives_its_rows_back():
     engine = tiny_engine(MODEL, batch_size=3)
     results = engine.generate(requests_for(PROMPTS, 6))
