@@ -174,7 +174,7 @@ def renderer(
     """A function from an entity to its rendered prompt and fingerprint."""
     tokenizer = load_tokenizer(settings.model_dir)
     template = load_template(settings.knowledge.template_of(side), settings.knowledge.template_dir)
-    model_id = model_identity(settings.model_dir)
+    model_id = model_identity(settings.model_dir, settings.decoding.adapter)
     provenance = decoding_provenance(decoding)
 
     def render(entity: Entity) -> tuple[RenderedPrompt, str]:
@@ -206,6 +206,8 @@ def _worker_spec(night: Night, folder: RunFolder, decoding: DecodingSettings, wi
     version = night.manifest["pools"]["version"] if with_pools else None
     pool_dirs = {} if version is None else {side: night.pools.folder(version) / side for side in SIDES}
     pool_dirs = {side: path for side, path in pool_dirs.items() if path.is_dir()}
+    if decoding.adapter is not None:
+        decoding = decoding.model_copy(update={"adapter": str(Path(decoding.adapter).resolve())})
     return WorkerSpec(
         run_id=night.run.run_id,
         run_dir=folder.root.resolve(),

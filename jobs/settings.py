@@ -30,6 +30,7 @@ _PATH_KEYS = (
     (None, "workspace"),
     ("tables", "path"),
     ("decoding", "model"),
+    ("decoding", "adapter"),
     ("knowledge", "template_dir"),
     ("routing", "user_embeddings"),
     ("routing", "item_embeddings"),

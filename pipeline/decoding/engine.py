@@ -54,6 +54,7 @@ class Engine:
 
     def __init__(self, loaded: LoadedModel, settings: DecodingSettings | None = None) -> None:
         self.settings = settings or DecodingSettings()
+        self.loaded = loaded
         self.tokenizer = loaded.tokenizer
         self.model_id = loaded.model_id
         self.max_context = loaded.max_context
@@ -82,7 +83,7 @@ class Engine:
         settings = settings or DecodingSettings()
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
-        return cls(load_model(model_dir, settings.dtype, device), settings)
+        return cls(load_model(model_dir, settings.dtype, device, settings.adapter), settings)
 
     def generate(
         self,

@@ -24,9 +24,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise ModelError(f"the tokenizer in {folder} cannot be read: {error}") from error
 
 
-def model_identity(folder: Path) -> str:
-    """Folder name and a short hash of configuration and weights: equal to `Engine.model_id` of the same folder."""
-    return model_id_of(folder, find_weights(folder))
+def model_identity(folder: Path, adapter: str | Path | None = None) -> str:
+    """Names and a short hash of model and adapter: equal to `Engine.model_id` of the same folders."""
+    return model_id_of(folder, find_weights(folder), adapter)
 
 
 def tokenizer_hash(folder: Path) -> str:

@@ -7,11 +7,12 @@ Knows no model and no sequence.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
+
+from pipeline.decoding.memory import memory_of
 
 MIN_SHARED_TOKENS = 8  # a shorter common prefix costs more to share than to compute
 CACHE_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the memory that is free after loading; other workers want some of a CPU's
@@ -85,33 +86,10 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(differs[0]) if len(differs) else n
 
 
-def cache_bound(device: torch.device, bytes_per_token: int) -> int | None:
-    """Tokens that the cache may hold on a device, from the memory that is free now; None where that cannot be told."""
-    on_cuda = device.type == "cuda"
-    free_bytes = torch.cuda.mem_get_info(device)[0] if on_cuda else free_host_bytes()
-    if free_bytes is None:
-        return None
-    return max(1, int(free_bytes * CACHE_SHARE["cuda" if on_cuda else "cpu"]) // max(1, bytes_per_token))
-
-
-def free_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Memory that this process could still take: what the machine has, or its control group leaves, if that is less.
-
-    None where the system does not tell (it is Linux that has these files).
-    """
-    if not meminfo.is_file():
-        return None
-    fields = dict(line.split()[:2] for line in meminfo.read_text().splitlines())
-    available = int(fields["MemAvailable:"]) * 1024
-    try:
-        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-    except OSError:
-        return available
-    if limit == "max":
-        return available
-    in_use = int(used) - int(stat.get("inactive_file", 0))  # pages of files are dropped when memory is asked for
-    return min(available, max(0, int(limit) - in_use))
+def cache_bound(device: torch.device, bytes_per_token: int) -> int:
+    """Tokens that the cache may hold on a device, from the memory that is free now."""
+    share = CACHE_SHARE["cuda" if device.type == "cuda" else "cpu"]
+    return max(1, int(memory_of(device).free_bytes * share) // max(1, bytes_per_token))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,34 +1,41 @@
 """From a model folder to a model that the engine can run, or a clear reason why not.
 
-Weights are safetensors, files are local, no code of the folder is run. A model is refused when its attention cannot be
-packed: by name where that would pass unnoticed in a short test, otherwise by a probe (every layer must call our
-attention function) and by comparing a small packed tree forward with plain causal runs on the same weights.
+Weights are safetensors, files are local, no code of the folder is run. A model is refused before it is loaded when it
+does not fit the memory (`memory`), and after it when its attention cannot be packed (`packing`).
 """
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from pipeline.decoding.feed import Feed
-from pipeline.decoding.kv_store import KVStore
-from pipeline.decoding.model_runner import ModelRunner
-from pipeline.decoding.token_store import TokenStore
-from pipeline.decoding.token_tree import TokenTree
-from pipeline.decoding.tree_attention import ATTENTION_NAME
+from pipeline.decoding.adapters import find_adapter, merge_adapter
+from pipeline.decoding.memory import (
+    MIN_CACHE_TOKENS,
+    Memory,
+    cache_bytes_per_token,
+    memory_of,
+    require_memory,
+    stored_weights,
+)
+from pipeline.decoding.packing import check_equivalence, refuse_by_config
+from pipeline.decoding.quantization import (
+    is_unpacked_when_run,
+    num_parameters_of,
+    quantization_of,
+    resident_bytes,
+    why_not_loaded,
+)
 from pipeline.errors import ModelError
 
 SAMPLE_MODEL = Path(__file__).resolve().parents[2] / "models" / "sample"
 _HASHED_BYTES = 1 << 20  # of each end of a weights file
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-_POSITION_DEPENDENT_ROPE = ("dynamic", "longrope")  # take the longest position of the whole pack
-# Relative error of packed against plain logits above which a model is refused. Broken masks or positions give 0.1 to 1.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,8 @@ class LoadedModel:
     """A model ready for packed steps.
 
     `end_ids`: every token that ends a text; `max_context`: positions the model has; `bytes_per_token`: of its KV cache.
+    `num_parameters` are those of the plain model, `weight_bytes` what its weights take in memory; `quantization` names
+    the method by which they are packed, None where they are not.
     """
 
     model: torch.nn.Module
@@ -46,23 +55,36 @@ class LoadedModel:
     vocab_size: int
     max_context: int
     bytes_per_token: int
+    num_parameters: int
+    weight_bytes: int
+    quantization: str | None = None
 
 
-def load_model(folder: str | Path, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+def load_model(
+    folder: str | Path,
+    dtype: str = "auto",
+    device: str = "auto",
+    adapter: str | Path | None = None,
+    memory: Callable[[torch.device], Memory] = memory_of,
+) -> LoadedModel:
     """Load a folder's model and tokenizer and check that the engine can run it.
 
     Parameters
     ----------
     folder : path, or "sample" for the bundled model.
-    dtype : "auto" (float32 on a CPU, the weights' own on CUDA), "float32" or "bfloat16".
+    dtype : "auto" (float32 on a CPU, the weights' own on CUDA or where they are quantised), "float32" or "bfloat16".
     device : "auto" (CUDA where there is one), or a torch device.
+    adapter : folder of a LoRA adapter to merge into the weights, or None.
+    memory : what a device has.
 
     Raises
     ------
-    ModelError : the folder, its weights or its tokenizer are missing or unreadable, or the model cannot be packed.
+    ModelError : the folder, its weights or its tokenizer are missing or unreadable, they do not fit the memory, the
+        adapter is not the model's, or the model cannot be packed.
     """
     path = SAMPLE_MODEL if str(folder) == "sample" else Path(folder)
     weights = find_weights(path)
+    model_id = model_id_of(path, weights, adapter)
     target = resolve_device(device)
     local = {"local_files_only": True, "trust_remote_code": False}
     try:
@@ -73,6 +95,14 @@ def load_model(folder: str | Path, dtype: str = "auto", device: str = "auto") ->
             "models with code of their own are not run"
         ) from error
     refuse_by_config(config)
+    quantization = quantization_of(config)
+    if adapter is not None and quantization is not None:
+        raise ModelError(
+            f"an adapter cannot be merged into weights quantised with {quantization}: merge {adapter} into the "
+            f"unquantised model of {path}, or name that one in decoding.model"
+        )
+    weights_dtype = resolve_dtype(dtype, target, quantization)
+    require_room(path, weights, config, weights_dtype, target, memory)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **local)
     except Exception as error:
@@ -81,14 +111,20 @@ def load_model(folder: str | Path, dtype: str = "auto", device: str = "auto") ->
     transformers_logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=resolve_dtype(dtype, target), attn_implementation="eager", use_safetensors=True, **local
-        )
+            path, dtype=weights_dtype, attn_implementation="eager", use_safetensors=True, **local
+        ).to(target)
     except Exception as error:
+        if quantization is not None:
+            raise ModelError(
+                f"the weights in {path} cannot be loaded: {why_not_loaded(quantization, error)}"
+            ) from error
         raise ModelError(f"the weights in {path} cannot be loaded: {_first_line(error)}") from error
     finally:
         if shows_progress:
             transformers_logging.enable_progress_bar()
-    return prepare_model(model.to(target), tokenizer, model_id=model_id_of(path, weights))
+    if adapter is not None:
+        model = merge_adapter(model, adapter)
+    return prepare_model(model, tokenizer, model_id=model_id)
 
 
 def prepare_model(model, tokenizer=None, model_id: str = "unnamed") -> LoadedModel:
@@ -102,7 +138,8 @@ def prepare_model(model, tokenizer=None, model_id: str = "unnamed") -> LoadedMod
     device = next(model.parameters()).device
     vocab_size = model.get_input_embeddings().num_embeddings
     refuse_by_config(model.config)
-    bytes_per_token = _check_equivalence(model, device, vocab_size)
+    quantization = quantization_of(model.config)
+    bytes_per_token = check_equivalence(model, device, vocab_size)
     config = model.config.get_text_config()
     return LoadedModel(
         model=model,
@@ -113,6 +150,9 @@ def prepare_model(model, tokenizer=None, model_id: str = "unnamed") -> LoadedMod
         vocab_size=vocab_size,
         max_context=int(getattr(config, "max_position_embeddings", None) or 1 << 20),
         bytes_per_token=bytes_per_token,
+        num_parameters=num_parameters_of(model.config) if quantization else _num_parameters(model),
+        weight_bytes=resident_bytes(model),
+        quantization=quantization,
     )
 
 
@@ -142,9 +182,18 @@ def find_weights(path: Path) -> list[Path]:
     return weights
 
 
-def model_id_of(path: Path, weights: list[Path]) -> str:
-    """Folder name and a short hash of the configuration and of each weights file's size, first and last MiB."""
+def model_id_of(path: Path, weights: list[Path], adapter: str | Path | None = None) -> str:
+    """Folder name and a short hash of the configuration and of each weights file's size, first and last MiB.
+
+    An adapter's name and files are part of it: with another adapter it is another model.
+    """
     digest = hashlib.sha256((path / "config.json").read_bytes())
+    name = path.resolve().name
+    if adapter is not None:
+        config_file, adapter_weights = find_adapter(adapter)
+        digest.update(config_file.read_bytes())
+        weights = [*weights, adapter_weights]
+        name = f"{name}+{Path(adapter).resolve().name}"
     for file in weights:
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}".encode())
@@ -152,7 +201,7 @@ def model_id_of(path: Path, weights: list[Path]) -> str:
             digest.update(stream.read(_HASHED_BYTES))
             stream.seek(max(0, size - _HASHED_BYTES))
             digest.update(stream.read())
-    return f"{path.resolve().name}-{digest.hexdigest()[:12]}"
+    return f"{name}-{digest.hexdigest()[:12]}"
 
 
 def resolve_device(device: str) -> torch.device:
@@ -168,11 +217,40 @@ def resolve_device(device: str) -> torch.device:
     return target
 
 
-def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
-    """The type of weights: "auto" is float32 on a CPU, where token identity counts, else the weights' own."""
+def resolve_dtype(dtype: str, device: torch.device, quantization: str | None = None) -> torch.dtype | str:
+    """The type of weights: "auto" is float32 on a CPU, where token identity counts, else the weights' own.
+
+    Of quantised weights it is the type of what is not packed, for which they were made.
+    """
     if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
+        return torch.float32 if device.type == "cpu" and quantization is None else "auto"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+
+
+def require_room(path: Path, weights: list[Path], config, dtype, target: torch.device, memory) -> None:
+    """Refuse a model that does not fit the device, or main memory on its way there.
+
+    Raises
+    ------
+    ModelError : naming what is needed and what there is.
+    """
+    quantization = quantization_of(config)
+    stored = stored_weights(weights)
+    own = config.get_text_config().dtype or config.dtype or torch.float32
+    kept = own if dtype == "auto" else dtype
+    if quantization is None:
+        num_bytes = stored.num_bytes if dtype == "auto" else stored.num_values * kept.itemsize
+    elif is_unpacked_when_run(quantization, target):
+        num_bytes = num_parameters_of(config) * kept.itemsize
+    else:
+        num_bytes = stored.num_bytes
+    require_memory(path, num_bytes, MIN_CACHE_TOKENS * cache_bytes_per_token(config, kept), memory(target))
+    if target.type != "cpu":
+        require_memory(path, num_bytes, 0, memory(torch.device("cpu")))
+
+
+def _num_parameters(model) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def end_tokens(model, tokenizer) -> tuple[int, ...]:
@@ -181,76 +259,6 @@ def end_tokens(model, tokenizer) -> tuple[int, ...]:
     ids = set(named if isinstance(named, list | tuple) else [named])
     ids.add(getattr(tokenizer, "eos_token_id", None))
     return tuple(sorted(int(i) for i in ids if i is not None))
-
-
-def refuse_by_config(config) -> None:
-    """Refuse models that a short test would pass and a long text would break.
-
-    Raises
-    ------
-    ModelError : rotary embeddings or attention chunks that depend on what else is in the pack.
-    """
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    by_layer_type = [v for v in rope.values() if isinstance(v, dict)]
-    for parameters in by_layer_type or [rope]:
-        kind = parameters.get("rope_type") or parameters.get("type")
-        if kind in _POSITION_DEPENDENT_ROPE:
-            raise ModelError(
-                f"{text.model_type} with {kind} rotary embeddings cannot be packed: they depend on the longest "
-                "sequence of the forward; use a model with default, linear, yarn or llama3 ones"
-            )
-    layer_types = getattr(text, "layer_types", None) or ()
-    if getattr(text, "attention_chunk_size", None) and "chunked_attention" in layer_types:
-        raise ModelError(f"{text.model_type} attends in chunks, which cannot be packed")
-
-
-def _check_equivalence(model, device: torch.device, vocab_size: int) -> int:
-    """Compare a packed forward of two sequences and a tree with plain causal runs; returns KV bytes per token.
-
-    Raises
-    ------
-    ModelError : a layer did not call our attention function, or the logits differ.
-    """
-    name = model.config.model_type
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, vocab_size, n).astype(np.int32) for n in (11, 6)]
-    parents = np.array([-1, -1, 0, 1, 1, 4], np.int32)
-    drafted = rng.integers(0, vocab_size, len(parents)).astype(np.int32)
-    tree = TokenTree(drafted, parents, np.zeros(len(parents), np.float32), np.zeros(len(parents), np.uint8))
-    paths = [
-        np.concatenate((prompts[0], drafted[[1, 4, 5]])),
-        np.concatenate((prompts[0], drafted[[0, 2]])),
-        prompts[1],
-    ]
-    try:
-        with torch.inference_mode():
-            plain = [
-                model(input_ids=torch.from_numpy(p.astype(np.int64)).to(device)[None], use_cache=False).logits[0, -1]
-                for p in paths
-            ]
-        model.set_attn_implementation(ATTENTION_NAME)
-        store = (TokenStore if device.type == "cuda" else KVStore)(2)
-        runner = ModelRunner(model, store, device)
-        rows = [store.acquire(prompt, 32).row for prompt in prompts]
-        first = runner.forward([Feed(rows[0], prompts[0][:7]), Feed(rows[1], prompts[1][:2])])
-        store.commit(rows, first.slots)
-        out = runner.forward([Feed(rows[0], prompts[0][7:], tree), Feed(rows[1], prompts[1][2:])])
-    except Exception as error:
-        raise ModelError(f"{name} cannot be run packed: {_first_line(error)}") from error
-    num_layers = model.config.get_text_config().num_hidden_layers
-    seen = runner.last_plan.layers_seen if runner.last_plan else []
-    if sorted(seen) != list(range(num_layers)):
-        raise ModelError(
-            f"{name} cannot be packed: {len(set(seen))} of its {num_layers} layers use transformers' attention "
-            "interface; every layer must"
-        )
-    packed = [out.logits[6], out.logits[3], out.logits[out.starts[1]]]
-    for expected, found in zip(plain, packed, strict=True):
-        error = float((expected.float() - found.float()).norm() / expected.float().norm().clamp_min(1e-12))
-        if not error <= _TOLERANCE.get(expected.dtype, 1e-3):
-            raise ModelError(f"{name} gives other logits packed than alone (relative error {error:.1e}); not supported")
-    return store.bytes_per_token()
 
 
 def _first_line(error: Exception) -> str:

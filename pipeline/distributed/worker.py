@@ -67,12 +67,13 @@ class ShardWorker:
         self._templates = {side: load_template(name, spec.template_dir) for side, name in spec.templates.items()}
         expected = tokenizer_hash(spec.model_dir)
         self._pools: dict[Side, Pool] = {side: Pool.open(path, expected) for side, path in spec.pool_dirs.items()}
-        parameters = list(self.engine.runner.model.parameters())
+        loaded = self.engine.loaded
+        packed = f" ({loaded.quantization} weights)" if loaded.quantization else ""
         self._model_info = {
             "id": self.engine.model_id,
-            "dtype": str(parameters[0].dtype).removeprefix("torch."),
+            "dtype": str(loaded.model.dtype).removeprefix("torch.") + packed,
             "device": self.engine.device.type,
-            "num_parameters": sum(parameter.numel() for parameter in parameters),
+            "num_parameters": loaded.num_parameters,
         }
         self._decoding_json = json.dumps(decoding_provenance(spec.decoding), sort_keys=True)
 

@@ -1,0 +1,162 @@
+"""Whether a model fits the memory it is to be loaded into, said before it is loaded.
+
+What is needed is read from the headers of the weights' files; what is there is asked of the GPU and of the system. A
+model that needs several GPUs is refused: nothing here splits one. Knows files and figures: no model, no engine.
+"""
+
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pipeline.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+MIN_CACHE_TOKENS = 2048  # of KV cache, without which loading is not worth while: one text or two
+_BUSY_SHARE = 0.9  # a GPU with less of its memory free is in use by another process
+_HEADER_LENGTH_BYTES = 8
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a device, in bytes."""
+
+    name: str
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """What the headers of safetensors files say: bytes as stored, and the number of values in them."""
+
+    num_bytes: int
+    num_values: int
+
+
+def stored_weights(files: list[Path]) -> StoredWeights:
+    """Sizes of all tensors in safetensors files; no tensor is read.
+
+    Raises
+    ------
+    ModelError : a file is no safetensors file.
+    """
+    num_bytes = num_values = 0
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                length = int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
+                if length > file.stat().st_size:
+                    raise ValueError("its header is longer than the file")
+                header = json.loads(stream.read(length))
+            for name, tensor in header.items():
+                if name != "__metadata__":
+                    first, last = tensor["data_offsets"]
+                    num_bytes += last - first
+                    num_values += _product(tensor["shape"])
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelError(f"the weights in {file} cannot be loaded: not a safetensors file ({error})") from error
+    return StoredWeights(num_bytes, num_values)
+
+
+def cache_bytes_per_token(config, dtype: torch.dtype) -> int:
+    """Estimate of a token's keys and values in all layers, from a transformers configuration."""
+    text = config.get_text_config()
+    num_heads = getattr(text, "num_attention_heads", None) or 1
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    return 2 * text.num_hidden_layers * num_kv_heads * head_dim * dtype.itemsize
+
+
+def require_memory(folder: Path, weights_bytes: int, cache_bytes: int, memory: Memory) -> None:
+    """Refuse a model that does not fit, before the system ends the process for it.
+
+    Raises
+    ------
+    ModelError : naming what is needed, what is there and what to do.
+    """
+    needed = weights_bytes + cache_bytes
+    if needed <= memory.free_bytes:
+        if memory.free_bytes < _BUSY_SHARE * memory.total_bytes:
+            logger.warning(
+                "other processes hold %s of %s's %s; the cache is cut to what is left",
+                _gb(memory.total_bytes - memory.free_bytes), memory.name, _gb(memory.total_bytes),
+            )  # fmt: skip
+        return
+    on_gpu = memory.name != "cpu"
+    if needed <= memory.total_bytes:
+        advice = "end the processes that hold the rest" + (
+            ", or name another GPU in CUDA_VISIBLE_DEVICES" if on_gpu else ", or start fewer workers"
+        )
+    else:
+        advice = "use a quantised checkpoint (fp8, int8, int4) or a smaller model" + (
+            "; a model is not split over several GPUs" if on_gpu else ", or a machine with more memory"
+        )
+    raise ModelError(
+        f"{folder} does not fit {memory.name}: it needs {_gb(needed)} (weights {_gb(weights_bytes)}, the least cache "
+        f"{_gb(cache_bytes)}), of {_gb(memory.total_bytes)} there are {_gb(memory.free_bytes)} free; {advice}"
+    )
+
+
+def memory_of(device: torch.device) -> Memory:
+    """Free and total memory of a CUDA device, or of the machine (the container's share, where it has less)."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return Memory(str(device), free, total)
+    return host_memory()
+
+
+def host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> Memory:
+    """Memory of the machine that can be had without ending anything: file caches count as free."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * page
+    free = _available(meminfo) or (
+        os.sysconf("SC_AVPHYS_PAGES") * page if "SC_AVPHYS_PAGES" in os.sysconf_names else total
+    )
+    limit = _number(cgroup / "memory.max")
+    if limit is not None and limit < total:
+        used = (_number(cgroup / "memory.current") or 0) - _file_cache(cgroup / "memory.stat")
+        total, free = limit, min(free, limit - max(0, used))
+    return Memory("cpu", free, total)
+
+
+def _available(meminfo: Path) -> int | None:
+    """MemAvailable in bytes, where the system says it."""
+    try:
+        lines = meminfo.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _number(file: Path) -> int | None:
+    """The number in a file of the control group, None for `max` or no such file."""
+    try:
+        text = file.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _file_cache(stat: Path) -> int:
+    try:
+        lines = stat.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("active_file ", "inactive_file ")))
+
+
+def _product(shape: list[int]) -> int:
+    result = 1
+    for size in shape:
+        result *= size
+    return result
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"

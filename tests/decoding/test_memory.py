@@ -1,0 +1,126 @@
+"""A model that does not fit is refused with figures before it is loaded."""
+
+import json
+import logging
+
+import pytest
+import torch
+from tiny_models import byte_tokenizer, tiny_model
+from transformers import AutoConfig
+
+from pipeline.decoding.loading import load_model, require_room
+from pipeline.decoding.memory import (
+    Memory,
+    cache_bytes_per_token,
+    host_memory,
+    memory_of,
+    require_memory,
+    stored_weights,
+)
+from pipeline.errors import ModelError
+
+GB = 10**9
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "my-model"
+    tiny_model(vocab_size=257).to(torch.bfloat16).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def test_sizes_are_those_of_the_tensors(folder):
+    model = tiny_model(vocab_size=257)
+    num_values = sum(parameter.numel() for parameter in model.parameters())
+    found = stored_weights([folder / "model.safetensors"])
+    assert (found.num_bytes, found.num_values) == (2 * num_values, num_values)
+    twice = stored_weights([folder / "model.safetensors"] * 2)
+    assert twice.num_bytes == 4 * num_values
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing at all", (2).to_bytes(8, "little") + b"[]"])
+def test_file_that_is_no_safetensors_is_named(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be loaded: not a safetensors file"):
+        stored_weights([tmp_path / "model.safetensors"])
+
+
+def test_estimate_of_the_cache_is_what_the_engine_finds(folder):
+    loaded = load_model(folder, device="cpu")
+    assert cache_bytes_per_token(loaded.model.config, torch.float32) == loaded.bytes_per_token
+
+
+def test_model_larger_than_a_gpu_is_refused_with_both_figures(tmp_path):
+    gpu = Memory("cuda:0", free_bytes=79 * GB, total_bytes=80 * GB)
+    with pytest.raises(ModelError) as refused:
+        require_memory(tmp_path, 140 * GB, GB, gpu)
+    message = str(refused.value)
+    assert "it needs 141.0 GB (weights 140.0 GB, the least cache 1.0 GB), of 80.0 GB there are 79.0 GB free" in message
+    assert "quantised checkpoint" in message and "not split over several GPUs" in message
+
+
+def test_gpu_that_others_hold_is_refused_or_warned_of(tmp_path, caplog):
+    busy = Memory("cuda:1", free_bytes=20 * GB, total_bytes=80 * GB)
+    with pytest.raises(ModelError, match=r"end the processes that hold the rest, or name another GPU"):
+        require_memory(tmp_path, 30 * GB, GB, busy)
+    with caplog.at_level(logging.WARNING):
+        require_memory(tmp_path, 15 * GB, GB, busy)
+    assert "other processes hold 60.0 GB of cuda:1's 80.0 GB" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        require_memory(tmp_path, 15 * GB, GB, Memory("cuda:1", 79 * GB, 80 * GB))
+    assert not caplog.text
+
+
+def test_load_asks_before_it_reads_weights(folder, monkeypatch):
+    def loads_nothing(*_, **__):
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr("pipeline.decoding.loading.AutoModelForCausalLM.from_pretrained", loads_nothing)
+    num_values = stored_weights([folder / "model.safetensors"]).num_values
+    needed = 4 * num_values + 2048 * 2 * 2 * 2 * 8 * 4  # float32; tokens x (keys, values) x layers x heads x width
+    with pytest.raises(ModelError, match="does not fit cpu"):
+        load_model(folder, device="cpu", memory=lambda device: Memory("cpu", needed - 1, needed - 1))
+    with pytest.raises(ModelError, match="weights were read"):
+        load_model(folder, device="cpu", memory=lambda device: Memory("cpu", needed, needed))
+
+
+def test_machine_says_what_is_available():
+    found = memory_of(torch.device("cpu"))
+    assert found.name == "cpu" and 0 < found.free_bytes <= found.total_bytes
+
+
+def test_container_has_its_own_share(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 99 kB\nMemAvailable:   2000000 kB\n")
+    group = tmp_path / "cgroup"
+    group.mkdir()
+    (group / "memory.max").write_text("max\n")
+    assert host_memory(meminfo, group).free_bytes == 2_000_000 * 1024
+    (group / "memory.max").write_text("1000000\n")
+    (group / "memory.current").write_text("700000\n")
+    (group / "memory.stat").write_text("anon 300000\nactive_file 250000\ninactive_file 150000\n")
+    assert host_memory(meminfo, group) == Memory("cpu", 700_000, 1_000_000)
+    assert host_memory(tmp_path / "none", tmp_path / "none").free_bytes > 0
+
+
+def test_weights_keep_their_own_type_on_a_gpu(folder):
+    config = json.loads((folder / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    asked = []
+    needed = 2 * stored_weights([folder / "model.safetensors"]).num_values + 2048 * 2 * 2 * 2 * 8 * 2
+
+    def gpu(device):
+        asked.append(device.type)
+        return Memory(str(device), needed - 1, needed - 1)
+
+    def roomy_gpu(device):
+        return Memory(str(device), needed, needed) if device.type == "cuda" else Memory("cpu", 10, 10)
+
+    config = AutoConfig.from_pretrained(folder)
+    with pytest.raises(ModelError, match="does not fit cuda"):
+        require_room(folder, [folder / "model.safetensors"], config, "auto", torch.device("cuda"), gpu)
+    assert asked == ["cuda"]
+    with pytest.raises(ModelError, match="does not fit cpu"):  # on its way to the GPU
+        require_room(folder, [folder / "model.safetensors"], config, "auto", torch.device("cuda"), roomy_gpu)

@@ -1,0 +1,175 @@
+"""Checkpoints of packed weights: loaded for real where the library is there, and a reason where it is not."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from tiny_models import requests_for
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pipeline.decoding.engine import Engine
+from pipeline.decoding.loading import SAMPLE_MODEL, load_model, resolve_dtype
+from pipeline.decoding.memory import stored_weights
+from pipeline.decoding.quantization import PACKAGES, num_parameters_of, quantization_of, resident_bytes, why_not_loaded
+from pipeline.decoding.settings import DecodingSettings
+from pipeline.errors import ModelError
+
+
+def sample_model():
+    return AutoModelForCausalLM.from_pretrained(SAMPLE_MODEL, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def with_files_of_sample(folder):
+    for file in SAMPLE_MODEL.iterdir():
+        if not (folder / file.name).exists():
+            shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture
+def claimed(tmp_path):
+    """The sample model, said to be quantised: a folder that needs a library, with nothing in it that does."""
+    folder = with_files_of_sample(tmp_path)
+
+    def claim(**quantization_config):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization_config}))
+        return folder
+
+    return claim
+
+
+@pytest.fixture(scope="module")
+def torchao_folder(tmp_path_factory):
+    """The sample model with int8 weights, as torchao and transformers write it."""
+    torchao = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    folder = tmp_path_factory.mktemp("torchao") / "sample-int8"
+    quantised = AutoModelForCausalLM.from_pretrained(
+        SAMPLE_MODEL, dtype=torch.float32, quantization_config=TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    )
+    quantised.save_pretrained(folder)
+    return with_files_of_sample(folder)
+
+
+@pytest.fixture(scope="module")
+def compressed_folder(tmp_path_factory):
+    """The sample model with int8 weights in the format of compressed-tensors."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        QuantizationStatus,
+        apply_quantization_config,
+    )
+
+    folder = tmp_path_factory.mktemp("compressed") / "sample-w8a16"
+    model = sample_model()
+    weights = QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="channel")
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    config = QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"], format="pack-quantized")
+    config.quantization_status = QuantizationStatus.FROZEN
+    apply_quantization_config(model, config)
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            module.weight_scale.data = module.weight.abs().amax(1, keepdim=True) / 127
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+    return with_files_of_sample(folder)
+
+
+def relative_error(found, expected) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def logits_of(model) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(input_ids=torch.arange(20, 60)[None], use_cache=False).logits[0].float()
+
+
+@pytest.fixture(scope="module", params=["torchao", "compressed-tensors"])
+def quantised_folder(request):
+    fixture = "torchao_folder" if request.param == "torchao" else "compressed_folder"
+    return request.param, request.getfixturevalue(fixture)
+
+
+def test_quantised_checkpoint_loads_unmodified_and_writes(quantised_folder):
+    method, folder = quantised_folder
+    engine = Engine.from_pretrained(folder, DecodingSettings(batch_size=2, num_threads=1), device="cpu")
+    assert engine.loaded.quantization == method
+    assert engine.loaded.num_parameters == sum(p.numel() for p in sample_model().parameters())
+    prompts = [engine.tokenizer(text, return_tensors="np").input_ids[0] for text in ("A film about", "The user likes")]
+    results = list(engine.generate(requests_for(prompts, 12)))
+    assert len(results) == 2 and all(len(result.token_ids) for result in results)
+
+
+def test_quantised_logits_are_near_the_plain_ones(quantised_folder):
+    _, folder = quantised_folder
+    quantised = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager").eval()
+    error = relative_error(logits_of(quantised), logits_of(sample_model()))
+    assert 0 < error < 0.05
+
+
+def test_memory_of_packed_weights_is_counted_as_packed(torchao_folder):
+    loaded = load_model(torchao_folder, device="cpu")
+    plain = load_model("sample", device="cpu")
+    assert loaded.weight_bytes < 0.5 * plain.weight_bytes
+    stored = stored_weights([torchao_folder / "model.safetensors"]).num_bytes
+    assert loaded.weight_bytes == pytest.approx(stored, rel=0.02)
+    assert plain.weight_bytes == resident_bytes(plain.model) >= 4 * plain.num_parameters
+
+
+def test_adapter_on_packed_weights_is_refused(claimed, tmp_path):
+    adapter = tmp_path / "style"
+    adapter.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (adapter / name).write_text("{}")
+    with pytest.raises(ModelError, match="cannot be merged into weights quantised with torchao"):
+        load_model(claimed(quant_method="torchao"), device="cpu", adapter=adapter)
+
+
+def test_missing_library_is_named_with_its_command(claimed, monkeypatch):
+    from transformers.quantizers import quantizer_compressed_tensors
+
+    def is_missing():
+        return False
+
+    monkeypatch.setattr(quantizer_compressed_tensors, "is_compressed_tensors_available", is_missing)
+    scheme = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int"}}
+    folder = claimed(quant_method="compressed-tensors", config_groups={"all": scheme})
+    with pytest.raises(ModelError, match=r"quantised with compressed-tensors, .*pip install compressed-tensors"):
+        load_model(folder, device="cpu")
+
+
+def test_missing_hardware_is_the_reason_given():
+    message = why_not_loaded("fbgemm_fp8", RuntimeError("Using fbgemm fp8 quantization requires a GPU\nand more"))
+    assert "requires a GPU" in message and "and more" not in message and "pip install" not in message
+
+
+def test_method_is_read_from_every_form_of_configuration():
+    config = AutoConfig.from_pretrained(SAMPLE_MODEL)
+    assert quantization_of(config) is None
+    for found, expected in (({"quant_method": "gptq", "bits": 4}, "gptq"), ({"load_in_8bit": True}, "bitsandbytes")):
+        config.quantization_config = found
+        assert quantization_of(config) == expected
+    assert {"gptq", "bitsandbytes", "fp8", "compressed-tensors", "torchao"} <= set(PACKAGES)
+
+
+def test_parameters_are_those_of_the_plain_model():
+    config = AutoConfig.from_pretrained(SAMPLE_MODEL)
+    config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    assert num_parameters_of(config) == sum(p.numel() for p in sample_model().parameters())
+    assert config.quantization_config["bits"] == 4  # left as it was
+
+
+def test_packed_weights_keep_the_type_they_were_made_for():
+    cpu = torch.device("cpu")
+    assert resolve_dtype("auto", cpu, "torchao") == "auto"
+    assert resolve_dtype("auto", cpu) == torch.float32
+    assert resolve_dtype("bfloat16", cpu, "torchao") == torch.bfloat16
