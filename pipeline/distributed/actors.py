@@ -56,6 +56,30 @@ def worker_layout(settings: ClusterSettings, num_cpus: int, num_gpus: int) -> Wo
     return WorkerLayout(settings.num_workers or max(1, num_cpus // num_threads), num_threads, 0, "cpu")
 
 
+def require_own_gpu(granted: list, visible: str | None) -> None:
+    """Refuse to share a GPU by accident: what Ray granted a worker must be all that CUDA shows it.
+
+    Ray sees to that by CUDA_VISIBLE_DEVICES in each worker's environment, unless it is told to leave that alone; then
+    every worker would load its model onto the first GPU.
+
+    Parameters
+    ----------
+    granted : the GPUs' ids, from Ray.
+    visible : the worker's CUDA_VISIBLE_DEVICES, None where it is not set.
+
+    Raises
+    ------
+    ConfigError
+        The worker sees other GPUs than its own.
+    """
+    shown = [] if visible is None else visible.split(",")
+    if shown != [str(gpu) for gpu in granted]:
+        raise ConfigError(
+            f"Ray granted a worker GPU {', '.join(map(str, granted)) or 'none'}, but CUDA_VISIBLE_DEVICES shows it "
+            f"{visible or 'all'}, so that workers would share one; unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+        )
+
+
 @contextmanager
 def ray_cluster(settings: ClusterSettings) -> Iterator[WorkerLayout]:
     """Join the cluster at `ray_address`, or start a local one and stop it afterwards."""
@@ -140,6 +164,8 @@ class _Worker:
 
     def run(self, shard: Shard) -> ShardRecord:
         if self._worker is None:  # here and not in __init__, so that a refused model is reported, not a dead actor
+            if self._spec.device == "cuda":
+                require_own_gpu(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
             self._worker = ShardWorker(self._spec)
         return self._worker.run(shard)
 

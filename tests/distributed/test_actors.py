@@ -1,7 +1,10 @@
 """Workers under Ray: a dead one's shard is done by another, an error that meets every shard ends the run."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +13,14 @@ import ray
 
 from jobs.generate import NO_ROUTE, renderer
 from jobs.settings import load_settings
-from pipeline.distributed.actors import ShardAbandoned, WorkerLayout, ray_cluster, run_shards, worker_layout
+from pipeline.distributed.actors import (
+    ShardAbandoned,
+    WorkerLayout,
+    ray_cluster,
+    require_own_gpu,
+    run_shards,
+    worker_layout,
+)
 from pipeline.distributed.settings import ClusterSettings
 from pipeline.distributed.shards import PreviousKnowledge, plan_side
 from pipeline.distributed.worker import ShardWorker, WorkerSpec
@@ -38,6 +48,58 @@ def test_one_worker_a_gpu_and_never_two():
 )
 def test_without_gpus_a_worker_has_a_group_of_cores(settings, num_cpus, expected):
     assert worker_layout(settings, num_cpus, 0) == expected
+
+
+@pytest.mark.parametrize(
+    ("granted", "visible"), [([0], None), ([1], "0,1"), (["2"], "2,3"), ([1], "0"), ([], "0"), (["GPU-a"], "GPU-b")]
+)
+def test_worker_that_sees_other_gpus_than_its_own_is_refused(granted, visible):
+    with pytest.raises(ConfigError, match="RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"):
+        require_own_gpu(granted, visible)
+
+
+@pytest.mark.parametrize(("granted", "visible"), [([0], "0"), (["3"], "3"), (["GPU-a"], "GPU-a")])
+def test_worker_that_sees_its_own_gpu_alone_goes_on(granted, visible):
+    require_own_gpu(granted, visible)
+
+
+# Ray asks no driver about GPUs that it is told of, so what it grants two workers can be seen without any.
+TWO_GPUS = """
+import json, os, ray
+
+class Worker:
+    def gpu(self):
+        return ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES")
+
+ray.init(num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+actors = [ray.remote(Worker).options(num_cpus=0.5, num_gpus=1).remote() for _ in range(2)]
+print(json.dumps(ray.get([actor.gpu.remote() for actor in actors])))
+"""
+
+
+def seen_by_two_workers(environment: dict[str, str]) -> list[tuple[list, str | None]]:
+    kept = {name: value for name, value in os.environ.items() if "CUDA_VISIBLE_DEVICES" not in name}
+    ran = subprocess.run(
+        [sys.executable, "-c", TWO_GPUS], env=kept | environment, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("environment", [{}, {"CUDA_VISIBLE_DEVICES": "2,5"}], ids=["every GPU", "some of them"])
+def test_two_workers_are_never_on_one_gpu(environment):
+    seen = seen_by_two_workers(environment)
+    assert sorted(visible for _, visible in seen) == environment.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    for granted, visible in seen:
+        require_own_gpu(granted, visible)
+
+
+@pytest.mark.ray
+def test_workers_that_ray_is_told_not_to_separate_are_refused():
+    for granted, visible in seen_by_two_workers({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}):
+        with pytest.raises(ConfigError, match="shows it all"):
+            require_own_gpu(granted, visible)
 
 
 @pytest.fixture(scope="module")
