@@ -1,0 +1,179 @@
+"""Where the time of one engine step goes: drafting, packing, the model's parts, verification, committing.
+
+    python benchmarks/step_profile.py --quick --json step_profile.json
+
+Steps of full batches in mid-text are watched (`step_spans`), plain and with trees of 16 from a pool of the model's own
+texts. Texts do not end while they are measured, and no step holds a prompt. Nothing is judged.
+"""
+
+import argparse
+import itertools
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from common import DEFAULT_MODEL, SAMPLE_MODEL, write_json
+from night_pools import build
+from night_tasks import TaskSize, sample_tasks
+from step_spans import HOST_PARTS, PARTS, Spans, watched
+
+from pipeline.decoding.drafters import Drafter, NoDrafter, drafter_from
+from pipeline.decoding.engine import Engine, GenerationRequest
+from pipeline.decoding.loading import LoadedModel, load_model
+from pipeline.decoding.settings import DecodingSettings
+from pipeline.decoding.verifiers import Greedy, Relaxed
+
+TREE_NODES = 16
+NUM_WARM_STEPS = 2  # of a full batch, before steps are counted
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured: batch sizes, steps counted at each, texts in the pool and their tokens."""
+
+    batches: tuple[int, ...]
+    num_steps: int
+    num_pool_texts: int
+    num_pool_tokens: int
+
+
+FULL = Scale((1, 16, 32, 64, 256), num_steps=40, num_pool_texts=128, num_pool_tokens=256)
+QUICK = Scale((1, 32, 64, 256), num_steps=6, num_pool_texts=32, num_pool_tokens=96)
+SMOKE = Scale((1, 2), num_steps=2, num_pool_texts=2, num_pool_tokens=16)
+
+
+def prompts_of(tokenizer, num_prompts: int) -> list[np.ndarray]:
+    """Different prompts of a sample world by the project's own templates, int32 token ids each."""
+    tasks = sample_tasks(tokenizer, TaskSize(-(-num_prompts // 2), 0))
+    return [prompt for pair in zip(*(task.held_out for task in tasks), strict=True) for prompt in pair][:num_prompts]
+
+
+def engine_of(loaded: LoadedModel, batch: int, num_draft_tokens: int) -> Engine:
+    """An engine whose texts have no end, and which drafts as much as it may."""
+    settings = DecodingSettings(batch_size=batch, max_draft_tokens=num_draft_tokens, min_acceptance=0.0)
+    return Engine(replace(loaded, end_ids=()), settings)
+
+
+def profile(engine: Engine, drafter: Drafter, prompts: Sequence[np.ndarray], num_steps: int, is_plain: bool) -> dict:
+    """Mean times of the steps of one full batch, by part."""
+    batch = engine.settings.batch_size
+    num_full = itertools.count()
+    num_drafted: list[int] = []
+    with watched(engine, drafter) as spans:
+
+        def keeps(live) -> bool:
+            full = len(live) == batch and all(sequence.num_output > 0 for sequence in live)
+            return full and next(num_full) >= NUM_WARM_STEPS and spans.num_steps < num_steps
+
+        def count(event) -> None:
+            if spans.num_steps == num_steps:
+                raise _Enough
+            num_drafted.append(event.num_drafted)
+
+        spans.keeps = keeps
+        requests = (
+            GenerationRequest(str(number), prompts[number % len(prompts)], None, "all", 512) for number in range(batch)
+        )
+        with suppress(_Enough):
+            for _ in engine.generate(requests, drafter, Greedy() if is_plain else Relaxed(), count):
+                pass
+    return _row(engine, spans, float(np.mean(num_drafted[-batch * spans.num_steps :])))
+
+
+class _Enough(Exception):
+    """The steps that were wanted are counted; the texts need not be finished."""
+
+
+def _row(engine: Engine, spans: Spans, num_drafted: float) -> dict:
+    seconds = {part: spans.seconds.get(part, 0.0) / spans.num_steps for part in PARTS}
+    total = sum(seconds.values())
+    return {
+        "batch": engine.settings.batch_size,
+        "num_steps": spans.num_steps,
+        "drafted_tokens_a_text": num_drafted,
+        "step_ms": 1e3 * total,
+        "host_share": sum(seconds[part] for part in HOST_PARTS) / total,
+        "parts_ms": {part: 1e3 * value for part, value in seconds.items()},
+    }
+
+
+def measure_model(model_dir: Path, device: str, dtype: str, scale: Scale) -> list[dict]:
+    """Rows of one model: each batch size, plain and with trees."""
+    loaded = load_model(model_dir, dtype, device)
+    prompts = prompts_of(loaded.tokenizer, max(scale.batches))
+    writer = engine_of(loaded, scale.num_pool_texts, 0)
+    requests = (
+        GenerationRequest(str(number), prompts[-1 - number % len(prompts)], None, None, scale.num_pool_tokens)
+        for number in range(scale.num_pool_texts)
+    )
+    texts = [result.token_ids for result in writer.generate(requests, NoDrafter(), Greedy())]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        pool = build(texts, Path(folder) / "pool", writer, "user")
+        for batch in scale.batches:
+            for kind, num_nodes in (("plain", 0), (f"trees of {TREE_NODES}", TREE_NODES)):
+                engine = engine_of(loaded, batch, num_nodes)
+                drafter = drafter_from(engine.settings, pool) if num_nodes else NoDrafter()
+                row = profile(engine, drafter, prompts, scale.num_steps, num_nodes == 0)
+                rows.append({"model": model_dir.name, "dtype": str(loaded.model.dtype)[6:], "kind": kind, **row})
+                print(describe_row(rows[-1]), flush=True)
+    return rows
+
+
+def describe_head() -> str:
+    """The table's head."""
+    return f"{'model':13}{'kind':12}{'batch':>6}{'nodes':>7}{'step ms':>9}{'host':>6}  share of each part, %"
+
+
+def describe_row(row: dict) -> str:
+    """A row of the table for a terminal: the parts that take at least 1 %."""
+    shares = {part: 100 * value / row["step_ms"] for part, value in row["parts_ms"].items()}
+    parts = ", ".join(f"{part} {share:.0f}" for part, share in shares.items() if share >= 1)
+    return (
+        f"{row['model']:13}{row['kind']:12}{row['batch']:6}{row['drafted_tokens_a_text']:7.1f}"
+        f"{row['step_ms']:9.1f}{100 * row['host_share']:5.0f}%  {parts}"
+    )
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="fewer steps: under 5 minutes on 2 cores")
+    size.add_argument("--smoke", action="store_true", help="a handful of steps: does it run at all")
+    parser.add_argument("--json", type=Path, help="write machine, command and rows here")
+    parser.add_argument("--model", type=Path, nargs="+", default=[SAMPLE_MODEL, DEFAULT_MODEL], help="model folders")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument("--batches", type=int, nargs="+", help="batch sizes, instead of the scale's own")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads")
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Measure, print, and write the JSON."""
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    transformers.utils.logging.disable_progress_bar()
+    scale = SMOKE if arguments.smoke else QUICK if arguments.quick else FULL
+    if arguments.batches:
+        scale = replace(scale, batches=tuple(arguments.batches))
+    rows: list[dict] = []
+    print(describe_head())
+    for model_dir in arguments.model:
+        if not model_dir.is_dir():
+            print(f"left out, no such folder: {model_dir.name}", file=sys.stderr)
+            continue
+        rows += measure_model(model_dir, arguments.device, arguments.dtype, scale)
+    if arguments.json:
+        write_json(arguments.json, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Timed spans of an engine's step: which part of it takes how long, each part's time without that of parts inside it.
+
+A span is two readings of the clock around a call that is there anyway, some hundred a step, so a step takes what it
+takes unwatched. On CUDA the device is waited for at both ends of a span, which hides what host and device do at once:
+parts are then right and their sum is more than an unwatched step. Knows the engine's seams, no task and no table.
+"""
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import AttentionInterface
+
+from pipeline.decoding import engine as engine_module
+from pipeline.decoding.engine import Engine
+from pipeline.decoding.tree_attention import ATTENTION_NAME, tree_attention
+
+OTHER = "other host"
+MODEL_PARTS = ("qkv", "attention", "attention output", "mlp", "lm_head", "other model")
+HOST_PARTS = ("draft", "packing", "commit", "endings", OTHER)
+PARTS = (*HOST_PARTS[:2], *MODEL_PARTS, "verification", *HOST_PARTS[2:])
+_QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn")
+_OUTPUT = ("o_proj", "out_proj", "dense")
+
+
+class Spans:
+    """Self times of named parts, summed over the steps that were kept.
+
+    Parameters
+    ----------
+    device : waited for at the ends of a span where it is CUDA.
+
+    `keeps` says of a step's live sequences whether that step counts.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.num_steps = 0
+        self.keeps: Callable[[list], bool] = lambda live: True
+        self._waits = device.type == "cuda"
+        self._device = device
+        self._inner: list[float] = []  # of each open span, the time of spans inside it
+        self._step: dict[str, float] = defaultdict(float)
+
+    def timed(self, part: str, call: Callable) -> Callable:
+        """The same call, its own time counted as `part`."""
+
+        @functools.wraps(call)
+        def wrapped(*args, **kwargs):
+            start = self._now()
+            self._inner.append(0.0)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                took = self._now() - start
+                self._step[part] += took - self._inner.pop()
+                if self._inner:
+                    self._inner[-1] += took
+
+        return wrapped
+
+    def end_step(self, keep: bool) -> None:
+        """Add the step's times to the sums, or drop them."""
+        if keep:
+            self.num_steps += 1
+            for part, seconds in self._step.items():
+                self.seconds[part] += seconds
+        self._step.clear()
+
+    def _now(self) -> float:
+        if self._waits:
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+@contextmanager
+def watched(engine: Engine, drafter) -> Iterator[Spans]:
+    """Watch an engine and a drafter until the block ends."""
+    spans = Spans(engine.device)
+    undo: list[Callable[[], None]] = []
+
+    def replace(owner, name: str, call: Callable) -> None:
+        had = name in vars(owner)
+        before = getattr(owner, name)
+        setattr(owner, name, call)
+        undo.append(lambda: setattr(owner, name, before) if had else delattr(owner, name))
+
+    def watch(owner, name: str, part: str) -> None:
+        replace(owner, name, spans.timed(part, getattr(owner, name)))
+
+    step = spans.timed(OTHER, engine._step)
+
+    def counted_step(live, *args):
+        keep = spans.keeps(live)
+        try:
+            return step(live, *args)
+        finally:
+            spans.end_step(keep)
+
+    for name in ("draft", "draft_batch"):
+        if hasattr(drafter, name):
+            watch(drafter, name, "draft")
+    if hasattr(engine, "_draft"):
+        watch(engine, "_draft", "draft")
+    replace(engine, "_step", counted_step)
+    watch(engine.runner, "forward", "packing")
+    watch(engine.runner, "_run", "other model")
+    watch(engine_module, "verify", "verification")
+    watch(engine, "_commit_all", "commit")
+    watch(engine._endings, "check", "endings")
+    output_layer = engine.runner.model.get_output_embeddings()
+    for name, module in engine.runner.model.named_modules():
+        part = _part_of(name.rsplit(".", 1)[-1], module, module is output_layer)
+        if part is not None:
+            watch(module, "forward", part)
+    AttentionInterface.register(ATTENTION_NAME, spans.timed("attention", tree_attention))
+    undo.append(lambda: AttentionInterface.register(ATTENTION_NAME, tree_attention))
+    try:
+        yield spans
+    finally:
+        for restore in reversed(undo):
+            restore()
+
+
+def _part_of(name: str, module: torch.nn.Module, is_output_layer: bool) -> str | None:
+    """The part of the model that a module's time is counted as; None: that of the module around it."""
+    if is_output_layer:
+        return "lm_head"
+    if name in _QKV:
+        return "qkv"
+    if name in _OUTPUT:
+        return "attention output"
+    return "mlp" if name == "mlp" else None
