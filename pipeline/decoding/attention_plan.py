@@ -80,9 +80,11 @@ class StepPlan:
 
     @cached_property
     def one_token_a_row(self) -> bool:
-        """Whether the pack is one group of one token a row, in the order of rows: plain decoding."""
-        only = self.groups[0] if len(self.groups) == 1 else None
-        return only is not None and only.num_padded == 1 and bool((np.diff(only.queries[:, 0]) == 1).all())
+        """Whether the pack is one token a row, in the order of the groups' rows: plain decoding."""
+        if any(group.num_padded > 1 for group in self.groups):
+            return False
+        order = np.concatenate([group.queries[:, 0] for group in self.groups])
+        return bool((order == np.arange(self.num_tokens)).all())
 
     def write_index(self, num_kv_heads: int, device: torch.device) -> torch.Tensor:
         """The tokens' flat index in a layer of the store."""
@@ -92,7 +94,10 @@ class StepPlan:
         return self._indices[num_kv_heads]
 
     def mask(self, index: int, window: int | None, num_heads_folded: int, like: torch.Tensor) -> torch.Tensor:
-        """Additive mask of a group: (num_rows, 1, num_heads_folded * num_padded, width), 0 where seen."""
+        """Additive mask of a group: (num_rows, 1, num_heads_folded * num_padded, width), 0 where seen.
+
+        With one query a row it is the same for all heads: (num_rows, 1, 1, width).
+        """
         key = (index, window, num_heads_folded, like.dtype)
         if key not in self._masks:
             group = self.groups[index]
@@ -104,7 +109,7 @@ class StepPlan:
             lowest = torch.finfo(like.dtype).min
             additive = np.where(sees, np.float32(0), np.float32(lowest))
             mask = torch.from_numpy(additive).to(like.device, like.dtype)[:, None]
-            if num_heads_folded > 1:
+            if num_heads_folded > 1 and group.num_padded > 1:  # one query's mask broadcasts
                 mask = mask.repeat(1, 1, num_heads_folded, 1)
             self._masks[key] = mask
         return self._masks[key]

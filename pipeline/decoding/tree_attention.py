@@ -57,13 +57,16 @@ def tree_attention(
     window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
     folded = num_heads // num_kv_heads
     in_order = plan.one_token_a_row  # then the pack's order is already that of rows
-    flat_query = query.reshape(num_heads * num_tokens, head_dim)
+    by_token = query[0].transpose(0, 1)  # (num_tokens, num_heads, head_dim)
+    flat_query = None if in_order else query.reshape(num_heads * num_tokens, head_dim)
 
     results = []
+    num_done = 0
     for index, group in enumerate(plan.groups):
         keys, values = group.read(cache)  # (num_rows, num_kv_heads, width, head_dim)
         if in_order:
-            queries = query[0].transpose(0, 1).view(group.num_rows, num_kv_heads, folded, head_dim)
+            queries = by_token[num_done : num_done + group.num_rows].unflatten(1, (num_kv_heads, folded))
+            num_done += group.num_rows
         else:
             queries = flat_query.index_select(0, plan.gather(index, num_kv_heads, folded, query.device))
             queries = queries.view(group.num_rows, num_kv_heads, folded * group.num_padded, head_dim)
@@ -72,11 +75,10 @@ def tree_attention(
             out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
         else:
             out = reference_attention(queries, keys, values, mask, scaling, softcap, s_aux)
-        if in_order:
-            return out.reshape(1, num_tokens, num_heads, value_dim), None
         results.append(out.reshape(-1, value_dim))
     result = results[0] if len(results) == 1 else torch.cat(results)
-    result = result.index_select(0, plan.scatter(num_kv_heads, folded, query.device))
+    if not in_order:
+        result = result.index_select(0, plan.scatter(num_kv_heads, folded, query.device))
     return result.view(1, num_tokens, num_heads, value_dim), None
 
 
