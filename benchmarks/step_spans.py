@@ -93,10 +93,10 @@ def watched(engine: Engine, drafter) -> Iterator[Spans]:
 
     step = spans.timed(OTHER, engine._step)
 
-    def counted_step(live, *args):
-        keep = spans.keeps(live)
+    def counted_step(batch, *args):
+        keep = spans.keeps(batch.live)
         try:
-            return step(live, *args)
+            return step(batch, *args)
         finally:
             spans.end_step(keep)
 
