@@ -20,6 +20,7 @@ from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS,
 NO_ALTERNATIVE = -1
 START = END = -1  # stands before and behind every text
 MIN_PROBABILITY = 1 / 2048
+LEAST_LEFT = 1 / 32
 NUM_LOCAL_POSITIONS = 16
 
 Tokens = list[int]
@@ -195,9 +196,11 @@ def next_paths(
     """The paths that are one token longer than a parent's at `depth`: every level takes its share of what is left."""
     shares: dict[int, Counter[int]] = {}  # token -> source -> share
     longest: dict[int, int] = {}  # token -> the longest context that it is known behind
+    if probability < least_probability:
+        return
     left = 1.0
     for level in levels:
-        if left * probability < least_probability:
+        if left < LEAST_LEFT:
             break
         num_seen = len(level.places)  # the evidence; a preferred group does not make it more
         if num_seen == 0:

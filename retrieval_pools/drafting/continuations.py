@@ -8,7 +8,7 @@ from retrieval_pools.drafting.estimate import conditional_acceptance, most_accep
 from retrieval_pools.drafting.frontier import least_probability, push_path
 from retrieval_pools.drafting.intervals import sample_place, sample_stride
 from retrieval_pools.drafting.runs import list_own_runs, list_pool_runs
-from retrieval_pools.drafting.state import END, NUM_CANDIDATES, NUM_SLOTS, part
+from retrieval_pools.drafting.state import END, LEAST_LEFT, NUM_CANDIDATES, NUM_SLOTS, part
 from retrieval_pools.sources import SOURCE_POOL
 
 
@@ -24,9 +24,11 @@ def count_continuations(
     entities.
     """
     num_candidates = 0
+    if probability < least_probability:  # no path is more probable than its parent
+        return num_candidates
     left = 1.0
     for level in range(num_levels):
-        if left * probability < least_probability:
+        if left < LEAST_LEFT:
             break
         first, last = np.int64(levels.first[node, level]), np.int64(levels.last[node, level])
         if first >= last:

@@ -8,6 +8,8 @@ from numba import njit
 from retrieval_pools.sources import NUM_SOURCES
 
 MAX_NODES = 64
+LEAST_LEFT = 1 / 32  # shorter contexts are asked while so much is left to them: whatever the budget, so that estimates
+# do not depend on it and a smaller budget's tree is the beginning of a larger one's
 MIN_PROBABILITY = 1 / 2048  # the paths not yet drafted exclude each other, so no more than 2048 of them are as likely
 END = -1  # the separator: the text ends here
 NUM_LOCAL_POSITIONS = 16  # occurrences of a context followed in each of the sequence's own texts, the latest ones
