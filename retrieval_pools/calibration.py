@@ -6,6 +6,7 @@ Values and their checks only; `calibrate.py` replays and fits, `calibration_tabl
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from retrieval_pools.budget_curve import BudgetCurve
 from retrieval_pools.calibration_table import COUNT_KNOTS, DEPTH_EDGES, LENGTH_EDGES, identity_table
 from retrieval_pools.sources import NUM_SOURCES
 
@@ -82,6 +83,7 @@ class Calibration(BaseModel):
     cells : from coarse to fine; a source that drafted nothing has none and is not calibrated.
     reliability : of curves that are fitted to one half of the texts, on the other half.
     uncalibrated : the same without curves.
+    budgets : what each draft budget gained; None in a calibration that has none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -93,6 +95,7 @@ class Calibration(BaseModel):
     cells: tuple[CalibrationCell, ...]
     reliability: Reliability
     uncalibrated: Reliability
+    budgets: BudgetCurve | None = None
 
     @property
     def table(self) -> np.ndarray:

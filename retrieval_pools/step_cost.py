@@ -30,6 +30,15 @@ class StepPoint(BaseModel):
     seconds: float = Field(gt=0, description="Duration of the whole step.")
 
 
+class DraftCost(BaseModel):
+    """What drafting takes for one sequence, beside the step that verifies."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seconds: float = Field(0.0, ge=0, description="Of a draft that finds nothing.")
+    seconds_per_token: float = Field(0.0, ge=0, description="Of each draft token.")
+
+
 class StepCost(BaseModel):
     """Step durations by batch size and packed tokens; linear between the points of one batch size.
 
@@ -40,6 +49,7 @@ class StepCost(BaseModel):
 
     name: str = Field("step cost of a file", description="What was measured: shown beside every figure.")
     steps: tuple[StepPoint, ...] = Field(min_length=1, description="At least two points of each batch size.")
+    draft: DraftCost = Field(DraftCost(), description="Of drafting; nothing where it was not measured.")
 
     @model_validator(mode="after")
     def _is_a_curve(self) -> "StepCost":
@@ -77,7 +87,12 @@ class StepCost(BaseModel):
     def tokens_per_s(self, batch_size: int, sums: Tally) -> np.ndarray:
         """Tokens written a second by a full batch; prompts are not counted, only the steps that write."""
         num_tokens = batch_size * (1 + sums.mean_drafted)
-        return batch_size * sums.tokens_per_step / self.seconds(batch_size, num_tokens)
+        seconds = self.seconds(batch_size, num_tokens) + self.draft_seconds(batch_size, sums.mean_drafted)
+        return batch_size * sums.tokens_per_step / seconds
+
+    def draft_seconds(self, batch_size: int, mean_drafted: np.ndarray) -> np.ndarray:
+        """Seconds that drafting adds to a step: float64 of the shape of `mean_drafted`, draft tokens a sequence."""
+        return batch_size * (self.draft.seconds + self.draft.seconds_per_token * np.asarray(mean_drafted))
 
     def plain_tokens_per_s(self, batch_size: int) -> float:
         """The same without drafts."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from pipeline.decoding.budget import Budget
 from pipeline.decoding.sequence import Sequence
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree
@@ -74,8 +75,9 @@ class RetrievalDrafter:
         return TokenTree(found.token_ids, found.parents, found.log_acceptance, found.source.astype(np.uint8))
 
 
-def drafter_from(settings: DecodingSettings, pool=None) -> Drafter:
-    """The drafter that the settings name, over a pool or none."""
-    if not settings.drafters or settings.max_draft_tokens == 0:
+def drafter_from(settings: DecodingSettings, pool=None, budget: Budget | None = None) -> Drafter:
+    """The drafter that the settings name, over a pool or none; `budget` None is that of the settings."""
+    budget = budget or Budget.of(settings)
+    if not settings.drafters or budget.max_draft_tokens == 0:
         return NoDrafter()
-    return RetrievalDrafter(pool, settings.drafters, settings.max_draft_tokens, settings.min_acceptance)
+    return RetrievalDrafter(pool, settings.drafters, budget.max_draft_tokens, budget.min_acceptance)

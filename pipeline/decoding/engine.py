@@ -8,7 +8,6 @@ Knows no entities, no files and no Ray.
 """
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ import torch
 from pipeline.decoding.acceptance import Acceptance, verify
 from pipeline.decoding.alternatives import step_alternatives
 from pipeline.decoding.batch import Batch, Concurrency, RequestLimits
+from pipeline.decoding.budget import Budget
 from pipeline.decoding.drafters import Drafter, NoDrafter
 from pipeline.decoding.endings import Endings
 from pipeline.decoding.feed import Feed
@@ -91,6 +91,7 @@ class Engine:
         drafter: Drafter | None = None,
         verifier: Verifier | None = None,
         on_event: Callable[[StepEvent], None] | None = None,
+        budget: Budget | None = None,
     ) -> Iterator[GenerationResult | GenerationFailure]:
         """Write the texts of all requests, yielding each as it finishes.
 
@@ -100,11 +101,13 @@ class Engine:
         drafter : None decodes plainly, one token a step.
         verifier : None is the one the settings name.
         on_event : called after each step of each text.
+        budget : how much of a draft is verified; None is that of the settings.
         """
+        budget = budget or Budget.of(self.settings)
         drafter = drafter or NoDrafter()
         verifier = verifier or verifier_from(self.settings)
         limits = RequestLimits(
-            self.max_context, self.vocab_size, self.settings.max_draft_tokens, self.settings.record_alternatives
+            self.max_context, self.vocab_size, budget.max_draft_tokens, self.settings.record_alternatives
         )
         batch = Batch(requests, self.store, self.concurrency, limits)
         try:
@@ -112,22 +115,22 @@ class Engine:
                 yield from batch.admit()
                 if not batch.live:
                     return
-                outcomes = self._step(batch, drafter, verifier, on_event)
+                outcomes = self._step(batch, drafter, verifier, on_event, budget)
                 for sequence in [s for s in batch.live if id(s) in outcomes]:
                     batch.finish(sequence)
                     yield outcomes[id(sequence)]
         finally:
             batch.close()
 
-    def _step(self, batch, drafter, verifier, on_event) -> dict[int, GenerationResult | GenerationFailure]:
+    def _step(self, batch, drafter, verifier, on_event, budget) -> dict[int, GenerationResult | GenerationFailure]:
         """One step of all live sequences; of those that ended, by `id`, what came of them."""
         drafts: dict[int, TokenTree] = {}
-        fed = self._feeds(batch.live, drafter, drafts)
+        fed = self._feeds(batch.live, drafter, budget, drafts)
         while not self.store.make_room(sum(feed.num_tokens for _, feed in fed)):
             if len(batch.live) == 1:
                 return self._fail_alone(batch.live[0])
             batch.preempt(1)
-            fed = self._feeds(batch.live, drafter, drafts)
+            fed = self._feeds(batch.live, drafter, budget, drafts)
         try:
             moves = self._forward_and_verify(fed, verifier)
         except Exception as error:
@@ -166,21 +169,20 @@ class Engine:
         reason = f"too-long: prompt and answer exceed the KV cache of {self.store.max_tokens} tokens"
         return {id(sequence): GenerationFailure(sequence.request.request_id, reason)}
 
-    def _draft(self, sequence: Sequence, drafter: Drafter) -> TokenTree:
+    def _draft(self, sequence: Sequence, drafter: Drafter, budget: Budget) -> TokenTree:
         """The drafter's tree, cut to the budget: draft tokens, room left, estimated acceptance."""
-        settings = self.settings
         max_depth = sequence.num_left - 1  # the step's last token is the target's own
         if max_depth <= 0:
             return EMPTY_TREE
         return prune(
             drafter.draft(sequence),
-            max_nodes=settings.max_draft_tokens,
+            max_nodes=budget.max_draft_tokens,
             max_depth=max_depth,
-            min_log_acceptance=math.log(settings.min_acceptance) if settings.min_acceptance > 0 else -math.inf,
+            min_log_acceptance=budget.min_log_acceptance,
             vocab_size=self.vocab_size,
         )
 
-    def _feeds(self, live, drafter, drafts: dict[int, TokenTree]) -> list[tuple[Sequence, Feed]]:
+    def _feeds(self, live, drafter, budget, drafts: dict[int, TokenTree]) -> list[tuple[Sequence, Feed]]:
         """What each sequence adds to the step, in the order of `live`.
 
         Prompts share the step's room for them, the oldest first; one that gets no room waits. Only what writes a token
@@ -199,7 +201,7 @@ class Engine:
             chain = chains[id(sequence)]
             complete = int(self.store.lengths[sequence.row]) + len(chain) == len(sequence.context)
             if complete and id(sequence) not in drafts:
-                drafts[id(sequence)] = self._draft(sequence, drafter)
+                drafts[id(sequence)] = self._draft(sequence, drafter, budget)
             if len(chain):
                 tree = drafts[id(sequence)] if complete else EMPTY_TREE
                 fed.append((sequence, Feed(sequence.row, chain, tree, wants_logits=complete)))

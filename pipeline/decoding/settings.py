@@ -1,5 +1,6 @@
 """Options of decoding: which model, how texts are drafted and verified, and how much runs at once."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -35,13 +36,23 @@ class DecodingSettings(BaseModel):
     drafters: tuple[DraftSource, ...] = Field(
         ("previous", "prompt", "output", "pool"), description="Where drafts come from; none decodes plainly."
     )
-    max_draft_tokens: int = Field(16, ge=0, le=64, description="Largest draft tree.")
-    min_acceptance: float = Field(
-        0.07,
+    max_draft_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=64,
+        description="Largest draft tree; 0 decodes plainly. null: what is fastest by the measured cost of a step and the "
+        "pool's calibration.",
+    )
+    min_acceptance: float | None = Field(
+        None,
         ge=0.0,
         le=1.0,
-        description="A token whose path is estimated less likely to be accepted is not drafted. Lower where a drafted "
-        "token costs little (batch 1, a GPU that waits for memory).",
+        description="A token whose path is estimated less likely to be accepted is not drafted. null: chosen likewise.",
+    )
+    step_cost: Path | None = Field(
+        None,
+        description="YAML or JSON with the measured cost of steps, which the draft budget is chosen by; null: measured "
+        "when a run first needs it, and kept in the workspace.",
     )
     record_alternatives: bool = Field(
         False,

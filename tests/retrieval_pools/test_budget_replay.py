@@ -1,0 +1,105 @@
+"""Replays under many budgets at once: the same counts as one budget at a time, whatever the texts and the pool."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrieval_pools.budget_curve import DRAFT_TOKENS, MIN_ACCEPTANCES, SIZE_KNOTS
+from retrieval_pools.budget_replay import GRID, budget_curve, replay_budgets
+from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.calibrate import calibrate
+from retrieval_pools.replay import DraftOptions, ReplayText, replay
+
+NO_TOKENS = np.empty(0, np.int32)
+
+
+def grammar_texts(num_texts: int, length: int, seed: int) -> list[np.ndarray]:
+    """Texts in which a word's successor is one of two, so that much can be foreseen, and not all."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(num_texts):
+        text = [int(rng.integers(0, 20))]
+        for _ in range(length - 1):
+            text.append((3 * text[-1] + int(rng.integers(0, 5) == 0)) % 20)
+        found.append(np.array(text, np.int32))
+    return found
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory):
+    """The same texts without and with a calibration."""
+    folder = tmp_path_factory.mktemp("pool") / "item"
+    texts = map(PoolText, grammar_texts(60, 40, seed=0))
+    pool = build_pool(texts, folder, side="item", tokenizer_hash="t", model_id="m")
+    held_back = [ReplayText(NO_TOKENS, text) for text in grammar_texts(20, 40, seed=1)]
+    return pool, pool.with_calibration(calibrate(pool, held_back))
+
+
+def assert_as_one_at_a_time(pool, text: ReplayText, options: DraftOptions, budgets) -> None:
+    counts = replay_budgets(pool, text, options, budgets)
+    for number, (size, least) in enumerate(budgets):
+        slow = replay(pool, [text], replace(options, max_nodes=size, min_probability=least))
+        assert counts.num_steps[number] == slow.num_steps
+        assert counts.num_drafted[number] == sum(slow.num_drafted)
+        assert counts.num_accepted[number] == sum(slow.num_accepted)
+        assert counts.num_at_knots[number].sum() == pytest.approx(slow.num_steps)
+        assert counts.num_at_knots[number] @ SIZE_KNOTS == pytest.approx(sum(slow.num_drafted))
+
+
+@pytest.mark.parametrize("is_calibrated", [False, True])
+@pytest.mark.parametrize("has_previous", [False, True])
+def test_the_whole_grid_is_as_one_budget_at_a_time(pools, is_calibrated, has_previous):
+    prompt, text, previous = grammar_texts(3, 30, seed=2)
+    replayed = ReplayText(prompt, text, previous if has_previous else None)
+    assert_as_one_at_a_time(pools[is_calibrated], replayed, DraftOptions(), GRID)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_budgets_on_any_text_are_as_one_budget_at_a_time(pools, data):
+    tokens = st.lists(st.integers(0, 20), max_size=25).map(lambda ids: np.array(ids, np.int32))
+    text = ReplayText(data.draw(tokens), data.draw(tokens), data.draw(st.none() | tokens))
+    options = DraftOptions(
+        use_prompt=data.draw(st.booleans()),
+        use_output=data.draw(st.booleans()),
+        use_previous=data.draw(st.booleans()),
+        end_token_id=data.draw(st.sampled_from([None, 3])),
+    )
+    budget = st.tuples(st.integers(1, 64), st.sampled_from(MIN_ACCEPTANCES))
+    budgets = data.draw(st.lists(budget, min_size=1, max_size=4))
+    assert_as_one_at_a_time(data.draw(st.sampled_from([None, *pools])), text, options, budgets)
+
+
+def test_a_curve_says_of_both_kinds_of_text_what_replays_say(pools):
+    texts = grammar_texts(24, 30, seed=3)
+    replayed = [ReplayText(NO_TOKENS, text, texts[0] if number % 2 else None) for number, text in enumerate(texts)]
+    curve = budget_curve(pools[1], replayed)
+    assert curve.sources == ("previous", "prompt", "output", "pool")
+    assert (curve.new.num_texts, curve.changed.num_texts) == (24, 12)
+    for kind, of_kind, use_previous in ((curve.new, replayed, False), (curve.changed, replayed[1::2], True)):
+        assert len(kind.cells) == len(DRAFT_TOKENS) * len(MIN_ACCEPTANCES)
+        for cell in kind.cells[::17]:
+            slow = replay(
+                pools[1], of_kind, DraftOptions(cell.max_draft_tokens, cell.min_acceptance, use_previous=use_previous)
+            )
+            assert cell.tokens_per_step == pytest.approx(1 + slow.mean_accepted, abs=1e-4)
+            assert cell.mean_drafted == pytest.approx(np.mean(slow.num_drafted), abs=2e-3)
+
+
+def test_too_few_changed_texts_and_sources_that_are_off_have_no_curve(pools):
+    texts = [ReplayText(NO_TOKENS, text, text) for text in grammar_texts(12, 10, seed=4)]
+    assert budget_curve(pools[1], texts[:9]).changed is None
+    without = budget_curve(pools[1], texts, DraftOptions(use_previous=False, use_prompt=False))
+    assert without.changed is None and without.sources == ("output", "pool")
+
+
+def test_a_curve_survives_the_manifest_of_its_pool(pools):
+    calibration = pools[1].manifest.calibration or calibrate(
+        pools[0], [ReplayText(NO_TOKENS, text) for text in grammar_texts(6, 10, seed=5)]
+    )
+    curve = budget_curve(pools[1], [ReplayText(NO_TOKENS, text) for text in grammar_texts(4, 10, seed=6)])
+    stored = calibration.model_copy(update={"budgets": curve})
+    assert type(stored).model_validate_json(stored.model_dump_json()).budgets == curve
