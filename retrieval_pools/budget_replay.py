@@ -18,6 +18,7 @@ from retrieval_pools.budget_curve import (
     BudgetCurve,
     ReplayedBudgets,
 )
+from retrieval_pools.calibration import Calibration
 from retrieval_pools.pool import Pool
 from retrieval_pools.query import draft
 from retrieval_pools.replay import DraftOptions, ReplayText, accepted_path
@@ -65,6 +66,17 @@ def budget_curve(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions 
         new=_replayed(pool, new, options),
         changed=_replayed(pool, changed, options) if len(changed) >= MIN_CHANGED_TEXTS else None,
     )
+
+
+def with_budgets(
+    calibration: Calibration, pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | None = None
+) -> Calibration:
+    """A calibration that also says what each budget gains, replayed on the texts that it was fitted to.
+
+    Curves of a few hundred numbers are fitted to tens of thousands of nodes, so that the texts hardly know them.
+    """
+    curve = budget_curve(pool.with_calibration(calibration), texts, options)
+    return calibration.model_copy(update={"budgets": curve})
 
 
 def replay_budgets(

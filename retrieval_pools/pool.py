@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from retrieval_pools.budget_curve import BudgetCurve
 from retrieval_pools.calibration import Calibration
 from retrieval_pools.calibration_table import IDENTITY_TABLE, TABLE_SHAPE, upper_bounds
 from retrieval_pools.drafting.state import Index, Preference
@@ -41,6 +42,7 @@ class Pool:
     settings : how drafts are estimated; those of the manifest unless `with_settings` changed them.
     acceptance_table : float32 `calibration_table.TABLE_SHAPE`, what relative counts are worth.
     fitted_escape : the escape of the pool where the settings name none.
+    budgets : what each draft budget gained in the replays of its calibration, where that is known.
     """
 
     folder: Path | None
@@ -50,6 +52,7 @@ class Pool:
     _group_codes: dict[str, int] = field(repr=False)
     acceptance_table: np.ndarray = field(default_factory=lambda: IDENTITY_TABLE, repr=False)
     fitted_escape: float = DEFAULT_POOL_ESCAPE
+    budgets: BudgetCurve | None = field(default=None, repr=False)
 
     @classmethod
     def open(cls, folder: Path | str, tokenizer_hash: str | None = None, *, verify: bool = False) -> "Pool":
@@ -91,6 +94,11 @@ class Pool:
         return pool if manifest.calibration is None else pool.with_calibration(manifest.calibration)
 
     @property
+    def is_calibrated(self) -> bool:
+        """Whether estimates are what replays found right, and not relative counts as they are."""
+        return self.acceptance_table is not IDENTITY_TABLE
+
+    @property
     def group_names(self) -> tuple[str, ...]:
         """Names of the groups that have texts here, in the order of their codes."""
         return tuple(self.manifest.groups)
@@ -106,8 +114,9 @@ class Pool:
     def with_calibration(self, calibration: Calibration | None) -> "Pool":
         """The same texts, whose drafts are estimated as replays found right; None: as if there had been none."""
         if calibration is None:
-            return replace(self, acceptance_table=IDENTITY_TABLE, fitted_escape=DEFAULT_POOL_ESCAPE)
-        return replace(self.with_acceptance_table(calibration.table), fitted_escape=calibration.pool_escape)
+            return replace(self, acceptance_table=IDENTITY_TABLE, fitted_escape=DEFAULT_POOL_ESCAPE, budgets=None)
+        fitted = self.with_acceptance_table(calibration.table)
+        return replace(fitted, fitted_escape=calibration.pool_escape, budgets=calibration.budgets)
 
     def with_acceptance_table(self, table: np.ndarray) -> "Pool":
         """The same texts, whose drafts are estimated by another table: float32 `calibration_table.TABLE_SHAPE`."""

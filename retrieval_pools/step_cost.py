@@ -7,13 +7,16 @@ gains outweigh what the draft adds to its cost. Knows no pool and no model.
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from retrieval_pools.errors import PoolError
-from retrieval_pools.estimates import Tally
+
+if TYPE_CHECKING:  # the engine reads costs; it need not load what replays
+    from retrieval_pools.estimates import Tally
 
 EXAMPLE = (
     "steps: [{batch_size: 16, num_tokens: 16, seconds: 0.0043}, {batch_size: 16, num_tokens: 256, seconds: 0.0064}]"
@@ -84,7 +87,7 @@ class StepCost(BaseModel):
         slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
         return np.interp(num_tokens, x, y) + max(slope, 0.0) * np.maximum(np.asarray(num_tokens) - x[-1], 0.0)
 
-    def tokens_per_s(self, batch_size: int, sums: Tally) -> np.ndarray:
+    def tokens_per_s(self, batch_size: int, sums: "Tally") -> np.ndarray:
         """Tokens written a second by a full batch; prompts are not counted, only the steps that write."""
         num_tokens = batch_size * (1 + sums.mean_drafted)
         seconds = self.seconds(batch_size, num_tokens) + self.draft_seconds(batch_size, sums.mean_drafted)

@@ -1,13 +1,27 @@
 """How much is drafted: the largest tree, and the threshold that a drafted token's path must reach.
 
-What a sequence is offered depends on this pair and on the sequence alone, so the pair is fixed for a run. Knows no
-model, no pool and no clock; `budget_choice` finds the pair that is fastest.
+What a sequence is offered depends on this pair and on the sequence alone, so the pair is fixed for a run. It is chosen
+for the most tokens a second, from what a step costs here and what replays of the pool's texts gained. Knows no model,
+no files and no clock.
 """
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from pipeline.decoding.settings import DecodingSettings
+from retrieval_pools.budget_curve import MIN_ACCEPTANCES, SIZE_KNOTS, BudgetCell, BudgetCurve, ReplayedBudgets
+from retrieval_pools.step_cost import StepCost
+
+SOURCES = ("previous", "prompt", "output", "pool")
+LEAST_GAIN = 1.02  # predicted, below which plain decoding is the safer choice
+AS_GOOD = 0.995  # of the best predicted speed
+# Uncalibrated estimates from a sequence's own texts held for 0.45 to 1 of what they said, on published texts.
+UNCHECKED_TRUST = 0.5
+UNCHECKED_SIZE = 16  # largest tree where nothing was replayed
+MOST_FOR_LOOKING = 0.01  # of a plain step, spent on drafts that find nothing
 
 
 @dataclass(frozen=True)
@@ -59,3 +73,152 @@ class Budget:
 
 
 PLAIN = Budget(0, 1.0)
+
+
+def choose_budget(
+    step_cost: StepCost,
+    batch_size: int,
+    pool=None,
+    sources: Sequence[str] = SOURCES,
+    *,
+    share_changed: float = 0.0,
+    max_draft_tokens: int | None = None,
+    min_acceptance: float | None = None,
+) -> Budget:
+    """The budget that writes the most tokens a second. The same arguments give the same budget.
+
+    With the replays of a calibrated pool, speed is predicted for every budget of their grid and for none. Without them
+    a token is drafted where its acceptance is likelier than what it costs: the threshold is the price of a packed token
+    in plain steps (the Lagrange multiplier of tokens per second), and twice that where estimates were never checked.
+
+    Parameters
+    ----------
+    step_cost : measured; of its batch sizes the largest that is not above `batch_size` is used.
+    batch_size : sequences written side by side.
+    pool : what is drafted from beside a sequence's own texts, or None.
+    sources : which of "previous", "prompt", "output" and "pool" may be drafted from.
+    share_changed : share of the sequences that have a previous text.
+    max_draft_tokens, min_acceptance : a number is kept, and the other one is chosen for it.
+    """
+    if not sources or max_draft_tokens == 0:
+        return replace(PLAIN, forecast=BudgetForecast("drafting is off"))
+    batch_size = max([known for known in step_cost.batch_sizes if known <= batch_size] or step_cost.batch_sizes[:1])
+    kinds = _kinds(pool, sources, share_changed)
+    if kinds:
+        budget = _fastest(step_cost, batch_size, kinds, max_draft_tokens, min_acceptance)
+    else:
+        is_calibrated = pool is not None and "pool" in sources and pool.is_calibrated
+        budget = _worth_its_price(step_cost, batch_size, 1.0 if is_calibrated else UNCHECKED_TRUST)
+    if budget.max_draft_tokens == 0 and min_acceptance is None:
+        return budget
+    return replace(
+        budget,
+        max_draft_tokens=budget.max_draft_tokens if max_draft_tokens is None else max_draft_tokens,
+        min_acceptance=budget.min_acceptance if min_acceptance is None else min_acceptance,
+    )
+
+
+def with_forecast(budget: Budget, pool=None, sources: Sequence[str] = SOURCES, share_changed: float = 0.0) -> Budget:
+    """A budget that somebody gave, with what replays say of the nearest one of their grid."""
+    kinds = _kinds(pool, sources, share_changed)
+    if not kinds or budget.max_draft_tokens == 0:
+        return replace(budget, forecast=BudgetForecast("given in the configuration"))
+    cells = _nearest(kinds[0][1].cells, budget.max_draft_tokens, budget.min_acceptance)
+    (number,) = [kinds[0][1].cells.index(cell) for cell in cells]
+    pace, drafted = _blended(kinds, number)
+    forecast = BudgetForecast("given in the configuration", tokens_per_step=pace, mean_drafted=drafted)
+    return replace(budget, forecast=forecast)
+
+
+def _kinds(pool, sources: Sequence[str], share_changed: float) -> list[tuple[float, ReplayedBudgets]]:
+    """Replays of texts as they are going to be written, each with its share; none where nothing fits."""
+    curve: BudgetCurve | None = None if pool is None else pool.budgets
+    if curve is None or curve.new is None or set(curve.sources) != set(sources):
+        return []
+    if curve.changed is None:
+        return [(1.0, curve.new)]
+    kinds = [(1.0 - share_changed, curve.new), (share_changed, curve.changed)]
+    return [(share, kind) for share, kind in kinds if share > 0]
+
+
+def _fastest(
+    step_cost: StepCost,
+    batch_size: int,
+    kinds: list[tuple[float, ReplayedBudgets]],
+    max_draft_tokens: int | None,
+    min_acceptance: float | None,
+) -> Budget:
+    sizes = np.arange(SIZE_KNOTS[-1] * batch_size + 1)
+    of_sizes = step_cost.seconds(batch_size, batch_size + sizes)
+    plain_s = float(of_sizes[0])
+    choices = _nearest(kinds[0][1].cells, max_draft_tokens, min_acceptance)
+    numbers = [kinds[0][1].cells.index(cell) for cell in choices]
+
+    def seconds_per_token(number: int) -> float:  # of the whole batch
+        return sum(
+            share
+            * _step_seconds(step_cost, batch_size, of_sizes, kind.cells[number])
+            / kind.cells[number].tokens_per_step
+            for share, kind in kinds
+        )
+
+    speed_ups = np.array([plain_s / seconds_per_token(number) for number in numbers])
+    # Of budgets that are as good as the best, the one that drafts least: noise of a measurement decides less often.
+    drafted = np.array([_blended(kinds, number)[1] for number in numbers])
+    among_best = np.flatnonzero(speed_ups >= speed_ups.max() * AS_GOOD)
+    best = int(among_best[np.argmin(drafted[among_best])])
+    if speed_ups[best] < LEAST_GAIN and min_acceptance is None:
+        reason = f"no budget of the replays is worth its cost: the best would be {speed_ups[best]:.2f} times plain"
+        return replace(PLAIN, forecast=BudgetForecast(reason, step_cost.name, batch_size, 1.0, 0.0, 1.0))
+    pace, mean_drafted = _blended(kinds, numbers[best])
+    forecast = BudgetForecast(
+        "the fastest of the replays", step_cost.name, batch_size, pace, mean_drafted, float(speed_ups[best])
+    )
+    return Budget(choices[best].max_draft_tokens, choices[best].min_acceptance, forecast)
+
+
+def _step_seconds(step_cost: StepCost, batch_size: int, of_sizes: np.ndarray, cell: BudgetCell) -> float:
+    """Mean over steps: trees differ in size, and a step's cost is not linear where a matrix's kernel changes."""
+    of_one = np.zeros(SIZE_KNOTS[-1] + 1)
+    of_one[list(SIZE_KNOTS)] = cell.size_shares
+    of_one /= of_one.sum()
+    num_bins = len(of_sizes)  # sizes of all trees together, were they drawn independently
+    of_all = np.fft.irfft(np.fft.rfft(of_one, 2 * num_bins) ** batch_size, 2 * num_bins)[:num_bins]
+    return float(of_all @ of_sizes + step_cost.draft_seconds(batch_size, cell.mean_drafted))
+
+
+def _blended(kinds: list[tuple[float, ReplayedBudgets]], number: int) -> tuple[float, float]:
+    """Tokens per step and mean tree of one budget over all kinds, which are shares of texts and so of tokens."""
+    cells = [(share, kind.cells[number]) for share, kind in kinds]
+    steps = sum(share / cell.tokens_per_step for share, cell in cells)
+    drafted = sum(share / cell.tokens_per_step * cell.mean_drafted for share, cell in cells)
+    return 1 / steps, drafted / steps
+
+
+def _nearest(
+    cells: Sequence[BudgetCell], max_draft_tokens: int | None, min_acceptance: float | None
+) -> list[BudgetCell]:
+    """The cells of given numbers, or of the grid's nearest; all of what is not given."""
+    if max_draft_tokens is not None:
+        nearest = min((abs(cell.max_draft_tokens - max_draft_tokens), cell.max_draft_tokens) for cell in cells)[1]
+        cells = [cell for cell in cells if cell.max_draft_tokens == nearest]
+    if min_acceptance is not None:
+        nearest = min((abs(cell.min_acceptance - min_acceptance), cell.min_acceptance) for cell in cells)[1]
+        cells = [cell for cell in cells if cell.min_acceptance == nearest]
+    return list(cells)
+
+
+def _worth_its_price(step_cost: StepCost, batch_size: int, trust: float) -> Budget:
+    """Draft what is estimated likelier than it costs, whatever the size of the tree up to UNCHECKED_SIZE."""
+    plain_s = float(step_cost.seconds(batch_size, np.array([batch_size]))[0])
+    sizes = np.arange(1, UNCHECKED_SIZE + 1)
+    added_s = step_cost.seconds(batch_size, batch_size * (1 + sizes)) - plain_s
+    added_s = added_s + step_cost.draft_seconds(batch_size, sizes)
+    price = float((added_s / (sizes * plain_s)).max())
+    looking = float(step_cost.draft_seconds(batch_size, np.zeros(()))) / plain_s
+    affordable = [least for least in MIN_ACCEPTANCES if least >= price / trust]
+    checked = "" if trust == 1.0 else ", and estimates were never checked"
+    facts = f"a draft token costs {price:.2f} plain steps{checked}"
+    if not affordable or looking > MOST_FOR_LOOKING:
+        return replace(PLAIN, forecast=BudgetForecast(f"not worth drafting: {facts}", step_cost.name, batch_size))
+    return Budget(UNCHECKED_SIZE, affordable[0], BudgetForecast(facts, step_cost.name, batch_size))

@@ -40,8 +40,8 @@ class DecodingSettings(BaseModel):
         None,
         ge=0,
         le=64,
-        description="Largest draft tree; 0 decodes plainly. null: what is fastest by the measured cost of a step and the "
-        "pool's calibration.",
+        description="Largest draft tree; 0 decodes plainly. null: what is fastest by the measured cost of a "
+        "step and the pool's calibration.",
     )
     min_acceptance: float | None = Field(
         None,

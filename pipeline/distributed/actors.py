@@ -13,11 +13,14 @@ from dataclasses import dataclass, replace
 import ray
 import torch
 
+from pipeline.decoding.budget import Budget
 from pipeline.distributed.settings import ClusterSettings
 from pipeline.distributed.shards import Shard
 from pipeline.distributed.worker import ShardWorker, WorkerSpec
 from pipeline.errors import ConfigError
+from pipeline.knowledge.records import Side
 from pipeline.storage.run_folder import ShardRecord
+from retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +116,7 @@ def run_shards(
     spec: WorkerSpec,
     layout: WorkerLayout,
     max_shard_attempts: int,
+    choose_budgets: Callable[[Callable[[], StepCost]], dict[Side, Budget]] = lambda measure: {},
     on_workers: Callable[[list], None] = lambda actors: None,
 ) -> Iterator[tuple[Shard, ShardRecord] | ShardAbandoned]:
     """Hand out shards to workers as they become free; yield each one's outcome as it comes.
@@ -122,6 +126,8 @@ def run_shards(
 
     Parameters
     ----------
+    choose_budgets : called once, with a function that has a worker measure what steps cost; how much each side drafts.
+        A side that is missing drafts what the settings say.
     on_workers : called once with the actor handles (for tests that kill them).
     """
     num_workers = min(layout.num_workers, len(shards))
@@ -129,16 +135,17 @@ def run_shards(
     actor_class = ray.remote(_Worker).options(num_cpus=layout.num_threads, num_gpus=layout.num_gpus)
     idle = [actor_class.remote(spec) for _ in range(num_workers)]
     on_workers(list(idle))
+    budgets = choose_budgets(lambda: _result(idle[0].step_cost.remote()))
     queue, attempts, running = deque(shards), dict.fromkeys(shards, 0), {}
     while queue or running:
         while queue and idle:
             shard, actor = queue.popleft(), idle.pop()
             attempts[shard] += 1
-            running[actor.run.remote(shard)] = (shard, actor)
+            running[actor.run.remote(shard, budgets.get(shard.side))] = (shard, actor)
         (done,), _ = ray.wait(list(running), num_returns=1)
         shard, actor = running.pop(done)
         try:
-            record: ShardRecord = ray.get(done)
+            record: ShardRecord = _result(done)
         except ray.exceptions.RayActorError as error:
             logger.warning("%s %s: its worker died (attempt %d): %s", shard.side, shard.name, attempts[shard], error)
             idle.append(actor_class.remote(spec))
@@ -147,12 +154,18 @@ def run_shards(
             else:
                 yield ShardAbandoned(shard, f"worker-died: {attempts[shard]} workers died on this shard")
             continue
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
         idle.append(actor)
         yield shard, record
     for actor in idle:
         ray.kill(actor)
+
+
+def _result(reference):
+    """What an actor returned; an error that it reports is raised as itself."""
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
 
 
 class _Worker:
@@ -162,12 +175,18 @@ class _Worker:
         self._spec = spec
         self._worker: ShardWorker | None = None
 
-    def run(self, shard: Shard) -> ShardRecord:
+    def run(self, shard: Shard, budget: Budget | None) -> ShardRecord:
+        return self._loaded().run(shard, budget=budget)
+
+    def step_cost(self) -> StepCost:
+        return self._loaded().step_cost()
+
+    def _loaded(self) -> ShardWorker:
         if self._worker is None:  # here and not in __init__, so that a refused model is reported, not a dead actor
             if self._spec.device == "cuda":
                 require_own_gpu(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
             self._worker = ShardWorker(self._spec)
-        return self._worker.run(shard)
+        return self._worker
 
     def pid(self) -> int:
         return os.getpid()

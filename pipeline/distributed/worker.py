@@ -9,15 +9,19 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from pipeline.decoding.budget import Budget
 from pipeline.decoding.drafters import Drafter, drafter_from
 from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult
 from pipeline.decoding.identity import tokenizer_hash
 from pipeline.decoding.settings import DecodingSettings
+from pipeline.decoding.step_cost_cache import cached_step_cost
+from pipeline.decoding.step_timing import measure_step_cost
 from pipeline.distributed.shards import PlannedRow, Shard, read_shard
 from pipeline.distributed.stats import decoding_stats
 from pipeline.errors import RowError
@@ -27,6 +31,7 @@ from pipeline.knowledge.templates import load_template
 from pipeline.storage.quarantine import QuarantineRow
 from pipeline.storage.run_folder import RunFolder, ShardRecord
 from retrieval_pools.pool import Pool
+from retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +40,8 @@ logger = logging.getLogger(__name__)
 class WorkerSpec:
     """What a worker is started with; plain values, so that it can travel to another machine.
 
-    `templates` names a prompt template a side; `pool_dirs` the frozen pool of a side, where there is one.
+    `templates` names a prompt template a side; `pool_dirs` the frozen pool of a side, where there is one;
+    `step_cost_dir` is where measured costs of steps are kept.
     """
 
     run_id: str
@@ -47,6 +53,7 @@ class WorkerSpec:
     num_workers: int  # how many work side by side
     templates: dict[Side, str]
     template_dir: Path | None
+    step_cost_dir: Path
     pool_dirs: dict[Side, Path] = field(default_factory=dict)
     pool_versions: dict[Side, str] = field(default_factory=dict)
 
@@ -77,12 +84,23 @@ class ShardWorker:
         }
         self._decoding_json = json.dumps(decoding_provenance(spec.decoding), sort_keys=True)
 
-    def drafter(self, side: Side) -> Drafter:
+    def drafter(self, side: Side, budget: Budget | None = None) -> Drafter:
         """The side's drafter: its pool and the sequence's own texts, as configured."""
-        return drafter_from(self.spec.decoding, self._pools.get(side))
+        return drafter_from(self.spec.decoding, self._pools.get(side), budget)
 
-    def run(self, shard: Shard, on_row: Callable[[], None] = lambda: None) -> ShardRecord:
+    def step_cost(self) -> StepCost:
+        """What steps cost on this machine, drafting from the larger pool; measured the first time."""
+        pool = max(self._pools.values(), key=lambda pool: pool.manifest.num_tokens, default=None)
+        measure = partial(measure_step_cost, self.engine, pool, self.spec.decoding.drafters)
+        return cached_step_cost(self.spec.step_cost_dir, self.engine, pool is not None, measure)
+
+    def run(self, shard: Shard, on_row: Callable[[], None] = lambda: None, budget: Budget | None = None) -> ShardRecord:
         """Generate one shard and write its files.
+
+        Parameters
+        ----------
+        on_row : called for each of its texts.
+        budget : how much is drafted; None is that of the settings.
 
         Returns
         -------
@@ -94,7 +112,7 @@ class ShardWorker:
         records: dict[str, dict[str, Any]] = {}
         results: list[GenerationResult] = []
         quarantined: list[QuarantineRow] = []
-        for outcome in self._generate(shard.side, rows):
+        for outcome in self._generate(shard.side, rows, budget):
             row = rows[outcome.request_id]
             on_row()
             if isinstance(outcome, GenerationFailure):
@@ -113,7 +131,9 @@ class ShardWorker:
         info = {"group": shard.group, "stats": stats, "model": self._model_info, "num_workers": self.spec.num_workers}
         return RunFolder(self.spec.run_dir).write_shard(shard.side, shard.name, table, quarantined, info)
 
-    def _generate(self, side: Side, rows: dict[str, PlannedRow]) -> Iterator[GenerationResult | GenerationFailure]:
+    def _generate(
+        self, side: Side, rows: dict[str, PlannedRow], budget: Budget | None
+    ) -> Iterator[GenerationResult | GenerationFailure]:
         requests: Iterable[GenerationRequest] = (
             GenerationRequest(
                 request_id=key,
@@ -124,7 +144,7 @@ class ShardWorker:
             )
             for key, row in rows.items()
         )
-        return self.engine.generate(requests, self.drafter(side))
+        return self.engine.generate(requests, self.drafter(side, budget), budget=budget)
 
     def _record(self, side: Side, row: PlannedRow, result: GenerationResult) -> dict[str, Any]:
         template = self._templates[side]

@@ -1,0 +1,79 @@
+"""The measured cost of steps, kept in a folder: the same model on the same machine is measured once.
+
+So the budget that is chosen by it is the same the next time, and so are relaxed texts. One file for everything that a
+cost depends on; each can be read as any step cost can.
+"""
+
+import hashlib
+import importlib.metadata
+import logging
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from pipeline.decoding.engine import Engine
+from pipeline.storage.atomic import canonical_json, write_json
+from retrieval_pools.errors import PoolError
+from retrieval_pools.step_cost import StepCost, read_step_cost
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1  # of how steps are measured
+
+
+def cached_step_cost(folder: Path, engine: Engine, has_pool: bool, measure: Callable[[], StepCost]) -> StepCost:
+    """The cost that was measured here before, or else measured now and kept.
+
+    A file that cannot be read, or that says it is of something else, is measured again and replaced.
+
+    Parameters
+    ----------
+    has_pool : whether drafting is timed with a pool.
+    """
+    facts = cost_facts(engine, has_pool)
+    digest = hashlib.sha256(canonical_json(facts).encode()).hexdigest()[:12]
+    path, name = folder / f"{digest}.json", f"measured {digest}: {facts['model_id']} on {facts['device']}"
+    if path.exists():
+        try:
+            found = read_step_cost(path)
+        except PoolError as error:
+            logger.warning("measuring the cost of steps again: %s", error)
+        else:
+            if found.name == name:
+                return found
+            logger.warning("measuring the cost of steps again: %s is %r, expected %r", path, found.name, name)
+    step_cost = measure().model_copy(update={"name": name})
+    write_json(step_cost.model_dump(mode="json"), path)
+    return step_cost
+
+
+def cost_facts(engine: Engine, has_pool: bool) -> dict[str, object]:
+    """Everything that the cost of steps depends on."""
+    device = engine.device
+    settings = engine.settings
+    return {
+        "version": VERSION,
+        "model_id": engine.model_id,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "dtype": str(next(engine.runner.model.parameters()).dtype).removeprefix("torch."),
+        "num_threads": torch.get_num_threads(),
+        "batch_size": settings.batch_size,
+        "verifier": settings.verifier,
+        "drafters": list(settings.drafters),
+        "records_alternatives": settings.record_alternatives,
+        "has_pool": has_pool,
+        "libraries": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy", "numba")},
+    }
+
+
+def _processor() -> str:
+    """The CPU's name where the system says it, and how many cores there are."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"

@@ -1,0 +1,193 @@
+"""What a step costs here: the engine's own steps, timed with drafts of every size at several batch sizes.
+
+Steps are real ones (admit, forward, verify, commit) of texts that say nothing, whose drafts are never accepted but by
+chance; drafting is timed apart. A few seconds for a small model: repetitions are fewer where steps are long. Knows no
+run and keeps nothing; `cached_step_cost` does.
+"""
+
+import itertools
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+
+from pipeline.decoding.budget import SOURCES, Budget
+from pipeline.decoding.drafters import RetrievalDrafter
+from pipeline.decoding.engine import Engine, GenerationRequest, StepEvent
+from pipeline.decoding.sequence import Sequence
+from pipeline.decoding.token_tree import MAX_NODES, TokenTree, chain_tree
+from retrieval_pools.budget_curve import MIN_ACCEPTANCES, SIZE_KNOTS
+from retrieval_pools.calibrate import spread_positions
+from retrieval_pools.sources import SOURCE_POOL
+from retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
+from retrieval_pools.suffix_order import SEPARATOR
+
+PROMPT_TOKENS = 256
+NEW_TOKENS = 128  # then a text starts again
+MIN_ROUNDS, MAX_ROUNDS = 3, 15  # each a step of every size, after one round that warms up
+SECONDS = 2.0  # for one batch size, after which no further round begins
+NUM_DRAFTS = 48
+SEED = 0
+PATIENCE = 8  # short steps in a row, while prompts are computed, before the batch is taken to be full
+
+
+def measure_step_cost(
+    engine: Engine, pool=None, sources: SequenceOf[str] = SOURCES, batch_sizes: SequenceOf[int] | None = None
+) -> StepCost:
+    """Time the engine's steps. Nothing else may generate with it meanwhile.
+
+    Parameters
+    ----------
+    pool, sources : what drafting is timed with.
+    batch_sizes : 1, 2, 4, ... and the engine's own by default. Where the KV cache holds fewer sequences, steps of as
+        many as it holds are timed instead.
+    """
+    if batch_sizes is None:
+        largest = engine.settings.batch_size
+        batch_sizes = sorted({*(1 << power for power in range(largest.bit_length())), largest})
+    points: dict[tuple[int, int], StepPoint] = {}
+    for wanted in batch_sizes:
+        batch_size, seconds = _time_steps(engine, wanted)
+        for size, duration in seconds.items():
+            num_tokens = batch_size * (1 + size)
+            point = StepPoint(batch_size=batch_size, num_tokens=num_tokens, seconds=duration)
+            points.setdefault((batch_size, num_tokens), point)
+    return StepCost(
+        name=f"measured: {engine.model_id} on {engine.device.type}",
+        steps=tuple(points.values()),
+        draft=_time_drafts(engine, pool, sources) if sources else DraftCost(),
+    )
+
+
+def _time_steps(engine: Engine, batch_size: int) -> tuple[int, dict[int, float]]:
+    """The batch size that was reached, and median seconds of its steps by the size of their trees."""
+    steps = _TimedSteps(engine, batch_size)
+    texts = engine.generate(steps, steps, on_event=steps.on_event, budget=Budget(MAX_NODES, 0.0))
+    try:
+        for _ in texts:
+            steps.num_live -= 1
+    except _Enough:
+        pass
+    finally:
+        texts.close()
+    return steps.batch_size, {size: float(np.median(seconds)) for size, seconds in steps.seconds.items() if seconds}
+
+
+class _Enough(Exception):
+    """All steps that are wanted were timed."""
+
+
+class _TimedSteps:
+    """Requests, drafter and clock of a measurement in one: the three have to agree on whose turn it is.
+
+    As an iterator it gives a request whenever fewer than `batch_size` texts are live, and the engine asks at each step.
+    """
+
+    def __init__(self, engine: Engine, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self.num_live = 0
+        self.seconds: dict[int, list[float]] = {size: [] for size in SIZE_KNOTS}
+        self._trees = {size: _tree(engine, size) for size in SIZE_KNOTS}
+        self._prompt = random_tokens(engine, min(PROMPT_TOKENS, engine.max_context // 2))
+        self._names = itertools.count()
+        self._rng = np.random.default_rng(SEED)
+        self._round: list[int] = []
+        self._size = 0
+        self._num_rounds = -1  # the first warms up
+        self._stepped: set[str] = set()  # texts that took the current step
+        self._num_short = 0  # steps in a row of fewer texts than are wanted
+        self._is_as_planned = True
+        self._began_s: float | None = None
+        self._first_s = time.perf_counter()
+
+    def __iter__(self) -> "_TimedSteps":
+        return self
+
+    def __next__(self) -> GenerationRequest:
+        if self.num_live >= self.batch_size:
+            raise StopIteration
+        self.num_live += 1
+        return GenerationRequest(str(next(self._names)), self._prompt, max_new_tokens=NEW_TOKENS)
+
+    def draft(self, sequence: Sequence) -> TokenTree:
+        return self._trees[self._size]
+
+    def on_event(self, event: StepEvent) -> None:
+        if event.request_id in self._stepped:  # a second step began, and the first one was of fewer texts
+            self._num_short += 1
+            if self._num_short > PATIENCE:
+                self.batch_size = len(self._stepped)
+            self._begin(None)
+        self._stepped.add(event.request_id)
+        self._is_as_planned &= event.num_drafted == self._size
+        if len(self._stepped) < self.batch_size:
+            return
+        now_s = time.perf_counter()
+        if self._began_s is not None and self._is_as_planned and self._num_rounds >= 0:
+            self.seconds[self._size].append(now_s - self._began_s)
+        self._num_short = 0
+        self._next_size(now_s)
+        self._begin(time.perf_counter())
+
+    def _begin(self, began_s: float | None) -> None:
+        self._stepped.clear()
+        self._is_as_planned, self._began_s = True, began_s
+
+    def _next_size(self, now_s: float) -> None:
+        if not self._round:
+            self._num_rounds += 1
+            late = now_s - self._first_s > SECONDS and self._num_rounds > MIN_ROUNDS
+            if late or self._num_rounds > MAX_ROUNDS:
+                raise _Enough
+            self._round = self._rng.permutation(SIZE_KNOTS).tolist()
+        self._size = self._round.pop()
+
+
+def _time_drafts(engine: Engine, pool, sources: SequenceOf[str]) -> DraftCost:
+    """Seconds of a draft that finds nothing, and of each token that one finds: small drafts beside large ones."""
+    narrow = RetrievalDrafter(pool, tuple(sources), max_nodes=1, min_probability=1.0)
+    wide = RetrievalDrafter(pool, tuple(sources), max_nodes=MAX_NODES, min_probability=MIN_ACCEPTANCES[0])
+    prompt = random_tokens(engine, PROMPT_TOKENS)
+    texts = [prompt[:32]] if pool is None or pool.manifest.num_texts == 0 else _texts_of(pool)
+    narrow_s, wide_s, num_tokens = [], [], []
+    for text in texts:
+        half = max(1, len(text) // 2)
+        sequence = Sequence(GenerationRequest("", prompt, text), len(text))
+        sequence.append(chain_tree(text[:half]), np.arange(half), None)
+        narrow_s.append(_least_seconds(lambda: narrow.draft(sequence)))  # noqa: B023
+        wide_s.append(_least_seconds(lambda: wide.draft(sequence)))  # noqa: B023
+        num_tokens.append(len(wide.draft(sequence)) - len(narrow.draft(sequence)))
+    per_token = max(0.0, float(np.sum(wide_s) - np.sum(narrow_s)) / max(1, sum(num_tokens)))
+    return DraftCost(seconds=float(np.mean(narrow_s)), seconds_per_token=per_token)
+
+
+def _texts_of(pool) -> list[np.ndarray]:
+    """Some of a pool's texts, spread evenly."""
+    tokens = pool.index.tokens
+    ends = np.flatnonzero(tokens == SEPARATOR)
+    chosen = spread_positions(len(ends) - 1, NUM_DRAFTS)
+    found = [np.array(tokens[ends[k] + 1 : ends[k + 1]]) for k in chosen]
+    return [text for text in found if len(text) > 1] or [np.zeros(2, np.int32)]
+
+
+def _least_seconds(act: Callable[[], object]) -> float:
+    durations = []
+    for _ in range(3):
+        start_s = time.perf_counter()
+        act()
+        durations.append(time.perf_counter() - start_s)
+    return min(durations)
+
+
+def random_tokens(engine: Engine, num_tokens: int) -> np.ndarray:
+    """int32[num_tokens], the same for the same vocabulary; no end token among them."""
+    allowed = np.setdiff1d(np.arange(engine.vocab_size, dtype=np.int32), list(engine.end_ids))
+    return np.random.default_rng(SEED).choice(allowed, num_tokens)
+
+
+def _tree(engine: Engine, num_nodes: int) -> TokenTree:
+    """Every node has two children, so that few drafts are deep."""
+    parents = (np.arange(num_nodes, dtype=np.int32) - 1) // 2
+    tokens, source = random_tokens(engine, num_nodes), np.full(num_nodes, SOURCE_POOL, np.uint8)
+    return TokenTree(tokens, parents, np.zeros(num_nodes, np.float32), source)
