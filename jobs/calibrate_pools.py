@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from jobs.budgets import budget_of
 from jobs.night import Night
 from jobs.pool_texts import RunTexts
+from pipeline.decoding.budget import Budget
 from pipeline.decoding.identity import tokenizer_hash
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.distributed.shards import PlannedRow, load_plan, read_shard
 from pipeline.knowledge.records import Side
+from retrieval_pools.budget_replay import with_budgets
 from retrieval_pools.calibrate import MIN_TEXTS, calibrate, num_held_back, spread_positions
 from retrieval_pools.calibration import Calibration
 from retrieval_pools.pool import Pool
@@ -44,7 +47,7 @@ def calibrate_side(
     Pool, or None
         That pool, if there had to be one: all that the coming pool has but the texts held back.
     """
-    settings, options = night.settings.pools, draft_options(night.settings.decoding)
+    settings, options = night.settings.pools, draft_options(night.settings.decoding, drafted_with(night, side))
     if not settings.calibration_texts:
         return None, None
     drafted_from = _drafted_from(night, side, tokenizer_hash(night.settings.model_dir))
@@ -54,7 +57,7 @@ def calibrate_side(
         texts = [_replayed(row, token_ids[row.entity_id], row.group) for row in rows if row.entity_id in token_ids]
         if len(texts) < MIN_TEXTS:  # too few were written tonight: what is known of that pool holds on
             return drafted_from.manifest.calibration, None
-        return calibrate(drafted_from, texts, options), None
+        return with_budgets(calibrate(drafted_from, texts, options), drafted_from, texts, options), None
     rows = _planned_rows(night, side, num_held_back(len(run_texts), settings.calibration_texts))
     held_back = {row.entity_id: row for row in rows}
     if len(rows) < 2:
@@ -70,14 +73,23 @@ def calibrate_side(
                 texts.append(_replayed(row, text.token_ids, text.group))
 
     pool = build(other_texts())
-    return calibrate(pool, texts, options) if len(texts) > 1 else None, pool
+    if len(texts) < 2:
+        return None, pool
+    return with_budgets(calibrate(pool, texts, options), pool, texts, options), pool
 
 
-def draft_options(decoding: DecodingSettings) -> DraftOptions:
-    """How a run of these settings drafts."""
+def drafted_with(night: Night, side: Side) -> Budget | None:
+    """The budget that a run's side was drafted with; None where nothing was drafted, or nothing was chosen."""
+    recorded = night.manifest.get("budgets", {}).get(side)
+    return budget_of(recorded) if recorded is not None and recorded["max_draft_tokens"] else None
+
+
+def draft_options(decoding: DecodingSettings, budget: Budget | None = None) -> DraftOptions:
+    """How a run of these settings drafts; `budget` None is that of the settings."""
+    budget = budget or Budget.of(decoding)
     return DraftOptions(
-        max_nodes=decoding.max_draft_tokens or DraftOptions.max_nodes,
-        min_probability=decoding.min_acceptance,
+        max_nodes=budget.max_draft_tokens or DraftOptions.max_nodes,
+        min_probability=budget.min_acceptance,
         use_prompt="prompt" in decoding.drafters,
         use_output="output" in decoding.drafters,
         use_previous="previous" in decoding.drafters,

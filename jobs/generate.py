@@ -4,17 +4,20 @@ Owns the stage's order: plan both sides, hand the unfinished shards to the worke
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import typer
 
+from jobs.budgets import night_budgets
 from jobs.console import progress, say, summary
 from jobs.night import Night, open_night, parse_date
 from jobs.routing import entity_router
 from jobs.samples import report_samples
 from jobs.settings import Settings, load_settings
+from pipeline.decoding.budget import PLAIN, Budget
 from pipeline.decoding.identity import load_tokenizer, model_identity
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.distributed.actors import ShardAbandoned, ray_cluster, run_shards
@@ -43,6 +46,7 @@ from retrieval_pools.pool import EMPTY_POOL
 from retrieval_pools.query import compiled_query
 from retrieval_pools.router import Route, Router
 from retrieval_pools.routing_rule import RoutingRule
+from retrieval_pools.step_cost import StepCost
 
 NO_ROUTE = Route("", "none")
 
@@ -114,7 +118,9 @@ def _generate(night: Night, folder: RunFolder, decoding: DecodingSettings, with_
             _compile_queries(night)
         say(f"{label}: {num_rows} texts in {len(pending)} shards; starting workers")
         with ray_cluster(night.settings.cluster) as layout, progress(label, num_rows) as bar:
-            for outcome in run_shards(pending, spec, layout, night.settings.cluster.max_shard_attempts):
+            choose = partial(night_budgets, night, pending) if with_pools else _plainly
+            attempts = night.settings.cluster.max_shard_attempts
+            for outcome in run_shards(pending, spec, layout, attempts, choose_budgets=choose):
                 if isinstance(outcome, ShardAbandoned):
                     abandoned.append(outcome)
                     bar.advance(outcome.shard.num_rows)
@@ -128,6 +134,10 @@ def _generate(night: Night, folder: RunFolder, decoding: DecodingSettings, with_
             "device": layout.device,
         }
     return {side: _side_summary(night, folder, plans[side], finished[side], abandoned, with_pools) for side in SIDES}
+
+
+def _plainly(measure: Callable[[], StepCost]) -> dict[Side, Budget]:
+    return dict.fromkeys(SIDES, PLAIN)
 
 
 def _pace(record: ShardRecord) -> str:
@@ -218,6 +228,7 @@ def _worker_spec(night: Night, folder: RunFolder, decoding: DecodingSettings, wi
         num_workers=1,
         templates={side: settings.knowledge.template_of(side) for side in SIDES},
         template_dir=settings.knowledge.template_dir,
+        step_cost_dir=night.workspace.step_costs_folder.resolve(),
         pool_dirs={side: path.resolve() for side, path in pool_dirs.items()},
         pool_versions={side: version for side in pool_dirs},
     )
@@ -254,6 +265,7 @@ def _side_summary(
         "stats": stats,
     }
     if with_pools:
+        data["budget"] = night.manifest.get("budgets", {}).get(side)
         data["samples"] = report_samples(night, folder, side, plan)
     return data
 

@@ -31,6 +31,7 @@ _PATH_KEYS = (
     ("tables", "path"),
     ("decoding", "model"),
     ("decoding", "adapter"),
+    ("decoding", "step_cost"),
     ("knowledge", "template_dir"),
     ("routing", "user_embeddings"),
     ("routing", "item_embeddings"),

@@ -145,10 +145,12 @@ def _checked_predictions(nights: _Nights, size: SimulationSize) -> list[CheckedP
     Where the pool that it drafted from was not calibrated, neither is the simulated one.
     """
     before, after = nights.before, nights.after
-    settings = after.settings
-    embeddings = trained_embeddings(before, settings)
+    embeddings = trained_embeddings(before, after.settings)
     checked = []
     for side in SIDES:
+        settings = _as_drafted(after, side)
+        if settings.decoding.max_draft_tokens == 0:
+            continue
         pool = nights.pools.pools.get(side)
         num_wanted = settings.pools.calibration_texts if pool is not None and pool.calibration is not None else 0
         texts = divided_texts(before, side, size, settings.seed, num_wanted)
@@ -176,6 +178,16 @@ def _checked_predictions(nights: _Nights, size: SimulationSize) -> list[CheckedP
                 )
             )
     return checked
+
+
+def _as_drafted(night: Night, side: Side) -> Settings:
+    """A night's settings with the budget that it chose for a side in place of the choice."""
+    recorded = night.manifest.get("budgets", {}).get(side)
+    if recorded is None:
+        return night.settings
+    budget = {name: recorded[name] for name in ("max_draft_tokens", "min_acceptance")}
+    decoding = night.settings.decoding.model_copy(update=budget)
+    return night.settings.model_copy(update={"decoding": decoding})
 
 
 @dataclass(frozen=True)

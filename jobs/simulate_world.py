@@ -20,6 +20,7 @@ from jobs.generate import renderer
 from jobs.night import Night
 from jobs.routing import ages_days, count_interactions
 from jobs.settings import Settings
+from pipeline.decoding.budget import Budget
 from pipeline.errors import RowError, WorkspaceError
 from pipeline.knowledge.entities import iter_entities
 from pipeline.knowledge.records import SIDES, Side
@@ -189,14 +190,15 @@ def configured_grouping(settings: Settings) -> str:
     return settings.routing.scheme
 
 
-def configured_setting(settings: Settings) -> DraftSetting:
-    """How the configuration drafts."""
+def configured_setting(settings: Settings, budget: Budget | None = None) -> DraftSetting:
+    """How the configuration drafts; `budget` None is its own, or the usual one where it leaves the choice."""
+    budget = budget or Budget.of(settings.decoding)
     return DraftSetting(
         configured_grouping(settings),
         settings.pools,
         settings.decoding.drafters,
-        settings.decoding.max_draft_tokens,
-        settings.decoding.min_acceptance,
+        budget.max_draft_tokens,
+        budget.min_acceptance,
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 from rich.live import Live
 
+from jobs.budgets import budget_step_cost, side_budget
 from jobs.console import stdout, summary
 from jobs.generate import NO_ROUTE, renderer
 from jobs.night import current_pools, parse_date
@@ -15,9 +16,12 @@ from jobs.routing import entity_router
 from jobs.settings import Settings, load_settings
 from jobs.spans import Span, text_spans
 from jobs.try_view import TriedEntity, print_tried, text_panel
+from pipeline.decoding.budget import Budget
 from pipeline.decoding.drafters import drafter_from
 from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, StepEvent
 from pipeline.decoding.identity import tokenizer_hash
+from pipeline.decoding.step_cost_cache import known_step_cost
+from pipeline.decoding.step_timing import measure_step_cost
 from pipeline.distributed.shards import PreviousKnowledge
 from pipeline.errors import RowError, TableError
 from pipeline.knowledge.entities import Entity, iter_entities
@@ -26,8 +30,10 @@ from pipeline.knowledge.records import Side
 from pipeline.knowledge.templates import load_template
 from pipeline.storage.workspace import Workspace
 from pipeline.tables.read import Tables, read_tables
+from retrieval_pools.pool import Pool
 from retrieval_pools.router import Router
 from retrieval_pools.routing_rule import RoutingRule
+from retrieval_pools.step_cost import StepCost
 from retrieval_pools.store import PoolStore
 
 
@@ -83,6 +89,7 @@ def write_one(
     engine = Engine.from_pretrained(settings.model_dir, settings.decoding)
     pool, version, route, previous_ids = _night_before(settings, tables, side, entity, date)
     request = GenerationRequest("try", rendered.token_ids, previous_ids, route.group, settings.decoding.max_new_tokens)
+    budget = _budget(settings, engine, pool, previous_ids is not None)
     written = _Writing(engine.tokenizer)
     with Live(text_panel([]), console=stdout, refresh_per_second=20, transient=True, auto_refresh=live) as view:
 
@@ -92,7 +99,8 @@ def write_one(
                 view.update(text_panel(written.spans()))
 
         start_s = time.perf_counter()
-        outcome = next(engine.generate([request], drafter_from(settings.decoding, pool), on_event=on_event))
+        drafter = drafter_from(settings.decoding, pool, budget)
+        outcome = next(engine.generate([request], drafter, on_event=on_event, budget=budget))
         wall_s = time.perf_counter() - start_s
     if isinstance(outcome, GenerationFailure):
         raise TableError(f"{side} {entity.entity_id} cannot be written: {outcome.reason}")
@@ -123,6 +131,18 @@ def write_one(
         fields=fields,
         problem=problem,
     )
+
+
+def _budget(settings: Settings, engine: Engine, pool: Pool | None, is_changed: bool) -> Budget:
+    """What tonight's run would draft of a side whose entities are all like this one."""
+    decoding = settings.decoding
+    folder = Workspace(settings.workspace).step_costs_folder
+
+    def measure() -> StepCost:
+        known = known_step_cost(folder, engine, pool is not None)
+        return known or measure_step_cost(engine, pool, decoding.drafters, [decoding.batch_size])
+
+    return side_budget(decoding, pool, budget_step_cost(decoding, measure), float(is_changed))
 
 
 class _Writing:

@@ -33,21 +33,36 @@ def cached_step_cost(folder: Path, engine: Engine, has_pool: bool, measure: Call
     ----------
     has_pool : whether drafting is timed with a pool.
     """
-    facts = cost_facts(engine, has_pool)
-    digest = hashlib.sha256(canonical_json(facts).encode()).hexdigest()[:12]
-    path, name = folder / f"{digest}.json", f"measured {digest}: {facts['model_id']} on {facts['device']}"
-    if path.exists():
-        try:
-            found = read_step_cost(path)
-        except PoolError as error:
-            logger.warning("measuring the cost of steps again: %s", error)
-        else:
-            if found.name == name:
-                return found
-            logger.warning("measuring the cost of steps again: %s is %r, expected %r", path, found.name, name)
+    found = known_step_cost(folder, engine, has_pool)
+    if found is not None:
+        return found
+    path, name = _place(folder, engine, has_pool)
     step_cost = measure().model_copy(update={"name": name})
     write_json(step_cost.model_dump(mode="json"), path)
     return step_cost
+
+
+def known_step_cost(folder: Path, engine: Engine, has_pool: bool) -> StepCost | None:
+    """The cost that was measured here before; None where there is none that can be used."""
+    path, name = _place(folder, engine, has_pool)
+    if not path.exists():
+        return None
+    try:
+        found = read_step_cost(path)
+    except PoolError as error:
+        logger.warning("the cost of steps has to be measured again: %s", error)
+        return None
+    if found.name != name:
+        logger.warning("the cost of steps has to be measured again: %s is %r, expected %r", path, found.name, name)
+        return None
+    return found
+
+
+def _place(folder: Path, engine: Engine, has_pool: bool) -> tuple[Path, str]:
+    """Where a cost is kept, and the name that it has there."""
+    facts = cost_facts(engine, has_pool)
+    digest = hashlib.sha256(canonical_json(facts).encode()).hexdigest()[:12]
+    return folder / f"{digest}.json", f"measured {digest}: {facts['model_id']} on {facts['device']}"
 
 
 def cost_facts(engine: Engine, has_pool: bool) -> dict[str, object]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
+from sklearn.isotonic import isotonic_regression
 
 from pipeline.decoding.budget import SOURCES, Budget
 from pipeline.decoding.drafters import RetrievalDrafter
@@ -26,7 +27,7 @@ from retrieval_pools.suffix_order import SEPARATOR
 PROMPT_TOKENS = 256
 NEW_TOKENS = 128  # then a text starts again
 MIN_ROUNDS, MAX_ROUNDS = 3, 15  # each a step of every size, after one round that warms up
-SECONDS = 2.0  # for one batch size, after which no further round begins
+SECONDS = 1.2  # for one batch size, after which no further round begins
 NUM_DRAFTS = 48
 SEED = 0
 PATIENCE = 8  # short steps in a row, while prompts are computed, before the batch is taken to be full
@@ -71,7 +72,11 @@ def _time_steps(engine: Engine, batch_size: int) -> tuple[int, dict[int, float]]
         pass
     finally:
         texts.close()
-    return steps.batch_size, {size: float(np.median(seconds)) for size, seconds in steps.seconds.items() if seconds}
+    medians = {size: float(np.median(seconds)) for size, seconds in steps.seconds.items() if seconds}
+    rising = isotonic_regression(
+        list(medians.values())
+    )  # a larger tree costs no less: where it seems to, that is noise
+    return steps.batch_size, dict(zip(medians, rising.tolist(), strict=True))
 
 
 class _Enough(Exception):

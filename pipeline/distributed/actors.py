@@ -116,8 +116,8 @@ def run_shards(
     spec: WorkerSpec,
     layout: WorkerLayout,
     max_shard_attempts: int,
-    choose_budgets: Callable[[Callable[[], StepCost]], dict[Side, Budget]] = lambda measure: {},
     on_workers: Callable[[list], None] = lambda actors: None,
+    choose_budgets: Callable[[Callable[[], StepCost]], dict[Side, Budget]] = lambda measure: {},
 ) -> Iterator[tuple[Shard, ShardRecord] | ShardAbandoned]:
     """Hand out shards to workers as they become free; yield each one's outcome as it comes.
 
@@ -126,9 +126,9 @@ def run_shards(
 
     Parameters
     ----------
+    on_workers : called once with the actor handles (for tests that kill them).
     choose_budgets : called once, with a function that has a worker measure what steps cost; how much each side drafts.
         A side that is missing drafts what the settings say.
-    on_workers : called once with the actor handles (for tests that kill them).
     """
     num_workers = min(layout.num_workers, len(shards))
     spec = replace(spec, device=layout.device, num_threads=layout.num_threads, num_workers=num_workers)

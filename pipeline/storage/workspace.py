@@ -72,6 +72,10 @@ class Workspace:
     def pools_folder(self) -> Path:
         return self.root / "pools"
 
+    @property
+    def step_costs_folder(self) -> Path:
+        return self.root / "step-costs"
+
     def run(self, run_id: str) -> RunFolder:
         """The folder of a run, which need not be there yet. Raises WorkspaceError when the id cannot name a folder."""
         if not _RUN_ID.fullmatch(run_id):

@@ -139,6 +139,7 @@ def planned(world: Path, run_dir: Path):
         num_workers=1,
         templates={"item": "kar_item"},
         template_dir=None,
+        step_cost_dir=run_dir / "step-costs",
     )
     return plan.shards, spec
 
