@@ -13,6 +13,7 @@ import typer
 
 from jobs.budgets import night_budgets
 from jobs.console import progress, say, summary
+from jobs.drift import drift_of
 from jobs.night import Night, open_night, parse_date
 from jobs.routing import entity_router
 from jobs.samples import report_samples
@@ -270,6 +271,12 @@ def _side_summary(
     return data
 
 
+def _drift_line(data: dict[str, Any]) -> dict[str, str]:
+    """A warning where notably less was accepted than the budget was chosen for."""
+    drift = drift_of(data)
+    return {"warning": drift.sentence} if drift is not None and drift.is_notable else {}
+
+
 def _abandoned_rows(lost: ShardAbandoned, folder: RunFolder) -> Iterable[QuarantineRow]:
     for row in read_shard(folder.root / lost.shard.path):
         yield QuarantineRow.of(row.entity_id, lost.shard.side, lost.reason, row.fingerprint)
@@ -300,5 +307,6 @@ def night_counts(night: Night) -> dict[str, Any]:
             "tokens per step": tokens_per_step(data["stats"]),
             "tokens per second": tokens_per_s(data["stats"]),
         }
+        | _drift_line(data)
         for side, data in night.manifest["sides"].items()
     }

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
+from jobs.report.budgets import budget_blocks
 from jobs.report.charts import Series, grouped_bars
 from jobs.report.formatting import MISSING, count, counted, decimal, rate, ratio, seconds, times, whole
 from jobs.report.palette import PLAIN, PREVIOUS_NIGHT, TONIGHT
@@ -59,6 +60,7 @@ def speed_section(manifest: Mapping, sides: list[SideView]) -> Section:
         )
     verifier = mapping(mapping(manifest.get("settings")).get("decoding")).get("verifier")
     blocks.append(_table(sides, f"tonight ({verifier})" if verifier else "tonight"))
+    blocks += budget_blocks(sides)
     return Section("speed", "Speed", _lead(sides), blocks)
 
 

@@ -9,10 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from jobs.build_pools import build_pools
-from jobs.calibrate_pools import draft_options
+from jobs.calibrate_pools import draft_options, drafted_with
 from jobs.night import open_night
 from jobs.pools import app
 from jobs.settings import load_settings
+from pipeline.decoding.budget import Budget
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.distributed.shards import PreviousKnowledge, plan_side, save_plan
 from pipeline.knowledge.entities import iter_entities
@@ -88,9 +89,12 @@ def test_a_first_night_replays_texts_held_back_and_its_pool_holds_all(world):
     assert calibration.num_texts == num_texts // 5
     assert np.array_equal(pool.acceptance_table, calibration.table)
     assert not any(cell.source == SOURCE_PREVIOUS for cell in calibration.cells)
-    assert calibration.reliability.max_nodes == night.settings.decoding.max_draft_tokens
+    assert calibration.reliability.max_nodes == Budget().max_draft_tokens
+    assert calibration.budgets == pool.budgets
+    assert calibration.budgets.new.num_texts == num_texts // 5 and calibration.budgets.changed is None
+    assert max(cell.tokens_per_step for cell in calibration.budgets.new.cells) > 1.5
     summary = built["calibration"]
-    assert summary["num_texts"] == calibration.num_texts and "cells" not in summary
+    assert summary["num_texts"] == calibration.num_texts and not {"cells", "budgets"} & set(summary)
     assert sorted(path.name for path in pool.folder.parent.iterdir()) == ["item", "router"]
 
 
@@ -103,6 +107,9 @@ def test_a_second_night_replays_what_it_wrote_against_the_pool_it_drafted_from(w
     build_pools(next_night)
     calibration = next_night.pools.open(next_night.run.run_id, "item").manifest.calibration
     assert calibration.num_texts == num_texts
+    new, changed = calibration.budgets.new, calibration.budgets.changed
+    assert (new.num_texts, changed.num_texts) == (num_texts, num_texts)
+    assert changed.cells[-1].tokens_per_step > new.cells[-1].tokens_per_step
     known = [cell for cell in calibration.cells if cell.source == SOURCE_PREVIOUS and cell.length_bin is None]
     assert known[0].num_accepted > 0.8 * known[0].num_tried > 1_000
 
@@ -135,6 +142,20 @@ def test_show_tells_how_well_estimates_hold(world):
     shown = CliRunner().invoke(app, ["show", "--config", str(world / "laserbatch.yaml")], catch_exceptions=False)
     said = " ".join(shown.stdout.split())
     assert f"{summary['num_texts']} replayed texts" in said and f"calibration error {error:.3f}" in said
+
+
+def test_replays_draft_by_the_budget_that_the_night_chose(world):
+    night = opened(world, FIRST_DATE)
+    assert drafted_with(night, "item") is None
+    night.manifest["budgets"] = {
+        "user": {"max_draft_tokens": 0, "min_acceptance": 1.0, "forecast": None},
+        "item": {"max_draft_tokens": 4, "min_acceptance": 0.3, "forecast": None},
+    }
+    assert drafted_with(night, "user") is None  # nothing was drafted: replays draft as usual
+    write_night(night)
+    build_pools(night)
+    reliability = night.pools.open(night.run.run_id, "item").manifest.calibration.reliability
+    assert (reliability.max_nodes, reliability.min_probability) == (4, 0.3)
 
 
 def test_replays_draft_as_the_run_does():

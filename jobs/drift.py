@@ -1,0 +1,56 @@
+"""Whether a night accepted what its budget was chosen for: forecast and realised acceptance of a side, compared.
+
+The forecast is of replays, which are greedy: a relaxed night accepts more. Less than it says means that the texts are
+no longer those that the pool was calibrated on. Draws nothing; reads a manifest that may lack anything.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MOST_MISSING = 0.2  # share of the forecast acceptance that may be missing before a night says so
+MIN_STEPS = 200  # of fewer steps nothing can be said
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Accepted draft tokens a step, the bonus token not counted.
+
+    Attributes
+    ----------
+    forecast : by the replays of the pool's calibration, at the budget of the run.
+    realised : by the run.
+    num_steps : of the run.
+    """
+
+    forecast: float
+    realised: float
+    num_steps: int
+
+    @property
+    def missing(self) -> float:
+        """Share of the forecast that was not realised; below 0 where more was."""
+        return 1 - self.realised / self.forecast
+
+    @property
+    def is_notable(self) -> bool:
+        """Whether so much is missing that the pools should be rebuilt."""
+        return self.num_steps >= MIN_STEPS and self.missing > MOST_MISSING
+
+    @property
+    def sentence(self) -> str:
+        """The finding and what to do about it."""
+        return (
+            f"drafts were accepted {self.realised:.2f} tokens a step, {self.missing:.0%} less than the "
+            f"{self.forecast:.2f} that the pool's calibration forecast (up to {MOST_MISSING:.0%} is usual): the texts "
+            "have changed since. Run `laserbatch pools rebuild`; the next night then drafts by new replays"
+        )
+
+
+def drift_of(side_data: Mapping) -> Drift | None:
+    """The drift of a side of a manifest; None where nothing was forecast, drafted or written."""
+    budget, stats = side_data.get("budget") or {}, side_data.get("stats") or {}
+    pace = (budget.get("forecast") or {}).get("tokens_per_step")
+    num_steps = stats.get("num_steps") or 0
+    if not budget.get("max_draft_tokens") or not pace or pace <= 1 or not num_steps:
+        return None
+    return Drift(pace - 1, (stats.get("num_accepted") or 0) / num_steps, num_steps)

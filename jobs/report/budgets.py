@@ -1,0 +1,61 @@
+"""How much was drafted, why, and whether it was accepted as forecast; both from the manifest."""
+
+from jobs.drift import drift_of
+from jobs.report.blocks import Block, Note, Table
+from jobs.report.formatting import MISSING, count, decimal, times, whole
+from jobs.report.reading import SideView, mapping
+
+
+def budget_blocks(sides: list[SideView]) -> list[Block]:
+    """The sides' budgets, and a sentence for each side that accepted notably less; nothing for older manifests."""
+    sides = [side for side in sides if side.tonight and mapping(side.data.get("budget"))]
+    if not sides:
+        return []
+    blocks: list[Block] = [
+        Note(f"{side.label}: {drift.sentence}.")
+        for side in sides
+        if (drift := drift_of(side.data)) is not None and drift.is_notable
+    ]
+    return [*blocks, _table(sides)]
+
+
+def _table(sides: list[SideView]) -> Table:
+    rows = []
+    for side in sides:
+        budget = mapping(side.data.get("budget"))
+        forecast = mapping(budget.get("forecast"))
+        drafts = whole(budget.get("max_draft_tokens"))
+        rows.append(
+            [
+                side.label,
+                count(drafts),
+                decimal(budget.get("min_acceptance")) if drafts else MISSING,
+                decimal(forecast.get("mean_drafted")),
+                decimal(side.tonight.drafted_per_step),
+                decimal(forecast.get("tokens_per_step")),
+                decimal(side.tonight.tokens_per_step),
+                times(forecast.get("speed_up")) if drafts else MISSING,
+                str(forecast.get("reason", "")),
+            ]
+        )
+    columns = [
+        "Side",
+        "Largest tree",
+        "Threshold",
+        "Drafted/step, forecast",
+        "realised",
+        "Tokens/step, forecast",
+        "realised",
+        "vs plain, forecast",
+        "Why",
+    ]
+    return Table(
+        "How much was drafted",
+        columns,
+        rows,
+        caption=(
+            "Threshold: a token whose path was estimated less likely to be accepted was not drafted. Forecasts are of "
+            "greedy replays of the texts that the pool was calibrated with; a relaxed verifier accepts more."
+        ),
+        left=frozenset({0, 8}),
+    )

@@ -1,0 +1,153 @@
+"""Budgets: the solve on costs and replays whose answer is known, what is given is kept, nothing known drafts little."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from pipeline.decoding.budget import PLAIN, Budget, choose_budget, with_forecast
+from pipeline.decoding.settings import DecodingSettings
+from retrieval_pools.budget_curve import (
+    DRAFT_TOKENS,
+    MIN_ACCEPTANCES,
+    SIZE_KNOTS,
+    BudgetCell,
+    BudgetCurve,
+    ReplayedBudgets,
+)
+from retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
+
+SOURCES = ("previous", "prompt", "output", "pool")
+FREE = {1: 0.01, 2: 0.01, 65: 0.01}
+STEEP = {1: 0.01, 2: 0.02, 65: 0.65}  # a packed token costs as much as a plain step
+GEMV = {1: 0.01, 2: 0.03, 65: 0.03}  # the second token costs twice the first, and further ones nothing
+
+
+def cost(points: dict[int, float], batch_size: int = 1, draft: DraftCost = DraftCost()) -> StepCost:
+    steps = [
+        StepPoint(batch_size=batch_size, num_tokens=batch_size * number, seconds=seconds)
+        for number, seconds in points.items()
+    ]
+    return StepCost(name="invented", steps=steps, draft=draft)
+
+
+def shares(mean: float) -> tuple[float, ...]:
+    """Trees that all have `mean` tokens."""
+    return tuple(float(np.interp(mean, SIZE_KNOTS, row)) for row in np.eye(len(SIZE_KNOTS)))
+
+
+def replayed(pace, sizes=lambda size, least: shares(size * (1 - least))) -> ReplayedBudgets:
+    cells = [
+        BudgetCell(
+            max_draft_tokens=size,
+            min_acceptance=least,
+            tokens_per_step=pace(size, least),
+            size_shares=sizes(size, least),
+        )
+        for size in DRAFT_TOKENS
+        for least in MIN_ACCEPTANCES
+    ]
+    return ReplayedBudgets(num_texts=10, num_tokens=100, cells=cells)
+
+
+def larger_is_better(size: int, least: float) -> float:
+    return 1 + np.log2(1 + size) * (1 - least)
+
+
+def pool_with(new=larger_is_better, changed=None, sources=SOURCES, is_calibrated=True):
+    curve = BudgetCurve(sources=sources, new=replayed(new), changed=None if changed is None else replayed(changed))
+    return SimpleNamespace(budgets=curve, is_calibrated=is_calibrated)
+
+
+def test_free_tokens_are_drafted_to_the_last_and_dear_ones_not_at_all():
+    free = choose_budget(cost(FREE), 1, pool_with())
+    assert (free.max_draft_tokens, free.min_acceptance) == (64, MIN_ACCEPTANCES[0])
+    assert free.forecast.speed_up == pytest.approx(free.forecast.tokens_per_step)
+    dear = choose_budget(cost(STEEP), 1, pool_with())
+    assert dear == PLAIN and dear.forecast.speed_up == 1.0
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 16])
+def test_the_best_budget_is_that_of_the_plain_formula_where_all_trees_are_alike(batch_size):
+    curve = cost({1: 0.01, 9: 0.012, 65: 0.05}, batch_size, DraftCost(seconds=1e-5, seconds_per_token=1e-6))
+    pool = pool_with(new=lambda size, least: 1 + np.log2(1 + size) * (1 - least) * 0.5)
+    chosen = choose_budget(curve, batch_size, pool)
+
+    def speed(cell: BudgetCell) -> float:
+        seconds = float(curve.seconds(batch_size, np.array(batch_size * (1 + cell.mean_drafted))))
+        draft = batch_size * (1e-5 + 1e-6 * cell.mean_drafted)
+        return batch_size * cell.tokens_per_step / (seconds + draft)
+
+    best = max(map(speed, pool.budgets.new.cells))
+    (cell,) = [c for c in pool.budgets.new.cells if (c.max_draft_tokens, c.min_acceptance) == (
+        chosen.max_draft_tokens, chosen.min_acceptance)]  # fmt: skip
+    assert speed(cell) == pytest.approx(best, rel=0.03)  # trees between two knots count for both
+
+
+def test_a_step_that_drafts_nothing_does_not_pay_for_one_that_drafts_much():
+    def rarely(size, least):  # at the highest threshold one step in ten drafts, all of the tree
+        return tuple(np.eye(len(SIZE_KNOTS))[0] * 0.9 + np.array(shares(size)) * 0.1)
+
+    curve = replayed(lambda size, least: 1.4 if least == 0.9 else 1.5, lambda size, least: rarely(size, least)
+                     if least == 0.9 else shares(size))  # fmt: skip
+    pool = SimpleNamespace(budgets=BudgetCurve(sources=SOURCES, new=curve), is_calibrated=True)
+    chosen = choose_budget(cost(GEMV), 1, pool)
+    assert chosen.min_acceptance == 0.9
+    assert chosen.forecast.speed_up == pytest.approx(1.4 * 0.01 / (0.9 * 0.01 + 0.1 * 0.03))
+
+
+def test_the_time_of_drafting_decides_too():
+    costly = DraftCost(seconds=0.1)
+    assert choose_budget(cost(FREE, draft=costly), 1, pool_with()) == PLAIN
+
+
+def test_changed_texts_count_by_their_share():
+    pool = pool_with(new=lambda size, least: 1.0, changed=larger_is_better)
+    assert choose_budget(cost(FREE), 1, pool, share_changed=0.0) == PLAIN
+    all_changed = choose_budget(cost(FREE), 1, pool, share_changed=1.0)
+    some_changed = choose_budget(cost(FREE), 1, pool, share_changed=0.5)
+    assert all_changed == Budget(64, MIN_ACCEPTANCES[0])
+    assert some_changed.max_draft_tokens == 64
+    whole = larger_is_better(64, some_changed.min_acceptance)
+    assert some_changed.forecast.tokens_per_step == pytest.approx(1 / (0.5 + 0.5 / whole))
+
+
+def test_numbers_that_are_given_are_kept():
+    for size, least in ((10, None), (None, 0.33), (10, 0.33)):
+        chosen = choose_budget(cost(FREE), 1, pool_with(), max_draft_tokens=size, min_acceptance=least)
+        assert size is None or chosen.max_draft_tokens == size
+        assert least is None or chosen.min_acceptance == least
+    assert choose_budget(cost(FREE), 1, pool_with(), max_draft_tokens=0) == PLAIN
+    assert choose_budget(cost(FREE), 1, pool_with(), sources=()) == PLAIN
+    given = with_forecast(Budget(16, 0.07), pool_with())
+    assert given == Budget(16, 0.07)
+    assert given.forecast.tokens_per_step == pytest.approx(larger_is_better(16, 0.07))
+
+
+def test_where_nothing_was_replayed_only_what_is_likelier_than_its_price_is_drafted():
+    cheap = choose_budget(cost({1: 0.01, 65: 0.01 * (1 + 64 * 0.04)}), 1)  # a token costs 0.04 steps
+    assert (cheap.max_draft_tokens, cheap.min_acceptance) == (16, 0.1)  # twice that, on the grid
+    calibrated = SimpleNamespace(budgets=None, is_calibrated=True)
+    sure = choose_budget(cost({1: 0.01, 65: 0.01 * (1 + 64 * 0.04)}), 1, calibrated)
+    assert sure.min_acceptance == 0.05
+    assert choose_budget(cost(STEEP), 1) == PLAIN
+    looking = DraftCost(seconds=0.001)  # a tenth of a step, for drafts that may find nothing
+    assert choose_budget(cost(FREE, draft=looking), 1) == PLAIN
+
+
+def test_replays_of_other_sources_are_not_believed():
+    pool = pool_with(sources=("output", "pool"))
+    assert choose_budget(cost(FREE), 1, pool).max_draft_tokens == 16
+    assert choose_budget(cost(FREE), 1, pool, ("pool", "output")).max_draft_tokens == 64
+
+
+def test_a_batch_size_that_was_not_measured_takes_the_next_smaller_one():
+    curve = StepCost(steps=(*cost(FREE, 4).steps, *cost(STEEP, 8).steps))
+    assert choose_budget(curve, 6, pool_with()).forecast.batch_size == 4
+    assert choose_budget(curve, 100, pool_with()) == PLAIN
+    assert choose_budget(curve, 1, pool_with()).forecast.batch_size == 4
+
+
+def test_settings_without_numbers_are_the_usual_budget():
+    assert Budget.of(DecodingSettings()) == Budget()
+    assert Budget.of(DecodingSettings(max_draft_tokens=3, min_acceptance=0.5)) == Budget(3, 0.5)

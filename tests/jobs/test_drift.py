@@ -1,0 +1,61 @@
+"""Drift: a night that accepts notably less than its budget was chosen for says so, and what to do."""
+
+import copy
+
+import pytest
+from manifest_fixture import night_manifest
+
+from jobs.drift import MIN_STEPS, MOST_MISSING, drift_of
+from jobs.generate import night_counts
+from jobs.report.page import render_report
+
+
+@pytest.fixture
+def manifest() -> dict:
+    return night_manifest()
+
+
+def with_forecast(side_data: dict, share: float) -> dict:
+    """A side that accepted so much of what was forecast."""
+    side_data = copy.deepcopy(side_data)
+    stats = side_data["stats"]
+    side_data["budget"]["forecast"]["tokens_per_step"] = 1 + stats["num_accepted"] / stats["num_steps"] / share
+    return side_data
+
+
+class Opened:
+    def __init__(self, manifest: dict) -> None:
+        self.manifest = manifest
+
+
+@pytest.mark.parametrize(("share", "is_notable"), [(1.3, False), (0.81, False), (0.79, True), (0.1, True)])
+def test_only_notably_less_than_forecast_is_drift(manifest, share, is_notable):
+    side = with_forecast(manifest["sides"]["user"], share)
+    drift = drift_of(side)
+    assert drift.missing == pytest.approx(1 - share)
+    assert drift.is_notable is is_notable
+    counts = night_counts(Opened({"sides": {"user": side}}))["users"]
+    assert ("warning" in counts) is is_notable
+    manifest["sides"]["user"] = side
+    page = render_report(manifest)
+    assert ("laserbatch pools rebuild" in page) is is_notable
+    assert "How much was drafted" in page and "the fastest of the replays" in page
+    if is_notable:
+        assert f"{drift.missing:.0%} less" in counts["warning"] and f"{MOST_MISSING:.0%}" in counts["warning"]
+
+
+def test_few_steps_say_nothing(manifest):
+    side = with_forecast(manifest["sides"]["user"], 0.1)
+    side["stats"] |= {"num_steps": MIN_STEPS - 1, "num_accepted": 1}
+    assert not drift_of(side).is_notable
+
+
+def test_no_forecast_no_drafts_and_older_manifests_have_no_drift(manifest):
+    side = manifest["sides"]["user"]
+    assert drift_of({key: value for key, value in side.items() if key != "budget"}) is None
+    assert drift_of(side | {"budget": None}) is None
+    assert drift_of(side | {"budget": side["budget"] | {"max_draft_tokens": 0}}) is None
+    assert drift_of(side | {"budget": side["budget"] | {"forecast": None}}) is None
+    assert drift_of(side | {"stats": side["stats"] | {"num_steps": 0}}) is None
+    del manifest["sides"]["user"]["budget"], manifest["sides"]["item"]["budget"]
+    assert "How much was drafted" not in render_report(manifest)
