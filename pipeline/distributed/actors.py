@@ -17,7 +17,7 @@ from pipeline.decoding.budget import Budget
 from pipeline.distributed.settings import ClusterSettings
 from pipeline.distributed.shards import Shard
 from pipeline.distributed.worker import ShardWorker, WorkerSpec
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, RunFailed
 from pipeline.knowledge.records import Side
 from pipeline.storage.run_folder import ShardRecord
 from retrieval_pools.step_cost import StepCost
@@ -135,7 +135,20 @@ def run_shards(
     actor_class = ray.remote(_Worker).options(num_cpus=layout.num_threads, num_gpus=layout.num_gpus)
     idle = [actor_class.remote(spec) for _ in range(num_workers)]
     on_workers(list(idle))
-    budgets = choose_budgets(lambda: _result(idle[0].step_cost.remote()))
+
+    def measure() -> StepCost:
+        for _ in range(max_shard_attempts):
+            try:
+                return _result(idle[0].step_cost.remote())
+            except ray.exceptions.RayActorError as error:
+                logger.warning("a worker died while it measured what steps cost: %s", error)
+                idle[0] = actor_class.remote(spec)
+        raise RunFailed(
+            f"{max_shard_attempts} workers died while they measured what steps cost; lower decoding.batch_size if "
+            "memory ran out, or give decoding.max_draft_tokens and decoding.min_acceptance: then nothing is measured"
+        )
+
+    budgets = choose_budgets(measure)
     queue, attempts, running = deque(shards), dict.fromkeys(shards, 0), {}
     while queue or running:
         while queue and idle:

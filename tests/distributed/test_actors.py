@@ -13,6 +13,7 @@ import ray
 
 from jobs.generate import NO_ROUTE, renderer
 from jobs.settings import load_settings
+from pipeline.decoding.budget import Budget
 from pipeline.distributed.actors import (
     ShardAbandoned,
     WorkerLayout,
@@ -24,11 +25,12 @@ from pipeline.distributed.actors import (
 from pipeline.distributed.settings import ClusterSettings
 from pipeline.distributed.shards import PreviousKnowledge, plan_side
 from pipeline.distributed.worker import ShardWorker, WorkerSpec
-from pipeline.errors import ConfigError, ModelError
+from pipeline.errors import ConfigError, ModelError, RunFailed
 from pipeline.knowledge.entities import iter_entities
 from pipeline.storage.run_folder import RunFolder
 from pipeline.tables.read import read_tables
 from pipeline.tables.sample_world import LAST_DATE, write_sample_world
+from retrieval_pools.step_cost import read_step_cost
 
 
 def test_one_worker_a_gpu_and_never_two():
@@ -192,3 +194,43 @@ def test_a_model_that_cannot_be_loaded_ends_the_run_with_its_reason(cluster, wor
     shards, spec = planned(world, tmp_path)
     with pytest.raises(ModelError, match="no model folder"):
         list(run_shards(shards, replace(spec, model_dir=tmp_path / "absent"), cluster, 3))
+
+
+@pytest.mark.ray
+def test_a_worker_measures_once_and_every_shard_is_drafted_by_the_budget_of_its_side(cluster, world, tmp_path):
+    shards, spec = planned(world, tmp_path)
+    measured = []
+
+    def choose(measure):
+        measured.append(measure())
+        return {"item": Budget(2, 0.1)}
+
+    outcomes = list(run_shards(shards, spec, cluster, 3, choose_budgets=choose))
+    assert [known.batch_sizes[-1] for known in measured] == [spec.decoding.batch_size]
+    (path,) = spec.step_cost_dir.glob("*.json")
+    assert read_step_cost(path) == measured[0]
+    for _, record in outcomes:
+        stats = record.info["stats"]
+        assert 0 < stats["num_drafted"] <= 2 * stats["num_steps"]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("max_attempts", [1, 2])
+def test_a_worker_that_dies_before_it_measured_is_replaced_and_the_last_one_ends_the_run(
+    cluster, world, tmp_path, max_attempts
+):
+    shards, spec = planned(world, tmp_path)
+    workers, measured = [], []
+
+    def choose(measure):
+        kill_all(workers)
+        measured.append(measure())
+        return {"item": Budget(2, 0.1)}
+
+    outcomes = run_shards(shards, spec, cluster, max_attempts, workers.extend, choose)
+    if max_attempts == 1:
+        with pytest.raises(RunFailed, match="max_draft_tokens"):
+            list(outcomes)
+    else:
+        assert len(list(outcomes)) == len(shards) and measured
