@@ -18,7 +18,14 @@ def write_config(folder: Path, name: str = "laserbatch.yaml", **sections) -> Pat
     settings = {
         "workspace": "workspace",
         "tables": {"path": "tables"},
-        "decoding": {"max_new_tokens": 256, "batch_size": 8, "num_threads": 1},
+        # A budget that is given: one that is chosen depends on how fast this machine is at the moment.
+        "decoding": {
+            "max_new_tokens": 256,
+            "batch_size": 8,
+            "num_threads": 1,
+            "max_draft_tokens": 16,
+            "min_acceptance": 0.07,
+        },
         "night": {"shard_size": 8, "max_failed_share": 0.2, "train_ctr": False},
         "ctr": {"models": ["gbdt"], "num_seeds": 1, "max_epochs": 2},
         "encoding": {"num_clusters": 4},

@@ -17,18 +17,21 @@ from night_world import FIRST_DATE, SECOND_DATE, make_world, run, start, write_c
 from pipeline.knowledge.records import SIDES, knowledge_schema
 from pipeline.storage.workspace import Workspace
 from pipeline.tables.read import read_tables
+from retrieval_pools.step_cost import read_step_cost
 from retrieval_pools.store import PoolStore
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
+CHOSEN = {"max_draft_tokens": None, "min_acceptance": None}
 
 
 @pytest.fixture(scope="module")
 def two_nights(tmp_path_factory) -> Path:
-    """A workspace after two nights, the second with its CTR comparison."""
+    """A workspace after two nights that chose how much to draft, the second with its CTR comparison."""
     folder = make_world(tmp_path_factory.mktemp("nights"))
-    first = run("nightly", "--config", str(write_config(folder)), "--date", FIRST_DATE)
+    first = run("nightly", "--config", str(write_config(folder, decoding=CHOSEN)), "--date", FIRST_DATE)
     assert first.returncode == 0, first.stderr
-    config = write_config(folder, "second.yaml", night={"shard_size": 8, "max_failed_share": 0.2, "train_ctr": True})
+    night = {"shard_size": 8, "max_failed_share": 0.2, "train_ctr": True}
+    config = write_config(folder, "second.yaml", night=night, decoding=CHOSEN)
     second = run("nightly", "--config", str(config), "--date", SECOND_DATE, "--json")
     assert second.returncode == 0, second.stderr
     (folder / "second.json").write_text(second.stdout)
@@ -100,6 +103,19 @@ def test_features_join_with_the_tables_by_id(two_nights):
         features = pq.read_table(night.features_path(side))
         assert sorted(features[f"{side}_id"].to_pylist()) == sorted(night.read_knowledge(side)["entity_id"].to_pylist())
         assert pa.types.is_fixed_size_list(features.schema.field("vector").type)
+
+
+def test_each_night_chose_its_budgets_by_what_steps_cost_here(two_nights):
+    costs = list((two_nights / "workspace" / "step-costs").glob("*.json"))
+    assert len(costs) == 2  # without a pool, and with one
+    assert all(read_step_cost(path).batch_sizes == (1, 2, 4, 8) for path in costs)
+    for night in runs(two_nights):
+        manifest = night.load_manifest()
+        for side in SIDES:
+            budget, stats = manifest["budgets"][side], manifest["sides"][side]["stats"]
+            assert manifest["sides"][side]["budget"] == budget
+            assert budget["forecast"]["step_cost"] in {read_step_cost(path).name for path in costs}
+            assert stats["num_drafted"] <= budget["max_draft_tokens"] * stats["num_steps"]
 
 
 def test_the_last_night_is_published_with_its_pools_and_report(two_nights):

@@ -1,0 +1,82 @@
+"""A run's budgets: chosen once, kept in the manifest, never measured where nothing is left to choose."""
+
+import datetime
+import json
+
+import pytest
+
+from jobs.budgets import budget_of, describe_budget, night_budgets
+from jobs.night import open_night
+from jobs.settings import load_settings
+from pipeline.decoding.budget import PLAIN, Budget
+from pipeline.tables.sample_world import write_sample_world
+from retrieval_pools.errors import PoolError
+from retrieval_pools.step_cost import StepCost, StepPoint
+
+DATE = datetime.date(2025, 3, 1)
+CHEAP = StepCost(
+    name="invented",
+    steps=[StepPoint(batch_size=16, num_tokens=n, seconds=s) for n, s in ((16, 0.01), (1040, 0.02))],
+)
+
+
+@pytest.fixture
+def world(tmp_path):
+    write_sample_world(tmp_path / "tables", num_users=20, num_items=20)
+    return tmp_path
+
+
+def opened(world, decoding: str = "{}"):
+    path = world / "laserbatch.yaml"
+    path.write_text(f"workspace: workspace\ntables: {{path: tables}}\ndecoding: {decoding}\n")
+    return open_night(load_settings(path), DATE)
+
+
+def never():
+    pytest.fail("the cost of steps was measured")
+
+
+def test_a_budget_is_chosen_once_and_read_back_by_a_resumed_run(world):
+    first = night_budgets(opened(world), [], lambda: CHEAP)
+    assert set(first) == {"user", "item"}
+    assert first["user"].max_draft_tokens == 16 and first["user"].min_acceptance == 0.05
+    resumed = opened(world)
+    again = night_budgets(resumed, [], never)
+    assert again == first
+    assert again["user"].forecast == first["user"].forecast
+    assert resumed.manifest["budgets"]["item"]["forecast"]["step_cost"] == "invented"
+
+
+@pytest.mark.parametrize(
+    ("decoding", "expected"),
+    [
+        ("{max_draft_tokens: 8, min_acceptance: 0.2}", Budget(8, 0.2)),
+        ("{max_draft_tokens: 0}", Budget(0, Budget().min_acceptance)),
+        ("{drafters: []}", Budget()),  # nothing to draft from: the number does not matter
+    ],
+)
+def test_nothing_is_measured_where_nothing_is_left_to_choose(world, decoding, expected):
+    assert night_budgets(opened(world, decoding), [], never) == dict.fromkeys(("user", "item"), expected)
+
+
+def test_one_number_that_is_given_is_kept_and_the_other_one_chosen(world):
+    assert night_budgets(opened(world, "{min_acceptance: 0.33}"), [], lambda: CHEAP)["user"] == Budget(16, 0.33)
+    another = opened(world, "{max_draft_tokens: 5}")
+    assert night_budgets(another, [], lambda: CHEAP)["user"] == Budget(5, 0.05)
+
+
+def test_a_cost_that_was_measured_elsewhere_is_read_beside_the_configuration(world):
+    (world / "cost.json").write_text(CHEAP.model_dump_json())
+    chosen = night_budgets(opened(world, "{step_cost: cost.json}"), [], never)
+    assert chosen["item"].forecast.step_cost == "invented"
+    with pytest.raises(PoolError, match=r"absent\.json cannot be read"):
+        night_budgets(opened(world, "{step_cost: absent.json}"), [], never)
+
+
+def test_budgets_survive_the_manifest_and_are_told_in_a_line(world):
+    night = opened(world)
+    night_budgets(night, [], lambda: CHEAP)
+    kept = json.loads(night.run.manifest_path.read_text())["budgets"]["user"]
+    assert budget_of(kept) == Budget(16, 0.05)
+    assert describe_budget(budget_of(kept)).startswith("up to 16 draft tokens above 0.05 (a draft token costs 0.0")
+    assert describe_budget(PLAIN) == "nothing is drafted"
