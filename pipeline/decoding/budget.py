@@ -108,7 +108,9 @@ def choose_budget(
         budget = _fastest(step_cost, batch_size, kinds, max_draft_tokens, min_acceptance)
     else:
         is_calibrated = pool is not None and "pool" in sources and pool.is_calibrated
-        budget = _worth_its_price(step_cost, batch_size, 1.0 if is_calibrated else UNCHECKED_TRUST)
+        # Without a pool drafts may find nothing for whole texts; with one they seldom do.
+        most_for_looking = MOST_FOR_LOOKING if pool is None else np.inf
+        budget = _worth_its_price(step_cost, batch_size, 1.0 if is_calibrated else UNCHECKED_TRUST, most_for_looking)
     if budget.max_draft_tokens == 0 and min_acceptance is None:
         return budget
     return replace(
@@ -208,7 +210,7 @@ def _nearest(
     return list(cells)
 
 
-def _worth_its_price(step_cost: StepCost, batch_size: int, trust: float) -> Budget:
+def _worth_its_price(step_cost: StepCost, batch_size: int, trust: float, most_for_looking: float) -> Budget:
     """Draft what is estimated likelier than it costs, whatever the size of the tree up to UNCHECKED_SIZE."""
     plain_s = float(step_cost.seconds(batch_size, np.array([batch_size]))[0])
     sizes = np.arange(1, UNCHECKED_SIZE + 1)
@@ -219,6 +221,6 @@ def _worth_its_price(step_cost: StepCost, batch_size: int, trust: float) -> Budg
     affordable = [least for least in MIN_ACCEPTANCES if least >= price / trust]
     checked = "" if trust == 1.0 else ", and estimates were never checked"
     facts = f"a draft token costs {price:.2f} plain steps{checked}"
-    if not affordable or looking > MOST_FOR_LOOKING:
+    if not affordable or looking > most_for_looking:
         return replace(PLAIN, forecast=BudgetForecast(f"not worth drafting: {facts}", step_cost.name, batch_size))
     return Budget(UNCHECKED_SIZE, affordable[0], BudgetForecast(facts, step_cost.name, batch_size))

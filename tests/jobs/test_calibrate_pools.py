@@ -108,7 +108,7 @@ def test_a_second_night_replays_what_it_wrote_against_the_pool_it_drafted_from(w
     calibration = next_night.pools.open(next_night.run.run_id, "item").manifest.calibration
     assert calibration.num_texts == num_texts
     new, changed = calibration.budgets.new, calibration.budgets.changed
-    assert new.num_texts == changed.num_texts == num_texts // 2  # 40 tokens each: every other one is replayed
+    assert 0.4 * num_texts < changed.num_texts <= new.num_texts == num_texts // 2  # every other one is replayed
     assert changed.cells[-1].tokens_per_step > new.cells[-1].tokens_per_step
     known = [cell for cell in calibration.cells if cell.source == SOURCE_PREVIOUS and cell.length_bin is None]
     assert known[0].num_accepted > 0.8 * known[0].num_tried > 1_000
