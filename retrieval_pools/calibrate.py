@@ -1,31 +1,35 @@
 """Calibrating a pool: texts that it does not hold are replayed, and acceptance is fitted to what became of the drafts.
 
-For each source, match length and depth the fit is a nondecreasing, piecewise linear curve of the relative count. Cells
-with little data lean on coarser ones: source, match length and depth on source and match length, those on the source,
-and the source on the count itself. Knows neither tables nor runs; the caller holds the texts back.
+For each source, number of times that the context was seen, match length and depth the fit is a nondecreasing, piecewise
+linear curve of the relative count. Cells with little data lean on coarser ones: on those without depth, these on those
+without match length, these on the source, and the source on the count itself. What is left over along whole paths a
+last curve takes away, which is fitted to texts that the others were not. Knows neither tables nor runs; the caller
+holds the texts back.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from sklearn.isotonic import isotonic_regression
 
 from retrieval_pools.calibration import (
-    NUM_KNOTS,
     Calibration,
     CalibrationCell,
+    PathCurve,
     Reliability,
     ReliabilityBin,
+    paths_of,
     table_of,
 )
 from retrieval_pools.calibration_table import (
-    COUNT_KNOTS,
     DEPTH_BINS,
     LARGEST_BINNED,
+    LARGEST_SEEN,
     LENGTH_BINS,
+    SEEN_BINS,
     TABLE_SHAPE,
 )
+from retrieval_pools.curve_fit import IDENTITY, KnotCounts
 from retrieval_pools.drafting.state import MAX_NODES
 from retrieval_pools.pool import Pool
 from retrieval_pools.replay import DraftOptions, Nodes, ReplayText, replay, replay_nodes
@@ -33,7 +37,8 @@ from retrieval_pools.replay import DraftOptions, Nodes, ReplayText, replay, repl
 # Nodes that a coarser cell's curve counts for, at each knot of a finer one. Of 2, 8, 32, 128 and 512 this had the least
 # log loss on texts not fitted to, or all but the least, for short and for long texts, 25 to 500 of them.
 PRIOR_NODES = 32.0
-LEAST_ACCEPTANCE, MOST_ACCEPTANCE = 1e-4, 0.9999  # nothing is impossible, nothing certain: paths keep an order
+PRIOR_PATH_NODES = 128.0  # that the product itself counts for, at each knot of a path's curve
+NUM_FOLDS = 4  # parts of the texts; products along paths of each are by cells that are fitted to the others
 # A run drafts the likely paths, and a node on those is accepted more often than one of the same features on others; the
 # others still say what there is to know of cells that the run seldom reaches.
 BEYOND_WEIGHT = 0.1
@@ -82,22 +87,82 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
         raise ValueError(f"{len(texts)} texts to calibrate with; one half is fitted to and the other checked: give two")
     options = DraftOptions() if options is None else options
     texts = _of_bounded_length(texts)
-    widest = replace(options, max_nodes=MAX_NODES, min_probability=0.0)
     fitted, checked = texts[0::2], texts[1::2]
     pool = _with_best_escape(pool.with_calibration(None), fitted, options)
-    roughly = pool.with_acceptance_table(table_of(fit_cells(replay_nodes(pool, fitted, widest, options))))
-    first = replay_nodes(roughly, fitted, widest, options)  # the trees that a calibrated pool drafts
-    half_fitted = pool.with_acceptance_table(table_of(fit_cells(first)))
-    second = replay_nodes(half_fitted, checked, widest, options)
-    cells = fit_cells(Nodes.joined([first, second]))
+    roughly = pool.with_acceptance_table(table_of(fit_cells(replay_nodes(pool, fitted, _widest(options), options))))
+    first = _folds(roughly, fitted, options)  # the trees that a calibrated pool drafts
+    half_fitted = pool.with_acceptance_table(table_of(_cells_of(first)))
+    second = _folds(half_fitted, checked, options)
+    half_fitted = half_fitted.with_path_curves(paths_of(_paths_of(pool, first, options)))
+    both = [one.joined(other) for one, other in zip(first, second, strict=True)]
+    cells = _cells_of(both)
     return Calibration(
         pool_escape=pool.settings.pool_escape,
         num_texts=len(texts),
         num_tokens=sum(len(text.text_ids) for text in texts),
-        num_nodes=sum(cell.num_tried for cell in cells if cell.length_bin is None),
+        num_nodes=sum(cell.num_tried for cell in cells if cell.seen_bin is None),
         cells=cells,
+        paths=_paths_of(pool, both, options),
         reliability=reliability(half_fitted, checked, options),
         uncalibrated=reliability(pool, checked, options),
+    )
+
+
+@dataclass(frozen=True)
+class _Fold:
+    """Some of the texts, and what was drafted along them."""
+
+    texts: Sequence[ReplayText]
+    nodes: Nodes
+
+    def joined(self, other: "_Fold") -> "_Fold":
+        return _Fold([*self.texts, *other.texts], Nodes.joined([self.nodes, other.nodes]))
+
+
+def _widest(options: DraftOptions) -> DraftOptions:
+    return replace(options, max_nodes=MAX_NODES, min_probability=0.0)
+
+
+def _folds(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> list[_Fold]:
+    parts = [texts[k::NUM_FOLDS] for k in range(NUM_FOLDS)]
+    return [_Fold(part, replay_nodes(pool, part, _widest(options), options)) for part in parts]
+
+
+def _cells_of(folds: Sequence[_Fold]) -> tuple[CalibrationCell, ...]:
+    return fit_cells(Nodes.joined([fold.nodes for fold in folds]))
+
+
+def _paths_of(pool: Pool, folds: Sequence[_Fold], options: DraftOptions) -> tuple[PathCurve, ...]:
+    """Curves of whole paths: each fold is drafted with cells that are fitted to the others."""
+    full = replace(options, min_probability=0.0)
+    found: dict[bool, list[Nodes]] = {False: [], True: []}
+    for fold in folds:
+        others = [one for one in folds if one is not fold]
+        crossed = pool.with_acceptance_table(table_of(_cells_of(others)))
+        for with_previous in found:
+            texts = [text for text in fold.texts if _has_previous(text, options) == with_previous]
+            found[with_previous].append(replay_nodes(crossed, texts, full, options))
+    return tuple(fit_path(Nodes.joined(nodes), with_previous) for with_previous, nodes in found.items())
+
+
+def _has_previous(text: ReplayText, options: DraftOptions) -> bool:
+    return options.use_previous and text.previous_ids is not None and len(text.previous_ids) > 0
+
+
+def fit_path(nodes: Nodes, with_previous: bool, prior_nodes: float = PRIOR_PATH_NODES) -> PathCurve:
+    """The curve of whole paths of nodes whose estimates are products along them.
+
+    Parameters
+    ----------
+    prior_nodes : how many nodes at each knot the product itself counts for.
+    """
+    products = np.exp(nodes.log_acceptance.astype(np.float64))
+    counts = KnotCounts.of(products, nodes.is_accepted, np.ones(len(nodes)), np.zeros(len(nodes), np.int64), (1,))
+    return PathCurve(
+        with_previous=with_previous,
+        num_nodes=len(nodes),
+        num_accepted=int(nodes.is_accepted.sum()),
+        values=tuple(np.round(counts.curves(IDENTITY, prior_nodes)[0], DIGITS).tolist()),
     )
 
 
@@ -162,90 +227,36 @@ def fit_cells(
     prior_nodes : how many nodes at each knot a coarser curve counts for.
     beyond_weight : what a node counts for that a run would not have drafted.
     """
-    counts = _counts(nodes.where(nodes.is_parent_accepted), beyond_weight)
-    by_source, by_length = counts.summed((1, 2)), counts.summed((2,))
-    identity = np.broadcast_to(COUNT_KNOTS.astype(np.float64), by_source.weight.shape)
-    of_source = _curves(by_source, identity, prior_nodes)
-    of_length = _curves(by_length, np.broadcast_to(of_source[:, None], by_length.weight.shape), prior_nodes)
-    of_depth = _curves(counts, np.broadcast_to(of_length[:, :, None], counts.weight.shape), prior_nodes)
-    return (
-        *_cells(by_source, of_source, prior_nodes),
-        *_cells(by_length, of_length, prior_nodes),
-        *_cells(counts, of_depth, prior_nodes),
+    finest = _counts(nodes.where(nodes.is_parent_accepted), beyond_weight)
+    cells: list[CalibrationCell] = []
+    curves = IDENTITY
+    for counts in (finest.summed((1, 2, 3)), finest.summed((2, 3)), finest.summed((3,)), finest):
+        curves = counts.curves(curves[..., None, :], prior_nodes)
+        cells += _cells(counts, curves, prior_nodes)
+    return tuple(cells)
+
+
+def _counts(nodes: Nodes, beyond_weight: float) -> KnotCounts:
+    bins = (
+        SEEN_BINS[np.minimum(nodes.num_seen, LARGEST_SEEN)],
+        LENGTH_BINS[np.minimum(nodes.match_length, LARGEST_BINNED)],
+        DEPTH_BINS[np.minimum(nodes.depth, LARGEST_BINNED)],
     )
-
-
-@dataclass(frozen=True)
-class _Counts:
-    """What least squares needs of the nodes of each cell; the last axis are knots.
-
-    A node between two knots belongs to each by its nearness b: `weight` is the sum of b_k b_k at a knot, `coupling` of
-    b_k b_{k+1}, `outcome` of b_k over accepted nodes, `nearness` of b_k. `num_tried` and `num_accepted` are counts.
-    """
-
-    weight: np.ndarray
-    coupling: np.ndarray
-    outcome: np.ndarray
-    nearness: np.ndarray
-    num_tried: np.ndarray
-    num_accepted: np.ndarray
-
-    def summed(self, axes: tuple[int, ...]) -> "_Counts":
-        """The counts of coarser cells."""
-        return _Counts(**{name: values.sum(axes) for name, values in vars(self).items()})
-
-
-def _counts(nodes: Nodes, beyond_weight: float) -> _Counts:
-    knots = COUNT_KNOTS.astype(np.float64)
-    share = nodes.relative_count.astype(np.float64)
-    below = np.clip(np.searchsorted(knots, share, side="right") - 1, 0, NUM_KNOTS - 2)
-    upper = np.clip((share - knots[below]) / (knots[below + 1] - knots[below]), 0.0, 1.0)
-    lower = 1.0 - upper
+    cell = np.ravel_multi_index((nodes.source, *bins), TABLE_SHAPE[:-1])
     counts_for = np.where(nodes.is_verified, 1.0, beyond_weight)
-    length_bins = LENGTH_BINS[np.minimum(nodes.match_length, LARGEST_BINNED)]
-    depth_bins = DEPTH_BINS[np.minimum(nodes.depth, LARGEST_BINNED)]
-    cell = np.ravel_multi_index((nodes.source, length_bins, depth_bins), TABLE_SHAPE[:-1])
-    at = cell * NUM_KNOTS + below
-
-    def summed(index: np.ndarray, values: np.ndarray) -> np.ndarray:
-        return np.bincount(index, values * counts_for, np.prod(TABLE_SHAPE)).reshape(TABLE_SHAPE)
-
-    def of_cell(values: np.ndarray | None = None) -> np.ndarray:
-        return np.bincount(cell, values, np.prod(TABLE_SHAPE[:-1])).reshape(TABLE_SHAPE[:-1])
-
-    accepted = nodes.is_accepted.astype(np.float64)
-    return _Counts(
-        weight=summed(at, lower * lower) + summed(at + 1, upper * upper),
-        coupling=summed(at, lower * upper),
-        outcome=summed(at, lower * accepted) + summed(at + 1, upper * accepted),
-        nearness=summed(at, lower) + summed(at + 1, upper),
-        num_tried=of_cell(),
-        num_accepted=of_cell(accepted),
-    )
+    estimates = nodes.relative_count.astype(np.float64)
+    return KnotCounts.of(estimates, nodes.is_accepted, counts_for, cell, TABLE_SHAPE[:-1])
 
 
-def _curves(counts: _Counts, coarser: np.ndarray, prior_nodes: float) -> np.ndarray:
-    """Least squares through the nodes, each knot held to the coarser curve; then made nondecreasing."""
-    knots = np.arange(NUM_KNOTS)
-    matrix = np.zeros((*counts.weight.shape, NUM_KNOTS))
-    matrix[..., knots, knots] = counts.weight + prior_nodes
-    matrix[..., knots[:-1], knots[1:]] = matrix[..., knots[1:], knots[:-1]] = counts.coupling[..., :-1]
-    free = np.linalg.solve(matrix, (counts.outcome + prior_nodes * coarser)[..., None])[..., 0]
-    curves = coarser.copy()
-    for cell in zip(*np.nonzero(counts.num_tried), strict=True):
-        rising = isotonic_regression(free[cell], sample_weight=counts.weight[cell] + prior_nodes)
-        curves[cell] = np.clip(rising, LEAST_ACCEPTANCE, MOST_ACCEPTANCE)
-    return curves
-
-
-def _cells(counts: _Counts, curves: np.ndarray, prior_nodes: float) -> list[CalibrationCell]:
-    errors = np.sqrt(curves * (1.0 - curves) / (counts.nearness + prior_nodes + 1.0))
+def _cells(counts: KnotCounts, curves: np.ndarray, prior_nodes: float) -> list[CalibrationCell]:
+    errors = counts.standard_errors(curves, prior_nodes)
     found = []
     for place in zip(*(axis.tolist() for axis in np.nonzero(counts.num_tried)), strict=True):
-        source, length_bin, depth_bin = (*place, None, None)[:3]
+        source, seen_bin, length_bin, depth_bin = (*place, None, None, None)[:4]
         found.append(
             CalibrationCell(
                 source=source,
+                seen_bin=seen_bin,
                 length_bin=length_bin,
                 depth_bin=depth_bin,
                 num_tried=int(counts.num_tried[place]),

@@ -7,10 +7,15 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from retrieval_pools.budget_curve import BudgetCurve
-from retrieval_pools.calibration_table import COUNT_KNOTS, DEPTH_EDGES, LENGTH_EDGES, identity_table
+from retrieval_pools.calibration_table import (
+    DEPTH_EDGES,
+    LENGTH_EDGES,
+    NUM_KNOTS,
+    SEEN_EDGES,
+    identity_paths,
+    identity_table,
+)
 from retrieval_pools.sources import NUM_SOURCES
-
-NUM_KNOTS = len(COUNT_KNOTS)
 
 
 class CalibrationCell(BaseModel):
@@ -19,7 +24,8 @@ class CalibrationCell(BaseModel):
     Attributes
     ----------
     source : a code of `sources`.
-    length_bin, depth_bin : bins of match length and depth; None: all of them, for what has no cell of its own.
+    seen_bin, length_bin, depth_bin : bins of how often the context was seen, match length and depth; None: all of them,
+        for what has no cell of its own.
     num_tried, num_accepted : replayed nodes of the cell whose parent was accepted, and those accepted too.
     values : acceptance at each of COUNT_KNOTS, nondecreasing.
     standard_errors : of the values: deviations of a beta distribution of the counts near each knot. Nodes of one draft
@@ -29,12 +35,31 @@ class CalibrationCell(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     source: int = Field(ge=0, lt=NUM_SOURCES)
+    seen_bin: int | None = Field(ge=0, lt=len(SEEN_EDGES))
     length_bin: int | None = Field(ge=0, lt=len(LENGTH_EDGES))
     depth_bin: int | None = Field(ge=0, lt=len(DEPTH_EDGES))
     num_tried: int = Field(ge=0)
     num_accepted: int = Field(ge=0)
     values: tuple[float, ...] = Field(min_length=NUM_KNOTS, max_length=NUM_KNOTS)
     standard_errors: tuple[float, ...] = Field(min_length=NUM_KNOTS, max_length=NUM_KNOTS)
+
+
+class PathCurve(BaseModel):
+    """Acceptance of whole paths as a curve over the product of the conditional acceptances along them.
+
+    Attributes
+    ----------
+    with_previous : whether of sequences that have an earlier text; their paths are long, and small errors multiply.
+    num_nodes, num_accepted : drafted nodes, on texts that the products were not fitted to, and those accepted.
+    values : acceptance at each of COUNT_KNOTS, nondecreasing.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    with_previous: bool
+    num_nodes: int = Field(ge=0)
+    num_accepted: int = Field(ge=0)
+    values: tuple[float, ...] = Field(min_length=NUM_KNOTS, max_length=NUM_KNOTS)
 
 
 class ReliabilityBin(BaseModel):
@@ -81,6 +106,7 @@ class Calibration(BaseModel):
     num_texts, num_tokens, num_nodes : replayed texts that the curves are fitted to, their tokens, and the drafted nodes
         whose parent was accepted.
     cells : from coarse to fine; a source that drafted nothing has none and is not calibrated.
+    paths : of sequences without an earlier text, and with one; products are believed where there is none.
     reliability : of curves that are fitted to one half of the texts, on the other half.
     uncalibrated : the same without curves.
     budgets : what each draft budget gained; None in a calibration that has none.
@@ -93,6 +119,7 @@ class Calibration(BaseModel):
     num_tokens: int = Field(ge=0)
     num_nodes: int = Field(ge=0)
     cells: tuple[CalibrationCell, ...]
+    paths: tuple[PathCurve, ...]
     reliability: Reliability
     uncalibrated: Reliability
     budgets: BudgetCurve | None = None
@@ -102,12 +129,28 @@ class Calibration(BaseModel):
         """The curves as a table: float32[TABLE_SHAPE]."""
         return table_of(self.cells)
 
+    @property
+    def path_curves(self) -> np.ndarray:
+        """The curves of paths: float32[PATHS_SHAPE]."""
+        return paths_of(self.paths)
+
 
 def table_of(cells: tuple[CalibrationCell, ...]) -> np.ndarray:
-    """One curve for every source, length bin and depth bin: its own, or else the finest that covers it."""
+    """One curve for every source, and bins of the other axes: its own, or else the finest that covers it."""
     table = identity_table()
-    for cell in sorted(cells, key=lambda cell: (cell.length_bin is not None) + (cell.depth_bin is not None)):
-        lengths = slice(None) if cell.length_bin is None else cell.length_bin
-        depths = slice(None) if cell.depth_bin is None else cell.depth_bin
-        table[cell.source, lengths, depths] = cell.values
+    for cell in sorted(cells, key=lambda cell: sum(number is not None for number in _bins_of(cell))):
+        place = (slice(None) if number is None else number for number in _bins_of(cell))
+        table[cell.source, *place] = cell.values
     return table
+
+
+def paths_of(paths: tuple[PathCurve, ...]) -> np.ndarray:
+    """The row of each curve, and the identity where there is none."""
+    curves = identity_paths()
+    for path in paths:
+        curves[int(path.with_previous)] = path.values
+    return curves
+
+
+def _bins_of(cell: CalibrationCell) -> tuple[int | None, int | None, int | None]:
+    return cell.seen_bin, cell.length_bin, cell.depth_bin

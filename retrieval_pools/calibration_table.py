@@ -1,30 +1,40 @@
-"""The table that turns a draft node's features into the probability that it is accepted: its axes, and how it is read.
+"""What turns a draft node's features into the probability that it is accepted, and how that is read.
 
-`drafting/estimate.py` reads it in compiled code, `reference.py` by the function below. Knows neither how a table is
-fitted nor where it is kept.
+A table says how often a node is accepted when its parent is; the product along a path is then taken for what a curve
+says of it. `drafting/estimate.py` reads both in compiled code, `reference.py` by the functions below. Knows neither how
+they are fitted nor where they are kept.
 """
 
 import numpy as np
 
 from retrieval_pools.sources import NUM_SOURCES
 
+SEEN_EDGES = (1, 2, 4, 8, 16, 64, 256)  # first number of times that a context was seen of each bin
 LENGTH_EDGES = (1, 2, 3, 4, 5, 7, 10, 17)  # first match length of each bin
 DEPTH_EDGES = (1, 2, 3, 5, 9)  # first depth of each bin; the root's children are at depth 1
 LOWEST_EXPONENT = -11  # of the lowest knot: less likely tokens are never drafted
 COUNT_KNOTS = np.array(
     [mantissa * 2.0**exponent for exponent in range(LOWEST_EXPONENT, 0) for mantissa in (1.0, 1.5)] + [1.0], np.float32
 )
-TABLE_SHAPE = (NUM_SOURCES, len(LENGTH_EDGES), len(DEPTH_EDGES), len(COUNT_KNOTS))
-LARGEST_BINNED = 64
+NUM_KNOTS = len(COUNT_KNOTS)
+TABLE_SHAPE = (NUM_SOURCES, len(SEEN_EDGES), len(LENGTH_EDGES), len(DEPTH_EDGES), NUM_KNOTS)
+PATHS_SHAPE = (2, NUM_KNOTS)  # of a sequence without an earlier text, and with one
+LARGEST_BINNED, LARGEST_SEEN = 64, SEEN_EDGES[-1]
 
 
-def _bins(edges: tuple[int, ...]) -> np.ndarray:
-    """uint8[LARGEST_BINNED + 1]: bin of each value; what is below the first edge is in the first bin."""
-    values = np.arange(LARGEST_BINNED + 1)
+def _bins(edges: tuple[int, ...], largest: int) -> np.ndarray:
+    """uint8[largest + 1]: bin of each value; what is below the first edge is in the first bin."""
+    values = np.arange(largest + 1)
     return np.maximum(np.searchsorted(edges, values, side="right") - 1, 0).astype(np.uint8)
 
 
-LENGTH_BINS, DEPTH_BINS = _bins(LENGTH_EDGES), _bins(DEPTH_EDGES)
+SEEN_BINS = _bins(SEEN_EDGES, LARGEST_SEEN)
+LENGTH_BINS, DEPTH_BINS = _bins(LENGTH_EDGES, LARGEST_BINNED), _bins(DEPTH_EDGES, LARGEST_BINNED)
+
+
+def seen_bin(num_seen: int) -> int:
+    """Bin of how often a context was seen."""
+    return int(SEEN_BINS[min(num_seen, LARGEST_SEEN)])
 
 
 def length_bin(match_length: int) -> int:
@@ -42,21 +52,51 @@ def identity_table() -> np.ndarray:
     return np.broadcast_to(COUNT_KNOTS, TABLE_SHAPE).copy()
 
 
-IDENTITY_TABLE = identity_table()
-IDENTITY_TABLE.flags.writeable = False
+def identity_paths() -> np.ndarray:
+    """float32 `PATHS_SHAPE`: products are believed as they are."""
+    return np.broadcast_to(COUNT_KNOTS, PATHS_SHAPE).copy()
+
+
+IDENTITY_TABLE, IDENTITY_PATHS = identity_table(), identity_paths()
+IDENTITY_TABLE.flags.writeable = IDENTITY_PATHS.flags.writeable = False
 
 
 def upper_bounds(table: np.ndarray) -> np.ndarray:
     """float32[num knots]: what no cell gives more than to relative counts up to each knot."""
-    return np.maximum.accumulate(table.reshape(-1, len(COUNT_KNOTS)).max(axis=0))
+    return np.maximum.accumulate(table.reshape(-1, NUM_KNOTS).max(axis=0))
 
 
 def conditional_acceptance(
-    table: np.ndarray, source: int, match_length: int, depth: int, relative_count: float
+    table: np.ndarray, source: int, num_seen: int, match_length: int, depth: int, relative_count: float
 ) -> float:
-    """Probability that a node is accepted when its parent is: linear between the knots, to the origin below them."""
-    values = table[source, length_bin(match_length), depth_bin(depth)].astype(np.float64)
-    x = np.float64(np.float32(relative_count))
+    """Probability that a node is accepted when its parent is."""
+    return _on_knots(table[source, seen_bin(num_seen), length_bin(match_length), depth_bin(depth)], relative_count)
+
+
+def path_acceptance(path_curve: np.ndarray, product: float) -> float:
+    """Probability that a whole path is accepted whose nodes' conditional acceptances have this product.
+
+    Curves never fall, so that what is drafted first does not depend on them.
+    """
+    return _on_knots(path_curve, product)
+
+
+def least_product(path_curve: np.ndarray, probability: float) -> float:
+    """The least product that a curve makes at least this probability of; infinite where there is none."""
+    values, knots = path_curve.astype(np.float64), COUNT_KNOTS.astype(np.float64)
+    k = int(np.searchsorted(values, probability))
+    if k == NUM_KNOTS:
+        return float("inf")
+    if k == 0:
+        return float(probability / values[0] * knots[0])
+    part = (probability - values[k - 1]) / (values[k] - values[k - 1])
+    return float(knots[k - 1] + part * (knots[k] - knots[k - 1]))
+
+
+def _on_knots(curve: np.ndarray, x: float) -> float:
+    """A curve, given at COUNT_KNOTS: linear between them, to the origin below them."""
+    values = curve.astype(np.float64)
+    x = np.float64(np.float32(x))
     if x >= 1:
         return float(values[-1])
     if x < COUNT_KNOTS[0]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from retrieval_pools.budget_curve import BudgetCurve
 from retrieval_pools.calibration import Calibration
-from retrieval_pools.calibration_table import IDENTITY_TABLE, TABLE_SHAPE, upper_bounds
+from retrieval_pools.calibration_table import IDENTITY_PATHS, IDENTITY_TABLE, PATHS_SHAPE, TABLE_SHAPE, upper_bounds
 from retrieval_pools.drafting.state import Index, Preference
 from retrieval_pools.drafting.tree import Variant
 from retrieval_pools.errors import PoolError
@@ -41,6 +41,7 @@ class Pool:
     index : its arrays, read-only; see `drafting.state.Index`.
     settings : how drafts are estimated; those of the manifest unless `with_settings` changed them.
     acceptance_table : float32 `calibration_table.TABLE_SHAPE`, what relative counts are worth.
+    path_curves : float32 `calibration_table.PATHS_SHAPE`, what products along a path are worth.
     fitted_escape : the escape of the pool where the settings name none.
     budgets : what each draft budget gained in the replays of its calibration, where that is known.
     """
@@ -51,6 +52,7 @@ class Pool:
     settings: PoolSettings
     _group_codes: dict[str, int] = field(repr=False)
     acceptance_table: np.ndarray = field(default_factory=lambda: IDENTITY_TABLE, repr=False)
+    path_curves: np.ndarray = field(default_factory=lambda: IDENTITY_PATHS, repr=False)
     fitted_escape: float = DEFAULT_POOL_ESCAPE
     budgets: BudgetCurve | None = field(default=None, repr=False)
 
@@ -114,8 +116,14 @@ class Pool:
     def with_calibration(self, calibration: Calibration | None) -> "Pool":
         """The same texts, whose drafts are estimated as replays found right; None: as if there had been none."""
         if calibration is None:
-            return replace(self, acceptance_table=IDENTITY_TABLE, fitted_escape=DEFAULT_POOL_ESCAPE, budgets=None)
-        fitted = self.with_acceptance_table(calibration.table)
+            return replace(
+                self,
+                acceptance_table=IDENTITY_TABLE,
+                path_curves=IDENTITY_PATHS,
+                fitted_escape=DEFAULT_POOL_ESCAPE,
+                budgets=None,
+            )
+        fitted = self.with_acceptance_table(calibration.table).with_path_curves(calibration.path_curves)
         return replace(fitted, fitted_escape=calibration.pool_escape, budgets=calibration.budgets)
 
     def with_acceptance_table(self, table: np.ndarray) -> "Pool":
@@ -125,6 +133,14 @@ class Pool:
             raise PoolError(f"a table of acceptance has the shape {TABLE_SHAPE}, not {table.shape}.")
         table.flags.writeable = False
         return replace(self, acceptance_table=table)
+
+    def with_path_curves(self, curves: np.ndarray) -> "Pool":
+        """The same texts, whose paths are estimated by other curves: float32 `calibration_table.PATHS_SHAPE`."""
+        curves = np.ascontiguousarray(curves, np.float32)
+        if curves.shape != PATHS_SHAPE:
+            raise PoolError(f"curves of paths have the shape {PATHS_SHAPE}, not {curves.shape}.")
+        curves.flags.writeable = False
+        return replace(self, path_curves=curves)
 
     @cached_property
     def variant(self) -> Variant:
@@ -153,7 +169,7 @@ class Pool:
         escapes = (s.pool_escape or self.fitted_escape, s.previous_escape, s.local_escape)
         limits = (s.max_match_tokens, s.max_local_tokens, s.num_context_lengths)
         options = (*limits, *escapes, s.alternative_weight)
-        return (*options, self.acceptance_table, upper_bounds(self.acceptance_table))
+        return (*options, self.acceptance_table, upper_bounds(self.acceptance_table), self.path_curves)
 
     @cached_property
     def _preferences(self) -> dict[str | None, Preference]:

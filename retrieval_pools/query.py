@@ -12,6 +12,7 @@ from retrieval_pools.drafting.state import (
     MAX_NODES,
     OUT_LOG_ACCEPTANCE,
     OUT_MATCH_LENGTH,
+    OUT_NUM_SEEN,
     OUT_PARENT,
     OUT_RELATIVE_COUNT,
     OUT_SOURCE,
@@ -35,7 +36,8 @@ class Draft:
     parents : int32[n], index of the parent node, -1 for the last token of the context.
     log_acceptance : float32[n], log of the estimated probability that the text goes along the whole path to this node.
     source : int32[n], the source that most of the node's own probability comes from: a code of `sources`.
-    match_length : int32[n], tokens of the longest context that the node's token is known behind, its path included.
+    num_seen : int32[n], how often the longest context that the node's token is known behind was seen.
+    match_length : int32[n], tokens of that context, the node's path included.
     relative_count : float32[n], share of the node's token in what follows its parent, all contexts blended: what the
         pool's calibration makes the node's own probability of.
     """
@@ -63,6 +65,10 @@ class Draft:
     @property
     def source(self) -> np.ndarray:
         return self._rows[OUT_SOURCE]
+
+    @property
+    def num_seen(self) -> np.ndarray:
+        return self._rows[OUT_NUM_SEEN]
 
     @property
     def match_length(self) -> np.ndarray:
@@ -103,7 +109,8 @@ def draft(
     group : the sequence's group; one that the pool does not know counts nothing more (scope "side") or has no texts
         (scope "group"). None: all texts count the same.
     max_nodes : at most this many tokens are drafted, 0 to 64.
-    min_probability : paths estimated to be less likely are not drafted; less than 1/2048 is taken as that.
+    min_probability : paths estimated to be less likely are not drafted, nor those of a product of estimates below
+        1/2048.
     use_prompt, use_output, use_previous : which of the sequence's own texts may be drafted from.
     end_token_id : draft this token where texts are known to end. None: an end takes its share of the probability but is
         not drafted.

@@ -12,7 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from retrieval_pools.calibration_table import IDENTITY_TABLE, conditional_acceptance
+from retrieval_pools.calibration_table import (
+    IDENTITY_PATHS,
+    IDENTITY_TABLE,
+    conditional_acceptance,
+    least_product,
+    path_acceptance,
+)
 from retrieval_pools.pool import DEFAULT_POOL_ESCAPE
 from retrieval_pools.settings import PoolSettings
 from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
@@ -104,6 +110,7 @@ class ReferenceNode:
     parent: int
     probability: float
     source: int
+    num_seen: int
     match_length: int
     relative_count: float
 
@@ -116,6 +123,7 @@ class _Path:
     token: int
     parent: int
     source: int
+    num_seen: int
     match_length: int
     relative_count: float
     levels: list[Level]
@@ -139,13 +147,15 @@ def draft_reference(
     use_previous: bool = True,
     end_token_id: int | None = None,
     table: np.ndarray = IDENTITY_TABLE,
+    path_curves: np.ndarray = IDENTITY_PATHS,
 ) -> list[ReferenceNode]:
     """What `query.draft` gives, with every occurrence counted. Texts are given without START and END.
 
     The frontier keeps no more paths than may still be drafted; the last of a full one says what is not worth asking
     for.
     """
-    min_probability = max(min_probability, MIN_PROBABILITY)
+    path_curve = path_curves[int(bool(use_previous and previous))]
+    min_probability = max(least_product(path_curve, min_probability), MIN_PROBABILITY)
     context = [START, *output]
     levels = pool_levels(texts, settings, context, group)
     if use_prompt:
@@ -178,7 +188,15 @@ def draft_reference(
         depth = depth_of[path.parent] + 1
         depth_of[node] = depth
         nodes.append(
-            ReferenceNode(token_id, path.parent, probability, path.source, path.match_length, path.relative_count)
+            ReferenceNode(
+                token_id,
+                path.parent,
+                path_acceptance(path_curve, probability),
+                path.source,
+                path.num_seen,
+                path.match_length,
+                path.relative_count,
+            )
         )
         levels = None if path.token == END else [level.after(path.token) for level in path.levels]
     return nodes
@@ -195,7 +213,7 @@ def next_paths(
 ) -> Iterator[_Path]:
     """The paths that are one token longer than a parent's at `depth`: every level takes its share of what is left."""
     shares: dict[int, Counter[int]] = {}  # token -> source -> share
-    longest: dict[int, int] = {}  # token -> the longest context that it is known behind
+    longest: dict[int, tuple[int, int]] = {}  # token -> how often the longest context before it was seen; its length
     if probability < least_probability:
         return
     left = 1.0
@@ -217,18 +235,18 @@ def next_paths(
                 left += counted
                 continue
             shares.setdefault(token, Counter())[level.source] += counted
-            longest.setdefault(token, level.length)
+            longest.setdefault(token, (num_seen, level.length))
         one = left * settings.alternative_weight / weight
         for place in level.places:
             if place.alternative != NO_ALTERNATIVE:
                 shares.setdefault(place.alternative, Counter())[level.source] += one * place.weight
-                longest.setdefault(place.alternative, level.length)
+                longest.setdefault(place.alternative, (num_seen, level.length))
                 left -= one * place.weight
     for token, by_source in shares.items():
         source = max(sorted(by_source), key=by_source.__getitem__)
         relative_count = sum(by_source.values())
-        own = conditional_acceptance(table, source, longest[token], depth + 1, relative_count)
-        yield _Path(probability * own, token, parent, source, longest[token], relative_count, levels)
+        own = conditional_acceptance(table, source, *longest[token], depth + 1, relative_count)
+        yield _Path(probability * own, token, parent, source, *longest[token], relative_count, levels)
 
 
 def pool_levels(

@@ -86,7 +86,8 @@ class Nodes:
     Attributes
     ----------
     source : uint8[n], a code of `sources`.
-    match_length : int32[n], tokens of the longest context, path included, that the node continues.
+    num_seen : int32[n], how often the longest context that the node continues was seen.
+    match_length : int32[n], tokens of that context, path included.
     depth : int32[n], 1 for a node that follows the context.
     relative_count : float32[n], share of the node's token among what follows its parent, before calibration.
     log_acceptance : float32[n], the draft's own estimate, for the whole path.
@@ -95,6 +96,7 @@ class Nodes:
     """
 
     source: np.ndarray
+    num_seen: np.ndarray
     match_length: np.ndarray
     depth: np.ndarray
     relative_count: np.ndarray
@@ -121,6 +123,7 @@ class Nodes:
             depth[node] = depth[parent] + 1
         return cls(
             tree.source.astype(np.uint8),
+            tree.num_seen,
             tree.match_length,
             depth[:-1],
             tree.relative_count,
@@ -263,6 +266,7 @@ def accepted_path(tree: Tree, truth: Sequence[int], position: int = 0) -> list[i
 
 _NO_NODES = Nodes(
     source=np.empty(0, np.uint8),
+    num_seen=np.empty(0, np.int32),
     match_length=np.empty(0, np.int32),
     depth=np.empty(0, np.int32),
     relative_count=np.empty(0, np.float32),

@@ -42,7 +42,7 @@ def count_continuations(
             num_seen, escape = float(last), levels.escape[level] / length
         if num_runs == 0:
             continue
-        weight = 0.0
+        weight, num_known = 0.0, num_candidates
         for run in range(num_runs):
             weight += runs.weight[run]
         confidence = num_seen / (num_seen + escape * num_runs)
@@ -60,6 +60,7 @@ def count_continuations(
                 candidates, num_candidates, index, preference, first, last, length, left,
                 left * alternative_weight / weight,
             )  # fmt: skip
+        candidates.num_seen[num_known:num_candidates] = np.int32(num_seen)
     return num_candidates
 
 
@@ -165,7 +166,8 @@ def push_candidates(
             continue
         source = candidates.own_source[c] if candidates.own[c] >= candidates.pool[c] else SOURCE_POOL
         length = candidates.length[c]
-        path = probability * conditional_acceptance(table, source, length, depth + 1, relative_count)
+        num_seen = candidates.num_seen[c]
+        path = probability * conditional_acceptance(table, source, num_seen, length, depth + 1, relative_count)
         if path >= min_probability:
-            size = push_path(frontier, node, size, path, token, node, source, length, relative_count)
+            size = push_path(frontier, node, size, path, token, node, source, num_seen, length, relative_count)
     return size

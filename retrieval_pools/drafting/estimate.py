@@ -2,7 +2,16 @@
 
 import numpy as np
 
-from retrieval_pools.calibration_table import COUNT_KNOTS, DEPTH_BINS, LARGEST_BINNED, LENGTH_BINS, LOWEST_EXPONENT
+from retrieval_pools.calibration_table import (
+    COUNT_KNOTS,
+    DEPTH_BINS,
+    LARGEST_BINNED,
+    LARGEST_SEEN,
+    LENGTH_BINS,
+    LOWEST_EXPONENT,
+    NUM_KNOTS,
+    SEEN_BINS,
+)
 from retrieval_pools.drafting.state import part
 
 # Knots are the floats whose mantissa has one bit at most: the upper bits of a float32 are the number of its knot.
@@ -21,10 +30,16 @@ def most_acceptance(bounds, relative_count):
 
 
 @part
-def conditional_acceptance(table, source, match_length, depth, relative_count):
+def conditional_acceptance(table, source, num_seen, match_length, depth, relative_count):
     """Probability that a node is accepted when its parent is."""
-    values = table[source, LENGTH_BINS[min(match_length, LARGEST_BINNED)], DEPTH_BINS[min(depth, LARGEST_BINNED)]]
-    x = np.float32(relative_count)
+    lengths = table[source, SEEN_BINS[min(num_seen, LARGEST_SEEN)], LENGTH_BINS[min(match_length, LARGEST_BINNED)]]
+    return on_knots(lengths[DEPTH_BINS[min(depth, LARGEST_BINNED)]], relative_count)
+
+
+@part
+def on_knots(values, x):
+    """A curve, given at COUNT_KNOTS."""
+    x = np.float32(x)
     if x >= 1:
         return np.float64(values[values.shape[0] - 1])
     if x < _LOWEST:
@@ -34,3 +49,18 @@ def conditional_acceptance(table, source, match_length, depth, relative_count):
     beyond = (bits & ((1 << _MANTISSA_BITS) - 1)) / float(1 << _MANTISSA_BITS)
     low, high = np.float64(values[k]), np.float64(values[k + 1])
     return low + beyond * (high - low)
+
+
+@part
+def least_product(path_curve, probability):
+    """The least product that a curve makes at least this probability of; infinite where there is none."""
+    k = 0
+    while k < NUM_KNOTS and path_curve[k] < probability:
+        k += 1
+    if k == NUM_KNOTS:
+        return np.inf
+    if k == 0:
+        return probability / np.float64(path_curve[0]) * _LOWEST
+    low, low_knot = np.float64(path_curve[k - 1]), np.float64(COUNT_KNOTS[k - 1])
+    beyond = (probability - low) / (np.float64(path_curve[k]) - low)
+    return low_knot + beyond * (np.float64(COUNT_KNOTS[k]) - low_knot)

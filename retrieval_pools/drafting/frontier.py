@@ -27,7 +27,7 @@ def least_probability(frontier, size, min_probability):
 
 
 @part
-def push_path(frontier, num_drafted, size, probability, token, parent, source, length, relative_count):
+def push_path(frontier, num_drafted, size, probability, token, parent, source, num_seen, length, relative_count):
     """Put a path in its place in a list of `size`; the last one falls out of a full one. Returns the new size.
 
     A node that is drafted stays where it is, even if the path beyond it is as probable and its token smaller.
@@ -45,5 +45,6 @@ def push_path(frontier, num_drafted, size, probability, token, parent, source, l
         k -= 1
     frontier.probability[k], frontier.slots[k] = probability, slot
     frontier.token[slot], frontier.parent[slot] = token, parent
-    frontier.source[slot], frontier.length[slot], frontier.relative_count[slot] = source, length, relative_count
+    frontier.source[slot], frontier.num_seen[slot], frontier.length[slot] = source, num_seen, length
+    frontier.relative_count[slot] = relative_count
     return size

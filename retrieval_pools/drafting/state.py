@@ -17,8 +17,8 @@ MAX_LEVELS = 12
 NUM_CANDIDATES = 1024
 NUM_SLOTS = 2048  # of the hash table from token to candidate; a power of two
 NUM_RUNS = NUM_CANDIDATES  # of next tokens of a level
-NUM_OUTPUTS = 6
-OUT_TOKEN, OUT_PARENT, OUT_LOG_ACCEPTANCE, OUT_SOURCE, OUT_MATCH_LENGTH, OUT_RELATIVE_COUNT = range(NUM_OUTPUTS)
+NUM_OUTPUTS = 7
+OUT_TOKEN, OUT_PARENT, OUT_LOG_ACCEPTANCE, OUT_SOURCE, OUT_NUM_SEEN, OUT_MATCH_LENGTH, OUT_RELATIVE_COUNT = range(7)
 
 
 # How the parts of the query are compiled: each into its caller, since handing the arrays on costs more than most do.
@@ -83,8 +83,8 @@ class Candidates(NamedTuple):
     """Possible next tokens of a node: `total[c]` is the relative count of `token[c]`, `pool[c]` the pool's part of it.
 
     Each own text adds at most once: `own[c]` is the largest such part, `own_source[c]` whose it is. `length[c]` is the
-    longest context that knows the token, the path included. `slots` is a hash table from token to c + 1, `slot_of[c]`
-    the place of c in it.
+    longest context that knows the token, the path included, and `num_seen[c]` how often that was seen. `slots` is a
+    hash table from token to c + 1, `slot_of[c]` the place of c in it.
     """
 
     token: np.ndarray
@@ -93,6 +93,7 @@ class Candidates(NamedTuple):
     own: np.ndarray
     own_source: np.ndarray
     length: np.ndarray
+    num_seen: np.ndarray
     slots: np.ndarray
     slot_of: np.ndarray
 
@@ -117,6 +118,7 @@ class Frontier(NamedTuple):
     parent: np.ndarray
     source: np.ndarray
     length: np.ndarray
+    num_seen: np.ndarray
     relative_count: np.ndarray
 
 
@@ -143,6 +145,7 @@ def new_candidates():
         np.empty(NUM_CANDIDATES, np.float64),
         np.empty(NUM_CANDIDATES, np.uint8),
         np.empty(NUM_CANDIDATES, np.int32),
+        np.empty(NUM_CANDIDATES, np.int32),
         np.zeros(NUM_SLOTS, np.int16),
         np.empty(NUM_CANDIDATES, np.int16),
     )
@@ -159,6 +162,7 @@ def new_frontier(max_nodes):
     """Room for `max_nodes` paths."""
     return Frontier(
         np.empty(max_nodes, np.float64),
+        np.empty(max_nodes, np.int32),
         np.empty(max_nodes, np.int32),
         np.empty(max_nodes, np.int32),
         np.empty(max_nodes, np.int32),

@@ -18,6 +18,7 @@ from numba import boolean, float64, int64, njit, types
 
 from retrieval_pools import calibration_table, sources
 from retrieval_pools.drafting.continuations import count_continuations, push_candidates
+from retrieval_pools.drafting.estimate import least_product, on_knots
 from retrieval_pools.drafting.frontier import least_probability
 from retrieval_pools.drafting.levels import add_own_levels, add_pool_levels, enter_node
 from retrieval_pools.drafting.state import (
@@ -26,6 +27,7 @@ from retrieval_pools.drafting.state import (
     NUM_OUTPUTS,
     OUT_LOG_ACCEPTANCE,
     OUT_MATCH_LENGTH,
+    OUT_NUM_SEEN,
     OUT_PARENT,
     OUT_RELATIVE_COUNT,
     OUT_SOURCE,
@@ -42,12 +44,13 @@ from retrieval_pools.drafting.state import (
 _int32s = types.Array(types.int32, 1, "C", readonly=True)
 _uint8s = types.Array(types.uint8, 1, "C", readonly=True)
 _codes = {8: _uint8s, 16: types.Array(types.uint16, 1, "C", readonly=True)}
-_table = types.Array(types.float32, 4, "C", readonly=True)
+_table = types.Array(types.float32, 5, "C", readonly=True)
 _bounds = types.Array(types.float32, 1, "C", readonly=True)
+_path_curves = types.Array(types.float32, 2, "C", readonly=True)
 _preference_types = (int64, float64, float64, int64, int64)
 _context_types = (_int32s, int64, _int32s, int64, int64)
 _escape_types, _switch_types = (float64, float64, float64), (boolean, boolean, boolean)
-_option_types = (int64, *_escape_types, float64, _table, _bounds, *_switch_types, int64, float64, int64)
+_option_types = (int64, *_escape_types, float64, _table, _bounds, _path_curves, *_switch_types, int64, float64, int64)
 
 
 class Variant(NamedTuple):
@@ -80,6 +83,7 @@ def _draft_tree_of(stamp: int) -> Callable:
         group, inside, outside, num_samples, num_group_samples,
         context_tokens, num_prompt, previous, max_match, max_local_tokens,
         num_context_lengths, pool_escape, previous_escape, local_escape, alternative_weight, table, bounds,
+        path_curves,
         use_previous, use_output, use_prompt, max_nodes, min_probability, end_token_id,
     ):  # fmt: skip
         """The most probable continuations, best first. Flat arguments: unpacking tuples would cost microseconds.
@@ -97,7 +101,8 @@ def _draft_tree_of(stamp: int) -> Callable:
         found = np.empty((NUM_OUTPUTS, max_nodes), np.int32)
         found_floats = found.view(np.float32)
         depths = np.zeros(max_nodes + 1, np.int32)
-        min_probability = max(min_probability, MIN_PROBABILITY)
+        path_curve = path_curves[1 if use_previous else 0]  # products are compared, and said as what they are worth
+        min_probability = max(least_product(path_curve, min_probability), MIN_PROBABILITY)
         draft_end = end_token_id >= 0
         _ = stamp  # see _stamp_of_this_folder
 
@@ -123,8 +128,9 @@ def _draft_tree_of(stamp: int) -> Callable:
             token, parent = frontier.token[slot], frontier.parent[slot]
             is_end = token == END
             found[OUT_TOKEN, num_nodes], found[OUT_PARENT, num_nodes] = end_token_id if is_end else token, parent - 1
-            found_floats[OUT_LOG_ACCEPTANCE, num_nodes] = np.log(probability)
+            found_floats[OUT_LOG_ACCEPTANCE, num_nodes] = np.log(on_knots(path_curve, probability))
             found[OUT_SOURCE, num_nodes] = frontier.source[slot]
+            found[OUT_NUM_SEEN, num_nodes] = frontier.num_seen[slot]
             found[OUT_MATCH_LENGTH, num_nodes] = frontier.length[slot]
             found_floats[OUT_RELATIVE_COUNT, num_nodes] = frontier.relative_count[slot]
             num_nodes += 1

@@ -110,7 +110,7 @@ def test_a_second_night_replays_what_it_wrote_against_the_pool_it_drafted_from(w
     new, changed = calibration.budgets.new, calibration.budgets.changed
     assert 0.4 * num_texts < changed.num_texts <= new.num_texts == num_texts // 2  # every other one is replayed
     assert changed.cells[-1].tokens_per_step > new.cells[-1].tokens_per_step
-    known = [cell for cell in calibration.cells if cell.source == SOURCE_PREVIOUS and cell.length_bin is None]
+    known = [cell for cell in calibration.cells if cell.source == SOURCE_PREVIOUS and cell.seen_bin is None]
     assert known[0].num_accepted > 0.8 * known[0].num_tried > 1_000
 
 

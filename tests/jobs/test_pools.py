@@ -144,6 +144,7 @@ def halving_calibration() -> Calibration:
     cells = [
         CalibrationCell(
             source=source,
+            seen_bin=None,
             length_bin=None,
             depth_bin=None,
             num_tried=10,
@@ -156,7 +157,14 @@ def halving_calibration() -> Calibration:
     held = Reliability(num_texts=35, num_nodes=0, max_nodes=16, min_probability=0.07,
                        expected_calibration_error=0.0, bins=())  # fmt: skip
     return Calibration(
-        pool_escape=1.0, num_texts=70, num_tokens=700, num_nodes=40, cells=cells, reliability=held, uncalibrated=held
+        pool_escape=1.0,
+        num_texts=70,
+        num_tokens=700,
+        num_nodes=40,
+        cells=cells,
+        paths=(),
+        reliability=held,
+        uncalibrated=held,
     )
 
 

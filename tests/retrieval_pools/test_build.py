@@ -121,5 +121,5 @@ def test_every_default_of_the_settings_is_in_the_manifest(tmp_path):
     build(tmp_path / "p", [([1], "")])
     manifest = json.loads((tmp_path / "p" / "manifest.json").read_text())
     assert manifest["settings"]["group_weight"] == 3.0
-    assert manifest["format_version"] == 2
+    assert manifest["format_version"] == 3
     assert set(manifest["arrays"]) == {"tokens", "order", "group_codes", "starts"}

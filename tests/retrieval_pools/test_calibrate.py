@@ -18,18 +18,21 @@ from retrieval_pools.calibrate import (
     NUM_BINS,
     calibrate,
     fit_cells,
+    fit_path,
     num_held_back,
     reliability,
     reliability_bins,
     spread_positions,
 )
-from retrieval_pools.calibration import Calibration, table_of
+from retrieval_pools.calibration import Calibration, paths_of, table_of
 from retrieval_pools.calibration_table import (
     COUNT_KNOTS,
+    IDENTITY_PATHS,
     IDENTITY_TABLE,
     LENGTH_EDGES,
     TABLE_SHAPE,
     conditional_acceptance,
+    path_acceptance,
 )
 from retrieval_pools.replay import DraftOptions, Nodes, ReplayText, pool_steps, replay
 from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
@@ -41,12 +44,14 @@ def invented_nodes(num_nodes: int, acceptance, seed: int = 0, sources=(SOURCE_PO
     """Nodes that are accepted as often as `acceptance(source, match_length, depth, relative_count)` says."""
     rng = np.random.default_rng(seed)
     source = rng.choice(np.array(sources, np.uint8), num_nodes)
+    num_seen = rng.integers(1, 4, num_nodes).astype(np.int32)
     match_length = rng.integers(1, 30, num_nodes).astype(np.int32)
     depth = rng.integers(1, 12, num_nodes).astype(np.int32)
     relative_count = rng.random(num_nodes, np.float32)
     is_accepted = rng.random(num_nodes) < acceptance(source, match_length, depth, relative_count)
     return Nodes(
         source=source,
+        num_seen=num_seen,
         match_length=match_length,
         depth=depth,
         relative_count=relative_count,
@@ -58,7 +63,7 @@ def invented_nodes(num_nodes: int, acceptance, seed: int = 0, sources=(SOURCE_PO
 
 
 def curve(table: np.ndarray, source: int, match_length: int, depth: int) -> np.ndarray:
-    return np.array([conditional_acceptance(table, source, match_length, depth, share) for share in SHARES])
+    return np.array([conditional_acceptance(table, source, 2, match_length, depth, share) for share in SHARES])
 
 
 def test_a_planted_acceptance_is_found_in_every_cell():
@@ -101,7 +106,7 @@ def test_few_nodes_hardly_move_a_curve_and_many_do():
     def acceptance(num_nodes):
         rare = invented_nodes(num_nodes, lambda source, length, depth, count: 1.0 + 0 * count, 1, (SOURCE_POOL,))
         rare = replace(rare, match_length=np.full(num_nodes, 1, np.int32), depth=np.full(num_nodes, 1, np.int32))
-        return conditional_acceptance(table_of(fit_cells(Nodes.joined([usual, rare]))), SOURCE_POOL, 1, 1, 0.5)
+        return conditional_acceptance(table_of(fit_cells(Nodes.joined([usual, rare]))), SOURCE_POOL, 2, 1, 1, 0.5)
 
     found = {num_nodes: acceptance(num_nodes) for num_nodes in (1, 200, 20_000)}
     assert found[1] < 0.55 < found[200] < found[20_000]
@@ -119,15 +124,43 @@ def test_only_nodes_behind_accepted_parents_count():
 def test_cells_count_what_they_are_made_of_and_are_surer_with_more():
     nodes = invented_nodes(30_000, lambda source, length, depth, count: count)
     cells = fit_cells(nodes)
-    for levels in ((True, True), (False, True), (False, False)):
-        level = [cell for cell in cells if (cell.length_bin is None, cell.depth_bin is None) == levels]
+    for num_bins in range(4):
+        level = [cell for cell in cells if num_known_bins(cell) == num_bins]
         assert sum(cell.num_tried for cell in level) == 30_000
         assert sum(cell.num_accepted for cell in level) == int(nodes.is_accepted.sum())
     middle = np.searchsorted(COUNT_KNOTS, 0.5)
     error_of = {
-        (cell.length_bin, cell.depth_bin): cell.standard_errors[middle] for cell in cells if cell.source == SOURCE_POOL
+        (cell.seen_bin, cell.length_bin, cell.depth_bin): cell.standard_errors[middle]
+        for cell in cells
+        if cell.source == SOURCE_POOL
     }
-    assert error_of[None, None] < error_of[1, None] < error_of[1, 1]
+    assert error_of[None, None, None] < error_of[1, None, None] < error_of[1, 1, None] < error_of[1, 1, 1]
+
+
+def num_known_bins(cell) -> int:
+    return sum(number is not None for number in (cell.seen_bin, cell.length_bin, cell.depth_bin))
+
+
+def products(num_nodes: int, acceptance, seed: int = 0) -> Nodes:
+    """Nodes whose paths are accepted as often as `acceptance(product)` says."""
+    nodes = invented_nodes(num_nodes, lambda source, length, depth, count: count, seed)
+    is_accepted = np.random.default_rng(seed + 1).random(num_nodes) < acceptance(nodes.relative_count)
+    return replace(nodes, log_acceptance=np.log(nodes.relative_count + 1e-9), is_accepted=is_accepted)
+
+
+def test_a_path_is_worth_what_the_share_of_such_paths_was():
+    found = fit_path(products(100_000, np.sqrt), True)
+    curve = paths_of((found,))[1]
+    for product in SHARES:
+        assert path_acceptance(curve, product) == pytest.approx(np.sqrt(product), abs=0.03)
+    assert (np.diff(found.values) >= 0).all() and found.values[0] > 0 and found.values[-1] < 1
+
+
+def test_few_paths_leave_products_as_they_are():
+    assert np.allclose(fit_path(products(5, lambda product: 1.0 + 0 * product), False).values, COUNT_KNOTS, atol=0.03)
+    nothing = fit_path(products(5, np.sqrt).where(np.zeros(5, bool)), False)
+    assert np.allclose(nothing.values, COUNT_KNOTS, atol=2e-4)
+    assert np.array_equal(paths_of(()), IDENTITY_PATHS)
 
 
 def test_bins_are_those_of_a_plain_loop():

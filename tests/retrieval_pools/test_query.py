@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from retrieval_pools.build import PoolText, build_pool
-from retrieval_pools.calibration_table import TABLE_SHAPE
+from retrieval_pools.calibration_table import PATHS_SHAPE, TABLE_SHAPE
 from retrieval_pools.drafting.tree import Variant
 from retrieval_pools.query import compiled_query, draft
 from retrieval_pools.reference import ReferenceText, draft_reference
@@ -79,22 +79,23 @@ def cases(draw):
     group = draw(st.sampled_from([None, "a", "b", "unknown"]))
     seed = draw(st.sampled_from([None, 0, 1, 2]))  # None: the identity
     table = None if seed is None else np.sort(np.random.default_rng(seed).random(TABLE_SHAPE, np.float32))
-    return texts, options, draw(TOKENS), draw(TOKENS), previous, group, call, table
+    paths = None if seed is None else np.sort(np.random.default_rng(seed + 9).random(PATHS_SHAPE, np.float32))
+    return texts, options, draw(TOKENS), draw(TOKENS), previous, group, call, (table, paths)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
 def test_query_drafts_what_the_reference_drafts(tmp_path_factory, case):
-    *case, table = case
+    *case, (table, path_curves) = case
     texts, options, prompt, output, previous, group, call = case
     rows, groups, entities = zip(*texts, strict=True) if texts else ((), (), ())
     pool = pool_of(tmp_path_factory.mktemp("pool") / "p", rows, options, groups, entities)
     if table is not None:
-        pool = pool.with_acceptance_table(table)
+        pool = pool.with_acceptance_table(table).with_path_curves(path_curves)
     tree = draft(pool, ids(prompt + output), len(prompt), None if previous is None else ids(previous), group, **call)
     reference = draft_reference(
         [ReferenceText(*text) for text in texts], options, prompt, output, previous, group, table=pool.acceptance_table,
-        **call,
+        path_curves=pool.path_curves, **call,
     )  # fmt: skip
     found = paths(rows_of(tree))
     expected = paths((n.token_id, n.parent, n.probability, n.source) for n in reference)

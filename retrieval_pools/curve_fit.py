@@ -1,0 +1,100 @@
+"""Curves through what became of drafted nodes: least squares on knots, held to a coarser curve, never falling.
+
+Knows what a cell is by its number alone.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from sklearn.isotonic import isotonic_regression
+
+from retrieval_pools.calibration_table import COUNT_KNOTS, NUM_KNOTS
+
+LEAST_ACCEPTANCE, MOST_ACCEPTANCE = 1e-4, 0.9999  # nothing is impossible, nothing certain: paths keep an order
+IDENTITY = COUNT_KNOTS.astype(np.float64)
+
+
+@dataclass(frozen=True)
+class KnotCounts:
+    """What least squares needs of the nodes of each cell; the last axis of the first four are knots.
+
+    A node between two knots belongs to each by its nearness b: `weight` is the sum of b_k b_k at a knot, `coupling` of
+    b_k b_{k+1}, `outcome` of b_k over accepted nodes, `nearness` of b_k. `num_tried` and `num_accepted` are counts.
+    """
+
+    weight: np.ndarray
+    coupling: np.ndarray
+    outcome: np.ndarray
+    nearness: np.ndarray
+    num_tried: np.ndarray
+    num_accepted: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        estimates: np.ndarray,
+        is_accepted: np.ndarray,
+        counts_for: np.ndarray,
+        cell: np.ndarray,
+        shape: tuple[int, ...],
+    ) -> "KnotCounts":
+        """Counts of nodes.
+
+        Parameters
+        ----------
+        estimates : float[n], what the curves are over.
+        is_accepted : bool[n].
+        counts_for : float64[n], how much each node counts.
+        cell : int64[n], the cell of each.
+        shape : of the cells; they are numbered as its places are.
+        """
+        num_cells = int(np.prod(shape))
+        below = np.clip(np.searchsorted(IDENTITY, estimates, side="right") - 1, 0, NUM_KNOTS - 2)
+        upper = np.clip((estimates - IDENTITY[below]) / (IDENTITY[below + 1] - IDENTITY[below]), 0.0, 1.0)
+        lower = 1.0 - upper
+        at = cell * NUM_KNOTS + below
+        accepted = is_accepted.astype(np.float64)
+
+        def summed(index: np.ndarray, values: np.ndarray) -> np.ndarray:
+            return np.bincount(index, values * counts_for, num_cells * NUM_KNOTS).reshape(*shape, NUM_KNOTS)
+
+        return cls(
+            weight=summed(at, lower * lower) + summed(at + 1, upper * upper),
+            coupling=summed(at, lower * upper),
+            outcome=summed(at, lower * accepted) + summed(at + 1, upper * accepted),
+            nearness=summed(at, lower) + summed(at + 1, upper),
+            num_tried=np.bincount(cell, minlength=num_cells).reshape(shape),
+            num_accepted=np.bincount(cell, accepted, num_cells).reshape(shape),
+        )
+
+    def summed(self, axes: tuple[int, ...]) -> "KnotCounts":
+        """The counts of coarser cells."""
+        return KnotCounts(**{name: values.sum(axes) for name, values in vars(self).items()})
+
+    def curves(self, coarser: np.ndarray, prior_nodes: float) -> np.ndarray:
+        """Least squares through the nodes, each knot held to the coarser curve; then made nondecreasing.
+
+        Parameters
+        ----------
+        coarser : float64[..., num knots], or what broadcasts to it: what holds for a cell without nodes.
+        prior_nodes : how many nodes at each knot that counts for.
+
+        Returns
+        -------
+        float64[..., num knots]
+        """
+        coarser = np.broadcast_to(coarser, self.weight.shape)
+        curves, cells = coarser.copy(), np.nonzero(self.num_tried)
+        knots = np.arange(NUM_KNOTS)
+        matrix = np.zeros((len(cells[0]), NUM_KNOTS, NUM_KNOTS))
+        matrix[:, knots, knots] = self.weight[cells] + prior_nodes
+        matrix[:, knots[:-1], knots[1:]] = matrix[:, knots[1:], knots[:-1]] = self.coupling[cells][:, :-1]
+        free = np.linalg.solve(matrix, (self.outcome[cells] + prior_nodes * coarser[cells])[..., None])[..., 0]
+        for cell, values in zip(zip(*cells, strict=True), free, strict=True):
+            rising = isotonic_regression(values, sample_weight=self.weight[cell] + prior_nodes)
+            curves[cell] = np.clip(rising, LEAST_ACCEPTANCE, MOST_ACCEPTANCE)
+        return curves
+
+    def standard_errors(self, curves: np.ndarray, prior_nodes: float) -> np.ndarray:
+        """Deviations of a beta distribution of the counts near each knot."""
+        return np.sqrt(curves * (1.0 - curves) / (self.nearness + prior_nodes + 1.0))
