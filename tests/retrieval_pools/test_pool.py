@@ -38,10 +38,10 @@ def test_other_tokenizer_is_refused_with_the_command_that_rebuilds(folder):
         Pool.open(folder, "t2")
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, None, "2"])
+@pytest.mark.parametrize("version", [0, 1, 2, 4, None, "3"])
 def test_other_format_is_refused(folder, version):
     change_manifest(folder, format_version=version)
-    with pytest.raises(PoolError, match=r"is a pool of format .*expects 2.*laserbatch pools rebuild"):
+    with pytest.raises(PoolError, match=r"is a pool of format .*expects 3.*laserbatch pools rebuild"):
         Pool.open(folder)
 
 
