@@ -97,7 +97,8 @@ def _build(night: Night, side: Side, run_texts: RunTexts, router: Router, folder
 
 def _summary(calibration: Calibration, calibration_s: float) -> dict[str, Any]:
     """What the report shows of a calibration: all but its curves."""
-    return calibration.model_dump(mode="json", exclude={"cells", "budgets"}) | {"calibration_s": calibration_s}
+    curves = {"cells", "paths", "budgets"}
+    return calibration.model_dump(mode="json", exclude=curves) | {"calibration_s": calibration_s}
 
 
 def _previous_pool(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | None:
