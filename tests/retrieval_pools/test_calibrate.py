@@ -149,7 +149,7 @@ def products(num_nodes: int, acceptance, seed: int = 0) -> Nodes:
 
 
 def test_a_path_is_worth_what_the_share_of_such_paths_was():
-    found = fit_path(products(100_000, np.sqrt), True)
+    found = fit_path(products(200_000, np.sqrt), True)
     curve = paths_of((found,))[1]
     for product in SHARES:
         assert path_acceptance(curve, product) == pytest.approx(np.sqrt(product), abs=0.03)
@@ -260,6 +260,18 @@ def test_the_same_texts_give_the_same_calibration_also_from_json(pool, documents
     assert calibrate(pool.with_calibration(calibration), documents[:200]) == calibration  # starts anew
     again = Calibration.model_validate_json(calibration.model_dump_json())
     assert again == calibration and np.array_equal(again.table, calibration.table)
+
+
+def test_paths_of_texts_with_an_earlier_one_have_a_curve_of_their_own(pool, documents, calibration):
+    without, with_previous = calibration.paths
+    assert without.num_nodes > without.num_accepted > 0 == with_previous.num_nodes
+    assert np.allclose(calibration.path_curves[1], COUNT_KNOTS, atol=2e-4)
+    half = [replace(one, previous_ids=one.text_ids) if k % 3 else one for k, one in enumerate(documents[:120])]
+    without, with_previous = calibrate(pool, half).paths
+    assert without.num_nodes > 0 and with_previous.num_accepted > 0.9 * with_previous.num_nodes  # they did not change
+    assert with_previous.values[-2] > COUNT_KNOTS[-2] and min(np.diff(with_previous.values)) >= 0
+    unused = calibrate(pool, half, DraftOptions(use_previous=False)).paths[1]
+    assert unused.num_nodes == 0
 
 
 def test_one_text_is_refused(pool, documents):
