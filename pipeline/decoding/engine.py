@@ -134,10 +134,12 @@ class Engine:
         try:
             moves = self._forward_and_verify(fed, verifier)
         except Exception as error:
-            self._free_memory()
             if is_out_of_memory(error) and len(batch.live) > 1:
                 batch.preempt(len(batch.live) // 2)
+                self.store.drop_unused()
+                self._free_memory()
                 return {}
+            self._free_memory()
             logger.warning("a step of %d sequences failed (%s); trying them one at a time", len(fed), error)
             return self._step_one_by_one(fed, verifier, on_event)
         return self._commit_all(moves, on_event)

@@ -69,6 +69,9 @@ class KVCache(Protocol):
     def erase(self, row: int) -> None:
         """Forget a live row's keys and values, since they are not finite: nobody may share them or read over them."""
 
+    def drop_unused(self) -> None:
+        """Give all memory back if no live row has a token in it: after a first forward that it was too much for."""
+
     def flat_index(self, rows: np.ndarray, slots: np.ndarray, num_kv_heads: int) -> np.ndarray:
         """Where `write` puts tokens, int64, for rows and slots int64[num_tokens]."""
 

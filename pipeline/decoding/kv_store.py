@@ -172,6 +172,13 @@ class KVStore:
             cache.keys[row].zero_()
             cache.values[row].zero_()
 
+    def drop_unused(self) -> None:
+        """Give all memory back if no live row has a token in it: after a first forward that it was too much for."""
+        if not self.committed.any():
+            self.layers.clear()
+            self.num_rows = int(np.flatnonzero(self._live).max(initial=-1)) + 1
+            self._prefixes = [np.empty(0, np.int32)] * self.max_rows
+
     def flat_index(self, rows: np.ndarray, slots: np.ndarray, num_kv_heads: int) -> np.ndarray:
         """Where `write` puts tokens: int64[num_kv_heads * num_tokens] for rows and slots int64[num_tokens]."""
         heads = np.arange(num_kv_heads)[:, None]

@@ -2,8 +2,8 @@
 
 A sequence holds a list of slots in text order, anywhere in memory. Committing an accepted branch keeps its slots; those
 of the rejected nodes are free again. A prompt's prefix is computed once: sequences that share it name the same slots,
-which are counted, not copied. Prompts of sequences that ended stay shareable until their place is needed, the least
-recently used going first. Memory grows by doubling, up to a bound.
+which are counted, not copied. Prompts of sequences that ended stay shareable until their place is needed, those that
+ended first going first (what a later one shared with them stays with it). Memory grows by doubling, up to a bound.
 
 Knows nothing of models, tokens' meaning, or drafts. Keys and values are shaped by the first write to each layer.
 """
@@ -66,7 +66,7 @@ class TokenStore:
         self.num_free = 0
         self._reserved = np.empty(0, np.int32)  # taken off the stack for a forward
         self._prefixes: dict[int, _Prefix] = {}  # of live rows
-        self._ended: list[_Prefix] = []  # of rows that ended, the most recently used last
+        self._ended: list[_Prefix] = []  # of rows that ended, the last to end last
 
     @property
     def num_live_rows(self) -> int:
@@ -88,7 +88,6 @@ class TokenStore:
         if self._live.all() or not self._expects_room(num_expected - num_held):
             return None
         row = int(np.flatnonzero(~self._live)[0])
-        self._touch(donor)
         self._live[row] = True
         self._expected[row] = num_expected
         self._widen_table(shared)
@@ -172,6 +171,14 @@ class TokenStore:
         self._forget(self._prefixes[row])
         self._prefixes[row] = _NO_PREFIX
 
+    def drop_unused(self) -> None:
+        """Give all memory back if no live row has a token in it: after a first forward that it was too much for."""
+        if not self._row_counts.any():
+            self._ended.clear()
+            self.layers.clear()
+            self.capacity = self.num_free = 0
+            self._row_counts = self._prefix_counts = self._free = self._reserved = np.empty(0, np.int32)
+
     def flat_index(self, rows: np.ndarray, slots: np.ndarray, num_kv_heads: int) -> np.ndarray:
         """Where `write` puts tokens: int64[num_tokens], their slots."""
         return slots
@@ -208,12 +215,6 @@ class TokenStore:
                 if length > best and length >= MIN_SHARED_TOKENS:
                     best, donor = length, prefix
         return best, donor
-
-    def _touch(self, prefix: _Prefix) -> None:
-        for at, ended in enumerate(self._ended):
-            if ended is prefix:
-                self._ended.append(self._ended.pop(at))
-                return
 
     def _forget(self, prefix: _Prefix) -> None:
         """Free the slots that only this prefix still held."""

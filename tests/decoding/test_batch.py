@@ -17,6 +17,7 @@ from pipeline.decoding.batch import Batch, Concurrency, RequestLimits
 from pipeline.decoding.engine import GenerationFailure, GenerationRequest
 from pipeline.decoding.kv_store import KVStore
 from pipeline.decoding.token_store import TokenStore
+from pipeline.decoding.token_tree import EMPTY_TREE
 from pipeline.decoding.verifiers import Greedy, Relaxed
 
 MODEL = tiny_model()
@@ -97,12 +98,15 @@ def test_the_youngest_are_preempted_and_come_back_first():
     assert list(batch.admit()) == [] and len(batch.live) == 4
     batch.finish(batch.live[0])
     assert list(batch.admit()) == []  # the fifth request is the youngest now, and has the lowest row
+    batch.live[-1].append(EMPTY_TREE, np.empty(0, np.int64), 50)  # the fourth has written a token
     names = [s.request.request_id for s in batch.preempt(2)]
     assert names == ["3", "4"] and [s.request.request_id for s in batch.live] == ["1", "2"]
     assert list(batch.admit()) == [] and len(batch.live) == 2  # no more than memory was found to hold
     batch.finish(batch.live[0])
     assert list(batch.admit()) == []
     assert sorted(s.request.request_id for s in batch.live) == ["2", "3"]
+    back = next(s for s in batch.live if s.request.request_id == "3")
+    assert back.output_ids.tolist() == [50]
     batch.close()
     assert store.num_live_rows == 0
 
@@ -140,25 +144,42 @@ def test_a_forward_that_runs_out_of_memory_is_done_by_fewer(kv_cache, caplog):
     assert caplog.text.count("going on with") == 1
 
 
+def refuse_large_tensors(monkeypatch, most_bytes: int) -> list[tuple]:
+    """Have the caches find no memory for a larger tensor; the sizes that were refused, as they happen."""
+    zeros = torch.Tensor.new_zeros
+    refused = []
+
+    def new_zeros(self, *size, **kwargs):
+        found = zeros(self, *size, **kwargs)
+        if found.dim() > 2 and found.numel() * 4 > most_bytes:
+            refused.append(tuple(size))
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate some bytes")
+        return found
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
+    return refused
+
+
 @pytest.mark.parametrize(("store_type", "most_bytes"), [(KVStore, 80_000), (TokenStore, 8_000)])
 def test_memory_that_cannot_be_had_lowers_concurrency(store_type, most_bytes, monkeypatch, caplog):
     kv_cache = "rows" if store_type is KVStore else "tokens"
     engine = optimist(tiny_engine(MODEL, batch_size=8, kv_cache=kv_cache, max_prefill_tokens=16, max_draft_tokens=0))
     monkeypatch.setattr("pipeline.decoding.token_store.GROWTH_STEP", 16)
-    zeros = torch.Tensor.new_zeros
-    failed = []
-
-    def new_zeros(self, *size, **kwargs):
-        found = zeros(self, *size, **kwargs)
-        if found.dim() > 2 and found.numel() * 4 > most_bytes:
-            failed.append(tuple(size))
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate some bytes")
-        return found
-
-    monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
+    failed = refuse_large_tensors(monkeypatch, most_bytes)
     assert texts_of(engine.generate(requests_for(PROMPTS, MAX_NEW))) == dict(enumerate(EXPECTED))
     assert failed and engine.store.max_tokens <= 4 * 256
     assert "cannot be had" in caplog.text
+
+
+@pytest.mark.parametrize("kv_cache", ["rows", "tokens"])
+def test_a_first_forward_that_memory_is_too_small_for_is_done_by_fewer(kv_cache, monkeypatch):
+    engine = tiny_engine(MODEL, batch_size=8, kv_cache=kv_cache, max_draft_tokens=0)
+    monkeypatch.setattr("pipeline.decoding.token_store.GROWTH_STEP", 16)
+    most_bytes = 3 * 256 * 64 if kv_cache == "rows" else 48 * 64
+    failed = refuse_large_tensors(monkeypatch, most_bytes)
+    prompts = [np.full(12, 20 + i, np.int32) for i in range(8)]  # none waits for another
+    assert texts_of(engine.generate(requests_for(prompts, 6))) == dict(enumerate(plain_texts(MODEL, prompts, 6)))
+    assert failed and failed[0][0] >= (8 if kv_cache == "rows" else 96) and engine.store.num_live_rows == 0
 
 
 def test_a_text_for_which_memory_cannot_be_had_fails_alone(monkeypatch):
