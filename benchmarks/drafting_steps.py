@@ -1,8 +1,7 @@
-"""How long the drafts of one engine step take: one draft for each of many sequences, on one thread or more."""
+"""How long the drafts of one engine step take: one call for many sequences, on one thread or more."""
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +10,7 @@ from drafting_corpora import Document
 from drafting_peers import MIN_PROBABILITY
 
 from retrieval_pools.pool import Pool
-from retrieval_pools.query import draft
+from retrieval_pools.query import draft_batch
 
 NUM_SEQUENCES = 64
 NUM_THREADS = (1, 2)
@@ -40,28 +39,21 @@ def live_sequences(documents: Sequence[Document], seed: int) -> list[LiveSequenc
 def measure_steps(
     pool: Pool, sequences: Sequence[LiveSequence], max_nodes: int, num_repetitions: int
 ) -> dict[int, Spread]:
-    """Milliseconds of a step by number of threads, which take turns; every thread drafts for its share of sequences."""
-
-    def draft_for(share: Sequence[LiveSequence]) -> None:
-        for one in share:
-            draft(
+    """Milliseconds of a step, one call for all sequences, by number of threads, which take turns."""
+    contexts = [one.context for one in sequences]
+    num_prompts = [one.num_prompt for one in sequences]
+    times: dict[int, list[float]] = {num_threads: [] for num_threads in NUM_THREADS}
+    for _ in range(num_repetitions):
+        for num_threads, found in times.items():
+            start_s = time.perf_counter()
+            draft_batch(
                 pool,
-                one.context,
-                one.num_prompt,
+                contexts,
+                num_prompts,
                 max_nodes=max_nodes,
                 min_probability=MIN_PROBABILITY,
                 use_previous=False,
+                num_threads=num_threads,
             )
-
-    times: dict[int, list[float]] = {num_threads: [] for num_threads in NUM_THREADS}
-    with ThreadPoolExecutor(max(NUM_THREADS)) as threads:
-        for _ in range(num_repetitions):
-            for num_threads, found in times.items():
-                shares = [sequences[first::num_threads] for first in range(num_threads)]
-                start_s = time.perf_counter()
-                if num_threads == 1:
-                    draft_for(sequences)
-                else:
-                    list(threads.map(draft_for, shares))
-                found.append((time.perf_counter() - start_s) * 1e3)
+            found.append((time.perf_counter() - start_s) * 1e3)
     return {num_threads: Spread.of(found) for num_threads, found in times.items()}

@@ -12,7 +12,7 @@ import numpy as np
 from retrieval_pools.budget_curve import BudgetCurve
 from retrieval_pools.calibration import Calibration
 from retrieval_pools.calibration_table import IDENTITY_PATHS, IDENTITY_TABLE, PATHS_SHAPE, TABLE_SHAPE, upper_bounds
-from retrieval_pools.drafting.state import Index, Preference
+from retrieval_pools.drafting.state import EVERYONE, UNKNOWN, Index
 from retrieval_pools.drafting.tree import Variant
 from retrieval_pools.errors import PoolError
 from retrieval_pools.manifest import (
@@ -153,39 +153,20 @@ class Pool:
         """What `query.draft` remembers of how texts begin."""
         return {}
 
-    @cached_property
-    def index_arguments(self) -> tuple:
-        """The first arguments of `drafting.tree`."""
-        return tuple(self.index)
-
-    def preference_arguments(self, group: str | None) -> Preference:
-        """How much the occurrences of each group count for a sequence of `group`."""
-        return self._preferences.get(group, self._preference_for_unknown)
+    def group_code(self, group: str | None) -> int:
+        """A group as `drafting.tree` knows it: `drafting.state.EVERYONE` for none, UNKNOWN for one without texts."""
+        return EVERYONE if group is None else self._group_codes.get(group, UNKNOWN)
 
     @cached_property
-    def option_arguments(self) -> tuple:
-        """The arguments of `drafting.tree` that follow the context."""
+    def query_arguments(self) -> tuple:
+        """The first arguments of `drafting.tree`: all that it needs to know of a pool, its groups' weights among it."""
         s = self.settings
-        escapes = (s.pool_escape or self.fitted_escape, s.previous_escape, s.local_escape)
+        inside, outside, of_unknown = (1.0, 0.0, 0.0) if s.scope == "group" else (s.group_weight, 1.0, 1.0)
+        weights = (inside, outside, of_unknown, s.num_samples, s.num_group_samples)
         limits = (s.max_match_tokens, s.max_local_tokens, s.num_context_lengths)
-        options = (*limits, *escapes, s.alternative_weight)
-        return (*options, self.acceptance_table, upper_bounds(self.acceptance_table), self.path_curves)
-
-    @cached_property
-    def _preferences(self) -> dict[str | None, Preference]:
-        everyone = self._preference(0, 1.0, 1.0)
-        inside, outside = (1.0, 0.0) if self.settings.scope == "group" else (self.settings.group_weight, 1.0)
-        return {None: everyone} | {
-            name: self._preference(code, inside, outside) for name, code in self._group_codes.items()
-        }
-
-    @cached_property
-    def _preference_for_unknown(self) -> Preference:
-        counts = 0.0 if self.settings.scope == "group" else 1.0
-        return self._preference(0, counts, counts)
-
-    def _preference(self, code: int, inside: float, outside: float) -> Preference:
-        return Preference(code, inside, outside, self.settings.num_samples, self.settings.num_group_samples)
+        escapes = (s.pool_escape or self.fitted_escape, s.previous_escape, s.local_escape)
+        tables = (self.acceptance_table, upper_bounds(self.acceptance_table), self.path_curves)
+        return (*self.index, *weights, *limits, *escapes, s.alternative_weight, *tables)
 
 
 def _check_arrays_fit(folder: Path, manifest: PoolManifest, index: Index) -> None:

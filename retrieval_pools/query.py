@@ -1,15 +1,25 @@
-"""Drafting for one sequence: the call that the engine makes once a step.
+"""Drafting for one sequence or for all of a step: the call that the engine makes once a step.
 
 Compiles the query when it is first needed (once a machine: numba caches it on disk) and hands it flat arrays. Knows
 nothing of models, tokens' meaning, or how drafts are verified.
 """
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
 
 from retrieval_pools.drafting.state import (
+    CONTEXT_BEGIN,
+    CONTEXT_END,
+    GROUP,
+    MAX_DEPTH,
     MAX_NODES,
+    NUM_NODES,
+    NUM_OUTPUTS,
+    NUM_PROMPT,
+    NUM_SEQUENCE_COLUMNS,
     OUT_LOG_ACCEPTANCE,
     OUT_MATCH_LENGTH,
     OUT_NUM_SEEN,
@@ -17,11 +27,15 @@ from retrieval_pools.drafting.state import (
     OUT_RELATIVE_COUNT,
     OUT_SOURCE,
     OUT_TOKEN,
+    PREVIOUS_BEGIN,
+    PREVIOUS_END,
 )
-from retrieval_pools.drafting.tree import compile_draft_tree
+from retrieval_pools.drafting.tree import compile_draft_trees
 from retrieval_pools.pool import EMPTY_POOL, Pool
 
 MAX_FIRST_DRAFTS = 4096  # remembered of a pool
+SHARE = 8  # sequences that a thread drafts at a time; fewer take less time than it takes to wake up
+UNLIMITED_DEPTH = MAX_NODES
 _NO_TOKENS = np.empty(0, np.int32)
 
 
@@ -79,7 +93,7 @@ class Draft:
         return self._rows[OUT_RELATIVE_COUNT].view(np.float32)
 
 
-compiled_query = cache(compile_draft_tree)  # compiled when it is first needed
+compiled_query = cache(compile_draft_trees)  # compiled when it is first needed
 
 
 def draft(
@@ -95,6 +109,7 @@ def draft(
     use_output: bool = True,
     use_previous: bool = True,
     end_token_id: int | None = None,
+    max_depth: int = UNLIMITED_DEPTH,
 ) -> Draft:
     """What a sequence is likely to go on with. Deterministic; safe to call from several threads; frees the GIL.
 
@@ -114,6 +129,7 @@ def draft(
     use_prompt, use_output, use_previous : which of the sequence's own texts may be drafted from.
     end_token_id : draft this token where texts are known to end. None: an end takes its share of the probability but is
         not drafted.
+    max_depth : at most so many tokens follow each other.
 
     Raises
     ------
@@ -125,42 +141,122 @@ def draft(
     if not 0 <= num_prompt <= len(context):
         raise ValueError(f"num_prompt is {num_prompt}; the context has {len(context)} tokens")
     pool = EMPTY_POOL if pool is None else pool
-    use_previous = use_previous and previous is not None and len(previous) > 0
-    if num_prompt < len(context) or use_previous:
-        own = use_previous, use_output, use_prompt
-        known = _int32_row(context), num_prompt, _int32_row(previous) if use_previous else _NO_TOKENS
-        return _draft(pool, group, known, own, max_nodes, min_probability, end_token_id)
+    previous = _int32_row(previous) if use_previous and previous is not None else _NO_TOKENS
+    options = use_output, use_prompt, max_nodes, min_probability, -1 if end_token_id is None else end_token_id
+    if num_prompt < len(context) or len(previous):
+        return _draft_one(pool, _int32_row(context), num_prompt, previous, group, max_depth, options)
     # How texts begin depends on nothing else where there is no earlier one: drafted once, then remembered.
-    asked = group, max_nodes, min_probability, end_token_id
+    asked = group, max_depth, *options[2:]
     found = pool.first_drafts.get(asked)
     if found is None:
-        found = _draft(pool, group, (_NO_TOKENS, 0, _NO_TOKENS), (False, False, False), *asked[1:])
+        found = _draft_one(pool, _NO_TOKENS, 0, _NO_TOKENS, group, max_depth, options)
         if len(pool.first_drafts) < MAX_FIRST_DRAFTS:
             pool.first_drafts[asked] = found
     return found
 
 
-def _draft(
-    pool: Pool,
-    group: str | None,
-    known: tuple[np.ndarray, int, np.ndarray],
-    own: tuple[bool, bool, bool],
-    max_nodes: int,
-    min_probability: float,
-    end_token_id: int | None,
-) -> Draft:
-    rows = compiled_query(pool.variant)(
-        *pool.index_arguments,
-        *pool.preference_arguments(group),
-        *known,
-        *pool.option_arguments,
-        *own,
-        max_nodes,
-        min_probability,
-        -1 if end_token_id is None else end_token_id,
-    )
-    rows.flags.writeable = False  # it may be remembered
-    return Draft(rows)
+def draft_batch(
+    pool: Pool | None,
+    contexts: Sequence[np.ndarray],
+    num_prompts: Sequence[int],
+    previous: Sequence[np.ndarray | None] | None = None,
+    groups: Sequence[str | None] | None = None,
+    max_depths: Sequence[int] | None = None,
+    *,
+    max_nodes: int = 16,
+    min_probability: float = 0.02,
+    use_prompt: bool = True,
+    use_output: bool = True,
+    use_previous: bool = True,
+    end_token_id: int | None = None,
+    num_threads: int = 1,
+) -> list[Draft]:
+    """What `draft` says of each of many sequences, asked at once: a step of the engine.
+
+    Parameters
+    ----------
+    contexts, num_prompts, previous, groups, max_depths : one of each for every sequence, as `draft` takes them; None:
+        what is its default there, for all of them.
+    num_threads : threads that draft side by side, the caller's among them; fewer where there are few sequences.
+
+    Raises
+    ------
+    ValueError
+        As `draft`, or there is not one of each for every sequence.
+    """
+    num_sequences = len(contexts)
+    previous = [None] * num_sequences if previous is None or not use_previous else previous
+    groups = [None] * num_sequences if groups is None else groups
+    max_depths = [UNLIMITED_DEPTH] * num_sequences if max_depths is None else max_depths
+    numbers = list(map(len, (contexts, num_prompts, previous, groups, max_depths)))
+    if len(set(numbers)) > 1:
+        raise ValueError(f"contexts, num_prompts, previous, groups, max_depths are {numbers}; as many of each expected")
+    if not 0 <= max_nodes <= MAX_NODES:
+        raise ValueError(f"max_nodes is {max_nodes}; a tree has 0 to {MAX_NODES} nodes")
+    pool = EMPTY_POOL if pool is None else pool
+    sequences = np.zeros((num_sequences, NUM_SEQUENCE_COLUMNS), np.int64)
+    packed_contexts = _pack(contexts, sequences[:, CONTEXT_BEGIN : CONTEXT_END + 1])
+    packed_previous = _pack(previous, sequences[:, PREVIOUS_BEGIN : PREVIOUS_END + 1])
+    sequences[:, NUM_PROMPT] = num_prompts
+    sequences[:, GROUP] = list(map(pool.group_code, groups))
+    sequences[:, MAX_DEPTH] = max_depths
+    num_written = sequences[:, CONTEXT_END] - sequences[:, CONTEXT_BEGIN] - sequences[:, NUM_PROMPT]
+    if num_sequences and (num_written.min() < 0 or sequences[:, NUM_PROMPT].min() < 0):
+        raise ValueError(f"num_prompts are {list(num_prompts)}; the contexts have {list(map(len, contexts))} tokens")
+    is_first = (num_written == 0) & (sequences[:, PREVIOUS_BEGIN] == sequences[:, PREVIOUS_END])
+    sequences[is_first, MAX_DEPTH] = 0  # these are remembered by `draft`
+
+    found = np.empty((num_sequences, NUM_OUTPUTS, max_nodes), np.int32)
+    options = use_output, use_prompt, max_nodes, min_probability, -1 if end_token_id is None else end_token_id
+    compiled = compiled_query(pool.variant)
+
+    num_threads = min(num_threads, num_sequences // SHARE)
+    share = SHARE if num_threads > 1 else max(num_sequences, 1)
+    starts = iter(range(0, num_sequences, share))
+
+    def draft_shares() -> None:
+        for start in starts:  # each thread takes the next share that is left
+            part = slice(start, start + share)
+            compiled(*pool.query_arguments, packed_contexts, packed_previous, sequences[part], *options, found[part])
+
+    others = [_threads(num_threads).submit(draft_shares) for _ in range(1, num_threads)]
+    draft_shares()
+    for other in others:
+        other.result()
+    found.flags.writeable = False
+    drafts = [
+        Draft(rows[:, :num_nodes]) for rows, num_nodes in zip(found, sequences[:, NUM_NODES].tolist(), strict=True)
+    ]
+    for i in np.flatnonzero(is_first).tolist():
+        drafts[i] = draft(
+            pool, _NO_TOKENS, 0, None, groups[i], max_nodes=max_nodes, min_probability=min_probability,
+            end_token_id=end_token_id, max_depth=max_depths[i],
+        )  # fmt: skip
+    return drafts
+
+
+def _pack(rows: Sequence[np.ndarray | None], bounds: np.ndarray) -> np.ndarray:
+    """Rows of token ids end to end, None being empty; where each begins and ends is written: int64[n, 2]."""
+    rows = [_NO_TOKENS if row is None else row for row in rows]
+    bounds[:, 1] = np.cumsum([len(row) for row in rows], dtype=np.int64)
+    bounds[1:, 0] = bounds[:-1, 1]
+    packed = np.concatenate([_NO_TOKENS, *rows])
+    if packed.dtype == np.int32:
+        return packed
+    return np.concatenate([_NO_TOKENS, *map(_int32_row, rows)])
+
+
+@cache
+def _threads(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="draft")
+
+
+def _draft_one(pool, context, num_prompt, previous, group, max_depth, options) -> Draft:
+    sequences = np.array([[0, len(context), num_prompt, 0, len(previous), pool.group_code(group), max_depth, 0]])
+    found = np.empty((1, NUM_OUTPUTS, options[2]), np.int32)
+    compiled_query(pool.variant)(*pool.query_arguments, context, previous, sequences, *options, found)
+    found.flags.writeable = False  # it may be remembered
+    return Draft(found[0, :, : sequences[0, NUM_NODES]])
 
 
 def _int32_row(tokens: np.ndarray) -> np.ndarray:

@@ -146,6 +146,7 @@ def draft_reference(
     use_output: bool = True,
     use_previous: bool = True,
     end_token_id: int | None = None,
+    max_depth: int = 64,
     table: np.ndarray = IDENTITY_TABLE,
     path_curves: np.ndarray = IDENTITY_PATHS,
 ) -> list[ReferenceNode]:
@@ -173,7 +174,7 @@ def draft_reference(
     depth_of = {-1: 0}
     node, depth, probability = -1, 0, 1.0
     while len(nodes) < max_nodes:
-        if levels is not None:
+        if levels is not None and depth < max_depth:
             room = max_nodes - len(nodes)
             least = frontier[-1].probability if len(frontier) == room else 0.0
             found = next_paths(levels, node, depth, probability, max(least, min_probability), settings, table)

@@ -11,9 +11,9 @@ import numpy as np
 from pipeline.decoding.budget import Budget
 from pipeline.decoding.sequence import Sequence
 from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree
+from pipeline.decoding.token_tree import EMPTY_TREE, MAX_DEPTH, TokenTree
 
-__all__ = ["Drafter", "NoDrafter", "RetrievalDrafter", "Sequence", "drafter_from"]
+__all__ = ["BatchDrafter", "Drafter", "NoDrafter", "RetrievalDrafter", "Sequence", "draft_all", "drafter_from"]
 
 
 class Drafter(Protocol):
@@ -22,6 +22,20 @@ class Drafter(Protocol):
     def draft(self, sequence: Sequence) -> TokenTree:
         """A tree of at most `token_tree.MAX_NODES` tokens; may be empty. Must not change the sequence."""
         ...
+
+
+class BatchDrafter(Drafter, Protocol):
+    """A drafter that has one call for all sequences of a step."""
+
+    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> list[TokenTree]:
+        """What `draft` gives for each, knowing how many tokens of it the sequence has room for."""
+        ...
+
+
+def draft_all(drafter: Drafter | BatchDrafter, sequences: list[Sequence], max_depths: list[int]) -> list[TokenTree]:
+    """A tree for each sequence, in one call where the drafter has one."""
+    together = getattr(drafter, "draft_all", None)
+    return [drafter.draft(one) for one in sequences] if together is None else together(sequences, max_depths)
 
 
 class NoDrafter:
@@ -40,6 +54,8 @@ class RetrievalDrafter:
     sources : which of "previous", "prompt", "output", "pool" may be drafted from.
     max_nodes : limit of a draft's tokens.
     min_probability : nodes of a lower estimated path acceptance are not drafted.
+    num_threads : threads that draft side by side for many sequences. More than one gain nothing beside torch's on a
+        CPU, which stay busy for a while after each of its operations.
     """
 
     def __init__(
@@ -48,31 +64,38 @@ class RetrievalDrafter:
         sources: tuple[str, ...] = ("previous", "prompt", "output", "pool"),
         max_nodes: int = 16,
         min_probability: float = 0.07,
+        num_threads: int = 1,
     ) -> None:
-        from retrieval_pools.query import draft  # compiled code; a plain decoder need not load it
+        from retrieval_pools.query import draft_batch  # compiled code; a plain decoder need not load it
 
-        self._draft = draft
+        self._draft_batch = draft_batch
         self._pool = pool if "pool" in sources else None
-        self._use_previous = "previous" in sources
-        self._use_prompt = "prompt" in sources
-        self._use_output = "output" in sources
-        self._max_nodes = max_nodes
-        self._min_probability = min_probability
+        self._options = {
+            "max_nodes": max_nodes,
+            "min_probability": min_probability,
+            "use_previous": "previous" in sources,
+            "use_prompt": "prompt" in sources,
+            "use_output": "output" in sources,
+            "num_threads": num_threads,
+        }
 
     def draft(self, sequence: Sequence) -> TokenTree:
-        found = self._draft(
+        return self.draft_all([sequence], [MAX_DEPTH])[0]
+
+    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> list[TokenTree]:
+        drafts = self._draft_batch(
             self._pool,
-            sequence.context,
-            sequence.num_prompt,
-            sequence.previous_ids,
-            sequence.group,
-            max_nodes=self._max_nodes,
-            min_probability=self._min_probability,
-            use_prompt=self._use_prompt,
-            use_output=self._use_output,
-            use_previous=self._use_previous,
+            [one.context for one in sequences],
+            [one.num_prompt for one in sequences],
+            [one.previous_ids for one in sequences],
+            [one.group for one in sequences],
+            max_depths,
+            **self._options,
         )
-        return TokenTree(found.token_ids, found.parents, found.log_acceptance, found.source.astype(np.uint8))
+        return [
+            TokenTree(found.token_ids, found.parents, found.log_acceptance, found.source.astype(np.uint8))
+            for found in drafts
+        ]
 
 
 def drafter_from(settings: DecodingSettings, pool=None, budget: Budget | None = None) -> Drafter:

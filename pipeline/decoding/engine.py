@@ -18,7 +18,7 @@ from pipeline.decoding.acceptance import Acceptance, verify
 from pipeline.decoding.alternatives import step_alternatives
 from pipeline.decoding.batch import Batch, Concurrency, RequestLimits
 from pipeline.decoding.budget import Budget
-from pipeline.decoding.drafters import Drafter, NoDrafter
+from pipeline.decoding.drafters import Drafter, NoDrafter, draft_all
 from pipeline.decoding.endings import Endings
 from pipeline.decoding.feed import Feed
 from pipeline.decoding.kv_cache import cache_bound, is_out_of_memory
@@ -34,7 +34,7 @@ from pipeline.decoding.sequence import (
 )
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.token_store import TokenStore
-from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, prune
+from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, prune_all
 from pipeline.decoding.verifiers import Verifier, verifier_from
 
 __all__ = ["Engine", "GenerationFailure", "GenerationRequest", "GenerationResult", "StepEvent"]
@@ -171,18 +171,18 @@ class Engine:
         reason = f"too-long: prompt and answer exceed the KV cache of {self.store.max_tokens} tokens"
         return {id(sequence): GenerationFailure(sequence.request.request_id, reason)}
 
-    def _draft(self, sequence: Sequence, drafter: Drafter, budget: Budget) -> TokenTree:
-        """The drafter's tree, cut to the budget: draft tokens, room left, estimated acceptance."""
-        max_depth = sequence.num_left - 1  # the step's last token is the target's own
-        if max_depth <= 0:
-            return EMPTY_TREE
-        return prune(
-            drafter.draft(sequence),
+    def _draft(self, sequences: list[Sequence], drafter: Drafter, budget: Budget) -> dict[int, TokenTree]:
+        """The drafter's trees by `id`, cut to the budget: draft tokens, room left, estimated acceptance."""
+        drafting = [sequence for sequence in sequences if sequence.num_left > 1 and budget.max_draft_tokens > 0]
+        max_depths = [sequence.num_left - 1 for sequence in drafting]  # the step's last token is the target's own
+        trees = prune_all(
+            draft_all(drafter, drafting, max_depths),
             max_nodes=budget.max_draft_tokens,
-            max_depth=max_depth,
+            max_depths=max_depths,
             min_log_acceptance=budget.min_log_acceptance,
             vocab_size=self.vocab_size,
         )
+        return dict(zip(map(id, drafting), trees, strict=True))
 
     def _feeds(self, live, drafter, budget, drafts: dict[int, TokenTree]) -> list[tuple[Sequence, Feed]]:
         """What each sequence adds to the step, in the order of `live`.
@@ -198,14 +198,13 @@ class Engine:
                 pending = pending[:room]
                 room -= len(pending)
             chains[id(sequence)] = pending
+        ends = {id(s): int(self.store.lengths[s.row]) + len(chains[id(s)]) == len(s.context) for s in live}
+        drafts |= self._draft([s for s in live if ends[id(s)] and id(s) not in drafts], drafter, budget)
         fed = []
         for sequence in live:
-            chain = chains[id(sequence)]
-            complete = int(self.store.lengths[sequence.row]) + len(chain) == len(sequence.context)
-            if complete and id(sequence) not in drafts:
-                drafts[id(sequence)] = self._draft(sequence, drafter, budget)
+            chain, complete = chains[id(sequence)], ends[id(sequence)]
             if len(chain):
-                tree = drafts[id(sequence)] if complete else EMPTY_TREE
+                tree = drafts.get(id(sequence), EMPTY_TREE) if complete else EMPTY_TREE
                 fed.append((sequence, Feed(sequence.row, chain, tree, wants_logits=complete)))
         return fed
 

@@ -120,3 +120,41 @@ def prune(tree: TokenTree, *, max_nodes: int, max_depth: int, min_log_acceptance
             kept.append(i)
     new_parents = np.array([ROOT if parents[i] < 0 else new_index[parents[i]] for i in kept], np.int32)
     return TokenTree(tree.token_ids[kept], new_parents, tree.log_acceptance[kept], tree.source[kept])
+
+
+def prune_all(
+    trees: list[TokenTree], *, max_nodes: int, max_depths: list[int], min_log_acceptance: float, vocab_size: int
+) -> list[TokenTree]:
+    """`prune` for each of many trees, one of `max_depths` for each. Trees within all limits, the rule, cost little.
+
+    Raises
+    ------
+    ValueError : as `prune`.
+    """
+    limits = {"max_nodes": max_nodes, "min_log_acceptance": min_log_acceptance, "vocab_size": vocab_size}
+    only_depth = _are_within(trees, **limits)
+    return [
+        tree if only_depth and len(tree) <= max_depth else prune(tree, max_depth=max_depth, **limits)
+        for tree, max_depth in zip(trees, max_depths, strict=True)
+    ]
+
+
+def _are_within(trees: list[TokenTree], *, max_nodes: int, min_log_acceptance: float, vocab_size: int) -> bool:
+    """Whether `prune` could find fault with nothing but depth; asked of all trees' arrays together."""
+    lengths = [len(tree) for tree in trees]
+    if max(lengths, default=0) == 0:
+        return True
+    if not all(len(t.token_ids) == len(t.parents) == len(t.log_acceptance) == len(t.source) for t in trees):
+        return False  # `prune` says whose
+    token_ids = np.concatenate([tree.token_ids for tree in trees])
+    parents = np.concatenate([tree.parents for tree in trees])
+    log_acceptance = np.concatenate([tree.log_acceptance for tree in trees])
+    places = np.arange(len(parents)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return bool(
+        max(lengths) <= max_nodes
+        and token_ids.min() >= 0
+        and token_ids.max() < vocab_size
+        and (log_acceptance >= min_log_acceptance).all()
+        and (parents < places).all()
+        and parents.min() >= ROOT
+    )

@@ -27,6 +27,7 @@ def count_continuations(
     if probability < least_probability:  # no path is more probable than its parent
         return num_candidates
     left = 1.0
+    levels.counted[node] = 0
     for level in range(num_levels):
         if left < LEAST_LEFT:
             break
@@ -35,7 +36,9 @@ def count_continuations(
             continue
         source, length = levels.source[level], levels.length[level] + depth
         if source == SOURCE_POOL:
-            num_runs, num_seen = list_pool_runs(runs, index, preference, first, last, length)
+            num_runs, num_seen, is_counted = list_pool_runs(runs, index, preference, first, last, length)
+            if is_counted:
+                levels.counted[node] |= 1 << level
             escape = levels.escape[level]
         else:
             num_runs = list_own_runs(runs, context, source, levels.positions[node, source], last)
@@ -55,6 +58,9 @@ def count_continuations(
             c, num_candidates = _candidate(candidates, num_candidates, runs.token[run], length)
             if c >= 0:
                 _add_share(candidates, c, source, share * runs.weight[run])
+                if source == SOURCE_POOL and runs.begin[run] < runs.end[run]:
+                    candidates.runs[c, level, 0], candidates.runs[c, level, 1] = runs.begin[run], runs.end[run]
+                    candidates.has_run[c] |= 1 << level
         if source == SOURCE_POOL:
             num_candidates, left = give_to_alternatives(
                 candidates, num_candidates, index, preference, first, last, length, left,
@@ -135,6 +141,7 @@ def _candidate(candidates, num_candidates, token, length):
     candidates.slot_of[num_candidates] = slot
     candidates.token[num_candidates] = token
     candidates.length[num_candidates] = length
+    candidates.has_run[num_candidates] = 0
     candidates.total[num_candidates] = candidates.pool[num_candidates] = candidates.own[num_candidates] = 0.0
     return num_candidates, num_candidates + 1
 
@@ -169,5 +176,5 @@ def push_candidates(
         num_seen = candidates.num_seen[c]
         path = probability * conditional_acceptance(table, source, num_seen, length, depth + 1, relative_count)
         if path >= min_probability:
-            size = push_path(frontier, node, size, path, token, node, source, num_seen, length, relative_count)
+            size = push_path(frontier, node, size, path, node, source, candidates, c)
     return size

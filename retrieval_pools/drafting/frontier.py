@@ -27,12 +27,13 @@ def least_probability(frontier, size, min_probability):
 
 
 @part
-def push_path(frontier, num_drafted, size, probability, token, parent, source, num_seen, length, relative_count):
-    """Put a path in its place in a list of `size`; the last one falls out of a full one. Returns the new size.
+def push_path(frontier, num_drafted, size, probability, parent, source, candidates, c):
+    """Put a path to candidate c in its place in a list of `size`; the last one falls out of a full one.
 
-    A node that is drafted stays where it is, even if the path beyond it is as probable and its token smaller.
+    A node that is drafted stays where it is, even if the path beyond it is as probable and its token smaller. Returns
+    the new size.
     """
-    k, slot = size, size
+    k, slot, token = size, size, candidates.token[c]
     if size == frontier.slots.shape[0]:
         k -= 1
         if _comes_before(frontier, k, probability, token, parent):
@@ -45,6 +46,13 @@ def push_path(frontier, num_drafted, size, probability, token, parent, source, n
         k -= 1
     frontier.probability[k], frontier.slots[k] = probability, slot
     frontier.token[slot], frontier.parent[slot] = token, parent
-    frontier.source[slot], frontier.num_seen[slot], frontier.length[slot] = source, num_seen, length
-    frontier.relative_count[slot] = relative_count
+    frontier.source[slot], frontier.length[slot] = source, candidates.length[c]
+    frontier.num_seen[slot], frontier.relative_count[slot] = candidates.num_seen[c], candidates.total[c]
+    has_run = candidates.has_run[c]
+    frontier.has_run[slot] = has_run
+    level = 0
+    while has_run >> level:
+        frontier.runs[slot, level, 0] = candidates.runs[c, level, 0]
+        frontier.runs[slot, level, 1] = candidates.runs[c, level, 1]
+        level += 1
     return size

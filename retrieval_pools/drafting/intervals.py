@@ -78,6 +78,30 @@ def narrow_interval(index, first, last, offset, token):
 
 
 @part
+def narrow_to_run(index, first, last, offset, token, num_samples, begin, end):
+    """The part of an interval whose next token is `token`, of which the samples from `begin` to `end` are known."""
+    stride = sample_stride(num_samples, last - first)
+    low = first if begin == 0 else sample_place(first, stride, begin - 1) + 1
+    high = sample_place(first, stride, begin)
+    while low < high:
+        middle = (low + high) >> 1
+        if index.tokens[index.order[middle] + offset] < token:
+            low = middle + 1
+        else:
+            high = middle
+    run_first = low
+    low = sample_place(first, stride, end - 1) + 1
+    high = last if end == num_samples else sample_place(first, stride, end)
+    while low < high:
+        middle = (low + high) >> 1
+        if index.tokens[index.order[middle] + offset] == token:
+            low = middle + 1
+        else:
+            high = middle
+    return run_first, low
+
+
+@part
 def sample_stride(num_samples, size):
     """Distance between `num_samples` places spread evenly over an interval, in units of 1 / 65536."""
     return 1 << 16 if num_samples >= size else (size << 16) // num_samples
@@ -102,6 +126,17 @@ def _is_supported(index, place, num_tokens):
     if _keeps_all(index):
         return lambda index, place, num_tokens: True
     return lambda index, place, num_tokens: index.support[place] >= num_tokens
+
+
+def has_alternatives(index):
+    """Whether the index keeps what was nearly written; compiled code only, which knows it from the type."""
+    return index.alternatives is not None
+
+
+@overload(has_alternatives)
+def _has_alternatives(index):
+    keeps_none = isinstance(index.types[index.fields.index("alternatives")], types.NoneType)
+    return (lambda index: False) if keeps_none else (lambda index: True)
 
 
 def _keeps_all(index_type):

@@ -2,25 +2,35 @@
 
 import numpy as np
 
-from retrieval_pools.drafting.intervals import count_seen, find_interval, has_next, is_supported, narrow_interval
+from retrieval_pools.drafting.intervals import (
+    count_seen,
+    find_interval,
+    has_next,
+    is_supported,
+    narrow_interval,
+    narrow_to_run,
+)
 from retrieval_pools.drafting.own_texts import last_position, match_own_text, own_token
 from retrieval_pools.drafting.state import END, part
 from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
 
 @part
-def _recent_tokens(context):
-    """The end of the output, and before it the separator when all of it is there: what is looked up in the pool."""
+def _list_recent(recent, context):
+    """The end of the output, and before it the separator when all of it is there: what is looked up in the pool.
+
+    Returns the number of its tokens, which it writes into `recent`.
+    """
     num_tokens = context.tokens.shape[0]
     longest = min(context.max_match, num_tokens - context.num_prompt)
     length = 0  # up to an id below 0, which is no token
     while length < longest and context.tokens[num_tokens - 1 - length] >= 0:
         length += 1
     with_start = length < context.max_match and length == num_tokens - context.num_prompt
-    recent = np.full(length + with_start, END, np.int32)
+    recent[0] = END
     for i in range(length):
         recent[i + with_start] = context.tokens[num_tokens - length + i]
-    return recent
+    return length + with_start
 
 
 @part
@@ -55,22 +65,22 @@ def _shorter(length):
 
 
 @part
-def add_pool_levels(levels, index, preference, context, num_context_lengths, escape):
+def add_pool_levels(levels, lookup, index, preference, context, options):
     """The longest match, then shorter contexts seen at least twice as often as the last one taken.
 
     Returns their number.
     """
-    recent = _recent_tokens(context)
-    found = np.full((recent.shape[0] + 1, 2), -1, np.int64)
+    recent, found = lookup.recent[: _list_recent(lookup.recent, context)], lookup.found
+    found[:] = -1
     length = _longest_match(found, index, preference, recent)
     num_levels = 0
     before = 0.0
-    while length >= 1 and num_levels < num_context_lengths:
+    while length >= 1 and num_levels < options.num_context_lengths:
         first, last = _find(found, index, recent, length)
         num_seen = count_seen(index, preference, first, last)
         if num_seen >= 2 * before or (length == 1 and num_seen > before):
             levels.source[num_levels], levels.length[num_levels] = SOURCE_POOL, length
-            levels.escape[num_levels] = escape
+            levels.escape[num_levels] = options.pool_escape
             levels.first[0, num_levels], levels.last[0, num_levels] = first, last
             num_levels += 1
             before = num_seen
@@ -79,27 +89,27 @@ def add_pool_levels(levels, index, preference, context, num_context_lengths, esc
 
 
 @part
-def add_own_levels(levels, num_levels, context, use_previous, use_output, use_prompt, previous_escape, local_escape):
+def add_own_levels(levels, num_levels, context, options):
     """One level for each of the sequence's own texts that knows the output's end. Returns the number of levels."""
     num_prompt, num_tokens = context.num_prompt, context.tokens.shape[0]
-    if use_previous:
+    if context.previous.shape[0] > 0:
         end = min(context.previous.shape[0], context.max_tokens)
         positions = levels.positions[0, SOURCE_PREVIOUS]
         length, count = match_own_text(context.previous, 0, end, True, context, positions)
         if count > 0:
-            num_levels = _insert_own_level(levels, num_levels, SOURCE_PREVIOUS, length, count, previous_escape)
-    if use_output:
+            num_levels = _insert_own_level(levels, num_levels, SOURCE_PREVIOUS, length, count, options.previous_escape)
+    if options.use_output:
         begin = max(num_prompt, num_tokens - context.max_tokens)
         positions = levels.positions[0, SOURCE_OUTPUT]
         length, count = match_own_text(context.tokens, begin, num_tokens, False, context, positions)
         if count > 0:
-            num_levels = _insert_own_level(levels, num_levels, SOURCE_OUTPUT, length, count, local_escape)
-    if use_prompt:
+            num_levels = _insert_own_level(levels, num_levels, SOURCE_OUTPUT, length, count, options.local_escape)
+    if options.use_prompt:
         begin = max(0, num_prompt - context.max_tokens)
         positions = levels.positions[0, SOURCE_PROMPT]
         length, count = match_own_text(context.tokens, begin, num_prompt, False, context, positions)
         if count > 0:
-            num_levels = _insert_own_level(levels, num_levels, SOURCE_PROMPT, length, count, local_escape)
+            num_levels = _insert_own_level(levels, num_levels, SOURCE_PROMPT, length, count, options.local_escape)
     return num_levels
 
 
@@ -121,25 +131,44 @@ def _insert_own_level(levels, num_levels, source, length, count, escape):
 
 
 @part
-def enter_node(levels, num_levels, node, parent, depth, token, index, context):
-    """Where every level stands at a new node, at `depth`, reached from `parent` by `token`."""
+def enter_node(levels, num_levels, node, frontier, slot, index, num_samples, context):
+    """Where every level stands at a new node, the one that the path in `slot` leads to."""
+    depth = levels.depth[node]
     for level in range(num_levels):
-        first, last = levels.first[parent, level], levels.last[parent, level]
-        source, offset = levels.source[level], levels.length[level] + depth - 1
-        if source == SOURCE_POOL:
-            if offset + 1 >= index.depth:  # the order is sorted no deeper
+        if levels.source[level] == SOURCE_POOL:
+            offset = levels.length[level] + depth - 1
+            first, last = _next_interval(levels, level, frontier, slot, index, offset, num_samples)
+            if last > first and not is_supported(index, first, offset + 1):  # nor is anything that goes on from it
                 last = first
-            elif last > first:
-                first, last = narrow_interval(index, first, last, offset, token)
-                if last > first and not is_supported(index, first, offset + 1):  # nor is anything that goes on from it
-                    last = first
         else:
-            count = 0
-            end = last_position(context, source)
-            for k in range(last):
-                position = levels.positions[parent, source, k]
-                if position < end and own_token(context, source, position) == token:
-                    levels.positions[node, source, count] = position + 1
-                    count += 1
-            last = count
+            first, last = 0, _follow_own_text(levels, level, node, frontier, slot, context)
         levels.first[node, level], levels.last[node, level] = first, last
+
+
+@part
+def _next_interval(levels, level, frontier, slot, index, offset, num_samples):
+    """The part of the parent's interval that goes on with the path's token, as far from it as is not known already."""
+    parent, token, bit = frontier.parent[slot], frontier.token[slot], 1 << level
+    first, last = np.int64(levels.first[parent, level]), np.int64(levels.last[parent, level])
+    if first >= last or offset + 1 >= index.depth:  # the order is sorted no deeper
+        return first, first
+    begin, end = np.int64(frontier.runs[slot, level, 0]), np.int64(frontier.runs[slot, level, 1])
+    has_run = frontier.has_run[slot] & bit != 0
+    if levels.counted[parent] & bit:
+        return (first + begin, first + end) if has_run else (first, first)
+    if has_run:
+        return narrow_to_run(index, first, last, offset, token, min(num_samples, last - first), begin, end)
+    return narrow_interval(index, first, last, offset, token)
+
+
+@part
+def _follow_own_text(levels, level, node, frontier, slot, context):
+    """Move on those of the parent's positions where the path's token stands. Returns their number."""
+    parent, token, source = frontier.parent[slot], frontier.token[slot], levels.source[level]
+    count, end = 0, last_position(context, source)
+    for k in range(levels.last[parent, level]):
+        position = levels.positions[parent, source, k]
+        if position < end and own_token(context, source, position) == token:
+            levels.positions[node, source, count] = position + 1
+            count += 1
+    return count

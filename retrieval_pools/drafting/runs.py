@@ -3,7 +3,7 @@
 In the pool an interval is sorted by what follows, so the occurrences of a token are a run.
 """
 
-from retrieval_pools.drafting.intervals import is_supported, sample_place, sample_stride
+from retrieval_pools.drafting.intervals import has_alternatives, is_supported, sample_place, sample_stride
 from retrieval_pools.drafting.own_texts import own_token
 from retrieval_pools.drafting.state import NUM_RUNS, part
 
@@ -28,41 +28,54 @@ def list_own_runs(runs, context, source, positions, num_positions):
 def list_pool_runs(runs, index, preference, first, last, offset):
     """The tokens `offset` tokens behind the positions of an interval, sampled and weighted when they are many.
 
-    Returns the number of runs and of occurrences that count at all: the evidence, whose group does not make it more.
+    Returns the number of runs, that of occurrences that count at all (the evidence, whose group does not make it more),
+    and whether all of the interval was counted.
     """
     size = last - first
-    num_runs, num_seen = 0, 0.0
+    num_runs, num_seen, is_counted = 0, 0.0, False
     if preference.outside > 0:
-        num_runs, num_seen = _list_all(runs, index, preference, first, size, offset), float(size)
+        num_seen = float(size)
+        num_runs, is_counted = _list_all(runs, index, preference, first, size, offset)
+        if num_runs == 1 and is_counted and not has_alternatives(index):  # whoever has it, it takes all
+            return num_runs, num_seen, is_counted
     if preference.inside != preference.outside:
         num_runs, num_inside = _list_group(runs, num_runs, index, preference, first, size, offset)
         if preference.outside <= 0:
             num_seen = num_inside
-    return num_runs, num_seen
+    return num_runs, num_seen, is_counted
 
 
 @part
 def _list_all(runs, index, preference, first, size, offset):
+    """Returns the number of runs, and whether they are all of the interval."""
+    runs.token[0] = index.tokens[index.order[first] + offset]
+    runs.is_drafted[0] = is_supported(index, first, offset + 1)
+    runs.begin[0] = 0
+    if runs.token[0] == index.tokens[index.order[first + size - 1] + offset]:  # sorted: so are those between
+        runs.weight[0], runs.end[0] = preference.outside * size, size
+        return 1, True
     num_samples = min(size, preference.num_samples)
     scale = preference.outside * (size / num_samples)
     stride = sample_stride(num_samples, size)
-    runs.token[0], runs.weight[0] = _token_at(index, first, stride, 0, offset), 0.0
-    runs.is_drafted[0] = is_supported(index, sample_place(first, stride, 0), offset + 1)
-    if runs.token[0] == _token_at(index, first, stride, num_samples - 1, offset):
-        runs.weight[0] = scale * num_samples
-        return 1
-    run = 0
+    run, begin = -1, 0
     for k in range(num_samples):  # all of them: they do not wait for one another, as those of a bisection would
         place = sample_place(first, stride, k)
         token = index.tokens[index.order[place] + offset]
-        if token != runs.token[run]:
+        if run < 0 or token != runs.token[run]:
+            if run >= 0:
+                _end_run(runs, run, begin, k, scale)
             if run + 1 == NUM_RUNS:
-                break
-            run += 1
-            runs.token[run], runs.weight[run] = token, 0.0
+                return NUM_RUNS, False
+            run, begin = run + 1, k
+            runs.token[run] = token
             runs.is_drafted[run] = is_supported(index, place, offset + 1)
-        runs.weight[run] += scale
-    return run + 1
+    _end_run(runs, run, begin, num_samples, scale)
+    return run + 1, num_samples == size
+
+
+@part
+def _end_run(runs, run, begin, end, scale):
+    runs.begin[run], runs.end[run], runs.weight[run] = begin, end, scale * (end - begin)
 
 
 @part
@@ -90,11 +103,7 @@ def _list_group(runs, num_runs, index, preference, first, size, offset):
                 found = num_runs
                 num_runs += 1
                 runs.token[found], runs.weight[found] = token, 0.0
+                runs.begin[found] = runs.end[found] = 0
                 runs.is_drafted[found] = is_supported(index, place, offset + 1)
         runs.weight[found] += weight
     return num_runs, num_inside * scale
-
-
-@part
-def _token_at(index, first, stride, k, offset):
-    return index.tokens[index.order[sample_place(first, stride, k)] + offset]

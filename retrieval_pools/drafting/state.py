@@ -17,13 +17,22 @@ MAX_LEVELS = 12
 NUM_CANDIDATES = 1024
 NUM_SLOTS = 2048  # of the hash table from token to candidate; a power of two
 NUM_RUNS = NUM_CANDIDATES  # of next tokens of a level
+EVERYONE, UNKNOWN = -1, -2  # in place of a group: a sequence of none, one of a group that has no texts
+NUM_SEQUENCE_COLUMNS = 8
+CONTEXT_BEGIN, CONTEXT_END, NUM_PROMPT, PREVIOUS_BEGIN, PREVIOUS_END, GROUP, MAX_DEPTH, NUM_NODES = range(
+    NUM_SEQUENCE_COLUMNS
+)
 NUM_OUTPUTS = 7
 OUT_TOKEN, OUT_PARENT, OUT_LOG_ACCEPTANCE, OUT_SOURCE, OUT_NUM_SEEN, OUT_MATCH_LENGTH, OUT_RELATIVE_COUNT = range(7)
 
 
 # How the parts of the query are compiled: each into its caller, since handing the arrays on costs more than most do.
-part = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True, error_model="numpy")
-called = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy")  # long parts that are called rarely
+# They may not allocate (_nrt): where a function may, numba counts the references to every array that it touches, which
+# took a third of a draft's time.
+_options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy"}
+part = njit(**_options, _nrt=False, forceinline=True)
+called = njit(**_options, _nrt=False)  # long parts, or called rarely
+allocating = njit(**_options, forceinline=True)
 
 
 class Index(NamedTuple):
@@ -63,12 +72,28 @@ class Context(NamedTuple):
     max_tokens: int
 
 
+class Options(NamedTuple):
+    """What holds of all sequences of a call; see `PoolSettings` and `query.draft`."""
+
+    num_context_lengths: int
+    pool_escape: float
+    previous_escape: float
+    local_escape: float
+    alternative_weight: float
+    use_output: bool
+    use_prompt: bool
+    max_nodes: int
+    min_probability: float
+    end_token_id: int
+
+
 class Levels(NamedTuple):
     """Who is asked, longest context first, and where each stands at every node of the tree (node 0: the root).
 
     `first` and `last`, (MAX_NODES + 1, MAX_LEVELS): the interval of the pool's order that begins with context and path;
     for the sequence's own texts 0 and the number of `positions`, (MAX_NODES + 1, NUM_SOURCES, NUM_LOCAL_POSITIONS),
-    where the next token would stand.
+    where the next token would stand. `depth` of every node; `counted`: a bit for each level of which every occurrence
+    was counted there.
     """
 
     source: np.ndarray
@@ -77,6 +102,15 @@ class Levels(NamedTuple):
     first: np.ndarray
     last: np.ndarray
     positions: np.ndarray
+    depth: np.ndarray
+    counted: np.ndarray
+
+
+class Lookup(NamedTuple):
+    """What is looked up in the pool: `recent` tokens, and `found`, the interval of each number of them, -1: not yet."""
+
+    recent: np.ndarray
+    found: np.ndarray
 
 
 class Candidates(NamedTuple):
@@ -84,7 +118,8 @@ class Candidates(NamedTuple):
 
     Each own text adds at most once: `own[c]` is the largest such part, `own_source[c]` whose it is. `length[c]` is the
     longest context that knows the token, the path included, and `num_seen[c]` how often that was seen. `slots` is a
-    hash table from token to c + 1, `slot_of[c]` the place of c in it.
+    hash table from token to c + 1, `slot_of[c]` the place of c in it. `runs[c, level]` is the token's run at a level,
+    as in `Runs`, if bit `level` of `has_run[c]` is set.
     """
 
     token: np.ndarray
@@ -96,20 +131,29 @@ class Candidates(NamedTuple):
     num_seen: np.ndarray
     slots: np.ndarray
     slot_of: np.ndarray
+    runs: np.ndarray
+    has_run: np.ndarray
 
 
 class Runs(NamedTuple):
-    """Next tokens of a level: how much each counts, and whether it may be drafted."""
+    """Next tokens of a level: how much each counts, and whether it may be drafted.
+
+    `begin` and `end` say where a pool's run stands in its interval: by the numbers of its samples, or exactly where the
+    whole interval was counted; 0 and 0 where that is not known.
+    """
 
     token: np.ndarray
     weight: np.ndarray
     is_drafted: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
 
 
 class Frontier(NamedTuple):
     """Paths in the order in which they are drafted: those drafted already, then those that may be.
 
-    `probability` is in that order, and so is `slots`, which says where the rest of a path stands.
+    `probability` is in that order, and so is `slots`, which says where the rest of a path stands: `runs` and `has_run`
+    are those of its last token, see `Candidates`.
     """
 
     probability: np.ndarray
@@ -120,10 +164,29 @@ class Frontier(NamedTuple):
     length: np.ndarray
     num_seen: np.ndarray
     relative_count: np.ndarray
+    runs: np.ndarray
+    has_run: np.ndarray
 
 
-@part
-def new_levels(max_nodes):
+class Scratch(NamedTuple):
+    """All that one draft works on; the next one may use it again."""
+
+    lookup: Lookup
+    levels: Levels
+    candidates: Candidates
+    runs: Runs
+    frontier: Frontier
+
+
+@allocating
+def new_scratch(max_nodes, max_match):
+    """Room for a draft of so many nodes, of contexts of so many tokens."""
+    lookup = Lookup(np.empty(max_match, np.int32), np.empty((max_match + 1, 2), np.int64))
+    return Scratch(lookup, _new_levels(max_nodes), _new_candidates(), _new_runs(), _new_frontier(max_nodes))
+
+
+@allocating
+def _new_levels(max_nodes):
     """Room for every level at every node, not filled."""
     return Levels(
         np.empty(MAX_LEVELS, np.int64),
@@ -132,11 +195,13 @@ def new_levels(max_nodes):
         np.empty((max_nodes + 1, MAX_LEVELS), np.int32),
         np.empty((max_nodes + 1, MAX_LEVELS), np.int32),
         np.empty((max_nodes + 1, NUM_SOURCES, NUM_LOCAL_POSITIONS), np.int32),
+        np.empty(max_nodes + 1, np.int32),
+        np.empty(max_nodes + 1, np.int32),
     )
 
 
-@part
-def new_candidates():
+@allocating
+def _new_candidates():
     """No candidates, and an empty table."""
     return Candidates(
         np.empty(NUM_CANDIDATES, np.int32),
@@ -148,17 +213,25 @@ def new_candidates():
         np.empty(NUM_CANDIDATES, np.int32),
         np.zeros(NUM_SLOTS, np.int16),
         np.empty(NUM_CANDIDATES, np.int16),
+        np.empty((NUM_CANDIDATES, MAX_LEVELS, 2), np.int32),
+        np.empty(NUM_CANDIDATES, np.int32),
     )
 
 
-@part
-def new_runs():
+@allocating
+def _new_runs():
     """Room for the next tokens of one level."""
-    return Runs(np.empty(NUM_RUNS, np.int32), np.empty(NUM_RUNS, np.float64), np.empty(NUM_RUNS, np.bool_))
+    return Runs(
+        np.empty(NUM_RUNS, np.int32),
+        np.empty(NUM_RUNS, np.float64),
+        np.empty(NUM_RUNS, np.bool_),
+        np.empty(NUM_RUNS, np.int32),
+        np.empty(NUM_RUNS, np.int32),
+    )
 
 
-@part
-def new_frontier(max_nodes):
+@allocating
+def _new_frontier(max_nodes):
     """Room for `max_nodes` paths."""
     return Frontier(
         np.empty(max_nodes, np.float64),
@@ -169,4 +242,6 @@ def new_frontier(max_nodes):
         np.empty(max_nodes, np.int32),
         np.empty(max_nodes, np.int32),
         np.empty(max_nodes, np.float32),
+        np.empty((max_nodes, MAX_LEVELS, 2), np.int32),
+        np.empty(max_nodes, np.int32),
     )

@@ -22,9 +22,15 @@ from retrieval_pools.drafting.estimate import least_product, on_knots
 from retrieval_pools.drafting.frontier import least_probability
 from retrieval_pools.drafting.levels import add_own_levels, add_pool_levels, enter_node
 from retrieval_pools.drafting.state import (
+    CONTEXT_BEGIN,
+    CONTEXT_END,
     END,
+    EVERYONE,
+    GROUP,
+    MAX_DEPTH,
     MIN_PROBABILITY,
-    NUM_OUTPUTS,
+    NUM_NODES,
+    NUM_PROMPT,
     OUT_LOG_ACCEPTANCE,
     OUT_MATCH_LENGTH,
     OUT_NUM_SEEN,
@@ -32,13 +38,16 @@ from retrieval_pools.drafting.state import (
     OUT_RELATIVE_COUNT,
     OUT_SOURCE,
     OUT_TOKEN,
+    PREVIOUS_BEGIN,
+    PREVIOUS_END,
+    UNKNOWN,
     Context,
     Index,
+    Options,
     Preference,
-    new_candidates,
-    new_frontier,
-    new_levels,
-    new_runs,
+    called,
+    new_scratch,
+    part,
 )
 
 _int32s = types.Array(types.int32, 1, "C", readonly=True)
@@ -47,10 +56,11 @@ _codes = {8: _uint8s, 16: types.Array(types.uint16, 1, "C", readonly=True)}
 _table = types.Array(types.float32, 5, "C", readonly=True)
 _bounds = types.Array(types.float32, 1, "C", readonly=True)
 _path_curves = types.Array(types.float32, 2, "C", readonly=True)
-_preference_types = (int64, float64, float64, int64, int64)
-_context_types = (_int32s, int64, _int32s, int64, int64)
-_escape_types, _switch_types = (float64, float64, float64), (boolean, boolean, boolean)
-_option_types = (int64, *_escape_types, float64, _table, _bounds, _path_curves, *_switch_types, int64, float64, int64)
+_sequences = types.Array(types.int64, 2, "C")
+_found = types.Array(types.int32, 3, "C")
+_preference_types = (float64, float64, float64, int64, int64)
+_option_types = (int64, int64, int64, float64, float64, float64, float64, _table, _bounds, _path_curves)
+_call_types = (_int32s, _int32s, _sequences, boolean, boolean, int64, float64, int64, _found)
 
 
 class Variant(NamedTuple):
@@ -61,83 +71,122 @@ class Variant(NamedTuple):
     has_alternatives: bool = False
 
 
-def compile_draft_tree(variant: Variant = Variant()) -> Callable:
-    """`draft_tree` in machine code: seconds the first time on a machine, milliseconds from numba's cache later."""
+def compile_draft_trees(variant: Variant = Variant()) -> Callable:
+    """`draft_trees` in machine code: seconds the first time on a machine, milliseconds from numba's cache later."""
     support = _uint8s if variant.has_support else types.none
     alternatives = _int32s if variant.has_alternatives else types.none
     index_types = (_int32s, _int32s, _codes[variant.num_code_bits], _int32s, support, alternatives, int64)
-    signature = (*index_types, *_preference_types, *_context_types, *_option_types)
-    return njit(signature, cache=True, nogil=True, error_model="numpy")(_draft_tree_of(_stamp_of_this_folder()))
+    signature = (*index_types, *_preference_types, *_option_types, *_call_types)
+    return njit(signature, cache=True, nogil=True, error_model="numpy")(_draft_trees_of(_stamp_of_this_folder()))
 
 
 def _stamp_of_this_folder() -> int:
-    """Changes with any file here, which `draft_tree` closes over: else numba's cache would look at this file alone."""
+    """Changes with any file here, which `draft_trees` closes over: else numba's cache would look at this file alone."""
     files = [*sorted(Path(__file__).parent.glob("*.py")), Path(sources.__file__), Path(calibration_table.__file__)]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files))
     return int.from_bytes(digest.digest()[:7], "big")
 
 
-def _draft_tree_of(stamp: int) -> Callable:
-    def draft_tree(
+def _draft_trees_of(stamp: int) -> Callable:
+    def draft_trees(
         tokens, order, group_codes, starts, support, alternatives, depth,
-        group, inside, outside, num_samples, num_group_samples,
-        context_tokens, num_prompt, previous, max_match, max_local_tokens,
-        num_context_lengths, pool_escape, previous_escape, local_escape, alternative_weight, table, bounds,
-        path_curves,
-        use_previous, use_output, use_prompt, max_nodes, min_probability, end_token_id,
+        inside, outside, of_unknown, num_samples, num_group_samples,
+        max_match, max_local_tokens, num_context_lengths, pool_escape, previous_escape, local_escape,
+        alternative_weight, table, bounds, path_curves,
+        contexts, previous, sequences, use_output, use_prompt, max_nodes, min_probability, end_token_id, found,
     ):  # fmt: skip
-        """The most probable continuations, best first. Flat arguments: unpacking tuples would cost microseconds.
+        """The most probable continuations of each sequence, best first, into `found`: (sequence, OUT_ constant, node).
 
-        Returns
-        -------
-        int32 (NUM_OUTPUTS, n), a row for each of the OUT_ constants; one array, since each would cost half a
-        microsecond. Log acceptance and relative count are the bits of float32s.
+        Flat arguments: unpacking tuples would cost microseconds. `sequences` has a row for each, the columns of which
+        are the constants of `state`; how many nodes were drafted is written into it.
         """
-        index = Index(tokens, order, group_codes, starts, support, alternatives, depth)
-        preference = Preference(group, inside, outside, num_samples, num_group_samples)
-        context = Context(context_tokens, num_prompt, previous, max_match, max_local_tokens)
-        levels, frontier = new_levels(max_nodes), new_frontier(max_nodes)
-        candidates, runs = new_candidates(), new_runs()
-        found = np.empty((NUM_OUTPUTS, max_nodes), np.int32)
-        found_floats = found.view(np.float32)
-        depths = np.zeros(max_nodes + 1, np.int32)
-        path_curve = path_curves[1 if use_previous else 0]  # products are compared, and said as what they are worth
-        min_probability = max(least_product(path_curve, min_probability), MIN_PROBABILITY)
-        draft_end = end_token_id >= 0
         _ = stamp  # see _stamp_of_this_folder
+        index = Index(tokens, order, group_codes, starts, support, alternatives, depth)
+        options = Options(
+            num_context_lengths, pool_escape, previous_escape, local_escape, alternative_weight,
+            use_output, use_prompt, max_nodes, min_probability, end_token_id,
+        )  # fmt: skip
+        scratch = new_scratch(max_nodes, max_match)
+        found_floats = found.view(np.float32)
+        for i in range(sequences.shape[0]):
+            one = sequences[i]
+            preference = preference_of(one[GROUP], inside, outside, of_unknown, num_samples, num_group_samples)
+            context = Context(
+                contexts[one[CONTEXT_BEGIN] : one[CONTEXT_END]], one[NUM_PROMPT],
+                previous[one[PREVIOUS_BEGIN] : one[PREVIOUS_END]], max_match, max_local_tokens,
+            )  # fmt: skip
+            one[NUM_NODES] = draft_tree(
+                scratch,
+                index,
+                preference,
+                context,
+                options,
+                one[MAX_DEPTH],
+                table,
+                bounds,
+                path_curves,
+                found[i],
+                found_floats[i],
+            )
 
-        num_levels = add_pool_levels(levels, index, preference, context, num_context_lengths, pool_escape)
-        num_levels = add_own_levels(
-            levels, num_levels, context, use_previous, use_output, use_prompt, previous_escape, local_escape
-        )
-        node, probability, size, num_nodes = 0, 1.0, 0, 0  # node 0 is the root, node n the n-th drafted
-        is_end = False
-        while num_nodes < max_nodes:
-            if not is_end:
-                num_candidates = count_continuations(
-                    candidates, runs, levels, num_levels, node, depths[node], probability,
-                    least_probability(frontier, size, min_probability), alternative_weight, index, preference, context,
-                )  # fmt: skip
-                size = push_candidates(
-                    frontier, size, candidates, num_candidates, node, depths[node], probability, min_probability,
-                    table, bounds, draft_end,
-                )  # fmt: skip
-            if size == num_nodes:
-                break
-            probability, slot = frontier.probability[num_nodes], frontier.slots[num_nodes]
-            token, parent = frontier.token[slot], frontier.parent[slot]
-            is_end = token == END
-            found[OUT_TOKEN, num_nodes], found[OUT_PARENT, num_nodes] = end_token_id if is_end else token, parent - 1
-            found_floats[OUT_LOG_ACCEPTANCE, num_nodes] = np.log(on_knots(path_curve, probability))
-            found[OUT_SOURCE, num_nodes] = frontier.source[slot]
-            found[OUT_NUM_SEEN, num_nodes] = frontier.num_seen[slot]
-            found[OUT_MATCH_LENGTH, num_nodes] = frontier.length[slot]
-            found_floats[OUT_RELATIVE_COUNT, num_nodes] = frontier.relative_count[slot]
-            num_nodes += 1
-            node = num_nodes
-            depths[node] = depths[parent] + 1
-            if not is_end and num_nodes < max_nodes:
-                enter_node(levels, num_levels, node, parent, depths[node], token, index, context)
-        return found[:, :num_nodes]
+    return draft_trees
 
-    return draft_tree
+
+@part
+def preference_of(group, inside, outside, of_unknown, num_samples, num_group_samples):
+    """How much each occurrence counts for a sequence of a group: a code, EVERYONE or UNKNOWN."""
+    if group == EVERYONE:
+        return Preference(group, 1.0, 1.0, num_samples, num_group_samples)
+    if group == UNKNOWN:
+        return Preference(group, of_unknown, of_unknown, num_samples, num_group_samples)
+    return Preference(group, inside, outside, num_samples, num_group_samples)
+
+
+@called
+def draft_tree(
+    scratch, index, preference, context, options, max_depth, table, bounds, path_curves, found, found_floats
+):
+    """The most probable continuations of one sequence, best first. Returns their number.
+
+    `found`, int32 (NUM_OUTPUTS, max_nodes), gets a row for each of the OUT_ constants; log acceptance and relative
+    count are float32s, written through `found_floats`.
+    """
+    lookup, levels, candidates, runs, frontier = scratch
+    path_curve = path_curves[1 if context.previous.shape[0] else 0]
+    least_asked = least_product(path_curve, options.min_probability)  # products are compared, and said as their worth
+    max_nodes, min_probability = options.max_nodes, max(least_asked, MIN_PROBABILITY)
+    num_levels = add_pool_levels(levels, lookup, index, preference, context, options)
+    num_levels = add_own_levels(levels, num_levels, context, options)
+    node, probability, size, num_nodes = 0, 1.0, 0, 0  # node 0 is the root, node n the n-th drafted
+    levels.depth[0] = 0
+    is_end = False
+    while num_nodes < max_nodes:
+        depth = levels.depth[node]
+        if not is_end and depth < max_depth:
+            least = least_probability(frontier, size, min_probability)
+            num_candidates = count_continuations(
+                candidates, runs, levels, num_levels, node, depth, probability, least, options.alternative_weight,
+                index, preference, context,
+            )  # fmt: skip
+            size = push_candidates(
+                frontier, size, candidates, num_candidates, node, depth, probability, min_probability, table, bounds,
+                options.end_token_id >= 0,
+            )  # fmt: skip
+        if size == num_nodes:
+            break
+        probability, slot = frontier.probability[num_nodes], frontier.slots[num_nodes]
+        token, parent = frontier.token[slot], frontier.parent[slot]
+        is_end = token == END
+        found[OUT_TOKEN, num_nodes] = options.end_token_id if is_end else token
+        found[OUT_PARENT, num_nodes] = parent - 1
+        found_floats[OUT_LOG_ACCEPTANCE, num_nodes] = np.log(on_knots(path_curve, probability))
+        found[OUT_SOURCE, num_nodes] = frontier.source[slot]
+        found[OUT_NUM_SEEN, num_nodes] = frontier.num_seen[slot]
+        found[OUT_MATCH_LENGTH, num_nodes] = frontier.length[slot]
+        found_floats[OUT_RELATIVE_COUNT, num_nodes] = frontier.relative_count[slot]
+        num_nodes += 1
+        node = num_nodes
+        levels.depth[node] = levels.depth[parent] + 1
+        if not is_end and num_nodes < max_nodes:
+            enter_node(levels, num_levels, node, frontier, slot, index, preference.num_samples, context)
+    return num_nodes

@@ -1,7 +1,7 @@
 import numpy as np
 from tiny_models import OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
-from pipeline.decoding.drafters import NoDrafter, RetrievalDrafter, drafter_from
+from pipeline.decoding.drafters import NoDrafter, RetrievalDrafter, draft_all, drafter_from
 from pipeline.decoding.sequence import GenerationRequest, Sequence
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.token_tree import chain_tree
@@ -44,6 +44,20 @@ def test_retrieval_drafts_from_the_allowed_sources_only():
     assert set(only_prompt.source.tolist()) == {SOURCE_PROMPT}
     only_previous = RetrievalDrafter(None, sources=("previous",), max_nodes=1).draft(sequence)
     assert only_previous.token_ids.tolist() == [33] and only_previous.source.tolist() == [SOURCE_PREVIOUS]
+
+
+def test_a_step_drafts_at_once_what_each_sequence_is_drafted_and_no_deeper_than_it_has_room():
+    sequences = [
+        sequence_of([11, 12, 13, 14, 15, 50], [60, 11, 12], np.array([70, 11, 12, 33, 34], np.int32)),
+        sequence_of([11, 12, 13, 14, 15, 50], [11]),
+        sequence_of([1, 2]),
+    ]
+    drafter = RetrievalDrafter(None)
+    for one, other in zip(draft_all(drafter, sequences, [64] * 3), map(drafter.draft, sequences), strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist() and one.parents.tolist() == other.parents.tolist()
+        assert one.source.dtype == np.uint8
+    assert [max(tree.depths, default=0) for tree in draft_all(drafter, sequences, [1, 2, 0])] == [1, 2, 0]
+    assert draft_all(NoDrafter(), sequences, [64] * 3) == [NoDrafter().draft(sequences[0])] * 3
 
 
 def test_pool_and_previous_texts_save_steps_and_change_nothing(tmp_path):

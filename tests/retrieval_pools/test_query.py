@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from retrieval_pools.build import PoolText, build_pool
 from retrieval_pools.calibration_table import PATHS_SHAPE, TABLE_SHAPE
 from retrieval_pools.drafting.tree import Variant
-from retrieval_pools.query import compiled_query, draft
+from retrieval_pools.query import SHARE, compiled_query, draft, draft_batch
 from retrieval_pools.reference import ReferenceText, draft_reference
 from retrieval_pools.settings import PoolSettings
 from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
@@ -74,6 +74,7 @@ def cases(draw):
         "use_output": draw(st.booleans()),
         "use_previous": draw(st.booleans()),
         "end_token_id": draw(st.sampled_from([None, 99])),
+        "max_depth": draw(st.sampled_from([0, 1, 3, 64])),
     }
     previous = draw(st.none() | TOKENS)
     group = draw(st.sampled_from([None, "a", "b", "unknown"]))
@@ -171,6 +172,8 @@ def test_limits_hold(tmp_path):
         tree = draft(pool, ids([1, 2]), 1, max_nodes=max_nodes, min_probability=0)
         assert len(tree) == max_nodes
         assert (tree.parents < np.arange(max_nodes)).all()
+    tree = draft(pool, ids([1, 2]), 1, max_nodes=64, min_probability=0, max_depth=1)
+    assert len(tree) > 16 and (tree.parents == -1).all()
     tree = draft(pool, ids([1, 2]), 1, max_nodes=64, min_probability=0.02)
     assert 0 < len(tree) < 64
     assert (np.exp(tree.log_acceptance) >= 0.0199).all()
@@ -231,6 +234,48 @@ def test_threads_draft_the_same_as_one(tmp_path):
     for thread in threads:
         thread.join()
     assert results == [expected] * 4
+
+
+SEQUENCES = st.tuples(
+    TOKENS, TOKENS, st.none() | TOKENS, st.sampled_from([None, "a", "b", "unknown"]), st.integers(0, 9)
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases(), sequences=st.lists(SEQUENCES, max_size=3 * SHARE), num_threads=st.integers(1, 3))
+def test_a_batch_drafts_what_each_sequence_is_drafted_alone(tmp_path_factory, case, sequences, num_threads):
+    (texts, options, _, _, _, _, call, _) = case
+    rows, groups, entities = zip(*texts, strict=True) if texts else ((), (), ())
+    pool = pool_of(tmp_path_factory.mktemp("pool") / "p", rows, options, groups, entities)
+    call = {name: value for name, value in call.items() if name != "max_depth"}
+    sequences = [
+        (ids(prompt + output), len(prompt), None if previous is None else ids(previous), group, max_depth)
+        for prompt, output, previous, group, max_depth in sequences
+    ]
+    columns = zip(*sequences, strict=True) if sequences else [()] * 5
+    together = draft_batch(pool, *columns, **call, num_threads=num_threads)
+    alone = [draft(pool, *sequence, max_depth=max_depth, **call) for *sequence, max_depth in sequences]
+    assert len(together) == len(alone)
+    for one, other in zip(together, alone, strict=True):
+        for name in ("token_ids", "parents", "log_acceptance", "source", "match_length", "relative_count"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+
+
+def test_a_batch_takes_arrays_of_any_kind_and_says_what_does_not_fit(tmp_path):
+    pool = pool_of(tmp_path / "p", [[1, 2, 3]] * 4)
+    expected = [tree.token_ids.tolist() for tree in draft_batch(pool, [ids([1, 2]), ids([1])], [0, 0])]
+    assert expected == [[3], [2, 3]]
+    mixed = draft_batch(pool, [np.array([1, 2], np.int64), [1]], [0, 0])
+    assert [tree.token_ids.tolist() for tree in mixed] == expected
+    assert draft_batch(None, [], []) == []
+    with pytest.raises(ValueError, match=r"max_depths are \[2, 1, 2, 2, 2\]"):
+        draft_batch(pool, [ids([1]), ids([1])], [0])
+    with pytest.raises(ValueError, match=r"num_prompts are \[1, 2\]"):
+        draft_batch(pool, [ids([1]), ids([1])], [1, 2])
+    with pytest.raises(ValueError, match="one row of integers"):
+        draft_batch(pool, [np.array([0.5])], [0])
+    with pytest.raises(ValueError, match="max_nodes is 65"):
+        draft_batch(pool, [ids([1])], [0], max_nodes=65)
 
 
 def test_certain_continuations_are_drafted_once(tmp_path):
