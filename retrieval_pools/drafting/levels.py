@@ -35,7 +35,7 @@ def _list_recent(recent, context):
 
 @part
 def _longest_match(found, index, preference, recent):
-    """Length of the longest end of `recent` that the pool can continue: doubled while it can, then bisected."""
+    """Length of the longest end of `recent` that the pool can continue: fourfold while it can, then bisected."""
     known, unknown = 0, recent.shape[0] + 1
     length = 1
     while length < unknown:
@@ -47,7 +47,7 @@ def _longest_match(found, index, preference, recent):
         if unknown <= recent.shape[0]:
             length = (known + unknown) >> 1 if unknown - known > 1 else unknown
         else:
-            length = min(2 * length, recent.shape[0]) if length < recent.shape[0] else unknown
+            length = min(4 * length, recent.shape[0]) if length < recent.shape[0] else unknown
     return known
 
 
