@@ -7,6 +7,7 @@ from numba.extending import overload
 from retrieval_pools.drafting.estimate import conditional_acceptance, most_acceptance
 from retrieval_pools.drafting.frontier import least_probability, push_path
 from retrieval_pools.drafting.intervals import sample_place, sample_stride
+from retrieval_pools.drafting.levels import stand_at
 from retrieval_pools.drafting.runs import list_own_runs, list_pool_runs
 from retrieval_pools.drafting.state import END, LEAST_LEFT, NUM_CANDIDATES, NUM_SLOTS, part
 from retrieval_pools.sources import SOURCE_POOL
@@ -14,8 +15,8 @@ from retrieval_pools.sources import SOURCE_POOL
 
 @part
 def count_continuations(
-    candidates, runs, levels, num_levels, node, depth, probability, least_probability, alternative_weight, index,
-    preference, context,
+    candidates, runs, levels, num_levels, frontier, node, depth, probability, least_probability, alternative_weight,
+    index, preference, context,
 ):  # fmt: skip
     """Ask the levels in turn; each takes its share of what the longer contexts left. Returns the number of candidates.
 
@@ -31,6 +32,7 @@ def count_continuations(
     for level in range(num_levels):
         if left < LEAST_LEFT:
             break
+        stand_at(levels, level, node, frontier, index, preference.num_samples, context)
         first, last = np.int64(levels.first[node, level]), np.int64(levels.last[node, level])
         if first >= last:
             continue

@@ -131,18 +131,32 @@ def _insert_own_level(levels, num_levels, source, length, count, escape):
 
 
 @part
-def enter_node(levels, num_levels, node, frontier, slot, index, num_samples, context):
-    """Where every level stands at a new node, the one that the path in `slot` leads to."""
-    depth = levels.depth[node]
-    for level in range(num_levels):
+def stand_at_root(levels, num_levels):
+    """The levels are known at node 0, and nowhere else."""
+    levels.known_at[0] = (1 << num_levels) - 1
+
+
+@part
+def stand_at(levels, level, node, frontier, index, num_samples, context):
+    """See to it that a level's interval at a drafted node is known, by way of those of the nodes above.
+
+    Most levels are never asked at most nodes: none is followed before that.
+    """
+    bit = 1 << level
+    while levels.known_at[node] & bit == 0:
+        below, parent = node, frontier.parent[frontier.slots[node - 1]]
+        while levels.known_at[parent] & bit == 0:
+            below, parent = parent, frontier.parent[frontier.slots[parent - 1]]
+        slot = frontier.slots[below - 1]
         if levels.source[level] == SOURCE_POOL:
-            offset = levels.length[level] + depth - 1
+            offset = levels.length[level] + levels.depth[below] - 1
             first, last = _next_interval(levels, level, frontier, slot, index, offset, num_samples)
             if last > first and not is_supported(index, first, offset + 1):  # nor is anything that goes on from it
                 last = first
         else:
-            first, last = 0, _follow_own_text(levels, level, node, frontier, slot, context)
-        levels.first[node, level], levels.last[node, level] = first, last
+            first, last = 0, _follow_own_text(levels, level, below, frontier, slot, context)
+        levels.first[below, level], levels.last[below, level] = first, last
+        levels.known_at[below] |= bit
 
 
 @part

@@ -92,8 +92,8 @@ class Levels(NamedTuple):
 
     `first` and `last`, (MAX_NODES + 1, MAX_LEVELS): the interval of the pool's order that begins with context and path;
     for the sequence's own texts 0 and the number of `positions`, (MAX_NODES + 1, NUM_SOURCES, NUM_LOCAL_POSITIONS),
-    where the next token would stand. `depth` of every node; `counted`: a bit for each level of which every occurrence
-    was counted there.
+    where the next token would stand. `depth` of every node; of `known_at` and `counted` a bit for each level: whether
+    those are known there, and whether every occurrence was counted.
     """
 
     source: np.ndarray
@@ -103,6 +103,7 @@ class Levels(NamedTuple):
     last: np.ndarray
     positions: np.ndarray
     depth: np.ndarray
+    known_at: np.ndarray
     counted: np.ndarray
 
 
@@ -195,6 +196,7 @@ def _new_levels(max_nodes):
         np.empty((max_nodes + 1, MAX_LEVELS), np.int32),
         np.empty((max_nodes + 1, MAX_LEVELS), np.int32),
         np.empty((max_nodes + 1, NUM_SOURCES, NUM_LOCAL_POSITIONS), np.int32),
+        np.empty(max_nodes + 1, np.int32),
         np.empty(max_nodes + 1, np.int32),
         np.empty(max_nodes + 1, np.int32),
     )

@@ -20,7 +20,7 @@ from retrieval_pools import calibration_table, sources
 from retrieval_pools.drafting.continuations import count_continuations, push_candidates
 from retrieval_pools.drafting.estimate import least_product, on_knots
 from retrieval_pools.drafting.frontier import least_probability
-from retrieval_pools.drafting.levels import add_own_levels, add_pool_levels, enter_node
+from retrieval_pools.drafting.levels import add_own_levels, add_pool_levels, stand_at_root
 from retrieval_pools.drafting.state import (
     CONTEXT_BEGIN,
     CONTEXT_END,
@@ -159,14 +159,15 @@ def draft_tree(
     num_levels = add_own_levels(levels, num_levels, context, options)
     node, probability, size, num_nodes = 0, 1.0, 0, 0  # node 0 is the root, node n the n-th drafted
     levels.depth[0] = 0
+    stand_at_root(levels, num_levels)
     is_end = False
     while num_nodes < max_nodes:
         depth = levels.depth[node]
         if not is_end and depth < max_depth:
             least = least_probability(frontier, size, min_probability)
             num_candidates = count_continuations(
-                candidates, runs, levels, num_levels, node, depth, probability, least, options.alternative_weight,
-                index, preference, context,
+                candidates, runs, levels, num_levels, frontier, node, depth, probability, least,
+                options.alternative_weight, index, preference, context,
             )  # fmt: skip
             size = push_candidates(
                 frontier, size, candidates, num_candidates, node, depth, probability, min_probability, table, bounds,
@@ -187,6 +188,5 @@ def draft_tree(
         num_nodes += 1
         node = num_nodes
         levels.depth[node] = levels.depth[parent] + 1
-        if not is_end and num_nodes < max_nodes:
-            enter_node(levels, num_levels, node, frontier, slot, index, preference.num_samples, context)
+        levels.known_at[node] = 0
     return num_nodes
