@@ -24,6 +24,7 @@ from night_tasks import TaskSize
 from options_pools import Pools, first_night
 from options_tasks import NightTask, one_night_tasks, readers_task, sample_night_tasks
 
+from pipeline.decoding.budget import Budget
 from pipeline.decoding.drafters import RetrievalDrafter
 from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult
 from pipeline.decoding.settings import DecodingSettings
@@ -109,7 +110,8 @@ def write_texts(
     engine: Engine, task: NightTask, texts: Sequence[np.ndarray], variant: Variant, rule: str
 ) -> list[GenerationResult]:
     """The measured prompts' texts, in the order of the prompts."""
-    drafter = RetrievalDrafter(variant.pool, variant.sources, variant.max_nodes, engine.settings.min_acceptance)
+    least = Budget.of(engine.settings).min_acceptance
+    drafter = RetrievalDrafter(variant.pool, variant.sources, variant.max_nodes, least)
     requests = (
         GenerationRequest(
             str(number),

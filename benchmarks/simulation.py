@@ -25,6 +25,7 @@ from night_pools import own_texts
 from night_systems import generate, load_engine
 from night_tasks import Task, TaskSize, goodreads_items_task, reki_task, sample_tasks
 
+from pipeline.decoding.budget import Budget
 from pipeline.decoding.drafters import NoDrafter, drafter_from
 from pipeline.decoding.engine import Engine, GenerationResult
 from pipeline.decoding.verifiers import Greedy, verifier_from
@@ -73,11 +74,8 @@ def measure(engine: Engine, task: Task, cache: Path, scale: Scale, folder: Path)
     calibration, in_pool = rest[: scale.num_calibration], rest[scale.num_calibration :]
     own = {one.request_id: one.token_ids for one in _run(engine, task, NoDrafter(), Greedy())}
     same = [ReplayText(prompt, own[str(number)]) for number, prompt in enumerate(task.held_out)]
-    setting = DraftSetting(
-        "whole",
-        max_draft_tokens=engine.settings.max_draft_tokens,
-        min_acceptance=engine.settings.min_acceptance,
-    )
+    budget = Budget.of(engine.settings)
+    setting = DraftSetting("whole", max_draft_tokens=budget.max_draft_tokens, min_acceptance=budget.min_acceptance)
     predicted, pool = {}, None
     for name, replayed in (("same texts", same), ("other texts", other)):
         simulator = _simulator(task, in_pool, replayed, CalibrationTexts(calibration, setting), folder / name)
