@@ -1,9 +1,17 @@
 """Fixtures that several packages' tests share."""
 
+import importlib.util
 import os
 from pathlib import Path
 
 import pytest
+
+if importlib.util.find_spec("triton") is not None:
+    import torch
+
+    if not torch.cuda.is_available():
+        # Kernels then run in Triton's interpreter. It must be asked for before anything imports triton.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -1,0 +1,68 @@
+"""Compiles the attention kernels for a GPU that need not be there; started by a test as a process of its own.
+
+Triton's interpreter, where it is switched on, replaces the compiler in a whole process.
+"""
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pipeline.decoding.kernel_attention import BLOCK_KEYS
+from pipeline.decoding.packed_attention import PART_KEYS
+from pipeline.decoding.tree_kernel import attend, combine
+
+POINTERS = {"ancestors_ptr": "*i64", "log_sum_ptr": "*fp32", "parts_ptr": "*fp32"}
+NUMBERS = {"scale": "fp32", "softcap": "fp32"}
+
+
+def compile_kernel(kernel, architecture: int, dtype: str, **constants) -> dict:
+    """The forms a kernel was lowered to, "cubin" the last; pointers and strides as aligned as a model's are."""
+    names = kernel.arg_names
+    signature, attributes = {}, {}
+    for i, name in enumerate(names):
+        if name.isupper():
+            signature[name] = "constexpr"
+            continue
+        if name in ("query_ptr", "key_ptr", "value_ptr", "sink_ptr", "out_ptr"):
+            signature[name] = f"*{dtype}"
+        elif name.endswith("_ptr"):
+            signature[name] = POINTERS.get(name, "*i32")
+        else:
+            signature[name] = NUMBERS.get(name, "i32")
+        if name.endswith("_ptr") or "stride" in name:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    if constants["NUM_PARTS"] > 1 and kernel is attend:
+        signature["out_ptr"] = "*fp32"
+    places = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32)).asm
+
+
+def main() -> None:
+    shared = {"VALUE_DIM": 128, "VALUE_BLOCK": 128}
+    for architecture in (80, 90):
+        for num_parts, has_more, rows, dtype in ((1, False, 16, "bf16"), (4, True, 64, "bf16"), (4, True, 16, "fp32")):
+            forms = compile_kernel(
+                attend,
+                architecture,
+                dtype,
+                NUM_PARTS=num_parts,
+                PART=PART_KEYS,
+                FOLDED=4,
+                HEAD_DIM=128,
+                HEAD_BLOCK=128,
+                BLOCK_ROWS=rows,
+                BLOCK_KEYS=BLOCK_KEYS,
+                HAS_WINDOW=has_more,
+                HAS_SOFTCAP=has_more,
+                HAS_SINKS=has_more,
+                IN_FLOAT32=False,
+                **shared,
+            )
+            print(f"attend sm_{architecture} {dtype} {len(forms['cubin'])} bytes")
+        forms = compile_kernel(combine, architecture, "bf16", NUM_PARTS=4, HAS_SINKS=True, **shared)
+        print(f"combine sm_{architecture} {len(forms['cubin'])} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Random packs: sequences of any committed length with chains and trees, their keys scattered over a store."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pipeline.decoding.packed_attention import PackedIndex
+from pipeline.decoding.token_tree import TokenTree, ancestor_masks, node_depths
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Queries (N, num_heads, d), a store's keys and values (num_slots, num_kv_heads, d), and which token sees what."""
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    index: PackedIndex
+
+
+def random_parents(rng, num_nodes: int) -> np.ndarray:
+    return np.array([rng.integers(-1, i) if i else -1 for i in range(num_nodes)], np.int32)
+
+
+def random_tree(rng, num_nodes: int, vocab_size: int) -> TokenTree:
+    tokens = rng.integers(0, vocab_size, num_nodes).astype(np.int32)
+    zeros = np.zeros(num_nodes, np.float32)
+    return TokenTree(tokens, random_parents(rng, num_nodes), zeros, zeros.astype(np.uint8))
+
+
+def random_index(rng, lengths: list[tuple[int, int, int]], num_slots: int, device="cpu") -> PackedIndex:
+    """Sequences of (committed, chain, tree) tokens; committed ones may share slots, as prompts of one prefix do."""
+    slots, ancestors, positions = [], [], []
+    for committed, chain, tree in lengths:
+        slots.append(rng.choice(num_slots, committed + chain + tree, replace=False))
+        parents = random_parents(rng, tree)
+        ancestors += [np.zeros(chain, np.int64), ancestor_masks(parents[None])[0]]
+        positions += [committed + np.arange(chain), committed + chain - 1 + node_depths(parents)]
+    committed, chain, tree = np.array(lengths).T
+
+    def starts(sizes) -> np.ndarray:
+        return np.concatenate(([0], np.cumsum(sizes)))
+
+    def tensor(array, dtype=np.int32) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device)
+
+    return PackedIndex(
+        slots=tensor(np.concatenate(slots)),
+        slot_starts=tensor(starts(committed + chain + tree)),
+        num_committed=tensor(committed),
+        query_starts=tensor(starts(chain + tree)),
+        num_chain=tensor(chain),
+        ancestors=tensor(np.concatenate(ancestors), np.int64),
+        node_positions=tensor(np.concatenate(positions)),
+    )
+
+
+def random_pack(
+    lengths: list[tuple[int, int, int]],
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Pack:
+    """Keys and queries that are as models have them: a head's dimensions together, else of any strides."""
+    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    num_slots = max(sum(parts) for parts in lengths) + 7
+
+    def random(*shape) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    num_tokens = sum(chain + tree for _, chain, tree in lengths)
+    return Pack(
+        random(num_heads, num_tokens, head_dim).transpose(0, 1),
+        random(num_kv_heads, num_slots, head_dim).transpose(0, 1),
+        random(num_slots, num_kv_heads, value_dim or head_dim),
+        random_index(rng, lengths, num_slots, device),
+    )

@@ -1,0 +1,139 @@
+"""The Triton kernel against the slow version: on a GPU where there is one, else through Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packs import Pack, random_pack
+
+from pipeline.decoding.packed_attention import PART_KEYS, LaunchShape
+from pipeline.decoding.packed_attention import packed_attention as slow_attention
+
+pytest.importorskip("triton", reason="triton is not installed; it comes with torch for CUDA and with the dev extra")
+from pipeline.decoding import kernel_attention, packed_attention
+from pipeline.decoding.kernel_attention import block_rows, tree_attention_kernel
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# A prompt's part, a tree on a text, plain decoding, the largest tree, and a first token.
+LENGTHS = [(0, 21, 0), (37, 1, 9), (61, 1, 0), (5, 3, 64), (0, 1, 2)]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and not kernel_attention.INTERPRETED,
+    reason="no CUDA, and triton was imported before TRITON_INTERPRET=1 was set",
+)
+
+
+def assert_equal_to_the_slow_one(pack: Pack, shape: LaunchShape | None = None, **options) -> None:
+    found = tree_attention_kernel(pack.query, pack.keys, pack.values, pack.index, 0.3, shape=shape, **options)
+    expected = slow_attention(pack.query, pack.keys, pack.values, pack.index, 0.3, **options)
+    assert found.dtype == pack.query.dtype and found.shape == expected.shape
+    tolerance = TOLERANCE[pack.query.dtype]
+    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(params=[PART_KEYS, 32], ids=["one-part", "many-parts"])
+def part_keys(request, monkeypatch) -> int:
+    """Short parts, so that small packs have several."""
+    for module in (packed_attention, kernel_attention):
+        monkeypatch.setattr(module, "PART_KEYS", request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("num_heads, num_kv_heads", [(2, 2), (4, 2), (7, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_kernel_in_every_type_and_head_grouping(part_keys, dtype, num_heads, num_kv_heads):
+    assert_equal_to_the_slow_one(random_pack(LENGTHS, num_heads, num_kv_heads, dtype=dtype, device=DEVICE))
+
+
+@pytest.mark.parametrize("window", [None, 1, 7])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_kernel_with_window_softcap_and_sinks(part_keys, window, softcap, has_sinks):
+    pack = random_pack(LENGTHS, seed=1, device=DEVICE)
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(2)).to(DEVICE) if has_sinks else None
+    assert_equal_to_the_slow_one(pack, window=window, softcap=softcap, sinks=sinks)
+
+
+@pytest.mark.parametrize("head_dim, value_dim", [(8, 8), (24, 12), (40, 64)])
+def test_head_dimensions_that_are_no_power_of_two(part_keys, head_dim, value_dim):
+    assert_equal_to_the_slow_one(random_pack(LENGTHS, 2, 1, head_dim, value_dim, device=DEVICE))
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=5),
+    tile_tokens=st.sampled_from([1, 4, 16, 64]),
+    num_parts=st.sampled_from([1, 4]),
+    window=st.one_of(st.none(), st.integers(1, 30)),
+    seed=st.integers(0, 1000),
+)
+def test_any_ragged_pack_in_any_launch_shape(lengths, tile_tokens, num_parts, window, seed):
+    pack = random_pack(lengths, head_dim=8, seed=seed, device=DEVICE)
+    assert_equal_to_the_slow_one(pack, LaunchShape(num_parts, tile_tokens), window=window)
+
+
+def test_padding_tokens_and_sequences_get_zeros_and_change_nothing(part_keys):
+    pack = random_pack(LENGTHS, device=DEVICE)
+    num_tokens = len(pack.query)
+    index = vars(pack.index)
+    ends = {"slot_starts": 3, "query_starts": 3}
+    padded = {name: torch.cat((t, t[-1:].repeat(ends[name]))) if name in ends else t for name, t in index.items()}
+    for name, count in {"num_committed": 3, "num_chain": 3, "ancestors": 11, "node_positions": 11, "slots": 90}.items():
+        padded[name] = torch.cat((index[name], index[name].new_zeros(count)))
+    query = torch.cat((pack.query, torch.full_like(pack.query[:11], torch.nan)))
+    index = type(pack.index)(**padded)
+    for attention in (slow_attention, tree_attention_kernel):
+        plain = attention(pack.query, pack.keys, pack.values, pack.index, 0.3)
+        found = attention(query, pack.keys, pack.values, index, 0.3)
+        torch.testing.assert_close(found[:num_tokens], plain, rtol=1e-6, atol=1e-6)
+        assert (found[num_tokens:] == 0).all()
+
+
+def test_a_result_does_not_depend_on_what_shares_the_pack(part_keys):
+    pack = random_pack(LENGTHS, device=DEVICE)
+    starts, slot_starts = pack.index.query_starts.tolist(), pack.index.slot_starts.tolist()
+    together = tree_attention_kernel(pack.query, pack.keys, pack.values, pack.index, 0.3, shape=LaunchShape(8, 16))
+    for b in range(len(LENGTHS)):
+        tokens, slots = slice(starts[b], starts[b + 1]), slice(slot_starts[b], slot_starts[b + 1])
+        alone = type(pack.index)(
+            slots=pack.index.slots[slots],
+            slot_starts=pack.index.slot_starts[b : b + 2] - slot_starts[b],
+            num_committed=pack.index.num_committed[b : b + 1],
+            query_starts=pack.index.query_starts[b : b + 2] - starts[b],
+            num_chain=pack.index.num_chain[b : b + 1],
+            ancestors=pack.index.ancestors[tokens],
+            node_positions=pack.index.node_positions[tokens],
+        )
+        shape = LaunchShape(8, 16)
+        found = tree_attention_kernel(pack.query[tokens], pack.keys, pack.values, alone, 0.3, shape=shape)
+        assert torch.equal(found, together[tokens])
+
+
+def test_launch_shapes_are_few():
+    counts = np.random.default_rng(0).integers(1, 2000, (500, 3)).tolist()
+    shapes = {LaunchShape.of(*count) for count in counts}
+    assert len(shapes) <= 16
+    assert LaunchShape.of(1, 1, 1) == LaunchShape(1, 1)
+    assert LaunchShape.of(700, 320, 64) == LaunchShape(4, 16)
+    assert [block_rows(LaunchShape(1, tokens), 4) for tokens in (1, 4, 16, 64)] == [16, 16, 64, 64]
+    assert block_rows(LaunchShape(1, 1), 71) == 128
+
+
+def test_kernels_compile_for_gpus_that_are_not_here(tmp_path):
+    """Down to machine code, by the assembler that comes with Triton; nothing is run."""
+    here = Path(__file__).resolve()
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    paths = [str(here.parents[2]), environment.get("PYTHONPATH", "")]
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run(
+        [sys.executable, str(here.with_name("kernel_compile.py"))], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stdout.splitlines()) == 8
