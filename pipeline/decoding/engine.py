@@ -67,7 +67,7 @@ class Engine:
         self.store = (KVStore if holds_rows else TokenStore)(self.settings.batch_size, max_tokens)
         self.concurrency = Concurrency(self.settings.batch_size)
         self.max_prefill_tokens = self.settings.max_prefill_tokens or PREFILL_TOKENS["cuda" if on_cuda else "cpu"]
-        self.runner = ModelRunner(loaded.model, self.store, self.device)
+        self.runner = ModelRunner(loaded.model, self.store, self.device, self.settings.attention)
         self._endings = Endings(self.tokenizer, self.settings.stop_strings)
         self._is_end = np.zeros(self.vocab_size, bool)
         self._is_end[list(self.end_ids)] = True

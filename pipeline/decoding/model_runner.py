@@ -7,6 +7,7 @@ Knows no request, no verifier and no drafter.
 """
 
 import inspect
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +15,17 @@ import torch
 
 from pipeline.decoding.attention_plan import CALL_COST_CPU, CALL_COST_CUDA, StepPlan
 from pipeline.decoding.feed import Feed, PackedFeed, feed_positions
-from pipeline.decoding.kv_cache import KVCache
+from pipeline.decoding.kv_cache import KVCache, is_out_of_memory
 from pipeline.decoding.kv_store import KVStore
+from pipeline.decoding.packed_forward import PackedForward, kernel_for
 from pipeline.decoding.row_plan import row_plan
+from pipeline.decoding.step_buffers import PackedStep
 from pipeline.decoding.token_plan import token_plan
+from pipeline.decoding.token_store import TokenStore
 from pipeline.decoding.tree_attention import step_plan
+from pipeline.errors import ModelError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,15 +42,33 @@ class StepOutput:
 
 
 class ModelRunner:
-    """Runs packed steps of a transformers model whose attention is `tree_attention`, over one KV store."""
+    """Runs packed steps of a transformers model whose attention is `tree_attention`, over one KV store.
 
-    def __init__(self, model, store: KVCache, device: torch.device) -> None:
+    Parameters
+    ----------
+    attention : "torch", "triton" or "auto", as `decoding.attention`; a kernel needs a `TokenStore`.
+
+    Raises
+    ------
+    pipeline.errors.ModelError : "triton" cannot be had.
+    """
+
+    def __init__(self, model, store: KVCache, device: torch.device, attention: str = "torch") -> None:
         self.model = model
         self.store = store
         self.device = device
         self.last_plan: StepPlan | None = None  # of the newest forward, for checks
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._plan = row_plan if isinstance(store, KVStore) else token_plan
+        self._attention = attention
+        self.packed: PackedForward | None = None  # takes the forwards, where there is a kernel
+        kernel = kernel_for(attention, device)
+        if kernel is not None and isinstance(store, TokenStore):
+            on_cuda = device.type == "cuda"
+            selects = self._selects_logits
+            self.packed = PackedForward(model, store, device, kernel, selects, pads=on_cuda, captures=on_cuda)
+        elif attention == "triton":
+            raise ModelError("decoding.attention is triton, which needs decoding.kv_cache tokens")
         self._call_cost = CALL_COST_CPU if device.type == "cpu" else CALL_COST_CUDA
 
     def forward(self, feeds: list[Feed]) -> StepOutput:
@@ -68,9 +93,24 @@ class ModelRunner:
                 num_kept += part.offset + part.size - first
         # A forward with no wanted logits still needs one row of them.
         keep = np.concatenate(kept) if kept else np.zeros(1, np.int64)
-        logits = self._run(plan, token_ids, positions, keep)
+        logits = None
+        if self.packed is not None:
+            logits = self._run_packed(PackedStep(token_ids, plan.slots, keep, plan.ragged, store.scratch_slot))
+        if logits is None:
+            logits = self._run(plan, token_ids, positions, keep)
         self.last_plan = plan
         return StepOutput(logits, starts, slots)
+
+    def _run_packed(self, step: PackedStep) -> torch.Tensor | None:
+        """The same by the kernel; None where it failed, and then it is not tried again."""
+        try:
+            return self.packed.run(step)
+        except Exception as error:
+            if is_out_of_memory(error) or self._attention == "triton":
+                raise
+            logger.warning("the attention kernel failed (%s); attention is torch's from here on", error)
+            self.packed = None
+            return None
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan, token_ids: np.ndarray, positions: np.ndarray, keep: np.ndarray) -> torch.Tensor:

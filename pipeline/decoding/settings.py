@@ -70,6 +70,11 @@ class DecodingSettings(BaseModel):
         description="rows: a contiguous range for each text, as wide as the longest, fastest on a CPU; tokens: memory "
         "follows the tokens in use, prompts' beginnings are held once. auto: rows on a CPU, tokens on CUDA.",
     )
+    attention: Literal["auto", "torch", "triton"] = Field(
+        "auto",
+        description="triton: one kernel over ragged sequences, in CUDA graphs; needs CUDA and kv_cache tokens. torch: "
+        "padded masks. auto: triton on CUDA where it is installed.",
+    )
     max_cache_tokens: int | None = Field(
         None, ge=1, description="Bound of the KV cache; null: half of the free memory on a CPU, most of it on CUDA."
     )

@@ -24,7 +24,7 @@ MIN_EXPECTED_REST = 16  # tokens that a live sequence is expected to need still,
 
 @dataclass
 class TokenLayer:
-    """Keys and values of one layer: (capacity, num_kv_heads, head_dim)."""
+    """Keys and values of one layer: (capacity + 1, num_kv_heads, head_dim), the last slot being scratch."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -71,6 +71,11 @@ class TokenStore:
     @property
     def num_live_rows(self) -> int:
         return int(self._live.sum())
+
+    @property
+    def scratch_slot(self) -> int:
+        """A slot that no sequence ever holds, for padding to write to; another one after the memory has grown."""
+        return self.capacity
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` could be held at all, were it alone."""
@@ -188,7 +193,7 @@ class TokenStore:
         """Store new keys and values, (num_kv_heads, num_tokens, head_dim) each, at an index on their device."""
         cache = self.layers.get(layer)
         if cache is None:
-            empty = [new.new_zeros(self.capacity, new.shape[0], new.shape[2]) for new in (keys, values)]
+            empty = [new.new_zeros(self.capacity + 1, new.shape[0], new.shape[2]) for new in (keys, values)]
             cache = self.layers[layer] = TokenLayer(*empty)
         cache.keys.index_copy_(0, index, keys.transpose(0, 1))
         cache.values.index_copy_(0, index, values.transpose(0, 1))
@@ -266,7 +271,7 @@ class TokenStore:
         for cache in self.layers.values():  # one tensor at a time, so that little is held twice
             for name in ("keys", "values"):
                 old = getattr(cache, name)
-                if len(old) < capacity:
-                    grown = old.new_zeros(capacity, *old.shape[1:])
+                if len(old) <= capacity:
+                    grown = old.new_zeros(capacity + 1, *old.shape[1:])
                     grown[: len(old)] = old
                     setattr(cache, name, grown)

@@ -6,7 +6,7 @@ our name, so transformers builds no mask of its own.
 
 A layer writes its new keys and values into the store and runs one scaled-dot-product attention for each group of the
 step's plan. Query heads that share a key-value head are folded into the query length, so that no key is repeated for
-them.
+them. Where the plan is a `PackedPlan`, it does both itself, without groups.
 
 Knows layers' shapes only: no model, no sequence, no draft.
 """
@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from pipeline.decoding.attention_plan import StepPlan
+from pipeline.decoding.packed_plan import PackedPlan
 
 ATTENTION_NAME = "laserbatch_tree"
-step_plan: ContextVar[StepPlan] = ContextVar("laserbatch_step_plan")
+step_plan: ContextVar[StepPlan | PackedPlan] = ContextVar("laserbatch_step_plan")
 
 
 def tree_attention(
@@ -49,12 +50,16 @@ def tree_attention(
     (1, num_tokens, num_heads, value_dim) and None.
     """
     plan = step_plan.get()
+    window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
+    if isinstance(plan, PackedPlan):
+        assert query.shape[0] == 1, "not a packed step"
+        out = plan.attend(module.layer_idx, query[0], key[0], value[0], scaling, window, softcap, s_aux)
+        return out[None], None
     _, num_heads, num_tokens, head_dim = query.shape
     num_kv_heads, value_dim = key.shape[1], value.shape[-1]
     assert query.shape[0] == 1 and num_tokens == key.shape[2] == plan.num_tokens, "not a packed step"
     plan.layers_seen.append(module.layer_idx)
     cache = plan.store.write(module.layer_idx, plan.write_index(num_kv_heads, key.device), key[0], value[0])
-    window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
     folded = num_heads // num_kv_heads
     in_order = plan.one_token_a_row  # then the pack's order is already that of rows
     by_token = query[0].transpose(0, 1)  # (num_tokens, num_heads, head_dim)

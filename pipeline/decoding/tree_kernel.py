@@ -18,7 +18,7 @@ import triton.language as tl
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences"])
 def attend(
     query_ptr,
     key_ptr,
@@ -183,7 +183,7 @@ def attend(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences"])
 def combine(
     parts_ptr,
     log_sum_ptr,

@@ -1,0 +1,248 @@
+"""Forwards over ragged index arrays, padded and not, captured and not, against those over groups and masks."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from packs import random_tree
+from tiny_models import VOCAB, tiny_model
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from pipeline.decoding.feed import Feed
+from pipeline.decoding.kv_store import KVStore
+from pipeline.decoding.loading import prepare_model
+from pipeline.decoding.model_runner import ModelRunner
+from pipeline.decoding.packed_attention import LaunchShape, PackedIndex, packed_attention
+from pipeline.decoding.packed_forward import TOKEN_BUCKETS, Bucket, PackedForward, kernel_for
+from pipeline.decoding.token_store import TokenStore
+from pipeline.errors import ModelError
+
+CPU = torch.device("cpu")
+GPT_OSS = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": None}
+
+
+def masked_attention(query, keys, values, index: PackedIndex, scale, window=None, softcap=None, sinks=None, shape=None):
+    """`packed_attention` as one masked product over all slots, that reads nothing on the host: it can be captured."""
+    num_heads, folded = query.shape[1], query.shape[1] // keys.shape[1]
+    tokens, places = torch.arange(len(query)), torch.arange(len(index.slots))
+    last = len(index.num_committed) - 1
+    own = torch.searchsorted(index.query_starts, tokens, right=True).sub(1).clamp(max=last)
+    held = torch.searchsorted(index.slot_starts, places, right=True).sub(1).clamp(max=last)
+    place = places - index.slot_starts[held]  # within its sequence
+    new = place - index.num_committed[held]  # below 0: a committed token
+    node = new - index.num_chain[held]
+    new_token = (index.query_starts[held] + new).clamp(0, len(query) - 1)
+    position = torch.where(new < 0, place, index.node_positions[new_token])
+    ancestor = (index.ancestors[:, None] >> node.clamp(0, 63)) & 1 > 0
+    sees = torch.where(node >= 0, ancestor, place <= index.node_positions[:, None])
+    sees &= (own[:, None] == held) & (places < index.slot_starts[-1]) & (tokens < index.query_starts[-1])[:, None]
+    if window is not None:
+        sees &= index.node_positions[:, None] - position < window
+    own_keys = keys[index.slots.long()].repeat_interleave(folded, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, own_keys) * scale
+    scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+    scores = torch.where(sees, scores, -torch.inf)
+    sink = torch.full((num_heads,), -torch.inf) if sinks is None else sinks
+    scores = torch.cat((scores, sink[:, None, None].expand(-1, len(query), 1)), -1)
+    weights = torch.softmax(scores, -1).nan_to_num(0.0)[..., :-1]
+    return torch.einsum("hqk,khd->qhd", weights, values[index.slots.long()].repeat_interleave(folded, 1))
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run on this CPU; skips the test where triton is not installed."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from pipeline.decoding.kernel_attention import INTERPRETED
+
+    return INTERPRETED
+
+
+def packed_runner(model, attention, max_rows=6, **options) -> ModelRunner:
+    runner = ModelRunner(model, TokenStore(max_rows), CPU)
+    options = {"pads": False, "captures": False} | options
+    runner.packed = PackedForward(model, runner.store, CPU, attention, runner._selects_logits, **options)
+    return runner
+
+
+def assert_equal_logits(runners: list[ModelRunner], num_steps: int = 5, seed: int = 0, tolerance: float = 1e-5) -> None:
+    """The same feeds to all runners: prompts in parts, trees, sequences that end and begin."""
+    rng = np.random.default_rng(seed)
+    pending: dict[int, list[int]] = {}
+    for step in range(num_steps):
+        for length in (3, 14, 8)[: 3 if step == 0 else int(step % 3 == 1)]:
+            prompt = rng.integers(0, VOCAB, length).astype(np.int32)
+            (row,) = {runner.store.acquire(prompt, 60).row for runner in runners}
+            pending[row] = prompt[-(length - int(runners[0].store.lengths[row])) :].tolist()
+        feeds = []
+        for row in pending:
+            in_parts = len(pending[row]) > 10
+            chain = np.array(pending[row][:5] if in_parts else pending[row], np.int32)
+            tree = random_tree(rng, 0 if in_parts else int(rng.integers(0, 9)), VOCAB)
+            feeds.append(Feed(row, chain, tree, wants_logits=not in_parts))
+        outputs = [runner.forward(feeds) for runner in runners]
+        num_kept = sum(1 + len(feed.tree) for feed in feeds if feed.wants_logits)
+        for output in outputs[1:]:
+            close = {"rtol": tolerance, "atol": tolerance}
+            torch.testing.assert_close(output.logits[:num_kept], outputs[0].logits[:num_kept], **close)
+        kept_nodes = []
+        for feed in feeds:
+            node, path = int(rng.integers(-1, len(feed.tree))), []
+            while node >= 0:
+                path, node = [node, *path], int(feed.tree.parents[node])
+            kept_nodes.append(path)
+            rest = pending[feed.row][len(feed.chain_ids) :]
+            pending[feed.row] = rest or [int(rng.integers(0, VOCAB))]
+        for runner, output in zip(runners, outputs, strict=True):
+            chains = [len(feed.chain_ids) for feed in feeds]
+            slots = [
+                np.concatenate((own[:n], own[n:][path]))
+                for own, n, path in zip(output.slots, chains, kept_nodes, strict=True)
+            ]
+            runner.store.commit([feed.row for feed in feeds], slots)
+        if step % 3 == 2:
+            ended = next(iter(pending))
+            del pending[ended]
+            for runner in runners:
+                runner.store.release(ended)
+
+
+def prepared(architecture: str = "llama"):
+    model = tiny_model(architecture, **(GPT_OSS if architecture == "gpt_oss" else {}))
+    prepare_model(model)
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt_neox", "gpt_oss"])
+def test_packed_forward_padded_or_not_equals_groups_over_both_stores(architecture):
+    model = prepared(architecture)
+    rows = ModelRunner(model, KVStore(6), CPU)
+    groups = ModelRunner(model, TokenStore(6), CPU)
+    packed = packed_runner(model, packed_attention)
+    padded = packed_runner(model, packed_attention, pads=True)
+    assert_equal_logits([rows, groups, packed, padded])
+    assert padded.packed.buckets and not packed.packed.buckets
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_padded_steps_equal_unpadded_ones_over_many_steps(seed):
+    model = prepared()
+    padded = packed_runner(model, packed_attention, pads=True)
+    assert_equal_logits([packed_runner(model, packed_attention), padded], num_steps=12, seed=seed)
+    assert len(padded.packed.buckets) > 1
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gpt_oss"])
+def test_masked_attention_of_these_tests_equals_the_slow_one(architecture):
+    model = prepared(architecture)
+    assert_equal_logits([packed_runner(model, packed_attention), packed_runner(model, masked_attention, pads=True)])
+
+
+class TracedForward(PackedForward):
+    """Captures a bucket as a trace of tensor operations, replayed without the model's Python, as a CUDA graph is."""
+
+    num_captured = num_replayed = 0
+
+    def _capture(self, bucket: Bucket, shape: LaunchShape) -> None:
+        bucket.graph = make_fx(lambda: self._forward(bucket.buffers, shape))()
+        self.num_captured += 1
+
+    def _replay(self, bucket: Bucket) -> torch.Tensor:
+        self.num_replayed += 1
+        return bucket.graph()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_a_captured_step_replayed_on_new_buffers_equals_an_eager_one(architecture):
+    """All that differs between two steps of a bucket comes from its buffers and from the store's memory."""
+    model = prepared(architecture)
+    runner = packed_runner(model, masked_attention, pads=True)
+    traced = TracedForward(model, runner.store, CPU, masked_attention, runner._selects_logits, pads=True, captures=True)
+    runner.packed = traced
+    with torch.no_grad():
+        assert_equal_logits([packed_runner(model, packed_attention), runner], num_steps=14)
+    assert traced.num_replayed > traced.num_captured > 0
+
+
+def test_captured_steps_are_dropped_when_the_store_has_grown():
+    model = prepared()
+    runner = packed_runner(model, masked_attention, pads=True)
+    traced = TracedForward(model, runner.store, CPU, masked_attention, runner._selects_logits, pads=True, captures=True)
+    runner.packed = traced
+    row = runner.store.acquire(np.array([1, 2], np.int32), 60).row
+    feed = Feed(row, np.array([1], np.int32))
+    first = [runner.forward([feed]).logits.clone() for _ in range(3)][-1]
+    assert (traced.num_captured, traced.num_replayed) == (1, 2)
+    assert runner.store.make_room(runner.store.capacity + 1)
+    again = runner.forward([feed]).logits
+    assert (traced.num_captured, traced.num_replayed) == (2, 3)
+    torch.testing.assert_close(again, first)
+
+
+def test_without_a_device_capture_fails_once_and_steps_go_on(caplog):
+    model = prepared()
+    capturing = packed_runner(model, masked_attention, pads=True, captures=True)
+    with caplog.at_level(logging.WARNING):
+        assert_equal_logits([packed_runner(model, packed_attention), capturing], num_steps=12)
+    assert sum("CUDA graphs cannot be captured" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("fault", ["raises", "is wrong"])
+def test_a_kernel_that_fails_is_given_up_with_a_warning(caplog, fault):
+    def broken(*arguments, **options):
+        if fault == "raises":
+            raise RuntimeError("no kernel image")
+        return torch.roll(packed_attention(*arguments, **options), 1, 0)
+
+    model = prepared()
+    runner = packed_runner(model, broken)
+    with caplog.at_level(logging.WARNING):
+        assert_equal_logits([ModelRunner(model, TokenStore(6), CPU), runner])
+    assert runner.packed is None
+    assert sum("the attention kernel failed" in message for message in caplog.messages) == 1
+
+
+def test_prompts_and_large_steps_are_not_padded():
+    model = prepared()
+    runner = packed_runner(model, packed_attention, pads=True)
+    row = runner.store.acquire(np.arange(90, dtype=np.int32), 100).row
+    runner.forward([Feed(row, np.arange(80, dtype=np.int32))])
+    assert not runner.packed.buckets
+    most = TOKEN_BUCKETS[-1]
+    steps = [np.zeros(size) for size in (most, most + 1)]
+    sizes = [runner.packed._padded_tokens(type("Step", (), {"keep": s, "num_tokens": len(s)})) for s in steps]
+    assert sizes == [most, None]
+
+
+def test_a_kernel_is_only_used_where_it_can_be():
+    assert kernel_for("torch", CPU) is None
+    assert kernel_for("auto", CPU) is None
+    model = tiny_model()
+    if is_interpreted():
+        with pytest.raises(ModelError, match="kv_cache"):
+            ModelRunner(model, KVStore(2), CPU, "triton")
+    else:
+        with pytest.raises(ModelError, match="needs CUDA"):
+            ModelRunner(model, TokenStore(2), CPU, "triton")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
+def test_models_run_through_the_kernel(architecture):
+    if not is_interpreted():
+        pytest.skip("triton was imported before TRITON_INTERPRET=1 was set")
+    model = prepared(architecture)
+    runner = ModelRunner(model, TokenStore(6), CPU, "triton")
+    runner.packed._pads = True
+    assert_equal_logits([ModelRunner(model, TokenStore(6), CPU), runner], num_steps=3, tolerance=1e-4)
+    assert runner.packed.buckets
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
+def test_cuda_graphs_of_the_kernel_equal_groups(architecture):
+    device = torch.device("cuda")
+    model = tiny_model(architecture, **(GPT_OSS if architecture == "gpt_oss" else {})).to(device)
+    prepare_model(model)
+    groups, graphs = (ModelRunner(model, TokenStore(6), device, name) for name in ("torch", "triton"))
+    assert_equal_logits([groups, graphs], num_steps=30, tolerance=1e-4)
+    assert any(bucket.graph is not None for bucket in graphs.packed.buckets.values()) or architecture == "gpt_oss"
