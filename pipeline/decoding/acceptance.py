@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pipeline.decoding.device_copy import to_device
 from pipeline.decoding.token_tree import TokenTree, padded_parents
 from pipeline.decoding.verifiers import Greedy, ProbabilityThreshold, TopK, Verifier
 
@@ -58,9 +59,9 @@ def verify(
     if len(token_ids):
         parent_rows = np.concatenate([s + 1 + tree.parents for s, tree in zip(starts, trees, strict=True)])
         used_rows, parents = np.unique(parent_rows, return_inverse=True)
-        used = torch.from_numpy(used_rows).to(logits.device)
-        nodes = torch.from_numpy(np.stack((parents, token_ids))).to(logits.device)
-        verdicts = verifier(logits.index_select(0, used), choices.index_select(0, used), nodes[0], nodes[1])
+        sent = to_device(np.concatenate((used_rows, parents, token_ids)), logits.device)
+        used, at, tokens = sent.split((len(used_rows), len(token_ids), len(token_ids)))
+        verdicts = verifier(logits.index_select(0, used), choices.index_select(0, used), at, tokens)
         report += [verdicts.accepted.double(), verdicts.log_probability.double()]
     values = torch.cat(report).cpu().numpy()
     num_rows, num_nodes = len(choices), len(token_ids)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from pipeline.decoding.acceptance import Acceptance
+from pipeline.decoding.device_copy import to_device
 from pipeline.decoding.token_tree import TokenTree
 
 NO_ALTERNATIVE = -1
@@ -39,8 +40,9 @@ def runners_up(
     -------
     int32[n], NO_ALTERNATIVE where none is worth recording.
     """
-    followed = logits.index_select(0, torch.from_numpy(rows).to(logits.device)).float()
-    written = torch.from_numpy(token_ids).to(logits.device)[:, None]
+    places = to_device(np.stack((rows, token_ids)), logits.device)
+    followed = logits.index_select(0, places[0]).float()
+    written = places[1][:, None]
     log_normalizer = torch.logsumexp(followed, -1)
     others = followed.scatter(1, written, -math.inf)
     best, runner_up = others.max(-1)
