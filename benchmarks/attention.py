@@ -1,0 +1,241 @@
+"""How fast is attention over a packed step? The kernel beside torch's padded attention, on one layer of an 8 B model.
+
+    python benchmarks/attention.py --quick --json attention.json
+
+Sequences of about 500 committed tokens, scattered over a store, each with its last token and a tree of drafts. Every
+system's result is compared with the slow version before it is timed. Without CUDA nothing is timed: `--smoke` then only
+shows that everything runs, the kernel through Triton's interpreter (`TRITON_INTERPRET=1`).
+
+Nobody has run this on a GPU yet: no result of it is published.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from common import Spread, write_json
+
+from pipeline.decoding.packed_attention import LaunchShape, PackedIndex, packed_attention, visible_keys
+from pipeline.decoding.token_tree import ancestor_masks, node_depths
+
+SEED = 0
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
+CONTEXT = 500  # committed tokens, give or take a fifth
+TOLERANCE = 0.02  # relative error in bfloat16
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Batches and trees that are measured, and repetitions of each."""
+
+    batches: tuple[int, ...]
+    trees: tuple[int, ...]
+    num_repetitions: int
+    context: int = CONTEXT
+
+
+FULL = Scale((1, 16, 64, 128, 256), (0, 4, 16, 64), 100)
+QUICK = Scale((1, 64, 256), (0, 4, 16, 64), 30)
+SMOKE = Scale((1, 3), (0, 5), 2, context=40)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One layer's attention in one step: queries, the store's keys and values, what is seen, and the right result."""
+
+    query: torch.Tensor  # (num_tokens, num_heads, head_dim)
+    keys: torch.Tensor  # (num_slots, num_kv_heads, head_dim)
+    values: torch.Tensor
+    index: PackedIndex
+    max_keys: int
+    expected: torch.Tensor
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.index.num_committed)
+
+
+def make_problem(batch: int, tree: int, context: int, device: torch.device) -> Problem:
+    """Random queries, keys and trees; every sequence has one chain token and `tree` drafted ones."""
+    rng = np.random.default_rng(SEED)
+    committed = rng.integers(context * 4 // 5, context * 6 // 5 + 1, batch)
+    parents = [np.array([rng.integers(-1, i) if i else -1 for i in range(tree)], np.int32) for _ in range(batch)]
+    masks = ancestor_masks(np.array(parents).reshape(batch, tree))
+    sizes = committed + 1 + tree
+    positions = [length + np.append(0, node_depths(own)) for length, own in zip(committed, parents, strict=True)]
+
+    def tensor(array, dtype=np.int32) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device)
+
+    index = PackedIndex(
+        slots=tensor(rng.permutation(int(sizes.sum()))),
+        slot_starts=tensor(np.append(0, np.cumsum(sizes))),
+        num_committed=tensor(committed),
+        query_starts=tensor(np.arange(batch + 1) * (1 + tree)),
+        num_chain=tensor(np.ones(batch)),
+        ancestors=tensor(np.concatenate((np.zeros((batch, 1), np.int64), masks), 1).reshape(-1), np.int64),
+        node_positions=tensor(np.concatenate(positions)),
+    )
+    generator = torch.Generator().manual_seed(SEED)
+    shapes = ((batch * (1 + tree), NUM_HEADS), (int(sizes.sum()), NUM_KV_HEADS), (int(sizes.sum()), NUM_KV_HEADS))
+    query, keys, values = (
+        torch.randn(*shape, HEAD_DIM, generator=generator).to(device, torch.bfloat16) for shape in shapes
+    )
+    expected = packed_attention(query, keys, values, index, HEAD_DIM**-0.5)
+    return Problem(query, keys, values, index, int(sizes.max()), expected)
+
+
+def kernel_system(problem: Problem) -> Callable[[], torch.Tensor]:
+    """The Triton kernel, reading keys where they lie."""
+    from pipeline.decoding.kernel_attention import tree_attention_kernel
+
+    shape = LaunchShape.of(problem.max_keys, len(problem.query), problem.num_sequences)
+    arguments = (problem.query, problem.keys, problem.values, problem.index, HEAD_DIM**-0.5)
+    return lambda: tree_attention_kernel(*arguments, shape=shape)
+
+
+def padded(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Slots int64[batch, max_keys], queries (batch, num_heads, num_new, head_dim), bool (batch, num_new, max_keys).
+
+    What a sequence has less than the longest is slot 0, and not seen.
+    """
+    batch, index = problem.num_sequences, problem.index
+    num_new = len(problem.query) // batch
+    starts = index.slot_starts.tolist()
+    slots = torch.zeros(batch, problem.max_keys, dtype=torch.int64, device=problem.query.device)
+    sees = torch.zeros(batch, num_new, problem.max_keys, dtype=torch.bool, device=problem.query.device)
+    for b in range(batch):
+        length = starts[b + 1] - starts[b]
+        slots[b, :length] = index.slots[starts[b] : starts[b + 1]]
+        sees[b, :, :length] = visible_keys(index, b)
+    queries = problem.query.view(batch, num_new, NUM_HEADS, HEAD_DIM).transpose(1, 2)
+    return slots, queries, sees
+
+
+def packed_again(out: torch.Tensor) -> torch.Tensor:
+    """(batch, num_heads, num_new, head_dim) as (num_tokens, num_heads, head_dim)."""
+    return out.transpose(1, 2).reshape(-1, NUM_HEADS, HEAD_DIM)
+
+
+def sdpa_system(problem: Problem, gathers: bool) -> Callable[[], torch.Tensor]:
+    """torch's attention with a padded mask, query heads folded; keys gathered in each call, or contiguous before it."""
+    slots, queries, sees = padded(problem)
+    batch, folded = problem.num_sequences, NUM_HEADS // NUM_KV_HEADS
+    num_new = queries.shape[2]
+    folded_queries = queries.reshape(batch, NUM_KV_HEADS, folded * num_new, HEAD_DIM).contiguous()
+    mask = torch.where(sees, 0.0, torch.finfo(torch.bfloat16).min).to(torch.bfloat16)[:, None].repeat(1, 1, folded, 1)
+
+    def gather(memory: torch.Tensor) -> torch.Tensor:
+        return memory.index_select(0, slots.view(-1)).view(*slots.shape, NUM_KV_HEADS, HEAD_DIM).transpose(1, 2)
+
+    contiguous = None if gathers else [gather(memory).contiguous() for memory in (problem.keys, problem.values)]
+
+    def run() -> torch.Tensor:
+        keys, values = contiguous or (gather(problem.keys), gather(problem.values))
+        out = F.scaled_dot_product_attention(folded_queries, keys, values, attn_mask=mask)
+        return packed_again(out.view(batch, NUM_HEADS, num_new, HEAD_DIM))
+
+    return run
+
+
+def flex_system(problem: Problem) -> Callable[[], torch.Tensor]:
+    """torch's flex attention over contiguous keys, compiled on CUDA; its block mask is made before."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    slots, queries, sees = padded(problem)
+    keys, values = (memory[slots].transpose(1, 2).contiguous() for memory in (problem.keys, problem.values))
+    device = queries.device
+
+    def is_seen(b, h, q, k):
+        return sees[b, q, k]
+
+    mask = create_block_mask(is_seen, len(slots), None, queries.shape[2], slots.shape[1], device=device.type)
+    attention = torch.compile(flex_attention) if device.type == "cuda" else flex_attention
+    queries = queries.contiguous()
+    return lambda: packed_again(attention(queries, keys, values, block_mask=mask, enable_gqa=True))
+
+
+SYSTEMS: dict[str, Callable[[Problem], Callable[[], torch.Tensor]]] = {
+    "kernel": kernel_system,
+    "sdpa-gathered": lambda problem: sdpa_system(problem, gathers=True),
+    "sdpa-contiguous": lambda problem: sdpa_system(problem, gathers=False),
+    "flex": flex_system,
+}
+
+
+def times_us(run: Callable[[], torch.Tensor], num_repetitions: int) -> list[float]:
+    """Microseconds of each call on the device.
+
+    Calls are replayed from a CUDA graph, as the engine does, so that no launch waits for Python; before each, more is
+    written than the device's cache holds, since a model's other layers come between two calls of one.
+    """
+    for _ in range(3):  # compiles, chooses algorithms
+        run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    other_layers = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_repetitions)]
+    for start, end in events:
+        other_layers.zero_()
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return [1000 * start.elapsed_time(end) for start, end in events]
+
+
+def measure(problem: Problem, name: str, scale: Scale) -> dict:
+    """One system on one problem: its error, and its times where there is CUDA; or why it cannot run."""
+    try:
+        run = SYSTEMS[name](problem)
+        error = float((run().float() - problem.expected.float()).norm() / problem.expected.float().norm())
+    except Exception as failure:  # a peer that is not installed or does not compile is told, not hidden
+        return {"system": name, "failed": f"{type(failure).__name__}: {failure}".splitlines()[0][:200]}
+    row: dict = {"system": name, "relative_error": error, "right": error <= TOLERANCE}
+    if problem.query.device.type == "cuda":
+        row["us"] = Spread.of(times_us(run, scale.num_repetitions))
+        num_bytes = 2 * problem.keys.numel() * problem.keys.element_size()
+        row["kv_gb_per_s"] = num_bytes / row["us"].median / 1000
+    return row
+
+
+def describe(row: dict) -> str:
+    place = f"batch {row['batch']:>3}  tree {row['tree']:>2}  {row['system']:<16}"
+    if "failed" in row:
+        return f"{place}  failed: {row['failed']}"
+    timed = f"  {row['us']} us  {row['kv_gb_per_s']:.0f} GB/s of keys and values" if "us" in row else "  not timed"
+    return f"{place}  error {row['relative_error']:.1e}{'' if row['right'] else ' WRONG'}{timed}"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer batches and repetitions")
+    parser.add_argument("--smoke", action="store_true", help="only show that everything runs; any device")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    options = parser.parse_args(words)
+    on_cuda = torch.cuda.is_available()
+    if not on_cuda and not options.smoke:
+        print("attention.py: this machine has no CUDA device, nothing was timed; --smoke shows that it runs")
+        return 1
+    scale = SMOKE if options.smoke else QUICK if options.quick else FULL
+    rows = []
+    for batch in scale.batches:
+        for tree in scale.trees:
+            problem = make_problem(batch, tree, scale.context, torch.device("cuda" if on_cuda else "cpu"))
+            for name in SYSTEMS:
+                rows.append({"batch": batch, "tree": tree, **measure(problem, name, scale)})
+                print(describe(rows[-1]), flush=True)
+    if options.json:
+        heads = {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM, "dtype": "bfloat16"}
+        write_json(options.json, {"context": scale.context, **heads, "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
