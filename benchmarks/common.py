@@ -22,7 +22,7 @@ DEFAULT_MODEL = Path(os.environ.get("LASERBATCH_TEST_MODELS", SHARED / "models")
 SAMPLE_MODEL = REPOSITORY / "models" / "sample"
 
 _LIBRARIES = (
-    "torch", "transformers", "numpy", "numba", "pyarrow", "ray", "lightgbm", "pygtrie", "arctic-inference",
+    "torch", "transformers", "triton", "numpy", "numba", "pyarrow", "ray", "lightgbm", "pygtrie", "arctic-inference",
     "laserbatch",
 )  # fmt: skip
 

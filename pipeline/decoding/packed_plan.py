@@ -63,6 +63,8 @@ class PackedPlan:
         kind = (query.shape[0], *key.shape[::2], value.shape[-1], window, softcap, sinks is None, query.dtype)
         if self.attention is not packed_attention and kind not in self.checked:
             expected = packed_attention(*arguments).float()
+            if not expected.isfinite().all():  # the model's own fault, which verification reports
+                return result
             error = float((result.float() - expected).norm() / expected.norm().clamp_min(1e-12))
             if not error <= TOLERANCE[query.dtype]:
                 raise KernelError(f"relative error {error:.1e} in layer {layer}")

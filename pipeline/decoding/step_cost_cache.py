@@ -76,6 +76,8 @@ def cost_facts(engine: Engine, has_pool: bool) -> dict[str, object]:
         "dtype": str(next(engine.runner.model.parameters()).dtype).removeprefix("torch."),
         "num_threads": torch.get_num_threads(),
         "batch_size": settings.batch_size,
+        "kv_cache": settings.kv_cache,
+        "attention": settings.attention,
         "verifier": settings.verifier,
         "drafters": list(settings.drafters),
         "records_alternatives": settings.record_alternatives,
