@@ -126,7 +126,7 @@ def figures_of(rows: list[dict]) -> list[Figure]:
 def measure_model(model_dir: Path, data: Path, cache: Path, scale: Scale, num_threads: int) -> list[dict]:
     """All rows of one model."""
     engines = {batch: load_engine(model_dir, batch, num_threads) for batch in BATCHES}
-    peer = TransformersGenerate(model_dir)
+    peer = TransformersGenerate.load(model_dir)
     rows = []
     for task in tasks_of(model_dir, data, engines[16].tokenizer, scale):
         with tempfile.TemporaryDirectory() as folder:
@@ -136,9 +136,9 @@ def measure_model(model_dir: Path, data: Path, cache: Path, scale: Scale, num_th
                 engine = engines[batch]
                 systems = {
                     "transformers-generate": peer,
-                    "plain": EngineSystem(engine, None, "greedy"),
-                    "greedy": EngineSystem(engine, pool, "greedy"),
-                    "relaxed": EngineSystem(engine, pool, "relaxed"),
+                    "plain": EngineSystem.of_pool(engine, None, "greedy"),
+                    "greedy": EngineSystem.of_pool(engine, pool, "greedy"),
+                    "relaxed": EngineSystem.of_pool(engine, pool, "relaxed"),
                 }
                 logger.info("%s: batch %d", task.name, batch)
                 rows += [

@@ -1,11 +1,11 @@
 """The four systems of `night.py`, each reduced to one call: a list of prompts in, one `Pass` out.
 
-All hold the same weights in float32 and count the same tokens: everything the model wrote, end token included. Knows
-no task and keeps no time statistics.
+All hold the same weights and count the same tokens: everything the model wrote, end token included. Knows no task and
+keeps no time statistics. `engine.py` measures with them too.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,26 +13,34 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from pipeline.decoding.budget import Budget
 from pipeline.decoding.drafters import Drafter, NoDrafter, drafter_from
 from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult
 from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.verifiers import Verifier, verifier_from
+from pipeline.decoding.token_tree import TokenTree
+from pipeline.decoding.verifiers import Greedy, Verifier, verifier_from
 from retrieval_pools.pool import Pool
 
 MAX_DRAFT_TOKENS = 16
+MIN_ACCEPTANCE = 0.07
+PROMPT_TOKENS_TO_FORGET = 16  # longer than the shortest prefix that an engine shares
 
 
 @dataclass(frozen=True)
 class Pass:
     """One system's run over a list of prompts.
 
-    `texts` are token ids without the end token, in prompt order; `num_steps` are verify steps summed over texts.
+    `texts` are token ids without the end token, in prompt order; `num_steps` are verify steps summed over texts, as are
+    `num_drafted` and `num_accepted` tokens; `drafting_s` is the part of `wall_s` spent drafting, where it was watched.
     """
 
     wall_s: float
     num_tokens: int
     num_steps: int
     texts: tuple[tuple[int, ...], ...]
+    num_drafted: int = 0
+    num_accepted: int = 0
+    drafting_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -46,27 +54,50 @@ class Pass:
 
 
 class TransformersGenerate:
-    """`transformers.generate`, greedy, in static left-padded batches."""
+    """`transformers.generate`, greedy, in static left-padded batches.
 
-    def __init__(self, model_dir: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    Parameters
+    ----------
+    model : of transformers, on its device.
+    options : more arguments of `generate`; with those of assisted decoding a batch is one prompt.
+    """
+
+    def __init__(self, model, **options) -> None:
+        self._model, self._options = model, options
+        self._forwards: list[int] = []  # tokens of each forward of the batch that runs
+        model.register_forward_pre_hook(self._watch, with_kwargs=True)
         config = self._model.generation_config
         ends = config.eos_token_id
         self._end_ids = {ends} if isinstance(ends, int) else set(ends)
         self._pad_id = config.pad_token_id if config.pad_token_id is not None else min(self._end_ids)
 
+    @classmethod
+    def load(cls, model_dir: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> "TransformersGenerate":
+        """Load a model folder."""
+        return cls(AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).to(device).eval())
+
     def run(self, prompts: Sequence[np.ndarray], batch: int, max_new_tokens: int) -> Pass:
         """Answer all prompts, `batch` at a time."""
         texts: list[tuple[int, ...]] = []
-        num_tokens = 0
+        num_tokens = num_steps = num_drafted = 0
         start_s = time.perf_counter()
         for start in range(0, len(prompts), batch):
-            for row in self._batch(prompts[start : start + batch], max_new_tokens):
+            chosen = prompts[start : start + batch]
+            self._forwards.clear()
+            rows = self._batch(chosen, max_new_tokens)
+            if self._options:
+                num_steps += len(self._forwards)
+                num_drafted += sum(self._forwards) - len(chosen[0]) - (len(self._forwards) - 1)
+            for row in rows:
                 end = next((i for i, token in enumerate(row) if token in self._end_ids), None)
                 texts.append(tuple(row[:end]))
                 num_tokens += len(row) if end is None else end + 1
         wall_s = time.perf_counter() - start_s
-        return Pass(wall_s, num_tokens, num_tokens, tuple(texts))
+        num_steps = num_steps if self._options else num_tokens
+        return Pass(wall_s, num_tokens, num_steps, tuple(texts), num_drafted, num_tokens - num_steps)
+
+    def _watch(self, model, arguments: tuple, options: dict) -> None:
+        self._forwards.append(options["input_ids"].shape[1])
 
     @torch.inference_mode()
     def _batch(self, prompts: Sequence[np.ndarray], max_new_tokens: int) -> list[list[int]]:
@@ -76,32 +107,78 @@ class TransformersGenerate:
         for row, prompt in enumerate(prompts):
             ids[row, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
             mask[row, width - len(prompt) :] = 1
+        device = self._model.device
         output = self._model.generate(
-            input_ids=ids,
-            attention_mask=mask,
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
             do_sample=False,
             max_new_tokens=max_new_tokens,
             pad_token_id=self._pad_id,
             eos_token_id=sorted(self._end_ids),
+            **self._options,
         )
         return output[:, width:].tolist()
 
 
-class EngineSystem:
-    """Our engine with one drafter and one verifier; `drafter` None decodes plainly."""
+class TimedDrafter:
+    """Another drafter, with the seconds that it takes."""
 
-    def __init__(self, engine: Engine, pool: Pool | None, verifier_name: str) -> None:
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.seconds = 0.0
+
+    def draft(self, sequence: Sequence) -> TokenTree:
+        start_s = time.perf_counter()
+        tree = self._drafter.draft(sequence)
+        self.seconds += time.perf_counter() - start_s
+        return tree
+
+
+class EngineSystem:
+    """Our engine with one drafter and one verifier.
+
+    Parameters
+    ----------
+    budget : how much of a draft is verified; None is that of the engine's settings.
+    group_of : the pool group that a prompt's drafts prefer; None: no group.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        drafter: Drafter,
+        verifier: Verifier,
+        budget: Budget | None = None,
+        group_of: Callable[[np.ndarray], str] | None = None,
+    ) -> None:
         self._engine = engine
-        self._drafter = NoDrafter() if pool is None else drafter_from(engine.settings, pool)
-        self._verifier = verifier_from(engine.settings.model_copy(update={"verifier": verifier_name}))
+        self._drafter = TimedDrafter(drafter)
+        self._verifier = verifier
+        self._budget = budget
+        self._group_of = group_of
+
+    @classmethod
+    def of_pool(cls, engine: Engine, pool: Pool | None, verifier_name: str) -> "EngineSystem":
+        """As the engine's settings have it, with another verifier; without a pool decoding is plain."""
+        drafter = NoDrafter() if pool is None else drafter_from(engine.settings, pool)
+        return cls(engine, drafter, verifier_from(engine.settings.model_copy(update={"verifier": verifier_name})))
 
     def run(self, prompts: Sequence[np.ndarray], batch: int, max_new_tokens: int) -> Pass:
         """Answer all prompts; `batch` is the engine's own and only checked."""
         assert batch == self._engine.settings.batch_size
+        forget_prompts(self._engine)
+        return self.timed(prompts, max_new_tokens)
+
+    def timed(self, prompts: Sequence[np.ndarray], max_new_tokens: int) -> Pass:
+        """The same, with whatever prompts the engine has in its cache."""
+        groups = [self._group_of(prompt) if self._group_of else None for prompt in prompts]
+        self._drafter.seconds = 0.0
         start_s = time.perf_counter()
         results = {
             result.request_id: result
-            for result in generate(self._engine, prompts, max_new_tokens, self._drafter, self._verifier)
+            for result in generate(
+                self._engine, prompts, max_new_tokens, self._drafter, self._verifier, self._budget, groups
+            )
         }
         wall_s = time.perf_counter() - start_s
         ordered = [results[str(number)] for number in range(len(prompts))]
@@ -110,28 +187,52 @@ class EngineSystem:
             num_tokens=sum(len(result.token_ids) + (result.finish_reason == "end_of_text") for result in ordered),
             num_steps=sum(result.num_steps for result in ordered),
             texts=tuple(tuple(result.token_ids.tolist()) for result in ordered),
+            num_drafted=sum(result.num_drafted for result in ordered),
+            num_accepted=sum(result.num_accepted for result in ordered),
+            drafting_s=self._drafter.seconds,
         )
 
 
+def forget_prompts(engine: Engine) -> None:
+    """Fill what the engine remembers of earlier prompts with others: no pass is to find its own prompts computed.
+
+    A pass that comes second would otherwise save a prefill that the peers have to do.
+    """
+    rest = np.arange(PROMPT_TOKENS_TO_FORGET - 1, dtype=np.int32)
+    others = [np.append(np.int32(number), rest) for number in range(engine.settings.batch_size)]
+    for _ in generate(engine, others, 1, NoDrafter(), Greedy()):
+        pass
+
+
 def generate(
-    engine: Engine, prompts: Sequence[np.ndarray], max_new_tokens: int, drafter: Drafter, verifier: Verifier
+    engine: Engine,
+    prompts: Sequence[np.ndarray],
+    max_new_tokens: int,
+    drafter: Drafter,
+    verifier: Verifier,
+    budget: Budget | None = None,
+    groups: Sequence[str | None] | None = None,
 ) -> Iterator[GenerationResult]:
     """The engine's results on prompts numbered from 0; a prompt that fails ends the benchmark."""
     requests = (
         GenerationRequest(
-            request_id=str(number), prompt_ids=prompt, previous_ids=None, group=None, max_new_tokens=max_new_tokens
+            request_id=str(number), prompt_ids=prompt, previous_ids=None, group=group, max_new_tokens=max_new_tokens
         )
-        for number, prompt in enumerate(prompts)
+        for number, (prompt, group) in enumerate(zip(prompts, groups or [None] * len(prompts), strict=True))
     )
-    for result in engine.generate(requests, drafter, verifier):
+    for result in engine.generate(requests, drafter, verifier, budget=budget):
         if isinstance(result, GenerationFailure):
             raise SystemExit(f"prompt {result.request_id} failed: {result.reason}")
         yield result
 
 
 def load_engine(model_dir: Path, batch: int, num_threads: int) -> Engine:
-    """Our engine in float32 on the CPU."""
+    """Our engine in float32 on the CPU, with a budget that no measurement decides."""
     settings = DecodingSettings(
-        dtype="float32", batch_size=batch, num_threads=num_threads, max_draft_tokens=MAX_DRAFT_TOKENS
+        dtype="float32",
+        batch_size=batch,
+        num_threads=num_threads,
+        max_draft_tokens=MAX_DRAFT_TOKENS,
+        min_acceptance=MIN_ACCEPTANCE,
     )
     return Engine.from_pretrained(model_dir, settings, device="cpu")

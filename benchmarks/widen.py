@@ -130,6 +130,15 @@ def widen(source_dir: Path, out_dir: Path, geometry: Geometry, dtype: str, shard
     return num_parameters
 
 
+def widened(source_dir: Path, geometry: str, dtype: str, cache: Path) -> Path:
+    """The folder of a model in a named geometry; written to `cache` where it is not there yet."""
+    folder = cache / f"{source_dir.name}-{geometry}-{dtype}"
+    if not (folder / "config.json").is_file():
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
+        widen(source_dir, folder, GEOMETRIES[geometry], dtype)
+    return folder
+
+
 def count_parameters(source_dir: Path, geometry: Geometry) -> int:
     """Parameters that `widen` would write, by their shapes alone."""
     config, source = read_source(source_dir)

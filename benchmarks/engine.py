@@ -1,0 +1,264 @@
+"""Tokens per second of every way to draft, under fixed and adaptive budgets, beside transformers; on a CPU or a GPU.
+
+    python benchmarks/engine.py --quick --json engine.json --plot engine.html
+    python benchmarks/engine.py --device cuda --geometry 8b-gqa --batch 1 64 256 --json engine_gpu.json
+
+All systems answer the same held-out prompts in turn, with the same weights; what is compared is the ratio within one
+repetition. Figures are reported, not judged: the exit code is 0 whether they are met or not. Owns the order of
+measuring; systems, pools, rows, figures and the plot are beside it.
+"""
+
+import argparse
+import logging
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import transformers
+from common import DEFAULT_DATA, DEFAULT_MODEL, REPOSITORY, SAMPLE_MODEL, describe_figures, write_json
+from engine_figures import figures_of
+from engine_plot import write_plot
+from engine_pools import GroupedPool, pools_of, unseen_prompts
+from engine_roofline import DeviceRates, measure_device
+from engine_rows import describe_rows, row_of
+from engine_systems import (
+    ADAPTIVE,
+    FIXED_BUDGETS,
+    SPECULATIONS,
+    Contestant,
+    Engines,
+    Peers,
+    plain,
+    pool_kinds,
+    speculating,
+)
+from night_systems import Pass
+from night_tasks import Task, TaskSize, goodreads_items_task, reki_task, sample_tasks
+from widen import DTYPES, widened
+from widen_weights import GEOMETRIES
+
+logger = logging.getLogger("engine")
+
+WARM_UP_TOKENS = 8
+SWEPT = ("resd", "laser")  # measured with fixed budgets too, those of FIXED_BUDGETS
+WRITER_BATCH = {"cpu": 16, "cuda": 128}  # texts of the pools are written so many at once
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured: prompts by batch size, texts in the pools, repetitions, systems, fixed budgets.
+
+    Prompts are divided as in `night.py`, so that both find the same pool texts.
+    """
+
+    long_prompts: dict[int, int]
+    short_prompts: dict[int, int]
+    long: TaskSize
+    short: TaskSize
+    num_long_repetitions: int
+    num_short_repetitions: int
+    systems: tuple[str, ...] = tuple(SPECULATIONS)
+    fixed_budgets: tuple[int, ...] = FIXED_BUDGETS
+
+    def prompts_at(self, task: Task, batch: int) -> int:
+        """How many of a task's prompts are measured."""
+        return (self.long_prompts if task.is_long else self.short_prompts)[batch]
+
+    def repetitions_of(self, task: Task) -> int:
+        """How often they are: passes over short texts are short."""
+        return self.num_long_repetitions if task.is_long else self.num_short_repetitions
+
+
+MAIN_SYSTEMS = ("own-text", "resd", "crp", "rrp", "laser")
+CPU_FULL = Scale({1: 4, 4: 12, 16: 32}, {1: 24, 4: 48, 16: 96}, TaskSize(32, 200), TaskSize(128, 1000), 3, 7)
+CPU_QUICK = Scale(
+    {1: 2, 4: 6, 16: 16}, {1: 8, 4: 16, 16: 32}, TaskSize(16, 100), TaskSize(32, 500), 2, 3, MAIN_SYSTEMS, (8, 32)
+)
+CUDA_FULL = Scale(
+    {1: 4, 8: 24, 32: 96, 64: 192, 128: 384, 256: 512},
+    {1: 16, 8: 64, 32: 256, 64: 512, 128: 1024, 256: 2048},
+    TaskSize(512, 400), TaskSize(2048, 4000), 3, 5,
+)  # fmt: skip
+CUDA_QUICK = Scale(
+    {1: 2, 8: 16, 32: 48, 64: 96, 128: 192, 256: 384},
+    {1: 8, 8: 32, 32: 96, 64: 192, 128: 384, 256: 768},
+    TaskSize(512, 400), TaskSize(2048, 4000), 2, 3, ("resd", "laser"), (4, 16, 64),
+)  # fmt: skip
+SMOKE = Scale(
+    dict.fromkeys((1, 4, 16), 2), dict.fromkeys((1, 4, 16), 2), TaskSize(3, 60), TaskSize(6, 60), 1, 1,
+    ("resd", "laser"), (8,),
+)  # fmt: skip
+BATCHES = {"cpu": {"full": (1, 4, 16), "quick": (1, 16), "smoke": (4,)}}
+BATCHES["cuda"] = {"full": tuple(CUDA_FULL.long_prompts), "quick": (1, 64, 256), "smoke": (4,)}
+SCALES = {
+    "cpu": {"full": CPU_FULL, "quick": CPU_QUICK, "smoke": SMOKE},
+    "cuda": {"full": CUDA_FULL, "quick": CUDA_QUICK, "smoke": SMOKE},
+}
+
+
+def tasks_of(model_dir: Path, data: Path, tokenizer, scale: Scale, names: Sequence[str] | None) -> list[Task]:
+    """The tasks that a model was trained for, before it was widened; `names` chooses among them."""
+    if model_dir.resolve() == SAMPLE_MODEL:
+        tasks = sample_tasks(tokenizer, replace(scale.short, num_pool=scale.long.num_pool))
+    else:
+        tasks = [reki_task(tokenizer, data, scale.long), goodreads_items_task(tokenizer, data, scale.short)]
+    unknown = set(names or ()) - {task.name for task in tasks}
+    if unknown:
+        raise SystemExit(f"no task {', '.join(sorted(unknown))}; there are {', '.join(task.name for task in tasks)}")
+    return [task for task in tasks if names is None or task.name in names]
+
+
+def contestants_at(
+    task: Task,
+    batch: int,
+    engines: Engines,
+    peers: Peers,
+    pools: dict[str, GroupedPool],
+    scale: Scale,
+    rates: DeviceRates,
+) -> list[Contestant]:
+    """Every system and budget at a batch size."""
+    engine = engines.of_batch(batch)
+    step_cost = engines.step_cost(batch, next((grouped.pool for grouped in pools.values()), None))
+    found = [*peers.at_batch(batch), plain(engine, rates, engines.bytes_per_token)]
+    for system in scale.systems:
+        budgets = (ADAPTIVE, *(scale.fixed_budgets if system in SWEPT else ()))
+        found += [speculating(engine, step_cost, pools, system, budget, task.max_new_tokens) for budget in budgets]
+    return found
+
+
+def measure(
+    contestants: list[Contestant], task: Task, batch: int, num_prompts: int, num_repetitions: int, num_warm_up: int
+) -> dict[tuple, list[Pass]]:
+    """Passes of every contestant over the same prompts, in rotation, by its key; `num_warm_up` prompts come before.
+
+    A peer that the device has no memory for has no passes.
+    """
+    prompts = task.held_out[:num_prompts]
+    passes: dict[tuple, list[Pass]] = {one.key: [] for one in contestants}
+    for one in contestants:
+        one.runner.run(prompts[:num_warm_up], batch, WARM_UP_TOKENS)  # compiles and touches everything once
+    for repetition in range(num_repetitions):
+        shift = repetition * len(contestants) // num_repetitions
+        for one in contestants[shift:] + contestants[:shift]:
+            if one.key not in passes:
+                continue
+            try:
+                passes[one.key].append(one.runner.run(prompts, batch, task.max_new_tokens))
+            except torch.OutOfMemoryError:
+                if not one.is_peer:
+                    raise
+                logger.warning("%s: no memory at batch %d", one.system, batch)
+                del passes[one.key]
+    return passes
+
+
+def measure_batch(
+    task: Task,
+    batch: int,
+    engines: Engines,
+    peers: Peers,
+    pools: dict[str, GroupedPool],
+    scale: Scale,
+    rates: DeviceRates,
+) -> list[dict]:
+    """All rows of one task at one batch size."""
+    contestants = contestants_at(task, batch, engines, peers, pools, scale, rates)
+    logger.info("%s: batch %d, %d systems and budgets", task.name, batch, len(contestants))
+    num_warm_up = 1 if engines.device.type == "cpu" else batch
+    num_prompts, num_repetitions = scale.prompts_at(task, batch), scale.repetitions_of(task)
+    passes = measure(contestants, task, batch, num_prompts, num_repetitions, num_warm_up)
+    return [{"task": task.name, "batch": batch} | row_of(one, passes) for one in contestants if one.key in passes]
+
+
+def measure_task(
+    task: Task, engines: Engines, peers: Peers, batches: Sequence[int], scale: Scale, cache: Path, rates: DeviceRates
+) -> list[dict]:
+    """All rows of one task."""
+    rows = []
+    writer_batch = WRITER_BATCH[engines.device.type]  # no name keeps its engine: the next one wants the memory
+    with tempfile.TemporaryDirectory() as folder:
+        task = unseen_prompts(engines.of_batch(writer_batch), task, cache)
+        kinds = pool_kinds(scale.systems)
+        pools = pools_of(engines.of_batch(writer_batch), task, cache, Path(folder), kinds)
+        for batch in sorted(batches, reverse=True):
+            rows += measure_batch(task, batch, engines, peers, pools, scale, rates)
+    return rows
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", dest="size", action="store_const", const="quick", help="less: 5 minutes on 2 cores")
+    size.add_argument("--smoke", dest="size", action="store_const", const="smoke", help="does it run at all")
+    parser.set_defaults(size="full")
+    parser.add_argument("--json", type=Path, help="write machine, command, rows and figures here")
+    parser.add_argument("--plot", type=Path, help="write a page of charts here (HTML)")
+    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="model folder; the sample model if absent")
+    parser.add_argument("--geometry", choices=GEOMETRIES, help="widen it to this first (widen.py)")
+    parser.add_argument("--assistant", type=Path, help="smaller model with the same tokenizer, for transformers")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, bfloat16 on a GPU")
+    parser.add_argument("--batch", type=int, nargs="+", help="batch sizes; default: all of the device's")
+    parser.add_argument("--task", nargs="+", help="tasks; default: all")
+    parser.add_argument("--repetitions", type=int, help="default: as the size has it")
+    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with reki/ and goodreads/")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads of every system")
+    parser.add_argument("--cache", type=Path, default=REPOSITORY / ".night", help="where texts are kept by model")
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Measure, print, and write the JSON and the page."""
+    arguments = parse_arguments()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logger.setLevel(logging.INFO)
+    logging.getLogger("night").setLevel(logging.INFO)
+    torch.set_num_threads(arguments.threads)
+    transformers.utils.logging.disable_progress_bar()
+    start_s = time.perf_counter()
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = arguments.dtype or ("float32" if device == "cpu" else "bfloat16")
+    scale = SCALES[device][arguments.size]
+    if arguments.repetitions:
+        scale = replace(scale, num_long_repetitions=arguments.repetitions, num_short_repetitions=arguments.repetitions)
+    batches = arguments.batch or BATCHES[device][arguments.size]
+    unknown = set(batches) - set(scale.long_prompts)
+    if unknown:
+        raise SystemExit(
+            f"no batch size {min(unknown)} on {device}; there are {', '.join(map(str, scale.long_prompts))}"
+        )
+    trained_dir = model_dir = arguments.model if arguments.model.is_dir() else SAMPLE_MODEL
+    if arguments.geometry:
+        model_dir = widened(trained_dir, arguments.geometry, dtype, arguments.cache / "widened")
+    rates = measure_device(torch.device(device), DTYPES[dtype])
+    engines = Engines(model_dir, dtype, device)
+    peers = Peers(model_dir, dtype, device, arguments.assistant)
+    rows = []
+    for task in tasks_of(trained_dir, arguments.data, engines.tokenizer, scale, arguments.task):
+        rows += measure_task(task, engines, peers, batches, scale, arguments.cache, rates)
+    figures = figures_of(rows, device)
+    wall_s = time.perf_counter() - start_s
+    print(describe_figures(figures), describe_rows(rows), f"{wall_s:.0f} s in all", sep="\n\n")
+    content = {
+        "met": all(figure.met for figure in figures),
+        "figures": figures,
+        "model": model_dir.name,
+        "dtype": dtype,
+        "device_rates": rates,
+        "left_out": peers.left_out,
+        "rows": rows,
+        "wall_s": wall_s,
+    }
+    if arguments.json:
+        write_json(arguments.json, content)
+    if arguments.plot:
+        write_plot(content, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Pools of `engine.py`: the model's own texts on other prompts, in groups of like prompts and in random ones.
+
+Groups are k-means clusters of the prompts' tf-idf vectors, fitted to the pool's prompts; a measured prompt belongs to
+the nearest centre, so nothing of its own text is used. Every pool is calibrated as a night's is, its budgets too: some
+of its texts are held back from a second pool and replayed against it. Texts are generated once and kept on disk, by
+model (`night_pools.py`). Measures nothing.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from night_pools import own_texts
+from night_tasks import SEED, Task
+from scipy.sparse import csr_array
+from sklearn.decomposition import TruncatedSVD
+from sklearn.feature_extraction.text import TfidfTransformer
+from sklearn.preprocessing import normalize
+from threadpoolctl import threadpool_limits
+
+from pipeline.decoding.engine import Engine
+from retrieval_pools.budget_replay import with_budgets
+from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.calibrate import calibrate, num_held_back, spread_positions
+from retrieval_pools.calibration import Calibration
+from retrieval_pools.grouping.kmeans import cluster_embeddings, default_num_groups
+from retrieval_pools.pool import Pool
+from retrieval_pools.replay import DraftOptions, ReplayText
+from retrieval_pools.settings import PoolSettings
+
+logger = logging.getLogger("engine")
+
+NUM_COMPONENTS = 32
+DRAFT_OPTIONS = DraftOptions(use_previous=False)
+KINDS = {  # pool settings, and how its texts are grouped
+    "global": ({}, None),
+    "preference": ({}, "like"),
+    "group": ({"scope": "group"}, "like"),
+    "random": ({"scope": "group"}, "random"),
+}
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Names of the groups of prompts, by the prompts' bytes."""
+
+    of_prompt: dict[bytes, str]
+
+    def __call__(self, prompt: np.ndarray) -> str:
+        return self.of_prompt[prompt.tobytes()]
+
+
+@dataclass(frozen=True)
+class GroupedPool:
+    """A calibrated pool and the groups of all prompts.
+
+    Parameters
+    ----------
+    pool : of all texts.
+    group_of : None: every text counts the same.
+    calibration : of the pool; None where it is too small for one.
+    without, rehearsed : a pool without the texts of some prompts, calibrated too, and these prompts.
+    """
+
+    pool: Pool
+    group_of: Groups | None
+    calibration: Calibration | None
+    without: Pool | None
+    rehearsed: tuple[np.ndarray, ...]
+
+
+def unseen_prompts(engine: Engine, task: Task, cache: Path) -> Task:
+    """The task without the measured prompts whose plain text stands in the pool word for word."""
+    in_pool = {text.tobytes() for text in own_texts(engine, task, cache)}
+    answered = own_texts(engine, replace(task, pool_prompts=task.held_out), cache)
+    kept = tuple(p for p, text in zip(task.held_out, answered, strict=True) if text.tobytes() not in in_pool)
+    if len(kept) < len(task.held_out):
+        num_left_out = len(task.held_out) - len(kept)
+        logger.info("%s: %d prompts left out, their texts are in the pool", task.name, num_left_out)
+    return replace(task, held_out=kept)
+
+
+def pools_of(engine: Engine, task: Task, cache: Path, folder: Path, kinds: Sequence[str]) -> dict[str, GroupedPool]:
+    """Pools of the task's texts, of the kinds named."""
+    texts = own_texts(engine, task, cache)
+    groupings = {None: None, "like": like_groups(task), "random": random_groups(task)}
+    pools = {}
+    for kind in kinds:
+        changes, grouping = KINDS[kind]
+        group_of = groupings[grouping]
+        pools[kind] = _calibrated(engine, task, texts, group_of, changes, folder / kind)
+    return pools
+
+
+def like_groups(task: Task) -> Groups:
+    """Clusters of the pool's prompts; a measured prompt joins the nearest."""
+    prompts = (*task.pool_prompts, *task.held_out)
+    num_pool = len(task.pool_prompts)
+    bags = _bags(prompts)
+    num_components = max(1, min(NUM_COMPONENTS, num_pool - 1))
+    with threadpool_limits(1):  # threads sum in no fixed order, and equal inputs must give equal groups
+        weights = TfidfTransformer(sublinear_tf=True).fit(bags[:num_pool])
+        reduced = TruncatedSVD(num_components, random_state=SEED).fit(weights.transform(bags[:num_pool]))
+        vectors = normalize(reduced.transform(weights.transform(bags)))  # (num_prompts, num_components)
+    labels = cluster_embeddings(vectors[:num_pool], default_num_groups(num_pool), SEED)
+    centres = np.stack([vectors[:num_pool][labels == group].mean(axis=0) for group in range(labels.max() + 1)])
+    distances = ((vectors[num_pool:, None] - centres) ** 2).sum(axis=-1)
+    return _named(prompts, [*labels, *distances.argmin(axis=-1)])
+
+
+def random_groups(task: Task) -> Groups:
+    """As many groups as `like_groups` asks for, drawn by lot."""
+    prompts = (*task.pool_prompts, *task.held_out)
+    num_groups = default_num_groups(len(task.pool_prompts))
+    return _named(prompts, np.random.default_rng(SEED).integers(0, num_groups, len(prompts)))
+
+
+def _named(prompts: Sequence[np.ndarray], labels: Sequence[int]) -> Groups:
+    return Groups({prompt.tobytes(): f"g{label}" for prompt, label in zip(prompts, labels, strict=True)})
+
+
+def _bags(prompts: Sequence[np.ndarray]) -> csr_array:
+    tokens = np.concatenate(prompts)
+    starts = np.cumsum([0, *(len(prompt) for prompt in prompts)])
+    bags = csr_array((np.ones(len(tokens)), tokens, starts), (len(prompts), int(tokens.max()) + 1))
+    bags.sum_duplicates()
+    return bags
+
+
+def _calibrated(
+    engine: Engine, task: Task, texts: list[np.ndarray], group_of: Groups | None, changes: dict, folder: Path
+) -> GroupedPool:
+    """The pool of all texts, believing what replays say of one without some of them."""
+    documents = [
+        ReplayText(prompt, text, None, group_of and group_of(prompt))
+        for prompt, text in zip(task.pool_prompts, texts, strict=True)
+    ]
+    settings = PoolSettings(**changes)
+    pool = _built(engine, task, documents, settings, folder / "pool")
+    num_wanted = num_held_back(len(documents), settings.calibration_texts)
+    if num_wanted < 2:
+        return GroupedPool(pool, group_of, None, None, ())
+    held_back = set(spread_positions(len(documents), num_wanted).tolist())
+    rest = [document for number, document in enumerate(documents) if number not in held_back]
+    without = _built(engine, task, rest, settings, folder / "without")
+    replayed = [documents[number] for number in sorted(held_back)]
+    calibration = calibrate(without, replayed, DRAFT_OPTIONS)
+    calibration = with_budgets(calibration, without, replayed, DRAFT_OPTIONS)
+    return GroupedPool(
+        pool.with_calibration(calibration),
+        group_of,
+        calibration,
+        without.with_calibration(calibration),
+        tuple(document.prompt_ids for document in replayed),
+    )
+
+
+def _built(engine: Engine, task: Task, documents: list[ReplayText], settings: PoolSettings, folder: Path) -> Pool:
+    return build_pool(
+        (PoolText(document.text_ids, document.group or "all") for document in documents),
+        folder,
+        side=task.side,
+        tokenizer_hash=engine.model_id,  # stands for its tokenizer: these pools live as long as the process
+        model_id=engine.model_id,
+        settings=settings,
+    )

@@ -1,0 +1,224 @@
+"""What `engine.py` compares, by name, and how each is made: the peers, plain decoding, and every pool and verifier.
+
+Knows no task and measures nothing but what a step costs, which adaptive budgets are chosen by.
+"""
+
+import gc
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from engine_pools import DRAFT_OPTIONS, GroupedPool
+from engine_roofline import DeviceRates, WatchedSystem
+from night_systems import MIN_ACCEPTANCE, EngineSystem, TransformersGenerate
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipeline.decoding.budget import Budget, choose_budget
+from pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
+from pipeline.decoding.engine import Engine
+from pipeline.decoding.loading import LoadedModel, load_model
+from pipeline.decoding.settings import DecodingSettings
+from pipeline.decoding.step_timing import measure_step_cost
+from pipeline.decoding.verifiers import verifier_from
+from retrieval_pools.budget_replay import budget_curve
+from retrieval_pools.pool import Pool
+from retrieval_pools.replay import ReplayText
+from retrieval_pools.step_cost import StepCost
+
+logger = logging.getLogger("engine")
+
+PEER, LOOKUP, ASSISTED, PLAIN = (
+    "transformers-generate",
+    "transformers-prompt-lookup",
+    "transformers-assisted",
+    "plain",
+)
+OWN_TEXT = ("prompt", "output")
+WITH_POOL = (*OWN_TEXT, "pool")
+ADAPTIVE = "adaptive"
+FIXED_BUDGETS = (4, 8, 16, 32, 64)
+LOOKUP_TOKENS = 10
+LEAST_REHEARSED = 8  # texts, or a batch of them
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """One way to draft and verify: a kind of `engine_pools`, None for the own prompt and output alone."""
+
+    pool: str | None
+    verifier: str
+
+
+SPECULATIONS = {
+    "own-text": Speculation(None, "greedy"),
+    "resd": Speculation("global", "greedy"),
+    "crp": Speculation("group", "greedy"),
+    "rrp": Speculation("random", "greedy"),
+    "laser": Speculation("preference", "relaxed"),
+    "laser, greedy": Speculation("preference", "greedy"),
+    "own-text, relaxed": Speculation(None, "relaxed"),
+    "resd, relaxed": Speculation("global", "relaxed"),
+    "crp, relaxed": Speculation("group", "relaxed"),
+    "rrp, relaxed": Speculation("random", "relaxed"),
+}
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A system under one budget ("adaptive", a number of draft tokens, None where there is none), ready to run.
+
+    `settled` is the budget that was really used, None likewise.
+    """
+
+    system: str
+    budget: str | int | None
+    runner: TransformersGenerate | EngineSystem | WatchedSystem
+    settled: Budget | None = None
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether it is transformers' own."""
+        return self.system in (PEER, LOOKUP, ASSISTED)
+
+    @property
+    def key(self) -> tuple[str, str | int | None]:
+        return self.system, self.budget
+
+
+class Engines:
+    """One loaded model behind engines of several batch sizes, one at a time: the KV cache of the last is let go.
+
+    Parameters
+    ----------
+    dtype : "float32" or "bfloat16".
+    device : "cpu" or "cuda".
+    """
+
+    def __init__(self, model_dir: Path, dtype: str, device: str) -> None:
+        self._loaded: LoadedModel = load_model(model_dir, dtype, device)
+        self._dtype = dtype
+        self._engine: Engine | None = None
+        self._step_costs: dict[int, StepCost] = {}
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of the KV cache."""
+        return self._loaded.bytes_per_token
+
+    @property
+    def tokenizer(self):
+        return self._loaded.tokenizer
+
+    @property
+    def device(self) -> torch.device:
+        return self._loaded.device
+
+    def of_batch(self, batch: int) -> Engine:
+        """The engine of a batch size; that of another is no longer to be used."""
+        if self._engine is None or self._engine.settings.batch_size != batch:
+            self._engine = None
+            gc.collect()
+            if self._loaded.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self._engine = Engine(self._loaded, DecodingSettings(dtype=self._dtype, batch_size=batch))
+        return self._engine
+
+    def step_cost(self, batch: int, pool: Pool | None) -> StepCost:
+        """What a step costs at a batch size, and a draft from the pool; measured once."""
+        if batch not in self._step_costs:
+            self._step_costs[batch] = measure_step_cost(self.of_batch(batch), pool, WITH_POOL, [batch])
+        return self._step_costs[batch]
+
+
+class Peers:
+    """The systems of transformers, over weights of their own.
+
+    Attributes
+    ----------
+    left_out : names of systems that cannot be measured, with the reason.
+    """
+
+    def __init__(self, model_dir: Path, dtype: str, device: str, assistant: Path | None) -> None:
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).to(device).eval()
+        self.left_out: dict[str, str] = {}
+        self._generate = TransformersGenerate(model)
+        self._one_by_one = {LOOKUP: TransformersGenerate(model, prompt_lookup_num_tokens=LOOKUP_TOKENS)}
+        if assistant is None:
+            self.left_out[ASSISTED] = "no smaller model with the same tokenizer; name one with --assistant"
+        elif not _have_one_tokenizer(model_dir, assistant):
+            self.left_out[ASSISTED] = f"{assistant.name} has another tokenizer than {model_dir.name}"
+        else:
+            small = AutoModelForCausalLM.from_pretrained(assistant, dtype=getattr(torch, dtype)).to(device).eval()
+            self._one_by_one[ASSISTED] = TransformersGenerate(model, assistant_model=small)
+
+    def at_batch(self, batch: int) -> Iterator[Contestant]:
+        """Those that work at a batch size: drafts of transformers are for one prompt at a time."""
+        yield Contestant(PEER, None, self._generate)
+        if batch == 1:
+            yield from (Contestant(name, None, runner) for name, runner in self._one_by_one.items())
+
+
+def speculating(
+    engine: Engine,
+    step_cost: StepCost,
+    pools: dict[str, GroupedPool],
+    system: str,
+    budget: str | int,
+    max_new_tokens: int,
+) -> Contestant:
+    """One of SPECULATIONS under a budget."""
+    speculation = SPECULATIONS[system]
+    grouped = pools.get(speculation.pool)
+    pool, sources = (None, OWN_TEXT) if grouped is None else (grouped.pool, WITH_POOL)
+    if budget == ADAPTIVE:
+        settled = choose_budget(step_cost, engine.settings.batch_size, pool, sources)
+        if speculation.verifier == "relaxed" and grouped and grouped.rehearsed and settled.max_draft_tokens:
+            rehearsed = _rehearsed(engine, grouped, settled, speculation.verifier, max_new_tokens)
+            settled = choose_budget(step_cost, engine.settings.batch_size, rehearsed, sources)
+    else:
+        settled = Budget(budget, MIN_ACCEPTANCE)
+    runner = _drafting(engine, pool, sources, grouped and grouped.group_of, settled, speculation.verifier)
+    return Contestant(system, budget, runner, settled)
+
+
+def _drafting(
+    engine: Engine, pool: Pool | None, sources: tuple[str, ...], group_of, budget: Budget, verifier_name: str
+) -> EngineSystem:
+    drafter = NoDrafter()
+    if budget.max_draft_tokens:
+        drafter = RetrievalDrafter(pool, sources, budget.max_draft_tokens, budget.min_acceptance)
+    verifier = verifier_from(engine.settings.model_copy(update={"verifier": verifier_name}))
+    return EngineSystem(engine, drafter, verifier, budget, group_of)
+
+
+def _rehearsed(engine: Engine, grouped: GroupedPool, budget: Budget, verifier_name: str, max_new_tokens: int) -> Pool:
+    """The pool, whose budgets were replayed on texts that a relaxed night wrote: of prompts whose texts it lacked."""
+    prompts = grouped.rehearsed[: max(LEAST_REHEARSED, engine.settings.batch_size)]
+    night = _drafting(engine, grouped.without, WITH_POOL, grouped.group_of, budget, verifier_name)
+    found = night.run(prompts, engine.settings.batch_size, max_new_tokens)
+    texts = [
+        ReplayText(prompt, np.array(text, np.int32), None, grouped.group_of and grouped.group_of(prompt))
+        for prompt, text in zip(prompts, found.texts, strict=True)
+    ]
+    curve = budget_curve(grouped.without, texts, DRAFT_OPTIONS)
+    return grouped.pool.with_calibration(grouped.calibration.model_copy(update={"budgets": curve}))
+
+
+def plain(engine: Engine, rates: DeviceRates, bytes_per_token: int) -> Contestant:
+    """Our engine without drafts, beside the roofline of its device."""
+    system = EngineSystem.of_pool(engine, None, "greedy")
+    return Contestant(PLAIN, None, WatchedSystem(system, engine, rates, bytes_per_token))
+
+
+def pool_kinds(systems: Sequence[str]) -> list[str]:
+    """Kinds of pools that systems draft from."""
+    kinds = {SPECULATIONS[name].pool for name in systems if name in SPECULATIONS}
+    return sorted(kind for kind in kinds if kind is not None)
+
+
+def _have_one_tokenizer(model_dir: Path, other: Path) -> bool:
+    vocabularies = [AutoTokenizer.from_pretrained(folder).get_vocab() for folder in (model_dir, other)]
+    return vocabularies[0] == vocabularies[1]
