@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from packs import random_tree
-from tiny_models import VOCAB, tiny_model
+from tiny_models import VOCAB, OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pipeline.decoding.feed import Feed
@@ -16,6 +16,7 @@ from pipeline.decoding.model_runner import ModelRunner
 from pipeline.decoding.packed_attention import LaunchShape, PackedIndex, packed_attention
 from pipeline.decoding.packed_forward import TOKEN_BUCKETS, Bucket, PackedForward, kernel_for
 from pipeline.decoding.token_store import TokenStore
+from pipeline.decoding.verifiers import Greedy
 from pipeline.errors import ModelError
 
 CPU = torch.device("cpu")
@@ -246,3 +247,14 @@ def test_cuda_graphs_of_the_kernel_equal_groups(architecture):
     groups, graphs = (ModelRunner(model, TokenStore(6), device, name) for name in ("torch", "triton"))
     assert_equal_logits([groups, graphs], num_steps=30, tolerance=1e-4)
     assert any(bucket.graph is not None for bucket in graphs.packed.buckets.values()) or architecture == "gpt_oss"
+
+
+def test_the_engine_writes_plain_texts_through_the_kernel():
+    if not is_interpreted():
+        pytest.skip("triton was imported before TRITON_INTERPRET=1 was set")
+    model, prompts = tiny_model(), tiny_prompts(4)
+    texts = plain_texts(model, prompts, 8)
+    engine = tiny_engine(model, kv_cache="tokens", attention="triton", batch_size=3)
+    results = {r.request_id: r for r in engine.generate(requests_for(prompts, 8), OracleDrafter(texts), Greedy())}
+    assert [results[str(i)].token_ids.tolist() for i in range(4)] == texts
+    assert sum(result.num_accepted for result in results.values()) > 0
