@@ -40,6 +40,9 @@ PRIOR_NODES = 32.0
 # That the product itself counts for, at each knot of the curve of a path: nodes of one draft stand and fall together.
 # Of 32, 128 and 512 this had the least calibration error on texts not fitted to, most clearly with few of them.
 PRIOR_PATH_NODES = 512.0
+# Replays behind the first curves, each drafted by what those before taught: curves of one alone may suit no trees but
+# its own, and on planted texts two took turns for ever.
+NUM_ROUNDS = 2
 NUM_FOLDS = 4  # parts of the texts; products along paths of each are by cells that are fitted to the others
 # A run drafts the likely paths, and a node on those is accepted more often than one of the same features on others; the
 # others still say what there is to know of cells that the run seldom reaches.
@@ -91,7 +94,10 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
     texts = _of_bounded_length(texts)
     fitted, checked = texts[0::2], texts[1::2]
     pool = _with_best_escape(pool.with_calibration(None), fitted, options)
-    roughly = pool.with_acceptance_table(table_of(fit_cells(replay_nodes(pool, fitted, _widest(options), options))))
+    roughly, rounds = pool, []
+    for _ in range(NUM_ROUNDS):
+        rounds.append(replay_nodes(roughly, fitted, _widest(options), options))
+        roughly = pool.with_acceptance_table(table_of(fit_cells(Nodes.joined(rounds))))
     first = _folds(roughly, fitted, options)  # the trees that a calibrated pool drafts
     half_fitted = pool.with_acceptance_table(table_of(_cells_of(first)))
     second = _folds(half_fitted, checked, options)
