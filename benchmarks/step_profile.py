@@ -30,6 +30,7 @@ from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.verifiers import Greedy, Relaxed
 
 TREE_NODES = 16
+PREFILL_TOKENS = 8192  # in a step: the first texts must not end before the last ones begin
 NUM_WARM_STEPS = 2  # of a full batch, before steps are counted
 
 
@@ -55,8 +56,10 @@ def prompts_of(tokenizer, num_prompts: int) -> list[np.ndarray]:
 
 
 def engine_of(loaded: LoadedModel, batch: int, num_draft_tokens: int) -> Engine:
-    """An engine whose texts have no end, and which drafts as much as it may."""
-    settings = DecodingSettings(batch_size=batch, max_draft_tokens=num_draft_tokens, min_acceptance=0.0)
+    """An engine whose texts have no end, which drafts as much as it may and fills its batch in few steps."""
+    settings = DecodingSettings(
+        batch_size=batch, max_draft_tokens=num_draft_tokens, min_acceptance=0.0, max_prefill_tokens=PREFILL_TOKENS
+    )
     return Engine(replace(loaded, end_ids=()), settings)
 
 
