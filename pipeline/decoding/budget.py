@@ -18,7 +18,8 @@ from retrieval_pools.step_cost import StepCost
 SOURCES = ("previous", "prompt", "output", "pool")
 LEAST_GAIN = 1.02  # predicted, below which plain decoding is the safer choice
 AS_GOOD = 0.995  # of the best predicted speed
-# Uncalibrated estimates from a sequence's own texts held for 0.45 to 1 of what they said, on published texts.
+# Uncalibrated estimates from a sequence's own texts held for 0.45 to 1 of what they said in most bands of two
+# collections of published texts; in a few for less.
 UNCHECKED_TRUST = 0.5
 UNCHECKED_SIZE = 16  # largest tree where nothing was replayed
 MOST_FOR_LOOKING = 0.01  # of a plain step, spent on drafts that find nothing

@@ -53,28 +53,38 @@ def find_interval(index, context, length):
 
 
 @part
-def narrow_interval(index, first, last, offset, token):
-    """The part of an interval whose next token, `offset` tokens on, is `token`."""
-    low, high = first, last
+def _run_begin(index, low, high, offset, token):
+    """The first place from `low` to `high` whose next token, `offset` tokens on, is not below `token`."""
     while low < high:
         middle = (low + high) >> 1
         if index.tokens[index.order[middle] + offset] < token:
             low = middle + 1
         else:
             high = middle
-    first = low
-    step = 1
-    while low + step <= last and index.tokens[index.order[low + step - 1] + offset] == token:  # gallop to the end
-        low += step
-        step <<= 1
-    high = min(low + step - 1, last)
+    return low
+
+
+@part
+def _run_end(index, low, high, offset, token):
+    """The first place from `low` to `high` whose next token is not `token`; those before it are known to have it."""
     while low < high:
         middle = (low + high) >> 1
         if index.tokens[index.order[middle] + offset] == token:
             low = middle + 1
         else:
             high = middle
-    return first, low
+    return low
+
+
+@part
+def narrow_interval(index, first, last, offset, token):
+    """The part of an interval whose next token, `offset` tokens on, is `token`."""
+    first = low = _run_begin(index, first, last, offset, token)
+    step = 1
+    while low + step <= last and index.tokens[index.order[low + step - 1] + offset] == token:  # gallop to the end
+        low += step
+        step <<= 1
+    return first, _run_end(index, low, min(low + step - 1, last), offset, token)
 
 
 @part
@@ -82,23 +92,9 @@ def narrow_to_run(index, first, last, offset, token, num_samples, begin, end):
     """The part of an interval whose next token is `token`, of which the samples from `begin` to `end` are known."""
     stride = sample_stride(num_samples, last - first)
     low = first if begin == 0 else sample_place(first, stride, begin - 1) + 1
-    high = sample_place(first, stride, begin)
-    while low < high:
-        middle = (low + high) >> 1
-        if index.tokens[index.order[middle] + offset] < token:
-            low = middle + 1
-        else:
-            high = middle
-    run_first = low
-    low = sample_place(first, stride, end - 1) + 1
+    run_first = _run_begin(index, low, sample_place(first, stride, begin), offset, token)
     high = last if end == num_samples else sample_place(first, stride, end)
-    while low < high:
-        middle = (low + high) >> 1
-        if index.tokens[index.order[middle] + offset] == token:
-            low = middle + 1
-        else:
-            high = middle
-    return run_first, low
+    return run_first, _run_end(index, sample_place(first, stride, end - 1) + 1, high, offset, token)
 
 
 @part
