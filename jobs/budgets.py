@@ -1,42 +1,48 @@
 """How much a run drafts: decided once, before its first text, and written down for every later attempt.
 
-Owns where the numbers come from: the configuration, or else a measured cost of steps and the pools' calibration.
-`pipeline.decoding.budget` chooses.
+Owns where the numbers come from: the configuration, or else a measured cost of steps, the pools' calibration and a
+pilot. `pipeline.decoding.budget` and `pipeline.decoding.pilot` choose.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jobs.console import say
 from jobs.night import Night
-from pipeline.decoding.budget import Budget, BudgetForecast, choose_budget, with_forecast
+from pipeline.decoding.budget import Budget, BudgetForecast, Trial, choose_budget, with_forecast
+from pipeline.decoding.pilot import plan_pilot, run_pilot
 from pipeline.decoding.settings import DecodingSettings
-from pipeline.distributed.shards import Shard, read_shard
+from pipeline.distributed.shards import PlannedRow, Shard, read_shard
+from pipeline.distributed.worker import Scout
 from pipeline.knowledge.records import SIDES, Side
 from retrieval_pools.pool import Pool
 from retrieval_pools.step_cost import StepCost, read_step_cost
 
-NUM_SAMPLED_SHARDS = 8  # read to see how many entities have a previous text
+NUM_SAMPLED_SHARDS = 8  # read to see how many entities have a previous text, and for the pilot's rows
+ROWS_PER_PILOT_TEXT = 100  # so that a pilot of a few budgets is a few percent of a run
+MIN_PILOT_TEXTS, MAX_PILOT_TEXTS = 16, 64  # by default: with fewer, luck decides
 
 
-def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], StepCost]) -> dict[Side, Budget]:
+def night_budgets(night: Night, shards: Iterable[Shard], scout: Scout) -> dict[Side, Budget]:
     """The budget of each side: that of the manifest if there is one, else chosen and saved there.
 
     Parameters
     ----------
     shards : those that are going to be generated.
-    measure : what steps cost on a worker; called only where something has to be chosen by it.
+    scout : a worker, called only where something has to be chosen by what it finds.
     """
     recorded = night.manifest.get("budgets")
     if recorded is None:
         shards = list(shards)
         decoding, version = night.settings.decoding, night.manifest["pools"]["version"]
         pools = {side: None if version is None else night.pools.open(version, side) for side in SIDES}
-        step_cost = budget_step_cost(decoding, measure)
+        step_cost = budget_step_cost(decoding, scout.step_cost)
         chosen = {
-            side: side_budget(decoding, pools[side], step_cost, _share_changed(night, side, shards)) for side in SIDES
+            side: _chosen(night, side, [shard for shard in shards if shard.side == side], pools[side], step_cost, scout)
+            for side in SIDES
         }
         recorded = night.manifest["budgets"] = {side: asdict(budget) for side, budget in chosen.items()}
         night.manifest.save()
@@ -76,10 +82,19 @@ def side_budget(
     )
 
 
+def num_pilot_texts(decoding: DecodingSettings, num_rows: int) -> int:
+    """How many texts of a side a pilot writes under each budget; 0: no pilot."""
+    if decoding.num_pilot_texts is not None:
+        return min(decoding.num_pilot_texts, num_rows)
+    num_texts = min(num_rows // ROWS_PER_PILOT_TEXT, MAX_PILOT_TEXTS)
+    return num_texts if num_texts >= MIN_PILOT_TEXTS else 0
+
+
 def budget_of(data: Mapping[str, Any]) -> Budget:
     """A budget as a manifest keeps it."""
     forecast = data["forecast"]
-    forecast = None if forecast is None else BudgetForecast(**forecast)
+    if forecast is not None:
+        forecast = BudgetForecast(**{**forecast, "trials": tuple(Trial(**trial) for trial in forecast["trials"])})
     return Budget(data["max_draft_tokens"], data["min_acceptance"], forecast)
 
 
@@ -91,9 +106,36 @@ def describe_budget(budget: Budget) -> str:
     return f"up to {budget.max_draft_tokens} draft tokens above {budget.min_acceptance:g}{reason}"
 
 
-def _share_changed(night: Night, side: Side, shards: list[Shard]) -> float:
-    """About how many of a side's rows have a previous text: of shards spread over all."""
-    own = [shard for shard in shards if shard.side == side]
-    sampled = own[:: max(1, len(own) // NUM_SAMPLED_SHARDS)]
-    rows = [row for shard in sampled for row in read_shard(night.run.root / shard.path)]
-    return sum(row.previous_ids is not None for row in rows) / len(rows) if rows else 0.0
+def _chosen(
+    night: Night, side: Side, shards: list[Shard], pool: Pool | None, step_cost: StepCost | None, scout: Scout
+) -> Budget:
+    decoding = night.settings.decoding
+    rows = _sampled_rows(night, shards)
+    share_changed = sum(row.previous_ids is not None for row in rows) / max(1, len(rows))
+    num_texts = num_pilot_texts(decoding, sum(shard.num_rows for shard in shards))
+    if step_cost is not None and num_texts:
+        plan = plan_pilot(
+            step_cost,
+            decoding.batch_size,
+            pool,
+            decoding.drafters,
+            is_relaxed=decoding.verifier != "greedy",
+            share_changed=share_changed,
+            max_draft_tokens=decoding.max_draft_tokens,
+            min_acceptance=decoding.min_acceptance,
+        )
+        if plan is not None:
+            say(f"{side}s: a pilot writes {num_texts} texts under each of some budgets, to choose the fastest")
+            return run_pilot(plan, partial(scout.pilot, side, _spread(rows, num_texts)))
+    return side_budget(decoding, pool, step_cost, share_changed)
+
+
+def _sampled_rows(night: Night, shards: list[Shard]) -> list[PlannedRow]:
+    """The rows of some shards, spread over all."""
+    return [row for shard in _spread(shards, NUM_SAMPLED_SHARDS) for row in read_shard(night.run.root / shard.path)]
+
+
+def _spread(values: list, num_wanted: int) -> list:
+    """So many of the values, or all if there are fewer, at even distances."""
+    num_wanted = min(num_wanted, len(values))
+    return [values[number * len(values) // num_wanted] for number in range(num_wanted)]

@@ -1,6 +1,6 @@
 """Whether a night accepted what its budget was chosen for: forecast and realised acceptance of a side, compared.
 
-The forecast is of replays, which are greedy: a relaxed night accepts more. Less than it says means that the texts are
+The forecast is of a pilot, or of replays, which are greedy: a relaxed night accepts more. Less means that texts are
 no longer those that the pool was calibrated on. Draws nothing; reads a manifest that may lack anything.
 """
 
@@ -17,7 +17,7 @@ class Drift:
 
     Attributes
     ----------
-    forecast : by the replays of the pool's calibration, at the budget of the run.
+    forecast : by a pilot or by the replays of the pool's calibration, at the budget of the run.
     realised : by the run.
     num_steps : of the run.
     """
@@ -41,7 +41,7 @@ class Drift:
         """The finding and what to do about it."""
         return (
             f"drafts were accepted {self.realised:.2f} tokens a step, {self.missing:.0%} less than the "
-            f"{self.forecast:.2f} that the pool's calibration forecast (up to {MOST_MISSING:.0%} is usual): the texts "
+            f"{self.forecast:.2f} that its budget was chosen for (up to {MOST_MISSING:.0%} is usual): the texts "
             "have changed since. Run `laserbatch pools rebuild`; the next night then drafts by new replays"
         )
 

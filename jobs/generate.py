@@ -33,7 +33,7 @@ from pipeline.distributed.shards import (
     save_plan,
 )
 from pipeline.distributed.stats import merge_stats, tokens_per_s, tokens_per_step
-from pipeline.distributed.worker import WorkerSpec, decoding_provenance
+from pipeline.distributed.worker import Scout, WorkerSpec, decoding_provenance
 from pipeline.errors import RunFailed
 from pipeline.knowledge.entities import Entity, iter_entities
 from pipeline.knowledge.fingerprint import fingerprint
@@ -47,7 +47,6 @@ from retrieval_pools.pool import EMPTY_POOL
 from retrieval_pools.query import compiled_query
 from retrieval_pools.router import Route, Router
 from retrieval_pools.routing_rule import RoutingRule
-from retrieval_pools.step_cost import StepCost
 
 NO_ROUTE = Route("", "none")
 
@@ -137,7 +136,7 @@ def _generate(night: Night, folder: RunFolder, decoding: DecodingSettings, with_
     return {side: _side_summary(night, folder, plans[side], finished[side], abandoned, with_pools) for side in SIDES}
 
 
-def _plainly(measure: Callable[[], StepCost]) -> dict[Side, Budget]:
+def _plainly(scout: Scout) -> dict[Side, Budget]:
     return dict.fromkeys(SIDES, PLAIN)
 
 

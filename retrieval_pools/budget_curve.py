@@ -9,6 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field
 DRAFT_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 MIN_ACCEPTANCES = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)
 SIZE_KNOTS = (0, *DRAFT_TOKENS)  # tree sizes between which a step's cost is about linear, so counts are kept at them
+# How much a tree of 0, 1, ... nodes counts for each knot: float64[largest + 1, num_knots].
+KNOT_SHARES = np.stack(
+    [np.interp(np.arange(SIZE_KNOTS[-1] + 1), SIZE_KNOTS, row) for row in np.eye(len(SIZE_KNOTS))], 1
+)
 
 
 class BudgetCell(BaseModel):

@@ -12,6 +12,7 @@ import numpy as np
 
 from retrieval_pools.budget_curve import (
     DRAFT_TOKENS,
+    KNOT_SHARES,
     MIN_ACCEPTANCES,
     SIZE_KNOTS,
     BudgetCell,
@@ -118,7 +119,7 @@ def _walked(num_drafted: np.ndarray, num_accepted: np.ndarray) -> BudgetCounts:
         num_steps[walkers] += 1
         drafted[walkers] += sizes
         accepted[walkers] += gains
-        num_at_knots[walkers] += _NEARNESS[sizes]
+        num_at_knots[walkers] += KNOT_SHARES[sizes]
         position = position + gains + 1
         on_the_way = position < num_positions
         walkers, position = walkers[on_the_way], position[on_the_way]
@@ -148,12 +149,3 @@ def _replayed(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) ->
             for (size, least), pace, share in zip(GRID, tokens_per_step, shares, strict=True)
         ),
     )
-
-
-def _nearness() -> np.ndarray:
-    """How much a tree of 0, 1, ... nodes counts for each knot: float64[largest + 1, num_knots]."""
-    knots = np.array(SIZE_KNOTS)
-    return np.stack([np.interp(np.arange(knots[-1] + 1), knots, row) for row in np.eye(len(knots))], axis=1)
-
-
-_NEARNESS = _nearness()

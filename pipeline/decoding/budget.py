@@ -26,6 +26,17 @@ MOST_FOR_LOOKING = 0.01  # of a plain step, spent on drafts that find nothing
 
 
 @dataclass(frozen=True)
+class Trial:
+    """What texts gained that a pilot wrote under a budget; bonus token included, speed-up as in `BudgetForecast`."""
+
+    max_draft_tokens: int
+    min_acceptance: float
+    tokens_per_step: float
+    mean_drafted: float
+    speed_up: float
+
+
+@dataclass(frozen=True)
 class BudgetForecast:
     """What a budget was chosen for.
 
@@ -34,8 +45,9 @@ class BudgetForecast:
     reason : how it was chosen, in a sentence.
     step_cost : the name of the step cost, None where it did not matter.
     batch_size : that of the forecast.
-    tokens_per_step, mean_drafted : of replays, bonus token included; None without a calibration that has them.
+    tokens_per_step, mean_drafted : of replays or of a pilot, bonus token included; None where there was neither.
     speed_up : tokens per second over plain decoding, prompts not counted; None likewise.
+    trials : the budgets that a pilot wrote texts under, the chosen one among them; see `pilot`.
     """
 
     reason: str
@@ -44,6 +56,7 @@ class BudgetForecast:
     tokens_per_step: float | None = None
     mean_drafted: float | None = None
     speed_up: float | None = None
+    trials: tuple[Trial, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,10 +116,22 @@ def choose_budget(
     """
     if not sources or max_draft_tokens == 0:
         return replace(PLAIN, forecast=BudgetForecast("drafting is off"))
-    batch_size = max([known for known in step_cost.batch_sizes if known <= batch_size] or step_cost.batch_sizes[:1])
-    kinds = _kinds(pool, sources, share_changed)
-    if kinds:
-        budget = _fastest(step_cost, batch_size, kinds, max_draft_tokens, min_acceptance)
+    batch_size = known_batch_size(step_cost, batch_size)
+    forecasts = budget_forecasts(
+        step_cost,
+        batch_size,
+        pool,
+        sources,
+        share_changed,
+        max_draft_tokens=max_draft_tokens,
+        min_acceptance=min_acceptance,
+    )
+    if forecasts:
+        budget = fastest(forecasts)
+        gain = budget.forecast.speed_up
+        if gain < LEAST_GAIN and min_acceptance is None:
+            reason = f"no budget of the replays is worth its cost: the best would be {gain:.2f} times plain"
+            return replace(PLAIN, forecast=BudgetForecast(reason, step_cost.name, batch_size, 1.0, 0.0, 1.0))
     else:
         is_calibrated = pool is not None and "pool" in sources and pool.is_calibrated
         # Without a pool drafts may find nothing for whole texts; with one they seldom do.
@@ -114,11 +139,60 @@ def choose_budget(
         budget = _worth_its_price(step_cost, batch_size, 1.0 if is_calibrated else UNCHECKED_TRUST, most_for_looking)
     if budget.max_draft_tokens == 0 and min_acceptance is None:
         return budget
+    return as_given(budget, max_draft_tokens, min_acceptance)
+
+
+def as_given(budget: Budget, max_draft_tokens: int | None, min_acceptance: float | None) -> Budget:
+    """The budget with the numbers that somebody gave."""
     return replace(
         budget,
         max_draft_tokens=budget.max_draft_tokens if max_draft_tokens is None else max_draft_tokens,
         min_acceptance=budget.min_acceptance if min_acceptance is None else min_acceptance,
     )
+
+
+def known_batch_size(step_cost: StepCost, batch_size: int) -> int:
+    """Of the batch sizes that were measured the largest that is not above another one."""
+    return max([known for known in step_cost.batch_sizes if known <= batch_size] or step_cost.batch_sizes[:1])
+
+
+def budget_forecasts(
+    step_cost: StepCost,
+    batch_size: int,
+    pool,
+    sources: Sequence[str],
+    share_changed: float,
+    *,
+    max_draft_tokens: int | None = None,
+    min_acceptance: float | None = None,
+) -> list[Budget]:
+    """Every budget of the replays' grid with its forecast, in the grid's order; none where nothing was replayed.
+
+    Of a number that is given, only the nearest of the grid.
+    """
+    kinds = _kinds(pool, sources, share_changed)
+    if not kinds:
+        return []
+    found = []
+    plain_s = plain_seconds(step_cost, batch_size)
+    for cell in _nearest(kinds[0][1].cells, max_draft_tokens, min_acceptance):
+        number = kinds[0][1].cells.index(cell)
+        seconds_per_token = sum(
+            share * step_seconds(step_cost, batch_size, kind.cells[number]) / kind.cells[number].tokens_per_step
+            for share, kind in kinds
+        )
+        pace, drafted = _blended(kinds, number)
+        speed_up = plain_s / seconds_per_token
+        forecast = BudgetForecast("the fastest of the replays", step_cost.name, batch_size, pace, drafted, speed_up)
+        found.append(Budget(cell.max_draft_tokens, cell.min_acceptance, forecast))
+    return found
+
+
+def fastest(forecasts: Sequence[Budget]) -> Budget:
+    """Of budgets that are as good as the best, the one that drafts least: noise of a measurement decides less often."""
+    best = max(budget.forecast.speed_up for budget in forecasts)
+    among_best = [budget for budget in forecasts if budget.forecast.speed_up >= best * AS_GOOD]
+    return min(among_best, key=lambda budget: budget.forecast.mean_drafted)
 
 
 def with_forecast(budget: Budget, pool=None, sources: Sequence[str] = SOURCES, share_changed: float = 0.0) -> Budget:
@@ -144,44 +218,14 @@ def _kinds(pool, sources: Sequence[str], share_changed: float) -> list[tuple[flo
     return [(share, kind) for share, kind in kinds if share > 0]
 
 
-def _fastest(
-    step_cost: StepCost,
-    batch_size: int,
-    kinds: list[tuple[float, ReplayedBudgets]],
-    max_draft_tokens: int | None,
-    min_acceptance: float | None,
-) -> Budget:
-    sizes = np.arange(SIZE_KNOTS[-1] * batch_size + 1)
-    of_sizes = step_cost.seconds(batch_size, batch_size + sizes)
-    plain_s = float(of_sizes[0])
-    choices = _nearest(kinds[0][1].cells, max_draft_tokens, min_acceptance)
-    numbers = [kinds[0][1].cells.index(cell) for cell in choices]
-
-    def seconds_per_token(number: int) -> float:  # of the whole batch
-        return sum(
-            share
-            * _step_seconds(step_cost, batch_size, of_sizes, kind.cells[number])
-            / kind.cells[number].tokens_per_step
-            for share, kind in kinds
-        )
-
-    speed_ups = np.array([plain_s / seconds_per_token(number) for number in numbers])
-    # Of budgets that are as good as the best, the one that drafts least: noise of a measurement decides less often.
-    drafted = np.array([_blended(kinds, number)[1] for number in numbers])
-    among_best = np.flatnonzero(speed_ups >= speed_ups.max() * AS_GOOD)
-    best = int(among_best[np.argmin(drafted[among_best])])
-    if speed_ups[best] < LEAST_GAIN and min_acceptance is None:
-        reason = f"no budget of the replays is worth its cost: the best would be {speed_ups[best]:.2f} times plain"
-        return replace(PLAIN, forecast=BudgetForecast(reason, step_cost.name, batch_size, 1.0, 0.0, 1.0))
-    pace, mean_drafted = _blended(kinds, numbers[best])
-    forecast = BudgetForecast(
-        "the fastest of the replays", step_cost.name, batch_size, pace, mean_drafted, float(speed_ups[best])
-    )
-    return Budget(choices[best].max_draft_tokens, choices[best].min_acceptance, forecast)
+def plain_seconds(step_cost: StepCost, batch_size: int) -> float:
+    """A step of a full batch without drafts."""
+    return float(step_cost.seconds(batch_size, np.array([batch_size]))[0])
 
 
-def _step_seconds(step_cost: StepCost, batch_size: int, of_sizes: np.ndarray, cell: BudgetCell) -> float:
-    """Mean over steps: trees differ in size, and a step's cost is not linear where a matrix's kernel changes."""
+def step_seconds(step_cost: StepCost, batch_size: int, cell: BudgetCell) -> float:
+    """Mean over a full batch's steps: trees differ in size, and a step's cost is not linear where a kernel changes."""
+    of_sizes = step_cost.seconds(batch_size, batch_size + np.arange(SIZE_KNOTS[-1] * batch_size + 1))
     of_one = np.zeros(SIZE_KNOTS[-1] + 1)
     of_one[list(SIZE_KNOTS)] = cell.size_shares
     of_one /= of_one.sum()
@@ -213,7 +257,7 @@ def _nearest(
 
 def _worth_its_price(step_cost: StepCost, batch_size: int, trust: float, most_for_looking: float) -> Budget:
     """Draft what is estimated likelier than it costs, whatever the size of the tree up to UNCHECKED_SIZE."""
-    plain_s = float(step_cost.seconds(batch_size, np.array([batch_size]))[0])
+    plain_s = plain_seconds(step_cost, batch_size)
     sizes = np.arange(1, UNCHECKED_SIZE + 1)
     added_s = step_cost.seconds(batch_size, batch_size * (1 + sizes)) - plain_s
     added_s = added_s + step_cost.draft_seconds(batch_size, sizes)

@@ -54,6 +54,12 @@ class DecodingSettings(BaseModel):
         description="YAML or JSON with the measured cost of steps, which the draft budget is chosen by; null: measured "
         "when a run first needs it, and kept in the workspace.",
     )
+    num_pilot_texts: int | None = Field(
+        None,
+        ge=0,
+        description="Texts that are written under each of some budgets before one is chosen; they are not kept. 0: the "
+        "pool's replays choose alone. null: one of a hundred, at most 64; none where that is less than 16.",
+    )
     record_alternatives: bool = Field(
         False,
         description="Keep with each token of a text the one that the model nearly wrote instead; pools.alternatives "

@@ -15,11 +15,12 @@ import torch
 
 from pipeline.decoding.budget import Budget
 from pipeline.distributed.settings import ClusterSettings
-from pipeline.distributed.shards import Shard
-from pipeline.distributed.worker import ShardWorker, WorkerSpec
+from pipeline.distributed.shards import PlannedRow, Shard
+from pipeline.distributed.worker import Scout, ShardWorker, WorkerSpec
 from pipeline.errors import ConfigError, RunFailed
 from pipeline.knowledge.records import Side
 from pipeline.storage.run_folder import ShardRecord
+from retrieval_pools.budget_curve import BudgetCell
 from retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ def run_shards(
     layout: WorkerLayout,
     max_shard_attempts: int,
     on_workers: Callable[[list], None] = lambda actors: None,
-    choose_budgets: Callable[[Callable[[], StepCost]], dict[Side, Budget]] = lambda measure: {},
+    choose_budgets: Callable[[Scout], dict[Side, Budget]] = lambda scout: {},
 ) -> Iterator[tuple[Shard, ShardRecord] | ShardAbandoned]:
     """Hand out shards to workers as they become free; yield each one's outcome as it comes.
 
@@ -127,8 +128,8 @@ def run_shards(
     Parameters
     ----------
     on_workers : called once with the actor handles (for tests that kill them).
-    choose_budgets : called once, with a function that has a worker measure what steps cost; how much each side drafts.
-        A side that is missing drafts what the settings say.
+    choose_budgets : called once, with one of the workers; how much each side drafts. A side that is missing drafts what
+        the settings say.
     """
     num_workers = min(layout.num_workers, len(shards))
     spec = replace(spec, device=layout.device, num_threads=layout.num_threads, num_workers=num_workers)
@@ -136,19 +137,7 @@ def run_shards(
     idle = [actor_class.remote(spec) for _ in range(num_workers)]
     on_workers(list(idle))
 
-    def measure() -> StepCost:
-        for _ in range(max_shard_attempts):
-            try:
-                return _result(idle[0].step_cost.remote())
-            except ray.exceptions.RayActorError as error:
-                logger.warning("a worker died while it measured what steps cost: %s", error)
-                idle[0] = actor_class.remote(spec)
-        raise RunFailed(
-            f"{max_shard_attempts} workers died while they measured what steps cost; lower decoding.batch_size if "
-            "memory ran out, or give decoding.max_draft_tokens and decoding.min_acceptance: then nothing is measured"
-        )
-
-    budgets = choose_budgets(measure)
+    budgets = choose_budgets(_FirstWorker(idle, lambda: actor_class.remote(spec), max_shard_attempts))
     queue, attempts, running = deque(shards), dict.fromkeys(shards, 0), {}
     while queue or running:
         while queue and idle:
@@ -173,6 +162,31 @@ def run_shards(
         ray.kill(actor)
 
 
+class _FirstWorker:
+    """The first of the idle workers as a `Scout`; another one takes its place if it dies."""
+
+    def __init__(self, idle: list, start_worker: Callable, max_attempts: int) -> None:
+        self._idle, self._start_worker, self._max_attempts = idle, start_worker, max_attempts
+
+    def step_cost(self) -> StepCost:
+        return self._ask(lambda worker: worker.step_cost.remote())
+
+    def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> BudgetCell:
+        return self._ask(lambda worker: worker.pilot.remote(side, rows, budget))
+
+    def _ask(self, question: Callable):
+        for _ in range(self._max_attempts):
+            try:
+                return _result(question(self._idle[0]))
+            except ray.exceptions.RayActorError as error:
+                logger.warning("a worker died while it measured for the draft budget: %s", error)
+                self._idle[0] = self._start_worker()
+        raise RunFailed(
+            f"{self._max_attempts} workers died while they measured for the draft budget; lower decoding.batch_size if "
+            "memory ran out, or give decoding.max_draft_tokens and decoding.min_acceptance: then nothing is measured"
+        )
+
+
 def _result(reference):
     """What an actor returned; an error that it reports is raised as itself."""
     try:
@@ -193,6 +207,9 @@ class _Worker:
 
     def step_cost(self) -> StepCost:
         return self._loaded().step_cost()
+
+    def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> BudgetCell:
+        return self._loaded().pilot(side, rows, budget)
 
     def _loaded(self) -> ShardWorker:
         if self._worker is None:  # here and not in __init__, so that a refused model is reported, not a dead actor

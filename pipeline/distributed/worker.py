@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -19,6 +19,7 @@ from pipeline.decoding.budget import Budget
 from pipeline.decoding.drafters import Drafter, drafter_from
 from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult
 from pipeline.decoding.identity import tokenizer_hash
+from pipeline.decoding.pilot import StepCounts
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.step_cost_cache import cached_step_cost
 from pipeline.decoding.step_timing import measure_step_cost
@@ -30,6 +31,7 @@ from pipeline.knowledge.records import Side, knowledge_schema
 from pipeline.knowledge.templates import load_template
 from pipeline.storage.quarantine import QuarantineRow
 from pipeline.storage.run_folder import RunFolder, ShardRecord
+from retrieval_pools.budget_curve import BudgetCell
 from retrieval_pools.pool import Pool
 from retrieval_pools.step_cost import StepCost
 
@@ -56,6 +58,18 @@ class WorkerSpec:
     step_cost_dir: Path
     pool_dirs: dict[Side, Path] = field(default_factory=dict)
     pool_versions: dict[Side, str] = field(default_factory=dict)
+
+
+class Scout(Protocol):
+    """What can be asked of a worker before the first shard."""
+
+    def step_cost(self) -> StepCost:
+        """What steps cost on its machine."""
+        ...
+
+    def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> BudgetCell:
+        """What the texts of some rows gain under a budget."""
+        ...
 
 
 class ShardWorker:
@@ -94,6 +108,13 @@ class ShardWorker:
         measure = partial(measure_step_cost, self.engine, pool, self.spec.decoding.drafters)
         return cached_step_cost(self.spec.step_cost_dir, self.engine, pool is not None, measure)
 
+    def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> BudgetCell:
+        """What the texts of some rows gain under a budget. The texts are not kept."""
+        counts = StepCounts()
+        for _ in self._generate(side, _numbered(rows), budget, counts):
+            pass
+        return counts.cell(budget)
+
     def run(self, shard: Shard, on_row: Callable[[], None] = lambda: None, budget: Budget | None = None) -> ShardRecord:
         """Generate one shard and write its files.
 
@@ -108,7 +129,7 @@ class ShardWorker:
             What was written, with counts; also on disk, next to the shard's knowledge file.
         """
         start_s = time.perf_counter()
-        rows = {str(number): row for number, row in enumerate(read_shard(self.spec.run_dir / shard.path))}
+        rows = _numbered(read_shard(self.spec.run_dir / shard.path))
         records: dict[str, dict[str, Any]] = {}
         results: list[GenerationResult] = []
         quarantined: list[QuarantineRow] = []
@@ -132,7 +153,7 @@ class ShardWorker:
         return RunFolder(self.spec.run_dir).write_shard(shard.side, shard.name, table, quarantined, info)
 
     def _generate(
-        self, side: Side, rows: dict[str, PlannedRow], budget: Budget | None
+        self, side: Side, rows: dict[str, PlannedRow], budget: Budget | None, on_event=None
     ) -> Iterator[GenerationResult | GenerationFailure]:
         requests: Iterable[GenerationRequest] = (
             GenerationRequest(
@@ -144,7 +165,7 @@ class ShardWorker:
             )
             for key, row in rows.items()
         )
-        return self.engine.generate(requests, self.drafter(side, budget), budget=budget)
+        return self.engine.generate(requests, self.drafter(side, budget), on_event=on_event, budget=budget)
 
     def _record(self, side: Side, row: PlannedRow, result: GenerationResult) -> dict[str, Any]:
         template = self._templates[side]
@@ -178,6 +199,10 @@ class ShardWorker:
             "finish_reason": result.finish_reason,
             "alternative_ids": result.alternative_ids,
         }
+
+
+def _numbered(rows: Iterable[PlannedRow]) -> dict[str, PlannedRow]:
+    return {str(number): row for number, row in enumerate(rows)}
 
 
 def decoding_provenance(decoding: DecodingSettings) -> dict[str, Any]:

@@ -201,8 +201,8 @@ def test_a_worker_measures_once_and_every_shard_is_drafted_by_the_budget_of_its_
     shards, spec = planned(world, tmp_path)
     measured = []
 
-    def choose(measure):
-        measured.append(measure())
+    def choose(scout):
+        measured.append(scout.step_cost())
         return {"item": Budget(2, 0.1)}
 
     outcomes = list(run_shards(shards, spec, cluster, 3, choose_budgets=choose))
@@ -223,9 +223,9 @@ def test_a_worker_that_dies_before_it_measured_is_replaced_and_the_last_one_ends
     shards, spec = planned(world, tmp_path)
     workers, measured = [], []
 
-    def choose(measure):
+    def choose(scout):
         kill_all(workers)
-        measured.append(measure())
+        measured.append(scout.step_cost())
         return {"item": Budget(2, 0.1)}
 
     outcomes = run_shards(shards, spec, cluster, max_attempts, workers.extend, choose)

