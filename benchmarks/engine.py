@@ -62,6 +62,7 @@ class Scale:
     num_short_repetitions: int
     systems: tuple[str, ...] = tuple(SPECULATIONS)
     fixed_budgets: tuple[int, ...] = FIXED_BUDGETS
+    max_new_tokens: int = 512  # of measured texts; pools have whole ones
 
     def prompts_at(self, task: Task, batch: int) -> int:
         """How many of a task's prompts are measured."""
@@ -75,8 +76,9 @@ class Scale:
 MAIN_SYSTEMS = ("own-text", "resd", "crp", "rrp", "laser")
 CPU_FULL = Scale({1: 4, 4: 12, 16: 32}, {1: 24, 4: 48, 16: 96}, TaskSize(32, 200), TaskSize(128, 1000), 3, 7)
 CPU_QUICK = Scale(
-    {1: 2, 4: 6, 16: 16}, {1: 8, 4: 16, 16: 32}, TaskSize(16, 100), TaskSize(32, 500), 2, 3, MAIN_SYSTEMS, (8, 32)
-)
+    {1: 2, 4: 6, 16: 16}, {1: 8, 4: 16, 16: 32}, TaskSize(16, 100), TaskSize(32, 500), 2, 3, MAIN_SYSTEMS, (8, 32),
+    max_new_tokens=256,
+)  # fmt: skip
 CUDA_FULL = Scale(
     {1: 4, 8: 24, 32: 96, 64: 192, 128: 384, 256: 512},
     {1: 16, 8: 64, 32: 256, 64: 512, 128: 1024, 256: 2048},
@@ -184,6 +186,7 @@ def measure_task(
         task = unseen_prompts(engines.of_batch(writer_batch), task, cache)
         kinds = pool_kinds(scale.systems)
         pools = pools_of(engines.of_batch(writer_batch), task, cache, Path(folder), kinds)
+        task = replace(task, max_new_tokens=min(task.max_new_tokens, scale.max_new_tokens))
         for batch in sorted(batches, reverse=True):
             rows += measure_batch(task, batch, engines, peers, pools, scale, rates)
     return rows

@@ -8,7 +8,7 @@ model (`night_pools.py`). Measures nothing.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +20,12 @@ from sklearn.feature_extraction.text import TfidfTransformer
 from sklearn.preprocessing import normalize
 from threadpoolctl import threadpool_limits
 
+from pipeline.decoding.budget import Budget
 from pipeline.decoding.engine import Engine
+from retrieval_pools.budget_curve import BudgetCell
 from retrieval_pools.budget_replay import with_budgets
 from retrieval_pools.build import PoolText, build_pool
 from retrieval_pools.calibrate import calibrate, num_held_back, spread_positions
-from retrieval_pools.calibration import Calibration
 from retrieval_pools.grouping.kmeans import cluster_embeddings, default_num_groups
 from retrieval_pools.pool import Pool
 from retrieval_pools.replay import DraftOptions, ReplayText
@@ -58,17 +59,17 @@ class GroupedPool:
 
     Parameters
     ----------
-    pool : of all texts.
+    pool : of all texts; calibrated, if there are enough.
     group_of : None: every text counts the same.
-    calibration : of the pool; None where it is too small for one.
-    without, rehearsed : a pool without the texts of some prompts, calibrated too, and these prompts.
+    without, prompts_of_pilot : a pool without the texts of some prompts, calibrated too, and these prompts.
+    gains : what pilots saw, which no batch size changes; by system and budget.
     """
 
     pool: Pool
     group_of: Groups | None
-    calibration: Calibration | None
     without: Pool | None
-    rehearsed: tuple[np.ndarray, ...]
+    prompts_of_pilot: tuple[np.ndarray, ...]
+    gains: dict[tuple[str, Budget], BudgetCell] = field(default_factory=dict)
 
 
 def unseen_prompts(engine: Engine, task: Task, cache: Path) -> Task:
@@ -141,7 +142,7 @@ def _calibrated(
     pool = _built(engine, task, documents, settings, folder / "pool")
     num_wanted = num_held_back(len(documents), settings.calibration_texts)
     if num_wanted < 2:
-        return GroupedPool(pool, group_of, None, None, ())
+        return GroupedPool(pool, group_of, None, ())
     held_back = set(spread_positions(len(documents), num_wanted).tolist())
     rest = [document for number, document in enumerate(documents) if number not in held_back]
     without = _built(engine, task, rest, settings, folder / "without")
@@ -151,7 +152,6 @@ def _calibrated(
     return GroupedPool(
         pool.with_calibration(calibration),
         group_of,
-        calibration,
         without.with_calibration(calibration),
         tuple(document.prompt_ids for document in replayed),
     )

@@ -7,11 +7,11 @@ import gc
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-from engine_pools import DRAFT_OPTIONS, GroupedPool
+from engine_pools import GroupedPool
 from engine_roofline import DeviceRates, WatchedSystem
 from night_systems import MIN_ACCEPTANCE, EngineSystem, TransformersGenerate
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,12 +20,12 @@ from pipeline.decoding.budget import Budget, choose_budget
 from pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
 from pipeline.decoding.engine import Engine
 from pipeline.decoding.loading import LoadedModel, load_model
+from pipeline.decoding.pilot import StepCounts, plan_pilot, run_pilot
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.step_timing import measure_step_cost
 from pipeline.decoding.verifiers import verifier_from
-from retrieval_pools.budget_replay import budget_curve
+from retrieval_pools.budget_curve import BudgetCell
 from retrieval_pools.pool import Pool
-from retrieval_pools.replay import ReplayText
 from retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger("engine")
@@ -41,7 +41,7 @@ WITH_POOL = (*OWN_TEXT, "pool")
 ADAPTIVE = "adaptive"
 FIXED_BUDGETS = (4, 8, 16, 32, 64)
 LOOKUP_TOKENS = 10
-LEAST_REHEARSED = 8  # texts, or a batch of them
+MAX_PILOT_TEXTS = 64  # as on a night
 
 
 @dataclass(frozen=True)
@@ -174,10 +174,13 @@ def speculating(
     grouped = pools.get(speculation.pool)
     pool, sources = (None, OWN_TEXT) if grouped is None else (grouped.pool, WITH_POOL)
     if budget == ADAPTIVE:
-        settled = choose_budget(step_cost, engine.settings.batch_size, pool, sources)
-        if speculation.verifier == "relaxed" and grouped and grouped.rehearsed and settled.max_draft_tokens:
-            rehearsed = _rehearsed(engine, grouped, settled, speculation.verifier, max_new_tokens)
-            settled = choose_budget(step_cost, engine.settings.batch_size, rehearsed, sources)
+        asked = (step_cost, engine.settings.batch_size, pool, sources)
+        plan = plan_pilot(*asked, is_relaxed=speculation.verifier == "relaxed") if grouped else None
+        if plan is None:
+            settled = choose_budget(*asked)
+        else:
+            settled = run_pilot(plan, partial(_gain, engine, grouped, system, max_new_tokens))
+            logger.info("%s, batch %d: %s", system, engine.settings.batch_size, settled.forecast)
     else:
         settled = Budget(budget, MIN_ACCEPTANCE)
     runner = _drafting(engine, pool, sources, grouped and grouped.group_of, settled, speculation.verifier)
@@ -194,17 +197,15 @@ def _drafting(
     return EngineSystem(engine, drafter, verifier, budget, group_of)
 
 
-def _rehearsed(engine: Engine, grouped: GroupedPool, budget: Budget, verifier_name: str, max_new_tokens: int) -> Pool:
-    """The pool, whose budgets were replayed on texts that a relaxed night wrote: of prompts whose texts it lacked."""
-    prompts = grouped.rehearsed[: max(LEAST_REHEARSED, engine.settings.batch_size)]
-    night = _drafting(engine, grouped.without, WITH_POOL, grouped.group_of, budget, verifier_name)
-    found = night.run(prompts, engine.settings.batch_size, max_new_tokens)
-    texts = [
-        ReplayText(prompt, np.array(text, np.int32), None, grouped.group_of and grouped.group_of(prompt))
-        for prompt, text in zip(prompts, found.texts, strict=True)
-    ]
-    curve = budget_curve(grouped.without, texts, DRAFT_OPTIONS)
-    return grouped.pool.with_calibration(grouped.calibration.model_copy(update={"budgets": curve}))
+def _gain(engine: Engine, grouped: GroupedPool, system: str, max_new_tokens: int, budget: Budget) -> BudgetCell:
+    """What prompts gain from the pool that lacks their texts; seen once for all batch sizes."""
+    if (system, budget) not in grouped.gains:
+        counts = StepCounts()
+        verifier = SPECULATIONS[system].verifier
+        night = _drafting(engine, grouped.without, WITH_POOL, grouped.group_of, budget, verifier)
+        night.timed(grouped.prompts_of_pilot[:MAX_PILOT_TEXTS], max_new_tokens, counts)
+        grouped.gains[system, budget] = counts.cell(budget)
+    return grouped.gains[system, budget]
 
 
 def plain(engine: Engine, rates: DeviceRates, bytes_per_token: int) -> Contestant:

@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.decoding.budget import Budget
-from pipeline.decoding.drafters import Drafter, NoDrafter, drafter_from
-from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult
+from pipeline.decoding.drafters import Drafter, NoDrafter, draft_all, drafter_from
+from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult, StepEvent
 from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.token_tree import TokenTree
+from pipeline.decoding.token_tree import MAX_DEPTH, TokenTree
 from pipeline.decoding.verifiers import Greedy, Verifier, verifier_from
 from retrieval_pools.pool import Pool
 
@@ -121,17 +121,20 @@ class TransformersGenerate:
 
 
 class TimedDrafter:
-    """Another drafter, with the seconds that it takes."""
+    """Another drafter, with the seconds that it takes; like it, in one call for a step."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self.seconds = 0.0
 
     def draft(self, sequence: Sequence) -> TokenTree:
+        return self.draft_all([sequence], [MAX_DEPTH])[0]
+
+    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> list[TokenTree]:
         start_s = time.perf_counter()
-        tree = self._drafter.draft(sequence)
+        trees = draft_all(self._drafter, sequences, max_depths)
         self.seconds += time.perf_counter() - start_s
-        return tree
+        return trees
 
 
 class EngineSystem:
@@ -169,7 +172,12 @@ class EngineSystem:
         forget_prompts(self._engine)
         return self.timed(prompts, max_new_tokens)
 
-    def timed(self, prompts: Sequence[np.ndarray], max_new_tokens: int) -> Pass:
+    def timed(
+        self,
+        prompts: Sequence[np.ndarray],
+        max_new_tokens: int,
+        on_event: Callable[[StepEvent], None] | None = None,
+    ) -> Pass:
         """The same, with whatever prompts the engine has in its cache."""
         groups = [self._group_of(prompt) if self._group_of else None for prompt in prompts]
         self._drafter.seconds = 0.0
@@ -177,7 +185,7 @@ class EngineSystem:
         results = {
             result.request_id: result
             for result in generate(
-                self._engine, prompts, max_new_tokens, self._drafter, self._verifier, self._budget, groups
+                self._engine, prompts, max_new_tokens, self._drafter, self._verifier, self._budget, groups, on_event
             )
         }
         wall_s = time.perf_counter() - start_s
@@ -212,6 +220,7 @@ def generate(
     verifier: Verifier,
     budget: Budget | None = None,
     groups: Sequence[str | None] | None = None,
+    on_event: Callable[[StepEvent], None] | None = None,
 ) -> Iterator[GenerationResult]:
     """The engine's results on prompts numbered from 0; a prompt that fails ends the benchmark."""
     requests = (
@@ -220,7 +229,7 @@ def generate(
         )
         for number, (prompt, group) in enumerate(zip(prompts, groups or [None] * len(prompts), strict=True))
     )
-    for result in engine.generate(requests, drafter, verifier, budget=budget):
+    for result in engine.generate(requests, drafter, verifier, on_event, budget):
         if isinstance(result, GenerationFailure):
             raise SystemExit(f"prompt {result.request_id} failed: {result.reason}")
         yield result

@@ -94,7 +94,8 @@ def budget_of(data: Mapping[str, Any]) -> Budget:
     """A budget as a manifest keeps it."""
     forecast = data["forecast"]
     if forecast is not None:
-        forecast = BudgetForecast(**{**forecast, "trials": tuple(Trial(**trial) for trial in forecast["trials"])})
+        trials = tuple(Trial(**trial) for trial in forecast.get("trials", ()))
+        forecast = BudgetForecast(**{**forecast, "trials": trials})
     return Budget(data["max_draft_tokens"], data["min_acceptance"], forecast)
 
 

@@ -76,8 +76,8 @@ def test_every_greedy_system_writes_the_plain_texts(engines, task, cache, tmp_pa
     pools = pools_of(engines.of_batch(4), task, cache, tmp_path, list(KINDS))
     assert {name for name, one in pools.items() if one.group_of is None} == {"global"}
     assert all(one.pool.manifest.num_texts == 56 for one in pools.values())
-    for one in pools.values():  # rehearsed are prompts whose texts the smaller pool lacks
-        assert one.without.manifest.num_texts + len(one.rehearsed) == 56 and len(one.rehearsed) == 11
+    for one in pools.values():  # a pilot writes prompts whose texts the smaller pool lacks
+        assert one.without.manifest.num_texts + len(one.prompts_of_pilot) == 56 and len(one.prompts_of_pilot) == 11
     scale = EngineScale({}, {}, TaskSize(0, 0), TaskSize(0, 0), 1, 1, fixed_budgets=(2, 8))
     contestants = contestants_at(task, 4, engines, Peers(SAMPLE, "float32", "cpu", None), pools, scale, RATES)
     passes = measure(contestants, task, 4, 4, num_repetitions=1, num_warm_up=1)

@@ -23,7 +23,7 @@ from pipeline.distributed.actors import (
     worker_layout,
 )
 from pipeline.distributed.settings import ClusterSettings
-from pipeline.distributed.shards import PreviousKnowledge, plan_side
+from pipeline.distributed.shards import PreviousKnowledge, plan_side, read_shard
 from pipeline.distributed.worker import ShardWorker, WorkerSpec
 from pipeline.errors import ConfigError, ModelError, RunFailed
 from pipeline.knowledge.entities import iter_entities
@@ -199,16 +199,18 @@ def test_a_model_that_cannot_be_loaded_ends_the_run_with_its_reason(cluster, wor
 @pytest.mark.ray
 def test_a_worker_measures_once_and_every_shard_is_drafted_by_the_budget_of_its_side(cluster, world, tmp_path):
     shards, spec = planned(world, tmp_path)
-    measured = []
+    measured, piloted = [], []
 
     def choose(scout):
         measured.append(scout.step_cost())
+        piloted.append(scout.pilot("item", read_shard(tmp_path / shards[0].path)[:3], Budget(2, 0.1)))
         return {"item": Budget(2, 0.1)}
 
     outcomes = list(run_shards(shards, spec, cluster, 3, choose_budgets=choose))
     assert [known.batch_sizes[-1] for known in measured] == [spec.decoding.batch_size]
     (path,) = spec.step_cost_dir.glob("*.json")
     assert read_step_cost(path) == measured[0]
+    assert piloted[0].max_draft_tokens == 2 and 0 < piloted[0].mean_drafted <= 2 and piloted[0].tokens_per_step > 1
     for _, record in outcomes:
         stats = record.info["stats"]
         assert 0 < stats["num_drafted"] <= 2 * stats["num_steps"]
