@@ -34,11 +34,12 @@ class StepPoint(BaseModel):
 
 
 class DraftCost(BaseModel):
-    """What drafting takes for one sequence, beside the step that verifies."""
+    """What drafting takes beside the step that verifies: of one call for all its sequences."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    seconds: float = Field(0.0, ge=0, description="Of a draft that finds nothing.")
+    seconds_per_step: float = Field(0.0, ge=0, description="Of the call itself, however many sequences it is for.")
+    seconds: float = Field(0.0, ge=0, description="Of each sequence, for a draft that finds nothing.")
     seconds_per_token: float = Field(0.0, ge=0, description="Of each draft token.")
 
 
@@ -95,7 +96,8 @@ class StepCost(BaseModel):
 
     def draft_seconds(self, batch_size: int, mean_drafted: np.ndarray) -> np.ndarray:
         """Seconds that drafting adds to a step: float64 of the shape of `mean_drafted`, draft tokens a sequence."""
-        return batch_size * (self.draft.seconds + self.draft.seconds_per_token * np.asarray(mean_drafted))
+        of_one = self.draft.seconds + self.draft.seconds_per_token * np.asarray(mean_drafted)
+        return self.draft.seconds_per_step + batch_size * of_one
 
     def plain_tokens_per_s(self, batch_size: int) -> float:
         """The same without drafts."""

@@ -21,10 +21,12 @@ from retrieval_pools.step_cost import StepCost, read_step_cost
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1  # of how steps are measured
+VERSION = 2  # of how steps are measured
 
 
-def cached_step_cost(folder: Path, engine: Engine, has_pool: bool, measure: Callable[[], StepCost]) -> StepCost:
+def cached_step_cost(
+    folder: Path, engine: Engine, has_pool: bool, measure: Callable[[], StepCost], num_workers: int = 1
+) -> StepCost:
     """The cost that was measured here before, or else measured now and kept.
 
     A file that cannot be read, or that says it is of something else, is measured again and replaced.
@@ -32,19 +34,20 @@ def cached_step_cost(folder: Path, engine: Engine, has_pool: bool, measure: Call
     Parameters
     ----------
     has_pool : whether drafting is timed with a pool.
+    num_workers : engines that work side by side, and are measured so.
     """
-    found = known_step_cost(folder, engine, has_pool)
+    found = known_step_cost(folder, engine, has_pool, num_workers)
     if found is not None:
         return found
-    path, name = _place(folder, engine, has_pool)
+    path, name = _place(folder, engine, has_pool, num_workers)
     step_cost = measure().model_copy(update={"name": name})
     write_json(step_cost.model_dump(mode="json"), path)
     return step_cost
 
 
-def known_step_cost(folder: Path, engine: Engine, has_pool: bool) -> StepCost | None:
+def known_step_cost(folder: Path, engine: Engine, has_pool: bool, num_workers: int = 1) -> StepCost | None:
     """The cost that was measured here before; None where there is none that can be used."""
-    path, name = _place(folder, engine, has_pool)
+    path, name = _place(folder, engine, has_pool, num_workers)
     if not path.exists():
         return None
     try:
@@ -58,14 +61,14 @@ def known_step_cost(folder: Path, engine: Engine, has_pool: bool) -> StepCost | 
     return found
 
 
-def _place(folder: Path, engine: Engine, has_pool: bool) -> tuple[Path, str]:
+def _place(folder: Path, engine: Engine, has_pool: bool, num_workers: int) -> tuple[Path, str]:
     """Where a cost is kept, and the name that it has there."""
-    facts = cost_facts(engine, has_pool)
+    facts = cost_facts(engine, has_pool, num_workers)
     digest = hashlib.sha256(canonical_json(facts).encode()).hexdigest()[:12]
     return folder / f"{digest}.json", f"measured {digest}: {facts['model_id']} on {facts['device']}"
 
 
-def cost_facts(engine: Engine, has_pool: bool) -> dict[str, object]:
+def cost_facts(engine: Engine, has_pool: bool, num_workers: int = 1) -> dict[str, object]:
     """Everything that the cost of steps depends on."""
     device = engine.device
     settings = engine.settings
@@ -75,6 +78,7 @@ def cost_facts(engine: Engine, has_pool: bool) -> dict[str, object]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "dtype": str(next(engine.runner.model.parameters()).dtype).removeprefix("torch."),
         "num_threads": torch.get_num_threads(),
+        "num_workers": num_workers,
         "batch_size": settings.batch_size,
         "kv_cache": settings.kv_cache,
         "attention": settings.attention,

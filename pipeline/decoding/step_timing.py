@@ -7,17 +7,16 @@ run and keeps nothing; `cached_step_cost` does.
 
 import itertools
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 from sklearn.isotonic import isotonic_regression
 
 from pipeline.decoding.budget import SOURCES, Budget
-from pipeline.decoding.drafters import RetrievalDrafter
+from pipeline.decoding.drafters import RetrievalDrafter, draft_all
 from pipeline.decoding.engine import Engine, GenerationRequest, StepEvent
 from pipeline.decoding.sequence import Sequence
-from pipeline.decoding.token_tree import MAX_NODES, TokenTree, chain_tree
+from pipeline.decoding.token_tree import MAX_DEPTH, MAX_NODES, TokenTree, chain_tree
 from retrieval_pools.budget_curve import MIN_ACCEPTANCES, SIZE_KNOTS
 from retrieval_pools.calibrate import spread_positions
 from retrieval_pools.sources import SOURCE_POOL
@@ -28,7 +27,8 @@ PROMPT_TOKENS = 256
 NEW_TOKENS = 128  # then a text starts again
 MIN_ROUNDS, MAX_ROUNDS = 3, 15  # each a step of every size, after one round that warms up
 SECONDS = 1.2  # for one batch size, after which no further round begins
-NUM_DRAFTS = 48
+NUM_DRAFTS = 48  # sequences of a step whose drafting is timed
+NUM_DRAFT_ROUNDS = 7
 SEED = 0
 PATIENCE = 8  # short steps in a row, while prompts are computed, before the batch is taken to be full
 
@@ -150,39 +150,61 @@ class _TimedSteps:
 
 
 def _time_drafts(engine: Engine, pool, sources: SequenceOf[str]) -> DraftCost:
-    """Seconds of a draft that finds nothing, and of each token that one finds: small drafts beside large ones."""
+    """What the engine's one call for all sequences of a step takes: small drafts beside large ones, one beside many.
+
+    Each place of a text is asked about once, as in a run: what is asked again is found in the processor's cache.
+    """
     narrow = RetrievalDrafter(pool, tuple(sources), max_nodes=1, min_probability=1.0)
     wide = RetrievalDrafter(pool, tuple(sources), max_nodes=MAX_NODES, min_probability=MIN_ACCEPTANCES[0])
-    prompt = random_tokens(engine, PROMPT_TOKENS)
-    texts = [prompt[:32]] if pool is None or pool.manifest.num_texts == 0 else _texts_of(pool)
-    narrow_s, wide_s, num_tokens = [], [], []
+    texts = _texts_of(engine, pool)
+    prompt = random_tokens(engine, min(PROMPT_TOKENS, engine.max_context // 2))
+    one_s, narrow_s, wide_s, num_tokens = [], [], [], []
+    shares = iter(np.linspace(0.0, 1.0, 3 * (NUM_DRAFT_ROUNDS + 1), endpoint=False))
+    for number in range(NUM_DRAFT_ROUNDS + 1):  # the first warms up
+        alone, few, many = (_midway(prompt, texts, next(shares)) for _ in range(3))
+        of_one, _ = _timed_drafts(narrow, alone[number : number + 1])
+        of_few, num_few = _timed_drafts(narrow, few)
+        of_many, num_many = _timed_drafts(wide, many)
+        if number > 0:
+            one_s.append(of_one)
+            narrow_s.append(of_few)
+            wide_s.append(of_many)
+            num_tokens.append(num_many - num_few)
+    of_one, of_all = float(np.median(one_s)), float(np.median(narrow_s))
+    of_each = max(0.0, of_all - of_one) / (len(texts) - 1)
+    per_token = max(0.0, float(np.median(wide_s)) - of_all) / max(1.0, float(np.mean(num_tokens)))
+    return DraftCost(seconds_per_step=max(0.0, of_one - of_each), seconds=of_each, seconds_per_token=per_token)
+
+
+def _texts_of(engine: Engine, pool) -> list[np.ndarray]:
+    """NUM_DRAFTS texts of a pool, spread evenly, some of them twice where it has fewer; random ones without."""
+    texts: list[np.ndarray] = []
+    if pool is not None and pool.manifest.num_texts > 0:
+        tokens = pool.index.tokens
+        ends = np.flatnonzero(tokens == SEPARATOR)
+        found = [np.array(tokens[ends[k] + 1 : ends[k + 1]]) for k in spread_positions(len(ends) - 1, NUM_DRAFTS)]
+        texts = [text for text in found if len(text) > 1]
+    texts = texts or np.split(random_tokens(engine, NUM_DRAFTS * PROMPT_TOKENS), NUM_DRAFTS)
+    return [texts[number % len(texts)] for number in range(NUM_DRAFTS)]
+
+
+def _midway(prompt: np.ndarray, texts: list[np.ndarray], share: float) -> list[Sequence]:
+    """A sequence for each text, of which a share is written; its previous text is the same one."""
+    sequences = []
     for text in texts:
-        half = max(1, len(text) // 2)
         sequence = Sequence(GenerationRequest("", prompt, text), len(text))
-        sequence.append(chain_tree(text[:half]), np.arange(half), None)
-        narrow_s.append(_least_seconds(lambda: narrow.draft(sequence)))  # noqa: B023
-        wide_s.append(_least_seconds(lambda: wide.draft(sequence)))  # noqa: B023
-        num_tokens.append(len(wide.draft(sequence)) - len(narrow.draft(sequence)))
-    per_token = max(0.0, float(np.sum(wide_s) - np.sum(narrow_s)) / max(1, sum(num_tokens)))
-    return DraftCost(seconds=float(np.mean(narrow_s)), seconds_per_token=per_token)
+        written = max(1, int(share * len(text)))
+        sequence.append(chain_tree(text[:written]), np.arange(written), None)
+        sequences.append(sequence)
+    return sequences
 
 
-def _texts_of(pool) -> list[np.ndarray]:
-    """Some of a pool's texts, spread evenly."""
-    tokens = pool.index.tokens
-    ends = np.flatnonzero(tokens == SEPARATOR)
-    chosen = spread_positions(len(ends) - 1, NUM_DRAFTS)
-    found = [np.array(tokens[ends[k] + 1 : ends[k + 1]]) for k in chosen]
-    return [text for text in found if len(text) > 1] or [np.zeros(2, np.int32)]
-
-
-def _least_seconds(act: Callable[[], object]) -> float:
-    durations = []
-    for _ in range(3):
-        start_s = time.perf_counter()
-        act()
-        durations.append(time.perf_counter() - start_s)
-    return min(durations)
+def _timed_drafts(drafter: RetrievalDrafter, sequences: list[Sequence]) -> tuple[float, int]:
+    """Seconds of one call for all sequences, and the tokens that it drafts."""
+    max_depths = [MAX_DEPTH] * len(sequences)
+    start_s = time.perf_counter()
+    trees = draft_all(drafter, sequences, max_depths)
+    return time.perf_counter() - start_s, sum(map(len, trees))
 
 
 def random_tokens(engine: Engine, num_tokens: int) -> np.ndarray:

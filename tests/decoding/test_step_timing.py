@@ -8,11 +8,12 @@ import pytest
 from tiny_models import plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
 from pipeline.decoding import step_timing
+from pipeline.decoding.budget import SOURCES
 from pipeline.decoding.step_cost_cache import cached_step_cost, known_step_cost
 from pipeline.decoding.step_timing import measure_step_cost
 from retrieval_pools.budget_curve import SIZE_KNOTS
 from retrieval_pools.build import PoolText, build_pool
-from retrieval_pools.step_cost import read_step_cost
+from retrieval_pools.step_cost import DraftCost, read_step_cost
 
 MODEL = tiny_model()
 
@@ -49,14 +50,41 @@ def test_a_cache_that_holds_fewer_texts_is_timed_with_as_many_as_it_holds():
     assert engine.store.num_live_rows == 0
 
 
-def test_drafting_is_timed_with_the_pool(tmp_path):
-    engine = tiny_engine(MODEL)
+def pool_of_random_texts(folder):
     rng = np.random.default_rng(0)
     texts = [PoolText(rng.integers(0, 9, 60).astype(np.int32)) for _ in range(20)]
-    pool = build_pool(texts, tmp_path / "pool", side="item", tokenizer_hash="t", model_id="m")
+    return build_pool(texts, folder, side="item", tokenizer_hash="t", model_id="m")
+
+
+def test_drafting_is_timed_with_the_pool(tmp_path):
+    engine = tiny_engine(MODEL)
+    pool = pool_of_random_texts(tmp_path / "pool")
     draft = measure_step_cost(engine, pool, batch_sizes=[1]).draft
     assert draft.seconds > 0 and draft.seconds_per_token > 0
-    assert measure_step_cost(engine, pool, (), [1]).draft.seconds == 0
+    assert measure_step_cost(engine, pool, (), [1]).draft == DraftCost()
+
+
+@pytest.mark.parametrize("has_pool", [False, True])
+def test_drafting_is_timed_as_the_engine_drafts_one_call_for_all(tmp_path, monkeypatch, has_pool):
+    """The clock is a drafter's: 5 a call, 3 a sequence and 2 a token, and that is what comes out."""
+    now_s, calls = [0.0], []
+    draft_all = step_timing.draft_all
+
+    def clocked(drafter, sequences, max_depths):
+        trees = draft_all(drafter, sequences, max_depths)
+        calls.append(len(sequences))
+        now_s[0] += 5 + 3 * len(sequences) + 2 * sum(map(len, trees))
+        return trees
+
+    engine = tiny_engine(MODEL)
+    pool = pool_of_random_texts(tmp_path / "pool") if has_pool else None
+    monkeypatch.setattr(step_timing, "draft_all", clocked)
+    monkeypatch.setattr(step_timing.time, "perf_counter", lambda: now_s[0])
+    found = step_timing._time_drafts(engine, pool, SOURCES)
+    assert set(calls) == {1, step_timing.NUM_DRAFTS}
+    assert found.seconds_per_step == pytest.approx(5, abs=2) and found.seconds == pytest.approx(3, abs=2)
+    if has_pool:
+        assert found.seconds_per_token == pytest.approx(2, rel=0.2)
 
 
 def test_the_same_machine_and_model_are_measured_once(tmp_path):
@@ -75,6 +103,8 @@ def test_the_same_machine_and_model_are_measured_once(tmp_path):
     cached_step_cost(tmp_path, engine, True, measure)
     cached_step_cost(tmp_path, tiny_engine(MODEL, batch_size=3), False, measure)
     assert len(calls) == 3
+    cached_step_cost(tmp_path, engine, False, measure, num_workers=2)  # two side by side are slower than one
+    assert len(calls) == 4
 
 
 @pytest.mark.parametrize("spoil", ["{", "{}", "another"])

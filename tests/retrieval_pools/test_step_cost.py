@@ -31,6 +31,12 @@ def test_tokens_per_second_weigh_what_is_gained_against_what_it_costs():
     assert cost.tokens_per_s(8, sums(10, 0, 0)) == pytest.approx([800])
 
 
+def test_drafting_costs_a_call_its_sequences_and_its_tokens():
+    draft = {"seconds_per_step": 0.1, "seconds": 0.02, "seconds_per_token": 0.003}
+    cost = StepCost.model_validate(DATA | {"draft": draft})
+    assert cost.draft_seconds(8, np.array([0.0, 4.0])) == pytest.approx([0.1 + 0.16, 0.1 + 0.16 + 0.096])
+
+
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
 def test_a_file_is_read_as_yaml_or_json(tmp_path, suffix):
     path = tmp_path / f"cost.{suffix}"
