@@ -50,9 +50,13 @@ class Engine:
     """A loaded model with its KV store.
 
     Use `Engine.from_pretrained`; the constructor takes a model that is already prepared.
+
+    Parameters
+    ----------
+    num_sharing : engines of this machine that share its main memory.
     """
 
-    def __init__(self, loaded: LoadedModel, settings: DecodingSettings | None = None) -> None:
+    def __init__(self, loaded: LoadedModel, settings: DecodingSettings | None = None, num_sharing: int = 1) -> None:
         self.settings = settings or DecodingSettings()
         self.loaded = loaded
         self.tokenizer = loaded.tokenizer
@@ -62,7 +66,7 @@ class Engine:
         self.vocab_size = loaded.vocab_size
         self.device = loaded.device
         on_cuda = self.device.type == "cuda"
-        max_tokens = self.settings.max_cache_tokens or cache_bound(self.device, loaded.bytes_per_token)
+        max_tokens = self.settings.max_cache_tokens or cache_bound(self.device, loaded.bytes_per_token, num_sharing)
         holds_rows = self.settings.kv_cache == "rows" or (self.settings.kv_cache == "auto" and not on_cuda)
         self.store = (KVStore if holds_rows else TokenStore)(self.settings.batch_size, max_tokens)
         self.concurrency = Concurrency(self.settings.batch_size)
@@ -73,7 +77,9 @@ class Engine:
         self._is_end[list(self.end_ids)] = True
 
     @classmethod
-    def from_pretrained(cls, model_dir, settings: DecodingSettings | None = None, device: str = "auto") -> "Engine":
+    def from_pretrained(
+        cls, model_dir, settings: DecodingSettings | None = None, device: str = "auto", num_sharing: int = 1
+    ) -> "Engine":
         """Load a model folder ("sample": the bundled one) and set torch's number of threads.
 
         Raises
@@ -83,7 +89,7 @@ class Engine:
         settings = settings or DecodingSettings()
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
-        return cls(load_model(model_dir, settings.dtype, device, settings.adapter), settings)
+        return cls(load_model(model_dir, settings.dtype, device, settings.adapter), settings, num_sharing)
 
     def generate(
         self,

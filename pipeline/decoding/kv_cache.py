@@ -15,7 +15,7 @@ import torch
 from pipeline.decoding.memory import memory_of
 
 MIN_SHARED_TOKENS = 8  # a shorter common prefix costs more to share than to compute
-CACHE_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the memory that is free after loading; other workers want some of a CPU's
+CACHE_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the memory that is free after loading; others want some of a machine's
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,16 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(differs[0]) if len(differs) else n
 
 
-def cache_bound(device: torch.device, bytes_per_token: int) -> int:
-    """Tokens that the cache may hold on a device, from the memory that is free now."""
-    share = CACHE_SHARE["cuda" if device.type == "cuda" else "cpu"]
-    return max(1, int(memory_of(device).free_bytes * share) // max(1, bytes_per_token))
+def cache_bound(device: torch.device, bytes_per_token: int, num_sharing: int = 1) -> int:
+    """Tokens that the cache may hold on a device, from the memory that is free now.
+
+    Parameters
+    ----------
+    num_sharing : engines of one machine, which take equal parts of its memory. A GPU is never shared.
+    """
+    on_cuda = device.type == "cuda"
+    free_bytes = memory_of(device).free_bytes // (1 if on_cuda else num_sharing)
+    return max(1, int(free_bytes * CACHE_SHARE["cuda" if on_cuda else "cpu"]) // max(1, bytes_per_token))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

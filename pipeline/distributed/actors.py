@@ -16,7 +16,7 @@ import torch
 from pipeline.decoding.budget import Budget
 from pipeline.distributed.settings import ClusterSettings
 from pipeline.distributed.shards import PlannedRow, Shard
-from pipeline.distributed.worker import Scout, ShardWorker, WorkerSpec
+from pipeline.distributed.worker import Scout, ShardWorker, WorkerSpec, usable_cores
 from pipeline.errors import ConfigError, RunFailed
 from pipeline.knowledge.records import Side
 from pipeline.storage.run_folder import ShardRecord
@@ -24,6 +24,8 @@ from retrieval_pools.budget_curve import BudgetCell
 from retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
+
+MOST_LOADING_S = 600.0  # that workers are waited for before the first one measures
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def ray_cluster(settings: ClusterSettings) -> Iterator[WorkerLayout]:
                 ray.init(address=settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)
             else:
                 ray.init(
-                    num_cpus=_usable_cores(),
+                    num_cpus=usable_cores(),
                     num_gpus=torch.cuda.device_count(),
                     include_dashboard=False,
                     log_to_driver=False,
@@ -163,13 +165,23 @@ def run_shards(
 
 
 class _FirstWorker:
-    """The first of the idle workers as a `Scout`; another one takes its place if it dies."""
+    """The first of the idle workers as a `Scout`; another one takes its place if it dies.
+
+    While it measures what steps cost the others measure too: so they get in each other's way as they will later.
+    """
 
     def __init__(self, idle: list, start_worker: Callable, max_attempts: int) -> None:
         self._idle, self._start_worker, self._max_attempts = idle, start_worker, max_attempts
 
     def step_cost(self) -> StepCost:
-        return self._ask(lambda worker: worker.step_cost.remote())
+        others = self._idle[1:]
+        loading = [worker.load.remote() for worker in others]
+        self._ask(lambda worker: worker.load.remote())
+        if loading:  # all begin together, but for one that finds no place on a busy cluster
+            ray.wait(loading, num_returns=len(loading), timeout=MOST_LOADING_S)
+        for worker in others:
+            worker.step_cost.remote(keeps=False)  # whether one of them dies shows when it is given a shard
+        return self._ask(lambda worker: worker.step_cost.remote(keeps=True))
 
     def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> BudgetCell:
         return self._ask(lambda worker: worker.pilot.remote(side, rows, budget))
@@ -205,8 +217,11 @@ class _Worker:
     def run(self, shard: Shard, budget: Budget | None) -> ShardRecord:
         return self._loaded().run(shard, budget=budget)
 
-    def step_cost(self) -> StepCost:
-        return self._loaded().step_cost()
+    def load(self) -> None:
+        self._loaded()
+
+    def step_cost(self, keeps: bool) -> StepCost:
+        return self._loaded().step_cost(keeps)
 
     def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> BudgetCell:
         return self._loaded().pilot(side, rows, budget)
@@ -220,7 +235,3 @@ class _Worker:
 
     def pid(self) -> int:
         return os.getpid()
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

@@ -6,6 +6,7 @@ A shard goes in as a plan file and comes out as a knowledge file, quarantined ro
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from pipeline.decoding.engine import Engine, GenerationFailure, GenerationReques
 from pipeline.decoding.identity import tokenizer_hash
 from pipeline.decoding.pilot import StepCounts
 from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.step_cost_cache import cached_step_cost
+from pipeline.decoding.step_cost_cache import cached_step_cost, known_step_cost
 from pipeline.decoding.step_timing import measure_step_cost
 from pipeline.distributed.shards import PlannedRow, Shard, read_shard
 from pipeline.distributed.stats import decoding_stats
@@ -84,7 +85,8 @@ class ShardWorker:
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         settings = spec.decoding.model_copy(update={"num_threads": spec.num_threads})
-        self.engine = Engine.from_pretrained(spec.model_dir, settings, device=spec.device)
+        sharing = workers_of_node(spec.num_workers, spec.num_threads)
+        self.engine = Engine.from_pretrained(spec.model_dir, settings, spec.device, sharing)
         self._templates = {side: load_template(name, spec.template_dir) for side, name in spec.templates.items()}
         expected = tokenizer_hash(spec.model_dir)
         self._pools: dict[Side, Pool] = {side: Pool.open(path, expected) for side, path in spec.pool_dirs.items()}
@@ -102,11 +104,19 @@ class ShardWorker:
         """The side's drafter: its pool and the sequence's own texts, as configured."""
         return drafter_from(self.spec.decoding, self._pools.get(side), budget)
 
-    def step_cost(self) -> StepCost:
-        """What steps cost on this machine, drafting from the larger pool; measured the first time."""
+    def step_cost(self, keeps: bool = True) -> StepCost:
+        """What steps cost on this machine, drafting from the larger pool; measured the first time.
+
+        Parameters
+        ----------
+        keeps : whether what was measured is kept. Of several workers that measure side by side one keeps it.
+        """
         pool = max(self._pools.values(), key=lambda pool: pool.manifest.num_tokens, default=None)
         measure = partial(measure_step_cost, self.engine, pool, self.spec.decoding.drafters)
-        return cached_step_cost(self.spec.step_cost_dir, self.engine, pool is not None, measure)
+        place = (self.spec.step_cost_dir, self.engine, pool is not None)
+        if keeps:
+            return cached_step_cost(*place, measure, self.spec.num_workers)
+        return known_step_cost(*place, self.spec.num_workers) or measure()
 
     def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> BudgetCell:
         """What the texts of some rows gain under a budget. The texts are not kept."""
@@ -199,6 +209,16 @@ class ShardWorker:
             "finish_reason": result.finish_reason,
             "alternative_ids": result.alternative_ids,
         }
+
+
+def workers_of_node(num_workers: int, num_threads: int) -> int:
+    """How many of a run's workers work on this machine, at most: as many as its cores have room for."""
+    return min(num_workers, max(1, usable_cores() // num_threads))
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def _numbered(rows: Iterable[PlannedRow]) -> dict[str, PlannedRow]:

@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.decoding import kv_cache
 from pipeline.decoding.kv_cache import cache_bound, common_prefix, is_out_of_memory
-from pipeline.decoding.memory import memory_of
+from pipeline.decoding.memory import Memory, memory_of
 
 
 def test_common_prefix_counts_equal_leading_tokens():
@@ -16,6 +17,13 @@ def test_common_prefix_counts_equal_leading_tokens():
 def test_the_cache_may_take_part_of_what_is_free():
     cpu = torch.device("cpu")
     assert 0 < cache_bound(cpu, 1 << 20) < memory_of(cpu).free_bytes / (1 << 20)
+
+
+@pytest.mark.parametrize(("device", "num_sharing", "expected"), [("cpu", 1, 500), ("cpu", 4, 125), ("cuda", 4, 800)])
+def test_engines_of_a_machine_share_its_memory_but_no_gpu(monkeypatch, device, num_sharing, expected):
+    memory = Memory(device, free_bytes=1000 * 64, total_bytes=2000 * 64)
+    monkeypatch.setattr(kv_cache, "memory_of", lambda device: memory)
+    assert cache_bound(torch.device(device), 64, num_sharing) == expected
 
 
 def test_out_of_memory_is_told_from_other_errors():

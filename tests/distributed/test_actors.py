@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import ray
 from jobs.generate import NO_ROUTE, renderer
 from jobs.settings import load_settings
 from pipeline.decoding.budget import Budget
+from pipeline.decoding.step_cost_cache import known_step_cost
+from pipeline.distributed import actors, worker
 from pipeline.distributed.actors import (
     ShardAbandoned,
     WorkerLayout,
@@ -24,7 +27,7 @@ from pipeline.distributed.actors import (
 )
 from pipeline.distributed.settings import ClusterSettings
 from pipeline.distributed.shards import PreviousKnowledge, plan_side, read_shard
-from pipeline.distributed.worker import ShardWorker, WorkerSpec
+from pipeline.distributed.worker import ShardWorker, WorkerSpec, workers_of_node
 from pipeline.errors import ConfigError, ModelError, RunFailed
 from pipeline.knowledge.entities import iter_entities
 from pipeline.storage.run_folder import RunFolder
@@ -211,9 +214,39 @@ def test_a_worker_measures_once_and_every_shard_is_drafted_by_the_budget_of_its_
     (path,) = spec.step_cost_dir.glob("*.json")
     assert read_step_cost(path) == measured[0]
     assert piloted[0].max_draft_tokens == 2 and 0 < piloted[0].mean_drafted <= 2 and piloted[0].tokens_per_step > 1
+    assert known_step_cost(spec.step_cost_dir, ShardWorker(replace(spec, num_workers=1)).engine, False) is None
     for _, record in outcomes:
         stats = record.info["stats"]
         assert 0 < stats["num_drafted"] <= 2 * stats["num_steps"]
+
+
+@pytest.mark.ray
+def test_all_workers_measure_at_once_and_one_of_them_keeps_what_it_found(cluster, world, tmp_path, monkeypatch):
+    class Recorded(actors._Worker):
+        def step_cost(self, keeps: bool):
+            begin_s = time.time()
+            found = super().step_cost(keeps)
+            (tmp_path / f"{os.getpid()}.json").write_text(json.dumps([keeps, begin_s, time.time()]))
+            return found
+
+    monkeypatch.setattr(actors, "_Worker", Recorded)
+    shards, spec = planned(world, tmp_path / "run")
+
+    def choose(scout):
+        scout.step_cost()
+        return {"item": Budget(2, 0.1)}
+
+    list(run_shards(shards, spec, cluster, 3, choose_budgets=choose))
+    spans = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert sorted(keeps for keeps, _, _ in spans) == [False, True]
+    shortest = min(end - begin for _, begin, end in spans)
+    together = min(end for _, _, end in spans) - max(begin for _, begin, _ in spans)
+    assert together > shortest / 2
+
+
+def test_workers_of_a_machine_are_no_more_than_its_cores_have_room_for(monkeypatch):
+    monkeypatch.setattr(worker, "usable_cores", lambda: 16)
+    assert [workers_of_node(*counts) for counts in ((1, 16), (4, 4), (40, 4), (2, 32))] == [1, 4, 4, 1]
 
 
 @pytest.mark.ray
