@@ -14,6 +14,7 @@ Knows no draft and no sequence.
 import importlib.util
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +78,14 @@ class PackedForward:
     @torch.inference_mode()
     def run(self, step: PackedStep) -> torch.Tensor:
         """Logits of the step's tokens `keep`: (len(keep), vocab_size). Valid until the next step."""
+        with self._current_device():
+            return self._run(step)
+
+    def _current_device(self) -> AbstractContextManager:
+        """Triton launches on the current device, and streams and events are made there: let it be the model's."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def _run(self, step: PackedStep) -> torch.Tensor:
         shape = LaunchShape.of(step.max_keys, step.num_tokens, step.num_sequences)
         num_padded = self._padded_tokens(step)
         if num_padded is None:
@@ -107,6 +116,8 @@ class PackedForward:
             bucket.has_run = True
             return self._forward(bucket.buffers, shape)
         memory = [t.data_ptr() for layer in self._store.layers.values() for t in (layer.keys, layer.values)]
+        if not memory:  # it was given back: a capture would make the cache anew, and empty it at each replay
+            return self._forward(bucket.buffers, shape)
         if memory != self._memory:  # the store has grown: what was captured reads freed memory
             self._memory = memory
             for other in self.buckets.values():
@@ -121,11 +132,17 @@ class PackedForward:
         return self._replay(bucket)
 
     def _capture(self, bucket: Bucket, shape: LaunchShape) -> None:
-        """Record the step's launches; nothing is computed yet."""
-        torch.cuda.synchronize(self._device)
+        """Record the step's launches; nothing is computed yet.
+
+        Only calls of this thread are refused meanwhile: others have nothing to do with the graph. Where the capture
+        fails torch leaves its stream the current one, so that the stream before it is put back here.
+        """
         graph = torch.cuda.CUDAGraph()
         pool = next((other.graph.pool() for other in self.buckets.values() if other.graph is not None), None)
-        with torch.cuda.graph(graph, pool=pool):  # one pool: only one bucket's intermediate results live at a time
+        with (
+            torch.cuda.stream(torch.cuda.current_stream(self._device)),
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+        ):  # one pool: only one bucket's intermediate results live at a time
             logits = self._forward(bucket.buffers, shape)
         bucket.graph, bucket.logits = graph, logits
 

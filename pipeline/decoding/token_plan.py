@@ -6,7 +6,7 @@ pack. Nothing here loops over tokens.
 Knows the store and the feeds; no model.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -37,16 +37,6 @@ class RaggedStep:
     num_chain: np.ndarray
     ancestors: np.ndarray
     node_positions: np.ndarray
-    _tensors: dict = field(default_factory=dict)
-
-    def on(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """All arrays as tensors on a device, by name; copied once."""
-        if device not in self._tensors:
-            arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
-            self._tensors[device] = {
-                name: torch.from_numpy(value).to(device, non_blocking=True) for name, value in arrays.items()
-            }
-        return self._tensors[device]
 
 
 @dataclass

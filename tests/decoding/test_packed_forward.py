@@ -6,8 +6,18 @@ import numpy as np
 import pytest
 import torch
 from packs import random_tree
-from tiny_models import VOCAB, OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
+from tiny_models import (
+    ARCHITECTURES,
+    VOCAB,
+    OracleDrafter,
+    plain_texts,
+    requests_for,
+    tiny_engine,
+    tiny_model,
+    tiny_prompts,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.decoding.feed import Feed
 from pipeline.decoding.kv_store import KVStore
@@ -177,6 +187,57 @@ def test_captured_steps_are_dropped_when_the_store_has_grown():
     again = runner.forward([feed]).logits
     assert (traced.num_captured, traced.num_replayed) == (2, 3)
     torch.testing.assert_close(again, first)
+
+
+def test_a_step_whose_memory_was_given_back_is_not_captured():
+    """The forward that makes the cache anew must not be recorded: each replay would empty it."""
+    model = prepared()
+    runner = packed_runner(model, masked_attention, pads=True)
+    traced = TracedForward(model, runner.store, CPU, masked_attention, runner._selects_logits, pads=True, captures=True)
+    runner.packed = traced
+    row = runner.store.acquire(np.array([1, 2], np.int32), 60).row
+    feed = Feed(row, np.array([1], np.int32))
+    first = [runner.forward([feed]).logits.clone() for _ in range(2)][-1]
+    runner.store.drop_unused()
+    assert not runner.store.layers and traced.num_captured == 1
+    for num_captured in (1, 2):
+        torch.testing.assert_close(runner.forward([feed]).logits, first)
+        assert traced.num_captured == num_captured
+
+
+class RefusesDeviceReads(TorchDispatchMode):
+    """What a CUDA graph cannot record: values read from the device, sizes that depend on them, values sent to it."""
+
+    REFUSED = ("_local_scalar_dense", "item", "nonzero", "masked_select", "_unique2", "is_nonzero", "lift_fresh")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._opname in self.REFUSED:
+            raise RuntimeError(f"{function} cannot be captured")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "mixtral", "gpt_oss"])
+def test_a_models_step_reads_nothing_from_the_device(architecture):
+    """Else its capture would fail and every step of it would run without a graph."""
+    model = prepared(architecture)
+    runner = packed_runner(model, masked_attention, pads=True)
+    feed = Feed(runner.store.acquire(np.array([1, 2], np.int32), 60).row, np.array([1], np.int32))
+    expected = runner.forward([feed]).logits.clone()
+    forward = runner.packed._forward
+
+    def watched(buffers, shape):
+        with RefusesDeviceReads():
+            return forward(buffers, shape)
+
+    runner.packed._forward = watched
+    torch.testing.assert_close(runner.forward([feed]).logits, expected)
+
+
+def test_reads_from_the_device_would_be_refused():
+    with RefusesDeviceReads():
+        for read in (torch.Tensor.item, torch.Tensor.nonzero, lambda one: bool(one > 0)):
+            with pytest.raises(RuntimeError, match="cannot be captured"):
+                read(torch.ones(()))
 
 
 def test_without_a_device_capture_fails_once_and_steps_go_on(caplog):
