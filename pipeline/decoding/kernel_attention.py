@@ -12,15 +12,9 @@ import triton
 from pipeline.decoding.packed_attention import PART_KEYS, LaunchShape, PackedIndex
 from pipeline.decoding.tree_kernel import attend, combine
 
-BLOCK_KEYS = 32  # keys of one step of a program
+MOST_BLOCK_KEYS = 32  # keys of one step of a program
 MOST_BLOCK_ROWS = 64  # query rows (tokens x folded heads) of one program
 INTERPRETED = triton.knobs.runtime.interpret  # as it was when the kernels were defined
-
-
-def block_rows(shape: LaunchShape, num_folded: int) -> int:
-    """Query rows (tokens x folded heads) of one program; a token's heads stay together."""
-    least = max(16, triton.next_power_of_2(num_folded))
-    return max(least, min(shape.tile_tokens * triton.next_power_of_2(num_folded), MOST_BLOCK_ROWS))
 
 
 def tree_attention_kernel(
@@ -56,62 +50,50 @@ def tree_attention_kernel(
     if shape.num_parts > 1:
         parts = query.new_empty(num_tokens, num_heads, shape.num_parts, value_dim, dtype=torch.float32)
         log_sums = query.new_empty(num_tokens, num_heads, shape.num_parts, dtype=torch.float32)
+    sinks_or_any = out if sinks is None else sinks
     num_rows = block_rows(shape, num_folded)
     num_tiles = num_tokens // (num_rows // num_folded) + num_sequences
-    head_block, value_block = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
-    # Of wide heads fewer keys at a time, so that they fit the shared memory.
-    fits = head_block * query.element_size() <= 256
+    whole = {
+        "NUM_PARTS": shape.num_parts,
+        "VALUE_DIM": value_dim,
+        "VALUE_BLOCK": _block(value_dim),
+        "HAS_SINKS": sinks is not None,
+    }
     attend[(num_tiles, num_kv_heads, shape.num_parts)](
-        query,
-        keys,
-        values,
-        out if sinks is None else sinks,
-        parts,
-        log_sums,
-        index.slots,
-        index.slot_starts,
-        index.num_committed,
-        index.query_starts,
-        index.num_chain,
-        index.ancestors,
-        index.node_positions,
-        num_sequences,
-        num_heads,
-        query.stride(0),
-        query.stride(1),
-        keys.stride(0),
-        keys.stride(1),
-        values.stride(0),
-        values.stride(1),
-        scale,
-        softcap or 0.0,
-        window or 0,
-        NUM_PARTS=shape.num_parts,
+        *(query, keys, values, sinks_or_any, parts, log_sums),
+        *(index.slots, index.slot_starts, index.num_committed, index.query_starts, index.num_chain),
+        *(index.ancestors, index.node_positions, num_sequences, num_heads),
+        *(*query.stride()[:2], *keys.stride()[:2], *values.stride()[:2]),
+        *(scale, softcap or 0.0, window or 0),
         PART=PART_KEYS,
         FOLDED=num_folded,
         HEAD_DIM=head_dim,
-        HEAD_BLOCK=head_block,
-        VALUE_DIM=value_dim,
-        VALUE_BLOCK=value_block,
+        HEAD_BLOCK=_block(head_dim),
         BLOCK_ROWS=num_rows,
-        BLOCK_KEYS=BLOCK_KEYS if fits else BLOCK_KEYS // 2,
+        BLOCK_KEYS=block_keys(head_dim, query.dtype),
         HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None,
-        HAS_SINKS=sinks is not None,
         IN_FLOAT32=INTERPRETED and query.dtype == torch.bfloat16,  # the interpreter cannot multiply bfloat16
+        **whole,
     )
     if shape.num_parts > 1:
         combine[(num_tokens, num_heads)](
-            parts,
-            log_sums,
-            out if sinks is None else sinks,
-            out,
-            index.query_starts,
-            num_sequences,
-            num_heads,
-            NUM_PARTS=shape.num_parts,
-            VALUE_DIM=value_dim,
-            VALUE_BLOCK=value_block,
-            HAS_SINKS=sinks is not None,
+            parts, log_sums, sinks_or_any, out, index.query_starts, num_sequences, num_heads, **whole
         )
     return out
+
+
+def block_rows(shape: LaunchShape, num_folded: int) -> int:
+    """Query rows (tokens x folded heads) of one program; a token's heads stay together."""
+    least = max(16, triton.next_power_of_2(num_folded))
+    return max(least, min(shape.tile_tokens * triton.next_power_of_2(num_folded), MOST_BLOCK_ROWS))
+
+
+def block_keys(head_dim: int, dtype: torch.dtype) -> int:
+    """Keys of one step of a program: of wide heads fewer, so that they fit the shared memory."""
+    return MOST_BLOCK_KEYS if _block(head_dim) * dtype.itemsize <= 256 else MOST_BLOCK_KEYS // 2
+
+
+def _block(dim: int) -> int:
+    """The least size of a block that holds a head's dimensions and that can be multiplied."""
+    return max(16, triton.next_power_of_2(dim))

@@ -60,11 +60,84 @@ def attend(
 ):
     """A tile of one sequence's new tokens, in one key-value head, over one part of the keys."""
     BLOCK_TOKENS: tl.constexpr = BLOCK_ROWS // FOLDED
-    tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
+    sequence, query_start, num_new, first = _own_tile(query_starts_ptr, num_sequences, BLOCK_TOKENS)
+    if first >= num_new:
+        return
 
-    # Sequence b has the tiles from query_starts[b] // BLOCK_TOKENS + b on, as many as it can need: find the tile's own.
+    row = tl.arange(0, BLOCK_ROWS)
+    new = first + row // FOLDED
+    real = (row < BLOCK_TOKENS * FOLDED) & (new < num_new)
+    token = (query_start + new).to(tl.int64)
+    head = (kv_head * FOLDED + row % FOLDED).to(tl.int64)
+    place = token * num_heads + head
+
+    committed = tl.load(num_committed_ptr + sequence)
+    chain = tl.load(num_chain_ptr + sequence)
+    # The keys that any of the tile's tokens may see. A token sees none of the new ones behind it.
+    begin = part * PART
+    if HAS_WINDOW:
+        # A chain token's position is its place in the text; a tree node's is no lower than the chain's end.
+        begin = tl.maximum(begin, committed + tl.minimum(first, chain) - window + 1)
+    end = committed + tl.minimum(first + BLOCK_TOKENS, num_new)
+    if NUM_PARTS > 1:
+        end = tl.minimum(end, (part + 1) * PART)
+        if begin >= end:
+            nothing = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+            tl.store(log_sum_ptr + place * NUM_PARTS + part, nothing, mask=real)
+            return
+
+    dim = tl.arange(0, HEAD_BLOCK)
+    value_dim = tl.arange(0, VALUE_BLOCK)
+    query_place = token * query_stride_token + head * query_stride_head
+    query = _load_rows(query_ptr, query_place, real, dim, HEAD_DIM, IN_FLOAT32)
+    position = tl.load(positions_ptr + token, mask=real, other=0)
+    ancestors = tl.load(ancestors_ptr + token, mask=real, other=0)
+    own_slots_ptr = slots_ptr + tl.load(slot_starts_ptr + sequence).to(tl.int64)
+    key_positions_ptr = positions_ptr + query_start - committed  # of new keys
+
+    highest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    weighted = tl.zeros([BLOCK_ROWS, VALUE_BLOCK], tl.float32)
+    for start in range(begin, end, BLOCK_KEYS):
+        key = start + tl.arange(0, BLOCK_KEYS)
+        exists = key < end
+        slot = tl.load(own_slots_ptr + key, mask=exists, other=0).to(tl.int64)
+        key_place = slot * key_stride_slot + kv_head * key_stride_head
+        keys = _load_rows(key_ptr, key_place, exists, dim, HEAD_DIM, IN_FLOAT32)
+        value_place = slot * value_stride_slot + kv_head * value_stride_head
+        values = _load_rows(value_ptr, value_place, exists, value_dim, VALUE_DIM, IN_FLOAT32)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            scores = _softcapped(scores, softcap)
+        sees = _sees(key, exists, position, ancestors, committed + chain, key_positions_ptr, window, HAS_WINDOW)
+        scores = tl.where(sees & real[:, None], scores * _LOG2E, float("-inf"))  # in powers of two from here on
+        highest, total, weighted = _with_keys(highest, total, weighted, scores, values)
+
+    seen = total > 0
+    result = weighted / tl.where(seen, total, 1.0)[:, None]
+    log_sum = tl.where(seen, highest + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
+    out_place = place
+    if NUM_PARTS > 1:
+        out_place = place * NUM_PARTS + part
+        tl.store(log_sum_ptr + out_place, log_sum, mask=real)
+    elif HAS_SINKS:
+        result = result * _share_beside_sink(sink_ptr + head, real, log_sum)[:, None]
+    tl.store(
+        out_ptr + out_place[:, None] * VALUE_DIM + value_dim[None, :],
+        result.to(out_ptr.dtype.element_ty),
+        mask=real[:, None] & (value_dim < VALUE_DIM)[None, :],
+    )
+
+
+@triton.jit
+def _own_tile(query_starts_ptr, num_sequences, BLOCK_TOKENS: tl.constexpr):
+    """The program's sequence, the pack's number of its first new token, how many it has, and the tile's first of them.
+
+    Sequence b has the tiles from query_starts[b] // BLOCK_TOKENS + b on, as many as it can need.
+    """
+    tile = tl.program_id(0)
     low = 0
     high = num_sequences
     while low < high:
@@ -77,110 +150,57 @@ def attend(
     sequence = low - 1
     query_start = tl.load(query_starts_ptr + sequence)
     num_new = tl.load(query_starts_ptr + sequence + 1) - query_start
-    first = (tile - query_start // BLOCK_TOKENS - sequence) * BLOCK_TOKENS  # of the sequence's new tokens
-    if first >= num_new:
-        return
+    return sequence, query_start, num_new, (tile - query_start // BLOCK_TOKENS - sequence) * BLOCK_TOKENS
 
-    row = tl.arange(0, BLOCK_ROWS)
-    new = first + row // FOLDED
-    real = (row < BLOCK_TOKENS * FOLDED) & (new < num_new)
-    token = (query_start + new).to(tl.int64)
-    head = kv_head * FOLDED + row % FOLDED
-    place = token * num_heads + head
 
-    committed = tl.load(num_committed_ptr + sequence)
-    chain = tl.load(num_chain_ptr + sequence)
-    slot_start = tl.load(slot_starts_ptr + sequence).to(tl.int64)
-    num_before_tree = committed + chain
-    # The keys that any of the tile's tokens may see. A token sees none of the new ones behind it.
-    begin = part * PART
-    if HAS_WINDOW:
-        # A chain token's position is its place in the text; a tree node's is no lower than the chain's end.
-        begin = tl.maximum(begin, committed + tl.minimum(first, chain) - window + 1)
-    end = committed + tl.minimum(first + BLOCK_TOKENS, num_new)
-    if NUM_PARTS > 1:
-        end = tl.minimum(end, (part + 1) * PART)
-        if begin >= end:
-            tl.store(
-                log_sum_ptr + place * NUM_PARTS + part, tl.full([BLOCK_ROWS], float("-inf"), tl.float32), mask=real
-            )
-            return
-
-    dim = tl.arange(0, HEAD_BLOCK)
-    value_dim = tl.arange(0, VALUE_BLOCK)
-    query = tl.load(
-        query_ptr + token[:, None] * query_stride_token + head[:, None] * query_stride_head + dim[None, :],
-        mask=real[:, None] & (dim < HEAD_DIM)[None, :],
-        other=0.0,
-    )
+@triton.jit
+def _load_rows(ptr, place, exists, dim, DIM: tl.constexpr, IN_FLOAT32: tl.constexpr):
+    """Vectors of DIM numbers that begin at `place`: (rows, block of DIM), zeros where there are none."""
+    rows = tl.load(
+        ptr + place[:, None] + dim[None, :], mask=exists[:, None] & (dim < DIM)[None, :], other=0.0
+    )  # fmt: skip
     if IN_FLOAT32:
-        query = query.to(tl.float32)
-    position = tl.load(positions_ptr + token, mask=real, other=0)
-    ancestors = tl.load(ancestors_ptr + token, mask=real, other=0)
+        rows = rows.to(tl.float32)
+    return rows
 
-    highest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_ROWS], tl.float32)
-    weighted = tl.zeros([BLOCK_ROWS, VALUE_BLOCK], tl.float32)
-    for start in range(begin, end, BLOCK_KEYS):
-        key_index = start + tl.arange(0, BLOCK_KEYS)
-        exists = key_index < end
-        slot = tl.load(slots_ptr + slot_start + key_index, mask=exists, other=0).to(tl.int64)
-        keys = tl.load(
-            key_ptr + slot[None, :] * key_stride_slot + kv_head * key_stride_head + dim[:, None],
-            mask=exists[None, :] & (dim < HEAD_DIM)[:, None],
-            other=0.0,
-        )
-        if IN_FLOAT32:
-            keys = keys.to(tl.float32)
-        scores = tl.dot(query, keys, input_precision="ieee") * scale
-        if HAS_SOFTCAP:
-            # tanh, which Triton's language does not have: exp may overflow to infinity, which gives 1.
-            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
-        # Of what comes before the tree all positions up to one's own are seen, of the tree one's ancestors.
-        node = key_index - num_before_tree
-        in_tree = node >= 0
-        shift = tl.where(in_tree, node, 0).to(tl.int64)
-        ancestor = ((ancestors[:, None] >> shift[None, :]) & 1) > 0
-        sees = tl.where(in_tree[None, :], ancestor, key_index[None, :] <= position[:, None])
-        if HAS_WINDOW:
-            new_token = query_start + key_index - committed
-            node_position = tl.load(positions_ptr + new_token, mask=in_tree & exists, other=0)
-            key_position = tl.where(in_tree, node_position, key_index)
-            sees = sees & (position[:, None] - key_position[None, :] < window)
-        sees = sees & exists[None, :] & real[:, None]
-        scores = tl.where(sees, scores * _LOG2E, float("-inf"))  # in powers of two from here on
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # nothing seen so far
-        weights = tl.exp2(scores - reference[:, None])
-        decay = tl.exp2(highest - reference)
-        total = total * decay + tl.sum(weights, 1)
-        values = tl.load(
-            value_ptr + slot[:, None] * value_stride_slot + kv_head * value_stride_head + value_dim[None, :],
-            mask=exists[:, None] & (value_dim < VALUE_DIM)[None, :],
-            other=0.0,
-        )
-        if IN_FLOAT32:
-            values = values.to(tl.float32)
-        weighted = weighted * decay[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        highest = new_highest
 
-    seen = total > 0
-    result = weighted / tl.where(seen, total, 1.0)[:, None]
-    log_sum = tl.where(seen, highest + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
-    in_value = real[:, None] & (value_dim < VALUE_DIM)[None, :]
-    if NUM_PARTS > 1:
-        part_place = place * NUM_PARTS + part
-        tl.store(log_sum_ptr + part_place, log_sum, mask=real)
-        tl.store(out_ptr + part_place[:, None] * VALUE_DIM + value_dim[None, :], result, mask=in_value)
-    else:
-        if HAS_SINKS:
-            sink = tl.load(sink_ptr + head, mask=real, other=0.0).to(tl.float32) * _LOG2E
-            result = result * (1.0 / (1.0 + tl.exp2(sink - log_sum)))[:, None]
-        tl.store(
-            out_ptr + place[:, None] * VALUE_DIM + value_dim[None, :],
-            result.to(out_ptr.dtype.element_ty),
-            mask=in_value,
-        )
+@triton.jit
+def _softcapped(scores, softcap):
+    """softcap * tanh(scores / softcap), by exp: it may overflow to infinity, which gives the right 1."""
+    return softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+
+
+@triton.jit
+def _sees(key, exists, position, ancestors, num_before_tree, key_positions_ptr, window, HAS_WINDOW: tl.constexpr):
+    """Which keys each row sees: of those before the tree all up to its own position, of the tree its ancestors."""
+    node = key - num_before_tree
+    in_tree = exists & (node >= 0)
+    shift = tl.where(in_tree, node, 0).to(tl.int64)  # of keys that do not exist it might be 64, which is undefined
+    is_ancestor = ((ancestors[:, None] >> shift[None, :]) & 1) > 0
+    sees = tl.where(in_tree[None, :], is_ancestor, exists[None, :] & (key[None, :] <= position[:, None]))
+    if HAS_WINDOW:
+        node_position = tl.load(key_positions_ptr + key, mask=in_tree, other=0)
+        key_position = tl.where(in_tree, node_position, key)
+        sees = sees & (position[:, None] - key_position[None, :] < window)
+    return sees
+
+
+@triton.jit
+def _with_keys(highest, total, weighted, scores, values):
+    """The online softmax after further keys: highest score, sum of weights, weighted sum of values."""
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # nothing seen so far
+    weights = tl.exp2(scores - reference[:, None])
+    decay = tl.exp2(highest - reference)
+    weighted = weighted * decay[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return new_highest, total * decay + tl.sum(weights, 1), weighted
+
+
+@triton.jit
+def _share_beside_sink(sink_ptr, exists, log_sum):
+    """Share of the softmax's sum that is not the sink's, of a score by natural exponent."""
+    sink = tl.load(sink_ptr, mask=exists, other=0.0).to(tl.float32) * _LOG2E
+    return 1.0 / (1.0 + tl.exp2(sink - log_sum))
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
@@ -217,6 +237,5 @@ def combine(
     total = tl.sum(shares, 0)
     result = tl.sum(parts * shares[:, None], 0) / total
     if HAS_SINKS:
-        sink = tl.load(sink_ptr + head).to(tl.float32) * _LOG2E
-        result = result * (1.0 / (1.0 + tl.exp2(sink - highest - tl.log2(total))))
+        result = result * _share_beside_sink(sink_ptr + head, True, highest + tl.log2(total))
     tl.store(out_ptr + place * VALUE_DIM + value_dim, result.to(out_ptr.dtype.element_ty), mask=in_value)

@@ -3,20 +3,22 @@
 Triton's interpreter, where it is switched on, replaces the compiler in a whole process.
 """
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
-from pipeline.decoding.kernel_attention import BLOCK_KEYS
+from pipeline.decoding.kernel_attention import block_keys
 from pipeline.decoding.packed_attention import PART_KEYS
 from pipeline.decoding.tree_kernel import attend, combine
 
 POINTERS = {"ancestors_ptr": "*i64", "log_sum_ptr": "*fp32", "parts_ptr": "*fp32"}
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # that one block of threads can have
 NUMBERS = {"scale": "fp32", "softcap": "fp32"}
 
 
-def compile_kernel(kernel, architecture: int, dtype: str, **constants) -> dict:
-    """The forms a kernel was lowered to, "cubin" the last; pointers and strides as aligned as a model's are."""
+def compile_kernel(kernel, architecture: int, dtype: str, **constants) -> CompiledKernel:
+    """A kernel down to its "cubin", and what it needs; pointers and strides as aligned as a model's are."""
     names = kernel.arg_names
     signature, attributes = {}, {}
     for i, name in enumerate(names):
@@ -35,33 +37,43 @@ def compile_kernel(kernel, architecture: int, dtype: str, **constants) -> dict:
         signature["out_ptr"] = "*fp32"
     places = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32)).asm
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32))
 
 
 def main() -> None:
-    shared = {"VALUE_DIM": 128, "VALUE_BLOCK": 128}
+    cases = (
+        (1, False, 16, 128, torch.bfloat16),
+        (4, True, 64, 128, torch.bfloat16),
+        (4, True, 64, 256, torch.bfloat16),
+        (4, True, 16, 128, torch.float32),
+    )
     for architecture in (80, 90):
-        for num_parts, has_more, rows, dtype in ((1, False, 16, "bf16"), (4, True, 64, "bf16"), (4, True, 16, "fp32")):
-            forms = compile_kernel(
+        for num_parts, has_more, rows, dim, dtype in cases:
+            compiled = compile_kernel(
                 attend,
                 architecture,
-                dtype,
+                {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype],
                 NUM_PARTS=num_parts,
                 PART=PART_KEYS,
                 FOLDED=4,
-                HEAD_DIM=128,
-                HEAD_BLOCK=128,
+                HEAD_DIM=dim,
+                HEAD_BLOCK=dim,
+                VALUE_DIM=dim,
+                VALUE_BLOCK=dim,
                 BLOCK_ROWS=rows,
-                BLOCK_KEYS=BLOCK_KEYS,
+                BLOCK_KEYS=block_keys(dim, dtype),
                 HAS_WINDOW=has_more,
                 HAS_SOFTCAP=has_more,
                 HAS_SINKS=has_more,
                 IN_FLOAT32=False,
-                **shared,
             )
-            print(f"attend sm_{architecture} {dtype} {len(forms['cubin'])} bytes")
-        forms = compile_kernel(combine, architecture, "bf16", NUM_PARTS=4, HAS_SINKS=True, **shared)
-        print(f"combine sm_{architecture} {len(forms['cubin'])} bytes")
+            shared_bytes = compiled.metadata.shared
+            assert shared_bytes <= SHARED_BYTES[architecture], f"{shared_bytes} bytes of shared memory at width {dim}"
+            print(f"attend sm_{architecture} {dtype} {len(compiled.asm['cubin'])} bytes, {shared_bytes} shared")
+        compiled = compile_kernel(
+            combine, architecture, "bf16", NUM_PARTS=4, HAS_SINKS=True, VALUE_DIM=128, VALUE_BLOCK=128
+        )
+        print(f"combine sm_{architecture} {len(compiled.asm['cubin'])} bytes")
 
 
 if __name__ == "__main__":
