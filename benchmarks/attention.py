@@ -155,7 +155,10 @@ def flex_system(problem: Problem) -> Callable[[], torch.Tensor]:
         return sees[b, q, k]
 
     mask = create_block_mask(is_seen, len(slots), None, queries.shape[2], slots.shape[1], device=device.type)
-    attention = torch.compile(flex_attention) if device.type == "cuda" else flex_attention
+    attention = flex_attention
+    if device.type == "cuda":
+        torch.compiler.reset()  # else the shapes before count, and after a few nothing more is compiled
+        attention = torch.compile(flex_attention, dynamic=False)
     queries = queries.contiguous()
     return lambda: packed_again(attention(queries, keys, values, block_mask=mask, enable_gqa=True))
 
@@ -177,7 +180,7 @@ def times_us(run: Callable[[], torch.Tensor], num_repetitions: int) -> list[floa
     for _ in range(3):  # compiles, chooses algorithms
         run()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):  # also where the capture fails
         run()
     other_layers = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_repetitions)]
@@ -192,14 +195,16 @@ def times_us(run: Callable[[], torch.Tensor], num_repetitions: int) -> list[floa
 
 def measure(problem: Problem, name: str, scale: Scale) -> dict:
     """One system on one problem: its error, and its times where there is CUDA; or why it cannot run."""
+    row: dict = {"system": name}
     try:
         run = SYSTEMS[name](problem)
         error = float((run().float() - problem.expected.float()).norm() / problem.expected.float().norm())
-    except Exception as failure:  # a peer that is not installed or does not compile is told, not hidden
-        return {"system": name, "failed": f"{type(failure).__name__}: {failure}".splitlines()[0][:200]}
-    row: dict = {"system": name, "relative_error": error, "right": error <= TOLERANCE}
-    if problem.query.device.type == "cuda":
-        row["us"] = Spread.of(times_us(run, scale.num_repetitions))
+        row |= {"relative_error": error, "right": error <= TOLERANCE}
+        if problem.query.device.type == "cuda":
+            row["us"] = Spread.of(times_us(run, scale.num_repetitions))
+    except Exception as failure:  # a peer that is not installed, does not compile or cannot be captured is told
+        return row | {"failed": f"{type(failure).__name__}: {failure}".splitlines()[0][:200]}
+    if "us" in row:
         num_bytes = 2 * problem.keys.numel() * problem.keys.element_size()
         row["kv_gb_per_s"] = num_bytes / row["us"].median / 1000
     return row
