@@ -26,7 +26,7 @@ from retrieval_pools.suffix_order import SEPARATOR
 PROMPT_TOKENS = 256
 NEW_TOKENS = 128  # then a text starts again
 MIN_ROUNDS, MAX_ROUNDS = 3, 15  # each a step of every size, after one round that warms up
-SECONDS = 1.2  # for one batch size, after which no further round begins
+SECONDS = 2.0  # for one batch size, after which no further round begins
 NUM_DRAFTS = 48  # sequences of a step whose drafting is timed
 NUM_DRAFT_ROUNDS = 7
 SEED = 0
@@ -62,7 +62,7 @@ def measure_step_cost(
 
 
 def _time_steps(engine: Engine, batch_size: int) -> tuple[int, dict[int, float]]:
-    """The batch size that was reached, and median seconds of its steps by the size of their trees."""
+    """The batch size that was reached, and seconds of its steps by the size of their trees."""
     steps = _TimedSteps(engine, batch_size)
     texts = engine.generate(steps, steps, on_event=steps.on_event, budget=Budget(MAX_NODES, 0.0))
     try:
@@ -72,11 +72,15 @@ def _time_steps(engine: Engine, batch_size: int) -> tuple[int, dict[int, float]]
         pass
     finally:
         texts.close()
-    medians = {size: float(np.median(seconds)) for size, seconds in steps.seconds.items() if seconds}
-    rising = isotonic_regression(
-        list(medians.values())
-    )  # a larger tree costs no less: where it seems to, that is noise
-    return steps.batch_size, dict(zip(medians, rising.tolist(), strict=True))
+    typical = {size: undisturbed_seconds(seconds) for size, seconds in steps.seconds.items() if seconds}
+    # A larger tree costs no less: where it seems to, that is noise.
+    rising = isotonic_regression(list(typical.values()))
+    return steps.batch_size, dict(zip(typical, rising.tolist(), strict=True))
+
+
+def undisturbed_seconds(durations: SequenceOf[float]) -> float:
+    """The lower quartile of like steps: what else runs for a moment only ever makes some of them longer."""
+    return float(np.quantile(durations, 0.25))
 
 
 class _Enough(Exception):
@@ -170,9 +174,9 @@ def _time_drafts(engine: Engine, pool, sources: SequenceOf[str]) -> DraftCost:
             narrow_s.append(of_few)
             wide_s.append(of_many)
             num_tokens.append(num_many - num_few)
-    of_one, of_all = float(np.median(one_s)), float(np.median(narrow_s))
+    of_one, of_all = undisturbed_seconds(one_s), undisturbed_seconds(narrow_s)
     of_each = max(0.0, of_all - of_one) / (len(texts) - 1)
-    per_token = max(0.0, float(np.median(wide_s)) - of_all) / max(1.0, float(np.mean(num_tokens)))
+    per_token = max(0.0, undisturbed_seconds(wide_s) - of_all) / max(1.0, float(np.mean(num_tokens)))
     return DraftCost(seconds_per_step=max(0.0, of_one - of_each), seconds=of_each, seconds_per_token=per_token)
 
 

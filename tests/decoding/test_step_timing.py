@@ -50,6 +50,12 @@ def test_a_cache_that_holds_fewer_texts_is_timed_with_as_many_as_it_holds():
     assert engine.store.num_live_rows == 0
 
 
+def test_steps_that_something_else_made_longer_do_not_count():
+    calm = [1.0, 1.1, 1.2, 1.1, 1.0]
+    assert step_timing.undisturbed_seconds([*calm, 9.0, 9.0, 9.0, 9.0]) == pytest.approx(1.1)
+    assert step_timing.undisturbed_seconds([5.0]) == 5.0
+
+
 def pool_of_random_texts(folder):
     rng = np.random.default_rng(0)
     texts = [PoolText(rng.integers(0, 9, 60).astype(np.int32)) for _ in range(20)]
