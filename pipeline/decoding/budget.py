@@ -134,8 +134,9 @@ def choose_budget(
             return replace(PLAIN, forecast=BudgetForecast(reason, step_cost.name, batch_size, 1.0, 0.0, 1.0))
     else:
         is_calibrated = pool is not None and "pool" in sources and pool.is_calibrated
-        # Without a pool drafts may find nothing for whole texts; with one they seldom do.
-        most_for_looking = MOST_FOR_LOOKING if pool is None else np.inf
+        # Without a pool's texts drafts may find nothing for whole texts; with them they seldom do.
+        has_texts = is_calibrated or (pool is not None and pool.manifest.num_texts > 0)
+        most_for_looking = np.inf if has_texts else MOST_FOR_LOOKING
         budget = _worth_its_price(step_cost, batch_size, 1.0 if is_calibrated else UNCHECKED_TRUST, most_for_looking)
     if budget.max_draft_tokens == 0 and min_acceptance is None:
         return budget

@@ -133,6 +133,10 @@ def test_where_nothing_was_replayed_only_what_is_likelier_than_its_price_is_draf
     assert choose_budget(cost(STEEP), 1) == PLAIN
     looking = DraftCost(seconds=0.001)  # a tenth of a step, for drafts that may find nothing
     assert choose_budget(cost(FREE, draft=looking), 1) == PLAIN
+    empty, filled = (SimpleNamespace(budgets=None, is_calibrated=False, manifest=SimpleNamespace(num_texts=number))
+                     for number in (0, 9))  # fmt: skip
+    assert choose_budget(cost(FREE, draft=looking), 1, empty) == PLAIN
+    assert choose_budget(cost(FREE, draft=looking), 1, filled).max_draft_tokens == 16
 
 
 def test_replays_of_other_sources_are_not_believed():
