@@ -1,8 +1,9 @@
 """Timed spans of an engine's step: which part of it takes how long, each part's time without that of parts inside it.
 
 A span is two readings of the clock around a call that is there anyway, some hundred a step, so a step takes what it
-takes unwatched. On CUDA the device is waited for at both ends of a span, which hides what host and device do at once:
-parts are then right and their sum is more than an unwatched step. Knows the engine's seams, no task and no table.
+takes unwatched. On CUDA the device is waited for at both ends of a span and steps are not replayed from graphs, which
+hides what host and device do at once: parts are then right and their sum is more than an unwatched step. Knows the
+engine's seams, no task and no table.
 """
 
 import functools
@@ -108,6 +109,10 @@ def watched(engine: Engine, drafter) -> Iterator[Spans]:
     replace(engine, "_step", counted_step)
     watch(engine.runner, "forward", "packing")
     watch(engine.runner, "_run", "other model")
+    packed = engine.runner.packed
+    if packed is not None:
+        watch(packed, "run", "other model")
+        replace(packed, "_captures", False)  # nothing could be waited for in a capture, and no part of it be seen
     watch(engine_module, "verify", "verification")
     watch(engine, "_commit_all", "commit")
     watch(engine._endings, "check", "endings")

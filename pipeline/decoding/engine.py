@@ -180,6 +180,8 @@ class Engine:
     def _draft(self, sequences: list[Sequence], drafter: Drafter, budget: Budget) -> dict[int, TokenTree]:
         """The drafter's trees by `id`, cut to the budget: draft tokens, room left, estimated acceptance."""
         drafting = [sequence for sequence in sequences if sequence.num_left > 1 and budget.max_draft_tokens > 0]
+        if not drafting:
+            return {}
         max_depths = [sequence.num_left - 1 for sequence in drafting]  # the step's last token is the target's own
         trees = prune_all(
             draft_all(drafter, drafting, max_depths),

@@ -25,7 +25,8 @@ from retrieval_pools.suffix_order import SEPARATOR
 
 PROMPT_TOKENS = 256
 NEW_TOKENS = 128  # then a text starts again
-MIN_ROUNDS, MAX_ROUNDS = 3, 15  # each a step of every size, after one round that warms up
+MIN_ROUNDS, MAX_ROUNDS = 4, 15  # each a step of every size
+WARM_UP_ROUNDS = {"cpu": 1, "cuda": 2}  # before them; on CUDA a step's first run compiles and its second is captured
 SECONDS = 2.0  # for one batch size, after which no further round begins
 NUM_DRAFTS = 48  # sequences of a step whose drafting is timed
 NUM_DRAFT_ROUNDS = 7
@@ -103,12 +104,12 @@ class _TimedSteps:
         self._rng = np.random.default_rng(SEED)
         self._round: list[int] = []
         self._size = 0
-        self._num_rounds = -1  # the first warms up
+        self._num_rounds = -1 - WARM_UP_ROUNDS["cuda" if engine.device.type == "cuda" else "cpu"]
         self._stepped: set[str] = set()  # texts that took the current step
         self._num_short = 0  # steps in a row of fewer texts than are wanted
         self._is_as_planned = True
         self._began_s: float | None = None
-        self._first_s = time.perf_counter()
+        self._first_s = 0.0  # when the first round began
 
     def __iter__(self) -> "_TimedSteps":
         return self
@@ -146,8 +147,10 @@ class _TimedSteps:
     def _next_size(self, now_s: float) -> None:
         if not self._round:
             self._num_rounds += 1
-            late = now_s - self._first_s > SECONDS and self._num_rounds > MIN_ROUNDS
-            if late or self._num_rounds > MAX_ROUNDS:
+            if self._num_rounds <= 0:
+                self._first_s = now_s
+            late = now_s - self._first_s > SECONDS and self._num_rounds >= MIN_ROUNDS
+            if late or self._num_rounds >= MAX_ROUNDS:
                 raise _Enough
             self._round = self._rng.permutation(SIZE_KNOTS).tolist()
         self._size = self._round.pop()

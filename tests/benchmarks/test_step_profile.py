@@ -19,6 +19,10 @@ from step_spans import MODEL_PARTS, PARTS, Spans, watched  # noqa: E402
 from pipeline.decoding.drafters import NoDrafter  # noqa: E402
 from pipeline.decoding.engine import Engine, GenerationRequest  # noqa: E402
 from pipeline.decoding.loading import load_model  # noqa: E402
+from pipeline.decoding.model_runner import ModelRunner  # noqa: E402
+from pipeline.decoding.packed_attention import packed_attention  # noqa: E402
+from pipeline.decoding.packed_forward import PackedForward  # noqa: E402
+from pipeline.decoding.token_store import TokenStore  # noqa: E402
 from pipeline.decoding.verifiers import Greedy  # noqa: E402
 
 
@@ -62,6 +66,20 @@ def test_parts_make_up_the_step_and_the_engine_is_left_as_it_was(loaded):
     assert row["parts_ms"]["draft"] < 0.1 * row["step_ms"] and 0 < row["host_share"] < 1
     assert text_of(engine) == before
     assert "_step" not in vars(engine) and "forward" not in vars(loaded.model.lm_head)
+
+
+def test_steps_of_the_kernel_are_the_models_time_not_packing(loaded):
+    """As on CUDA, where another function runs the model and graphs would be captured."""
+    engine = engine_of(loaded, 2, 0)
+    engine.store = TokenStore(2)
+    runner = engine.runner = ModelRunner(loaded.model, engine.store, engine.device)
+    runner.packed = PackedForward(
+        loaded.model, engine.store, engine.device, packed_attention, runner._selects_logits, pads=True, captures=True
+    )
+    row = profile(engine, NoDrafter(), prompts_of(loaded.tokenizer, 2), num_steps=3, is_plain=True)
+    assert runner.packed is not None and runner.packed._captures and "run" not in vars(runner.packed)
+    assert all(row["parts_ms"][part] > 0 for part in MODEL_PARTS)
+    assert row["parts_ms"]["packing"] < 0.2 * row["step_ms"]
 
 
 def test_steps_that_are_not_kept_are_not_counted(loaded):

@@ -2,13 +2,14 @@
 
 import json
 import logging
+from collections import Counter
 
 import numpy as np
 import pytest
 from tiny_models import plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
 from pipeline.decoding import step_timing
-from pipeline.decoding.budget import SOURCES
+from pipeline.decoding.budget import SOURCES, Budget
 from pipeline.decoding.step_cost_cache import cached_step_cost, known_step_cost
 from pipeline.decoding.step_timing import measure_step_cost
 from retrieval_pools.budget_curve import SIZE_KNOTS
@@ -48,6 +49,25 @@ def test_a_cache_that_holds_fewer_texts_is_timed_with_as_many_as_it_holds():
     step_cost = measure_step_cost(engine, batch_sizes=[8])
     assert step_cost.batch_sizes == (3,)
     assert engine.store.num_live_rows == 0
+
+
+def test_the_first_step_of_every_size_warms_up(monkeypatch):
+    monkeypatch.setattr(step_timing, "MAX_ROUNDS", 3)
+    monkeypatch.setattr(step_timing, "SECONDS", 60.0)
+    engine = tiny_engine(MODEL, batch_size=1)
+    steps = step_timing._TimedSteps(engine, 1)
+    drafted = Counter()
+
+    def count(event):
+        drafted[event.num_drafted] += 1
+        steps.on_event(event)
+
+    texts = engine.generate(steps, steps, on_event=count, budget=Budget(64, 0.0))
+    with pytest.raises(step_timing._Enough):
+        for _ in texts:
+            steps.num_live -= 1
+    assert {size: len(seconds) for size, seconds in steps.seconds.items()} == dict.fromkeys(SIZE_KNOTS, 3)
+    assert all(drafted[size] > 3 for size in SIZE_KNOTS)
 
 
 def test_steps_that_something_else_made_longer_do_not_count():
