@@ -8,6 +8,7 @@ run and keeps nothing; `cached_step_cost` does.
 import itertools
 import time
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import numpy as np
 from sklearn.isotonic import isotonic_regression
@@ -16,7 +17,7 @@ from pipeline.decoding.budget import SOURCES, Budget
 from pipeline.decoding.drafters import RetrievalDrafter, draft_all
 from pipeline.decoding.engine import Engine, GenerationRequest, StepEvent
 from pipeline.decoding.sequence import Sequence
-from pipeline.decoding.token_tree import MAX_DEPTH, MAX_NODES, TokenTree, chain_tree
+from pipeline.decoding.token_tree import EMPTY_TREE, MAX_DEPTH, MAX_NODES, TokenTree, chain_tree
 from retrieval_pools.budget_curve import MIN_ACCEPTANCES, SIZE_KNOTS
 from retrieval_pools.calibrate import spread_positions
 from retrieval_pools.sources import SOURCE_POOL
@@ -51,8 +52,8 @@ def measure_step_cost(
     points: dict[tuple[int, int], StepPoint] = {}
     for wanted in batch_sizes:
         batch_size, seconds = _time_steps(engine, wanted)
-        for size, duration in seconds.items():
-            num_tokens = batch_size * (1 + size)
+        for num_drafted, duration in seconds.items():
+            num_tokens = batch_size + num_drafted
             point = StepPoint(batch_size=batch_size, num_tokens=num_tokens, seconds=duration)
             points.setdefault((batch_size, num_tokens), point)
     return StepCost(
@@ -63,7 +64,7 @@ def measure_step_cost(
 
 
 def _time_steps(engine: Engine, batch_size: int) -> tuple[int, dict[int, float]]:
-    """The batch size that was reached, and seconds of its steps by the size of their trees."""
+    """The batch size that was reached, and seconds of its steps by their draft tokens."""
     steps = _TimedSteps(engine, batch_size)
     texts = engine.generate(steps, steps, on_event=steps.on_event, budget=Budget(MAX_NODES, 0.0))
     try:
@@ -73,15 +74,37 @@ def _time_steps(engine: Engine, batch_size: int) -> tuple[int, dict[int, float]]
         pass
     finally:
         texts.close()
-    typical = {size: undisturbed_seconds(seconds) for size, seconds in steps.seconds.items() if seconds}
-    # A larger tree costs no less: where it seems to, that is noise.
-    rising = isotonic_regression(list(typical.values()))
-    return steps.batch_size, dict(zip(typical, rising.tolist(), strict=True))
+    typical = {
+        drafts.num_tokens(steps.batch_size): undisturbed_seconds(seconds)
+        for drafts, seconds in steps.seconds.items()
+        if seconds
+    }
+    # A larger step costs no less: where it seems to, that is noise.
+    rising = isotonic_regression([typical[num_drafted] for num_drafted in sorted(typical)])
+    return steps.batch_size, dict(zip(sorted(typical), rising.tolist(), strict=True))
 
 
 def undisturbed_seconds(durations: SequenceOf[float]) -> float:
     """The lower quartile of like steps: what else runs for a moment only ever makes some of them longer."""
     return float(np.quantile(durations, 0.25))
+
+
+@dataclass(frozen=True)
+class _Drafts:
+    """Trees of one size for all sequences of a step, or for one of them alone.
+
+    The first draft token of a step may cost more than others: a step without any can be computed in a simpler way.
+    """
+
+    size: int
+    is_alone: bool = False
+
+    def num_tokens(self, batch_size: int) -> int:
+        """Draft tokens of a step of so many sequences."""
+        return self.size * (1 if self.is_alone else batch_size)
+
+
+_ROUND = (*map(_Drafts, SIZE_KNOTS), _Drafts(1, is_alone=True))
 
 
 class _Enough(Exception):
@@ -97,17 +120,18 @@ class _TimedSteps:
     def __init__(self, engine: Engine, batch_size: int) -> None:
         self.batch_size = batch_size
         self.num_live = 0
-        self.seconds: dict[int, list[float]] = {size: [] for size in SIZE_KNOTS}
+        self.seconds: dict[_Drafts, list[float]] = {drafts: [] for drafts in _ROUND}
         self._trees = {size: _tree(engine, size) for size in SIZE_KNOTS}
         self._prompt = random_tokens(engine, min(PROMPT_TOKENS, engine.max_context // 2))
         self._names = itertools.count()
         self._rng = np.random.default_rng(SEED)
-        self._round: list[int] = []
-        self._size = 0
+        self._round: list[_Drafts] = []
+        self._drafts = _ROUND[0]
         self._num_rounds = -1 - WARM_UP_ROUNDS["cuda" if engine.device.type == "cuda" else "cpu"]
         self._stepped: set[str] = set()  # texts that took the current step
+        self._num_drafted = 0  # tokens, of these texts
+        self._has_asked = False  # whether one of the current step's texts was drafted for
         self._num_short = 0  # steps in a row of fewer texts than are wanted
-        self._is_as_planned = True
         self._began_s: float | None = None
         self._first_s = 0.0  # when the first round began
 
@@ -121,7 +145,8 @@ class _TimedSteps:
         return GenerationRequest(str(next(self._names)), self._prompt, max_new_tokens=NEW_TOKENS)
 
     def draft(self, sequence: Sequence) -> TokenTree:
-        return self._trees[self._size]
+        is_first, self._has_asked = not self._has_asked, True
+        return self._trees[self._drafts.size] if is_first or not self._drafts.is_alone else EMPTY_TREE
 
     def on_event(self, event: StepEvent) -> None:
         if event.request_id in self._stepped:  # a second step began, and the first one was of fewer texts
@@ -130,21 +155,22 @@ class _TimedSteps:
                 self.batch_size = len(self._stepped)
             self._begin(None)
         self._stepped.add(event.request_id)
-        self._is_as_planned &= event.num_drafted == self._size
+        self._num_drafted += event.num_drafted
         if len(self._stepped) < self.batch_size:
             return
         now_s = time.perf_counter()
-        if self._began_s is not None and self._is_as_planned and self._num_rounds >= 0:
-            self.seconds[self._size].append(now_s - self._began_s)
+        is_as_planned = self._num_drafted == self._drafts.num_tokens(self.batch_size)
+        if self._began_s is not None and is_as_planned and self._num_rounds >= 0:
+            self.seconds[self._drafts].append(now_s - self._began_s)
         self._num_short = 0
-        self._next_size(now_s)
+        self._next_drafts(now_s)
         self._begin(time.perf_counter())
 
     def _begin(self, began_s: float | None) -> None:
         self._stepped.clear()
-        self._is_as_planned, self._began_s = True, began_s
+        self._num_drafted, self._has_asked, self._began_s = 0, False, began_s
 
-    def _next_size(self, now_s: float) -> None:
+    def _next_drafts(self, now_s: float) -> None:
         if not self._round:
             self._num_rounds += 1
             if self._num_rounds <= 0:
@@ -152,8 +178,8 @@ class _TimedSteps:
             late = now_s - self._first_s > SECONDS and self._num_rounds >= MIN_ROUNDS
             if late or self._num_rounds >= MAX_ROUNDS:
                 raise _Enough
-            self._round = self._rng.permutation(SIZE_KNOTS).tolist()
-        self._size = self._round.pop()
+            self._round = [_ROUND[place] for place in self._rng.permutation(len(_ROUND))]
+        self._drafts = self._round.pop()
 
 
 def _time_drafts(engine: Engine, pool, sources: SequenceOf[str]) -> DraftCost:
@@ -165,7 +191,7 @@ def _time_drafts(engine: Engine, pool, sources: SequenceOf[str]) -> DraftCost:
     wide = RetrievalDrafter(pool, tuple(sources), max_nodes=MAX_NODES, min_probability=MIN_ACCEPTANCES[0])
     texts = _texts_of(engine, pool)
     prompt = random_tokens(engine, min(PROMPT_TOKENS, engine.max_context // 2))
-    one_s, narrow_s, wide_s, num_tokens = [], [], [], []
+    one_s, all_s, token_s = [], [], []
     shares = iter(np.linspace(0.0, 1.0, 3 * (NUM_DRAFT_ROUNDS + 1), endpoint=False))
     for number in range(NUM_DRAFT_ROUNDS + 1):  # the first warms up
         alone, few, many = (_midway(prompt, texts, next(shares)) for _ in range(3))
@@ -174,12 +200,11 @@ def _time_drafts(engine: Engine, pool, sources: SequenceOf[str]) -> DraftCost:
         of_many, num_many = _timed_drafts(wide, many)
         if number > 0:
             one_s.append(of_one)
-            narrow_s.append(of_few)
-            wide_s.append(of_many)
-            num_tokens.append(num_many - num_few)
-    of_one, of_all = undisturbed_seconds(one_s), undisturbed_seconds(narrow_s)
+            all_s.append(of_few)
+            token_s.append((of_many - of_few) / max(1, num_many - num_few))
+    of_one, of_all = undisturbed_seconds(one_s), undisturbed_seconds(all_s)
     of_each = max(0.0, of_all - of_one) / (len(texts) - 1)
-    per_token = max(0.0, undisturbed_seconds(wide_s) - of_all) / max(1.0, float(np.mean(num_tokens)))
+    per_token = max(0.0, float(np.median(token_s)))
     return DraftCost(seconds_per_step=max(0.0, of_one - of_each), seconds=of_each, seconds_per_token=per_token)
 
 

@@ -1,6 +1,7 @@
 import numpy as np
 from tiny_models import OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
+from pipeline.decoding.budget import PLAIN
 from pipeline.decoding.drafters import NoDrafter, RetrievalDrafter, draft_all, drafter_from
 from pipeline.decoding.sequence import GenerationRequest, Sequence
 from pipeline.decoding.settings import DecodingSettings
@@ -85,3 +86,24 @@ def test_pool_and_previous_texts_save_steps_and_change_nothing(tmp_path):
             i: r.token_ids.tolist() for i, r in plain.items()
         }
         assert sum(r.num_steps for r in found.values()) < 0.8 * sum(r.num_steps for r in plain.values())
+
+
+def test_a_budget_of_nothing_asks_no_drafter_and_runs_the_steps_of_plain_decoding():
+    class Refusing(NoDrafter):
+        def draft(self, sequence):
+            raise AssertionError("nothing was to be drafted")
+
+    model, prompts = tiny_model(), tiny_prompts(3)
+    steps = []
+    for drafter in (None, Refusing()):
+        engine = tiny_engine(model)
+        forward, fed = engine.runner.forward, []
+        engine.runner.forward = lambda feeds, forward=forward, fed=fed: (
+            fed.append([feed.num_tokens for feed in feeds]) or forward(feeds)
+        )
+        texts = {
+            r.request_id: r.token_ids.tolist() for r in engine.generate(requests_for(prompts), drafter, budget=PLAIN)
+        }
+        steps.append((fed, texts))
+    assert steps[0] == steps[1]
+    assert isinstance(drafter_from(DecodingSettings(), None, PLAIN), NoDrafter)

@@ -25,15 +25,20 @@ def quick(monkeypatch):
     monkeypatch.setattr(step_timing, "MIN_ROUNDS", 1)
 
 
-def sizes(step_cost, batch_size: int) -> list[int]:
-    return sorted(point.num_tokens // batch_size - 1 for point in step_cost.steps if point.batch_size == batch_size)
+def drafted(step_cost, batch_size: int) -> list[int]:
+    return [point.num_tokens - batch_size for point in step_cost.steps if point.batch_size == batch_size]
+
+
+def all_sizes(batch_size: int) -> list[int]:
+    """Draft tokens of steps where all sequences draft equally, and where one drafts one token alone."""
+    return sorted({1, *(batch_size * size for size in SIZE_KNOTS)})
 
 
 def test_every_size_is_timed_at_every_batch_size_and_the_engine_writes_on():
     engine = tiny_engine(MODEL, batch_size=6)
     step_cost = measure_step_cost(engine)
     assert step_cost.batch_sizes == (1, 2, 4, 6)
-    assert all(sizes(step_cost, batch_size) == list(SIZE_KNOTS) for batch_size in step_cost.batch_sizes)
+    assert all(drafted(step_cost, batch_size) == all_sizes(batch_size) for batch_size in step_cost.batch_sizes)
     for batch_size in step_cost.batch_sizes:
         seconds = step_cost.seconds(batch_size, batch_size * (1 + np.array(SIZE_KNOTS)))
         assert (np.diff(seconds) >= 0).all()
@@ -56,18 +61,18 @@ def test_the_first_step_of_every_size_warms_up(monkeypatch):
     monkeypatch.setattr(step_timing, "SECONDS", 60.0)
     engine = tiny_engine(MODEL, batch_size=1)
     steps = step_timing._TimedSteps(engine, 1)
-    drafted = Counter()
+    num_steps = Counter()
 
     def count(event):
-        drafted[event.num_drafted] += 1
+        num_steps[event.num_drafted] += 1
         steps.on_event(event)
 
     texts = engine.generate(steps, steps, on_event=count, budget=Budget(64, 0.0))
     with pytest.raises(step_timing._Enough):
         for _ in texts:
             steps.num_live -= 1
-    assert {size: len(seconds) for size, seconds in steps.seconds.items()} == dict.fromkeys(SIZE_KNOTS, 3)
-    assert all(drafted[size] > 3 for size in SIZE_KNOTS)
+    assert {drafts: len(seconds) for drafts, seconds in steps.seconds.items()} == dict.fromkeys(step_timing._ROUND, 3)
+    assert all(num_steps[size] > 3 for size in SIZE_KNOTS)
 
 
 def test_steps_that_something_else_made_longer_do_not_count():
