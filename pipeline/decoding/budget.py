@@ -134,10 +134,8 @@ def choose_budget(
             return replace(PLAIN, forecast=BudgetForecast(reason, step_cost.name, batch_size, 1.0, 0.0, 1.0))
     else:
         is_calibrated = pool is not None and "pool" in sources and pool.is_calibrated
-        # Without a pool's texts drafts may find nothing for whole texts; with them they seldom do.
         has_texts = is_calibrated or (pool is not None and pool.manifest.num_texts > 0)
-        most_for_looking = np.inf if has_texts else MOST_FOR_LOOKING
-        budget = _worth_its_price(step_cost, batch_size, 1.0 if is_calibrated else UNCHECKED_TRUST, most_for_looking)
+        budget = _worth_its_price(step_cost, batch_size, 1.0 if is_calibrated else UNCHECKED_TRUST, has_texts)
     if budget.max_draft_tokens == 0 and min_acceptance is None:
         return budget
     return as_given(budget, max_draft_tokens, min_acceptance)
@@ -256,17 +254,23 @@ def _nearest(
     return list(cells)
 
 
-def _worth_its_price(step_cost: StepCost, batch_size: int, trust: float, most_for_looking: float) -> Budget:
-    """Draft what is estimated likelier than it costs, whatever the size of the tree up to UNCHECKED_SIZE."""
+def _worth_its_price(step_cost: StepCost, batch_size: int, trust: float, has_texts: bool) -> Budget:
+    """Draft what is estimated likelier than it costs, whatever the size of the tree up to UNCHECKED_SIZE.
+
+    Without a pool's texts drafts may find nothing for whole texts, or one token for one text of a step: the price is
+    then that of whatever number of tokens is the dearest.
+    """
     plain_s = plain_seconds(step_cost, batch_size)
-    sizes = np.arange(1, UNCHECKED_SIZE + 1)
-    added_s = step_cost.seconds(batch_size, batch_size * (1 + sizes)) - plain_s
-    added_s = added_s + step_cost.draft_seconds(batch_size, sizes)
-    price = float((added_s / (sizes * plain_s)).max())
+    totals = np.arange(1, UNCHECKED_SIZE * batch_size + 1)  # draft tokens of a step
+    if has_texts:
+        totals = totals[batch_size - 1 :: batch_size]
+    added_s = step_cost.seconds(batch_size, batch_size + totals) - plain_s
+    added_s = added_s + step_cost.draft_seconds(batch_size, totals / batch_size)
+    price = float((added_s * batch_size / (totals * plain_s)).max())
     looking = float(step_cost.draft_seconds(batch_size, np.zeros(()))) / plain_s
     affordable = [least for least in MIN_ACCEPTANCES if least >= price / trust]
     checked = "" if trust == 1.0 else ", and estimates were never checked"
     facts = f"a draft token costs {price:.2f} plain steps{checked}"
-    if not affordable or looking > most_for_looking:
+    if not affordable or (looking > MOST_FOR_LOOKING and not has_texts):
         return replace(PLAIN, forecast=BudgetForecast(f"not worth drafting: {facts}", step_cost.name, batch_size))
     return Budget(UNCHECKED_SIZE, affordable[0], BudgetForecast(facts, step_cost.name, batch_size))

@@ -139,6 +139,15 @@ def test_where_nothing_was_replayed_only_what_is_likelier_than_its_price_is_draf
     assert choose_budget(cost(FREE, draft=looking), 1, filled).max_draft_tokens == 16
 
 
+def test_where_texts_are_few_the_dearest_number_of_draft_tokens_must_pay():
+    """Here the first draft token of a step of 16 costs a tenth of it, and the others next to nothing."""
+    points = {16: 0.01, 17: 0.011, 32: 0.0111, 1040: 0.02}
+    jump = StepCost(steps=[StepPoint(batch_size=16, num_tokens=n, seconds=seconds) for n, seconds in points.items()])
+    filled = SimpleNamespace(budgets=None, is_calibrated=False, manifest=SimpleNamespace(num_texts=9))
+    assert choose_budget(jump, 16) == PLAIN
+    assert choose_budget(jump, 16, filled).max_draft_tokens == 16
+
+
 def test_replays_of_other_sources_are_not_believed():
     pool = pool_with(sources=("output", "pool"))
     assert choose_budget(cost(FREE), 1, pool).max_draft_tokens == 16
