@@ -1,90 +1,16 @@
 """Intervals of a pool's order: where a context occurs, where it goes on with a token, how often, and for whom."""
 
-import numpy as np
 from numba import types
 from numba.extending import overload
 
-from retrieval_pools.drafting.state import called, part
-
-
-@part
-def _compare(index, position, context, length):
-    """Sign of the tokens at `position` less the last `length` of `context`; the first of both are known to be equal."""
-    begin = context.shape[0] - length
-    for i in range(1, length):
-        difference = index.tokens[position + i] - context[begin + i]
-        if difference != 0:
-            return difference
-    return np.int32(0)
-
-
-@called
-def find_interval(index, context, length):
-    """Interval of the positions that begin with the last `length` tokens of `context`."""
-    first_token = context[context.shape[0] - length]
-    if first_token + 2 >= index.starts.shape[0]:
-        return 0, 0
-    low, high = np.int64(index.starts[first_token + 1]), np.int64(index.starts[first_token + 2])
-    if length == 1:
-        return low, high
-    end = high
-    while low < high:
-        middle = (low + high) >> 1
-        sign = _compare(index, index.order[middle], context, length)
-        if sign < 0:
-            low = middle + 1
-        else:
-            high = middle
-            if sign > 0:
-                end = middle
-    first = low
-    step = 1
-    while low + step <= end and _compare(index, index.order[low + step - 1], context, length) == 0:  # gallop to the end
-        low += step
-        step <<= 1
-    high = min(low + step - 1, end)
-    while low < high:
-        middle = (low + high) >> 1
-        if _compare(index, index.order[middle], context, length) == 0:
-            low = middle + 1
-        else:
-            high = middle
-    return first, low
-
-
-@part
-def _run_begin(index, low, high, offset, token):
-    """The first place from `low` to `high` whose next token, `offset` tokens on, is not below `token`."""
-    while low < high:
-        middle = (low + high) >> 1
-        if index.tokens[index.order[middle] + offset] < token:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@part
-def _run_end(index, low, high, offset, token):
-    """The first place from `low` to `high` whose next token is not `token`; those before it are known to have it."""
-    while low < high:
-        middle = (low + high) >> 1
-        if index.tokens[index.order[middle] + offset] == token:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+from retrieval_pools.drafting.search import ends_of_run
+from retrieval_pools.drafting.state import part
 
 
 @part
 def narrow_interval(index, first, last, offset, token):
     """The part of an interval whose next token, `offset` tokens on, is `token`."""
-    first = low = _run_begin(index, first, last, offset, token)
-    step = 1
-    while low + step <= last and index.tokens[index.order[low + step - 1] + offset] == token:  # gallop to the end
-        low += step
-        step <<= 1
-    return first, _run_end(index, low, min(low + step - 1, last), offset, token)
+    return ends_of_run(index, first, last, first, last, offset, token)
 
 
 @part
@@ -92,9 +18,10 @@ def narrow_to_run(index, first, last, offset, token, num_samples, begin, end):
     """The part of an interval whose next token is `token`, of which the samples from `begin` to `end` are known."""
     stride = sample_stride(num_samples, last - first)
     low = first if begin == 0 else sample_place(first, stride, begin - 1) + 1
-    run_first = _run_begin(index, low, sample_place(first, stride, begin), offset, token)
-    high = last if end == num_samples else sample_place(first, stride, end)
-    return run_first, _run_end(index, sample_place(first, stride, end - 1) + 1, high, offset, token)
+    high = sample_place(first, stride, begin)
+    low_end = sample_place(first, stride, end - 1) + 1
+    high_end = last if end == num_samples else sample_place(first, stride, end)
+    return ends_of_run(index, low, high, low_end, high_end, offset, token)
 
 
 @part

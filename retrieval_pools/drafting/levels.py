@@ -4,13 +4,13 @@ import numpy as np
 
 from retrieval_pools.drafting.intervals import (
     count_seen,
-    find_interval,
     has_next,
     is_supported,
     narrow_interval,
     narrow_to_run,
 )
 from retrieval_pools.drafting.own_texts import last_position, match_own_text, own_token
+from retrieval_pools.drafting.search import find_interval
 from retrieval_pools.drafting.state import END, part
 from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 

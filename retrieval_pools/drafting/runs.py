@@ -6,6 +6,7 @@ In the pool an interval is sorted by what follows, so the occurrences of a token
 from retrieval_pools.drafting.intervals import has_alternatives, is_supported, sample_place, sample_stride
 from retrieval_pools.drafting.own_texts import own_token
 from retrieval_pools.drafting.state import NUM_RUNS, part
+from retrieval_pools.fetch import fetch
 
 
 @part
@@ -57,6 +58,9 @@ def _list_all(runs, index, preference, first, size, offset):
     num_samples = min(size, preference.num_samples)
     scale = preference.outside * (size / num_samples)
     stride = sample_stride(num_samples, size)
+    if num_samples < size:  # a large pool's: they are far from each other
+        for k in range(num_samples):
+            fetch(index.tokens, index.order[sample_place(first, stride, k)] + offset)
     run, begin = -1, 0
     for k in range(num_samples):  # all of them: they do not wait for one another, as those of a bisection would
         place = sample_place(first, stride, k)

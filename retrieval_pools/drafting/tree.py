@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numba import boolean, float64, int64, njit, types
 
-from retrieval_pools import calibration_table, sources
+from retrieval_pools import calibration_table, fetch, sources
 from retrieval_pools.drafting.continuations import count_continuations, push_candidates
 from retrieval_pools.drafting.estimate import least_product, on_knots
 from retrieval_pools.drafting.frontier import least_probability
@@ -82,7 +82,8 @@ def compile_draft_trees(variant: Variant = Variant()) -> Callable:
 
 def _stamp_of_this_folder() -> int:
     """Changes with any file here, which `draft_trees` closes over: else numba's cache would look at this file alone."""
-    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(sources.__file__), Path(calibration_table.__file__)]
+    others = (Path(module.__file__) for module in (sources, calibration_table, fetch))
+    files = [*sorted(Path(__file__).parent.glob("*.py")), *others]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files))
     return int.from_bytes(digest.digest()[:7], "big")
 

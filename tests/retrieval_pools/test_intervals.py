@@ -5,6 +5,7 @@ from numba import njit
 
 from retrieval_pools.build import PoolText, build_pool
 from retrieval_pools.drafting.intervals import narrow_interval, narrow_to_run, sample_place, sample_stride
+from retrieval_pools.drafting.search import find_interval
 
 
 @njit
@@ -38,3 +39,26 @@ def test_an_interval_is_narrowed_to_a_token_by_search_and_from_its_samples(tmp_p
                 assert narrowed(index, first, last, token, num_samples, begin, end) == (places, places)
                 num_checked += 1
     assert num_checked > 50
+
+
+@njit
+def found_interval(index, context, length):
+    return find_interval(index, context, length)
+
+
+def test_a_context_is_found_wherever_it_stands_and_only_there(tmp_path):
+    rng = np.random.default_rng(1)
+    texts = [PoolText(np.minimum(rng.geometric(0.4, 40), 5).astype(np.int32)) for _ in range(120)]
+    pool = build_pool(texts, tmp_path / "p", side="item", tokenizer_hash="t", model_id="m")
+    index, sizes = pool.index, set()
+    beginnings = [tuple(index.tokens[position : position + 8].tolist()) for position in index.order.tolist()]
+    contexts = [np.minimum(rng.geometric(0.4, 8), 6).astype(np.int32) for _ in range(40)]
+    contexts += [texts[k].token_ids[first : first + 8] for k in range(40) for first in (0, 17, 32)]
+    for context in contexts:
+        for length in range(1, 9):
+            wanted = tuple(context[8 - length :].tolist())
+            places = [place for place, found in enumerate(beginnings) if found[:length] == wanted]
+            first, last = found_interval(index, context, length)
+            assert list(range(first, last)) == places
+            sizes.add(len(places))
+    assert {0, 1, 2} <= sizes and max(sizes) > 1000 and len(sizes) > 50
