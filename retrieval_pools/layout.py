@@ -9,9 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from retrieval_pools.fetch import fetch
 from retrieval_pools.suffix_order import SEPARATOR
 
 _BLOCK_BITS = 4  # one entry for 16 positions, a quarter of a byte each: most are found in one step
+_AHEAD = 16  # places whose texts are asked for before they are needed, and as many whose blocks are
 
 
 class TextSpans(NamedTuple):
@@ -52,10 +54,24 @@ def text_at(spans, position):
 
 
 @njit(cache=True)
+def fetch_text_at(spans, order, k):
+    """Ask for what `text_at` reads of the places of an order that come after the k-th. Compiled code only.
+
+    Returns the text of a place that is nearer, or one before it: for the caller to ask for what it keeps of texts.
+    """
+    last = order.shape[0] - 1
+    fetch(spans.blocks, order[min(k + 2 * _AHEAD, last)] >> _BLOCK_BITS)
+    text = spans.blocks[order[min(k + _AHEAD, last)] >> _BLOCK_BITS]
+    fetch(spans.starts, text + 1)
+    return text
+
+
+@njit(cache=True)
 def values_by_place(order, spans, value_of_text):
     """The value of the text that each place of an order belongs to, in the dtype of `value_of_text`."""
     values = np.empty(order.shape[0], value_of_text.dtype)
     for k in range(order.shape[0]):
+        fetch(value_of_text, fetch_text_at(spans, order, k))
         values[k] = value_of_text[text_at(spans, order[k])]
     return values
 

@@ -14,12 +14,15 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from numba import njit
 
-from retrieval_pools.layout import TextSpans, gather_texts, text_at
+from retrieval_pools.fetch import fetch
+from retrieval_pools.layout import TextSpans, fetch_text_at, gather_texts, text_at
 from retrieval_pools.suffix_order import SEPARATOR, sort_suffixes
 
 CHUNK_PLACES = 1 << 18
 _NO_PLACES = np.empty(0, np.int32)
 _BLOCK = 64  # positions whose places are looked up together
+_AHEAD = 8  # places whose texts are fetched before they are compared
+_LINE_TOKENS = 16  # that come from memory together
 _LONG_RUN = 4  # places of the other order before each, from which on that is worth it
 
 
@@ -116,6 +119,7 @@ def _moved(order, spans, new_starts):
     moved = np.empty(order.shape[0], np.int32)
     num_moved = 0
     for k in range(order.shape[0]):
+        fetch(new_starts, fetch_text_at(spans, order, k))
         text = text_at(spans, order[k])
         if new_starts[text] >= 0:
             moved[num_moved] = new_starts[text] + (order[k] - spans.starts[text])
@@ -227,6 +231,9 @@ def _merge(tokens, one, i, two, j, depth, merged):
                 num_merged += 1
                 j += 1
             continue
+        for k in range(0, depth, _LINE_TOKENS):
+            fetch(tokens, one[min(i + _AHEAD, one.shape[0] - 1)] + k)
+            fetch(tokens, two[min(j + _AHEAD, two.shape[0] - 1)] + k)
         run = _num_before(tokens, one, i, two[j], depth, 1 << _num_bits(usual_one >> 5))
         usual_one += run - (usual_one >> 4)
         run = min(run, room - num_merged)
