@@ -24,6 +24,7 @@ from retrieval_pools.manifest import (
     read_array,
     read_manifest,
 )
+from retrieval_pools.residence import make_resident
 from retrieval_pools.settings import BUILT_SETTINGS, PoolSettings
 from retrieval_pools.suffix_order import SEPARATOR
 
@@ -57,7 +58,9 @@ class Pool:
     budgets: BudgetCurve | None = field(default=None, repr=False)
 
     @classmethod
-    def open(cls, folder: Path | str, tokenizer_hash: str | None = None, *, verify: bool = False) -> "Pool":
+    def open(
+        cls, folder: Path | str, tokenizer_hash: str | None = None, *, verify: bool = False, resident: bool = False
+    ) -> "Pool":
         """Map a pool's files into memory.
 
         Parameters
@@ -65,6 +68,8 @@ class Pool:
         folder : the pool.
         tokenizer_hash : of the tokenizer that is going to be used; None does not compare.
         verify : compare the files' checksums and count texts, which reads them; sizes and shapes are always compared.
+        resident : have the pages there before the first draft, if they take little of the memory; see `residence`. For
+            who is going to draft much: it reads the files, at the speed of the disk where they are not cached.
 
         Raises
         ------
@@ -83,6 +88,8 @@ class Pool:
         _check_arrays_fit(folder, manifest, index)
         if verify:
             _check_texts(folder, manifest, index)
+        if resident:
+            make_resident(arrays.values())
         return cls.of_arrays(folder, manifest, index)
 
     @classmethod

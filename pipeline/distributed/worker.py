@@ -89,7 +89,9 @@ class ShardWorker:
         self.engine = Engine.from_pretrained(spec.model_dir, settings, spec.device, sharing)
         self._templates = {side: load_template(name, spec.template_dir) for side, name in spec.templates.items()}
         expected = tokenizer_hash(spec.model_dir)
-        self._pools: dict[Side, Pool] = {side: Pool.open(path, expected) for side, path in spec.pool_dirs.items()}
+        self._pools: dict[Side, Pool] = {
+            side: Pool.open(path, expected, resident=True) for side, path in spec.pool_dirs.items()
+        }
         loaded = self.engine.loaded
         packed = f" ({loaded.quantization} weights)" if loaded.quantization else ""
         self._model_info = {
