@@ -33,6 +33,15 @@ MOST_BYTES_PER_TOKEN = 10.0
 MOST_SHARE_OF_FULL = 0.25
 MOST_PEAK_MB = 4096
 KINDS = ("full", "bounded")
+MOST_DRAFT_US = 80.0
+OPENINGS = (  # of a pool right after its build: name, whether it is cold, whether its pages are asked for
+    ("resident", False, True),
+    ("mapped", False, False),
+)
+OPENINGS_FROM_DISK = (  # and when its files are out of the page cache
+    ("resident, from disk", True, True),
+    ("mapped, from disk", True, False),
+)
 
 
 def measure_size(lines: list, num_texts: int, memory_mb: int, folder: Path) -> list[dict]:
@@ -55,14 +64,21 @@ def measure_size(lines: list, num_texts: int, memory_mb: int, folder: Path) -> l
         row = {"kind": kind, "memory_mb": limit_mb} | watched({"measure": "build", **task, "previous": before})
         row["mtokens_per_s"] = row["num_tokens"] / row["build_s"] / 1e6
         row["bytes_per_token"] = row["bytes"] / row["num_tokens"]
+        if number == 0:
+            row["drafts"] = measure_drafts(out, held_out, OPENINGS)
         rows.append(row)
         logger.info("%s", describe_row(row))
     for one, other in ((0, 1), (2, 3)):
         require_same_files(folder / f"pool-{one}", folder / f"pool-{other}")
-    drafts = watched({"measure": "drafts", "pool": str(folder / "pool-0"), "texts": str(held_out.folder)})
-    rows[0] = drafts | rows[0]  # the memory is that of the build
+    rows[0]["drafts"] += measure_drafts(folder / "pool-0", held_out, OPENINGS_FROM_DISK)
     rows[3]["share_of_full"] = rows[3]["build_s"] / rows[2]["build_s"]
     return rows
+
+
+def measure_drafts(pool: Path, held_out: TextFile, openings: Sequence[tuple[str, bool, bool]]) -> list[dict]:
+    """Drafts from a pool however it is opened, each in a process of its own."""
+    task = {"measure": "drafts", "pool": str(pool), "texts": str(held_out.folder)}
+    return [{"opened": name} | watched(task | {"cold": cold, "resident": asked}) for name, cold, asked in openings]
 
 
 def watched(task: dict) -> dict:
@@ -103,7 +119,7 @@ def figures_of(rows: Sequence[dict]) -> list[Figure]:
     """What was asked for, at the largest size and, for merging, at every size from 100,000 texts on."""
     largest = max(row["num_texts"] for row in rows)
     full, bounded = (next(row for row in rows if row["num_texts"] == largest and row["kind"] == kind) for kind in KINDS)
-    where = f"{largest:,} texts"
+    where, resident = f"{largest:,} texts", full["drafts"][0]
     figures = [
         Figure.at_least(f"{where}: million tokens a second built", full["mtokens_per_s"], LEAST_MTOKENS_PER_S),
         Figure.at_least(f"{where}, bounded: million tokens a second", bounded["mtokens_per_s"], LEAST_MTOKENS_PER_S),
@@ -112,6 +128,9 @@ def figures_of(rows: Sequence[dict]) -> list[Figure]:
             f"{where}, bounded to {bounded['memory_mb']} MiB: MiB of its own beyond those before",
             bounded["peak_own_mb"] - bounded["before_own_mb"],
             bounded["memory_mb"],
+        ),
+        Figure.at_most(
+            f"{where}, {resident['opened']}: microseconds a draft, median", resident["draft_median_us"], MOST_DRAFT_US
         ),
         Figure.at_most(f"{where}: bytes a token on disk", full["bytes_per_token"], MOST_BYTES_PER_TOKEN),
     ]
@@ -132,8 +151,11 @@ def describe_row(row: dict) -> str:
         f"{row['mtokens_per_s']:7.2f} M/s{row['peak_own_mb']:8.0f} MiB own{row['peak_mb']:8.0f} with files"
         f"{row['bytes_per_token']:7.2f} B/token"
     )
-    if "draft_median_us" in row:
-        line += f"  draft {row['draft_median_us']:.1f} us, p99 {row['draft_p99_us']:.1f}"
+    for drafts in row.get("drafts", ()):
+        line += (
+            f"\n    {drafts['opened']:20} opened in {drafts['open_s']:.3f} s, drafts {drafts['draft_median_us']:.1f} us"
+            f", p99 {drafts['draft_p99_us']:.1f}, longest {drafts['draft_max_us']:.0f}"
+        )
     return line + (f"  {row['share_of_full']:.0%} of a full build" if "share_of_full" in row else "")
 
 

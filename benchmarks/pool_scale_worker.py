@@ -1,6 +1,7 @@
 """One measurement of `pool_scale.py`, in a process of its own: reads its task from the command line, prints JSON."""
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -50,23 +51,52 @@ def warm_up(options: dict) -> None:
         build_pool(today, Path(folder, "two"), previous=pool, **options)
 
 
-def measure_drafts(pool: str, texts: str) -> dict:
-    """Microseconds a draft along texts that the pool does not hold; greedy replay, as `drafting.py` does."""
-    opened = Pool.open(pool)
-    draft_us, accepted = [], []
+def measure_drafts(pool: str, texts: str, cold: bool, resident: bool) -> dict:
+    """Microseconds a draft along texts that the pool does not hold; greedy replay, as `drafting.py` does.
+
+    Parameters
+    ----------
+    cold : take the pool's files out of the page cache first.
+    resident : open it as a worker does, which asks for its pages; without, each page is fetched when it is touched.
+    """
     options = DraftOptions(MAX_NODES, MIN_PROBABILITY)
     no_prompt = np.empty(0, np.int32)
-    for number, text in enumerate([next(iter(TextFile(Path(texts)))), *TextFile(Path(texts))]):
+    rows = list(map(np.array, TextFile(Path(texts))))
+    compile_query(rows[0], options)
+    if cold:
+        drop_from_cache(Path(pool))
+    start_s = time.perf_counter()
+    opened = Pool.open(pool, resident=resident)
+    open_s = time.perf_counter() - start_s
+    draft_us, accepted = [], []
+    for number, text in enumerate(rows):
         for step in pool_steps(opened, ReplayText(no_prompt, text, None, f"g{number % 200}"), options):
-            if number:  # the first, which compiles and maps, is not counted
-                draft_us.append(step.draft_us)
-                accepted.append(len(step.path))
+            draft_us.append(step.draft_us)
+            accepted.append(len(step.path))
     return {
+        "open_s": open_s,
         "num_drafts": len(draft_us),
         "draft_median_us": float(np.median(draft_us)),
         "draft_p99_us": float(np.quantile(draft_us, 0.99)),
+        "draft_max_us": float(np.max(draft_us)),
         "aal": float(np.mean(accepted)),
     }
+
+
+def compile_query(text: np.ndarray, options: DraftOptions) -> None:
+    """Draft from a pool of one text, of the kind that the measured one is."""
+    with tempfile.TemporaryDirectory() as folder:
+        pool = build_pool([PoolText(text)], Path(folder, "pool"), **SAMPLE_OPTIONS)
+        for _ in pool_steps(pool, ReplayText(text[:0], text), options):
+            pass
+
+
+def drop_from_cache(folder: Path) -> None:
+    """Have the kernel forget what it holds of a folder's files; nobody else may have them mapped."""
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())  # what is not on the disk yet is not let go
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def own_memory_mb() -> float:

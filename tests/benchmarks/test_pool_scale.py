@@ -8,7 +8,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from pool_scale import figures_of, memory_mb_of, require_same_files, watched
+from pool_scale import (
+    OPENINGS,
+    OPENINGS_FROM_DISK,
+    figures_of,
+    measure_drafts,
+    memory_mb_of,
+    require_same_files,
+    watched,
+)
 from pool_scale_texts import TextFile, recombined
 
 LINES = [[np.arange(10 * k, 10 * k + 3 + user % 4, dtype=np.int32) + user for user in range(30)] for k in range(4)]
@@ -29,9 +37,16 @@ def test_a_measurement_is_a_process_whose_files_and_memory_are_told(tmp_path):
         assert row["num_texts"] == row["num_texts_sorted"] == 50 and row["peak_mb"] > row["peak_own_mb"] > 1
         rows.append(row | {"mtokens_per_s": 2.0, "bytes_per_token": row["bytes"] / row["num_tokens"]})
     require_same_files(tmp_path / "p0", tmp_path / "p1")
-    assert len(figures_of(rows)) == 5
-    drafts = watched({"measure": "drafts", "pool": str(tmp_path / "p0"), "texts": str(texts.folder)})
-    assert drafts["num_drafts"] > 50 and drafts["aal"] > 1 and drafts["draft_median_us"] > 0
+    task = {"measure": "drafts", "pool": str(tmp_path / "p0"), "texts": str(texts.folder)}
+    rows[0]["drafts"] = measure_drafts(tmp_path / "p0", texts, (*OPENINGS, *OPENINGS_FROM_DISK))
+    assert [drafts["opened"] for drafts in rows[0]["drafts"]] == [
+        "resident", "mapped", "resident, from disk", "mapped, from disk"
+    ]  # fmt: skip
+    for drafts in rows[0]["drafts"]:
+        assert drafts["num_drafts"] > 50 and drafts["aal"] > 1 and drafts["open_s"] > 0
+        assert 0 < drafts["draft_median_us"] <= drafts["draft_p99_us"] <= drafts["draft_max_us"]
+    assert len({(drafts["num_drafts"], drafts["aal"]) for drafts in rows[0]["drafts"]}) == 1
+    assert len(figures_of(rows)) == 6
     with pytest.raises(RuntimeError, match="exit code"):
-        watched({"measure": "drafts", "pool": str(tmp_path / "none"), "texts": str(texts.folder)})
+        watched(task | {"pool": str(tmp_path / "none"), "cold": False, "resident": True})
     assert memory_mb_of(2**22 + 1) == (0.0, 0.0)
