@@ -30,7 +30,8 @@ from retrieval_pools.manifest import (
     describe_array,
     write_manifest,
 )
-from retrieval_pools.merge import chunks_of, merge_many, merge_orders, move_order, sort_texts
+from retrieval_pools.merge import chunks_of, merge_orders, move_order, sort_texts
+from retrieval_pools.merge_runs import RunChunk, merge_runs, shared_with_previous
 from retrieval_pools.pool import Pool
 from retrieval_pools.settings import PoolBuildSettings, PoolSettings
 from retrieval_pools.support import supported_lengths
@@ -167,11 +168,13 @@ def _order(
         new_starts = np.where(known >= 0, starts[known], -1).astype(np.int32)
         moved = move_order(read_chunks(array_path(previous.folder, "order")), old_spans, new_starts)
     max_positions = None if memory_bytes is None else max(int(memory_bytes / SORT_BYTES_PER_POSITION), 1)
-    runs = [
-        _kept(sort_texts(laid.tokens, starts, texts, laid.vocab_size, depth), max_positions, scratch / f"{number}.npy")
-        for number, texts in enumerate(_runs(np.flatnonzero(is_new), starts, max_positions))
-    ]
-    order = merge_many(laid.tokens, runs, depth)
+    runs = list(_runs(np.flatnonzero(is_new), starts, max_positions))
+    sort = partial(sort_texts, laid.tokens, starts, vocab_size=laid.vocab_size, depth=depth)
+    if len(runs) == 1:
+        order = chunks_of(sort(runs[0]))
+    else:
+        kept = [_kept(sort(texts), laid.tokens, depth, scratch / str(number)) for number, texts in enumerate(runs)]
+        order = (chunk.positions for chunk in merge_runs(laid.tokens, kept, depth))
     if moved is not None:
         order = merge_orders(laid.tokens, moved, order, depth)
     return order, int(np.count_nonzero(is_new)), len(runs)
@@ -191,13 +194,14 @@ def _runs(texts: np.ndarray, starts: np.ndarray, max_positions: int | None) -> I
         first = last
 
 
-def _kept(order: np.ndarray, max_positions: int | None, path: Path) -> Iterator[np.ndarray]:
-    """A sorted run until it is merged: in memory, or on the disk when memory is counted."""
-    if max_positions is None:
-        return chunks_of(order)
-    with ArrayWriter(path, np.int32) as writer:
-        writer.write(order)
-    return read_chunks(path)
+def _kept(order: np.ndarray, tokens: np.ndarray, depth: int, folder: Path) -> Iterator[RunChunk]:
+    """A sorted run on the disk until it is merged."""
+    folder.mkdir()
+    files = folder / "positions.npy", folder / "shared.npy"
+    for file, values in zip(files, (order, shared_with_previous(tokens, order, depth)), strict=True):
+        with ArrayWriter(file, values.dtype) as writer:
+            writer.write(values)
+    return map(RunChunk, *map(read_chunks, files))
 
 
 def _write_order(order: Iterator[np.ndarray], laid: LaidTexts, folder: Path) -> None:

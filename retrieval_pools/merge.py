@@ -99,15 +99,6 @@ def merge_orders(
             yield from stream
 
 
-def merge_many(tokens: np.ndarray, orders: list[Iterable[np.ndarray]], depth: int) -> Iterator[np.ndarray]:
-    """One order of any number, merged two and two: each position is compared log2(number) times or so."""
-    if len(orders) <= 1:
-        return iter(orders[0] if orders else ())
-    middle = len(orders) // 2
-    halves = merge_many(tokens, orders[:middle], depth), merge_many(tokens, orders[middle:], depth)
-    return merge_orders(tokens, *halves, depth)
-
-
 def chunks_of(order: np.ndarray) -> Iterator[np.ndarray]:
     """An order in memory as a stream."""
     for place in range(0, len(order), CHUNK_PLACES):
@@ -128,8 +119,11 @@ def _moved(order, spans, new_starts):
 
 
 @njit(cache=True)
-def _compare(tokens, one, two, shared, depth):
-    """How many tokens two positions share, and whether `one` comes before; they are known to share `shared`."""
+def compare(tokens, one, two, shared, depth):
+    """How many tokens two positions share, and whether `one` comes before; they are known to share `shared`.
+
+    Compiled code only.
+    """
     for k in range(shared, depth):
         token = tokens[one + k]
         if token != tokens[two + k]:
@@ -149,7 +143,7 @@ def _num_before(tokens, order, begin, position, depth, step):
     low, high = begin, begin + step - 1
     shared_low = shared_high = 0
     while high < n:
-        shared, is_before = _compare(tokens, order[high], position, 0, depth)
+        shared, is_before = compare(tokens, order[high], position, 0, depth)
         if not is_before:
             shared_high = shared
             break
@@ -159,7 +153,7 @@ def _num_before(tokens, order, begin, position, depth, step):
     high = min(high, n)
     while low < high:
         middle = (low + high) >> 1
-        shared, is_before = _compare(tokens, order[middle], position, min(shared_low, shared_high), depth)
+        shared, is_before = compare(tokens, order[middle], position, min(shared_low, shared_high), depth)
         if is_before:
             shared_low, low = shared, middle + 1
         else:
@@ -192,7 +186,7 @@ def _find_places(tokens, order, begin, end, positions, depth, places):
             if shared < depth and next_tokens[k] != tokens[positions[k] + shared]:
                 is_before = next_tokens[k] < tokens[positions[k] + shared]
             else:
-                shared, is_before = _compare(tokens, others[k], positions[k], shared, depth)
+                shared, is_before = compare(tokens, others[k], positions[k], shared, depth)
             middle = (low[k] + high[k]) >> 1
             if is_before:
                 shared_low[k], low[k] = shared, middle + 1

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieval_pools.layout import TextSpans, count_first_tokens, find_known_texts, text_at, values_by_place
-from retrieval_pools.merge import _find_places, chunks_of, merge_many, merge_orders, move_order, sort_texts
+from retrieval_pools.merge import _find_places, chunks_of, merge_orders, move_order, sort_texts
+from retrieval_pools.merge_runs import RunChunk, merge_runs, shared_with_previous
 from retrieval_pools.suffix_order import SEPARATOR, sort_suffixes
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=14)
@@ -27,6 +28,23 @@ def cut(order, size):
     return [order[k : k + size] for k in range(0, len(order), size)]
 
 
+def cut_run(order, shared, size):
+    return map(RunChunk, cut(order, size), cut(shared, size))
+
+
+def shared_slowly(tokens, order, depth):
+    """Tokens from each position on, the separator that ends its text the last one, and how many those before share."""
+    suffixes = []
+    for position in order:
+        rest = tokens[position + 1 :].tolist()
+        suffixes.append([int(tokens[position]), *rest[: rest.index(SEPARATOR) + 1]][:depth])
+    shared = [0] if suffixes else []
+    for one, two in itertools.pairwise(suffixes):
+        same = list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))
+        shared.append(depth if one == two else len(same))
+    return shared
+
+
 @settings(max_examples=200, deadline=None)
 @given(texts=TEXTS, owner=st.lists(st.integers(0, 3), min_size=14, max_size=14), depth=DEPTHS, size=st.integers(1, 9),
        most=st.sampled_from([1, 5, 1 << 18]))  # fmt: skip
@@ -36,10 +54,12 @@ def test_orders_of_parts_merge_to_the_order_of_all(texts, owner, depth, size, mo
     owner = np.array(owner[: len(texts)], np.int64)
     parts = [sort_texts(tokens, starts, np.flatnonzero(owner == k), 3, depth) for k in range(4)]
     expected = sort_suffixes(tokens, 3, depth).order.tolist()
-    with patch("retrieval_pools.merge.CHUNK_PLACES", most):  # so long are the chunks that come out
-        merged = list(merge_many(tokens, [cut(part, size) for part in parts], depth))
-    assert whole(merged) == expected
-    assert all(len(chunk) <= max(most, size) for chunk in merged)
+    runs = [cut_run(part, shared_with_previous(tokens, part, depth), size) for part in parts]
+    with patch("retrieval_pools.merge_runs.CHUNK_PLACES", most):  # so long are the chunks that come out
+        merged = list(merge_runs(tokens, runs, depth))
+    assert whole(chunk.positions for chunk in merged) == expected
+    assert whole(chunk.shared for chunk in merged) == shared_slowly(tokens, expected, depth)
+    assert all(len(chunk.positions) <= max(most, size) for chunk in merged)
     both = merge_orders(tokens, chunks_of(parts[0]), chunks_of(parts[1]), depth)
     assert whole(both) == sort_texts(tokens, starts, np.flatnonzero(owner < 2), 3, depth).tolist()
 
