@@ -148,7 +148,8 @@ def _anchor_paths(data: dict[str, Any], folder: Path) -> None:
 def _explain(item: dict[str, Any]) -> str:
     location = ".".join(str(part) for part in item["loc"])
     if item["type"] != "extra_forbidden":
-        return f"{location}: {item['msg']} (found {item['input']!r})"
+        message = item["msg"].removeprefix("Value error, ")
+        return f"{location}: {message}" + ("" if isinstance(item["input"], dict) else f" (found {item['input']!r})")
     valid = _keys_at(item["loc"][:-1])
     near = difflib.get_close_matches(str(item["loc"][-1]), valid, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"

@@ -105,7 +105,7 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
     both = [one.joined(other) for one, other in zip(first, second, strict=True)]
     cells = _cells_of(both)
     return Calibration(
-        pool_escape=pool.settings.pool_escape,
+        pool_escape=pool.settings.pool_escape_per_token,
         num_texts=len(texts),
         num_tokens=sum(len(text.text_ids) for text in texts),
         num_nodes=sum(cell.num_tried for cell in cells if cell.seen_bin is None),
@@ -179,11 +179,11 @@ def _with_best_escape(pool: Pool, texts: Sequence[ReplayText], options: DraftOpt
 
     Texts that resemble each other, as one model's do, want a low one, texts of many hands a high one.
     """
-    if pool.settings.pool_escape is not None:
+    if pool.settings.pool_escape_per_token is not None:
         return pool
     full = replace(options, min_probability=0.0)
     texts = _of_bounded_length(texts, MAX_TOKENS // len(POOL_ESCAPES))
-    tried = [pool.with_settings(pool_escape=escape) for escape in POOL_ESCAPES]
+    tried = [pool.with_settings(pool_escape_per_token=escape) for escape in POOL_ESCAPES]
     return max(tried, key=lambda one: replay(one, texts, full).mean_accepted)  # of equals the lowest
 
 

@@ -171,7 +171,7 @@ class Pool:
         inside, outside, of_unknown = (1.0, 0.0, 0.0) if s.scope == "group" else (s.group_weight, 1.0, 1.0)
         weights = (inside, outside, of_unknown, s.num_samples, s.num_group_samples)
         limits = (s.max_match_tokens, s.max_local_tokens, s.num_context_lengths)
-        escapes = (s.pool_escape or self.fitted_escape, s.previous_escape, s.local_escape)
+        escapes = (s.pool_escape_per_token or self.fitted_escape, s.previous_escape, s.local_escape)
         tables = (self.acceptance_table, upper_bounds(self.acceptance_table), self.path_curves)
         return (*self.index, *weights, *limits, *escapes, s.alternative_weight, *tables)
 

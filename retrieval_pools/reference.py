@@ -255,7 +255,7 @@ def pool_levels(
 ) -> list[Level]:
     """The longest context that the pool can continue, then shorter ones seen twice as often as the last one taken."""
     drafted = supported_ngrams(texts, settings)
-    escape = settings.pool_escape or DEFAULT_POOL_ESCAPE
+    escape = settings.pool_escape_per_token or DEFAULT_POOL_ESCAPE
     of_length: dict[int, Level] = {}
     for length in range(1, settings.max_match_tokens + 1):
         places = _places(texts, settings, context, length, group)

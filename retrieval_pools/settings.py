@@ -54,15 +54,31 @@ class PoolSettings(BaseModel):
     num_context_lengths: int = Field(4, ge=1, le=MAX_CONTEXT_LENGTHS, description="Context lengths blended in a draft.")
     num_samples: int = Field(64, ge=1, description="Occurrences of a context counted; more are sampled evenly.")
     num_group_samples: int = Field(256, ge=1, description="Occurrences searched for the group; likewise.")
-    pool_escape: float | None = Field(
-        None, gt=0, description="Escape of the pool; null: the one that replays accept most with, 1 before any."
+    pool_escape_per_token: float | None = Field(
+        None,
+        gt=0,
+        description="Escape of the pool for each different next token of a context; null: the one that replays accept "
+        "most with, 1 before any.",
     )
-    local_escape: float = Field(2.2, gt=0, description="Escape of the prompt and of the output.")
-    previous_escape: float = Field(0.5, gt=0, description="Escape of the entity's own previous text.")
+    local_escape: float = Field(2.2, gt=0, description="Escape of the prompt and of the output; likewise.")
+    previous_escape: float = Field(0.5, gt=0, description="Escape of the entity's own previous text; likewise.")
     calibration_texts: int = Field(
         400, ge=0, description="Texts replayed at the build to learn how often drafts are accepted; 0: none."
     )
     max_local_tokens: int = Field(4096, ge=1, description="Tokens searched of each of the own texts.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _escape_is_of_each_token(cls, given: object) -> object:
+        if not isinstance(given, dict) or "pool_escape" not in given:
+            return given
+        if given["pool_escape"] is not None:
+            raise ValueError(
+                f"pool_escape ({given['pool_escape']}) was once the escape of a whole context and is now that of each "
+                "of its different next tokens, which is called pool_escape_per_token; leave both out, and replays "
+                "choose."
+            )
+        return {name: value for name, value in given.items() if name != "pool_escape"}  # null always let them choose
 
     @model_validator(mode="after")
     def _alternatives_of_anyone(self) -> "PoolSettings":

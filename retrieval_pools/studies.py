@@ -27,7 +27,7 @@ OPTION_VALUES: dict[str, tuple[float, ...]] = {  # of the pool; the configured v
     "min_support": (1, 2, 3, 5),
     "max_match_tokens": (4, 8, 16, MAX_MATCH_TOKENS),
     "num_context_lengths": (1, 2, 4, MAX_CONTEXT_LENGTHS),
-    "pool_escape": (0.25, 0.5, 1.0, 2.0, 4.0),
+    "pool_escape_per_token": (0.25, 0.5, 1.0, 2.0, 4.0),
 }
 SOURCES_STUDY = "sources"
 MIN_WITH_PREVIOUS = 10  # held-back texts with a previous one; of fewer nothing can be said

@@ -150,9 +150,25 @@ def test_settings_of_a_query_can_change_but_not_the_index(folder):
 
 
 def test_misspelled_and_impossible_settings_are_refused():
-    for wrong in ({"scop": "side"}, {"scope": "wall"}, {"group_weight": 0.5}, {"index_depth": 40}, {"pool_escape": 0}):
+    for wrong in (
+        {"scop": "side"},
+        {"scope": "wall"},
+        {"group_weight": 0.5},
+        {"index_depth": 40},
+        {"pool_escape_per_token": 0},
+    ):
         with pytest.raises(ValidationError):
             PoolSettings(**wrong)
+
+
+def test_pool_from_before_its_escape_was_renamed_opens_unless_it_names_one(folder):
+    settings = json.loads((folder / "manifest.json").read_text())["settings"]
+    del settings["pool_escape_per_token"]
+    change_manifest(folder, settings=settings | {"pool_escape": None})
+    assert Pool.open(folder, verify=True).settings == PoolSettings()
+    change_manifest(folder, settings=settings | {"pool_escape": 12.0})
+    with pytest.raises(PoolError, match=r"pool_escape \(12\.0\) was once .*pool_escape_per_token.*pools rebuild"):
+        Pool.open(folder)
 
 
 def test_pool_from_before_min_support_opens(folder):

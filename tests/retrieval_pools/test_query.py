@@ -65,7 +65,7 @@ def cases(draw):
         num_context_lengths=draw(st.integers(1, 5)),
         num_samples=10_000,
         num_group_samples=10_000,
-        pool_escape=draw(st.sampled_from([None, 0.5, 2.0, 20.0])),
+        pool_escape_per_token=draw(st.sampled_from([None, 0.5, 2.0, 20.0])),
     )
     call = {
         "max_nodes": draw(st.integers(0, 64)),
@@ -115,7 +115,7 @@ def test_query_drafts_what_the_reference_drafts(tmp_path_factory, case):
 def _is_tie(case, one, other):
     """Sources whose shares may be equal but for rounding."""
     return {one, other} <= {SOURCE_PREVIOUS, SOURCE_PROMPT, SOURCE_OUTPUT, SOURCE_POOL} and (
-        case[1].pool_escape or 1.0
+        case[1].pool_escape_per_token or 1.0
     ) <= 2.0
 
 

@@ -127,8 +127,8 @@ def test_a_grouping_that_helps_is_found_recommended_and_holds(dialects):
 
 
 def test_what_only_drafts_more_is_not_recommended_where_drafts_are_dear(dialects):
-    base = replace(BASE.with_pool(pool_escape=50.0), min_acceptance=0.1)
-    trials = [Trial("pool_escape", "bold", base.with_pool(pool_escape=0.01))]
+    base = replace(BASE.with_pool(pool_escape_per_token=50.0), min_acceptance=0.1)
+    trials = [Trial("pool_escape_per_token", "bold", base.with_pool(pool_escape_per_token=0.01))]
     free = recommend([dialects], [trials], base)
     dear = recommend([dialects], [trials], base, speed=lambda sums: sums.tokens_per_step / (1 + sums.mean_drafted))
     assert free.changes and free.drafted_ratio > 1
@@ -216,14 +216,20 @@ def test_budgets_and_fewer_sources_share_the_curves_and_what_estimates_otherwise
     base = calibrated.pool(BASE).acceptance_table
     for same in (replace(BASE, max_draft_tokens=16), replace(BASE, min_acceptance=0.2), replace(BASE, sources=())):
         np.testing.assert_array_equal(calibrated.pool(same).acceptance_table, base)
-    for other in (BASE.with_pool(pool_escape=50.0), replace(BASE, grouping="good"), replace(BASE, num_pool_texts=20)):
+    for other in (
+        BASE.with_pool(pool_escape_per_token=50.0),
+        replace(BASE, grouping="good"),
+        replace(BASE, num_pool_texts=20),
+    ):
         assert not np.array_equal(calibrated.pool(other).acceptance_table, base)
     with_output = calibrated.pool(replace(BASE, sources=("pool", "output"))).acceptance_table
     assert not np.array_equal(with_output[SOURCE_NAMES.index("output")], IDENTITY_TABLE[0])
 
 
 def test_one_more_replay_fits_as_the_whole_calibration_does(calibrated):
-    other = BASE.with_pool(pool_escape=calibrated.pool(BASE).fitted_escape)  # the same, but with curves of its own
+    other = BASE.with_pool(
+        pool_escape_per_token=calibrated.pool(BASE).fitted_escape
+    )  # the same, but with curves of its own
     assert not np.array_equal(calibrated.pool(other).acceptance_table, calibrated.pool(BASE).acceptance_table)
     bootstrap = Bootstrap(40, 0)
     gain = bootstrap.gain(calibrated.replay(other), calibrated.replay(BASE))
@@ -232,7 +238,7 @@ def test_one_more_replay_fits_as_the_whole_calibration_does(calibrated):
 
 def test_estimates_of_a_calibrated_simulation_hold(calibrated, dialects):
     options = DraftOptions(16, 0.001, use_prompt=False, use_output=False, use_previous=False)
-    timid = BASE.with_pool(pool_escape=50.0)  # believes others too little
+    timid = BASE.with_pool(pool_escape_per_token=50.0)  # believes others too little
 
     def error(simulated: Simulator) -> float:
         return reliability(simulated.pool(timid), calibrated.held_back, options).expected_calibration_error
