@@ -203,9 +203,11 @@ def calibration_line(side: str, manifest: PoolManifest) -> Text:
     if calibration is None:
         return Text(f"{side}: not calibrated: relative counts are taken for acceptance", style="dim")
     error, before = (one.expected_calibration_error for one in (calibration.reliability, calibration.uncalibrated))
+    by_chance = calibration.reliability.error_by_chance
+    of_few = "" if by_chance is None else f" ({by_chance:.3f} of right estimates, by chance)"
     return Text(
         f"{side}: calibrated on {calibration.num_texts:,} replayed texts ({calibration.num_tokens:,} tokens); expected "
-        f"calibration error {error:.3f} on texts not fitted to, {before:.3f} without calibration",
+        f"calibration error {error:.3f} on texts not fitted to{of_few}, {before:.3f} without calibration",
         style="dim",
     )
 

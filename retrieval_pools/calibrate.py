@@ -16,8 +16,6 @@ from retrieval_pools.calibration import (
     Calibration,
     CalibrationCell,
     PathCurve,
-    Reliability,
-    ReliabilityBin,
     paths_of,
     table_of,
 )
@@ -32,6 +30,7 @@ from retrieval_pools.calibration_table import (
 from retrieval_pools.curve_fit import IDENTITY, KnotCounts
 from retrieval_pools.drafting.state import MAX_NODES
 from retrieval_pools.pool import Pool
+from retrieval_pools.reliability import DIGITS, reliability
 from retrieval_pools.replay import DraftOptions, Nodes, ReplayText, replay, replay_nodes
 
 # Nodes that a coarser cell's curve counts for, at each knot of a finer one. Of 2, 8, 32, 128 and 512 this had the least
@@ -51,8 +50,6 @@ MAX_TOKENS = 50_000  # replayed, so that the time it takes does not grow with th
 POOL_ESCAPES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # tried where none is configured
 MIN_TEXTS = 50  # a pool of fewer texts is not calibrated
 TEXTS_PER_HELD_BACK = 5  # at most one text of so many is held back
-NUM_BINS = 20
-DIGITS = 5  # of what the manifest keeps
 
 
 def num_held_back(num_texts: int, num_wanted: int) -> int:
@@ -192,37 +189,6 @@ def _of_bounded_length(texts: Sequence[ReplayText], max_tokens: int = MAX_TOKENS
     num_tokens = sum(len(text.text_ids) for text in texts)
     num_kept = max(2, int(len(texts) * min(1.0, max_tokens / max(1, num_tokens))))
     return [texts[position] for position in spread_positions(len(texts), num_kept)]
-
-
-def reliability(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> Reliability:
-    """Estimated and realised acceptance of drafts along texts that neither the pool nor its curves have seen."""
-    nodes = replay_nodes(pool, texts, options)
-    bins = reliability_bins(np.exp(nodes.log_acceptance.astype(np.float64)), nodes.is_accepted)
-    error = sum(abs(one.mean_estimate - one.share_accepted) * one.num_nodes for one in bins) / max(1, len(nodes))
-    return Reliability(
-        num_texts=len(texts),
-        num_nodes=len(nodes),
-        max_nodes=options.max_nodes,
-        min_probability=options.min_probability,
-        expected_calibration_error=round(error, DIGITS),
-        bins=bins,
-    )
-
-
-def reliability_bins(estimates: np.ndarray, is_accepted: np.ndarray) -> tuple[ReliabilityBin, ...]:
-    """Estimates in bins of equal width over [0, 1], float64[n], with what became of them, bool[n]."""
-    bin_of = np.minimum((estimates * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-    counts = np.bincount(bin_of, minlength=NUM_BINS)
-    sums = np.bincount(bin_of, estimates, NUM_BINS)
-    accepted = np.bincount(bin_of, is_accepted, NUM_BINS)
-    return tuple(
-        ReliabilityBin(
-            mean_estimate=round(float(sums[k] / counts[k]), DIGITS),
-            share_accepted=round(float(accepted[k] / counts[k]), DIGITS),
-            num_nodes=int(counts[k]),
-        )
-        for k in np.flatnonzero(counts)
-    )
 
 
 def fit_cells(

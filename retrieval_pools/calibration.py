@@ -81,6 +81,8 @@ class Reliability(BaseModel):
     max_nodes, min_probability : how they were drafted.
     expected_calibration_error : mean over drafted tokens of the distance, within their bin, from the mean estimate of
         the whole path's acceptance to the share of paths accepted (Guo et al. 2017, Eq. 3; 20 bins of equal width).
+    error_by_chance : what that error would be on average were estimates right, with so few texts, each of whose tokens
+        stand and fall together; None where it is not known.
     bins : those that hold a node, by rising estimate.
     """
 
@@ -91,6 +93,7 @@ class Reliability(BaseModel):
     max_nodes: int
     min_probability: float
     expected_calibration_error: float = Field(ge=0)
+    error_by_chance: float | None = Field(None, ge=0)
     bins: tuple[ReliabilityBin, ...]
 
 

@@ -79,15 +79,17 @@ def _table(known: Sequence[tuple[str, Mapping]]) -> Table:
                 count(checked.get("num_nodes")),
                 decimal(before.get("expected_calibration_error"), 3),
                 decimal(checked.get("expected_calibration_error"), 3),
+                decimal(checked.get("error_by_chance"), 3),
                 seconds(calibration.get("calibration_s")),
             ]
         )
     return Table(
         "Calibration of the pools built tonight",
-        ["Side", "Texts replayed", "Tokens checked", "Error before", "Error", "Time"],
+        ["Side", "Texts replayed", "Tokens checked", "Error before", "Error", "By chance", "Time"],
         rows,
         caption="Error: expected calibration error, the mean distance between estimated and realised acceptance. One "
-        "half of the texts is fitted to, the other checked.",
+        "half of the texts is fitted to, the other checked. By chance: what that would be on average if estimates were "
+        "right, with so few texts.",
         wide=False,
     )
 

@@ -41,6 +41,7 @@ def test_both_sides_share_a_diagram_with_their_errors_beside_it():
     assert [row[0] for row in table.rows] == ["Users", "Items"]
     for row, side in zip(table.rows, ("user", "item"), strict=True):
         assert row[4] == f"{built[side]['calibration']['reliability']['expected_calibration_error']:.3f}"
+        assert row[5] == "0.011"
 
 
 def test_pools_that_are_not_calibrated_say_so():

@@ -15,13 +15,10 @@ from pipeline.decoding.loading import SAMPLE_MODEL
 from retrieval_pools.build import PoolText, build_pool
 from retrieval_pools.calibrate import (
     MIN_TEXTS,
-    NUM_BINS,
     calibrate,
     fit_cells,
     fit_path,
     num_held_back,
-    reliability,
-    reliability_bins,
     spread_positions,
 )
 from retrieval_pools.calibration import Calibration, paths_of, table_of
@@ -34,6 +31,7 @@ from retrieval_pools.calibration_table import (
     conditional_acceptance,
     path_acceptance,
 )
+from retrieval_pools.reliability import NUM_BINS, reliability, reliability_bins
 from retrieval_pools.replay import DraftOptions, Nodes, ReplayText, pool_steps, replay
 from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
@@ -252,6 +250,7 @@ def test_a_calibration_says_what_it_was_made_of(documents, calibration):
     assert calibration.num_tokens == sum(len(document.text_ids) for document in documents[:200])
     assert calibration.reliability.num_texts == calibration.uncalibrated.num_texts == 100
     assert sum(one.num_nodes for one in calibration.reliability.bins) == calibration.reliability.num_nodes
+    assert 0 < calibration.reliability.error_by_chance < 0.03
     assert calibration.table.shape == TABLE_SHAPE and calibration.table.dtype == np.float32
 
 

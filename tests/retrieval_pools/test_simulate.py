@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from retrieval_pools.calibrate import calibrate, reliability
+from retrieval_pools.calibrate import calibrate
 from retrieval_pools.calibration_table import IDENTITY_TABLE
 from retrieval_pools.estimates import Bootstrap
 from retrieval_pools.pool import DEFAULT_POOL_ESCAPE
 from retrieval_pools.recommendation import recommend
+from retrieval_pools.reliability import reliability
 from retrieval_pools.replay import DraftOptions, ReplayText
 from retrieval_pools.settings import PoolSettings
 from retrieval_pools.simulate import CalibrationTexts, DraftSetting, Grouping, PoolCorpus, Simulator
