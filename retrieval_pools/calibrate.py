@@ -49,6 +49,7 @@ BEYOND_WEIGHT = 0.1
 MAX_TOKENS = 50_000  # replayed, so that the time it takes does not grow with the pool
 POOL_ESCAPES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # tried where none is configured
 MIN_TEXTS = 50  # a pool of fewer texts is not calibrated
+MIN_CHECKED = 100  # texts of the second half, below which the first half is checked too
 TEXTS_PER_HELD_BACK = 5  # at most one text of so many is held back
 
 
@@ -75,8 +76,9 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
     Parameters
     ----------
     pool : what is drafted from; it must not hold the texts. Curves that it has already are not used.
-    texts : at least two. Curves fitted to the first, third, ... are checked on the others; what is kept is fitted to
-        all. Of long texts some are left out: about MAX_TOKENS are replayed.
+    texts : at least two. Curves fitted to the first, third, ... are checked on the others, and of few texts those
+        fitted to the others on the first, third, ...; what is kept is fitted to all. Of long texts some are left out:
+        about MAX_TOKENS are replayed.
     options : how the run drafts. The fit looks at larger trees, of less likely paths too, at the positions where such
         a run drafts: behind a tree that was too small a text is easier to foresee than behind a wrong token.
 
@@ -89,27 +91,24 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
         raise ValueError(f"{len(texts)} texts to calibrate with; one half is fitted to and the other checked: give two")
     options = DraftOptions() if options is None else options
     texts = _of_bounded_length(texts)
+    uncalibrated = pool.with_calibration(None)
     fitted, checked = texts[0::2], texts[1::2]
-    pool = _with_best_escape(pool.with_calibration(None), fitted, options)
-    roughly, rounds = pool, []
-    for _ in range(NUM_ROUNDS):
-        rounds.append(replay_nodes(roughly, fitted, _widest(options), options))
-        roughly = pool.with_acceptance_table(table_of(fit_cells(Nodes.joined(rounds))))
-    first = _folds(roughly, fitted, options)  # the trees that a calibrated pool drafts
-    half_fitted = pool.with_acceptance_table(table_of(_cells_of(first)))
-    second = _folds(half_fitted, checked, options)
-    half_fitted = half_fitted.with_path_curves(paths_of(_paths_of(pool, first, options)))
-    both = [one.joined(other) for one, other in zip(first, second, strict=True)]
+    one = _fit(uncalibrated, fitted, options)
+    checks = [(one, checked)]
+    if len(checked) < MIN_CHECKED:
+        checks.append((_fit(uncalibrated, checked, options), fitted))
+    second = _folds(one.with_cells, checked, options)
+    both = [fold.joined(other) for fold, other in zip(one.folds, second, strict=True)]
     cells = _cells_of(both)
     return Calibration(
-        pool_escape=pool.settings.pool_escape_per_token,
+        pool_escape=one.plain.settings.pool_escape_per_token,
         num_texts=len(texts),
         num_tokens=sum(len(text.text_ids) for text in texts),
         num_nodes=sum(cell.num_tried for cell in cells if cell.seen_bin is None),
         cells=cells,
-        paths=_paths_of(pool, both, options),
-        reliability=reliability(half_fitted, checked, options),
-        uncalibrated=reliability(pool, checked, options),
+        paths=_paths_of(one.plain, both, options),
+        reliability=reliability([(fit.calibrated, others) for fit, others in checks], options),
+        uncalibrated=reliability([(fit.plain, others) for fit, others in checks], options),
     )
 
 
@@ -122,6 +121,28 @@ class _Fold:
 
     def joined(self, other: "_Fold") -> "_Fold":
         return _Fold([*self.texts, *other.texts], Nodes.joined([self.nodes, other.nodes]))
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A pool with the escape that suits some texts; with cells fitted to what was drafted along them; with all."""
+
+    plain: Pool
+    folds: list[_Fold]
+    with_cells: Pool
+    calibrated: Pool
+
+
+def _fit(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> _Fit:
+    plain = _with_best_escape(pool, texts, options)
+    roughly, rounds = plain, []
+    for _ in range(NUM_ROUNDS):
+        rounds.append(replay_nodes(roughly, texts, _widest(options), options))
+        roughly = plain.with_acceptance_table(table_of(fit_cells(Nodes.joined(rounds))))
+    folds = _folds(roughly, texts, options)  # the trees that a calibrated pool drafts
+    with_cells = plain.with_acceptance_table(table_of(_cells_of(folds)))
+    calibrated = with_cells.with_path_curves(paths_of(_paths_of(plain, folds, options)))
+    return _Fit(plain, folds, with_cells, calibrated)
 
 
 def _widest(options: DraftOptions) -> DraftOptions:

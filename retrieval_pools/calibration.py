@@ -110,7 +110,7 @@ class Calibration(BaseModel):
         whose parent was accepted.
     cells : from coarse to fine; a source that drafted nothing has none and is not calibrated.
     paths : of sequences without an earlier text, and with one; products are believed where there is none.
-    reliability : of curves that are fitted to one half of the texts, on the other half.
+    reliability : of curves that are fitted to one half of the texts, on the other half; of few texts both ways.
     uncalibrated : the same without curves.
     budgets : what each draft budget gained; None in a calibration that has none.
     """

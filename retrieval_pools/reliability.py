@@ -15,15 +15,21 @@ NUM_BINS = 20
 DIGITS = 5  # of what the manifest keeps
 
 
-def reliability(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> Reliability:
-    """Estimated and realised acceptance of drafts along texts that neither the pool nor its curves have seen."""
-    of_texts = [replay_nodes(pool, [text], options) for text in texts]
+def reliability(checks: Sequence[tuple[Pool, Sequence[ReplayText]]], options: DraftOptions) -> Reliability:
+    """Estimated and realised acceptance of drafts.
+
+    Parameters
+    ----------
+    checks : pools, and texts that neither each nor its curves have seen; one text at least.
+    options : how they are drafted.
+    """
+    of_texts = [replay_nodes(pool, [text], options) for pool, texts in checks for text in texts]
     nodes = Nodes.joined(of_texts)
     bins = reliability_bins(_estimates(nodes), nodes.is_accepted)
     error = sum(abs(one.mean_estimate - one.share_accepted) * one.num_nodes for one in bins) / max(1, len(nodes))
     by_chance = error_by_chance([_estimates(of_text) for of_text in of_texts], [one.is_accepted for one in of_texts])
     return Reliability(
-        num_texts=len(texts),
+        num_texts=len(of_texts),
         num_nodes=len(nodes),
         max_nodes=options.max_nodes,
         min_probability=options.min_probability,

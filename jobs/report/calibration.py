@@ -88,8 +88,8 @@ def _table(known: Sequence[tuple[str, Mapping]]) -> Table:
         ["Side", "Texts replayed", "Tokens checked", "Error before", "Error", "By chance", "Time"],
         rows,
         caption="Error: expected calibration error, the mean distance between estimated and realised acceptance. One "
-        "half of the texts is fitted to, the other checked. By chance: what that would be on average if estimates were "
-        "right, with so few texts.",
+        "half of the texts is fitted to, the other checked; few are checked both ways. By chance: what that would be "
+        "on average if estimates were right, with so few texts.",
         wide=False,
     )
 

@@ -222,12 +222,23 @@ def calibration(pool, documents) -> Calibration:
 def test_estimates_hold_on_texts_that_nothing_was_fitted_to(pool, documents, calibration):
     other = documents[200:400]
     for options in (DraftOptions(), DraftOptions(32, 0.01), DraftOptions(64, 0.0)):
-        plain = reliability(pool, other, options)
-        calibrated = reliability(pool.with_calibration(calibration), other, options)
+        plain = reliability([(pool, other)], options)
+        calibrated = reliability([(pool.with_calibration(calibration), other)], options)
         assert calibrated.expected_calibration_error < 0.03
         assert calibrated.expected_calibration_error < plain.expected_calibration_error
     assert calibration.reliability.expected_calibration_error < 0.03
     assert calibration.uncalibrated.expected_calibration_error > calibration.reliability.expected_calibration_error
+
+
+def test_few_texts_are_all_checked_by_what_is_fitted_to_the_others(pool, documents):
+    few = documents[:60]
+    halves = [calibrate(pool, part) for part in (few[0::2], few[1::2])]
+    calibration = calibrate(pool, few)
+    checked = calibration.reliability
+    assert checked.num_texts == calibration.uncalibrated.num_texts == len(few)
+    assert checked.num_nodes > 1.5 * halves[0].reliability.num_nodes
+    assert checked.expected_calibration_error < calibration.uncalibrated.expected_calibration_error
+    assert checked.error_by_chance < halves[0].reliability.error_by_chance
 
 
 def test_trees_in_calibrated_order_are_accepted_further(pool, documents, calibration):
@@ -293,4 +304,4 @@ def test_estimates_hold_on_texts_of_large_models(name, shared_data, tmp_path):
     fitted, other = documents[: size // 6], documents[size // 6 : size // 3]
     calibrated = pool.with_calibration(calibrate(pool, fitted))
     for options in (DraftOptions(), DraftOptions(64, 0.0)):
-        assert reliability(calibrated, other, options).expected_calibration_error < 0.03
+        assert reliability([(calibrated, other)], options).expected_calibration_error < 0.03

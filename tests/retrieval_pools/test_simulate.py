@@ -242,7 +242,7 @@ def test_estimates_of_a_calibrated_simulation_hold(calibrated, dialects):
     timid = BASE.with_pool(pool_escape_per_token=50.0)  # believes others too little
 
     def error(simulated: Simulator) -> float:
-        return reliability(simulated.pool(timid), calibrated.held_back, options).expected_calibration_error
+        return reliability([(simulated.pool(timid), calibrated.held_back)], options).expected_calibration_error
 
     assert error(calibrated) < error(dialects)
 
