@@ -20,8 +20,8 @@ _GROUP_MEMORY = Path("/sys/fs/cgroup")
 def make_resident(arrays: Iterable[np.ndarray]) -> bool:
     """Have the pages of mapped arrays read and mapped, in large pages where the file system has them.
 
-    Nothing happens where they are more than MOST_OF_AVAILABLE of the memory that is to be had, or the system knows no
-    such request. It is advice: arrays hold the same either way.
+    Nothing happens where they are more than MOST_OF_AVAILABLE of the memory that is to be had. Arrays hold the same
+    either way.
 
     Parameters
     ----------
@@ -30,13 +30,16 @@ def make_resident(arrays: Iterable[np.ndarray]) -> bool:
     Returns
     -------
     bool
-        Whether all the pages are there now.
+        Whether the pages are there now.
     """
     mapped = [found for array in arrays if (found := _mapped_file(array)) is not None]
     available = available_bytes()
     if available is None or sum(map(len, mapped)) > MOST_OF_AVAILABLE * available:
         return False
-    return all([_populate(file) for file in mapped])
+    for file in mapped:
+        _ask_for(file)
+        _touch(file)
+    return True
 
 
 def available_bytes(memory_info: Path = _MEMORY_INFO, group: Path = _GROUP_MEMORY) -> int | None:
@@ -69,12 +72,15 @@ def _mapped_file(array: np.ndarray) -> mmap.mmap | None:
     return owner if isinstance(owner, mmap.mmap) else None
 
 
-def _populate(file: mmap.mmap) -> bool:
+def _ask_for(file: mmap.mmap) -> None:
     _advise(file, "MADV_HUGEPAGE")
-    if _advise(file, _POPULATE_READ):
-        return True
-    _advise(file, "MADV_WILLNEED")  # older kernels read ahead, but map nothing
-    return False
+    if not _advise(file, _POPULATE_READ):
+        _advise(file, "MADV_WILLNEED")  # older kernels read ahead, but map nothing
+
+
+def _touch(file: mmap.mmap) -> None:
+    """Read a byte of each page: in a virtual machine the host maps what the disk wrote when it is first read."""
+    np.frombuffer(file, np.uint8)[:: mmap.PAGESIZE].max()
 
 
 def _advise(file: mmap.mmap, advice: int | str) -> bool:
