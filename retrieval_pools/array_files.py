@@ -3,6 +3,7 @@
 Owns nothing but the files: knows neither pools nor what the arrays mean.
 """
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -10,6 +11,7 @@ from types import TracebackType
 import numpy as np
 
 CHUNK_VALUES = 1 << 18
+BLOCK_BYTES = 2 << 20  # written at once, each at a multiple of it: so Linux keeps a file in large pages, if it can
 _format = np.lib.format
 
 
@@ -22,24 +24,42 @@ class ArrayWriter:
     def __init__(self, path: Path, dtype: np.dtype | str) -> None:
         self.path, self.dtype, self.length = path, np.dtype(dtype), 0
         self._file = open(path, "wb")  # noqa: SIM115
-        self._write_header()
+        self._pending = bytearray(self._header())
+        self._num_bytes = len(self._pending)
 
     def write(self, values: np.ndarray) -> None:
         """Append values, which are cast to the array's dtype. Raises OSError when the disk is full."""
-        self._file.write(memoryview(np.ascontiguousarray(values, self.dtype)).cast("B"))
+        data = memoryview(np.ascontiguousarray(values, self.dtype)).cast("B")
+        room = BLOCK_BYTES - self._num_bytes % BLOCK_BYTES
+        if len(data) < room:
+            self._pending += data
+        else:
+            end = room + (len(data) - room) // BLOCK_BYTES * BLOCK_BYTES
+            self._pending += data[:room]
+            self._write_pending()
+            self._file.write(data[room:end])
+            self._pending += data[end:]
+        self._num_bytes += len(data)
         self.length += len(values)
 
     def flush(self) -> None:
         """Make what was written visible in the file, whose header then tells its length so far."""
+        self._write_pending()
         self._file.seek(0)
-        self._write_header()
+        self._file.write(self._header())
         self._file.seek(0, 2)
         self._file.flush()
 
-    def _write_header(self) -> None:
+    def _write_pending(self) -> None:
+        self._file.write(self._pending)
+        self._pending.clear()
+
+    def _header(self) -> bytes:
         # numpy pads headers so that another length fits in the same place
         header = {"descr": _format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (self.length,)}
-        _format.write_array_header_1_0(self._file, header)
+        written = io.BytesIO()
+        _format.write_array_header_1_0(written, header)
+        return written.getvalue()
 
     def __enter__(self) -> "ArrayWriter":
         return self
