@@ -11,6 +11,7 @@ import numpy as np
 from pool_scale_texts import TextFile
 
 from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.merge_runs import RunChunk, merge_runs, shared_with_previous
 from retrieval_pools.pool import Pool
 from retrieval_pools.replay import DraftOptions, ReplayText, pool_steps
 from retrieval_pools.settings import PoolBuildSettings
@@ -49,6 +50,9 @@ def warm_up(options: dict) -> None:
         pool = build_pool(rows, Path(folder, "one"), **options)
         today = [PoolText(texts[0][1:]), *rows[::2], PoolText(texts[1][1:]), rows[-1]]
         build_pool(today, Path(folder, "two"), previous=pool, **options)
+    orders = [np.array([place], np.int32) for place in (0, 1)]
+    runs = [[RunChunk(order, shared_with_previous(pool.index.tokens, order, pool.index.depth))] for order in orders]
+    list(merge_runs(pool.index.tokens, list(map(iter, runs)), pool.index.depth))
 
 
 def measure_drafts(pool: str, texts: str, cold: bool, resident: bool) -> dict:

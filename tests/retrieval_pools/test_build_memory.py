@@ -12,6 +12,7 @@ BUILDER = """
 import sys, tempfile
 from pathlib import Path
 import numpy as np
+import retrieval_pools.build as builds
 from retrieval_pools.build import PoolText, build_pool
 from retrieval_pools.settings import PoolBuildSettings
 
@@ -34,6 +35,9 @@ with tempfile.TemporaryDirectory() as folder:  # compiles
     options = {"side": "item", "tokenizer_hash": "t", "model_id": "m"}
     pool = build_pool(texts(100), Path(folder, "p"), **options)
     build_pool(list(texts(110))[::2], Path(folder, "q"), previous=pool, **options)
+    usual, builds.SORT_BYTES_PER_POSITION = builds.SORT_BYTES_PER_POSITION, 1 << 20  # a run for each text
+    build_pool(texts(9), Path(folder, "r"), building=PoolBuildSettings(memory_mb=16), **options)
+    builds.SORT_BYTES_PER_POSITION = usual
 print("ready", flush=True)
 input()
 print(build(60_000, int(sys.argv[1]) if sys.argv[1] != "None" else None), flush=True)
