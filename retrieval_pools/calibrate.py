@@ -2,9 +2,9 @@
 
 For each source, number of times that the context was seen, match length and depth the fit is a nondecreasing, piecewise
 linear curve of the relative count. Cells with little data lean on coarser ones: on those without depth, these on those
-without match length, these on the source, and the source on the count itself. What is left over along whole paths a
-last curve takes away, which is fitted to texts that the others were not. Knows neither tables nor runs; the caller
-holds the texts back.
+without match length, these on the source, and the source on the count itself. Each kind of token, which the cells do
+not know, has a curve over what they say. What is left over along whole paths a last curve takes away, which is fitted
+to texts that the others were not. Knows neither tables nor runs; the caller holds the texts back.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,11 @@ import numpy as np
 from retrieval_pools.calibration import (
     Calibration,
     CalibrationCell,
+    KindCurve,
     PathCurve,
     Reliability,
     ReliabilityBin,
+    kinds_of,
     paths_of,
     table_of,
 )
@@ -26,6 +28,8 @@ from retrieval_pools.calibration_table import (
     LARGEST_BINNED,
     LARGEST_SEEN,
     LENGTH_BINS,
+    NUM_KINDS,
+    NUM_KNOTS,
     SEEN_BINS,
     TABLE_SHAPE,
 )
@@ -97,19 +101,20 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
     roughly, rounds = pool, []
     for _ in range(NUM_ROUNDS):
         rounds.append(replay_nodes(roughly, fitted, _widest(options), options))
-        roughly = pool.with_acceptance_table(table_of(fit_cells(Nodes.joined(rounds))))
+        roughly = _fitted(pool, Nodes.joined(rounds))
     first = _folds(roughly, fitted, options)  # the trees that a calibrated pool drafts
-    half_fitted = pool.with_acceptance_table(table_of(_cells_of(first)))
+    half_fitted = _fitted(pool, _nodes_of(first))
     second = _folds(half_fitted, checked, options)
     half_fitted = half_fitted.with_path_curves(paths_of(_paths_of(pool, first, options)))
     both = [one.joined(other) for one, other in zip(first, second, strict=True)]
-    cells = _cells_of(both)
+    cells = fit_cells(_nodes_of(both))
     return Calibration(
         pool_escape=pool.settings.pool_escape,
         num_texts=len(texts),
         num_tokens=sum(len(text.text_ids) for text in texts),
         num_nodes=sum(cell.num_tried for cell in cells if cell.seen_bin is None),
         cells=cells,
+        kinds=fit_kinds(_nodes_of(both), table_of(cells)),
         paths=_paths_of(pool, both, options),
         reliability=reliability(half_fitted, checked, options),
         uncalibrated=reliability(pool, checked, options),
@@ -136,8 +141,13 @@ def _folds(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> li
     return [_Fold(part, replay_nodes(pool, part, _widest(options), options)) for part in parts]
 
 
-def _cells_of(folds: Sequence[_Fold]) -> tuple[CalibrationCell, ...]:
-    return fit_cells(Nodes.joined([fold.nodes for fold in folds]))
+def _nodes_of(folds: Sequence[_Fold]) -> Nodes:
+    return Nodes.joined([fold.nodes for fold in folds])
+
+
+def _fitted(pool: Pool, nodes: Nodes) -> Pool:
+    table = table_of(fit_cells(nodes))
+    return pool.with_acceptance_table(table).with_kind_curves(kinds_of(fit_kinds(nodes, table)))
 
 
 def _paths_of(pool: Pool, folds: Sequence[_Fold], options: DraftOptions) -> tuple[PathCurve, ...]:
@@ -146,7 +156,7 @@ def _paths_of(pool: Pool, folds: Sequence[_Fold], options: DraftOptions) -> tupl
     found: dict[bool, list[Nodes]] = {False: [], True: []}
     for fold in folds:
         others = [one for one in folds if one is not fold]
-        crossed = pool.with_acceptance_table(table_of(_cells_of(others)))
+        crossed = _fitted(pool, _nodes_of(others))
         for with_previous in found:
             texts = [text for text in fold.texts if _has_previous(text, options) == with_previous]
             found[with_previous].append(replay_nodes(crossed, texts, full, options))
@@ -244,16 +254,49 @@ def fit_cells(
     return tuple(cells)
 
 
-def _counts(nodes: Nodes, beyond_weight: float) -> KnotCounts:
+def fit_kinds(
+    nodes: Nodes, table: np.ndarray, prior_nodes: float = PRIOR_NODES, beyond_weight: float = BEYOND_WEIGHT
+) -> tuple[KindCurve, ...]:
+    """A curve for each kind of token over what a table says of the nodes; parameters as of `fit_cells`."""
+    nodes = nodes.where(nodes.is_parent_accepted)
+    curve = table.reshape(-1, NUM_KNOTS)[_cell_of(nodes)].astype(np.float64)
+    estimates = _on_curves(curve, nodes.relative_count.astype(np.float64))
+    counts_for = np.where(nodes.is_verified, 1.0, beyond_weight)
+    counts = KnotCounts.of(estimates, nodes.is_accepted, counts_for, nodes.token_kind.astype(np.int64), (NUM_KINDS,))
+    curves = counts.curves(IDENTITY, prior_nodes)
+    return tuple(
+        KindCurve(
+            kind=kind,
+            num_tried=int(counts.num_tried[kind]),
+            num_accepted=int(counts.num_accepted[kind]),
+            values=tuple(np.round(curves[kind], DIGITS).tolist()),
+        )
+        for kind in np.flatnonzero(counts.num_tried).tolist()
+    )
+
+
+def _on_curves(curves: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """float64[n]: each of float64[n, num knots] at its own x, as `calibration_table` reads one."""
+    rows = np.arange(len(x))
+    below = np.clip(np.searchsorted(IDENTITY, x, side="right") - 1, 0, NUM_KNOTS - 2)
+    part = np.minimum((x - IDENTITY[below]) / (IDENTITY[below + 1] - IDENTITY[below]), 1.0)
+    between = curves[rows, below] + part * (curves[rows, below + 1] - curves[rows, below])
+    return np.where(x < IDENTITY[0], curves[:, 0] * (x / IDENTITY[0]), between)
+
+
+def _cell_of(nodes: Nodes) -> np.ndarray:
     bins = (
         SEEN_BINS[np.minimum(nodes.num_seen, LARGEST_SEEN)],
         LENGTH_BINS[np.minimum(nodes.match_length, LARGEST_BINNED)],
         DEPTH_BINS[np.minimum(nodes.depth, LARGEST_BINNED)],
     )
-    cell = np.ravel_multi_index((nodes.source, *bins), TABLE_SHAPE[:-1])
+    return np.ravel_multi_index((nodes.source, *bins), TABLE_SHAPE[:-1])
+
+
+def _counts(nodes: Nodes, beyond_weight: float) -> KnotCounts:
     counts_for = np.where(nodes.is_verified, 1.0, beyond_weight)
     estimates = nodes.relative_count.astype(np.float64)
-    return KnotCounts.of(estimates, nodes.is_accepted, counts_for, cell, TABLE_SHAPE[:-1])
+    return KnotCounts.of(estimates, nodes.is_accepted, counts_for, _cell_of(nodes), TABLE_SHAPE[:-1])
 
 
 def _cells(counts: KnotCounts, curves: np.ndarray, prior_nodes: float) -> list[CalibrationCell]:
