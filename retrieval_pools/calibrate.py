@@ -3,8 +3,9 @@
 For each source, number of times that the context was seen, match length and depth the fit is a nondecreasing, piecewise
 linear curve of the relative count. Cells with little data lean on coarser ones: on those without depth, these on those
 without match length, these on the source, and the source on the count itself. Each kind of token, which the cells do
-not know, has a curve over what they say. What is left over along whole paths a last curve takes away, which is fitted
-to texts that the others were not. Knows neither tables nor runs; the caller holds the texts back.
+not know, has a curve over what they say, for each source, leaning on one for all. What is left over along whole paths
+a last curve takes away, which is fitted to texts that the others were not. Knows neither tables nor runs; the caller
+holds the texts back.
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from retrieval_pools.calibration import (
 )
 from retrieval_pools.calibration_table import (
     DEPTH_BINS,
+    KINDS_SHAPE,
     LARGEST_BINNED,
     LARGEST_SEEN,
     LENGTH_BINS,
@@ -257,21 +259,26 @@ def fit_cells(
 def fit_kinds(
     nodes: Nodes, table: np.ndarray, prior_nodes: float = PRIOR_NODES, beyond_weight: float = BEYOND_WEIGHT
 ) -> tuple[KindCurve, ...]:
-    """A curve for each kind of token over what a table says of the nodes; parameters as of `fit_cells`."""
+    """A curve for each source and kind of token over what a table says of the nodes; parameters as of `fit_cells`.
+
+    That of a source leans on that of all.
+    """
     nodes = nodes.where(nodes.is_parent_accepted)
     curve = table.reshape(-1, NUM_KNOTS)[_cell_of(nodes)].astype(np.float64)
     estimates = _on_curves(curve, nodes.relative_count.astype(np.float64))
     counts_for = np.where(nodes.is_verified, 1.0, beyond_weight)
-    counts = KnotCounts.of(estimates, nodes.is_accepted, counts_for, nodes.token_kind.astype(np.int64), (NUM_KINDS,))
-    curves = counts.curves(IDENTITY, prior_nodes)
+    cell = nodes.source.astype(np.int64) * NUM_KINDS + nodes.token_kind
+    counts = KnotCounts.of(estimates, nodes.is_accepted, counts_for, cell, KINDS_SHAPE[:-1])
+    curves = counts.curves(counts.summed((0,)).curves(IDENTITY, prior_nodes), prior_nodes)
     return tuple(
         KindCurve(
+            source=source,
             kind=kind,
-            num_tried=int(counts.num_tried[kind]),
-            num_accepted=int(counts.num_accepted[kind]),
-            values=tuple(np.round(curves[kind], DIGITS).tolist()),
+            num_tried=int(counts.num_tried[source, kind]),
+            num_accepted=int(counts.num_accepted[source, kind]),
+            values=tuple(np.round(curves[source, kind], DIGITS).tolist()),
         )
-        for kind in np.flatnonzero(counts.num_tried).tolist()
+        for source, kind in np.argwhere(counts.num_tried).tolist()
     )
 
 

@@ -51,13 +51,15 @@ class KindCurve(BaseModel):
 
     Attributes
     ----------
+    source : a code of `sources`.
     kind : see `calibration_table.token_kind`.
-    num_tried, num_accepted : replayed nodes of the kind whose parent was accepted, and those accepted too.
+    num_tried, num_accepted : replayed nodes of source and kind whose parent was accepted, and those accepted too.
     values : acceptance at each of COUNT_KNOTS, nondecreasing.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    source: int = Field(ge=0, lt=NUM_SOURCES)
     kind: int = Field(ge=0, lt=NUM_KINDS)
     num_tried: int = Field(ge=0)
     num_accepted: int = Field(ge=0)
@@ -175,7 +177,7 @@ def kinds_of(kinds: tuple[KindCurve, ...]) -> np.ndarray:
     """The row of each curve, and the identity where there is none."""
     curves = identity_kinds()
     for one in kinds:
-        curves[one.kind] = one.values
+        curves[one.source, one.kind] = one.values
     return curves
 
 

@@ -1,7 +1,7 @@
 """What turns a draft node's features into the probability that it is accepted, and how that is read.
 
-A table says how often a node is accepted when its parent is, knowing nothing of its token; a curve for each kind of
-token says what that is worth for it; and the product along a path is taken for what a last curve says of it.
+A table says how often a node is accepted when its parent is, knowing nothing of its token; a curve for each source and
+kind of token says what that is worth for it; and the product along a path is taken for what a last curve says of it.
 `drafting/estimate.py` reads all in compiled code, `reference.py` by the functions below. Knows neither how they are
 fitted nor where they are kept.
 """
@@ -25,7 +25,7 @@ FREQUENCY_EXPONENTS = (-15, -13, -11, -9, -7)
 NUM_FREQUENCIES = len(FREQUENCY_EXPONENTS) + 1
 IN_PROMPT, IN_OUTPUT = 1, 2  # bits
 NUM_KINDS = (IN_PROMPT + IN_OUTPUT + 1) * NUM_FREQUENCIES
-KINDS_SHAPE = (NUM_KINDS, NUM_KNOTS)
+KINDS_SHAPE = (NUM_SOURCES, NUM_KINDS, NUM_KNOTS)
 PATHS_SHAPE = (2, NUM_KNOTS)  # of a sequence without an earlier text, and with one
 LARGEST_BINNED, LARGEST_SEEN = 64, SEEN_EDGES[-1]
 
@@ -90,7 +90,7 @@ IDENTITY_TABLE.flags.writeable = IDENTITY_PATHS.flags.writeable = IDENTITY_KINDS
 def upper_bounds(table: np.ndarray, kind_curves: np.ndarray) -> np.ndarray:
     """float32[num knots]: what no cell and kind give more than to relative counts up to each knot."""
     highest = np.maximum.accumulate(table.reshape(-1, NUM_KNOTS).max(axis=0))
-    most = kind_curves.max(axis=0)
+    most = kind_curves.reshape(-1, NUM_KNOTS).max(axis=0)
     return np.array([np.nextafter(np.float32(kind_acceptance(most, one)), np.float32(2)) for one in highest])
 
 
@@ -102,7 +102,7 @@ def conditional_acceptance(
 
 
 def kind_acceptance(kind_curve: np.ndarray, acceptance: float) -> float:
-    """What the conditional acceptance of a token is worth, whose kind has this curve."""
+    """What the conditional acceptance of a token is worth, whose source and kind have this curve."""
     return _on_knots(kind_curve, acceptance)
 
 

@@ -285,7 +285,7 @@ def next_paths(
         relative_count = sum(by_source.values())
         kind = kinds.kind(token)
         own = conditional_acceptance(table, source, *longest[token], depth + 1, relative_count)
-        own = kind_acceptance(kind_curves[kind], own)
+        own = kind_acceptance(kind_curves[source, kind], own)
         yield _Path(probability * own, token, parent, source, *longest[token], relative_count, kind, levels)
 
 

@@ -178,7 +178,7 @@ def push_candidates(
         length = candidates.length[c]
         num_seen = candidates.num_seen[c]
         own = conditional_acceptance(table, source, num_seen, length, depth + 1, relative_count)
-        path = probability * on_knots(kind_curves[kind_of(lookup, index, token)], own)
+        path = probability * on_knots(kind_curves[source, kind_of(lookup, index, token)], own)
         if path >= min_probability:
             size = push_path(frontier, node, size, path, node, source, candidates, c)
     return size

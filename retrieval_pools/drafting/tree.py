@@ -56,11 +56,12 @@ _uint8s = types.Array(types.uint8, 1, "C", readonly=True)
 _codes = {8: _uint8s, 16: types.Array(types.uint16, 1, "C", readonly=True)}
 _table = types.Array(types.float32, 5, "C", readonly=True)
 _bounds = types.Array(types.float32, 1, "C", readonly=True)
-_curves = types.Array(types.float32, 2, "C", readonly=True)
+_kind_curves = types.Array(types.float32, 3, "C", readonly=True)
+_path_curves = types.Array(types.float32, 2, "C", readonly=True)
 _sequences = types.Array(types.int64, 2, "C")
 _found = types.Array(types.int32, 3, "C")
 _preference_types = (float64, float64, float64, int64, int64)
-_option_types = (int64, int64, int64, float64, float64, float64, float64, _table, _bounds, _curves, _curves)
+_option_types = (int64, int64, int64, float64, float64, float64, float64, _table, _bounds, _kind_curves, _path_curves)
 _call_types = (_int32s, _int32s, _sequences, boolean, boolean, int64, float64, int64, _found)
 
 

@@ -152,8 +152,11 @@ def test_kinds_of_tokens_have_curves_over_what_the_cells_say():
     acceptance = nodes.relative_count / 2 * np.array([0.5, 1.0, 1.5])[kind]  # the cells see their mean
     nodes = replace(nodes, token_kind=kind, is_accepted=rng.random(len(nodes)) < acceptance)
     kinds = fit_kinds(nodes, table_of(fit_cells(nodes)))
-    assert [one.kind for one in kinds] == [0, 1, 2] and sum(one.num_tried for one in kinds) == len(nodes)
-    curves = kinds_of(kinds)
+    assert [(one.source, one.kind) for one in kinds] == [
+        (source, kind) for source in (SOURCE_OUTPUT, SOURCE_POOL) for kind in range(3)
+    ]
+    assert sum(one.num_tried for one in kinds) == len(nodes)
+    curves = kinds_of(kinds)[SOURCE_POOL]
     for of_kind, factor in enumerate([0.5, 1.0, 1.5]):
         found = [kind_acceptance(curves[of_kind], share / 2) for share in SHARES]
         assert np.abs(np.array(found) - SHARES / 2 * factor).max() < 0.05
@@ -166,8 +169,9 @@ def test_the_few_of_a_kind_that_a_run_drafts_count_more_than_the_others():
     nodes = invented_nodes(20_000, lambda source, length, depth, count: count)
     is_verified = np.arange(20_000) < 5_000
     nodes = replace(nodes, is_verified=is_verified, is_accepted=is_verified, relative_count=np.full(20_000, 0.5, "f4"))
-    low, high = (fit_kinds(nodes, IDENTITY_TABLE, beyond_weight=weight)[0] for weight in (1.0, 0.1))
-    assert kind_acceptance(kinds_of((low,))[0], 0.5) < 0.3 < 0.7 < kind_acceptance(kinds_of((high,))[0], 0.5)
+    kinds = (fit_kinds(nodes, IDENTITY_TABLE, beyond_weight=weight) for weight in (1.0, 0.1))
+    low, high = (kind_acceptance(kinds_of(one)[SOURCE_POOL, 0], 0.5) for one in kinds)
+    assert low < 0.3 < 0.6 < high
 
 
 def products(num_nodes: int, acceptance, seed: int = 0) -> Nodes:

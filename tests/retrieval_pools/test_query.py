@@ -140,7 +140,7 @@ def test_a_kind_of_token_that_is_worth_more_comes_first(tmp_path):
     context, num_prompt = ids([4, 1]), 1
     assert draft(pool, context, num_prompt, min_probability=0).token_ids.tolist() == [2, 4]
     curves = np.full(KINDS_SHAPE, 0.1, np.float32)
-    curves[token_kind(IN_PROMPT, 1, 9)] = 0.9
+    curves[:, token_kind(IN_PROMPT, 1, 9)] = 0.9
     tree = draft(pool.with_kind_curves(curves), context, num_prompt, min_probability=0)
     assert tree.token_ids.tolist() == [4, 2]
     assert np.allclose(np.exp(tree.log_acceptance), [0.9, 0.1])
