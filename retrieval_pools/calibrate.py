@@ -2,8 +2,9 @@
 
 For each source, number of times that the context was seen, match length and depth the fit is a nondecreasing, piecewise
 linear curve of the relative count. Cells with little data lean on coarser ones: on those without depth, these on those
-without match length, these on the source, and the source on the count itself. What is left over along whole paths a
-last curve takes away, which is fitted to texts that the others were not. Knows neither tables nor runs; the caller
+without match length, these on the source, and the source on the count itself. Each kind of token, which the cells do
+not know, has a curve over what they say, for each source, leaning on one for all. What is left over along whole paths
+a last curve takes away, which is fitted to texts that the others were not. Knows neither tables nor runs; the caller
 holds the texts back.
 """
 
@@ -15,15 +16,20 @@ import numpy as np
 from retrieval_pools.calibration import (
     Calibration,
     CalibrationCell,
+    KindCurve,
     PathCurve,
+    kinds_of,
     paths_of,
     table_of,
 )
 from retrieval_pools.calibration_table import (
     DEPTH_BINS,
+    KINDS_SHAPE,
     LARGEST_BINNED,
     LARGEST_SEEN,
     LENGTH_BINS,
+    NUM_KINDS,
+    NUM_KNOTS,
     SEEN_BINS,
     TABLE_SHAPE,
 )
@@ -99,13 +105,14 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
         checks.append((_fit(uncalibrated, checked, options), fitted))
     second = _folds(one.with_cells, checked, options)
     both = [fold.joined(other) for fold, other in zip(one.folds, second, strict=True)]
-    cells = _cells_of(both)
+    cells = fit_cells(_nodes_of(both))
     return Calibration(
         pool_escape=one.plain.settings.pool_escape_per_token,
         num_texts=len(texts),
         num_tokens=sum(len(text.text_ids) for text in texts),
         num_nodes=sum(cell.num_tried for cell in cells if cell.seen_bin is None),
         cells=cells,
+        kinds=fit_kinds(_nodes_of(both), table_of(cells)),
         paths=_paths_of(one.plain, both, options),
         reliability=reliability([(fit.calibrated, others) for fit, others in checks], options),
         uncalibrated=reliability([(fit.plain, others) for fit, others in checks], options),
@@ -125,7 +132,7 @@ class _Fold:
 
 @dataclass(frozen=True)
 class _Fit:
-    """A pool with the escape that suits some texts; with cells fitted to what was drafted along them; with all."""
+    """A pool with the escape that suits some texts; with cells and kinds fitted to what was drafted along; with all."""
 
     plain: Pool
     folds: list[_Fold]
@@ -138,9 +145,9 @@ def _fit(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> _Fit
     roughly, rounds = plain, []
     for _ in range(NUM_ROUNDS):
         rounds.append(replay_nodes(roughly, texts, _widest(options), options))
-        roughly = plain.with_acceptance_table(table_of(fit_cells(Nodes.joined(rounds))))
+        roughly = _fitted(plain, Nodes.joined(rounds))
     folds = _folds(roughly, texts, options)  # the trees that a calibrated pool drafts
-    with_cells = plain.with_acceptance_table(table_of(_cells_of(folds)))
+    with_cells = _fitted(plain, _nodes_of(folds))
     calibrated = with_cells.with_path_curves(paths_of(_paths_of(plain, folds, options)))
     return _Fit(plain, folds, with_cells, calibrated)
 
@@ -154,8 +161,13 @@ def _folds(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> li
     return [_Fold(part, replay_nodes(pool, part, _widest(options), options)) for part in parts]
 
 
-def _cells_of(folds: Sequence[_Fold]) -> tuple[CalibrationCell, ...]:
-    return fit_cells(Nodes.joined([fold.nodes for fold in folds]))
+def _nodes_of(folds: Sequence[_Fold]) -> Nodes:
+    return Nodes.joined([fold.nodes for fold in folds])
+
+
+def _fitted(pool: Pool, nodes: Nodes) -> Pool:
+    table = table_of(fit_cells(nodes))
+    return pool.with_acceptance_table(table).with_kind_curves(kinds_of(fit_kinds(nodes, table)))
 
 
 def _paths_of(pool: Pool, folds: Sequence[_Fold], options: DraftOptions) -> tuple[PathCurve, ...]:
@@ -164,7 +176,7 @@ def _paths_of(pool: Pool, folds: Sequence[_Fold], options: DraftOptions) -> tupl
     found: dict[bool, list[Nodes]] = {False: [], True: []}
     for fold in folds:
         others = [one for one in folds if one is not fold]
-        crossed = pool.with_acceptance_table(table_of(_cells_of(others)))
+        crossed = _fitted(pool, _nodes_of(others))
         for with_previous in found:
             texts = [text for text in fold.texts if _has_previous(text, options) == with_previous]
             found[with_previous].append(replay_nodes(crossed, texts, full, options))
@@ -231,16 +243,54 @@ def fit_cells(
     return tuple(cells)
 
 
-def _counts(nodes: Nodes, beyond_weight: float) -> KnotCounts:
+def fit_kinds(
+    nodes: Nodes, table: np.ndarray, prior_nodes: float = PRIOR_NODES, beyond_weight: float = BEYOND_WEIGHT
+) -> tuple[KindCurve, ...]:
+    """A curve for each source and kind of token over what a table says of the nodes; parameters as of `fit_cells`.
+
+    That of a source leans on that of all.
+    """
+    nodes = nodes.where(nodes.is_parent_accepted)
+    curve = table.reshape(-1, NUM_KNOTS)[_cell_of(nodes)].astype(np.float64)
+    estimates = _on_curves(curve, nodes.relative_count.astype(np.float64))
+    counts_for = np.where(nodes.is_verified, 1.0, beyond_weight)
+    cell = nodes.source.astype(np.int64) * NUM_KINDS + nodes.token_kind
+    counts = KnotCounts.of(estimates, nodes.is_accepted, counts_for, cell, KINDS_SHAPE[:-1])
+    curves = counts.curves(counts.summed((0,)).curves(IDENTITY, prior_nodes), prior_nodes)
+    return tuple(
+        KindCurve(
+            source=source,
+            kind=kind,
+            num_tried=int(counts.num_tried[source, kind]),
+            num_accepted=int(counts.num_accepted[source, kind]),
+            values=tuple(np.round(curves[source, kind], DIGITS).tolist()),
+        )
+        for source, kind in np.argwhere(counts.num_tried).tolist()
+    )
+
+
+def _on_curves(curves: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """float64[n]: each of float64[n, num knots] at its own x, as `calibration_table` reads one."""
+    rows = np.arange(len(x))
+    below = np.clip(np.searchsorted(IDENTITY, x, side="right") - 1, 0, NUM_KNOTS - 2)
+    part = np.minimum((x - IDENTITY[below]) / (IDENTITY[below + 1] - IDENTITY[below]), 1.0)
+    between = curves[rows, below] + part * (curves[rows, below + 1] - curves[rows, below])
+    return np.where(x < IDENTITY[0], curves[:, 0] * (x / IDENTITY[0]), between)
+
+
+def _cell_of(nodes: Nodes) -> np.ndarray:
     bins = (
         SEEN_BINS[np.minimum(nodes.num_seen, LARGEST_SEEN)],
         LENGTH_BINS[np.minimum(nodes.match_length, LARGEST_BINNED)],
         DEPTH_BINS[np.minimum(nodes.depth, LARGEST_BINNED)],
     )
-    cell = np.ravel_multi_index((nodes.source, *bins), TABLE_SHAPE[:-1])
+    return np.ravel_multi_index((nodes.source, *bins), TABLE_SHAPE[:-1])
+
+
+def _counts(nodes: Nodes, beyond_weight: float) -> KnotCounts:
     counts_for = np.where(nodes.is_verified, 1.0, beyond_weight)
     estimates = nodes.relative_count.astype(np.float64)
-    return KnotCounts.of(estimates, nodes.is_accepted, counts_for, cell, TABLE_SHAPE[:-1])
+    return KnotCounts.of(estimates, nodes.is_accepted, counts_for, _cell_of(nodes), TABLE_SHAPE[:-1])
 
 
 def _cells(counts: KnotCounts, curves: np.ndarray, prior_nodes: float) -> list[CalibrationCell]:

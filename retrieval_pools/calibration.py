@@ -10,8 +10,10 @@ from retrieval_pools.budget_curve import BudgetCurve
 from retrieval_pools.calibration_table import (
     DEPTH_EDGES,
     LENGTH_EDGES,
+    NUM_KINDS,
     NUM_KNOTS,
     SEEN_EDGES,
+    identity_kinds,
     identity_paths,
     identity_table,
 )
@@ -42,6 +44,26 @@ class CalibrationCell(BaseModel):
     num_accepted: int = Field(ge=0)
     values: tuple[float, ...] = Field(min_length=NUM_KNOTS, max_length=NUM_KNOTS)
     standard_errors: tuple[float, ...] = Field(min_length=NUM_KNOTS, max_length=NUM_KNOTS)
+
+
+class KindCurve(BaseModel):
+    """Acceptance of one kind of token as a curve over what the cells say, which do not know it.
+
+    Attributes
+    ----------
+    source : a code of `sources`.
+    kind : see `calibration_table.token_kind`.
+    num_tried, num_accepted : replayed nodes of source and kind whose parent was accepted, and those accepted too.
+    values : acceptance at each of COUNT_KNOTS, nondecreasing.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source: int = Field(ge=0, lt=NUM_SOURCES)
+    kind: int = Field(ge=0, lt=NUM_KINDS)
+    num_tried: int = Field(ge=0)
+    num_accepted: int = Field(ge=0)
+    values: tuple[float, ...] = Field(min_length=NUM_KNOTS, max_length=NUM_KNOTS)
 
 
 class PathCurve(BaseModel):
@@ -109,6 +131,7 @@ class Calibration(BaseModel):
     num_texts, num_tokens, num_nodes : replayed texts that the curves are fitted to, their tokens, and the drafted nodes
         whose parent was accepted.
     cells : from coarse to fine; a source that drafted nothing has none and is not calibrated.
+    kinds : of kinds of tokens; what the cells say is believed where there is none.
     paths : of sequences without an earlier text, and with one; products are believed where there is none.
     reliability : of curves that are fitted to one half of the texts, on the other half; of few texts both ways.
     uncalibrated : the same without curves.
@@ -122,6 +145,7 @@ class Calibration(BaseModel):
     num_tokens: int = Field(ge=0)
     num_nodes: int = Field(ge=0)
     cells: tuple[CalibrationCell, ...]
+    kinds: tuple[KindCurve, ...] = ()
     paths: tuple[PathCurve, ...]
     reliability: Reliability
     uncalibrated: Reliability
@@ -131,6 +155,11 @@ class Calibration(BaseModel):
     def table(self) -> np.ndarray:
         """The curves as a table: float32[TABLE_SHAPE]."""
         return table_of(self.cells)
+
+    @property
+    def kind_curves(self) -> np.ndarray:
+        """The curves of kinds of tokens: float32[KINDS_SHAPE]."""
+        return kinds_of(self.kinds)
 
     @property
     def path_curves(self) -> np.ndarray:
@@ -145,6 +174,14 @@ def table_of(cells: tuple[CalibrationCell, ...]) -> np.ndarray:
         place = (slice(None) if number is None else number for number in _bins_of(cell))
         table[cell.source, *place] = cell.values
     return table
+
+
+def kinds_of(kinds: tuple[KindCurve, ...]) -> np.ndarray:
+    """The row of each curve, and the identity where there is none."""
+    curves = identity_kinds()
+    for one in kinds:
+        curves[one.source, one.kind] = one.values
+    return curves
 
 
 def paths_of(paths: tuple[PathCurve, ...]) -> np.ndarray:

@@ -1,8 +1,9 @@
 """What turns a draft node's features into the probability that it is accepted, and how that is read.
 
-A table says how often a node is accepted when its parent is; the product along a path is then taken for what a curve
-says of it. `drafting/estimate.py` reads both in compiled code, `reference.py` by the functions below. Knows neither how
-they are fitted nor where they are kept.
+A table says how often a node is accepted when its parent is, knowing nothing of its token; a curve for each source and
+kind of token says what that is worth for it; and the product along a path is taken for what a last curve says of it.
+`drafting/estimate.py` reads all in compiled code, `reference.py` by the functions below. Knows neither how they are
+fitted nor where they are kept.
 """
 
 import numpy as np
@@ -18,6 +19,13 @@ COUNT_KNOTS = np.array(
 )
 NUM_KNOTS = len(COUNT_KNOTS)
 TABLE_SHAPE = (NUM_SOURCES, len(SEEN_EDGES), len(LENGTH_EDGES), len(DEPTH_EDGES), NUM_KNOTS)
+# The kind of a token: whether it stands in the prompt, whether in the output, and how frequent it is in the pool, by
+# the least share of the pool's positions, as a power of two, of each bin but the first.
+FREQUENCY_EXPONENTS = (-15, -13, -11, -9, -7)
+NUM_FREQUENCIES = len(FREQUENCY_EXPONENTS) + 1
+IN_PROMPT, IN_OUTPUT = 1, 2  # bits
+NUM_KINDS = (IN_PROMPT + IN_OUTPUT + 1) * NUM_FREQUENCIES
+KINDS_SHAPE = (NUM_SOURCES, NUM_KINDS, NUM_KNOTS)
 PATHS_SHAPE = (2, NUM_KNOTS)  # of a sequence without an earlier text, and with one
 LARGEST_BINNED, LARGEST_SEEN = 64, SEEN_EDGES[-1]
 
@@ -47,6 +55,19 @@ def depth_bin(depth: int) -> int:
     return int(DEPTH_BINS[min(depth, LARGEST_BINNED)])
 
 
+def token_kind(stands_in: int, num_occurrences: int, num_positions: int) -> int:
+    """The kind of a token.
+
+    Parameters
+    ----------
+    stands_in : IN_PROMPT and IN_OUTPUT, or one of them, or 0.
+    num_occurrences : of the token in the pool.
+    num_positions : of the pool: its tokens and the ends of its texts.
+    """
+    frequency = sum((num_occurrences << -exponent) >= max(num_positions, 1) for exponent in FREQUENCY_EXPONENTS)
+    return stands_in * NUM_FREQUENCIES + frequency
+
+
 def identity_table() -> np.ndarray:
     """float32 `TABLE_SHAPE`: relative counts are believed as they are."""
     return np.broadcast_to(COUNT_KNOTS, TABLE_SHAPE).copy()
@@ -57,13 +78,20 @@ def identity_paths() -> np.ndarray:
     return np.broadcast_to(COUNT_KNOTS, PATHS_SHAPE).copy()
 
 
-IDENTITY_TABLE, IDENTITY_PATHS = identity_table(), identity_paths()
-IDENTITY_TABLE.flags.writeable = IDENTITY_PATHS.flags.writeable = False
+def identity_kinds() -> np.ndarray:
+    """float32 `KINDS_SHAPE`: the kind of a token is no matter."""
+    return np.broadcast_to(COUNT_KNOTS, KINDS_SHAPE).copy()
 
 
-def upper_bounds(table: np.ndarray) -> np.ndarray:
-    """float32[num knots]: what no cell gives more than to relative counts up to each knot."""
-    return np.maximum.accumulate(table.reshape(-1, NUM_KNOTS).max(axis=0))
+IDENTITY_TABLE, IDENTITY_PATHS, IDENTITY_KINDS = identity_table(), identity_paths(), identity_kinds()
+IDENTITY_TABLE.flags.writeable = IDENTITY_PATHS.flags.writeable = IDENTITY_KINDS.flags.writeable = False
+
+
+def upper_bounds(table: np.ndarray, kind_curves: np.ndarray) -> np.ndarray:
+    """float32[num knots]: what no cell and kind give more than to relative counts up to each knot."""
+    highest = np.maximum.accumulate(table.reshape(-1, NUM_KNOTS).max(axis=0))
+    most = kind_curves.reshape(-1, NUM_KNOTS).max(axis=0)
+    return np.array([np.nextafter(np.float32(kind_acceptance(most, one)), np.float32(2)) for one in highest])
 
 
 def conditional_acceptance(
@@ -71,6 +99,11 @@ def conditional_acceptance(
 ) -> float:
     """Probability that a node is accepted when its parent is."""
     return _on_knots(table[source, seen_bin(num_seen), length_bin(match_length), depth_bin(depth)], relative_count)
+
+
+def kind_acceptance(kind_curve: np.ndarray, acceptance: float) -> float:
+    """What the conditional acceptance of a token is worth, whose source and kind have this curve."""
+    return _on_knots(kind_curve, acceptance)
 
 
 def path_acceptance(path_curve: np.ndarray, product: float) -> float:

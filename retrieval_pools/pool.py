@@ -11,7 +11,15 @@ import numpy as np
 
 from retrieval_pools.budget_curve import BudgetCurve
 from retrieval_pools.calibration import Calibration
-from retrieval_pools.calibration_table import IDENTITY_PATHS, IDENTITY_TABLE, PATHS_SHAPE, TABLE_SHAPE, upper_bounds
+from retrieval_pools.calibration_table import (
+    IDENTITY_KINDS,
+    IDENTITY_PATHS,
+    IDENTITY_TABLE,
+    KINDS_SHAPE,
+    PATHS_SHAPE,
+    TABLE_SHAPE,
+    upper_bounds,
+)
 from retrieval_pools.drafting.state import EVERYONE, UNKNOWN, Index
 from retrieval_pools.drafting.tree import Variant
 from retrieval_pools.errors import PoolError
@@ -42,6 +50,7 @@ class Pool:
     index : its arrays, read-only; see `drafting.state.Index`.
     settings : how drafts are estimated; those of the manifest unless `with_settings` changed them.
     acceptance_table : float32 `calibration_table.TABLE_SHAPE`, what relative counts are worth.
+    kind_curves : float32 `calibration_table.KINDS_SHAPE`, what those are worth for each kind of token.
     path_curves : float32 `calibration_table.PATHS_SHAPE`, what products along a path are worth.
     fitted_escape : the escape of the pool where the settings name none.
     budgets : what each draft budget gained in the replays of its calibration, where that is known.
@@ -53,6 +62,7 @@ class Pool:
     settings: PoolSettings
     _group_codes: dict[str, int] = field(repr=False)
     acceptance_table: np.ndarray = field(default_factory=lambda: IDENTITY_TABLE, repr=False)
+    kind_curves: np.ndarray = field(default_factory=lambda: IDENTITY_KINDS, repr=False)
     path_curves: np.ndarray = field(default_factory=lambda: IDENTITY_PATHS, repr=False)
     fitted_escape: float = DEFAULT_POOL_ESCAPE
     budgets: BudgetCurve | None = field(default=None, repr=False)
@@ -126,11 +136,13 @@ class Pool:
             return replace(
                 self,
                 acceptance_table=IDENTITY_TABLE,
+                kind_curves=IDENTITY_KINDS,
                 path_curves=IDENTITY_PATHS,
                 fitted_escape=DEFAULT_POOL_ESCAPE,
                 budgets=None,
             )
-        fitted = self.with_acceptance_table(calibration.table).with_path_curves(calibration.path_curves)
+        fitted = self.with_acceptance_table(calibration.table).with_kind_curves(calibration.kind_curves)
+        fitted = fitted.with_path_curves(calibration.path_curves)
         return replace(fitted, fitted_escape=calibration.pool_escape, budgets=calibration.budgets)
 
     def with_acceptance_table(self, table: np.ndarray) -> "Pool":
@@ -140,6 +152,14 @@ class Pool:
             raise PoolError(f"a table of acceptance has the shape {TABLE_SHAPE}, not {table.shape}.")
         table.flags.writeable = False
         return replace(self, acceptance_table=table)
+
+    def with_kind_curves(self, curves: np.ndarray) -> "Pool":
+        """The same texts, whose tokens are worth what other curves say: float32 `calibration_table.KINDS_SHAPE`."""
+        curves = np.ascontiguousarray(curves, np.float32)
+        if curves.shape != KINDS_SHAPE:
+            raise PoolError(f"curves of kinds of tokens have the shape {KINDS_SHAPE}, not {curves.shape}.")
+        curves.flags.writeable = False
+        return replace(self, kind_curves=curves)
 
     def with_path_curves(self, curves: np.ndarray) -> "Pool":
         """The same texts, whose paths are estimated by other curves: float32 `calibration_table.PATHS_SHAPE`."""
@@ -172,7 +192,8 @@ class Pool:
         weights = (inside, outside, of_unknown, s.num_samples, s.num_group_samples)
         limits = (s.max_match_tokens, s.max_local_tokens, s.num_context_lengths)
         escapes = (s.pool_escape_per_token or self.fitted_escape, s.previous_escape, s.local_escape)
-        tables = (self.acceptance_table, upper_bounds(self.acceptance_table), self.path_curves)
+        bounds = upper_bounds(self.acceptance_table, self.kind_curves)
+        tables = (self.acceptance_table, bounds, self.kind_curves, self.path_curves)
         return (*self.index, *weights, *limits, *escapes, s.alternative_weight, *tables)
 
 

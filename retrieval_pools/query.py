@@ -20,6 +20,7 @@ from retrieval_pools.drafting.state import (
     NUM_OUTPUTS,
     NUM_PROMPT,
     NUM_SEQUENCE_COLUMNS,
+    OUT_KIND,
     OUT_LOG_ACCEPTANCE,
     OUT_MATCH_LENGTH,
     OUT_NUM_SEEN,
@@ -54,6 +55,7 @@ class Draft:
     match_length : int32[n], tokens of that context, the node's path included.
     relative_count : float32[n], share of the node's token in what follows its parent, all contexts blended: what the
         pool's calibration makes the node's own probability of.
+    token_kind : int32[n], a kind of `calibration_table.token_kind`: where else the token stands and how frequent it is.
     """
 
     __slots__ = ("_rows",)
@@ -91,6 +93,10 @@ class Draft:
     @property
     def relative_count(self) -> np.ndarray:
         return self._rows[OUT_RELATIVE_COUNT].view(np.float32)
+
+    @property
+    def token_kind(self) -> np.ndarray:
+        return self._rows[OUT_KIND]
 
 
 compiled_query = cache(compile_draft_trees)  # compiled when it is first needed

@@ -13,11 +13,16 @@ from typing import NamedTuple
 import numpy as np
 
 from retrieval_pools.calibration_table import (
+    IDENTITY_KINDS,
     IDENTITY_PATHS,
     IDENTITY_TABLE,
+    IN_OUTPUT,
+    IN_PROMPT,
     conditional_acceptance,
+    kind_acceptance,
     least_product,
     path_acceptance,
+    token_kind,
 )
 from retrieval_pools.pool import DEFAULT_POOL_ESCAPE
 from retrieval_pools.settings import PoolSettings
@@ -28,6 +33,7 @@ START = END = -1  # stands before and behind every text
 MIN_PROBABILITY = 1 / 2048
 LEAST_LEFT = 1 / 32
 NUM_LOCAL_POSITIONS = 16
+NUM_OWN_TOKENS = 512
 
 Tokens = list[int]
 NGrams = set[tuple[int, ...]]
@@ -103,6 +109,26 @@ class Level:
 
 
 @dataclass(frozen=True)
+class TokenKinds:
+    """What the kind of a token is by: the latest tokens of prompt and output, and how often each is in the pool."""
+
+    prompt: Tokens
+    output: Tokens
+    num_occurrences: Counter[int]
+
+    @classmethod
+    def of(cls, texts: Sequence[ReferenceText], prompt: Tokens, output: Tokens) -> "TokenKinds":
+        """Of a pool, all of it, and a sequence."""
+        occurrences = Counter(token for text in texts for token in (*text.tokens, END))
+        return cls(prompt[-NUM_OWN_TOKENS:], output[-NUM_OWN_TOKENS:], occurrences)
+
+    def kind(self, token: int) -> int:
+        """See `calibration_table.token_kind`."""
+        stands_in = IN_PROMPT * (token in self.prompt) + IN_OUTPUT * (token in self.output) if token >= 0 else 0
+        return token_kind(stands_in, self.num_occurrences[token], self.num_occurrences.total())
+
+
+@dataclass(frozen=True)
 class ReferenceNode:
     """A drafted token; the fields of `query.Draft`, with the probability itself."""
 
@@ -113,6 +139,7 @@ class ReferenceNode:
     num_seen: int
     match_length: int
     relative_count: float
+    token_kind: int
 
 
 @dataclass(frozen=True)
@@ -126,6 +153,7 @@ class _Path:
     num_seen: int
     match_length: int
     relative_count: float
+    token_kind: int
     levels: list[Level]
 
     def order(self) -> tuple[float, int, int]:
@@ -148,6 +176,7 @@ def draft_reference(
     end_token_id: int | None = None,
     max_depth: int = 64,
     table: np.ndarray = IDENTITY_TABLE,
+    kind_curves: np.ndarray = IDENTITY_KINDS,
     path_curves: np.ndarray = IDENTITY_PATHS,
 ) -> list[ReferenceNode]:
     """What `query.draft` gives, with every occurrence counted. Texts are given without START and END.
@@ -166,6 +195,9 @@ def draft_reference(
     if use_previous and previous:
         whole = [START, *previous, END]
         levels += own_level(SOURCE_PREVIOUS, whole, context, settings.previous_escape, settings)
+    is_first = not output and not (use_previous and previous)  # drafted once for all prompts
+    known_prompt = prompt if use_prompt and not is_first else []
+    kinds = TokenKinds.of(texts, known_prompt, output if use_output else [])
     own_first = {SOURCE_PREVIOUS: 0, SOURCE_OUTPUT: 1, SOURCE_PROMPT: 2, SOURCE_POOL: 3}
     levels.sort(key=lambda level: (-level.length, own_first[level.source]))
 
@@ -177,7 +209,9 @@ def draft_reference(
         if levels is not None and depth < max_depth:
             room = max_nodes - len(nodes)
             least = frontier[-1].probability if len(frontier) == room else 0.0
-            found = next_paths(levels, node, depth, probability, max(least, min_probability), settings, table)
+            found = next_paths(
+                levels, node, depth, probability, max(least, min_probability), settings, table, kinds, kind_curves
+            )
             drafted = (path for path in found if path.token != END or end_token_id is not None)
             frontier += (path for path in drafted if path.probability >= min_probability)
             frontier = sorted(frontier, key=_Path.order)[:room]
@@ -197,6 +231,7 @@ def draft_reference(
                 path.num_seen,
                 path.match_length,
                 path.relative_count,
+                path.token_kind,
             )
         )
         levels = None if path.token == END else [level.after(path.token) for level in path.levels]
@@ -211,6 +246,8 @@ def next_paths(
     least_probability: float,
     settings: PoolSettings,
     table: np.ndarray,
+    kinds: TokenKinds,
+    kind_curves: np.ndarray,
 ) -> Iterator[_Path]:
     """The paths that are one token longer than a parent's at `depth`: every level takes its share of what is left."""
     shares: dict[int, Counter[int]] = {}  # token -> source -> share
@@ -246,8 +283,10 @@ def next_paths(
     for token, by_source in shares.items():
         source = max(sorted(by_source), key=by_source.__getitem__)
         relative_count = sum(by_source.values())
+        kind = kinds.kind(token)
         own = conditional_acceptance(table, source, *longest[token], depth + 1, relative_count)
-        yield _Path(probability * own, token, parent, source, *longest[token], relative_count, levels)
+        own = kind_acceptance(kind_curves[source, kind], own)
+        yield _Path(probability * own, token, parent, source, *longest[token], relative_count, kind, levels)
 
 
 def pool_levels(

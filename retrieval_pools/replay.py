@@ -90,6 +90,7 @@ class Nodes:
     match_length : int32[n], tokens of that context, path included.
     depth : int32[n], 1 for a node that follows the context.
     relative_count : float32[n], share of the node's token among what follows its parent, before calibration.
+    token_kind : int32[n], see `calibration_table.token_kind`.
     log_acceptance : float32[n], the draft's own estimate, for the whole path.
     is_verified : bool[n], false for what is looked at beyond the tree that a run would verify.
     is_parent_accepted, is_accepted : bool[n].
@@ -100,6 +101,7 @@ class Nodes:
     match_length: np.ndarray
     depth: np.ndarray
     relative_count: np.ndarray
+    token_kind: np.ndarray
     log_acceptance: np.ndarray
     is_verified: np.ndarray
     is_parent_accepted: np.ndarray
@@ -127,6 +129,7 @@ class Nodes:
             tree.match_length,
             depth[:-1],
             tree.relative_count,
+            tree.token_kind,
             tree.log_acceptance,
             np.arange(len(tree)) < step.num_verified,
             is_accepted[tree.parents],
@@ -270,6 +273,7 @@ _NO_NODES = Nodes(
     match_length=np.empty(0, np.int32),
     depth=np.empty(0, np.int32),
     relative_count=np.empty(0, np.float32),
+    token_kind=np.empty(0, np.int32),
     log_acceptance=np.empty(0, np.float32),
     is_verified=np.empty(0, bool),
     is_parent_accepted=np.empty(0, bool),

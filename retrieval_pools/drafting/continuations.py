@@ -4,7 +4,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from retrieval_pools.drafting.estimate import conditional_acceptance, most_acceptance
+from retrieval_pools.drafting.estimate import conditional_acceptance, kind_of, most_acceptance, on_knots
 from retrieval_pools.drafting.frontier import least_probability, push_path
 from retrieval_pools.drafting.intervals import sample_place, sample_stride
 from retrieval_pools.drafting.levels import stand_at
@@ -159,8 +159,9 @@ def _add_share(candidates, c, source, share):
 
 @part
 def push_candidates(
-    frontier, size, candidates, num_candidates, node, depth, probability, min_probability, table, bounds, draft_end
-):
+    frontier, size, candidates, num_candidates, node, depth, probability, min_probability, table, bounds, kind_curves,
+    lookup, index, draft_end,
+):  # fmt: skip
     """Put the likely candidates of the node drafted last on the frontier, and clear them away for the next node.
 
     `bounds` say without a look at the table what is out of the question. Returns the frontier's new size.
@@ -176,7 +177,8 @@ def push_candidates(
         source = candidates.own_source[c] if candidates.own[c] >= candidates.pool[c] else SOURCE_POOL
         length = candidates.length[c]
         num_seen = candidates.num_seen[c]
-        path = probability * conditional_acceptance(table, source, num_seen, length, depth + 1, relative_count)
+        own = conditional_acceptance(table, source, num_seen, length, depth + 1, relative_count)
+        path = probability * on_knots(kind_curves[source, kind_of(lookup, index, token)], own)
         if path >= min_probability:
             size = push_path(frontier, node, size, path, node, source, candidates, c)
     return size

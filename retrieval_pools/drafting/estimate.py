@@ -5,24 +5,29 @@ import numpy as np
 from retrieval_pools.calibration_table import (
     COUNT_KNOTS,
     DEPTH_BINS,
+    FREQUENCY_EXPONENTS,
+    IN_OUTPUT,
+    IN_PROMPT,
     LARGEST_BINNED,
     LARGEST_SEEN,
     LENGTH_BINS,
     LOWEST_EXPONENT,
+    NUM_FREQUENCIES,
     NUM_KNOTS,
     SEEN_BINS,
 )
-from retrieval_pools.drafting.state import part
+from retrieval_pools.drafting.state import END, NUM_OWN_SLOTS, NUM_OWN_TOKENS, part
 
 # Knots are the floats whose mantissa has one bit at most: the upper bits of a float32 are the number of its knot.
 _MANTISSA_BITS = 22
 _FIRST_KNOT = (127 + LOWEST_EXPONENT) << 1
 _LOWEST = float(COUNT_KNOTS[0])
+_SHIFTS = tuple(-exponent for exponent in FREQUENCY_EXPONENTS)
 
 
 @part
 def most_acceptance(bounds, relative_count):
-    """What no cell of the table gives more than; see `calibration_table.upper_bounds`."""
+    """What no cell of the table and no kind of token gives more than; see `calibration_table.upper_bounds`."""
     x = np.float32(relative_count)
     if x >= 1:
         return bounds[bounds.shape[0] - 1]
@@ -34,6 +39,52 @@ def conditional_acceptance(table, source, num_seen, match_length, depth, relativ
     """Probability that a node is accepted when its parent is."""
     lengths = table[source, SEEN_BINS[min(num_seen, LARGEST_SEEN)], LENGTH_BINS[min(match_length, LARGEST_BINNED)]]
     return on_knots(lengths[DEPTH_BINS[min(depth, LARGEST_BINNED)]], relative_count)
+
+
+@part
+def kind_of(lookup, index, token):
+    """The kind of a token; see `calibration_table.token_kind`. `lookup.own` knows where it stands."""
+    num_positions, num_occurrences = max(index.order.shape[0], 1), np.int64(0)
+    if END <= token < index.starts.shape[0] - 2:
+        num_occurrences = np.int64(index.starts[token + 2]) - np.int64(index.starts[token + 1])
+    frequency = 0
+    while frequency < NUM_FREQUENCIES - 1 and num_occurrences << _SHIFTS[frequency] >= num_positions:
+        frequency += 1
+    return _stands_in(lookup.own, token) * NUM_FREQUENCIES + frequency
+
+
+@part
+def note_own_tokens(own, context, use_prompt, use_output):
+    """Write into an empty table which tokens the prompt and the output have, of each the latest ones."""
+    num_prompt, num_tokens = context.num_prompt, context.tokens.shape[0]
+    own[:] = 0
+    if use_prompt:
+        for i in range(max(0, num_prompt - NUM_OWN_TOKENS), num_prompt):
+            _note(own, context.tokens[i], IN_PROMPT)
+    if use_output:
+        for i in range(max(num_prompt, num_tokens - NUM_OWN_TOKENS), num_tokens):
+            _note(own, context.tokens[i], IN_OUTPUT)
+
+
+@part
+def _note(own, token, bit):
+    if token >= 0:
+        slot = _own_slot(own, token)
+        own[slot] = (np.int64(token) + 1) << 2 | (own[slot] & 3) | bit
+
+
+@part
+def _stands_in(own, token):
+    return own[_own_slot(own, token)] & 3 if token >= 0 else 0
+
+
+@part
+def _own_slot(own, token):
+    """Where a token stands in the table, or would: a token and its bits, 0 where there is none."""
+    slot = (np.int64(token) * np.int64(0x9E3779B1) >> 12) & (NUM_OWN_SLOTS - 1)
+    while own[slot] != 0 and own[slot] >> 2 != np.int64(token) + 1:
+        slot = (slot + 1) & (NUM_OWN_SLOTS - 1)
+    return slot
 
 
 @part

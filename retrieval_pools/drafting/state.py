@@ -13,6 +13,8 @@ LEAST_LEFT = 1 / 32  # shorter contexts are asked while so much is left to them:
 MIN_PROBABILITY = 1 / 2048  # the paths not yet drafted exclude each other, so no more than 2048 of them are as likely
 END = -1  # the separator: the text ends here
 NUM_LOCAL_POSITIONS = 16  # occurrences of a context followed in each of the sequence's own texts, the latest ones
+NUM_OWN_TOKENS = 512  # of the prompt and of the output, the latest ones, in which a token is looked for
+NUM_OWN_SLOTS = 2048  # of the hash table of these; a power of two
 MAX_LEVELS = 12
 NUM_CANDIDATES = 1024
 NUM_SLOTS = 2048  # of the hash table from token to candidate; a power of two
@@ -22,8 +24,10 @@ NUM_SEQUENCE_COLUMNS = 8
 CONTEXT_BEGIN, CONTEXT_END, NUM_PROMPT, PREVIOUS_BEGIN, PREVIOUS_END, GROUP, MAX_DEPTH, NUM_NODES = range(
     NUM_SEQUENCE_COLUMNS
 )
-NUM_OUTPUTS = 7
-OUT_TOKEN, OUT_PARENT, OUT_LOG_ACCEPTANCE, OUT_SOURCE, OUT_NUM_SEEN, OUT_MATCH_LENGTH, OUT_RELATIVE_COUNT = range(7)
+NUM_OUTPUTS = 8
+OUT_TOKEN, OUT_PARENT, OUT_LOG_ACCEPTANCE, OUT_SOURCE, OUT_NUM_SEEN, OUT_MATCH_LENGTH, OUT_RELATIVE_COUNT, OUT_KIND = (
+    range(NUM_OUTPUTS)
+)
 
 
 # How the parts of the query are compiled: each into its caller, since handing the arrays on costs more than most do.
@@ -108,10 +112,14 @@ class Levels(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """What is looked up in the pool: `recent` tokens, and `found`, the interval of each number of them, -1: not yet."""
+    """What is looked up: `recent` tokens in the pool, and `found`, the interval of each number of them, -1: not yet.
+
+    `own` is a hash table of the tokens of prompt and output, see `estimate.kind_of`.
+    """
 
     recent: np.ndarray
     found: np.ndarray
+    own: np.ndarray
 
 
 class Candidates(NamedTuple):
@@ -182,7 +190,9 @@ class Scratch(NamedTuple):
 @allocating
 def new_scratch(max_nodes, max_match):
     """Room for a draft of so many nodes, of contexts of so many tokens."""
-    lookup = Lookup(np.empty(max_match, np.int32), np.empty((max_match + 1, 2), np.int64))
+    lookup = Lookup(
+        np.empty(max_match, np.int32), np.empty((max_match + 1, 2), np.int64), np.empty(NUM_OWN_SLOTS, np.int32)
+    )
     return Scratch(lookup, _new_levels(max_nodes), _new_candidates(), _new_runs(), _new_frontier(max_nodes))
 
 

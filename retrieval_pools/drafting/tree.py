@@ -18,7 +18,7 @@ from numba import boolean, float64, int64, njit, types
 
 from retrieval_pools import calibration_table, fetch, sources
 from retrieval_pools.drafting.continuations import count_continuations, push_candidates
-from retrieval_pools.drafting.estimate import least_product, on_knots
+from retrieval_pools.drafting.estimate import kind_of, least_product, note_own_tokens, on_knots
 from retrieval_pools.drafting.frontier import least_probability
 from retrieval_pools.drafting.levels import add_own_levels, add_pool_levels, stand_at_root
 from retrieval_pools.drafting.state import (
@@ -31,6 +31,7 @@ from retrieval_pools.drafting.state import (
     MIN_PROBABILITY,
     NUM_NODES,
     NUM_PROMPT,
+    OUT_KIND,
     OUT_LOG_ACCEPTANCE,
     OUT_MATCH_LENGTH,
     OUT_NUM_SEEN,
@@ -55,11 +56,12 @@ _uint8s = types.Array(types.uint8, 1, "C", readonly=True)
 _codes = {8: _uint8s, 16: types.Array(types.uint16, 1, "C", readonly=True)}
 _table = types.Array(types.float32, 5, "C", readonly=True)
 _bounds = types.Array(types.float32, 1, "C", readonly=True)
+_kind_curves = types.Array(types.float32, 3, "C", readonly=True)
 _path_curves = types.Array(types.float32, 2, "C", readonly=True)
 _sequences = types.Array(types.int64, 2, "C")
 _found = types.Array(types.int32, 3, "C")
 _preference_types = (float64, float64, float64, int64, int64)
-_option_types = (int64, int64, int64, float64, float64, float64, float64, _table, _bounds, _path_curves)
+_option_types = (int64, int64, int64, float64, float64, float64, float64, _table, _bounds, _kind_curves, _path_curves)
 _call_types = (_int32s, _int32s, _sequences, boolean, boolean, int64, float64, int64, _found)
 
 
@@ -93,7 +95,7 @@ def _draft_trees_of(stamp: int) -> Callable:
         tokens, order, group_codes, starts, support, alternatives, depth,
         inside, outside, of_unknown, num_samples, num_group_samples,
         max_match, max_local_tokens, num_context_lengths, pool_escape, previous_escape, local_escape,
-        alternative_weight, table, bounds, path_curves,
+        alternative_weight, table, bounds, kind_curves, path_curves,
         contexts, previous, sequences, use_output, use_prompt, max_nodes, min_probability, end_token_id, found,
     ):  # fmt: skip
         """The most probable continuations of each sequence, best first, into `found`: (sequence, OUT_ constant, node).
@@ -125,6 +127,7 @@ def _draft_trees_of(stamp: int) -> Callable:
                 one[MAX_DEPTH],
                 table,
                 bounds,
+                kind_curves,
                 path_curves,
                 found[i],
                 found_floats[i],
@@ -145,8 +148,9 @@ def preference_of(group, inside, outside, of_unknown, num_samples, num_group_sam
 
 @called
 def draft_tree(
-    scratch, index, preference, context, options, max_depth, table, bounds, path_curves, found, found_floats
-):
+    scratch, index, preference, context, options, max_depth, table, bounds, kind_curves, path_curves, found,
+    found_floats,
+):  # fmt: skip
     """The most probable continuations of one sequence, best first. Returns their number.
 
     `found`, int32 (NUM_OUTPUTS, max_nodes), gets a row for each of the OUT_ constants; log acceptance and relative
@@ -158,6 +162,7 @@ def draft_tree(
     max_nodes, min_probability = options.max_nodes, max(least_asked, MIN_PROBABILITY)
     num_levels = add_pool_levels(levels, lookup, index, preference, context, options)
     num_levels = add_own_levels(levels, num_levels, context, options)
+    note_own_tokens(lookup.own, context, options.use_prompt, options.use_output)
     node, probability, size, num_nodes = 0, 1.0, 0, 0  # node 0 is the root, node n the n-th drafted
     levels.depth[0] = 0
     stand_at_root(levels, num_levels)
@@ -172,7 +177,7 @@ def draft_tree(
             )  # fmt: skip
             size = push_candidates(
                 frontier, size, candidates, num_candidates, node, depth, probability, min_probability, table, bounds,
-                options.end_token_id >= 0,
+                kind_curves, lookup, index, options.end_token_id >= 0,
             )  # fmt: skip
         if size == num_nodes:
             break
@@ -186,6 +191,7 @@ def draft_tree(
         found[OUT_NUM_SEEN, num_nodes] = frontier.num_seen[slot]
         found[OUT_MATCH_LENGTH, num_nodes] = frontier.length[slot]
         found_floats[OUT_RELATIVE_COUNT, num_nodes] = frontier.relative_count[slot]
+        found[OUT_KIND, num_nodes] = kind_of(lookup, index, token)
         num_nodes += 1
         node = num_nodes
         levels.depth[node] = levels.depth[parent] + 1

@@ -17,18 +17,21 @@ from retrieval_pools.calibrate import (
     MIN_TEXTS,
     calibrate,
     fit_cells,
+    fit_kinds,
     fit_path,
     num_held_back,
     spread_positions,
 )
-from retrieval_pools.calibration import Calibration, paths_of, table_of
+from retrieval_pools.calibration import Calibration, kinds_of, paths_of, table_of
 from retrieval_pools.calibration_table import (
     COUNT_KNOTS,
+    IDENTITY_KINDS,
     IDENTITY_PATHS,
     IDENTITY_TABLE,
     LENGTH_EDGES,
     TABLE_SHAPE,
     conditional_acceptance,
+    kind_acceptance,
     path_acceptance,
 )
 from retrieval_pools.reliability import NUM_BINS, reliability, reliability_bins
@@ -53,6 +56,7 @@ def invented_nodes(num_nodes: int, acceptance, seed: int = 0, sources=(SOURCE_PO
         match_length=match_length,
         depth=depth,
         relative_count=relative_count,
+        token_kind=np.zeros(num_nodes, np.int32),
         log_acceptance=np.log(relative_count + 1e-9),
         is_parent_accepted=np.ones(num_nodes, bool),
         is_verified=np.ones(num_nodes, bool),
@@ -137,6 +141,35 @@ def test_cells_count_what_they_are_made_of_and_are_surer_with_more():
 
 def num_known_bins(cell) -> int:
     return sum(number is not None for number in (cell.seen_bin, cell.length_bin, cell.depth_bin))
+
+
+def test_kinds_of_tokens_have_curves_over_what_the_cells_say():
+    nodes = invented_nodes(200_000, lambda source, length, depth, count: count / 2)
+    rng = np.random.default_rng(3)
+    kind = rng.integers(0, 3, len(nodes)).astype(np.int32)
+    acceptance = nodes.relative_count / 2 * np.array([0.5, 1.0, 1.5])[kind]  # the cells see their mean
+    nodes = replace(nodes, token_kind=kind, is_accepted=rng.random(len(nodes)) < acceptance)
+    kinds = fit_kinds(nodes, table_of(fit_cells(nodes)))
+    assert [(one.source, one.kind) for one in kinds] == [
+        (source, kind) for source in (SOURCE_OUTPUT, SOURCE_POOL) for kind in range(3)
+    ]
+    assert sum(one.num_tried for one in kinds) == len(nodes)
+    curves = kinds_of(kinds)[SOURCE_POOL]
+    for of_kind, factor in enumerate([0.5, 1.0, 1.5]):
+        found = [kind_acceptance(curves[of_kind], share / 2) for share in SHARES]
+        assert np.abs(np.array(found) - SHARES / 2 * factor).max() < 0.05
+    assert (np.diff(curves, axis=-1) >= 0).all()
+    assert np.array_equal(curves[3], COUNT_KNOTS)  # never seen: the cells are believed
+    assert np.array_equal(kinds_of(()), IDENTITY_KINDS)
+
+
+def test_the_few_of_a_kind_that_a_run_drafts_count_more_than_the_others():
+    nodes = invented_nodes(20_000, lambda source, length, depth, count: count)
+    is_verified = np.arange(20_000) < 5_000
+    nodes = replace(nodes, is_verified=is_verified, is_accepted=is_verified, relative_count=np.full(20_000, 0.5, "f4"))
+    kinds = (fit_kinds(nodes, IDENTITY_TABLE, beyond_weight=weight) for weight in (1.0, 0.1))
+    low, high = (kind_acceptance(kinds_of(one)[SOURCE_POOL, 0], 0.5) for one in kinds)
+    assert low < 0.3 < 0.6 < high
 
 
 def products(num_nodes: int, acceptance, seed: int = 0) -> Nodes:

@@ -1,4 +1,4 @@
-"""The table of acceptance and the curves of paths: their axes, and the compiled look-ups against the plain ones."""
+"""The table of acceptance, curves of kinds of tokens and of paths: axes, and compiled look-ups against plain ones."""
 
 import math
 
@@ -12,18 +12,24 @@ from retrieval_pools import calibration_table
 from retrieval_pools.calibration_table import (
     COUNT_KNOTS,
     DEPTH_EDGES,
+    IDENTITY_KINDS,
     IDENTITY_PATHS,
     IDENTITY_TABLE,
+    KINDS_SHAPE,
     LENGTH_EDGES,
+    NUM_FREQUENCIES,
+    NUM_KINDS,
     NUM_KNOTS,
     SEEN_EDGES,
     TABLE_SHAPE,
     conditional_acceptance,
     depth_bin,
+    kind_acceptance,
     least_product,
     length_bin,
     path_acceptance,
     seen_bin,
+    token_kind,
 )
 from retrieval_pools.drafting import estimate
 from retrieval_pools.sources import NUM_SOURCES
@@ -70,15 +76,27 @@ def test_bins_begin_at_their_edges():
 @given(relative_count=st.floats(0, 1.001), seed=st.integers(0, 3))
 def test_no_cell_gives_more_than_the_bound(relative_count, seed):
     table = np.sort(np.random.default_rng(seed).random(TABLE_SHAPE, np.float32))
-    bound = compiled_bound(calibration_table.upper_bounds(table), relative_count)
+    kind_curves = np.sort(np.random.default_rng(seed + 9).random(KINDS_SHAPE, np.float32))
+    bound = compiled_bound(calibration_table.upper_bounds(table, kind_curves), relative_count)
     given = [
-        conditional_acceptance(table, source, num_seen, length, 1, relative_count)
+        kind_acceptance(kind_curve, conditional_acceptance(table, source, num_seen, length, 1, relative_count))
+        for kind_curve in kind_curves.reshape(-1, NUM_KNOTS)[::9]
         for source in range(5)
         for num_seen in (1, 70)
         for length in (1, 9)
     ]
     assert max(given) <= bound * (1 + 1e-6)
     assert compiled_bound(COUNT_KNOTS, relative_count) <= max(1.5 * relative_count, COUNT_KNOTS[0])
+
+
+def test_kinds_are_told_by_where_a_token_stands_and_how_frequent_it_is():
+    frequent = [token_kind(0, num_occurrences, 1 << 15) for num_occurrences in (0, 1, 3, 4, 16, 64, 255, 256, 1 << 15)]
+    assert frequent == [0, 1, 1, 2, 3, 4, 4, 5, 5]
+    assert len(frequent) > NUM_FREQUENCIES == max(frequent) + 1
+    kinds = {token_kind(stands_in, num, 1 << 15) for stands_in in range(4) for num in (0, 1, 4, 16, 64, 256)}
+    assert kinds == set(range(NUM_KINDS))
+    assert token_kind(0, 0, 0) == 0  # no pool
+    assert kind_acceptance(IDENTITY_KINDS[4, 7], 0.3) == pytest.approx(0.3)
 
 
 @njit

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from retrieval_pools.build import PoolText, build_pool
-from retrieval_pools.calibration_table import PATHS_SHAPE, TABLE_SHAPE
+from retrieval_pools.calibration_table import IN_OUTPUT, IN_PROMPT, KINDS_SHAPE, PATHS_SHAPE, TABLE_SHAPE, token_kind
+from retrieval_pools.drafting.state import NUM_OWN_TOKENS
 from retrieval_pools.drafting.tree import Variant
 from retrieval_pools.query import SHARE, compiled_query, draft, draft_batch
 from retrieval_pools.reference import ReferenceText, draft_reference
@@ -81,22 +82,23 @@ def cases(draw):
     seed = draw(st.sampled_from([None, 0, 1, 2]))  # None: the identity
     table = None if seed is None else np.sort(np.random.default_rng(seed).random(TABLE_SHAPE, np.float32))
     paths = None if seed is None else np.sort(np.random.default_rng(seed + 9).random(PATHS_SHAPE, np.float32))
-    return texts, options, draw(TOKENS), draw(TOKENS), previous, group, call, (table, paths)
+    kinds = None if seed is None else np.sort(np.random.default_rng(seed + 5).random(KINDS_SHAPE, np.float32))
+    return texts, options, draw(TOKENS), draw(TOKENS), previous, group, call, (table, kinds, paths)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
 def test_query_drafts_what_the_reference_drafts(tmp_path_factory, case):
-    *case, (table, path_curves) = case
+    *case, (table, kind_curves, path_curves) = case
     texts, options, prompt, output, previous, group, call = case
     rows, groups, entities = zip(*texts, strict=True) if texts else ((), (), ())
     pool = pool_of(tmp_path_factory.mktemp("pool") / "p", rows, options, groups, entities)
     if table is not None:
-        pool = pool.with_acceptance_table(table).with_path_curves(path_curves)
+        pool = pool.with_acceptance_table(table).with_kind_curves(kind_curves).with_path_curves(path_curves)
     tree = draft(pool, ids(prompt + output), len(prompt), None if previous is None else ids(previous), group, **call)
     reference = draft_reference(
         [ReferenceText(*text) for text in texts], options, prompt, output, previous, group, table=pool.acceptance_table,
-        path_curves=pool.path_curves, **call,
+        kind_curves=pool.kind_curves, path_curves=pool.path_curves, **call,
     )  # fmt: skip
     found = paths(rows_of(tree))
     expected = paths((n.token_id, n.parent, n.probability, n.source) for n in reference)
@@ -117,6 +119,48 @@ def _is_tie(case, one, other):
     return {one, other} <= {SOURCE_PREVIOUS, SOURCE_PROMPT, SOURCE_OUTPUT, SOURCE_POOL} and (
         case[1].pool_escape_per_token or 1.0
     ) <= 2.0
+
+
+def test_a_draft_says_where_its_tokens_stand_and_how_frequent_they_are(tmp_path):
+    pool = pool_of(tmp_path / "p", [[1, 2, 3], [1, 4], [1, 5]])
+    tree = draft(pool, ids([4, 9, 5, 1]), 2, min_probability=0)  # prompt 4 9, output 5 1
+    kinds = dict(zip(tree.token_ids.tolist(), tree.token_kind.tolist(), strict=True))
+    assert kinds == {
+        2: token_kind(0, 1, 10), 3: token_kind(0, 1, 10), 4: token_kind(IN_PROMPT, 1, 10),
+        5: token_kind(IN_OUTPUT, 1, 10),
+    }  # fmt: skip
+    without = draft(pool, ids([4, 9, 5, 1]), 2, min_probability=0, use_prompt=False, use_output=False)
+    assert without.token_kind.tolist() == [token_kind(0, 1, 10)] * len(without)
+    own = draft(None, ids([7, 8, 8, 7]), 3)
+    assert own.token_kind.tolist() == [token_kind(IN_PROMPT, 0, 0)] * 2 and own.token_ids.tolist() == [8, 8]
+
+
+def test_a_kind_of_token_that_is_worth_more_comes_first(tmp_path):
+    pool = pool_of(tmp_path / "p", [[1, 2], [1, 2], [1, 4]])
+    context, num_prompt = ids([4, 1]), 1
+    assert draft(pool, context, num_prompt, min_probability=0).token_ids.tolist() == [2, 4]
+    curves = np.full(KINDS_SHAPE, 0.1, np.float32)
+    curves[:, token_kind(IN_PROMPT, 1, 9)] = 0.9
+    tree = draft(pool.with_kind_curves(curves), context, num_prompt, min_probability=0)
+    assert tree.token_ids.tolist() == [4, 2]
+    assert np.allclose(np.exp(tree.log_acceptance), [0.9, 0.1])
+
+
+@pytest.mark.parametrize("num_later", [NUM_OWN_TOKENS - 2, NUM_OWN_TOKENS - 1, 2 * NUM_OWN_TOKENS])
+def test_tokens_are_looked_for_in_the_latest_of_prompt_and_output(tmp_path, num_later):
+    texts = [[1, 2], [1, 3]]
+    pool = pool_of(tmp_path / "p", texts)
+    prompt = [2, *range(1000, 1000 + num_later)]
+    output = [3, *range(5000, 5000 + num_later), 1]
+    tree = draft(pool, ids(prompt + output), len(prompt), min_probability=0)
+    kinds = dict(zip(tree.token_ids.tolist(), tree.token_kind.tolist(), strict=True))
+    assert kinds[2] == token_kind(IN_PROMPT if num_later < NUM_OWN_TOKENS else 0, 1, 6)
+    assert kinds[3] == token_kind(IN_OUTPUT if num_later + 1 < NUM_OWN_TOKENS else 0, 1, 6)
+    reference = draft_reference(
+        [ReferenceText(text, "") for text in texts], PoolSettings(), prompt, output, None, None, max_nodes=16,
+        min_probability=0.0,
+    )  # fmt: skip
+    assert {node.token_id: node.token_kind for node in reference} == kinds
 
 
 def test_no_pool_drafts_from_own_texts_with_their_sources(tmp_path):
