@@ -23,6 +23,7 @@ from retrieval_pools.calibration import (
 )
 from retrieval_pools.calibration_table import (
     DEPTH_BINS,
+    IDENTITY_PATHS,
     LARGEST_BINNED,
     LARGEST_SEEN,
     LENGTH_BINS,
@@ -114,6 +115,19 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
         reliability=reliability(half_fitted, checked, options),
         uncalibrated=reliability(pool, checked, options),
     )
+
+
+def refit(
+    pool: Pool, texts: Sequence[ReplayText], options: DraftOptions
+) -> tuple[tuple[CalibrationCell, ...], tuple[PathCurve, ...]]:
+    """Curves of a pool that is much like one that was calibrated: fitted to one replay, the checks left out.
+
+    Parameters
+    ----------
+    pool : with the curves of the other, which decide what is drafted; its escape is kept.
+    """
+    folds = _folds(pool, _of_bounded_length(texts), options)
+    return _cells_of(folds), _paths_of(pool.with_path_curves(IDENTITY_PATHS), folds, options)
 
 
 @dataclass(frozen=True)
