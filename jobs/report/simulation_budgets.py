@@ -8,11 +8,13 @@ import numpy as np
 from jobs.report.blocks import Block, Figure, Note, Section, Table
 from jobs.report.estimate_charts import EstimateLine, estimate_lines
 from jobs.report.formatting import count, decimal, rate, times
-from jobs.report.simulation_studies import LINE_COLOURS, legend_of
+from jobs.report.simulation_studies import legend_of
 from jobs.simulate_result import SideSimulation, Simulation
 from jobs.simulate_view import budget_words, interval
 from pipeline.decoding.budget import measured_batch_size, predicted_speed_ups
 from retrieval_pools.budget_curve import DRAFT_TOKENS, MIN_ACCEPTANCES, BudgetCurve, ReplayedBudgets
+
+TREE_COLOURS = ("#8f9bab", "#5b9bd5", "#0b4f8a", "#009e73", "#e0a100", "#c4560a", "#8a1c5c")  # small to large
 
 
 def budget_section(simulation: Simulation) -> Section:
@@ -43,11 +45,11 @@ def _grid_figure(
     """One line for every largest tree."""
     values = _mixed(side.budgets.curve, side.share_changed, of_cells).reshape(len(DRAFT_TOKENS), len(MIN_ACCEPTANCES))
     lines = [
-        EstimateLine(f"{size} tokens", [(value, value, value) for value in row.tolist()], LINE_COLOURS[place // 2])
-        for place, (size, row) in enumerate(zip(DRAFT_TOKENS, values, strict=True))
+        EstimateLine(str(size), [(value, value, value) for value in row.tolist()], colour)
+        for size, row, colour in zip(DRAFT_TOKENS, values, TREE_COLOURS, strict=True)
     ]
     svg = estimate_lines(lines, [f"{least:g}" for least in MIN_ACCEPTANCES], "min_acceptance", y_name)
-    caption = "Every second line is dashed, its marks square: 2, 8 and 32 tokens."
+    caption = "Lines: the largest tree, 1 to 64 draft tokens."
     return Figure(title, svg, caption=caption, legend=legend_of(lines))
 
 
