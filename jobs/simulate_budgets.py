@@ -13,7 +13,7 @@ from jobs.budgets import side_budget
 from jobs.night import Night
 from jobs.settings import Settings
 from jobs.simulate_world import SideTexts
-from pipeline.decoding.budget import Budget
+from pipeline.decoding.budget import Budget, budget_forecasts, known_batch_size
 from pipeline.decoding.run_forecast import PREFILL_TOKENS, RunTexts, run_speed_up
 from pipeline.decoding.settings import DecodingSettings
 from retrieval_pools.budget_curve import BudgetCurve
@@ -105,11 +105,13 @@ class SideBudgets:
     Attributes
     ----------
     curve : what every budget of the grid gained on the texts that the pool is calibrated with, or None.
+    grid : the same budgets with their forecasts at the batch size that settings are recommended for; none without it.
     configured : by batch size: the configuration's numbers, or where it has none the chosen ones.
     chosen : by batch size: what a night chooses that is free to.
     """
 
     curve: BudgetCurve | None
+    grid: list[Budget]
     configured: dict[int, BudgetSpeed]
     chosen: dict[int, BudgetSpeed]
 
@@ -146,9 +148,12 @@ class BudgetChoice:
 
     def judged(self) -> SideBudgets:
         """Both at every batch size."""
-        sizes = self._costs.batch_sizes
+        cost, sizes = self._costs.step_cost, self._costs.batch_sizes
+        batch_size = known_batch_size(cost, self._costs.batch_size_of(self._settings))
+        sources, share_changed = self._settings.decoding.drafters, self._simulator.share_changed
         return SideBudgets(
             self.pool.budgets,
+            budget_forecasts(cost, batch_size, self.pool, sources, share_changed),
             {size: self._speed(size, self.configured(size)) for size in sizes},
             {size: self._speed(size, self.chosen(size)) for size in sizes},
         )

@@ -1,7 +1,6 @@
 """Draft budgets on a simulation's page: the grid that a night chooses from, what it chooses, and what that gives."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -9,10 +8,9 @@ from jobs.report.blocks import Block, Figure, Note, Section, Table
 from jobs.report.estimate_charts import EstimateLine, estimate_lines
 from jobs.report.formatting import count, decimal, rate, times
 from jobs.report.simulation_studies import legend_of
-from jobs.simulate_result import SideSimulation, Simulation
+from jobs.simulate_result import Simulation
 from jobs.simulate_view import budget_words, interval
-from pipeline.decoding.budget import measured_batch_size, predicted_speed_ups
-from retrieval_pools.budget_curve import DRAFT_TOKENS, MIN_ACCEPTANCES, BudgetCurve, ReplayedBudgets
+from retrieval_pools.budget_curve import DRAFT_TOKENS, MIN_ACCEPTANCES
 
 TREE_COLOURS = ("#8f9bab", "#5b9bd5", "#0b4f8a", "#009e73", "#e0a100", "#c4560a", "#8a1c5c")  # small to large
 
@@ -20,49 +18,34 @@ TREE_COLOURS = ("#8f9bab", "#5b9bd5", "#0b4f8a", "#009e73", "#e0a100", "#c4560a"
 def budget_section(simulation: Simulation) -> Section:
     """The section "Draft budget"."""
     blocks: list[Block] = []
-    batch_size = measured_batch_size(simulation.step_cost, simulation.recommended_batch_size)
-    speed_ups = partial(predicted_speed_ups, simulation.step_cost, batch_size)
     for side in simulation.sides:
-        if side.budgets.curve is None:
+        if not side.budgets.grid:
             blocks.append(Note(f"{side.side}s: too few texts to calibrate with, so nothing was replayed by budget."))
             continue
-        blocks.append(_grid_figure(f"Tokens per step, {side.side}s", side, _paces, "tokens per step"))
-        name = f"Speed-up at batch {batch_size:,}, {side.side}s"
-        blocks.append(_grid_figure(name, side, speed_ups, "times plain decoding"))
+        forecasts = [budget.forecast for budget in side.budgets.grid]
+        paces, speed_ups = ([getattr(one, name) for one in forecasts] for name in ("tokens_per_step", "speed_up"))
+        blocks.append(_grid_figure(f"Tokens per step, {side.side}s", paces, "tokens per step"))
+        name = f"Speed-up at batch {forecasts[0].batch_size:,}, {side.side}s"
+        blocks.append(_grid_figure(name, speed_ups, "times plain decoding"))
     is_free = all(side.budgets.configured == side.budgets.chosen for side in simulation.sides)
     blocks += [_table(simulation, name) for name in (("chosen",) if is_free else ("configured", "chosen"))]
     lead = (
         "What a night chooses its budget from: replays of the texts that the pool is calibrated with. More draft "
         "tokens accept more, ever more slowly; verifying them is free while a step waits for memory, and dear once it "
-        "does not."
+        "does not. A relaxed night that is long enough then tries bolder budgets, too, in a pilot: replays are greedy."
     )
     return Section("budgets", "Draft budget", lead, blocks)
 
 
-def _grid_figure(
-    title: str, side: SideSimulation, of_cells: Callable[[ReplayedBudgets], np.ndarray], y_name: str
-) -> Figure:
-    """One line for every largest tree."""
-    values = _mixed(side.budgets.curve, side.share_changed, of_cells).reshape(len(DRAFT_TOKENS), len(MIN_ACCEPTANCES))
+def _grid_figure(title: str, values: Sequence[float], y_name: str) -> Figure:
+    """One line for every largest tree; `values` are in the order of the grid."""
+    rows = np.reshape(values, (len(DRAFT_TOKENS), len(MIN_ACCEPTANCES))).tolist()
     lines = [
-        EstimateLine(str(size), [(value, value, value) for value in row.tolist()], colour)
-        for size, row, colour in zip(DRAFT_TOKENS, values, TREE_COLOURS, strict=True)
+        EstimateLine(str(size), [(value, value, value) for value in row], colour)
+        for size, row, colour in zip(DRAFT_TOKENS, rows, TREE_COLOURS, strict=True)
     ]
     svg = estimate_lines(lines, [f"{least:g}" for least in MIN_ACCEPTANCES], "min_acceptance", y_name)
-    caption = "Lines: the largest tree, 1 to 64 draft tokens."
-    return Figure(title, svg, caption=caption, legend=legend_of(lines))
-
-
-def _mixed(curve: BudgetCurve, share_changed: float, of_cells: Callable[[ReplayedBudgets], np.ndarray]) -> np.ndarray:
-    """Rates of new and changed texts, by the time that their tokens take: float64[num_cells]."""
-    new = of_cells(curve.new)
-    if curve.changed is None:
-        return new
-    return 1 / ((1 - share_changed) / new + share_changed / of_cells(curve.changed))
-
-
-def _paces(kind: ReplayedBudgets) -> np.ndarray:
-    return np.array([cell.tokens_per_step for cell in kind.cells])
+    return Figure(title, svg, caption="Lines: the largest tree, 1 to 64 draft tokens.", legend=legend_of(lines))
 
 
 def _table(simulation: Simulation, name: str) -> Table:

@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from pipeline.decoding.budget import Budget, mean_step_seconds, measured_batch_size
+from pipeline.decoding.budget import Budget, known_batch_size, step_seconds
 from pipeline.decoding.kv_cache import common_prefix
 from retrieval_pools.budget_curve import SIZE_KNOTS, BudgetCell, BudgetCurve, ReplayedBudgets
 from retrieval_pools.step_cost import StepCost
@@ -74,10 +74,10 @@ def run_speed_up(
     num_steps : int[n], steps of each text where they are known; None: its tokens by what a step of its kind gains.
     prefill_tokens : of a step that computes prompts.
     """
-    batch_size = measured_batch_size(step_cost, batch_size)
+    batch_size = known_batch_size(step_cost, batch_size)
     prompt_seconds = texts.num_prompt_tokens * _prompt_token_seconds(step_cost, batch_size, prefill_tokens)
     plain = run_seconds(
-        step_seconds(step_cost, batch_size, _PLAIN_CELL), texts.num_tokens, prompt_seconds, texts.shard_size
+        live_step_seconds(step_cost, batch_size, _PLAIN_CELL), texts.num_tokens, prompt_seconds, texts.shard_size
     )
     if budget.max_draft_tokens == 0:
         return 1.0
@@ -85,18 +85,18 @@ def run_speed_up(
     pace = np.where(texts.has_previous, changed.tokens_per_step, new.tokens_per_step)
     num_steps = np.ceil(texts.num_tokens / pace) if num_steps is None else num_steps
     share = float(num_steps[texts.has_previous].sum() / num_steps.sum())  # of steps, that are of changed texts
-    of_new, of_changed = (step_seconds(step_cost, batch_size, cell) for cell in (new, changed))
+    of_new, of_changed = (live_step_seconds(step_cost, batch_size, cell) for cell in (new, changed))
     drafted = run_seconds((1 - share) * of_new + share * of_changed, num_steps, prompt_seconds, texts.shard_size)
     return plain / drafted
 
 
-def step_seconds(step_cost: StepCost, batch_size: int, cell: BudgetCell) -> np.ndarray:
+def live_step_seconds(step_cost: StepCost, batch_size: int, cell: BudgetCell) -> np.ndarray:
     """Mean seconds of a step of 1, 2, ... live texts under one budget: float64[batch_size].
 
     Between the step cost's batch sizes they are linear; below its smallest a step costs as much as there.
     """
     known = [size for size in step_cost.batch_sizes if size <= batch_size]
-    seconds = [mean_step_seconds(step_cost, size, cell) for size in known]
+    seconds = [step_seconds(step_cost, size, cell) for size in known]
     return np.interp(np.arange(1, batch_size + 1), known, seconds)
 
 

@@ -7,7 +7,7 @@ import pytest
 from tiny_models import PromptLookupDrafter, requests_for, tiny_engine, tiny_model
 
 from pipeline.decoding.budget import PLAIN, Budget, choose_budget
-from pipeline.decoding.run_forecast import RunTexts, run_seconds, run_speed_up, step_seconds
+from pipeline.decoding.run_forecast import RunTexts, live_step_seconds, run_seconds, run_speed_up
 from pipeline.decoding.verifiers import Greedy
 from retrieval_pools.budget_curve import (
     DRAFT_TOKENS,
@@ -81,14 +81,14 @@ def test_the_end_of_a_shard_costs_what_few_texts_cost():
     drafted_s = 50 * (0.01 + 36 * 0.001) + 450 * (0.01 + 9 * 0.001)
     assert run_speed_up(step_cost, 4, uneven, CURVE, BUDGET) == pytest.approx(plain_s / drafted_s)
     alone = replace(texts(4, 100), shard_size=1)
-    assert run_seconds(step_seconds(step_cost, 4, CURVE.new.cells[0]), np.full(4, 50.0), np.zeros(4), 1) == (
+    assert run_seconds(live_step_seconds(step_cost, 4, CURVE.new.cells[0]), np.full(4, 50.0), np.zeros(4), 1) == (
         pytest.approx(4 * 50 * 0.019)
     )
     assert run_speed_up(step_cost, 4, alone, CURVE, BUDGET) == pytest.approx(0.011 * 100 / (0.019 * 50))
 
 
 def test_more_texts_of_the_same_take_as_much_longer():
-    seconds = step_seconds(cost(0.01, 0.001), 4, CURVE.new.cells[0])
+    seconds = live_step_seconds(cost(0.01, 0.001), 4, CURVE.new.cells[0])
     steps = np.random.default_rng(0).integers(10, 50, 20_000).astype(float)
     whole = run_seconds(seconds, steps, np.full(20_000, 0.1), 64)
     parts = sum(run_seconds(seconds, part, np.full(len(part), 0.1), 64) for part in np.split(steps, 10))
