@@ -100,7 +100,7 @@ def simulate_night(night: Night, settings: Settings, size: SimulationSize, costs
             simulators,
             plans,
             bases,
-            [choice.setting(choice.chosen(batch_size)) for choice in choices],
+            [_chosen_setting(choice, base, batch_size) for choice, base in zip(choices, bases, strict=True)],
             settings.seed,
             lambda sums: costs.step_cost.tokens_per_s(batch_size, sums),
         )
@@ -121,6 +121,12 @@ def _studied_setting(choice: BudgetChoice, batch_size: int) -> DraftSetting:
     """What a night of these settings drafts; where that is nothing, what its pool is calibrated with is studied."""
     budget = choice.configured(batch_size)
     return choice.setting(budget) if budget.max_draft_tokens else choice.base
+
+
+def _chosen_setting(choice: BudgetChoice, base: DraftSetting, batch_size: int) -> DraftSetting:
+    """What a night drafts that is free to choose; the studied setting where this one is."""
+    chosen = choice.chosen(batch_size)
+    return base if chosen == choice.configured(batch_size) else choice.setting(chosen)
 
 
 def _simulate_side(

@@ -15,7 +15,7 @@ from retrieval_pools.studies import GROUPING, NUM_GROUPS, OPTION_VALUES, SOURCES
 def print_simulation(console: Console, simulation: Simulation) -> None:
     """The figures that decide something; the page has all."""
     console.print(_gains_table(simulation))
-    for line in (calibration_line(simulation), previous_line(simulation)):
+    for line in (calibration_line(simulation), previous_line(simulation), *plain_lines(simulation)):
         console.print(line, style="dim", markup=False, soft_wrap=True)
     console.print(_speeds_table(simulation))
     for side in simulation.sides:
@@ -60,6 +60,19 @@ def previous_line(simulation: Simulation) -> str:
         return f"A text of the night before had {' and '.join(sides)}: too few to replay, all count as new."
     left_out = f"; too few {' and '.join(without)} to replay, they count as new" if without else ""
     return f"A text of the night before had {' and '.join(sides)}: studies are replayed with it{left_out}."
+
+
+def plain_lines(simulation: Simulation) -> list[str]:
+    """A line for each side of which a night would draft nothing."""
+    lines, batch_size = [], simulation.recommended_batch_size
+    for side in simulation.sides:
+        studied = side.outcomes[0].trial.setting
+        if not side.budgets.configured[batch_size].budget.max_draft_tokens:
+            lines.append(
+                f"{side.side}s: at batch {batch_size:,} and this step cost a night drafts nothing; all else is studied "
+                f"with up to {studied.max_draft_tokens} draft tokens above {studied.min_acceptance:g}."
+            )
+    return lines
 
 
 def full_pool(side: SideSimulation, kind: Kind) -> str:

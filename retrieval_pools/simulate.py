@@ -210,18 +210,15 @@ class Simulator:
     def pool(self, setting: DraftSetting) -> Pool:
         """The pool that a setting drafts from, calibrated; settings that estimate alike share the curves.
 
-        The base is calibrated as a night's pool is. Whatever changes estimates (groups, options and size of the pool,
-        another source) has curves of its own, of whole paths too, fitted to one more replay of the same texts, which
-        drafts by the base's. Budgets, and a source less, take the base's curves as they are; a pool without an escape
-        of its own takes the base's.
+        The base is calibrated as a night's pool is. The curves of every setting, the base's too, are fitted to one more
+        replay of the same texts, which drafts by those: fitted in two ways, equal settings would not be equal. Budgets,
+        and a source less, take the base's; a pool without an escape of its own takes the base's.
         """
         pool = self._uncalibrated(setting)
         if self.calibration is None:
             return pool
         pool = pool.with_calibration(self._base_calibration)
         alike = _estimating_alike(setting, self.calibration.base)
-        if alike == self.calibration.base:
-            return pool
         if alike not in self._curves:
             options = _options(alike, with_previous=True)
             cells, paths = refit(pool, self._calibration_texts(alike), options)

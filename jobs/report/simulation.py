@@ -13,6 +13,7 @@ from jobs.simulate_view import (
     check_lines,
     full_pool,
     interval,
+    plain_lines,
     previous_line,
     recommendation_line,
 )
@@ -109,8 +110,8 @@ def _gain_section(simulation: Simulation) -> Section:
         "what resampled texts gave.",
     )
     lead = "Texts of the night were held back and replayed against pools of the rest, as greedy verification accepts."
-    lines = (calibration_line, previous_line, recommendation_line)
-    notes = [Note(line(simulation)) for line in lines]
+    lines = [calibration_line(simulation), previous_line(simulation), *plain_lines(simulation)]
+    notes = [Note(line) for line in (*lines, recommendation_line(simulation))]
     return Section("gain", "What drafting gains", lead, [table, *notes])
 
 

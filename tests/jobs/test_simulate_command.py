@@ -34,7 +34,7 @@ STEP_COST = """\
 name: a small card
 steps:
 - {batch_size: 8, num_tokens: 8, seconds: 0.01}
-- {batch_size: 8, num_tokens: 136, seconds: 0.02}
+- {batch_size: 8, num_tokens: 136, seconds: 0.06}
 """
 
 
@@ -142,7 +142,7 @@ def test_speeds_are_of_the_given_step_cost(found):
         [speed] = found["sides"][side]["budgets"]["configured"]
         assert speed["batch_size"] == 8
         assert speed["tokens_per_step"] == row["tokens_per_step"] and speed["mean_drafted"] == row["mean_drafted"]
-        seconds = 0.01 + 0.01 * 8 * row["mean_drafted"] / 128
+        seconds = 0.01 + 0.05 * 8 * row["mean_drafted"] / 128
         assert speed["tokens_per_s"] == pytest.approx(8 * row["tokens_per_step"]["value"] / seconds)
         assert speed["speed_up"]["value"] == pytest.approx(speed["tokens_per_s"] / 800)
         assert 1 < speed["run_speed_up"] < speed["speed_up"]["value"]  # prompts take time, too
@@ -176,6 +176,19 @@ def test_numbers_that_are_worse_than_the_choice_are_recommended_to_be_left_to_it
     changes = data["recommendation"]["changes"]
     assert changes["decoding.max_draft_tokens"] is None and changes["decoding.min_acceptance"] is None
     assert data["recommendation"]["holds"]
+
+
+def test_a_night_that_drafts_nothing_is_said_and_its_options_are_studied_all_the_same(world, tmp_path, capfd):
+    dear = tmp_path / "dear.yaml"
+    dear.write_text(
+        "steps: [{batch_size: 8, num_tokens: 8, seconds: 1}, {batch_size: 8, num_tokens: 520, seconds: 999}]"
+    )
+    options = ["--step-cost", str(dear), "--out", str(tmp_path / "page.html"), "--num-texts", "24"]
+    done = run_here(capfd, "pools", "simulate", "--config", str(world / "laserbatch.yaml"), *options)
+    assert done.returncode == 0, done.stderr
+    said = "users: at batch 8 and this step cost a night drafts nothing; all else is studied with up to 16 draft tokens"
+    assert said in done.stdout and said in (tmp_path / "page.html").read_text()
+    assert "decoding.max_draft_tokens" not in done.stdout
 
 
 def test_how_many_have_a_text_of_the_night_before_is_said(found, world):

@@ -11,7 +11,7 @@ from retrieval_pools.calibration_table import IDENTITY_TABLE
 from retrieval_pools.estimates import Bootstrap
 from retrieval_pools.pool import DEFAULT_POOL_ESCAPE
 from retrieval_pools.recommendation import BUDGET, recommend
-from retrieval_pools.replay import DraftOptions, ReplayText
+from retrieval_pools.replay import DraftOptions, ReplayText, replay
 from retrieval_pools.settings import PoolSettings
 from retrieval_pools.simulate import CalibrationTexts, DraftSetting, Grouping, PoolCorpus, Simulator
 from retrieval_pools.sources import SOURCE_NAMES
@@ -230,7 +230,7 @@ def calibrated(dialects, tmp_path) -> Simulator:
 
 
 def test_the_base_is_calibrated_as_a_pool_of_a_night(calibrated):
-    pool = calibrated.pool(BASE)
+    pool = calibrated.night_pool(BASE)
     texts = [replace(text, group="all") for text in calibrated.calibration.texts]
     options = DraftOptions(4, 0.001, use_prompt=False, use_output=False, use_previous=False)
     fitted = calibrate(pool, texts, options)
@@ -251,12 +251,20 @@ def test_budgets_and_fewer_sources_share_the_curves_and_what_estimates_otherwise
 
 
 def test_one_more_replay_fits_as_the_whole_calibration_does(calibrated):
-    other = BASE.with_pool(pool_escape=calibrated.pool(BASE).fitted_escape)  # the same, but with curves of its own
-    assert not np.array_equal(calibrated.pool(other).acceptance_table, calibrated.pool(BASE).acceptance_table)
-    bootstrap = Bootstrap(40, 0)
-    gain = bootstrap.gain(calibrated.replay(other), calibrated.replay(BASE))
-    assert gain.value == pytest.approx(1, abs=0.02)
-    assert not np.array_equal(calibrated.pool(other).path_curves, calibrated.pool(BASE).path_curves)
+    night = calibrated.night_pool(BASE)
+    assert not np.array_equal(calibrated.pool(BASE).acceptance_table, night.acceptance_table)
+    assert not np.array_equal(calibrated.pool(BASE).path_curves, night.path_curves)
+    options = DraftOptions(4, 0.001, use_prompt=False, use_output=False, use_previous=False)
+    texts = [replace(text, group="all") for text in calibrated.held_back]
+    paces = [1 + replay(pool, texts, options).mean_accepted for pool in (night, calibrated.pool(BASE))]
+    assert paces[0] == pytest.approx(paces[1], rel=0.02)
+
+
+def test_the_configured_setting_by_another_name_gains_nothing(calibrated):
+    other = BASE.with_pool(pool_escape=calibrated.night_pool(BASE).fitted_escape)
+    assert other != BASE
+    gain = Bootstrap(40, 0).gain(calibrated.replay(other), calibrated.replay(BASE))
+    assert (gain.low, gain.value, gain.high) == (1, 1, 1)
 
 
 def test_estimates_of_a_calibrated_simulation_hold(calibrated, dialects):
@@ -273,7 +281,7 @@ def test_a_night_finds_with_its_pool_what_every_budget_gains(calibrated):
     curve = calibrated.night_pool(BASE).budgets
     texts = [replace(text, group="all") for text in calibrated.calibration.texts]
     options = DraftOptions(4, 0.001, use_prompt=False, use_output=False, use_previous=False)
-    assert curve == budget_curve(calibrated.pool(BASE), texts, options)
+    assert curve == budget_curve(calibrated.night_pool(BASE), texts, options)
     assert curve.sources == ("pool",)
 
 
