@@ -5,7 +5,6 @@ texts are held back in `simulate_world.py`; the page is `report/simulation.py`.
 """
 
 import tempfile
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,13 +15,14 @@ from jobs.night import Night, open_run
 from jobs.report.page import render_page
 from jobs.report.simulation import simulation_page
 from jobs.settings import Settings, load_settings
+from jobs.simulate_budgets import BudgetChoice, Costs
 from jobs.simulate_check import checked_nights
 from jobs.simulate_result import SideSimulation, Simulation
 from jobs.simulate_view import print_simulation
 from jobs.simulate_world import (
     SideTexts,
     SimulationSize,
-    configured_setting,
+    calibrated_setting,
     divided_texts,
     require_something,
     simulator_of,
@@ -31,35 +31,8 @@ from jobs.simulate_world import (
 from pipeline.knowledge.records import SIDES
 from pipeline.storage.atomic import write_text
 from retrieval_pools.recommendation import recommend
-from retrieval_pools.simulate import Simulator
-from retrieval_pools.step_cost import StepCost, computed_step_cost, read_step_cost
-from retrieval_pools.studies import CONFIGURED, Findings, Trial, plan_trials
-
-BATCH_SIZES = (1, 16, 64, 256)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """A step cost, and the batch sizes that are asked about."""
-
-    step_cost: StepCost
-    batch_sizes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, path: Path | None, batch_sizes: tuple[int, ...]) -> "Costs":
-        """From the command line: without a file a computed cost, without batch sizes those of the file."""
-        if path is None:
-            chosen = batch_sizes or BATCH_SIZES
-            return cls(computed_step_cost(chosen), chosen)
-        step_cost = read_step_cost(path)
-        for batch_size in batch_sizes:
-            step_cost.plain_tokens_per_s(batch_size)  # refuses one that was not measured
-        return cls(step_cost, batch_sizes or step_cost.batch_sizes)
-
-    def batch_size_of(self, settings: Settings) -> int:
-        """The one that settings are recommended for: the configured one if it is asked about, else the middle one."""
-        configured = settings.decoding.batch_size
-        return configured if configured in self.batch_sizes else self.batch_sizes[len(self.batch_sizes) // 2]
+from retrieval_pools.simulate import DraftSetting, Simulator
+from retrieval_pools.studies import Findings, Trial, plan_trials
 
 
 def simulate(
@@ -71,7 +44,9 @@ def simulate(
     num_texts: int = typer.Option(200, min=1, help="Texts a side that are held back; at most a quarter of them."),
     max_pool_texts: int = typer.Option(20_000, min=10, help="Texts a side that pools are built from; sampled."),
     step_cost: Path | None = typer.Option(
-        None, help="YAML or JSON with measured steps: {steps: [{batch_size, num_tokens, seconds}, ...]}."
+        None,
+        help="YAML or JSON with measured steps: {steps: [{batch_size, num_tokens, seconds}, ...]}; without it that of "
+        "the configuration, or what the run measured, or else a computed one.",
     ),
     batch_size: list[int] = typer.Option([], min=1, help="Batch size to predict for; may be given several times."),
     out: Path | None = typer.Option(None, "--out", "-o", help="HTML file; simulation.html in the workspace if unset."),
@@ -81,10 +56,10 @@ def simulate(
 
     Example: `laserbatch pools simulate --config laserbatch.yaml --step-cost h200.yaml --batch-size 64`
     """
-    costs = Costs.of(step_cost, tuple(sorted(set(batch_size))))
     given = load_settings(config, {"workspace": str(workspace) if workspace is not None else None})
     night = open_run(given, run)
     settings = night.settings if config is None else given
+    costs = Costs.of(step_cost, tuple(sorted(set(batch_size))), night, settings)
     simulation = simulate_night(night, settings, SimulationSize(num_texts, max_pool_texts), costs)
     path = out if out is not None else night.workspace.root / "simulation.html"
     write_text(render_page(simulation_page(simulation, f"laserbatch {version('laserbatch')}")), path)
@@ -109,22 +84,30 @@ def simulate_night(night: Night, settings: Settings, size: SimulationSize, costs
     sides = [texts for texts in divided if texts is not None]
     require_something(sides, night)
     embeddings = trained_embeddings(night, settings)
+    batch_size = costs.batch_size_of(settings)
     with tempfile.TemporaryDirectory(prefix="laserbatch-simulation-") as folder:
-        base = configured_setting(settings)
         simulators = [simulator_of(night, settings, part, embeddings, Path(folder, part.side)) for part in sides]
-        plans = [plan_trials(base, simulator) for simulator in simulators]
-        simulated = [
-            _simulate_side(part, simulator, plan, costs, settings.seed)
-            for part, simulator, plan in zip(sides, simulators, plans, strict=True)
+        choices = [
+            BudgetChoice(simulator, calibrated_setting(night, settings, part.side), part, settings, costs)
+            for part, simulator in zip(sides, simulators, strict=True)
         ]
-        batch_size = costs.batch_size_of(settings)
+        bases = [_studied_setting(choice, batch_size) for choice in choices]
+        plans = [plan_trials(base, simulator) for base, simulator in zip(bases, simulators, strict=True)]
+        simulated = [
+            _simulate_side(*parts, settings.seed) for parts in zip(sides, simulators, plans, choices, strict=True)
+        ]
         recommendation = recommend(
-            simulators, plans, base, settings.seed, lambda sums: costs.step_cost.tokens_per_s(batch_size, sums)
+            simulators,
+            plans,
+            bases,
+            [_chosen_setting(choice, base, batch_size) for choice, base in zip(choices, bases, strict=True)],
+            settings.seed,
+            lambda sums: costs.step_cost.tokens_per_s(batch_size, sums),
         )
     return Simulation(
         run_id=night.run.run_id,
         date=night.date.isoformat(),
-        step_cost=costs.step_cost.name,
+        step_cost=costs.step_cost,
         batch_sizes=costs.batch_sizes,
         verifier=settings.decoding.verifier,
         sides=simulated,
@@ -134,20 +117,32 @@ def simulate_night(night: Night, settings: Settings, size: SimulationSize, costs
     )
 
 
+def _studied_setting(choice: BudgetChoice, batch_size: int) -> DraftSetting:
+    """What a night of these settings drafts; where that is nothing, what its pool is calibrated with is studied."""
+    budget = choice.configured(batch_size)
+    return choice.setting(budget) if budget.max_draft_tokens else choice.base
+
+
+def _chosen_setting(choice: BudgetChoice, base: DraftSetting, batch_size: int) -> DraftSetting:
+    """What a night drafts that is free to choose; the studied setting where this one is."""
+    chosen = choice.chosen(batch_size)
+    return base if chosen == choice.configured(batch_size) else choice.setting(chosen)
+
+
 def _simulate_side(
-    texts: SideTexts, simulator: Simulator, plan: list[Trial], costs: Costs, seed: int
+    texts: SideTexts, simulator: Simulator, plan: list[Trial], choice: BudgetChoice, seed: int
 ) -> SideSimulation:
     with progress(f"simulate {texts.side}s", len(plan)) as bar:
         findings = Findings(simulator, plan, seed, lambda trial: bar.advance(1, f"{trial.study}: {trial.value}"))
-    kinds = [trial.with_previous for trial in plan if trial.study == CONFIGURED]
-    full_pool = {kind: estimate for kind in kinds if (estimate := findings.with_all_texts(kind, texts.num_texts))}
-    speeds = findings.speeds(costs.step_cost, costs.batch_sizes)
+    full_pool = {kind: found for kind in simulator.kinds if (found := findings.with_all_texts(kind, texts.num_texts))}
     return SideSimulation(
         texts.side,
         texts.num_texts,
+        texts.num_written,
+        texts.share_changed,
         len(texts.corpus),
         simulator.num_calibration_texts,
         findings.outcomes,
-        speeds,
+        choice.judged(),
         full_pool,
     )

@@ -18,7 +18,7 @@ from jobs.settings import Settings
 from jobs.simulate_world import (
     SideTexts,
     SimulationSize,
-    configured_setting,
+    calibrated_setting,
     divided_texts,
     simulator_of,
     trained_embeddings,
@@ -27,8 +27,8 @@ from pipeline.errors import ConfigError, WorkspaceError
 from pipeline.knowledge.records import SIDES, Side
 from pipeline.storage.run_folder import RunFolder
 from retrieval_pools.estimates import Bootstrap, Estimate, Tally
+from retrieval_pools.simulate import MIN_WITH_PREVIOUS, Kind
 from retrieval_pools.store import PoolVersion
-from retrieval_pools.studies import MIN_WITH_PREVIOUS
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class CheckedPrediction:
     Attributes
     ----------
     run_before, run_after : the night that was simulated, and the one that was predicted.
-    with_previous : entities that had a text of the night before, or those that had none.
+    kind : "changed": entities that had a text of the night before; "new": those that had none.
     num_texts : that the night after wrote; `num_replayed` : that were replayed to predict it.
     verifier : of the night after.
     replayed : what the simulation measured, `predicted` : the same extrapolated to the pool that the night had.
@@ -47,7 +47,7 @@ class CheckedPrediction:
     run_before: str
     run_after: str
     side: Side
-    with_previous: bool
+    kind: Kind
     num_texts: int
     num_replayed: int
     verifier: str
@@ -156,11 +156,11 @@ def _checked_predictions(nights: _Nights, size: SimulationSize) -> list[CheckedP
         texts = divided_texts(before, side, size, settings.seed, num_wanted)
         if texts is None:
             continue
-        for with_previous in (False, True):
-            realised = _realised(before.run, after.run, side, with_previous)
+        for kind in ("new", "changed"):
+            realised = _realised(before.run, after.run, side, kind)
             if len(realised) < MIN_WITH_PREVIOUS:
                 continue
-            replayed = _replayed(before, settings, texts, embeddings, with_previous)
+            replayed = _replayed(before, settings, texts, embeddings, kind)
             if replayed is None:
                 continue
             checked.append(
@@ -168,7 +168,7 @@ def _checked_predictions(nights: _Nights, size: SimulationSize) -> list[CheckedP
                     before.run.run_id,
                     after.run.run_id,
                     side,
-                    with_previous,
+                    kind,
                     len(realised),
                     replayed.num_texts,
                     settings.decoding.verifier,
@@ -197,27 +197,27 @@ class _Replayed:
     with_all_texts: Estimate | None
 
 
-def _replayed(before: Night, settings: Settings, texts: SideTexts, embeddings, with_previous: bool) -> _Replayed | None:
+def _replayed(before: Night, settings: Settings, texts: SideTexts, embeddings, kind: Kind) -> _Replayed | None:
     """The configured setting on the held-back texts; None where too few have a previous one."""
-    if with_previous and sum(text.previous_ids is not None for text in texts.held_back) < MIN_WITH_PREVIOUS:
+    if kind == "changed" and sum(text.previous_ids is not None for text in texts.held_back) < MIN_WITH_PREVIOUS:
         return None
-    setting = configured_setting(settings)
+    setting = calibrated_setting(before, settings, texts.side)
     with tempfile.TemporaryDirectory() as folder:
         simulator = simulator_of(before, settings, texts, embeddings, Path(folder), configured_only=True)
-        tally = simulator.replay(setting, with_previous)
+        tally = simulator.replay(setting, kind)
         bootstrap = Bootstrap(len(tally), settings.seed)
-        whole = simulator.full_pool_tokens_per_step(setting, texts.num_texts, bootstrap, with_previous)
+        whole = simulator.full_pool_tokens_per_step(setting, texts.num_texts, bootstrap, kind)
         return _Replayed(len(tally), bootstrap.tokens_per_step(tally), whole)
 
 
-def _realised(before: RunFolder, after: RunFolder, side: Side, with_previous: bool) -> Tally:
+def _realised(before: RunFolder, after: RunFolder, side: Side, kind: Kind) -> Tally:
     """What the night after counted for each text that it wrote itself."""
     known = set(before.read_knowledge(side)["entity_id"].to_pylist())
     table = after.read_knowledge(side)
     columns = {name: table[name].to_pylist() for name in ("entity_id", "run_id")}
     chosen = np.array(
         [
-            run_id == after.run_id and (entity_id in known) == with_previous
+            run_id == after.run_id and (entity_id in known) == (kind == "changed")
             for entity_id, run_id in zip(columns["entity_id"], columns["run_id"], strict=True)
         ],
         bool,

@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jobs.simulate_budgets import SideBudgets
 from jobs.simulate_check import Check
 from pipeline.knowledge.records import Side
 from retrieval_pools.estimates import Estimate
-from retrieval_pools.recommendation import Recommendation
-from retrieval_pools.studies import BUDGET_STUDIES, CONFIGURED, GROUPING, NUM_GROUPS, BudgetSpeed, Outcome, Trial
-
-KINDS = {False: "new", True: "changed"}  # tomorrow's entities: without and with a text of the night before
+from retrieval_pools.recommendation import BUDGET, Recommendation
+from retrieval_pools.simulate import Kind
+from retrieval_pools.step_cost import StepCost
+from retrieval_pools.studies import CONFIGURED, GROUPING, NUM_GROUPS, Outcome, Trial
 
 
 @dataclass(frozen=True)
@@ -19,37 +20,39 @@ class SideSimulation:
 
     Attributes
     ----------
-    num_texts : of the run; `num_pool_texts` : that pools were built from; `num_calibration_texts` :
-        that these were calibrated with, which are in none of them.
-    outcomes : of every trial, the configured setting first.
-    speeds : of every draft budget at every batch size.
-    full_pool : tokens per step as configured, extrapolated to a pool of all texts, by whether previous texts are given;
-        without a key where it would be a guess.
+    num_texts : of the run; `num_written` : that it wrote itself; `share_changed` : of these, with a text of the night
+        before; `num_pool_texts` : that pools were built from; `num_calibration_texts` : that these were calibrated
+        with, which are in none of them.
+    outcomes : of every trial, the configured setting first, of every kind.
+    budgets : at every batch size.
+    full_pool : tokens per step as configured, extrapolated to a pool of all texts, by kind; without a key where it
+        would be a guess.
     """
 
     side: Side
     num_texts: int
+    num_written: int
+    share_changed: float
     num_pool_texts: int
     num_calibration_texts: int
     outcomes: Sequence[Outcome]
-    speeds: Sequence[BudgetSpeed]
-    full_pool: Mapping[bool, Estimate]
+    budgets: SideBudgets
+    full_pool: Mapping[Kind, Estimate]
 
-    def of(self, study: str, with_previous: bool = False) -> list[Outcome]:
-        """The outcomes of one study."""
-        trials = [(outcome.trial.study, outcome.trial.with_previous) for outcome in self.outcomes]
-        return [one for one, found in zip(self.outcomes, trials, strict=True) if found == (study, with_previous)]
+    def of(self, study: str, kind: Kind | None = None) -> list[Outcome]:
+        """The outcomes of one study; None: of the kind of a night, as groups, sizes and options are studied."""
+        kind = kind or self.night_kind
+        return [one for one in self.outcomes if (one.trial.study, one.trial.kind) == (study, kind)]
 
     @property
-    def configured(self) -> dict[bool, Outcome]:
-        """The configured setting by whether previous texts are given; without True where too few texts have one."""
-        found = [outcome for outcome in self.outcomes if outcome.trial.study == CONFIGURED]
-        return {outcome.trial.with_previous: outcome for outcome in found}
+    def configured(self) -> dict[Kind, Outcome]:
+        """The configured setting by kind; "new" alone where too few texts have a previous one."""
+        return {one.trial.kind: one for one in self.outcomes if one.trial.study == CONFIGURED}
 
-    def configured_speed(self, batch_size: int, with_previous: bool) -> BudgetSpeed:
-        """The configured budget's."""
-        wanted = CONFIGURED, batch_size, with_previous
-        return next(one for one in self.speeds if (one.study, one.batch_size, one.with_previous) == wanted)
+    @property
+    def night_kind(self) -> Kind:
+        """The kind of a night."""
+        return list(self.configured)[-1]
 
 
 @dataclass(frozen=True)
@@ -58,14 +61,14 @@ class Simulation:
 
     Attributes
     ----------
-    step_cost : names what was measured or computed.
+    step_cost : measured or computed.
     verifier : the configuration's.
     recommended_batch_size : at which the recommendation is the fastest at this step cost.
     """
 
     run_id: str
     date: str
-    step_cost: str
+    step_cost: StepCost
     batch_sizes: Sequence[int]
     verifier: str
     sides: Sequence[SideSimulation]
@@ -78,7 +81,7 @@ class Simulation:
         return {
             "run_id": self.run_id,
             "date": self.date,
-            "step_cost": self.step_cost,
+            "step_cost": self.step_cost.name,
             "verifier": self.verifier,
             "sides": {side.side: _side_data(side) for side in self.sides},
             "recommendation": self._recommendation_data(),
@@ -100,12 +103,8 @@ class Simulation:
 
 def changed_option(trial: Trial) -> dict[str, Any]:
     """What a trial of a budget, a grouping or a pool's option changes, as keys of the configuration."""
-    if trial.study in BUDGET_STUDIES:
-        budget = trial.setting
-        return {
-            "decoding.max_draft_tokens": budget.max_draft_tokens,
-            "decoding.min_acceptance": budget.min_acceptance,
-        }
+    if trial.study == BUDGET:
+        return {"decoding.max_draft_tokens": None, "decoding.min_acceptance": None}  # the night's own choice
     if trial.study not in (GROUPING, NUM_GROUPS):
         return {f"pools.{trial.study}": getattr(trial.setting.pool, trial.study)}
     name, _, count = trial.setting.grouping.partition("/")
@@ -127,13 +126,20 @@ def changed_options(recommendation: Recommendation) -> dict[str, Any]:
 
 
 def _side_data(side: SideSimulation) -> dict[str, Any]:
+    curve = side.budgets.curve
     return {
         "num_texts": side.num_texts,
+        "num_written": side.num_written,
+        "share_changed": side.share_changed,
         "num_pool_texts": side.num_pool_texts,
         "num_calibration_texts": side.num_calibration_texts,
         "outcomes": [_outcome_data(outcome) for outcome in side.outcomes],
-        "speeds": [asdict(speed) for speed in side.speeds],
-        "full_pool_tokens_per_step": {KINDS[kind]: asdict(estimate) for kind, estimate in side.full_pool.items()},
+        "budgets": {
+            "replayed": None if curve is None else curve.model_dump(mode="json"),
+            "configured": [asdict(one) for one in side.budgets.configured.values()],
+            "chosen": [asdict(one) for one in side.budgets.chosen.values()],
+        },
+        "full_pool_tokens_per_step": {kind: asdict(estimate) for kind, estimate in side.full_pool.items()},
     }
 
 
@@ -141,7 +147,7 @@ def _outcome_data(outcome: Outcome) -> dict[str, Any]:
     return {
         "study": outcome.trial.study,
         "value": outcome.trial.value,
-        "with_previous": outcome.trial.with_previous,
+        "kind": outcome.trial.kind,
         "num_texts": outcome.num_texts,
         "aal": asdict(outcome.mean_accepted),
         "tokens_per_step": asdict(outcome.tokens_per_step),

@@ -4,16 +4,19 @@ from rich.console import Console
 from rich.table import Table
 
 from jobs.report.formatting import MISSING, counted, decimal, percent, times
-from jobs.simulate_result import KINDS, SideSimulation, Simulation, changed_options
+from jobs.simulate_result import SideSimulation, Simulation, changed_options
+from pipeline.decoding.budget import Budget
 from retrieval_pools.estimates import Estimate
 from retrieval_pools.recommendation import NOTABLE_GAIN
-from retrieval_pools.studies import GROUPING, NUM_GROUPS, OPTION_VALUES, SOURCES_STUDY, Outcome, best_speed
+from retrieval_pools.simulate import Kind
+from retrieval_pools.studies import GROUPING, NUM_GROUPS, OPTION_VALUES, SOURCES_STUDY, Outcome
 
 
 def print_simulation(console: Console, simulation: Simulation) -> None:
     """The figures that decide something; the page has all."""
     console.print(_gains_table(simulation))
-    console.print(calibration_line(simulation), style="dim", markup=False, soft_wrap=True)
+    for line in (calibration_line(simulation), previous_line(simulation), *plain_lines(simulation)):
+        console.print(line, style="dim", markup=False, soft_wrap=True)
     console.print(_speeds_table(simulation))
     for side in simulation.sides:
         console.print(_studies_table(side))
@@ -30,6 +33,11 @@ def interval(estimate: Estimate, digits: int = 2) -> str:
     return f"{decimal(estimate.value, digits)} ({decimal(estimate.low, digits)} to {decimal(estimate.high, digits)})"
 
 
+def budget_words(budget: Budget) -> str:
+    """`16 above 0.5`: at most so many draft tokens, above so much estimated acceptance."""
+    return f"{budget.max_draft_tokens} above {budget.min_acceptance:g}" if budget.max_draft_tokens else "plain decoding"
+
+
 def calibration_line(simulation: Simulation) -> str:
     """What the estimates of the simulated pools rest on."""
     sides = [
@@ -41,9 +49,35 @@ def calibration_line(simulation: Simulation) -> str:
     return f"Pools are calibrated, as those of a night are: {', '.join(sides)}."
 
 
-def full_pool(side: SideSimulation, with_previous: bool) -> str:
+def previous_line(simulation: Simulation) -> str:
+    """How many entities drafted from their own text of the night before, and where that is replayed."""
+    sides = [
+        f"{percent(side.share_changed)} of the {counted(side.num_written, side.side)} that the run wrote"
+        for side in simulation.sides
+    ]
+    without = [f"{side.side}s" for side in simulation.sides if side.night_kind == "new"]
+    if len(without) == len(simulation.sides):
+        return f"A text of the night before had {' and '.join(sides)}: too few to replay, all count as new."
+    left_out = f"; too few {' and '.join(without)} to replay, they count as new" if without else ""
+    return f"A text of the night before had {' and '.join(sides)}: studies are replayed with it{left_out}."
+
+
+def plain_lines(simulation: Simulation) -> list[str]:
+    """A line for each side of which a night would draft nothing."""
+    lines, batch_size = [], simulation.recommended_batch_size
+    for side in simulation.sides:
+        studied = side.outcomes[0].trial.setting
+        if not side.budgets.configured[batch_size].budget.max_draft_tokens:
+            lines.append(
+                f"{side.side}s: at batch {batch_size:,} and this step cost a night drafts nothing; all else is studied "
+                f"with up to {studied.max_draft_tokens} draft tokens above {studied.min_acceptance:g}."
+            )
+    return lines
+
+
+def full_pool(side: SideSimulation, kind: Kind) -> str:
     """Tokens per step extrapolated to a pool of all texts, or a dash."""
-    estimate = side.full_pool.get(with_previous)
+    estimate = side.full_pool.get(kind)
     return MISSING if estimate is None else decimal(estimate.value)
 
 
@@ -54,7 +88,8 @@ def recommendation_line(simulation: Simulation) -> str:
     keep = f"Keep the configuration {where}: "
     if not found.changes:
         return keep + "nothing that was tried is better by more than noise."
-    changes = ", ".join(f"{key}: {value}" for key, value in changed_options(found).items())
+    words = {key: "null" if value is None else value for key, value in changed_options(found).items()}
+    changes = ", ".join(f"{key}: {value}" for key, value in words.items())
     sides = ", ".join(
         f"{interval(gain, 3)} of {side.side}s" for side, gain in zip(simulation.sides, found.gains, strict=True)
     )
@@ -121,7 +156,7 @@ def check_lines(simulation: Simulation) -> list[str]:
         ]
     checks = sorted(simulation.check.predictions, key=lambda check: -abs(check.error))
     return [
-        f"check, {counted(check.num_texts, f'{KINDS[check.with_previous]} {check.side}')} of run {check.run_after} "
+        f"check, {counted(check.num_texts, f'{check.kind} {check.side}')} of run {check.run_after} "
         f"({check.verifier}): predicted {interval(check.predicted)} tokens a step from run {check.run_before}, "
         f"realised {interval(check.realised)}: error {percent(check.error, 1)}"
         for check in checks
@@ -133,13 +168,13 @@ def _gains_table(simulation: Simulation) -> Table:
     for name in ("texts", "tokens/step", "with all texts", "accepted/step (AAL)", "drafted/step", "precision"):
         table.add_column(name, justify="right")
     for side in simulation.sides:
-        for with_previous, outcome in side.configured.items():
+        for kind, outcome in side.configured.items():
             table.add_row(
                 side.side,
-                KINDS[with_previous],
+                kind,
                 f"{outcome.num_texts:,}",
                 interval(outcome.tokens_per_step),
-                full_pool(side, with_previous),
+                full_pool(side, kind),
                 interval(outcome.mean_accepted),
                 decimal(outcome.mean_drafted, 1),
                 percent(outcome.precision),
@@ -148,32 +183,31 @@ def _gains_table(simulation: Simulation) -> Table:
 
 
 def _speeds_table(simulation: Simulation) -> Table:
-    table = _table(f"Speed; step cost: {simulation.step_cost}", ("side", "tomorrow's"))
-    for name in ("batch", "configured over plain", "best budget", "best over plain", "best over configured"):
+    table = _table(f"Budgets; step cost: {simulation.step_cost.name}", ("side",))
+    for name in ("batch", "configured", "over plain", "whole run", "chosen by a night", "over plain", "whole run"):
         table.add_column(name, justify="right")
     for side in simulation.sides:
-        for with_previous in side.configured:
-            for batch_size in simulation.batch_sizes:
-                best = best_speed(side.speeds, batch_size, with_previous)
-                configured = side.configured_speed(batch_size, with_previous)
-                table.add_row(
-                    side.side,
-                    KINDS[with_previous],
-                    f"{batch_size:,}",
-                    times(configured.speed_up.value),
-                    best.budget,
-                    interval(best.speed_up),
-                    interval(best.over_configured),
+        for batch_size in simulation.batch_sizes:
+            pair = [side.budgets.configured[batch_size], side.budgets.chosen[batch_size]]
+            cells = [
+                word
+                for one in pair
+                for word in (
+                    budget_words(one.budget),
+                    times(one.speed_up.value),
+                    times(one.run_speed_up),
                 )
+            ]
+            table.add_row(side.side, f"{batch_size:,}", *cells)
     return table
 
 
 def _studies_table(side: SideSimulation) -> Table:
-    table = _table(f"{side.side}s: groups and options, without previous texts", ("study", "value"))
+    table = _table(f"{side.side}s: groups and options", ("study", "value"))
     for name in ("tokens/step", "drafted/step", "over configured", "verdict"):
         table.add_column(name, justify="right")
     for study in (GROUPING, SOURCES_STUDY, *OPTION_VALUES):
-        for outcome in side.of(study):
+        for outcome in side.of(study, "new" if study == SOURCES_STUDY else None):
             table.add_row(
                 study,
                 outcome.trial.value,

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from jobs.calibrate_pools import drafted_with
 from jobs.console import say
 from jobs.generate import renderer
 from jobs.night import Night
@@ -66,7 +67,8 @@ class SideTexts:
 
     Attributes
     ----------
-    num_texts : all that the run has.
+    num_texts : all that the run has; `num_written` : those that it wrote itself.
+    share_changed : of those that it wrote, the share whose entity has a text of the night before.
     held_back, held_back_ids : to measure with.
     calibration, calibration_ids : to calibrate pools with.
     corpus : to build pools from.
@@ -74,6 +76,8 @@ class SideTexts:
 
     side: Side
     num_texts: int
+    num_written: int
+    share_changed: float
     held_back: list[ReplayText]
     held_back_ids: list[str | int]
     calibration: list[ReplayText]
@@ -117,9 +121,12 @@ def divided_texts(
 
     if len(kept) < num_texts - len(taken):
         say(f"{side}s: pools are built from {len(kept):,} of {num_texts:,} texts; --max-pool-texts takes more")
+    num_written = pc.sum(pc.equal(knowledge["run_id"], night.run.run_id)).as_py() or 0
     return SideTexts(
         side,
         num_texts,
+        num_written,
+        len(previous) / max(1, num_written),
         replayed(held_back),
         [entity_ids[row] for row in held_back],
         replayed(calibration),
@@ -176,8 +183,8 @@ def simulator_of(
     for scheme in () if configured_only else ("collaborative", "random"):
         for count in group_counts(len(texts.corpus)):
             groupings[f"{scheme}/{count}"] = routed.grouping(scheme=scheme, num_groups=count)
-    calibration = CalibrationTexts(texts.calibration, configured_setting(settings))
-    return Simulator(texts.corpus, texts.held_back, groupings, folder, settings.seed, calibration)
+    calibration = CalibrationTexts(texts.calibration, calibrated_setting(night, settings, texts.side))
+    return Simulator(texts.corpus, texts.held_back, groupings, folder, settings.seed, calibration, texts.share_changed)
 
 
 def configured_grouping(settings: Settings) -> str:
@@ -190,14 +197,17 @@ def configured_grouping(settings: Settings) -> str:
     return settings.routing.scheme
 
 
-def configured_setting(settings: Settings, budget: Budget | None = None) -> DraftSetting:
-    """How the configuration drafts; `budget` None is its own, or the usual one where it leaves the choice."""
-    budget = budget or Budget.of(settings.decoding)
+def calibrated_setting(night: Night, settings: Settings, side: Side) -> DraftSetting:
+    """How the configuration drafts; a budget that it leaves open is the run's, as pools are calibrated."""
+    decoding, budget = settings.decoding, None
+    if decoding.max_draft_tokens is None and decoding.min_acceptance is None:
+        budget = drafted_with(night, side)
+    budget = budget or Budget.of(decoding)
     return DraftSetting(
         configured_grouping(settings),
         settings.pools,
-        settings.decoding.drafters,
-        budget.max_draft_tokens,
+        decoding.drafters,
+        budget.max_draft_tokens or Budget.max_draft_tokens,
         budget.min_acceptance,
     )
 

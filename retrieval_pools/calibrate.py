@@ -24,6 +24,7 @@ from retrieval_pools.calibration import (
 )
 from retrieval_pools.calibration_table import (
     DEPTH_BINS,
+    IDENTITY_PATHS,
     KINDS_SHAPE,
     LARGEST_BINNED,
     LARGEST_SEEN,
@@ -117,6 +118,18 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
         reliability=reliability([(fit.calibrated, others) for fit, others in checks], options),
         uncalibrated=reliability([(fit.plain, others) for fit, others in checks], options),
     )
+
+
+def refit(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> Pool:
+    """A pool that is much like one that was calibrated, with curves of its own: fitted to one replay, checks left out.
+
+    Parameters
+    ----------
+    pool : with the curves of the other, which decide what is drafted; its escape is kept.
+    """
+    folds = _folds(pool, _of_bounded_length(texts), options)
+    paths = _paths_of(pool.with_path_curves(IDENTITY_PATHS), folds, options)
+    return _fitted(pool, _nodes_of(folds)).with_path_curves(paths_of(paths))
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,10 @@ class Tally:
         """The texts that a mask or an index array chooses."""
         return Tally(self.num_steps[chosen], self.num_drafted[chosen], self.num_accepted[chosen])
 
+    def weighted(self, weights: np.ndarray) -> "Tally":
+        """Every text counted so often: float64[num_texts]."""
+        return Tally(self.num_steps * weights, self.num_drafted * weights, self.num_accepted * weights)
+
 
 class Bootstrap:
     """Draws with replacement from `num_texts` texts, the same for the same seed.

@@ -145,6 +145,15 @@ class Pool:
         fitted = fitted.with_path_curves(calibration.path_curves)
         return replace(fitted, fitted_escape=calibration.pool_escape, budgets=calibration.budgets)
 
+    def with_curves_of(self, other: "Pool") -> "Pool":
+        """The same texts, estimated by another pool's curves; the escape is kept."""
+        return replace(
+            self,
+            acceptance_table=other.acceptance_table,
+            kind_curves=other.kind_curves,
+            path_curves=other.path_curves,
+        )
+
     def with_acceptance_table(self, table: np.ndarray) -> "Pool":
         """The same texts, whose drafts are estimated by another table: float32 `calibration_table.TABLE_SHAPE`."""
         table = np.ascontiguousarray(table, np.float32)

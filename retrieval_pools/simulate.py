@@ -1,28 +1,33 @@
 """What a way of drafting would gain on texts that its pool does not hold: pools built, texts replayed, counts kept.
 
-A simulation has two kinds of replay: without the entities' previous texts, as tomorrow's new entities are written; and
-with them, as changed ones are, for the held-back texts that have one. Pools are calibrated, as those of a night are, on
-texts that are neither in them nor measured. Knows no table, no run and no model.
+A simulation has three kinds of replay: without the entities' previous texts, as tomorrow's new entities are written;
+with them, as changed ones are, for the held-back texts that have one; and both in the shares that a night writes. Pools
+are calibrated, as those of a night are, on texts that are neither in them nor measured. Knows no table, no run and no
+model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
+from retrieval_pools.budget_replay import with_budgets
 from retrieval_pools.build import PoolText, build_pool
-from retrieval_pools.calibrate import calibrate, fit_cells
-from retrieval_pools.calibration import Calibration, table_of
-from retrieval_pools.drafting.state import MAX_NODES
+from retrieval_pools.calibrate import calibrate, refit
+from retrieval_pools.calibration import Calibration
 from retrieval_pools.estimates import Bootstrap, Estimate, Tally
 from retrieval_pools.manifest import Side
 from retrieval_pools.pool import Pool
-from retrieval_pools.replay import DraftOptions, ReplayText, replay, replay_nodes
+from retrieval_pools.replay import DraftOptions, Replay, ReplayText, replay
 from retrieval_pools.settings import BUILT_SETTINGS, PoolSettings
 
 SOURCES = ("previous", "prompt", "output", "pool")
+MIN_WITH_PREVIOUS = 10  # held-back texts with a previous one; of fewer nothing can be said
+
+Kind = Literal["new", "changed", "mixed"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class DraftSetting:
     grouping : name of one of the simulation's groupings.
     pool : how the pool is built and drafted from.
     sources : which of `SOURCES` drafts may come from.
-    max_draft_tokens, min_acceptance : the budget of a draft.
+    max_draft_tokens, min_acceptance : the budget of a draft; 0 tokens: plain decoding.
     num_pool_texts : a sample of the pool's texts; None: all.
     """
 
@@ -69,6 +74,10 @@ class DraftSetting:
     def with_pool(self, **changes: object) -> "DraftSetting":
         """The same with other options of the pool."""
         return replace(self, pool=PoolSettings.model_validate(self.pool.model_dump() | changes))
+
+    def with_budget(self, max_draft_tokens: int, min_acceptance: float) -> "DraftSetting":
+        """The same with another budget."""
+        return replace(self, max_draft_tokens=max_draft_tokens, min_acceptance=min_acceptance)
 
 
 @dataclass(frozen=True)
@@ -112,6 +121,7 @@ class Simulator:
     folder : where pools may be written; it is the caller's to remove.
     seed : of the samples of the pool's texts: a smaller one is part of a larger one.
     calibration : None: relative counts are believed as they are.
+    share_changed : of the texts that a night writes, those whose entity has an earlier one.
     """
 
     def __init__(
@@ -122,14 +132,16 @@ class Simulator:
         folder: Path,
         seed: int = 0,
         calibration: CalibrationTexts | None = None,
+        share_changed: float = 0.0,
     ) -> None:
         self.corpus, self.held_back, self.groupings = corpus, held_back, groupings
+        self.share_changed = share_changed
         self.calibration = calibration if calibration is not None and len(calibration.texts) > 1 else None
         self._folder = folder
         self._order = np.random.default_rng(seed).permutation(len(corpus))
         self._pools: dict[tuple, Pool] = {}
-        self._tables: dict[DraftSetting, np.ndarray] = {}
-        self._tallies: dict[tuple[DraftSetting, bool], Tally] = {}
+        self._curves: dict[DraftSetting, Pool] = {}
+        self._known: dict[tuple[DraftSetting, bool], dict[int, Replay]] = {}
 
     @property
     def num_with_previous(self) -> int:
@@ -137,30 +149,48 @@ class Simulator:
         return sum(text.previous_ids is not None for text in self.held_back)
 
     @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What can be replayed; the last is that of a night: mixed where enough texts have a previous one."""
+        return ("new", "changed", "mixed") if self.num_with_previous >= MIN_WITH_PREVIOUS else ("new",)
+
+    @property
     def num_calibration_texts(self) -> int:
         """Texts that pools are calibrated with; 0: they are not calibrated."""
         return 0 if self.calibration is None else len(self.calibration.texts)
 
-    def replay(self, setting: DraftSetting, with_previous: bool = False) -> Tally:
+    def replay(self, setting: DraftSetting, kind: Kind = "new") -> Tally:
         """Counts by text.
 
         Parameters
         ----------
-        with_previous : only the texts that have a previous one, given it; else all texts, none given it.
+        kind : "new": all texts, none given its previous one; "changed": those that have one, given it; "mixed": all,
+            given what they have, and weighted so that changed ones are `share_changed` of them.
         """
-        key = setting, with_previous
-        if key not in self._tallies:
-            pool = self.pool(setting) if "pool" in setting.sources else None
-            options = _options(setting, with_previous)
-            groups = self.groupings[setting.grouping].held_back_groups
-            texts = [
-                text for text in _grouped(self.held_back, groups) if not with_previous or text.previous_ids is not None
-            ]
-            self._tallies[key] = Tally.of([replay(pool, [text], options) for text in texts])
-        return self._tallies[key]
+        is_changed = np.array([text.previous_ids is not None for text in self.held_back])
+        if kind == "new":
+            return Tally.of(self._replays(setting, range(len(is_changed)), with_previous=False))
+        changed = self._replays(setting, np.flatnonzero(is_changed), with_previous=True)
+        if kind == "changed":
+            return Tally.of(changed)
+        new = self._replays(setting, np.flatnonzero(~is_changed), with_previous=False)
+        share = self.share_changed if new else 1.0
+        weights = [(1 - share) / max(1, len(new)), share / max(1, len(changed))]
+        of_kind = iter(new), iter(changed)
+        tally = Tally.of([next(of_kind[int(one)]) for one in is_changed])  # in the order of the texts
+        return tally.weighted(len(is_changed) * np.where(is_changed, weights[1], weights[0]))
+
+    def _replays(self, setting: DraftSetting, numbers: Iterable[int], with_previous: bool) -> list[Replay]:
+        known = self._known.setdefault((setting, with_previous), {})
+        groups, options = self.groupings[setting.grouping].held_back_groups, _options(setting, with_previous)
+        pool = self.pool(setting) if "pool" in setting.sources and setting.max_draft_tokens else None
+        for number in map(int, numbers):
+            if number not in known:
+                text = replace(self.held_back[number], group=groups[number])
+                known[number] = _replayed(pool, text, options)
+        return [known[int(number)] for number in numbers]
 
     def full_pool_tokens_per_step(
-        self, setting: DraftSetting, num_texts: int, bootstrap: Bootstrap, with_previous: bool = False
+        self, setting: DraftSetting, num_texts: int, bootstrap: Bootstrap, kind: Kind = "new"
     ) -> Estimate | None:
         """Tokens per step from a pool of `num_texts` texts, the held-back ones among them, by extrapolation.
 
@@ -171,7 +201,7 @@ class Simulator:
         if half == 0 or num_texts > 2 * len(self.corpus):
             return None
         whole, halved = (
-            bootstrap.sums(self.replay(one, with_previous)).tokens_per_step
+            bootstrap.sums(self.replay(one, kind)).tokens_per_step
             for one in (setting, replace(setting, num_pool_texts=half))
         )
         doublings = np.log2(num_texts / len(self.corpus)) / np.log2(len(self.corpus) / half)
@@ -180,30 +210,35 @@ class Simulator:
     def pool(self, setting: DraftSetting) -> Pool:
         """The pool that a setting drafts from, calibrated; settings that estimate alike share the curves.
 
-        The base is calibrated as a night's pool is. Whatever changes estimates (groups, options and size of the pool,
-        another source) is fitted to one more replay of the same texts, which drafts by the base's curves. Budgets, and
-        a source less, take the base's curves as they are; a pool without an escape of its own takes the base's.
+        The base is calibrated as a night's pool is. The curves of every setting, the base's too, are fitted to one more
+        replay of the same texts, which drafts by those: fitted in two ways, equal settings would not be equal. Budgets,
+        and a source less, take the base's; a pool without an escape of its own takes the base's.
         """
         pool = self._uncalibrated(setting)
         if self.calibration is None:
             return pool
         pool = pool.with_calibration(self._base_calibration)
         alike = _estimating_alike(setting, self.calibration.base)
-        if alike == self.calibration.base:
+        if alike not in self._curves:
+            options = _options(alike, with_previous=True)
+            self._curves[alike] = refit(pool, self._calibration_texts(alike), options)
+        return pool.with_curves_of(self._curves[alike])
+
+    def night_pool(self, base: DraftSetting) -> Pool:
+        """The base's pool as a night leaves it: what every draft budget gains is kept with it, where it is calibrated.
+
+        Budgets are replayed on the texts that it is calibrated with, as those of a night are.
+        """
+        pool = self._uncalibrated(base)
+        if self.calibration is None:
             return pool
-        if alike not in self._tables:
-            self._tables[alike] = self._fitted_table(alike, pool)
-        return pool.with_acceptance_table(self._tables[alike])
+        texts, options = self._calibration_texts(base), _options(base, with_previous=True)
+        return pool.with_calibration(with_budgets(self._base_calibration, pool, texts, options))
 
     @cached_property
     def _base_calibration(self) -> Calibration:
         base = self.calibration.base
         return calibrate(self._uncalibrated(base), self._calibration_texts(base), _options(base, with_previous=True))
-
-    def _fitted_table(self, setting: DraftSetting, pool: Pool) -> np.ndarray:
-        options = _options(setting, with_previous=True)
-        widest = replace(options, max_nodes=MAX_NODES, min_probability=0.0)
-        return table_of(fit_cells(replay_nodes(pool, self._calibration_texts(setting), widest, options)))
 
     def _calibration_texts(self, setting: DraftSetting) -> list[ReplayText]:
         return _grouped(self.calibration.texts, self.groupings[setting.grouping].calibration_groups)
@@ -247,6 +282,13 @@ def _options(setting: DraftSetting, with_previous: bool) -> DraftOptions:
         use_output="output" in setting.sources,
         use_previous=with_previous and "previous" in setting.sources,
     )
+
+
+def _replayed(pool: Pool | None, text: ReplayText, options: DraftOptions) -> Replay:
+    if options.max_nodes:
+        return replay(pool, [text], options)
+    num_steps = len(text.text_ids) + 1  # the last one ends the text
+    return Replay([0] * num_steps, [0] * num_steps, [0.0] * num_steps)
 
 
 def _grouped(texts: Sequence[ReplayText], groups: Sequence[str | None]) -> list[ReplayText]:

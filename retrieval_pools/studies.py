@@ -12,12 +12,8 @@ import numpy as np
 from retrieval_pools.estimates import Bootstrap, Estimate
 from retrieval_pools.pool import DEFAULT_POOL_ESCAPE
 from retrieval_pools.settings import MAX_CONTEXT_LENGTHS, MAX_MATCH_TOKENS
-from retrieval_pools.simulate import SOURCES, DraftSetting, Simulator
-from retrieval_pools.step_cost import StepCost
+from retrieval_pools.simulate import SOURCES, DraftSetting, Kind, Simulator
 
-DRAFT_TOKENS = (4, 8, 16, 32, 64)
-MIN_ACCEPTANCES = (0.01, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)
-FULL_TREES = 0.001  # low enough that the number of draft tokens alone bounds a tree
 POOL_SIZES = (50, 100, 200, 500, 1000, 2000, 3000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
 GROUP_COUNTS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 MAX_GROUP_COUNTS = 5
@@ -30,8 +26,6 @@ OPTION_VALUES: dict[str, tuple[float, ...]] = {  # of the pool; the configured v
     "pool_escape_per_token": (0.25, 0.5, 1.0, 2.0, 4.0),
 }
 SOURCES_STUDY = "sources"
-MIN_WITH_PREVIOUS = 10  # held-back texts with a previous one; of fewer nothing can be said
-BUDGET_STUDIES = ("draft tokens", "min_acceptance")
 CONFIGURED, GROUPING, NUM_GROUPS = "configured", "grouping", "number of groups"
 
 
@@ -42,14 +36,14 @@ class Trial:
     Attributes
     ----------
     study : what is changed; `value` : to what, in words.
-    with_previous : see `Simulator.replay`.
+    kind : see `Simulator.replay`.
     position : the same as a number, where it is one, to draw it.
     """
 
     study: str
     value: str
     setting: DraftSetting
-    with_previous: bool = False
+    kind: Kind = "new"
     position: float | None = None
 
 
@@ -82,46 +76,23 @@ class Outcome:
         return "better" if self.gain.is_above_one else "worse" if self.gain.is_below_one else "within noise"
 
 
-@dataclass(frozen=True)
-class BudgetSpeed:
-    """Predicted speed of one draft budget at one batch size.
-
-    Attributes
-    ----------
-    speed_up : tokens per second over plain decoding, prompts not counted.
-    over_configured : tokens per second over those of the configured budget.
-    """
-
-    batch_size: int
-    study: str
-    value: str
-    with_previous: bool
-    tokens_per_s: float
-    speed_up: Estimate
-    over_configured: Estimate
-
-    @property
-    def budget(self) -> str:
-        """The budget in words."""
-        return self.value if self.study == CONFIGURED else f"{self.study} {self.value}"
-
-
 def plan_trials(base: DraftSetting, simulator: Simulator) -> list[Trial]:
-    """The trials of all studies.
+    """The trials of all studies, with previous texts in the share that a night gives them, where there are any.
 
     Parameters
     ----------
     base : the configured setting.
     simulator : its groupings named "<scheme>" go to the study "grouping", "<scheme>/<n>" to "number of groups".
     """
-    scenarios = [False, True] if simulator.num_with_previous >= MIN_WITH_PREVIOUS else [False]
-    trials = [Trial(CONFIGURED, "as configured", base, scenario) for scenario in scenarios]
-    for scenario in scenarios:
-        trials += _budget_trials(base, scenario)
-        trials += _source_trials(base, scenario)
-    trials += _grouping_trials(base, simulator)
-    trials += _size_trials(base, len(simulator.corpus))
-    return trials + _option_trials(base)
+    trials = [Trial(CONFIGURED, "as configured", base, kind) for kind in simulator.kinds]
+    for kind in simulator.kinds[:2]:
+        trials += _source_trials(base, kind)
+    studies = [
+        *_grouping_trials(base, simulator),
+        *_size_trials(base, len(simulator.corpus)),
+        *_option_trials(base),
+    ]
+    return trials + [replace(trial, kind=simulator.kinds[-1]) for trial in studies]
 
 
 def group_counts(num_texts: int) -> tuple[int, ...]:
@@ -133,37 +104,13 @@ def group_counts(num_texts: int) -> tuple[int, ...]:
     return tuple(possible[place] for place in places)
 
 
-def _budget_trials(base: DraftSetting, with_previous: bool) -> list[Trial]:
-    by_tokens = [
-        Trial(
-            "draft tokens",
-            str(k),
-            replace(base, max_draft_tokens=k, min_acceptance=FULL_TREES),
-            with_previous,
-            k,
-        )
-        for k in DRAFT_TOKENS
-    ]
-    by_acceptance = [
-        Trial(
-            "min_acceptance",
-            f"{least:g}",
-            replace(base, max_draft_tokens=max(DRAFT_TOKENS), min_acceptance=least),
-            with_previous,
-            least,
-        )
-        for least in MIN_ACCEPTANCES
-    ]
-    return by_tokens + by_acceptance
-
-
-def _source_trials(base: DraftSetting, with_previous: bool) -> list[Trial]:
+def _source_trials(base: DraftSetting, kind: Kind) -> list[Trial]:
     trials = []
-    for source in SOURCES if with_previous else SOURCES[1:]:
+    for source in SOURCES if kind == "changed" else SOURCES[1:]:
         on = source in base.sources
         sources = tuple(name for name in SOURCES if (name in base.sources) != (name == source))
         value = f"without {source}" if on else f"with {source} too"
-        trials.append(Trial(SOURCES_STUDY, value, replace(base, sources=sources), with_previous))
+        trials.append(Trial(SOURCES_STUDY, value, replace(base, sources=sources), kind))
     return trials
 
 
@@ -183,13 +130,13 @@ def _grouping_trials(base: DraftSetting, simulator: Simulator) -> list[Trial]:
 
 def _size_trials(base: DraftSetting, num_texts: int) -> list[Trial]:
     sizes = [size for size in POOL_SIZES if size < num_texts]
-    trials = [Trial("pool size", f"{size:,}", replace(base, num_pool_texts=size), False, size) for size in sizes]
-    return [*trials, Trial("pool size", f"all {num_texts:,}", base, False, num_texts)]
+    trials = [Trial("pool size", f"{size:,}", replace(base, num_pool_texts=size), position=size) for size in sizes]
+    return [*trials, Trial("pool size", f"all {num_texts:,}", base, position=num_texts)]
 
 
 def _option_trials(base: DraftSetting) -> list[Trial]:
     return [
-        Trial(option, f"{value:g}", base.with_pool(**{option: value}), False, value)
+        Trial(option, f"{value:g}", base.with_pool(**{option: value}), position=value)
         for option, tried in OPTION_VALUES.items()
         for value in sorted({*tried, getattr(base.pool, option) or DEFAULT_POOL_ESCAPE})
         if not (base.pool.alternatives and option == "min_support" and value > 1)  # they exclude each other
@@ -221,27 +168,18 @@ class Findings:
             self.outcomes.append(self._outcome(trial))
             on_trial(trial)
 
-    def of(self, study: str, with_previous: bool = False) -> list[Outcome]:
+    def of(self, study: str, kind: Kind = "new") -> list[Outcome]:
         """The outcomes of one study."""
-        return [
-            found
-            for found in self.outcomes
-            if found.trial.study == study and found.trial.with_previous == with_previous
-        ]
+        return [found for found in self.outcomes if (found.trial.study, found.trial.kind) == (study, kind)]
 
-    def with_all_texts(self, with_previous: bool, num_texts: int) -> Estimate | None:
+    def with_all_texts(self, kind: Kind, num_texts: int) -> Estimate | None:
         """The configured setting with a pool of `num_texts` texts; see `Simulator.full_pool_tokens_per_step`."""
-        bootstrap = self._bootstrap(len(self.simulator.replay(self.base, with_previous)))
-        return self.simulator.full_pool_tokens_per_step(self.base, num_texts, bootstrap, with_previous)
-
-    def speeds(self, cost: StepCost, batch_sizes: Sequence[int]) -> list[BudgetSpeed]:
-        """Every draft budget at every batch size."""
-        budgets = [t for t in self.trials if t.study in (CONFIGURED, *BUDGET_STUDIES)]
-        return [self._speed(trial, cost, batch_size) for batch_size in batch_sizes for trial in budgets]
+        bootstrap = self._bootstrap(len(self.simulator.replay(self.base, kind)))
+        return self.simulator.full_pool_tokens_per_step(self.base, num_texts, bootstrap, kind)
 
     def _outcome(self, trial: Trial) -> Outcome:
-        tally = self.simulator.replay(trial.setting, trial.with_previous)
-        base = self.simulator.replay(self.base, trial.with_previous)
+        tally = self.simulator.replay(trial.setting, trial.kind)
+        base = self.simulator.replay(self.base, trial.kind)
         bootstrap = self._bootstrap(len(tally))
         drafted, accepted = tally.num_drafted.sum(), tally.num_accepted.sum()
         return Outcome(
@@ -255,28 +193,7 @@ class Findings:
             trial.setting == self.base,
         )
 
-    def _speed(self, trial: Trial, cost: StepCost, batch_size: int) -> BudgetSpeed:
-        tally = self.simulator.replay(trial.setting, trial.with_previous)
-        bootstrap = self._bootstrap(len(tally))
-        base = bootstrap.sums(self.simulator.replay(self.base, trial.with_previous))
-        speeds = cost.tokens_per_s(batch_size, bootstrap.sums(tally))
-        return BudgetSpeed(
-            batch_size,
-            trial.study,
-            trial.value,
-            trial.with_previous,
-            float(speeds[0]),
-            Estimate.of(speeds / cost.plain_tokens_per_s(batch_size)),
-            Estimate.of(speeds / cost.tokens_per_s(batch_size, base)),
-        )
-
     def _bootstrap(self, num_texts: int) -> Bootstrap:
         if num_texts not in self._bootstraps:
             self._bootstraps[num_texts] = Bootstrap(num_texts, self._seed)
         return self._bootstraps[num_texts]
-
-
-def best_speed(speeds: Sequence[BudgetSpeed], batch_size: int, with_previous: bool = False) -> BudgetSpeed:
-    """The budget with the most predicted tokens per second at a batch size."""
-    there = [one for one in speeds if one.batch_size == batch_size and one.with_previous == with_previous]
-    return max(there, key=lambda one: one.tokens_per_s)

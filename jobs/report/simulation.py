@@ -5,10 +5,20 @@ Draws what it is given; reads no run.
 
 from jobs.report.blocks import KeyFigure, Note, Page, Phrase, Section, Table
 from jobs.report.formatting import count, counted, decimal, percent, times
-from jobs.report.simulation_budgets import budget_section, speed_section
+from jobs.report.simulation_budgets import budget_section
 from jobs.report.simulation_studies import figures_section, grouping_section, option_section, size_section
-from jobs.simulate_result import KINDS, Simulation
-from jobs.simulate_view import calibration_line, check_lines, full_pool, interval, recommendation_line
+from jobs.simulate_result import Simulation
+from jobs.simulate_view import (
+    calibration_line,
+    check_lines,
+    full_pool,
+    interval,
+    plain_lines,
+    previous_line,
+    recommendation_line,
+)
+
+KIND_NAMES = {"new": "as new", "changed": "as changed", "mixed": "as the night mixed them"}
 
 
 def simulation_page(simulation: Simulation, made_by: str) -> Page:
@@ -26,7 +36,6 @@ def simulation_page(simulation: Simulation, made_by: str) -> Page:
         sections=[
             _gain_section(simulation),
             budget_section(simulation),
-            speed_section(simulation),
             grouping_section(simulation),
             size_section(simulation),
             option_section(simulation),
@@ -40,7 +49,7 @@ def simulation_page(simulation: Simulation, made_by: str) -> Page:
 def _headline(simulation: Simulation) -> list[Phrase]:
     phrases = [Phrase("Drafting is predicted to write ")]
     for place, side in enumerate(simulation.sides):
-        new, changed = side.configured[False], side.configured.get(True)
+        new, changed = side.configured["new"], side.configured.get("changed")
         phrases.append(Phrase(f"{' and ' if place else ''}{side.side}s at "))
         phrases.append(Phrase(f"{decimal(new.tokens_per_step.value, 1)} tokens a step", True))
         if changed is not None:
@@ -49,39 +58,36 @@ def _headline(simulation: Simulation) -> list[Phrase]:
 
 
 def _key_figures(simulation: Simulation) -> list[KeyFigure]:
-    cards = []
+    cards, batch_size = [], simulation.recommended_batch_size
     for side in simulation.sides:
-        for with_previous, outcome in side.configured.items():
-            notes = [
-                f"{decimal(outcome.tokens_per_step.low)} to {decimal(outcome.tokens_per_step.high)}",
-                f"{counted(outcome.num_texts, 'text')} replayed",
-            ]
-            name = f"tokens per step, {KINDS[with_previous]} {side.side}s"
-            cards.append(KeyFigure(name, decimal(outcome.tokens_per_step.value), notes))
-    batch_size = simulation.batch_sizes[len(simulation.batch_sizes) // 2]
+        outcome = side.configured[side.night_kind]
+        notes = [
+            f"{decimal(outcome.tokens_per_step.low)} to {decimal(outcome.tokens_per_step.high)}",
+            f"{counted(outcome.num_texts, 'text')} replayed, {KIND_NAMES[side.night_kind]}",
+        ]
+        cards.append(KeyFigure(f"tokens per step, {side.side}s", decimal(outcome.tokens_per_step.value), notes))
     for side in simulation.sides:
-        speed_up = side.configured_speed(batch_size, False).speed_up
-        notes = [f"{decimal(speed_up.low)} to {decimal(speed_up.high)} times", "step cost: see below"]
-        cards.append(
-            KeyFigure(f"speed at batch {batch_size:,}, new {side.side}s", f"{times(speed_up.value)} plain", notes)
-        )
+        speed = side.budgets.configured[batch_size]
+        name = f"whole run at batch {batch_size:,}, {side.side}s"
+        notes = [f"{times(speed.speed_up.value)} without prompts and shards' ends", "step cost: see below"]
+        cards.append(KeyFigure(name, f"{times(speed.run_speed_up)} plain", notes))
     return cards[:4]
 
 
 def _gain_section(simulation: Simulation) -> Section:
     rows = [
         [
-            f"{KINDS[with_previous]} {side.side}s",
+            f"{side.side}s, {KIND_NAMES[kind]}",
             count(side.num_pool_texts),
             count(outcome.num_texts),
             interval(outcome.tokens_per_step),
-            full_pool(side, with_previous),
+            full_pool(side, kind),
             interval(outcome.mean_accepted),
             decimal(outcome.mean_drafted, 1),
             percent(outcome.precision),
         ]
         for side in simulation.sides
-        for with_previous, outcome in side.configured.items()
+        for kind, outcome in side.configured.items()
     ]
     columns = [
         "",
@@ -97,14 +103,15 @@ def _gain_section(simulation: Simulation) -> Section:
         "As configured",
         columns,
         rows,
-        caption="New entities have no text of the night before; changed ones have, and draft from it too. AAL is the "
-        "mean number of accepted draft tokens of a step, the bonus token not counted; tokens per step count it. "
-        "With all texts: the pool of the next night holds the held-back texts too, extrapolated by what the last "
-        "doubling of the pool brought. "
-        "Intervals hold 95 % of what resampled texts gave.",
+        caption="New entities have no text of the night before; changed ones have, and draft from it too; mixed are "
+        "both, in the shares of the texts that the run wrote. AAL is the mean number of accepted draft tokens of a "
+        "step, the bonus token not counted; tokens per step count it. With all texts: the pool of the next night holds "
+        "the held-back texts too, extrapolated by what the last doubling of the pool brought. Intervals hold 95 % of "
+        "what resampled texts gave.",
     )
     lead = "Texts of the night were held back and replayed against pools of the rest, as greedy verification accepts."
-    notes = [Note(calibration_line(simulation)), Note(recommendation_line(simulation))]
+    lines = [calibration_line(simulation), previous_line(simulation), *plain_lines(simulation)]
+    notes = [Note(line) for line in (*lines, recommendation_line(simulation))]
     return Section("gain", "What drafting gains", lead, [table, *notes])
 
 
@@ -113,7 +120,7 @@ def _check_section(simulation: Simulation) -> Section:
         return Section("check", "Checked on a night", "", [Note(line) for line in check_lines(simulation)])
     rows = [
         [
-            f"{KINDS[check.with_previous]} {check.side}s",
+            f"{check.kind} {check.side}s",
             check.run_before,
             check.run_after,
             check.verifier,

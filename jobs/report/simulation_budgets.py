@@ -1,84 +1,86 @@
-"""Draft budgets on a simulation's page: what they accept, and how fast that is at a step cost."""
+"""Draft budgets on a simulation's page: the grid that a night chooses from, what it chooses, and what that gives."""
 
-from jobs.report.blocks import Block, Figure, Section, Table
+from collections.abc import Sequence
+
+import numpy as np
+
+from jobs.report.blocks import Block, Figure, Note, Section, Table
 from jobs.report.estimate_charts import EstimateLine, estimate_lines
-from jobs.report.formatting import count, rate, times
-from jobs.report.simulation_studies import LINE_COLOURS, legend_of, points_of
-from jobs.simulate_result import KINDS, SideSimulation, Simulation
-from jobs.simulate_view import interval
-from retrieval_pools.studies import CONFIGURED, BudgetSpeed, Outcome, best_speed
+from jobs.report.formatting import count, decimal, rate, times
+from jobs.report.simulation_studies import legend_of
+from jobs.simulate_result import Simulation
+from jobs.simulate_view import budget_words, interval
+from retrieval_pools.budget_curve import DRAFT_TOKENS, MIN_ACCEPTANCES
+
+TREE_COLOURS = ("#8f9bab", "#5b9bd5", "#0b4f8a", "#009e73", "#e0a100", "#c4560a", "#8a1c5c")  # small to large
 
 
 def budget_section(simulation: Simulation) -> Section:
     """The section "Draft budget"."""
     blocks: list[Block] = []
-    for study, x_name, title in (
-        ("draft tokens", "draft tokens at most", "Full trees"),
-        ("min_acceptance", "min_acceptance, at most 64 draft tokens", "Trees cut by estimated acceptance"),
-    ):
-        lines, steps = [], []
-        for side, with_previous, outcomes in _by_kind(simulation, study):
-            steps = [outcome.trial.value for outcome in outcomes]
-            name = f"{KINDS[with_previous]} {side.side}s"
-            lines.append(EstimateLine(name, points_of(outcomes), LINE_COLOURS[len(lines) % len(LINE_COLOURS)]))
-        svg = estimate_lines(lines, steps, x_name, "tokens per step")
-        blocks.append(Figure(title, svg, legend=legend_of(lines)))
-    lead = "More draft tokens accept more, ever more slowly; what they cost is the next section's matter."
+    for side in simulation.sides:
+        if not side.budgets.grid:
+            blocks.append(Note(f"{side.side}s: too few texts to calibrate with, so nothing was replayed by budget."))
+            continue
+        forecasts = [budget.forecast for budget in side.budgets.grid]
+        paces, speed_ups = ([getattr(one, name) for one in forecasts] for name in ("tokens_per_step", "speed_up"))
+        blocks.append(_grid_figure(f"Tokens per step, {side.side}s", paces, "tokens per step"))
+        name = f"Speed-up at batch {forecasts[0].batch_size:,}, {side.side}s"
+        blocks.append(_grid_figure(name, speed_ups, "times plain decoding"))
+    is_free = all(side.budgets.configured == side.budgets.chosen for side in simulation.sides)
+    blocks += [_table(simulation, name) for name in (("chosen",) if is_free else ("configured", "chosen"))]
+    lead = (
+        "What a night chooses its budget from: replays of the texts that the pool is calibrated with. More draft "
+        "tokens accept more, ever more slowly; verifying them is free while a step waits for memory, and dear once it "
+        "does not. A relaxed night that is long enough then tries bolder budgets, too, in a pilot: replays are greedy."
+    )
     return Section("budgets", "Draft budget", lead, blocks)
 
 
-def speed_section(simulation: Simulation) -> Section:
-    """The section "Speed at a step cost"."""
-    blocks: list[Block] = []
-    for side in simulation.sides:
-        for with_previous in side.configured:
-            own = [one for one in side.speeds if one.with_previous == with_previous]
-            lines, steps = [], []
-            for batch_size in simulation.batch_sizes:
-                of_batch = [one for one in own if one.batch_size == batch_size and one.study == "min_acceptance"]
-                steps = [one.value for one in of_batch]
-                points = [(one.speed_up.value, one.speed_up.low, one.speed_up.high) for one in of_batch]
-                colour = LINE_COLOURS[len(lines) % len(LINE_COLOURS)]
-                lines.append(EstimateLine(f"batch {batch_size:,}", points, colour))
-            name = f"{KINDS[with_previous]} {side.side}s"
-            svg = estimate_lines(lines, steps, "min_acceptance, at most 64 draft tokens", "times plain decoding")
-            blocks.append(Figure(f"Speed-up, {name}", svg, legend=legend_of(lines)))
+def _grid_figure(title: str, values: Sequence[float], y_name: str) -> Figure:
+    """One line for every largest tree; `values` are in the order of the grid."""
+    rows = np.reshape(values, (len(DRAFT_TOKENS), len(MIN_ACCEPTANCES))).tolist()
+    lines = [
+        EstimateLine(str(size), [(value, value, value) for value in row], colour)
+        for size, row, colour in zip(DRAFT_TOKENS, rows, TREE_COLOURS, strict=True)
+    ]
+    svg = estimate_lines(lines, [f"{least:g}" for least in MIN_ACCEPTANCES], "min_acceptance", y_name)
+    return Figure(title, svg, caption="Lines: the largest tree, 1 to 64 draft tokens.", legend=legend_of(lines))
+
+
+def _table(simulation: Simulation, name: str) -> Table:
     rows = [
-        _speed_row(side, with_previous, batch_size)
+        [
+            f"{side.side}s",
+            count(batch_size),
+            budget_words(found.budget),
+            decimal(None if found.budget.forecast is None else found.budget.forecast.tokens_per_step),
+            interval(found.tokens_per_step),
+            decimal(found.mean_drafted, 1),
+            rate(found.tokens_per_s),
+            interval(found.speed_up),
+            times(found.run_speed_up),
+            interval(found.over_configured),
+        ]
         for side in simulation.sides
-        for with_previous in side.configured
-        for batch_size in simulation.batch_sizes
+        for batch_size, found in getattr(side.budgets, name).items()
     ]
-    columns = ["", "Batch", "Tokens/s", "Over plain", "Best budget", "Tokens/s", "Over plain", "Over configured"]
-    caption = f"Step cost: {simulation.step_cost}. Only the steps that write are counted, not the prompts."
-    left = frozenset({0, 4})
-    blocks.append(Table("As configured, and the best budget of those tried", columns, rows, caption=caption, left=left))
-    lead = "Verifying a wide tree is free while the step waits for memory, and dear once it does not."
-    return Section("speed", "Speed at a step cost", lead, blocks)
-
-
-def _speed_row(side: SideSimulation, with_previous: bool, batch_size: int) -> list[str]:
-    configured = side.configured_speed(batch_size, with_previous)
-    best = best_speed(side.speeds, batch_size, with_previous)
-    return [
-        f"{KINDS[with_previous]} {side.side}s",
-        count(batch_size),
-        rate(configured.tokens_per_s),
-        times(configured.speed_up.value),
-        best.budget,
-        rate(best.tokens_per_s),
-        interval(best.speed_up),
-        interval(best.over_configured) + _noise(best),
+    columns = [
+        "",
+        "Batch",
+        "Budget",
+        "Tokens/step, forecast",
+        "on other texts",
+        "Drafted",
+        "Tokens/s",
+        "Over plain",
+        "Whole run",
+        "Over configured",
     ]
-
-
-def _noise(best: BudgetSpeed) -> str:
-    return "" if best.over_configured.is_above_one or best.study == CONFIGURED else ", within noise"
-
-
-def _by_kind(simulation: Simulation, study: str) -> list[tuple[SideSimulation, bool, list[Outcome]]]:
-    return [
-        (side, with_previous, side.of(study, with_previous))
-        for side in simulation.sides
-        for with_previous in side.configured
-    ]
+    caption = (
+        f"Step cost: {simulation.step_cost.name}. Tokens a second and Over plain are of full batches whose prompts are "
+        "there. Whole run: the same of as many texts as the run wrote, with their prompts, and the ends of shards, "
+        "at which few texts are left."
+    )
+    title = "As configured" if name == "configured" else "Chosen by a night whose configuration leaves the choice"
+    return Table(title, columns, rows, caption=caption, left=frozenset({0, 2}))

@@ -7,7 +7,7 @@ from jobs.report.charts import FULL_WIDTH
 from jobs.report.estimate_charts import EstimateLine, EstimateRow, estimate_lines, estimate_rows
 from jobs.report.formatting import count, decimal, percent
 from jobs.report.palette import OTHER, SIDE_COLOURS, TONIGHT
-from jobs.simulate_result import KINDS, Simulation
+from jobs.simulate_result import Simulation
 from jobs.simulate_view import best_group_counts, group_kind, interval, pool_size_line
 from retrieval_pools.studies import GROUPING, NUM_GROUPS, OPTION_VALUES, SOURCES_STUDY, Outcome
 
@@ -70,8 +70,11 @@ def option_section(simulation: Simulation) -> Section:
     """The section "Options, one at a time"."""
     blocks: list[Block] = []
     for side in simulation.sides:
-        outcomes = [outcome for option in (SOURCES_STUDY, *OPTION_VALUES) for outcome in side.of(option)]
+        outcomes = [outcome for option in OPTION_VALUES for outcome in side.of(option)]
         blocks.append(_gain_figure(f"Options, {side.side}s", outcomes, GAIN_NAME))
+        for kind in side.configured:
+            if outcomes := side.of(SOURCES_STUDY, kind):
+                blocks.append(_gain_figure(f"Sources, {kind} {side.side}s", outcomes, GAIN_NAME))
     lead = "One thing changed, the rest as configured, on the same texts; grey is within noise."
     return Section("options", "Options, one at a time", lead, blocks)
 
@@ -80,11 +83,11 @@ def figures_section(simulation: Simulation) -> Section:
     """The section "All figures"."""
     tables = [
         _outcome_table(
-            f"{KINDS[with_previous].capitalize()} {side.side}s",
-            [outcome for outcome in side.outcomes if outcome.trial.with_previous == with_previous],
+            f"{kind.capitalize()} {side.side}s",
+            [outcome for outcome in side.outcomes if outcome.trial.kind == kind],
         )
         for side in simulation.sides
-        for with_previous in side.configured
+        for kind in side.configured
     ]
     return Section("figures", "All figures", "Every trial, beside the configured setting on the same texts.", tables)
 

@@ -5,19 +5,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from retrieval_pools.budget_replay import budget_curve
 from retrieval_pools.calibrate import calibrate
 from retrieval_pools.calibration_table import IDENTITY_TABLE
 from retrieval_pools.estimates import Bootstrap
 from retrieval_pools.pool import DEFAULT_POOL_ESCAPE
-from retrieval_pools.recommendation import recommend
+from retrieval_pools.recommendation import BUDGET, recommend
 from retrieval_pools.reliability import reliability
-from retrieval_pools.replay import DraftOptions, ReplayText
+from retrieval_pools.replay import DraftOptions, ReplayText, replay
 from retrieval_pools.settings import PoolSettings
 from retrieval_pools.simulate import CalibrationTexts, DraftSetting, Grouping, PoolCorpus, Simulator
 from retrieval_pools.sources import SOURCE_NAMES
-from retrieval_pools.step_cost import StepCost
-from retrieval_pools.studies import FULL_TREES, Findings, Trial, best_speed, group_counts, plan_trials
+from retrieval_pools.studies import Findings, Trial, group_counts, plan_trials
 
+FULL_TREES = 0.001  # low enough that the number of draft tokens alone bounds a tree
 TEXT = np.arange(20, dtype=np.int32)
 PROMPT = np.array([90, 91], np.int32)
 FULL = DraftSetting("whole", max_draft_tokens=4, min_acceptance=FULL_TREES)
@@ -70,9 +71,27 @@ def test_previous_texts_are_given_to_those_that_have_one_and_to_no_other(identic
     assert identical.num_with_previous == 1
     own = replace(FULL, sources=("previous",))
     assert identical.replay(own).num_accepted.sum() == 0
-    tally = identical.replay(own, with_previous=True)
+    tally = identical.replay(own, "changed")
     assert len(tally) == 1
     assert tally.num_accepted.tolist() == [16.0]  # its previous text is the same
+
+
+def test_a_night_gives_previous_texts_to_those_that_have_one_in_their_share(tmp_path):
+    """New texts grow by a token a step, changed ones by five: as many steps in all as their shares say."""
+    others = [np.arange(100 * number, 100 * number + 20, dtype=np.int32) for number in range(1, 41)]
+    held_back = [ReplayText(PROMPT, TEXT, TEXT if number < 10 else None) for number in range(40)]
+    whole = Grouping(["all"] * 40, ["all"] * 40)
+    corpus, own = PoolCorpus("item", others, range(40)), replace(FULL, sources=("previous",))
+    for share in (0.0, 0.25, 0.8, 1.0):
+        mixed = Simulator(corpus, held_back, {"whole": whole}, tmp_path / str(share), share_changed=share)
+        assert mixed.kinds == ("new", "changed", "mixed")
+        tally = mixed.replay(own, "mixed")
+        assert tally.num_steps.sum() == pytest.approx(40 * (share * 5 + (1 - share) * 21))
+        assert tally.num_accepted.sum() == pytest.approx(40 * share * 16)
+        trials = plan_trials(own, mixed)
+        assert {trial.kind for trial in trials if trial.study not in ("configured", "sources")} == {"mixed"}
+    few = Simulator(corpus, held_back[9:], {"whole": whole}, tmp_path / "few", share_changed=0.5)
+    assert few.kinds == ("new",)
 
 
 def test_a_pool_of_fewer_texts_is_part_of_a_larger_one_and_accepts_no_more(tmp_path):
@@ -122,7 +141,7 @@ def test_a_grouping_that_helps_is_found_recommended_and_holds(dialects):
     assert gains["whole"].verdict == "configured"
     assert gains["good, walls"].verdict == "better" and gains["good, walls"].gain.value > 1.1
     assert gains["random, walls"].verdict != "better"
-    found = recommend([dialects], [trials], BASE)
+    found = recommend([dialects], [trials], [BASE])
     assert found.changes[0].value.startswith("good")
     assert found.holds and found.gain.value > 1.1 and len(found.gains) == 1
 
@@ -130,22 +149,44 @@ def test_a_grouping_that_helps_is_found_recommended_and_holds(dialects):
 def test_what_only_drafts_more_is_not_recommended_where_drafts_are_dear(dialects):
     base = replace(BASE.with_pool(pool_escape_per_token=50.0), min_acceptance=0.1)
     trials = [Trial("pool_escape_per_token", "bold", base.with_pool(pool_escape_per_token=0.01))]
-    free = recommend([dialects], [trials], base)
-    dear = recommend([dialects], [trials], base, speed=lambda sums: sums.tokens_per_step / (1 + sums.mean_drafted))
+    free = recommend([dialects], [trials], [base])
+    dear = recommend([dialects], [trials], [base], speed=dear_tokens)
     assert free.changes and free.drafted_ratio > 1
     assert not dear.changes and dear.drafted_ratio == 1
 
 
-def test_the_budget_is_chosen_before_what_is_drafted_with_it(dialects):
-    trials = plan_trials(BASE, dialects)
-    found = recommend([dialects], [trials], BASE, speed=lambda sums: sums.tokens_per_step / (1 + sums.mean_drafted))
-    assert found.changes[0].study == "min_acceptance" and found.drafted_ratio < 1
-    assert found.setting.min_acceptance == found.changes[0].setting.min_acceptance
+def dear_tokens(sums):
+    return sums.tokens_per_step / (1 + sums.mean_drafted)
+
+
+def test_the_budget_that_a_night_chooses_is_tried_before_what_is_drafted_with_it(dialects):
+    trials, chosen = plan_trials(BASE, dialects), BASE.with_budget(64, 0.2)
+    found = recommend([dialects], [trials], [BASE], [chosen], speed=dear_tokens)
+    assert found.changes[0].study == BUDGET and found.drafted_ratio < 1
+    assert (found.settings[0].max_draft_tokens, found.settings[0].min_acceptance) == (64, 0.2)
+    worse = recommend([dialects], [trials], [BASE], [BASE.with_budget(64, 0.001)], speed=dear_tokens)
+    same = recommend([dialects], [trials], [BASE], [BASE], speed=dear_tokens)
+    assert BUDGET not in {trial.study for trial in (*worse.changes, *same.changes)}
+
+
+def test_sides_may_draft_with_other_budgets_and_change_the_same_options(dialects):
+    bases = [BASE, BASE.with_budget(8, 0.05)]
+    plans = [plan_trials(base, dialects) for base in bases]
+    found = recommend([dialects, dialects], plans, bases)
+    assert found.changes[0].value.startswith("good") and len(found.gains) == 2
+    assert [setting.grouping for setting in found.settings] == ["good", "good"]
+    assert [setting.max_draft_tokens for setting in found.settings] == [4, 8]
+
+
+def test_without_a_budget_a_text_is_decoded_plainly(dialects):
+    tally = dialects.replay(BASE.with_budget(0, 1.0))
+    assert tally.num_drafted.sum() == tally.num_accepted.sum() == 0
+    assert tally.num_steps.tolist() == [len(text.text_ids) + 1 for text in dialects.held_back]
 
 
 def test_nothing_is_recommended_where_nothing_helps(identical):
     trials = plan_trials(FULL, identical)
-    found = recommend([identical], [trials], FULL)
+    found = recommend([identical], [trials], [FULL])
     assert found.changes == () and not found.holds
     assert found.gain.value == 1
 
@@ -155,26 +196,13 @@ def test_every_trial_is_compared_with_the_configured_setting_on_the_same_texts(d
     trials = plan_trials(BASE, dialects)
     findings = Findings(dialects, trials, on_trial=seen.append)
     assert seen == trials
-    assert len({(trial.study, trial.value, trial.with_previous) for trial in trials}) == len(trials)
+    assert len({(trial.study, trial.value, trial.kind) for trial in trials}) == len(trials)
     configured = findings.of("configured")[0]
     assert configured.gain.value == configured.gain.low == configured.gain.high == 1
     for outcome in findings.outcomes:
         ratio = outcome.tokens_per_step.value / configured.tokens_per_step.value
         assert outcome.gain.value == pytest.approx(ratio)
         assert outcome.precision * outcome.mean_drafted == pytest.approx(outcome.mean_accepted.value)
-
-
-def test_the_best_budget_depends_on_what_a_token_costs(dialects):
-    findings = Findings(dialects, [trial for trial in plan_trials(BASE, dialects) if trial.study != "grouping"])
-
-    def best(seconds_at_100: float) -> str:
-        points = [{"batch_size": 1, "num_tokens": n, "seconds": s} for n, s in ((1, 0.01), (100, seconds_at_100))]
-        return best_speed(findings.speeds(StepCost.model_validate({"steps": points}), [1]), 1)
-
-    free, dear = best(0.01), best(1.0)
-    assert free.budget == "draft tokens 64"
-    assert dear.study == "min_acceptance" and float(dear.value) >= 0.2
-    assert free.speed_up.value > dear.speed_up.value
 
 
 def test_group_counts_leave_texts_in_every_group():
@@ -203,7 +231,7 @@ def calibrated(dialects, tmp_path) -> Simulator:
 
 
 def test_the_base_is_calibrated_as_a_pool_of_a_night(calibrated):
-    pool = calibrated.pool(BASE)
+    pool = calibrated.night_pool(BASE)
     texts = [replace(text, group="all") for text in calibrated.calibration.texts]
     options = DraftOptions(4, 0.001, use_prompt=False, use_output=False, use_previous=False)
     fitted = calibrate(pool, texts, options)
@@ -228,13 +256,20 @@ def test_budgets_and_fewer_sources_share_the_curves_and_what_estimates_otherwise
 
 
 def test_one_more_replay_fits_as_the_whole_calibration_does(calibrated):
-    other = BASE.with_pool(
-        pool_escape_per_token=calibrated.pool(BASE).fitted_escape
-    )  # the same, but with curves of its own
-    assert not np.array_equal(calibrated.pool(other).acceptance_table, calibrated.pool(BASE).acceptance_table)
-    bootstrap = Bootstrap(40, 0)
-    gain = bootstrap.gain(calibrated.replay(other), calibrated.replay(BASE))
-    assert gain.value == pytest.approx(1, abs=0.02)
+    night = calibrated.night_pool(BASE)
+    assert not np.array_equal(calibrated.pool(BASE).acceptance_table, night.acceptance_table)
+    assert not np.array_equal(calibrated.pool(BASE).path_curves, night.path_curves)
+    options = DraftOptions(4, 0.001, use_prompt=False, use_output=False, use_previous=False)
+    texts = [replace(text, group="all") for text in calibrated.held_back]
+    paces = [1 + replay(pool, texts, options).mean_accepted for pool in (night, calibrated.pool(BASE))]
+    assert paces[0] == pytest.approx(paces[1], rel=0.02)
+
+
+def test_the_configured_setting_by_another_name_gains_nothing(calibrated):
+    other = BASE.with_pool(pool_escape_per_token=calibrated.night_pool(BASE).fitted_escape)
+    assert other != BASE
+    gain = Bootstrap(40, 0).gain(calibrated.replay(other), calibrated.replay(BASE))
+    assert (gain.low, gain.value, gain.high) == (1, 1, 1)
 
 
 def test_estimates_of_a_calibrated_simulation_hold(calibrated, dialects):
@@ -247,8 +282,17 @@ def test_estimates_of_a_calibrated_simulation_hold(calibrated, dialects):
     assert error(calibrated) < error(dialects)
 
 
+def test_a_night_finds_with_its_pool_what_every_budget_gains(calibrated):
+    curve = calibrated.night_pool(BASE).budgets
+    texts = [replace(text, group="all") for text in calibrated.calibration.texts]
+    options = DraftOptions(4, 0.001, use_prompt=False, use_output=False, use_previous=False)
+    assert curve == budget_curve(calibrated.night_pool(BASE), texts, options)
+    assert curve.sources == ("pool",)
+
+
 def test_one_text_calibrates_nothing(dialects, tmp_path):
     calibration = CalibrationTexts(dialects.held_back[:1], BASE)
     lone = Simulator(dialects.corpus, dialects.held_back, dialects.groupings, tmp_path / "lone", 0, calibration)
     assert lone.num_calibration_texts == 0
     assert lone.pool(BASE).acceptance_table is IDENTITY_TABLE
+    assert lone.night_pool(BASE).budgets is None
