@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from pipeline.decoding.kv_cache import KVCache
+from pipeline.decoding.single_attention import SingleTokens
 
 WIDTH_STEP = 16  # attention widths are rounded up to this many slots: aligned, and fewer distinct shapes
 # Cost of an attention call, and of a padded query, in the time that one (row, slot) takes with one query; measured on
@@ -59,7 +60,8 @@ class StepPlan:
 
     `rows`, `slots`: int64[num_tokens], where in the store each token's key and value goes. `build_groups` is called
     when groups are first asked for. `ragged` is the same step for a kernel that pads nothing (`token_plan.RaggedStep`),
-    None over the row store.
+    None over the row store. `build_single` gives the same step where every row adds one token over the row store; None
+    elsewhere.
     """
 
     store: KVCache
@@ -68,6 +70,7 @@ class StepPlan:
     slots: np.ndarray
     build_groups: Callable[[], list[AttentionGroup]]
     ragged: object | None = None
+    build_single: Callable[[], SingleTokens] | None = None
     layers_seen: list[int] = field(default_factory=list)
     _indices: dict = field(default_factory=dict)
     _masks: dict = field(default_factory=dict)
@@ -77,6 +80,10 @@ class StepPlan:
     @cached_property
     def groups(self) -> list[AttentionGroup]:
         return self.build_groups()
+
+    @cached_property
+    def single_tokens(self) -> SingleTokens | None:
+        return None if self.build_single is None else self.build_single()
 
     @cached_property
     def one_token_a_row(self) -> bool:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from pipeline.decoding.adapters import find_adapter, merge_adapter
+from pipeline.decoding.cpu_linear import pack_linear_layers
 from pipeline.decoding.memory import (
     MIN_CACHE_TOKENS,
     Memory,
@@ -140,6 +141,9 @@ def prepare_model(model, tokenizer=None, model_id: str = "unnamed") -> LoadedMod
     refuse_by_config(model.config)
     quantization = quantization_of(model.config)
     bytes_per_token = check_equivalence(model, device, vocab_size)
+    num_parameters = num_parameters_of(model.config) if quantization else _num_parameters(model)
+    if quantization is None:
+        pack_linear_layers(model)
     config = model.config.get_text_config()
     return LoadedModel(
         model=model,
@@ -150,7 +154,7 @@ def prepare_model(model, tokenizer=None, model_id: str = "unnamed") -> LoadedMod
         vocab_size=vocab_size,
         max_context=int(getattr(config, "max_position_embeddings", None) or 1 << 20),
         bytes_per_token=bytes_per_token,
-        num_parameters=num_parameters_of(model.config) if quantization else _num_parameters(model),
+        num_parameters=num_parameters,
         weight_bytes=resident_bytes(model),
         quantization=quantization,
     )

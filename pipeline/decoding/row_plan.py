@@ -12,6 +12,7 @@ import torch
 from pipeline.decoding.attention_plan import WIDTH_STEP, AttentionGroup, StepPlan, cut_groups
 from pipeline.decoding.feed import PackedFeed
 from pipeline.decoding.kv_store import KVStore, LayerCache
+from pipeline.decoding.single_attention import SingleTokens
 from pipeline.decoding.token_tree import ancestor_matrix, padded_parents
 
 
@@ -35,14 +36,31 @@ def row_plan(store: KVStore, packed: list[PackedFeed], positions: np.ndarray, se
     by_row = sorted(packed, key=lambda part: part.feed.row)
     rows = [part.feed.row for part in by_row]
     neighbours = [False, *(after == row + 1 for row, after in pairwise(rows))]
-    members = cut_groups([p.size for p in by_row], [_width(store, p) for p in by_row], neighbours, setup_cost)
 
     def build_groups() -> list[AttentionGroup]:
+        members = cut_groups([p.size for p in by_row], [_width(store, p) for p in by_row], neighbours, setup_cost)
         return [_group(store, [by_row[i] for i in group], positions) for group in members]
 
     rows_of_tokens = np.repeat([part.feed.row for part in packed], [part.size for part in packed])
     slots = np.concatenate([part.slots for part in packed])
-    return StepPlan(store, len(slots), rows_of_tokens, slots, build_groups)
+    build_single = None
+    if len(slots) == len(packed):
+
+        def build_single() -> SingleTokens:
+            return _single_tokens(store, rows_of_tokens, slots, positions)
+
+    return StepPlan(store, len(slots), rows_of_tokens, slots, build_groups, build_single=build_single)
+
+
+def _single_tokens(store: KVStore, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> SingleTokens:
+    """What one new token in each of the rows sees: what its row has committed, and itself."""
+    num_slots = np.maximum(store.extents[rows], slots + 1)
+    width = int(num_slots.max())
+    sees, slot_positions = store.committed[rows, :width], store.positions[rows, :width]
+    every = np.arange(len(rows))
+    sees[every, slots] = True
+    slot_positions[every, slots] = positions
+    return SingleTokens(rows, sees, num_slots, positions, slot_positions)
 
 
 def _width(store: KVStore, part: PackedFeed) -> int:

@@ -6,7 +6,8 @@ our name, so transformers builds no mask of its own.
 
 A layer writes its new keys and values into the store and runs one scaled-dot-product attention for each group of the
 step's plan. Query heads that share a key-value head are folded into the query length, so that no key is repeated for
-them. Where the plan is a `PackedPlan`, it does both itself, without groups.
+them. Where the plan is a `PackedPlan`, it does both itself, without groups; a step of single tokens on few CPU cores
+has loops of its own (`single_attention`).
 
 Knows layers' shapes only: no model, no sequence, no draft.
 """
@@ -19,6 +20,7 @@ from transformers import AttentionInterface
 
 from pipeline.decoding.attention_plan import StepPlan
 from pipeline.decoding.packed_plan import PackedPlan
+from pipeline.decoding.single_attention import single_attention, suits_single_attention
 
 ATTENTION_NAME = "laserbatch_tree"
 step_plan: ContextVar[StepPlan | PackedPlan] = ContextVar("laserbatch_step_plan")
@@ -60,6 +62,11 @@ def tree_attention(
     assert query.shape[0] == 1 and num_tokens == key.shape[2] == plan.num_tokens, "not a packed step"
     plan.layers_seen.append(module.layer_idx)
     cache = plan.store.write(module.layer_idx, plan.write_index(num_kv_heads, key.device), key[0], value[0])
+    is_plain = softcap is None and s_aux is None and plan.build_single is not None
+    if is_plain and suits_single_attention(query, num_tokens):
+        by_token = query[0].transpose(0, 1)  # (num_tokens, num_heads, head_dim)
+        out = single_attention(by_token, cache.keys, cache.values, plan.single_tokens, scaling, window)
+        return out[None], None
     folded = num_heads // num_kv_heads
     in_order = plan.one_token_a_row  # then the pack's order is already that of rows
     by_token = query[0].transpose(0, 1)  # (num_tokens, num_heads, head_dim)
