@@ -25,17 +25,16 @@ from retrieval_pools.calibration import (
 from retrieval_pools.calibration_table import (
     DEPTH_BINS,
     IDENTITY_PATHS,
-    KINDS_SHAPE,
     LARGEST_BINNED,
     LARGEST_SEEN,
     LENGTH_BINS,
-    NUM_KINDS,
     NUM_KNOTS,
     SEEN_BINS,
     TABLE_SHAPE,
 )
 from retrieval_pools.curve_fit import IDENTITY, KnotCounts
 from retrieval_pools.drafting.state import MAX_NODES
+from retrieval_pools.kind_fit import fit_kinds
 from retrieval_pools.pool import Pool
 from retrieval_pools.reliability import DIGITS, reliability
 from retrieval_pools.replay import DraftOptions, Nodes, ReplayText, replay, replay_nodes
@@ -113,7 +112,7 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
         num_tokens=sum(len(text.text_ids) for text in texts),
         num_nodes=sum(cell.num_tried for cell in cells if cell.seen_bin is None),
         cells=cells,
-        kinds=fit_kinds(_nodes_of(both), table_of(cells)),
+        kinds=_kinds_of(both),
         paths=_paths_of(one.plain, both, options),
         reliability=reliability([(fit.calibrated, others) for fit, others in checks], options),
         uncalibrated=reliability([(fit.plain, others) for fit, others in checks], options),
@@ -129,7 +128,7 @@ def refit(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> Poo
     """
     folds = _folds(pool, _of_bounded_length(texts), options)
     paths = _paths_of(pool.with_path_curves(IDENTITY_PATHS), folds, options)
-    return _fitted(pool, _nodes_of(folds)).with_path_curves(paths_of(paths))
+    return _fitted(pool, folds).with_path_curves(paths_of(paths))
 
 
 @dataclass(frozen=True)
@@ -155,12 +154,14 @@ class _Fit:
 
 def _fit(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> _Fit:
     plain = _with_best_escape(pool, texts, options)
-    roughly, rounds = plain, []
-    for _ in range(NUM_ROUNDS):
-        rounds.append(replay_nodes(roughly, texts, _widest(options), options))
-        roughly = _fitted(plain, Nodes.joined(rounds))
+    folds = _folds(plain, texts, options)
+    roughly = _fitted(plain, folds)
+    for _ in range(NUM_ROUNDS - 1):
+        again = _folds(roughly, texts, options)
+        folds = [one.joined(other) for one, other in zip(folds, again, strict=True)]
+        roughly = _fitted(plain, folds)
     folds = _folds(roughly, texts, options)  # the trees that a calibrated pool drafts
-    with_cells = _fitted(plain, _nodes_of(folds))
+    with_cells = _fitted(plain, folds)
     calibrated = with_cells.with_path_curves(paths_of(_paths_of(plain, folds, options)))
     return _Fit(plain, folds, with_cells, calibrated)
 
@@ -178,9 +179,21 @@ def _nodes_of(folds: Sequence[_Fold]) -> Nodes:
     return Nodes.joined([fold.nodes for fold in folds])
 
 
-def _fitted(pool: Pool, nodes: Nodes) -> Pool:
-    table = table_of(fit_cells(nodes))
-    return pool.with_acceptance_table(table).with_kind_curves(kinds_of(fit_kinds(nodes, table)))
+def _kinds_of(folds: Sequence[_Fold]) -> tuple[KindCurve, ...]:
+    """Curves of kinds of tokens: what the cells say of each fold is by cells that are fitted to the others."""
+    known, estimates = [], []
+    for fold in folds:
+        table = table_of(fit_cells(_nodes_of([one for one in folds if one is not fold])))
+        known.append(fold.nodes.where(fold.nodes.is_parent_accepted))
+        estimates.append(_estimates(table, known[-1]))
+    nodes = Nodes.joined(known)
+    counts_for = np.where(nodes.is_verified, 1.0, BEYOND_WEIGHT)
+    return fit_kinds(np.concatenate(estimates), nodes.is_accepted, counts_for, nodes.source, nodes.token_kind)
+
+
+def _fitted(pool: Pool, folds: Sequence[_Fold]) -> Pool:
+    table = table_of(fit_cells(_nodes_of(folds)))
+    return pool.with_acceptance_table(table).with_kind_curves(kinds_of(_kinds_of(folds)))
 
 
 def _paths_of(pool: Pool, folds: Sequence[_Fold], options: DraftOptions) -> tuple[PathCurve, ...]:
@@ -189,7 +202,7 @@ def _paths_of(pool: Pool, folds: Sequence[_Fold], options: DraftOptions) -> tupl
     found: dict[bool, list[Nodes]] = {False: [], True: []}
     for fold in folds:
         others = [one for one in folds if one is not fold]
-        crossed = _fitted(pool, _nodes_of(others))
+        crossed = _fitted(pool, others)
         for with_previous in found:
             texts = [text for text in fold.texts if _has_previous(text, options) == with_previous]
             found[with_previous].append(replay_nodes(crossed, texts, full, options))
@@ -256,30 +269,10 @@ def fit_cells(
     return tuple(cells)
 
 
-def fit_kinds(
-    nodes: Nodes, table: np.ndarray, prior_nodes: float = PRIOR_NODES, beyond_weight: float = BEYOND_WEIGHT
-) -> tuple[KindCurve, ...]:
-    """A curve for each source and kind of token over what a table says of the nodes; parameters as of `fit_cells`.
-
-    That of a source leans on that of all.
-    """
-    nodes = nodes.where(nodes.is_parent_accepted)
-    curve = table.reshape(-1, NUM_KNOTS)[_cell_of(nodes)].astype(np.float64)
-    estimates = _on_curves(curve, nodes.relative_count.astype(np.float64))
-    counts_for = np.where(nodes.is_verified, 1.0, beyond_weight)
-    cell = nodes.source.astype(np.int64) * NUM_KINDS + nodes.token_kind
-    counts = KnotCounts.of(estimates, nodes.is_accepted, counts_for, cell, KINDS_SHAPE[:-1])
-    curves = counts.curves(counts.summed((0,)).curves(IDENTITY, prior_nodes), prior_nodes)
-    return tuple(
-        KindCurve(
-            source=source,
-            kind=kind,
-            num_tried=int(counts.num_tried[source, kind]),
-            num_accepted=int(counts.num_accepted[source, kind]),
-            values=tuple(np.round(curves[source, kind], DIGITS).tolist()),
-        )
-        for source, kind in np.argwhere(counts.num_tried).tolist()
-    )
+def _estimates(table: np.ndarray, nodes: Nodes) -> np.ndarray:
+    """float64[n]: what a table says of nodes."""
+    curves = table.reshape(-1, NUM_KNOTS)[_cell_of(nodes)].astype(np.float64)
+    return _on_curves(curves, nodes.relative_count.astype(np.float64))
 
 
 def _on_curves(curves: np.ndarray, x: np.ndarray) -> np.ndarray:

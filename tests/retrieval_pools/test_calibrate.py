@@ -149,7 +149,7 @@ def test_kinds_of_tokens_have_curves_over_what_the_cells_say():
     kind = rng.integers(0, 3, len(nodes)).astype(np.int32)
     acceptance = nodes.relative_count / 2 * np.array([0.5, 1.0, 1.5])[kind]  # the cells see their mean
     nodes = replace(nodes, token_kind=kind, is_accepted=rng.random(len(nodes)) < acceptance)
-    kinds = fit_kinds(nodes, table_of(fit_cells(nodes)))
+    kinds = fit_kinds([nodes], [table_of(fit_cells(nodes))])
     assert [(one.source, one.kind) for one in kinds] == [
         (source, kind) for source in (SOURCE_OUTPUT, SOURCE_POOL) for kind in range(3)
     ]
@@ -167,7 +167,7 @@ def test_the_few_of_a_kind_that_a_run_drafts_count_more_than_the_others():
     nodes = invented_nodes(20_000, lambda source, length, depth, count: count)
     is_verified = np.arange(20_000) < 5_000
     nodes = replace(nodes, is_verified=is_verified, is_accepted=is_verified, relative_count=np.full(20_000, 0.5, "f4"))
-    kinds = (fit_kinds(nodes, IDENTITY_TABLE, beyond_weight=weight) for weight in (1.0, 0.1))
+    kinds = (fit_kinds([nodes], [IDENTITY_TABLE], beyond_weight=weight) for weight in (1.0, 0.1))
     low, high = (kind_acceptance(kinds_of(one)[SOURCE_POOL, 0], 0.5) for one in kinds)
     assert low < 0.3 < 0.6 < high
 
