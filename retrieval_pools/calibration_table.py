@@ -21,7 +21,7 @@ NUM_KNOTS = len(COUNT_KNOTS)
 TABLE_SHAPE = (NUM_SOURCES, len(SEEN_EDGES), len(LENGTH_EDGES), len(DEPTH_EDGES), NUM_KNOTS)
 # The kind of a token: whether it stands in the prompt, whether in the output, and how frequent it is in the pool, by
 # the least share of the pool's positions, as a power of two, of each bin but the first.
-FREQUENCY_EXPONENTS = (-15, -13, -11, -9, -7)
+FREQUENCY_EXPONENTS = (-16, -14, -12, -10, -9, -8, -7, -6)
 NUM_FREQUENCIES = len(FREQUENCY_EXPONENTS) + 1
 IN_PROMPT, IN_OUTPUT = 1, 2  # bits
 NUM_KINDS = (IN_PROMPT + IN_OUTPUT + 1) * NUM_FREQUENCIES

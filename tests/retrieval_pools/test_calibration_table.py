@@ -90,10 +90,12 @@ def test_no_cell_gives_more_than_the_bound(relative_count, seed):
 
 
 def test_kinds_are_told_by_where_a_token_stands_and_how_frequent_it_is():
-    frequent = [token_kind(0, num_occurrences, 1 << 15) for num_occurrences in (0, 1, 3, 4, 16, 64, 255, 256, 1 << 15)]
-    assert frequent == [0, 1, 1, 2, 3, 4, 4, 5, 5]
+    least = (1, 4, 16, 64, 128, 256, 512, 1024)  # of 65,536 positions
+    frequent = [token_kind(0, num_occurrences, 1 << 16) for num_occurrences in (0, *least, 1 << 16)]
+    assert frequent == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8]
+    assert [token_kind(0, one - 1, 1 << 16) for one in least] == [0, 1, 2, 3, 4, 5, 6, 7]
     assert len(frequent) > NUM_FREQUENCIES == max(frequent) + 1
-    kinds = {token_kind(stands_in, num, 1 << 15) for stands_in in range(4) for num in (0, 1, 4, 16, 64, 256)}
+    kinds = {token_kind(stands_in, num, 1 << 16) for stands_in in range(4) for num in (0, *least)}
     assert kinds == set(range(NUM_KINDS))
     assert token_kind(0, 0, 0) == 0  # no pool
     assert kind_acceptance(IDENTITY_KINDS[4, 7], 0.3) == pytest.approx(0.3)
