@@ -1,11 +1,8 @@
 """Calibrating a pool: texts that it does not hold are replayed, and acceptance is fitted to what became of the drafts.
 
-For each source, number of times that the context was seen, match length and depth the fit is a nondecreasing, piecewise
-linear curve of the relative count. Cells with little data lean on coarser ones: on those without depth, these on those
-without match length, these on the source, and the source on the count itself. Each kind of token, which the cells do
-not know, has a curve over what they say, for each source, leaning on one for all. What is left over along whole paths
-a last curve takes away, which is fitted to texts that the others were not. Knows neither tables nor runs; the caller
-holds the texts back.
+Cells know a node's features (`cell_fit`), curves over what they say know its token (`kind_fit`), and what is left over
+along whole paths a last curve takes away; each is fitted to texts that the one before it was not. Knows neither tables
+nor runs; the caller holds the texts back.
 """
 
 from collections.abc import Sequence
@@ -13,25 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from retrieval_pools.calibration import (
-    Calibration,
-    CalibrationCell,
-    KindCurve,
-    PathCurve,
-    kinds_of,
-    paths_of,
-    table_of,
-)
-from retrieval_pools.calibration_table import (
-    DEPTH_BINS,
-    IDENTITY_PATHS,
-    LARGEST_BINNED,
-    LARGEST_SEEN,
-    LENGTH_BINS,
-    NUM_KNOTS,
-    SEEN_BINS,
-    TABLE_SHAPE,
-)
+from retrieval_pools.calibration import Calibration, KindCurve, PathCurve, kinds_of, paths_of, table_of
+from retrieval_pools.calibration_table import IDENTITY_PATHS
+from retrieval_pools.cell_fit import BEYOND_WEIGHT, cell_estimates, fit_cells
 from retrieval_pools.curve_fit import IDENTITY, KnotCounts
 from retrieval_pools.drafting.state import MAX_NODES
 from retrieval_pools.kind_fit import fit_kinds
@@ -39,9 +20,6 @@ from retrieval_pools.pool import Pool
 from retrieval_pools.reliability import DIGITS, reliability
 from retrieval_pools.replay import DraftOptions, Nodes, ReplayText, replay, replay_nodes
 
-# Nodes that a coarser cell's curve counts for, at each knot of a finer one. Of 2, 8, 32, 128 and 512 this had the least
-# log loss on texts not fitted to, or all but the least, for short and for long texts, 25 to 500 of them.
-PRIOR_NODES = 32.0
 # That the product itself counts for, at each knot of the curve of a path: nodes of one draft stand and fall together.
 # Of 32, 128 and 512 this had the least calibration error on texts not fitted to, most clearly with few of them.
 PRIOR_PATH_NODES = 512.0
@@ -49,9 +27,6 @@ PRIOR_PATH_NODES = 512.0
 # its own, and on planted texts two took turns for ever.
 NUM_ROUNDS = 2
 NUM_FOLDS = 4  # parts of the texts; products along paths of each are by cells that are fitted to the others
-# A run drafts the likely paths, and a node on those is accepted more often than one of the same features on others; the
-# others still say what there is to know of cells that the run seldom reaches.
-BEYOND_WEIGHT = 0.1
 MAX_TOKENS = 50_000  # replayed, so that the time it takes does not grow with the pool
 POOL_ESCAPES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # tried where none is configured
 MIN_TEXTS = 50  # a pool of fewer texts is not calibrated
@@ -185,7 +160,7 @@ def _kinds_of(folds: Sequence[_Fold]) -> tuple[KindCurve, ...]:
     for fold in folds:
         table = table_of(fit_cells(_nodes_of([one for one in folds if one is not fold])))
         known.append(fold.nodes.where(fold.nodes.is_parent_accepted))
-        estimates.append(_estimates(table, known[-1]))
+        estimates.append(cell_estimates(table, known[-1]))
     nodes = Nodes.joined(known)
     counts_for = np.where(nodes.is_verified, 1.0, BEYOND_WEIGHT)
     return fit_kinds(np.concatenate(estimates), nodes.is_accepted, counts_for, nodes.source, nodes.token_kind)
@@ -248,72 +223,3 @@ def _of_bounded_length(texts: Sequence[ReplayText], max_tokens: int = MAX_TOKENS
     num_tokens = sum(len(text.text_ids) for text in texts)
     num_kept = max(2, int(len(texts) * min(1.0, max_tokens / max(1, num_tokens))))
     return [texts[position] for position in spread_positions(len(texts), num_kept)]
-
-
-def fit_cells(
-    nodes: Nodes, prior_nodes: float = PRIOR_NODES, beyond_weight: float = BEYOND_WEIGHT
-) -> tuple[CalibrationCell, ...]:
-    """Curves of conditional acceptance, from coarse cells to fine ones; only nodes whose parent is accepted count.
-
-    Parameters
-    ----------
-    prior_nodes : how many nodes at each knot a coarser curve counts for.
-    beyond_weight : what a node counts for that a run would not have drafted.
-    """
-    finest = _counts(nodes.where(nodes.is_parent_accepted), beyond_weight)
-    cells: list[CalibrationCell] = []
-    curves = IDENTITY
-    for counts in (finest.summed((1, 2, 3)), finest.summed((2, 3)), finest.summed((3,)), finest):
-        curves = counts.curves(curves[..., None, :], prior_nodes)
-        cells += _cells(counts, curves, prior_nodes)
-    return tuple(cells)
-
-
-def _estimates(table: np.ndarray, nodes: Nodes) -> np.ndarray:
-    """float64[n]: what a table says of nodes."""
-    curves = table.reshape(-1, NUM_KNOTS)[_cell_of(nodes)].astype(np.float64)
-    return _on_curves(curves, nodes.relative_count.astype(np.float64))
-
-
-def _on_curves(curves: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """float64[n]: each of float64[n, num knots] at its own x, as `calibration_table` reads one."""
-    rows = np.arange(len(x))
-    below = np.clip(np.searchsorted(IDENTITY, x, side="right") - 1, 0, NUM_KNOTS - 2)
-    part = np.minimum((x - IDENTITY[below]) / (IDENTITY[below + 1] - IDENTITY[below]), 1.0)
-    between = curves[rows, below] + part * (curves[rows, below + 1] - curves[rows, below])
-    return np.where(x < IDENTITY[0], curves[:, 0] * (x / IDENTITY[0]), between)
-
-
-def _cell_of(nodes: Nodes) -> np.ndarray:
-    bins = (
-        SEEN_BINS[np.minimum(nodes.num_seen, LARGEST_SEEN)],
-        LENGTH_BINS[np.minimum(nodes.match_length, LARGEST_BINNED)],
-        DEPTH_BINS[np.minimum(nodes.depth, LARGEST_BINNED)],
-    )
-    return np.ravel_multi_index((nodes.source, *bins), TABLE_SHAPE[:-1])
-
-
-def _counts(nodes: Nodes, beyond_weight: float) -> KnotCounts:
-    counts_for = np.where(nodes.is_verified, 1.0, beyond_weight)
-    estimates = nodes.relative_count.astype(np.float64)
-    return KnotCounts.of(estimates, nodes.is_accepted, counts_for, _cell_of(nodes), TABLE_SHAPE[:-1])
-
-
-def _cells(counts: KnotCounts, curves: np.ndarray, prior_nodes: float) -> list[CalibrationCell]:
-    errors = counts.standard_errors(curves, prior_nodes)
-    found = []
-    for place in zip(*(axis.tolist() for axis in np.nonzero(counts.num_tried)), strict=True):
-        source, seen_bin, length_bin, depth_bin = (*place, None, None, None)[:4]
-        found.append(
-            CalibrationCell(
-                source=source,
-                seen_bin=seen_bin,
-                length_bin=length_bin,
-                depth_bin=depth_bin,
-                num_tried=int(counts.num_tried[place]),
-                num_accepted=int(counts.num_accepted[place]),
-                values=tuple(np.round(curves[place], DIGITS).tolist()),
-                standard_errors=tuple(np.round(errors[place], DIGITS).tolist()),
-            )
-        )
-    return found

@@ -16,8 +16,6 @@ from retrieval_pools.build import PoolText, build_pool
 from retrieval_pools.calibrate import (
     MIN_TEXTS,
     calibrate,
-    fit_cells,
-    fit_kinds,
     fit_path,
     num_held_back,
     spread_positions,
@@ -34,6 +32,8 @@ from retrieval_pools.calibration_table import (
     kind_acceptance,
     path_acceptance,
 )
+from retrieval_pools.cell_fit import fit_cells
+from retrieval_pools.kind_fit import fit_kinds
 from retrieval_pools.reliability import NUM_BINS, reliability, reliability_bins
 from retrieval_pools.replay import DraftOptions, Nodes, ReplayText, pool_steps, replay
 from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
