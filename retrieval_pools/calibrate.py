@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from retrieval_pools.calibration import Calibration, KindCurve, PathCurve, kinds_of, paths_of, table_of
+from retrieval_pools.calibration import Calibration, KindCurve, PathCurve, kinds_of, paths_of
 from retrieval_pools.calibration_table import IDENTITY_PATHS
-from retrieval_pools.cell_fit import BEYOND_WEIGHT, cell_estimates, fit_cells
+from retrieval_pools.cell_fit import BEYOND_WEIGHT, cell_estimates, fit_cells, fit_table
 from retrieval_pools.curve_fit import IDENTITY, KnotCounts
 from retrieval_pools.drafting.state import MAX_NODES
 from retrieval_pools.kind_fit import fit_kinds
@@ -158,7 +158,7 @@ def _kinds_of(folds: Sequence[_Fold]) -> tuple[KindCurve, ...]:
     """Curves of kinds of tokens: what the cells say of each fold is by cells that are fitted to the others."""
     known, estimates = [], []
     for fold in folds:
-        table = table_of(fit_cells(_nodes_of([one for one in folds if one is not fold])))
+        table = fit_table(_nodes_of([one for one in folds if one is not fold]))
         known.append(fold.nodes.where(fold.nodes.is_parent_accepted))
         estimates.append(cell_estimates(table, known[-1]))
     nodes = Nodes.joined(known)
@@ -167,7 +167,7 @@ def _kinds_of(folds: Sequence[_Fold]) -> tuple[KindCurve, ...]:
 
 
 def _fitted(pool: Pool, folds: Sequence[_Fold]) -> Pool:
-    table = table_of(fit_cells(_nodes_of(folds)))
+    table = fit_table(_nodes_of(folds))
     return pool.with_acceptance_table(table).with_kind_curves(kinds_of(_kinds_of(folds)))
 
 

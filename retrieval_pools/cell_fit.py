@@ -38,13 +38,27 @@ def fit_cells(
     prior_nodes : how many nodes at each knot a coarser curve counts for.
     beyond_weight : what a node counts for that a run would not have drafted.
     """
-    finest = _counts(nodes.where(nodes.is_parent_accepted), beyond_weight)
     cells: list[CalibrationCell] = []
-    curves = IDENTITY
-    for counts in (finest.summed((1, 2, 3)), finest.summed((2, 3)), finest.summed((3,)), finest):
-        curves = counts.curves(curves[..., None, :], prior_nodes)
+    for counts, curves in _levels(nodes, prior_nodes, beyond_weight):
         cells += _cells(counts, curves, prior_nodes)
     return tuple(cells)
+
+
+def fit_table(nodes: Nodes, prior_nodes: float = PRIOR_NODES, beyond_weight: float = BEYOND_WEIGHT) -> np.ndarray:
+    """The table of the cells of `fit_cells`, without them: float32 `calibration_table.TABLE_SHAPE`."""
+    (source, _), *_, (_, finest) = _levels(nodes, prior_nodes, beyond_weight)
+    is_known = (source.num_tried > 0)[:, None, None, None, None]
+    return np.where(is_known, np.round(finest, DIGITS), IDENTITY).astype(np.float32)
+
+
+def _levels(nodes: Nodes, prior_nodes: float, beyond_weight: float) -> list[tuple[KnotCounts, np.ndarray]]:
+    """Counts and curves of the cells, from coarse to fine; each level leans on the one before."""
+    finest = _counts(nodes.where(nodes.is_parent_accepted), beyond_weight)
+    levels, curves = [], IDENTITY
+    for counts in (finest.summed((1, 2, 3)), finest.summed((2, 3)), finest.summed((3,)), finest):
+        curves = counts.curves(curves[..., None, :], prior_nodes)
+        levels.append((counts, curves))
+    return levels
 
 
 def cell_estimates(table: np.ndarray, nodes: Nodes) -> np.ndarray:
