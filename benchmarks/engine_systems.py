@@ -16,6 +16,7 @@ from engine_roofline import DeviceRates, WatchedSystem
 from night_systems import MIN_ACCEPTANCE, EngineSystem, TransformersGenerate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from jobs.budgets import describe_budget
 from pipeline.decoding.budget import Budget, choose_budget
 from pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
 from pipeline.decoding.engine import Engine
@@ -180,7 +181,7 @@ def speculating(
             settled = choose_budget(*asked)
         else:
             settled = run_pilot(plan, partial(_gain, engine, grouped, system, max_new_tokens))
-            logger.info("%s, batch %d: %s", system, engine.settings.batch_size, settled.forecast)
+            logger.info("%s, batch %d: %s", system, engine.settings.batch_size, describe_budget(settled))
     else:
         settled = Budget(budget, MIN_ACCEPTANCE)
     runner = _drafting(engine, pool, sources, grouped and grouped.group_of, settled, speculation.verifier)
