@@ -196,9 +196,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     size = parser.add_mutually_exclusive_group()
-    size.add_argument(
-        "--quick", dest="size", action="store_const", const="quick", help="less: 4 minutes on 2 cores"
-    )
+    size.add_argument("--quick", dest="size", action="store_const", const="quick", help="less: 4 minutes on 2 cores")
     size.add_argument("--smoke", dest="size", action="store_const", const="smoke", help="does it run at all")
     parser.set_defaults(size="full")
     parser.add_argument("--json", type=Path, help="write machine, command, rows and figures here")

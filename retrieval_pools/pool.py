@@ -69,7 +69,7 @@ class Pool:
 
     @classmethod
     def open(
-        cls, folder: Path | str, tokenizer_hash: str | None = None, *, verify: bool = False, resident: bool = False
+        cls, folder: Path | str, tokenizer_hash: str | None = None, *, verify: bool = False, max_resident_bytes: int = 0
     ) -> "Pool":
         """Map a pool's files into memory.
 
@@ -78,8 +78,8 @@ class Pool:
         folder : the pool.
         tokenizer_hash : of the tokenizer that is going to be used; None does not compare.
         verify : compare the files' checksums and count texts, which reads them; sizes and shapes are always compared.
-        resident : have the pages there before the first draft, if they take little of the memory; see `residence`. For
-            who is going to draft much: it reads the files, at the speed of the disk where they are not cached.
+        max_resident_bytes : a pool of so many bytes or fewer has its pages there before the first draft; see
+            `residence`. For who is going to draft much: it reads the files, from the disk where they are not cached.
 
         Raises
         ------
@@ -98,8 +98,8 @@ class Pool:
         _check_arrays_fit(folder, manifest, index)
         if verify:
             _check_texts(folder, manifest, index)
-        if resident:
-            make_resident(arrays.values())
+        if max_resident_bytes:
+            make_resident(arrays.values(), max_resident_bytes)
         return cls.of_arrays(folder, manifest, index)
 
     @classmethod

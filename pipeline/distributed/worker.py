@@ -20,6 +20,7 @@ from pipeline.decoding.budget import Budget
 from pipeline.decoding.drafters import Drafter, drafter_from
 from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult
 from pipeline.decoding.identity import tokenizer_hash
+from pipeline.decoding.memory import host_memory
 from pipeline.decoding.pilot import StepCounts
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.step_cost_cache import cached_step_cost, known_step_cost
@@ -37,6 +38,8 @@ from retrieval_pools.pool import Pool
 from retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
+
+RESIDENT_SHARE = 0.25  # of the free memory: a larger pool is read from the disk as drafts need it
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ class ShardWorker:
         self._templates = {side: load_template(name, spec.template_dir) for side, name in spec.templates.items()}
         expected = tokenizer_hash(spec.model_dir)
         self._pools: dict[Side, Pool] = {
-            side: Pool.open(path, expected, resident=True) for side, path in spec.pool_dirs.items()
+            side: Pool.open(path, expected, max_resident_bytes=int(RESIDENT_SHARE * host_memory().free_bytes))
+            for side, path in spec.pool_dirs.items()
         }
         loaded = self.engine.loaded
         packed = f" ({loaded.quantization} weights)" if loaded.quantization else ""
