@@ -9,15 +9,14 @@ shows that everything runs, the kernel through Triton's interpreter (`TRITON_INT
 Nobody has run this on a GPU yet: no result of it is published.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from command import benchmark_parser, scale_of
 from common import Spread, write_json
 
 from pipeline.decoding.packed_attention import LaunchShape, PackedIndex, packed_attention, visible_keys
@@ -219,16 +218,18 @@ def describe(row: dict) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer batches and repetitions")
-    parser.add_argument("--smoke", action="store_true", help="only show that everything runs; any device")
-    parser.add_argument("--json", type=Path, help="write the result here")
+    parser = benchmark_parser(
+        __doc__,
+        quick="fewer batches and repetitions",
+        smoke="only show that everything runs; any device",
+        writes="rows",
+    )
     options = parser.parse_args(words)
     on_cuda = torch.cuda.is_available()
-    if not on_cuda and not options.smoke:
+    if not on_cuda and options.size != "smoke":
         print("attention.py: this machine has no CUDA device, nothing was timed; --smoke shows that it runs")
         return 1
-    scale = SMOKE if options.smoke else QUICK if options.quick else FULL
+    scale = scale_of(options, FULL, QUICK, SMOKE)
     rows = []
     for batch in scale.batches:
         for tree in scale.trees:

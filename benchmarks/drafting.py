@@ -13,14 +13,14 @@ import itertools
 import logging
 import random
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import drafting_arctic
 import numpy as np
-from common import DEFAULT_DATA, DEFAULT_MODEL, SAMPLE_MODEL, Figure, describe_figures, write_json
+from command import add_data, add_model, benchmark_parser, finish, scale_of, show_progress
+from common import SAMPLE_MODEL, Figure
 from drafting_arctic import Arctic, ArcticGrid
 from drafting_corpora import SEED, Corpus, CorpusSize, goodreads_corpus, reki_corpus
 from drafting_peers import Ours, PromptLookup, Trie
@@ -296,26 +296,26 @@ def describe_ratios(ratios: list[dict]) -> str:
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="fewer held-out texts: under 5 minutes on 2 cores")
-    size.add_argument("--smoke", action="store_true", help="a handful of texts: does it run at all")
-    parser.add_argument("--json", type=Path, help="write machine, command, rows and figures here")
-    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="whose tokenizer; absent: the sample model's")
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with reki/ and goodreads/")
+    parser = benchmark_parser(
+        __doc__,
+        quick="fewer held-out texts: under 5 minutes on 2 cores",
+        smoke="a handful of texts: does it run at all",
+        writes="rows and figures",
+    )
+    add_model(parser, "whose tokenizer; absent: the sample model's")
+    add_data(parser)
     return parser.parse_args(words)
 
 
 def main() -> None:
     """Measure, print, and write the JSON."""
     arguments = parse_arguments()
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logger.setLevel(logging.INFO)
-    scale = SMOKE if arguments.smoke else QUICK if arguments.quick else FULL
+    show_progress("drafting")
+    scale = scale_of(arguments, FULL, QUICK, SMOKE)
     model = arguments.model if arguments.model.is_dir() else SAMPLE_MODEL
-    start_s = time.perf_counter()
-    if not drafting_arctic.is_installed():
-        logger.warning("arctic is left out; to measure beside it: %s", drafting_arctic.INSTALL)
+    unmeasured = [] if drafting_arctic.is_installed() else [f"beside arctic: {drafting_arctic.INSTALL}"]
+    for one in unmeasured:
+        logger.warning("unmeasured %s", one)
     tokenizer = AutoTokenizer.from_pretrained(model)
     corpora = [
         reki_corpus(tokenizer, arguments.data, scale.reki),
@@ -324,17 +324,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         parts = [measure_corpus(corpus, scale, Path(folder) / corpus.name) for corpus in corpora]
     content = {name: [one for part in parts for one in part[name]] for name in parts[0]}
-    print(describe_figures(content["figures"]), describe_rows(content["rows"]), sep="\n\n")
-    print("", describe_ratios(content["ratios"]), sep="\n")
-    for row in content["min_support"]:
-        print(f"{row['corpus']}, min_support {row['min_support']}: AAL {row['aal']:.2f}, {row['of_all']:.2f} of all")
-    wall_s = time.perf_counter() - start_s
-    print(f"\n{wall_s:.0f} s in all")
-    if arguments.json:
-        unmeasured = [] if drafting_arctic.is_installed() else [f"beside arctic: {drafting_arctic.INSTALL}"]
-        met = not unmeasured and all(figure.met for figure in content["figures"])
-        described = {"tokenizer": model.name, "corpora": [describe_corpus(corpus) for corpus in corpora]}
-        write_json(arguments.json, {"met": met, "unmeasured": unmeasured, **content, **described, "wall_s": wall_s})
+    figures = content.pop("figures")
+    tables = [
+        describe_rows(content["rows"]),
+        describe_ratios(content["ratios"]),
+        "\n".join(
+            f"{row['corpus']}, min_support {row['min_support']}: AAL {row['aal']:.2f}, {row['of_all']:.2f} of all"
+            for row in content["min_support"]
+        ),
+    ]
+    described = {"tokenizer": model.name, "corpora": [describe_corpus(corpus) for corpus in corpora]}
+    met = not unmeasured and all(figure.met for figure in figures)
+    finish(arguments.json, figures, tables, {"met": met, "unmeasured": unmeasured, **content, **described})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import argparse
 import logging
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from common import DEFAULT_DATA, DEFAULT_MODEL, REPOSITORY, SAMPLE_MODEL, Figure, describe_figures, write_json
+from command import add_data, add_engine, add_model, benchmark_parser, finish, scale_of, show_progress
+from common import SAMPLE_MODEL, Figure
 from night_tasks import TaskSize
 from options_pools import Pools, first_night
 from options_tasks import NightTask, one_night_tasks, readers_task, sample_night_tasks
@@ -254,28 +254,25 @@ def tasks_of(model_dir: Path, data: Path, tokenizer, scale: Scale) -> list[Night
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="fewer texts: under 5 minutes on 2 cores")
-    size.add_argument("--smoke", action="store_true", help="a handful of texts: does it run at all")
-    parser.add_argument("--json", type=Path, help="write machine, command, rows and figures here")
-    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="model folder; the sample model if absent")
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with reki/ and goodreads/")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads")
-    parser.add_argument("--cache", type=Path, default=REPOSITORY / ".night", help="where pool texts are kept by model")
+    parser = benchmark_parser(
+        __doc__,
+        quick="fewer texts: under 5 minutes on 2 cores",
+        smoke="a handful of texts: does it run at all",
+        writes="rows and figures",
+    )
+    add_model(parser, "model folder; the sample model if absent")
+    add_data(parser)
+    add_engine(parser)
     return parser.parse_args(words)
 
 
 def main() -> None:
     """Measure, print, and write the JSON."""
     arguments = parse_arguments()
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logger.setLevel(logging.INFO)
-    logging.getLogger("night").setLevel(logging.INFO)
+    show_progress("options", "night")
     torch.set_num_threads(arguments.threads)
     transformers.utils.logging.disable_progress_bar()
-    scale = SMOKE if arguments.smoke else QUICK if arguments.quick else FULL
-    start_s = time.perf_counter()
+    scale = scale_of(arguments, FULL, QUICK, SMOKE)
     model_dir = arguments.model if arguments.model.is_dir() else SAMPLE_MODEL
     if model_dir != arguments.model:
         print(f"no such folder: {arguments.model.name}; the sample model is measured", file=sys.stderr)
@@ -283,13 +280,7 @@ def main() -> None:
     rows = []
     for task in tasks_of(model_dir, arguments.data, engine.tokenizer, scale):
         rows += [{"model": model_dir.name, **row} for row in measure(engine, task, arguments.cache)]
-    figures = figures_of(rows)
-    print(describe_figures(figures), describe_rows(rows), sep="\n\n")
-    wall_s = time.perf_counter() - start_s
-    print(f"\n{wall_s:.0f} s in all")
-    if arguments.json:
-        met = all(figure.met for figure in figures)
-        write_json(arguments.json, {"met": met, "figures": figures, "rows": rows, "wall_s": wall_s})
+    finish(arguments.json, figures_of(rows), [describe_rows(rows)], {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from common import DEFAULT_DATA, DEFAULT_MODEL, REPOSITORY, write_json
+from command import add_data, add_model, benchmark_parser, scale_of
+from common import REPOSITORY, write_json
 from real_tables import NIGHT_1, NIGHT_2, date_after_share, keep_part, write_goodreads
 
 SETTINGS = Path(__file__).resolve().parent / "settings"
@@ -162,13 +163,14 @@ def _spread(row: dict, name: str) -> str:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="fewer entities: under 5 minutes on 2 cores")
-    size.add_argument("--smoke", action="store_true", help="a handful of entities: does it run at all")
-    parser.add_argument("--json", type=Path, help="write machine, command and the record of every night here")
-    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="model folder (bench-target)")
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with ml-100k/ and goodreads/")
+    parser = benchmark_parser(
+        __doc__,
+        quick="fewer entities: under 5 minutes on 2 cores",
+        smoke="a handful of entities: does it run at all",
+        writes="the record of every night",
+    )
+    add_model(parser, "model folder (bench-target)")
+    add_data(parser, "ml-100k/ and goodreads/")
     parser.add_argument("--work", type=Path, help="keep tables and workspaces here; default: a temporary folder")
     return parser.parse_args()
 
@@ -176,7 +178,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Run both inputs, print, and write the JSON."""
     arguments = parse_arguments()
-    scale = SMOKE if arguments.smoke else QUICK if arguments.quick else FULL
+    scale = scale_of(arguments, FULL, QUICK, SMOKE)
     with tempfile.TemporaryDirectory() as temporary:
         work = arguments.work or Path(temporary)
         runs = [

@@ -10,9 +10,7 @@ before the night. Figures are reported, not judged: the exit code is 0 whether t
 
 import argparse
 import logging
-import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from common import DEFAULT_DATA, REPOSITORY, SAMPLE_MODEL, Figure, describe_figures, write_json
+from command import add_data, add_engine, add_models, benchmark_parser, existing, finish, scale_of, show_progress
+from common import SAMPLE_MODEL, Figure
 from night_pools import own_texts
 from night_systems import generate, load_engine
 from night_tasks import Task, TaskSize, goodreads_items_task, reki_task, sample_tasks
@@ -154,44 +153,34 @@ def _shown(estimate: Estimate) -> str:
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="fewer texts: under 5 minutes on 2 cores")
-    size.add_argument("--smoke", action="store_true", help="a handful of texts: does it run at all")
-    parser.add_argument("--json", type=Path, help="write machine, command, rows and figures here")
-    parser.add_argument("--model", type=Path, nargs="+", default=[SAMPLE_MODEL], help="model folders")
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with reki/ and goodreads/")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads")
-    parser.add_argument("--cache", type=Path, default=REPOSITORY / ".night", help="where texts are kept by model")
+    parser = benchmark_parser(
+        __doc__,
+        quick="fewer texts: under 5 minutes on 2 cores",
+        smoke="a handful of texts: does it run at all",
+        writes="rows and figures",
+    )
+    add_models(parser, [SAMPLE_MODEL])
+    add_data(parser)
+    add_engine(parser)
     return parser.parse_args(words)
 
 
 def main() -> None:
     """Measure, print, and write the JSON."""
     arguments = parse_arguments()
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logger.setLevel(logging.INFO)
-    logging.getLogger("night").setLevel(logging.INFO)
+    show_progress("simulation", "night")
     torch.set_num_threads(arguments.threads)
     transformers.utils.logging.disable_progress_bar()
-    scale = SMOKE if arguments.smoke else QUICK if arguments.quick else FULL
-    start_s, rows = time.perf_counter(), []
-    for model_dir in arguments.model:
-        if not model_dir.is_dir():
-            print(f"left out, no such folder: {model_dir.name}", file=sys.stderr)
-            continue
+    scale = scale_of(arguments, FULL, QUICK, SMOKE)
+    rows = []
+    for model_dir in existing(arguments.model):
         engine = load_engine(model_dir, 16, arguments.threads)
         for task in tasks_of(model_dir, arguments.data, engine.tokenizer, scale):
             logger.info("%s: %s", model_dir.name, task.name)
             with tempfile.TemporaryDirectory() as folder:
                 measured = measure(engine, task, arguments.cache, scale, Path(folder))
             rows += [{"model": model_dir.name, **row} for row in measured]
-    figures = figures_of(rows)
-    wall_s = time.perf_counter() - start_s
-    print(describe_figures(figures), describe_rows(rows), f"{wall_s:.0f} s in all", sep="\n\n")
-    if arguments.json:
-        met = all(figure.met for figure in figures)
-        write_json(arguments.json, {"met": met, "figures": figures, "rows": rows, "wall_s": wall_s})
+    finish(arguments.json, figures_of(rows), [describe_rows(rows)], {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ texts. Texts do not end while they are measured, and no step holds a prompt. Not
 
 import argparse
 import itertools
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from command import add_models, benchmark_parser, existing, scale_of
 from common import DEFAULT_MODEL, SAMPLE_MODEL, write_json
 from night_pools import build
 from night_tasks import TaskSize, sample_tasks
@@ -146,12 +146,13 @@ def describe_row(row: dict) -> str:
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="fewer steps: under 5 minutes on 2 cores")
-    size.add_argument("--smoke", action="store_true", help="a handful of steps: does it run at all")
-    parser.add_argument("--json", type=Path, help="write machine, command and rows here")
-    parser.add_argument("--model", type=Path, nargs="+", default=[SAMPLE_MODEL, DEFAULT_MODEL], help="model folders")
+    parser = benchmark_parser(
+        __doc__,
+        quick="fewer steps: under 5 minutes on 2 cores",
+        smoke="a handful of steps: does it run at all",
+        writes="rows",
+    )
+    add_models(parser, [SAMPLE_MODEL, DEFAULT_MODEL])
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--batches", type=int, nargs="+", help="batch sizes, instead of the scale's own")
@@ -164,15 +165,12 @@ def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     transformers.utils.logging.disable_progress_bar()
-    scale = SMOKE if arguments.smoke else QUICK if arguments.quick else FULL
+    scale = scale_of(arguments, FULL, QUICK, SMOKE)
     if arguments.batches:
         scale = replace(scale, batches=tuple(arguments.batches))
     rows: list[dict] = []
     print(describe_head())
-    for model_dir in arguments.model:
-        if not model_dir.is_dir():
-            print(f"left out, no such folder: {model_dir.name}", file=sys.stderr)
-            continue
+    for model_dir in existing(arguments.model):
         rows += measure_model(model_dir, arguments.device, arguments.dtype, scale)
     if arguments.json:
         write_json(arguments.json, {"rows": rows})
