@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TEST_PROCESSES ?= 2
 
 .PHONY: install demo test clean
 
@@ -18,8 +19,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/laserbatch demo
 
+# A file's tests share worlds and nights, so they stay in one process. Files in their order: those of nights, which take
+# longest, are not the last ones.
 test: install
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 clean:
 	rm -rf demo build *.egg-info

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Processes that share the cores, and what they start, compute on one thread each. Before torch is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 if importlib.util.find_spec("triton") is not None:
     import torch
 
