@@ -11,7 +11,6 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
-from sklearn.isotonic import isotonic_regression
 
 from pipeline.decoding.budget import SOURCES, Budget
 from pipeline.decoding.drafters import RetrievalDrafter, draft_all
@@ -65,6 +64,8 @@ def measure_step_cost(
 
 def _time_steps(engine: Engine, batch_size: int) -> tuple[int, dict[int, float]]:
     """The batch size that was reached, and seconds of its steps by their draft tokens."""
+    from sklearn.isotonic import isotonic_regression  # takes a second to load; costs that are known need it not
+
     steps = _TimedSteps(engine, batch_size)
     texts = engine.generate(steps, steps, on_event=steps.on_event, budget=Budget(MAX_NODES, 0.0))
     try:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-from sklearn.cluster import KMeans
-from sklearn.exceptions import ConvergenceWarning
 from threadpoolctl import threadpool_limits
 
 NUM_INITS = 4
@@ -47,6 +45,9 @@ def cluster_embeddings(vectors: np.ndarray, num_groups: int, seed: int) -> np.nd
     int32 array (n,)
         Group numbers from 0, the largest group first (of equal ones, the one with the earlier first member).
     """
+    from sklearn.cluster import KMeans  # takes a second to load, and who asks for a group does not cluster
+    from sklearn.exceptions import ConvergenceWarning
+
     if len(vectors) == 0:
         return np.empty(0, np.int32)
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)

@@ -6,8 +6,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from scipy.sparse import csr_array
-from sklearn.decomposition import TruncatedSVD
-from sklearn.feature_extraction.text import TfidfTransformer
 from threadpoolctl import threadpool_limits
 
 from retrieval_pools.grouping.kmeans import cluster_embeddings
@@ -41,6 +39,8 @@ def cluster_positions(token_ids: pa.Array, num_clusters: int, seed: int) -> np.n
     float64 array (n,)
         0 to the number of clusters less 1.
     """
+    from sklearn.decomposition import TruncatedSVD  # as k-means: not loaded by who asks for a group
+
     bags = _bags(token_ids)  # (n, vocab_size)
     num_components = min(NUM_COMPONENTS, *(size - 1 for size in bags.shape))
     if num_components < 1 or bags.nnz == 0:
@@ -65,4 +65,6 @@ def _bags(token_ids: pa.Array) -> csr_array:
     shape = (len(lengths), int(tokens.max()) + 1)
     bags = csr_array((np.ones(len(tokens)), tokens.astype(np.int64), starts), shape)
     bags.sum_duplicates()
+    from sklearn.feature_extraction.text import TfidfTransformer
+
     return TfidfTransformer(sublinear_tf=True).fit_transform(bags)
