@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pytest
-from night_world import run, run_here, start
+from night_world import run_here, start
 from typer.testing import CliRunner
 
 from jobs.build_pools import build_pools
@@ -168,12 +168,12 @@ def test_texts_come_in_the_order_of_the_table_with_their_ages(world, tmp_path):
     assert read_run_texts(night.run, "user", tmp_path) is None
 
 
-def test_two_builders_at_once_do_not_harm_each_other(world):
+def test_two_builders_at_once_do_not_harm_each_other(world, capfd):
     night = opened(world, FIRST_DATE, "{}")
     write_texts(night)
     command = ("pools", "rebuild", "--run", night.run.run_id, "--config", str(world / "laserbatch.yaml"))
     with night.workspace.lock():
-        refused = run(*command)
+        refused = run_here(capfd, *command)
         assert refused.returncode == 5 and "in use" in refused.stderr
         assert night.pools.list() == []
     builders = [start(*command) for _ in range(2)]
