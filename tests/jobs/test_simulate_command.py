@@ -15,6 +15,7 @@ import pytest
 import yaml
 from night_world import run_here
 
+from jobs import simulate_world
 from jobs.build_pools import build_pools
 from jobs.night import Night, open_night, open_run
 from jobs.settings import load_settings
@@ -24,6 +25,7 @@ from jobs.simulate_world import SimulationSize, divided_texts
 from pipeline.decoding.budget import choose_budget
 from pipeline.knowledge.records import SIDES
 from pipeline.tables.sample_world import write_sample_world
+from retrieval_pools import studies
 from retrieval_pools.budget_curve import BudgetCurve
 from retrieval_pools.calibrate import num_held_back
 from retrieval_pools.step_cost import StepCost
@@ -99,6 +101,16 @@ def found(world, tmp_path_factory) -> dict:
     return json.loads(done.stdout) | {"page": out.read_text()}
 
 
+@pytest.fixture
+def few_studies(monkeypatch):
+    """For a command in this process that is not asked about studies: `found` has them all, each takes as long."""
+    monkeypatch.setattr(
+        simulate_world, "GROUPINGS", {name: simulate_world.GROUPINGS[name] for name in ("whole", "router")}
+    )
+    monkeypatch.setattr(studies, "GROUP_COUNTS", (2,))
+    monkeypatch.setattr(studies, "OPTION_VALUES", {"group_weight": studies.OPTION_VALUES["group_weight"]})
+
+
 def outcomes(found: dict, side: str, study: str, kind: str = "mixed") -> dict[str, dict]:
     rows = found["sides"][side]["outcomes"]
     return {row["value"]: row for row in rows if (row["study"], row["kind"]) == (study, kind)}
@@ -162,7 +174,7 @@ def test_a_simulation_and_a_night_choose_the_same_budget(found):
     assert "decoding.max_draft_tokens" not in found["recommendation"]["changes"]
 
 
-def test_numbers_that_are_worse_than_the_choice_are_recommended_to_be_left_to_it(world, tmp_path, capfd):
+def test_numbers_that_are_worse_than_the_choice_are_recommended_to_be_left_to_it(world, few_studies, tmp_path, capfd):
     config = tmp_path / "laserbatch.yaml"
     fixed = "decoding: {max_draft_tokens: 1, min_acceptance: 0.9}\n"
     config.write_text(f"workspace: {world / 'workspace'}\ntables: {{path: {world / 'tables'}}}\n{fixed}")
@@ -178,7 +190,9 @@ def test_numbers_that_are_worse_than_the_choice_are_recommended_to_be_left_to_it
     assert data["recommendation"]["holds"]
 
 
-def test_a_night_that_drafts_nothing_is_said_and_its_options_are_studied_all_the_same(world, tmp_path, capfd):
+def test_a_night_that_drafts_nothing_is_said_and_its_options_are_studied_all_the_same(
+    world, few_studies, tmp_path, capfd
+):
     dear = tmp_path / "dear.yaml"
     dear.write_text(
         "steps: [{batch_size: 8, num_tokens: 8, seconds: 1}, {batch_size: 8, num_tokens: 520, seconds: 999}]"
@@ -226,15 +240,19 @@ def edit_json(path: Path, *keys: str, value: object) -> None:
     path.write_text(json.dumps(data))
 
 
+@pytest.fixture(scope="module")
+def compared(world) -> None:
+    """The nights as they are, but for what a test changes, are compared."""
+    settings = load_settings(world / "laserbatch.yaml")
+    check = checked_nights(settings, open_run(settings, None), SimulationSize(8))
+    assert check.predictions and check.refused is None
+
+
 @pytest.fixture
-def copied(world, tmp_path) -> Night:
+def copied(world, compared, tmp_path) -> Night:
     """The second night, in a workspace of its own."""
     shutil.copytree(world / "workspace", tmp_path / "workspace")
-    settings = load_settings(world / "laserbatch.yaml", {"workspace": str(tmp_path / "workspace")})
-    night = open_run(settings, None)
-    check = checked_nights(settings, night, SimulationSize(8))
-    assert check.predictions and check.refused is None  # but for what a test changes
-    return night
+    return open_run(load_settings(world / "laserbatch.yaml", {"workspace": str(tmp_path / "workspace")}), None)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +309,7 @@ def test_held_back_texts_are_in_no_pool_and_the_same_for_a_seed(world):
             assert text.previous_ids.tolist() == planted_text(entity_id, 0).tolist()
 
 
-def test_a_person_reads_tables_and_what_is_recommended(world, capfd):
+def test_a_person_reads_tables_and_what_is_recommended(world, few_studies, capfd):
     small = ["--num-texts", "8", "--out", str(world / "small.html")]
     done = run_here(capfd, "pools", "simulate", "--config", str(world / "laserbatch.yaml"), *small)
     assert done.returncode == 0, done.stderr
