@@ -19,6 +19,18 @@ from pipeline.decoding.verifiers import Greedy, Relaxed
 from retrieval_pools.build import PoolText, build_pool
 
 MAX_NEW = 24
+BATCHES = [(size, "rows") for size in range(1, 10)] + [(size, "tokens") for size in (1, 4, 9)]
+ALONE = {(1, "rows"), (4, "rows"), (9, "rows"), (4, "tokens")}  # a text alone, a queue of others, all nine at once
+
+
+class MixedDrafter:
+    """Sequences that share a batch are each drafted in another way."""
+
+    def __init__(self, drafters: list) -> None:
+        self.drafters = drafters
+
+    def draft(self, sequence):
+        return self.drafters[int(sequence.request.request_id) % len(self.drafters)].draft(sequence)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -36,9 +48,10 @@ def test_greedy_verification_equals_generate(architecture, tmp_path):
         NoDrafter(), NonsenseDrafter(), OracleDrafter(expected), PromptLookupDrafter(), RetrievalDrafter(),
         RetrievalDrafter(pool, ("pool",)), RetrievalDrafter(pool),
     ]  # fmt: skip
-    for batch_size, kv_cache in [(size, "rows") for size in range(1, 10)] + [(size, "tokens") for size in (1, 4, 9)]:
+    mixed = MixedDrafter(drafters)
+    for batch_size, kv_cache in BATCHES:
         engine = tiny_engine(model, batch_size=batch_size, kv_cache=kv_cache)
-        for drafter in drafters:
+        for drafter in [mixed, *drafters] if (batch_size, kv_cache) in ALONE else [mixed]:
             requests = requests_for(prompts, MAX_NEW, previous)
             results = {int(r.request_id): r for r in engine.generate(requests, drafter, Greedy())}
             for j, text in enumerate(expected):
