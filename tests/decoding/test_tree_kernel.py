@@ -22,6 +22,8 @@ from pipeline.decoding.kernel_attention import block_rows, tree_attention_kernel
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # A prompt's part, a tree on a text, plain decoding, the largest tree, and a first token.
 LENGTHS = [(0, 21, 0), (37, 1, 9), (61, 1, 0), (5, 3, 64), (0, 1, 2)]
+# The same with a smaller tree: every sequence has as many blocks of queries as the largest, and all are interpreted.
+SHORTER = [(0, 21, 0), (37, 1, 9), (61, 1, 0), (5, 3, 20), (0, 1, 2)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 pytestmark = pytest.mark.skipif(
@@ -46,8 +48,17 @@ def part_keys(request, monkeypatch) -> int:
     return request.param
 
 
-@pytest.mark.parametrize("num_heads, num_kv_heads", [(2, 2), (4, 2), (7, 1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype, num_heads, num_kv_heads",
+    [
+        (torch.float32, 2, 2),
+        (torch.float32, 7, 1),
+        (torch.float16, 4, 2),
+        (torch.bfloat16, 2, 2),
+        (torch.bfloat16, 7, 1),
+    ],
+    ids=str,
+)
 def test_kernel_in_every_type_and_head_grouping(part_keys, dtype, num_heads, num_kv_heads):
     assert_equal_to_the_slow_one(random_pack(LENGTHS, num_heads, num_kv_heads, dtype=dtype, device=DEVICE))
 
@@ -56,14 +67,14 @@ def test_kernel_in_every_type_and_head_grouping(part_keys, dtype, num_heads, num
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_kernel_with_window_softcap_and_sinks(part_keys, window, softcap, has_sinks):
-    pack = random_pack(LENGTHS, seed=1, device=DEVICE)
+    pack = random_pack(SHORTER, seed=1, device=DEVICE)
     sinks = torch.randn(4, generator=torch.Generator().manual_seed(2)).to(DEVICE) if has_sinks else None
     assert_equal_to_the_slow_one(pack, window=window, softcap=softcap, sinks=sinks)
 
 
 @pytest.mark.parametrize("head_dim, value_dim", [(8, 8), (24, 12), (40, 64)])
 def test_head_dimensions_that_are_no_power_of_two(part_keys, head_dim, value_dim):
-    assert_equal_to_the_slow_one(random_pack(LENGTHS, 2, 1, head_dim, value_dim, device=DEVICE))
+    assert_equal_to_the_slow_one(random_pack(SHORTER, 2, 1, head_dim, value_dim, device=DEVICE))
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
@@ -97,10 +108,10 @@ def test_padding_tokens_and_sequences_get_zeros_and_change_nothing(part_keys):
 
 
 def test_a_result_does_not_depend_on_what_shares_the_pack(part_keys):
-    pack = random_pack(LENGTHS, device=DEVICE)
+    pack = random_pack(SHORTER, device=DEVICE)
     starts, slot_starts = pack.index.query_starts.tolist(), pack.index.slot_starts.tolist()
     together = tree_attention_kernel(pack.query, pack.keys, pack.values, pack.index, 0.3, shape=LaunchShape(8, 16))
-    for b in range(len(LENGTHS)):
+    for b in range(len(SHORTER)):
         tokens, slots = slice(starts[b], starts[b + 1]), slice(slot_starts[b], slot_starts[b + 1])
         alone = type(pack.index)(
             slots=pack.index.slots[slots],
