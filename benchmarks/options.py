@@ -62,7 +62,7 @@ class Scale:
 
 FULL = Scale(TaskSize(32, 200), 32, TaskSize(128, 1000), num_readers=1000, num_measured_readers=256)
 QUICK = Scale(TaskSize(16, 100), 6, TaskSize(32, 500), num_readers=500, num_measured_readers=64)
-SMOKE = Scale(TaskSize(2, 4), 1, TaskSize(4, 20), num_readers=40, num_measured_readers=4)
+SMOKE = Scale(TaskSize(2, 4), 1, TaskSize(2, 20), num_readers=40, num_measured_readers=4)
 
 
 @dataclass(frozen=True)
