@@ -22,7 +22,7 @@ from threadpoolctl import threadpool_limits
 
 from pipeline.decoding.budget import Budget
 from pipeline.decoding.engine import Engine
-from retrieval_pools.budget_curve import BudgetCell
+from pipeline.decoding.pilot_texts import PilotTexts
 from retrieval_pools.budget_replay import with_budgets
 from retrieval_pools.build import PoolText, build_pool
 from retrieval_pools.calibrate import calibrate, num_held_back, spread_positions
@@ -69,7 +69,7 @@ class GroupedPool:
     group_of: Groups | None
     without: Pool | None
     prompts_of_pilot: tuple[np.ndarray, ...]
-    gains: dict[tuple[str, Budget], BudgetCell] = field(default_factory=dict)
+    gains: dict[tuple[str, Budget], PilotTexts] = field(default_factory=dict)
 
 
 def unseen_prompts(engine: Engine, task: Task, cache: Path) -> Task:

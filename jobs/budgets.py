@@ -1,7 +1,8 @@
 """How much a run drafts: decided once, before its first text, and written down for every later attempt.
 
 Owns where the numbers come from: the configuration, or else a measured cost of steps, the pools' calibration and a
-pilot. `pipeline.decoding.budget` and `pipeline.decoding.pilot` choose.
+pilot. `pipeline.decoding.budget` and `pipeline.decoding.pilot` choose; `run_forecast` says what is left of the gain in
+the whole run, its prompts and the ends of its shards counted.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +15,7 @@ from jobs.console import say
 from jobs.night import Night
 from pipeline.decoding.budget import Budget, BudgetForecast, Trial, choose_budget, with_forecast
 from pipeline.decoding.pilot import plan_pilot, run_pilot
+from pipeline.decoding.run_forecast import PREFILL_TOKENS, RunTexts, judged_on_run
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.distributed.shards import PlannedRow, Shard, read_shard
 from pipeline.distributed.worker import Scout
@@ -90,6 +92,28 @@ def num_pilot_texts(decoding: DecodingSettings, num_rows: int) -> int:
     return num_texts if num_texts >= MIN_PILOT_TEXTS else 0
 
 
+def run_texts(
+    rows: list[PlannedRow], shards: list[Shard], pool: Pool | None, decoding: DecodingSettings
+) -> RunTexts | None:
+    """The sampled rows as texts of their entities' former length, or of the pool's mean; None: neither is known."""
+    former = [None if row.previous_ids is None else len(row.previous_ids) for row in rows]
+    known = [length for length in former if length is not None]
+    if pool is not None and pool.manifest.num_texts > 0:
+        usual = pool.manifest.num_tokens / pool.manifest.num_texts
+    elif known:
+        usual = sum(known) / len(known)
+    else:
+        return None
+    lengths = [round(usual) if length is None else length for length in former]
+    return RunTexts.of(
+        [row.prompt_ids for row in rows],
+        [min(length + 1, decoding.max_new_tokens) for length in lengths],
+        [length is not None for length in former],
+        -(-sum(shard.num_rows for shard in shards) // max(1, len(shards))),
+        decoding.batch_size,
+    )
+
+
 def budget_of(data: Mapping[str, Any]) -> Budget:
     """A budget as a manifest keeps it."""
     forecast = data["forecast"]
@@ -101,10 +125,16 @@ def budget_of(data: Mapping[str, Any]) -> Budget:
 
 def describe_budget(budget: Budget) -> str:
     """A budget in a line."""
-    reason = "" if budget.forecast is None else f" ({budget.forecast.reason})"
+    reason = "" if budget.forecast is None else f" ({budget.forecast.reason}{_told_gain(budget.forecast)})"
     if budget.max_draft_tokens == 0:
         return f"nothing is drafted{reason}"
     return f"up to {budget.max_draft_tokens} draft tokens above {budget.min_acceptance:g}{reason}"
+
+
+def _told_gain(forecast: BudgetForecast) -> str:
+    if forecast.run_speed_up is None or forecast.speed_up is None:
+        return ""
+    return f"; {forecast.speed_up:.2f} times plain in full batches, {forecast.run_speed_up:.2f} times in this run"
 
 
 def _chosen(
@@ -112,6 +142,28 @@ def _chosen(
 ) -> Budget:
     decoding = night.settings.decoding
     rows = _sampled_rows(night, shards)
+    budget = _fastest(night, side, shards, rows, pool, step_cost, scout)
+    texts = run_texts(rows, shards, pool, decoding)
+    if step_cost is None or texts is None:
+        return budget
+    curve, prefill_tokens = pool and pool.budgets, decoding.max_prefill_tokens or PREFILL_TOKENS
+    may_be_plain = decoding.min_acceptance is None
+    return judged_on_run(
+        budget, step_cost, decoding.batch_size, texts, curve, prefill_tokens, may_be_plain=may_be_plain
+    )
+
+
+def _fastest(
+    night: Night,
+    side: Side,
+    shards: list[Shard],
+    rows: list[PlannedRow],
+    pool: Pool | None,
+    step_cost: StepCost | None,
+    scout: Scout,
+) -> Budget:
+    """Of full batches."""
+    decoding = night.settings.decoding
     share_changed = sum(row.previous_ids is not None for row in rows) / max(1, len(rows))
     num_texts = num_pilot_texts(decoding, sum(shard.num_rows for shard in shards))
     if step_cost is not None and num_texts:

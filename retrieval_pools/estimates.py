@@ -106,9 +106,13 @@ class Bootstrap:
         draws = generator.multinomial(num_texts, np.full(num_texts, 1 / num_texts), NUM_RESAMPLES)
         self._weights = np.vstack([np.ones(num_texts), draws])  # (1 + NUM_RESAMPLES, num_texts)
 
+    def totals(self, values: np.ndarray) -> np.ndarray:
+        """Sum of a value of each text, then over each draw of texts: float64[1 + NUM_RESAMPLES]."""
+        return self._weights @ values
+
     def sums(self, tally: Tally) -> Tally:
-        """Sums over the texts, then over each draw of texts: float64[1 + NUM_RESAMPLES] each."""
-        return Tally(*(self._weights @ values for values in (tally.num_steps, tally.num_drafted, tally.num_accepted)))
+        """The same of every count of a tally."""
+        return Tally(*map(self.totals, (tally.num_steps, tally.num_drafted, tally.num_accepted)))
 
     def mean_accepted(self, tally: Tally) -> Estimate:
         """AAL."""

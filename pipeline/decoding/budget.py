@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from pipeline.decoding.expected_step import plain_seconds, step_seconds
 from pipeline.decoding.settings import DecodingSettings
-from retrieval_pools.budget_curve import MIN_ACCEPTANCES, SIZE_KNOTS, BudgetCell, BudgetCurve, ReplayedBudgets
+from retrieval_pools.budget_curve import MIN_ACCEPTANCES, BudgetCell, BudgetCurve, ReplayedBudgets
 from retrieval_pools.step_cost import StepCost
 
 SOURCES = ("previous", "prompt", "output", "pool")
@@ -27,13 +28,17 @@ MOST_FOR_LOOKING = 0.01  # of a plain step, spent on drafts that find nothing
 
 @dataclass(frozen=True)
 class Trial:
-    """What texts gained that a pilot wrote under a budget; bonus token included, speed-up as in `BudgetForecast`."""
+    """What texts gained that a pilot wrote under a budget; bonus token included, speed-up as in `BudgetForecast`.
+
+    `error` is the standard error of `speed_up`, other texts being written.
+    """
 
     max_draft_tokens: int
     min_acceptance: float
     tokens_per_step: float
     mean_drafted: float
     speed_up: float
+    error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,7 @@ class BudgetForecast:
     tokens_per_step, mean_drafted : of replays or of a pilot, bonus token included; None where there was neither.
     speed_up : tokens per second over plain decoding, prompts not counted; None likewise.
     trials : the budgets that a pilot wrote texts under, the chosen one among them; see `pilot`.
+    run_speed_up : speed-up of the whole run, its prompts and the ends of its shards counted; None where not forecast.
     """
 
     reason: str
@@ -57,6 +63,7 @@ class BudgetForecast:
     mean_drafted: float | None = None
     speed_up: float | None = None
     trials: tuple[Trial, ...] = ()
+    run_speed_up: float | None = None
 
 
 @dataclass(frozen=True)
@@ -215,22 +222,6 @@ def _kinds(pool, sources: Sequence[str], share_changed: float) -> list[tuple[flo
         return [(1.0, curve.new)]
     kinds = [(1.0 - share_changed, curve.new), (share_changed, curve.changed)]
     return [(share, kind) for share, kind in kinds if share > 0]
-
-
-def plain_seconds(step_cost: StepCost, batch_size: int) -> float:
-    """A step of a full batch without drafts."""
-    return float(step_cost.seconds(batch_size, np.array([batch_size]))[0])
-
-
-def step_seconds(step_cost: StepCost, batch_size: int, cell: BudgetCell) -> float:
-    """Mean over a full batch's steps: trees differ in size, and a step's cost is not linear where a kernel changes."""
-    of_sizes = step_cost.seconds(batch_size, batch_size + np.arange(SIZE_KNOTS[-1] * batch_size + 1))
-    of_one = np.zeros(SIZE_KNOTS[-1] + 1)
-    of_one[list(SIZE_KNOTS)] = cell.size_shares
-    of_one /= of_one.sum()
-    num_bins = len(of_sizes)  # sizes of all trees together, were they drawn independently
-    of_all = np.fft.irfft(np.fft.rfft(of_one, 2 * num_bins) ** batch_size, 2 * num_bins)[:num_bins]
-    return float(of_all @ of_sizes + step_cost.draft_seconds(batch_size, cell.mean_drafted))
 
 
 def _blended(kinds: list[tuple[float, ReplayedBudgets]], number: int) -> tuple[float, float]:

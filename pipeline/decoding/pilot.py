@@ -2,10 +2,13 @@
 
 Replays know greedy verification and texts as they are. Under a relaxed verifier a text that is offered more follows
 its drafts more, so that budgets which replays call wasteful may be the fastest; and where nothing was replayed, nobody
-knows whether drafting pays at all. A pilot tries the budget that is preferred without it, then bolder ones. What a text
-gains does not depend on its batch, so the same texts and the same step cost choose the same budget on any machine.
+knows whether drafting pays at all. A pilot tries the budget that is preferred without it, then bolder ones, and other
+thresholds with the size that was fastest. What a text gains does not depend on its batch, so the same texts and the
+same step cost choose the same budget on any machine.
 
-Knows no pool's insides, no files and no Ray: `write` does the writing.
+Texts differ, and a pilot has few: of budgets whose difference is within its standard error the one that drafts least is
+taken (Breiman's one-standard-error rule), since it moves relaxed texts least and loses least where the cost of a step
+was measured too low. Knows no pool's insides, no files and no Ray: `write` does the writing.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,15 +28,17 @@ from pipeline.decoding.budget import (
     choose_budget,
     fastest,
     known_batch_size,
-    plain_seconds,
-    step_seconds,
 )
-from pipeline.decoding.sequence import StepEvent
-from retrieval_pools.budget_curve import KNOT_SHARES, SIZE_KNOTS, BudgetCell
+from pipeline.decoding.expected_step import plain_seconds, step_seconds
+from pipeline.decoding.pilot_texts import PilotTexts
+from retrieval_pools.estimates import Bootstrap
 from retrieval_pools.step_cost import StepCost
 
 BOLD_SIZES = (4, 8, 16, 32, 64)
 BOLD_ACCEPTANCE = 0.07  # so low that the size of a tree is its limit
+THRESHOLDS = (0.03, 0.07, 0.15, 0.3, 0.5)  # tried with the size that was fastest
+MOST_SLOWER = 0.05  # that a budget may be which drafts less, however few texts a pilot has
+SEED = 0
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,9 @@ class PilotPlan:
     ----------
     batch_size : one that `step_cost` knows.
     first : the budget that is preferred without a pilot.
-    bolder : by rising size; tried from `start` upwards while that gains, and downwards if it does not.
+    bolder : by rising size; tried from `start` upwards until one is slower, and downwards if none gained.
     may_be_plain : whether not to draft at all is among the choices.
+    thresholds : ascending; tried in the same way with the fastest size, from its own.
     """
 
     step_cost: StepCost
@@ -54,29 +60,7 @@ class PilotPlan:
     bolder: tuple[Budget, ...] = ()
     start: int = 0
     may_be_plain: bool = True
-
-
-class StepCounts:
-    """Counts the steps of texts as the engine reports them (`Engine.generate`, `on_event`)."""
-
-    def __init__(self) -> None:
-        self._num_steps = self._num_tokens = 0
-        self._num_at_knots = np.zeros(len(SIZE_KNOTS))
-
-    def __call__(self, event: StepEvent) -> None:
-        self._num_steps += 1
-        self._num_tokens += len(event.token_ids)
-        self._num_at_knots += KNOT_SHARES[event.num_drafted]
-
-    def cell(self, budget: Budget) -> BudgetCell:
-        """What a budget gained, as replays say it; without any step, nothing."""
-        num_steps = max(1, self._num_steps)
-        return BudgetCell(
-            max_draft_tokens=budget.max_draft_tokens,
-            min_acceptance=budget.min_acceptance,
-            tokens_per_step=max(1.0, self._num_tokens / num_steps),  # below 1: steps that wrote an end token
-            size_shares=tuple((self._num_at_knots / num_steps).tolist()) if self._num_steps else KNOT_SHARES[0],
-        )
+    thresholds: tuple[float, ...] = ()
 
 
 def plan_pilot(
@@ -119,59 +103,123 @@ def plan_pilot(
         tuple(as_given(budget, **given) for budget in bold),
         bold.index(fastest(bold)),
         may_be_plain,
+        THRESHOLDS if min_acceptance is None else (),
     )
 
 
-def run_pilot(plan: PilotPlan, write: Callable[[Budget], BudgetCell]) -> Budget:
-    """The fastest budget of those tried, its forecast being what the pilot saw.
+def run_pilot(plan: PilotPlan, write: Callable[[Budget], PilotTexts]) -> Budget:
+    """The budget that drafts least of those that are as good as the fastest, its forecast being what the pilot saw.
 
-    A bolder budget must be faster than the first one by LEAST_GAIN, since it also moves relaxed texts further; and the
-    fastest than plain decoding by as much.
+    As good is what the fastest beats by less than LEAST_GAIN, or by less than that ratio's standard error over texts
+    and than MOST_SLOWER. Decoding is plain where the best is not faster than that by LEAST_GAIN and by its own error.
 
     Parameters
     ----------
-    write : writes the same texts under each budget and says what they gained.
+    write : writes the same texts under each budget and says what they took.
     """
-    trials: dict[Budget, Trial] = {}
-    plain_s = plain_seconds(plan.step_cost, plan.batch_size)
-
-    def speed_up(budget: Budget) -> float:
-        if budget not in trials:
-            cell = write(budget)
-            gain = plain_s * cell.tokens_per_step / step_seconds(plan.step_cost, plan.batch_size, cell)
-            trials[budget] = Trial(
-                budget.max_draft_tokens, budget.min_acceptance, cell.tokens_per_step, cell.mean_drafted, gain
-            )
-        return trials[budget].speed_up
-
-    speed_up(plan.first)
-    upwards, downwards = plan.bolder[plan.start :], plan.bolder[: plan.start + 1][::-1]
-    if _climb(upwards, speed_up) <= 1:
-        _climb(downwards, speed_up)
-    best = max(trials.values(), key=lambda trial: trial.speed_up)
-    if best.speed_up < trials[plan.first].speed_up * LEAST_GAIN:
-        best = trials[plan.first]
+    trials = _Trials(plan, write)
+    trials.speed_up(plan.first)
+    if plan.bolder and not trials.climb(plan.bolder[plan.start :]):
+        trials.climb(plan.bolder[: plan.start + 1][::-1])
+    if plan.thresholds:
+        stricter, laxer = _thresholds_around(trials.fastest(), plan.thresholds)
+        if not trials.climb(stricter):
+            trials.climb(laxer)
+    best = trials.chosen()
     forecast = BudgetForecast(
-        f"the fastest of {len(trials)} that a pilot tried",
+        f"it drafts least of those as good as the fastest of {len(trials.all)} that a pilot tried",
         plan.step_cost.name,
         plan.batch_size,
         best.tokens_per_step,
         best.mean_drafted,
         best.speed_up,
-        tuple(trials.values()),
+        tuple(trials.all),
     )
-    if best.speed_up < LEAST_GAIN and plan.may_be_plain:
-        reason = f"no budget that a pilot tried is worth its cost: the best is {best.speed_up:.2f} times plain"
+    if plan.may_be_plain and (best.speed_up < LEAST_GAIN or best.speed_up - best.error < 1):
+        gain = f"{best.speed_up:.2f} ± {best.error:.2f} times plain"
+        reason = f"no budget that a pilot tried is worth its cost: the best is {gain}"
         plainly = replace(forecast, reason=reason, tokens_per_step=1.0, mean_drafted=0.0, speed_up=1.0)
         return replace(PLAIN, forecast=plainly)
     return Budget(best.max_draft_tokens, best.min_acceptance, forecast)
 
 
-def _climb(budgets: Sequence[Budget], speed_up: Callable[[Budget], float]) -> int:
-    """Try one after another while each is faster than the one before; how many were."""
-    speeds = [0.0]
-    for budget in budgets:
-        speeds.append(speed_up(budget))
-        if speeds[-1] <= speeds[-2]:
-            return len(speeds) - 2
-    return len(speeds) - 1
+class _Trials:
+    """What was tried so far, each budget once."""
+
+    def __init__(self, plan: PilotPlan, write: Callable[[Budget], PilotTexts]) -> None:
+        self._plan, self._write = plan, write
+        self._texts: dict[Budget, PilotTexts] = {}
+        self._plain_s = plain_seconds(plan.step_cost, plan.batch_size)
+
+    @property
+    def all(self) -> list[Trial]:
+        """In their order."""
+        return [self._trial(budget) for budget in self._texts]
+
+    def speed_up(self, budget: Budget) -> float:
+        """Over plain decoding."""
+        if budget not in self._texts:
+            self._texts[budget] = self._write(budget)
+        cell = self._texts[budget].cell(budget)
+        return self._plain_s * cell.tokens_per_step / step_seconds(self._plan.step_cost, self._plan.batch_size, cell)
+
+    def climb(self, budgets: Sequence[Budget]) -> bool:
+        """Try one after another until one is slower than the fastest of them by more than chance.
+
+        Whether any was faster than the first one.
+        """
+        best = budgets[0]
+        for budget in budgets:
+            if self.speed_up(budget) > self.speed_up(best):
+                best = budget
+            elif self._slower(budget, best) > self._error(budget, best):
+                break
+        return best != budgets[0]
+
+    def fastest(self) -> Budget:
+        return max(self._texts, key=self.speed_up)
+
+    def chosen(self) -> Trial:
+        """See `run_pilot`."""
+        best = self.fastest()
+        as_good = [
+            budget
+            for budget in self._texts
+            if self._slower(budget, best) <= max(1 - 1 / LEAST_GAIN, min(MOST_SLOWER, self._error(budget, best)))
+        ]
+        return min(map(self._trial, as_good), key=lambda trial: trial.mean_drafted)
+
+    def _slower(self, budget: Budget, other: Budget) -> float:
+        """By which share of the other's speed."""
+        return 1 - self.speed_up(budget) / self.speed_up(other)
+
+    def _error(self, budget: Budget, other: Budget) -> float:
+        """Standard error of the ratio of their speeds."""
+        return _standard_error(self._speeds(budget) / self._speeds(other))
+
+    def _speeds(self, budget: Budget) -> np.ndarray:
+        """Of draws of the texts that every trial wrote, the same draws for each."""
+        common = set.intersection(*(set(texts.names) for texts in self._texts.values()))
+        texts = self._texts[budget].of(common)
+        return texts.speeds(self._plan.step_cost, self._plan.batch_size, Bootstrap(len(common), SEED))
+
+    def _trial(self, budget: Budget) -> Trial:
+        cell, speeds, speed_up = self._texts[budget].cell(budget), self._speeds(budget), self.speed_up(budget)
+        error = speed_up * _standard_error(speeds / speeds[0])
+        return Trial(
+            budget.max_draft_tokens, budget.min_acceptance, cell.tokens_per_step, cell.mean_drafted, speed_up, error
+        )
+
+
+def _standard_error(samples: np.ndarray) -> float:
+    """Of float64[1 + n]: what was measured, then what resamples gave; 0 where nothing was written."""
+    resampled = samples[1:][np.isfinite(samples[1:])]
+    return float(resampled.std()) if len(resampled) else 0.0
+
+
+def _thresholds_around(budget: Budget, thresholds: Sequence[float]) -> tuple[list[Budget], list[Budget]]:
+    """The budget with higher and higher thresholds, and with lower and lower ones; itself first."""
+    higher = [least for least in thresholds if least > budget.min_acceptance]
+    lower = [least for least in thresholds if least < budget.min_acceptance][::-1]
+    stricter, laxer = ([replace(budget, min_acceptance=least) for least in some] for some in (higher, lower))
+    return [budget, *stricter], [budget, *laxer]

@@ -6,12 +6,13 @@ ends, shard after shard. Knows no model, no files and no clock.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 import numpy as np
 
-from pipeline.decoding.budget import Budget, known_batch_size, step_seconds
+from pipeline.decoding.budget import PLAIN, Budget, BudgetForecast, known_batch_size
+from pipeline.decoding.expected_step import plain_seconds, step_seconds
 from pipeline.decoding.kv_cache import common_prefix
 from retrieval_pools.budget_curve import SIZE_KNOTS, BudgetCell, BudgetCurve, ReplayedBudgets
 from retrieval_pools.step_cost import StepCost
@@ -74,14 +75,26 @@ def run_speed_up(
     num_steps : int[n], steps of each text where they are known; None: its tokens by what a step of its kind gains.
     prefill_tokens : of a step that computes prompts.
     """
-    batch_size = known_batch_size(step_cost, batch_size)
-    prompt_seconds = texts.num_prompt_tokens * _prompt_token_seconds(step_cost, batch_size, prefill_tokens)
-    plain = run_seconds(
-        live_step_seconds(step_cost, batch_size, _PLAIN_CELL), texts.num_tokens, prompt_seconds, texts.shard_size
-    )
     if budget.max_draft_tokens == 0:
         return 1.0
-    new, changed = (_nearest_cell(kind, budget) for kind in (curve.new, curve.changed or curve.new))
+    new, changed = (nearest_cell(kind, budget) for kind in (curve.new, curve.changed or curve.new))
+    return cells_speed_up(step_cost, batch_size, texts, new, changed, num_steps, prefill_tokens)
+
+
+def cells_speed_up(
+    step_cost: StepCost,
+    batch_size: int,
+    texts: RunTexts,
+    new: BudgetCell,
+    changed: BudgetCell,
+    num_steps: np.ndarray | None = None,
+    prefill_tokens: int = PREFILL_TOKENS,
+) -> float:
+    """The same where it is known what a step of a new and of a changed text gains."""
+    batch_size = known_batch_size(step_cost, batch_size)
+    prompt_seconds = texts.num_prompt_tokens * prompt_token_seconds(step_cost, batch_size, prefill_tokens)
+    plainly = _by_live(batch_size, {size: plain_seconds(step_cost, size) for size in _known(step_cost, batch_size)})
+    plain = run_seconds(plainly, texts.num_tokens, prompt_seconds, texts.shard_size)
     pace = np.where(texts.has_previous, changed.tokens_per_step, new.tokens_per_step)
     num_steps = np.ceil(texts.num_tokens / pace) if num_steps is None else num_steps
     share = float(num_steps[texts.has_previous].sum() / num_steps.sum())  # of steps, that are of changed texts
@@ -90,14 +103,60 @@ def run_speed_up(
     return plain / drafted
 
 
+def judged_on_run(
+    budget: Budget,
+    step_cost: StepCost,
+    batch_size: int,
+    texts: RunTexts,
+    curve: BudgetCurve | None,
+    prefill_tokens: int = PREFILL_TOKENS,
+    *,
+    may_be_plain: bool,
+) -> Budget:
+    """A chosen budget with the forecast of its run; plain decoding, where that would be faster.
+
+    Parameters
+    ----------
+    curve : of the pool; None: nothing was replayed. What a pilot saw comes before it. Without either nothing changes.
+    may_be_plain : whether not to draft at all is among the choices.
+    """
+    forecast = budget.forecast
+    if (
+        budget.max_draft_tokens == 0
+        or forecast is None
+        or forecast.tokens_per_step is None
+        or not len(texts.num_tokens)
+    ):
+        return budget
+    if forecast.trials or curve is None or curve.new is None:
+        of_all = _mean_cell(budget, forecast)
+        gain = cells_speed_up(step_cost, batch_size, texts, of_all, of_all, prefill_tokens=prefill_tokens)
+    else:
+        gain = run_speed_up(step_cost, batch_size, texts, curve, budget, prefill_tokens=prefill_tokens)
+    if gain >= 1 or not may_be_plain:
+        return replace(budget, forecast=replace(forecast, run_speed_up=gain))
+    reason = (
+        f"up to {budget.max_draft_tokens} draft tokens above {budget.min_acceptance:g} would be {gain:.2f} times plain "
+        f"with the prompts and the ends of shards, though {forecast.speed_up or 1:.2f} times in full batches"
+    )
+    plainly = replace(forecast, reason=reason, tokens_per_step=1.0, mean_drafted=0.0, speed_up=1.0, run_speed_up=1.0)
+    return replace(PLAIN, forecast=plainly)
+
+
 def live_step_seconds(step_cost: StepCost, batch_size: int, cell: BudgetCell) -> np.ndarray:
     """Mean seconds of a step of 1, 2, ... live texts under one budget: float64[batch_size].
 
     Between the step cost's batch sizes they are linear; below its smallest a step costs as much as there.
     """
-    known = [size for size in step_cost.batch_sizes if size <= batch_size]
-    seconds = [step_seconds(step_cost, size, cell) for size in known]
-    return np.interp(np.arange(1, batch_size + 1), known, seconds)
+    return _by_live(batch_size, {size: step_seconds(step_cost, size, cell) for size in _known(step_cost, batch_size)})
+
+
+def _known(step_cost: StepCost, batch_size: int) -> list[int]:
+    return [size for size in step_cost.batch_sizes if size <= batch_size]
+
+
+def _by_live(batch_size: int, seconds: dict[int, float]) -> np.ndarray:
+    return np.interp(np.arange(1, batch_size + 1), list(seconds), list(seconds.values()))
 
 
 def run_seconds(
@@ -141,19 +200,27 @@ def _shard_seconds(seconds_by_live: np.ndarray, num_steps: list[float]) -> float
             heappop(ends)
 
 
-def _prompt_token_seconds(step_cost: StepCost, batch_size: int, prefill_tokens: int) -> float:
+def prompt_token_seconds(step_cost: StepCost, batch_size: int, prefill_tokens: int = PREFILL_TOKENS) -> float:
     """What one prompt token adds to a step of a full batch."""
     without, with_prompts = step_cost.seconds(batch_size, np.array([batch_size, batch_size + prefill_tokens]))
     return float(with_prompts - without) / prefill_tokens
 
 
-def _nearest_cell(kind: ReplayedBudgets, budget: Budget) -> BudgetCell:
+def nearest_cell(kind: ReplayedBudgets, budget: Budget) -> BudgetCell:
+    """What replays say of the budget of their grid that is most like another."""
+
     def distance(cell: BudgetCell) -> tuple[int, float]:
         return abs(cell.max_draft_tokens - budget.max_draft_tokens), abs(cell.min_acceptance - budget.min_acceptance)
 
     return min(kind.cells, key=distance)
 
 
-_PLAIN_CELL = BudgetCell(
-    max_draft_tokens=1, min_acceptance=1.0, tokens_per_step=1.0, size_shares=(1.0, *(0.0 for _ in SIZE_KNOTS[1:]))
-)
+def _mean_cell(budget: Budget, forecast: BudgetForecast) -> BudgetCell:
+    """Steps whose trees all have the mean size: a pilot keeps no more."""
+    shares = [float(np.interp(forecast.mean_drafted, SIZE_KNOTS, row)) for row in np.eye(len(SIZE_KNOTS))]
+    return BudgetCell(
+        max_draft_tokens=budget.max_draft_tokens,
+        min_acceptance=budget.min_acceptance,
+        tokens_per_step=forecast.tokens_per_step,
+        size_shares=tuple(shares),
+    )

@@ -14,13 +14,13 @@ import ray
 import torch
 
 from pipeline.decoding.budget import Budget
+from pipeline.decoding.pilot_texts import PilotTexts
 from pipeline.distributed.settings import ClusterSettings
 from pipeline.distributed.shards import PlannedRow, Shard
 from pipeline.distributed.worker import Scout, ShardWorker, WorkerSpec, usable_cores
 from pipeline.errors import ConfigError, RunFailed
 from pipeline.knowledge.records import Side
 from pipeline.storage.run_folder import ShardRecord
-from retrieval_pools.budget_curve import BudgetCell
 from retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class _FirstWorker:
             worker.step_cost.remote(keeps=False)  # whether one of them dies shows when it is given a shard
         return self._ask(lambda worker: worker.step_cost.remote(keeps=True))
 
-    def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> BudgetCell:
+    def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> PilotTexts:
         return self._ask(lambda worker: worker.pilot.remote(side, rows, budget))
 
     def _ask(self, question: Callable):
@@ -223,7 +223,7 @@ class _Worker:
     def step_cost(self, keeps: bool) -> StepCost:
         return self._loaded().step_cost(keeps)
 
-    def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> BudgetCell:
+    def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> PilotTexts:
         return self._loaded().pilot(side, rows, budget)
 
     def _loaded(self) -> ShardWorker:

@@ -21,7 +21,7 @@ from pipeline.decoding.drafters import Drafter, drafter_from
 from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult
 from pipeline.decoding.identity import tokenizer_hash
 from pipeline.decoding.memory import host_memory
-from pipeline.decoding.pilot import StepCounts
+from pipeline.decoding.pilot_texts import PilotTexts, StepCounts
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.step_cost_cache import cached_step_cost, known_step_cost
 from pipeline.decoding.step_timing import measure_step_cost
@@ -33,7 +33,6 @@ from pipeline.knowledge.records import Side, knowledge_schema
 from pipeline.knowledge.templates import load_template
 from pipeline.storage.quarantine import QuarantineRow
 from pipeline.storage.run_folder import RunFolder, ShardRecord
-from retrieval_pools.budget_curve import BudgetCell
 from retrieval_pools.pool import Pool
 from retrieval_pools.step_cost import StepCost
 
@@ -71,8 +70,8 @@ class Scout(Protocol):
         """What steps cost on its machine."""
         ...
 
-    def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> BudgetCell:
-        """What the texts of some rows gain under a budget."""
+    def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> PilotTexts:
+        """What the texts of some rows take under a budget."""
         ...
 
 
@@ -124,12 +123,12 @@ class ShardWorker:
             return cached_step_cost(*place, measure, self.spec.num_workers)
         return known_step_cost(*place, self.spec.num_workers) or measure()
 
-    def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> BudgetCell:
-        """What the texts of some rows gain under a budget. The texts are not kept."""
+    def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> PilotTexts:
+        """What the texts of some rows take under a budget. The texts are not kept."""
         counts = StepCounts()
         for _ in self._generate(side, _numbered(rows), budget, counts):
             pass
-        return counts.cell(budget)
+        return counts.texts()
 
     def run(self, shard: Shard, on_row: Callable[[], None] = lambda: None, budget: Budget | None = None) -> ShardRecord:
         """Generate one shard and write its files.

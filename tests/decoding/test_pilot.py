@@ -2,28 +2,29 @@
 
 import numpy as np
 import pytest
-from test_budget import FREE, SOURCES, STEEP, cost, larger_is_better, pool_with, shares
+from test_budget import FREE, SOURCES, STEEP, cost, larger_is_better, pool_with
 
 from pipeline.decoding.budget import LEAST_GAIN, PLAIN, Budget, choose_budget
 from pipeline.decoding.drafters import RetrievalDrafter
 from pipeline.decoding.engine import Engine, GenerationRequest
-from pipeline.decoding.pilot import BOLD_ACCEPTANCE, PilotPlan, StepCounts, plan_pilot, run_pilot
+from pipeline.decoding.expected_step import step_seconds
+from pipeline.decoding.pilot import BOLD_ACCEPTANCE, THRESHOLDS, PilotPlan, plan_pilot, run_pilot
+from pipeline.decoding.pilot_texts import PilotTexts, StepCounts
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.verifiers import verifier_from
-from retrieval_pools.budget_curve import BudgetCell
+from retrieval_pools.budget_curve import KNOT_SHARES
+from retrieval_pools.estimates import Bootstrap
 
 LINEAR = {1: 0.01, 65: 0.01 * (1 + 64 * 0.05)}  # a token costs a twentieth of a step
 BOLDER = tuple(Budget(size, BOLD_ACCEPTANCE) for size in (4, 8, 16, 32, 64))
 FIRST = Budget(64, 0.5)
 
 
-def cell(budget: Budget, tokens_per_step: float, drafted: float) -> BudgetCell:
-    return BudgetCell(
-        max_draft_tokens=budget.max_draft_tokens,
-        min_acceptance=budget.min_acceptance,
-        tokens_per_step=tokens_per_step,
-        size_shares=shares(drafted),
-    )
+def written_texts(tokens_per_step: float, drafted: int, luck: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)) -> PilotTexts:
+    """Four texts of 100 steps each, of which some gain more than others."""
+    names = tuple(map(str, range(len(luck))))
+    num_tokens = 100 * tokens_per_step * np.array(luck)
+    return PilotTexts(names, num_tokens, 100 * np.tile(KNOT_SHARES[drafted], (len(luck), 1)))
 
 
 def plan(start: int, bolder=BOLDER, **options) -> PilotPlan:
@@ -34,11 +35,11 @@ def writing(tokens_per_step: dict[int, float], first: float = 2.0):
     """A `write` that knows what each size gains, all trees being full, and a list of what it wrote."""
     written = []
 
-    def write(budget: Budget) -> BudgetCell:
+    def write(budget: Budget) -> PilotTexts:
         written.append(budget)
         if budget == FIRST:
-            return cell(budget, first, 2)
-        return cell(budget, tokens_per_step[budget.max_draft_tokens], budget.max_draft_tokens)
+            return written_texts(first, 2)
+        return written_texts(tokens_per_step[budget.max_draft_tokens], budget.max_draft_tokens)
 
     return write, written
 
@@ -66,6 +67,90 @@ def test_the_first_stays_where_a_bolder_one_is_hardly_faster():
         assert run_pilot(plan(1), write) == expected
 
 
+def test_of_budgets_that_differ_by_chance_the_one_that_drafts_least_is_taken():
+    def write(budget: Budget) -> PilotTexts:
+        if budget == FIRST:
+            return written_texts(2.0, 2)
+        size, luck = budget.max_draft_tokens, (1.0, 1.0, 1.0, 1.0)
+        if size == 16:
+            luck = (0.8, 1.2, 0.8, 1.2)
+        gain = {8: 0.96, 16: 1.0, 32: 0.8}[size]
+        return written_texts(4 * gain * (1 + size * 0.05), size, luck)
+
+    chosen = run_pilot(plan(1), write)
+    assert chosen == Budget(8, BOLD_ACCEPTANCE)  # 16 is faster by less than its standard error
+    by_size = {trial.max_draft_tokens: trial for trial in chosen.forecast.trials[1:]}
+    assert by_size[8].error == pytest.approx(0.0) and by_size[16].error == pytest.approx(4 * 0.2 / 2, rel=0.1)
+
+    def surely(budget: Budget) -> PilotTexts:
+        texts = write(budget)
+        return PilotTexts(texts.names, np.full(4, texts.num_tokens.mean()), texts.num_at_knots)
+
+    assert run_pilot(plan(1), surely) == Budget(16, BOLD_ACCEPTANCE)
+
+
+def test_a_budget_that_may_be_slower_by_chance_does_not_end_the_climb():
+    def write(budget: Budget) -> PilotTexts:
+        size = budget.max_draft_tokens
+        luck = (0.5, 1.5, 0.5, 1.5) if size == 16 else (1.0, 1.0, 1.0, 1.0)
+        gain = {2: 0.3, 8: 0.8, 16: 0.75, 32: 1.0, 64: 0.9}[2 if budget == FIRST else size]
+        return written_texts(4 * gain * (1 + size * 0.05), size, luck)
+
+    assert run_pilot(plan(1), write) == Budget(32, BOLD_ACCEPTANCE)
+
+
+def test_other_thresholds_are_tried_with_the_fastest_size():
+    gains = {0.15: 1.2, 0.3: 1.4, 0.5: 1.0}
+    written = []
+
+    def write(budget: Budget) -> PilotTexts:
+        written.append(budget)
+        if budget == FIRST:
+            return written_texts(1.5, 2)
+        speed = gains[budget.min_acceptance] if budget.min_acceptance != BOLD_ACCEPTANCE else 1.0
+        speed *= {8: 2.0, 16: 1.0, 4: 1.0}[budget.max_draft_tokens]
+        return written_texts(speed * (1 + budget.max_draft_tokens * 0.05), budget.max_draft_tokens)
+
+    assert run_pilot(plan(1, thresholds=THRESHOLDS), write) == Budget(8, 0.3)
+    assert written[-3:] == [Budget(8, 0.15), Budget(8, 0.3), Budget(8, 0.5)]
+    gains.update({0.15: 0.9, 0.03: 1.1})
+    assert run_pilot(plan(1, thresholds=THRESHOLDS), write) == Budget(8, 0.03)
+
+
+def test_texts_that_one_trial_lacks_count_for_none():
+    def write(budget: Budget) -> PilotTexts:
+        texts = written_texts(4.0, budget.max_draft_tokens)
+        return texts if budget == FIRST else texts.of({"0", "2", "3"})
+
+    assert run_pilot(plan(1, bolder=BOLDER[:2]), write).forecast.trials[1].error == pytest.approx(0.0)
+
+
+def test_a_gain_that_may_be_chance_is_not_drafted_for():
+    lucky = written_texts(1.3 * (1 + 64 * 0.05), 64, (0.1, 1.9, 0.1, 1.9))
+    chosen = run_pilot(PilotPlan(cost(LINEAR), 1, FIRST), lambda budget: lucky)
+    assert chosen == PLAIN and "1.30 ± 0.5" in chosen.forecast.reason
+    sure = written_texts(1.3 * (1 + 64 * 0.05), 64)
+    assert run_pilot(PilotPlan(cost(LINEAR), 1, FIRST), lambda budget: sure) == FIRST
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_speeds_of_texts_are_those_of_their_steps(batch_size):
+    step_cost = cost({1: 0.01, 20: 0.02, 300: 0.5}, batch_size)
+    texts = written_texts(3.0, 5, (0.5, 1.0, 1.5, 1.0))
+    texts = PilotTexts(texts.names, texts.num_tokens, np.stack([100 * KNOT_SHARES[size] for size in (0, 3, 8, 16)]))
+    speeds = texts.speeds(step_cost, batch_size, Bootstrap(4, 0))
+    cell = texts.cell(FIRST)
+    assert speeds[0] == pytest.approx(batch_size * 3.0 / step_seconds(step_cost, batch_size, cell))
+    weights = Bootstrap(4, 0).totals(np.eye(4)[0]), Bootstrap(4, 0).totals(np.eye(4)[1])
+    assert weights[0][0] == weights[1][0] == 1
+    for place in (1, 2, 3):  # what a resample would take, if it were all texts: to first order the same
+        drawn = np.array([Bootstrap(4, 0).totals(row)[place] for row in np.eye(4)])
+        counts = PilotTexts(texts.names, texts.num_tokens * drawn, texts.num_at_knots * drawn[:, None])
+        found = counts.cell(FIRST)
+        exact = batch_size * found.tokens_per_step / step_seconds(step_cost, batch_size, found)
+        assert speeds[place] == pytest.approx(exact, rel=0.05)
+
+
 def test_plain_decoding_where_nothing_tried_is_worth_its_cost():
     write, _ = writing(dict.fromkeys((4, 8, 16), 1.1), first=1.1)
     chosen = run_pilot(plan(1), write)
@@ -80,11 +165,13 @@ def test_what_is_tried():
     assert relaxed.bolder == BOLDER and relaxed.batch_size == 4
     gains = [1 + np.log2(1 + size) * (1 - BOLD_ACCEPTANCE) for size in (4, 8, 16, 32, 64)]
     costs = [1 + 0.05 * size * (1 - BOLD_ACCEPTANCE) for size in (4, 8, 16, 32, 64)]
+    assert relaxed.thresholds == THRESHOLDS
     assert relaxed.start == int(np.argmax(np.array(gains) / costs))
     given = plan_pilot(cost(LINEAR), 1, pool_with(), is_relaxed=True, max_draft_tokens=10)
     assert given.bolder == (Budget(10, BOLD_ACCEPTANCE),) and given.first.max_draft_tokens == 10
     given = plan_pilot(cost(LINEAR), 1, pool_with(), is_relaxed=True, min_acceptance=0.33)
     assert {budget.min_acceptance for budget in (given.first, *given.bolder)} == {0.33} and not given.may_be_plain
+    assert given.thresholds == ()
 
 
 def test_what_is_not_worth_a_pilot():
@@ -106,9 +193,13 @@ def test_the_steps_of_an_engine_are_counted_as_its_results_count_them():
     requests = [GenerationRequest(str(i), prompt[i:], max_new_tokens=40) for i in range(3)]
     drafter = RetrievalDrafter(None, ("prompt", "output"), 5, 0.01)
     results = list(engine.generate(requests, drafter, verifier_from(engine.settings), counts, budget))
-    found = counts.cell(budget)
+    found = counts.texts().cell(budget)
     num_steps = sum(result.num_steps for result in results)
     assert found.mean_drafted == pytest.approx(sum(result.num_drafted for result in results) / num_steps) and num_steps
     num_tokens = sum(len(result.token_ids) for result in results)
     assert found.tokens_per_step == pytest.approx(max(1.0, num_tokens / num_steps))
-    assert StepCounts().cell(budget).tokens_per_step == 1.0
+    assert counts.texts().names == ("0", "1", "2")
+    assert counts.texts().num_at_knots.sum(axis=1).tolist() == [
+        next(result.num_steps for result in results if result.request_id == name) for name in ("0", "1", "2")
+    ]
+    assert StepCounts().texts().cell(budget).tokens_per_step == 1.0

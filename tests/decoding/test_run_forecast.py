@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tiny_models import PromptLookupDrafter, requests_for, tiny_engine, tiny_model
 
-from pipeline.decoding.budget import PLAIN, Budget, choose_budget
-from pipeline.decoding.run_forecast import RunTexts, live_step_seconds, run_seconds, run_speed_up
+from pipeline.decoding.budget import PLAIN, Budget, BudgetForecast, Trial, choose_budget
+from pipeline.decoding.run_forecast import RunTexts, judged_on_run, live_step_seconds, run_seconds, run_speed_up
 from pipeline.decoding.verifiers import Greedy
 from retrieval_pools.budget_curve import (
     DRAFT_TOKENS,
@@ -17,7 +17,7 @@ from retrieval_pools.budget_curve import (
     BudgetCurve,
     ReplayedBudgets,
 )
-from retrieval_pools.step_cost import StepCost, StepPoint
+from retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
 
 BATCH_SIZES = (1, 2, 4)
 BUDGET = Budget(8, 0.3)
@@ -131,3 +131,46 @@ def test_what_prompts_share_is_computed_once():
     forgotten = RunTexts.of(prompts, [5, 5, 5, 5], [True, False, False, True], shard_size=2, batch_size=1)
     assert forgotten.num_prompt_tokens.tolist() == [41, 1, 10, 41]
     assert found.has_previous.tolist() == [True, False, False, True] and found.num_tokens.tolist() == [5] * 4
+
+
+def test_plain_decoding_does_not_draft():
+    looking = cost(0.01, 0.0).model_copy(update={"draft": DraftCost(seconds_per_step=0.01)})
+    assert run_speed_up(looking, 4, texts(400, 100), CURVE, BUDGET) == pytest.approx(2.0 * 0.01 / 0.02)
+
+
+def chosen_for(speed_up: float, **changes) -> Budget:
+    forecast = BudgetForecast("the fastest", "invented", 4, tokens_per_step=2.0, mean_drafted=8.0, speed_up=speed_up)
+    return replace(BUDGET, forecast=replace(forecast, **changes))
+
+
+def test_a_budget_is_told_what_its_run_gains():
+    step_cost, long_prompts = cost(0.01, 0.0001), texts(4, 100, prompt=500)
+    judged = judged_on_run(chosen_for(1.9), step_cost, 4, long_prompts, CURVE, may_be_plain=True)
+    assert judged == BUDGET and judged.forecast.speed_up == 1.9
+    assert judged.forecast.run_speed_up == run_speed_up(step_cost, 4, long_prompts, CURVE, BUDGET) < 1.5
+
+
+def test_what_a_pilot_saw_comes_before_the_replays():
+    step_cost, trial = cost(0.01, 0.0), Trial(8, 0.3, 3.0, 8.0, 3.0)
+    piloted = chosen_for(3.0, tokens_per_step=3.0, trials=(trial,))
+    for curve in (CURVE, None):
+        judged = judged_on_run(piloted, step_cost, 4, texts(400, 300), curve, may_be_plain=True)
+        assert judged.forecast.run_speed_up == pytest.approx(3.0)
+
+
+def test_what_is_slower_than_plain_decoding_on_the_whole_run_is_not_drafted():
+    dear = cost(0.01, 0.005)
+    judged = judged_on_run(chosen_for(1.2), dear, 4, texts(4, 100), CURVE, may_be_plain=True)
+    assert judged == PLAIN and judged.forecast.speed_up == judged.forecast.run_speed_up == 1.0
+    assert "up to 8 draft tokens above 0.3 would be 0." in judged.forecast.reason
+    kept = judged_on_run(chosen_for(1.2), dear, 4, texts(4, 100), CURVE, may_be_plain=False)
+    assert kept == BUDGET and kept.forecast.run_speed_up < 1
+
+
+def test_what_was_never_forecast_is_left_as_it_is():
+    step_cost, some = cost(0.01, 0.0), texts(4, 100)
+    unknown = chosen_for(None, tokens_per_step=None)
+    for budget in (BUDGET, unknown, PLAIN):
+        assert judged_on_run(budget, step_cost, 4, some, CURVE, may_be_plain=True).forecast == budget.forecast
+    nothing = texts(0, 1)
+    assert judged_on_run(chosen_for(1.5), step_cost, 4, nothing, CURVE, may_be_plain=True).forecast.run_speed_up is None

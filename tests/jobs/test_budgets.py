@@ -2,19 +2,22 @@
 
 import datetime
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from jobs.budgets import budget_of, describe_budget, night_budgets, num_pilot_texts
+from jobs.budgets import budget_of, describe_budget, night_budgets, num_pilot_texts, run_texts
 from jobs.generate import NO_ROUTE, renderer
 from jobs.night import open_night
 from jobs.settings import load_settings
-from pipeline.decoding.budget import PLAIN, Budget
+from pipeline.decoding.budget import PLAIN, Budget, BudgetForecast
+from pipeline.decoding.pilot_texts import PilotTexts
 from pipeline.decoding.settings import DecodingSettings
-from pipeline.distributed.shards import PreviousKnowledge, plan_side
+from pipeline.distributed.shards import PlannedRow, PreviousKnowledge, Shard, plan_side
 from pipeline.knowledge.entities import iter_entities
 from pipeline.tables.sample_world import write_sample_world
-from retrieval_pools.budget_curve import KNOT_SHARES, BudgetCell
+from retrieval_pools.budget_curve import KNOT_SHARES
 from retrieval_pools.errors import PoolError
 from retrieval_pools.step_cost import StepCost, StepPoint
 
@@ -46,14 +49,11 @@ class Cheap:
     def step_cost(self) -> StepCost:
         return CHEAP
 
-    def pilot(self, side, rows, budget) -> BudgetCell:
+    def pilot(self, side, rows, budget) -> PilotTexts:
         self.piloted.append((side, len(rows), budget))
-        return BudgetCell(
-            max_draft_tokens=budget.max_draft_tokens,
-            min_acceptance=budget.min_acceptance,
-            tokens_per_step=1 + budget.max_draft_tokens / 2,
-            size_shares=KNOT_SHARES[budget.max_draft_tokens],
-        )
+        num_tokens = np.full(len(rows), 1 + budget.max_draft_tokens / 2)
+        names = tuple(f"{number:03}" for number in range(len(rows)))
+        return PilotTexts(names, num_tokens, np.tile(KNOT_SHARES[budget.max_draft_tokens], (len(rows), 1)))
 
 
 class Never:
@@ -137,3 +137,26 @@ def test_a_pilot_writes_rows_from_all_over_a_side_and_its_budget_is_kept_with_al
     assert trial.tokens_per_step == 9.0 and trial.speed_up == chosen["item"].forecast.speed_up > 1
     resumed = night_budgets(opened(world, "{num_pilot_texts: 6}"), plan.shards, Never())
     assert resumed["item"].forecast == chosen["item"].forecast
+
+
+def row(num_prompt: int, num_previous: int | None) -> PlannedRow:
+    previous_ids = None if num_previous is None else np.zeros(num_previous, np.int32)
+    return PlannedRow("u", np.arange(num_prompt, dtype=np.int32) * num_prompt, 0, 0, "", previous_ids, None)
+
+
+def test_a_runs_texts_are_as_long_as_their_entities_had_before_or_as_the_pools():
+    shards = [Shard(str(number), "user", "", 3, "") for number in range(2)]
+    rows = [row(5, 40), row(7, None), row(4, 900)]
+    pool = SimpleNamespace(manifest=SimpleNamespace(num_texts=2, num_tokens=120))
+    decoding = DecodingSettings(max_new_tokens=512)
+    found = run_texts(rows, shards, pool, decoding)
+    assert found.num_tokens.tolist() == [41, 61, 512] and found.has_previous.tolist() == [True, False, True]
+    assert found.num_prompt_tokens.tolist() == [5, 6, 3] and found.shard_size == 3  # they share their first token
+    assert run_texts(rows, shards, None, decoding).num_tokens.tolist() == [41, 471, 512]
+    assert run_texts([row(5, None)], shards, None, decoding) is None
+
+
+def test_the_gain_of_the_whole_run_is_told_beside_that_of_full_batches():
+    forecast = BudgetForecast("the fastest of the replays", "invented", 16, 2.0, 4.0, 2.5, run_speed_up=1.3)
+    told = describe_budget(Budget(32, 0.15, forecast))
+    assert told.endswith("(the fastest of the replays; 2.50 times plain in full batches, 1.30 times in this run)")

@@ -40,7 +40,8 @@ def test_only_notably_less_than_forecast_is_drift(manifest, share, is_notable):
     page = render_report(manifest)
     assert ("laserbatch pools rebuild" in page) is is_notable
     assert "How much was drafted" in page and "the fastest of the replays" in page
-    assert "What the pilot tried" in page and "3.21" in page
+    assert "What the pilot tried" in page and "3.21" in page and "0.11" in page
+    assert "whole run" in page and "1.4×" in page  # 1.37, prompts and the ends of shards counted
     if is_notable:
         assert f"{drift.missing:.0%} less" in counts["warning"] and f"{MOST_MISSING:.0%}" in counts["warning"]
 
