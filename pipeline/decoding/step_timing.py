@@ -190,7 +190,7 @@ def _time_drafts(engine: Engine, pool, sources: SequenceOf[str]) -> DraftCost:
     """
     narrow = RetrievalDrafter(pool, tuple(sources), max_nodes=1, min_probability=1.0)
     wide = RetrievalDrafter(pool, tuple(sources), max_nodes=MAX_NODES, min_probability=MIN_ACCEPTANCES[0])
-    texts = _texts_of(engine, pool)
+    texts = texts_of(engine, pool)
     prompt = random_tokens(engine, min(PROMPT_TOKENS, engine.max_context // 2))
     one_s, all_s, token_s = [], [], []
     shares = iter(np.linspace(0.0, 1.0, 3 * (NUM_DRAFT_ROUNDS + 1), endpoint=False))
@@ -209,7 +209,7 @@ def _time_drafts(engine: Engine, pool, sources: SequenceOf[str]) -> DraftCost:
     return DraftCost(seconds_per_step=max(0.0, of_one - of_each), seconds=of_each, seconds_per_token=per_token)
 
 
-def _texts_of(engine: Engine, pool) -> list[np.ndarray]:
+def texts_of(engine: Engine, pool) -> list[np.ndarray]:
     """NUM_DRAFTS texts of a pool, spread evenly, some of them twice where it has fewer; random ones without."""
     texts: list[np.ndarray] = []
     if pool is not None and pool.manifest.num_texts > 0:

@@ -231,6 +231,7 @@ class _Worker:
             if self._spec.device == "cuda":
                 require_own_gpu(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
             self._worker = ShardWorker(self._spec)
+            self._worker.warm_up()
         return self._worker
 
     def pid(self) -> int:

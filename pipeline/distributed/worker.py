@@ -24,7 +24,7 @@ from pipeline.decoding.memory import host_memory
 from pipeline.decoding.pilot_texts import PilotTexts, StepCounts
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.step_cost_cache import cached_step_cost, known_step_cost
-from pipeline.decoding.step_timing import measure_step_cost
+from pipeline.decoding.step_timing import measure_step_cost, texts_of
 from pipeline.distributed.shards import PlannedRow, Shard, read_shard
 from pipeline.distributed.stats import decoding_stats
 from pipeline.errors import RowError
@@ -38,6 +38,7 @@ from retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
+WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS = 64, 8
 RESIDENT_SHARE = 0.25  # of the free memory: a larger pool is read from the disk as drafts need it
 
 
@@ -108,6 +109,25 @@ class ShardWorker:
     def drafter(self, side: Side, budget: Budget | None = None) -> Drafter:
         """The side's drafter: its pool and the sequence's own texts, as configured."""
         return drafter_from(self.spec.decoding, self._pools.get(side), budget)
+
+    def warm_up(self) -> None:
+        """Draft and write a batch of short texts for each side, and keep none of them.
+
+        Else the first shard pays for compiled code that is loaded and for memory that is touched for the first time.
+        """
+        for side in self._templates:
+            text = texts_of(self.engine, self._pools.get(side))[0]
+            requests = (
+                GenerationRequest(
+                    request_id=str(number),
+                    prompt_ids=text[: min(WARM_UP_PROMPT_TOKENS, len(text) // 2)],  # the rest may be drafted
+                    previous_ids=text,
+                    max_new_tokens=WARM_UP_NEW_TOKENS,
+                )
+                for number in range(self.spec.decoding.batch_size)
+            )
+            for _ in self.engine.generate(requests, self.drafter(side)):
+                pass
 
     def step_cost(self, keeps: bool = True) -> StepCost:
         """What steps cost on this machine, drafting from the larger pool; measured the first time.

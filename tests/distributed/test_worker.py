@@ -24,3 +24,16 @@ def test_alternatives_are_recorded_with_the_tokens_only_when_asked_for(tmp_path,
         else:
             assert row["alternative_ids"] is None
     assert any(token >= 0 for row in rows for token in row["alternative_ids"] or ()) == records
+
+
+def test_a_worker_that_was_warmed_up_writes_the_same_texts(tmp_path):
+    write_sample_world(tmp_path / "tables", num_users=4, num_items=20)
+    written = []
+    for name in ("cold", "warm"):
+        shards, spec = planned(tmp_path / "tables", tmp_path / name)
+        worker = ShardWorker(spec)
+        if name == "warm":
+            worker.warm_up()
+        worker.run(shards[0])
+        written.append(RunFolder(tmp_path / name).read_knowledge("item").drop_columns(["run_id"]).to_pylist())
+    assert written[0] == written[1] and len(written[0]) > 0
