@@ -4,8 +4,8 @@
     python benchmarks/engine.py --device cuda --geometry 8b-gqa --batch 1 64 256 --json engine_gpu.json
 
 All systems answer the same held-out prompts in turn, with the same weights; what is compared is the ratio within one
-repetition. Figures are reported, not judged: the exit code is 0 whether they are met or not. Owns the order of
-measuring; systems, pools, rows, figures and the plot are beside it.
+repetition. Figures are reported, not judged: the exit code is 0 whether they are met or not. Owns how much is measured;
+turns, counted steps, systems, pools, rows, figures and the plot are beside it.
 """
 
 import argparse
@@ -13,13 +13,15 @@ import logging
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 import transformers
 from common import DEFAULT_DATA, DEFAULT_MODEL, REPOSITORY, SAMPLE_MODEL, describe_figures, write_json
+from engine_counted import counted
 from engine_figures import figures_of
+from engine_passes import Amount, measure
 from engine_plot import write_plot
 from engine_pools import GroupedPool, pools_of, unseen_prompts
 from engine_roofline import DeviceRates, measure_device
@@ -31,20 +33,23 @@ from engine_systems import (
     Contestant,
     Engines,
     Peers,
+    adaptive_budget,
     plain,
     pool_kinds,
     speculating,
 )
-from night_systems import Pass
+from night_systems import MIN_ACCEPTANCE
 from night_tasks import Task, TaskSize, goodreads_items_task, reki_task, sample_tasks
 from widen import DTYPES, widened
 from widen_weights import GEOMETRIES
 
+from pipeline.decoding.budget import Budget
+from pipeline.decoding.engine import Engine
+
 logger = logging.getLogger("engine")
 
-WARM_UP_TOKENS = 8
 SWEPT = ("resd", "laser")  # measured with fixed budgets too, those of FIXED_BUDGETS
-WRITER_BATCH = {"cpu": 16, "cuda": 128}  # texts of the pools are written so many at once
+WRITER_BATCH = {"cpu": 16, "cuda": 128}  # texts of pools and pilots are written so many at once
 
 
 @dataclass(frozen=True)
@@ -62,22 +67,34 @@ class Scale:
     num_short_repetitions: int
     systems: tuple[str, ...] = tuple(SPECULATIONS)
     fixed_budgets: tuple[int, ...] = FIXED_BUDGETS
+    fixed_at: dict[int, tuple[int, ...]] = field(default_factory=dict)  # others at some batch sizes
     max_new_tokens: int = 512  # of measured texts; pools have whole ones
+    slow_long_prompts: int | None = None  # of batch 1, that systems without a pool write; None: all
+    slow_short_prompts: int | None = None
+    num_slow_repetitions: int | None = None  # of these systems at any batch size
 
-    def prompts_at(self, task: Task, batch: int) -> int:
-        """How many of a task's prompts are measured."""
-        return (self.long_prompts if task.is_long else self.short_prompts)[batch]
+    def amount_at(self, task: Task, batch: int) -> Amount:
+        """How much of a task is measured; passes over short texts are short."""
+        num_prompts = (self.long_prompts if task.is_long else self.short_prompts)[batch]
+        num_repetitions = self.num_long_repetitions if task.is_long else self.num_short_repetitions
+        num_slow = (self.slow_long_prompts if task.is_long else self.slow_short_prompts) if batch == 1 else None
+        return Amount(
+            num_prompts, num_repetitions, num_slow or num_prompts, self.num_slow_repetitions or num_repetitions
+        )
 
-    def repetitions_of(self, task: Task) -> int:
-        """How often they are: passes over short texts are short."""
-        return self.num_long_repetitions if task.is_long else self.num_short_repetitions
+    def budgets_at(self, batch: int) -> tuple[int, ...]:
+        """The fixed budgets."""
+        return self.fixed_at.get(batch, self.fixed_budgets)
 
 
-MAIN_SYSTEMS = ("own-text", "resd", "crp", "rrp", "laser")
-CPU_FULL = Scale({1: 4, 4: 12, 16: 32}, {1: 24, 4: 48, 16: 96}, TaskSize(32, 200), TaskSize(128, 1000), 3, 7)
+CPU_FULL = Scale(
+    {1: 16, 4: 12, 16: 32}, {1: 48, 4: 48, 16: 96}, TaskSize(32, 200), TaskSize(128, 1000), 3, 7,
+    slow_long_prompts=4, slow_short_prompts=24, num_slow_repetitions=3,
+)  # fmt: skip
 CPU_QUICK = Scale(
-    {1: 2, 4: 6, 16: 16}, {1: 8, 4: 16, 16: 32}, TaskSize(16, 100), TaskSize(32, 500), 2, 3, MAIN_SYSTEMS, (8, 32),
-    max_new_tokens=256,
+    {1: 6, 4: 6, 16: 16}, {1: 16, 4: 16, 16: 32}, TaskSize(16, 100), TaskSize(32, 500), 2, 3,
+    ("own-text", "resd", "rrp", "laser"), (8, 16, 32), {1: (16, 32, 64)}, max_new_tokens=256,
+    slow_long_prompts=1, slow_short_prompts=4, num_slow_repetitions=2,
 )  # fmt: skip
 CUDA_FULL = Scale(
     {1: 4, 8: 24, 32: 96, 64: 192, 128: 384, 256: 512},
@@ -123,39 +140,23 @@ def contestants_at(
     rates: DeviceRates,
 ) -> list[Contestant]:
     """Every system and budget at a batch size."""
-    engine = engines.of_batch(batch)
     step_cost = engines.step_cost(batch, next((grouped.pool for grouped in pools.values()), None))
+    settled = {
+        system: adaptive_budget(_writer(engines), step_cost, batch, pools, system, task.max_new_tokens)
+        for system in scale.systems
+    }
+    engine = engines.of_batch(batch)
     found = [*peers.at_batch(batch), plain(engine, rates, engines.bytes_per_token)]
     for system in scale.systems:
-        budgets = (ADAPTIVE, *(scale.fixed_budgets if system in SWEPT else ()))
-        found += [speculating(engine, step_cost, pools, system, budget, task.max_new_tokens) for budget in budgets]
+        found.append(speculating(engine, pools, system, ADAPTIVE, settled[system]))
+        for size in scale.budgets_at(batch) if system in SWEPT else ():
+            found.append(speculating(engine, pools, system, size, Budget(size, MIN_ACCEPTANCE)))
     return found
 
 
-def measure(
-    contestants: list[Contestant], task: Task, batch: int, num_prompts: int, num_repetitions: int, num_warm_up: int
-) -> dict[tuple, list[Pass]]:
-    """Passes of every contestant over the same prompts, in rotation, by its key; `num_warm_up` prompts come before.
-
-    A peer that the device has no memory for has no passes.
-    """
-    prompts = task.held_out[:num_prompts]
-    passes: dict[tuple, list[Pass]] = {one.key: [] for one in contestants}
-    for one in contestants:
-        one.runner.run(prompts[:num_warm_up], batch, WARM_UP_TOKENS)  # compiles and touches everything once
-    for repetition in range(num_repetitions):
-        shift = repetition * len(contestants) // num_repetitions
-        for one in contestants[shift:] + contestants[:shift]:
-            if one.key not in passes:
-                continue
-            try:
-                passes[one.key].append(one.runner.run(prompts, batch, task.max_new_tokens))
-            except torch.OutOfMemoryError:
-                if not one.is_peer:
-                    raise
-                logger.warning("%s: no memory at batch %d", one.system, batch)
-                del passes[one.key]
-    return passes
+def _writer(engines: Engines) -> Engine:
+    """What writes texts that are not measured. No name keeps it for long: the next engine wants the memory."""
+    return engines.of_batch(WRITER_BATCH[engines.device.type])
 
 
 def measure_batch(
@@ -171,9 +172,17 @@ def measure_batch(
     contestants = contestants_at(task, batch, engines, peers, pools, scale, rates)
     logger.info("%s: batch %d, %d systems and budgets", task.name, batch, len(contestants))
     num_warm_up = 1 if engines.device.type == "cpu" else batch
-    num_prompts, num_repetitions = scale.prompts_at(task, batch), scale.repetitions_of(task)
-    passes = measure(contestants, task, batch, num_prompts, num_repetitions, num_warm_up)
-    return [{"task": task.name, "batch": batch} | row_of(one, passes) for one in contestants if one.key in passes]
+    amount, prompts = scale.amount_at(task, batch), task.held_out
+    passes = measure(contestants, prompts, batch, task.max_new_tokens, amount, num_warm_up)
+    step_cost = engines.step_cost(batch, None)
+    counts = {
+        one.key: counted(step_cost, batch, passes[one.key][0], prompts, one.settled)
+        for one in contestants
+        if not one.is_peer
+    }
+    return [
+        {"task": task.name, "batch": batch} | row_of(one, passes, counts) for one in contestants if one.key in passes
+    ]
 
 
 def measure_task(
@@ -181,11 +190,10 @@ def measure_task(
 ) -> list[dict]:
     """All rows of one task."""
     rows = []
-    writer_batch = WRITER_BATCH[engines.device.type]  # no name keeps its engine: the next one wants the memory
     with tempfile.TemporaryDirectory() as folder:
-        task = unseen_prompts(engines.of_batch(writer_batch), task, cache)
+        task = unseen_prompts(_writer(engines), task, cache)
         kinds = pool_kinds(scale.systems)
-        pools = pools_of(engines.of_batch(writer_batch), task, cache, Path(folder), kinds)
+        pools = pools_of(_writer(engines), task, cache, Path(folder), kinds)
         task = replace(task, max_new_tokens=min(task.max_new_tokens, scale.max_new_tokens))
         for batch in sorted(batches, reverse=True):
             rows += measure_batch(task, batch, engines, peers, pools, scale, rates)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from engine_pools import GroupedPool
 from engine_roofline import DeviceRates, WatchedSystem
-from night_systems import MIN_ACCEPTANCE, EngineSystem, TransformersGenerate
+from night_systems import EngineSystem, TransformersGenerate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs.budgets import describe_budget
@@ -21,11 +21,11 @@ from pipeline.decoding.budget import Budget, choose_budget
 from pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
 from pipeline.decoding.engine import Engine
 from pipeline.decoding.loading import LoadedModel, load_model
-from pipeline.decoding.pilot import StepCounts, plan_pilot, run_pilot
+from pipeline.decoding.pilot import plan_pilot, run_pilot
+from pipeline.decoding.pilot_texts import PilotTexts, StepCounts
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.step_timing import measure_step_cost
 from pipeline.decoding.verifiers import verifier_from
-from retrieval_pools.budget_curve import BudgetCell
 from retrieval_pools.pool import Pool
 from retrieval_pools.step_cost import StepCost
 
@@ -43,6 +43,7 @@ ADAPTIVE = "adaptive"
 FIXED_BUDGETS = (4, 8, 16, 32, 64)
 LOOKUP_TOKENS = 10
 MAX_PILOT_TEXTS = 64  # as on a night
+STEP_BATCHES = (1, 4, 16, 64)  # whose steps are timed beside those of the batch size itself
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,11 @@ class Contestant:
     def is_peer(self) -> bool:
         """Whether it is transformers' own."""
         return self.system in (PEER, LOOKUP, ASSISTED)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it has no pool to draft from."""
+        return self.system not in SPECULATIONS or SPECULATIONS[self.system].pool is None
 
     @property
     def key(self) -> tuple[str, str | int | None]:
@@ -128,9 +134,10 @@ class Engines:
         return self._engine
 
     def step_cost(self, batch: int, pool: Pool | None) -> StepCost:
-        """What a step costs at a batch size, and a draft from the pool; measured once."""
+        """What a step costs up to a batch size, and a draft from the pool; measured once."""
         if batch not in self._step_costs:
-            self._step_costs[batch] = measure_step_cost(self.of_batch(batch), pool, WITH_POOL, [batch])
+            known = sorted({*(size for size in STEP_BATCHES if size < batch), batch})
+            self._step_costs[batch] = measure_step_cost(self.of_batch(batch), pool, WITH_POOL, known)
         return self._step_costs[batch]
 
 
@@ -162,28 +169,34 @@ class Peers:
             yield from (Contestant(name, None, runner) for name, runner in self._one_by_one.items())
 
 
-def speculating(
-    engine: Engine,
+def adaptive_budget(
+    writer: Engine,
     step_cost: StepCost,
+    batch: int,
     pools: dict[str, GroupedPool],
     system: str,
-    budget: str | int,
     max_new_tokens: int,
-) -> Contestant:
-    """One of SPECULATIONS under a budget."""
+) -> Budget:
+    """What one of SPECULATIONS chooses at a batch size; `writer` writes the pilot's texts, if there is one."""
     speculation = SPECULATIONS[system]
     grouped = pools.get(speculation.pool)
     pool, sources = (None, OWN_TEXT) if grouped is None else (grouped.pool, WITH_POOL)
-    if budget == ADAPTIVE:
-        asked = (step_cost, engine.settings.batch_size, pool, sources)
-        plan = plan_pilot(*asked, is_relaxed=speculation.verifier == "relaxed") if grouped else None
-        if plan is None:
-            settled = choose_budget(*asked)
-        else:
-            settled = run_pilot(plan, partial(_gain, engine, grouped, system, max_new_tokens))
-            logger.info("%s, batch %d: %s", system, engine.settings.batch_size, describe_budget(settled))
-    else:
-        settled = Budget(budget, MIN_ACCEPTANCE)
+    asked = (step_cost, batch, pool, sources)
+    plan = plan_pilot(*asked, is_relaxed=speculation.verifier == "relaxed") if grouped else None
+    if plan is None:
+        return choose_budget(*asked)
+    settled = run_pilot(plan, partial(_gain, writer, grouped, system, max_new_tokens))
+    logger.info("%s, batch %d: %s", system, batch, describe_budget(settled))
+    return settled
+
+
+def speculating(
+    engine: Engine, pools: dict[str, GroupedPool], system: str, budget: str | int, settled: Budget
+) -> Contestant:
+    """One of SPECULATIONS under a budget, which `settled` says in full."""
+    speculation = SPECULATIONS[system]
+    grouped = pools.get(speculation.pool)
+    pool, sources = (None, OWN_TEXT) if grouped is None else (grouped.pool, WITH_POOL)
     runner = _drafting(engine, pool, sources, grouped and grouped.group_of, settled, speculation.verifier)
     return Contestant(system, budget, runner, settled)
 
@@ -198,14 +211,14 @@ def _drafting(
     return EngineSystem(engine, drafter, verifier, budget, group_of)
 
 
-def _gain(engine: Engine, grouped: GroupedPool, system: str, max_new_tokens: int, budget: Budget) -> BudgetCell:
+def _gain(engine: Engine, grouped: GroupedPool, system: str, max_new_tokens: int, budget: Budget) -> PilotTexts:
     """What prompts gain from the pool that lacks their texts; seen once for all batch sizes."""
     if (system, budget) not in grouped.gains:
         counts = StepCounts()
         verifier = SPECULATIONS[system].verifier
         night = _drafting(engine, grouped.without, WITH_POOL, grouped.group_of, budget, verifier)
         night.timed(grouped.prompts_of_pilot[:MAX_PILOT_TEXTS], max_new_tokens, counts)
-        grouped.gains[system, budget] = counts.cell(budget)
+        grouped.gains[system, budget] = counts.texts()
     return grouped.gains[system, budget]
 
 

@@ -6,7 +6,7 @@ keeps no time statistics. `engine.py` measures with them too.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,8 @@ class Pass:
 
     `texts` are token ids without the end token, in prompt order; `num_steps` are verify steps summed over texts, as are
     `num_drafted` and `num_accepted` tokens; `drafting_s` is the part of `wall_s` spent drafting, where it was watched.
+    `text_tokens` is what each text has of `num_tokens`; `tree_sizes` are the draft tokens of each of its steps, where
+    they were watched.
     """
 
     wall_s: float
@@ -41,6 +43,14 @@ class Pass:
     num_drafted: int = 0
     num_accepted: int = 0
     drafting_s: float = 0.0
+    text_tokens: tuple[int, ...] = ()
+    tree_sizes: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def joined(cls, passes: Sequence["Pass"]) -> "Pass":
+        """Several runs over different prompts as one."""
+        columns = {one.name: [getattr(each, one.name) for each in passes] for one in fields(cls)}
+        return cls(**{name: sum(column[1:], column[0]) for name, column in columns.items()})
 
     @property
     def tokens_per_s(self) -> float:
@@ -79,7 +89,8 @@ class TransformersGenerate:
     def run(self, prompts: Sequence[np.ndarray], batch: int, max_new_tokens: int) -> Pass:
         """Answer all prompts, `batch` at a time."""
         texts: list[tuple[int, ...]] = []
-        num_tokens = num_steps = num_drafted = 0
+        text_tokens: list[int] = []
+        num_steps = num_drafted = 0
         start_s = time.perf_counter()
         for start in range(0, len(prompts), batch):
             chosen = prompts[start : start + batch]
@@ -91,10 +102,19 @@ class TransformersGenerate:
             for row in rows:
                 end = next((i for i, token in enumerate(row) if token in self._end_ids), None)
                 texts.append(tuple(row[:end]))
-                num_tokens += len(row) if end is None else end + 1
+                text_tokens.append(len(row) if end is None else end + 1)
         wall_s = time.perf_counter() - start_s
+        num_tokens = sum(text_tokens)
         num_steps = num_steps if self._options else num_tokens
-        return Pass(wall_s, num_tokens, num_steps, tuple(texts), num_drafted, num_tokens - num_steps)
+        return Pass(
+            wall_s,
+            num_tokens,
+            num_steps,
+            tuple(texts),
+            num_drafted,
+            num_accepted=num_tokens - num_steps,
+            text_tokens=tuple(text_tokens),
+        )
 
     def _watch(self, model, arguments: tuple, options: dict) -> None:
         self._forwards.append(options["input_ids"].shape[1])
@@ -180,24 +200,34 @@ class EngineSystem:
     ) -> Pass:
         """The same, with whatever prompts the engine has in its cache."""
         groups = [self._group_of(prompt) if self._group_of else None for prompt in prompts]
+        tree_sizes: list[list[int]] = [[] for _ in prompts]
+
+        def watch(event: StepEvent) -> None:
+            tree_sizes[int(event.request_id)].append(event.num_drafted)
+            if on_event is not None:
+                on_event(event)
+
         self._drafter.seconds = 0.0
         start_s = time.perf_counter()
         results = {
             result.request_id: result
             for result in generate(
-                self._engine, prompts, max_new_tokens, self._drafter, self._verifier, self._budget, groups, on_event
+                self._engine, prompts, max_new_tokens, self._drafter, self._verifier, self._budget, groups, watch
             )
         }
         wall_s = time.perf_counter() - start_s
         ordered = [results[str(number)] for number in range(len(prompts))]
+        text_tokens = [len(result.token_ids) + (result.finish_reason == "end_of_text") for result in ordered]
         return Pass(
             wall_s=wall_s,
-            num_tokens=sum(len(result.token_ids) + (result.finish_reason == "end_of_text") for result in ordered),
+            num_tokens=sum(text_tokens),
             num_steps=sum(result.num_steps for result in ordered),
             texts=tuple(tuple(result.token_ids.tolist()) for result in ordered),
             num_drafted=sum(result.num_drafted for result in ordered),
             num_accepted=sum(result.num_accepted for result in ordered),
             drafting_s=self._drafter.seconds,
+            text_tokens=tuple(text_tokens),
+            tree_sizes=tuple(map(tuple, tree_sizes)),
         )
 
 

@@ -16,17 +16,22 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from common import Figure, Spread  # noqa: E402
 from engine import Scale as EngineScale  # noqa: E402
-from engine import contestants_at, measure  # noqa: E402
+from engine import contestants_at  # noqa: E402
+from engine_counted import Counted, counted  # noqa: E402
 from engine_figures import figures_of  # noqa: E402
+from engine_passes import Amount, measure, over_best, ratios  # noqa: E402
 from engine_plot import page_of  # noqa: E402
 from engine_pools import KINDS, like_groups, pools_of, random_groups, unseen_prompts  # noqa: E402
 from engine_roofline import DeviceRates, Roofline, measure_device  # noqa: E402
 from engine_rows import row_of  # noqa: E402
 from engine_systems import ADAPTIVE, ASSISTED, LOOKUP, PEER, PLAIN, Contestant, Engines, Peers, plain  # noqa: E402
-from night_systems import EngineSystem, TransformersGenerate, forget_prompts  # noqa: E402
+from night_systems import EngineSystem, Pass, TransformersGenerate, forget_prompts  # noqa: E402
 from night_tasks import Task, TaskSize, sample_tasks  # noqa: E402
 
 from jobs.report.page import render_page  # noqa: E402
+from pipeline.decoding.budget import Budget  # noqa: E402
+from retrieval_pools.estimates import Estimate  # noqa: E402
+from retrieval_pools.step_cost import DraftCost, StepCost, StepPoint  # noqa: E402
 
 SAMPLE = ROOT / "models" / "sample"
 RATES = DeviceRates(1e10, 1e14)  # multiplying never takes longer
@@ -80,8 +85,13 @@ def test_every_greedy_system_writes_the_plain_texts(engines, task, cache, tmp_pa
         assert one.without.manifest.num_texts + len(one.prompts_of_pilot) == 56 and len(one.prompts_of_pilot) == 11
     scale = EngineScale({}, {}, TaskSize(0, 0), TaskSize(0, 0), 1, 1, fixed_budgets=(2, 8))
     contestants = contestants_at(task, 4, engines, Peers(SAMPLE, "float32", "cpu", None), pools, scale, RATES)
-    passes = measure(contestants, task, 4, 4, num_repetitions=1, num_warm_up=1)
-    rows = {(row["system"], row["budget"]): row for row in (row_of(one, passes) for one in contestants)}
+    passes = measure(contestants, task.held_out, 4, task.max_new_tokens, Amount(4, 1, 4, 1), num_warm_up=1)
+    counts = {
+        one.key: counted(COST, 4, passes[one.key][0], task.held_out, one.settled)
+        for one in contestants
+        if not one.is_peer
+    }
+    rows = {(row["system"], row["budget"]): row for row in (row_of(one, passes, counts) for one in contestants)}
     for name in (PEER, PLAIN, "own-text", "resd", "crp", "rrp"):
         found = [row for (system, _), row in rows.items() if system == name]
         assert found and all(row["num_texts_as_plain"] == 4 for row in found)
@@ -92,6 +102,8 @@ def test_every_greedy_system_writes_the_plain_texts(engines, task, cache, tmp_pa
         assert row["tokens_per_step"] == pytest.approx(1 + row["accepted_per_step"], abs=0.2)
     best = rows["laser", ADAPTIVE]["best_fixed"]
     assert best in (2, 8) and rows["laser", best]["best_fixed"] is None
+    assert rows["laser", ADAPTIVE]["counted_best_fixed"] == 8  # steps that cost nearly the same, whatever they draft
+    assert 1 < rows["resd", 8]["counted_to_plain"].value < rows["resd", 8]["tokens_per_step"]  # drafting costs, too
 
 
 def test_prompt_lookup_counts_its_own_forwards(task):
@@ -110,11 +122,93 @@ def test_a_peer_without_memory_is_left_out_and_the_rest_is_measured(engines, tas
                 raise torch.OutOfMemoryError("full")
 
     contestants = [Contestant(PEER, None, Full()), plain(engines.of_batch(1), RATES, engines.bytes_per_token)]
-    passes = measure(contestants, task, 1, 1, num_repetitions=2, num_warm_up=1)
+    asked = (task.held_out, 1, task.max_new_tokens)
+    passes = measure(contestants, *asked, Amount(1, 2, 1, 2), num_warm_up=1)
     assert list(passes) == [(PLAIN, None)] and len(passes[PLAIN, None]) == 2
-    assert row_of(contestants[1], passes)["ratio_to_transformers"] is None
+    counts = {(PLAIN, None): counted(COST, 1, passes[PLAIN, None][0], task.held_out, None)}
+    assert row_of(contestants[1], passes, counts)["ratio_to_transformers"] is None
     with pytest.raises(torch.OutOfMemoryError):
-        measure([Contestant("laser", 8, Full())], task, 1, 1, num_repetitions=1, num_warm_up=1)
+        measure([Contestant("laser", 8, Full())], *asked, Amount(1, 1, 1, 1), num_warm_up=1)
+
+
+class Written:
+    """Writes a token a prompt, and keeps which prompts it was given."""
+
+    def __init__(self):
+        self.prompts = []
+
+    def run(self, prompts, batch, max_new_tokens):
+        self.prompts += [prompt.tolist() for prompt in prompts]
+        return a_pass(1.0, [1] * len(prompts))
+
+
+def a_pass(wall_s: float, text_tokens: list[int], tree_sizes=((),)) -> Pass:
+    texts = tuple((0,) * count for count in text_tokens)
+    return Pass(wall_s, sum(text_tokens), 1, texts, text_tokens=tuple(text_tokens), tree_sizes=tree_sizes)
+
+
+def test_systems_without_a_pool_write_the_first_prompts_in_the_first_repetitions_alone():
+    prompts = [np.array([number]) for number in range(4)]
+    slow, fast = Contestant("own-text", ADAPTIVE, Written()), Contestant("laser", 8, Written())
+    passes = measure([slow, fast], prompts, 1, 8, Amount(3, 4, 2, 1), num_warm_up=0)
+    assert slow.runner.prompts == [[0], [1]] and fast.runner.prompts == [[0], [1], [2]] * 4
+    assert [len(parts) for parts in passes["laser", 8]] == [3] * 4 and len(passes["own-text", ADAPTIVE]) == 1
+    together = measure([fast], prompts, 4, 8, Amount(4, 1, 4, 1), num_warm_up=0)
+    assert [len(each.texts) for each in together["laser", 8][0]] == [4]
+
+
+def test_a_ratio_is_of_the_prompts_that_both_wrote():
+    many = [(a_pass(1.0, [10]), a_pass(100.0, [10])), (a_pass(1.0, [30]),)]
+    few = [(a_pass(5.0, [10]),)]
+    assert ratios(many, few) == [5.0] and ratios(few, many) == [0.2]
+
+
+def test_the_best_of_others_is_not_the_luckiest_of_a_repetition():
+    own = [(a_pass(1.0, [10]),) for _ in range(4)]
+    sound = [(a_pass(1.1, [10]),) for _ in range(4)]
+    lucky = [(a_pass(seconds, [10]),) for seconds in (1.2, 0.1, 1.2, 1.2)]
+    best, ratio = over_best(own, {8: sound, 32: lucky})
+    assert best == 8 and ratio.median == pytest.approx(1.1) and ratio.min == pytest.approx(1.1)
+    assert over_best(own[:1], {8: sound[:1], 32: lucky[:1]})[0] == 8
+
+
+COST = StepCost(
+    steps=tuple(
+        StepPoint(batch_size=size, num_tokens=number, seconds=1.0 + number * 0.001)
+        for size in (1, 4)
+        for number in (4, 400)
+    ),
+    draft=DraftCost(seconds_per_step=0.5),
+)
+
+
+def test_counted_steps_cost_what_their_live_texts_and_trees_do():
+    cost = StepCost(
+        steps=tuple(
+            StepPoint(batch_size=size, num_tokens=number, seconds=size + number * 0.1)
+            for size in (1, 2)
+            for number in (1, 1000)
+        ),
+        draft=DraftCost(seconds_per_step=0.5),
+    )
+    prompts = [np.array([0]), np.array([1]), np.array([2])]
+    found = a_pass(0.0, [2, 3, 2], tree_sizes=((4, 0), (2,), (6,)))
+    first, second = 2 + 0.1 * (2 + 6), 2 + 0.1 * (2 + 6)  # 4 + 2 drafted, then the third text beside the first
+    drafted = counted(cost, 2, [found], prompts, Budget(8, 0.1))
+    expected = np.array([first + second + 1.0, first + 0.5, second + 0.5]) / 2 + 0.1  # a prompt's token is 0.1
+    assert drafted.seconds == pytest.approx(expected) and drafted.num_tokens.tolist() == [2, 3, 2]
+    undrafted = counted(cost, 2, [found], prompts, None)
+    assert undrafted.seconds.sum() == pytest.approx(drafted.seconds.sum() - 1.0)  # nobody was asked in two steps
+    alone = [a_pass(0.0, [2], ((4, 0),)), a_pass(0.0, [3], ((2,),))]
+    assert counted(cost, 1, alone, prompts, None).seconds == pytest.approx([2 * 1.1 + 0.4 + 0.1, 1.1 + 0.2 + 0.1])
+    three_live = counted(cost, 4, [found], prompts, None)  # nothing is known of more than two
+    assert three_live.seconds.sum() == pytest.approx((2 + 0.1 * 2 * 5) + (2 - 1 + 0.1 * 1) + 0.3)
+
+
+def test_counted_ratios_are_of_the_texts_that_both_wrote():
+    one = Counted(np.array([10.0, 10.0, 1.0]), np.array([1.0, 1.0, 9.0]))
+    other = Counted(np.array([10.0, 10.0]), np.array([2.0, 2.0]))
+    assert one.over(other) == Estimate(2.0, 2.0, 2.0)
 
 
 def test_assisted_decoding_needs_the_same_tokenizer():
@@ -169,14 +263,18 @@ def test_a_device_has_rates():
 def row(system: str, budget, ratio: float, **changes) -> dict:
     spread = Spread.of([ratio])
     own = {"ratio_to_best_fixed": None, "best_fixed": None, "ratio_to_transformers": spread, "roofline_share": 0.7}
+    own |= {"max_draft_tokens": 8}
     return {"task": "reki", "batch": 16, "system": system, "budget": budget, "ratio_to_plain": spread} | own | changes
 
 
 def test_figures_take_the_rows_that_were_asked_for():
+    over_fixed = {"best_fixed": 8, "ratio_to_best_fixed": Spread.of([0.97])}
+    over_fixed |= {"counted_best_fixed": 16, "counted_to_best_fixed": Estimate(0.99, 0.9, 1.1)}
     rows = [
         row(PEER, None, 0.8),
         row(PLAIN, None, 1.0, ratio_to_transformers=Spread.of([1.25])),
-        row("laser", ADAPTIVE, 1.6, best_fixed=8, ratio_to_best_fixed=Spread.of([0.97])),
+        row("laser", ADAPTIVE, 1.6, **over_fixed),
+        row("own-text", ADAPTIVE, 0.9, max_draft_tokens=0),
         row("laser", 8, 1.7),
         row("rrp", ADAPTIVE, 0.99),
     ]
@@ -184,7 +282,8 @@ def test_figures_take_the_rows_that_were_asked_for():
     assert found == {
         "laser, adaptive, over plain, tokens per second": (1.6, True),
         "laser, adaptive over K=8, the best fixed, tokens per second": (0.97, False),
-        "the slowest adaptive system (rrp) over plain, tokens per second": (0.99, True),
+        "laser, adaptive over K=16, by counted steps": (0.99, True),
+        "the slowest system that drafts (rrp) over plain, tokens per second": (0.99, True),
         "plain over transformers-generate, tokens per second": (1.25, False),
     }
     at_64 = [one | {"batch": 64} for one in rows]
