@@ -36,6 +36,7 @@ from retrieval_pools.pool import Pool
 from retrieval_pools.settings import PoolBuildSettings, PoolSettings
 from retrieval_pools.support import supported_lengths
 from retrieval_pools.texts import LaidTexts, PoolText, lay_end_to_end
+from retrieval_pools.threads import in_threads
 
 __all__ = ["BuildCounts", "PoolText", "build_pool", "sync_folder"]
 
@@ -105,6 +106,7 @@ def build_pool(
         order, num_sorted, num_runs = _order(laid, settings.index_depth, previous, building.memory_bytes, scratch)
         _write_order(order, laid, folder)
         _write_rest(laid, settings, folder)
+        names = array_names(settings)
         manifest = PoolManifest(
             format_version=FORMAT_VERSION,
             side=side,
@@ -115,7 +117,7 @@ def build_pool(
             num_tokens=laid.num_tokens,
             groups=laid.groups,
             settings=settings,
-            arrays={name: describe_array(name, folder) for name in array_names(settings)},
+            arrays=dict(zip(names, in_threads(partial(describe_array, folder=folder), names), strict=True)),
             calibration=calibration,
         )
         write_manifest(manifest, folder)
@@ -210,9 +212,10 @@ def _write_order(order: Iterator[np.ndarray], laid: LaidTexts, folder: Path) -> 
         ArrayWriter(array_path(folder, "order"), np.int32) as places,
         ArrayWriter(array_path(folder, "group_codes"), laid.group_codes.dtype) as codes,
     ):
-        for chunk in order:
+        with_codes = in_threads(lambda chunk: (chunk, values_by_place(chunk, laid.spans, laid.group_codes)), order)
+        for chunk, codes_of_chunk in with_codes:
             places.write(chunk)
-            codes.write(values_by_place(chunk, laid.spans, laid.group_codes))
+            codes.write(codes_of_chunk)
 
 
 def _write_rest(laid: LaidTexts, settings: PoolSettings, folder: Path) -> None:
@@ -260,10 +263,10 @@ def _published_folder(path: Path) -> Iterator[Path]:
 
 def sync_folder(folder: Path) -> None:
     """Wait until everything below a folder is on the disk."""
-    for root, _, names in os.walk(folder):
-        for name in names:
-            _sync(Path(root, name))
-        _sync(Path(root))
+    walked = [(Path(root), names) for root, _, names in os.walk(folder)]
+    for paths in ([root / name for root, names in walked for name in names], [root for root, _ in walked]):
+        for _ in in_threads(_sync, paths):
+            pass
 
 
 def _sync(path: Path) -> None:

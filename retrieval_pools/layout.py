@@ -11,6 +11,7 @@ from numba import njit
 
 from retrieval_pools.fetch import fetch
 from retrieval_pools.suffix_order import SEPARATOR
+from retrieval_pools.threads import in_threads
 
 _BLOCK_BITS = 4  # one entry for 16 positions, a quarter of a byte each: most are found in one step
 _AHEAD = 16  # places whose texts are asked for before they are needed, and as many whose blocks are
@@ -66,7 +67,7 @@ def fetch_text_at(spans, order, k):
     return text
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def values_by_place(order, spans, value_of_text):
     """The value of the text that each place of an order belongs to, in the dtype of `value_of_text`."""
     values = np.empty(order.shape[0], value_of_text.dtype)
@@ -117,7 +118,7 @@ def find_known_texts(tokens: np.ndarray, starts: np.ndarray, old_tokens: np.ndar
     -------
     int32[old.num_texts], the number that each older text has now, increasing where it is not -1: not known.
     """
-    old_hashes, hashes = _text_hashes(old_tokens, old.starts), _text_hashes(tokens, starts)
+    old_hashes, hashes = in_threads(lambda texts: _text_hashes(*texts), ((old_tokens, old.starts), (tokens, starts)))
     by_old_hash, by_hash = np.argsort(old_hashes, kind="stable"), np.argsort(hashes, kind="stable")
     same = _pair_equal(old_hashes[by_old_hash], by_old_hash, hashes[by_hash], by_hash)
     _keep_longest_increasing(same)
@@ -150,7 +151,7 @@ def _first_texts(starts):
     return blocks
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _text_hashes(tokens, starts):
     hashes = np.empty(starts.shape[0] - 1, np.uint64)
     for text in range(hashes.shape[0]):

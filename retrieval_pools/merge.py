@@ -10,6 +10,7 @@ order when their positions have changed (`move_order`), and merge (`merge_orders
 """
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -17,13 +18,26 @@ from numba import njit
 from retrieval_pools.fetch import fetch
 from retrieval_pools.layout import TextSpans, fetch_text_at, gather_texts, text_at
 from retrieval_pools.suffix_order import SEPARATOR, sort_suffixes
+from retrieval_pools.threads import in_threads
 
 CHUNK_PLACES = 1 << 18
 _NO_PLACES = np.empty(0, np.int32)
-_BLOCK = 64  # positions whose places are looked up together
+_BLOCK = 512  # positions whose places are looked up together
 _AHEAD = 8  # places whose texts are fetched before they are compared
 _LINE_TOKENS = 16  # that come from memory together
 _LONG_RUN = 4  # places of the other order before each, from which on that is worth it
+
+
+class _Search(NamedTuple):
+    """Places that are looked for in step, int64[n] each: where they may be, and what is known to be shared there."""
+
+    number: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    shared_low: np.ndarray
+    shared_high: np.ndarray
+    others: np.ndarray
+    next_tokens: np.ndarray
 
 
 def sort_texts(tokens: np.ndarray, starts: np.ndarray, texts: np.ndarray, vocab_size: int, depth: int) -> np.ndarray:
@@ -63,8 +77,7 @@ def move_order(order: Iterable[np.ndarray], spans: TextSpans, new_starts: np.nda
     new_starts : int32[num_texts], where the separator before each text is now, -1 for a text that is gone; increasing
         but for the -1, since equal texts are ordered by position.
     """
-    for chunk in order:
-        yield _moved(chunk, spans, new_starts)
+    return in_threads(lambda chunk: _moved(chunk, spans, new_starts), order)
 
 
 def merge_orders(
@@ -81,22 +94,8 @@ def merge_orders(
     first, second : chunks of positions.
     depth : tokens compared; what both are sorted by.
     """
-    streams = iter(first), iter(second)
-    one, two = next(streams[0], None), next(streams[1], None)
-    i = j = 0
-    while one is not None and two is not None:
-        merged = np.empty(min(len(one) - i + len(two) - j, CHUNK_PLACES), np.int32)
-        i, j, num_merged = _merge(tokens, one, i, two, j, depth, merged)
-        if num_merged:
-            yield merged[:num_merged]
-        if i == len(one):
-            one, i = next(streams[0], None), 0
-        if j == len(two):
-            two, j = next(streams[1], None), 0
-    for chunk, place, stream in ((one, i, streams[0]), (two, j, streams[1])):
-        if chunk is not None:
-            yield chunk[place:]
-            yield from stream
+    parts = _parts(tokens, first, second, depth)
+    return in_threads(lambda part: _merged(tokens, *part, depth), parts)
 
 
 def chunks_of(order: np.ndarray) -> Iterator[np.ndarray]:
@@ -105,7 +104,31 @@ def chunks_of(order: np.ndarray) -> Iterator[np.ndarray]:
         yield order[place : place + CHUNK_PLACES]
 
 
-@njit(cache=True)
+def _parts(
+    tokens: np.ndarray, first: Iterable[np.ndarray], second: Iterable[np.ndarray], depth: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Both orders cut in the same places: all of a part comes before all of the next. One of the two may be empty.
+
+    The chunk that ends first is taken whole, and of the other what comes before its end.
+    """
+    streams = filter(len, first), filter(len, second)
+    one, two = (next(stream, _NO_PLACES) for stream in streams)
+    while len(one) and len(two):
+        i, j = _common_end(tokens, one, two, depth)
+        yield one[:i], two[:j]
+        one = one[i:] if i < len(one) else next(streams[0], _NO_PLACES)
+        two = two[j:] if j < len(two) else next(streams[1], _NO_PLACES)
+    for chunk, stream in ((one, streams[0]), (two, streams[1])):
+        if len(chunk):
+            yield chunk, _NO_PLACES
+        yield from ((chunk, _NO_PLACES) for chunk in stream)
+
+
+def _merged(tokens: np.ndarray, one: np.ndarray, two: np.ndarray, depth: int) -> np.ndarray:
+    return _merge(tokens, one, two, depth) if len(one) and len(two) else one if len(one) else two
+
+
+@njit(cache=True, nogil=True)
 def _moved(order, spans, new_starts):
     moved = np.empty(order.shape[0], np.int32)
     num_moved = 0
@@ -163,50 +186,84 @@ def _num_before(tokens, order, begin, position, depth, step):
 
 @njit(cache=True)
 def _find_places(tokens, order, begin, end, positions, depth, places):
-    """For each of a few rising positions the places of `order`, from `begin` to `end`, that are before it: in `places`.
+    """For each of some rising positions the places of `order`, from `begin` to `end`, that are before it: in `places`.
 
-    All are bisected in step: what is compared is fetched for all first, and only then compared.
+    First that of the middle one, then those between it and the ends, and so on: each is looked for between places that
+    are found, and known to share what their positions share.
     """
-    n = positions.shape[0]
-    low, high = np.full(n, begin), np.full(n, end)
-    shared_low, shared_high = np.zeros(n, np.int64), np.zeros(n, np.int64)
-    others, next_tokens = np.empty(n, np.int32), np.empty(n, np.int32)
-    is_open = begin < end
-    while is_open:
-        for k in range(n):
-            others[k] = order[min((low[k] + high[k]) >> 1, end - 1)]
-        for k in range(n):
-            shared = min(shared_low[k], shared_high[k])
-            next_tokens[k] = tokens[others[k] + shared] if shared < depth else SEPARATOR
-        is_open = False
-        for k in range(n):
-            if low[k] == high[k]:
+    for k in range(positions.shape[0]):
+        for line in range(0, depth, _LINE_TOKENS):
+            fetch(tokens, positions[k] + line)
+    room = (positions.shape[0] + 1) >> 1
+    search = _Search(
+        np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64),
+        np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64),
+    )  # fmt: skip
+    step = 1 << (_num_bits(positions.shape[0]) - 1)
+    while step > 0:
+        num_open = 0
+        for k in range(step - 1, positions.shape[0], 2 * step):
+            has_left, has_right = k >= step, k + step < positions.shape[0]
+            low = places[k - step] if has_left else begin
+            high = places[k + step] if has_right else end
+            places[k] = low
+            if low == high:
                 continue
-            shared = min(shared_low[k], shared_high[k])
-            if shared < depth and next_tokens[k] != tokens[positions[k] + shared]:
-                is_before = next_tokens[k] < tokens[positions[k] + shared]
-            else:
-                shared, is_before = compare(tokens, others[k], positions[k], shared, depth)
-            middle = (low[k] + high[k]) >> 1
-            if is_before:
-                shared_low[k], low[k] = shared, middle + 1
-            else:
-                shared_high[k], high[k] = shared, middle
-            is_open |= low[k] < high[k]
-    for k in range(n):
-        places[k] = low[k]
+            shared = 0
+            if has_left and has_right:
+                shared, _ = compare(tokens, positions[k - step], positions[k + step], 0, depth)
+            search.number[num_open], search.low[num_open], search.high[num_open] = k, low, high
+            search.shared_low[num_open] = search.shared_high[num_open] = shared
+            num_open += 1
+        _bisect_in_step(tokens, order, positions, depth, search, num_open, places)
+        step >>= 1
 
 
 @njit(cache=True)
-def _merge(tokens, one, i, two, j, depth, merged):
-    """Merge two chunks until one is used up or `merged` is full.
+def _bisect_in_step(tokens, order, positions, depth, search, num_open, places):
+    """Find several places: what is compared is fetched for all first, and only then compared."""
+    number, low, high, shared_low, shared_high, others, next_tokens = search
+    while num_open > 0:
+        for k in range(num_open):
+            others[k] = order[(low[k] + high[k]) >> 1]
+        for k in range(num_open):
+            shared = min(shared_low[k], shared_high[k])
+            next_tokens[k] = tokens[others[k] + shared] if shared < depth else SEPARATOR
+        still_open = 0
+        for k in range(num_open):
+            position, middle = positions[number[k]], (low[k] + high[k]) >> 1
+            shared = min(shared_low[k], shared_high[k])
+            if shared < depth and next_tokens[k] != tokens[position + shared]:
+                is_before = next_tokens[k] < tokens[position + shared]
+            else:
+                shared, is_before = compare(tokens, others[k], position, shared, depth)
+            number[still_open] = number[k]
+            low[still_open], high[still_open] = (middle + 1, high[k]) if is_before else (low[k], middle)
+            shared_low[still_open], shared_high[still_open] = (
+                (shared, shared_high[k]) if is_before else (shared_low[k], shared)
+            )
+            places[number[k]] = low[still_open]
+            still_open += low[still_open] < high[still_open]
+        num_open = still_open
 
-    Returns the places reached in both, and how many were merged.
-    """
-    num_merged, room = 0, merged.shape[0]
+
+@njit(cache=True)
+def _common_end(tokens, one, two, depth):
+    """The length of what comes first of two chunks: all of one of them, and of the other what is before its end."""
+    _, one_ends_first = compare(tokens, one[-1], two[-1], 0, depth)
+    if one_ends_first:
+        return one.shape[0], _num_before(tokens, two, 0, one[-1], depth, two.shape[0])
+    return _num_before(tokens, one, 0, two[-1], depth, one.shape[0]), two.shape[0]
+
+
+@njit(cache=True, nogil=True)
+def _merge(tokens, one, two, depth):
+    """Merge two chunks, neither of them empty."""
+    merged = np.empty(one.shape[0] + two.shape[0], np.int32)
+    i = j = 0
     usual_one = usual_two = 16  # sixteenths of a place: how long a run of each is, as it lately was
     places = np.empty(_BLOCK, np.int64)
-    while i < one.shape[0] and j < two.shape[0] and num_merged < room:
+    while i < one.shape[0] and j < two.shape[0]:
         if usual_one >= _LONG_RUN << 4:
             block = two[j : j + _BLOCK]
             step = 1 << _num_bits(usual_one * block.shape[0] >> 5)
@@ -214,15 +271,10 @@ def _merge(tokens, one, i, two, j, depth, merged):
             usual_one = (usual_one + (run << 4) // block.shape[0]) >> 1
             _find_places(tokens, one, i, i + run, block, depth, places)
             for b in range(block.shape[0]):
-                run = min(places[b] - i, room - num_merged)
-                for k in range(i, i + run):
-                    merged[num_merged] = one[k]
-                    num_merged += 1
-                i += run
-                if i == one.shape[0] or num_merged == room:
-                    break
-                merged[num_merged] = block[b]
-                num_merged += 1
+                for k in range(i, places[b]):
+                    merged[k + j] = one[k]
+                i = places[b]
+                merged[i + j] = block[b]
                 j += 1
             continue
         for k in range(0, depth, _LINE_TOKENS):
@@ -230,20 +282,20 @@ def _merge(tokens, one, i, two, j, depth, merged):
             fetch(tokens, two[min(j + _AHEAD, two.shape[0] - 1)] + k)
         run = _num_before(tokens, one, i, two[j], depth, 1 << _num_bits(usual_one >> 5))
         usual_one += run - (usual_one >> 4)
-        run = min(run, room - num_merged)
         for k in range(i, i + run):
-            merged[num_merged] = one[k]
-            num_merged += 1
+            merged[k + j] = one[k]
         i += run
-        if i < one.shape[0] and num_merged < room:
+        if i < one.shape[0]:
             run = _num_before(tokens, two, j, one[i], depth, 1 << _num_bits(usual_two >> 5))
             usual_two += run - (usual_two >> 4)
-            run = min(run, room - num_merged)
             for k in range(j, j + run):
-                merged[num_merged] = two[k]
-                num_merged += 1
+                merged[i + k] = two[k]
             j += run
-    return i, j, num_merged
+    for k in range(i, one.shape[0]):
+        merged[k + j] = one[k]
+    for k in range(j, two.shape[0]):
+        merged[one.shape[0] + k] = two[k]
+    return merged
 
 
 @njit(cache=True)

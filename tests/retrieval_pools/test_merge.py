@@ -66,8 +66,8 @@ def test_orders_of_parts_merge_to_the_order_of_all(texts, owner, depth, size, mo
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 1 << 16), num_new=st.integers(1, 30), vocab_size=st.sampled_from([1, 2, 50]), depth=DEPTHS,
-       size=st.sampled_from([7, 100, 1 << 18]), most=st.sampled_from([5, 300, 1 << 18]))  # fmt: skip
-def test_a_few_texts_merge_into_many(seed, num_new, vocab_size, depth, size, most):
+       size=st.sampled_from([7, 100, 1 << 18]), num_cores=st.sampled_from([1, 2, 3]))  # fmt: skip
+def test_a_few_texts_merge_into_many(seed, num_new, vocab_size, depth, size, num_cores):
     rng = np.random.default_rng(seed)
     texts = [rng.integers(0, vocab_size, rng.integers(0, 12)).tolist() for _ in range(400)]
     tokens = lay_out(texts)
@@ -75,13 +75,13 @@ def test_a_few_texts_merge_into_many(seed, num_new, vocab_size, depth, size, mos
     new = np.sort(rng.choice(400, num_new, replace=False))
     many, few = (sort_texts(tokens, starts, part, vocab_size, depth) for part in (np.delete(np.arange(400), new), new))
     expected = sort_suffixes(tokens, vocab_size, depth).order.tolist()
-    with patch("retrieval_pools.merge.CHUNK_PLACES", most):
+    with patch("retrieval_pools.threads._num_usable_cores", lambda: num_cores):
         assert whole(merge_orders(tokens, cut(many, size), cut(few, size), depth)) == expected
         assert whole(merge_orders(tokens, cut(few, size), cut(many, size), depth)) == expected
 
 
 @settings(max_examples=200, deadline=None)
-@given(seed=st.integers(0, 1 << 16), num=st.integers(1, 64), vocab_size=st.sampled_from([1, 2, 50]), depth=DEPTHS)
+@given(seed=st.integers(0, 1 << 16), num=st.integers(1, 200), vocab_size=st.sampled_from([1, 2, 50]), depth=DEPTHS)
 def test_places_found_in_step_are_those_found_one_by_one(seed, num, vocab_size, depth):
     rng = np.random.default_rng(seed)
     tokens = lay_out([rng.integers(0, vocab_size, rng.integers(0, 9)).tolist() for _ in range(60)])
