@@ -9,6 +9,9 @@ exit code is 0 whether they are met or not.
 import argparse
 import json
 import logging
+import os
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,6 +30,8 @@ SMOKE_NUM_TEXTS = (200, 1_000)
 NUM_GRAMMAR_USERS = 4_000
 NUM_HELD_OUT = 100
 CHANGED_EVERY = 20  # 5 %
+MANY_ROUNDS, FEW_ROUNDS = 5, 3  # of a full build and a merge in turn
+MANY_ROUNDS_TEXTS = 10_000  # up to so many texts, whose builds take less than a second
 WATCH_S = 0.01
 LEAST_MTOKENS_PER_S = 1.0
 MOST_BYTES_PER_TOKEN = 10.0
@@ -44,35 +49,61 @@ OPENINGS_FROM_DISK = (  # and when its files are out of the page cache
 )
 
 
-def measure_size(lines: list, num_texts: int, memory_mb: int, folder: Path) -> list[dict]:
+def measure_size(lines: list, num_texts: int, memory_mb: int, num_rounds: int, folder: Path) -> list[dict]:
     """Rows of one size: a full build, a bounded one, a rebuild with 5 % changed beside a full build of the same."""
     logger.info("%s texts: writing them", f"{num_texts:,}")
     texts = TextFile.write(folder / "texts", recombined(lines, num_texts, seed=1))
     today = TextFile.write(folder / "today", recombined(lines, num_texts, seed=1, changed_every=CHANGED_EVERY))
     held_out = TextFile.write(folder / "held_out", recombined(lines, NUM_HELD_OUT, seed=2))
-    kinds = [
-        ("full", texts, None, None),
-        ("bounded", texts, memory_mb, None),
-        ("full, 5 % changed", today, None, None),
-        ("merged, 5 % changed", today, None, "full"),
-    ]
-    rows = []
-    for number, (kind, source, limit_mb, previous) in enumerate(kinds):
-        out = folder / f"pool-{number}"
-        task = {"texts": str(source.folder), "out": str(out), "memory_mb": limit_mb}
-        before = str(folder / "pool-0") if previous else None
-        row = {"kind": kind, "memory_mb": limit_mb} | watched({"measure": "build", **task, "previous": before})
-        row["mtokens_per_s"] = row["num_tokens"] / row["build_s"] / 1e6
-        row["bytes_per_token"] = row["bytes"] / row["num_tokens"]
-        if number == 0:
-            row["drafts"] = measure_drafts(out, held_out, OPENINGS)
-        rows.append(row)
-        logger.info("%s", describe_row(row))
-    for one, other in ((0, 1), (2, 3)):
-        require_same_files(folder / f"pool-{one}", folder / f"pool-{other}")
-    rows[0]["drafts"] += measure_drafts(folder / "pool-0", held_out, OPENINGS_FROM_DISK)
-    rows[3]["share_of_full"] = rows[3]["build_s"] / rows[2]["build_s"]
+    rows = [measure_build("full", texts, folder / "full")]
+    rows[0]["drafts"] = measure_drafts(folder / "full", held_out, OPENINGS)
+    rows.append(measure_build("bounded", texts, folder / "bounded", memory_mb))
+    require_same_files(folder / "full", folder / "bounded")
+    rows += measure_rounds(today, folder, num_rounds)
+    rows[0]["drafts"] += measure_drafts(folder / "full", held_out, OPENINGS_FROM_DISK)
     return rows
+
+
+def measure_build(
+    kind: str, texts: TextFile, out: Path, memory_mb: int | None = None, previous: Path | None = None
+) -> dict:
+    """One build. What earlier ones left to be written is on the disk first, so that none pays for another."""
+    os.sync()
+    task = {"texts": str(texts.folder), "out": str(out), "memory_mb": memory_mb}
+    row = watched({"measure": "build", **task, "previous": None if previous is None else str(previous)})
+    logger.info("%s texts, %s: %.2f s", f"{row['num_texts']:,}", kind, row["build_s"])
+    return {
+        "kind": kind,
+        "memory_mb": memory_mb,
+        **row,
+        "mtokens_per_s": row["num_tokens"] / row["build_s"] / 1e6,
+        "bytes_per_token": row["bytes"] / row["num_tokens"],
+    }
+
+
+def measure_rounds(texts: TextFile, folder: Path, num_rounds: int) -> list[dict]:
+    """A full build and a merge of the same texts in turn, so many times: of both the round of the median time.
+
+    Whatever slows a machine down for a while then slows both down. `share_of_full` is the median of the rounds' own.
+    """
+    full, merged = [], []
+    out_full, out_merged = folder / "today-full", folder / "today-merged"
+    for _ in range(num_rounds):
+        for out in (out_full, out_merged):
+            shutil.rmtree(out, ignore_errors=True)
+        full.append(measure_build("full, 5 % changed", texts, out_full))
+        merged.append(measure_build("merged, 5 % changed", texts, out_merged, previous=folder / "full"))
+        require_same_files(out_full, out_merged)
+    shares = sorted(of_merge["build_s"] / of_full["build_s"] for of_full, of_merge in zip(full, merged, strict=True))
+    rows = [of_median_time(full), of_median_time(merged)]
+    rows[1] |= {"share_of_full": statistics.median(shares), "share_of_full_range": [shares[0], shares[-1]]}
+    return rows
+
+
+def of_median_time(rounds: Sequence[dict]) -> dict:
+    """The round of the median time, the slower of the two in the middle, and the range of all."""
+    by_time = sorted(rounds, key=lambda row: row["build_s"])
+    return by_time[len(rounds) // 2] | {"build_s_range": [by_time[0]["build_s"], by_time[-1]["build_s"]]}
 
 
 def measure_drafts(pool: Path, held_out: TextFile, openings: Sequence[tuple[str, bool, bool]]) -> list[dict]:
@@ -156,7 +187,10 @@ def describe_row(row: dict) -> str:
             f"\n    {drafts['opened']:20} opened in {drafts['open_s']:.3f} s, drafts {drafts['draft_median_us']:.1f} us"
             f", p99 {drafts['draft_p99_us']:.1f}, longest {drafts['draft_max_us']:.0f}"
         )
-    return line + (f"  {row['share_of_full']:.0%} of a full build" if "share_of_full" in row else "")
+    if "share_of_full" not in row:
+        return line
+    least, most = row["share_of_full_range"]
+    return line + f"  {row['share_of_full']:.0%} of a full build ({least:.0%} to {most:.0%})"
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -183,7 +217,8 @@ def main() -> None:
     for num_texts in arguments.num_texts or sizes:
         limit_mb = arguments.memory_mb or max(16, num_texts // 2_500)
         with tempfile.TemporaryDirectory() as folder:
-            rows += measure_size(lines, num_texts, limit_mb, Path(folder))
+            num_rounds = 1 if arguments.smoke else MANY_ROUNDS if num_texts <= MANY_ROUNDS_TEXTS else FEW_ROUNDS
+            rows += measure_size(lines, num_texts, limit_mb, num_rounds, Path(folder))
     figures = figures_of(rows)
     print(describe_figures(figures), "", *map(describe_row, rows), sep="\n")
     wall_s = time.perf_counter() - start_s

@@ -12,8 +12,11 @@ from pool_scale import (
     OPENINGS,
     OPENINGS_FROM_DISK,
     figures_of,
+    measure_build,
     measure_drafts,
+    measure_rounds,
     memory_mb_of,
+    of_median_time,
     require_same_files,
     watched,
 )
@@ -50,3 +53,21 @@ def test_a_measurement_is_a_process_whose_files_and_memory_are_told(tmp_path):
     with pytest.raises(RuntimeError, match="exit code"):
         watched(task | {"pool": str(tmp_path / "none"), "cold": False, "resident": True})
     assert memory_mb_of(2**22 + 1) == (0.0, 0.0)
+
+
+def test_full_builds_and_merges_are_measured_in_turn(tmp_path):
+    texts, today = (
+        TextFile.write(tmp_path / str(every), recombined(LINES, 40, seed=1, changed_every=every)) for every in (0, 20)
+    )
+    measure_build("full", texts, tmp_path / "full")
+    full, merged = measure_rounds(today, tmp_path, num_rounds=2)
+    assert (full["num_texts_sorted"], merged["num_texts_sorted"]) == (40, 2)
+    for row in (full, merged):
+        least, most = row["build_s_range"]
+        assert least <= row["build_s"] == most
+    assert merged["share_of_full_range"][0] <= merged["share_of_full"] <= merged["share_of_full_range"][1]
+
+
+def test_of_an_odd_number_of_rounds_the_middle_one_is_told():
+    row = of_median_time([{"build_s": seconds, "of": seconds} for seconds in (3.0, 1.0, 2.0)])
+    assert row == {"build_s": 2.0, "of": 2.0, "build_s_range": [1.0, 3.0]}
