@@ -118,12 +118,19 @@ def find_known_texts(tokens: np.ndarray, starts: np.ndarray, old_tokens: np.ndar
     -------
     int32[old.num_texts], the number that each older text has now, increasing where it is not -1: not known.
     """
-    old_hashes, hashes = in_threads(lambda texts: _text_hashes(*texts), ((old_tokens, old.starts), (tokens, starts)))
-    by_old_hash, by_hash = np.argsort(old_hashes, kind="stable"), np.argsort(hashes, kind="stable")
-    same = _pair_equal(old_hashes[by_old_hash], by_old_hash, hashes[by_hash], by_hash)
+    both = (old_tokens, old.starts), (tokens, starts)
+    by_old_hash, by_hash = in_threads(lambda texts: _sorted_hashes(*texts), both)
+    same = _pair_equal(*by_old_hash, *by_hash)
     _keep_longest_increasing(same)
     _drop_unequal(same, old_tokens, old.starts, tokens, starts)
     return same
+
+
+def _sorted_hashes(tokens: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Hashes of all texts, uint64 rising, and the texts that they are of; equal ones by number."""
+    hashes = _text_hashes(tokens, starts)
+    texts = np.argsort(hashes, kind="stable")
+    return hashes[texts], texts
 
 
 @njit(cache=True)

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from retrieval_pools.fetch import fetch
-from retrieval_pools.merge import compare
+from retrieval_pools.places import compare
 
 CHUNK_PLACES = 1 << 16  # merged at a time: every merge of two holds a chunk
 _AHEAD = 12  # places whose texts are fetched before they are compared

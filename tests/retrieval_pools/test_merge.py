@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieval_pools.layout import TextSpans, count_first_tokens, find_known_texts, text_at, values_by_place
-from retrieval_pools.merge import _find_places, chunks_of, merge_orders, move_order, sort_texts
+from retrieval_pools.merge import chunks_of, merge_orders, move_order, sort_texts
 from retrieval_pools.merge_runs import RunChunk, merge_runs, shared_with_previous
+from retrieval_pools.places import find_places
 from retrieval_pools.suffix_order import SEPARATOR, sort_suffixes
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=14)
@@ -92,7 +93,7 @@ def test_places_found_in_step_are_those_found_one_by_one(seed, num, vocab_size, 
     begin, end = int(expected[0]), int(expected[-1])
     for low, high in ((0, len(many)), (begin, end), (begin, len(many))):
         places = np.full(len(few), -1)
-        _find_places(tokens, many, low, high, few, depth, places)
+        find_places(tokens, many, low, high, few, depth, places)
         assert places.tolist() == expected.tolist()
 
 
