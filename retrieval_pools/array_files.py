@@ -10,7 +10,7 @@ from types import TracebackType
 
 import numpy as np
 
-CHUNK_VALUES = 1 << 18
+CHUNK_VALUES = 1 << 17
 BLOCK_BYTES = 2 << 20  # written at once, each at a multiple of it: so Linux keeps a file in large pages, if it can
 _format = np.lib.format
 

@@ -2,7 +2,7 @@
 
 Only permanent text belongs in a pool; what a sequence writes tonight is handed to each draft instead. The files depend
 on the texts and their order alone: neither on an older pool whose order was taken over, nor on the memory that was
-allowed. Knows neither tables nor runs.
+allowed, nor on the threads that share the work. Knows neither tables nor runs.
 """
 
 import os

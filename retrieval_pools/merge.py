@@ -20,7 +20,7 @@ from retrieval_pools.places import LINE_TOKENS, compare, find_places, num_before
 from retrieval_pools.suffix_order import sort_suffixes
 from retrieval_pools.threads import in_threads
 
-CHUNK_PLACES = 1 << 18
+CHUNK_PLACES = 1 << 17
 _NO_PLACES = np.empty(0, np.int32)
 _BLOCK = 512  # positions whose places are looked up together
 _AHEAD = 8  # places whose texts are fetched before they are compared

@@ -1,6 +1,5 @@
 """The memory that building takes, watched from outside in processes of their own."""
 
-import json
 import subprocess
 import sys
 import time
@@ -14,22 +13,23 @@ from pathlib import Path
 import numpy as np
 import retrieval_pools.build as builds
 from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.pool import Pool
 from retrieval_pools.settings import PoolBuildSettings
 
 tokens = np.random.default_rng(0).integers(0, 1000, 100_000).astype(np.int32)
 
-def texts(num_texts):
+def texts(num_texts, changed_every=1 << 30):
     for number in range(num_texts):
-        place = number * 7919 % 99_000
+        place = number * 7919 % 99_000 + (number % changed_every == 1)
         yield PoolText(tokens[place : place + 40 + number % 20])
 
-def build(num_texts, memory_mb):
-    with tempfile.TemporaryDirectory() as folder:
-        building = PoolBuildSettings(memory_mb=memory_mb)
-        counts = []
-        build_pool(texts(num_texts), Path(folder, "p"), side="item", tokenizer_hash="t", model_id="m",
-                   building=building, on_counts=lambda done: counts.append(done.num_runs))
-        return counts[0]
+def build(num_texts, memory_mb, out, previous):
+    building = PoolBuildSettings(memory_mb=memory_mb)
+    counts = []
+    older = Pool.open(previous) if previous else None
+    build_pool(texts(num_texts, 20 if previous else 1 << 30), out, side="item", tokenizer_hash="t", model_id="m",
+               building=building, previous=older, on_counts=counts.append)
+    return counts[0].num_runs, counts[0].num_texts_sorted
 
 with tempfile.TemporaryDirectory() as folder:  # compiles
     options = {"side": "item", "tokenizer_hash": "t", "model_id": "m"}
@@ -40,7 +40,7 @@ with tempfile.TemporaryDirectory() as folder:  # compiles
     builds.SORT_BYTES_PER_POSITION = usual
 print("ready", flush=True)
 input()
-print(build(60_000, int(sys.argv[1]) if sys.argv[1] != "None" else None), flush=True)
+print(*build(60_000, int(sys.argv[1]) if sys.argv[1] != "None" else None, *sys.argv[2:]), flush=True)
 """
 
 
@@ -53,9 +53,9 @@ def own_mb(pid: int) -> float:
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon")), 0.0)
 
 
-def build_watched(memory_mb) -> tuple[float, int]:
-    """How much a build of three million tokens grew its process by, in MiB, and its runs."""
-    command = [sys.executable, "-c", BUILDER, json.dumps(memory_mb).replace("null", "None")]
+def build_watched(memory_mb, out: Path, previous: Path | str = "") -> tuple[float, int, int]:
+    """How much a build of three million tokens grew its process by, in MiB, its runs, and the texts that it sorted."""
+    command = [sys.executable, "-c", BUILDER, str(memory_mb), str(out), str(previous)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     before = most = own_mb(process.pid)
@@ -65,14 +65,18 @@ def build_watched(memory_mb) -> tuple[float, int]:
         most = max(most, own_mb(process.pid))
         time.sleep(0.002)
     assert process.returncode == 0
-    return most - before, int(process.stdout.read())
+    num_runs, num_sorted = map(int, process.stdout.read().split())
+    return most - before, num_runs, num_sorted
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system does not tell a process's memory")
-def test_limit_is_kept_to_and_more_is_taken_without_one():
-    limited_mb, num_runs = build_watched(16)
+def test_limit_is_kept_to_and_more_is_taken_without_one(tmp_path):
+    limited_mb, num_runs, _ = build_watched(16, tmp_path / "limited")
     assert num_runs > 4
     assert limited_mb <= 16 + 60_000 * 100 / 2**20
-    unlimited_mb, num_runs = build_watched(None)
+    unlimited_mb, num_runs, _ = build_watched(None, tmp_path / "unlimited")
     assert num_runs == 1
     assert unlimited_mb > 2 * limited_mb
+    merged_mb, _, num_sorted = build_watched(16, tmp_path / "merged", tmp_path / "unlimited")
+    assert num_sorted == 3_000
+    assert merged_mb <= 16 + 60_000 * 100 / 2**20
