@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-MAX_THREADS = 4  # more wait for memory, or for who reads the results
+MAX_THREADS = 2  # of each step of a build; what each has in hand is in memory, and the reader is one thread
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
