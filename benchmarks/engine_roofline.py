@@ -73,7 +73,7 @@ class Roofline:
         def watched(feeds):
             num_cached = sum(int(engine.store.lengths[feed.row]) for feed in feeds)
             output = forward(feeds)
-            self.add(sum(feed.num_tokens for feed in feeds), len(output.logits), num_cached)
+            self.add(sum(feed.num_tokens for feed in feeds), output.rows.num_rows, num_cached)
             return output
 
         engine.runner.forward = watched

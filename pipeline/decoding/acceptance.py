@@ -1,6 +1,6 @@
 """Which path through each draft is committed, and the token that follows it.
 
-The rule's verdicts are made on the device, for all sequences at once, and come to the host in one copy; there
+The rule's verdicts are made on the device, for all sequences at once (`row_verdicts`), and come to the host; there
 `select_paths` walks the trees of all sequences at once. Beside it stands `reference_accept`, the same for one sequence
 in plain Python.
 
@@ -16,9 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.decoding.device_copy import to_device
+from pipeline.decoding.output_head import HeldLogits, StepLogits
+from pipeline.decoding.row_verdicts import judge_rows
 from pipeline.decoding.token_tree import TokenTree, padded_parents
 from pipeline.decoding.verifiers import Greedy, ProbabilityThreshold, TopK, Verifier
+
+LEVEL_LOGITS = 1 << 18  # on a CPU this many numbers are computed and read in the time that a further level takes
 
 
 @dataclass(frozen=True)
@@ -37,55 +40,101 @@ class Acceptance:
 
 
 def verify(
-    verifier: Verifier, logits: torch.Tensor, trees: list[TokenTree], starts: np.ndarray, is_end: np.ndarray
+    verifier: Verifier,
+    logits: torch.Tensor | StepLogits,
+    trees: list[TokenTree],
+    starts: np.ndarray,
+    is_end: np.ndarray,
 ) -> list[Acceptance | None]:
     """Accept the best path of each sequence's draft.
 
+    On a CPU drafts are judged from the root on, a level at a time, while many are left: of a node that was not accepted
+    neither the logits nor what is below it are looked at. Elsewhere all are judged at once, which waits for the device
+    once.
+
     Parameters
     ----------
-    logits : (num_rows, vocab_size) on any device; of sequence i, row `starts[i]` follows its last committed token and
-        row `starts[i] + 1 + j` follows node j of `trees[i]`.
+    logits : (num_rows, vocab_size) on any device, or what computes them; of sequence i, row `starts[i]` follows its
+        last committed token and row `starts[i] + 1 + j` follows node j of `trees[i]`.
     is_end : bool[vocab_size], the end tokens.
 
     Returns
     -------
-    One `Acceptance` a sequence, None where the target's logits are not finite.
+    One `Acceptance` a sequence, None where those of the target's logits that were looked at are not finite.
     """
-    choices = row_argmax(logits)
-    best_logits = logits.gather(1, choices[:, None])[:, 0]
-    token_ids = np.concatenate([tree.token_ids for tree in trees]).astype(np.int64)
-    # What the host needs comes in one copy, and with it one synchronisation. float64 holds every token id.
-    report = [choices.double(), best_logits.double()]
-    if len(token_ids):
-        parent_rows = np.concatenate([s + 1 + tree.parents for s, tree in zip(starts, trees, strict=True)])
-        used_rows, parents = np.unique(parent_rows, return_inverse=True)
-        sent = to_device(np.concatenate((used_rows, parents, token_ids)), logits.device)
-        used, at, tokens = sent.split((len(used_rows), len(token_ids), len(token_ids)))
-        verdicts = verifier(logits.index_select(0, used), choices.index_select(0, used), at, tokens)
-        report += [verdicts.accepted.double(), verdicts.log_probability.double()]
-    values = torch.cat(report).cpu().numpy()
-    num_rows, num_nodes = len(choices), len(token_ids)
-    chosen, finite = values[:num_rows].astype(np.int64), np.isfinite(values[num_rows : 2 * num_rows])
-    if num_nodes == 0:
+    rows = HeldLogits(logits) if isinstance(logits, torch.Tensor) else logits
+    if not any(len(tree) for tree in trees):  # plain decoding
         nothing = np.empty(0, np.int64)
-        return [Acceptance(nothing, int(chosen[s])) if finite[s] else None for s in starts]
-    accepted, log_probability = values[2 * num_rows :].reshape(2, num_nodes)
-    allowed = (accepted > 0) & ~is_end[chosen[parent_rows]] & ~is_end[token_ids]
-    paths = select_paths(allowed, log_probability, trees)
-    results: list[Acceptance | None] = []
-    for start, tree, path in zip(starts, trees, paths, strict=True):
-        if not finite[start : start + len(tree) + 1].all():
-            results.append(None)
-        else:
-            results.append(Acceptance(path, int(chosen[start + 1 + path[-1]] if len(path) else chosen[start])))
-    return results
+        found = judge_rows(verifier, rows, starts, nothing, nothing)
+        return [
+            Acceptance(nothing, choice) if is_finite else None
+            for choice, is_finite in zip(found.choices.tolist(), found.is_finite.tolist(), strict=True)
+        ]
+    most_at_once = LEVEL_LOGITS // len(is_end) if rows.device.type == "cpu" else rows.num_rows
+    step = _Judged(rows.num_rows, trees, starts)
+    pending = starts if rows.num_rows > most_at_once else np.arange(rows.num_rows)
+    while len(pending):
+        nodes = step.judge(verifier, rows, pending, is_end)
+        pending = step.behind(nodes[step.allowed[nodes]], most_at_once)
+    return step.acceptances(trees, starts)
 
 
-def row_argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Index of each row's first largest logit: int64[num_rows]."""
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:
-        return torch.from_numpy(logits.numpy().argmax(-1))  # vectorised, which torch's is not: a tenth of its time
-    return logits.argmax(-1)
+class _Judged:
+    """What is known so far of a step's rows and nodes, all trees' nodes one after another.
+
+    `choices` int64[num_rows]; `is_finite` bool[num_rows], true of rows that were not looked at; of nodes `allowed`
+    bool, the rule's verdict and that of the end-of-text rule, and `log_probability`.
+    """
+
+    def __init__(self, num_rows: int, trees: list[TokenTree], starts: np.ndarray) -> None:
+        sizes = np.array([len(tree) for tree in trees])
+        num_nodes = int(sizes.sum())
+        self.choices = np.zeros(num_rows, np.int64)
+        self.is_finite = np.ones(num_rows, bool)
+        self.allowed = np.zeros(num_nodes, bool)
+        self.log_probability = np.zeros(num_nodes)
+        self._is_judged = np.zeros(num_rows, bool)
+        self._tree_of = np.repeat(np.arange(len(trees)), sizes)
+        self._num_trees = len(trees)
+        self._row_of = np.arange(num_nodes) + (np.asarray(starts) + 1 - (np.cumsum(sizes) - sizes))[self._tree_of]
+        self._token_ids = np.concatenate([tree.token_ids for tree in trees]).astype(np.int64)
+        parents = np.concatenate([tree.parents for tree in trees])
+        self._parent_row_of = np.asarray(starts)[self._tree_of] + 1 + parents
+
+    def judge(self, verifier: Verifier, rows: StepLogits, pending: np.ndarray, is_end: np.ndarray) -> np.ndarray:
+        """Look at the logits of rows int64[n]; the nodes behind them, of which all is known then: int64[m]."""
+        place = np.full(len(self.choices), -1)
+        place[pending] = np.arange(len(pending))
+        nodes = np.flatnonzero(place[self._parent_row_of] >= 0)
+        parent_rows, token_ids = self._parent_row_of[nodes], self._token_ids[nodes]
+        verdicts = judge_rows(verifier, rows, pending, place[parent_rows], token_ids)
+        self.choices[pending], self.is_finite[pending] = verdicts.choices, verdicts.is_finite
+        self._is_judged[pending] = True
+        self.allowed[nodes] = verdicts.accepted & ~is_end[self.choices[parent_rows]] & ~is_end[token_ids]
+        self.log_probability[nodes] = verdicts.log_probability
+        return nodes
+
+    def behind(self, found: np.ndarray, most_at_once: int) -> np.ndarray:
+        """The rows to look at next, where nodes `found` were just accepted: theirs, or all below if those are few."""
+        if not len(found):
+            return found
+        is_open = np.zeros(self._num_trees, bool)
+        is_open[self._tree_of[found]] = True
+        left = self._row_of[is_open[self._tree_of] & ~self._is_judged[self._row_of]]
+        if len(left) <= most_at_once:
+            return left
+        rows = self._row_of[found]
+        return rows[~self._is_judged[rows]]
+
+    def acceptances(self, trees: list[TokenTree], starts: np.ndarray) -> list[Acceptance | None]:
+        """The outcome for each tree."""
+        paths = select_paths(self.allowed, self.log_probability, trees)
+        results: list[Acceptance | None] = []
+        for start, tree, path in zip(starts, trees, paths, strict=True):
+            last = start + 1 + path[-1] if len(path) else start
+            is_sound = self.is_finite[start : start + len(tree) + 1].all()
+            results.append(Acceptance(path, int(self.choices[last])) if is_sound else None)
+        return results
 
 
 def select_paths(accepted: np.ndarray, log_probability: np.ndarray, trees: list[TokenTree]) -> list[np.ndarray]:

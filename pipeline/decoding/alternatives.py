@@ -1,6 +1,6 @@
 """The target's runner-up at every token of a text: what it nearly wrote, for tomorrow's pools to draft as well.
 
-Read from the logits that verification has looked at anyway: after the last committed token and after each accepted
+Read from logits that verification has looked at: after the last committed token and after each accepted
 node. Knows no sequences, trees or caches.
 """
 
@@ -11,6 +11,8 @@ import torch
 
 from pipeline.decoding.acceptance import Acceptance
 from pipeline.decoding.device_copy import to_device
+from pipeline.decoding.output_head import HeldLogits, StepLogits
+from pipeline.decoding.row_verdicts import CHUNK_ROWS
 from pipeline.decoding.token_tree import TokenTree
 
 NO_ALTERNATIVE = -1
@@ -20,7 +22,7 @@ MIN_PROBABILITY = 0.1
 
 
 def runners_up(
-    logits: torch.Tensor,
+    logits: torch.Tensor | StepLogits,
     rows: np.ndarray,
     token_ids: np.ndarray,
     is_end: np.ndarray,
@@ -30,7 +32,7 @@ def runners_up(
 
     Parameters
     ----------
-    logits : (num_rows, vocab_size) on any device.
+    logits : (num_rows, vocab_size) on any device, or what computes them.
     rows : int64[n], the row that each written token follows.
     token_ids : int64[n], the written tokens.
     is_end : bool[vocab_size]; an end token is no alternative, since texts in pools have none.
@@ -40,21 +42,25 @@ def runners_up(
     -------
     int32[n], NO_ALTERNATIVE where none is worth recording.
     """
-    places = to_device(np.stack((rows, token_ids)), logits.device)
-    followed = logits.index_select(0, places[0]).float()
-    written = places[1][:, None]
-    log_normalizer = torch.logsumexp(followed, -1)
-    others = followed.scatter(1, written, -math.inf)
-    best, runner_up = others.max(-1)
-    probability = torch.exp(best - log_normalizer)
-    report = torch.stack((runner_up.double(), probability.double())).cpu().numpy()  # one copy, one synchronisation
+    source = HeldLogits(logits) if isinstance(logits, torch.Tensor) else logits
+    size = CHUNK_ROWS[source.device.type]
+    parts = []
+    for first in range(0, len(rows), size):
+        chunk = slice(first, first + size)
+        followed = source.of(rows[chunk]).float()
+        written = to_device(token_ids[chunk], followed.device)[:, None]
+        log_normalizer = torch.logsumexp(followed, -1)
+        best, runner_up = followed.scatter(1, written, -math.inf).max(-1)
+        probability = torch.exp(best - log_normalizer)
+        parts.append(torch.stack((runner_up.double(), probability.double())))
+    report = torch.cat(parts, 1).cpu().numpy()  # one copy, one synchronisation
     found = report[0].astype(np.int64)
     worth = (report[1] >= min_probability) & ~is_end[found]
     return np.where(worth, found, NO_ALTERNATIVE).astype(np.int32)
 
 
 def step_alternatives(
-    logits: torch.Tensor,
+    logits: torch.Tensor | StepLogits,
     trees: list[TokenTree],
     starts: np.ndarray,
     accepted: list[Acceptance | None],

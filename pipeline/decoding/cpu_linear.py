@@ -35,8 +35,8 @@ class PackedLinear(nn.Module):
         bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.out_features = [layer.out_features for layer in layers]
-        self._input: torch.Tensor | None = None
-        self._outputs: tuple[torch.Tensor, ...] = ()
+        # The newest input and its parts, in a list: setting a module's attribute takes longer than a small product.
+        self._newest: list = [None, ()]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """The first layer's results: (..., out_features[0]) of inputs (..., in_features)."""
@@ -46,11 +46,12 @@ class PackedLinear(nn.Module):
 
     def part(self, inputs: torch.Tensor, index: int) -> torch.Tensor:
         """One layer's results; those of the same input are computed once, for all layers."""
-        if inputs is not self._input:
-            self._input, self._outputs = inputs, self._product(inputs).split(self.out_features, -1)
-        result = self._outputs[index]
+        newest = self._newest
+        if inputs is not newest[0]:
+            newest[:] = inputs, self._product(inputs).split_with_sizes(self.out_features, -1)
+        result = newest[1][index]
         if index == len(self.out_features) - 1:
-            self._input, self._outputs = None, ()  # activations are not to be kept
+            newest[:] = None, ()  # activations are not to be kept
         return result
 
     def _product(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,7 @@ class Engine:
         self.store = (KVStore if holds_rows else TokenStore)(self.settings.batch_size, max_tokens)
         self.concurrency = Concurrency(self.settings.batch_size)
         self.max_prefill_tokens = self.settings.max_prefill_tokens or PREFILL_TOKENS["cuda" if on_cuda else "cpu"]
-        self.runner = ModelRunner(loaded.model, self.store, self.device, self.settings.attention)
+        self.runner = ModelRunner(loaded.model, self.store, self.device, self.settings.attention, loaded.splits_head)
         self._endings = Endings(self.tokenizer, self.settings.stop_strings)
         self._is_end = np.zeros(self.vocab_size, bool)
         self._is_end[list(self.end_ids)] = True
@@ -225,9 +225,9 @@ class Engine:
         alternatives: list[np.ndarray | None] = [None] * len(complete)
         if complete:
             trees, starts = [feeds[i].tree for i in complete], output.starts[complete]
-            accepted = verify(verifier, output.logits, trees, starts, self._is_end)
+            accepted = verify(verifier, output.rows, trees, starts, self._is_end)
             if self.settings.record_alternatives:
-                alternatives = step_alternatives(output.logits, trees, starts, accepted, self._is_end)
+                alternatives = step_alternatives(output.rows, trees, starts, accepted, self._is_end)
         verified = dict(zip(complete, zip(accepted, alternatives, strict=True), strict=True))
         return [
             _Move(sequence, feed, output.slots[i], *verified.get(i, (None, None)))

@@ -24,6 +24,7 @@ from pipeline.decoding.memory import (
     require_memory,
     stored_weights,
 )
+from pipeline.decoding.output_head import has_output_head
 from pipeline.decoding.packing import check_equivalence, refuse_by_config
 from pipeline.decoding.quantization import (
     is_unpacked_when_run,
@@ -45,7 +46,8 @@ class LoadedModel:
 
     `end_ids`: every token that ends a text; `max_context`: positions the model has; `bytes_per_token`: of its KV cache.
     `num_parameters` are those of the plain model, `weight_bytes` what its weights take in memory; `quantization` names
-    the method by which they are packed, None where they are not.
+    the method by which they are packed, None where they are not. `splits_head`: logits can be computed apart from the
+    model's body.
     """
 
     model: torch.nn.Module
@@ -59,6 +61,7 @@ class LoadedModel:
     num_parameters: int
     weight_bytes: int
     quantization: str | None = None
+    splits_head: bool = False
 
 
 def load_model(
@@ -140,7 +143,8 @@ def prepare_model(model, tokenizer=None, model_id: str = "unnamed") -> LoadedMod
     vocab_size = model.get_input_embeddings().num_embeddings
     refuse_by_config(model.config)
     quantization = quantization_of(model.config)
-    bytes_per_token = check_equivalence(model, device, vocab_size)
+    splits_head = has_output_head(model, vocab_size)
+    bytes_per_token = check_equivalence(model, device, vocab_size, splits_head)
     num_parameters = num_parameters_of(model.config) if quantization else _num_parameters(model)
     if quantization is None:
         pack_linear_layers(model)
@@ -157,6 +161,7 @@ def prepare_model(model, tokenizer=None, model_id: str = "unnamed") -> LoadedMod
         num_parameters=num_parameters,
         weight_bytes=resident_bytes(model),
         quantization=quantization,
+        splits_head=splits_head,
     )
 
 

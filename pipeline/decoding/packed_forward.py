@@ -4,6 +4,10 @@ A step of few tokens is padded to a bucket, whose buffers stay where they are. O
 eagerly, its second is captured, and later ones are replayed. Large steps, and those that want few of their logits
 (prompts), run eagerly in buffers of their own. The path is the same without capture, which is how it is tested.
 
+Where the output head can be taken apart, a graph ends with hidden states: logits, which at a vocabulary of 152k are
+0.3 GB of each graph of 1024 tokens, are computed from them when they are looked at (`output_head`). Else graphs copy
+their logits to one place that all of them share.
+
 Capture and replay (`_capture`, `_replay`) have not been run on a GPU yet. What goes wrong there must not stop a night:
 the kernel is compared with the slow attention once for each kind of layer, and a capture that fails leaves the eager
 steps.
@@ -19,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pipeline.decoding.output_head import HeldLogits, HiddenRows, OutputHead, StepLogits
 from pipeline.decoding.packed_attention import PART_KEYS, LaunchShape
 from pipeline.decoding.packed_plan import PackedPlan
 from pipeline.decoding.step_buffers import PackedStep, StepBuffers
@@ -34,12 +39,12 @@ LEAST_KEPT = 0.5  # share of a step's tokens whose logits are wanted, below whic
 
 @dataclass
 class Bucket:
-    """Buffers of steps of one size, and on CUDA their captured graph and the logits that it leaves."""
+    """Buffers of steps of one size, and on CUDA their captured graph and what it leaves: hidden states, or logits."""
 
     buffers: StepBuffers
     has_run: bool = False
     graph: "torch.cuda.CUDAGraph | None" = None
-    logits: torch.Tensor | None = None
+    result: torch.Tensor | None = None
 
 
 class PackedForward:
@@ -52,6 +57,7 @@ class PackedForward:
     selects_logits : whether the model's forward takes `logits_to_keep`.
     pads : whether steps are padded to buckets.
     captures : whether buckets are captured in CUDA graphs; needs CUDA.
+    head : the model in two parts, where it can be had.
     """
 
     def __init__(
@@ -63,6 +69,7 @@ class PackedForward:
         selects_logits: bool,
         pads: bool,
         captures: bool,
+        head: OutputHead | None = None,
     ) -> None:
         self.buckets: dict[tuple[int, LaunchShape], Bucket] = {}
         self._model = model
@@ -70,22 +77,26 @@ class PackedForward:
         self._device = device
         self._attention = attention
         self._selects_logits = selects_logits
+        self._head = head
+        self._shared: torch.Tensor | None = None  # (most tokens of a bucket, vocab_size), which graphs copy logits to
         self._pads = pads
         self._captures = captures
         self._checked: set[tuple] = set()  # kinds of layers of which the attention was compared with the slow one
         self._memory: list[int] = []  # where the store's layers lay when graphs were captured
 
     @torch.inference_mode()
-    def run(self, step: PackedStep) -> torch.Tensor:
-        """Logits of the step's tokens `keep`: (len(keep), vocab_size). Valid until the next step."""
+    def run(self, step: PackedStep) -> StepLogits:
+        """Logits of the step's tokens `keep`, in their order. Valid until the next step."""
         with self._current_device():
-            return self._run(step)
+            result = self._run(step)
+        return HeldLogits(result[: len(step.keep)]) if self._head is None else HiddenRows(self._head, result, step.keep)
 
     def _current_device(self) -> AbstractContextManager:
         """Triton launches on the current device, and streams and events are made there: let it be the model's."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _run(self, step: PackedStep) -> torch.Tensor:
+        """What `_forward` gives, maybe with padding behind it."""
         shape = LaunchShape.of(step.max_keys, step.num_tokens, step.num_sequences)
         num_padded = self._padded_tokens(step)
         if num_padded is None:
@@ -102,7 +113,7 @@ class PackedForward:
             bucket = Bucket(StepBuffers(num_padded, num_sequences, num_slots, num_padded, self._device))
             self.buckets[num_padded, shape] = bucket
         bucket.buffers.fill(step)
-        return self._run_bucket(bucket, shape)[: len(step.keep)]
+        return self._run_bucket(bucket, shape)
 
     def _padded_tokens(self, step: PackedStep) -> int | None:
         """The bucket's number of tokens, None where a step is better run as it is."""
@@ -111,17 +122,20 @@ class PackedForward:
         return next((size for size in TOKEN_BUCKETS if size >= step.num_tokens), None)
 
     def _run_bucket(self, bucket: Bucket, shape: LaunchShape) -> torch.Tensor:
-        """Logits of a filled bucket: (num_padded, vocab_size)."""
+        """What `_forward` gives for a filled bucket."""
         if not self._captures or not bucket.has_run:  # the first run compiles kernels, which a capture must not
             bucket.has_run = True
-            return self._forward(bucket.buffers, shape)
+            result = self._forward(bucket.buffers, shape)
+            if self._captures and self._head is None and self._shared is None:
+                self._shared = result.new_empty(TOKEN_BUCKETS[-1], result.shape[1])
+            return result
         memory = [t.data_ptr() for layer in self._store.layers.values() for t in (layer.keys, layer.values)]
         if not memory:  # it was given back: a capture would make the cache anew, and empty it at each replay
             return self._forward(bucket.buffers, shape)
         if memory != self._memory:  # the store has grown: what was captured reads freed memory
             self._memory = memory
             for other in self.buckets.values():
-                other.graph = other.logits = None
+                other.graph = other.result = None
         if bucket.graph is None:
             try:
                 self._capture(bucket, shape)
@@ -143,22 +157,25 @@ class PackedForward:
             torch.cuda.stream(torch.cuda.current_stream(self._device)),
             torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
         ):  # one pool: only one bucket's intermediate results live at a time
-            logits = self._forward(bucket.buffers, shape)
-        bucket.graph, bucket.logits = graph, logits
+            result = self._forward(bucket.buffers, shape)
+            if self._head is None:
+                result = self._shared[: len(result)].copy_(result)  # its own memory is free for other graphs again
+        bucket.graph, bucket.result = graph, result
 
     def _replay(self, bucket: Bucket) -> torch.Tensor:
         bucket.graph.replay()
-        return bucket.logits
+        return bucket.result
 
     def _forward(self, buffers: StepBuffers, shape: LaunchShape) -> torch.Tensor:
-        """The model over filled buffers: logits of the tokens `buffers.keep`, padding included."""
-        arguments = {"logits_to_keep": buffers.keep} if self._selects_logits else {}
+        """The model over filled buffers: hidden states of all tokens, or logits of the tokens `buffers.keep`."""
         plan = PackedPlan(self._store, buffers, shape, self._attention, self._checked)
+        input_ids, position_ids = buffers.token_ids[None], buffers.positions[None]
         token = step_plan.set(plan)
         try:
-            logits = self._model(
-                input_ids=buffers.token_ids[None], position_ids=buffers.positions[None], use_cache=False, **arguments
-            ).logits[0]
+            if self._head is not None:
+                return self._head.hidden_of(input_ids, position_ids)
+            arguments = {"logits_to_keep": buffers.keep} if self._selects_logits else {}
+            logits = self._model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **arguments).logits[0]
         finally:
             step_plan.reset(token)
         return logits if self._selects_logits else logits.index_select(0, buffers.keep)

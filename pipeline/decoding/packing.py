@@ -43,7 +43,7 @@ def refuse_by_config(config) -> None:
         raise ModelError(f"{text.model_type} attends in chunks, which cannot be packed")
 
 
-def check_equivalence(model, device: torch.device, vocab_size: int) -> int:
+def check_equivalence(model, device: torch.device, vocab_size: int, splits_head: bool = False) -> int:
     """Compare a packed forward of two sequences and a tree with plain causal runs; returns KV bytes per token.
 
     Raises
@@ -69,7 +69,7 @@ def check_equivalence(model, device: torch.device, vocab_size: int) -> int:
             ]
         model.set_attn_implementation(ATTENTION_NAME)
         store = (TokenStore if device.type == "cuda" else KVStore)(2)
-        runner = ModelRunner(model, store, device)
+        runner = ModelRunner(model, store, device, splits_head=splits_head)
         rows = [store.acquire(prompt, 32).row for prompt in prompts]
         first = runner.forward([Feed(rows[0], prompts[0][:7]), Feed(rows[1], prompts[1][:2])])
         store.commit(rows, first.slots)
@@ -83,7 +83,8 @@ def check_equivalence(model, device: torch.device, vocab_size: int) -> int:
             f"{name} cannot be packed: {len(set(seen))} of its {num_layers} layers use transformers' attention "
             "interface; every layer must"
         )
-    packed = [out.logits[6], out.logits[3], out.logits[out.starts[1]]]
+    logits = out.logits
+    packed = [logits[6], logits[3], logits[out.starts[1]]]
     for expected, found in zip(plain, packed, strict=True):
         error = float((expected.float() - found.float()).norm() / expected.float().norm().clamp_min(1e-12))
         tolerance = TOLERANCE if quantization_of(model.config) else _TOLERANCE.get(expected.dtype, 1e-3)

@@ -1,8 +1,9 @@
 """What a step costs here: the engine's own steps, timed with drafts of every size at several batch sizes.
 
-Steps are real ones (admit, forward, verify, commit) of texts that say nothing, whose drafts are never accepted but by
-chance; drafting is timed apart. A few seconds for a small model: repetitions are fewer where steps are long. Knows no
-run and keeps nothing; `cached_step_cost` does.
+Steps are real ones (admit, forward, verify, commit) of texts that say nothing. Every second token of their drafts is
+accepted, whatever the model says, since on a CPU an accepted node costs more than a rejected one; drafting is timed
+apart. A few seconds for a small model: repetitions are fewer where steps are long. Knows no run and keeps nothing;
+`cached_step_cost` does.
 """
 
 import itertools
@@ -17,6 +18,7 @@ from pipeline.decoding.drafters import RetrievalDrafter, draft_all
 from pipeline.decoding.engine import Engine, GenerationRequest, StepEvent
 from pipeline.decoding.sequence import Sequence
 from pipeline.decoding.token_tree import EMPTY_TREE, MAX_DEPTH, MAX_NODES, TokenTree, chain_tree
+from pipeline.decoding.verifiers import NodeVerdicts, verifier_from
 from retrieval_pools.budget_curve import MIN_ACCEPTANCES, SIZE_KNOTS
 from retrieval_pools.calibrate import spread_positions
 from retrieval_pools.sources import SOURCE_POOL
@@ -67,7 +69,7 @@ def _time_steps(engine: Engine, batch_size: int) -> tuple[int, dict[int, float]]
     from sklearn.isotonic import isotonic_regression  # takes a second to load; costs that are known need it not
 
     steps = _TimedSteps(engine, batch_size)
-    texts = engine.generate(steps, steps, on_event=steps.on_event, budget=Budget(MAX_NODES, 0.0))
+    texts = engine.generate(steps, steps, steps, steps.on_event, budget=Budget(MAX_NODES, 0.0))
     try:
         for _ in texts:
             steps.num_live -= 1
@@ -113,7 +115,7 @@ class _Enough(Exception):
 
 
 class _TimedSteps:
-    """Requests, drafter and clock of a measurement in one: the three have to agree on whose turn it is.
+    """Requests, drafter, verifier and clock of a measurement in one: they have to agree on whose turn it is.
 
     As an iterator it gives a request whenever fewer than `batch_size` texts are live, and the engine asks at each step.
     """
@@ -124,6 +126,7 @@ class _TimedSteps:
         self.seconds: dict[_Drafts, list[float]] = {drafts: [] for drafts in _ROUND}
         self._trees = {size: _tree(engine, size) for size in SIZE_KNOTS}
         self._prompt = random_tokens(engine, min(PROMPT_TOKENS, engine.max_context // 2))
+        self._rule = verifier_from(engine.settings)
         self._names = itertools.count()
         self._rng = np.random.default_rng(SEED)
         self._round: list[_Drafts] = []
@@ -148,6 +151,15 @@ class _TimedSteps:
     def draft(self, sequence: Sequence) -> TokenTree:
         is_first, self._has_asked = not self._has_asked, True
         return self._trees[self._drafts.size] if is_first or not self._drafts.is_alone else EMPTY_TREE
+
+    def __call__(self, logits, choices, parents, token_ids) -> NodeVerdicts:
+        """The engine's own rule, for what it costs, and then another one that all texts follow alike.
+
+        Where one text alone has drafts they are rejected, so that texts stay of one length.
+        """
+        log_probability = self._rule(logits, choices, parents, token_ids).log_probability
+        is_even = (token_ids + self._num_rounds) % 2 == 0
+        return NodeVerdicts(is_even & (not self._drafts.is_alone), log_probability)
 
     def on_event(self, event: StepEvent) -> None:
         if event.request_id in self._stepped:  # a second step began, and the first one was of fewer texts

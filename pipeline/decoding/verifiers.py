@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from pipeline.decoding.settings import DecodingSettings
@@ -75,7 +76,7 @@ def relaxed(logits, choices, parents, token_ids, k: int, min_probability: float)
 
 def log_probabilities(logits: torch.Tensor, parents: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Log probability of each node's token after its parent: float32[num_nodes]."""
-    return torch.log_softmax(logits.float(), -1)[parents, token_ids]
+    return torch.log_softmax(logits, -1, dtype=torch.float32)[parents, token_ids]
 
 
 def among_top_k(logits, choices, parents, token_ids, k: int) -> torch.Tensor:
@@ -85,11 +86,22 @@ def among_top_k(logits, choices, parents, token_ids, k: int) -> torch.Tensor:
     """
     if k == 1:
         return torch.zeros_like(token_ids, dtype=torch.bool)
-    if k == 2:  # without sorting: the largest that is left without the choice
-        smallest = logits.scatter(1, choices[:, None], -math.inf).amax(-1)
-    else:
-        smallest = logits.topk(min(k, logits.shape[-1]), -1).values[:, -1]
+    if k == 2:  # without sorting
+        return logits[parents, token_ids] >= largest_beside(logits, choices)[parents]
+    smallest = logits.topk(min(k, logits.shape[-1]), -1).values[:, -1]
     return logits[parents, token_ids] >= smallest[parents]
+
+
+def largest_beside(logits: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
+    """Each row's largest logit but that of its choice: (num_rows,). What it does to logits meanwhile it undoes."""
+    if logits.device.type != "cpu" or logits.dtype != torch.float32:
+        return logits.scatter(1, choices[:, None], -math.inf).amax(-1)
+    values, places = logits.numpy(), (np.arange(len(logits)), choices.numpy())  # numpy's maximum is vectorised
+    best = values[places]
+    values[places] = -np.inf
+    largest = values.max(-1)
+    values[places] = best
+    return torch.from_numpy(largest)
 
 
 def above(log_probability: torch.Tensor, min_probability: float) -> torch.Tensor:

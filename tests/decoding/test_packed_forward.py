@@ -23,6 +23,7 @@ from pipeline.decoding.feed import Feed
 from pipeline.decoding.kv_store import KVStore
 from pipeline.decoding.loading import prepare_model
 from pipeline.decoding.model_runner import ModelRunner
+from pipeline.decoding.output_head import OutputHead
 from pipeline.decoding.packed_attention import LaunchShape, PackedIndex, packed_attention
 from pipeline.decoding.packed_forward import TOKEN_BUCKETS, Bucket, PackedForward, kernel_for
 from pipeline.decoding.token_store import TokenStore
@@ -130,7 +131,8 @@ def test_packed_forward_padded_or_not_equals_groups_over_both_stores(architectur
     groups = ModelRunner(model, TokenStore(6), CPU)
     packed = packed_runner(model, packed_attention)
     padded = packed_runner(model, packed_attention, pads=True)
-    assert_equal_logits([rows, groups, packed, padded])
+    split = packed_runner(model, packed_attention, pads=True, head=OutputHead(model))
+    assert_equal_logits([rows, groups, packed, padded, split])
     assert padded.packed.buckets and not packed.packed.buckets
 
 
@@ -162,12 +164,15 @@ class TracedForward(PackedForward):
         return bucket.graph()
 
 
+@pytest.mark.parametrize("splits_head", [False, True])
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_a_captured_step_replayed_on_new_buffers_equals_an_eager_one(architecture):
+def test_a_captured_step_replayed_on_new_buffers_equals_an_eager_one(architecture, splits_head):
     """All that differs between two steps of a bucket comes from its buffers and from the store's memory."""
     model = prepared(architecture)
     runner = packed_runner(model, masked_attention, pads=True)
-    traced = TracedForward(model, runner.store, CPU, masked_attention, runner._selects_logits, pads=True, captures=True)
+    head = OutputHead(model) if splits_head else None
+    options = {"pads": True, "captures": True, "head": head}
+    traced = TracedForward(model, runner.store, CPU, masked_attention, runner._selects_logits, **options)
     runner.packed = traced
     with torch.no_grad():
         assert_equal_logits([packed_runner(model, packed_attention), runner], num_steps=14)
@@ -306,7 +311,8 @@ def test_cuda_graphs_of_the_kernel_equal_groups(architecture):
     model = tiny_model(architecture, **(GPT_OSS if architecture == "gpt_oss" else {})).to(device)
     prepare_model(model)
     groups, graphs = (ModelRunner(model, TokenStore(6), device, name) for name in ("torch", "triton"))
-    assert_equal_logits([groups, graphs], num_steps=30, tolerance=1e-4)
+    split = ModelRunner(model, TokenStore(6), device, "triton", splits_head=True)
+    assert_equal_logits([groups, graphs, split], num_steps=30, tolerance=1e-4)
     assert any(bucket.graph is not None for bucket in graphs.packed.buckets.values()) or architecture == "gpt_oss"
 
 

@@ -6,9 +6,17 @@ from hypothesis import strategies as st
 from test_token_tree import trees
 
 from pipeline.decoding.acceptance import reference_accept, verify
+from pipeline.decoding.output_head import HeldLogits
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, chain_tree
-from pipeline.decoding.verifiers import Greedy, ProbabilityThreshold, Relaxed, TopK, verifier_from
+from pipeline.decoding.verifiers import (
+    Greedy,
+    ProbabilityThreshold,
+    Relaxed,
+    TopK,
+    largest_beside,
+    verifier_from,
+)
 
 VOCAB = 7
 END = 3
@@ -91,3 +99,60 @@ def test_logits_that_are_not_finite_are_no_acceptance():
 )
 def test_settings_name_the_rules(name, rule):
     assert verifier_from(DecodingSettings(verifier=name)) == rule
+
+
+class CountingRows(HeldLogits):
+    """Logits that know how many of their rows were asked for."""
+
+    num_asked = 0
+
+    def of(self, rows):
+        object.__setattr__(self, "num_asked", self.num_asked + len(rows))
+        return super().of(rows)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(trees(vocab_size=VOCAB - 1), min_size=1, max_size=6),
+    st.sampled_from(RULES),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0.5, 2.0]),
+    st.sampled_from([0, VOCAB * 4]),
+    st.sampled_from([1, 3, 256]),
+)
+def test_judging_by_level_and_in_chunks_says_what_judging_at_once_says(forest, rule, seed, scale, level, chunk):
+    rng = np.random.default_rng(seed)
+    forest = [TokenTree(np.abs(t.token_ids), t.parents, t.log_acceptance, t.source) for t in forest]
+    starts = np.cumsum([0] + [len(t) + 1 for t in forest[:-1]])
+    num_rows = sum(len(t) + 1 for t in forest)
+    logits = torch.from_numpy((rng.normal(size=(num_rows, VOCAB)) * scale).astype(np.float32))
+    before = logits.clone()
+    found = []
+    for most_logits, most_rows in ((1 << 60, 1 << 60), (level, chunk)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("pipeline.decoding.acceptance.LEVEL_LOGITS", most_logits)
+            patch.setattr("pipeline.decoding.row_verdicts.CHUNK_ROWS", {"cpu": most_rows})
+            rows = CountingRows(logits)
+            found.append((verify(rule, rows, forest, starts, IS_END), rows.num_asked))
+    (at_once, num_all), (by_level, num_asked) = found
+    assert num_all == num_rows >= num_asked
+    for one, other in zip(at_once, by_level, strict=True):
+        assert (one.nodes.tolist(), one.next_token) == (other.nodes.tolist(), other.next_token)
+    assert torch.equal(logits, before)
+
+
+def test_nothing_is_looked_at_behind_what_was_not_accepted(monkeypatch):
+    monkeypatch.setattr("pipeline.decoding.acceptance.LEVEL_LOGITS", 0)
+    rows = CountingRows(peaked(*[[0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]] * 9))
+    forest = [chain_tree([0, 0, 1, 0]), chain_tree([1, 0, 0])]  # two nodes of the first are accepted, none of the other
+    found = verify(Greedy(), rows, forest, np.array([0, 5]), IS_END)
+    assert [one.num_accepted for one in found] == [2, 0]
+    assert rows.num_asked == 2 + 1 + 1
+
+
+def test_largest_beside_the_choice_leaves_the_logits_as_they_were():
+    logits = torch.tensor([[1.0, 5.0, 5.0], [3.0, -1.0, 2.0]])
+    before = logits.clone()
+    found = largest_beside(logits, torch.tensor([1, 0]))
+    assert found.tolist() == [5.0, 2.0] == largest_beside(logits.double(), torch.tensor([1, 0])).tolist()
+    assert torch.equal(logits, before)
