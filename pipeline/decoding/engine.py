@@ -1,8 +1,12 @@
 """The engine: texts for a stream of requests, drafted and verified, as many at once as fit.
 
 One step is four hops for all live sequences: draft, forward, verify, commit. Requests are pulled as rows of the KV
-store come free, and results are yielded as they finish. A text depends on its own request alone: not on what shares
-its batch, nor on the order of requests (but for rounding, which the shape of a forward can change).
+store come free, and results are yielded as they finish. On CUDA a step waits for the device once, where verdicts come
+to the host: launches and what verification sends are queued behind the forward. Committing, endings, admission,
+drafting and packing come between that and the next launch, with the device idle.
+
+A text depends on its own request alone: not on what shares its batch, nor on the order of requests (but for rounding,
+which the shape of a forward can change).
 
 Knows no entities, no files and no Ray.
 """

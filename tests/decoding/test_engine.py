@@ -1,4 +1,5 @@
 import json
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -105,17 +106,19 @@ def test_prompt_that_exceeds_the_cache_fails_alone():
     assert found["a"].reason.startswith("too-long") and len(found) == 4
 
 
-class Fragile(torch.nn.Module):
+@contextmanager
+def breaks_where(model, token: int):
     """A model that breaks where a token appears."""
 
-    def __init__(self, model, token: int) -> None:
-        super().__init__()
-        self.model, self.token = model, token
-
-    def forward(self, input_ids, **arguments):
-        if (input_ids == self.token).any():
+    def refuse(module, arguments):
+        if (arguments[0] == token).any():
             raise RuntimeError("out of memory, say")
-        return self.model(input_ids=input_ids, **arguments)
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @pytest.mark.parametrize("drafter", [None, PromptLookupDrafter()])
@@ -123,10 +126,10 @@ def test_a_sequence_that_breaks_the_model_fails_alone(drafter):
     texts = plain_texts(MODEL, PROMPTS, 12)
     poison = min(set(range(VOCAB)) - {int(token) for text in [*PROMPTS, *texts] for token in text} - set(END_IDS))
     engine = tiny_engine(MODEL, batch_size=4)
-    engine.runner.model = Fragile(engine.runner.model, poison)
     requests = requests_for(PROMPTS, 12)
     requests.insert(2, GenerationRequest("poisoned", np.array([25, poison, 30], np.int32), None, None, 12))
-    found = by_id(engine.generate(requests, drafter, Greedy()))
+    with breaks_where(engine.runner.model, poison):
+        found = by_id(engine.generate(requests, drafter, Greedy()))
     failure = found.pop("poisoned")
     assert failure.reason == "model-error: RuntimeError: out of memory, say"
     assert {int(i): r.token_ids.tolist() for i, r in found.items()} == dict(enumerate(texts))
