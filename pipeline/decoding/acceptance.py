@@ -75,6 +75,8 @@ def verify(
     pending = starts if rows.num_rows > most_at_once else np.arange(rows.num_rows)
     while len(pending):
         nodes = step.judge(verifier, rows, pending, is_end)
+        if len(pending) == rows.num_rows:
+            break
         pending = step.behind(nodes[step.allowed[nodes]], most_at_once)
     return step.acceptances(trees, starts)
 

@@ -40,10 +40,13 @@ def judge_rows(
     parents, token_ids : int64[m], of each node the place of its parent's row in `wanted`, and its token.
     """
     size = CHUNK_ROWS[rows.device.type]
-    order = np.argsort(parents, kind="stable")
-    ends = np.searchsorted(parents[order], np.arange(0, len(wanted), size) + size)
+    if len(wanted) <= size:
+        by_chunk = [np.arange(len(parents))]
+    else:
+        order = np.argsort(parents, kind="stable")
+        by_chunk = np.split(order, np.searchsorted(parents[order], np.arange(size, len(wanted), size)))
     choices, best, accepted, log_probability = [], [], [], []
-    for number, nodes in enumerate(np.split(order, ends[:-1])):
+    for number, nodes in enumerate(by_chunk):
         first = number * size
         logits = rows.of(wanted[first : first + size])
         choices.append(row_argmax(logits))
@@ -60,10 +63,12 @@ def judge_rows(
             log_probability.append(verdicts.log_probability)
     # What the host needs comes in one copy, and with it one synchronisation. float64 holds every token id.
     parts = [part.double() for part in (*choices, *best, *accepted, *log_probability)]
-    found = np.split(torch.cat(parts).cpu().numpy(), np.cumsum([len(wanted), len(wanted), len(order)]))
-    in_order = np.empty((2, len(order)))
-    in_order[:, order] = found[2], found[3]
-    return RowVerdicts(found[0].astype(np.int64), np.isfinite(found[1]), in_order[0] > 0, in_order[1])
+    found = torch.cat(parts).cpu().numpy()
+    num_rows, num_nodes = len(wanted), len(parents)
+    of_nodes = np.empty((2, num_nodes))
+    of_nodes[:, np.concatenate(by_chunk)] = found[2 * num_rows :].reshape(2, num_nodes)
+    chosen, is_finite = found[:num_rows].astype(np.int64), np.isfinite(found[num_rows : 2 * num_rows])
+    return RowVerdicts(chosen, is_finite, of_nodes[0] > 0, of_nodes[1])
 
 
 def row_argmax(logits: torch.Tensor) -> torch.Tensor:
