@@ -43,7 +43,7 @@ def runners_up(
     int32[n], NO_ALTERNATIVE where none is worth recording.
     """
     source = HeldLogits(logits) if isinstance(logits, torch.Tensor) else logits
-    size = CHUNK_ROWS[source.device.type]
+    size = CHUNK_ROWS["cpu" if source.device.type == "cpu" else "cuda"]
     parts = []
     for first in range(0, len(rows), size):
         chunk = slice(first, first + size)

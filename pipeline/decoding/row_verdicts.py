@@ -39,7 +39,7 @@ def judge_rows(
     wanted : int64[n], the rows to look at.
     parents, token_ids : int64[m], of each node the place of its parent's row in `wanted`, and its token.
     """
-    size = CHUNK_ROWS[rows.device.type]
+    size = CHUNK_ROWS["cpu" if rows.device.type == "cpu" else "cuda"]
     if len(wanted) <= size:
         by_chunk = [np.arange(len(parents))]
     else:
