@@ -132,11 +132,8 @@ def test_a_forward_that_runs_out_of_memory_is_done_by_fewer(kv_cache, caplog):
             raise torch.OutOfMemoryError("CUDA out of memory, say")
 
     engine = tiny_engine(MODEL, batch_size=8, kv_cache=kv_cache, max_prefill_tokens=12, max_draft_tokens=4)
-    hook = MODEL.get_input_embeddings().register_forward_pre_hook(refuse_many)
-    try:
-        found = texts_of(engine.generate(requests_for(PROMPTS, MAX_NEW), OracleDrafter(EXPECTED), Greedy()))
-    finally:
-        hook.remove()
+    engine.runner.model.get_input_embeddings().register_forward_pre_hook(refuse_many)
+    found = texts_of(engine.generate(requests_for(PROMPTS, MAX_NEW), OracleDrafter(EXPECTED), Greedy()))
     assert found == dict(enumerate(EXPECTED))
     assert caplog.text.count("going on with") == 1
 
