@@ -10,6 +10,9 @@ import numpy as np
 from retrieval_pools.calibration_table import COUNT_KNOTS, NUM_KNOTS
 
 LEAST_ACCEPTANCE, MOST_ACCEPTANCE = 1e-4, 0.9999  # nothing is impossible, nothing certain: paths keep an order
+NUM_NEWTON_STEPS = 12
+LONGEST_STEP = 1.0  # of Newton's method: beyond, where all was accepted that was thought impossible, it overshoots
+LEAST_ODDS = 1e-6
 IDENTITY = COUNT_KNOTS.astype(np.float64)
 
 
@@ -97,6 +100,56 @@ class KnotCounts:
     def standard_errors(self, curves: np.ndarray, prior_nodes: float) -> np.ndarray:
         """Deviations of a beta distribution of the counts near each knot."""
         return np.sqrt(curves * (1.0 - curves) / (self.nearness + prior_nodes + 1.0))
+
+
+def log_factors(
+    estimates: np.ndarray,
+    is_accepted: np.ndarray,
+    counts_for: np.ndarray,
+    cell: np.ndarray,
+    centres: np.ndarray,
+    prior_precision: float,
+) -> np.ndarray:
+    """The factor of each cell's odds that makes estimates of its nodes right: its most probable logarithm.
+
+    Parameters
+    ----------
+    estimates : float64[n] in 0 to 1.
+    is_accepted : bool[n].
+    counts_for : float64[n], how much each node counts.
+    cell : int64[n], the cell of each.
+    centres : float64[num cells], what the logarithms are thought to be before any node was seen.
+    prior_precision : how surely: the inverse variance.
+
+    Returns
+    -------
+    float64[num cells], by Newton's method.
+    """
+    odds = estimates / np.maximum(1 - estimates, LEAST_ODDS)
+    offsets = centres.copy()
+    for _ in range(NUM_NEWTON_STEPS):
+        raised = odds * np.exp(offsets)[cell]
+        expected = raised / (1 + raised)
+        slope = np.bincount(cell, counts_for * (is_accepted - expected), len(offsets))
+        curvature = np.bincount(cell, counts_for * expected * (1 - expected), len(offsets))
+        step = (slope - prior_precision * (offsets - centres)) / (curvature + prior_precision)
+        offsets += np.clip(step, -LONGEST_STEP, LONGEST_STEP)
+    return offsets
+
+
+def raised(curves: np.ndarray, log_factors: np.ndarray) -> np.ndarray:
+    """Curves, float64[..., num knots], whose odds are raised by a factor each."""
+    factors = np.exp(log_factors)[..., None]
+    return curves * factors / (1 - curves + curves * factors)
+
+
+def on_curves(curves: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """float64[n]: each of float64[n, num knots] at its own x, as `calibration_table` reads one."""
+    rows = np.arange(len(x))
+    below = np.clip(np.searchsorted(IDENTITY, x, side="right") - 1, 0, NUM_KNOTS - 2)
+    part = np.minimum((x - IDENTITY[below]) / (IDENTITY[below + 1] - IDENTITY[below]), 1.0)
+    between = curves[rows, below] + part * (curves[rows, below + 1] - curves[rows, below])
+    return np.where(x < IDENTITY[0], curves[:, 0] * (x / IDENTITY[0]), between)
 
 
 def nondecreasing(values: np.ndarray, weights: np.ndarray) -> np.ndarray:

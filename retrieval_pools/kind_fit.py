@@ -8,7 +8,7 @@ import numpy as np
 
 from retrieval_pools.calibration import KindCurve
 from retrieval_pools.calibration_table import KINDS_SHAPE, NUM_KINDS
-from retrieval_pools.curve_fit import IDENTITY, KnotCounts
+from retrieval_pools.curve_fit import IDENTITY, KnotCounts, log_factors, raised
 from retrieval_pools.reliability import DIGITS
 
 # How surely a kind is thought to be as all others before any node of it was seen: the inverse variance of the logarithm
@@ -18,8 +18,6 @@ PRIOR_PRECISION = 5.0
 # Nodes that the odds of a kind count for at each knot of its curve. Of 32, 128, 512 and infinitely many this had the
 # most accepted of short texts, and of long ones 0.01 % less than 512.
 PRIOR_NODES = 128.0
-NUM_NEWTON_STEPS = 12
-LEAST_ODDS = 1e-6
 
 
 def fit_kinds(
@@ -42,13 +40,11 @@ def fit_kinds(
     source, kind : int[n].
     """
     cell = source.astype(np.int64) * NUM_KINDS + kind
-    of_all = _log_factors(estimates, is_accepted, weights, kind, np.zeros(NUM_KINDS), prior_precision)
-    of_each = _log_factors(
-        estimates, is_accepted, weights, cell, np.tile(of_all, KINDS_SHAPE[0]), prior_precision
-    ).reshape(KINDS_SHAPE[:-1])
-    factors = np.exp(of_each)[..., None]
-    curves = IDENTITY * factors / (1 - IDENTITY + IDENTITY * factors)
-    curves = KnotCounts.of(estimates, is_accepted, weights, cell, KINDS_SHAPE[:-1]).curves(curves, PRIOR_NODES)
+    of_all = log_factors(estimates, is_accepted, weights, kind, np.zeros(NUM_KINDS), prior_precision)
+    centres = np.tile(of_all, KINDS_SHAPE[0])
+    of_each = log_factors(estimates, is_accepted, weights, cell, centres, prior_precision).reshape(KINDS_SHAPE[:-1])
+    counts = KnotCounts.of(estimates, is_accepted, weights, cell, KINDS_SHAPE[:-1])
+    curves = counts.curves(raised(IDENTITY, of_each), PRIOR_NODES)
     num_tried = np.bincount(cell, minlength=of_each.size).reshape(of_each.shape)
     num_accepted = np.bincount(cell, is_accepted, minlength=of_each.size).reshape(of_each.shape)
     return tuple(
@@ -61,23 +57,3 @@ def fit_kinds(
         )
         for source, kind in np.argwhere(num_tried).tolist()
     )
-
-
-def _log_factors(
-    estimates: np.ndarray,
-    is_accepted: np.ndarray,
-    weights: np.ndarray,
-    cell: np.ndarray,
-    centres: np.ndarray,
-    prior_precision: float,
-) -> np.ndarray:
-    """Of each cell the most probable logarithm of the factor, by Newton's method: float64[num cells]."""
-    odds = estimates / np.maximum(1 - estimates, LEAST_ODDS)
-    offsets = centres.copy()
-    for _ in range(NUM_NEWTON_STEPS):
-        raised = odds * np.exp(offsets)[cell]
-        expected = raised / (1 + raised)
-        slope = np.bincount(cell, weights * (is_accepted - expected), len(offsets))
-        curvature = np.bincount(cell, weights * expected * (1 - expected), len(offsets))
-        offsets += (slope - prior_precision * (offsets - centres)) / (curvature + prior_precision)
-    return offsets

@@ -7,7 +7,6 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.isotonic import isotonic_regression
 
 from models.sample_exercises import make_example
 from models.train_sample import world_entities
@@ -34,7 +33,6 @@ from retrieval_pools.calibration_table import (
     path_acceptance,
 )
 from retrieval_pools.cell_fit import fit_cells, fit_table
-from retrieval_pools.curve_fit import nondecreasing
 from retrieval_pools.kind_fit import fit_kinds
 from retrieval_pools.reliability import NUM_BINS, reliability, reliability_bins
 from retrieval_pools.replay import DraftOptions, Nodes, ReplayText, pool_steps, replay
@@ -87,15 +85,6 @@ def test_a_table_is_that_of_the_cells():
     for sources in ((SOURCE_POOL, SOURCE_OUTPUT), (SOURCE_PROMPT,)):
         nodes = invented_nodes(3_000, lambda source, length, depth, count: count / 2, sources=sources)
         assert np.array_equal(fit_table(nodes), table_of(fit_cells(nodes)))
-
-
-@pytest.mark.parametrize("num_knots", [1, 2, 7, 21])
-def test_what_never_falls_is_as_an_isotonic_regression_has_it(num_knots):
-    rng = np.random.default_rng(num_knots)
-    values, weights = rng.random((200, num_knots)), rng.random((200, num_knots)) + 1e-3
-    values[:20] = np.sort(values[:20], axis=1)
-    expected = [isotonic_regression(v, sample_weight=w) for v, w in zip(values, weights, strict=True)]
-    assert np.allclose(nondecreasing(values, weights), expected, atol=1e-12)
 
 
 def test_curves_never_fall_even_where_acceptance_does():
