@@ -43,8 +43,8 @@ from pipeline.knowledge.templates import load_template
 from pipeline.storage.quarantine import QuarantineRow, count_reasons
 from pipeline.storage.run_folder import RunFolder, ShardRecord
 from pipeline.storage.workspace import Workspace
+from retrieval_pools.drafting.tree import compiled_query
 from retrieval_pools.pool import EMPTY_POOL
-from retrieval_pools.query import compiled_query
 from retrieval_pools.router import Route, Router
 from retrieval_pools.routing_rule import RoutingRule
 

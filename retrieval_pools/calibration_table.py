@@ -68,6 +68,12 @@ def token_kind(stands_in: int, num_occurrences: int, num_positions: int) -> int:
     return stands_in * NUM_FREQUENCIES + frequency
 
 
+def token_frequencies(num_occurrences: np.ndarray, num_positions: int) -> np.ndarray:
+    """uint8[n]: how frequent tokens are, of n tokens, as in `token_kind`."""
+    least = [-(-max(num_positions, 1) // 2**-exponent) for exponent in FREQUENCY_EXPONENTS]
+    return np.searchsorted(least, num_occurrences, side="right").astype(np.uint8)
+
+
 def identity_table() -> np.ndarray:
     """float32 `TABLE_SHAPE`: relative counts are believed as they are."""
     return np.broadcast_to(COUNT_KNOTS, TABLE_SHAPE).copy()

@@ -3,7 +3,8 @@
 Owns opening and what a query needs of a pool. Knows nothing of versions, runs or the model that wrote the texts.
 """
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -18,10 +19,12 @@ from retrieval_pools.calibration_table import (
     KINDS_SHAPE,
     PATHS_SHAPE,
     TABLE_SHAPE,
+    token_frequencies,
     upper_bounds,
 )
-from retrieval_pools.drafting.state import EVERYONE, UNKNOWN, Index
-from retrieval_pools.drafting.tree import Variant
+from retrieval_pools.drafting.pool_handle import PoolHandle
+from retrieval_pools.drafting.state import EVERYONE, UNKNOWN, Estimates, Index
+from retrieval_pools.drafting.tree import Variant, compiled_query
 from retrieval_pools.errors import PoolError
 from retrieval_pools.manifest import (
     FORMAT_VERSION,
@@ -112,6 +115,10 @@ class Pool:
         pool = cls(folder, manifest, index, manifest.settings, codes)
         return pool if manifest.calibration is None else pool.with_calibration(manifest.calibration)
 
+    def __getstate__(self) -> dict:
+        """Without what was made for drafting: the addresses of `handle` mean nothing in a copy."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
     @property
     def is_calibrated(self) -> bool:
         """Whether estimates are what replays found right, and not relative counts as they are."""
@@ -185,6 +192,11 @@ class Pool:
         return Variant(index.support is not None, 8 * index.group_codes.itemsize, index.alternatives is not None)
 
     @cached_property
+    def draft_trees(self) -> Callable:
+        """That machine code; see `drafting.tree`."""
+        return compiled_query(self.variant)
+
+    @cached_property
     def first_drafts(self) -> dict:
         """What `query.draft` remembers of how texts begin."""
         return {}
@@ -194,16 +206,34 @@ class Pool:
         return EVERYONE if group is None else self._group_codes.get(group, UNKNOWN)
 
     @cached_property
-    def query_arguments(self) -> tuple:
-        """The first arguments of `drafting.tree`: all that it needs to know of a pool, its groups' weights among it."""
+    def handle(self) -> PoolHandle:
+        """All that `drafting.tree` needs to know of a pool, its groups' weights among it."""
         s = self.settings
         inside, outside, of_unknown = (1.0, 0.0, 0.0) if s.scope == "group" else (s.group_weight, 1.0, 1.0)
-        weights = (inside, outside, of_unknown, s.num_samples, s.num_group_samples)
-        limits = (s.max_match_tokens, s.max_local_tokens, s.num_context_lengths)
-        escapes = (s.pool_escape_per_token or self.fitted_escape, s.previous_escape, s.local_escape)
-        bounds = upper_bounds(self.acceptance_table, self.kind_curves)
-        tables = (self.acceptance_table, bounds, self.kind_curves, self.path_curves)
-        return (*self.index, *weights, *limits, *escapes, s.alternative_weight, *tables)
+        estimates = Estimates(
+            token_frequencies(np.diff(self.index.starts), len(self.index.order)),
+            self.acceptance_table,
+            upper_bounds(self.acceptance_table, self.kind_curves),
+            self.kind_curves,
+            self.path_curves,
+        )
+        limits = {
+            "num_samples": s.num_samples,
+            "num_group_samples": s.num_group_samples,
+            "max_match": s.max_match_tokens,
+            "max_local_tokens": s.max_local_tokens,
+            "num_context_lengths": s.num_context_lengths,
+        }
+        weights = {
+            "inside": inside,
+            "outside": outside,
+            "of_unknown": of_unknown,
+            "pool_escape": s.pool_escape_per_token or self.fitted_escape,
+            "previous_escape": s.previous_escape,
+            "local_escape": s.local_escape,
+            "alternative_weight": s.alternative_weight,
+        }
+        return PoolHandle.of(self.index, estimates, limits, weights)
 
 
 def _check_arrays_fit(folder: Path, manifest: PoolManifest, index: Index) -> None:

@@ -4,12 +4,15 @@ Compiles the query when it is first needed (once a machine: numba caches it on d
 nothing of models, tokens' meaning, or how drafts are verified.
 """
 
+import struct
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
 
+from retrieval_pools.drafting.scratch import new_scratch
 from retrieval_pools.drafting.state import (
     CONTEXT_BEGIN,
     CONTEXT_END,
@@ -31,13 +34,13 @@ from retrieval_pools.drafting.state import (
     PREVIOUS_BEGIN,
     PREVIOUS_END,
 )
-from retrieval_pools.drafting.tree import compile_draft_trees
 from retrieval_pools.pool import EMPTY_POOL, Pool
 
 MAX_FIRST_DRAFTS = 4096  # remembered of a pool
 SHARE = 8  # sequences that a thread drafts at a time; fewer take less time than it takes to wake up
 UNLIMITED_DEPTH = MAX_NODES
 _NO_TOKENS = np.empty(0, np.int32)
+_INT32, _ONE_AFTER_THE_OTHER = _NO_TOKENS.dtype, _NO_TOKENS.strides
 
 
 class Draft:
@@ -97,9 +100,6 @@ class Draft:
     @property
     def token_kind(self) -> np.ndarray:
         return self._rows[OUT_KIND]
-
-
-compiled_query = cache(compile_draft_trees)  # compiled when it is first needed
 
 
 def draft(
@@ -214,7 +214,7 @@ def draft_batch(
 
     found = np.empty((num_sequences, NUM_OUTPUTS, max_nodes), np.int32)
     options = use_output, use_prompt, max_nodes, min_probability, -1 if end_token_id is None else end_token_id
-    compiled = compiled_query(pool.variant)
+    compiled, (places, weights, _) = pool.draft_trees, pool.handle
 
     num_threads = min(num_threads, num_sequences // SHARE)
     share = SHARE if num_threads > 1 else max(num_sequences, 1)
@@ -223,7 +223,10 @@ def draft_batch(
     def draft_shares() -> None:
         for start in starts:  # each thread takes the next share that is left
             part = slice(start, start + share)
-            compiled(*pool.query_arguments, packed_contexts, packed_previous, sequences[part], *options, found[part])
+            compiled(
+                places, weights, _workspace.scratch, packed_contexts, packed_previous, sequences[part], *options,
+                found[part],
+            )  # fmt: skip
 
     others = [_threads(num_threads).submit(draft_shares) for _ in range(1, num_threads)]
     draft_shares()
@@ -243,6 +246,9 @@ def draft_batch(
 
 def _pack(rows: Sequence[np.ndarray | None], bounds: np.ndarray) -> np.ndarray:
     """Rows of token ids end to end, None being empty; where each begins and ends is written: int64[n, 2]."""
+    if all(row is None for row in rows):
+        bounds[:] = 0
+        return _NO_TOKENS
     rows = [_NO_TOKENS if row is None else row for row in rows]
     bounds[:, 1] = np.cumsum([len(row) for row in rows], dtype=np.int64)
     bounds[1:, 0] = bounds[:-1, 1]
@@ -257,16 +263,32 @@ def _threads(num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, thread_name_prefix="draft")
 
 
+class _Workspace(threading.local):
+    """What a thread's drafts use one after the other: `scratch`, and the row of one sequence, written as `row`."""
+
+    def __init__(self) -> None:
+        self.scratch = new_scratch()
+        self.sequences = np.zeros((1, NUM_SEQUENCE_COLUMNS), np.int64)
+        self.row = memoryview(self.sequences).cast("B").cast("q")
+
+
+_workspace = _Workspace()
+_fill_row = struct.Struct(f"{NUM_SEQUENCE_COLUMNS}q").pack_into
+
+
 def _draft_one(pool, context, num_prompt, previous, group, max_depth, options) -> Draft:
-    sequences = np.array([[0, len(context), num_prompt, 0, len(previous), pool.group_code(group), max_depth, 0]])
+    places, weights, _ = pool.handle
+    mine = _workspace
+    row = mine.row
+    _fill_row(row, 0, 0, len(context), num_prompt, 0, len(previous), pool.group_code(group), max_depth, 0)
     found = np.empty((1, NUM_OUTPUTS, options[2]), np.int32)
-    compiled_query(pool.variant)(*pool.query_arguments, context, previous, sequences, *options, found)
-    found.flags.writeable = False  # it may be remembered
-    return Draft(found[0, :, : sequences[0, NUM_NODES]])
+    pool.draft_trees(places, weights, mine.scratch, context, previous, mine.sequences, *options, found)
+    found.setflags(write=False)  # it may be remembered
+    return Draft(found[0, :, : row[NUM_NODES]])
 
 
 def _int32_row(tokens: np.ndarray) -> np.ndarray:
-    if type(tokens) is np.ndarray and tokens.dtype == np.int32 and tokens.ndim == 1 and tokens.flags.c_contiguous:
+    if type(tokens) is np.ndarray and tokens.dtype is _INT32 and tokens.strides == _ONE_AFTER_THE_OTHER:
         return tokens
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):

@@ -159,17 +159,18 @@ def _add_share(candidates, c, source, share):
 
 @part
 def push_candidates(
-    frontier, size, candidates, num_candidates, node, depth, probability, min_probability, table, bounds, kind_curves,
-    lookup, index, draft_end,
+    frontier, size, candidates, num_candidates, node, depth, probability, min_probability, estimates, own, draft_end,
 ):  # fmt: skip
     """Put the likely candidates of the node drafted last on the frontier, and clear them away for the next node.
 
-    `bounds` say without a look at the table what is out of the question. Returns the frontier's new size.
+    Their bounds say without a look at the table what is out of the question. Returns the frontier's new size.
     """
     for c in range(num_candidates):
         candidates.slots[candidates.slot_of[c]] = 0
         relative_count = candidates.total[c]
-        if probability * most_acceptance(bounds, relative_count) < least_probability(frontier, size, min_probability):
+        if probability * most_acceptance(estimates.bounds, relative_count) < least_probability(
+            frontier, size, min_probability
+        ):
             continue
         token = candidates.token[c]
         if token == END and not draft_end:
@@ -177,8 +178,9 @@ def push_candidates(
         source = candidates.own_source[c] if candidates.own[c] >= candidates.pool[c] else SOURCE_POOL
         length = candidates.length[c]
         num_seen = candidates.num_seen[c]
-        own = conditional_acceptance(table, source, num_seen, length, depth + 1, relative_count)
-        path = probability * on_knots(kind_curves[source, kind_of(lookup, index, token)], own)
+        acceptance = conditional_acceptance(estimates.table, source, num_seen, length, depth + 1, relative_count)
+        kind = kind_of(own, estimates.frequencies, token)
+        path = probability * on_knots(estimates.kind_curves[source, kind], acceptance)
         if path >= min_probability:
-            size = push_path(frontier, node, size, path, node, source, candidates, c)
+            size = push_path(frontier, node, size, path, node, source, kind, candidates, c)
     return size

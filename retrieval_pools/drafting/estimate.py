@@ -5,7 +5,6 @@ import numpy as np
 from retrieval_pools.calibration_table import (
     COUNT_KNOTS,
     DEPTH_BINS,
-    FREQUENCY_EXPONENTS,
     IN_OUTPUT,
     IN_PROMPT,
     LARGEST_BINNED,
@@ -22,7 +21,6 @@ from retrieval_pools.drafting.state import END, NUM_OWN_SLOTS, NUM_OWN_TOKENS, p
 _MANTISSA_BITS = 22
 _FIRST_KNOT = (127 + LOWEST_EXPONENT) << 1
 _LOWEST = float(COUNT_KNOTS[0])
-_SHIFTS = tuple(-exponent for exponent in FREQUENCY_EXPONENTS)
 
 
 @part
@@ -42,15 +40,12 @@ def conditional_acceptance(table, source, num_seen, match_length, depth, relativ
 
 
 @part
-def kind_of(lookup, index, token):
-    """The kind of a token; see `calibration_table.token_kind`. `lookup.own` knows where it stands."""
-    num_positions, num_occurrences = max(index.order.shape[0], 1), np.int64(0)
-    if END <= token < index.starts.shape[0] - 2:
-        num_occurrences = np.int64(index.starts[token + 2]) - np.int64(index.starts[token + 1])
-    frequency = 0
-    while frequency < NUM_FREQUENCIES - 1 and num_occurrences << _SHIFTS[frequency] >= num_positions:
-        frequency += 1
-    return _stands_in(lookup.own, token) * NUM_FREQUENCIES + frequency
+def kind_of(own, frequencies, token):
+    """The kind of a token; see `calibration_table.token_kind`. `own` knows where it stands."""
+    frequency = np.int64(0)
+    if END <= token < frequencies.shape[0] - 1:
+        frequency = np.int64(frequencies[token + 1])
+    return _stands_in(own, token) * NUM_FREQUENCIES + frequency
 
 
 @part

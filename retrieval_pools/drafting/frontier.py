@@ -27,7 +27,7 @@ def least_probability(frontier, size, min_probability):
 
 
 @part
-def push_path(frontier, num_drafted, size, probability, parent, source, candidates, c):
+def push_path(frontier, num_drafted, size, probability, parent, source, kind, candidates, c):
     """Put a path to candidate c in its place in a list of `size`; the last one falls out of a full one.
 
     A node that is drafted stays where it is, even if the path beyond it is as probable and its token smaller. Returns
@@ -46,7 +46,7 @@ def push_path(frontier, num_drafted, size, probability, parent, source, candidat
         k -= 1
     frontier.probability[k], frontier.slots[k] = probability, slot
     frontier.token[slot], frontier.parent[slot] = token, parent
-    frontier.source[slot], frontier.length[slot] = source, candidates.length[c]
+    frontier.source[slot], frontier.kind[slot], frontier.length[slot] = source, kind, candidates.length[c]
     frontier.num_seen[slot], frontier.relative_count[slot] = candidates.num_seen[c], candidates.total[c]
     has_run = candidates.has_run[c]
     frontier.has_run[slot] = has_run

@@ -5,8 +5,6 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from retrieval_pools.sources import NUM_SOURCES
-
 MAX_NODES = 64
 LEAST_LEFT = 1 / 32  # shorter contexts are asked while so much is left to them: whatever the budget, so that estimates
 # do not depend on it and a smaller budget's tree is the beginning of a larger one's
@@ -36,7 +34,6 @@ OUT_TOKEN, OUT_PARENT, OUT_LOG_ACCEPTANCE, OUT_SOURCE, OUT_NUM_SEEN, OUT_MATCH_L
 _options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy"}
 part = njit(**_options, _nrt=False, forceinline=True)
 called = njit(**_options, _nrt=False)  # long parts, or called rarely
-allocating = njit(**_options, forceinline=True)
 
 
 class Index(NamedTuple):
@@ -54,6 +51,16 @@ class Index(NamedTuple):
     support: np.ndarray | None
     alternatives: np.ndarray | None
     depth: int
+
+
+class Estimates(NamedTuple):
+    """What makes probabilities of counts; see `calibration_table`. `frequencies[token + 1]` is a token's bin."""
+
+    frequencies: np.ndarray
+    table: np.ndarray
+    bounds: np.ndarray
+    kind_curves: np.ndarray
+    path_curves: np.ndarray
 
 
 class Preference(NamedTuple):
@@ -173,6 +180,7 @@ class Frontier(NamedTuple):
     length: np.ndarray
     num_seen: np.ndarray
     relative_count: np.ndarray
+    kind: np.ndarray
     runs: np.ndarray
     has_run: np.ndarray
 
@@ -185,75 +193,3 @@ class Scratch(NamedTuple):
     candidates: Candidates
     runs: Runs
     frontier: Frontier
-
-
-@allocating
-def new_scratch(max_nodes, max_match):
-    """Room for a draft of so many nodes, of contexts of so many tokens."""
-    lookup = Lookup(
-        np.empty(max_match, np.int32), np.empty((max_match + 1, 2), np.int64), np.empty(NUM_OWN_SLOTS, np.int32)
-    )
-    return Scratch(lookup, _new_levels(max_nodes), _new_candidates(), _new_runs(), _new_frontier(max_nodes))
-
-
-@allocating
-def _new_levels(max_nodes):
-    """Room for every level at every node, not filled."""
-    return Levels(
-        np.empty(MAX_LEVELS, np.int64),
-        np.empty(MAX_LEVELS, np.int64),
-        np.empty(MAX_LEVELS, np.float64),
-        np.empty((max_nodes + 1, MAX_LEVELS), np.int32),
-        np.empty((max_nodes + 1, MAX_LEVELS), np.int32),
-        np.empty((max_nodes + 1, NUM_SOURCES, NUM_LOCAL_POSITIONS), np.int32),
-        np.empty(max_nodes + 1, np.int32),
-        np.empty(max_nodes + 1, np.int32),
-        np.empty(max_nodes + 1, np.int32),
-    )
-
-
-@allocating
-def _new_candidates():
-    """No candidates, and an empty table."""
-    return Candidates(
-        np.empty(NUM_CANDIDATES, np.int32),
-        np.empty(NUM_CANDIDATES, np.float64),
-        np.empty(NUM_CANDIDATES, np.float64),
-        np.empty(NUM_CANDIDATES, np.float64),
-        np.empty(NUM_CANDIDATES, np.uint8),
-        np.empty(NUM_CANDIDATES, np.int32),
-        np.empty(NUM_CANDIDATES, np.int32),
-        np.zeros(NUM_SLOTS, np.int16),
-        np.empty(NUM_CANDIDATES, np.int16),
-        np.empty((NUM_CANDIDATES, MAX_LEVELS, 2), np.int32),
-        np.empty(NUM_CANDIDATES, np.int32),
-    )
-
-
-@allocating
-def _new_runs():
-    """Room for the next tokens of one level."""
-    return Runs(
-        np.empty(NUM_RUNS, np.int32),
-        np.empty(NUM_RUNS, np.float64),
-        np.empty(NUM_RUNS, np.bool_),
-        np.empty(NUM_RUNS, np.int32),
-        np.empty(NUM_RUNS, np.int32),
-    )
-
-
-@allocating
-def _new_frontier(max_nodes):
-    """Room for `max_nodes` paths."""
-    return Frontier(
-        np.empty(max_nodes, np.float64),
-        np.empty(max_nodes, np.int32),
-        np.empty(max_nodes, np.int32),
-        np.empty(max_nodes, np.int32),
-        np.empty(max_nodes, np.int32),
-        np.empty(max_nodes, np.int32),
-        np.empty(max_nodes, np.int32),
-        np.empty(max_nodes, np.float32),
-        np.empty((max_nodes, MAX_LEVELS, 2), np.int32),
-        np.empty(max_nodes, np.int32),
-    )

@@ -10,17 +10,21 @@ slowly.
 
 import hashlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numba import boolean, float64, int64, njit, types
 
-from retrieval_pools import calibration_table, fetch, sources
+from retrieval_pools import calibration_table, fetch, settings, sources
+from retrieval_pools.drafting.addresses import int32s_at, uint8s_at, uint16s_at
 from retrieval_pools.drafting.continuations import count_continuations, push_candidates
-from retrieval_pools.drafting.estimate import kind_of, least_product, note_own_tokens, on_knots
+from retrieval_pools.drafting.estimate import least_product, note_own_tokens, on_knots
 from retrieval_pools.drafting.frontier import least_probability
 from retrieval_pools.drafting.levels import add_own_levels, add_pool_levels, stand_at_root
+from retrieval_pools.drafting.pool_handle import PLACE, WEIGHT, estimates_at, index_at
+from retrieval_pools.drafting.scratch import scratch_in
 from retrieval_pools.drafting.state import (
     CONTEXT_BEGIN,
     CONTEXT_END,
@@ -43,26 +47,20 @@ from retrieval_pools.drafting.state import (
     PREVIOUS_END,
     UNKNOWN,
     Context,
-    Index,
     Options,
     Preference,
     called,
-    new_scratch,
     part,
 )
 
+_uint8s = types.Array(types.uint8, 1, "C")
 _int32s = types.Array(types.int32, 1, "C", readonly=True)
-_uint8s = types.Array(types.uint8, 1, "C", readonly=True)
-_codes = {8: _uint8s, 16: types.Array(types.uint16, 1, "C", readonly=True)}
-_table = types.Array(types.float32, 5, "C", readonly=True)
-_bounds = types.Array(types.float32, 1, "C", readonly=True)
-_kind_curves = types.Array(types.float32, 3, "C", readonly=True)
-_path_curves = types.Array(types.float32, 2, "C", readonly=True)
+_int64s = types.Array(types.int64, 1, "C")
+_float64s = types.Array(types.float64, 1, "C")
 _sequences = types.Array(types.int64, 2, "C")
 _found = types.Array(types.int32, 3, "C")
-_preference_types = (float64, float64, float64, int64, int64)
-_option_types = (int64, int64, int64, float64, float64, float64, float64, _table, _bounds, _kind_curves, _path_curves)
-_call_types = (_int32s, _int32s, _sequences, boolean, boolean, int64, float64, int64, _found)
+_pool_types = (_int64s, _float64s)
+_call_types = (_uint8s, _int32s, _int32s, _sequences, boolean, boolean, int64, float64, int64, _found)
 
 
 class Variant(NamedTuple):
@@ -75,89 +73,87 @@ class Variant(NamedTuple):
 
 def compile_draft_trees(variant: Variant = Variant()) -> Callable:
     """`draft_trees` in machine code: seconds the first time on a machine, milliseconds from numba's cache later."""
-    support = _uint8s if variant.has_support else types.none
-    alternatives = _int32s if variant.has_alternatives else types.none
-    index_types = (_int32s, _int32s, _codes[variant.num_code_bits], _int32s, support, alternatives, int64)
-    signature = (*index_types, *_preference_types, *_option_types, *_call_types)
-    return njit(signature, cache=True, nogil=True, error_model="numpy")(_draft_trees_of(_stamp_of_this_folder()))
+    function = _draft_trees_of(
+        _stamp_of_this_folder(), variant.has_support, variant.num_code_bits == 16, variant.has_alternatives
+    )
+    return njit((*_pool_types, *_call_types), cache=True, nogil=True, error_model="numpy", _nrt=False)(function)
+
+
+compiled_query = cache(compile_draft_trees)  # compiled when it is first needed
 
 
 def _stamp_of_this_folder() -> int:
     """Changes with any file here, which `draft_trees` closes over: else numba's cache would look at this file alone."""
-    others = (Path(module.__file__) for module in (sources, calibration_table, fetch))
+    others = (Path(module.__file__) for module in (sources, calibration_table, fetch, settings))
     files = [*sorted(Path(__file__).parent.glob("*.py")), *others]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files))
     return int.from_bytes(digest.digest()[:7], "big")
 
 
-def _draft_trees_of(stamp: int) -> Callable:
+def _draft_trees_of(stamp: int, has_support: bool, has_wide_codes: bool, has_alternatives: bool) -> Callable:
     def draft_trees(
-        tokens, order, group_codes, starts, support, alternatives, depth,
-        inside, outside, of_unknown, num_samples, num_group_samples,
-        max_match, max_local_tokens, num_context_lengths, pool_escape, previous_escape, local_escape,
-        alternative_weight, table, bounds, kind_curves, path_curves,
-        contexts, previous, sequences, use_output, use_prompt, max_nodes, min_probability, end_token_id, found,
+        places, weights, block, contexts, previous, sequences, use_output, use_prompt, max_nodes, min_probability,
+        end_token_id, found,
     ):  # fmt: skip
         """The most probable continuations of each sequence, best first, into `found`: (sequence, OUT_ constant, node).
 
-        Flat arguments: unpacking tuples would cost microseconds. `sequences` has a row for each, the columns of which
-        are the constants of `state`; how many nodes were drafted is written into it.
+        `places` and `weights` are those of a `PoolHandle`, `block` a `new_scratch` that no one else uses meanwhile.
+        `sequences` has a row for each, the columns of which are the constants of `state`; how many nodes were drafted
+        is written into it.
         """
         _ = stamp  # see _stamp_of_this_folder
-        index = Index(tokens, order, group_codes, starts, support, alternatives, depth)
+        num_positions = places[PLACE.num_positions]
+        if has_wide_codes:  # known when this is compiled, as are the next two
+            group_codes = uint16s_at(places[PLACE.group_codes], num_positions)
+        else:
+            group_codes = uint8s_at(places[PLACE.group_codes], num_positions)
+        support = uint8s_at(places[PLACE.support], num_positions) if has_support else None
+        num_tokens = places[PLACE.num_tokens]
+        alternatives = int32s_at(places[PLACE.alternatives], num_tokens) if has_alternatives else None
+        index = index_at(places, group_codes, support, alternatives)
+        estimates = estimates_at(places)
+        max_match = places[PLACE.max_match]
         options = Options(
-            num_context_lengths, pool_escape, previous_escape, local_escape, alternative_weight,
-            use_output, use_prompt, max_nodes, min_probability, end_token_id,
+            places[PLACE.num_context_lengths],
+            weights[WEIGHT.pool_escape], weights[WEIGHT.previous_escape], weights[WEIGHT.local_escape],
+            weights[WEIGHT.alternative_weight], use_output, use_prompt, max_nodes, min_probability, end_token_id,
         )  # fmt: skip
-        scratch = new_scratch(max_nodes, max_match)
+        scratch = scratch_in(block, max_nodes, max_match)
         found_floats = found.view(np.float32)
         for i in range(sequences.shape[0]):
             one = sequences[i]
-            preference = preference_of(one[GROUP], inside, outside, of_unknown, num_samples, num_group_samples)
+            preference = preference_of(one[GROUP], places, weights)
             context = Context(
                 contexts[one[CONTEXT_BEGIN] : one[CONTEXT_END]], one[NUM_PROMPT],
-                previous[one[PREVIOUS_BEGIN] : one[PREVIOUS_END]], max_match, max_local_tokens,
+                previous[one[PREVIOUS_BEGIN] : one[PREVIOUS_END]], max_match, places[PLACE.max_local_tokens],
             )  # fmt: skip
             one[NUM_NODES] = draft_tree(
-                scratch,
-                index,
-                preference,
-                context,
-                options,
-                one[MAX_DEPTH],
-                table,
-                bounds,
-                kind_curves,
-                path_curves,
-                found[i],
-                found_floats[i],
+                scratch, index, preference, context, options, one[MAX_DEPTH], estimates, found[i], found_floats[i]
             )
 
     return draft_trees
 
 
 @part
-def preference_of(group, inside, outside, of_unknown, num_samples, num_group_samples):
+def preference_of(group, places, weights):
     """How much each occurrence counts for a sequence of a group: a code, EVERYONE or UNKNOWN."""
-    if group == EVERYONE:
-        return Preference(group, 1.0, 1.0, num_samples, num_group_samples)
+    inside = outside = 1.0
     if group == UNKNOWN:
-        return Preference(group, of_unknown, of_unknown, num_samples, num_group_samples)
-    return Preference(group, inside, outside, num_samples, num_group_samples)
+        inside = outside = weights[WEIGHT.of_unknown]
+    elif group != EVERYONE:
+        inside, outside = weights[WEIGHT.inside], weights[WEIGHT.outside]
+    return Preference(group, inside, outside, places[PLACE.num_samples], places[PLACE.num_group_samples])
 
 
 @called
-def draft_tree(
-    scratch, index, preference, context, options, max_depth, table, bounds, kind_curves, path_curves, found,
-    found_floats,
-):  # fmt: skip
+def draft_tree(scratch, index, preference, context, options, max_depth, estimates, found, found_floats):
     """The most probable continuations of one sequence, best first. Returns their number.
 
     `found`, int32 (NUM_OUTPUTS, max_nodes), gets a row for each of the OUT_ constants; log acceptance and relative
     count are float32s, written through `found_floats`.
     """
     lookup, levels, candidates, runs, frontier = scratch
-    path_curve = path_curves[1 if context.previous.shape[0] else 0]
+    path_curve = estimates.path_curves[1 if context.previous.shape[0] else 0]
     least_asked = least_product(path_curve, options.min_probability)  # products are compared, and said as their worth
     max_nodes, min_probability = options.max_nodes, max(least_asked, MIN_PROBABILITY)
     num_levels = add_pool_levels(levels, lookup, index, preference, context, options)
@@ -176,8 +172,8 @@ def draft_tree(
                 options.alternative_weight, index, preference, context,
             )  # fmt: skip
             size = push_candidates(
-                frontier, size, candidates, num_candidates, node, depth, probability, min_probability, table, bounds,
-                kind_curves, lookup, index, options.end_token_id >= 0,
+                frontier, size, candidates, num_candidates, node, depth, probability, min_probability, estimates,
+                lookup.own, options.end_token_id >= 0,
             )  # fmt: skip
         if size == num_nodes:
             break
@@ -191,7 +187,7 @@ def draft_tree(
         found[OUT_NUM_SEEN, num_nodes] = frontier.num_seen[slot]
         found[OUT_MATCH_LENGTH, num_nodes] = frontier.length[slot]
         found_floats[OUT_RELATIVE_COUNT, num_nodes] = frontier.relative_count[slot]
-        found[OUT_KIND, num_nodes] = kind_of(lookup, index, token)
+        found[OUT_KIND, num_nodes] = frontier.kind[slot]
         num_nodes += 1
         node = num_nodes
         levels.depth[node] = levels.depth[parent] + 1

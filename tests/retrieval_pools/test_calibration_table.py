@@ -29,6 +29,7 @@ from retrieval_pools.calibration_table import (
     length_bin,
     path_acceptance,
     seen_bin,
+    token_frequencies,
     token_kind,
 )
 from retrieval_pools.drafting import estimate
@@ -151,3 +152,9 @@ def compiled_path(curve, product):
 @njit
 def compiled_least(curve, probability):
     return estimate.least_product(curve, probability)
+
+
+@given(numbers=st.lists(st.integers(0, 1 << 20), max_size=20), num_positions=st.integers(0, 1 << 30))
+def test_frequencies_of_many_tokens_are_those_of_each(numbers, num_positions):
+    found = token_frequencies(np.array(numbers, np.int32), num_positions)
+    assert found.tolist() == [token_kind(0, number, num_positions) for number in numbers]

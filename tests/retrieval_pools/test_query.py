@@ -1,5 +1,6 @@
 """The compiled query against its plain reference, and what it promises beyond that."""
 
+import copy
 import math
 import threading
 
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from retrieval_pools.build import PoolText, build_pool
 from retrieval_pools.calibration_table import IN_OUTPUT, IN_PROMPT, KINDS_SHAPE, PATHS_SHAPE, TABLE_SHAPE, token_kind
 from retrieval_pools.drafting.state import NUM_OWN_TOKENS
-from retrieval_pools.drafting.tree import Variant
-from retrieval_pools.query import SHARE, compiled_query, draft, draft_batch
+from retrieval_pools.drafting.tree import Variant, compiled_query
+from retrieval_pools.pool import Pool
+from retrieval_pools.query import SHARE, draft, draft_batch
 from retrieval_pools.reference import ReferenceText, draft_reference
 from retrieval_pools.settings import PoolSettings
 from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
@@ -278,6 +280,43 @@ def test_threads_draft_the_same_as_one(tmp_path):
     for thread in threads:
         thread.join()
     assert results == [expected] * 4
+
+
+def test_a_draft_leaves_nothing_behind_for_the_next(tmp_path):
+    rng = np.random.default_rng(0)
+    pool = pool_of(tmp_path / "large", [rng.integers(0, 900, 40).tolist() for _ in range(400)])
+    other = pool_of(tmp_path / "other", [[1, 2, 3, 4]] * 5).with_settings(max_match_tokens=2)
+    expected = draft(other, ids([1, 2]), 0)._rows.tolist()
+    for max_nodes in (64, 3, 0, 17):
+        draft(pool, ids(rng.integers(0, 900, 600)), 300, max_nodes=max_nodes, min_probability=1e-4)
+        assert draft(other, ids([1, 2]), 0)._rows.tolist() == expected
+
+
+def test_a_copy_of_a_pool_drafts_when_the_pool_is_gone(tmp_path):
+    pool = pool_of(tmp_path / "p", [[1, 2, 3]] * 4).with_kind_curves(np.full(KINDS_SHAPE, 0.5))
+    expected = draft(pool, ids([1, 2]), 0)._rows.tolist()
+    places = pool.handle.places
+    other = copy.deepcopy(pool)
+    del pool
+    assert draft(other, ids([1, 2]), 0)._rows.tolist() == expected
+    assert other.handle.places.tolist() != places.tolist()
+
+
+def test_groups_may_be_more_than_a_byte_counts(tmp_path):
+    num_groups = 300
+    texts = [[1, 2 + group] for group in range(num_groups)]
+    settings = PoolSettings(scope="group", num_group_samples=num_groups)  # all are looked at
+    pool = pool_of(tmp_path / "p", texts, settings, [f"g{group}" for group in range(num_groups)])
+    assert pool.variant.num_code_bits == 16
+    for group in (0, 255, 256, 299):
+        assert draft(pool, ids([1]), 0, None, f"g{group}").token_ids.tolist() == [2 + group]
+
+
+def test_arrays_of_other_kinds_are_no_pool_to_draft_from(tmp_path):
+    pool = pool_of(tmp_path / "p", [[1, 2, 3]] * 4)
+    index = pool.index._replace(order=pool.index.order.astype(np.int64))
+    with pytest.raises(AssertionError, match="order"):
+        draft(Pool.of_arrays(None, pool.manifest, index), ids([1, 2]), 0)
 
 
 SEQUENCES = st.tuples(
