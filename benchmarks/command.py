@@ -70,13 +70,15 @@ def show_progress(*names: str) -> None:
         logging.getLogger(name).setLevel(logging.INFO)
 
 
-def finish(json: Path | None, figures: Sequence[Figure], tables: Sequence[str], content: dict[str, Any]) -> None:
+def finish(json: Path | None, figures: Sequence[Figure], tables: Sequence[str], content: dict[str, Any]) -> dict:
     """Print figures, tables and the time of the run; write them with `content` to `json`, if it is given.
 
-    `met` is whether all figures are, unless `content` has its own.
+    `met` is whether all figures are, unless `content` has its own. Returns what is written, but for the machine.
     """
     wall_s = time.perf_counter() - START_S
     print(describe_figures(figures), *tables, f"{wall_s:.0f} s in all", sep="\n\n")
+    met = all(figure.met for figure in figures)
+    document = {"met": met, "figures": figures, **content, "wall_s": wall_s}
     if json:
-        met = all(figure.met for figure in figures)
-        write_json(json, {"met": met, "figures": figures, **content, "wall_s": wall_s})
+        write_json(json, document)
+    return document

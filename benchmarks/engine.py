@@ -11,14 +11,14 @@ turns, counted steps, systems, pools, rows, figures and the plot are beside it.
 import argparse
 import logging
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 import transformers
-from common import DEFAULT_DATA, DEFAULT_MODEL, REPOSITORY, SAMPLE_MODEL, describe_figures, write_json
+from command import add_data, add_engine, add_model, benchmark_parser, finish, show_progress
+from common import SAMPLE_MODEL
 from engine_counted import counted
 from engine_figures import figures_of
 from engine_passes import Amount, measure
@@ -202,14 +202,11 @@ def measure_task(
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", dest="size", action="store_const", const="quick", help="less: 4 minutes on 2 cores")
-    size.add_argument("--smoke", dest="size", action="store_const", const="smoke", help="does it run at all")
-    parser.set_defaults(size="full")
-    parser.add_argument("--json", type=Path, help="write machine, command, rows and figures here")
+    parser = benchmark_parser(
+        __doc__, quick="less: under 5 minutes on 2 cores", smoke="does it run at all", writes="rows and figures"
+    )
     parser.add_argument("--plot", type=Path, help="write a page of charts here (HTML)")
-    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="model folder; the sample model if absent")
+    add_model(parser, "model folder; the sample model if absent")
     parser.add_argument("--geometry", choices=GEOMETRIES, help="widen it to this first (widen.py)")
     parser.add_argument("--assistant", type=Path, help="smaller model with the same tokenizer, for transformers")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
@@ -217,21 +214,17 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", help="batch sizes; default: all of the device's")
     parser.add_argument("--task", nargs="+", help="tasks; default: all")
     parser.add_argument("--repetitions", type=int, help="default: as the size has it")
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with reki/ and goodreads/")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads of every system")
-    parser.add_argument("--cache", type=Path, default=REPOSITORY / ".night", help="where texts are kept by model")
+    add_data(parser)
+    add_engine(parser)
     return parser.parse_args(words)
 
 
 def main() -> None:
     """Measure, print, and write the JSON and the page."""
     arguments = parse_arguments()
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logger.setLevel(logging.INFO)
-    logging.getLogger("night").setLevel(logging.INFO)
+    show_progress("engine", "night")
     torch.set_num_threads(arguments.threads)
     transformers.utils.logging.disable_progress_bar()
-    start_s = time.perf_counter()
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = arguments.dtype or ("float32" if device == "cpu" else "bfloat16")
     scale = SCALES[device][arguments.size]
@@ -252,21 +245,8 @@ def main() -> None:
     rows = []
     for task in tasks_of(trained_dir, arguments.data, engines.tokenizer, scale, arguments.task):
         rows += measure_task(task, engines, peers, batches, scale, arguments.cache, rates)
-    figures = figures_of(rows, device)
-    wall_s = time.perf_counter() - start_s
-    print(describe_figures(figures), describe_rows(rows), f"{wall_s:.0f} s in all", sep="\n\n")
-    content = {
-        "met": all(figure.met for figure in figures),
-        "figures": figures,
-        "model": model_dir.name,
-        "dtype": dtype,
-        "device_rates": rates,
-        "left_out": peers.left_out,
-        "rows": rows,
-        "wall_s": wall_s,
-    }
-    if arguments.json:
-        write_json(arguments.json, content)
+    told = {"model": model_dir.name, "dtype": dtype, "device_rates": rates, "left_out": peers.left_out, "rows": rows}
+    content = finish(arguments.json, figures_of(rows, device), [describe_rows(rows)], told)
     if arguments.plot:
         write_plot(content, arguments.plot)
 

@@ -10,7 +10,6 @@ is 0 whether they are met or not. Owns the measuring loop and the printing; task
 import argparse
 import itertools
 import logging
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,7 +19,8 @@ from pathlib import Path
 import torch
 import transformers
 from big_pool import measure_big_pool
-from common import DEFAULT_DATA, DEFAULT_MODEL, REPOSITORY, SAMPLE_MODEL, Figure, Spread, describe_figures, write_json
+from command import add_data, add_engine, add_models, benchmark_parser, existing, finish, scale_of, show_progress
+from common import DEFAULT_MODEL, SAMPLE_MODEL, Figure, Spread
 from night_pools import build, own_texts
 from night_systems import MAX_DRAFT_TOKENS, EngineSystem, Pass, TransformersGenerate, load_engine
 from night_tasks import Task, TaskSize, goodreads_items_task, reki_task, sample_tasks
@@ -160,44 +160,33 @@ def describe_rows(rows: list[dict]) -> str:
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="fewer prompts and repetitions: under 5 minutes on 2 cores")
-    size.add_argument("--smoke", action="store_true", help="a handful of prompts: does it run at all")
-    parser.add_argument("--json", type=Path, help="write machine, command, rows and figures here")
-    parser.add_argument("--model", type=Path, nargs="+", default=[DEFAULT_MODEL, SAMPLE_MODEL], help="model folders")
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with reki/ and goodreads/")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads of every system")
-    parser.add_argument("--cache", type=Path, default=REPOSITORY / ".night", help="where pool texts are kept by model")
+    parser = benchmark_parser(
+        __doc__,
+        quick="fewer prompts and repetitions: under 5 minutes on 2 cores",
+        smoke="a handful of prompts: does it run at all",
+        writes="rows and figures",
+    )
+    add_models(parser, [DEFAULT_MODEL, SAMPLE_MODEL])
+    add_data(parser)
+    add_engine(parser)
     return parser.parse_args(words)
 
 
 def main() -> None:
     """Measure, print, and write the JSON."""
     arguments = parse_arguments()
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logger.setLevel(logging.INFO)
+    show_progress("night")
     torch.set_num_threads(arguments.threads)
     transformers.utils.logging.disable_progress_bar()
-    scale = SMOKE if arguments.smoke else QUICK if arguments.quick else FULL
-    start_s = time.perf_counter()
+    scale = scale_of(arguments, FULL, QUICK, SMOKE)
     rows, big_pool = [], None
-    for model_dir in arguments.model:
-        if not model_dir.is_dir():
-            print(f"left out, no such folder: {model_dir.name}", file=sys.stderr)
-            continue
+    for model_dir in existing(arguments.model):
         rows += measure_model(model_dir, arguments.data, arguments.cache, scale, arguments.threads)
     figures = figures_of(rows)
     if (arguments.data / "goodreads").is_dir() and arguments.model[0].is_dir():
         big_pool, pool_figures = measure_big_pool(load_engine(arguments.model[0], 1, arguments.threads), arguments.data)
         figures += pool_figures
-    print(describe_figures(figures), describe_rows(rows), sep="\n\n")
-    wall_s = time.perf_counter() - start_s
-    print(f"\n{wall_s:.0f} s in all")
-    if arguments.json:
-        met = all(figure.met for figure in figures)
-        content = {"met": met, "figures": figures, "rows": rows, "big_pool": big_pool, "wall_s": wall_s}
-        write_json(arguments.json, content)
+    finish(arguments.json, figures, [describe_rows(rows)], {"rows": rows, "big_pool": big_pool})
 
 
 if __name__ == "__main__":

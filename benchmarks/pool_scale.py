@@ -19,7 +19,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import REPOSITORY, Figure, describe_figures, write_json
+from command import benchmark_parser, finish, scale_of, show_progress
+from common import REPOSITORY, Figure
 from pool_scale_texts import TextFile, grammar_lines, recombined
 
 logger = logging.getLogger("pool_scale")
@@ -195,37 +196,30 @@ def describe_row(row: dict) -> str:
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="up to 100,000 texts: under 5 minutes on 2 cores")
-    size.add_argument("--smoke", action="store_true", help="a thousand texts: does it run at all")
+    parser = benchmark_parser(
+        __doc__,
+        quick="up to 100,000 texts: under 5 minutes on 2 cores",
+        smoke="a thousand texts: does it run at all",
+        writes="rows and figures",
+    )
     parser.add_argument("--num-texts", type=int, nargs="+", help="these sizes instead")
     parser.add_argument("--memory-mb", type=int, help="limit of the bounded builds; without it an eighth of the need")
-    parser.add_argument("--json", type=Path, help="write machine, command, rows and figures here")
     return parser.parse_args(words)
 
 
 def main() -> None:
     """Measure, print, and write the JSON."""
     arguments = parse_arguments()
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logger.setLevel(logging.INFO)
-    start_s = time.perf_counter()
-    sizes = SMOKE_NUM_TEXTS if arguments.smoke else QUICK_NUM_TEXTS if arguments.quick else NUM_TEXTS
+    show_progress("pool_scale")
     lines = grammar_lines(NUM_GRAMMAR_USERS)
     rows = []
-    for num_texts in arguments.num_texts or sizes:
+    for num_texts in arguments.num_texts or scale_of(arguments, NUM_TEXTS, QUICK_NUM_TEXTS, SMOKE_NUM_TEXTS):
         limit_mb = arguments.memory_mb or max(16, num_texts // 2_500)
         with tempfile.TemporaryDirectory() as folder:
-            num_rounds = 1 if arguments.smoke else MANY_ROUNDS if num_texts <= MANY_ROUNDS_TEXTS else FEW_ROUNDS
+            many = MANY_ROUNDS if num_texts <= MANY_ROUNDS_TEXTS else FEW_ROUNDS
+            num_rounds = 1 if arguments.size == "smoke" else many
             rows += measure_size(lines, num_texts, limit_mb, num_rounds, Path(folder))
-    figures = figures_of(rows)
-    print(describe_figures(figures), "", *map(describe_row, rows), sep="\n")
-    wall_s = time.perf_counter() - start_s
-    print(f"\n{wall_s:.0f} s in all")
-    if arguments.json:
-        met = all(figure.met for figure in figures)
-        write_json(arguments.json, {"met": met, "figures": figures, "rows": rows, "wall_s": wall_s})
+    finish(arguments.json, figures_of(rows), ["\n".join(map(describe_row, rows))], {"rows": rows})
 
 
 if __name__ == "__main__":
