@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from command import benchmark_parser, scale_of
 from common import Spread, write_json
 
-from pipeline.decoding.packed_attention import LaunchShape, PackedIndex, packed_attention, visible_keys
+from pipeline.decoding.forward.packed_attention import LaunchShape, PackedIndex, packed_attention, visible_keys
 from pipeline.decoding.token_tree import ancestor_masks, node_depths
 
 SEED = 0
@@ -91,7 +91,7 @@ def make_problem(batch: int, tree: int, context: int, device: torch.device) -> P
 
 def kernel_system(problem: Problem) -> Callable[[], torch.Tensor]:
     """The Triton kernel, reading keys where they lie."""
-    from pipeline.decoding.kernel_attention import tree_attention_kernel
+    from pipeline.decoding.forward.kernel_attention import tree_attention_kernel
 
     shape = LaunchShape.of(problem.max_keys, len(problem.query), problem.num_sequences)
     arguments = (problem.query, problem.keys, problem.values, problem.index, HEAD_DIM**-0.5)

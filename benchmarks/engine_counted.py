@@ -12,8 +12,8 @@ import numpy as np
 from night_systems import Pass
 
 from pipeline.decoding.budget import Budget, known_batch_size
-from pipeline.decoding.run_forecast import RunTexts, prompt_token_seconds
-from retrieval_pools.estimates import Bootstrap, Estimate
+from pipeline.decoding.planning.run_forecast import RunTexts, prompt_token_seconds
+from retrieval_pools.calibrating.estimates import Bootstrap, Estimate
 from retrieval_pools.step_cost import StepCost
 
 SEED = 0

@@ -22,13 +22,13 @@ from threadpoolctl import threadpool_limits
 
 from pipeline.decoding.budget import Budget
 from pipeline.decoding.engine import Engine
-from pipeline.decoding.pilot_texts import PilotTexts
-from retrieval_pools.budget_replay import with_budgets
-from retrieval_pools.build import PoolText, build_pool
-from retrieval_pools.calibrate import calibrate, num_held_back, spread_positions
+from pipeline.decoding.planning.pilot_texts import PilotTexts
+from retrieval_pools.building.build import PoolText, build_pool
+from retrieval_pools.calibrating.budget_replay import with_budgets
+from retrieval_pools.calibrating.calibrate import calibrate, num_held_back, spread_positions
+from retrieval_pools.calibrating.replay import DraftOptions, ReplayText
 from retrieval_pools.grouping.kmeans import cluster_embeddings, default_num_groups
 from retrieval_pools.pool import Pool
-from retrieval_pools.replay import DraftOptions, ReplayText
 from retrieval_pools.settings import PoolSettings
 
 logger = logging.getLogger("engine")

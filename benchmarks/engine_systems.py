@@ -20,11 +20,11 @@ from jobs.budgets import describe_budget
 from pipeline.decoding.budget import Budget, choose_budget
 from pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
 from pipeline.decoding.engine import Engine
-from pipeline.decoding.loading import LoadedModel, load_model
-from pipeline.decoding.pilot import plan_pilot, run_pilot
-from pipeline.decoding.pilot_texts import PilotTexts, StepCounts
+from pipeline.decoding.loading.load import LoadedModel, load_model
+from pipeline.decoding.planning.pilot import plan_pilot, run_pilot
+from pipeline.decoding.planning.pilot_texts import PilotTexts, StepCounts
+from pipeline.decoding.planning.step_timing import measure_step_cost
 from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.step_timing import measure_step_cost
 from pipeline.decoding.verifiers import verifier_from
 from retrieval_pools.pool import Pool
 from retrieval_pools.step_cost import StepCost

@@ -19,7 +19,7 @@ from pipeline.decoding.drafters import RetrievalDrafter
 from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest
 from pipeline.decoding.verifiers import Greedy
 from pipeline.storage.parquet import read_parquet, write_parquet
-from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.building.build import PoolText, build_pool
 from retrieval_pools.pool import Pool
 from retrieval_pools.settings import PoolSettings
 

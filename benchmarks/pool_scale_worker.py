@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 from pool_scale_texts import TextFile
 
-from retrieval_pools.build import PoolText, build_pool
-from retrieval_pools.merge_runs import RunChunk, merge_runs, shared_with_previous
+from retrieval_pools.building.build import PoolText, build_pool
+from retrieval_pools.building.merge_runs import RunChunk, merge_runs, shared_with_previous
+from retrieval_pools.calibrating.replay import DraftOptions, ReplayText, pool_steps
 from retrieval_pools.pool import Pool
-from retrieval_pools.replay import DraftOptions, ReplayText, pool_steps
 from retrieval_pools.settings import PoolBuildSettings
 
 MAX_NODES = 32

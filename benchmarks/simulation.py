@@ -28,9 +28,9 @@ from pipeline.decoding.budget import Budget
 from pipeline.decoding.drafters import NoDrafter, drafter_from
 from pipeline.decoding.engine import Engine, GenerationResult
 from pipeline.decoding.verifiers import Greedy, verifier_from
-from retrieval_pools.estimates import Bootstrap, Estimate, Tally
-from retrieval_pools.replay import ReplayText
-from retrieval_pools.simulate import CalibrationTexts, DraftSetting, Grouping, PoolCorpus, Simulator
+from retrieval_pools.calibrating.estimates import Bootstrap, Estimate, Tally
+from retrieval_pools.calibrating.replay import ReplayText
+from retrieval_pools.simulating.simulate import CalibrationTexts, DraftSetting, Grouping, PoolCorpus, Simulator
 
 logger = logging.getLogger("simulation")
 

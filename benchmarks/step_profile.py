@@ -25,7 +25,7 @@ from step_spans import HOST_PARTS, PARTS, Spans, watched
 
 from pipeline.decoding.drafters import Drafter, NoDrafter, drafter_from
 from pipeline.decoding.engine import Engine, GenerationRequest
-from pipeline.decoding.loading import LoadedModel, load_model
+from pipeline.decoding.loading.load import LoadedModel, load_model
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.verifiers import Greedy, Relaxed
 

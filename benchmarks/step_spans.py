@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 
 from pipeline.decoding import engine as engine_module
 from pipeline.decoding.engine import Engine
-from pipeline.decoding.tree_attention import ATTENTION_NAME, tree_attention
+from pipeline.decoding.forward.tree_attention import ATTENTION_NAME, tree_attention
 
 OTHER = "other host"
 MODEL_PARTS = ("qkv", "attention", "attention output", "mlp", "lm_head", "other model")

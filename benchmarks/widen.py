@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from widen_weights import GEOMETRIES, Geometry, Widening
 
-from pipeline.decoding.loading import find_weights
+from pipeline.decoding.loading.load import find_weights
 from pipeline.errors import ModelError
 
 MODEL_TYPES = ("llama", "qwen2")

@@ -1,8 +1,8 @@
 """How much a run drafts: decided once, before its first text, and written down for every later attempt.
 
 Owns where the numbers come from: the configuration, or else a measured cost of steps, the pools' calibration and a
-pilot. `pipeline.decoding.budget` and `pipeline.decoding.pilot` choose; `run_forecast` says what is left of the gain in
-the whole run, its prompts and the ends of its shards counted.
+pilot. `pipeline.decoding.budget` and `planning/pilot` beside it choose; `planning/run_forecast` says what is left of the
+gain in the whole run, its prompts and the ends of its shards counted.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,8 +14,8 @@ from typing import Any
 from jobs.console import say
 from jobs.night import Night
 from pipeline.decoding.budget import Budget, BudgetForecast, Trial, choose_budget, with_forecast
-from pipeline.decoding.pilot import plan_pilot, run_pilot
-from pipeline.decoding.run_forecast import PREFILL_TOKENS, RunTexts, judged_on_run
+from pipeline.decoding.planning.pilot import plan_pilot, run_pilot
+from pipeline.decoding.planning.run_forecast import PREFILL_TOKENS, RunTexts, judged_on_run
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.distributed.shards import PlannedRow, Shard, read_shard
 from pipeline.distributed.worker import Scout

@@ -16,9 +16,9 @@ from jobs.console import say
 from jobs.night import Night
 from jobs.pool_texts import RunTexts, read_run_texts
 from jobs.routing import entity_router
-from pipeline.decoding.identity import tokenizer_hash
+from pipeline.decoding.loading.identity import tokenizer_hash
 from pipeline.knowledge.records import SIDES, Side
-from retrieval_pools.build import BuildCounts, build_pool
+from retrieval_pools.building.build import BuildCounts, build_pool
 from retrieval_pools.calibration import Calibration
 from retrieval_pools.errors import PoolError
 from retrieval_pools.grouping.text_clusters import EntityTexts

@@ -2,7 +2,7 @@
 
 Where tonight's run drafted from a pool, the texts that it wrote are replayed against that one: prompts, groups and
 previous texts are those that the run had. On a first night some of its texts are held back and replayed against a pool
-of the others. Owns that choice; `retrieval_pools.calibrate` fits.
+of the others. Owns that choice; `retrieval_pools.calibrating.calibrate` fits.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,17 +13,17 @@ from jobs.budgets import budget_of
 from jobs.night import Night
 from jobs.pool_texts import RunTexts
 from pipeline.decoding.budget import Budget
-from pipeline.decoding.identity import tokenizer_hash
+from pipeline.decoding.loading.identity import tokenizer_hash
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.distributed.shards import PlannedRow, load_plan, read_shard
 from pipeline.knowledge.records import Side
-from retrieval_pools.budget_replay import with_budgets
-from retrieval_pools.calibrate import MIN_TEXTS, calibrate, num_held_back, spread_positions
+from retrieval_pools.building.texts import PoolText
+from retrieval_pools.calibrating.budget_replay import with_budgets
+from retrieval_pools.calibrating.calibrate import MIN_TEXTS, calibrate, num_held_back, spread_positions
+from retrieval_pools.calibrating.replay import DraftOptions, ReplayText
 from retrieval_pools.calibration import Calibration
 from retrieval_pools.pool import Pool
-from retrieval_pools.replay import DraftOptions, ReplayText
 from retrieval_pools.settings import PoolSettings
-from retrieval_pools.texts import PoolText
 
 
 def calibrate_side(

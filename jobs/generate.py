@@ -19,7 +19,7 @@ from jobs.routing import entity_router
 from jobs.samples import report_samples
 from jobs.settings import Settings, load_settings
 from pipeline.decoding.budget import PLAIN, Budget
-from pipeline.decoding.identity import load_tokenizer, model_identity
+from pipeline.decoding.loading.identity import load_tokenizer, model_identity
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.distributed.actors import ShardAbandoned, ray_cluster, run_shards
 from pipeline.distributed.shards import (

@@ -20,8 +20,8 @@ from pipeline.knowledge.records import Side
 from pipeline.storage.run_folder import RunFolder
 from pipeline.tables.read import Tables
 from retrieval_pools.array_files import ArrayWriter, map_array
+from retrieval_pools.building.texts import NO_ALTERNATIVE, PoolText
 from retrieval_pools.router import Route
-from retrieval_pools.texts import NO_ALTERNATIVE, PoolText
 
 TOKENS_NAME, ALTERNATIVES_NAME = "texts.npy", "texts-alternatives.npy"
 _DATE_LENGTH = len("2025-03-01")  # what a run's id begins with

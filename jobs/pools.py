@@ -216,7 +216,7 @@ def query_pool(
     PoolError
         There is no such version, side or group, or the pool is of another tokenizer or damaged.
     """
-    from pipeline.decoding.identity import load_tokenizer, tokenizer_hash
+    from pipeline.decoding.loading.identity import load_tokenizer, tokenizer_hash
     from retrieval_pools.query import draft
 
     store = _store(settings)

@@ -4,7 +4,7 @@ from typing import Any
 
 from jobs.night import Night
 from jobs.spans import text_spans
-from pipeline.decoding.identity import load_tokenizer
+from pipeline.decoding.loading.identity import load_tokenizer
 from pipeline.distributed.shards import SidePlan, read_shard
 from pipeline.distributed.stats import tokens_per_step
 from pipeline.knowledge.records import Side

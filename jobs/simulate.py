@@ -1,7 +1,7 @@
 """`laserbatch pools simulate`: what drafting will gain, from texts that a night wrote, before a GPU hour is spent.
 
-Reads a finished run and writes one HTML page; no model runs. What is tried is in `retrieval_pools/studies.py`, which
-texts are held back in `simulate_world.py`; the page is `report/simulation.py`.
+Reads a finished run and writes one HTML page; no model runs. What is tried is in `simulating/studies.py` of
+`retrieval_pools`, which texts are held back in `simulate_world.py`; the page is `report/simulation.py`.
 """
 
 import tempfile
@@ -30,9 +30,9 @@ from jobs.simulate_world import (
 )
 from pipeline.knowledge.records import SIDES
 from pipeline.storage.atomic import write_text
-from retrieval_pools.recommendation import recommend
-from retrieval_pools.simulate import DraftSetting, Simulator
-from retrieval_pools.studies import Findings, Trial, plan_trials
+from retrieval_pools.simulating.recommendation import recommend
+from retrieval_pools.simulating.simulate import DraftSetting, Simulator
+from retrieval_pools.simulating.studies import Findings, Trial, plan_trials
 
 
 def simulate(

@@ -14,13 +14,13 @@ from jobs.night import Night
 from jobs.settings import Settings
 from jobs.simulate_world import SideTexts
 from pipeline.decoding.budget import Budget, budget_forecasts, known_batch_size
-from pipeline.decoding.run_forecast import PREFILL_TOKENS, RunTexts, run_speed_up
+from pipeline.decoding.planning.run_forecast import PREFILL_TOKENS, RunTexts, run_speed_up
 from pipeline.decoding.settings import DecodingSettings
 from retrieval_pools.budget_curve import BudgetCurve
+from retrieval_pools.calibrating.estimates import Bootstrap, Estimate
 from retrieval_pools.errors import PoolError
-from retrieval_pools.estimates import Bootstrap, Estimate
 from retrieval_pools.pool import Pool
-from retrieval_pools.simulate import DraftSetting, Simulator
+from retrieval_pools.simulating.simulate import DraftSetting, Simulator
 from retrieval_pools.step_cost import StepCost, computed_step_cost, read_step_cost
 
 BATCH_SIZES = (1, 16, 64, 256)

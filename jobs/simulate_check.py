@@ -26,8 +26,8 @@ from jobs.simulate_world import (
 from pipeline.errors import ConfigError, WorkspaceError
 from pipeline.knowledge.records import SIDES, Side
 from pipeline.storage.run_folder import RunFolder
-from retrieval_pools.estimates import Bootstrap, Estimate, Tally
-from retrieval_pools.simulate import MIN_WITH_PREVIOUS, Kind
+from retrieval_pools.calibrating.estimates import Bootstrap, Estimate, Tally
+from retrieval_pools.simulating.simulate import MIN_WITH_PREVIOUS, Kind
 from retrieval_pools.store import PoolVersion
 
 

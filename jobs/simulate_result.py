@@ -7,11 +7,11 @@ from typing import Any
 from jobs.simulate_budgets import SideBudgets
 from jobs.simulate_check import Check
 from pipeline.knowledge.records import Side
-from retrieval_pools.estimates import Estimate
-from retrieval_pools.recommendation import BUDGET, Recommendation
-from retrieval_pools.simulate import Kind
+from retrieval_pools.calibrating.estimates import Estimate
+from retrieval_pools.simulating.recommendation import BUDGET, Recommendation
+from retrieval_pools.simulating.simulate import Kind
+from retrieval_pools.simulating.studies import CONFIGURED, GROUPING, NUM_GROUPS, Outcome, Trial
 from retrieval_pools.step_cost import StepCost
-from retrieval_pools.studies import CONFIGURED, GROUPING, NUM_GROUPS, Outcome, Trial
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from rich.table import Table
 from jobs.report.formatting import MISSING, counted, decimal, percent, times
 from jobs.simulate_result import SideSimulation, Simulation, changed_options
 from pipeline.decoding.budget import Budget
-from retrieval_pools.estimates import Estimate
-from retrieval_pools.recommendation import NOTABLE_GAIN
-from retrieval_pools.simulate import Kind
-from retrieval_pools.studies import GROUPING, NUM_GROUPS, OPTION_VALUES, SOURCES_STUDY, Outcome
+from retrieval_pools.calibrating.estimates import Estimate
+from retrieval_pools.simulating.recommendation import NOTABLE_GAIN
+from retrieval_pools.simulating.simulate import Kind
+from retrieval_pools.simulating.studies import GROUPING, NUM_GROUPS, OPTION_VALUES, SOURCES_STUDY, Outcome
 
 
 def print_simulation(console: Console, simulation: Simulation) -> None:

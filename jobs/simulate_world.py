@@ -25,15 +25,15 @@ from pipeline.decoding.budget import Budget
 from pipeline.errors import RowError, WorkspaceError
 from pipeline.knowledge.entities import iter_entities
 from pipeline.knowledge.records import SIDES, Side
-from retrieval_pools.calibrate import num_held_back
+from retrieval_pools.calibrating.calibrate import num_held_back
+from retrieval_pools.calibrating.replay import ReplayText
 from retrieval_pools.errors import PoolError
 from retrieval_pools.grouping.collaborative import train_embeddings
 from retrieval_pools.grouping.kmeans import EntityEmbeddings
 from retrieval_pools.grouping.text_clusters import EntityTexts
-from retrieval_pools.replay import ReplayText
 from retrieval_pools.router import Router
-from retrieval_pools.simulate import CalibrationTexts, DraftSetting, Grouping, PoolCorpus, Simulator
-from retrieval_pools.studies import group_counts
+from retrieval_pools.simulating.simulate import CalibrationTexts, DraftSetting, Grouping, PoolCorpus, Simulator
+from retrieval_pools.simulating.studies import group_counts
 
 MIN_TEXTS = 20  # of a side; of fewer nothing can be said
 MAX_HELD_BACK_SHARE = 0.25

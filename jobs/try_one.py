@@ -19,9 +19,9 @@ from jobs.try_view import TriedEntity, print_tried, text_panel
 from pipeline.decoding.budget import Budget
 from pipeline.decoding.drafters import drafter_from
 from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, StepEvent
-from pipeline.decoding.identity import tokenizer_hash
-from pipeline.decoding.step_cost_cache import known_step_cost
-from pipeline.decoding.step_timing import measure_step_cost
+from pipeline.decoding.loading.identity import tokenizer_hash
+from pipeline.decoding.planning.step_cost_cache import known_step_cost
+from pipeline.decoding.planning.step_timing import measure_step_cost
 from pipeline.distributed.shards import PreviousKnowledge
 from pipeline.errors import RowError, TableError
 from pipeline.knowledge.entities import Entity, iter_entities

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from retrieval_pools.errors import PoolError
 
 if TYPE_CHECKING:  # the engine reads costs; it need not load what replays
-    from retrieval_pools.estimates import Tally
+    from retrieval_pools.calibrating.estimates import Tally
 
 EXAMPLE = (
     "steps: [{batch_size: 16, num_tokens: 16, seconds: 0.0043}, {batch_size: 16, num_tokens: 256, seconds: 0.0064}]"

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from retrieval_pools.build import TEMPORARY_SUFFIX, sync_folder
+from retrieval_pools.building.build import TEMPORARY_SUFFIX, sync_folder
 from retrieval_pools.errors import PoolError, PoolFormatError
 from retrieval_pools.manifest import REBUILD, PoolManifest, Side, file_sha256, read_manifest
 from retrieval_pools.pool import Pool

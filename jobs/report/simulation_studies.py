@@ -9,7 +9,7 @@ from jobs.report.formatting import count, decimal, percent
 from jobs.report.palette import OTHER, SIDE_COLOURS, TONIGHT
 from jobs.simulate_result import Simulation
 from jobs.simulate_view import best_group_counts, group_kind, interval, pool_size_line
-from retrieval_pools.studies import GROUPING, NUM_GROUPS, OPTION_VALUES, SOURCES_STUDY, Outcome
+from retrieval_pools.simulating.studies import GROUPING, NUM_GROUPS, OPTION_VALUES, SOURCES_STUDY, Outcome
 
 VERDICT_COLOURS = {"better": TONIGHT, "worse": "#c4560a", "within noise": OTHER, "configured": OTHER}
 LINE_COLOURS = ("#0b4f8a", "#c4560a", "#009e73", "#cc79a7")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.decoding.output_head import HeldLogits, StepLogits
+from pipeline.decoding.forward.output_head import HeldLogits, StepLogits
 from pipeline.decoding.row_verdicts import judge_rows
 from pipeline.decoding.token_tree import TokenTree, padded_parents
 from pipeline.decoding.verifiers import Greedy, ProbabilityThreshold, TopK, Verifier

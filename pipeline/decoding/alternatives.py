@@ -11,7 +11,7 @@ import torch
 
 from pipeline.decoding.acceptance import Acceptance
 from pipeline.decoding.device_copy import to_device
-from pipeline.decoding.output_head import HeldLogits, StepLogits
+from pipeline.decoding.forward.output_head import HeldLogits, StepLogits
 from pipeline.decoding.row_verdicts import CHUNK_ROWS
 from pipeline.decoding.token_tree import TokenTree
 

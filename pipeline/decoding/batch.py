@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.decoding.kv_cache import MIN_SHARED_TOKENS, KVCache, common_prefix
+from pipeline.decoding.memory.kv_cache import MIN_SHARED_TOKENS, KVCache, common_prefix
 from pipeline.decoding.sequence import GenerationFailure, GenerationRequest, Sequence
 
 logger = logging.getLogger(__name__)

@@ -24,11 +24,12 @@ from pipeline.decoding.batch import Batch, Concurrency, RequestLimits
 from pipeline.decoding.budget import Budget
 from pipeline.decoding.drafters import Drafter, NoDrafter, draft_all
 from pipeline.decoding.endings import Endings
-from pipeline.decoding.feed import Feed
-from pipeline.decoding.kv_cache import cache_bound, is_out_of_memory
-from pipeline.decoding.kv_store import KVStore
-from pipeline.decoding.loading import LoadedModel, load_model
-from pipeline.decoding.model_runner import ModelRunner
+from pipeline.decoding.forward.feed import Feed
+from pipeline.decoding.forward.model_runner import ModelRunner
+from pipeline.decoding.loading.load import LoadedModel, load_model
+from pipeline.decoding.memory.kv_cache import cache_bound, is_out_of_memory
+from pipeline.decoding.memory.kv_store import KVStore
+from pipeline.decoding.memory.token_store import TokenStore
 from pipeline.decoding.sequence import (
     GenerationFailure,
     GenerationRequest,
@@ -37,7 +38,6 @@ from pipeline.decoding.sequence import (
     StepEvent,
 )
 from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.token_store import TokenStore
 from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, prune_all
 from pipeline.decoding.verifiers import Verifier, verifier_from
 

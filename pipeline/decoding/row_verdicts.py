@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pipeline.decoding.device_copy import to_device
-from pipeline.decoding.output_head import StepLogits
+from pipeline.decoding.forward.output_head import StepLogits
 from pipeline.decoding.verifiers import Verifier
 
 # Rows whose logits are in memory at once: enough that an output layer's weights are read few times, and on a CPU few

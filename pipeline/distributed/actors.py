@@ -14,7 +14,7 @@ import ray
 import torch
 
 from pipeline.decoding.budget import Budget
-from pipeline.decoding.pilot_texts import PilotTexts
+from pipeline.decoding.planning.pilot_texts import PilotTexts
 from pipeline.distributed.settings import ClusterSettings
 from pipeline.distributed.shards import PlannedRow, Shard
 from pipeline.distributed.worker import Scout, ShardWorker, WorkerSpec, usable_cores

@@ -19,12 +19,12 @@ import pyarrow as pa
 from pipeline.decoding.budget import Budget
 from pipeline.decoding.drafters import Drafter, drafter_from
 from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult
-from pipeline.decoding.identity import tokenizer_hash
-from pipeline.decoding.memory import host_memory
-from pipeline.decoding.pilot_texts import PilotTexts, StepCounts
+from pipeline.decoding.loading.identity import tokenizer_hash
+from pipeline.decoding.memory.room import host_memory
+from pipeline.decoding.planning.pilot_texts import PilotTexts, StepCounts
+from pipeline.decoding.planning.step_cost_cache import cached_step_cost, known_step_cost
+from pipeline.decoding.planning.step_timing import measure_step_cost, texts_of
 from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.step_cost_cache import cached_step_cost, known_step_cost
-from pipeline.decoding.step_timing import measure_step_cost, texts_of
 from pipeline.distributed.shards import PlannedRow, Shard, read_shard
 from pipeline.distributed.stats import decoding_stats
 from pipeline.errors import RowError

@@ -30,7 +30,7 @@ from night_tasks import Task, TaskSize, sample_tasks  # noqa: E402
 
 from jobs.report.page import render_page  # noqa: E402
 from pipeline.decoding.budget import Budget  # noqa: E402
-from retrieval_pools.estimates import Estimate  # noqa: E402
+from retrieval_pools.calibrating.estimates import Estimate  # noqa: E402
 from retrieval_pools.step_cost import DraftCost, StepCost, StepPoint  # noqa: E402
 
 SAMPLE = ROOT / "models" / "sample"

@@ -18,11 +18,11 @@ from step_spans import MODEL_PARTS, PARTS, Spans, watched  # noqa: E402
 
 from pipeline.decoding.drafters import NoDrafter  # noqa: E402
 from pipeline.decoding.engine import Engine, GenerationRequest  # noqa: E402
-from pipeline.decoding.loading import load_model  # noqa: E402
-from pipeline.decoding.model_runner import ModelRunner  # noqa: E402
-from pipeline.decoding.packed_attention import packed_attention  # noqa: E402
-from pipeline.decoding.packed_forward import PackedForward  # noqa: E402
-from pipeline.decoding.token_store import TokenStore  # noqa: E402
+from pipeline.decoding.forward.model_runner import ModelRunner  # noqa: E402
+from pipeline.decoding.forward.packed_attention import packed_attention  # noqa: E402
+from pipeline.decoding.forward.packed_forward import PackedForward  # noqa: E402
+from pipeline.decoding.loading.load import load_model  # noqa: E402
+from pipeline.decoding.memory.token_store import TokenStore  # noqa: E402
 from pipeline.decoding.verifiers import Greedy  # noqa: E402
 
 

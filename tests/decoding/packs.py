@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.decoding.packed_attention import PackedIndex
+from pipeline.decoding.forward.packed_attention import PackedIndex
 from pipeline.decoding.token_tree import TokenTree, ancestor_masks, node_depths
 
 

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.decoding.adapters import find_adapter, merge_adapter
-from pipeline.decoding.identity import model_identity
-from pipeline.decoding.loading import SAMPLE_MODEL, load_model, model_id_of
+from pipeline.decoding.loading.adapters import find_adapter, merge_adapter
+from pipeline.decoding.loading.identity import model_identity
+from pipeline.decoding.loading.load import SAMPLE_MODEL, load_model, model_id_of
 from pipeline.errors import ModelError
 
 RANK, ALPHA = 4, 8

@@ -7,7 +7,7 @@ from pipeline.decoding.sequence import GenerationRequest, Sequence
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.token_tree import chain_tree
 from pipeline.decoding.verifiers import Greedy
-from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.building.build import PoolText, build_pool
 from retrieval_pools.sources import NUM_SOURCES, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT, SOURCE_TARGET
 
 

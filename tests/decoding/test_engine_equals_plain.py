@@ -16,7 +16,7 @@ from tiny_models import (
 
 from pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
 from pipeline.decoding.verifiers import Greedy, Relaxed
-from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.building.build import PoolText, build_pool
 
 MAX_NEW = 24
 BATCHES = [(size, "rows") for size in range(1, 10)] + [(size, "tokens") for size in (1, 4, 9)]

@@ -7,7 +7,7 @@ from tiny_models import byte_tokenizer, plain_texts, requests_for, tiny_model, t
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.decoding.engine import Engine
-from pipeline.decoding.loading import load_model, prepare_model
+from pipeline.decoding.loading.load import load_model, prepare_model
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.verifiers import Greedy
 from pipeline.errors import ModelError

@@ -6,11 +6,11 @@ import torch
 from tiny_models import ARCHITECTURES, VOCAB, tiny_model
 from torch import nn
 
-from pipeline.decoding.feed import Feed
-from pipeline.decoding.kv_store import KVStore
-from pipeline.decoding.loading import prepare_model
-from pipeline.decoding.model_runner import ModelRunner
-from pipeline.decoding.output_head import HeldLogits, OutputHead, has_output_head
+from pipeline.decoding.forward.feed import Feed
+from pipeline.decoding.forward.model_runner import ModelRunner
+from pipeline.decoding.forward.output_head import HeldLogits, OutputHead, has_output_head
+from pipeline.decoding.loading.load import prepare_model
+from pipeline.decoding.memory.kv_store import KVStore
 
 CPU = torch.device("cpu")
 

@@ -19,14 +19,14 @@ from tiny_models import (
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.decoding.feed import Feed
-from pipeline.decoding.kv_store import KVStore
-from pipeline.decoding.loading import prepare_model
-from pipeline.decoding.model_runner import ModelRunner
-from pipeline.decoding.output_head import OutputHead
-from pipeline.decoding.packed_attention import LaunchShape, PackedIndex, packed_attention
-from pipeline.decoding.packed_forward import TOKEN_BUCKETS, Bucket, PackedForward, kernel_for
-from pipeline.decoding.token_store import TokenStore
+from pipeline.decoding.forward.feed import Feed
+from pipeline.decoding.forward.model_runner import ModelRunner
+from pipeline.decoding.forward.output_head import OutputHead
+from pipeline.decoding.forward.packed_attention import LaunchShape, PackedIndex, packed_attention
+from pipeline.decoding.forward.packed_forward import TOKEN_BUCKETS, Bucket, PackedForward, kernel_for
+from pipeline.decoding.loading.load import prepare_model
+from pipeline.decoding.memory.kv_store import KVStore
+from pipeline.decoding.memory.token_store import TokenStore
 from pipeline.decoding.verifiers import Greedy
 from pipeline.errors import ModelError
 
@@ -64,7 +64,7 @@ def masked_attention(query, keys, values, index: PackedIndex, scale, window=None
 def is_interpreted() -> bool:
     """Whether kernels run on this CPU; skips the test where triton is not installed."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from pipeline.decoding.kernel_attention import INTERPRETED
+    from pipeline.decoding.forward.kernel_attention import INTERPRETED
 
     return INTERPRETED
 

@@ -8,12 +8,12 @@ from pipeline.decoding.budget import LEAST_GAIN, PLAIN, Budget, choose_budget
 from pipeline.decoding.drafters import RetrievalDrafter
 from pipeline.decoding.engine import Engine, GenerationRequest
 from pipeline.decoding.expected_step import step_seconds
-from pipeline.decoding.pilot import BOLD_ACCEPTANCE, THRESHOLDS, PilotPlan, plan_pilot, run_pilot
-from pipeline.decoding.pilot_texts import PilotTexts, StepCounts
+from pipeline.decoding.planning.pilot import BOLD_ACCEPTANCE, THRESHOLDS, PilotPlan, plan_pilot, run_pilot
+from pipeline.decoding.planning.pilot_texts import PilotTexts, StepCounts
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.verifiers import verifier_from
 from retrieval_pools.budget_curve import KNOT_SHARES
-from retrieval_pools.estimates import Bootstrap
+from retrieval_pools.calibrating.estimates import Bootstrap
 
 LINEAR = {1: 0.01, 65: 0.01 * (1 + 64 * 0.05)}  # a token costs a twentieth of a step
 BOLDER = tuple(Budget(size, BOLD_ACCEPTANCE) for size in (4, 8, 16, 32, 64))

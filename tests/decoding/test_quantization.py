@@ -9,9 +9,15 @@ from tiny_models import requests_for
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.decoding.engine import Engine
-from pipeline.decoding.loading import SAMPLE_MODEL, load_model, resolve_dtype
-from pipeline.decoding.memory import stored_weights
-from pipeline.decoding.quantization import PACKAGES, num_parameters_of, quantization_of, resident_bytes, why_not_loaded
+from pipeline.decoding.loading.load import SAMPLE_MODEL, load_model, resolve_dtype
+from pipeline.decoding.loading.quantization import (
+    PACKAGES,
+    num_parameters_of,
+    quantization_of,
+    resident_bytes,
+    why_not_loaded,
+)
+from pipeline.decoding.memory.room import stored_weights
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.errors import ModelError
 

@@ -7,7 +7,13 @@ import pytest
 from tiny_models import PromptLookupDrafter, requests_for, tiny_engine, tiny_model
 
 from pipeline.decoding.budget import PLAIN, Budget, BudgetForecast, Trial, choose_budget
-from pipeline.decoding.run_forecast import RunTexts, judged_on_run, live_step_seconds, run_seconds, run_speed_up
+from pipeline.decoding.planning.run_forecast import (
+    RunTexts,
+    judged_on_run,
+    live_step_seconds,
+    run_seconds,
+    run_speed_up,
+)
 from pipeline.decoding.verifiers import Greedy
 from retrieval_pools.budget_curve import (
     DRAFT_TOKENS,

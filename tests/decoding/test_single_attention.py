@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.decoding import single_attention as module
-from pipeline.decoding.single_attention import SingleTokens, single_attention, suits_single_attention
+from pipeline.decoding.forward import single_attention as module
+from pipeline.decoding.forward.single_attention import SingleTokens, single_attention, suits_single_attention
 
 
 def random_tokens(rng, num_tokens: int, num_rows: int, width: int) -> SingleTokens:

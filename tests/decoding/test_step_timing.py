@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from tiny_models import plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
-from pipeline.decoding import step_timing
 from pipeline.decoding.budget import SOURCES, Budget
-from pipeline.decoding.step_cost_cache import cached_step_cost, known_step_cost
-from pipeline.decoding.step_timing import measure_step_cost
+from pipeline.decoding.planning import step_timing
+from pipeline.decoding.planning.step_cost_cache import cached_step_cost, known_step_cost
+from pipeline.decoding.planning.step_timing import measure_step_cost
 from retrieval_pools.budget_curve import SIZE_KNOTS
-from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.building.build import PoolText, build_pool
 from retrieval_pools.step_cost import DraftCost, read_step_cost
 
 MODEL = tiny_model()

@@ -4,13 +4,13 @@ import torch
 import torch.nn.functional as F
 from tiny_models import VOCAB, tiny_model
 
-from pipeline.decoding.feed import Feed
-from pipeline.decoding.kv_store import KVStore
-from pipeline.decoding.loading import prepare_model
-from pipeline.decoding.model_runner import ModelRunner
-from pipeline.decoding.token_store import TokenStore
+from pipeline.decoding.forward.feed import Feed
+from pipeline.decoding.forward.model_runner import ModelRunner
+from pipeline.decoding.forward.tree_attention import reference_attention
+from pipeline.decoding.loading.load import prepare_model
+from pipeline.decoding.memory.kv_store import KVStore
+from pipeline.decoding.memory.token_store import TokenStore
 from pipeline.decoding.token_tree import TokenTree
-from pipeline.decoding.tree_attention import reference_attention
 
 
 def test_written_out_attention_equals_the_fused_one():

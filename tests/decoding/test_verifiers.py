@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from test_token_tree import trees
 
 from pipeline.decoding.acceptance import reference_accept, verify
-from pipeline.decoding.output_head import HeldLogits
+from pipeline.decoding.forward.output_head import HeldLogits
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, chain_tree
 from pipeline.decoding.verifiers import (

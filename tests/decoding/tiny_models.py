@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pipeline.decoding.engine import Engine, GenerationRequest
-from pipeline.decoding.loading import prepare_model
+from pipeline.decoding.loading.load import prepare_model
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, chain_tree
 from retrieval_pools.sources import SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT

@@ -15,7 +15,7 @@ import ray
 from jobs.generate import NO_ROUTE, renderer
 from jobs.settings import load_settings
 from pipeline.decoding.budget import Budget
-from pipeline.decoding.step_cost_cache import known_step_cost
+from pipeline.decoding.planning.step_cost_cache import known_step_cost
 from pipeline.distributed import actors, worker
 from pipeline.distributed.actors import (
     ShardAbandoned,

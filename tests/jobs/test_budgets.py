@@ -12,7 +12,7 @@ from jobs.generate import NO_ROUTE, renderer
 from jobs.night import open_night
 from jobs.settings import load_settings
 from pipeline.decoding.budget import PLAIN, Budget, BudgetForecast
-from pipeline.decoding.pilot_texts import PilotTexts
+from pipeline.decoding.planning.pilot_texts import PilotTexts
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.distributed.shards import PlannedRow, PreviousKnowledge, Shard, plan_side
 from pipeline.knowledge.entities import iter_entities

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 from jobs.night import current_pools, describe_pools
 from jobs.pools import app
 from jobs.pools_view import DraftView, draft_tree, visible
-from pipeline.decoding.identity import tokenizer_hash
+from pipeline.decoding.loading.identity import tokenizer_hash
 from pipeline.errors import WorkspaceError
 from pipeline.storage.workspace import Workspace
-from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.building.build import PoolText, build_pool
 from retrieval_pools.calibration import Calibration, CalibrationCell, Reliability
 from retrieval_pools.calibration_table import COUNT_KNOTS
 from retrieval_pools.errors import PoolError

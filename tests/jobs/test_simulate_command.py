@@ -25,9 +25,9 @@ from jobs.simulate_world import SimulationSize, divided_texts
 from pipeline.decoding.budget import choose_budget
 from pipeline.knowledge.records import SIDES
 from pipeline.tables.sample_world import write_sample_world
-from retrieval_pools import studies
 from retrieval_pools.budget_curve import BudgetCurve
-from retrieval_pools.calibrate import num_held_back
+from retrieval_pools.calibrating.calibrate import num_held_back
+from retrieval_pools.simulating import studies
 from retrieval_pools.step_cost import StepCost
 
 FIRST_DATE, SECOND_DATE = datetime.date(2025, 2, 28), datetime.date(2025, 3, 1)

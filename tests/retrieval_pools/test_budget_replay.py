@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieval_pools.budget_curve import DRAFT_TOKENS, MIN_ACCEPTANCES, SIZE_KNOTS
-from retrieval_pools.budget_replay import GRID, budget_curve, replay_budgets
-from retrieval_pools.build import PoolText, build_pool
-from retrieval_pools.calibrate import calibrate
-from retrieval_pools.replay import DraftOptions, ReplayText, replay
+from retrieval_pools.building.build import PoolText, build_pool
+from retrieval_pools.calibrating.budget_replay import GRID, budget_curve, replay_budgets
+from retrieval_pools.calibrating.calibrate import calibrate
+from retrieval_pools.calibrating.replay import DraftOptions, ReplayText, replay
 
 NO_TOKENS = np.empty(0, np.int32)
 

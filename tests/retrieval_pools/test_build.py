@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.building.build import PoolText, build_pool
 from retrieval_pools.errors import PoolError
 from retrieval_pools.pool import Pool
 from retrieval_pools.query import draft
@@ -105,7 +105,7 @@ def test_texts_that_fail_leave_nothing_behind(tmp_path):
 def test_disk_that_fills_up_publishes_nothing(small_disk, monkeypatch, num_texts, places_a_run):
     """Full while texts are laid out, while runs wait to be merged, or while the order is written."""
     monkeypatch.setattr(
-        "retrieval_pools.build.SORT_BYTES_PER_POSITION", PoolBuildSettings().memory_bytes / places_a_run
+        "retrieval_pools.building.build.SORT_BYTES_PER_POSITION", PoolBuildSettings().memory_bytes / places_a_run
     )
     (small_disk / "other").write_bytes(b"x" * (3 << 18))
     texts = [(np.arange(100) % 90, "") for _ in range(num_texts)]

@@ -11,8 +11,8 @@ BUILDER = """
 import sys, tempfile
 from pathlib import Path
 import numpy as np
-import retrieval_pools.build as builds
-from retrieval_pools.build import PoolText, build_pool
+import retrieval_pools.building.build as builds
+from retrieval_pools.building.build import PoolText, build_pool
 from retrieval_pools.pool import Pool
 from retrieval_pools.settings import PoolBuildSettings
 

@@ -10,16 +10,20 @@ from hypothesis import strategies as st
 
 from models.sample_exercises import make_example
 from models.train_sample import world_entities
-from pipeline.decoding.identity import load_tokenizer
-from pipeline.decoding.loading import SAMPLE_MODEL
-from retrieval_pools.build import PoolText, build_pool
-from retrieval_pools.calibrate import (
+from pipeline.decoding.loading.identity import load_tokenizer
+from pipeline.decoding.loading.load import SAMPLE_MODEL
+from retrieval_pools.building.build import PoolText, build_pool
+from retrieval_pools.calibrating.calibrate import (
     MIN_TEXTS,
     calibrate,
     fit_path,
     num_held_back,
     spread_positions,
 )
+from retrieval_pools.calibrating.cell_fit import fit_cells, fit_table
+from retrieval_pools.calibrating.kind_fit import fit_kinds
+from retrieval_pools.calibrating.reliability import NUM_BINS, reliability, reliability_bins
+from retrieval_pools.calibrating.replay import DraftOptions, Nodes, ReplayText, pool_steps, replay
 from retrieval_pools.calibration import Calibration, kinds_of, paths_of, table_of
 from retrieval_pools.calibration_table import (
     COUNT_KNOTS,
@@ -32,10 +36,6 @@ from retrieval_pools.calibration_table import (
     kind_acceptance,
     path_acceptance,
 )
-from retrieval_pools.cell_fit import fit_cells, fit_table
-from retrieval_pools.kind_fit import fit_kinds
-from retrieval_pools.reliability import NUM_BINS, reliability, reliability_bins
-from retrieval_pools.replay import DraftOptions, Nodes, ReplayText, pool_steps, replay
 from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
 SHARES = np.linspace(0.05, 0.95, 19)

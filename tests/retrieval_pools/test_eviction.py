@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrieval_pools.build import PoolText, build_pool
-from retrieval_pools.eviction import choose_texts
-from retrieval_pools.layout import TextSpans
+from retrieval_pools.building.build import PoolText, build_pool
+from retrieval_pools.building.eviction import choose_texts
+from retrieval_pools.building.layout import TextSpans
 from retrieval_pools.settings import PoolBuildSettings
 from retrieval_pools.suffix_order import SEPARATOR
 

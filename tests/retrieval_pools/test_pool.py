@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.building.build import PoolText, build_pool
 from retrieval_pools.errors import PoolError
 from retrieval_pools.pool import EMPTY_POOL, Pool
 from retrieval_pools.settings import PoolSettings

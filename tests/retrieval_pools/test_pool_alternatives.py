@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.building.build import PoolText, build_pool
 from retrieval_pools.errors import PoolError
 from retrieval_pools.pool import Pool
 from retrieval_pools.query import draft

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.building.build import PoolText, build_pool
 from retrieval_pools.calibration_table import IN_OUTPUT, IN_PROMPT, KINDS_SHAPE, PATHS_SHAPE, TABLE_SHAPE, token_kind
 from retrieval_pools.drafting.state import NUM_OWN_TOKENS
 from retrieval_pools.drafting.tree import Variant, compiled_query

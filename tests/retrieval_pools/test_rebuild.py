@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.building.build import PoolText, build_pool
 from retrieval_pools.pool import EMPTY_POOL, Pool
 from retrieval_pools.settings import PoolBuildSettings, PoolSettings
 
@@ -31,7 +31,7 @@ def build(folder, texts, min_support=1, depth=16, **options):
 def runs_of(num_places):
     """Sort so few places at a time; a user may not ask for less than some megabytes."""
     bytes_a_place = PoolBuildSettings().memory_bytes / num_places
-    return patch("retrieval_pools.build.SORT_BYTES_PER_POSITION", bytes_a_place)
+    return patch("retrieval_pools.building.build.SORT_BYTES_PER_POSITION", bytes_a_place)
 
 
 def files(folder):

@@ -5,8 +5,8 @@ from collections import namedtuple
 import numpy as np
 import pytest
 
-from retrieval_pools.build import PoolText, build_pool
-from retrieval_pools.replay import DraftOptions, ReplayText, accepted_path, pool_steps, replay, steps_along
+from retrieval_pools.building.build import PoolText, build_pool
+from retrieval_pools.calibrating.replay import DraftOptions, ReplayText, accepted_path, pool_steps, replay, steps_along
 
 Tree = namedtuple("Tree", "token_ids parents")
 NO_TOKENS = np.empty(0, np.int32)

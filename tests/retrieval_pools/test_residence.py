@@ -7,7 +7,7 @@ import pytest
 
 from retrieval_pools import residence
 from retrieval_pools.array_files import map_array
-from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.building.build import PoolText, build_pool
 from retrieval_pools.pool import Pool
 from retrieval_pools.query import draft
 from retrieval_pools.residence import make_resident

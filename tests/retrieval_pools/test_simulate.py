@@ -5,18 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from retrieval_pools.budget_replay import budget_curve
-from retrieval_pools.calibrate import calibrate
+from retrieval_pools.calibrating.budget_replay import budget_curve
+from retrieval_pools.calibrating.calibrate import calibrate
+from retrieval_pools.calibrating.estimates import Bootstrap
+from retrieval_pools.calibrating.reliability import reliability
+from retrieval_pools.calibrating.replay import DraftOptions, ReplayText, replay
 from retrieval_pools.calibration_table import IDENTITY_TABLE
-from retrieval_pools.estimates import Bootstrap
 from retrieval_pools.pool import DEFAULT_POOL_ESCAPE
-from retrieval_pools.recommendation import BUDGET, recommend
-from retrieval_pools.reliability import reliability
-from retrieval_pools.replay import DraftOptions, ReplayText, replay
 from retrieval_pools.settings import PoolSettings
-from retrieval_pools.simulate import CalibrationTexts, DraftSetting, Grouping, PoolCorpus, Simulator
+from retrieval_pools.simulating.recommendation import BUDGET, recommend
+from retrieval_pools.simulating.simulate import CalibrationTexts, DraftSetting, Grouping, PoolCorpus, Simulator
+from retrieval_pools.simulating.studies import Findings, Trial, group_counts, plan_trials
 from retrieval_pools.sources import SOURCE_NAMES
-from retrieval_pools.studies import Findings, Trial, group_counts, plan_trials
 
 FULL_TREES = 0.001  # low enough that the number of draft tokens alone bounds a tree
 TEXT = np.arange(20, dtype=np.int32)

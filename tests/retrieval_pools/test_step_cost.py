@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from retrieval_pools.calibrating.estimates import Tally
 from retrieval_pools.errors import PoolError
-from retrieval_pools.estimates import Tally
 from retrieval_pools.step_cost import StepCost, computed_step_cost, read_step_cost
 
 POINTS = [(8, 8, 0.01), (8, 24, 0.02), (8, 40, 0.06), (1, 1, 0.005), (1, 65, 0.006)]

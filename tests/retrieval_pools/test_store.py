@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from retrieval_pools.build import PoolText, build_pool
+from retrieval_pools.building.build import PoolText, build_pool
 from retrieval_pools.errors import PoolError
 from retrieval_pools.query import draft
 from retrieval_pools.store import PoolStore

@@ -1,0 +1,145 @@
+"""One forward of a model over the nodes of several sequences, packed raggedly into one row of tokens.
+
+A sequence feeds a chain (its committed tokens that are not cached yet, at least the last) and a draft tree below it.
+Logits can be had of the chain's last token and of every node of the tree, and of nothing else.
+
+Knows no request, no verifier and no drafter.
+"""
+
+import inspect
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pipeline.decoding.forward.attention_plan import CALL_COST_CPU, CALL_COST_CUDA, StepPlan
+from pipeline.decoding.forward.feed import Feed, PackedFeed, feed_positions
+from pipeline.decoding.forward.output_head import HeldLogits, HiddenRows, OutputHead, StepLogits
+from pipeline.decoding.forward.packed_forward import PackedForward, kernel_for
+from pipeline.decoding.forward.row_plan import row_plan
+from pipeline.decoding.forward.step_buffers import PackedStep
+from pipeline.decoding.forward.token_plan import token_plan
+from pipeline.decoding.forward.tree_attention import step_plan
+from pipeline.decoding.memory.kv_cache import KVCache, is_out_of_memory
+from pipeline.decoding.memory.kv_store import KVStore
+from pipeline.decoding.memory.token_store import TokenStore
+from pipeline.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """Result of one forward.
+
+    `rows` gives logits of the kept tokens, until the next forward. Of feed i, rows `starts[i]` (after the chain) and
+    the following `len(tree)` are its own, where it wants any. `slots[i]`: int64, the row's slots its tokens were
+    written to.
+    """
+
+    rows: StepLogits
+    starts: np.ndarray
+    slots: list[np.ndarray]
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """All of them, computed anew each time: (num_kept, vocab_size) on the device."""
+        return self.rows.of(np.arange(self.rows.num_rows))
+
+
+class ModelRunner:
+    """Runs packed steps of a transformers model whose attention is `tree_attention`, over one KV store.
+
+    Parameters
+    ----------
+    attention : "torch", "triton" or "auto", as `decoding.attention`; a kernel needs a `TokenStore`.
+    splits_head : whether logits are computed apart from the model's body, when they are asked for
+        (`output_head.has_output_head`); else with it.
+
+    Raises
+    ------
+    pipeline.errors.ModelError : "triton" cannot be had.
+    """
+
+    def __init__(
+        self, model, store: KVCache, device: torch.device, attention: str = "torch", splits_head: bool = False
+    ) -> None:
+        self.model = model
+        self.store = store
+        self.device = device
+        self.last_plan: StepPlan | None = None  # of the newest forward, for checks
+        self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._head = OutputHead(model) if splits_head else None
+        self._plan = row_plan if isinstance(store, KVStore) else token_plan
+        self._attention = attention
+        self.packed: PackedForward | None = None  # takes the forwards, where there is a kernel
+        kernel = kernel_for(attention, device)
+        if kernel is not None and isinstance(store, TokenStore):
+            on_cuda = device.type == "cuda"
+            selects = self._selects_logits
+            self.packed = PackedForward(
+                model, store, device, kernel, selects, pads=on_cuda, captures=on_cuda, head=self._head
+            )
+        elif attention == "triton":
+            raise ModelError("decoding.attention is triton, which needs decoding.kv_cache tokens")
+        self._call_cost = CALL_COST_CPU if device.type == "cpu" else CALL_COST_CUDA
+
+    def forward(self, feeds: list[Feed]) -> StepOutput:
+        """Run the model over all feeds at once. Nothing is committed: the caller commits the slots it keeps."""
+        store = self.store
+        sizes = [feed.num_tokens for feed in feeds]
+        offsets = np.cumsum([0, *sizes])
+        slots = store.reserve([feed.row for feed in feeds], sizes)
+        token_ids = np.concatenate([part for feed in feeds for part in (feed.chain_ids, feed.tree.token_ids)])
+        positions = np.concatenate([feed_positions(feed, int(store.lengths[feed.row])) for feed in feeds])
+        packed = [PackedFeed(*parts) for parts in zip(feeds, slots, offsets[:-1].tolist(), sizes, strict=True)]
+        plan = self._plan(store, packed, positions, self._call_cost)
+
+        starts = np.zeros(len(feeds), np.int64)
+        kept: list[np.ndarray] = []
+        num_kept = 0
+        for i, part in enumerate(packed):
+            starts[i] = num_kept
+            if part.feed.wants_logits:
+                first = part.offset + len(part.feed.chain_ids) - 1
+                kept.append(np.arange(first, part.offset + part.size))
+                num_kept += part.offset + part.size - first
+        # A forward with no wanted logits still needs one row of them.
+        keep = np.concatenate(kept) if kept else np.zeros(1, np.int64)
+        rows = None
+        if self.packed is not None:
+            rows = self._run_packed(PackedStep(token_ids, plan.slots, keep, plan.ragged, store.scratch_slot))
+        if rows is None:
+            rows = self._run(plan, token_ids, positions, keep)
+        self.last_plan = plan
+        return StepOutput(rows, starts, slots)
+
+    def _run_packed(self, step: PackedStep) -> StepLogits | None:
+        """The same by the kernel; None where it failed, and then it is not tried again."""
+        try:
+            return self.packed.run(step)
+        except Exception as error:
+            if is_out_of_memory(error) or self._attention == "triton":
+                raise
+            logger.warning("the attention kernel failed (%s); attention is torch's from here on", error)
+            self.packed = None
+            return None
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan, token_ids: np.ndarray, positions: np.ndarray, keep: np.ndarray) -> StepLogits:
+        """The model over a pack, of which the tokens `keep` are looked at."""
+        input_ids, position_ids = self._on_device(token_ids)[None], self._on_device(positions)[None]
+        token = step_plan.set(plan)
+        try:
+            if self._head is not None:
+                return HiddenRows(self._head, self._head.hidden_of(input_ids, position_ids), keep)
+            selects = self._selects_logits and len(keep) < plan.num_tokens
+            arguments = {"logits_to_keep": self._on_device(keep)} if selects else {}
+            logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **arguments).logits[0]
+        finally:
+            step_plan.reset(token)
+        return HeldLogits(logits if len(logits) == len(keep) else logits.index_select(0, self._on_device(keep)))
+
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array.astype(np.int64, copy=False)).to(self.device)

@@ -1,0 +1,1 @@
+"""From a model folder to a model that the engine can run."""

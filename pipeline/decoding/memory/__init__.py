@@ -1,0 +1,1 @@
+"""Memory of a device: what a model takes of it, and the KV caches."""

@@ -1,0 +1,277 @@
+"""The KV cache as single tokens: memory follows the live tokens, whatever the longest sequence.
+
+A sequence holds a list of slots in text order, anywhere in memory. Committing an accepted branch keeps its slots; those
+of the rejected nodes are free again. A prompt's prefix is computed once: sequences that share it name the same slots,
+which are counted, not copied. Prompts of sequences that ended stay shareable until their place is needed, those that
+ended first going first (what a later one shared with them stays with it). Memory grows by doubling, up to a bound.
+
+Knows nothing of models, tokens' meaning, or drafts. Keys and values are shaped by the first write to each layer.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pipeline.decoding.memory.kv_cache import MIN_SHARED_TOKENS, RowLease, common_prefix, is_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+GROWTH_STEP = 1024  # capacities are multiples of this, below the bound
+MIN_EXPECTED_REST = 16  # tokens that a live sequence is expected to need still, at least
+
+
+@dataclass
+class TokenLayer:
+    """Keys and values of one layer: (capacity + 1, num_kv_heads, head_dim), the last slot being scratch."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass
+class _Prefix:
+    """Tokens whose keys and values lie in `slots`, int32 both."""
+
+    token_ids: np.ndarray
+    slots: np.ndarray
+
+
+_NO_PREFIX = _Prefix(np.empty(0, np.int32), np.empty(0, np.int32))
+
+
+class TokenStore:
+    """Token slots over all layers, of up to `max_rows` live sequences.
+
+    Parameters
+    ----------
+    max_rows : sequences that can be live at once; also how many ended prompts are kept.
+    max_tokens : bound on slots, or None.
+    """
+
+    def __init__(self, max_rows: int, max_tokens: int | None = None) -> None:
+        self.max_rows = max_rows
+        self.max_tokens = max_tokens
+        self.capacity = 0
+        self.layers: dict[int, TokenLayer] = {}
+        self.lengths = np.zeros(max_rows, np.int64)  # number of committed tokens of each row
+        self.num_committed_slots = 0  # that live rows hold, a shared one counted once
+        self._table = np.zeros((max_rows, 0), np.int32)  # of each row, its slots in text order
+        self._live = np.zeros(max_rows, bool)
+        self._expected = np.zeros(max_rows, np.int64)  # length that each live row is expected to reach
+        self._row_counts = np.zeros(0, np.int32)  # live rows that hold each slot
+        self._prefix_counts = np.zeros(0, np.int32)  # remembered prefixes that hold each slot
+        self._free = np.empty(0, np.int32)  # the first `num_free` of it are a stack of the slots that nobody holds
+        self.num_free = 0
+        self._reserved = np.empty(0, np.int32)  # taken off the stack for a forward
+        self._prefixes: dict[int, _Prefix] = {}  # of live rows
+        self._ended: list[_Prefix] = []  # of rows that ended, the last to end last
+
+    @property
+    def num_live_rows(self) -> int:
+        return int(self._live.sum())
+
+    @property
+    def scratch_slot(self) -> int:
+        """A slot that no sequence ever holds, for padding to write to; another one after the memory has grown."""
+        return self.capacity
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens` could be held at all, were it alone."""
+        return self.max_tokens is None or num_tokens <= self.max_tokens
+
+    def acquire(self, token_ids: np.ndarray, num_tokens: int, num_expected: int | None = None) -> RowLease | None:
+        """Give a row to a new sequence, or None while there is none free or no room for what is expected of all.
+
+        `num_shared` is less than the text's length: its last token is always computed, for its logits.
+        """
+        num_expected = num_tokens if num_expected is None else num_expected
+        shared, donor = self._longest_prefix(token_ids[:-1])
+        slots = donor.slots[:shared]
+        num_held = int((self._row_counts[slots] > 0).sum())
+        if self._live.all() or not self._expects_room(num_expected - num_held):
+            return None
+        row = int(np.flatnonzero(~self._live)[0])
+        self._live[row] = True
+        self._expected[row] = num_expected
+        self._widen_table(shared)
+        self._table[row, :shared] = slots
+        self.lengths[row] = shared
+        self.num_committed_slots += shared - num_held
+        self._row_counts[slots] += 1
+        self._prefix_counts[slots] += 1
+        self._prefixes[row] = _Prefix(np.array(token_ids[:shared], np.int32), slots.copy())
+        return RowLease(row, shared)
+
+    def longest_prefix(self, token_ids: np.ndarray) -> int:
+        """How many leading tokens are cached."""
+        return self._longest_prefix(token_ids)[0]
+
+    def slots_of(self, row: int) -> np.ndarray:
+        """Slots of a row's committed tokens in text order: int32 view."""
+        return self._table[row, : self.lengths[row]]
+
+    def make_room(self, num_tokens: int) -> bool:
+        """Whether this many slots are free, after forgetting ended prompts and growing as far as that is needed."""
+        self._give_back_reserved()
+        while self.num_free < num_tokens and self._ended:
+            self._forget(self._ended.pop(0))
+        return self.num_free >= num_tokens or self._grow(num_tokens - self.num_free)
+
+    def reserve(self, rows: list[int], counts: list[int]) -> list[np.ndarray]:
+        """Free slots for each row, int64[count] each: for the next forward to write, free until committed.
+
+        Raises
+        ------
+        MemoryError : there are not as many, which `make_room` would have said.
+        """
+        total = sum(counts)
+        if not self.make_room(total):
+            raise MemoryError(f"the KV cache of {self.max_tokens} tokens has no room for {total} more")
+        self._reserved = self._free[self.num_free - total : self.num_free][::-1].copy()
+        self.num_free -= total
+        return np.split(self._reserved.astype(np.int64), np.cumsum(counts)[:-1])
+
+    def commit(self, rows: list[int], slots: list[np.ndarray]) -> None:
+        """Keep the tokens written to each row's `slots`, in text order; the other reserved slots are free again."""
+        counts = np.array([len(kept) for kept in slots])
+        where, lengths = np.array(rows), self.lengths[rows]
+        ends = np.cumsum(counts)
+        all_rows, all_slots = np.repeat(where, counts), np.concatenate(slots).astype(np.int64, copy=False)
+        columns = np.arange(ends[-1]) + np.repeat(lengths - (ends - counts), counts)
+        self._widen_table(int((lengths + counts).max()))
+        self._table[all_rows, columns] = all_slots
+        self.lengths[where] = lengths + counts
+        self.num_committed_slots += len(all_slots)
+        self._row_counts[all_slots] += 1
+        assert (self._row_counts[all_slots] == 1).all(), "a slot was committed twice"
+        self._reserved = self._reserved[self._row_counts[self._reserved] == 0]
+        self._give_back_reserved()
+
+    def remember_prefix(self, row: int, token_ids: np.ndarray) -> None:
+        """State that a row's text begins with these tokens, so that later ones may share their slots."""
+        assert len(token_ids) <= self.lengths[row]
+        known = self._prefixes[row]
+        new = self._table[row, len(known.slots) : len(token_ids)].copy()
+        self._prefix_counts[new] += 1
+        self._prefixes[row] = _Prefix(np.array(token_ids, np.int32), np.concatenate((known.slots, new)))
+
+    def release(self, row: int) -> None:
+        """End a sequence. Its remembered prefix stays shareable until its place is needed."""
+        assert self._live[row], "a row was released twice"
+        slots = self.slots_of(row)
+        self._row_counts[slots] -= 1
+        unheld = slots[self._row_counts[slots] == 0]
+        self.num_committed_slots -= len(unheld)
+        self._push(unheld[self._prefix_counts[unheld] == 0])
+        self._live[row] = False
+        self.lengths[row] = self._expected[row] = 0
+        self._ended.append(self._prefixes.pop(row))
+        if len(self._ended) > self.max_rows:
+            self._forget(self._ended.pop(0))
+
+    def erase(self, row: int) -> None:
+        """Let nobody share a row whose values are not finite. Nobody else reads its slots before they are rewritten."""
+        self._forget(self._prefixes[row])
+        self._prefixes[row] = _NO_PREFIX
+
+    def drop_unused(self) -> None:
+        """Give all memory back if no live row has a token in it: after a first forward that it was too much for."""
+        if not self._row_counts.any():
+            self._ended.clear()
+            self.layers.clear()
+            self.capacity = self.num_free = 0
+            self._row_counts = self._prefix_counts = self._free = self._reserved = np.empty(0, np.int32)
+
+    def flat_index(self, rows: np.ndarray, slots: np.ndarray, num_kv_heads: int) -> np.ndarray:
+        """Where `write` puts tokens: int64[num_tokens], their slots."""
+        return slots
+
+    @torch.inference_mode()  # as the forwards that write here
+    def write(self, layer: int, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> TokenLayer:
+        """Store new keys and values, (num_kv_heads, num_tokens, head_dim) each, at an index on their device."""
+        cache = self.layers.get(layer)
+        if cache is None:
+            empty = [new.new_zeros(self.capacity + 1, new.shape[0], new.shape[2]) for new in (keys, values)]
+            cache = self.layers[layer] = TokenLayer(*empty)
+        cache.keys.index_copy_(0, index, keys.transpose(0, 1))
+        cache.values.index_copy_(0, index, values.transpose(0, 1))
+        return cache
+
+    def bytes_per_token(self) -> int:
+        """Memory of one slot over all layers that were written so far."""
+        tensors = [t for cache in self.layers.values() for t in (cache.keys, cache.values)]
+        return sum(t[0].numel() * t.element_size() for t in tensors)
+
+    def _expects_room(self, num_tokens: int) -> bool:
+        """Whether so many more tokens fit beside what the live rows are expected to grow to."""
+        if self.max_tokens is None or not self._live.any():
+            return True
+        rest = np.maximum(self._expected - self.lengths, MIN_EXPECTED_REST)[self._live].sum()
+        return self.num_committed_slots + int(rest) + num_tokens <= self.max_tokens
+
+    def _longest_prefix(self, token_ids: np.ndarray) -> tuple[int, _Prefix]:
+        """Longest cached prefix of a text, and whose it is; a live row's where it is as long."""
+        best, donor = 0, _NO_PREFIX
+        for prefix in (*self._prefixes.values(), *reversed(self._ended)):
+            if len(prefix.token_ids) > max(best, MIN_SHARED_TOKENS - 1):
+                length = common_prefix(prefix.token_ids, token_ids)
+                if length > best and length >= MIN_SHARED_TOKENS:
+                    best, donor = length, prefix
+        return best, donor
+
+    def _forget(self, prefix: _Prefix) -> None:
+        """Free the slots that only this prefix still held."""
+        slots = prefix.slots
+        self._prefix_counts[slots] -= 1
+        unheld = (self._prefix_counts[slots] == 0) & (self._row_counts[slots] == 0)
+        self._push(slots[unheld])
+
+    def _give_back_reserved(self) -> None:
+        self._push(self._reserved[::-1])
+        self._reserved = self._reserved[:0]
+
+    def _push(self, slots: np.ndarray) -> None:
+        self._free[self.num_free : self.num_free + len(slots)] = slots
+        self.num_free += len(slots)
+
+    def _widen_table(self, width: int) -> None:
+        if width > self._table.shape[1]:
+            new = max(width, 2 * self._table.shape[1]) - self._table.shape[1]
+            self._table = np.pad(self._table, ((0, 0), (0, new)))
+
+    def _grow(self, num_tokens: int) -> bool:
+        """Add at least so many slots, if the bound and the device allow it; if the device does not, the bound sinks."""
+        least = self.capacity + num_tokens
+        bound = self.max_tokens if self.max_tokens is not None else 2 * least + GROWTH_STEP
+        if least > bound:
+            return False
+        rounded = -(-max(least, 2 * self.capacity) // GROWTH_STEP) * GROWTH_STEP
+        for capacity in (min(rounded, bound), least):
+            try:
+                self._resize(capacity)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                continue
+            new = np.arange(self.capacity, capacity, dtype=np.int32)[::-1]
+            self._free, self._row_counts, self._prefix_counts = (
+                np.pad(array, (0, len(new))) for array in (self._free, self._row_counts, self._prefix_counts)
+            )
+            self._push(new)
+            self.capacity = capacity
+            return True
+        logger.warning("memory for a KV cache of %d tokens cannot be had; it stays at %d", least, self.capacity)
+        self.max_tokens = self.capacity
+        return False
+
+    @torch.inference_mode()
+    def _resize(self, capacity: int) -> None:
+        for cache in self.layers.values():  # one tensor at a time, so that little is held twice
+            for name in ("keys", "values"):
+                old = getattr(cache, name)
+                if len(old) <= capacity:
+                    grown = old.new_zeros(capacity + 1, *old.shape[1:])
+                    grown[: len(old)] = old
+                    setattr(cache, name, grown)
