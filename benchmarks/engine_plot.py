@@ -6,9 +6,9 @@ from pathlib import Path
 from common import command_line, machine
 from engine_systems import ADAPTIVE, PEER, PLAIN
 
+from jobs.formatting import decimal
 from jobs.report.blocks import Figure, LegendEntry, Note, Page, Phrase, Section, Table
 from jobs.report.charts import FULL_WIDTH, Series, grouped_bars
-from jobs.report.formatting import decimal
 from jobs.report.page import render_page
 from pipeline.storage.atomic import write_text
 

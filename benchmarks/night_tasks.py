@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 
 from pipeline.knowledge.entities import iter_entities
 from pipeline.knowledge.prompts import load_template, render_prompt
-from pipeline.knowledge.records import SIDES
 from pipeline.knowledge.settings import KnowledgeSettings
+from pipeline.sides import SIDES
 from pipeline.tables.read import read_tables
 from pipeline.tables.sample_world import LAST_DATE, write_sample_world
 

@@ -1,8 +1,8 @@
 """How much a run drafts: decided once, before its first text, and written down for every later attempt.
 
 Owns where the numbers come from: the configuration, or else a measured cost of steps, the pools' calibration and a
-pilot. `pipeline.decoding.budget` and `planning/pilot` beside it choose; `planning/run_forecast` says what is left of the
-gain in the whole run, its prompts and the ends of its shards counted.
+pilot. `pipeline.decoding.budget` and `planning/pilot` beside it choose; `planning/run_forecast` says what is left of
+the gain in the whole run, its prompts and the ends of its shards counted.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +19,7 @@ from pipeline.decoding.planning.run_forecast import PREFILL_TOKENS, RunTexts, ju
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.distributed.shards import PlannedRow, Shard, read_shard
 from pipeline.distributed.worker import Scout
-from pipeline.knowledge.records import SIDES, Side
+from pipeline.sides import SIDES, Side
 from retrieval_pools.pool import Pool
 from retrieval_pools.step_cost import StepCost, read_step_cost
 

@@ -17,7 +17,7 @@ from jobs.night import Night
 from jobs.pool_texts import RunTexts, read_run_texts
 from jobs.routing import entity_router
 from pipeline.decoding.loading.identity import tokenizer_hash
-from pipeline.knowledge.records import SIDES, Side
+from pipeline.sides import SIDES, Side
 from retrieval_pools.building.build import BuildCounts, build_pool
 from retrieval_pools.calibration import Calibration
 from retrieval_pools.errors import PoolError

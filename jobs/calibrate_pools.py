@@ -16,7 +16,7 @@ from pipeline.decoding.budget import Budget
 from pipeline.decoding.loading.identity import tokenizer_hash
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.distributed.shards import PlannedRow, load_plan, read_shard
-from pipeline.knowledge.records import Side
+from pipeline.sides import Side
 from retrieval_pools.building.texts import PoolText
 from retrieval_pools.calibrating.budget_replay import with_budgets
 from retrieval_pools.calibrating.calibrate import MIN_TEXTS, calibrate, num_held_back, spread_positions

@@ -18,7 +18,7 @@ from pipeline.encoding.encoder import TextEncoder
 from pipeline.encoding.features import KNOWLEDGE_COLUMNS, build_features
 from pipeline.encoding.settings import EncodingSettings
 from pipeline.errors import WorkspaceError
-from pipeline.knowledge.records import SIDES, Side
+from pipeline.sides import SIDES, Side
 from pipeline.storage.parquet import read_parquet, write_parquet
 from pipeline.storage.run_folder import RunFolder
 

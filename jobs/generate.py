@@ -38,8 +38,8 @@ from pipeline.errors import RunFailed
 from pipeline.knowledge.entities import Entity, iter_entities
 from pipeline.knowledge.fingerprint import fingerprint
 from pipeline.knowledge.prompts import RenderedPrompt, render_prompt
-from pipeline.knowledge.records import SIDES, Side
 from pipeline.knowledge.templates import load_template
+from pipeline.sides import SIDES, Side
 from pipeline.storage.quarantine import QuarantineRow, count_reasons
 from pipeline.storage.run_folder import RunFolder, ShardRecord
 from pipeline.storage.workspace import Workspace

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 
 from jobs.settings import Settings
 from pipeline.errors import ConfigError
-from pipeline.knowledge.records import SIDES
+from pipeline.sides import SIDES
 from pipeline.storage.atomic import sha256_file
 from pipeline.tables.check import require_sound_tables
 from pipeline.tables.read import describe, read_tables

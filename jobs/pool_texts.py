@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.knowledge.entities import Entity, iter_entities
-from pipeline.knowledge.records import Side
+from pipeline.sides import Side
 from pipeline.storage.run_folder import RunFolder
 from pipeline.tables.read import Tables
 from retrieval_pools.array_files import ArrayWriter, map_array

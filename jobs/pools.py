@@ -22,7 +22,7 @@ from jobs.pools_view import (
     versions_table,
 )
 from jobs.settings import Settings, load_settings
-from pipeline.knowledge.records import Side
+from pipeline.sides import Side
 from pipeline.storage.workspace import Workspace
 from retrieval_pools.errors import PoolError
 from retrieval_pools.grouping.leaves import read_rules

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from jobs.report.formatting import counted, whole
+from jobs.formatting import counted, whole
 from jobs.report.pools import how_built
 from retrieval_pools.manifest import PoolManifest
 from retrieval_pools.query import Draft

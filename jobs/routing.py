@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.knowledge.entities import Entity
-from pipeline.knowledge.records import Side
+from pipeline.sides import Side
 from pipeline.tables.read import Tables
 from retrieval_pools.router import Route, Router
 

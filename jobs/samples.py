@@ -7,7 +7,7 @@ from jobs.spans import text_spans
 from pipeline.decoding.loading.identity import load_tokenizer
 from pipeline.distributed.shards import SidePlan, read_shard
 from pipeline.distributed.stats import tokens_per_step
-from pipeline.knowledge.records import Side
+from pipeline.sides import Side
 from pipeline.storage.parquet import read_parquet
 from pipeline.storage.run_folder import RunFolder
 

@@ -28,7 +28,7 @@ from jobs.simulate_world import (
     simulator_of,
     trained_embeddings,
 )
-from pipeline.knowledge.records import SIDES
+from pipeline.sides import SIDES
 from pipeline.storage.atomic import write_text
 from retrieval_pools.simulating.recommendation import recommend
 from retrieval_pools.simulating.simulate import DraftSetting, Simulator

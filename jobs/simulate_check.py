@@ -24,7 +24,7 @@ from jobs.simulate_world import (
     trained_embeddings,
 )
 from pipeline.errors import ConfigError, WorkspaceError
-from pipeline.knowledge.records import SIDES, Side
+from pipeline.sides import SIDES, Side
 from pipeline.storage.run_folder import RunFolder
 from retrieval_pools.calibrating.estimates import Bootstrap, Estimate, Tally
 from retrieval_pools.simulating.simulate import MIN_WITH_PREVIOUS, Kind

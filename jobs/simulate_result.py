@@ -6,7 +6,7 @@ from typing import Any
 
 from jobs.simulate_budgets import SideBudgets
 from jobs.simulate_check import Check
-from pipeline.knowledge.records import Side
+from pipeline.sides import Side
 from retrieval_pools.calibrating.estimates import Estimate
 from retrieval_pools.simulating.recommendation import BUDGET, Recommendation
 from retrieval_pools.simulating.simulate import Kind

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from jobs.report.formatting import MISSING, counted, decimal, percent, times
+from jobs.formatting import MISSING, counted, decimal, percent, times
 from jobs.simulate_result import SideSimulation, Simulation, changed_options
 from pipeline.decoding.budget import Budget
 from retrieval_pools.calibrating.estimates import Estimate

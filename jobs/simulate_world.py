@@ -24,7 +24,7 @@ from jobs.settings import Settings
 from pipeline.decoding.budget import Budget
 from pipeline.errors import RowError, WorkspaceError
 from pipeline.knowledge.entities import iter_entities
-from pipeline.knowledge.records import SIDES, Side
+from pipeline.sides import SIDES, Side
 from retrieval_pools.calibrating.calibrate import num_held_back
 from retrieval_pools.calibrating.replay import ReplayText
 from retrieval_pools.errors import PoolError

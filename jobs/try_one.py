@@ -26,8 +26,8 @@ from pipeline.distributed.shards import PreviousKnowledge
 from pipeline.errors import RowError, TableError
 from pipeline.knowledge.entities import Entity, iter_entities
 from pipeline.knowledge.parsers import parse_knowledge
-from pipeline.knowledge.records import Side
 from pipeline.knowledge.templates import load_template
+from pipeline.sides import Side
 from pipeline.storage.workspace import Workspace
 from pipeline.tables.read import Tables, read_tables
 from retrieval_pools.pool import Pool

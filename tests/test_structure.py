@@ -1,6 +1,7 @@
 """What may import what: the structure that the README draws, stated."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,28 @@ def test_imports_point_one_way(path):
         assert (package == "ctr" and module.startswith("pipeline.encoding.schema")) or module == "pipeline.encoding", (
             f"{path} imports {module}"
         )
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, "pipeline.decoding", "jobs.report"])
+def test_the_rooms_of_a_package_stand_on_one_another_without_a_circle(package):
+    rooms = TopologicalSorter(rooms_used_by_room(package))
+    rooms.prepare()  # raises CycleError, which names the rooms of a circle
+
+
+def rooms_used_by_room(package: str) -> dict[str, set[str]]:
+    """A room is a file or a folder directly in the package; a folder's face, which defines nothing, is none."""
+    folder = ROOT / package.replace(".", "/")
+    used: dict[str, set[str]] = {}
+    for path in folder.rglob("*.py"):
+        room = path.relative_to(folder).parts[0].removesuffix(".py")
+        found = {module.removeprefix(f"{package}.") for module in imported_modules(path) if f"{package}." in module}
+        named = {module.split(".")[0] for module in found}
+        used.setdefault(room, set()).update(name for name in named if is_room(folder, name) and name != room)
+    return used
+
+
+def is_room(folder: Path, name: str) -> bool:
+    return (folder / f"{name}.py").exists() or (folder / name).is_dir()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -2,9 +2,9 @@
 
 import statistics
 
+from jobs.formatting import MISSING, count, decimal, percent, ratio
 from jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
 from jobs.report.charts import FULL_WIDTH, HALF_WIDTH, Part, Series, nested_bars, stacked_shares
-from jobs.report.formatting import MISSING, count, decimal, percent, ratio
 from jobs.report.palette import (
     ACCEPTED,
     DARK_COLOURS,

@@ -1,8 +1,8 @@
 """How much was drafted, why, and whether it was accepted as forecast; both from the manifest."""
 
 from jobs.drift import drift_of
+from jobs.formatting import MISSING, count, decimal, times, whole
 from jobs.report.blocks import Block, Note, Table
-from jobs.report.formatting import MISSING, count, decimal, times, whole
 from jobs.report.reading import SideView, mapping
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from jobs.formatting import count, decimal, finite, percent, seconds, whole
 from jobs.report.blocks import Block, Figure, LegendEntry, Note, Table
 from jobs.report.charts import HALF_WIDTH
-from jobs.report.formatting import count, decimal, finite, percent, seconds, whole
 from jobs.report.palette import OTHER, SIDE_COLOURS
 from jobs.report.reading import mapping, sequence, side_label
 from jobs.report.svg import Canvas, Frame, tick_text, ticks

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from jobs.report.formatting import MISSING, count, percent
+from jobs.formatting import MISSING, count, percent
 from jobs.report.svg import Canvas, Frame, shortened, text_width
 
 HALF_WIDTH, FULL_WIDTH = 480.0, 1010.0

@@ -6,8 +6,8 @@ Shows what the CTR package measured and decided; decides nothing itself.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from jobs.formatting import MISSING, count, counted, decimal, finite, percent, whole
 from jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
-from jobs.report.formatting import MISSING, count, counted, decimal, finite, percent, whole
 from jobs.report.palette import OTHER, VARIANT_COLOURS
 from jobs.report.plots import Spread, spreads
 from jobs.report.reading import mapping, sequence

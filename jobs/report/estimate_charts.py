@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from jobs.formatting import decimal
 from jobs.report.charts import HALF_WIDTH
-from jobs.report.formatting import decimal
 from jobs.report.svg import Canvas, Frame, shortened, text_width, tick_text, ticks
 
 

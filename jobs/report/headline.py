@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
+from jobs.formatting import count, counted, decimal, rate, seconds, times
 from jobs.report.blocks import KeyFigure, Phrase
 from jobs.report.ctr_table import ALL_MODELS, auc_gain, comparisons, ctr_results, model_names
-from jobs.report.formatting import count, counted, decimal, rate, seconds, times
 from jobs.report.reading import SideView, total
 from jobs.report.speed import speed_up
 from jobs.report.work import total_wall_s

@@ -6,10 +6,10 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
+from jobs.formatting import millions, seconds
 from jobs.report.acceptance import acceptance_section, lengths_section
 from jobs.report.blocks import Page
 from jobs.report.ctr_table import ctr_section
-from jobs.report.formatting import millions, seconds
 from jobs.report.headline import headline, key_figures
 from jobs.report.palette import SOURCE_COLOURS
 from jobs.report.pools import pools_section

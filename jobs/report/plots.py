@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from jobs.formatting import count, decimal, percent
 from jobs.report.charts import HALF_WIDTH, Series
-from jobs.report.formatting import count, decimal, percent
 from jobs.report.svg import Canvas, Frame, text_width, tick_text, ticks
 
 

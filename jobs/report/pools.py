@@ -3,10 +3,10 @@
 import statistics
 from collections.abc import Mapping
 
+from jobs.formatting import MISSING, count, counted, decimal, finite, seconds, whole
 from jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
 from jobs.report.calibration import calibration_blocks
 from jobs.report.charts import FULL_WIDTH, HALF_WIDTH, Part, lying_bars, stacked_shares
-from jobs.report.formatting import MISSING, count, counted, decimal, finite, seconds, whole
 from jobs.report.palette import DARK_COLOURS, OTHER, ROUTE_COLOURS, ROUTE_LABELS, SIDE_COLOURS
 from jobs.report.reading import SideView, counts, mapping, side_label
 

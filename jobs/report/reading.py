@@ -8,7 +8,7 @@ import datetime
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jobs.report.formatting import finite, ratio, whole
+from jobs.formatting import finite, ratio, whole
 
 SIDE_LABELS = {"user": "Users", "item": "Items"}
 

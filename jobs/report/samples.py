@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from jobs.formatting import MISSING, count, decimal, millions, percent, ratio
 from jobs.report.blocks import Block, Folded, Note, Sample, Section, SourceLegend
-from jobs.report.formatting import MISSING, count, decimal, millions, percent, ratio
 from jobs.report.palette import SOURCE_LABELS
 from jobs.report.reading import SideView, mapping, sequence, side_label
 from jobs.spans import Span

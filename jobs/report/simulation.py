@@ -3,8 +3,8 @@
 Draws what it is given; reads no run.
 """
 
+from jobs.formatting import count, counted, decimal, percent, times
 from jobs.report.blocks import KeyFigure, Note, Page, Phrase, Section, Table
-from jobs.report.formatting import count, counted, decimal, percent, times
 from jobs.report.simulation_budgets import budget_section
 from jobs.report.simulation_studies import figures_section, grouping_section, option_section, size_section
 from jobs.simulate_result import Simulation

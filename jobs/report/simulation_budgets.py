@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jobs.formatting import count, decimal, rate, times
 from jobs.report.blocks import Block, Figure, Note, Section, Table
 from jobs.report.estimate_charts import EstimateLine, estimate_lines
-from jobs.report.formatting import count, decimal, rate, times
 from jobs.report.simulation_studies import legend_of
 from jobs.simulate_result import Simulation
 from jobs.simulate_view import budget_words, interval

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from jobs.formatting import count, decimal, percent
 from jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
 from jobs.report.charts import FULL_WIDTH
 from jobs.report.estimate_charts import EstimateLine, EstimateRow, estimate_lines, estimate_rows
-from jobs.report.formatting import count, decimal, percent
 from jobs.report.palette import OTHER, SIDE_COLOURS, TONIGHT
 from jobs.simulate_result import Simulation
 from jobs.simulate_view import best_group_counts, group_kind, interval, pool_size_line

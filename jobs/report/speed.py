@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Mapping
 
+from jobs.formatting import MISSING, count, counted, decimal, rate, ratio, seconds, times, whole
 from jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
 from jobs.report.budgets import budget_blocks
 from jobs.report.charts import Series, grouped_bars
-from jobs.report.formatting import MISSING, count, counted, decimal, rate, ratio, seconds, times, whole
 from jobs.report.palette import PLAIN, PREVIOUS_NIGHT, TONIGHT
 from jobs.report.reading import Decoding, SideView, mapping, total
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
+from jobs.formatting import MISSING, count, counted, finite, percent, ratio, seconds, whole
 from jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
 from jobs.report.charts import Part, lying_bars, stacked_shares
-from jobs.report.formatting import MISSING, count, counted, finite, percent, ratio, seconds, whole
 from jobs.report.palette import TONIGHT
 from jobs.report.reading import SideView, mapping, sequence
 

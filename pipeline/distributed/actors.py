@@ -19,7 +19,7 @@ from pipeline.distributed.settings import ClusterSettings
 from pipeline.distributed.shards import PlannedRow, Shard
 from pipeline.distributed.worker import Scout, ShardWorker, WorkerSpec, usable_cores
 from pipeline.errors import ConfigError, RunFailed
-from pipeline.knowledge.records import Side
+from pipeline.sides import Side
 from pipeline.storage.run_folder import ShardRecord
 from retrieval_pools.step_cost import StepCost
 

@@ -15,7 +15,8 @@ import pyarrow as pa
 from pipeline.errors import RowError
 from pipeline.knowledge.entities import Entity
 from pipeline.knowledge.prompts import RenderedPrompt
-from pipeline.knowledge.records import Side, as_current
+from pipeline.knowledge.records import as_current
+from pipeline.sides import Side
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.parquet import read_parquet, write_parquet
 from pipeline.storage.run_folder import RunFolder

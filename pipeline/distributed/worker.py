@@ -29,8 +29,9 @@ from pipeline.distributed.shards import PlannedRow, Shard, read_shard
 from pipeline.distributed.stats import decoding_stats
 from pipeline.errors import RowError
 from pipeline.knowledge.parsers import parse_knowledge
-from pipeline.knowledge.records import Side, knowledge_schema
+from pipeline.knowledge.records import knowledge_schema
 from pipeline.knowledge.templates import load_template
+from pipeline.sides import Side
 from pipeline.storage.quarantine import QuarantineRow
 from pipeline.storage.run_folder import RunFolder, ShardRecord
 from retrieval_pools.pool import Pool

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.knowledge.records import Side
+from pipeline.sides import Side
 
 if TYPE_CHECKING:
     from pipeline.tables.read import Tables

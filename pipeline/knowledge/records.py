@@ -5,12 +5,7 @@ from, and they need not be recoverable from the text. Nothing here depends on th
 run twice writes the same bytes.
 """
 
-from typing import Literal
-
 import pyarrow as pa
-
-Side = Literal["user", "item"]
-SIDES: tuple[Side, ...] = ("user", "item")
 
 RECORD_VERSION = 2  # 1 had no alternative_ids
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pipeline.knowledge.records import Side
+from pipeline.sides import Side
 
 
 class KnowledgeSettings(BaseModel):

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pipeline.errors import ConfigError
-from pipeline.knowledge.records import Side
+from pipeline.sides import Side
 
 SHIPPED_TEMPLATES = Path(__file__).resolve().parents[2] / "configs" / "prompts"
 

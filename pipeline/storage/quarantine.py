@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 
 import pyarrow as pa
 
-from pipeline.knowledge.records import Side
+from pipeline.sides import Side
 
 QUARANTINE_SCHEMA = pa.schema(
     [

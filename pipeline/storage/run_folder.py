@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from pipeline.errors import WorkspaceError
-from pipeline.knowledge.records import Side
+from pipeline.sides import Side
 from pipeline.storage.atomic import read_json, remove_leftovers, sha256_file, write_json, write_text
 from pipeline.storage.manifest import RunManifest
 from pipeline.storage.parquet import WrittenFile, iter_parquet, read_parquet, write_parquet

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from pipeline.errors import TableError
-from pipeline.knowledge.records import Side
+from pipeline.sides import Side
 from pipeline.storage.atomic import sha256_file
 from pipeline.tables import schema as sc
 

@@ -17,7 +17,8 @@ from night_world import FIRST_DATE, SECOND_DATE, make_world, run, run_here, star
 
 from pipeline.distributed.actors import ray_cluster
 from pipeline.distributed.settings import ClusterSettings
-from pipeline.knowledge.records import SIDES, knowledge_schema
+from pipeline.knowledge.records import knowledge_schema
+from pipeline.sides import SIDES
 from pipeline.storage.workspace import Workspace
 from pipeline.tables.read import read_tables
 from retrieval_pools.store import PoolStore

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.report import formatting
+from jobs import formatting
 from jobs.report.charts import Part, Series, grouped_bars, lying_bars, nested_bars, stacked_shares
 from jobs.report.plots import Spread, histogram, share_lines, spreads
 from jobs.report.svg import shortened, tick_text, ticks

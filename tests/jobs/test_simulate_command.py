@@ -23,7 +23,7 @@ from jobs.simulate_check import checked_nights
 from jobs.simulate_view import check_lines
 from jobs.simulate_world import SimulationSize, divided_texts
 from pipeline.decoding.budget import choose_budget
-from pipeline.knowledge.records import SIDES
+from pipeline.sides import SIDES
 from pipeline.tables.sample_world import write_sample_world
 from retrieval_pools.budget_curve import BudgetCurve
 from retrieval_pools.calibrating.calibrate import num_held_back
