@@ -19,12 +19,15 @@ COUNT_KNOTS = np.array(
 )
 NUM_KNOTS = len(COUNT_KNOTS)
 TABLE_SHAPE = (NUM_SOURCES, len(SEEN_EDGES), len(LENGTH_EDGES), len(DEPTH_EDGES), NUM_KNOTS)
-# The kind of a token: whether it stands in the prompt, whether in the output, and how frequent it is in the pool, by
-# the least share of the pool's positions, as a power of two, of each bin but the first.
+# The kind of a token: whether it stands in the prompt, whether in the output, how frequent it is in the pool, by the
+# least share of the pool's positions, as a power of two, of each bin but the first, and how frequent the token before
+# it is ("the" is followed otherwise than a name), in fewer bins.
 FREQUENCY_EXPONENTS = (-16, -14, -12, -10, -9, -8, -7, -6)
 NUM_FREQUENCIES = len(FREQUENCY_EXPONENTS) + 1
+BEFORE_BINS = np.array([0, 0, 0, 1, 2, 2, 3, 4, 5], np.uint8)  # by the bin of its frequency
+NUM_BEFORE = int(BEFORE_BINS[-1]) + 1
 IN_PROMPT, IN_OUTPUT = 1, 2  # bits
-NUM_KINDS = (IN_PROMPT + IN_OUTPUT + 1) * NUM_FREQUENCIES
+NUM_KINDS = (IN_PROMPT + IN_OUTPUT + 1) * NUM_FREQUENCIES * NUM_BEFORE
 KINDS_SHAPE = (NUM_SOURCES, NUM_KINDS, NUM_KNOTS)
 PATHS_SHAPE = (2, NUM_KNOTS)  # of a sequence without an earlier text, and with one
 LARGEST_BINNED, LARGEST_SEEN = 64, SEEN_EDGES[-1]
@@ -55,17 +58,21 @@ def depth_bin(depth: int) -> int:
     return int(DEPTH_BINS[min(depth, LARGEST_BINNED)])
 
 
-def token_kind(stands_in: int, num_occurrences: int, num_positions: int) -> int:
+def token_kind(stands_in: int, num_occurrences: int, num_before: int, num_positions: int) -> int:
     """The kind of a token.
 
     Parameters
     ----------
     stands_in : IN_PROMPT and IN_OUTPUT, or one of them, or 0.
     num_occurrences : of the token in the pool.
+    num_before : of the token before it; where a text begins, of the ends of texts.
     num_positions : of the pool: its tokens and the ends of its texts.
     """
-    frequency = sum((num_occurrences << -exponent) >= max(num_positions, 1) for exponent in FREQUENCY_EXPONENTS)
-    return stands_in * NUM_FREQUENCIES + frequency
+    frequency, before = (
+        sum((num << -exponent) >= max(num_positions, 1) for exponent in FREQUENCY_EXPONENTS)
+        for num in (num_occurrences, num_before)
+    )
+    return (stands_in * NUM_FREQUENCIES + frequency) * NUM_BEFORE + int(BEFORE_BINS[before])
 
 
 def token_frequencies(num_occurrences: np.ndarray, num_positions: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from retrieval_pools.calibration import Calibration
 from retrieval_pools.errors import PoolError, PoolFormatError
 from retrieval_pools.settings import PoolSettings
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST_NAME = "manifest.json"
 REBUILD = "Run `laserbatch pools rebuild`."
 

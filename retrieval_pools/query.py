@@ -58,7 +58,8 @@ class Draft:
     match_length : int32[n], tokens of that context, the node's path included.
     relative_count : float32[n], share of the node's token in what follows its parent, all contexts blended: what the
         pool's calibration makes the node's own probability of.
-    token_kind : int32[n], a kind of `calibration_table.token_kind`: where else the token stands and how frequent it is.
+    token_kind : int32[n], a kind of `calibration_table.token_kind`: where else the token stands, how frequent it and
+        the token before it are.
     """
 
     __slots__ = ("_rows",)

@@ -122,10 +122,11 @@ class TokenKinds:
         occurrences = Counter(token for text in texts for token in (*text.tokens, END))
         return cls(prompt[-NUM_OWN_TOKENS:], output[-NUM_OWN_TOKENS:], occurrences)
 
-    def kind(self, token: int) -> int:
+    def kind(self, token: int, before: int) -> int:
         """See `calibration_table.token_kind`."""
         stands_in = IN_PROMPT * (token in self.prompt) + IN_OUTPUT * (token in self.output) if token >= 0 else 0
-        return token_kind(stands_in, self.num_occurrences[token], self.num_occurrences.total())
+        counts = self.num_occurrences
+        return token_kind(stands_in, counts[token], counts[before], counts.total())
 
 
 @dataclass(frozen=True)
@@ -204,14 +205,15 @@ def draft_reference(
     nodes: list[ReferenceNode] = []
     frontier: list[_Path] = []
     depth_of = {-1: 0}
-    node, depth, probability = -1, 0, 1.0
+    node, depth, probability, before = -1, 0, 1.0, context[-1]
     while len(nodes) < max_nodes:
         if levels is not None and depth < max_depth:
             room = max_nodes - len(nodes)
             least = frontier[-1].probability if len(frontier) == room else 0.0
             found = next_paths(
-                levels, node, depth, probability, max(least, min_probability), settings, table, kinds, kind_curves
-            )
+                levels, node, depth, probability, max(least, min_probability), settings, table, kinds, kind_curves,
+                before,
+            )  # fmt: skip
             drafted = (path for path in found if path.token != END or end_token_id is not None)
             frontier += (path for path in drafted if path.probability >= min_probability)
             frontier = sorted(frontier, key=_Path.order)[:room]
@@ -219,7 +221,7 @@ def draft_reference(
             break
         path = frontier.pop(0)
         token_id = end_token_id if path.token == END else path.token
-        node, probability = len(nodes), path.probability
+        node, probability, before = len(nodes), path.probability, path.token
         depth = depth_of[path.parent] + 1
         depth_of[node] = depth
         nodes.append(
@@ -248,6 +250,7 @@ def next_paths(
     table: np.ndarray,
     kinds: TokenKinds,
     kind_curves: np.ndarray,
+    before: int,
 ) -> Iterator[_Path]:
     """The paths that are one token longer than a parent's at `depth`: every level takes its share of what is left."""
     shares: dict[int, Counter[int]] = {}  # token -> source -> share
@@ -283,7 +286,7 @@ def next_paths(
     for token, by_source in shares.items():
         source = max(sorted(by_source), key=by_source.__getitem__)
         relative_count = sum(by_source.values())
-        kind = kinds.kind(token)
+        kind = kinds.kind(token, before)
         own = conditional_acceptance(table, source, *longest[token], depth + 1, relative_count)
         own = kind_acceptance(kind_curves[source, kind], own)
         yield _Path(probability * own, token, parent, source, *longest[token], relative_count, kind, levels)

@@ -5,6 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("laserbatch", deadline=None)  # a machine may be busy, and the first call compiles
+settings.load_profile("laserbatch")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Processes that share the cores, and what they start, compute on one thread each. Before torch is imported.

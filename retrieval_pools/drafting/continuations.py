@@ -4,7 +4,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from retrieval_pools.drafting.estimate import conditional_acceptance, kind_of, most_acceptance, on_knots
+from retrieval_pools.drafting.estimate import before_bin, conditional_acceptance, kind_of, most_acceptance, on_knots
 from retrieval_pools.drafting.frontier import least_probability, push_path
 from retrieval_pools.drafting.intervals import sample_place, sample_stride
 from retrieval_pools.drafting.levels import stand_at
@@ -159,12 +159,15 @@ def _add_share(candidates, c, source, share):
 
 @part
 def push_candidates(
-    frontier, size, candidates, num_candidates, node, depth, probability, min_probability, estimates, own, draft_end,
+    frontier, size, candidates, num_candidates, node, depth, probability, min_probability, estimates, own, last_token,
+    draft_end,
 ):  # fmt: skip
     """Put the likely candidates of the node drafted last on the frontier, and clear them away for the next node.
 
-    Their bounds say without a look at the table what is out of the question. Returns the frontier's new size.
+    `last_token` is the node's own. Bounds say without a look at the table what is out of the question. Returns the
+    frontier's new size.
     """
+    before = before_bin(estimates.frequencies, last_token)
     for c in range(num_candidates):
         candidates.slots[candidates.slot_of[c]] = 0
         relative_count = candidates.total[c]
@@ -179,7 +182,7 @@ def push_candidates(
         length = candidates.length[c]
         num_seen = candidates.num_seen[c]
         acceptance = conditional_acceptance(estimates.table, source, num_seen, length, depth + 1, relative_count)
-        kind = kind_of(own, estimates.frequencies, token)
+        kind = kind_of(own, estimates.frequencies, token, before)
         path = probability * on_knots(estimates.kind_curves[source, kind], acceptance)
         if path >= min_probability:
             size = push_path(frontier, node, size, path, node, source, kind, candidates, c)

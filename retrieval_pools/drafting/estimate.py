@@ -3,6 +3,7 @@
 import numpy as np
 
 from retrieval_pools.calibration_table import (
+    BEFORE_BINS,
     COUNT_KNOTS,
     DEPTH_BINS,
     IN_OUTPUT,
@@ -11,6 +12,7 @@ from retrieval_pools.calibration_table import (
     LARGEST_SEEN,
     LENGTH_BINS,
     LOWEST_EXPONENT,
+    NUM_BEFORE,
     NUM_FREQUENCIES,
     NUM_KNOTS,
     SEEN_BINS,
@@ -40,12 +42,23 @@ def conditional_acceptance(table, source, num_seen, match_length, depth, relativ
 
 
 @part
-def kind_of(own, frequencies, token):
-    """The kind of a token; see `calibration_table.token_kind`. `own` knows where it stands."""
-    frequency = np.int64(0)
-    if END <= token < frequencies.shape[0] - 1:
-        frequency = np.int64(frequencies[token + 1])
-    return _stands_in(own, token) * NUM_FREQUENCIES + frequency
+def kind_of(own, frequencies, token, before):
+    """The kind of a token; see `calibration_table.token_kind`. `own` knows where it stands.
+
+    `before` is the bin of the token before it; see `before_bin`.
+    """
+    return (_stands_in(own, token) * NUM_FREQUENCIES + _frequency(frequencies, token)) * NUM_BEFORE + before
+
+
+@part
+def before_bin(frequencies, token):
+    """How frequent a token is, as that matters to the one behind it."""
+    return np.int64(BEFORE_BINS[_frequency(frequencies, token)])
+
+
+@part
+def _frequency(frequencies, token):
+    return np.int64(frequencies[token + 1]) if END <= token < frequencies.shape[0] - 1 else np.int64(0)
 
 
 @part

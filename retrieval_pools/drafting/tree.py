@@ -161,6 +161,8 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
     note_own_tokens(lookup.own, context, options.use_prompt, options.use_output)
     node, probability, size, num_nodes = 0, 1.0, 0, 0  # node 0 is the root, node n the n-th drafted
     levels.depth[0] = 0
+    num_known = context.tokens.shape[0]
+    last_token = context.tokens[num_known - 1] if num_known > context.num_prompt else END
     stand_at_root(levels, num_levels)
     is_end = False
     while num_nodes < max_nodes:
@@ -173,7 +175,7 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
             )  # fmt: skip
             size = push_candidates(
                 frontier, size, candidates, num_candidates, node, depth, probability, min_probability, estimates,
-                lookup.own, options.end_token_id >= 0,
+                lookup.own, last_token, options.end_token_id >= 0,
             )  # fmt: skip
         if size == num_nodes:
             break
@@ -189,7 +191,7 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
         found_floats[OUT_RELATIVE_COUNT, num_nodes] = frontier.relative_count[slot]
         found[OUT_KIND, num_nodes] = frontier.kind[slot]
         num_nodes += 1
-        node = num_nodes
+        node, last_token = num_nodes, token
         levels.depth[node] = levels.depth[parent] + 1
         levels.known_at[node] = 0
     return num_nodes

@@ -19,7 +19,7 @@ def slow_histories(users, items, times_us, labels, max_history):
     return result
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 6), st.integers(0, 1)), min_size=1, max_size=40

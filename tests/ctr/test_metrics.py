@@ -10,7 +10,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from ctr.metrics import auc, gauc, logloss, measure
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 8)), min_size=2, max_size=60))
 def test_auc_equals_scikit_learn_with_ties(pairs):
     labels, scores = np.array([pair[0] for pair in pairs]), np.array([pair[1] for pair in pairs]) / 8

@@ -32,7 +32,7 @@ def check_row(store: KVStore, row: int, text: list[int]) -> None:
             assert cache.values[row, :, slot, 0].tolist() == [-expected, -expected - 0.5]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_rows_hold_their_texts_and_nothing_leaks(data):
     store = KVStore(4, max_tokens=data.draw(st.sampled_from([None, 1100, 2100])))

@@ -64,7 +64,7 @@ def check(store: TokenStore, live: dict[int, list[int]]) -> None:
     assert store.max_tokens is None or store.capacity <= store.max_tokens
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.data())
 def test_slots_hold_their_texts_and_nothing_leaks(data):
     """Random admissions, steps of several rows, preemptions and ends, against a dictionary of lists."""

@@ -53,7 +53,7 @@ def users(ids, version="1", **attributes):
 
 
 @given(st.lists(st.text(min_size=1, max_size=6), unique=True, max_size=30), st.integers(1, 9))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_every_entity_is_in_exactly_one_shard(tmp_path_factory, ids, shard_size):
     run_dir = tmp_path_factory.mktemp("run")
     planned = plan(users(ids), run_dir, shard_size=shard_size)

@@ -31,7 +31,7 @@ def test_a_user_without_history_says_so():
     assert rendered.num_history == rendered.num_history_dropped == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(num_events=st.integers(0, 45), budget=st.integers(60, 900))
 def test_histories_are_cut_from_the_oldest_side_to_the_budget(num_events, budget):
     user = make_user(num_events)

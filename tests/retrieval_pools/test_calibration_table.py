@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
 
@@ -17,7 +17,7 @@ from retrieval_pools.calibration_table import (
     IDENTITY_TABLE,
     KINDS_SHAPE,
     LENGTH_EDGES,
-    NUM_FREQUENCIES,
+    NUM_BEFORE,
     NUM_KINDS,
     NUM_KNOTS,
     SEEN_EDGES,
@@ -41,7 +41,6 @@ def compiled(table, source, num_seen, match_length, depth, relative_count):
     return estimate.conditional_acceptance(table, source, num_seen, match_length, depth, relative_count)
 
 
-@settings(deadline=None)  # the first call compiles
 @given(
     source=st.integers(0, NUM_SOURCES - 1),
     num_seen=st.integers(1, 2_000),
@@ -73,7 +72,6 @@ def test_bins_begin_at_their_edges():
     assert calibration_table.identity_table().shape == TABLE_SHAPE
 
 
-@settings(deadline=None)  # the first call compiles
 @given(relative_count=st.floats(0, 1.001), seed=st.integers(0, 3))
 def test_no_cell_gives_more_than_the_bound(relative_count, seed):
     table = np.sort(np.random.default_rng(seed).random(TABLE_SHAPE, np.float32))
@@ -92,13 +90,21 @@ def test_no_cell_gives_more_than_the_bound(relative_count, seed):
 
 def test_kinds_are_told_by_where_a_token_stands_and_how_frequent_it_is():
     least = (1, 4, 16, 64, 128, 256, 512, 1024)  # of 65,536 positions
-    frequent = [token_kind(0, num_occurrences, 1 << 16) for num_occurrences in (0, *least, 1 << 16)]
-    assert frequent == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8]
-    assert [token_kind(0, one - 1, 1 << 16) for one in least] == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert len(frequent) > NUM_FREQUENCIES == max(frequent) + 1
-    kinds = {token_kind(stands_in, num, 1 << 16) for stands_in in range(4) for num in (0, *least)}
+    frequent = [token_kind(0, num_occurrences, 0, 1 << 16) for num_occurrences in (0, *least, 1 << 16)]
+    assert [kind // NUM_BEFORE for kind in frequent] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8]
+    assert [token_kind(0, one - 1, 0, 1 << 16) for one in least] == frequent[:8]
+    least_before = (16, 64, 256, 512, 1024)
+    before = [token_kind(0, 0, num_before, 1 << 16) for num_before in (0, *least_before, 1 << 16)]
+    assert before == [0, 1, 2, 3, 4, 5, 5]
+    assert [token_kind(0, 0, one - 1, 1 << 16) for one in least_before] == [0, 1, 2, 3, 4]
+    kinds = {
+        token_kind(stands_in, num, num_before, 1 << 16)
+        for stands_in in range(4)
+        for num in (0, *least)
+        for num_before in (0, *least_before)
+    }
     assert kinds == set(range(NUM_KINDS))
-    assert token_kind(0, 0, 0) == 0  # no pool
+    assert token_kind(0, 0, 0, 0) == 0  # no pool
     assert kind_acceptance(IDENTITY_KINDS[4, 7], 0.3) == pytest.approx(0.3)
 
 
@@ -113,14 +119,12 @@ def path_curve(seed: int) -> np.ndarray:
     return np.sort(rng.choice(rng.random(8), NUM_KNOTS)).astype(np.float32)
 
 
-@settings(deadline=None)  # the first call compiles
 @given(product=st.floats(0, 1) | st.sampled_from(COUNT_KNOTS.tolist()), seed=st.integers(0, 20))
 def test_compiled_curve_of_paths_is_the_plain_one(product, seed):
     curve = path_curve(seed)
     assert compiled_path(curve, product) == pytest.approx(path_acceptance(curve, product), rel=1e-9, abs=1e-12)
 
 
-@settings(deadline=None)  # the first call compiles
 @given(probability=st.just(0.0) | st.floats(1e-6, 1.1), seed=st.integers(0, 20))
 def test_the_least_product_is_where_a_curve_reaches_a_probability(probability, seed):
     curve = path_curve(seed)
@@ -157,4 +161,4 @@ def compiled_least(curve, probability):
 @given(numbers=st.lists(st.integers(0, 1 << 20), max_size=20), num_positions=st.integers(0, 1 << 30))
 def test_frequencies_of_many_tokens_are_those_of_each(numbers, num_positions):
     found = token_frequencies(np.array(numbers, np.int32), num_positions)
-    assert found.tolist() == [token_kind(0, number, num_positions) for number in numbers]
+    assert found.tolist() == [token_kind(0, number, 0, num_positions) // NUM_BEFORE for number in numbers]

@@ -54,7 +54,7 @@ def test_what_only_old_nights_wrote_leaves_first_but_not_what_is_still_written()
     assert min(choose(texts, 20 * 4, ages)) < 4  # age alone is no reason
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     texts=st.lists(st.lists(st.integers(0, 3), max_size=12), max_size=12), max_tokens=st.integers(1, 60),
     half_life=st.sampled_from([None, 0.01, 3.0]), ages=st.lists(st.floats(0, 4000), min_size=12, max_size=12),

@@ -187,7 +187,7 @@ def test_a_second_path_names_its_column():
 TOKENS = st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=4).map(tuple)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.dictionaries(TOKENS, st.integers(1, 9), max_size=25),
     st.integers(1, 30),
@@ -228,7 +228,7 @@ SCHEMA = pa.schema([
 ])  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(VALUES, max_size=30), st.lists(VALUES, max_size=10), st.integers(1, 8))
 def test_tables_and_single_entities_get_the_same_groups(tmp_path_factory, fitted_rows, asked_rows, max_size):
     fitted, asked = pa.Table.from_pylist(fitted_rows, SCHEMA), pa.Table.from_pylist(asked_rows, SCHEMA)

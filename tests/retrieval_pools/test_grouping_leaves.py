@@ -125,7 +125,7 @@ def test_a_leafs_rule_says_what_it_holds(leaves, tmp_path):
         assert rules[group] == (f"(era={era} or era unknown)" if group == unknown else f"era={era}")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 1000))
 def test_rules_hold_for_the_entities_of_their_leaves(seed):
     """Rules are written from LightGBM's description; read again here, they agree with what it does."""
@@ -169,7 +169,7 @@ ROWS = st.tuples(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(rows=st.lists(ROWS, max_size=20))
 def test_a_table_gets_the_groups_of_its_rows(leaves, rows):
     categories, eras, pages = zip(*rows, strict=True) if rows else ((), (), ())

@@ -46,7 +46,7 @@ def shared_slowly(tokens, order, depth):
     return shared
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(texts=TEXTS, owner=st.lists(st.integers(0, 3), min_size=14, max_size=14), depth=DEPTHS, size=st.integers(1, 9),
        most=st.sampled_from([1, 5, 1 << 18]))  # fmt: skip
 def test_orders_of_parts_merge_to_the_order_of_all(texts, owner, depth, size, most):
@@ -65,7 +65,7 @@ def test_orders_of_parts_merge_to_the_order_of_all(texts, owner, depth, size, mo
     assert whole(both) == sort_texts(tokens, starts, np.flatnonzero(owner < 2), 3, depth).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 1 << 16), num_new=st.integers(1, 30), vocab_size=st.sampled_from([1, 2, 50]), depth=DEPTHS,
        size=st.sampled_from([7, 100, 1 << 18]), num_cores=st.sampled_from([1, 2, 3]))  # fmt: skip
 def test_a_few_texts_merge_into_many(seed, num_new, vocab_size, depth, size, num_cores):
@@ -81,7 +81,7 @@ def test_a_few_texts_merge_into_many(seed, num_new, vocab_size, depth, size, num
         assert whole(merge_orders(tokens, cut(few, size), cut(many, size), depth)) == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seed=st.integers(0, 1 << 16), num=st.integers(1, 200), vocab_size=st.sampled_from([1, 2, 50]), depth=DEPTHS)
 def test_places_found_in_step_are_those_found_one_by_one(seed, num, vocab_size, depth):
     rng = np.random.default_rng(seed)
@@ -97,7 +97,7 @@ def test_places_found_in_step_are_those_found_one_by_one(seed, num, vocab_size, 
         assert places.tolist() == expected.tolist()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(texts=TEXTS, new=TEXTS, places=st.lists(st.integers(0, 14), min_size=14, max_size=14),
        gone=st.sets(st.integers(0, 13)), depth=DEPTHS)  # fmt: skip
 def test_an_order_of_moved_texts_and_one_of_new_texts_merge_to_the_order_of_all(texts, new, places, gone, depth):
@@ -117,7 +117,7 @@ def test_an_order_of_moved_texts_and_one_of_new_texts_merge_to_the_order_of_all(
     assert whole(merge_orders(tokens, moved, added, depth)) == sort_suffixes(tokens, 3, depth).order.tolist()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(texts=TEXTS, today=TEXTS, order=st.randoms(use_true_random=False))
 def test_known_texts_are_equal_and_in_sequence_and_as_many_as_can_be(texts, today, order):
     today = today + texts[: len(texts) // 2]
@@ -146,7 +146,7 @@ def test_all_texts_are_known_when_nothing_changed_even_equal_ones():
     assert find_known_texts(tokens, spans.starts, tokens, spans).tolist() == [0, 1, 2, 3, 4]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(texts=st.lists(st.lists(st.integers(0, 2), max_size=150), max_size=150))
 def test_text_of_every_position(texts):
     tokens = lay_out(texts)

@@ -60,7 +60,7 @@ def texts_with_alternatives(draw):
     return rows
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(
     rows=texts_with_alternatives(),
     output=TOKENS,

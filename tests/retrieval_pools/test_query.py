@@ -10,7 +10,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.calibration_table import IN_OUTPUT, IN_PROMPT, KINDS_SHAPE, PATHS_SHAPE, TABLE_SHAPE, token_kind
+from retrieval_pools.calibration_table import (
+    IN_OUTPUT,
+    IN_PROMPT,
+    KINDS_SHAPE,
+    NUM_BEFORE,
+    PATHS_SHAPE,
+    TABLE_SHAPE,
+    token_kind,
+)
 from retrieval_pools.drafting.state import NUM_OWN_TOKENS
 from retrieval_pools.drafting.tree import Variant, compiled_query
 from retrieval_pools.pool import Pool
@@ -88,7 +96,7 @@ def cases(draw):
     return texts, options, draw(TOKENS), draw(TOKENS), previous, group, call, (table, kinds, paths)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
 def test_query_drafts_what_the_reference_drafts(tmp_path_factory, case):
     *case, (table, kind_curves, path_curves) = case
@@ -128,13 +136,24 @@ def test_a_draft_says_where_its_tokens_stand_and_how_frequent_they_are(tmp_path)
     tree = draft(pool, ids([4, 9, 5, 1]), 2, min_probability=0)  # prompt 4 9, output 5 1
     kinds = dict(zip(tree.token_ids.tolist(), tree.token_kind.tolist(), strict=True))
     assert kinds == {
-        2: token_kind(0, 1, 10), 3: token_kind(0, 1, 10), 4: token_kind(IN_PROMPT, 1, 10),
-        5: token_kind(IN_OUTPUT, 1, 10),
+        2: token_kind(0, 1, 3, 10), 3: token_kind(0, 1, 1, 10), 4: token_kind(IN_PROMPT, 1, 3, 10),
+        5: token_kind(IN_OUTPUT, 1, 3, 10),
     }  # fmt: skip
     without = draft(pool, ids([4, 9, 5, 1]), 2, min_probability=0, use_prompt=False, use_output=False)
-    assert without.token_kind.tolist() == [token_kind(0, 1, 10)] * len(without)
+    assert set(without.token_kind.tolist()) == {token_kind(0, 1, 3, 10), token_kind(0, 1, 1, 10)}
     own = draft(None, ids([7, 8, 8, 7]), 3)
-    assert own.token_kind.tolist() == [token_kind(IN_PROMPT, 0, 0)] * 2 and own.token_ids.tolist() == [8, 8]
+    assert own.token_kind.tolist() == [token_kind(IN_PROMPT, 0, 0, 0)] * 2 and own.token_ids.tolist() == [8, 8]
+
+
+def test_a_draft_says_how_frequent_the_token_before_each_is(tmp_path):
+    texts = [[1, 2, 3], *([1] for _ in range(7)), list(range(10, 4000))]
+    tree = draft(pool_of(tmp_path / "p", texts), ids([1]), 0, min_probability=0, max_nodes=2)
+    num_positions = sum(len(text) + 1 for text in texts)
+    assert tree.token_ids.tolist() == [2, 3]
+    assert tree.token_kind.tolist() == [token_kind(0, 1, num_before, num_positions) for num_before in (8, 1)]
+    assert [kind % NUM_BEFORE for kind in tree.token_kind.tolist()] == [2, 1]
+    begun = draft(pool_of(tmp_path / "q", texts), ids([]), 0, min_probability=0, max_nodes=1)
+    assert begun.token_kind.tolist() == [token_kind(0, 8, len(texts), num_positions)]
 
 
 def test_a_kind_of_token_that_is_worth_more_comes_first(tmp_path):
@@ -142,7 +161,7 @@ def test_a_kind_of_token_that_is_worth_more_comes_first(tmp_path):
     context, num_prompt = ids([4, 1]), 1
     assert draft(pool, context, num_prompt, min_probability=0).token_ids.tolist() == [2, 4]
     curves = np.full(KINDS_SHAPE, 0.1, np.float32)
-    curves[:, token_kind(IN_PROMPT, 1, 9)] = 0.9
+    curves[:, token_kind(IN_PROMPT, 1, 3, 9)] = 0.9
     tree = draft(pool.with_kind_curves(curves), context, num_prompt, min_probability=0)
     assert tree.token_ids.tolist() == [4, 2]
     assert np.allclose(np.exp(tree.log_acceptance), [0.9, 0.1])
@@ -156,8 +175,8 @@ def test_tokens_are_looked_for_in_the_latest_of_prompt_and_output(tmp_path, num_
     output = [3, *range(5000, 5000 + num_later), 1]
     tree = draft(pool, ids(prompt + output), len(prompt), min_probability=0)
     kinds = dict(zip(tree.token_ids.tolist(), tree.token_kind.tolist(), strict=True))
-    assert kinds[2] == token_kind(IN_PROMPT if num_later < NUM_OWN_TOKENS else 0, 1, 6)
-    assert kinds[3] == token_kind(IN_OUTPUT if num_later + 1 < NUM_OWN_TOKENS else 0, 1, 6)
+    assert kinds[2] == token_kind(IN_PROMPT if num_later < NUM_OWN_TOKENS else 0, 1, 2, 6)
+    assert kinds[3] == token_kind(IN_OUTPUT if num_later + 1 < NUM_OWN_TOKENS else 0, 1, 2, 6)
     reference = draft_reference(
         [ReferenceText(text, "") for text in texts], PoolSettings(), prompt, output, None, None, max_nodes=16,
         min_probability=0.0,
@@ -324,7 +343,7 @@ SEQUENCES = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases(), sequences=st.lists(SEQUENCES, max_size=3 * SHARE), num_threads=st.integers(1, 3))
 def test_a_batch_drafts_what_each_sequence_is_drafted_alone(tmp_path_factory, case, sequences, num_threads):
     (texts, options, _, _, _, _, call, _) = case

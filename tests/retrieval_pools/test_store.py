@@ -170,7 +170,7 @@ def test_version_of_another_format_is_outdated_and_not_damaged(tmp_path):
     store = PoolStore(tmp_path)
     publish(store, "v1")
     path = tmp_path / "v1" / "user" / "manifest.json"
-    path.write_text(path.read_text().replace('"format_version": 3', '"format_version": 1'))
+    path.write_text(path.read_text().replace('"format_version": 4', '"format_version": 1'))
     [version] = store.list()
     assert version.is_outdated and "format 1; this version expects 3. Run `laserbatch pools rebuild`" in version.problem
     with pytest.raises(PoolError, match="pools rebuild"):

@@ -28,7 +28,7 @@ def order_slowly(tokens, depth):
     return sorted(range(len(tokens) - 1), key=key)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(texts=TEXTS, depth=st.sampled_from([1, 2, 4, 16]))
 def test_order_equals_sorting_what_follows(texts, depth):
     tokens = lay_out(texts)
@@ -37,7 +37,7 @@ def test_order_equals_sorting_what_follows(texts, depth):
     assert result.order.dtype == result.starts.dtype == np.int32
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(texts=TEXTS)
 def test_starts_bound_the_positions_of_each_token(texts):
     tokens = lay_out(texts)

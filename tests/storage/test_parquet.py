@@ -20,7 +20,7 @@ def cut(table: pa.Table, points: list[int]) -> list[pa.Table]:
     return [table.slice(start, end - start) for start, end in pairwise(bounds)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     rows=st.lists(st.tuples(st.one_of(st.none(), text), int64, st.lists(text, max_size=3)), max_size=20),
     points=st.lists(st.integers(0, 20), max_size=4),

@@ -139,7 +139,7 @@ row = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows=st.lists(row, max_size=8), seed=st.randoms(use_true_random=False))
 def test_quarantine_rows_come_back_in_one_order(rows, seed):
     table = quarantine_table(rows)

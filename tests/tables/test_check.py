@@ -183,7 +183,7 @@ some_ids = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(user_ids=some_ids, rows=st.lists(st.integers(0, 9), min_size=1, max_size=8), stray=st.booleans())
 def test_the_check_agrees_with_the_obvious_one(tmp_path_factory, user_ids, rows, stray):
     kind = pa.string() if any(isinstance(id_, str) for id_ in user_ids) else pa.int64()
@@ -222,7 +222,7 @@ types = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     table=st.sampled_from(["users", "items", "interactions"]),
     column=st.sampled_from(["user_id", "item_id", "title", "timestamp", "rating", "created_at", "age"]),
