@@ -18,6 +18,7 @@ from jobs.pools import app
 from jobs.settings import load_settings
 from pipeline.knowledge.entities import iter_entities
 from pipeline.tables.sample_world import write_sample_world
+from retrieval_pools.manifest import FORMAT_VERSION
 from retrieval_pools.pool import Pool
 from retrieval_pools.router import Route
 from retrieval_pools.settings import PoolBuildSettings
@@ -132,7 +133,9 @@ def test_current_pools_that_cannot_be_used_cost_a_full_build_and_no_more(world, 
         case "cut":
             order.write_bytes(order.read_bytes()[:-1])
         case "format":
-            manifest.write_text(manifest.read_text().replace('"format_version": 4', '"format_version": 1'))
+            manifest.write_text(
+                manifest.read_text().replace(f'"format_version": {FORMAT_VERSION}', '"format_version": 1')
+            )
     assert build_pools(night)["item"]["incremental"] is False
     assert "the item pool is built anew" in " ".join(capsys.readouterr().err.split())
     assert contents(night) == expected
@@ -211,7 +214,7 @@ def test_night_after_an_update_drafts_without_the_older_pools_and_says_so(world,
     write_texts(night)
     build_pools(night)
     manifest = night.pools.folder(night.run.run_id) / "item" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format_version": 4', '"format_version": 1'))
+    manifest.write_text(manifest.read_text().replace(f'"format_version": {FORMAT_VERSION}', '"format_version": 1'))
     assert opened(world, SECOND_DATE, "{}").manifest["pools"] == {"version": None}
     said = " ".join(capsys.readouterr().err.split())
     assert "not drafting from the pools" in said and "format 1" in said and "laserbatch pools rebuild" in said

@@ -8,6 +8,7 @@ import pytest
 
 from retrieval_pools.building.build import PoolText, build_pool
 from retrieval_pools.errors import PoolError
+from retrieval_pools.manifest import FORMAT_VERSION
 from retrieval_pools.pool import Pool
 from retrieval_pools.query import draft
 from retrieval_pools.settings import PoolBuildSettings, PoolSettings
@@ -121,5 +122,5 @@ def test_every_default_of_the_settings_is_in_the_manifest(tmp_path):
     build(tmp_path / "p", [([1], "")])
     manifest = json.loads((tmp_path / "p" / "manifest.json").read_text())
     assert manifest["settings"]["group_weight"] == 3.0
-    assert manifest["format_version"] == 3
+    assert manifest["format_version"] == FORMAT_VERSION
     assert set(manifest["arrays"]) == {"tokens", "order", "group_codes", "starts"}

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from retrieval_pools.building.build import PoolText, build_pool
 from retrieval_pools.errors import PoolError
+from retrieval_pools.manifest import FORMAT_VERSION
 from retrieval_pools.pool import EMPTY_POOL, Pool
 from retrieval_pools.settings import PoolSettings
 
@@ -38,10 +39,10 @@ def test_other_tokenizer_is_refused_with_the_command_that_rebuilds(folder):
         Pool.open(folder, "t2")
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 4, None, "3"])
+@pytest.mark.parametrize("version", [0, FORMAT_VERSION - 1, FORMAT_VERSION + 1, None, str(FORMAT_VERSION)])
 def test_other_format_is_refused(folder, version):
     change_manifest(folder, format_version=version)
-    with pytest.raises(PoolError, match=r"is a pool of format .*expects 3.*laserbatch pools rebuild"):
+    with pytest.raises(PoolError, match=rf"is a pool of format .*expects {FORMAT_VERSION}.*laserbatch pools rebuild"):
         Pool.open(folder)
 
 

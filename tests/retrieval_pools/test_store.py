@@ -9,6 +9,7 @@ import pytest
 
 from retrieval_pools.building.build import PoolText, build_pool
 from retrieval_pools.errors import PoolError
+from retrieval_pools.manifest import FORMAT_VERSION
 from retrieval_pools.query import draft
 from retrieval_pools.store import PoolStore
 
@@ -170,9 +171,12 @@ def test_version_of_another_format_is_outdated_and_not_damaged(tmp_path):
     store = PoolStore(tmp_path)
     publish(store, "v1")
     path = tmp_path / "v1" / "user" / "manifest.json"
-    path.write_text(path.read_text().replace('"format_version": 4', '"format_version": 1'))
+    path.write_text(path.read_text().replace(f'"format_version": {FORMAT_VERSION}', '"format_version": 1'))
     [version] = store.list()
-    assert version.is_outdated and "format 1; this version expects 3. Run `laserbatch pools rebuild`" in version.problem
+    assert (
+        version.is_outdated
+        and f"format 1; this version expects {FORMAT_VERSION}. Run `laserbatch pools rebuild`" in version.problem
+    )
     with pytest.raises(PoolError, match="pools rebuild"):
         store.use("v1")
     (tmp_path / "v1" / "item" / "order.npy").unlink()
