@@ -93,7 +93,7 @@ CPU_FULL = Scale(
 )  # fmt: skip
 CPU_QUICK = Scale(
     {1: 6, 4: 6, 16: 16}, {1: 16, 4: 16, 16: 32}, TaskSize(16, 100), TaskSize(32, 500), 2, 3,
-    ("own-text", "resd", "rrp", "laser"), (8, 16, 32), {1: (16, 32, 64)}, max_new_tokens=256,
+    ("own-text", "resd", "crp", "rrp", "laser"), (8, 16), {1: (16, 32)}, max_new_tokens=256,
     slow_long_prompts=1, slow_short_prompts=4, num_slow_repetitions=2,
 )  # fmt: skip
 CUDA_FULL = Scale(
