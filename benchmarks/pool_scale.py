@@ -31,8 +31,8 @@ SMOKE_NUM_TEXTS = (200, 1_000)
 NUM_GRAMMAR_USERS = 4_000
 NUM_HELD_OUT = 100
 CHANGED_EVERY = 20  # 5 %
-MANY_ROUNDS, FEW_ROUNDS = 5, 3  # of a full build and a merge in turn
-MANY_ROUNDS_TEXTS = 10_000  # up to so many texts, whose builds take less than a second
+ROUNDS = ((10_000, 5), (100_000, 3), (1_000_000, 2))  # of a full build and a merge in turn, up to so many texts
+OPEN_ROUNDS, OPEN_ROUNDS_FROM_DISK = 5, 2  # of all ways to open a pool in turn
 WATCH_S = 0.01
 LEAST_MTOKENS_PER_S = 1.0
 MOST_BYTES_PER_TOKEN = 10.0
@@ -57,11 +57,11 @@ def measure_size(lines: list, num_texts: int, memory_mb: int, num_rounds: int, f
     today = TextFile.write(folder / "today", recombined(lines, num_texts, seed=1, changed_every=CHANGED_EVERY))
     held_out = TextFile.write(folder / "held_out", recombined(lines, NUM_HELD_OUT, seed=2))
     rows = [measure_build("full", texts, folder / "full")]
-    rows[0]["drafts"] = measure_drafts(folder / "full", held_out, OPENINGS)
+    rows[0]["drafts"] = measure_drafts(folder / "full", held_out, OPENINGS, OPEN_ROUNDS)
     rows.append(measure_build("bounded", texts, folder / "bounded", memory_mb))
     require_same_files(folder / "full", folder / "bounded")
     rows += measure_rounds(today, folder, num_rounds)
-    rows[0]["drafts"] += measure_drafts(folder / "full", held_out, OPENINGS_FROM_DISK)
+    rows[0]["drafts"] += measure_drafts(folder / "full", held_out, OPENINGS_FROM_DISK, OPEN_ROUNDS_FROM_DISK)
     return rows
 
 
@@ -107,10 +107,32 @@ def of_median_time(rounds: Sequence[dict]) -> dict:
     return by_time[len(rounds) // 2] | {"build_s_range": [by_time[0]["build_s"], by_time[-1]["build_s"]]}
 
 
-def measure_drafts(pool: Path, held_out: TextFile, openings: Sequence[tuple[str, bool, bool]]) -> list[dict]:
-    """Drafts from a pool however it is opened, each in a process of its own."""
+def measure_drafts(
+    pool: Path, held_out: TextFile, openings: Sequence[tuple[str, bool, bool]], num_rounds: int
+) -> list[dict]:
+    """Drafts from a pool however it is opened, each in a process of its own: in turn, every other round backwards.
+
+    A machine whose cores others use too drafts at another speed every few seconds: one process of each would compare
+    those moments.
+    """
     task = {"measure": "drafts", "pool": str(pool), "texts": str(held_out.folder)}
-    return [{"opened": name} | watched(task | {"cold": cold, "resident": asked}) for name, cold, asked in openings]
+    opened = {name: [] for name, _, _ in openings}
+    for number in range(num_rounds):
+        for name, cold, asked in openings[:: 1 if number % 2 == 0 else -1]:
+            opened[name].append(watched(task | {"cold": cold, "resident": asked}))
+    return [{"opened": name} | medians_of(rows) for name, rows in opened.items()]
+
+
+def medians_of(rows: Sequence[dict]) -> dict:
+    """Of what is measured the median over rounds, of what is counted the first, of the times of a draft their range."""
+    medians = {
+        name: statistics.median(row[name] for row in rows) if isinstance(value, float) else value
+        for name, value in rows[0].items()
+    }
+    for name in ("draft_median_us", "draft_p99_us"):
+        times = [row[name] for row in rows]
+        medians[f"{name}_range"] = [min(times), max(times)]
+    return medians
 
 
 def watched(task: dict) -> dict:
@@ -186,7 +208,8 @@ def describe_row(row: dict) -> str:
     for drafts in row.get("drafts", ()):
         line += (
             f"\n    {drafts['opened']:20} opened in {drafts['open_s']:.3f} s, drafts {drafts['draft_median_us']:.1f} us"
-            f", p99 {drafts['draft_p99_us']:.1f}, longest {drafts['draft_max_us']:.0f}"
+            " ({:.1f} to {:.1f})".format(*drafts["draft_median_us_range"])
+            + f", p99 {drafts['draft_p99_us']:.1f}, longest {drafts['draft_max_us']:.0f}"
         )
     if "share_of_full" not in row:
         return line
@@ -216,8 +239,8 @@ def main() -> None:
     for num_texts in arguments.num_texts or scale_of(arguments, NUM_TEXTS, QUICK_NUM_TEXTS, SMOKE_NUM_TEXTS):
         limit_mb = arguments.memory_mb or max(16, num_texts // 2_500)
         with tempfile.TemporaryDirectory() as folder:
-            many = MANY_ROUNDS if num_texts <= MANY_ROUNDS_TEXTS else FEW_ROUNDS
-            num_rounds = 1 if arguments.size == "smoke" else many
+            of_size = next((number for most, number in ROUNDS if num_texts <= most), ROUNDS[-1][1])
+            num_rounds = 1 if arguments.size == "smoke" else of_size
             rows += measure_size(lines, num_texts, limit_mb, num_rounds, Path(folder))
     finish(arguments.json, figures_of(rows), ["\n".join(map(describe_row, rows))], {"rows": rows})
 

@@ -15,6 +15,7 @@ from pool_scale import (
     measure_build,
     measure_drafts,
     measure_rounds,
+    medians_of,
     memory_mb_of,
     of_median_time,
     require_same_files,
@@ -41,13 +42,15 @@ def test_a_measurement_is_a_process_whose_files_and_memory_are_told(tmp_path):
         rows.append(row | {"mtokens_per_s": 2.0, "bytes_per_token": row["bytes"] / row["num_tokens"]})
     require_same_files(tmp_path / "p0", tmp_path / "p1")
     task = {"measure": "drafts", "pool": str(tmp_path / "p0"), "texts": str(texts.folder)}
-    rows[0]["drafts"] = measure_drafts(tmp_path / "p0", texts, (*OPENINGS, *OPENINGS_FROM_DISK))
+    rows[0]["drafts"] = measure_drafts(tmp_path / "p0", texts, (*OPENINGS, *OPENINGS_FROM_DISK), 2)
     assert [drafts["opened"] for drafts in rows[0]["drafts"]] == [
         "resident", "mapped", "resident, from disk", "mapped, from disk"
     ]  # fmt: skip
     for drafts in rows[0]["drafts"]:
         assert drafts["num_drafts"] > 50 and drafts["aal"] > 1 and drafts["open_s"] > 0
         assert 0 < drafts["draft_median_us"] <= drafts["draft_p99_us"] <= drafts["draft_max_us"]
+        least, most = drafts["draft_median_us_range"]
+        assert least <= drafts["draft_median_us"] <= most
     assert len({(drafts["num_drafts"], drafts["aal"]) for drafts in rows[0]["drafts"]}) == 1
     assert len(figures_of(rows)) == 6
     with pytest.raises(RuntimeError, match="exit code"):
@@ -71,3 +74,11 @@ def test_full_builds_and_merges_are_measured_in_turn(tmp_path):
 def test_of_an_odd_number_of_rounds_the_middle_one_is_told():
     row = of_median_time([{"build_s": seconds, "of": seconds} for seconds in (3.0, 1.0, 2.0)])
     assert row == {"build_s": 2.0, "of": 2.0, "build_s_range": [1.0, 3.0]}
+
+
+def test_of_rounds_of_drafts_medians_are_told_and_the_range_of_times():
+    rounds = [{"draft_median_us": us, "draft_p99_us": 2 * us, "open_s": 1.0} for us in (90.0, 60.0, 70.0)]
+    assert medians_of(rounds) == {
+        "draft_median_us": 70.0, "draft_p99_us": 140.0, "open_s": 1.0,
+        "draft_median_us_range": [60.0, 90.0], "draft_p99_us_range": [120.0, 180.0],
+    }  # fmt: skip
