@@ -54,6 +54,7 @@ def test_a_context_is_found_wherever_it_stands_and_only_there(tmp_path):
     beginnings = [tuple(index.tokens[position : position + 8].tolist()) for position in index.order.tolist()]
     contexts = [np.minimum(rng.geometric(0.4, 8), 6).astype(np.int32) for _ in range(40)]
     contexts += [texts[k].token_ids[first : first + 8] for k in range(40) for first in (0, 17, 32)]
+    contexts += [np.concatenate([[-1], texts[k].token_ids[:7]]).astype(np.int32) for k in range(10)]
     for context in contexts:
         for length in range(1, 9):
             wanted = tuple(context[8 - length :].tolist())
