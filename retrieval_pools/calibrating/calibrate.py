@@ -1,8 +1,8 @@
 """Calibrating a pool: texts that it does not hold are replayed, and acceptance is fitted to what became of the drafts.
 
 Cells know a node's features (`cell_fit`), curves over what they say know its token (`kind_fit`), and what is left over
-along whole paths a last curve takes away; each is fitted to texts that the one before it was not. Knows neither tables
-nor runs; the caller holds the texts back.
+along whole paths a last curve takes away, which leans on three numbers (`beta_fit`); each is fitted to texts that the
+one before it was not. Knows neither tables nor runs; the caller holds the texts back.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from retrieval_pools.calibrating.beta_fit import BetaCurve
 from retrieval_pools.calibrating.cell_fit import BEYOND_WEIGHT, cell_estimates, fit_cells, fit_table
 from retrieval_pools.calibrating.curve_fit import IDENTITY, KnotCounts
 from retrieval_pools.calibrating.kind_fit import fit_kinds
@@ -20,8 +21,8 @@ from retrieval_pools.calibration_table import IDENTITY_PATHS
 from retrieval_pools.drafting.state import MAX_NODES
 from retrieval_pools.pool import Pool
 
-# That the product itself counts for, at each knot of the curve of a path: nodes of one draft stand and fall together.
-# Of 32, 128 and 512 this had the least calibration error on texts not fitted to, most clearly with few of them.
+# What the curve of three numbers counts for at each knot of that of a path: nodes of one draft stand and fall together.
+# Of 512 and 2048 this had the lesser calibration error on texts not fitted to.
 PRIOR_PATH_NODES = 512.0
 # Replays behind the first curves, each drafted by what those before taught: curves of one alone may suit no trees but
 # its own, and on planted texts two took turns for ever.
@@ -193,15 +194,16 @@ def fit_path(nodes: Nodes, with_previous: bool, prior_nodes: float = PRIOR_PATH_
 
     Parameters
     ----------
-    prior_nodes : how many nodes at each knot the product itself counts for.
+    prior_nodes : how many nodes at each knot the curve of three numbers counts for that it leans on.
     """
-    products = np.exp(nodes.log_acceptance.astype(np.float64))
-    counts = KnotCounts.of(products, nodes.is_accepted, np.ones(len(nodes)), np.zeros(len(nodes), np.int64), (1,))
+    products, ones = np.exp(nodes.log_acceptance.astype(np.float64)), np.ones(len(nodes))
+    on_the_whole = BetaCurve.of(products, nodes.is_accepted, ones)
+    counts = KnotCounts.of(products, nodes.is_accepted, ones, np.zeros(len(nodes), np.int64), (1,))
     return PathCurve(
         with_previous=with_previous,
         num_nodes=len(nodes),
         num_accepted=int(nodes.is_accepted.sum()),
-        values=tuple(np.round(counts.curves(IDENTITY, prior_nodes)[0], DIGITS).tolist()),
+        values=tuple(np.round(counts.curves(on_the_whole.at(IDENTITY), prior_nodes)[0], DIGITS).tolist()),
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from retrieval_pools.calibrating.curve_fit import IDENTITY, KnotCounts, log_factors, raised
 from retrieval_pools.calibrating.reliability import DIGITS
 from retrieval_pools.calibration import KindCurve
-from retrieval_pools.calibration_table import KINDS_SHAPE, NUM_KINDS
+from retrieval_pools.calibration_table import KINDS_SHAPE, NUM_BEFORE, NUM_KINDS
 
 # How surely a kind is thought to be as all others before any node of it was seen: the inverse variance of the logarithm
 # of its odds, what about 30 nodes say. Of long texts not fitted to the more was accepted the smaller it was, of 1, 5,
@@ -30,7 +30,8 @@ def fit_kinds(
 ) -> tuple[KindCurve, ...]:
     """A curve for each source and kind of token over what the cells say of nodes whose parent was accepted.
 
-    It leans on the estimates' odds times a factor, that of a source on that of all sources.
+    It leans on the estimates' odds times a factor: that of a source on that of all sources, and this on that of all
+    kinds that only the token before tells apart.
 
     Parameters
     ----------
@@ -40,9 +41,13 @@ def fit_kinds(
     source, kind : int[n].
     """
     cell = source.astype(np.int64) * NUM_KINDS + kind
-    of_all = log_factors(estimates, is_accepted, weights, kind, np.zeros(NUM_KINDS), prior_precision)
-    centres = np.tile(of_all, KINDS_SHAPE[0])
-    of_each = log_factors(estimates, is_accepted, weights, cell, centres, prior_precision).reshape(KINDS_SHAPE[:-1])
+
+    def factors(group: np.ndarray, centres: np.ndarray) -> np.ndarray:
+        return log_factors(estimates, is_accepted, weights, group, centres, prior_precision)
+
+    of_any_before = factors(kind // NUM_BEFORE, np.zeros(NUM_KINDS // NUM_BEFORE))
+    of_any_source = factors(kind, np.repeat(of_any_before, NUM_BEFORE))
+    of_each = factors(cell, np.tile(of_any_source, KINDS_SHAPE[0])).reshape(KINDS_SHAPE[:-1])
     counts = KnotCounts.of(estimates, is_accepted, weights, cell, KINDS_SHAPE[:-1])
     curves = counts.curves(raised(IDENTITY, of_each), PRIOR_NODES)
     num_tried = np.bincount(cell, minlength=of_each.size).reshape(of_each.shape)

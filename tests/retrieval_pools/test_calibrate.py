@@ -31,6 +31,7 @@ from retrieval_pools.calibration_table import (
     IDENTITY_PATHS,
     IDENTITY_TABLE,
     LENGTH_EDGES,
+    NUM_BEFORE,
     TABLE_SHAPE,
     conditional_acceptance,
     kind_acceptance,
@@ -170,6 +171,19 @@ def test_kinds_of_tokens_have_curves_over_what_the_cells_say():
     assert np.array_equal(kinds_of(()), IDENTITY_KINDS)
 
 
+def test_a_rare_kind_leans_on_those_that_only_the_token_before_tells_from_it():
+    rng = np.random.default_rng(5)
+    kind = np.concatenate([rng.integers(0, NUM_BEFORE - 1, 40_000), np.repeat([NUM_BEFORE - 1, NUM_BEFORE], 4)])
+    is_accepted = rng.random(len(kind)) < 0.8  # where the cells say 0.5
+    is_accepted[-8:] = [True, False] * 4
+    source = np.full(len(kind), SOURCE_POOL)
+    curves = kinds_of(fit_kinds(np.full(len(kind), 0.5), is_accepted, np.ones(len(kind)), source, kind))[SOURCE_POOL]
+    usual, alike, other = (kind_acceptance(curves[one], 0.5) for one in (0, NUM_BEFORE - 1, NUM_BEFORE))
+    assert usual == pytest.approx(0.8, abs=0.02)
+    assert alike == pytest.approx(0.7, abs=0.08)
+    assert other == pytest.approx(0.5, abs=0.02)
+
+
 def test_the_few_of_a_kind_that_a_run_drafts_count_more_than_the_others():
     nodes = invented_nodes(20_000, lambda source, length, depth, count: count)
     is_verified = np.arange(20_000) < 5_000
@@ -194,6 +208,12 @@ def test_a_path_is_worth_what_the_share_of_such_paths_was():
     for product in SHARES:
         assert path_acceptance(curve, product) == pytest.approx(np.sqrt(product), abs=0.03)
     assert (np.diff(found.values) >= 0).all() and found.values[0] > 0 and found.values[-1] < 1
+
+
+def test_some_thousand_paths_say_what_products_are_worth_on_the_whole():
+    few = [paths_of((fit_path(products(5_000, np.sqrt, seed), False),))[0] for seed in range(5)]
+    for product in SHARES:
+        assert np.mean([path_acceptance(one, product) for one in few]) == pytest.approx(np.sqrt(product), abs=0.05)
 
 
 def test_few_paths_leave_products_as_they_are():
