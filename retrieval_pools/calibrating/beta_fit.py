@@ -10,8 +10,9 @@ import numpy as np
 LEAST = 1e-5  # nearest that an estimate counts as to 0 and to 1
 NUM_NEWTON_STEPS = 25
 LONGEST_STEP = 1.0  # of each number: beyond, Newton's method may overshoot
-# How surely estimates are thought to be right before any node was seen: the inverse variance of each number.
-PRIOR_PRECISION = 100.0
+# How surely estimates are thought to be right before any node was seen: the inverse variance of each number. `low` is
+# the surest: a few unlikely nodes that were accepted all the same would else raise whatever is less likely still.
+PRIOR_PRECISION = np.array([20.0, 100.0, 5.0])
 AS_IT_IS = (0.0, 1.0, 1.0)
 
 
@@ -42,7 +43,7 @@ class BetaCurve:
             expected = _share(features @ numbers)
             slope = features.T @ (counts_for * (is_accepted - expected)) - PRIOR_PRECISION * (numbers - AS_IT_IS)
             weights = counts_for * expected * (1 - expected)
-            curvature = (features * weights[:, None]).T @ features + PRIOR_PRECISION * np.eye(len(numbers))
+            curvature = (features * weights[:, None]).T @ features + np.diag(PRIOR_PRECISION)
             step = np.linalg.solve(curvature, slope)
             numbers = numbers + step / max(1.0, np.abs(step).max() / LONGEST_STEP)
         return cls(*numbers.tolist())

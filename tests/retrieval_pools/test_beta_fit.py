@@ -21,7 +21,7 @@ def most_probable(estimates: np.ndarray, is_accepted: np.ndarray, counts_for: np
     def surprise(numbers):
         share = BetaCurve(*numbers).at(estimates)
         of_nodes = np.where(is_accepted, np.log(share), np.log1p(-share))
-        return PRIOR_PRECISION / 2 * ((numbers - AS_IT_IS) ** 2).sum() - (counts_for * of_nodes).sum()
+        return (PRIOR_PRECISION / 2 * (numbers - AS_IT_IS) ** 2).sum() - (counts_for * of_nodes).sum()
 
     return minimize(surprise, AS_IT_IS, method="Nelder-Mead", options={"xatol": 1e-7, "fatol": 1e-9, "maxiter": 4000}).x
 
