@@ -91,7 +91,7 @@ def _trials_table(sides: list[SideView]) -> Table:
         rows,
         caption=(
             "The same few texts, written under each budget before the night and not kept. vs plain: tokens written a "
-            "second by full batches, by the measured cost of a step; ± is its standard error over texts. Of budgets "
-            "that differ by less than that, and by less than 5 %, the one that drafts least is taken."
+            "second by full batches, by the measured cost of a step; ± is its standard error over texts. The fastest "
+            "is taken; of budgets that differ by less than half a percent, the one that drafts least."
         ),
     )

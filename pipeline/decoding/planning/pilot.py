@@ -6,9 +6,10 @@ knows whether drafting pays at all. A pilot tries the budget that is preferred w
 thresholds with the size that was fastest. What a text gains does not depend on its batch, so the same texts and the
 same step cost choose the same budget on any machine.
 
-Texts differ, and a pilot has few: of budgets whose difference is within its standard error the one that drafts least is
-taken (Breiman's one-standard-error rule), since it moves relaxed texts least and loses least where the cost of a step
-was measured too low. Knows no pool's insides, no files and no Ray: `write` does the writing.
+Texts differ, and a pilot has few. What it saw is still the best guess: chosen and judged by different texts of two
+collections, the fastest loses less to the best tree of a fixed size than what drafts least within a standard error of
+it (Breiman's rule), which gave up speed that was mostly real. Chance decides only whether a climb goes on, and whether
+to draft at all. Knows no pool's insides, no files and no Ray: `write` does the writing.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeline.decoding.budget import (
+    AS_GOOD,
     LEAST_GAIN,
     PLAIN,
     SOURCES,
@@ -37,7 +39,6 @@ from retrieval_pools.step_cost import StepCost
 BOLD_SIZES = (4, 8, 16, 32, 64)
 BOLD_ACCEPTANCE = 0.07  # so low that the size of a tree is its limit
 THRESHOLDS = (0.03, 0.07, 0.15, 0.3, 0.5)  # tried with the size that was fastest
-MOST_SLOWER = 0.05  # that a budget may be which drafts less, however few texts a pilot has
 SEED = 0
 
 
@@ -108,10 +109,9 @@ def plan_pilot(
 
 
 def run_pilot(plan: PilotPlan, write: Callable[[Budget], PilotTexts]) -> Budget:
-    """The budget that drafts least of those that are as good as the fastest, its forecast being what the pilot saw.
+    """The fastest budget, its forecast being what the pilot saw; of those that are AS_GOOD the one that drafts least.
 
-    As good is what the fastest beats by less than LEAST_GAIN, or by less than that ratio's standard error over texts
-    and than MOST_SLOWER. Decoding is plain where the best is not faster than that by LEAST_GAIN and by its own error.
+    Decoding is plain where that is not faster by LEAST_GAIN and by its own standard error over texts.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ def run_pilot(plan: PilotPlan, write: Callable[[Budget], PilotTexts]) -> Budget:
             trials.climb(laxer)
     best = trials.chosen()
     forecast = BudgetForecast(
-        f"it drafts least of those as good as the fastest of {len(trials.all)} that a pilot tried",
+        f"the fastest of {len(trials.all)} that a pilot tried",
         plan.step_cost.name,
         plan.batch_size,
         best.tokens_per_step,
@@ -181,12 +181,8 @@ class _Trials:
 
     def chosen(self) -> Trial:
         """See `run_pilot`."""
-        best = self.fastest()
-        as_good = [
-            budget
-            for budget in self._texts
-            if self._slower(budget, best) <= max(1 - 1 / LEAST_GAIN, min(MOST_SLOWER, self._error(budget, best)))
-        ]
+        least = self.speed_up(self.fastest()) * AS_GOOD
+        as_good = [budget for budget in self._texts if self.speed_up(budget) >= least]
         return min(map(self._trial, as_good), key=lambda trial: trial.mean_drafted)
 
     def _slower(self, budget: Budget, other: Budget) -> float:
