@@ -25,7 +25,7 @@ from engine_passes import Amount, measure
 from engine_plot import write_plot
 from engine_pools import GroupedPool, pools_of, unseen_prompts
 from engine_roofline import DeviceRates, measure_device
-from engine_rows import describe_rows, row_of
+from engine_rows import describe_rows, repeats_of_plain, row_of
 from engine_systems import (
     ADAPTIVE,
     FIXED_BUDGETS,
@@ -68,6 +68,7 @@ class Scale:
     systems: tuple[str, ...] = tuple(SPECULATIONS)
     fixed_budgets: tuple[int, ...] = FIXED_BUDGETS
     fixed_at: dict[int, tuple[int, ...]] = field(default_factory=dict)  # others at some batch sizes
+    only_at: dict[int, tuple[str, ...]] = field(default_factory=dict)  # beside plain, at some batch sizes
     max_new_tokens: int = 512  # of measured texts; pools have whole ones
     slow_long_prompts: int | None = None  # of batch 1, that systems without a pool write; None: all
     slow_short_prompts: int | None = None
@@ -87,14 +88,15 @@ class Scale:
         return self.fixed_at.get(batch, self.fixed_budgets)
 
 
+ASKED = ("own-text", "resd", "crp", "rrp", "laser")
 CPU_FULL = Scale(
-    {1: 16, 4: 12, 16: 32}, {1: 48, 4: 48, 16: 96}, TaskSize(32, 200), TaskSize(128, 1000), 3, 7,
-    slow_long_prompts=4, slow_short_prompts=24, num_slow_repetitions=3,
+    {1: 12, 4: 12, 16: 32}, {1: 48, 4: 48, 16: 96}, TaskSize(32, 200), TaskSize(128, 1000), 2, 4, ASKED,
+    max_new_tokens=384, slow_long_prompts=3, slow_short_prompts=24, num_slow_repetitions=3,
 )  # fmt: skip
 CPU_QUICK = Scale(
-    {1: 6, 4: 6, 16: 16}, {1: 16, 4: 16, 16: 32}, TaskSize(16, 100), TaskSize(32, 500), 2, 3,
-    ("own-text", "resd", "crp", "rrp", "laser"), (8, 16), {1: (16, 32)}, max_new_tokens=256,
-    slow_long_prompts=1, slow_short_prompts=4, num_slow_repetitions=2,
+    {1: 12, 4: 8, 16: 32}, {1: 16, 4: 16, 16: 32}, TaskSize(16, 100, 16), TaskSize(32, 500), 1, 2,
+    ASKED, (8, 16), {1: (16, 32), 4: (16,)}, {4: ("resd", "laser")}, max_new_tokens=192,
+    slow_long_prompts=3, slow_short_prompts=4,
 )  # fmt: skip
 CUDA_FULL = Scale(
     {1: 4, 8: 24, 32: 96, 64: 192, 128: 384, 256: 512},
@@ -110,7 +112,7 @@ SMOKE = Scale(
     dict.fromkeys((1, 4, 16), 2), dict.fromkeys((1, 4, 16), 2), TaskSize(3, 60), TaskSize(6, 60), 1, 1,
     ("resd", "laser"), (8,),
 )  # fmt: skip
-BATCHES = {"cpu": {"full": (1, 4, 16), "quick": (1, 16), "smoke": (4,)}}
+BATCHES = {"cpu": {"full": (1, 4, 16), "quick": (1, 4, 16), "smoke": (4,)}}
 BATCHES["cuda"] = {"full": tuple(CUDA_FULL.long_prompts), "quick": (1, 64, 256), "smoke": (4,)}
 SCALES = {
     "cpu": {"full": CPU_FULL, "quick": CPU_QUICK, "smoke": SMOKE},
@@ -141,13 +143,16 @@ def contestants_at(
 ) -> list[Contestant]:
     """Every system and budget at a batch size."""
     step_cost = engines.step_cost(batch, next((grouped.pool for grouped in pools.values()), None))
+    only = scale.only_at.get(batch)
+    systems = [system for system in scale.systems if only is None or system in only]
     settled = {
         system: adaptive_budget(_writer(engines), step_cost, batch, pools, system, task.max_new_tokens)
-        for system in scale.systems
+        for system in systems
     }
     engine = engines.of_batch(batch)
-    found = [*peers.at_batch(batch), plain(engine, rates, engines.bytes_per_token)]
-    for system in scale.systems:
+    found = [one for one in peers.at_batch(batch) if only is None or one.system in only]
+    found.append(plain(engine, rates, engines.bytes_per_token))
+    for system in systems:
         found.append(speculating(engine, pools, system, ADAPTIVE, settled[system]))
         for size in scale.budgets_at(batch) if system in SWEPT else ():
             found.append(speculating(engine, pools, system, size, Budget(size, MIN_ACCEPTANCE)))
@@ -245,7 +250,14 @@ def main() -> None:
     rows = []
     for task in tasks_of(trained_dir, arguments.data, engines.tokenizer, scale, arguments.task):
         rows += measure_task(task, engines, peers, batches, scale, arguments.cache, rates)
-    told = {"model": model_dir.name, "dtype": dtype, "device_rates": rates, "left_out": peers.left_out, "rows": rows}
+    told = {
+        "model": model_dir.name,
+        "dtype": dtype,
+        "device_rates": rates,
+        "left_out": peers.left_out,
+        "repeats_of_plain": repeats_of_plain(rows),
+        "rows": rows,
+    }
     content = finish(arguments.json, figures_of(rows, device), [describe_rows(rows)], told)
     if arguments.plot:
         write_plot(content, arguments.plot)

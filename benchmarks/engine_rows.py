@@ -1,6 +1,6 @@
 """What the passes of `engine.py` say, as rows and as a table for a terminal. Measures nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from common import Spread
 from engine_counted import Counted
@@ -61,6 +61,15 @@ def _over_fixed(one: Contestant, passes: Mapping[tuple, Repetitions], counts: Ma
         "counted_best_fixed": by_count,
         "counted_to_best_fixed": counts[one.key].over(counts[one.system, by_count]),
     }
+
+
+def repeats_of_plain(rows: Sequence[dict]) -> list[dict]:
+    """By the clock, systems that drafted nothing over plain decoding, which they repeat: what such a ratio is worth."""
+    return [
+        {name: row[name] for name in ("task", "batch", "system", "ratio_to_plain")}
+        for row in rows
+        if row["max_draft_tokens"] == 0
+    ]
 
 
 def describe_rows(rows: list[dict]) -> str:

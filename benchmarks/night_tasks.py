@@ -25,14 +25,18 @@ GOODREADS_PROMPT = 'Describe the book "{title}" in one or two sentences.'
 
 @dataclass(frozen=True)
 class TaskSize:
-    """How many prompts are measured, and how many fill the pool."""
+    """How many prompts are measured, and how many fill the pool.
+
+    `num_more` are measured too and come after the pool's prompts, so that the pool has the same texts without them.
+    """
 
     num_held_out: int
     num_pool: int
+    num_more: int = 0
 
     @property
     def total(self) -> int:
-        return self.num_held_out + self.num_pool
+        return self.num_held_out + self.num_pool + self.num_more
 
 
 @dataclass(frozen=True)
@@ -107,5 +111,6 @@ def _chosen(name: str, candidates: list, size: TaskSize) -> list:
 def _task(
     name: str, side: str, prompts: list[np.ndarray], size: TaskSize, *, max_new_tokens: int, is_long: bool = False
 ) -> Task:
-    held_out, pool_prompts = prompts[: size.num_held_out], prompts[size.num_held_out :]
+    end = size.num_held_out + size.num_pool
+    held_out, pool_prompts = prompts[: size.num_held_out] + prompts[end:], prompts[size.num_held_out : end]
     return Task(name, side, tuple(held_out), tuple(pool_prompts), max_new_tokens, is_long)

@@ -23,7 +23,7 @@ from engine_passes import Amount, measure, over_best, ratios  # noqa: E402
 from engine_plot import page_of  # noqa: E402
 from engine_pools import KINDS, like_groups, pools_of, random_groups, unseen_prompts  # noqa: E402
 from engine_roofline import DeviceRates, Roofline, measure_device  # noqa: E402
-from engine_rows import row_of  # noqa: E402
+from engine_rows import repeats_of_plain, row_of  # noqa: E402
 from engine_systems import ADAPTIVE, ASSISTED, LOOKUP, PEER, PLAIN, Contestant, Engines, Peers, plain  # noqa: E402
 from night_systems import EngineSystem, Pass, TransformersGenerate, forget_prompts  # noqa: E402
 from night_tasks import Task, TaskSize, sample_tasks  # noqa: E402
@@ -77,6 +77,13 @@ def test_no_measured_text_is_in_the_pool(engines, task, cache):
     assert {prompt.tobytes() for prompt in kept} <= {prompt.tobytes() for prompt in task.held_out}
 
 
+def test_more_measured_prompts_come_after_those_of_the_pool(engines):
+    without, more = (sample_tasks(engines.tokenizer, size)[1] for size in (TaskSize(2, 8), TaskSize(2, 5, 3)))
+    prompts = [prompt.tobytes() for prompt in (*without.held_out, *without.pool_prompts)]
+    assert [prompt.tobytes() for prompt in more.pool_prompts] == prompts[2:7]
+    assert [prompt.tobytes() for prompt in more.held_out] == prompts[:2] + prompts[7:]
+
+
 def test_every_greedy_system_writes_the_plain_texts(engines, task, cache, tmp_path):
     pools = pools_of(engines.of_batch(4), task, cache, tmp_path, list(KINDS))
     assert {name for name, one in pools.items() if one.group_of is None} == {"global"}
@@ -100,6 +107,12 @@ def test_every_greedy_system_writes_the_plain_texts(engines, task, cache, tmp_pa
     assert 0 < rows["resd", 8]["retrieval_share"] < 1
     for row in rows.values():
         assert row["tokens_per_step"] == pytest.approx(1 + row["accepted_per_step"], abs=0.2)
+    told = repeats_of_plain([{"task": task.name, "batch": 4} | row for row in rows.values()])
+    assert {one["system"] for one in told} == {name for (name, _), row in rows.items() if row["max_draft_tokens"] == 0}
+    assert all(one["ratio_to_plain"] == rows[one["system"], ADAPTIVE]["ratio_to_plain"] for one in told)
+    fewer = replace(scale, systems=("resd", "crp"), only_at={4: ("crp",)})
+    found = contestants_at(task, 4, engines, Peers(SAMPLE, "float32", "cpu", None), pools, fewer, RATES)
+    assert [one.system for one in found] == [PLAIN, "crp"]
     best = rows["laser", ADAPTIVE]["best_fixed"]
     assert best in (2, 8) and rows["laser", best]["best_fixed"] is None
     assert rows["laser", ADAPTIVE]["counted_best_fixed"] == 8  # steps that cost nearly the same, whatever they draft
