@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from test_budget import FREE, SOURCES, STEEP, cost, larger_is_better, pool_with
 
-from pipeline.decoding.budget import AS_GOOD, PLAIN, Budget, choose_budget
+from pipeline.decoding.budget import PLAIN, Budget, choose_budget
 from pipeline.decoding.drafters import RetrievalDrafter
 from pipeline.decoding.engine import Engine, GenerationRequest
 from pipeline.decoding.expected_step import step_seconds
@@ -60,27 +60,28 @@ def test_downwards_where_upwards_does_not_gain():
     assert chosen == Budget(8, BOLD_ACCEPTANCE)
 
 
-def test_the_first_stays_where_a_bolder_one_is_hardly_faster():
+def test_the_first_stays_where_it_is_surely_faster():
     first_speed = 2.0 / (1 + 2 * 0.05)
-    for gain, expected in ((0.999 / AS_GOOD, FIRST), (1.001 / AS_GOOD, BOLDER[1])):
+    for gain, expected in ((0.999, FIRST), (1.001, BOLDER[1])):
         write, _ = writing({4: 1.0, 8: first_speed * gain * (1 + 8 * 0.05), 16: 1.0})
         assert run_pilot(plan(1), write) == expected
 
 
-def test_what_was_faster_is_taken_though_it_may_be_by_chance():
+def test_of_sizes_the_fastest_is_taken_and_another_threshold_only_where_it_is_surely_faster():
     def write(budget: Budget) -> PilotTexts:
-        if budget == FIRST:
-            return written_texts(2.0, 2)
         size, luck = budget.max_draft_tokens, (1.0, 1.0, 1.0, 1.0)
-        if size == 16:
-            luck = (0.8, 1.2, 0.8, 1.2)
-        gain = {8: 0.96, 16: 1.0, 32: 0.8}[size]
+        gain = {8: 0.96, 16: 1.0, 32: 0.8, 64: 1.1}[size]
+        if size in (16, 64):
+            luck = (0.8, 1.2, 0.8, 1.2) if size == 16 else first_luck
         return written_texts(4 * gain * (1 + size * 0.05), size, luck)
 
+    first_luck = (0.6, 1.4, 1.4, 0.6)
     chosen = run_pilot(plan(1), write)
-    assert chosen == Budget(16, BOLD_ACCEPTANCE)  # faster by less than its standard error
+    assert chosen == Budget(16, BOLD_ACCEPTANCE)  # faster than 8 by less than its error, but the sizes are alike
     by_size = {trial.max_draft_tokens: trial for trial in chosen.forecast.trials[1:]}
     assert by_size[8].error == pytest.approx(0.0) and by_size[16].error == pytest.approx(4 * 0.2 / 2, rel=0.1)
+    first_luck = (0.8, 1.2, 0.8, 1.2)  # the same texts are lucky, so that the ratio is sure
+    assert run_pilot(plan(1), write) == FIRST
 
 
 def test_a_budget_that_may_be_slower_by_chance_does_not_end_the_climb():
