@@ -92,6 +92,6 @@ def _trials_table(sides: list[SideView]) -> Table:
         caption=(
             "The same few texts, written under each budget before the night and not kept. vs plain: tokens written a "
             "second by full batches, by the measured cost of a step; ± is its standard error over texts. The fastest "
-            "is taken, and another threshold than that of most only where it is faster by two errors of their ratio."
+            "is taken, and another threshold than that of most only where it is faster by three errors of their ratio."
         ),
     )
