@@ -33,7 +33,6 @@ from retrieval_pools.settings import PoolSettings
 logger = logging.getLogger("drafting")
 
 MAX_NODES = (16, 32, 64)
-MIN_SUPPORTS = (2, 3, 5)
 LEAST_AAL_OVER_ARCTIC = 1.30
 MOST_DRAFT_US = {("goodreads", 32): 30.0}
 MOST_STEP_MS = 1.5
@@ -51,6 +50,7 @@ class Scale:
     arctic_grid: ArcticGrid
     num_arctic_texts: dict[str, int]
     num_steps: int
+    min_supports: tuple[int, ...] = (2,)  # beside 1
 
 
 ALL = 1 << 30
@@ -60,6 +60,7 @@ FULL = Scale(
     ArcticGrid((8, 16, 32), (4, 8, 16, 100), (0, 8), (0.002, 0.005, 0.01, 0.03)),
     {"reki": 40, "goodreads": 150},
     num_steps=300,
+    min_supports=(2, 3, 5),
 )
 QUICK = Scale(
     CorpusSize(40, 60, ALL),
@@ -112,7 +113,7 @@ def measure_corpus(corpus: Corpus, scale: Scale, folder: Path) -> dict[str, list
         result["figures"] += [figure for ratio in ratios for figure in figures_of_ratio(ratio)]
         result["arctic_settings"] += [{"corpus": corpus.name, "k": k, **asdict(settings[k])}] if settings else []
     result["steps"] = step_rows(corpus, ours, scale)
-    result["min_support"] = support_rows(corpus, ours, folder)
+    result["min_support"] = support_rows(corpus, ours, scale, folder)
     result["settings"] = [
         {"corpus": corpus.name, "k": k, "pool_escape": escape, "calibration_s": ours.calibration_s}
         for k, escape in ours.escapes.items()
@@ -201,12 +202,12 @@ def step_rows(corpus: Corpus, ours: Ours, scale: Scale) -> list[dict]:
     ]
 
 
-def support_rows(corpus: Corpus, ours: Ours, folder: Path) -> list[dict]:
+def support_rows(corpus: Corpus, ours: Ours, scale: Scale, folder: Path) -> list[dict]:
     """What it costs to draft only what several texts hold, every text being of another entity."""
     k = MAX_NODES[0]
     drafters = {1: ours} | {
         least: Ours(corpus, folder / f"min-support-{least}", [k], PoolSettings(min_support=least))
-        for least in MIN_SUPPORTS
+        for least in scale.min_supports
     }
     measured = replay_in_turns(list(drafters.values()), corpus, k)
     rows = []
