@@ -90,7 +90,7 @@ def _stands_in(own, token):
 def _own_slot(own, token):
     """Where a token stands in the table, or would: a token and its bits, 0 where there is none."""
     slot = (np.int64(token) * np.int64(0x9E3779B1) >> 12) & (NUM_OWN_SLOTS - 1)
-    while own[slot] != 0 and own[slot] >> 2 != np.int64(token) + 1:
+    while (own[slot] != 0) & (own[slot] >> 2 != np.int64(token) + 1):  # one branch, not two
         slot = (slot + 1) & (NUM_OWN_SLOTS - 1)
     return slot
 

@@ -4,7 +4,7 @@ What is drafted stays at the head of the list, and the list never grows beyond t
 path says what is not worth looking at.
 """
 
-from retrieval_pools.drafting.state import part
+from retrieval_pools.drafting.state import MAX_LEVELS, part
 
 
 @part
@@ -48,11 +48,8 @@ def push_path(frontier, num_drafted, size, probability, parent, source, kind, ca
     frontier.token[slot], frontier.parent[slot] = token, parent
     frontier.source[slot], frontier.kind[slot], frontier.length[slot] = source, kind, candidates.length[c]
     frontier.num_seen[slot], frontier.relative_count[slot] = candidates.num_seen[c], candidates.total[c]
-    has_run = candidates.has_run[c]
-    frontier.has_run[slot] = has_run
-    level = 0
-    while has_run >> level:
+    frontier.has_run[slot] = candidates.has_run[c]
+    for level in range(MAX_LEVELS):  # those that mean nothing too: faster than a look at which they are
         frontier.runs[slot, level, 0] = candidates.runs[c, level, 0]
         frontier.runs[slot, level, 1] = candidates.runs[c, level, 1]
-        level += 1
     return size

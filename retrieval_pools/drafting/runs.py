@@ -61,25 +61,23 @@ def _list_all(runs, index, preference, first, size, offset):
     if num_samples < size:  # a large pool's: they are far from each other
         for k in range(num_samples):
             fetch(index.tokens, index.order[sample_place(first, stride, k)] + offset)
-    run, begin = -1, 0
+    run, is_counted = 0, num_samples == size
+    last_token = index.tokens[index.order[sample_place(first, stride, 0)] + offset]
     for k in range(num_samples):  # all of them: they do not wait for one another, as those of a bisection would
-        place = sample_place(first, stride, k)
-        token = index.tokens[index.order[place] + offset]
-        if run < 0 or token != runs.token[run]:
-            if run >= 0:
-                _end_run(runs, run, begin, k, scale)
-            if run + 1 == NUM_RUNS:
-                return NUM_RUNS, False
-            run, begin = run + 1, k
-            runs.token[run] = token
-            runs.is_drafted[run] = is_supported(index, place, offset + 1)
-    _end_run(runs, run, begin, num_samples, scale)
-    return run + 1, num_samples == size
-
-
-@part
-def _end_run(runs, run, begin, end, scale):
-    runs.begin[run], runs.end[run], runs.weight[run] = begin, end, scale * (end - begin)
+        token = index.tokens[index.order[sample_place(first, stride, k)] + offset]
+        run += token != last_token  # added, not asked: no branch could be foretold
+        if run == NUM_RUNS:
+            is_counted = False
+            break
+        runs.token[run], runs.end[run] = token, k + 1
+        last_token = token
+    num_runs, begin = min(run + 1, NUM_RUNS), 0
+    for run in range(num_runs):
+        end = runs.end[run]
+        runs.begin[run], runs.weight[run] = begin, scale * (end - begin)
+        runs.is_drafted[run] = is_supported(index, sample_place(first, stride, begin), offset + 1)
+        begin = end
+    return num_runs, is_counted
 
 
 @part
