@@ -32,9 +32,12 @@ def count_continuations(
     for level in range(num_levels):
         if left < LEAST_LEFT:
             break
+        if levels.may_know[node] >> level & 1 == 0:
+            continue
         stand_at(levels, level, node, frontier, index, preference.num_samples, context)
         first, last = np.int64(levels.first[node, level]), np.int64(levels.last[node, level])
         if first >= last:
+            levels.may_know[node] &= ~(1 << level)
             continue
         source, length = levels.source[level], levels.length[level] + depth
         if source == SOURCE_POOL:

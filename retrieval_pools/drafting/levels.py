@@ -133,7 +133,16 @@ def _insert_own_level(levels, num_levels, source, length, count, escape):
 @part
 def stand_at_root(levels, num_levels):
     """The levels are known at node 0, and nowhere else."""
-    levels.known_at[0] = (1 << num_levels) - 1
+    levels.depth[0] = 0
+    levels.known_at[0] = levels.may_know[0] = (1 << num_levels) - 1
+
+
+@part
+def add_node(levels, node, parent, has_run):
+    """A node is drafted: no level is known there. A level that counted all behind the parent may know only its runs."""
+    levels.depth[node] = levels.depth[parent] + 1
+    levels.known_at[node] = 0
+    levels.may_know[node] = levels.may_know[parent] & ~(levels.counted[parent] & ~has_run)
 
 
 @part

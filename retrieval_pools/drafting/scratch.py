@@ -50,6 +50,7 @@ _LAYOUT = np.dtype(
         ("depth", np.int32, _NUM_KNOWN),
         ("known_at", np.int32, _NUM_KNOWN),
         ("counted", np.int32, _NUM_KNOWN),
+        ("may_know", np.int32, _NUM_KNOWN),
         ("token", np.int32, NUM_CANDIDATES),
         ("total", np.float64, NUM_CANDIDATES),
         ("pool", np.float64, NUM_CANDIDATES),
@@ -109,6 +110,7 @@ def scratch_in(block, max_nodes, max_match):
             int32s_at(start + _AT.depth, _NUM_KNOWN),
             int32s_at(start + _AT.known_at, _NUM_KNOWN),
             int32s_at(start + _AT.counted, _NUM_KNOWN),
+            int32s_at(start + _AT.may_know, _NUM_KNOWN),
         ),
         Candidates(
             int32s_at(start + _AT.token, NUM_CANDIDATES),

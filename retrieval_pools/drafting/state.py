@@ -103,8 +103,8 @@ class Levels(NamedTuple):
 
     `first` and `last`, (MAX_NODES + 1, MAX_LEVELS): the interval of the pool's order that begins with context and path;
     for the sequence's own texts 0 and the number of `positions`, (MAX_NODES + 1, NUM_SOURCES, NUM_LOCAL_POSITIONS),
-    where the next token would stand. `depth` of every node; of `known_at` and `counted` a bit for each level: whether
-    those are known there, and whether every occurrence was counted.
+    where the next token would stand. `depth` of every node; of `known_at`, `counted` and `may_know` a bit for each
+    level: whether those are known there, whether every occurrence was counted, and whether there may be any.
     """
 
     source: np.ndarray
@@ -116,6 +116,7 @@ class Levels(NamedTuple):
     depth: np.ndarray
     known_at: np.ndarray
     counted: np.ndarray
+    may_know: np.ndarray
 
 
 class Lookup(NamedTuple):

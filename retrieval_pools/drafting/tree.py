@@ -22,7 +22,7 @@ from retrieval_pools.drafting.addresses import int32s_at, uint8s_at, uint16s_at
 from retrieval_pools.drafting.continuations import count_continuations, push_candidates
 from retrieval_pools.drafting.estimate import least_product, note_own_tokens, on_knots
 from retrieval_pools.drafting.frontier import least_probability
-from retrieval_pools.drafting.levels import add_own_levels, add_pool_levels, stand_at_root
+from retrieval_pools.drafting.levels import add_node, add_own_levels, add_pool_levels, stand_at_root
 from retrieval_pools.drafting.pool_handle import PLACE, WEIGHT, estimates_at, index_at
 from retrieval_pools.drafting.scratch import scratch_in
 from retrieval_pools.drafting.state import (
@@ -160,7 +160,6 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
     num_levels = add_own_levels(levels, num_levels, context, options)
     note_own_tokens(lookup.own, context, options.use_prompt, options.use_output)
     node, probability, size, num_nodes = 0, 1.0, 0, 0  # node 0 is the root, node n the n-th drafted
-    levels.depth[0] = 0
     num_known = context.tokens.shape[0]
     last_token = context.tokens[num_known - 1] if num_known > context.num_prompt else END
     stand_at_root(levels, num_levels)
@@ -192,6 +191,5 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
         found[OUT_KIND, num_nodes] = frontier.kind[slot]
         num_nodes += 1
         node, last_token = num_nodes, token
-        levels.depth[node] = levels.depth[parent] + 1
-        levels.known_at[node] = 0
+        add_node(levels, node, parent, frontier.has_run[slot])
     return num_nodes
