@@ -119,6 +119,9 @@ def _draft_trees_of(stamp: int, has_support: bool, has_wide_codes: bool, has_alt
             weights[WEIGHT.alternative_weight], use_output, use_prompt, max_nodes, min_probability, end_token_id,
         )  # fmt: skip
         scratch = scratch_in(block, max_nodes, max_match)
+        # Of these too no index is below 0; see `addresses`.
+        contexts = int32s_at(np.int64(contexts.ctypes.data), contexts.shape[0])
+        previous = int32s_at(np.int64(previous.ctypes.data), previous.shape[0])
         found_floats = found.view(np.float32)
         for i in range(sequences.shape[0]):
             one = sequences[i]
