@@ -4,6 +4,9 @@ torch multiplies float32 matrices with MKL, in the weights' own layout. Weights 
 half of the time for a few tokens on AMD processors, and a token's result does not depend on how many others are in
 the product. The function is the same; rounding is not.
 
+oneDNN compiles a product anew for each number of tokens, which takes longer than the product itself, and keeps some
+thousand of them. Steps with drafts have ever other numbers of tokens; so they are rounded up to few.
+
 Where the operators are missing, or a layer's results are not those of torch, layers stay as they are. Knows no model
 but by the names of its layers.
 """
@@ -11,6 +14,7 @@ but by the names of its layers.
 import logging
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 logger = logging.getLogger(__name__)
@@ -18,6 +22,7 @@ logger = logging.getLogger(__name__)
 # Names of layers that transformers' models call with one input, in this order.
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 LAYOUT_TOKENS = 16  # the layout is chosen for products of so many tokens; it serves any number
+SIZES_PER_DOUBLING = 16  # numbers of tokens between one power of two and the next: 3 % are added in the mean
 TOLERANCE = 1e-4  # relative error of a layer above which it stays as it is
 
 
@@ -55,7 +60,12 @@ class PackedLinear(nn.Module):
         return result
 
     def _product(self, inputs: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise.default(inputs, self.weight, self.bias, "none", [], "")
+        num_tokens = inputs.shape[-2]
+        size = compiled_size(num_tokens)
+        if size > num_tokens:
+            inputs = F.pad(inputs, (0, 0, 0, size - num_tokens))
+        results = torch.ops.mkldnn._linear_pointwise.default(inputs, self.weight, self.bias, "none", [], "")
+        return results if size == num_tokens else results.narrow(-2, 0, num_tokens)
 
 
 class PartOfLinear(nn.Module):
@@ -68,6 +78,12 @@ class PartOfLinear(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self._packed[0].part(inputs, self._index)
+
+
+def compiled_size(num_tokens: int) -> int:
+    """The number of tokens, rounded up, that a product is computed for."""
+    step = max(1, (1 << num_tokens.bit_length() - 1) // SIZES_PER_DOUBLING)
+    return -(-num_tokens // step) * step
 
 
 def pack_linear_layers(model: nn.Module) -> int:
