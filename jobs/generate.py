@@ -40,6 +40,7 @@ from pipeline.knowledge.fingerprint import fingerprint
 from pipeline.knowledge.prompts import RenderedPrompt, render_prompt
 from pipeline.knowledge.templates import load_template
 from pipeline.sides import SIDES, Side
+from pipeline.storage.parquet import read_parquet
 from pipeline.storage.quarantine import QuarantineRow, count_reasons
 from pipeline.storage.run_folder import RunFolder, ShardRecord
 from pipeline.storage.workspace import Workspace
@@ -98,7 +99,8 @@ def _require_few_failures(night: Night, side: Side, data: dict[str, Any]) -> Non
 def generate_plain(night: Night) -> None:
     """The same prompts decoded plainly, into the run's `plain` folder, to compare with.
 
-    Texts that plain decoding gave on an earlier night are carried over like any others.
+    Texts that plain decoding gave on an earlier night are carried over like any others. Entities that the night wrote
+    about come in shards of their own: their time is compared with the night's, since others have shorter prompts.
     """
     plain = night.settings.decoding.model_copy(update={"verifier": "greedy", "drafters": (), "max_draft_tokens": 0})
     with night.stage("generate plain"):
@@ -166,10 +168,18 @@ def _plan(night: Night, folder: RunFolder, side: Side, decoding: DecodingSetting
                 shard_size=night.settings.night.shard_size,
                 run_dir=folder.root,
                 on_entity=bar.advance,
+                apart=() if with_pools else _written_tonight(night, side),
             )
         save_plan(plan, path)
     folder.drop_unfinished(side, {CARRIED_SHARD, *folder.finished_shards(side)})
     return plan
+
+
+def _written_tonight(night: Night, side: Side) -> frozenset[object]:
+    """Ids of the entities that the night itself generates."""
+    plan = load_plan(night.run.root / "plan" / f"{side}.json")
+    paths = [] if plan is None else [night.run.root / shard.path for shard in plan.shards]
+    return frozenset(key for path in paths for key in read_parquet(path, ["entity_id"])["entity_id"].to_pylist())
 
 
 def _read_previous(folder: RunFolder | None, side: Side) -> pa.Table | None:
@@ -249,9 +259,6 @@ def _side_summary(
     reasons = count_reasons(folder.read_quarantine(side))
     num_quarantined = sum(reasons.values())
     records = [finished[shard.name] for shard in plan.shards if shard.name in finished]
-    stats = merge_stats(record.info["stats"] for record in records)
-    # Workers run side by side: of the night's time a shard takes its own divided by their number.
-    stats["wall_s"] = sum(record.info["stats"]["wall_s"] / record.info["num_workers"] for record in records)
     for record in records[:1]:
         night.manifest["model"] = record.info["model"]
     data = {
@@ -262,12 +269,22 @@ def _side_summary(
         "quarantine_reasons": reasons,
         "routes": plan.routes,
         "shards": [_shard_entry(shard, finished[shard.name]) for shard in plan.shards if shard.name in finished],
-        "stats": stats,
+        "stats": _stats(records),
     }
     if with_pools:
         data["budget"] = night.manifest.get("budgets", {}).get(side)
         data["samples"] = report_samples(night, folder, side, plan)
+    else:
+        apart = [finished[shard.name] for shard in plan.shards if shard.is_apart and shard.name in finished]
+        data["stats_of_tonight"] = _stats(apart)
     return data
+
+
+def _stats(records: list[ShardRecord]) -> dict[str, Any]:
+    stats = merge_stats(record.info["stats"] for record in records)
+    # Workers run side by side: of the night's time a shard takes its own divided by their number.
+    stats["wall_s"] = sum(record.info["stats"]["wall_s"] / record.info["num_workers"] for record in records)
+    return stats
 
 
 def _drift_line(data: dict[str, Any]) -> dict[str, str]:

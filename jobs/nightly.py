@@ -149,27 +149,33 @@ def demo(
 
 
 def nights_table(nights: list[Night]) -> Table:
-    """One row a night and side; plain decoding, where it was run, beside it."""
+    """One row a night and side; plain decoding of the same entities, where it was run, beside it, and of all."""
     table = Table(title="What the nights did", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     counts = ("entities", "generated", "carried over", "failed", "tokens/step", "tokens/s", "seconds")
     for name in ("night", "side", *counts):
         table.add_column(name, justify="right" if name in counts else "left")
     for night in nights:
-        for label, sides in (("", night.manifest["sides"]), (" plain", night.manifest.get("plain", {}))):
-            for side, data in sides.items():
-                stats = data["stats"]
-                table.add_row(
-                    str(night.date) + label,
-                    side,
-                    f"{data['num_entities']:,}",
-                    f"{data['num_generated']:,}",
-                    f"{data['num_carried_over']:,}",
-                    f"{data['num_quarantined']:,}",
-                    _number(tokens_per_step(stats), 2),
-                    _number(tokens_per_s(stats), 0),
-                    f"{stats['wall_s']:.1f}",
-                )
+        plain = night.manifest.get("plain", {})
+        for side, data in night.manifest["sides"].items():
+            table.add_row(str(night.date), side, *_counts(data), *_pace(data["stats"]))
+        for side, data in plain.items():
+            stats = data["stats_of_tonight"]
+            if stats["num_texts"]:
+                of_same = ["-", f"{stats['num_texts']:,}", "-", "-"]
+                table.add_row(f"{night.date} plain, these texts", side, *of_same, *_pace(stats))
+        for side, data in plain.items():
+            table.add_row(f"{night.date} plain, all texts", side, *_counts(data), *_pace(data["stats"]))
     return table
+
+
+def _counts(data: dict[str, Any]) -> list[str]:
+    """Entities: all of them, generated, carried over, failed."""
+    return [f"{data[f'num_{name}']:,}" for name in ("entities", "generated", "carried_over", "quarantined")]
+
+
+def _pace(stats: dict[str, Any]) -> list[str]:
+    """Tokens per step, tokens per second, seconds."""
+    return [_number(tokens_per_step(stats), 2), _number(tokens_per_s(stats), 0), f"{stats['wall_s']:.1f}"]
 
 
 def ctr_rows_table(ctr: dict[str, Any]) -> Table:

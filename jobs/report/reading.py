@@ -105,7 +105,11 @@ def total(parts: Iterable[Decoding | None]) -> Decoding | None:
 
 @dataclass(frozen=True)
 class SideView:
-    """One side of a night: its own part of the manifest, and what it is compared with."""
+    """One side of a night: its own part of the manifest, and what it is compared with.
+
+    `plain` is of the entities that were written about tonight, where it was counted apart: those that are carried over
+    differ in the length of their prompts.
+    """
 
     name: str
     label: str
@@ -144,10 +148,14 @@ def sides_of(manifest: Mapping) -> list[SideView]:
             data=mapping(sides[name]),
             tonight=decoding_of(mapping(sides[name]).get("stats")),
             previous_night=decoding_of(mapping(before.get(name)).get("stats")),
-            plain=decoding_of(mapping(plain.get(name)).get("stats")),
+            plain=_same_texts(mapping(plain.get(name))),
         )
         for name in ordered
     ]
+
+
+def _same_texts(plain: Mapping) -> Decoding | None:
+    return decoding_of(plain.get("stats_of_tonight")) or decoding_of(plain.get("stats"))
 
 
 def side_label(name: str) -> str:

@@ -5,7 +5,7 @@ run finds its shards again. Shards follow the order of pool groups: an actor's c
 Knows no model beyond its tokenizer (inside `render`), and no Ray.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,7 +42,8 @@ class PlannedRow:
 class Shard:
     """Rows that one worker generates in one go.
 
-    `path` is the plan's Parquet file, relative to the run's folder.
+    `path` is the plan's Parquet file, relative to the run's folder; `is_apart` says that its rows are those that
+    `plan_side` was asked to keep apart.
     """
 
     name: str  # of its files: "00000"
@@ -50,6 +51,7 @@ class Shard:
     group: str  # of its first row
     num_rows: int
     path: str
+    is_apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def plan_side(
     shard_size: int,
     run_dir: Path,
     on_entity: Callable[[], None] = lambda: None,
+    apart: Container[object] = (),
 ) -> SidePlan:
     """Decide about every entity of a side and write its shards' inputs.
 
@@ -122,6 +125,7 @@ def plan_side(
     force : generate unchanged entities too.
     shard_size : rows a shard.
     run_dir : the run's folder; `plan/<side>/` and the carried-over records are written below it.
+    apart : ids of entities that share no shard with others and come first, so that their time is known.
     """
     rows: list[PlannedRow] = []
     refused: list[RefusedRow] = []
@@ -157,14 +161,22 @@ def plan_side(
         table = as_current(previous.table.take(pa.array(sorted(carried))), entity_id_type)
         RunFolder(run_dir).write_shard(side, CARRIED_SHARD, table)
     rows.sort(key=lambda row: row.group or "")  # stable: input order within a group
+    parts = [(is_apart, [row for row in rows if (row.entity_id in apart) == is_apart]) for is_apart in (True, False)]
+    cut = [
+        (part[start : start + shard_size], is_apart)
+        for is_apart, part in parts
+        for start in range(0, len(part), shard_size)
+    ]
     shards = [
-        _write_shard(side, number, rows[start : start + shard_size], entity_id_type, run_dir)
-        for number, start in enumerate(range(0, len(rows), shard_size))
+        _write_shard(side, number, some, entity_id_type, run_dir, is_apart)
+        for number, (some, is_apart) in enumerate(cut)
     ]
     return SidePlan(side, num_entities, len(carried), routes, tuple(shards), tuple(refused))
 
 
-def _write_shard(side: Side, number: int, rows: list[PlannedRow], entity_id_type: pa.DataType, run_dir: Path) -> Shard:
+def _write_shard(
+    side: Side, number: int, rows: list[PlannedRow], entity_id_type: pa.DataType, run_dir: Path, is_apart: bool
+) -> Shard:
     name = f"{number:05d}"
     path = f"plan/{side}/{name}.parquet"
     columns = {
@@ -177,7 +189,7 @@ def _write_shard(side: Side, number: int, rows: list[PlannedRow], entity_id_type
         "group": pa.array([row.group for row in rows], pa.string()),
     }
     write_parquet(pa.table(columns), run_dir / path)
-    return Shard(name, side, rows[0].group or "", len(rows), path)
+    return Shard(name, side, rows[0].group or "", len(rows), path, is_apart)
 
 
 def read_shard(path: Path) -> list[PlannedRow]:

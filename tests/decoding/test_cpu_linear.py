@@ -8,7 +8,7 @@ from tiny_models import ARCHITECTURES, tiny_model
 from torch import nn
 
 from pipeline.decoding.forward import cpu_linear
-from pipeline.decoding.forward.cpu_linear import PackedLinear, pack_linear_layers
+from pipeline.decoding.forward.cpu_linear import PackedLinear, compiled_size, pack_linear_layers
 
 if not torch.backends.mkldnn.is_available():
     pytest.skip("torch was built without oneDNN", allow_module_level=True)
@@ -55,6 +55,25 @@ def test_a_token_has_the_same_result_alone_and_among_others():
     together = layer.lm_head(inputs)
     for token in (0, 7, 32):
         torch.testing.assert_close(layer.lm_head(inputs[:, token : token + 1]), together[:, token : token + 1])
+
+
+def test_products_are_of_few_sizes_that_are_little_larger():
+    sizes = {num_tokens: compiled_size(num_tokens) for num_tokens in range(1, 4097)}
+    assert all(sizes[num_tokens] == num_tokens for num_tokens in range(1, 33))
+    assert all(num_tokens <= size <= num_tokens * 17 / 16 for num_tokens, size in sizes.items())
+    assert len(set(sizes.values())) <= 32 + 7 * 16
+
+
+@pytest.mark.parametrize("num_tokens", [33, 75, 131, 300])
+@torch.no_grad()
+def test_a_rounded_product_gives_each_token_the_same_bits(num_tokens):
+    layer = PackedLinear([nn.Linear(192, 480), nn.Linear(192, 64)])
+    inputs = torch.randn(1, num_tokens, 192)
+    assert compiled_size(num_tokens) > num_tokens
+    exact = torch.ops.mkldnn._linear_pointwise.default(inputs, layer.weight, layer.bias, "none", [], "")
+    found = torch.cat([layer.part(inputs, 0), layer.part(inputs, 1)], -1)
+    assert found.shape == exact.shape
+    assert torch.equal(found, exact)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

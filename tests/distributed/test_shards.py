@@ -34,7 +34,7 @@ def render(entity):
     return RenderedPrompt(ids, "prompt", 0, 0), f"fingerprint-{entity.attributes['version']}"
 
 
-def plan(entities, run_dir, previous=None, force=False, shard_size=4):
+def plan(entities, run_dir, previous=None, force=False, shard_size=4, apart=()):
     return plan_side(
         "user",
         entities,
@@ -45,6 +45,7 @@ def plan(entities, run_dir, previous=None, force=False, shard_size=4):
         force=force,
         shard_size=shard_size,
         run_dir=run_dir,
+        apart=apart,
     )
 
 
@@ -96,6 +97,14 @@ def test_an_entity_that_cannot_be_asked_about_is_refused_with_its_reason(tmp_pat
     planned = plan(users(["a"]) + users(["b"], bad=True), tmp_path)
     assert [(row.entity_id, row.reason) for row in planned.refused] == [("b", "too-long: of no use")]
     assert sum(shard.num_rows for shard in planned.shards) == 1
+
+
+def test_entities_that_are_kept_apart_share_no_shard_with_others_and_come_first(tmp_path):
+    planned = plan(users(["a", "b", "c", "dd", "e"]), tmp_path, shard_size=2, apart={"dd", "a", "e", "elsewhere"})
+    ids = [[row.entity_id for row in read_shard(tmp_path / shard.path)] for shard in planned.shards]
+    assert [(part, shard.is_apart) for part, shard in zip(ids, planned.shards, strict=True)] == [
+        (["a", "e"], True), (["dd"], True), (["b", "c"], False)
+    ]  # fmt: skip
 
 
 def test_a_plan_comes_back_from_disk_as_it_was(tmp_path):
