@@ -14,7 +14,7 @@ from jobs.night import Night
 from jobs.settings import Settings
 from jobs.simulate_world import SideTexts
 from pipeline.decoding.budget import Budget, budget_forecasts, known_batch_size
-from pipeline.decoding.planning.run_forecast import PREFILL_TOKENS, RunTexts, run_speed_up
+from pipeline.decoding.planning.run_forecast import PREFILL_TOKENS, RunTexts, judged_on_run, run_speed_up
 from pipeline.decoding.settings import DecodingSettings
 from retrieval_pools.budget_curve import BudgetCurve
 from retrieval_pools.calibrating.estimates import Bootstrap, Estimate
@@ -117,7 +117,7 @@ class SideBudgets:
 
 
 class BudgetChoice:
-    """Chooses and judges the budgets of a side.
+    """Chooses and judges the budgets of a side. As in a night, a whole run that drafts would slow down is plain.
 
     Parameters
     ----------
@@ -160,7 +160,16 @@ class BudgetChoice:
 
     def _budget(self, decoding: DecodingSettings, batch_size: int) -> Budget:
         decoding = decoding.model_copy(update={"batch_size": batch_size})
-        return side_budget(decoding, self.pool, self._costs.step_cost, self._simulator.share_changed)
+        budget = side_budget(decoding, self.pool, self._costs.step_cost, self._simulator.share_changed)
+        return judged_on_run(
+            budget,
+            self._costs.step_cost,
+            batch_size,
+            self._run_texts,
+            self.pool.budgets,
+            decoding.max_prefill_tokens or PREFILL_TOKENS,
+            may_be_plain=decoding.min_acceptance is None,
+        )
 
     def _speed(self, batch_size: int, budget: Budget) -> BudgetSpeed:
         cost, kind = self._costs.step_cost, self._simulator.kinds[-1]

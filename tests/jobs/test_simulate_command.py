@@ -169,9 +169,31 @@ def test_a_simulation_and_a_night_choose_the_same_budget(found):
         pool = SimpleNamespace(budgets=curve, is_calibrated=True)
         step_cost = StepCost.model_validate(yaml.safe_load(STEP_COST))
         night = choose_budget(step_cost, 8, pool, curve.sources, share_changed=data["share_changed"])
-        assert chosen["budget"] == json.loads(json.dumps(asdict(night)))
+        assert chosen["budget"]["forecast"].pop("run_speed_up") == chosen["run_speed_up"]
+        expected = json.loads(json.dumps(asdict(night)))
+        del expected["forecast"]["run_speed_up"]
+        assert chosen["budget"] == expected
         assert night.max_draft_tokens > 0
     assert "decoding.max_draft_tokens" not in found["recommendation"]["changes"]
+
+
+def test_a_budget_that_would_slow_down_the_whole_run_is_plain_as_in_a_night(found, world, few_studies, tmp_path, capfd):
+    """Drafts gain in full batches; a lone text at a shard's end is made to cost far more with them than without."""
+    step_cost = yaml.safe_load(STEP_COST)
+    step_cost["steps"] += [
+        {"batch_size": 1, "num_tokens": 1, "seconds": 0.001},
+        {"batch_size": 1, "num_tokens": 2, "seconds": 50.0},
+        {"batch_size": 1, "num_tokens": 65, "seconds": 60.0},
+    ]
+    (tmp_path / "ends.yaml").write_text(yaml.safe_dump(step_cost))
+    options = ["--step-cost", str(tmp_path / "ends.yaml"), "--batch-size", "8", "--out", str(tmp_path / "page.html")]
+    done = run_here(capfd, "pools", "simulate", "--config", str(world / "laserbatch.yaml"), *options, "--json")
+    assert done.returncode == 0, done.stderr
+    for side, data in json.loads(done.stdout)["sides"].items():
+        assert found["sides"][side]["budgets"]["chosen"][0]["budget"]["max_draft_tokens"] > 0
+        [chosen] = data["budgets"]["chosen"]
+        assert chosen["budget"]["max_draft_tokens"] == 0
+        assert "ends of shards" in chosen["budget"]["forecast"]["reason"]
 
 
 def test_numbers_that_are_worse_than_the_choice_are_recommended_to_be_left_to_it(world, few_studies, tmp_path, capfd):
