@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 # Names of layers that transformers' models call with one input, in this order.
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 LAYOUT_TOKENS = 16  # the layout is chosen for products of so many tokens; it serves any number
-SIZES_PER_DOUBLING = 16  # numbers of tokens between one power of two and the next: 3 % are added in the mean
+SIZES_PER_DOUBLING = 32  # numbers of tokens between one power of two and the next: 1 % is added in the mean
 TOLERANCE = 1e-4  # relative error of a layer above which it stays as it is
 
 
