@@ -115,9 +115,13 @@ class Trie(Drafter):
         self._trie = pygtrie.Trie()
         self._temporary: list[tuple[int, ...]] = []
         mark = corpus.answer_mark.tolist()
-        for text in texts:
-            for key in _windows([*mark, *text.tolist()], 0, self.window):
-                self._trie[key] = self._trie.get(key, 0) + 1
+        gc.disable()  # else it walks the millions of nodes again and again while they grow
+        try:
+            for text in texts:
+                for key in _windows([*mark, *text.tolist()], 0, self.window):
+                    self._trie[key] = self._trie.get(key, 0) + 1
+        finally:
+            gc.enable()
         self.build_s = time.perf_counter() - start_s
         self.num_bytes = _resident_bytes() - before_bytes
 

@@ -56,6 +56,26 @@ def test_a_cache_that_holds_fewer_texts_is_timed_with_as_many_as_it_holds():
     assert engine.store.num_live_rows == 0
 
 
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_half_of_every_tree_is_accepted(batch_size):
+    engine = tiny_engine(MODEL, batch_size=batch_size)
+    steps = step_timing._TimedSteps(engine, batch_size)
+    num_written: dict[int, list[int]] = {}
+
+    def note(event):
+        if not steps._drafts.is_alone and event.num_drafted == steps._drafts.size:
+            num_written.setdefault(event.num_drafted, []).append(len(event.token_ids))
+        steps.on_event(event)
+
+    texts = engine.generate(steps, steps, steps, on_event=note, budget=Budget(64, 0.0))
+    with pytest.raises(step_timing._Enough):
+        for _ in texts:
+            steps.num_live -= 1
+    texts.close()
+    # A few end early, where the model would end the text.
+    assert {size: np.median(num_written[size]) for size in (2, 4, 8, 16)} == {2: 2, 4: 3, 8: 5, 16: 9}
+
+
 def test_the_first_step_of_every_size_warms_up(monkeypatch):
     monkeypatch.setattr(step_timing, "MAX_ROUNDS", 3)
     monkeypatch.setattr(step_timing, "SECONDS", 60.0)
@@ -71,7 +91,8 @@ def test_the_first_step_of_every_size_warms_up(monkeypatch):
     with pytest.raises(step_timing._Enough):
         for _ in texts:
             steps.num_live -= 1
-    assert {drafts: len(seconds) for drafts, seconds in steps.seconds.items()} == dict.fromkeys(step_timing._ROUND, 3)
+    num_timed = {drafts: len(seconds) for drafts, seconds in steps.seconds.items()}
+    assert num_timed == dict.fromkeys(step_timing._ROUND, 3)
     assert all(num_steps[size] > 3 for size in SIZE_KNOTS)
 
 

@@ -21,7 +21,7 @@ from retrieval_pools.step_cost import StepCost, read_step_cost
 
 logger = logging.getLogger(__name__)
 
-VERSION = 3  # of how steps are measured
+VERSION = 4  # of how steps are measured
 
 
 def cached_step_cost(

@@ -1,7 +1,8 @@
 """What a step costs here: the engine's own steps, timed with drafts of every size at several batch sizes.
 
 Steps are real ones (admit, forward, verify, commit) of texts that say nothing. Every second token of their drafts is
-accepted, whatever the model says, since on a CPU an accepted node costs more than a rejected one; drafting is timed
+accepted, whatever the model says: an accepted node costs more than a rejected one, since on a CPU only of what follows
+accepted ones logits are computed. Trees that were mostly rejected would make large ones seem cheap. Drafting is timed
 apart. A few seconds for a small model: repetitions are fewer where steps are long. Knows no run and keeps nothing;
 `cached_step_cost` does.
 """
@@ -25,9 +26,9 @@ from retrieval_pools.sources import SOURCE_POOL
 from retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
 from retrieval_pools.suffix_order import SEPARATOR
 
-PROMPT_TOKENS = 256
-NEW_TOKENS = 128  # then a text starts again
-MIN_ROUNDS, MAX_ROUNDS = 4, 15  # each a step of every size
+PROMPT_TOKENS = 320
+NEW_TOKENS = 256  # then a text starts again; drafts deeper than what is left of it are cut, and not timed
+MIN_ROUNDS, MAX_ROUNDS = 4, 15  # each two steps of every size, of which the second is timed
 WARM_UP_ROUNDS = {"cpu": 1, "cuda": 2}  # before them; on CUDA a step's first run compiles and its second is captured
 SECONDS = 2.0  # for one batch size, after which no further round begins
 NUM_DRAFTS = 48  # sequences of a step whose drafting is timed
@@ -124,17 +125,19 @@ class _TimedSteps:
         self.batch_size = batch_size
         self.num_live = 0
         self.seconds: dict[_Drafts, list[float]] = {drafts: [] for drafts in _ROUND}
-        self._trees = {size: _tree(engine, size) for size in SIZE_KNOTS}
         self._prompt = random_tokens(engine, min(PROMPT_TOKENS, engine.max_context // 2))
+        deepest = max(1, min(NEW_TOKENS, engine.max_context - len(self._prompt)) // 4)
+        self._trees = {size: _tree(engine, size, deepest) for size in SIZE_KNOTS}
         self._rule = verifier_from(engine.settings)
         self._names = itertools.count()
         self._rng = np.random.default_rng(SEED)
-        self._round: list[_Drafts] = []
-        self._drafts = _ROUND[0]
+        self._round: list[tuple[_Drafts, bool]] = []  # and whether that step is timed, the next one last
+        self._drafts, self._is_timed = _ROUND[0], False
         self._num_rounds = -1 - WARM_UP_ROUNDS["cuda" if engine.device.type == "cuda" else "cpu"]
         self._stepped: set[str] = set()  # texts that took the current step
         self._num_drafted = 0  # tokens, of these texts
         self._has_asked = False  # whether one of the current step's texts was drafted for
+        self._num_left_to_retry = 0  # steps of the round
         self._num_short = 0  # steps in a row of fewer texts than are wanted
         self._began_s: float | None = None
         self._first_s = 0.0  # when the first round began
@@ -158,8 +161,7 @@ class _TimedSteps:
         Where one text alone has drafts they are rejected, so that texts stay of one length.
         """
         log_probability = self._rule(logits, choices, parents, token_ids).log_probability
-        is_even = (token_ids + self._num_rounds) % 2 == 0
-        return NodeVerdicts(is_even & (not self._drafts.is_alone), log_probability)
+        return NodeVerdicts((token_ids % 2 == 0) & (not self._drafts.is_alone), log_probability)
 
     def on_event(self, event: StepEvent) -> None:
         if event.request_id in self._stepped:  # a second step began, and the first one was of fewer texts
@@ -173,7 +175,10 @@ class _TimedSteps:
             return
         now_s = time.perf_counter()
         is_as_planned = self._num_drafted == self._drafts.num_tokens(self.batch_size)
-        if self._began_s is not None and is_as_planned and self._num_rounds >= 0:
+        if not is_as_planned and self._is_timed and self._num_left_to_retry > 0:  # a text's end cut a draft
+            self._num_left_to_retry -= 1
+            self._add(self._drafts)
+        if self._began_s is not None and is_as_planned and self._is_timed and self._num_rounds >= 0:
             self.seconds[self._drafts].append(now_s - self._began_s)
         self._num_short = 0
         self._next_drafts(now_s)
@@ -191,8 +196,14 @@ class _TimedSteps:
             late = now_s - self._first_s > SECONDS and self._num_rounds >= MIN_ROUNDS
             if late or self._num_rounds >= MAX_ROUNDS:
                 raise _Enough
-            self._round = [_ROUND[place] for place in self._rng.permutation(len(_ROUND))]
-        self._drafts = self._round.pop()
+            self._num_left_to_retry = len(_ROUND)
+            for place in self._rng.permutation(len(_ROUND)):
+                self._add(_ROUND[place])
+        self._drafts, self._is_timed = self._round.pop()
+
+    def _add(self, drafts: _Drafts) -> None:
+        """Two steps at the end of the round: as in a run, the timed one finds caches as one like it leaves them."""
+        self._round[:0] = [(drafts, True), (drafts, False)]
 
 
 def _time_drafts(engine: Engine, pool, sources: SequenceOf[str]) -> DraftCost:
@@ -254,12 +265,22 @@ def _timed_drafts(drafter: RetrievalDrafter, sequences: list[Sequence]) -> tuple
 
 def random_tokens(engine: Engine, num_tokens: int) -> np.ndarray:
     """int32[num_tokens], the same for the same vocabulary; no end token among them."""
-    allowed = np.setdiff1d(np.arange(engine.vocab_size, dtype=np.int32), list(engine.end_ids))
-    return np.random.default_rng(SEED).choice(allowed, num_tokens)
+    return np.random.default_rng(SEED).choice(_allowed_tokens(engine), num_tokens)
 
 
-def _tree(engine: Engine, num_nodes: int) -> TokenTree:
-    """Every node has two children, so that few drafts are deep."""
-    parents = (np.arange(num_nodes, dtype=np.int32) - 1) // 2
-    tokens, source = random_tokens(engine, num_nodes), np.full(num_nodes, SOURCE_POOL, np.uint8)
-    return TokenTree(tokens, parents, np.zeros(num_nodes, np.float32), source)
+def _allowed_tokens(engine: Engine) -> np.ndarray:
+    return np.setdiff1d(np.arange(engine.vocab_size, dtype=np.int32), list(engine.end_ids))
+
+
+def _tree(engine: Engine, num_nodes: int, deepest: int) -> TokenTree:
+    """A chain of even token ids, half of the nodes but not more than `deepest`, beside odd ones that lead nowhere."""
+    num_levels = min(-(-num_nodes // 2), deepest)
+    level = np.arange(num_nodes) * num_levels // max(1, num_nodes)
+    first = np.searchsorted(level, np.arange(num_levels))  # of each level: the chain's nodes
+    parents = np.where(level == 0, -1, first[level - 1]).astype(np.int32)
+    is_chain = np.isin(np.arange(num_nodes), first)
+    allowed = _allowed_tokens(engine)
+    even, odd = (allowed[allowed % 2 == parity] for parity in (0, 1))
+    place = np.arange(num_nodes)
+    tokens = np.where(is_chain, even[place % len(even)], odd[place % len(odd)])
+    return TokenTree(tokens, parents, np.zeros(num_nodes, np.float32), np.full(num_nodes, SOURCE_POOL, np.uint8))
