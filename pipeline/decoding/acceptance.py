@@ -21,7 +21,7 @@ from pipeline.decoding.row_verdicts import judge_rows
 from pipeline.decoding.token_tree import TokenTree, padded_parents
 from pipeline.decoding.verifiers import Greedy, ProbabilityThreshold, TopK, Verifier
 
-LEVEL_LOGITS = 1 << 18  # on a CPU this many numbers are computed and read in the time that a further level takes
+ROUND_LOGITS = 1 << 18  # on a CPU this many numbers are computed and read in the time that a further round takes
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ def verify(
 ) -> list[Acceptance | None]:
     """Accept the best path of each sequence's draft.
 
-    On a CPU drafts are judged from the root on, a level at a time, while many are left: of a node that was not accepted
-    neither the logits nor what is below it are looked at. Elsewhere all are judged at once, which waits for the device
-    once.
+    On a CPU drafts are judged in rounds, in the order in which they were drafted, twice as many of each tree in every
+    round: of what is below a node that was not accepted hardly any logits are computed. Elsewhere all are judged at
+    once, which waits for the device once.
 
     Parameters
     ----------
@@ -70,14 +70,11 @@ def verify(
             Acceptance(nothing, choice) if is_finite else None
             for choice, is_finite in zip(found.choices.tolist(), found.is_finite.tolist(), strict=True)
         ]
-    most_at_once = LEVEL_LOGITS // len(is_end) if rows.device.type == "cpu" else rows.num_rows
+    at_once = ROUND_LOGITS // len(is_end) if rows.device.type == "cpu" else rows.num_rows
     step = _Judged(rows.num_rows, trees, starts)
-    pending = starts if rows.num_rows > most_at_once else np.arange(rows.num_rows)
-    while len(pending):
-        nodes = step.judge(verifier, rows, pending, is_end)
-        if len(pending) == rows.num_rows:
-            break
-        pending = step.behind(nodes[step.allowed[nodes]], most_at_once)
+    while len(pending := step.next_rows(at_once)):
+        step.judge(verifier, rows, pending, is_end)
+        at_once *= 2
     return step.acceptances(trees, starts)
 
 
@@ -89,44 +86,55 @@ class _Judged:
     """
 
     def __init__(self, num_rows: int, trees: list[TokenTree], starts: np.ndarray) -> None:
+        starts = np.asarray(starts)
         sizes = np.array([len(tree) for tree in trees])
         num_nodes = int(sizes.sum())
         self.choices = np.zeros(num_rows, np.int64)
         self.is_finite = np.ones(num_rows, bool)
         self.allowed = np.zeros(num_nodes, bool)
         self.log_probability = np.zeros(num_nodes)
-        self._is_judged = np.zeros(num_rows, bool)
-        self._tree_of = np.repeat(np.arange(len(trees)), sizes)
-        self._num_trees = len(trees)
-        self._row_of = np.arange(num_nodes) + (np.asarray(starts) + 1 - (np.cumsum(sizes) - sizes))[self._tree_of]
+        tree_of = np.repeat(np.arange(len(trees)), sizes)
         self._token_ids = np.concatenate([tree.token_ids for tree in trees]).astype(np.int64)
         parents = np.concatenate([tree.parents for tree in trees])
-        self._parent_row_of = np.asarray(starts)[self._tree_of] + 1 + parents
+        self._parent_row_of = starts[tree_of] + 1 + parents
+        self._row_of = np.arange(num_nodes) + (starts + 1 - (np.cumsum(sizes) - sizes))[tree_of]
+        self._tree_of_row = np.full(num_rows, -1)
+        self._tree_of_row[starts], self._tree_of_row[self._row_of] = np.arange(len(trees)), tree_of
+        self._is_wanted = self._tree_of_row >= 0  # neither judged nor below a node that was not accepted
+        # Of every row itself and the nearest ancestors' rows, 1, 2, 4, ... steps up: a root's are its own.
+        above = np.arange(num_rows)
+        above[self._row_of] = self._parent_row_of
+        self._above = [above]
+        while (above != (further := above[above])).any():
+            self._above.append(further)
+            above = further
 
-    def judge(self, verifier: Verifier, rows: StepLogits, pending: np.ndarray, is_end: np.ndarray) -> np.ndarray:
-        """Look at the logits of rows int64[n]; the nodes behind them, of which all is known then: int64[m]."""
+    def next_rows(self, at_once: int) -> np.ndarray:
+        """The rows to look at next, int64[n]: of each tree the first, as many as make `at_once` of all, or all."""
+        wanted = np.flatnonzero(self._is_wanted)
+        if len(wanted) <= at_once:
+            return wanted
+        is_first = np.diff(self._tree_of_row[wanted], prepend=-1) != 0  # of a tree's, which are neighbours
+        every = np.arange(len(wanted))
+        number = every - np.maximum.accumulate(np.where(is_first, every, 0))
+        return wanted[number < max(1, at_once // is_first.sum())]
+
+    def judge(self, verifier: Verifier, rows: StepLogits, pending: np.ndarray, is_end: np.ndarray) -> None:
+        """Look at the logits of rows int64[n]: of the nodes behind them all is known then."""
         place = np.full(len(self.choices), -1)
         place[pending] = np.arange(len(pending))
         nodes = np.flatnonzero(place[self._parent_row_of] >= 0)
         parent_rows, token_ids = self._parent_row_of[nodes], self._token_ids[nodes]
         verdicts = judge_rows(verifier, rows, pending, place[parent_rows], token_ids)
         self.choices[pending], self.is_finite[pending] = verdicts.choices, verdicts.is_finite
-        self._is_judged[pending] = True
         self.allowed[nodes] = verdicts.accepted & ~is_end[self.choices[parent_rows]] & ~is_end[token_ids]
         self.log_probability[nodes] = verdicts.log_probability
-        return nodes
-
-    def behind(self, found: np.ndarray, most_at_once: int) -> np.ndarray:
-        """The rows to look at next, where nodes `found` were just accepted: theirs, or all below if those are few."""
-        if not len(found):
-            return found
-        is_open = np.zeros(self._num_trees, bool)
-        is_open[self._tree_of[found]] = True
-        left = self._row_of[is_open[self._tree_of] & ~self._is_judged[self._row_of]]
-        if len(left) <= most_at_once:
-            return left
-        rows = self._row_of[found]
-        return rows[~self._is_judged[rows]]
+        is_dead = np.zeros(len(self.choices), bool)
+        is_dead[self._row_of[nodes[~self.allowed[nodes]]]] = True
+        for above in self._above:
+            is_dead |= is_dead[above]
+        self._is_wanted[pending] = False
+        self._is_wanted &= ~is_dead
 
     def acceptances(self, trees: list[TokenTree], starts: np.ndarray) -> list[Acceptance | None]:
         """The outcome for each tree."""

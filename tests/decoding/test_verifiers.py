@@ -102,12 +102,13 @@ def test_settings_name_the_rules(name, rule):
 
 
 class CountingRows(HeldLogits):
-    """Logits that know how many of their rows were asked for."""
+    """Logits that know how many of their rows were asked for, and how often."""
 
-    num_asked = 0
+    num_asked = num_calls = 0
 
     def of(self, rows):
         object.__setattr__(self, "num_asked", self.num_asked + len(rows))
+        object.__setattr__(self, "num_calls", self.num_calls + 1)
         return super().of(rows)
 
 
@@ -120,17 +121,20 @@ class CountingRows(HeldLogits):
     st.sampled_from([0, VOCAB * 4]),
     st.sampled_from([1, 3, 256]),
 )
-def test_judging_by_level_and_in_chunks_says_what_judging_at_once_says(forest, rule, seed, scale, level, chunk):
+def test_judging_in_rounds_and_in_chunks_says_what_judging_at_once_says(forest, rule, seed, scale, level, chunk):
     rng = np.random.default_rng(seed)
     forest = [TokenTree(np.abs(t.token_ids), t.parents, t.log_acceptance, t.source) for t in forest]
-    starts = np.cumsum([0] + [len(t) + 1 for t in forest[:-1]])
-    num_rows = sum(len(t) + 1 for t in forest)
-    logits = torch.from_numpy((rng.normal(size=(num_rows, VOCAB)) * scale).astype(np.float32))
+    order = rng.permutation(len(forest))  # trees may lie in any order, and rows of others between them
+    sizes = np.array([len(t) + 1 for t in forest])
+    starts = np.empty(len(forest), np.int64)
+    starts[order] = 1 + np.cumsum([0, *(sizes[order][:-1] + 1)])
+    num_rows = sizes.sum()
+    logits = torch.from_numpy((rng.normal(size=(starts.max() + sizes.max(), VOCAB)) * scale).astype(np.float32))
     before = logits.clone()
     found = []
     for most_logits, most_rows in ((1 << 60, 1 << 60), (level, chunk)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("pipeline.decoding.acceptance.LEVEL_LOGITS", most_logits)
+            patch.setattr("pipeline.decoding.acceptance.ROUND_LOGITS", most_logits)
             patch.setattr("pipeline.decoding.row_verdicts.CHUNK_ROWS", {"cpu": most_rows})
             rows = CountingRows(logits)
             found.append((verify(rule, rows, forest, starts, IS_END), rows.num_asked))
@@ -142,12 +146,20 @@ def test_judging_by_level_and_in_chunks_says_what_judging_at_once_says(forest, r
 
 
 def test_nothing_is_looked_at_behind_what_was_not_accepted(monkeypatch):
-    monkeypatch.setattr("pipeline.decoding.acceptance.LEVEL_LOGITS", 0)
+    monkeypatch.setattr("pipeline.decoding.acceptance.ROUND_LOGITS", 0)
     rows = CountingRows(peaked(*[[0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]] * 9))
     forest = [chain_tree([0, 0, 1, 0]), chain_tree([1, 0, 0])]  # two nodes of the first are accepted, none of the other
     found = verify(Greedy(), rows, forest, np.array([0, 5]), IS_END)
     assert [one.num_accepted for one in found] == [2, 0]
     assert rows.num_asked == 2 + 1 + 1
+
+
+def test_a_long_accepted_path_takes_few_rounds(monkeypatch):
+    monkeypatch.setattr("pipeline.decoding.acceptance.ROUND_LOGITS", 4 * len(IS_END))
+    rows = CountingRows(peaked(*[[0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]] * 41))
+    [found] = verify(Greedy(), rows, [chain_tree([0] * 40)], np.array([0]), IS_END)
+    assert found.num_accepted == 40
+    assert rows.num_asked == 41 and rows.num_calls == 4  # of 4, 8, 16 and all that is left
 
 
 def test_largest_beside_the_choice_leaves_the_logits_as_they_were():
