@@ -4,15 +4,19 @@ Owns nothing but the files: knows neither pools nor what the arrays mean.
 """
 
 import io
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 import numpy as np
 
 CHUNK_VALUES = 1 << 17
 BLOCK_BYTES = 2 << 20  # written at once, each at a multiple of it: so Linux keeps a file in large pages, if it can
 _format = np.lib.format
+# numpy parses a header as Python, which CPython 3.11 sometimes fails at while another thread parses too.
+_header_lock = threading.Lock()
 
 
 class ArrayWriter:
@@ -75,23 +79,28 @@ class ArrayWriter:
 def read_chunks(path: Path) -> Iterator[np.ndarray]:
     """The array of a file in pieces of at most CHUNK_VALUES, one of them in memory at a time."""
     with open(path, "rb") as file:
-        _format.read_magic(file)
-        (length,), _, dtype = _format.read_array_header_1_0(file)
+        with _header_lock:
+            (length,), dtype = _read_header(file)
         for place in range(0, length, CHUNK_VALUES):
             yield np.fromfile(file, dtype, min(CHUNK_VALUES, length - place))
 
 
 def map_array(path: Path) -> np.ndarray:
-    """The array of a file, memory-mapped and read-only; in memory when it is empty."""
-    mapped = (
-        np.load(path, mmap_mode="r", allow_pickle=False) if _num_values(path) else np.load(path, allow_pickle=False)
-    )
-    array = np.asarray(mapped)
+    """The array of a file, memory-mapped and read-only; in memory when it is empty.
+
+    Raises
+    ------
+    ValueError, EOFError : the file is no array.
+    """
+    with _header_lock:
+        with open(path, "rb") as file:
+            shape, _ = _read_header(file)
+        array = np.asarray(np.load(path, mmap_mode=None if 0 in shape else "r", allow_pickle=False))
     array.flags.writeable = False
     return array
 
 
-def _num_values(path: Path) -> int:
-    with open(path, "rb") as file:
-        _format.read_magic(file)
-        return _format.read_array_header_1_0(file)[0][0]
+def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
+    _format.read_magic(file)
+    shape, _, dtype = _format.read_array_header_1_0(file)
+    return shape, dtype

@@ -163,7 +163,7 @@ def read_array(folder: Path, name: ArrayName, manifest: PoolManifest, verify: bo
     if verify and (found := file_sha256(path)) != expected.sha256:
         raise PoolError(f"{path} is damaged: SHA-256 {found[:12]}..., expected {expected.sha256[:12]}.... {REBUILD}")
     try:
-        array = np.load(path, mmap_mode="r" if expected.length else None, allow_pickle=False)
+        array = map_array(path)
     except (ValueError, EOFError) as error:
         raise PoolError(f"{path} is damaged: {error}. {REBUILD}") from None
     if array.dtype.str != expected.dtype or array.shape != (expected.length,):
@@ -171,8 +171,6 @@ def read_array(folder: Path, name: ArrayName, manifest: PoolManifest, verify: bo
         raise PoolError(f"{path} is damaged: {found}, expected {wanted}. {REBUILD}")
     if expected.dtype not in ARRAY_DTYPES[name]:
         raise PoolError(f"{path} has {expected.dtype}; expected {' or '.join(ARRAY_DTYPES[name])}. {REBUILD}")
-    array = np.asarray(array)
-    array.flags.writeable = False
     return array
 
 

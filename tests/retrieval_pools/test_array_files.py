@@ -1,5 +1,10 @@
 """Arrays written piece by piece, against numpy's own files."""
 
+import gc
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -46,3 +51,33 @@ def test_what_is_flushed_can_be_read_while_more_is_written_in_whole_blocks(tmp_p
         writer.write(values[2_000_000:])
         monkeypatch.undo()
     assert np.array_equal(np.load(tmp_path / "pieces.npy"), values)
+
+
+class _Collected:
+    """Garbage whose end runs Python: another thread has its turn then."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        time.sleep(0)
+
+
+def test_several_threads_may_map_arrays_at_once(tmp_path):
+    np.save(tmp_path / "array.npy", np.arange(10))
+
+    def map_many(_) -> int:
+        for _ in range(1_000):
+            _Collected()
+            found = map_array(tmp_path / "array.npy")
+        return len(found)
+
+    interval, threshold = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(1e-6)
+    gc.set_threshold(5, 2, 2)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            assert list(threads.map(map_many, range(4))) == [10] * 4
+    finally:
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*threshold)
