@@ -101,13 +101,6 @@ class _Judged:
         self._tree_of_row = np.full(num_rows, -1)
         self._tree_of_row[starts], self._tree_of_row[self._row_of] = np.arange(len(trees)), tree_of
         self._is_wanted = self._tree_of_row >= 0  # neither judged nor below a node that was not accepted
-        # Of every row itself and the nearest ancestors' rows, 1, 2, 4, ... steps up: a root's are its own.
-        above = np.arange(num_rows)
-        above[self._row_of] = self._parent_row_of
-        self._above = [above]
-        while (above != (further := above[above])).any():
-            self._above.append(further)
-            above = further
 
     def next_rows(self, at_once: int) -> np.ndarray:
         """The rows to look at next, int64[n]: of each tree the first, as many as make `at_once` of all, or all."""
@@ -129,12 +122,22 @@ class _Judged:
         self.choices[pending], self.is_finite[pending] = verdicts.choices, verdicts.is_finite
         self.allowed[nodes] = verdicts.accepted & ~is_end[self.choices[parent_rows]] & ~is_end[token_ids]
         self.log_probability[nodes] = verdicts.log_probability
-        is_dead = np.zeros(len(self.choices), bool)
-        is_dead[self._row_of[nodes[~self.allowed[nodes]]]] = True
-        for above in self._above:
-            is_dead |= is_dead[above]
         self._is_wanted[pending] = False
-        self._is_wanted &= ~is_dead
+        if self._is_wanted.any():  # else all were judged at once, as a GPU does
+            self._drop_below(self._row_of[nodes[~self.allowed[nodes]]])
+
+    def _drop_below(self, rejected: np.ndarray) -> None:
+        """Rows of nodes that were not accepted, int64[n]: nothing is asked about them and what comes behind them."""
+        is_dropped = np.zeros(len(self.choices), bool)
+        is_dropped[rejected] = True
+        above = np.arange(len(self.choices))  # an ancestor's row, 1, 2, 4, ... steps up; a root's is its own
+        above[self._row_of] = self._parent_row_of
+        while True:
+            is_dropped |= is_dropped[above]
+            if (above == (further := above[above])).all():
+                break
+            above = further
+        self._is_wanted &= ~is_dropped
 
     def acceptances(self, trees: list[TokenTree], starts: np.ndarray) -> list[Acceptance | None]:
         """The outcome for each tree."""

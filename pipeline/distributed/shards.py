@@ -5,7 +5,7 @@ run finds its shards again. Shards follow the order of pool groups: an actor's c
 Knows no model beyond its tokenizer (inside `render`), and no Ray.
 """
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -160,18 +160,20 @@ def plan_side(
     if carried:
         table = as_current(previous.table.take(pa.array(sorted(carried))), entity_id_type)
         RunFolder(run_dir).write_shard(side, CARRIED_SHARD, table)
-    rows.sort(key=lambda row: row.group or "")  # stable: input order within a group
-    parts = [(is_apart, [row for row in rows if (row.entity_id in apart) == is_apart]) for is_apart in (True, False)]
-    cut = [
-        (part[start : start + shard_size], is_apart)
-        for is_apart, part in parts
-        for start in range(0, len(part), shard_size)
-    ]
     shards = [
         _write_shard(side, number, some, entity_id_type, run_dir, is_apart)
-        for number, (some, is_apart) in enumerate(cut)
+        for number, (some, is_apart) in enumerate(_cut(rows, apart, shard_size))
     ]
     return SidePlan(side, num_entities, len(carried), routes, tuple(shards), tuple(refused))
+
+
+def _cut(rows: list[PlannedRow], apart: Container[object], shard_size: int) -> Iterator[tuple[list[PlannedRow], bool]]:
+    """The rows of each shard, by group and else in the input's order, and whether they are those to keep apart."""
+    by_group = sorted(rows, key=lambda row: row.group or "")
+    for is_apart in (True, False):
+        part = [row for row in by_group if (row.entity_id in apart) == is_apart]
+        for start in range(0, len(part), shard_size):
+            yield part[start : start + shard_size], is_apart
 
 
 def _write_shard(
