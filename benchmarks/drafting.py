@@ -43,7 +43,10 @@ MOST_BYTES_PER_TOKEN = 10.0
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured. Arctic's options are tried on some of the texts for tuning: there are many."""
+    """How much is measured. Arctic's options are tried on some of the texts for tuning: there are many.
+
+    Ours are calibrated with as many texts as a pool is by default: 400, or those that have 50,000 tokens.
+    """
 
     reki: CorpusSize
     goodreads: CorpusSize
@@ -55,7 +58,7 @@ class Scale:
 
 ALL = 1 << 30
 FULL = Scale(
-    CorpusSize(150, 100, ALL),
+    CorpusSize(150, 140, ALL),
     CorpusSize(500, 400, ALL),
     ArcticGrid((8, 16, 32), (4, 8, 16, 100), (0, 8), (0.002, 0.005, 0.01, 0.03)),
     {"reki": 40, "goodreads": 150},
@@ -63,8 +66,8 @@ FULL = Scale(
     min_supports=(2, 3, 5),
 )
 QUICK = Scale(
-    CorpusSize(40, 60, ALL),
-    CorpusSize(200, 400, ALL),
+    CorpusSize(40, 140, ALL),
+    CorpusSize(150, 400, ALL),
     ArcticGrid((8, 16), (8, 16, 100), (0,), (0.002, 0.005, 0.01)),
     {"reki": 16, "goodreads": 60},
     num_steps=100,

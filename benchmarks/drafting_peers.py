@@ -114,12 +114,11 @@ class Trie(Drafter):
         before_bytes, start_s = _resident_bytes(), time.perf_counter()
         self._trie = pygtrie.Trie()
         self._temporary: list[tuple[int, ...]] = []
-        mark = corpus.answer_mark.tolist()
         gc.disable()  # else it walks the millions of nodes again and again while they grow
         try:
-            for text in texts:
-                for key in _windows([*mark, *text.tolist()], 0, self.window):
-                    self._trie[key] = self._trie.get(key, 0) + 1
+            marked = [np.concatenate([corpus.answer_mark, text]) for text in texts]
+            for key, count in _counted_windows(marked, self.window):
+                self._trie[key] = count
         finally:
             gc.enable()
         self.build_s = time.perf_counter() - start_s
@@ -177,6 +176,22 @@ def _windows(tokens: list[int], first_end: int, size: int) -> Iterator[tuple[int
     for end in range(first_end + 1, len(tokens) + 1):
         for start in range(end - 1, max(0, end - size) - 1, -1):
             yield tuple(tokens[start:end])
+
+
+def _counted_windows(texts: Sequence[np.ndarray], size: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Each different window of one to `size` tokens, the shorter ones first, and how often it stands in the texts."""
+    tokens = np.concatenate(texts).astype(np.int64)
+    as_list, alphabet = tokens.tolist(), int(tokens.max()) + 1
+    ends = np.repeat(np.cumsum([len(text) for text in texts]), [len(text) for text in texts])
+    starts, window = np.arange(len(tokens)), np.zeros(len(tokens), np.int64)
+    for length in range(1, size + 1):
+        is_whole = starts + length <= ends[starts]
+        starts, window = starts[is_whole], window[is_whole]  # which of the windows that are a token shorter
+        _, first, window, counts = np.unique(
+            window * alphabet + tokens[starts + length - 1], return_index=True, return_inverse=True, return_counts=True
+        )
+        for start, count in zip(starts[first].tolist(), counts.tolist(), strict=True):
+            yield tuple(as_list[start : start + length]), count
 
 
 def _resident_bytes() -> int:

@@ -109,7 +109,7 @@ def refit(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> Poo
 
 @dataclass(frozen=True)
 class _Fold:
-    """Some of the texts, and what was drafted along them."""
+    """Some of the texts, and those nodes of what was drafted along them whose parent was accepted."""
 
     texts: Sequence[ReplayText]
     nodes: Nodes
@@ -148,7 +148,8 @@ def _widest(options: DraftOptions) -> DraftOptions:
 
 def _folds(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> list[_Fold]:
     parts = [texts[k::NUM_FOLDS] for k in range(NUM_FOLDS)]
-    return [_Fold(part, replay_nodes(pool, part, _widest(options), options)) for part in parts]
+    nodes = (replay_nodes(pool, part, _widest(options), options) for part in parts)
+    return [_Fold(part, some.where(some.is_parent_accepted)) for part, some in zip(parts, nodes, strict=True)]
 
 
 def _nodes_of(folds: Sequence[_Fold]) -> Nodes:
@@ -157,12 +158,11 @@ def _nodes_of(folds: Sequence[_Fold]) -> Nodes:
 
 def _kinds_of(folds: Sequence[_Fold]) -> tuple[KindCurve, ...]:
     """Curves of kinds of tokens: what the cells say of each fold is by cells that are fitted to the others."""
-    known, estimates = [], []
+    estimates = []
     for fold in folds:
         table = fit_table(_nodes_of([one for one in folds if one is not fold]))
-        known.append(fold.nodes.where(fold.nodes.is_parent_accepted))
-        estimates.append(cell_estimates(table, known[-1]))
-    nodes = Nodes.joined(known)
+        estimates.append(cell_estimates(table, fold.nodes))
+    nodes = _nodes_of(folds)
     counts_for = np.where(nodes.is_verified, 1.0, BEYOND_WEIGHT)
     return fit_kinds(np.concatenate(estimates), nodes.is_accepted, counts_for, nodes.source, nodes.token_kind)
 

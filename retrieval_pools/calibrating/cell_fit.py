@@ -67,7 +67,7 @@ def _levels(nodes: Nodes, prior_nodes: float, beyond_weight: float) -> list[tupl
     for counts in (finest.summed((2, 3)), finest.summed((3,)), finest):
         shape = counts.num_tried.shape
         cell = finest_cell // (finest.num_tried.size // counts.num_tried.size)
-        estimates = on_curves(curves.reshape(-1, NUM_KNOTS)[cell // shape[-1]], x)
+        estimates = on_curves(curves.reshape(-1, NUM_KNOTS), cell // shape[-1], x)
         factors = log_factors(
             estimates, nodes.is_accepted, counts_for, cell, np.zeros(counts.num_tried.size), PRIOR_PRECISION
         )
@@ -78,8 +78,8 @@ def _levels(nodes: Nodes, prior_nodes: float, beyond_weight: float) -> list[tupl
 
 def cell_estimates(table: np.ndarray, nodes: Nodes) -> np.ndarray:
     """What a table says of nodes: float64[n]."""
-    curves = table.reshape(-1, NUM_KNOTS)[_cell_of(nodes)].astype(np.float64)
-    return on_curves(curves, nodes.relative_count.astype(np.float64))
+    curves = table.reshape(-1, NUM_KNOTS).astype(np.float64)
+    return on_curves(curves, _cell_of(nodes), nodes.relative_count.astype(np.float64))
 
 
 def _cell_of(nodes: Nodes) -> np.ndarray:

@@ -12,8 +12,11 @@ from retrieval_pools.calibration_table import COUNT_KNOTS, NUM_KNOTS
 LEAST_ACCEPTANCE, MOST_ACCEPTANCE = 1e-4, 0.9999  # nothing is impossible, nothing certain: paths keep an order
 NUM_NEWTON_STEPS = 12
 LONGEST_STEP = 1.0  # of Newton's method: beyond, where all was accepted that was thought impossible, it overshoots
+SHORTEST_STEP = 1e-6  # the next one would be its square
 LEAST_ODDS = 1e-6
 IDENTITY = COUNT_KNOTS.astype(np.float64)
+_MANTISSA_BITS = 51  # of a float64, but the first
+_FIRST_KNOT = IDENTITY.view(np.int64)[0] >> _MANTISSA_BITS
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,14 @@ class KnotCounts:
 
         Parameters
         ----------
-        estimates : float[n], what the curves are over.
+        estimates : float64[n], what the curves are over.
         is_accepted : bool[n].
         counts_for : float64[n], how much each node counts.
         cell : int64[n], the cell of each.
         shape : of the cells; they are numbered as its places are.
         """
         num_cells = int(np.prod(shape))
-        below = np.clip(np.searchsorted(IDENTITY, estimates, side="right") - 1, 0, NUM_KNOTS - 2)
+        below = _knot_below(estimates)
         upper = np.clip((estimates - IDENTITY[below]) / (IDENTITY[below + 1] - IDENTITY[below]), 0.0, 1.0)
         lower = 1.0 - upper
         at = cell * NUM_KNOTS + below
@@ -134,6 +137,8 @@ def log_factors(
         curvature = np.bincount(cell, counts_for * expected * (1 - expected), len(offsets))
         step = (slope - prior_precision * (offsets - centres)) / (curvature + prior_precision)
         offsets += np.clip(step, -LONGEST_STEP, LONGEST_STEP)
+        if np.abs(step).max() < SHORTEST_STEP:
+            break
     return offsets
 
 
@@ -143,13 +148,23 @@ def raised(curves: np.ndarray, log_factors: np.ndarray) -> np.ndarray:
     return curves * factors / (1 - curves + curves * factors)
 
 
-def on_curves(curves: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """float64[n]: each of float64[n, num knots] at its own x, as `calibration_table` reads one."""
-    rows = np.arange(len(x))
-    below = np.clip(np.searchsorted(IDENTITY, x, side="right") - 1, 0, NUM_KNOTS - 2)
+def on_curves(curves: np.ndarray, which: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Values of float64[m, num knots] at float64[n], each of the curve that int64[n] names: float64[n].
+
+    As `calibration_table` reads one.
+    """
+    below = _knot_below(x)
+    low, high = curves[which, below], curves[which, below + 1]
     part = np.minimum((x - IDENTITY[below]) / (IDENTITY[below + 1] - IDENTITY[below]), 1.0)
-    between = curves[rows, below] + part * (curves[rows, below + 1] - curves[rows, below])
-    return np.where(x < IDENTITY[0], curves[:, 0] * (x / IDENTITY[0]), between)
+    return np.where(x < IDENTITY[0], curves[which, 0] * (x / IDENTITY[0]), low + part * (high - low))
+
+
+def _knot_below(x: np.ndarray) -> np.ndarray:
+    """Number of the last knot that is not above each of float64[n], one behind which there is another: int64[n].
+
+    A knot's mantissa has one bit at most: the upper bits of a number say where it stands among them.
+    """
+    return np.clip((x.view(np.int64) >> _MANTISSA_BITS) - _FIRST_KNOT, 0, NUM_KNOTS - 2)
 
 
 def nondecreasing(values: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -75,4 +75,4 @@ def test_a_curve_is_read_as_a_draft_reads_it():
     x = np.concatenate([COUNT_KNOTS, rng.random(500), rng.random(100) * 2 * float(COUNT_KNOTS[0]), [1.0]])
     curves = np.sort(rng.random((len(x), len(IDENTITY))).astype(np.float32), axis=1)
     expected = [kind_acceptance(curve, one) for curve, one in zip(curves, x, strict=True)]
-    assert np.allclose(on_curves(curves.astype(np.float64), x), expected, rtol=1e-6)
+    assert np.allclose(on_curves(curves.astype(np.float64), np.arange(len(x)), x), expected, rtol=1e-6)
