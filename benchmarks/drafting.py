@@ -53,7 +53,7 @@ class Scale:
     arctic_grid: ArcticGrid
     num_arctic_texts: dict[str, int]
     num_steps: int
-    min_supports: tuple[int, ...] = (2,)  # beside 1
+    min_supports: tuple[int, ...] = ()  # beside 1
 
 
 ALL = 1 << 30
@@ -74,7 +74,7 @@ QUICK = Scale(
 )
 SMOKE = Scale(
     CorpusSize(2, 2, 10), CorpusSize(3, 2, 20), ArcticGrid((8,), (8, 100), (0,), (0.01,)),
-    {"reki": 1, "goodreads": 1}, num_steps=2,
+    {"reki": 1, "goodreads": 1}, num_steps=2, min_supports=(2,),
 )  # fmt: skip
 
 
@@ -207,6 +207,8 @@ def step_rows(corpus: Corpus, ours: Ours, scale: Scale) -> list[dict]:
 
 def support_rows(corpus: Corpus, ours: Ours, scale: Scale, folder: Path) -> list[dict]:
     """What it costs to draft only what several texts hold, every text being of another entity."""
+    if not scale.min_supports:
+        return []
     k = MAX_NODES[0]
     drafters = {1: ours} | {
         least: Ours(corpus, folder / f"min-support-{least}", [k], PoolSettings(min_support=least))
