@@ -1,9 +1,12 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from tiny_models import VOCAB, tiny_model
 
+from pipeline.decoding.forward import row_plan
 from pipeline.decoding.forward.feed import Feed
 from pipeline.decoding.forward.model_runner import ModelRunner
 from pipeline.decoding.forward.tree_attention import reference_attention
@@ -32,10 +35,17 @@ def path_to(tree: TokenTree, node: int) -> list[int]:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt_neox", "gpt_oss", "olmo2"])
-@pytest.mark.parametrize("call_cost", [0, 1000, 10**9])
-@pytest.mark.parametrize("store_type", [KVStore, TokenStore])
-def test_every_node_gets_the_logits_of_its_own_path(architecture, call_cost, store_type):
+@pytest.mark.parametrize(
+    ("store_type", "call_cost", "block_tokens"),
+    [
+        *itertools.product([KVStore, TokenStore], [0, 1000, 10**9], [row_plan.BLOCK_TOKENS]),
+        (KVStore, 0, 3),
+        (KVStore, 8, 3),
+    ],
+)
+def test_every_node_gets_the_logits_of_its_own_path(architecture, store_type, call_cost, block_tokens, monkeypatch):
     """Ragged trees of sequences with holes in their rows, in any grouping, against plain causal runs."""
+    monkeypatch.setattr(row_plan, "BLOCK_TOKENS", block_tokens)
     sizes = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": None}
     model = tiny_model(architecture, **(sizes if architecture == "gpt_oss" else {}))
     reference = tiny_model(architecture, **(sizes if architecture == "gpt_oss" else {}))

@@ -15,6 +15,9 @@ from pipeline.decoding.forward.single_attention import SingleTokens
 from pipeline.decoding.memory.kv_store import KVStore, LayerCache
 from pipeline.decoding.token_tree import ancestor_matrix, padded_parents
 
+# Tokens of a prompt whose attention is one call: each block looks at the slots up to its own last token only.
+BLOCK_TOKENS = 128
+
 
 @dataclass
 class RowGroup(AttentionGroup):
@@ -33,13 +36,13 @@ def row_plan(store: KVStore, packed: list[PackedFeed], positions: np.ndarray, se
     A group is closed where a further call, of cost `setup_cost`, is cheaper than padding. `positions` int32[num_tokens]
     are absolute.
     """
-    by_row = sorted(packed, key=lambda part: part.feed.row)
-    rows = [part.feed.row for part in by_row]
-    neighbours = [False, *(after == row + 1 for row, after in pairwise(rows))]
 
     def build_groups() -> list[AttentionGroup]:
-        members = cut_groups([p.size for p in by_row], [_width(store, p) for p in by_row], neighbours, setup_cost)
-        return [_group(store, [by_row[i] for i in group], positions) for group in members]
+        blocks = _blocks(packed, setup_cost)
+        may_join = [False, *(after.may_join(before) for before, after in pairwise(blocks))]
+        sizes, widths = [block.size for block in blocks], [_width(store, block) for block in blocks]
+        members = cut_groups(sizes, widths, may_join, setup_cost)
+        return [_group(store, [blocks[i] for i in group], positions) for group in members]
 
     rows_of_tokens = np.repeat([part.feed.row for part in packed], [part.size for part in packed])
     slots = np.concatenate([part.slots for part in packed])
@@ -63,36 +66,66 @@ def _single_tokens(store: KVStore, rows: np.ndarray, slots: np.ndarray, position
     return SingleTokens(rows, sees, num_slots, positions, slot_positions)
 
 
-def _width(store: KVStore, part: PackedFeed) -> int:
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Tokens [begin, end) of a feed, the `number`-th of its blocks: they see no slots of its later tokens."""
+
+    part: PackedFeed
+    number: int
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+    def may_join(self, before: "_Block") -> bool:
+        """Whether one view of the store has both."""
+        return self.number == before.number and self.part.feed.row == before.part.feed.row + 1
+
+
+def _blocks(packed: list[PackedFeed], setup_cost: int) -> list[_Block]:
+    """The feeds by row; long ones cut where a further call is cheaper than looking at what comes later in a prompt."""
+    most = BLOCK_TOKENS if setup_cost < BLOCK_TOKENS**2 else max(part.size for part in packed)
+    blocks = [
+        _Block(part, number, begin, min(begin + most, part.size))
+        for part in packed
+        for number, begin in enumerate(range(0, part.size, most))
+    ]
+    return sorted(blocks, key=lambda block: (block.number, block.part.feed.row))
+
+
+def _width(store: KVStore, block: _Block) -> int:
     """Slots of a row that attention has to look at, rounded up."""
-    needed = max(int(store.extents[part.feed.row]), int(part.slots[-1]) + 1)
+    needed = max(int(store.extents[block.part.feed.row]), int(block.part.slots[block.end - 1]) + 1)
     return min(store.width, -(-needed // WIDTH_STEP) * WIDTH_STEP)
 
 
-def _group(store: KVStore, packed: list[PackedFeed], positions: np.ndarray) -> RowGroup:
-    """Index and mask arrays of feeds in neighbouring rows."""
-    first_row, num_rows = packed[0].feed.row, len(packed)
-    num_padded = max(part.size for part in packed)
-    width = max(_width(store, part) for part in packed)
+def _group(store: KVStore, blocks: list[_Block], positions: np.ndarray) -> RowGroup:
+    """Index and mask arrays of blocks in neighbouring rows."""
+    first_row, num_rows = blocks[0].part.feed.row, len(blocks)
+    num_padded = max(block.size for block in blocks)
+    width = max(_width(store, block) for block in blocks)
     rows = slice(first_row, first_row + num_rows)
     sees = np.repeat(store.committed[rows, None, :width], num_padded, axis=1)
     slot_positions = store.positions[rows, :width].copy()
-    queries = np.repeat(np.array([part.offset for part in packed])[:, None], num_padded, axis=1)
-    if num_padded == 1:
-        new_slots = np.array([part.slots[0] for part in packed])
+    first_queries = np.array([block.part.offset + block.begin for block in blocks])
+    queries = np.repeat(first_queries[:, None], num_padded, axis=1)
+    if all(block.part.size == 1 for block in blocks):
+        new_slots = np.array([block.part.slots[0] for block in blocks])
         every = np.arange(num_rows)
         slot_positions[every, new_slots] = positions[queries[:, 0]]
         sees[every, 0, new_slots] = True
         return RowGroup(queries, sees, positions[queries], slot_positions, first_row)
-    sees_tree = ancestor_matrix(padded_parents([part.feed.tree for part in packed]))
-    for r, part in enumerate(packed):
-        size, chain = part.size, len(part.feed.chain_ids)
+    sees_tree = ancestor_matrix(padded_parents([block.part.feed.tree for block in blocks]))
+    for r, block in enumerate(blocks):
+        part, end, size, chain = block.part, block.end, block.size, len(block.part.feed.chain_ids)
         queries[r, :size] += np.arange(size)
-        slot_positions[r, part.slots] = positions[part.offset : part.offset + size]
-        among = np.zeros((size, size), bool)  # which of the feed's tokens sees which
-        among[:chain, :chain] = np.tri(chain, dtype=bool)
-        among[chain:, :chain] = True
-        among[chain:, chain:] = sees_tree[r, : size - chain, : size - chain]
-        sees[r, :size, part.slots] = among.T
+        slot_positions[r, part.slots[:end]] = positions[part.offset : part.offset + end]
+        among = np.tri(size, end, block.begin, dtype=bool)  # which of the feed's tokens sees which: first as a chain
+        if end > chain:
+            first_node = max(block.begin, chain)
+            among[first_node - block.begin :, chain:] = sees_tree[r, first_node - chain : end - chain, : end - chain]
+        sees[r, :size, part.slots[:end]] = among.T
         sees[r, size:, part.slots[0]] = True  # padding must see something
     return RowGroup(queries, sees, positions[queries], slot_positions, first_row)
