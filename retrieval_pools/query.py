@@ -191,48 +191,22 @@ def draft_batch(
     ValueError
         As `draft`, or there is not one of each for every sequence.
     """
+    if not 0 <= max_nodes <= MAX_NODES:
+        raise ValueError(f"max_nodes is {max_nodes}; a tree has 0 to {MAX_NODES} nodes")
     num_sequences = len(contexts)
+    pool = EMPTY_POOL if pool is None else pool
     previous = [None] * num_sequences if previous is None or not use_previous else previous
     groups = [None] * num_sequences if groups is None else groups
     max_depths = [UNLIMITED_DEPTH] * num_sequences if max_depths is None else max_depths
-    numbers = list(map(len, (contexts, num_prompts, previous, groups, max_depths)))
-    if len(set(numbers)) > 1:
-        raise ValueError(f"contexts, num_prompts, previous, groups, max_depths are {numbers}; as many of each expected")
-    if not 0 <= max_nodes <= MAX_NODES:
-        raise ValueError(f"max_nodes is {max_nodes}; a tree has 0 to {MAX_NODES} nodes")
-    pool = EMPTY_POOL if pool is None else pool
-    sequences = np.zeros((num_sequences, NUM_SEQUENCE_COLUMNS), np.int64)
-    packed_contexts = _pack(contexts, sequences[:, CONTEXT_BEGIN : CONTEXT_END + 1])
-    packed_previous = _pack(previous, sequences[:, PREVIOUS_BEGIN : PREVIOUS_END + 1])
-    sequences[:, NUM_PROMPT] = num_prompts
-    sequences[:, GROUP] = list(map(pool.group_code, groups))
-    sequences[:, MAX_DEPTH] = max_depths
+    packed = _pack_sequences(pool, contexts, num_prompts, previous, groups, max_depths)
+    sequences = packed[-1]
     num_written = sequences[:, CONTEXT_END] - sequences[:, CONTEXT_BEGIN] - sequences[:, NUM_PROMPT]
-    if num_sequences and (num_written.min() < 0 or sequences[:, NUM_PROMPT].min() < 0):
-        raise ValueError(f"num_prompts are {list(num_prompts)}; the contexts have {list(map(len, contexts))} tokens")
     is_first = (num_written == 0) & (sequences[:, PREVIOUS_BEGIN] == sequences[:, PREVIOUS_END])
     sequences[is_first, MAX_DEPTH] = 0  # these are remembered by `draft`
 
     found = np.empty((num_sequences, NUM_OUTPUTS, max_nodes), np.int32)
     options = use_output, use_prompt, max_nodes, min_probability, -1 if end_token_id is None else end_token_id
-    compiled, (places, weights, _) = pool.draft_trees, pool.handle
-
-    num_threads = min(num_threads, num_sequences // SHARE)
-    share = SHARE if num_threads > 1 else max(num_sequences, 1)
-    starts = iter(range(0, num_sequences, share))
-
-    def draft_shares() -> None:
-        for start in starts:  # each thread takes the next share that is left
-            part = slice(start, start + share)
-            compiled(
-                places, weights, _workspace.scratch, packed_contexts, packed_previous, sequences[part], *options,
-                found[part],
-            )  # fmt: skip
-
-    others = [_threads(num_threads).submit(draft_shares) for _ in range(1, num_threads)]
-    draft_shares()
-    for other in others:
-        other.result()
+    _draft_many(pool, packed, options, found, num_threads)
     found.flags.writeable = False
     drafts = [
         Draft(rows[:, :num_nodes]) for rows, num_nodes in zip(found, sequences[:, NUM_NODES].tolist(), strict=True)
@@ -243,6 +217,50 @@ def draft_batch(
             end_token_id=end_token_id, max_depth=max_depths[i],
         )  # fmt: skip
     return drafts
+
+
+def _pack_sequences(
+    pool: Pool,
+    contexts: Sequence[np.ndarray],
+    num_prompts: Sequence[int],
+    previous: Sequence[np.ndarray | None],
+    groups: Sequence[str | None],
+    max_depths: Sequence[int],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Contexts end to end, previous texts likewise, and the columns of `state` that say where each sequence's stand."""
+    num_sequences = len(contexts)
+    numbers = list(map(len, (contexts, num_prompts, previous, groups, max_depths)))
+    if len(set(numbers)) > 1:
+        raise ValueError(f"contexts, num_prompts, previous, groups, max_depths are {numbers}; as many of each expected")
+    sequences = np.zeros((num_sequences, NUM_SEQUENCE_COLUMNS), np.int64)
+    packed_contexts = _pack(contexts, sequences[:, CONTEXT_BEGIN : CONTEXT_END + 1])
+    packed_previous = _pack(previous, sequences[:, PREVIOUS_BEGIN : PREVIOUS_END + 1])
+    sequences[:, NUM_PROMPT] = num_prompts
+    sequences[:, GROUP] = list(map(pool.group_code, groups))
+    sequences[:, MAX_DEPTH] = max_depths
+    num_known = sequences[:, CONTEXT_END] - sequences[:, CONTEXT_BEGIN]
+    if num_sequences and ((num_known < sequences[:, NUM_PROMPT]).any() or sequences[:, NUM_PROMPT].min() < 0):
+        raise ValueError(f"num_prompts are {list(num_prompts)}; the contexts have {list(map(len, contexts))} tokens")
+    return packed_contexts, packed_previous, sequences
+
+
+def _draft_many(pool: Pool, packed: tuple, options: tuple, found: np.ndarray, num_threads: int) -> None:
+    """Fill in what is found for each of what `_pack_sequences` gave, on several threads where these are many."""
+    contexts, previous, sequences = packed
+    compiled, (places, weights, _) = pool.draft_trees, pool.handle
+    num_threads = min(num_threads, len(sequences) // SHARE)
+    share = SHARE if num_threads > 1 else max(len(sequences), 1)
+    starts = iter(range(0, len(sequences), share))
+
+    def draft_shares() -> None:
+        for start in starts:  # each thread takes the next share that is left
+            part = slice(start, start + share)
+            compiled(places, weights, _workspace.scratch, contexts, previous, sequences[part], *options, found[part])
+
+    others = [_threads(num_threads).submit(draft_shares) for _ in range(1, num_threads)]
+    draft_shares()
+    for other in others:
+        other.result()
 
 
 def _pack(rows: Sequence[np.ndarray | None], bounds: np.ndarray) -> np.ndarray:

@@ -188,20 +188,15 @@ def draft_reference(
     path_curve = path_curves[int(bool(use_previous and previous))]
     min_probability = max(least_product(path_curve, min_probability), MIN_PROBABILITY)
     context = [START, *output]
-    levels = pool_levels(texts, settings, context, group)
-    if use_prompt:
-        levels += own_level(SOURCE_PROMPT, prompt, context, settings.local_escape, settings)
-    if use_output:
-        levels += own_level(SOURCE_OUTPUT, output, context, settings.local_escape, settings)
-    if use_previous and previous:
-        whole = [START, *previous, END]
-        levels += own_level(SOURCE_PREVIOUS, whole, context, settings.previous_escape, settings)
+    own_texts = {  # of equally long contexts the first is asked first
+        SOURCE_PREVIOUS: [START, *previous, END] if use_previous and previous else [],
+        SOURCE_OUTPUT: output if use_output else [],
+        SOURCE_PROMPT: prompt if use_prompt else [],
+    }
+    levels = all_levels(texts, settings, context, own_texts, group)
     is_first = not output and not (use_previous and previous)  # drafted once for all prompts
     known_prompt = prompt if use_prompt and not is_first else []
     kinds = TokenKinds.of(texts, known_prompt, output if use_output else [])
-    own_first = {SOURCE_PREVIOUS: 0, SOURCE_OUTPUT: 1, SOURCE_PROMPT: 2, SOURCE_POOL: 3}
-    levels.sort(key=lambda level: (-level.length, own_first[level.source]))
-
     nodes: list[ReferenceNode] = []
     frontier: list[_Path] = []
     depth_of = {-1: 0}
@@ -290,6 +285,22 @@ def next_paths(
         own = conditional_acceptance(table, source, *longest[token], depth + 1, relative_count)
         own = kind_acceptance(kind_curves[source, kind], own)
         yield _Path(probability * own, token, parent, source, *longest[token], relative_count, kind, levels)
+
+
+def all_levels(
+    texts: Sequence[ReferenceText],
+    settings: PoolSettings,
+    context: Tokens,
+    own_texts: dict[int, Tokens],
+    group: str | None,
+) -> list[Level]:
+    """Levels of the own texts, which are given by source, and of the pool: longest first, the pool's last of equals."""
+    levels = []
+    for source, text in own_texts.items():
+        escape = settings.previous_escape if source == SOURCE_PREVIOUS else settings.local_escape
+        levels += own_level(source, text, context, escape, settings)
+    levels += pool_levels(texts, settings, context, group)
+    return sorted(levels, key=lambda level: -level.length)
 
 
 def pool_levels(
