@@ -70,7 +70,7 @@ class Scale:
     fixed_at: dict[int, tuple[int, ...]] = field(default_factory=dict)  # others at some batch sizes
     only_at: dict[int, tuple[str, ...]] = field(default_factory=dict)  # beside plain, at some batch sizes
     max_new_tokens: int = 512  # of measured texts; pools have whole ones
-    slow_long_prompts: int | None = None  # of batch 1, that systems without a pool write; None: all
+    slow_long_prompts: int | None = None  # of batch 1, that `Contestant.is_slow` write; None: all
     slow_short_prompts: int | None = None
     num_slow_repetitions: int | None = None  # of these systems at any batch size
 

@@ -32,7 +32,8 @@ class Amount:
     Attributes
     ----------
     num_slow_prompts, num_slow_repetitions : of systems without a pool, which take many times as long when they write
-        alone: the first prompts, in the first repetitions.
+        alone, and of those with a part of one, which are compared with these only: the first prompts, in the first
+        repetitions.
     """
 
     num_prompts: int

@@ -87,8 +87,8 @@ class Contestant:
 
     @property
     def is_slow(self) -> bool:
-        """Whether it has no pool to draft from."""
-        return self.system not in SPECULATIONS or SPECULATIONS[self.system].pool is None
+        """Whether it has no pool to draft from, or a group's or a random one alone."""
+        return self.system not in SPECULATIONS or SPECULATIONS[self.system].pool in (None, "group", "random")
 
     @property
     def key(self) -> tuple[str, str | int | None]:

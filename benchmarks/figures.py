@@ -34,37 +34,37 @@ class Headline:
 HEADLINES = (
     Headline(
         "relaxed drafts over plain decoding, batch 1",
-        "engine_quick",
+        "engine",
         ("{task}, batch 1: laser, adaptive, over plain, tokens per second",),
     ),
     Headline(
         "the same, batch 16",
-        "engine_quick",
+        "engine",
         ("{task}, batch 16: laser, adaptive, over plain, tokens per second",),
     ),
     Headline(
         "lossless (greedy) drafts over plain decoding, batch 1",
-        "engine_quick",
+        "engine",
         ("{task}, batch 1: resd, adaptive, over plain, tokens per second",),
     ),
     Headline(
-        "the budget chosen by measurement over the best fixed tree, relaxed, batch 1 / 16, by counted steps",
-        "engine_quick",
-        tuple(f"{{task}}, batch {b}: laser, adaptive over K=*, by counted steps" for b in (1, 16)),
+        "the budget chosen by measurement over the best fixed tree, relaxed, batch 1 / 4 / 16",
+        "engine",
+        tuple(f"{{task}}, batch {b}: laser, adaptive over K=*, the best fixed, tokens per second" for b in (1, 4, 16)),
     ),
     Headline(
         "plain decoding over `transformers.generate`, batch 16",
-        "engine_quick",
+        "engine",
         ("{task}, batch 16: plain over transformers-generate, tokens per second",),
     ),
     Headline(
         "accepted draft tokens over Arctic's SuffixDecoding, trees of 16 / 32 / 64",
-        "drafting_quick",
+        "drafting",
         tuple(f"{drafts}, AAL" for drafts in DRAFTS_OF),
     ),
     Headline(
         "time of such a draft over Arctic's, median",
-        "drafting_quick",
+        "drafting",
         tuple(f"{drafts}, median microseconds a draft" for drafts in DRAFTS_OF),
     ),
 )

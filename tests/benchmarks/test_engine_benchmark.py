@@ -163,6 +163,7 @@ def a_pass(wall_s: float, text_tokens: list[int], tree_sizes=((),)) -> Pass:
 def test_systems_without_a_pool_write_the_first_prompts_in_the_first_repetitions_alone():
     prompts = [np.array([number]) for number in range(4)]
     slow, fast = Contestant("own-text", ADAPTIVE, Written()), Contestant("laser", 8, Written())
+    assert Contestant("rrp", ADAPTIVE, Written()).is_slow and not Contestant("resd", ADAPTIVE, Written()).is_slow
     passes = measure([slow, fast], prompts, 1, 8, Amount(3, 4, 2, 1), num_warm_up=0)
     assert slow.runner.prompts == [[0], [1]] and fast.runner.prompts == [[0], [1], [2]] * 4
     assert [len(parts) for parts in passes["laser", 8]] == [3] * 4 and len(passes["own-text", ADAPTIVE]) == 1
