@@ -160,6 +160,11 @@ class _Path:
     def order(self) -> tuple[float, int, int]:
         return (-self.probability, self.token, self.parent)
 
+    def drafted(self, token_id: int, probability: float) -> ReferenceNode:
+        """Its last token as it is drafted: what is said of it instead of END and of the product along the path."""
+        own = self.source, self.num_seen, self.match_length, self.relative_count, self.token_kind
+        return ReferenceNode(token_id, self.parent, probability, *own)
+
 
 def draft_reference(
     texts: Sequence[ReferenceText],
@@ -219,18 +224,7 @@ def draft_reference(
         node, probability, before = len(nodes), path.probability, path.token
         depth = depth_of[path.parent] + 1
         depth_of[node] = depth
-        nodes.append(
-            ReferenceNode(
-                token_id,
-                path.parent,
-                path_acceptance(path_curve, probability),
-                path.source,
-                path.num_seen,
-                path.match_length,
-                path.relative_count,
-                path.token_kind,
-            )
-        )
+        nodes.append(path.drafted(token_id, path_acceptance(path_curve, probability)))
         levels = None if path.token == END else [level.after(path.token) for level in path.levels]
     return nodes
 

@@ -116,9 +116,7 @@ class Nodes:
 
     @classmethod
     def of_steps(cls, steps: Sequence[ReplayStep[Draft]]) -> "Nodes":
-        """The nodes of drafts, one behind the other."""
-        if not steps:
-            return _NO_NODES
+        """The nodes of drafts, one behind the other; of one draft at least."""
         sizes = [len(step.tree) for step in steps]
         begins = np.cumsum([0, *sizes])
         num_nodes = root = int(begins[-1])  # the root of every tree comes last
@@ -292,7 +290,7 @@ def accepted_path(tree: Tree, truth: Sequence[int], position: int = 0) -> list[i
 
 
 def _listed(values: Sequence[int]) -> Sequence[int]:
-    """An array as a list, which is walked in a tenth of the time."""
+    """An array as a list, which is walked faster."""
     return values.tolist() if isinstance(values, np.ndarray) else values
 
 

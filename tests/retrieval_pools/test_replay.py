@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.calibrating.replay import DraftOptions, ReplayText, accepted_path, pool_steps, replay, steps_along
+from retrieval_pools.calibrating.replay import (
+    DraftOptions,
+    ReplayText,
+    accepted_path,
+    pool_steps,
+    replay,
+    replay_nodes,
+    steps_along,
+)
 
 Tree = namedtuple("Tree", "token_ids parents")
 NO_TOKENS = np.empty(0, np.int32)
@@ -83,6 +91,26 @@ def test_a_replay_knows_the_previous_text_and_the_prompt(pool, texts):
     assert replay(None, [ReplayText(text, text)]).num_steps < 10
 
 
+def test_every_drafted_token_is_kept_with_its_depth_and_what_became_of_it(pool, texts):
+    held_out = [ReplayText(NO_TOKENS, text) for text in texts[:4]]
+    asked = DraftOptions(max_nodes=24, min_probability=0.0), DraftOptions(max_nodes=8, min_probability=0.1)
+    expected = []
+    for text in held_out:
+        for step in pool_steps(pool, text, *asked):
+            depths, tree = [], step.tree
+            for node, parent in enumerate(tree.parents.tolist()):
+                depths.append(1 if parent < 0 else depths[parent] + 1)
+                is_parent_accepted = parent < 0 or parent in step.path
+                kept = tree.match_length[node], tree.relative_count[node], tree.log_acceptance[node], depths[node]
+                expected.append((*kept, node < step.num_verified, is_parent_accepted, node in step.path))
+    nodes = replay_nodes(pool, held_out, *asked)
+    kept = nodes.match_length, nodes.relative_count, nodes.log_acceptance, nodes.depth
+    found = list(zip(*kept, nodes.is_verified, nodes.is_parent_accepted, nodes.is_accepted, strict=True))
+    assert found == expected
+    assert max(nodes.depth) > 4 and 0 < nodes.is_verified.sum() < len(nodes) and nodes.is_accepted.sum() > 0
+
+
 def test_replaying_nothing_gives_nothing(pool):
+    assert len(replay_nodes(pool, [])) == 0
     assert replay(pool, []).mean_accepted == 0.0
     assert [step.position for step in pool_steps(pool, ReplayText(NO_TOKENS, NO_TOKENS))] == [0]

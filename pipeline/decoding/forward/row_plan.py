@@ -68,10 +68,9 @@ def _single_tokens(store: KVStore, rows: np.ndarray, slots: np.ndarray, position
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Tokens [begin, end) of a feed, the `number`-th of its blocks: they see no slots of its later tokens."""
+    """Tokens [begin, end) of a feed: they see no slots of its later tokens."""
 
     part: PackedFeed
-    number: int
     begin: int
     end: int
 
@@ -81,18 +80,16 @@ class _Block:
 
     def may_join(self, before: "_Block") -> bool:
         """Whether one view of the store has both."""
-        return self.number == before.number and self.part.feed.row == before.part.feed.row + 1
+        return self.begin == before.begin and self.part.feed.row == before.part.feed.row + 1
 
 
 def _blocks(packed: list[PackedFeed], setup_cost: int) -> list[_Block]:
     """The feeds by row; long ones cut where a further call is cheaper than looking at what comes later in a prompt."""
     most = BLOCK_TOKENS if setup_cost < BLOCK_TOKENS**2 else max(part.size for part in packed)
     blocks = [
-        _Block(part, number, begin, min(begin + most, part.size))
-        for part in packed
-        for number, begin in enumerate(range(0, part.size, most))
+        _Block(part, begin, min(begin + most, part.size)) for part in packed for begin in range(0, part.size, most)
     ]
-    return sorted(blocks, key=lambda block: (block.number, block.part.feed.row))
+    return sorted(blocks, key=lambda block: (block.begin, block.part.feed.row))
 
 
 def _width(store: KVStore, block: _Block) -> int:
