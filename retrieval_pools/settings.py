@@ -52,8 +52,15 @@ class PoolSettings(BaseModel):
     )
     max_match_tokens: int = Field(16, ge=1, le=MAX_MATCH_TOKENS, description="Longest context looked up.")
     num_context_lengths: int = Field(4, ge=1, le=MAX_CONTEXT_LENGTHS, description="Context lengths blended in a draft.")
-    num_samples: int = Field(64, ge=1, description="Occurrences of a context counted; more are sampled evenly.")
-    num_group_samples: int = Field(256, ge=1, description="Occurrences searched for the group; likewise.")
+    num_samples: int = Field(
+        256,
+        ge=1,
+        description="Occurrences of a context counted where a draft begins, behind a path as many fewer as it is "
+        "improbable, down to a 16th; more are sampled evenly.",
+    )
+    num_group_samples: int = Field(
+        256, ge=1, description="Occurrences searched for the group, everywhere; more are sampled evenly."
+    )
     pool_escape_per_token: float | None = Field(
         None,
         gt=0,

@@ -6,7 +6,7 @@ from numba.extending import overload
 
 from retrieval_pools.drafting.estimate import before_bin, conditional_acceptance, kind_of, most_acceptance, on_knots
 from retrieval_pools.drafting.frontier import least_probability, push_path
-from retrieval_pools.drafting.intervals import sample_place, sample_stride
+from retrieval_pools.drafting.intervals import num_samples_behind, sample_place, sample_stride
 from retrieval_pools.drafting.levels import stand_at
 from retrieval_pools.drafting.runs import list_own_runs, list_pool_runs
 from retrieval_pools.drafting.state import END, LEAST_LEFT, NUM_CANDIDATES, NUM_SLOTS, part
@@ -27,6 +27,7 @@ def count_continuations(
     num_candidates = 0
     if probability < least_probability:  # no path is more probable than its parent
         return num_candidates
+    num_samples = num_samples_behind(preference, probability)
     left = 1.0
     levels.counted[node] = 0
     for level in range(num_levels):
@@ -34,14 +35,14 @@ def count_continuations(
             break
         if levels.may_know[node] >> level & 1 == 0:
             continue
-        stand_at(levels, level, node, frontier, index, preference.num_samples, context)
+        stand_at(levels, level, node, frontier, index, preference, context)
         first, last = np.int64(levels.first[node, level]), np.int64(levels.last[node, level])
         if first >= last:
             levels.may_know[node] &= ~(1 << level)
             continue
         source, length = levels.source[level], levels.length[level] + depth
         if source == SOURCE_POOL:
-            num_runs, num_seen, is_counted = list_pool_runs(runs, index, preference, first, last, length)
+            num_runs, num_seen, is_counted = list_pool_runs(runs, index, preference, num_samples, first, last, length)
             if is_counted:
                 levels.counted[node] |= 1 << level
             escape = levels.escape[level]
@@ -68,14 +69,14 @@ def count_continuations(
                     candidates.has_run[c] |= 1 << level
         if source == SOURCE_POOL:
             num_candidates, left = give_to_alternatives(
-                candidates, num_candidates, index, preference, first, last, length, left,
+                candidates, num_candidates, index, preference, num_samples, first, last, length, left,
                 left * alternative_weight / weight,
             )  # fmt: skip
         candidates.num_seen[num_known:num_candidates] = np.int32(num_seen)
     return num_candidates
 
 
-def give_to_alternatives(candidates, num_candidates, index, preference, first, last, length, left, share):
+def give_to_alternatives(candidates, num_candidates, index, preference, num_samples, first, last, length, left, share):
     """Give some of what a level leaves to what the model nearly wrote at the level's occurrences, `share` for each.
 
     What is not among the tokens seen here is first of all what was nearly seen here. Compiled code only; an index
@@ -86,35 +87,39 @@ def give_to_alternatives(candidates, num_candidates, index, preference, first, l
     given = 0.0
     if preference.outside > 0:
         num_candidates, given = _count_alternatives(
-            candidates, num_candidates, index, preference, first, last, length, share * preference.outside, False
-        )
+            candidates, num_candidates, index, preference, num_samples, first, last, length,
+            share * preference.outside, False,
+        )  # fmt: skip
     if preference.inside != preference.outside:
         extra = share * (preference.inside - preference.outside)
         num_candidates, given_by_group = _count_alternatives(
-            candidates, num_candidates, index, preference, first, last, length, extra, True
-        )
+            candidates, num_candidates, index, preference, preference.num_group_samples, first, last, length,
+            extra, True,
+        )  # fmt: skip
         given += given_by_group
     return num_candidates, left - given
 
 
 @overload(give_to_alternatives)
-def _give_to_alternatives(candidates, num_candidates, index, preference, first, last, length, left, share):
+def _give_to_alternatives(candidates, num_candidates, index, preference, num_samples, first, last, length, left, share):
     if not isinstance(index.types[index.fields.index("alternatives")], types.NoneType):
         return give_to_alternatives
-    return lambda candidates, num_candidates, index, preference, first, last, length, left, share: (
+    return lambda candidates, num_candidates, index, preference, num_samples, first, last, length, left, share: (
         num_candidates,
         left,
     )
 
 
 @part
-def _count_alternatives(candidates, num_candidates, index, preference, first, last, length, share, only_group):
+def _count_alternatives(
+    candidates, num_candidates, index, preference, num_samples, first, last, length, share, only_group
+):
     """Add `share` for each occurrence that has an alternative, sampled and weighted when they are many.
 
     Returns the number of candidates, and all that was added.
     """
     size = last - first
-    num_samples = min(size, preference.num_group_samples if only_group else preference.num_samples)
+    num_samples = min(size, num_samples)
     share *= size / num_samples
     stride = sample_stride(num_samples, size)
     given = 0.0

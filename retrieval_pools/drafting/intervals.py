@@ -4,7 +4,7 @@ from numba import types
 from numba.extending import overload
 
 from retrieval_pools.drafting.search import ends_of_run
-from retrieval_pools.drafting.state import part
+from retrieval_pools.drafting.state import LEAST_SAMPLES_BITS, part
 
 
 @part
@@ -22,6 +22,12 @@ def narrow_to_run(index, first, last, offset, token, num_samples, begin, end):
     low_end = sample_place(first, stride, end - 1) + 1
     high_end = last if end == num_samples else sample_place(first, stride, end)
     return ends_of_run(index, low, high, low_end, high_end, offset, token)
+
+
+@part
+def num_samples_behind(preference, probability):
+    """Occurrences counted behind a path: what they tell is worth as much as the path is probable."""
+    return max(int(preference.num_samples * probability), preference.num_samples >> LEAST_SAMPLES_BITS, 1)
 
 
 @part

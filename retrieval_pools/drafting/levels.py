@@ -8,6 +8,7 @@ from retrieval_pools.drafting.intervals import (
     is_supported,
     narrow_interval,
     narrow_to_run,
+    num_samples_behind,
 )
 from retrieval_pools.drafting.own_texts import last_position, match_own_text, own_token
 from retrieval_pools.drafting.search import find_interval
@@ -146,7 +147,7 @@ def add_node(levels, node, parent, has_run):
 
 
 @part
-def stand_at(levels, level, node, frontier, index, num_samples, context):
+def stand_at(levels, level, node, frontier, index, preference, context):
     """See to it that a level's interval at a drafted node is known, by way of those of the nodes above.
 
     Most levels are never asked at most nodes: none is followed before that.
@@ -159,7 +160,7 @@ def stand_at(levels, level, node, frontier, index, num_samples, context):
         slot = frontier.slots[below - 1]
         if levels.source[level] == SOURCE_POOL:
             offset = levels.length[level] + levels.depth[below] - 1
-            first, last = _next_interval(levels, level, frontier, slot, index, offset, num_samples)
+            first, last = _next_interval(levels, level, frontier, slot, index, offset, preference)
             if last > first and not is_supported(index, first, offset + 1):  # nor is anything that goes on from it
                 last = first
         else:
@@ -169,7 +170,7 @@ def stand_at(levels, level, node, frontier, index, num_samples, context):
 
 
 @part
-def _next_interval(levels, level, frontier, slot, index, offset, num_samples):
+def _next_interval(levels, level, frontier, slot, index, offset, preference):
     """The part of the parent's interval that goes on with the path's token, as far from it as is not known already."""
     parent, token, bit = frontier.parent[slot], frontier.token[slot], 1 << level
     first, last = np.int64(levels.first[parent, level]), np.int64(levels.last[parent, level])
@@ -180,7 +181,9 @@ def _next_interval(levels, level, frontier, slot, index, offset, num_samples):
     if levels.counted[parent] & bit:
         return (first + begin, first + end) if has_run else (first, first)
     if has_run:
-        return narrow_to_run(index, first, last, offset, token, min(num_samples, last - first), begin, end)
+        probability = frontier.probability[parent - 1] if parent > 0 else 1.0
+        num_samples = min(num_samples_behind(preference, probability), last - first)
+        return narrow_to_run(index, first, last, offset, token, num_samples, begin, end)
     return narrow_interval(index, first, last, offset, token)
 
 

@@ -26,7 +26,7 @@ def list_own_runs(runs, context, source, positions, num_positions):
 
 
 @part
-def list_pool_runs(runs, index, preference, first, last, offset):
+def list_pool_runs(runs, index, preference, num_samples, first, last, offset):
     """The tokens `offset` tokens behind the positions of an interval, sampled and weighted when they are many.
 
     Returns the number of runs, that of occurrences that count at all (the evidence, whose group does not make it more),
@@ -36,7 +36,7 @@ def list_pool_runs(runs, index, preference, first, last, offset):
     num_runs, num_seen, is_counted = 0, 0.0, False
     if preference.outside > 0:
         num_seen = float(size)
-        num_runs, is_counted = _list_all(runs, index, preference, first, size, offset)
+        num_runs, is_counted = _list_all(runs, index, preference.outside, min(size, num_samples), first, size, offset)
         if num_runs == 1 and is_counted and not has_alternatives(index):  # whoever has it, it takes all
             return num_runs, num_seen, is_counted
     if preference.inside != preference.outside:
@@ -47,16 +47,15 @@ def list_pool_runs(runs, index, preference, first, last, offset):
 
 
 @part
-def _list_all(runs, index, preference, first, size, offset):
+def _list_all(runs, index, weight, num_samples, first, size, offset):
     """Returns the number of runs, and whether they are all of the interval."""
     runs.token[0] = index.tokens[index.order[first] + offset]
     runs.is_drafted[0] = is_supported(index, first, offset + 1)
     runs.begin[0] = 0
     if runs.token[0] == index.tokens[index.order[first + size - 1] + offset]:  # sorted: so are those between
-        runs.weight[0], runs.end[0] = preference.outside * size, size
+        runs.weight[0], runs.end[0] = weight * size, size
         return 1, True
-    num_samples = min(size, preference.num_samples)
-    scale = preference.outside * (size / num_samples)
+    scale = weight * (size / num_samples)
     stride = sample_stride(num_samples, size)
     if num_samples < size:  # a large pool's: they are far from each other
         for k in range(num_samples):

@@ -10,6 +10,7 @@ LEAST_LEFT = 1 / 32  # shorter contexts are asked while so much is left to them:
 # do not depend on it and a smaller budget's tree is the beginning of a larger one's
 MIN_PROBABILITY = 1 / 2048  # the paths not yet drafted exclude each other, so no more than 2048 of them are as likely
 END = -1  # the separator: the text ends here
+LEAST_SAMPLES_BITS = 4  # behind unlikely paths a 16th of the samples is enough
 NUM_LOCAL_POSITIONS = 16  # occurrences of a context followed in each of the sequence's own texts, the latest ones
 NUM_OWN_TOKENS = 512  # of the prompt and of the output, the latest ones, in which a token is looked for
 NUM_OWN_SLOTS = 2048  # of the hash table of these; a power of two

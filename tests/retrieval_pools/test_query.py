@@ -261,6 +261,21 @@ def test_sampling_keeps_the_probabilities_of_a_large_interval(tmp_path):
         np.testing.assert_allclose(np.exp(one.log_acceptance), np.exp(other.log_acceptance), atol=0.03)
 
 
+def test_fewer_samples_behind_unlikely_paths_keep_the_probability_of_every_path(tmp_path):
+    rng = np.random.default_rng(0)
+    first, second = rng.choice([2, 3, 4], 3000, p=[0.7, 0.25, 0.05]), rng.choice([5, 6], 3000, p=[0.7, 0.3])
+    pool = pool_of(tmp_path / "p", [[1, int(a), int(b), int(b) + 2] for a, b in zip(first, second, strict=True)])
+    sampled, exact = (
+        draft(pool.with_settings(num_samples=number), ids([1]), 0, max_nodes=15, min_probability=0)
+        for number in (256, 200_000)
+    )
+    found, expected = paths(rows_of(sampled)), paths(rows_of(exact))
+    assert found.keys() == expected.keys() == {(a, *b) for a in (2, 3, 4) for b in ((), (5,), (6,), (5, 7), (6, 8))}
+    assert found != expected
+    for path, (probability, _) in found.items():
+        assert abs(probability - expected[path][0]) < 0.03
+
+
 @pytest.mark.parametrize("wrong", [[], [-1], [-1, -1], [1, -1], [-7, 1], [1_000_000], [2**31 - 1, 1]])
 def test_ids_that_the_pool_does_not_know_are_no_match(tmp_path, wrong):
     pool = pool_of(tmp_path / "p", [[1, 2, 3]] * 4)
