@@ -129,6 +129,12 @@ class Pool:
         """Names of the groups that have texts here, in the order of their codes."""
         return tuple(self.manifest.groups)
 
+    def length_of(self, share: float) -> int:
+        """Tokens that a share of the texts, 0 to 1, do not exceed; 0 without texts."""
+        separators = np.sort(self.index.order[: self.index.starts[1]])
+        lengths = np.diff(separators, append=len(self.index.tokens) - 1) - 1
+        return int(np.quantile(lengths, share, method="inverted_cdf")) if len(lengths) else 0
+
     def with_settings(self, **changes) -> "Pool":
         """The same texts, queried with other settings (all but those that are in the files)."""
         for name in BUILT_SETTINGS:

@@ -59,7 +59,9 @@ class PoolSettings(BaseModel):
         "improbable, down to a 16th; more are sampled evenly.",
     )
     num_group_samples: int = Field(
-        256, ge=1, description="Occurrences searched for the group, everywhere; more are sampled evenly."
+        256,
+        ge=1,
+        description="Occurrences searched for the group's where nothing else counts; more are sampled evenly.",
     )
     pool_escape_per_token: float | None = Field(
         None,

@@ -53,6 +53,11 @@ def lengths_section(sides: list[SideView]) -> Section:
     median = statistics.median(everything.lengths)
     ended = percent(ratio(everything.finish_reasons.get("end_of_text", 0), everything.num_texts), 1)
     lead = f"A text has {decimal(median, 0)} tokens in the median; {ended} ended by themselves."
+    if everything.num_rewritten:
+        lead += (
+            f" {count(everything.num_rewritten)} had run on to their limit under relaxed verification, and were "
+            "written again as plain decoding writes them."
+        )
     return Section("lengths", "Lengths", lead, blocks)
 
 

@@ -18,7 +18,7 @@ class Decoding:
     """What a decoding pass counted, over one side or several.
 
     `num_accepted` counts accepted draft tokens; `wall_s` is seconds of writing, as the manifest counts them. `lengths`
-    holds the tokens of every text.
+    holds the tokens of every text. `num_rewritten` texts had run on and were written again.
     """
 
     num_texts: int
@@ -26,6 +26,7 @@ class Decoding:
     num_steps: int
     num_drafted: int
     num_accepted: int
+    num_rewritten: int
     wall_s: float
     drafted_by_source: Mapping[str, int]
     accepted_by_source: Mapping[str, int]
@@ -69,7 +70,7 @@ def decoding_of(stats: object) -> Decoding | None:
     return Decoding(
         **{
             name: whole(stats.get(name))
-            for name in ("num_texts", "num_tokens", "num_steps", "num_drafted", "num_accepted")
+            for name in ("num_texts", "num_tokens", "num_steps", "num_drafted", "num_accepted", "num_rewritten")
         },
         wall_s=finite(stats.get("wall_s")) or 0.0,
         **{name: counts(stats.get(name)) for name in ("drafted_by_source", "accepted_by_source", "finish_reasons")},
@@ -88,7 +89,9 @@ def total(parts: Iterable[Decoding | None]) -> Decoding | None:
     sums = {
         name: sum(getattr(part, name) for part in parts) for name in ("num_texts", "num_tokens", "num_steps", "wall_s")
     }
-    sums |= {name: sum(getattr(part, name) for part in parts) for name in ("num_drafted", "num_accepted")}
+    sums |= {
+        name: sum(getattr(part, name) for part in parts) for name in ("num_drafted", "num_accepted", "num_rewritten")
+    }
     return Decoding(
         **sums,
         **{

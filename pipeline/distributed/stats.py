@@ -8,18 +8,19 @@ import numpy as np
 from pipeline.decoding.engine import GenerationResult
 from retrieval_pools.sources import SOURCE_NAMES
 
-_SUMS = ("num_texts", "num_tokens", "num_steps", "num_drafted", "num_accepted", "wall_s")
+_SUMS = ("num_texts", "num_tokens", "num_steps", "num_drafted", "num_accepted", "wall_s", "num_rewritten")
 _BY_NAME = ("drafted_by_source", "accepted_by_source", "finish_reasons")
 _BY_DEPTH = ("drafted_by_depth", "accepted_by_depth")
 
 
-def decoding_stats(results: Sequence[GenerationResult], wall_s: float) -> dict[str, Any]:
+def decoding_stats(results: Sequence[GenerationResult], wall_s: float, num_rewritten: int = 0) -> dict[str, Any]:
     """Statistics of finished texts.
 
     Parameters
     ----------
     results : finished texts of one shard.
     wall_s : seconds that the worker spent on them.
+    num_rewritten : how many of them were written again, since they had run on; what came before is not counted.
 
     Returns
     -------
@@ -37,6 +38,7 @@ def decoding_stats(results: Sequence[GenerationResult], wall_s: float) -> dict[s
         "num_drafted": sum(result.num_drafted for result in results),
         "num_accepted": sum(result.num_accepted for result in results),
         "wall_s": wall_s,
+        "num_rewritten": num_rewritten,
         "drafted_by_source": _named(sum_arrays(result.drafted_by_source for result in results)),
         "accepted_by_source": _named(sum_arrays(result.accepted_by_source for result in results)),
         "drafted_by_depth": sum_arrays(result.drafted_by_depth for result in results),
@@ -49,7 +51,7 @@ def decoding_stats(results: Sequence[GenerationResult], wall_s: float) -> dict[s
 def merge_stats(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Add up the statistics of several shards or sides. `wall_s` becomes worker-seconds."""
     parts = list(parts)
-    merged: dict[str, Any] = {name: sum(part[name] for part in parts) for name in _SUMS}
+    merged: dict[str, Any] = {name: sum(part.get(name, 0) for part in parts) for name in _SUMS}
     for name in _BY_NAME:
         keys = dict.fromkeys(key for part in parts for key in part[name])
         merged[name] = {key: sum(part[name].get(key, 0) for part in parts) for key in keys}

@@ -18,13 +18,14 @@ import pyarrow as pa
 
 from pipeline.decoding.budget import Budget
 from pipeline.decoding.drafters import Drafter, drafter_from
-from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult
+from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult, StepEvent
 from pipeline.decoding.loading.identity import tokenizer_hash
 from pipeline.decoding.memory.room import host_memory
 from pipeline.decoding.planning.pilot_texts import PilotTexts, StepCounts
 from pipeline.decoding.planning.step_cost_cache import cached_step_cost, known_step_cost
 from pipeline.decoding.planning.step_timing import measure_step_cost, texts_of
 from pipeline.decoding.settings import DecodingSettings
+from pipeline.decoding.verifiers import Greedy, Verifier
 from pipeline.distributed.shards import PlannedRow, Shard, read_shard
 from pipeline.distributed.stats import decoding_stats
 from pipeline.errors import RowError
@@ -40,6 +41,7 @@ from retrieval_pools.step_cost import StepCost
 logger = logging.getLogger(__name__)
 
 WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS = 64, 8
+USUAL_SHARE = 0.99  # of a pool's texts
 RESIDENT_SHARE = 0.25  # of the free memory: a larger pool is read from the disk as drafts need it
 
 
@@ -97,6 +99,7 @@ class ShardWorker:
             side: Pool.open(path, expected, max_resident_bytes=int(RESIDENT_SHARE * host_memory().free_bytes))
             for side, path in spec.pool_dirs.items()
         }
+        self._usual_tokens = {side: usual_tokens(pool) for side, pool in self._pools.items()}
         loaded = self.engine.loaded
         packed = f" ({loaded.quantization} weights)" if loaded.quantization else ""
         self._model_info = {
@@ -105,7 +108,7 @@ class ShardWorker:
             "device": self.engine.device.type,
             "num_parameters": loaded.num_parameters,
         }
-        self._decoding_json = json.dumps(decoding_provenance(spec.decoding), sort_keys=True)
+        self._provenance = decoding_provenance(spec.decoding)
 
     def drafter(self, side: Side, budget: Budget | None = None) -> Drafter:
         """The side's drafter: its pool and the sequence's own texts, as configured."""
@@ -169,27 +172,54 @@ class ShardWorker:
         records: dict[str, dict[str, Any]] = {}
         results: list[GenerationResult] = []
         quarantined: list[QuarantineRow] = []
-        for outcome in self._generate(shard.side, rows, budget):
+        num_rewritten = 0
+        for outcome, verifier in self._outcomes(shard.side, rows, budget):
             row = rows[outcome.request_id]
             on_row()
             if isinstance(outcome, GenerationFailure):
                 quarantined.append(QuarantineRow.of(row.entity_id, shard.side, outcome.reason, row.fingerprint))
                 continue
             results.append(outcome)  # quarantined texts cost time too, so they count
+            num_rewritten += verifier != self.spec.decoding.verifier
             try:
-                records[outcome.request_id] = self._record(shard.side, row, outcome)
+                records[outcome.request_id] = self._record(shard.side, row, outcome, verifier)
             except RowError as error:
                 quarantined.append(QuarantineRow.of(row.entity_id, shard.side, error.reason, row.fingerprint))
         ordered = [records[key] for key in rows if key in records]  # plan order, not the order of finishing
         entity_id_type = pa.array([row.entity_id for row in rows.values()]).type
         table = pa.Table.from_pylist(ordered, schema=knowledge_schema(entity_id_type))
-        stats = decoding_stats(results, time.perf_counter() - start_s)
+        stats = decoding_stats(results, time.perf_counter() - start_s, num_rewritten)
         logger.info("%s %s: %d texts, %d quarantined", shard.side, shard.name, len(ordered), len(quarantined))
         info = {"group": shard.group, "stats": stats, "model": self._model_info, "num_workers": self.spec.num_workers}
         return RunFolder(self.spec.run_dir).write_shard(shard.side, shard.name, table, quarantined, info)
 
+    def _outcomes(
+        self, side: Side, rows: dict[str, PlannedRow], budget: Budget | None
+    ) -> Iterator[tuple[GenerationResult | GenerationFailure, str]]:
+        """What came of each row, and the verifier of it: a relaxed text that ran on is written again as a greedy one.
+
+        It may have missed its end, and then drafts itself, again and again; plain decoding would seldom have.
+        """
+        verifier, run_on = self.spec.decoding.verifier, {}
+        for outcome in self._generate(side, rows, budget):
+            if verifier != "greedy" and has_run_on(outcome, self._usual_tokens.get(side)):
+                run_on[outcome.request_id] = rows[outcome.request_id]
+            else:
+                yield outcome, verifier
+        if run_on:
+            logger.info(
+                "%s: %d texts ran on to their limit and are written again, verified greedily", side, len(run_on)
+            )
+            for outcome in self._generate(side, run_on, budget, verifier=Greedy()):
+                yield outcome, "greedy"
+
     def _generate(
-        self, side: Side, rows: dict[str, PlannedRow], budget: Budget | None, on_event=None
+        self,
+        side: Side,
+        rows: dict[str, PlannedRow],
+        budget: Budget | None,
+        on_event: Callable[[StepEvent], None] | None = None,
+        verifier: Verifier | None = None,
     ) -> Iterator[GenerationResult | GenerationFailure]:
         requests: Iterable[GenerationRequest] = (
             GenerationRequest(
@@ -201,9 +231,9 @@ class ShardWorker:
             )
             for key, row in rows.items()
         )
-        return self.engine.generate(requests, self.drafter(side, budget), on_event=on_event, budget=budget)
+        return self.engine.generate(requests, self.drafter(side, budget), verifier, on_event, budget)
 
-    def _record(self, side: Side, row: PlannedRow, result: GenerationResult) -> dict[str, Any]:
+    def _record(self, side: Side, row: PlannedRow, result: GenerationResult, verifier: str) -> dict[str, Any]:
         template = self._templates[side]
         # The token limit may cut a character in two; anywhere else a broken character is the model's doing.
         text = result.text.rstrip("\ufffd") if result.finish_reason == "length" else result.text
@@ -224,7 +254,7 @@ class ShardWorker:
             "model_id": self.engine.model_id,
             "pool_version": self.spec.pool_versions.get(side),
             "pool_group": row.group,
-            "decoding_json": self._decoding_json,
+            "decoding_json": json.dumps(self._provenance | {"verifier": verifier}, sort_keys=True),
             "num_prompt_tokens": len(row.prompt_ids),
             "num_history": row.num_history,
             "num_history_dropped": row.num_history_dropped,
@@ -245,6 +275,17 @@ def workers_of_node(num_workers: int, num_threads: int) -> int:
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def usual_tokens(pool: Pool) -> int | None:
+    """The length that nearly all texts of a pool do not exceed; None where there are none."""
+    return pool.length_of(USUAL_SHARE) if pool.manifest.num_texts else None
+
+
+def has_run_on(outcome: GenerationResult | GenerationFailure, usual: int | None) -> bool:
+    """Whether a text was cut by its limit where other nights' texts were not."""
+    is_cut = isinstance(outcome, GenerationResult) and outcome.finish_reason == "length"
+    return is_cut and usual is not None and len(outcome.token_ids) > usual
 
 
 def _numbered(rows: Iterable[PlannedRow]) -> dict[str, PlannedRow]:

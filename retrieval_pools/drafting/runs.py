@@ -40,7 +40,7 @@ def list_pool_runs(runs, index, preference, num_samples, first, last, offset):
         if num_runs == 1 and is_counted and not has_alternatives(index):  # whoever has it, it takes all
             return num_runs, num_seen, is_counted
     if preference.inside != preference.outside:
-        num_runs, num_inside = _list_group(runs, num_runs, index, preference, first, size, offset)
+        num_runs, num_inside = _list_group(runs, num_runs, index, preference, num_samples, first, size, offset)
         if preference.outside <= 0:
             num_seen = num_inside
     return num_runs, num_seen, is_counted
@@ -80,9 +80,9 @@ def _list_all(runs, index, weight, num_samples, first, size, offset):
 
 
 @part
-def _list_group(runs, num_runs, index, preference, first, size, offset):
+def _list_group(runs, num_runs, index, preference, num_samples, first, size, offset):
     """Make the group's occurrences count more, one after the other. Returns the number of runs, and of occurrences."""
-    num_samples = min(size, preference.num_group_samples)
+    num_samples = min(size, preference.num_group_samples if preference.outside <= 0 else num_samples)
     scale = size / num_samples
     weight = scale * (preference.inside - preference.outside)
     stride = sample_stride(num_samples, size)

@@ -33,8 +33,8 @@ def results(draw):
 
 @given(st.lists(results(), max_size=5), st.lists(results(), max_size=5))
 def test_merging_shards_equals_counting_all_texts_at_once(first, second):
-    merged = merge_stats([decoding_stats(first, 1.5), decoding_stats(second, 2.0)])
-    assert merged == decoding_stats(first + second, 3.5)
+    merged = merge_stats([decoding_stats(first, 1.5, 1), decoding_stats(second, 2.0, 3)])
+    assert merged == decoding_stats(first + second, 3.5, 4)
 
 
 def test_a_night_without_texts_has_zero_counts():

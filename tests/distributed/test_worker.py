@@ -1,13 +1,17 @@
 """One worker's record of a text, without Ray."""
 
+import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from test_actors import planned
 
+from pipeline.decoding.loading.identity import tokenizer_hash
 from pipeline.distributed.worker import ShardWorker
 from pipeline.storage.run_folder import RunFolder
 from pipeline.tables.sample_world import write_sample_world
+from retrieval_pools.building.build import PoolText, build_pool
 
 
 @pytest.mark.parametrize("records", [False, True])
@@ -37,3 +41,28 @@ def test_a_worker_that_was_warmed_up_writes_the_same_texts(tmp_path):
         worker.run(shards[0])
         written.append(RunFolder(tmp_path / name).read_knowledge("item").drop_columns(["run_id"]).to_pylist())
     assert written[0] == written[1] and len(written[0]) > 0
+
+
+@pytest.mark.parametrize("usual", [3, 10])
+def test_a_relaxed_text_that_ran_on_is_written_again_as_a_greedy_one(tmp_path, usual):
+    write_sample_world(tmp_path / "tables", num_users=4, num_items=20)
+    found = {}
+    for name in ("relaxed", "greedy"):
+        shards, spec = planned(tmp_path / "tables", tmp_path / name)
+        texts = [PoolText(np.full(length, 7, np.int32)) for length in (1, usual)]
+        pool = build_pool(
+            texts, tmp_path / name / "pool", side="item", tokenizer_hash=tokenizer_hash(spec.model_dir), model_id="m"
+        )
+        decoding = spec.decoding.model_copy(
+            update={"max_new_tokens": 10, "verifier": name, "top_k": 9999, "min_probability": 0.0}
+        )
+        spec = replace(spec, decoding=decoding, pool_dirs={"item": pool.folder}, pool_versions={"item": "v"})
+        info = ShardWorker(spec).run(shards[0]).info
+        found[name] = info["stats"], RunFolder(tmp_path / name).read_knowledge("item").to_pylist()
+    (stats, rows), (greedy_stats, greedy_rows) = found["relaxed"], found["greedy"]
+    assert stats["num_texts"] == len(rows) == 4 and greedy_stats["num_rewritten"] == 0
+    assert {row["finish_reason"] for row in rows} == {"length"}, "no text was cut, so nothing was tested"
+    ran_on = usual < 10
+    assert stats["num_rewritten"] == (4 if ran_on else 0)
+    assert {json.loads(row["decoding_json"])["verifier"] for row in rows} == {"greedy" if ran_on else "relaxed"}
+    assert ([row["text"] for row in rows] == [row["text"] for row in greedy_rows]) == ran_on

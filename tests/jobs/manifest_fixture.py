@@ -70,6 +70,7 @@ def stats(
         "num_drafted": num_drafted,
         "num_accepted": num_accepted,
         "wall_s": num_tokens / tokens_per_s,
+        "num_rewritten": 0,
         "drafted_by_source": drafted | {"target": 0} if num_drafted else dict.fromkeys(SOURCE_NAMES, 0),
         "accepted_by_source": accepted | {"target": num_steps},
         "drafted_by_depth": drafted_by_depth if num_drafted else [],

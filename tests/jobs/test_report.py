@@ -230,6 +230,12 @@ def test_one_side_alone(manifest):
     assert "Largest pool groups: users" in text and "Largest pool groups: items" not in text
 
 
+def test_texts_that_had_run_on_are_told(manifest):
+    assert "had run on" not in outline(manifest).text
+    manifest["sides"]["item"]["stats"]["num_rewritten"] = 3
+    assert "3 had run on to their limit under relaxed verification" in outline(manifest).text
+
+
 def test_a_night_in_which_nothing_had_changed(manifest):
     for side in manifest["sides"].values():
         side |= {
