@@ -93,7 +93,8 @@ class Engine:
         settings = settings or DecodingSettings()
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
-        return cls(load_model(model_dir, settings.dtype, device, settings.adapter), settings, num_sharing)
+        loaded = load_model(model_dir, settings.dtype, device, settings.adapter, settings.compile)
+        return cls(loaded, settings, num_sharing)
 
     def generate(
         self,

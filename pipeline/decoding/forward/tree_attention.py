@@ -119,4 +119,4 @@ def reference_attention(queries, keys, values, mask, scaling=None, softcap=None,
     return torch.matmul(weights.to(queries.dtype), values)
 
 
-AttentionInterface.register(ATTENTION_NAME, tree_attention)
+AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(tree_attention))  # see `compiled_layers`

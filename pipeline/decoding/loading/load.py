@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from pipeline.decoding.forward.compiled_layers import wants_compiling
 from pipeline.decoding.forward.cpu_linear import pack_linear_layers
 from pipeline.decoding.forward.output_head import has_output_head
 from pipeline.decoding.loading.adapters import find_adapter, merge_adapter
@@ -69,6 +70,7 @@ def load_model(
     dtype: str = "auto",
     device: str = "auto",
     adapter: str | Path | None = None,
+    compiles: str = "auto",
     memory: Callable[[torch.device], Memory] = memory_of,
 ) -> LoadedModel:
     """Load a folder's model and tokenizer and check that the engine can run it.
@@ -79,6 +81,7 @@ def load_model(
     dtype : "auto" (float32 on a CPU, the weights' own on CUDA or where they are quantised), "float32" or "bfloat16".
     device : "auto" (CUDA where there is one), or a torch device.
     adapter : folder of a LoRA adapter to merge into the weights, or None.
+    compiles : "auto", "on" or "off", as `decoding.compile`.
     memory : what a device has.
 
     Raises
@@ -128,11 +131,13 @@ def load_model(
             transformers_logging.enable_progress_bar()
     if adapter is not None:
         model = merge_adapter(model, adapter)
-    return prepare_model(model, tokenizer, model_id=model_id)
+    return prepare_model(model, tokenizer, model_id, wants_compiling(compiles, target))
 
 
-def prepare_model(model, tokenizer=None, model_id: str = "unnamed") -> LoadedModel:
+def prepare_model(model, tokenizer=None, model_id: str = "unnamed", compiles: bool = False) -> LoadedModel:
     """Check a transformers model that is in memory and make it ready; it is switched to our attention for good.
+
+    With `compiles` its layers are compiled, and a CPU's linear layers then stay in torch's layout.
 
     Raises
     ------
@@ -144,9 +149,9 @@ def prepare_model(model, tokenizer=None, model_id: str = "unnamed") -> LoadedMod
     refuse_by_config(model.config)
     quantization = quantization_of(model.config)
     splits_head = has_output_head(model, vocab_size)
-    bytes_per_token = check_equivalence(model, device, vocab_size, splits_head)
+    bytes_per_token = check_equivalence(model, device, vocab_size, splits_head, compiles)
     num_parameters = num_parameters_of(model.config) if quantization else _num_parameters(model)
-    if quantization is None:
+    if quantization is None and not compiles:
         pack_linear_layers(model)
     config = model.config.get_text_config()
     return LoadedModel(

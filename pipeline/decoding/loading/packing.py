@@ -7,6 +7,7 @@ our attention function) and by comparing a small packed tree forward with plain 
 import numpy as np
 import torch
 
+from pipeline.decoding.forward.compiled_layers import compile_layers
 from pipeline.decoding.forward.feed import Feed
 from pipeline.decoding.forward.model_runner import ModelRunner
 from pipeline.decoding.forward.tree_attention import ATTENTION_NAME
@@ -43,8 +44,14 @@ def refuse_by_config(config) -> None:
         raise ModelError(f"{text.model_type} attends in chunks, which cannot be packed")
 
 
-def check_equivalence(model, device: torch.device, vocab_size: int, splits_head: bool = False) -> int:
+def check_equivalence(
+    model, device: torch.device, vocab_size: int, splits_head: bool = False, compiles: bool = False
+) -> int:
     """Compare a packed forward of two sequences and a tree with plain causal runs; returns KV bytes per token.
+
+    Parameters
+    ----------
+    compiles : have the model's layers compiled; where they do not compute the same, they go back to what they were.
 
     Raises
     ------
@@ -68,6 +75,28 @@ def check_equivalence(model, device: torch.device, vocab_size: int, splits_head:
                 for p in paths
             ]
         model.set_attn_implementation(ATTENTION_NAME)
+    except Exception as error:
+        raise ModelError(f"{name} cannot be run packed: {_first_line(error)}") from error
+    compiled = compile_layers(model) if compiles else None
+    if compiled is not None:
+        try:
+            return _compare(model, device, prompts, tree, plain, splits_head)
+        except ModelError as error:
+            compiled.restore(error)
+    return _compare(model, device, prompts, tree, plain, splits_head)
+
+
+def _compare(
+    model,
+    device: torch.device,
+    prompts: list[np.ndarray],
+    tree: TokenTree,
+    plain: list[torch.Tensor],
+    splits_head: bool,
+) -> int:
+    """The packed run of `check_equivalence`, and its comparison with the plain one."""
+    name = model.config.model_type
+    try:
         store = (TokenStore if device.type == "cuda" else KVStore)(2)
         runner = ModelRunner(model, store, device, splits_head=splits_head)
         rows = [store.acquire(prompt, 32).row for prompt in prompts]

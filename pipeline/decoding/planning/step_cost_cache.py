@@ -82,6 +82,7 @@ def cost_facts(engine: Engine, has_pool: bool, num_workers: int = 1) -> dict[str
         "batch_size": settings.batch_size,
         "kv_cache": settings.kv_cache,
         "attention": settings.attention,
+        "compile": settings.compile,
         "verifier": settings.verifier,
         "drafters": list(settings.drafters),
         "records_alternatives": settings.record_alternatives,

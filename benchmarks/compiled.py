@@ -1,0 +1,140 @@
+"""What compiling a model's layers (decoding.compile) gains: whole steps with and without it, in turns.
+
+    python benchmarks/compiled.py --quick --json compiled.json
+
+Batches in mid-text, plain and with trees of 16 tokens that are seldom accepted; no step holds a prompt. Nothing is
+judged. Compiled layers have their linear layers in torch's layout, the others in the fastest (`cpu_linear`).
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from command import add_models, benchmark_parser, existing, scale_of
+from common import DEFAULT_MODEL, Spread, write_json
+from step_profile import TREE_NODES, engine_of, prompts_of
+
+from pipeline.decoding.drafters import NoDrafter
+from pipeline.decoding.engine import Engine, GenerationRequest
+from pipeline.decoding.loading.load import load_model
+from pipeline.decoding.token_tree import TokenTree, chain_tree
+from pipeline.decoding.verifiers import Greedy
+
+WAYS = {"as they are": "off", "compiled": "on"}
+NUM_WARM_STEPS = 3  # of a full batch, before steps are timed: the first ones compile, or are captured
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured: batch sizes, turns, steps timed in each."""
+
+    batches: tuple[int, ...]
+    num_turns: int
+    num_steps: int
+
+
+FULL = Scale((1, 16, 64, 256), num_turns=9, num_steps=30)
+QUICK = Scale((1, 32), num_turns=5, num_steps=20)
+SMOKE = Scale((2,), num_turns=1, num_steps=2)
+
+
+class SameTree:
+    """Drafts a chain that has nothing to do with the text."""
+
+    def draft(self, sequence) -> TokenTree:
+        return chain_tree(list(range(TREE_NODES)))
+
+
+def timed_steps(engine: Engine, drafter, prompts: Sequence[np.ndarray], num_steps: int) -> list[float]:
+    """Milliseconds of so many steps of a full batch."""
+    batch = engine.settings.batch_size
+    ends: list[float] = []
+    num_events = 0
+
+    def count(_) -> None:
+        nonlocal num_events
+        num_events += 1
+        if num_events % batch == 0:
+            ends.append(time.perf_counter())
+            if len(ends) > NUM_WARM_STEPS + num_steps:
+                raise StopIteration
+
+    requests = [GenerationRequest(str(n), prompts[n % len(prompts)], None, None, 512) for n in range(batch)]
+    texts = engine.generate(requests, drafter, Greedy(), count)
+    try:
+        next(texts)
+    except RuntimeError as error:  # what a generator makes of StopIteration
+        if not isinstance(error.__cause__, StopIteration):
+            raise
+    return (1e3 * np.diff(ends)[NUM_WARM_STEPS:]).tolist()
+
+
+def measure_model(model_dir: Path, device: str, dtype: str, scale: Scale) -> list[dict]:
+    """Rows of one model: each batch size, plain and with trees."""
+    loaded, load_s = {}, {}
+    for way, choice in WAYS.items():
+        start_s = time.perf_counter()
+        loaded[way] = load_model(model_dir, dtype, device, compiles=choice)
+        load_s[way] = time.perf_counter() - start_s
+    prompts = prompts_of(loaded["compiled"].tokenizer, max(scale.batches))
+    rows = []
+    for batch in scale.batches:
+        for kind, drafter in (("plain", NoDrafter()), (f"trees of {TREE_NODES}", SameTree())):
+            engines = {way: engine_of(one, batch, TREE_NODES) for way, one in loaded.items()}
+            steps: dict[str, list[float]] = {way: [] for way in engines}
+            for _ in range(scale.num_turns + 1):
+                for way, engine in engines.items():
+                    steps[way].append(float(np.median(timed_steps(engine, drafter, prompts, scale.num_steps))))
+            steps = {way: times[1:] for way, times in steps.items()}  # the first turn compiles
+            speed = [one / other for one, other in zip(*(steps[way] for way in WAYS), strict=True)]
+            row = {
+                "model": model_dir.name,
+                "dtype": str(loaded["compiled"].model.dtype)[6:],
+                "batch": batch,
+                "kind": kind,
+                "step_ms": {way: Spread.of(times) for way, times in steps.items()},
+                "speed_of_compiled": Spread.of(speed),
+                "load_s": load_s,
+            }
+            rows.append(row)
+            print(f"{model_dir.name:13} batch {batch:3} {kind:12} compiled over as they are {row['speed_of_compiled']}")
+    return rows
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = benchmark_parser(
+        __doc__,
+        quick="two batch sizes: under 5 minutes on 2 cores",
+        smoke="a handful of steps: does it run at all",
+        writes="rows",
+    )
+    add_models(parser, [DEFAULT_MODEL])
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument("--threads", type=int, default=2, help="torch threads")
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Measure, print, and write the JSON."""
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    transformers.utils.logging.disable_progress_bar()
+    scale = scale_of(arguments, FULL, QUICK, SMOKE)
+    rows = [
+        row
+        for model_dir in existing(arguments.model)
+        for row in measure_model(model_dir, arguments.device, arguments.dtype, scale)
+    ]
+    if arguments.json:
+        write_json(arguments.json, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
