@@ -37,6 +37,7 @@ from engine_systems import (
     plain,
     pool_kinds,
     speculating,
+    twins_of,
 )
 from night_systems import MIN_ACCEPTANCE
 from night_tasks import Task, TaskSize, goodreads_items_task, reki_task, sample_tasks
@@ -178,7 +179,10 @@ def measure_batch(
     logger.info("%s: batch %d, %d systems and budgets", task.name, batch, len(contestants))
     num_warm_up = 1 if engines.device.type == "cpu" else batch
     amount, prompts = scale.amount_at(task, batch), task.held_out
-    passes = measure(contestants, prompts, batch, task.max_new_tokens, amount, num_warm_up)
+    twins = twins_of(contestants)
+    different = [one for one in contestants if one.key not in twins]
+    passes = measure(different, prompts, batch, task.max_new_tokens, amount, num_warm_up)
+    passes |= {key: passes[twin] for key, twin in twins.items()}
     step_cost = engines.step_cost(batch, None)
     counts = {
         one.key: counted(step_cost, batch, passes[one.key][0], prompts, one.settled)

@@ -222,6 +222,20 @@ def _gain(engine: Engine, grouped: GroupedPool, system: str, max_new_tokens: int
     return grouped.gains[system, budget]
 
 
+def twins_of(contestants: Sequence[Contestant]) -> dict[tuple, tuple]:
+    """Of adaptive budgets that are one of their system's fixed ones, by key: the key of that one.
+
+    They are one program, which is to be measured once: twice it would differ from itself by chance.
+    """
+    fixed = {(one.system, _limits(one.settled)): one.key for one in contestants if isinstance(one.budget, int)}
+    found = {one.key: fixed.get((one.system, _limits(one.settled))) for one in contestants if one.budget == ADAPTIVE}
+    return {key: twin for key, twin in found.items() if twin is not None}
+
+
+def _limits(budget: Budget) -> tuple[int, float]:
+    return budget.max_draft_tokens, budget.min_acceptance
+
+
 def plain(engine: Engine, rates: DeviceRates, bytes_per_token: int) -> Contestant:
     """Our engine without drafts, beside the roofline of its device."""
     system = EngineSystem.of_pool(engine, None, "greedy")

@@ -24,7 +24,18 @@ from engine_plot import page_of  # noqa: E402
 from engine_pools import KINDS, like_groups, pools_of, random_groups, unseen_prompts  # noqa: E402
 from engine_roofline import DeviceRates, Roofline, measure_device  # noqa: E402
 from engine_rows import repeats_of_plain, row_of  # noqa: E402
-from engine_systems import ADAPTIVE, ASSISTED, LOOKUP, PEER, PLAIN, Contestant, Engines, Peers, plain  # noqa: E402
+from engine_systems import (  # noqa: E402
+    ADAPTIVE,
+    ASSISTED,
+    LOOKUP,
+    PEER,
+    PLAIN,
+    Contestant,
+    Engines,
+    Peers,
+    plain,
+    twins_of,
+)
 from night_systems import EngineSystem, Pass, TransformersGenerate, forget_prompts  # noqa: E402
 from night_tasks import Task, TaskSize, sample_tasks  # noqa: E402
 
@@ -169,6 +180,15 @@ def test_systems_without_a_pool_write_the_first_prompts_in_the_first_repetitions
     assert [len(parts) for parts in passes["laser", 8]] == [3] * 4 and len(passes["own-text", ADAPTIVE]) == 1
     together = measure([fast], prompts, 4, 8, Amount(4, 1, 4, 1), num_warm_up=0)
     assert [len(each.texts) for each in together["laser", 8][0]] == [4]
+
+
+def test_an_adaptive_budget_that_is_a_fixed_one_is_measured_as_that():
+    def one(system, budget, size, least):
+        return Contestant(system, budget, None, Budget(size, least))
+
+    fixed = [one("laser", 8, 8, 0.07), one("laser", 16, 16, 0.07), one("resd", 16, 16, 0.07)]
+    others = [one("resd", ADAPTIVE, 16, 0.15), one("crp", ADAPTIVE, 16, 0.07), Contestant(PLAIN, None, None)]
+    assert twins_of([one("laser", ADAPTIVE, 16, 0.07), *others, *fixed]) == {("laser", ADAPTIVE): ("laser", 16)}
 
 
 def test_a_ratio_is_of_the_prompts_that_both_wrote():
