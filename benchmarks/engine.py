@@ -95,7 +95,7 @@ CPU_FULL = Scale(
     max_new_tokens=384, slow_long_prompts=3, slow_short_prompts=24, num_slow_repetitions=3,
 )  # fmt: skip
 CPU_QUICK = Scale(
-    {1: 8, 4: 8, 16: 32}, {1: 16, 4: 16, 16: 32}, TaskSize(16, 100, 16), TaskSize(32, 500),
+    {1: 8, 4: 8, 16: 32}, {1: 24, 4: 32, 16: 64}, TaskSize(16, 100, 16), TaskSize(64, 500),
     2, 2, ASKED, (8, 16), {1: (16, 32), 4: (16,)}, {4: ("resd", "laser")}, max_new_tokens=160,
     slow_long_prompts=2, slow_short_prompts=4, num_slow_repetitions=1,
 )  # fmt: skip
