@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS = 64, 8
 USUAL_SHARE = 0.99  # of a pool's texts
+MOST_RUN_ON = 0.1  # of a shard's texts
 RESIDENT_SHARE = 0.25  # of the free memory: a larger pool is read from the disk as drafts need it
 
 
@@ -198,19 +199,24 @@ class ShardWorker:
     ) -> Iterator[tuple[GenerationResult | GenerationFailure, str]]:
         """What came of each row, and the verifier of it: a relaxed text that ran on is written again as a greedy one.
 
-        It may have missed its end, and then drafts itself, again and again; plain decoding would seldom have.
+        It may have missed its end, and then drafts itself, again and again; plain decoding would seldom have. Where
+        many reach the limit, it is the limit that is short for them, and they stay.
         """
-        verifier, run_on = self.spec.decoding.verifier, {}
+        verifier, run_on = self.spec.decoding.verifier, []
         for outcome in self._generate(side, rows, budget):
             if verifier != "greedy" and has_run_on(outcome, self._usual_tokens.get(side)):
-                run_on[outcome.request_id] = rows[outcome.request_id]
+                run_on.append(outcome)
             else:
                 yield outcome, verifier
-        if run_on:
+        if len(run_on) > max(1, MOST_RUN_ON * len(rows)):
+            for outcome in run_on:
+                yield outcome, verifier
+        elif run_on:
             logger.info(
                 "%s: %d texts ran on to their limit and are written again, verified greedily", side, len(run_on)
             )
-            for outcome in self._generate(side, run_on, budget, verifier=Greedy()):
+            again = {outcome.request_id: rows[outcome.request_id] for outcome in run_on}
+            for outcome in self._generate(side, again, budget, verifier=Greedy()):
                 yield outcome, "greedy"
 
     def _generate(
