@@ -70,7 +70,7 @@ def load_model(
     dtype: str = "auto",
     device: str = "auto",
     adapter: str | Path | None = None,
-    compiles: str = "auto",
+    compiles: str = "off",
     memory: Callable[[torch.device], Memory] = memory_of,
 ) -> LoadedModel:
     """Load a folder's model and tokenizer and check that the engine can run it.
