@@ -43,6 +43,13 @@ def add_models(parser: argparse.ArgumentParser, default: Sequence[Path]) -> None
     parser.add_argument("--model", type=Path, nargs="+", default=list(default), help="model folders")
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add `--device`, `--dtype` and `--threads`, for whole steps on any device."""
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument("--threads", type=int, default=2, help="torch threads")
+
+
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Add what every benchmark with an engine has: `--threads` and `--cache`."""
     parser.add_argument("--threads", type=int, default=2, help="torch threads of every system")

@@ -2,22 +2,23 @@
 
     python benchmarks/compiled.py --quick --json compiled.json
 
-Batches in mid-text, plain and with trees of 16 tokens that are seldom accepted; no step holds a prompt. Nothing is
-judged. Compiled layers have their linear layers in torch's layout, the others in the fastest (`cpu_linear`).
+Batches in mid-text, plain and with chains of 16 draft tokens that are seldom accepted; no step holds a prompt. Nothing
+is judged. Compiled layers have their linear layers in torch's layout, the others in the fastest (`cpu_linear`).
 """
 
 import argparse
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
-from command import add_models, benchmark_parser, existing, scale_of
+from command import add_device, add_models, benchmark_parser, existing, scale_of
 from common import DEFAULT_MODEL, Spread, write_json
-from step_profile import TREE_NODES, engine_of, prompts_of
+from step_profile import TREE_NODES, Enough, engine_of, prompts_of
 
 from pipeline.decoding.drafters import NoDrafter
 from pipeline.decoding.engine import Engine, GenerationRequest
@@ -43,8 +44,8 @@ QUICK = Scale((1, 32), num_turns=5, num_steps=20)
 SMOKE = Scale((2,), num_turns=1, num_steps=2)
 
 
-class SameTree:
-    """Drafts a chain that has nothing to do with the text."""
+class SameChain:
+    """Drafts tokens that have nothing to do with the text."""
 
     def draft(self, sequence) -> TokenTree:
         return chain_tree(list(range(TREE_NODES)))
@@ -62,20 +63,16 @@ def timed_steps(engine: Engine, drafter, prompts: Sequence[np.ndarray], num_step
         if num_events % batch == 0:
             ends.append(time.perf_counter())
             if len(ends) > NUM_WARM_STEPS + num_steps:
-                raise StopIteration
+                raise Enough
 
     requests = [GenerationRequest(str(n), prompts[n % len(prompts)], None, None, 512) for n in range(batch)]
-    texts = engine.generate(requests, drafter, Greedy(), count)
-    try:
-        next(texts)
-    except RuntimeError as error:  # what a generator makes of StopIteration
-        if not isinstance(error.__cause__, StopIteration):
-            raise
+    with suppress(Enough):
+        next(engine.generate(requests, drafter, Greedy(), count))
     return (1e3 * np.diff(ends)[NUM_WARM_STEPS:]).tolist()
 
 
 def measure_model(model_dir: Path, device: str, dtype: str, scale: Scale) -> list[dict]:
-    """Rows of one model: each batch size, plain and with trees."""
+    """Rows of one model: each batch size, plain and with drafts."""
     loaded, load_s = {}, {}
     for way, choice in WAYS.items():
         start_s = time.perf_counter()
@@ -84,7 +81,7 @@ def measure_model(model_dir: Path, device: str, dtype: str, scale: Scale) -> lis
     prompts = prompts_of(loaded["compiled"].tokenizer, max(scale.batches))
     rows = []
     for batch in scale.batches:
-        for kind, drafter in (("plain", NoDrafter()), (f"trees of {TREE_NODES}", SameTree())):
+        for kind, drafter in (("plain", NoDrafter()), (f"chains of {TREE_NODES}", SameChain())):
             engines = {way: engine_of(one, batch, TREE_NODES) for way, one in loaded.items()}
             steps: dict[str, list[float]] = {way: [] for way in engines}
             for _ in range(scale.num_turns + 1):
@@ -115,9 +112,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         writes="rows",
     )
     add_models(parser, [DEFAULT_MODEL])
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
-    parser.add_argument("--threads", type=int, default=2, help="torch threads")
+    add_device(parser)
     return parser.parse_args(words)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from command import add_models, benchmark_parser, existing, scale_of
+from command import add_device, add_models, benchmark_parser, existing, scale_of
 from common import DEFAULT_MODEL, SAMPLE_MODEL, write_json
 from night_pools import build
 from night_tasks import TaskSize, sample_tasks
@@ -76,20 +76,20 @@ def profile(engine: Engine, drafter: Drafter, prompts: Sequence[np.ndarray], num
 
         def count(event) -> None:
             if spans.num_steps == num_steps:
-                raise _Enough
+                raise Enough
             num_drafted.append(event.num_drafted)
 
         spans.keeps = keeps
         requests = (
             GenerationRequest(str(number), prompts[number % len(prompts)], None, "all", 512) for number in range(batch)
         )
-        with suppress(_Enough):
+        with suppress(Enough):
             for _ in engine.generate(requests, drafter, Greedy() if is_plain else Relaxed(), count):
                 pass
     return _row(engine, spans, float(np.mean(num_drafted[-batch * spans.num_steps :])))
 
 
-class _Enough(Exception):
+class Enough(Exception):
     """The steps that were wanted are counted; the texts need not be finished."""
 
 
@@ -153,10 +153,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         writes="rows",
     )
     add_models(parser, [SAMPLE_MODEL, DEFAULT_MODEL])
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    add_device(parser)
     parser.add_argument("--batches", type=int, nargs="+", help="batch sizes, instead of the scale's own")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads")
     return parser.parse_args(words)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from pipeline.decoding.engine import GenerationResult
 from retrieval_pools.sources import SOURCE_NAMES
 
-_SUMS = ("num_texts", "num_tokens", "num_steps", "num_drafted", "num_accepted", "wall_s", "num_rewritten")
+_SUMS = ("num_texts", "num_tokens", "num_steps", "num_drafted", "num_accepted", "wall_s")
 _BY_NAME = ("drafted_by_source", "accepted_by_source", "finish_reasons")
 _BY_DEPTH = ("drafted_by_depth", "accepted_by_depth")
 
@@ -51,7 +51,8 @@ def decoding_stats(results: Sequence[GenerationResult], wall_s: float, num_rewri
 def merge_stats(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Add up the statistics of several shards or sides. `wall_s` becomes worker-seconds."""
     parts = list(parts)
-    merged: dict[str, Any] = {name: sum(part.get(name, 0) for part in parts) for name in _SUMS}
+    merged: dict[str, Any] = {name: sum(part[name] for part in parts) for name in _SUMS}
+    merged["num_rewritten"] = sum(part.get("num_rewritten", 0) for part in parts)  # shards from before have none
     for name in _BY_NAME:
         keys = dict.fromkeys(key for part in parts for key in part[name])
         merged[name] = {key: sum(part[name].get(key, 0) for part in parts) for key in keys}

@@ -6,7 +6,12 @@ from numba.extending import overload
 
 from retrieval_pools.drafting.estimate import before_bin, conditional_acceptance, kind_of, most_acceptance, on_knots
 from retrieval_pools.drafting.frontier import least_probability, push_path
-from retrieval_pools.drafting.intervals import num_samples_behind, sample_place, sample_stride
+from retrieval_pools.drafting.intervals import (
+    num_group_samples_behind,
+    num_samples_behind,
+    sample_place,
+    sample_stride,
+)
 from retrieval_pools.drafting.levels import stand_at
 from retrieval_pools.drafting.runs import list_own_runs, list_pool_runs
 from retrieval_pools.drafting.state import END, LEAST_LEFT, NUM_CANDIDATES, NUM_SLOTS, part
@@ -93,8 +98,8 @@ def give_to_alternatives(candidates, num_candidates, index, preference, num_samp
     if preference.inside != preference.outside:
         extra = share * (preference.inside - preference.outside)
         num_candidates, given_by_group = _count_alternatives(
-            candidates, num_candidates, index, preference, preference.num_group_samples, first, last, length,
-            extra, True,
+            candidates, num_candidates, index, preference, num_group_samples_behind(preference, num_samples), first,
+            last, length, extra, True,
         )  # fmt: skip
         given += given_by_group
     return num_candidates, left - given

@@ -31,6 +31,12 @@ def num_samples_behind(preference, probability):
 
 
 @part
+def num_group_samples_behind(preference, num_samples):
+    """Occurrences searched for the group's: those counted anyway; a number of their own where nothing else counts."""
+    return num_samples if preference.outside > 0 else preference.num_group_samples
+
+
+@part
 def sample_stride(num_samples, size):
     """Distance between `num_samples` places spread evenly over an interval, in units of 1 / 65536."""
     return 1 << 16 if num_samples >= size else (size << 16) // num_samples

@@ -3,7 +3,13 @@
 In the pool an interval is sorted by what follows, so the occurrences of a token are a run.
 """
 
-from retrieval_pools.drafting.intervals import has_alternatives, is_supported, sample_place, sample_stride
+from retrieval_pools.drafting.intervals import (
+    has_alternatives,
+    is_supported,
+    num_group_samples_behind,
+    sample_place,
+    sample_stride,
+)
 from retrieval_pools.drafting.own_texts import own_token
 from retrieval_pools.drafting.state import NUM_RUNS, part
 from retrieval_pools.fetch import fetch
@@ -82,7 +88,7 @@ def _list_all(runs, index, weight, num_samples, first, size, offset):
 @part
 def _list_group(runs, num_runs, index, preference, num_samples, first, size, offset):
     """Make the group's occurrences count more, one after the other. Returns the number of runs, and of occurrences."""
-    num_samples = min(size, preference.num_group_samples if preference.outside <= 0 else num_samples)
+    num_samples = min(size, num_group_samples_behind(preference, num_samples))
     scale = size / num_samples
     weight = scale * (preference.inside - preference.outside)
     stride = sample_stride(num_samples, size)

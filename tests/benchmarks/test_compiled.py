@@ -25,7 +25,7 @@ def test_command_writes_every_row(tmp_path):
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert ran.returncode == 0, ran.stderr
     rows = json.loads(out.read_text())["rows"]
-    assert [(row["kind"], row["batch"]) for row in rows] == [("plain", 2), ("trees of 16", 2)]
+    assert [(row["kind"], row["batch"]) for row in rows] == [("plain", 2), ("chains of 16", 2)]
     for row in rows:
         fast, slow = row["step_ms"]["compiled"]["median"], row["step_ms"]["as they are"]["median"]
         assert row["speed_of_compiled"]["median"] == pytest.approx(slow / fast, rel=1e-3)

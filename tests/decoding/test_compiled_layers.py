@@ -2,17 +2,15 @@
 
 import copy
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import NonsenseDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
+from transformers import AttentionInterface
 
 from pipeline.decoding.engine import Engine
 from pipeline.decoding.forward.compiled_layers import CompiledLayers, compile_layers, wants_compiling
+from pipeline.decoding.forward.tree_attention import ATTENTION_NAME, tree_attention
 from pipeline.decoding.loading.load import prepare_model
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.verifiers import Greedy
@@ -26,20 +24,20 @@ def is_compiled(model) -> bool:
     return any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
-def test_compiled_layers_write_plain_texts(architecture):
-    """In a process of its own, as a worker has: what torch has compiled before is no matter then."""
+@pytest.fixture
+def compiler():
     try:
         wants_compiling("on", CPU)
     except ModelError as error:
         pytest.skip(str(error))
-    command = [sys.executable, str(Path(__file__)), architecture]
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
-    ran = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=400)
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
 
 
-def write_compiled(architecture: str) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_compiled_layers_write_plain_texts(compiler, architecture):
+    AttentionInterface.register(ATTENTION_NAME, tree_attention)  # as one who watched it puts it back
     model, prompts = tiny_model(architecture), tiny_prompts()
     expected = dict(enumerate(plain_texts(model, prompts, MAX_NEW)))
     loaded = prepare_model(copy.deepcopy(model), compiles=True)
@@ -108,7 +106,3 @@ def test_who_compiles(monkeypatch, caplog):
 
 def test_the_default_compiles_nothing():
     assert not is_compiled(tiny_engine(tiny_model()).runner.model)
-
-
-if __name__ == "__main__":
-    write_compiled(sys.argv[1])

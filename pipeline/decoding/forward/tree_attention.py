@@ -26,6 +26,7 @@ ATTENTION_NAME = "laserbatch_tree"
 step_plan: ContextVar[StepPlan | PackedPlan] = ContextVar("laserbatch_step_plan")
 
 
+@torch.compiler.disable  # of compiled layers too (`compiled_layers`), whoever registers it
 def tree_attention(
     module,
     query: torch.Tensor,
@@ -119,4 +120,4 @@ def reference_attention(queries, keys, values, mask, scaling=None, softcap=None,
     return torch.matmul(weights.to(queries.dtype), values)
 
 
-AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(tree_attention))  # see `compiled_layers`
+AttentionInterface.register(ATTENTION_NAME, tree_attention)
