@@ -37,7 +37,7 @@ GPT_OSS = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "rop
 def masked_attention(query, keys, values, index: PackedIndex, scale, window=None, softcap=None, sinks=None, shape=None):
     """`packed_attention` as one masked product over all slots, that reads nothing on the host: it can be captured."""
     num_heads, folded = query.shape[1], query.shape[1] // keys.shape[1]
-    tokens, places = torch.arange(len(query)), torch.arange(len(index.slots))
+    tokens, places = (torch.arange(count, device=query.device) for count in (len(query), len(index.slots)))
     last = len(index.num_committed) - 1
     own = torch.searchsorted(index.query_starts, tokens, right=True).sub(1).clamp(max=last)
     held = torch.searchsorted(index.slot_starts, places, right=True).sub(1).clamp(max=last)
@@ -55,7 +55,7 @@ def masked_attention(query, keys, values, index: PackedIndex, scale, window=None
     scores = torch.einsum("qhd,khd->hqk", query, own_keys) * scale
     scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
     scores = torch.where(sees, scores, -torch.inf)
-    sink = torch.full((num_heads,), -torch.inf) if sinks is None else sinks
+    sink = query.new_full((num_heads,), -torch.inf) if sinks is None else sinks
     scores = torch.cat((scores, sink[:, None, None].expand(-1, len(query), 1)), -1)
     weights = torch.softmax(scores, -1).nan_to_num(0.0)[..., :-1]
     return torch.einsum("hqk,khd->qhd", weights, values[index.slots.long()].repeat_interleave(folded, 1))

@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from pipeline.decoding.device_copy import to_device
 from pipeline.decoding.forward.single_attention import SingleTokens
 from pipeline.decoding.memory.kv_cache import KVCache
 
@@ -97,7 +98,7 @@ class StepPlan:
         """The tokens' flat index in a layer of the store."""
         if num_kv_heads not in self._indices:
             index = self.store.flat_index(self.rows, self.slots, num_kv_heads)
-            self._indices[num_kv_heads] = torch.from_numpy(index).to(device)
+            self._indices[num_kv_heads] = to_device(index, device)
         return self._indices[num_kv_heads]
 
     def mask(self, index: int, window: int | None, num_heads_folded: int, like: torch.Tensor) -> torch.Tensor:
@@ -115,7 +116,7 @@ class StepPlan:
             # A finite minimum: where a whole block of slots is masked, minus infinity would make NaN of it.
             lowest = torch.finfo(like.dtype).min
             additive = np.where(sees, np.float32(0), np.float32(lowest))
-            mask = torch.from_numpy(additive).to(like.device, like.dtype)[:, None]
+            mask = to_device(additive, like.device).to(like.dtype)[:, None]
             if num_heads_folded > 1 and group.num_padded > 1:  # one query's mask broadcasts
                 mask = mask.repeat(1, 1, num_heads_folded, 1)
             self._masks[key] = mask
@@ -127,7 +128,7 @@ class StepPlan:
         if key not in self._gathers:
             tokens = self.groups[index].queries[:, None, None, :]
             heads = np.arange(num_kv_heads * num_folded).reshape(1, num_kv_heads, num_folded, 1)
-            self._gathers[key] = torch.from_numpy((heads * self.num_tokens + tokens).reshape(-1)).to(device)
+            self._gathers[key] = to_device((heads * self.num_tokens + tokens).reshape(-1), device)
         return self._gathers[key]
 
     def scatter(self, num_kv_heads: int, num_folded: int, device: torch.device) -> torch.Tensor:
@@ -143,7 +144,7 @@ class StepPlan:
                 # Padding repeats the first token: written in reverse, the true place of each token is written last.
                 places[group.queries[:, ::-1].reshape(-1)] = order.transpose(0, 2, 1)[:, ::-1].reshape(-1, num_heads)
                 start += size
-            self._scatters[key] = torch.from_numpy(places.reshape(-1)).to(device)
+            self._scatters[key] = to_device(places.reshape(-1), device)
         return self._scatters[key]
 
 

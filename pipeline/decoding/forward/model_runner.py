@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pipeline.decoding.device_copy import to_device
 from pipeline.decoding.forward.attention_plan import CALL_COST_CPU, CALL_COST_CUDA, StepPlan
 from pipeline.decoding.forward.feed import Feed, PackedFeed, feed_positions
 from pipeline.decoding.forward.output_head import HeldLogits, HiddenRows, OutputHead, StepLogits
@@ -142,4 +143,4 @@ class ModelRunner:
         return HeldLogits(logits if len(logits) == len(keep) else logits.index_select(0, self._on_device(keep)))
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array.astype(np.int64, copy=False)).to(self.device)
+        return to_device(array.astype(np.int64, copy=False), self.device)

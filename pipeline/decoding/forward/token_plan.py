@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pipeline.decoding.device_copy import to_device
 from pipeline.decoding.forward.attention_plan import WIDTH_STEP, AttentionGroup, StepPlan, cut_groups
 from pipeline.decoding.forward.feed import PackedFeed
 from pipeline.decoding.memory.token_store import TokenLayer, TokenStore
@@ -48,7 +49,7 @@ class TokenGroup(AttentionGroup):
 
     def read(self, cache: TokenLayer) -> tuple[torch.Tensor, torch.Tensor]:
         if self._index is None:
-            self._index = torch.from_numpy(self.slots.reshape(-1)).to(cache.keys.device)
+            self._index = to_device(self.slots.reshape(-1), cache.keys.device)
         shape = (self.num_rows, self.width, *cache.keys.shape[1:-1], -1)
         keys, values = (memory.index_select(0, self._index).view(shape) for memory in (cache.keys, cache.values))
         return keys.transpose(1, 2), values.transpose(1, 2)

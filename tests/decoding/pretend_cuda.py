@@ -1,0 +1,241 @@
+"""A CUDA device that is not there: tensors that say they are on one and are computed by this CPU.
+
+What only a GPU would complain of is an error here: an operation over tensors of both places, pinned memory that is
+overwritten while a copy of it may be under way, and in a capture whatever a CUDA graph cannot record. How often the
+host waits for the device is counted. A replayed graph computes what it recorded in the memory that it was recorded
+with, and spoils that of the other graphs, as theirs is the same on a GPU.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+CPU, DEVICE = torch.device("cpu"), torch.device("cuda", 0)
+READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")  # their results' sizes or values
+
+
+class PretendError(AssertionError):
+    """What a GPU would refuse."""
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on the device; `held` is the CPU's that has its numbers."""
+
+    device, is_cuda = DEVICE, True
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> "OnDevice":
+        # torch without CUDA has no such device to name, so that for torch itself it is "meta".
+        own = torch.Tensor._make_wrapper_subclass(
+            cls, held.size(), held.stride(), held.storage_offset(), dtype=held.dtype, device="meta"
+        )
+        own.held = held
+        return own
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise PretendError(f"{function} after the pretended device is gone")
+
+
+class PretendCuda(TorchDispatchMode):
+    """While it lasts, tensors can be put on "cuda".
+
+    `num_waits`: how often the host waited for the device. `num_launches`: what it gave the device to do, a replayed
+    graph being one. `num_replays`, of them. `under_way`: copies that may not be done, each as pinned memory and what
+    it held then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_waits = self.num_launches = self.num_replays = 0
+        self.graphs: list[_Graph] = []
+        self.recording: _Graph | None = None
+        self._pinned: dict[int, torch.Tensor] = {}  # by storage; never freed, so that a place is used once
+        self.under_way: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def wait(self, what: str) -> None:
+        """The host waits until the device has done all that it was given."""
+        if self.recording is not None:
+            raise PretendError(f"{what} waits for the device in a capture")
+        self.num_waits += 1
+        for source, copied in self.under_way:
+            if not torch.equal(source, copied):
+                raise PretendError("pinned memory was overwritten while a copy of it was under way")
+        self.under_way.clear()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with self:
+            result = function.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        name = function._opname
+        if name in ("is_pinned", "_pin_memory"):
+            return self._pinned_already(args[0]) if name == "is_pinned" else self._pin(args[0].clone())
+        if kwargs.get("pin_memory"):
+            return self._pin(function(*args, **{**kwargs, "pin_memory": False}))
+        if name in ("copy_", "_to_copy"):
+            return self._copy(function, args, kwargs)
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        is_on_device = any(isinstance(one, OnDevice) for one in tensors)
+        place = torch.device(kwargs["device"] if kwargs.get("device") is not None else DEVICE if is_on_device else CPU)
+        if place.type == "cpu" and not is_on_device:
+            return function(*args, **kwargs)
+        elsewhere = [tuple(one.shape) for one in tensors if not isinstance(one, OnDevice) and one.dim() > 0]
+        if elsewhere or place.type == "cpu":
+            raise PretendError(f"{function} over both places: {elsewhere} on {place}")
+        if name in READS:
+            self.wait(str(function))
+        return self._launch(function, args, kwargs)
+
+    def _launch(self, function, args, kwargs):
+        held_args, held_kwargs = _held(args), _held(kwargs)
+        if held_kwargs.get("device") is not None:
+            held_kwargs["device"] = CPU
+        result = function(*held_args, **held_kwargs)
+        if self.recording is None:
+            self.num_launches += 1
+        else:
+            self.recording.calls.append((function, held_args, held_kwargs, result))
+        for place, argument in enumerate(function._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:  # which is what it returns
+                return args[place] if place < len(args) else kwargs[argument.name]
+        return tree_map(lambda one: OnDevice(one) if isinstance(one, torch.Tensor) else one, result)
+
+    def _copy(self, function, args, kwargs):
+        """`target.copy_(source)` and `source.to(device)`, within a place or between both."""
+        writes = function._opname == "copy_"
+        source = args[1] if writes else args[0]
+        device = args[0].device if writes else torch.device(kwargs.get("device") or source.device)
+        if device == source.device:
+            return function(*args, **kwargs) if device.type == "cpu" else self._launch(function, args, kwargs)
+        if device.type == "cpu":
+            self.wait(f"{function} to the CPU")
+            return function(*_held(args), **kwargs)
+        if self.recording is not None:
+            raise PretendError(f"{function} from the CPU in a capture")
+        is_queued = bool(args[2] if writes and len(args) > 2 else kwargs.get("non_blocking"))
+        if is_queued and self._pinned_already(source):
+            self.under_way.append((source, source.clone()))
+        elif source.dim() > 0:
+            self.wait(f"{function} of memory that is not pinned")
+        self.num_launches += 1
+        if writes:
+            args[0].held.copy_(source)
+            return args[0]
+        return OnDevice(function(*args, **{**kwargs, "device": CPU}))
+
+    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._pinned[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def _pinned_already(self, tensor: torch.Tensor) -> bool:
+        return not isinstance(tensor, OnDevice) and tensor.untyped_storage().data_ptr() in self._pinned
+
+
+class _Graph:
+    """`torch.cuda.CUDAGraph`: operations in their order, each with the memory it reads and the memory it wrote."""
+
+    def __init__(self, cuda: PretendCuda) -> None:
+        self.calls: list[tuple] = []
+        self._cuda = cuda
+        cuda.graphs.append(self)
+
+    def pool(self) -> PretendCuda:
+        return self._cuda
+
+    def replay(self) -> None:
+        self._cuda.num_launches += 1
+        self._cuda.num_replays += 1
+        for graph in self._cuda.graphs:
+            if graph is not self:
+                graph.spoil()
+        for function, args, kwargs, result in self.calls:
+            again = function(*args, **kwargs)
+            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # else a view, or in place
+                    old.copy_(new)
+
+    def spoil(self) -> None:
+        """Nonsense in all memory that its operations took."""
+        given, made = set(), set()
+        for _, args, kwargs, result in self.calls:
+            given |= {_storage(one) for one in _tensors((args, kwargs))} - made
+            made |= {_storage(one) for one in _tensors(result)} - given
+            for one in _tensors(result):
+                if _storage(one) in made and one.is_floating_point():
+                    one.fill_(float("nan"))
+
+
+@contextmanager
+def pretend_cuda() -> Iterator[PretendCuda]:
+    """A device for as long as the block lasts, with events, streams and graphs."""
+    cuda = PretendCuda()
+
+    class Event:
+        copies: tuple = ()  # that were under way when it was recorded
+
+        def record(self) -> None:
+            self.copies = tuple(map(id, cuda.under_way))
+
+        def synchronize(self) -> None:
+            if any(id(copy) in self.copies for copy in cuda.under_way):
+                cuda.wait("an event")
+
+    @contextmanager
+    def graph(captured: _Graph, **_) -> Iterator[None]:
+        cuda.recording = captured
+        try:
+            yield
+        finally:
+            cuda.recording = None
+        captured.spoil()  # nothing is computed while it is recorded
+
+    with (
+        mock.patch.multiple(
+            torch.cuda,
+            CUDAGraph=lambda: _Graph(cuda),
+            Event=Event,
+            graph=graph,
+            stream=lambda stream: nullcontext(),
+            current_stream=lambda device=None: None,
+            device=lambda device: nullcontext(),
+            is_current_stream_capturing=lambda: cuda.recording is not None,
+            empty_cache=lambda: None,
+            _lazy_init=lambda: None,
+        ),
+        cuda,
+    ):
+        yield cuda
+
+
+def move(model: nn.Module) -> nn.Module:
+    """A model put on the pretended device: every parameter and buffer."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(OnDevice(parameter.data), requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = OnDevice(buffer)
+    return model
+
+
+def _held(tree):
+    return tree_map(lambda one: one.held if isinstance(one, OnDevice) else one, tree)
+
+
+def _tensors(tree) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(tree) if isinstance(one, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

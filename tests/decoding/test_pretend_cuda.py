@@ -1,0 +1,162 @@
+"""What the engine asks of a CUDA device, on a pretended one: where tensors lie, what is waited for and captured."""
+
+import logging
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from pretend_cuda import DEVICE, PretendError, move, pretend_cuda
+from test_packed_forward import masked_attention
+from tiny_models import OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
+
+from pipeline.decoding.device_copy import to_device
+from pipeline.decoding.engine import Engine
+from pipeline.decoding.forward import model_runner
+from pipeline.decoding.loading.load import prepare_model
+from pipeline.decoding.memory.token_store import TokenStore
+from pipeline.decoding.planning import step_timing
+from pipeline.decoding.settings import DecodingSettings
+from pipeline.decoding.verifiers import Greedy, ProbabilityThreshold, Relaxed, TopK
+
+NUM_NEW = 16
+NUM_PROMPTS = 5
+KERNEL = mock.patch.object(
+    model_runner, "kernel_for", lambda choice, device: None if choice == "torch" else masked_attention
+)
+
+
+def engine_on_device(model, **settings) -> Engine:
+    """An engine over a model that is moved to the pretended device."""
+    settings = {"batch_size": 3, "max_cache_tokens": 4096} | settings
+    return Engine(prepare_model(move(model)), DecodingSettings(**settings))
+
+
+def watch_steps(engine: Engine, cuda) -> list[tuple[int, bool]]:
+    """Of each step the engine takes from now on: how often it waits, and whether it replays a graph."""
+    steps, step = [], engine._step
+
+    def watched(*arguments):
+        num_waits, num_replays = cuda.num_waits, cuda.num_replays
+        outcomes = step(*arguments)
+        steps.append((cuda.num_waits - num_waits, cuda.num_replays > num_replays))
+        return outcomes
+
+    engine._step = watched
+    return steps
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_neox", "qwen3"])
+def test_a_step_waits_for_the_device_once_and_texts_are_plain_ones(architecture, caplog):
+    """`masked_attention` stands for the kernel, which cannot be run on tensors that pretend."""
+    model = tiny_model(architecture)
+    prompts = tiny_prompts(NUM_PROMPTS)
+    expected = plain_texts(model, prompts, NUM_NEW)
+    with pretend_cuda() as cuda, KERNEL, caplog.at_level(logging.WARNING):
+        engine = engine_on_device(model)
+        assert isinstance(engine.store, TokenStore) and engine.runner.packed is not None
+        steps = watch_steps(engine, cuda)
+        for _ in range(4):  # a bucket's first step is eager, its second is captured
+            results = engine.generate(requests_for(prompts, NUM_NEW), OracleDrafter(expected), Greedy())
+            texts = {result.request_id: result.token_ids.tolist() for result in results}
+            assert [texts[str(i)] for i in range(NUM_PROMPTS)] == expected
+    assert not caplog.messages
+    after_checks = steps[1:]  # the first compares the kernel with the slow attention
+    assert {num_waits for num_waits, _ in after_checks} == {1}
+    assert sum(is_replayed for _, is_replayed in after_checks) > 3
+
+
+@pytest.mark.parametrize("verifier", [Relaxed(), TopK(3), ProbabilityThreshold(0.2)])
+def test_every_rule_judges_on_the_device(verifier):
+    prompts = tiny_prompts(NUM_PROMPTS)
+    drafter = OracleDrafter(plain_texts(tiny_model(), prompts, NUM_NEW))
+
+    def texts_of(engine: Engine) -> list[tuple[str, list[int]]]:
+        results = engine.generate(requests_for(prompts, NUM_NEW), drafter, verifier)
+        return sorted((result.request_id, result.token_ids.tolist()) for result in results)
+
+    expected = texts_of(tiny_engine(tiny_model(), batch_size=3))
+    with pretend_cuda() as cuda, KERNEL:
+        engine = engine_on_device(tiny_model())
+        steps = watch_steps(engine, cuda)
+        assert texts_of(engine) == expected
+    assert {num_waits for num_waits, _ in steps[1:]} == {1}
+
+
+def test_attention_without_a_kernel_waits_once_too_and_alternatives_once_more():
+    prompts = tiny_prompts(NUM_PROMPTS)
+    for records, num_waits in ((False, 1), (True, 2)):
+        model = tiny_model()
+        drafted = plain_texts(model, prompts, NUM_NEW)
+        with pretend_cuda() as cuda:
+            engine = engine_on_device(model, attention="torch", record_alternatives=records)
+            steps = watch_steps(engine, cuda)
+            assert len(list(engine.generate(requests_for(prompts, NUM_NEW), OracleDrafter(drafted)))) == NUM_PROMPTS
+        assert set(steps) == {(num_waits, False)}
+
+
+def test_a_step_within_a_long_prompt_waits_for_nothing():
+    model, prompts = tiny_model(), [np.arange(20, 60, dtype=np.int32)]
+    with pretend_cuda() as cuda, KERNEL:
+        engine = engine_on_device(model, max_prefill_tokens=8)
+        for _ in engine.generate(requests_for(prompts, 4)):
+            pass
+        steps = watch_steps(engine, cuda)
+        assert [type(result).__name__ for result in engine.generate(requests_for([prompts[0][::-1]], 4))]
+    assert [num_waits for num_waits, _ in steps] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_step_costs_are_timed_on_a_device(monkeypatch):
+    monkeypatch.setattr(step_timing, "MIN_ROUNDS", 1)
+    monkeypatch.setattr(step_timing, "SECONDS", 0.0)
+    with pretend_cuda() as cuda, KERNEL:
+        engine = engine_on_device(tiny_model())
+        cost = step_timing.measure_step_cost(engine, sources=(), batch_sizes=(2,))
+        assert cuda.num_replays > len(cost.steps) > 3
+
+
+def test_what_a_gpu_would_refuse_is_refused():
+    with pretend_cuda() as cuda:
+        here = torch.arange(3.0)
+        there = to_device(here.numpy(), DEVICE)
+        assert cuda.num_waits == 0
+        assert (there + 1).cpu().tolist() == [1.0, 2.0, 3.0] and cuda.num_waits == 1
+        for mixed in (lambda: there + here, lambda: there[torch.tensor([0])], lambda: torch.cat((here, there))):
+            with pytest.raises(PretendError, match="both places"):
+                mixed()
+        graph = torch.cuda.CUDAGraph()
+        for read in (there.sum().item, there.nonzero, there.cpu, lambda: to_device(here.numpy(), DEVICE)):
+            with pytest.raises(PretendError, match="in a capture"), torch.cuda.graph(graph):
+                read()
+        assert there.to("cpu").tolist() == [0.0, 1.0, 2.0]
+
+
+def test_pinned_memory_must_outlast_its_copy():
+    with pretend_cuda():
+        pinned = torch.zeros(4, pin_memory=True)
+        there = torch.zeros(4, device="cuda")
+        there.copy_(pinned, non_blocking=True)
+        there.cpu()
+        pinned.fill_(1.0)  # that copy was waited for
+        there.copy_(pinned, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        pinned.fill_(2.0)
+        with pytest.raises(PretendError, match="overwritten"):
+            copied.synchronize()
+
+
+def test_a_graph_computes_anew_what_its_inputs_hold_and_spoils_what_other_graphs_left():
+    with pretend_cuda():
+        given = torch.zeros(2, device="cuda")
+        graphs, results = [], []
+        for factor in (2.0, 3.0):
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1]):
+                results.append((given + 1) * factor)
+        given.fill_(1.0)
+        graphs[0].replay()
+        assert results[0].cpu().tolist() == [4.0, 4.0]
+        graphs[1].replay()
+        assert results[1].cpu().tolist() == [6.0, 6.0]
+        assert results[0].isnan().all().item()
