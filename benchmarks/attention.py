@@ -20,7 +20,8 @@ from command import benchmark_parser, scale_of
 from common import Spread, write_json
 
 from pipeline.decoding.forward.packed_attention import LaunchShape, PackedIndex, packed_attention, visible_keys
-from pipeline.decoding.token_tree import ancestor_masks, node_depths
+from pipeline.decoding.packed_trees import PackedTrees
+from pipeline.decoding.token_tree import TokenTree
 
 SEED = 0
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -59,14 +60,20 @@ class Problem:
         return len(self.index.num_committed)
 
 
+def _random_tree(rng, num_nodes: int) -> TokenTree:
+    parents = np.array([rng.integers(-1, i) if i else -1 for i in range(num_nodes)], np.int32)
+    nothing = np.zeros(num_nodes, np.int32)
+    return TokenTree(nothing, parents, nothing.astype(np.float32), nothing.astype(np.uint8))
+
+
 def make_problem(batch: int, tree: int, context: int, device: torch.device) -> Problem:
     """Random queries, keys and trees; every sequence has one chain token and `tree` drafted ones."""
     rng = np.random.default_rng(SEED)
     committed = rng.integers(context * 4 // 5, context * 6 // 5 + 1, batch)
-    parents = [np.array([rng.integers(-1, i) if i else -1 for i in range(tree)], np.int32) for _ in range(batch)]
-    masks = ancestor_masks(np.array(parents).reshape(batch, tree))
+    trees = PackedTrees([_random_tree(rng, tree) for _ in range(batch)])
+    masks = trees.ancestors.reshape(batch, tree)
     sizes = committed + 1 + tree
-    positions = [length + np.append(0, node_depths(own)) for length, own in zip(committed, parents, strict=True)]
+    positions = committed[:, None] + np.pad(trees.depths.reshape(batch, tree), ((0, 0), (1, 0)))
 
     def tensor(array, dtype=np.int32) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device)
@@ -78,7 +85,7 @@ def make_problem(batch: int, tree: int, context: int, device: torch.device) -> P
         query_starts=tensor(np.arange(batch + 1) * (1 + tree)),
         num_chain=tensor(np.ones(batch)),
         ancestors=tensor(np.concatenate((np.zeros((batch, 1), np.int64), masks), 1).reshape(-1), np.int64),
-        node_positions=tensor(np.concatenate(positions)),
+        node_positions=tensor(positions.reshape(-1)),
     )
     generator = torch.Generator().manual_seed(SEED)
     shapes = ((batch * (1 + tree), NUM_HEADS), (int(sizes.sum()), NUM_KV_HEADS), (int(sizes.sum()), NUM_KV_HEADS))

@@ -1,7 +1,7 @@
 """Which path through each draft is committed, and the token that follows it.
 
 The rule's verdicts are made on the device, for all sequences at once (`row_verdicts`), and come to the host; there
-`select_paths` walks the trees of all sequences at once. Beside it stands `reference_accept`, the same for one sequence
+`select_paths` takes the trees of all sequences at once. Beside it stands `reference_accept`, the same for one sequence
 in plain Python.
 
 The end-of-text rule holds whatever the verifier: nothing is accepted past a node where the target's own choice is an
@@ -12,13 +12,15 @@ Knows no sequences, pools or caches.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from pipeline.decoding.forward.output_head import HeldLogits, StepLogits
+from pipeline.decoding.packed_trees import PackedTrees
 from pipeline.decoding.row_verdicts import judge_rows
-from pipeline.decoding.token_tree import TokenTree, padded_parents
+from pipeline.decoding.token_tree import TokenTree
 from pipeline.decoding.verifiers import Greedy, ProbabilityThreshold, TopK, Verifier
 
 ROUND_LOGITS = 1 << 18  # on a CPU this many numbers are computed and read in the time that a further round takes
@@ -71,11 +73,11 @@ def verify(
             for choice, is_finite in zip(found.choices.tolist(), found.is_finite.tolist(), strict=True)
         ]
     at_once = ROUND_LOGITS // len(is_end) if rows.device.type == "cpu" else rows.num_rows
-    step = _Judged(rows.num_rows, trees, starts)
+    step = _Judged(rows.num_rows, PackedTrees(trees), np.asarray(starts))
     while len(pending := step.next_rows(at_once)):
         step.judge(verifier, rows, pending, is_end)
         at_once *= 2
-    return step.acceptances(trees, starts)
+    return step.acceptances()
 
 
 class _Judged:
@@ -85,21 +87,17 @@ class _Judged:
     bool, the rule's verdict and that of the end-of-text rule, and `log_probability`.
     """
 
-    def __init__(self, num_rows: int, trees: list[TokenTree], starts: np.ndarray) -> None:
-        starts = np.asarray(starts)
-        sizes = np.array([len(tree) for tree in trees])
-        num_nodes = int(sizes.sum())
+    def __init__(self, num_rows: int, trees: PackedTrees, starts: np.ndarray) -> None:
+        self._trees, self._starts = trees, starts
         self.choices = np.zeros(num_rows, np.int64)
         self.is_finite = np.ones(num_rows, bool)
-        self.allowed = np.zeros(num_nodes, bool)
-        self.log_probability = np.zeros(num_nodes)
-        tree_of = np.repeat(np.arange(len(trees)), sizes)
-        self._token_ids = np.concatenate([tree.token_ids for tree in trees]).astype(np.int64)
-        parents = np.concatenate([tree.parents for tree in trees])
-        self._parent_row_of = starts[tree_of] + 1 + parents
-        self._row_of = np.arange(num_nodes) + (starts + 1 - (np.cumsum(sizes) - sizes))[tree_of]
+        self.allowed = np.zeros(len(trees), bool)
+        self.log_probability = np.zeros(len(trees))
+        self._token_ids = trees.token_ids.astype(np.int64)
+        first_of = starts[trees.tree_of] + 1
+        self._parent_row_of, self._row_of = first_of + trees.parents, first_of + trees.places
         self._tree_of_row = np.full(num_rows, -1)
-        self._tree_of_row[starts], self._tree_of_row[self._row_of] = np.arange(len(trees)), tree_of
+        self._tree_of_row[starts], self._tree_of_row[self._row_of] = np.arange(len(starts)), trees.tree_of
         self._is_wanted = self._tree_of_row >= 0  # neither judged nor below a node that was not accepted
 
     def next_rows(self, at_once: int) -> np.ndarray:
@@ -124,72 +122,55 @@ class _Judged:
         self.log_probability[nodes] = verdicts.log_probability
         self._is_wanted[pending] = False
         if self._is_wanted.any():  # else all were judged at once, as a GPU does
-            self._drop_below(self._row_of[nodes[~self.allowed[nodes]]])
+            is_rejected = np.zeros(len(self._trees), bool)
+            is_rejected[nodes] = ~self.allowed[nodes]
+            is_dropped = self._trees.along_paths(np.logical_or, is_rejected)  # nothing is asked about what is below
+            self._is_wanted[self._row_of[is_dropped]] = False
 
-    def _drop_below(self, rejected: np.ndarray) -> None:
-        """Rows of nodes that were not accepted, int64[n]: nothing is asked about them and what comes behind them."""
-        is_dropped = np.zeros(len(self.choices), bool)
-        is_dropped[rejected] = True
-        above = np.arange(len(self.choices))  # an ancestor's row, 1, 2, 4, ... steps up; a root's is its own
-        above[self._row_of] = self._parent_row_of
-        while True:
-            is_dropped |= is_dropped[above]
-            if (above == (further := above[above])).all():
-                break
-            above = further
-        self._is_wanted &= ~is_dropped
-
-    def acceptances(self, trees: list[TokenTree], starts: np.ndarray) -> list[Acceptance | None]:
+    def acceptances(self) -> list[Acceptance | None]:
         """The outcome for each tree."""
-        paths = select_paths(self.allowed, self.log_probability, trees)
-        results: list[Acceptance | None] = []
-        for start, tree, path in zip(starts, trees, paths, strict=True):
-            last = start + 1 + path[-1] if len(path) else start
-            is_sound = self.is_finite[start : start + len(tree) + 1].all()
-            results.append(Acceptance(path, int(self.choices[last])) if is_sound else None)
-        return results
+        paths, last_nodes = select_paths(self.allowed, self.log_probability, self._trees)
+        next_tokens = self.choices[self._starts + 1 + last_nodes].tolist()
+        is_sound = np.ones(len(paths), bool)
+        is_sound[self._tree_of_row[~self.is_finite]] = False
+        return [
+            Acceptance(path, next_token) if sound else None
+            for path, next_token, sound in zip(paths, next_tokens, is_sound.tolist(), strict=True)
+        ]
 
 
-def select_paths(accepted: np.ndarray, log_probability: np.ndarray, trees: list[TokenTree]) -> list[np.ndarray]:
+def select_paths(
+    accepted: np.ndarray, log_probability: np.ndarray, trees: PackedTrees
+) -> tuple[list[np.ndarray], np.ndarray]:
     """The longest accepted path of each tree, the more probable of equally long ones, the first of equals.
 
     Parameters
     ----------
-    accepted, log_probability : [num_nodes], the trees' nodes one tree after another.
+    accepted, log_probability : [n], of the trees' nodes.
 
     Returns
     -------
-    int64[num_accepted] for each tree: node indices from the root.
+    int64[num_accepted] for each tree: node indices from the root; and int64[num_trees], the last of them, -1 for none.
     """
-    sizes = np.array([len(tree) for tree in trees])
-    num_trees, longest = len(trees), int(sizes.max())
-    inside = np.arange(longest) < sizes[:, None]
-    ok = np.zeros((num_trees, longest), bool)
-    ok[inside] = accepted
-    score = np.zeros((num_trees, longest + 1))  # of the path to each node; the last column is the root
-    score[:, :longest][inside] = log_probability
-    parents = padded_parents(trees)
-    length = np.zeros((num_trees, longest + 1), np.int64)
-    alive = np.zeros((num_trees, longest + 1), bool)
-    alive[:, -1] = True
-    rows = np.arange(num_trees)
-    for node in range(longest):
-        parent = parents[:, node]  # -1 is the root's column
-        alive[:, node] = ok[:, node] & alive[rows, parent]
-        length[:, node] = length[rows, parent] + 1
-        score[:, node] += score[rows, parent]
-    length = np.where(alive, length, 0)[:, :longest]
-    best_length = length.max(1)
-    candidates = np.where((length == best_length[:, None]) & (length > 0), score[:, :longest], -np.inf)
-    last = candidates.argmax(1)
-    paths = []
-    for tree, end, size in zip(trees, last.tolist(), best_length.tolist(), strict=True):
-        path = np.empty(size, np.int64)
-        for i in range(size - 1, -1, -1):
-            path[i] = end
-            end = int(tree.parents[end])
-        paths.append(path)
-    return paths
+    num_trees, tree_of = len(trees.sizes), trees.tree_of
+    length = np.where(trees.along_paths(np.logical_and, accepted), trees.depths, 0)
+    longest = np.zeros(num_trees, np.int64)
+    np.maximum.at(longest, tree_of, length)
+    candidates = np.flatnonzero((length > 0) & (length == longest[tree_of]))
+    score = trees.along_paths(np.add, log_probability)[candidates]
+    best = np.full(num_trees, -np.inf)
+    np.maximum.at(best, tree_of[candidates], score)
+    ends = candidates[score == best[tree_of[candidates]]][::-1]  # the first of a tree is written last
+    last_nodes = np.full(num_trees, -1)
+    last_nodes[tree_of[ends]] = trees.places[ends]
+
+    found = np.flatnonzero(last_nodes >= 0)
+    ancestors = np.zeros(num_trees, np.int64)
+    ancestors[found] = trees.ancestors[trees.starts[found] + last_nodes[found]]
+    bits = np.arange(trees.sizes.max(initial=0))
+    _, nodes = np.nonzero((ancestors[:, None] >> bits) & 1)  # parents precede their children
+    stops = np.cumsum(longest * (last_nodes >= 0)).tolist()
+    return [nodes[start:stop] for start, stop in pairwise([0, *stops])], last_nodes
 
 
 def reference_accept(rule: Verifier, logits: np.ndarray, tree: TokenTree, end_ids: set[int]) -> Acceptance:

@@ -13,6 +13,7 @@ Knows no entities, no files and no Ray.
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,7 @@ from pipeline.decoding.batch import Batch, Concurrency, RequestLimits
 from pipeline.decoding.budget import Budget
 from pipeline.decoding.drafters import Drafter, NoDrafter, draft_all
 from pipeline.decoding.endings import Endings
-from pipeline.decoding.forward.feed import Feed
+from pipeline.decoding.forward.feed import Feed, Pack
 from pipeline.decoding.forward.model_runner import ModelRunner
 from pipeline.decoding.loading.load import LoadedModel, load_model
 from pipeline.decoding.memory.kv_cache import cache_bound, is_out_of_memory
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 # Prompt tokens of one step. A CPU computes them fastest in parts of this size (per token 2 times faster than 2048), and
 # such a part takes about as long as the step's drafts of a batch of 16: what decodes meanwhile goes at half speed.
 PREFILL_TOKENS = {"cpu": 256, "cuda": 2048}
+_NO_NODES = np.empty(0, np.int64)
 
 
 class Engine:
@@ -203,72 +205,76 @@ class Engine:
         Prompts share the step's room for them, the oldest first; one that gets no room waits. Only what writes a token
         in this step is drafted for, once: `drafts` keeps them by the sequences' `id`.
         """
-        chains: dict[int, np.ndarray] = {}
+        chains = [s.context[length:] for s, length in zip(live, self._num_cached(live), strict=True)]
+        is_complete = [True] * len(live)
         room = self.max_prefill_tokens
-        for sequence in sorted(live, key=lambda sequence: sequence.order):
-            pending = sequence.context[self.store.lengths[sequence.row] :]
-            if len(pending) > 1:  # a prompt, or a preempted text: as much of it as there is room for
-                pending = pending[:room]
-                room -= len(pending)
-            chains[id(sequence)] = pending
-        ends = {id(s): int(self.store.lengths[s.row]) + len(chains[id(s)]) == len(s.context) for s in live}
-        drafts |= self._draft([s for s in live if ends[id(s)] and id(s) not in drafts], drafter, budget)
+        for i in sorted((i for i, chain in enumerate(chains) if len(chain) > 1), key=lambda i: live[i].order):
+            # A prompt, or a preempted text: as much of it as there is room for.
+            is_complete[i] = len(chains[i]) <= room
+            chains[i] = chains[i][:room]
+            room -= len(chains[i])
+        completed = [s for s, complete in zip(live, is_complete, strict=True) if complete and id(s) not in drafts]
+        drafts |= self._draft(completed, drafter, budget)
         fed = []
-        for sequence in live:
-            chain, complete = chains[id(sequence)], ends[id(sequence)]
+        for sequence, chain, complete in zip(live, chains, is_complete, strict=True):
             if len(chain):
                 tree = drafts.get(id(sequence), EMPTY_TREE) if complete else EMPTY_TREE
-                fed.append((sequence, Feed(sequence.row, chain, tree, wants_logits=complete)))
+                fed.append((sequence, Feed(sequence.row, chain, tree, complete)))
         return fed
 
-    def _forward_and_verify(self, fed: list[tuple[Sequence, Feed]], verifier: Verifier) -> list["_Move"]:
-        """Run the model and accept drafts. Changes nothing, so that it can be tried again."""
-        feeds = [feed for _, feed in fed]
-        output = self.runner.forward(feeds)
-        complete = [i for i, feed in enumerate(feeds) if feed.wants_logits]
-        accepted: list[Acceptance | None] = []
-        alternatives: list[np.ndarray | None] = [None] * len(complete)
-        if complete:
-            trees, starts = [feeds[i].tree for i in complete], output.starts[complete]
-            accepted = verify(verifier, output.rows, trees, starts, self._is_end)
-            if self.settings.record_alternatives:
-                alternatives = step_alternatives(output.rows, trees, starts, accepted, self._is_end)
-        verified = dict(zip(complete, zip(accepted, alternatives, strict=True), strict=True))
-        return [
-            _Move(sequence, feed, output.slots[i], *verified.get(i, (None, None)))
-            for i, (sequence, feed) in enumerate(fed)
-        ]
+    def _num_cached(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        """Tokens of each that are in the KV cache."""
+        return self.store.lengths[[sequence.row for sequence in sequences]].tolist()
 
-    def _commit_all(self, moves: list["_Move"], on_event) -> dict[int, GenerationResult | GenerationFailure]:
+    def _forward_and_verify(self, fed: list[tuple[Sequence, Feed]], verifier: Verifier) -> "_Moves":
+        """Run the model and accept drafts. Changes nothing, so that it can be tried again."""
+        output = self.runner.forward([feed for _, feed in fed])
+        complete = np.flatnonzero(output.pack.wants_logits)
+        accepted: list[Acceptance | None] = [None] * len(fed)
+        alternatives: list[np.ndarray | None] = [None] * len(fed)
+        if len(complete):
+            trees, starts = [fed[i][1].tree for i in complete], output.starts[complete]
+            found = verify(verifier, output.rows, trees, starts, self._is_end)
+            runners_up = [None] * len(complete)
+            if self.settings.record_alternatives:
+                runners_up = step_alternatives(output.rows, trees, starts, found, self._is_end)
+            for i, *verified in zip(complete.tolist(), found, runners_up, strict=True):
+                accepted[i], alternatives[i] = verified
+        return _Moves([sequence for sequence, _ in fed], output.pack, accepted, alternatives)
+
+    def _commit_all(self, moves: "_Moves", on_event) -> dict[int, GenerationResult | GenerationFailure]:
         """Keep what was accepted, in the cache and in the texts; of the sequences that ended, what came of them."""
         outcomes: dict[int, GenerationResult | GenerationFailure] = {}
-        sound = []
-        for move in moves:
-            if move.feed.wants_logits and move.acceptance is None:
-                reason = "not-finite: the model's logits are not finite"
-                outcomes[id(move.sequence)] = GenerationFailure(move.sequence.request.request_id, reason)
-                self.store.erase(move.sequence.row)
-            else:
-                sound.append(move)
-        if not sound:
+        pack = moves.pack
+        is_sound = np.array([acceptance is not None for acceptance in moves.accepted]) | ~pack.wants_logits
+        for i in np.flatnonzero(~is_sound).tolist():
+            sequence, reason = moves.sequences[i], "not-finite: the model's logits are not finite"
+            outcomes[id(sequence)] = GenerationFailure(sequence.request.request_id, reason)
+            self.store.erase(sequence.row)
+        sound = np.flatnonzero(is_sound)
+        if not len(sound):
             return outcomes
-        self.store.commit([move.feed.row for move in sound], [move.kept_slots for move in sound])
-        for move in sound:
-            sequence = move.sequence
-            num_cached = self.store.lengths[sequence.row]
-            if num_cached - len(move.kept_slots) < sequence.num_prompt:  # it was within its prompt
-                self.store.remember_prefix(sequence.row, sequence.prompt_ids[:num_cached])
-            if move.acceptance is not None:
-                result = self._commit(sequence, move, on_event)
+        is_kept = pack.kept(sound, [_nodes(moves.accepted[i]) for i in sound.tolist()])
+        counts = np.add.reduceat(is_kept, pack.offsets, dtype=np.int64)[sound]
+        self.store.commit(pack.rows[sound], counts, pack.slots[is_kept])
+        for i, num_before in zip(sound.tolist(), pack.num_committed[sound].tolist(), strict=True):
+            sequence = moves.sequences[i]
+            if num_before < sequence.num_prompt:  # it was within its prompt
+                self.store.remember_prefix(sequence.row, sequence.prompt_ids[: self.store.lengths[sequence.row]])
+            if moves.accepted[i] is not None:
+                tree, alternatives = pack.feeds[i].tree, moves.alternatives[i]
+                result = self._commit(sequence, tree, moves.accepted[i], alternatives, on_event)
                 if result is not None:
                     outcomes[id(sequence)] = result
         return outcomes
 
-    def _commit(self, sequence: Sequence, move: "_Move", on_event) -> GenerationResult | None:
+    def _commit(
+        self, sequence: Sequence, tree: TokenTree, acceptance: Acceptance, alternatives: np.ndarray | None, on_event
+    ) -> GenerationResult | None:
         """Add a step's tokens to a text; its result if that ended it."""
-        before, tree, acceptance = sequence.num_output, move.feed.tree, move.acceptance
+        before = sequence.num_output
         at_end = bool(self._is_end[acceptance.next_token])
-        sequence.append(tree, acceptance.nodes, None if at_end else acceptance.next_token, move.alternatives)
+        sequence.append(tree, acceptance.nodes, None if at_end else acceptance.next_token, alternatives)
         if on_event is not None:
             new = slice(before, sequence.num_output)
             event = StepEvent(
@@ -287,22 +293,18 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class _Move:
-    """What a step found for one sequence; `acceptance` is None within a long prompt or where logits are not finite.
+class _Moves:
+    """What a step found for its sequences, each a feed of its pack.
 
-    `alternatives` int32[num_accepted + 1] are the target's runners-up, None unless they are recorded.
+    Of each: what was accepted, None within a long prompt or where logits are not finite; and `alternatives`
+    int32[num_accepted + 1], the target's runners-up, None unless they are recorded.
     """
 
-    sequence: Sequence
-    feed: Feed
-    slots: np.ndarray
-    acceptance: Acceptance | None
-    alternatives: np.ndarray | None
+    sequences: list[Sequence]
+    pack: Pack
+    accepted: list[Acceptance | None]
+    alternatives: list[np.ndarray | None]
 
-    @property
-    def kept_slots(self) -> np.ndarray:
-        """The slots of the chain and of the accepted path."""
-        num_chain = len(self.feed.chain_ids)
-        if self.acceptance is None or self.acceptance.num_accepted == 0:
-            return self.slots[:num_chain]
-        return np.concatenate((self.slots[:num_chain], self.slots[num_chain:][self.acceptance.nodes]))
+
+def _nodes(acceptance: Acceptance | None) -> np.ndarray:
+    return _NO_NODES if acceptance is None else acceptance.nodes

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.decoding.packed_trees import PackedTrees
 from pipeline.decoding.token_tree import MAX_DEPTH, TokenTree
 from retrieval_pools.sources import NUM_SOURCES, SOURCE_TARGET
+
+COUNTED_TOGETHER = 16  # drafts of a text
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,9 @@ class Sequence:
         self.row = -1  # of the KV store, once it has one
         self.order = -1  # of admission; kept when it is preempted
         self.num_steps = self.num_drafted = self.num_accepted = 0
-        self.drafted_by_source = np.zeros(NUM_SOURCES, np.int64)
-        self.accepted_by_source = np.zeros(NUM_SOURCES, np.int64)
-        self.drafted_by_depth = np.zeros(MAX_DEPTH, np.int64)
-        self.accepted_by_depth = np.zeros(MAX_DEPTH, np.int64)
+        self._by_source = np.zeros((2, NUM_SOURCES), np.int64)  # drafted tokens, and of them the accepted ones
+        self._by_depth = np.zeros((2, MAX_DEPTH), np.int64)
+        self._uncounted: list[tuple[TokenTree, np.ndarray]] = []  # drafts that these sums have not yet, and their paths
         self._tokens = np.empty(self.num_prompt + max_new_tokens, np.int32)
         self._tokens[: self.num_prompt] = request.prompt_ids
         self._sources = np.empty(max_new_tokens, np.uint8)
@@ -143,8 +145,9 @@ class Sequence:
         `alternatives` int32[len(path) + 1] are those of the path and of the next token, where they are recorded.
         """
         end = self._length + len(path)
-        self._tokens[self._length : end] = tree.token_ids[path]
-        self._sources[self._length - self.num_prompt : end - self.num_prompt] = tree.source[path]
+        if len(path):
+            self._tokens[self._length : end] = tree.token_ids[path]
+            self._sources[self._length - self.num_prompt : end - self.num_prompt] = tree.source[path]
         if next_token is not None:
             self._tokens[end] = next_token
             self._sources[end - self.num_prompt] = SOURCE_TARGET
@@ -154,17 +157,30 @@ class Sequence:
             self._alternatives[first:last] = alternatives[: last - first]
         self._length = end
         self.num_steps += 1
-        self.num_drafted += len(tree)
-        self.num_accepted += len(path)
         if len(tree):
-            depths = np.minimum(tree.depths, MAX_DEPTH) - 1
-            self.drafted_by_source += np.bincount(tree.source, minlength=NUM_SOURCES)
-            self.drafted_by_depth += np.bincount(depths, minlength=MAX_DEPTH)
-            self.accepted_by_source += np.bincount(tree.source[path], minlength=NUM_SOURCES)
-            self.accepted_by_depth += np.bincount(depths[path], minlength=MAX_DEPTH)
+            self.num_drafted += len(tree)
+            self.num_accepted += len(path)
+            self._uncounted.append((tree, path))
+            if len(self._uncounted) == COUNTED_TOGETHER:
+                self._count()
+
+    def _count(self) -> None:
+        """Add the newest drafts to the sums, together: one by one that took longer than the rest of `append`."""
+        if not self._uncounted:
+            return
+        trees, paths = zip(*self._uncounted, strict=True)
+        packed = PackedTrees(trees)
+        source = np.concatenate([tree.source for tree in trees])
+        depth = np.minimum(packed.depths, MAX_DEPTH) - 1
+        accepted = np.repeat(packed.starts, [len(path) for path in paths]) + np.concatenate(paths)
+        for sums, values in ((self._by_source, source), (self._by_depth, depth)):
+            for total, nodes in zip(sums, (values, values[accepted]), strict=True):
+                total += np.bincount(nodes, minlength=len(total))
+        self._uncounted.clear()
 
     def result(self, finish_reason: str, num_tokens: int, text: str) -> GenerationResult:
         """The finished text, cut to its first `num_tokens` output tokens, which decode to `text`."""
+        self._count()
         return GenerationResult(
             request_id=self.request.request_id,
             token_ids=self.output_ids[:num_tokens].copy(),
@@ -174,9 +190,9 @@ class Sequence:
             num_steps=self.num_steps,
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,
-            drafted_by_source=self.drafted_by_source,
-            accepted_by_source=self.accepted_by_source,
-            drafted_by_depth=self.drafted_by_depth,
-            accepted_by_depth=self.accepted_by_depth,
+            drafted_by_source=self._by_source[0],
+            accepted_by_source=self._by_source[1],
+            drafted_by_depth=self._by_depth[0],
+            accepted_by_depth=self._by_depth[1],
             alternative_ids=None if self._alternatives is None else self._alternatives[:num_tokens].copy(),
         )

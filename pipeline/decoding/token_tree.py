@@ -51,42 +51,14 @@ def chain_tree(token_ids, source: int = SOURCE_TARGET) -> TokenTree:
 
 
 def node_depths(parents: np.ndarray) -> np.ndarray:
-    """Depth of each node, from int32[n] parents that precede their children: int32[n], 1 for a root's child."""
+    """Depth of each node, from int32[n] parents that precede their children: int32[n], 1 for a root's child.
+
+    Slow and obvious; `PackedTrees.depths` is the same for many trees.
+    """
     depths = []
     for parent in parents.tolist():
         depths.append(1 if parent < 0 else depths[parent] + 1)
     return np.array(depths, np.int32)
-
-
-def padded_parents(trees: list[TokenTree]) -> np.ndarray:
-    """Parents of several trees: int64[num_trees, most_nodes], -1 where a tree has fewer."""
-    parents = np.full((len(trees), max(len(tree) for tree in trees)), ROOT, np.int64)
-    for row, tree in zip(parents, trees, strict=True):
-        row[: len(tree)] = tree.parents
-    return parents
-
-
-def ancestor_matrix(parents: np.ndarray) -> np.ndarray:
-    """Which nodes a node sees: bool[b, n, n] from int[b, n] parents; `[b, i, j]` for j = i and i's ancestors."""
-    num_trees, num_nodes = parents.shape
-    sees = np.zeros((num_trees, num_nodes, num_nodes), bool)
-    trees = np.arange(num_trees)
-    for i in range(num_nodes):
-        if i:
-            parent = parents[:, i]
-            sees[:, i] = sees[trees, parent] & (parent >= 0)[:, None]
-        sees[:, i, i] = True
-    return sees
-
-
-def ancestor_masks(parents: np.ndarray) -> np.ndarray:
-    """The same as bits: int64[b, n]; bit j of `[b, i]` for j = i and i's ancestors. At most MAX_NODES nodes."""
-    num_trees, num_nodes = parents.shape
-    masks = np.zeros((num_trees, num_nodes + 1), np.uint64)  # the last column is the root's: no bits
-    trees = np.arange(num_trees)
-    for i in range(num_nodes):
-        masks[:, i] = masks[trees, parents[:, i]] | np.uint64(1 << i)
-    return masks[:, :num_nodes].view(np.int64)
 
 
 def prune(tree: TokenTree, *, max_nodes: int, max_depth: int, min_log_acceptance: float, vocab_size: int) -> TokenTree:

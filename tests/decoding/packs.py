@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pipeline.decoding.forward import feed
 from pipeline.decoding.forward.packed_attention import PackedIndex
-from pipeline.decoding.token_tree import TokenTree, ancestor_masks, node_depths
+from pipeline.decoding.packed_trees import PackedTrees
+from pipeline.decoding.token_tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,20 @@ def random_tree(rng, num_nodes: int, vocab_size: int) -> TokenTree:
     return TokenTree(tokens, random_parents(rng, num_nodes), zeros, zeros.astype(np.uint8))
 
 
+def keep(store, pack: feed.Pack, paths: list[np.ndarray]) -> None:
+    """Commit each feed's chain and a path of its tree."""
+    kept = pack.kept(np.arange(len(pack.feeds)), paths)
+    store.commit(pack.rows, pack.num_chain + [len(path) for path in paths], pack.slots[kept])
+
+
 def random_index(rng, lengths: list[tuple[int, int, int]], num_slots: int, device="cpu") -> PackedIndex:
     """Sequences of (committed, chain, tree) tokens; committed ones may share slots, as prompts of one prefix do."""
     slots, ancestors, positions = [], [], []
     for committed, chain, tree in lengths:
         slots.append(rng.choice(num_slots, committed + chain + tree, replace=False))
-        parents = random_parents(rng, tree)
-        ancestors += [np.zeros(chain, np.int64), ancestor_masks(parents[None])[0]]
-        positions += [committed + np.arange(chain), committed + chain - 1 + node_depths(parents)]
+        trees = PackedTrees([random_tree(rng, tree, 2)])
+        ancestors += [np.zeros(chain, np.int64), trees.ancestors]
+        positions += [committed + np.arange(chain), committed + chain - 1 + trees.depths]
     committed, chain, tree = np.array(lengths).T
 
     def starts(sizes) -> np.ndarray:

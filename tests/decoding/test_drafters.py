@@ -25,8 +25,9 @@ def test_sequence_shows_what_was_committed():
     assert sequence.prompt_ids.tolist() == [1, 2, 3] and sequence.output_ids.tolist() == [4, 5, 6, 7, 9]
     assert sequence.sources.tolist() == [SOURCE_TARGET] * 2 + [SOURCE_POOL] * 2 + [SOURCE_TARGET]
     assert (sequence.num_steps, sequence.num_drafted, sequence.num_accepted, sequence.num_left) == (3, 3, 2, 95)
-    assert sequence.accepted_by_depth[:4].tolist() == [1, 1, 0, 0]
-    assert sequence.drafted_by_source.tolist() == [3 * (code == SOURCE_POOL) for code in range(NUM_SOURCES)]
+    result = sequence.result("length", 5, "")
+    assert result.accepted_by_depth[:4].tolist() == [1, 1, 0, 0]
+    assert result.drafted_by_source.tolist() == [3 * (code == SOURCE_POOL) for code in range(NUM_SOURCES)]
 
 
 def test_nothing_is_drafted_where_nothing_is_asked_for():

@@ -50,15 +50,15 @@ def test_rows_hold_their_texts_and_nothing_leaks(data):
                 continue
             assert lease.row not in live and lease.num_shared < len(prompt)
             rest = prompt[lease.num_shared :]
-            slots = store.reserve([lease.row], [len(rest)])[0]
+            slots = store.reserve([lease.row], [len(rest)])
             write(store, lease.row, slots, rest, range(lease.num_shared, len(prompt)))
-            store.commit([lease.row], [slots])
+            store.commit([lease.row], [len(slots)], slots)
             store.remember_prefix(lease.row, np.array(prompt, np.int32))
             live[lease.row] = list(prompt)
         elif action == "step" and live:
             row = data.draw(st.sampled_from(sorted(live)))
             num_nodes = data.draw(st.integers(1, 6))
-            slots = store.reserve([row], [num_nodes])[0]
+            slots = store.reserve([row], [num_nodes])
             assert not store.committed[row, slots].any() and len(set(slots.tolist())) == num_nodes
             assert (np.diff(slots) > 0).all()
             tokens = data.draw(st.lists(st.integers(1, 9), min_size=num_nodes, max_size=num_nodes))
@@ -67,7 +67,7 @@ def test_rows_hold_their_texts_and_nothing_leaks(data):
             for depth, node in enumerate(kept):
                 positions[node] = len(live[row]) + depth
             write(store, row, slots, tokens, positions)
-            store.commit([row], [slots[kept]])
+            store.commit([row], [len(kept)], slots[kept])
             live[row] += [tokens[node] for node in kept]
         elif action == "leave" and live:
             row = data.draw(st.sampled_from(sorted(live)))
@@ -85,9 +85,9 @@ def test_rows_hold_their_texts_and_nothing_leaks(data):
 def admit(store: KVStore, prompt) -> int:
     prompt = np.array(prompt, np.int32)
     lease = store.acquire(prompt, 100)
-    slots = store.reserve([lease.row], [len(prompt) - lease.num_shared])[0]
+    slots = store.reserve([lease.row], [len(prompt) - lease.num_shared])
     write(store, lease.row, slots, prompt[lease.num_shared :], range(lease.num_shared, len(prompt)))
-    store.commit([lease.row], [slots])
+    store.commit([lease.row], [len(slots)], slots)
     store.remember_prefix(lease.row, prompt)
     return lease.num_shared
 

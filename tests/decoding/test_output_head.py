@@ -60,7 +60,7 @@ def test_rows_of_a_step_equal_those_of_a_step_with_logits(architecture):
             Feed(rows[1], np.arange(4, dtype=np.int32), wants_logits=False),
         ]
         outputs.append(runner.forward(feeds))
-        runner.store.commit(rows, outputs[-1].slots)
+        runner.store.commit(rows, outputs[-1].pack.sizes, outputs[-1].pack.slots)
         outputs.append(runner.forward([Feed(row, np.array([9], np.int32)) for row in rows]))
     for whole, split in (outputs[::2], outputs[1::2]):
         assert split.rows.num_rows == whole.rows.num_rows

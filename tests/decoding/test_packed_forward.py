@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from packs import random_tree
+from packs import keep, random_tree
 from tiny_models import (
     ARCHITECTURES,
     VOCAB,
@@ -101,16 +101,11 @@ def assert_equal_logits(runners: list[ModelRunner], num_steps: int = 5, seed: in
             node, path = int(rng.integers(-1, len(feed.tree))), []
             while node >= 0:
                 path, node = [node, *path], int(feed.tree.parents[node])
-            kept_nodes.append(path)
+            kept_nodes.append(np.array(path, np.int64))
             rest = pending[feed.row][len(feed.chain_ids) :]
             pending[feed.row] = rest or [int(rng.integers(0, VOCAB))]
         for runner, output in zip(runners, outputs, strict=True):
-            chains = [len(feed.chain_ids) for feed in feeds]
-            slots = [
-                np.concatenate((own[:n], own[n:][path]))
-                for own, n, path in zip(output.slots, chains, kept_nodes, strict=True)
-            ]
-            runner.store.commit([feed.row for feed in feeds], slots)
+            keep(runner.store, output.pack, kept_nodes)
         if step % 3 == 2:
             ended = next(iter(pending))
             del pending[ended]

@@ -28,9 +28,9 @@ def write(store: TokenStore, slots, tokens, positions) -> None:
 def write_all(store: TokenStore, row: int, tokens: list[int]) -> None:
     """Compute and keep the rest of a prompt."""
     length = int(store.lengths[row])
-    slots = store.reserve([row], [len(tokens) - length])[0]
+    slots = store.reserve([row], [len(tokens) - length])
     write(store, slots, tokens[length:], range(length, len(tokens)))
-    store.commit([row], [slots])
+    store.commit([row], [len(slots)], slots)
     store.remember_prefix(row, np.array(tokens, np.int32))
 
 
@@ -101,8 +101,9 @@ def test_slots_hold_their_texts_and_nothing_leaks(data):
                 with pytest.raises(MemoryError):
                     store.reserve(rows, counts)
                 continue
-            slots = store.reserve(rows, counts)
-            assert len(set(np.concatenate(slots).tolist())) == sum(counts)
+            reserved = store.reserve(rows, counts)
+            assert len(set(reserved.tolist())) == len(reserved) == sum(counts)
+            slots = np.split(reserved, np.cumsum(counts)[:-1])
             kept_slots = []
             for row, own, count in zip(rows, slots, counts, strict=True):
                 assert len(own) == count
@@ -114,7 +115,7 @@ def test_slots_hold_their_texts_and_nothing_leaks(data):
                 write(store, own, tokens, positions)
                 kept_slots.append(own[kept])
                 live[row] = live[row] + [tokens[node] for node in kept]
-            store.commit(rows, kept_slots)
+            store.commit(rows, [len(kept) for kept in kept_slots], np.concatenate(kept_slots))
         elif action in ("preempt", "leave") and live:
             row = data.draw(st.sampled_from(sorted(live)))
             store.release(row)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from packs import keep
 from tiny_models import VOCAB, tiny_model
 
 from pipeline.decoding.forward import row_plan
@@ -67,7 +68,7 @@ def test_every_node_gets_the_logits_of_its_own_path(architecture, store_type, ca
         rows = list(rng.permutation(list(texts)))
         feeds = [Feed(int(row), np.array(pending[row], np.int32), trees[row], step + row != 2) for row in rows]
         out = runner.forward(feeds)
-        kept_slots = [np.empty(0)] * len(rows)
+        kept_nodes = []
         for i, row in enumerate(rows):
             chain, tree = pending[row], trees[row]
             if feeds[i].wants_logits:
@@ -78,7 +79,7 @@ def test_every_node_gets_the_logits_of_its_own_path(architecture, store_type, ca
                     found = out.logits[out.starts[i] + 1 + node]
                     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
             kept = path_to(tree, int(rng.integers(-1, len(tree))))
-            kept_slots[i] = np.concatenate((out.slots[i][: len(chain)], out.slots[i][len(chain) :][kept]))
+            kept_nodes.append(np.array(kept, np.int64))
             texts[row] = texts[row] + chain + tree.token_ids[kept].tolist()
             pending[row] = [int(rng.integers(0, VOCAB))]
-        store.commit([int(row) for row in rows], kept_slots)
+        keep(store, out.pack, kept_nodes)

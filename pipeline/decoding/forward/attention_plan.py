@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from pipeline.decoding.device_copy import to_device
+from pipeline.decoding.forward.feed import Pack
 from pipeline.decoding.forward.single_attention import SingleTokens
 from pipeline.decoding.memory.kv_cache import KVCache
 
@@ -57,18 +58,15 @@ class AttentionGroup:
 
 @dataclass
 class StepPlan:
-    """One forward of `num_tokens` packed tokens.
+    """One forward of a pack.
 
-    `rows`, `slots`: int64[num_tokens], where in the store each token's key and value goes. `build_groups` is called
-    when groups are first asked for. `ragged` is the same step for a kernel that pads nothing (`token_plan.RaggedStep`),
-    None over the row store. `build_single` gives the same step where every row adds one token over the row store; None
-    elsewhere.
+    `build_groups` is called when groups are first asked for. `ragged` is the same step for a kernel that pads nothing
+    (`token_plan.RaggedStep`), None over the row store. `build_single` gives the same step where every row adds one
+    token over the row store; None elsewhere.
     """
 
     store: KVCache
-    num_tokens: int
-    rows: np.ndarray
-    slots: np.ndarray
+    pack: Pack
     build_groups: Callable[[], list[AttentionGroup]]
     ragged: object | None = None
     build_single: Callable[[], SingleTokens] | None = None
@@ -77,6 +75,10 @@ class StepPlan:
     _masks: dict = field(default_factory=dict)
     _gathers: dict = field(default_factory=dict)
     _scatters: dict = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.pack)
 
     @cached_property
     def groups(self) -> list[AttentionGroup]:
@@ -97,7 +99,8 @@ class StepPlan:
     def write_index(self, num_kv_heads: int, device: torch.device) -> torch.Tensor:
         """The tokens' flat index in a layer of the store."""
         if num_kv_heads not in self._indices:
-            index = self.store.flat_index(self.rows, self.slots, num_kv_heads)
+            rows = self.pack.rows[self.pack.feed_of]
+            index = self.store.flat_index(rows, self.pack.slots, num_kv_heads)
             self._indices[num_kv_heads] = to_device(index, device)
         return self._indices[num_kv_heads]
 

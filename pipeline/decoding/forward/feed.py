@@ -1,13 +1,17 @@
-"""What a sequence adds to a forward, and its place in the pack.
+"""What sequences add to a forward, and the pack that they make: one row of tokens.
 
-Knows no store and no model.
+Knows where a store has room; no model.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, node_depths
+from pipeline.decoding.memory.kv_cache import KVCache
+from pipeline.decoding.packed_trees import PackedTrees
+from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,66 @@ class PackedFeed:
     size: int
 
 
-def feed_positions(feed: Feed, num_committed: int) -> np.ndarray:
-    """Absolute position of each token of a feed: int32[m + n]."""
-    last = num_committed + len(feed.chain_ids) - 1
-    chain = np.arange(num_committed, last + 1, dtype=np.int32)
-    if len(feed.tree.token_ids) == 0:
-        return chain
-    return np.concatenate((chain, last + node_depths(feed.tree.parents)))
+class Pack:
+    """The N tokens of B feeds, end to end: of each feed its chain, then the nodes of its tree.
+
+    Of feeds, int64[B]: `rows`, `num_committed` tokens of the row before them, `num_chain` tokens, `sizes` with those of
+    the tree, `offsets` in the pack, and bool[B] `wants_logits`. Of tokens: `feed_of` int64[N], `is_node` bool[N] (of a
+    tree), `token_ids` int32[N], absolute `positions` int32[N], and `slots` int64[N] of their row, reserved.
+    """
+
+    def __init__(self, feeds: Sequence[Feed], store: KVCache) -> None:
+        self.feeds = feeds
+        self.trees = PackedTrees([feed.tree for feed in feeds])
+        self.rows = np.array([feed.row for feed in feeds])
+        self.wants_logits = np.array([feed.wants_logits for feed in feeds])
+        self.num_chain = np.array([len(feed.chain_ids) for feed in feeds])
+        self.num_committed = store.lengths[self.rows]
+        self.sizes = self.num_chain + self.trees.sizes
+        self.offsets = np.cumsum(self.sizes) - self.sizes
+        self.slots = store.reserve(self.rows, self.sizes)
+
+        self.feed_of = np.repeat(np.arange(len(feeds)), self.sizes)
+        places = np.arange(len(self.feed_of)) - self.offsets[self.feed_of]  # within the feed
+        self.is_node = places >= self.num_chain[self.feed_of]
+        self.token_ids = np.concatenate([feed.chain_ids for feed in feeds])
+        if len(self.trees):
+            chains, self.token_ids = self.token_ids, np.empty(len(self.feed_of), np.int32)
+            self.token_ids[~self.is_node], self.token_ids[self.is_node] = chains, self.trees.token_ids
+            places[self.is_node] = (self.num_chain - 1)[self.feed_of[self.is_node]] + self.trees.depths
+        self.positions = (self.num_committed[self.feed_of] + places).astype(np.int32)
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return len(self.feed_of)
+
+    @cached_property
+    def wanted(self) -> np.ndarray:
+        """int64[K]: tokens whose logits are wanted, of each feed that wants any its chain's last one and all nodes."""
+        is_last = np.zeros(len(self), bool)
+        is_last[self.offsets + self.num_chain - 1] = True
+        return np.flatnonzero((is_last | self.is_node) & self.wants_logits[self.feed_of])
+
+    @cached_property
+    def wanted_starts(self) -> np.ndarray:
+        """int64[B]: the first of each feed's in `wanted`."""
+        counts = np.where(self.wants_logits, self.trees.sizes + 1, 0)
+        return np.cumsum(counts) - counts
+
+    @cached_property
+    def parts(self) -> list[PackedFeed]:
+        """The feeds one by one."""
+        slots = np.split(self.slots, self.offsets[1:])
+        places = zip(self.feeds, slots, self.offsets.tolist(), self.sizes.tolist(), strict=True)
+        return [PackedFeed(*place) for place in places]
+
+    def kept(self, feeds: np.ndarray, paths: Sequence[np.ndarray]) -> np.ndarray:
+        """Which tokens stay where some feeds, int64[n], keep their chain and these nodes of their tree: bool[N]."""
+        is_kept = np.zeros(len(self), bool)
+        is_feed = np.zeros(len(self.feeds), bool)
+        is_feed[feeds] = True
+        np.logical_and(~self.is_node, is_feed[self.feed_of], out=is_kept)
+        lengths = [len(path) for path in paths]
+        if any(lengths):
+            is_kept[np.repeat((self.offsets + self.num_chain)[feeds], lengths) + np.concatenate(paths)] = True
+        return is_kept

@@ -15,7 +15,7 @@ import torch
 
 from pipeline.decoding.device_copy import to_device
 from pipeline.decoding.forward.attention_plan import CALL_COST_CPU, CALL_COST_CUDA, StepPlan
-from pipeline.decoding.forward.feed import Feed, PackedFeed, feed_positions
+from pipeline.decoding.forward.feed import Feed, Pack
 from pipeline.decoding.forward.output_head import HeldLogits, HiddenRows, OutputHead, StepLogits
 from pipeline.decoding.forward.packed_forward import PackedForward, kernel_for
 from pipeline.decoding.forward.row_plan import row_plan
@@ -34,14 +34,22 @@ logger = logging.getLogger(__name__)
 class StepOutput:
     """Result of one forward.
 
-    `rows` gives logits of the kept tokens, until the next forward. Of feed i, rows `starts[i]` (after the chain) and
-    the following `len(tree)` are its own, where it wants any. `slots[i]`: int64, the row's slots its tokens were
-    written to.
+    `rows` gives logits of the pack's wanted tokens, until the next forward. Of feed i, rows `starts[i]` (after the
+    chain) and the following `len(tree)` are its own, where it wants any.
     """
 
     rows: StepLogits
-    starts: np.ndarray
-    slots: list[np.ndarray]
+    pack: Pack
+
+    @property
+    def starts(self) -> np.ndarray:
+        """int64[number of feeds]."""
+        return self.pack.wanted_starts
+
+    @property
+    def slots(self) -> list[np.ndarray]:
+        """int64 of each feed: the row's slots that its tokens were written to."""
+        return [part.slots for part in self.pack.parts]
 
     @property
     def logits(self) -> torch.Tensor:
@@ -88,33 +96,17 @@ class ModelRunner:
 
     def forward(self, feeds: list[Feed]) -> StepOutput:
         """Run the model over all feeds at once. Nothing is committed: the caller commits the slots it keeps."""
-        store = self.store
-        sizes = [feed.num_tokens for feed in feeds]
-        offsets = np.cumsum([0, *sizes])
-        slots = store.reserve([feed.row for feed in feeds], sizes)
-        token_ids = np.concatenate([part for feed in feeds for part in (feed.chain_ids, feed.tree.token_ids)])
-        positions = np.concatenate([feed_positions(feed, int(store.lengths[feed.row])) for feed in feeds])
-        packed = [PackedFeed(*parts) for parts in zip(feeds, slots, offsets[:-1].tolist(), sizes, strict=True)]
-        plan = self._plan(store, packed, positions, self._call_cost)
-
-        starts = np.zeros(len(feeds), np.int64)
-        kept: list[np.ndarray] = []
-        num_kept = 0
-        for i, part in enumerate(packed):
-            starts[i] = num_kept
-            if part.feed.wants_logits:
-                first = part.offset + len(part.feed.chain_ids) - 1
-                kept.append(np.arange(first, part.offset + part.size))
-                num_kept += part.offset + part.size - first
+        pack = Pack(feeds, self.store)
+        plan = self._plan(self.store, pack, self._call_cost)
         # A forward with no wanted logits still needs one row of them.
-        keep = np.concatenate(kept) if kept else np.zeros(1, np.int64)
+        keep = pack.wanted if len(pack.wanted) else np.zeros(1, np.int64)
         rows = None
         if self.packed is not None:
-            rows = self._run_packed(PackedStep(token_ids, plan.slots, keep, plan.ragged, store.scratch_slot))
+            rows = self._run_packed(PackedStep(pack.token_ids, pack.slots, keep, plan.ragged, self.store.scratch_slot))
         if rows is None:
-            rows = self._run(plan, token_ids, positions, keep)
+            rows = self._run(plan, keep)
         self.last_plan = plan
-        return StepOutput(rows, starts, slots)
+        return StepOutput(rows, pack)
 
     def _run_packed(self, step: PackedStep) -> StepLogits | None:
         """The same by the kernel; None where it failed, and then it is not tried again."""
@@ -128,9 +120,10 @@ class ModelRunner:
             return None
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan, token_ids: np.ndarray, positions: np.ndarray, keep: np.ndarray) -> StepLogits:
+    def _run(self, plan: StepPlan, keep: np.ndarray) -> StepLogits:
         """The model over a pack, of which the tokens `keep` are looked at."""
-        input_ids, position_ids = self._on_device(token_ids)[None], self._on_device(positions)[None]
+        pack = plan.pack
+        input_ids, position_ids = self._on_device(pack.token_ids)[None], self._on_device(pack.positions)[None]
         token = step_plan.set(plan)
         try:
             if self._head is not None:

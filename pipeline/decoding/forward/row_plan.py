@@ -10,10 +10,9 @@ import numpy as np
 import torch
 
 from pipeline.decoding.forward.attention_plan import WIDTH_STEP, AttentionGroup, StepPlan, cut_groups
-from pipeline.decoding.forward.feed import PackedFeed
+from pipeline.decoding.forward.feed import Pack, PackedFeed
 from pipeline.decoding.forward.single_attention import SingleTokens
 from pipeline.decoding.memory.kv_store import KVStore, LayerCache
-from pipeline.decoding.token_tree import ancestor_matrix, padded_parents
 
 # Tokens of a prompt whose attention is one call: each block looks at the slots up to its own last token only.
 BLOCK_TOKENS = 128
@@ -30,29 +29,24 @@ class RowGroup(AttentionGroup):
         return cache.keys[rows, :, : self.width], cache.values[rows, :, : self.width]
 
 
-def row_plan(store: KVStore, packed: list[PackedFeed], positions: np.ndarray, setup_cost: int) -> StepPlan:
+def row_plan(store: KVStore, pack: Pack, setup_cost: int) -> StepPlan:
     """Where a pack's tokens go and what they see, in groups of neighbouring rows.
 
-    A group is closed where a further call, of cost `setup_cost`, is cheaper than padding. `positions` int32[num_tokens]
-    are absolute.
+    A group is closed where a further call, of cost `setup_cost`, is cheaper than padding.
     """
 
     def build_groups() -> list[AttentionGroup]:
-        blocks = _blocks(packed, setup_cost)
+        blocks = _blocks(pack, setup_cost)
         may_join = [False, *(after.may_join(before) for before, after in pairwise(blocks))]
         sizes, widths = [block.size for block in blocks], [_width(store, block) for block in blocks]
         members = cut_groups(sizes, widths, may_join, setup_cost)
-        return [_group(store, [blocks[i] for i in group], positions) for group in members]
+        return [_group(store, pack, [blocks[i] for i in group]) for group in members]
 
-    rows_of_tokens = np.repeat([part.feed.row for part in packed], [part.size for part in packed])
-    slots = np.concatenate([part.slots for part in packed])
-    build_single = None
-    if len(slots) == len(packed):
+    def build_single() -> SingleTokens:
+        return _single_tokens(store, pack.rows, pack.slots, pack.positions)
 
-        def build_single() -> SingleTokens:
-            return _single_tokens(store, rows_of_tokens, slots, positions)
-
-    return StepPlan(store, len(slots), rows_of_tokens, slots, build_groups, build_single=build_single)
+    one_a_row = len(pack) == len(pack.rows)
+    return StepPlan(store, pack, build_groups, build_single=build_single if one_a_row else None)
 
 
 def _single_tokens(store: KVStore, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> SingleTokens:
@@ -68,8 +62,9 @@ def _single_tokens(store: KVStore, rows: np.ndarray, slots: np.ndarray, position
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Tokens [begin, end) of a feed: they see no slots of its later tokens."""
+    """Tokens [begin, end) of feed `number`: they see no slots of its later tokens."""
 
+    number: int
     part: PackedFeed
     begin: int
     end: int
@@ -83,11 +78,13 @@ class _Block:
         return self.begin == before.begin and self.part.feed.row == before.part.feed.row + 1
 
 
-def _blocks(packed: list[PackedFeed], setup_cost: int) -> list[_Block]:
+def _blocks(pack: Pack, setup_cost: int) -> list[_Block]:
     """The feeds by row; long ones cut where a further call is cheaper than looking at what comes later in a prompt."""
-    most = BLOCK_TOKENS if setup_cost < BLOCK_TOKENS**2 else max(part.size for part in packed)
+    most = BLOCK_TOKENS if setup_cost < BLOCK_TOKENS**2 else int(pack.sizes.max())
     blocks = [
-        _Block(part, begin, min(begin + most, part.size)) for part in packed for begin in range(0, part.size, most)
+        _Block(number, part, begin, min(begin + most, part.size))
+        for number, part in enumerate(pack.parts)
+        for begin in range(0, part.size, most)
     ]
     return sorted(blocks, key=lambda block: (block.begin, block.part.feed.row))
 
@@ -98,8 +95,9 @@ def _width(store: KVStore, block: _Block) -> int:
     return min(store.width, -(-needed // WIDTH_STEP) * WIDTH_STEP)
 
 
-def _group(store: KVStore, blocks: list[_Block], positions: np.ndarray) -> RowGroup:
+def _group(store: KVStore, pack: Pack, blocks: list[_Block]) -> RowGroup:
     """Index and mask arrays of blocks in neighbouring rows."""
+    positions, trees = pack.positions, pack.trees
     first_row, num_rows = blocks[0].part.feed.row, len(blocks)
     num_padded = max(block.size for block in blocks)
     width = max(_width(store, block) for block in blocks)
@@ -114,7 +112,6 @@ def _group(store: KVStore, blocks: list[_Block], positions: np.ndarray) -> RowGr
         slot_positions[every, new_slots] = positions[queries[:, 0]]
         sees[every, 0, new_slots] = True
         return RowGroup(queries, sees, positions[queries], slot_positions, first_row)
-    sees_tree = ancestor_matrix(padded_parents([block.part.feed.tree for block in blocks]))
     for r, block in enumerate(blocks):
         part, end, size, chain = block.part, block.end, block.size, len(block.part.feed.chain_ids)
         queries[r, :size] += np.arange(size)
@@ -122,7 +119,9 @@ def _group(store: KVStore, blocks: list[_Block], positions: np.ndarray) -> RowGr
         among = np.tri(size, end, block.begin, dtype=bool)  # which of the feed's tokens sees which: first as a chain
         if end > chain:
             first_node = max(block.begin, chain)
-            among[first_node - block.begin :, chain:] = sees_tree[r, first_node - chain : end - chain, : end - chain]
+            start = trees.starts[block.number]
+            ancestors = trees.ancestors[start + first_node - chain : start + end - chain]
+            among[first_node - block.begin :, chain:] = (ancestors[:, None] >> np.arange(end - chain)) & 1
         sees[r, :size, part.slots[:end]] = among.T
         sees[r, size:, part.slots[0]] = True  # padding must see something
     return RowGroup(queries, sees, positions[queries], slot_positions, first_row)

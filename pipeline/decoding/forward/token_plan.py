@@ -13,9 +13,8 @@ import torch
 
 from pipeline.decoding.device_copy import to_device
 from pipeline.decoding.forward.attention_plan import WIDTH_STEP, AttentionGroup, StepPlan, cut_groups
-from pipeline.decoding.forward.feed import PackedFeed
+from pipeline.decoding.forward.feed import Pack
 from pipeline.decoding.memory.token_store import TokenLayer, TokenStore
-from pipeline.decoding.token_tree import ancestor_masks, padded_parents
 
 
 @dataclass
@@ -55,37 +54,35 @@ class TokenGroup(AttentionGroup):
         return keys.transpose(1, 2), values.transpose(1, 2)
 
 
-def token_plan(store: TokenStore, packed: list[PackedFeed], positions: np.ndarray, setup_cost: int) -> StepPlan:
-    """Where a pack's tokens go and what they see. `positions` int32[num_tokens] are absolute.
+def token_plan(store: TokenStore, pack: Pack, setup_cost: int) -> StepPlan:
+    """Where a pack's tokens go and what they see.
 
     Groups join sequences with like numbers of new tokens, until a further call, of cost `setup_cost`, is cheaper.
     """
-    ragged = ragged_step(store, packed, positions)
-    rows = np.repeat([part.feed.row for part in packed], [part.size for part in packed])
-    slots = np.concatenate([part.slots for part in packed])
-    return StepPlan(store, len(slots), rows, slots, lambda: token_groups(ragged, setup_cost), ragged)
+    ragged = ragged_step(store, pack)
+    return StepPlan(store, pack, lambda: token_groups(ragged, setup_cost), ragged)
 
 
-def ragged_step(store: TokenStore, packed: list[PackedFeed], positions: np.ndarray) -> RaggedStep:
+def ragged_step(store: TokenStore, pack: Pack) -> RaggedStep:
     """The arrays of a pack over a store."""
-    sizes = np.array([part.size for part in packed])
-    num_chain = np.array([len(part.feed.chain_ids) for part in packed])
-    num_committed = store.lengths[[part.feed.row for part in packed]]
-    query_starts = np.concatenate(([0], np.cumsum(sizes)))
-    slots = [piece for part in packed for piece in (store.slots_of(part.feed.row), part.slots)]
-    ancestors = np.zeros(query_starts[-1], np.int64)
-    if (num_chain < sizes).any():
-        masks = ancestor_masks(padded_parents([part.feed.tree for part in packed]))
-        is_node = np.arange(query_starts[-1]) >= np.repeat(query_starts[:-1] + num_chain, sizes)
-        ancestors[is_node] = masks[np.arange(masks.shape[1]) < (sizes - num_chain)[:, None]]
+    ends = np.cumsum(pack.num_committed + pack.sizes)
+    slots = np.empty(ends[-1], np.int32)
+    first_new = ends - pack.sizes
+    slots[np.arange(len(pack)) + (first_new - pack.offsets)[pack.feed_of]] = pack.slots
+    committed = zip(pack.rows.tolist(), (first_new - pack.num_committed).tolist(), first_new.tolist(), strict=True)
+    for row, start, end in committed:
+        slots[start:end] = store.slots_of(row)
+    ancestors = np.zeros(len(pack), np.int64)
+    if len(pack.trees):
+        ancestors[pack.is_node] = pack.trees.ancestors
     return RaggedStep(
-        slots=np.concatenate(slots).astype(np.int32, copy=False),
-        slot_starts=np.concatenate(([0], np.cumsum(num_committed + sizes))).astype(np.int32),
-        num_committed=num_committed.astype(np.int32),
-        query_starts=query_starts.astype(np.int32),
-        num_chain=num_chain.astype(np.int32),
+        slots=slots,
+        slot_starts=np.append(0, ends).astype(np.int32),
+        num_committed=pack.num_committed.astype(np.int32),
+        query_starts=np.append(pack.offsets, len(pack)).astype(np.int32),
+        num_chain=pack.num_chain.astype(np.int32),
         ancestors=ancestors,
-        node_positions=positions.astype(np.int32, copy=False),
+        node_positions=pack.positions,
     )
 
 

@@ -101,7 +101,7 @@ def _compare(
         runner = ModelRunner(model, store, device, splits_head=splits_head)
         rows = [store.acquire(prompt, 32).row for prompt in prompts]
         first = runner.forward([Feed(rows[0], prompts[0][:7]), Feed(rows[1], prompts[1][:2])])
-        store.commit(rows, first.slots)
+        store.commit(rows, first.pack.sizes, first.pack.slots)
         out = runner.forward([Feed(rows[0], prompts[0][7:], tree), Feed(rows[1], prompts[1][2:])])
     except Exception as error:
         raise ModelError(f"{name} cannot be run packed: {_first_line(error)}") from error

@@ -54,11 +54,14 @@ class KVCache(Protocol):
     def make_room(self, num_tokens: int) -> bool:
         """Whether the next forward can write this many tokens; finished prompts go, and memory grows, as needed."""
 
-    def reserve(self, rows: list[int], counts: list[int]) -> list[np.ndarray]:
-        """For each row, int64[count] slots for the next forward to write. They are free until committed."""
+    def reserve(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """So many slots of each row, one row's after another's: int64[sum of counts], for the next forward to write.
 
-    def commit(self, rows: list[int], slots: list[np.ndarray]) -> None:
-        """Keep the tokens written to each row's `slots`, in text order: they continue the row's sequence."""
+        They are free until committed.
+        """
+
+    def commit(self, rows: np.ndarray, counts: np.ndarray, slots: np.ndarray) -> None:
+        """Keep what was written to so many `slots` of each row, in text order: it continues the row's sequence."""
 
     def remember_prefix(self, row: int, token_ids: np.ndarray) -> None:
         """State that a row's text begins with these tokens, so that others may share them."""

@@ -125,32 +125,29 @@ class KVStore:
                     best, donor = length, other
         return best, donor
 
-    def reserve(self, rows: list[int], counts: list[int]) -> list[np.ndarray]:
-        """The lowest free slots of each row, int64[count]: for the next forward to write, free until committed."""
-        return [self._reserve(row, count) for row, count in zip(rows, counts, strict=True)]
+    def reserve(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """The lowest free slots of each row, one row's after another's: int64[sum of counts].
 
-    def _reserve(self, row: int, num_tokens: int) -> np.ndarray:
-        extent = int(self.extents[row])
-        if self.lengths[row] == extent:  # no holes
-            assert extent + num_tokens <= self.width, "a row is shorter than its sequence"
-            return np.arange(extent, extent + num_tokens)
-        free = np.flatnonzero(~self.committed[row, : extent + num_tokens])[:num_tokens]
-        assert len(free) == num_tokens, "a row is shorter than its sequence"
-        return free
+        They are for the next forward to write, free until committed.
+        """
+        extents, ends = self.extents[rows], np.cumsum(counts)
+        slots = np.arange(ends[-1]) + np.repeat(extents - (ends - counts), counts)
+        for i in np.flatnonzero(self.lengths[rows] != extents).tolist():  # rows with holes
+            free = np.flatnonzero(~self.committed[rows[i], : extents[i] + counts[i]])
+            slots[ends[i] - counts[i] : ends[i]] = free[: counts[i]]
+        assert slots.max() < self.width, "a row is shorter than its sequence"
+        return slots
 
-    def commit(self, rows: list[int], slots: list[np.ndarray]) -> None:
-        """Keep the tokens written to each row's `slots`, in text order: they continue the row's sequence.
+    def commit(self, rows: np.ndarray, counts: np.ndarray, slots: np.ndarray) -> None:
+        """Keep what was written to so many `slots` of each row, in text order: it continues the row's sequence.
 
         A row's slots are ascending, as `reserve` gave them and as paths go through a draft.
         """
-        counts = np.array([len(kept) for kept in slots])
-        where, lengths = np.array(rows), self.lengths[rows]
-        ends = np.cumsum(counts)
-        all_rows, all_slots = np.repeat(where, counts), np.concatenate(slots)
-        self.committed[all_rows, all_slots] = True
-        self.positions[all_rows, all_slots] = np.arange(ends[-1]) + np.repeat(lengths - (ends - counts), counts)
-        self.lengths[where] = lengths + counts
-        self.extents[where] = np.maximum(self.extents[where], all_slots[ends - 1] + 1)
+        lengths, ends, all_rows = self.lengths[rows], np.cumsum(counts), np.repeat(rows, counts)
+        self.committed[all_rows, slots] = True
+        self.positions[all_rows, slots] = np.arange(ends[-1]) + np.repeat(lengths - (ends - counts), counts)
+        self.lengths[rows] = lengths + counts
+        self.extents[rows] = np.maximum(self.extents[rows], slots[ends - 1] + 1)
 
     def remember_prefix(self, row: int, token_ids: np.ndarray) -> None:
         """State that slots 0, 1, ... of a row hold these tokens in order, so that later prompts may share them."""

@@ -119,33 +119,30 @@ class TokenStore:
             self._forget(self._ended.pop(0))
         return self.num_free >= num_tokens or self._grow(num_tokens - self.num_free)
 
-    def reserve(self, rows: list[int], counts: list[int]) -> list[np.ndarray]:
-        """Free slots for each row, int64[count] each: for the next forward to write, free until committed.
+    def reserve(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Free slots, int64[sum of counts]: for the next forward to write, free until committed.
 
         Raises
         ------
         MemoryError : there are not as many, which `make_room` would have said.
         """
-        total = sum(counts)
+        total = int(np.sum(counts))
         if not self.make_room(total):
             raise MemoryError(f"the KV cache of {self.max_tokens} tokens has no room for {total} more")
         self._reserved = self._free[self.num_free - total : self.num_free][::-1].copy()
         self.num_free -= total
-        return np.split(self._reserved.astype(np.int64), np.cumsum(counts)[:-1])
+        return self._reserved.astype(np.int64)
 
-    def commit(self, rows: list[int], slots: list[np.ndarray]) -> None:
-        """Keep the tokens written to each row's `slots`, in text order; the other reserved slots are free again."""
-        counts = np.array([len(kept) for kept in slots])
-        where, lengths = np.array(rows), self.lengths[rows]
-        ends = np.cumsum(counts)
-        all_rows, all_slots = np.repeat(where, counts), np.concatenate(slots).astype(np.int64, copy=False)
-        columns = np.arange(ends[-1]) + np.repeat(lengths - (ends - counts), counts)
+    def commit(self, rows: np.ndarray, counts: np.ndarray, slots: np.ndarray) -> None:
+        """Keep what was written to so many `slots` of each row, in text order; other reserved slots are free again."""
+        lengths = self.lengths[rows]
+        columns = np.arange(len(slots)) + np.repeat(lengths - (np.cumsum(counts) - counts), counts)
         self._widen_table(int((lengths + counts).max()))
-        self._table[all_rows, columns] = all_slots
-        self.lengths[where] = lengths + counts
-        self.num_committed_slots += len(all_slots)
-        self._row_counts[all_slots] += 1
-        assert (self._row_counts[all_slots] == 1).all(), "a slot was committed twice"
+        self._table[np.repeat(rows, counts), columns] = slots
+        self.lengths[rows] = lengths + counts
+        self.num_committed_slots += len(slots)
+        self._row_counts[slots] += 1
+        assert (self._row_counts[slots] == 1).all(), "a slot was committed twice"
         self._reserved = self._reserved[self._row_counts[self._reserved] == 0]
         self._give_back_reserved()
 
