@@ -206,7 +206,8 @@ def _drafting(
 ) -> EngineSystem:
     drafter = NoDrafter()
     if budget.max_draft_tokens:
-        drafter = RetrievalDrafter(pool, sources, budget.max_draft_tokens, budget.min_acceptance)
+        limits = budget.max_draft_tokens, budget.min_acceptance
+        drafter = RetrievalDrafter(pool, sources, *limits, engine.num_draft_threads)
     verifier = verifier_from(engine.settings.model_copy(update={"verifier": verifier_name}))
     return EngineSystem(engine, drafter, verifier, budget, group_of)
 

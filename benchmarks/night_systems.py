@@ -183,7 +183,9 @@ class EngineSystem:
     @classmethod
     def of_pool(cls, engine: Engine, pool: Pool | None, verifier_name: str) -> "EngineSystem":
         """As the engine's settings have it, with another verifier; without a pool decoding is plain."""
-        drafter = NoDrafter() if pool is None else drafter_from(engine.settings, pool)
+        drafter = NoDrafter()
+        if pool is not None:
+            drafter = drafter_from(engine.settings, pool, num_threads=engine.num_draft_threads)
         return cls(engine, drafter, verifier_from(engine.settings.model_copy(update={"verifier": verifier_name})))
 
     def run(self, prompts: Sequence[np.ndarray], batch: int, max_new_tokens: int) -> Pass:

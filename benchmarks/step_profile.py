@@ -55,11 +55,10 @@ def prompts_of(tokenizer, num_prompts: int) -> list[np.ndarray]:
     return [prompt for pair in zip(*(task.held_out for task in tasks), strict=True) for prompt in pair][:num_prompts]
 
 
-def engine_of(loaded: LoadedModel, batch: int, num_draft_tokens: int) -> Engine:
+def engine_of(loaded: LoadedModel, batch: int, num_draft_tokens: int, **options) -> Engine:
     """An engine whose texts have no end, which drafts as much as it may and fills its batch in few steps."""
-    settings = DecodingSettings(
-        batch_size=batch, max_draft_tokens=num_draft_tokens, min_acceptance=0.0, max_prefill_tokens=PREFILL_TOKENS
-    )
+    options = {"min_acceptance": 0.0, "max_prefill_tokens": PREFILL_TOKENS} | options
+    settings = DecodingSettings(batch_size=batch, max_draft_tokens=num_draft_tokens, **options)
     return Engine(replace(loaded, end_ids=()), settings)
 
 
@@ -67,39 +66,40 @@ def profile(engine: Engine, drafter: Drafter, prompts: Sequence[np.ndarray], num
     """Mean times of the steps of one full batch, by part."""
     batch = engine.settings.batch_size
     num_full = itertools.count()
-    num_drafted: list[int] = []
+    counts: list[np.ndarray] = []  # of the live texts before each counted step and at last: drafted and all tokens
     with watched(engine, drafter) as spans:
 
         def keeps(live) -> bool:
             full = len(live) == batch and all(sequence.num_output > 0 for sequence in live)
-            return full and next(num_full) >= NUM_WARM_STEPS and spans.num_steps < num_steps
-
-        def count(event) -> None:
-            if spans.num_steps == num_steps:
+            kept = full and next(num_full) >= NUM_WARM_STEPS
+            if kept:
+                counts.append(np.sum([(sequence.num_drafted, sequence.num_output) for sequence in live], 0))
+            if len(counts) > num_steps:
                 raise Enough
-            num_drafted.append(event.num_drafted)
+            return kept
 
         spans.keeps = keeps
         requests = (
             GenerationRequest(str(number), prompts[number % len(prompts)], None, "all", 512) for number in range(batch)
         )
         with suppress(Enough):
-            for _ in engine.generate(requests, drafter, Greedy() if is_plain else Relaxed(), count):
+            for _ in engine.generate(requests, drafter, Greedy() if is_plain else Relaxed()):
                 pass
-    return _row(engine, spans, float(np.mean(num_drafted[-batch * spans.num_steps :])))
+    return _row(engine, spans, *((counts[-1] - counts[0]) / (batch * spans.num_steps)).tolist())
 
 
 class Enough(Exception):
     """The steps that were wanted are counted; the texts need not be finished."""
 
 
-def _row(engine: Engine, spans: Spans, num_drafted: float) -> dict:
+def _row(engine: Engine, spans: Spans, num_drafted: float, num_written: float) -> dict:
     seconds = {part: spans.seconds.get(part, 0.0) / spans.num_steps for part in PARTS}
     total = sum(seconds.values())
     return {
         "batch": engine.settings.batch_size,
         "num_steps": spans.num_steps,
         "drafted_tokens_a_text": num_drafted,
+        "tokens_a_step": num_written,
         "step_ms": 1e3 * total,
         "host_share": sum(seconds[part] for part in HOST_PARTS) / total,
         "parts_ms": {part: 1e3 * value for part, value in seconds.items()},
@@ -122,7 +122,8 @@ def measure_model(model_dir: Path, device: str, dtype: str, scale: Scale) -> lis
         for batch in scale.batches:
             for kind, num_nodes in (("plain", 0), (f"trees of {TREE_NODES}", TREE_NODES)):
                 engine = engine_of(loaded, batch, num_nodes)
-                drafter = drafter_from(engine.settings, pool) if num_nodes else NoDrafter()
+                threads = engine.num_draft_threads
+                drafter = drafter_from(engine.settings, pool, num_threads=threads) if num_nodes else NoDrafter()
                 row = profile(engine, drafter, prompts, scale.num_steps, num_nodes == 0)
                 rows.append({"model": model_dir.name, "dtype": str(loaded.model.dtype)[6:], "kind": kind, **row})
                 print(describe_row(rows[-1]), flush=True)

@@ -15,13 +15,14 @@ from contextlib import contextmanager
 import torch
 from transformers import AttentionInterface
 
+from pipeline.decoding import acceptance as acceptance_module
 from pipeline.decoding import engine as engine_module
 from pipeline.decoding.engine import Engine
 from pipeline.decoding.forward.tree_attention import ATTENTION_NAME, tree_attention
 
 OTHER = "other host"
 MODEL_PARTS = ("qkv", "attention", "attention output", "mlp", "lm_head", "other model")
-HOST_PARTS = ("draft", "packing", "commit", "endings", OTHER)
+HOST_PARTS = ("draft", "packing", "paths", "commit", "endings", OTHER)
 PARTS = (*HOST_PARTS[:2], *MODEL_PARTS, "verification", *HOST_PARTS[2:])
 _QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn")
 _OUTPUT = ("o_proj", "out_proj", "dense")
@@ -113,7 +114,8 @@ def watched(engine: Engine, drafter) -> Iterator[Spans]:
     if packed is not None:
         watch(packed, "run", "other model")
         replace(packed, "_captures", False)  # nothing could be waited for in a capture, and no part of it be seen
-    watch(engine_module, "verify", "verification")
+    watch(engine_module, "verify", "paths")
+    watch(acceptance_module, "judge_rows", "verification")
     watch(engine, "_commit_all", "commit")
     watch(engine._endings, "check", "endings")
     output_layer = engine.runner.model.get_output_embeddings()

@@ -54,8 +54,8 @@ class RetrievalDrafter:
     sources : which of "previous", "prompt", "output", "pool" may be drafted from.
     max_nodes : limit of a draft's tokens.
     min_probability : nodes of a lower estimated path acceptance are not drafted.
-    num_threads : threads that draft side by side for many sequences. More than one gain nothing beside torch's on a
-        CPU, which stay busy for a while after each of its operations.
+    num_threads : threads that draft side by side for many sequences; an engine says how many gain anything
+        (`Engine.num_draft_threads`).
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class RetrievalDrafter:
         ]
 
 
-def drafter_from(settings: DecodingSettings, pool=None, budget: Budget | None = None) -> Drafter:
+def drafter_from(settings: DecodingSettings, pool=None, budget: Budget | None = None, num_threads: int = 1) -> Drafter:
     """The drafter that the settings name, over a pool or none; `budget` None is that of the settings."""
     budget = budget or Budget.of(settings)
     if not settings.drafters or budget.max_draft_tokens == 0:
         return NoDrafter()
-    return RetrievalDrafter(pool, settings.drafters, budget.max_draft_tokens, budget.min_acceptance)
+    return RetrievalDrafter(pool, settings.drafters, budget.max_draft_tokens, budget.min_acceptance, num_threads)

@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 # Prompt tokens of one step. A CPU computes them fastest in parts of this size (per token 2 times faster than 2048), and
 # such a part takes about as long as the step's drafts of a batch of 16: what decodes meanwhile goes at half speed.
 PREFILL_TOKENS = {"cpu": 256, "cuda": 2048}
+MOST_DRAFT_THREADS = 4  # more of them take longer to wake up than their part of a step's drafts takes
 _NO_NODES = np.empty(0, np.int64)
 
 
@@ -97,6 +98,15 @@ class Engine:
             torch.set_num_threads(settings.num_threads)
         loaded = load_model(model_dir, settings.dtype, device, settings.adapter, settings.compile)
         return cls(loaded, settings, num_sharing)
+
+    @property
+    def num_draft_threads(self) -> int:
+        """Threads that a drafter should take for the engine's steps.
+
+        Beside a GPU the processor's cores are free while drafts are made; on a CPU torch's threads stay busy for a
+        while after each of its operations, and others gain nothing.
+        """
+        return min(MOST_DRAFT_THREADS, torch.get_num_threads()) if self.device.type == "cuda" else 1
 
     def generate(
         self,

@@ -11,7 +11,7 @@ from pipeline.decoding.packed_trees import PackedTrees
 from pipeline.decoding.token_tree import MAX_DEPTH, TokenTree
 from retrieval_pools.sources import NUM_SOURCES, SOURCE_TARGET
 
-COUNTED_TOGETHER = 16  # drafts of a text
+COUNTED_TOGETHER = 64  # drafts of a text: a call for each took longer than all else that is done with it
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Sequence:
                 self._count()
 
     def _count(self) -> None:
-        """Add the newest drafts to the sums, together: one by one that took longer than the rest of `append`."""
+        """Add the newest drafts to the sums, together."""
         if not self._uncounted:
             return
         trees, paths = zip(*self._uncounted, strict=True)

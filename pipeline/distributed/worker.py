@@ -113,7 +113,7 @@ class ShardWorker:
 
     def drafter(self, side: Side, budget: Budget | None = None) -> Drafter:
         """The side's drafter: its pool and the sequence's own texts, as configured."""
-        return drafter_from(self.spec.decoding, self._pools.get(side), budget)
+        return drafter_from(self.spec.decoding, self._pools.get(side), budget, self.engine.num_draft_threads)
 
     def warm_up(self) -> None:
         """Draft and write a batch of short texts for each side, and keep none of them.

@@ -211,8 +211,9 @@ def _time_drafts(engine: Engine, pool, sources: SequenceOf[str]) -> DraftCost:
 
     Each place of a text is asked about once, as in a run: what is asked again is found in the processor's cache.
     """
-    narrow = RetrievalDrafter(pool, tuple(sources), max_nodes=1, min_probability=1.0)
-    wide = RetrievalDrafter(pool, tuple(sources), max_nodes=MAX_NODES, min_probability=MIN_ACCEPTANCES[0])
+    num_threads = engine.num_draft_threads
+    narrow = RetrievalDrafter(pool, tuple(sources), max_nodes=1, min_probability=1.0, num_threads=num_threads)
+    wide = RetrievalDrafter(pool, tuple(sources), MAX_NODES, MIN_ACCEPTANCES[0], num_threads)
     texts = texts_of(engine, pool)
     prompt = random_tokens(engine, min(PROMPT_TOKENS, engine.max_context // 2))
     one_s, all_s, token_s = [], [], []
