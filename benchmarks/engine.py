@@ -217,7 +217,11 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="write a page of charts here (HTML)")
     add_model(parser, "model folder; the sample model if absent")
     parser.add_argument("--geometry", choices=GEOMETRIES, help="widen it to this first (widen.py)")
-    parser.add_argument("--assistant", type=Path, help="smaller model with the same tokenizer, for transformers")
+    parser.add_argument(
+        "--assistant",
+        type=Path,
+        help="smaller model with the same tokenizer, for transformers; default: its own layers",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--batch", type=int, nargs="+", help="batch sizes; default: all of the device's")

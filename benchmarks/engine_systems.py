@@ -154,8 +154,9 @@ class Peers:
         self.left_out: dict[str, str] = {}
         self._generate = TransformersGenerate(model)
         self._one_by_one = {LOOKUP: TransformersGenerate(model, prompt_lookup_num_tokens=LOOKUP_TOKENS)}
-        if assistant is None:
-            self.left_out[ASSISTED] = "no smaller model with the same tokenizer; name one with --assistant"
+        if assistant is None:  # its own first layers then
+            half = max(1, model.config.get_text_config().num_hidden_layers // 2)
+            self._one_by_one[ASSISTED] = TransformersGenerate(model, assistant_early_exit=half)
         elif not _have_one_tokenizer(model_dir, assistant):
             self.left_out[ASSISTED] = f"{assistant.name} has another tokenizer than {model_dir.name}"
         else:

@@ -75,6 +75,7 @@ class TransformersGenerate:
     def __init__(self, model, **options) -> None:
         self._model, self._options = model, options
         self._forwards: list[int] = []  # tokens of each forward of the batch that runs
+        self._num_layers = model.config.num_hidden_layers
         model.register_forward_pre_hook(self._watch, with_kwargs=True)
         config = self._model.generation_config
         ends = config.eos_token_id
@@ -117,7 +118,8 @@ class TransformersGenerate:
         )
 
     def _watch(self, model, arguments: tuple, options: dict) -> None:
-        self._forwards.append(options["input_ids"].shape[1])
+        if model.config.num_hidden_layers == self._num_layers:  # else it drafts for itself, with its first layers
+            self._forwards.append(options["input_ids"].shape[1])
 
     @torch.inference_mode()
     def _batch(self, prompts: Sequence[np.ndarray], max_new_tokens: int) -> list[list[int]]:

@@ -246,11 +246,16 @@ def test_counted_ratios_are_of_the_texts_that_both_wrote():
 
 
 def test_assisted_decoding_needs_the_same_tokenizer():
-    peers = Peers(SAMPLE, "float32", "cpu", None)
-    assert "--assistant" in peers.left_out[ASSISTED]
-    assert [one.system for one in peers.at_batch(1)] == [PEER, LOOKUP]
+    peers = Peers(SAMPLE, "float32", "cpu", SAMPLE)
+    assert [one.system for one in peers.at_batch(1)] == [PEER, LOOKUP, ASSISTED]
     assert [one.system for one in peers.at_batch(4)] == [PEER]
-    assert [one.system for one in Peers(SAMPLE, "float32", "cpu", SAMPLE).at_batch(1)] == [PEER, LOOKUP, ASSISTED]
+
+
+def test_without_a_smaller_model_a_models_own_first_layers_assist_it(task):
+    systems = {one.system: one.runner for one in Peers(SAMPLE, "float32", "cpu", None).at_batch(1)}
+    plain, assisted = (systems[name].run(task.held_out[:2], 1, 12) for name in (PEER, ASSISTED))
+    assert assisted.texts == plain.texts
+    assert assisted.num_drafted > 0 and assisted.num_steps <= plain.num_steps == plain.num_tokens
 
 
 def test_the_roofline_is_the_slower_of_reading_and_multiplying(engines, task):
@@ -342,7 +347,7 @@ def test_the_command_measures_the_sample_model_where_no_other_is(tmp_path):
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     content = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert content["model"] == "sample-tiny-float32" and ASSISTED in content["left_out"]
+    assert content["model"] == "sample-tiny-float32" and content["left_out"] == {}
     assert {one["system"] for one in content["rows"]} == {PEER, PLAIN, "resd", "laser"}
     assert {one["budget"] for one in content["rows"]} == {None, ADAPTIVE, 8}
     assert next(one for one in content["rows"] if one["system"] == PLAIN)["roofline_share"] > 0
