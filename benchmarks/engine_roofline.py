@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from night_systems import EngineSystem, Pass, forget_prompts
+from night_systems import EngineSystem, Pass
 
 from pipeline.decoding.engine import Engine
 
@@ -100,7 +100,7 @@ class WatchedSystem:
         """The system's own run."""
         assert batch == self._engine.settings.batch_size
         roofline = Roofline.of_engine(self._engine, self._rates, self._bytes_per_token)
-        forget_prompts(self._engine)
+        self._engine.forget_prompts()
         with roofline.watching(self._engine):
             found = self._system.timed(prompts, max_new_tokens)
         self.shares.append(roofline.seconds / found.wall_s)

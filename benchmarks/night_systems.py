@@ -18,12 +18,11 @@ from pipeline.decoding.drafters import Drafter, NoDrafter, draft_all, drafter_fr
 from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult, StepEvent
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.token_tree import MAX_DEPTH, TokenTree
-from pipeline.decoding.verifiers import Greedy, Verifier, verifier_from
+from pipeline.decoding.verifiers import Verifier, verifier_from
 from retrieval_pools.pool import Pool
 
 MAX_DRAFT_TOKENS = 16
 MIN_ACCEPTANCE = 0.07
-PROMPT_TOKENS_TO_FORGET = 16  # longer than the shortest prefix that an engine shares
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ class EngineSystem:
     def run(self, prompts: Sequence[np.ndarray], batch: int, max_new_tokens: int) -> Pass:
         """Answer all prompts; `batch` is the engine's own and only checked."""
         assert batch == self._engine.settings.batch_size
-        forget_prompts(self._engine)
+        self._engine.forget_prompts()
         return self.timed(prompts, max_new_tokens)
 
     def timed(
@@ -233,17 +232,6 @@ class EngineSystem:
             text_tokens=tuple(text_tokens),
             tree_sizes=tuple(map(tuple, tree_sizes)),
         )
-
-
-def forget_prompts(engine: Engine) -> None:
-    """Fill what the engine remembers of earlier prompts with others: no pass is to find its own prompts computed.
-
-    A pass that comes second would otherwise save a prefill that the peers have to do.
-    """
-    rest = np.arange(PROMPT_TOKENS_TO_FORGET - 1, dtype=np.int32)
-    others = [np.append(np.int32(number), rest) for number in range(engine.settings.batch_size)]
-    for _ in generate(engine, others, 1, NoDrafter(), Greedy()):
-        pass
 
 
 def generate(

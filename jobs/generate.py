@@ -166,6 +166,7 @@ def _plan(night: Night, folder: RunFolder, side: Side, decoding: DecodingSetting
                 previous=previous,
                 force=night.settings.night.regeneration > 0,
                 shard_size=night.settings.night.shard_size,
+                batch_size=decoding.batch_size,
                 run_dir=folder.root,
                 on_entity=bar.advance,
                 apart=() if with_pools else _written_tonight(night, side),

@@ -44,7 +44,11 @@ class NightSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    shard_size: int = Field(64, ge=1, description="Entities a shard: what is redone when a worker dies.")
+    shard_size: int | None = Field(
+        None,
+        ge=1,
+        description="Entities a shard: what is redone when a worker dies. null: a 16th of a side's, 4 to 32 batches.",
+    )
     max_failed_share: float = Field(0.05, ge=0, le=1, description="More quarantined rows than this fail the run.")
     compare_with_plain: bool = Field(
         False, description="Also decode everything plainly, for the CTR comparison. Costs what plain decoding costs."

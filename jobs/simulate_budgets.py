@@ -16,6 +16,7 @@ from jobs.simulate_world import SideTexts
 from pipeline.decoding.budget import Budget, budget_forecasts, known_batch_size
 from pipeline.decoding.planning.run_forecast import PREFILL_TOKENS, RunTexts, judged_on_run, run_speed_up
 from pipeline.decoding.settings import DecodingSettings
+from pipeline.distributed.shards import default_shard_size
 from retrieval_pools.budget_curve import BudgetCurve
 from retrieval_pools.calibrating.estimates import Bootstrap, Estimate
 from retrieval_pools.errors import PoolError
@@ -203,10 +204,11 @@ def _run_texts(texts: SideTexts, settings: Settings) -> RunTexts:
     num_texts = max(1, min(texts.num_written, MAX_RUN_TEXTS))
     numbers = np.random.default_rng(settings.seed).choice(len(weights), num_texts, p=weights)
     drawn = [texts.held_back[number] for number in numbers]
+    batch_size = settings.decoding.batch_size
     return RunTexts.of(
         [text.prompt_ids for text in drawn],
         [len(text.text_ids) + 1 for text in drawn],
         is_changed[numbers],
-        settings.night.shard_size,
-        settings.decoding.batch_size,
+        settings.night.shard_size or default_shard_size(texts.num_written, batch_size),
+        batch_size,
     )

@@ -145,6 +145,13 @@ class Engine:
         finally:
             batch.close()
 
+    def forget_prompts(self) -> None:
+        """Compute the prompts that follow anew, whatever earlier ones they begin like.
+
+        So sums are rounded in the same way whatever came before; within a stream prompts share what they can.
+        """
+        self.store.forget_ended()
+
     def _step(self, batch, drafter, verifier, on_event, budget) -> dict[int, GenerationResult | GenerationFailure]:
         """One step of all live sequences; of those that ended, by `id`, what came of them."""
         drafts: dict[int, TokenTree] = {}

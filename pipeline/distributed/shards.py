@@ -23,6 +23,8 @@ from pipeline.storage.run_folder import RunFolder
 from retrieval_pools.router import Route
 
 CARRIED_SHARD = "carried"
+SHARDS_A_SIDE = 16  # by default at least, of a side that is not small: so that several workers all have some
+LEAST_BATCHES, MOST_BATCHES = 4, 32  # of a shard by default: at its end the batch empties
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,8 @@ def plan_side(
     route: Callable[[Entity], Route],
     previous: PreviousKnowledge,
     force: bool,
-    shard_size: int,
+    shard_size: int | None,
+    batch_size: int,
     run_dir: Path,
     on_entity: Callable[[], None] = lambda: None,
     apart: Container[object] = (),
@@ -123,7 +126,8 @@ def plan_side(
     route : entity -> its pool group (empty: none) and the scheme that chose it.
     previous : the last published records.
     force : generate unchanged entities too.
-    shard_size : rows a shard.
+    shard_size : rows a shard; None: `default_shard_size`.
+    batch_size : texts that a worker writes side by side.
     run_dir : the run's folder; `plan/<side>/` and the carried-over records are written below it.
     apart : ids of entities that share no shard with others and come first, so that their time is known.
     """
@@ -160,11 +164,22 @@ def plan_side(
     if carried:
         table = as_current(previous.table.take(pa.array(sorted(carried))), entity_id_type)
         RunFolder(run_dir).write_shard(side, CARRIED_SHARD, table)
+    shard_size = shard_size or default_shard_size(len(rows), batch_size)
     shards = [
         _write_shard(side, number, some, entity_id_type, run_dir, is_apart)
         for number, (some, is_apart) in enumerate(_cut(rows, apart, shard_size))
     ]
     return SidePlan(side, num_entities, len(carried), routes, tuple(shards), tuple(refused))
+
+
+def default_shard_size(num_rows: int, batch_size: int) -> int:
+    """Rows a shard of a side that has so many to generate.
+
+    A shard's texts are written together and with no others, so that its forwards, and with them how sums are rounded,
+    are the same whatever came before it and on which worker. So the batch empties at its end, which costs the less the
+    longer a shard is; but a killed run loses what is in unfinished ones.
+    """
+    return min(max(-(-num_rows // SHARDS_A_SIDE), LEAST_BATCHES * batch_size), MOST_BATCHES * batch_size)
 
 
 def _cut(rows: list[PlannedRow], apart: Container[object], shard_size: int) -> Iterator[tuple[list[PlannedRow], bool]]:

@@ -169,6 +169,7 @@ class ShardWorker:
             What was written, with counts; also on disk, next to the shard's knowledge file.
         """
         start_s = time.perf_counter()
+        self.engine.forget_prompts()  # of the shard before: which one it was must not matter
         rows = _numbered(read_shard(self.spec.run_dir / shard.path))
         records: dict[str, dict[str, Any]] = {}
         results: list[GenerationResult] = []

@@ -36,7 +36,7 @@ from engine_systems import (  # noqa: E402
     plain,
     twins_of,
 )
-from night_systems import EngineSystem, Pass, TransformersGenerate, forget_prompts  # noqa: E402
+from night_systems import EngineSystem, Pass, TransformersGenerate  # noqa: E402
 from night_tasks import Task, TaskSize, sample_tasks  # noqa: E402
 
 from jobs.report.page import render_page  # noqa: E402
@@ -285,7 +285,7 @@ def test_no_pass_finds_its_prompts_computed(engines, task):
     try:
         for forgets in (True, True, False):
             if forgets:
-                forget_prompts(engine)
+                engine.forget_prompts()
             fed.append(None)
             system.timed(task.held_out, 2)
     finally:

@@ -92,6 +92,17 @@ def admit(store: KVStore, prompt) -> int:
     return lease.num_shared
 
 
+def test_what_has_ended_is_forgotten_on_request_and_what_lives_is_not():
+    store = KVStore(3)
+    prompts = [np.arange(100 * number, 100 * number + 20, dtype=np.int32) for number in range(2)]
+    for prompt in prompts:
+        admit(store, prompt)
+    store.release(0)
+    assert [store.longest_prefix(prompt) for prompt in prompts] == [20, 20]
+    store.forget_ended()
+    assert [store.longest_prefix(prompt) for prompt in prompts] == [0, 20]
+
+
 def test_prefix_is_shared_with_live_and_with_left_sequences():
     store = KVStore(2)
     template = list(range(20))

@@ -73,7 +73,8 @@ def test_slots_hold_their_texts_and_nothing_leaks(data):
     live: dict[int, list[int]] = {}
     waiting: list[list[int]] = []
     for _ in range(data.draw(st.integers(1, 30))):
-        action = data.draw(st.sampled_from(["admit", "return", "step", "step", "step", "preempt", "leave", "retry"]))
+        actions = ["admit", "return", "step", "step", "step", "preempt", "leave", "retry", "forget"]
+        action = data.draw(st.sampled_from(actions))
         if action in ("admit", "return"):
             if action == "return" and waiting:
                 text = waiting.pop()
@@ -124,6 +125,9 @@ def test_slots_hold_their_texts_and_nothing_leaks(data):
                 waiting.append(text)
         elif action == "retry" and live and store.make_room(3):
             store.reserve(sorted(live)[:1], [3])  # a forward that failed: nothing was kept
+        elif action == "forget":
+            store.forget_ended()
+            assert not store._ended
         check(store, live)
     for row in list(live):
         store.release(row)

@@ -132,6 +132,7 @@ def planned(world: Path, run_dir: Path):
         previous=PreviousKnowledge(None),
         force=False,
         shard_size=4,
+        batch_size=16,
         run_dir=run_dir,
     )
     spec = WorkerSpec(

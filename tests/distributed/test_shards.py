@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.distributed.shards import PreviousKnowledge, load_plan, plan_side, read_shard, save_plan
+from pipeline.distributed.shards import (
+    PreviousKnowledge,
+    default_shard_size,
+    load_plan,
+    plan_side,
+    read_shard,
+    save_plan,
+)
 from pipeline.errors import RowError
 from pipeline.knowledge.entities import Entity
 from pipeline.knowledge.prompts import RenderedPrompt
@@ -44,6 +51,7 @@ def plan(entities, run_dir, previous=None, force=False, shard_size=4, apart=()):
         previous=PreviousKnowledge(previous),
         force=force,
         shard_size=shard_size,
+        batch_size=1,
         run_dir=run_dir,
         apart=apart,
     )
@@ -119,8 +127,21 @@ def test_integer_ids_stay_integers(tmp_path, ids):
     entities = [Entity("user", key, {"version": "1"}) for key in ids]
     planned = plan_side(
         "user", entities, pa.int64(), render=render, route=lambda entity: Route("", "none"),
-        previous=PreviousKnowledge(None), force=False, shard_size=2, run_dir=tmp_path,
+        previous=PreviousKnowledge(None), force=False, shard_size=2, batch_size=1, run_dir=tmp_path,
     )  # fmt: skip
     rows = [row for shard in planned.shards for row in read_shard(tmp_path / shard.path)]
     assert [row.entity_id for row in rows] == ids
     assert rows[0].group is None
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "batch_size", "expected"),
+    [(1, 16, 64), (900, 16, 64), (1600, 16, 100), (8000, 16, 500), (10**6, 16, 512), (10**6, 64, 2048), (0, 1, 4)],
+)
+def test_shards_are_long_where_there_are_many_rows_and_never_less_than_a_few_batches(num_rows, batch_size, expected):
+    assert default_shard_size(num_rows, batch_size) == expected
+
+
+def test_without_a_size_shards_have_the_default_one(tmp_path):
+    planned = plan(users([f"u{number:03}" for number in range(100)]), tmp_path, shard_size=None)
+    assert [shard.num_rows for shard in planned.shards] == [7] * 14 + [2]

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -42,6 +43,27 @@ def test_a_worker_that_was_warmed_up_writes_the_same_texts(tmp_path):
         cold_or_warm.run(shards[0])
         written.append(RunFolder(tmp_path / name).read_knowledge("item").drop_columns(["run_id"]).to_pylist())
     assert written[0] == written[1] and len(written[0]) > 0
+
+
+def recorded(forward, seen: list, feeds):
+    seen.append([feed.num_tokens for feed in feeds])
+    return forward(feeds)
+
+
+def test_a_shards_forwards_are_the_same_whatever_its_worker_wrote_before(tmp_path):
+    """So is rounding, and with it every near-tie."""
+    write_sample_world(tmp_path / "tables", num_users=4, num_items=20)
+    sizes = []
+    for name, numbers in (("alone", [2]), ("last", [0, 1, 2])):
+        shards, spec = planned(tmp_path / "tables", tmp_path / name)
+        worker = ShardWorker(spec)
+        forward = worker.engine.runner.forward
+        for number in numbers:
+            seen: list[list[int]] = []
+            worker.engine.runner.forward = partial(recorded, forward, seen)
+            worker.run(shards[number])
+        sizes.append(seen)
+    assert sizes[0] == sizes[1] and len(sizes[0]) > 1
 
 
 @pytest.mark.parametrize("usual, most", [(3, 1.0), (10, 1.0), (3, 0.1)])

@@ -126,6 +126,7 @@ def test_a_pilot_writes_rows_from_all_over_a_side_and_its_budget_is_kept_with_al
         previous=PreviousKnowledge(None),
         force=False,
         shard_size=7,
+        batch_size=16,
         run_dir=night.run.root,
         on_entity=lambda: None,
     )

@@ -61,6 +61,7 @@ def write_night(night, num_changed: int = 0, previous: pa.Table | None = None) -
         previous=PreviousKnowledge(previous),
         force=False,
         shard_size=32,
+        batch_size=16,
         run_dir=night.run.root,
     )
     save_plan(plan, night.run.root / "plan" / "item.json")

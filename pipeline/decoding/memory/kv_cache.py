@@ -69,6 +69,9 @@ class KVCache(Protocol):
     def release(self, row: int) -> None:
         """End a sequence. The prefix that was remembered stays shareable while nothing else needs its place."""
 
+    def forget_ended(self) -> None:
+        """Share nothing any more of sequences that have ended."""
+
     def erase(self, row: int) -> None:
         """Forget a live row's keys and values, since they are not finite: nobody may share them or read over them."""
 

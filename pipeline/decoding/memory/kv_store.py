@@ -161,6 +161,11 @@ class KVStore:
         self.committed[row] = False
         self.extents[row] = self.lengths[row] = 0
 
+    def forget_ended(self) -> None:
+        """Share nothing any more of sequences that have ended."""
+        for row in np.flatnonzero(~self._live).tolist():
+            self._prefixes[row] = np.empty(0, np.int32)
+
     @torch.inference_mode()
     def erase(self, row: int) -> None:
         """Overwrite a row whose values are not finite: attention multiplies masked ones by zero, which keeps NaN."""

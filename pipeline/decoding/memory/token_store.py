@@ -168,6 +168,11 @@ class TokenStore:
         if len(self._ended) > self.max_rows:
             self._forget(self._ended.pop(0))
 
+    def forget_ended(self) -> None:
+        """Share nothing any more of sequences that have ended; their slots are free."""
+        while self._ended:
+            self._forget(self._ended.pop())
+
     def erase(self, row: int) -> None:
         """Let nobody share a row whose values are not finite. Nobody else reads its slots before they are rewritten."""
         self._forget(self._prefixes[row])
