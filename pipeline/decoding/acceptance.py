@@ -11,6 +11,7 @@ drift.
 Knows no sequences, pools or caches.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -44,7 +45,7 @@ class Acceptance:
 def verify(
     verifier: Verifier,
     logits: torch.Tensor | StepLogits,
-    trees: list[TokenTree],
+    trees: PackedTrees | Sequence[TokenTree],
     starts: np.ndarray,
     is_end: np.ndarray,
 ) -> list[Acceptance | None]:
@@ -65,7 +66,8 @@ def verify(
     One `Acceptance` a sequence, None where those of the target's logits that were looked at are not finite.
     """
     rows = HeldLogits(logits) if isinstance(logits, torch.Tensor) else logits
-    if not any(len(tree) for tree in trees):  # plain decoding
+    trees = trees if isinstance(trees, PackedTrees) else PackedTrees(trees)
+    if len(trees) == 0:  # plain decoding
         nothing = np.empty(0, np.int64)
         found = judge_rows(verifier, rows, starts, nothing, nothing)
         return [
@@ -73,7 +75,7 @@ def verify(
             for choice, is_finite in zip(found.choices.tolist(), found.is_finite.tolist(), strict=True)
         ]
     at_once = ROUND_LOGITS // len(is_end) if rows.device.type == "cpu" else rows.num_rows
-    step = _Judged(rows.num_rows, PackedTrees(trees), np.asarray(starts))
+    step = _Judged(rows.num_rows, trees, np.asarray(starts))
     while len(pending := step.next_rows(at_once)):
         step.judge(verifier, rows, pending, is_end)
         at_once *= 2

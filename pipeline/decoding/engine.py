@@ -13,7 +13,6 @@ Knows no entities, no files and no Ray.
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +30,7 @@ from pipeline.decoding.loading.load import LoadedModel, load_model
 from pipeline.decoding.memory.kv_cache import cache_bound, is_out_of_memory
 from pipeline.decoding.memory.kv_store import KVStore
 from pipeline.decoding.memory.token_store import TokenStore
+from pipeline.decoding.packed_trees import PackedTrees
 from pipeline.decoding.sequence import (
     GenerationFailure,
     GenerationRequest,
@@ -222,7 +222,8 @@ class Engine:
         Prompts share the step's room for them, the oldest first; one that gets no room waits. Only what writes a token
         in this step is drafted for, once: `drafts` keeps them by the sequences' `id`.
         """
-        chains = [s.context[length:] for s, length in zip(live, self._num_cached(live), strict=True)]
+        num_cached = self.store.lengths[[sequence.row for sequence in live]].tolist()
+        chains = [sequence.context[cached:] for sequence, cached in zip(live, num_cached, strict=True)]
         is_complete = [True] * len(live)
         room = self.max_prefill_tokens
         for i in sorted((i for i, chain in enumerate(chains) if len(chain) > 1), key=lambda i: live[i].order):
@@ -239,25 +240,23 @@ class Engine:
                 fed.append((sequence, Feed(sequence.row, chain, tree, complete)))
         return fed
 
-    def _num_cached(self, sequences: SequenceOf[Sequence]) -> list[int]:
-        """Tokens of each that are in the KV cache."""
-        return self.store.lengths[[sequence.row for sequence in sequences]].tolist()
-
     def _forward_and_verify(self, fed: list[tuple[Sequence, Feed]], verifier: Verifier) -> "_Moves":
         """Run the model and accept drafts. Changes nothing, so that it can be tried again."""
         output = self.runner.forward([feed for _, feed in fed])
-        complete = np.flatnonzero(output.pack.wants_logits)
+        pack = output.pack
+        complete = np.flatnonzero(pack.wants_logits)
         accepted: list[Acceptance | None] = [None] * len(fed)
         alternatives: list[np.ndarray | None] = [None] * len(fed)
         if len(complete):
             trees, starts = [fed[i][1].tree for i in complete], output.starts[complete]
-            found = verify(verifier, output.rows, trees, starts, self._is_end)
+            packed = pack.trees if len(complete) == len(fed) else PackedTrees(trees)
+            found = verify(verifier, output.rows, packed, starts, self._is_end)
             runners_up = [None] * len(complete)
             if self.settings.record_alternatives:
                 runners_up = step_alternatives(output.rows, trees, starts, found, self._is_end)
             for i, *verified in zip(complete.tolist(), found, runners_up, strict=True):
                 accepted[i], alternatives[i] = verified
-        return _Moves([sequence for sequence, _ in fed], output.pack, accepted, alternatives)
+        return _Moves([sequence for sequence, _ in fed], pack, accepted, alternatives)
 
     def _commit_all(self, moves: "_Moves", on_event) -> dict[int, GenerationResult | GenerationFailure]:
         """Keep what was accepted, in the cache and in the texts; of the sequences that ended, what came of them."""

@@ -97,10 +97,9 @@ class Pack:
 
     def kept(self, feeds: np.ndarray, paths: Sequence[np.ndarray]) -> np.ndarray:
         """Which tokens stay where some feeds, int64[n], keep their chain and these nodes of their tree: bool[N]."""
-        is_kept = np.zeros(len(self), bool)
-        is_feed = np.zeros(len(self.feeds), bool)
-        is_feed[feeds] = True
-        np.logical_and(~self.is_node, is_feed[self.feed_of], out=is_kept)
+        is_kept = ~self.is_node
+        if len(feeds) < len(self.feeds):
+            is_kept &= np.isin(self.feed_of, feeds)
         lengths = [len(path) for path in paths]
         if any(lengths):
             is_kept[np.repeat((self.offsets + self.num_chain)[feeds], lengths) + np.concatenate(paths)] = True
