@@ -1,6 +1,7 @@
 """Tokens per second of every way to draft, under fixed and adaptive budgets, beside transformers; on a CPU or a GPU.
 
     python benchmarks/engine.py --quick --json engine.json --plot engine.html
+    python benchmarks/engine.py --ablations --json engine_ablations.json
     python benchmarks/engine.py --device cuda --geometry 8b-gqa --batch 1 64 256 --json engine_gpu.json
 
 All systems answer the same held-out prompts in turn, with the same weights; what is compared is the ratio within one
@@ -227,6 +228,11 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", help="batch sizes; default: all of the device's")
     parser.add_argument("--task", nargs="+", help="tasks; default: all")
     parser.add_argument("--repetitions", type=int, help="default: as the size has it")
+    parser.add_argument(
+        "--ablations",
+        action="store_true",
+        help="every way to draft, verified both ways, each under the budget that it chooses and no other",
+    )
     add_data(parser)
     add_engine(parser)
     return parser.parse_args(words)
@@ -241,6 +247,8 @@ def main() -> None:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = arguments.dtype or ("float32" if device == "cpu" else "bfloat16")
     scale = SCALES[device][arguments.size]
+    if arguments.ablations:
+        scale = replace(scale, systems=tuple(SPECULATIONS), fixed_budgets=(), fixed_at={}, only_at={})
     if arguments.repetitions:
         scale = replace(scale, num_long_repetitions=arguments.repetitions, num_short_repetitions=arguments.repetitions)
     batches = arguments.batch or BATCHES[device][arguments.size]

@@ -11,6 +11,10 @@ from jobs.lazy_commands import LazyCommand, add_lazy_commands, lazy_group
 from pipeline.errors import PipelineError, RunFailed, WorkspaceBusy
 from retrieval_pools.errors import PoolError
 
+# transformers loads torchao wherever it is installed, which then tells which of its own parts do not fit the machine.
+for name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(name).setLevel(logging.ERROR)
+
 COMMANDS = {
     "data": LazyCommand("jobs.data:app", "Sample, import and check input tables."),
     "init": LazyCommand(

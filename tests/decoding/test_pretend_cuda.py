@@ -106,6 +106,13 @@ def test_a_step_within_a_long_prompt_waits_for_nothing():
     assert [num_waits for num_waits, _ in steps] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
+def test_drafts_take_several_threads_beside_a_device_and_one_beside_torchs(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert tiny_engine(tiny_model()).num_draft_threads == 1
+    with pretend_cuda(), KERNEL:
+        assert engine_on_device(tiny_model()).num_draft_threads == 4
+
+
 def test_step_costs_are_timed_on_a_device(monkeypatch):
     monkeypatch.setattr(step_timing, "MIN_ROUNDS", 1)
     monkeypatch.setattr(step_timing, "SECONDS", 0.0)
