@@ -23,8 +23,8 @@ from pipeline.sides import SIDES, Side
 from retrieval_pools.pool import Pool
 from retrieval_pools.step_cost import StepCost, read_step_cost
 
-NUM_SAMPLED_SHARDS = 8  # read to see how many entities have a previous text, and for the pilot's rows; where they are
-LEAST_SAMPLED_SHARDS, MANY_ROWS = 2, 4096  # large, only so many as have this many rows
+NUM_SAMPLED_SHARDS = 8  # read to see how many entities have a previous text, and for the pilot's rows
+LEAST_SAMPLED_SHARDS, MOST_SAMPLED_ROWS = 2, 4096  # fewer of large shards, but never less than two
 ROWS_PER_PILOT_TEXT = 100  # so that a pilot of a few budgets is a few percent of a run
 MIN_PILOT_TEXTS, MAX_PILOT_TEXTS = 16, 64  # by default: with fewer, luck decides
 
@@ -187,7 +187,7 @@ def _fastest(
 def _sampled_rows(night: Night, shards: list[Shard]) -> list[PlannedRow]:
     """The rows of some shards, spread over all."""
     most_rows = max((shard.num_rows for shard in shards), default=1)
-    num_shards = max(LEAST_SAMPLED_SHARDS, min(NUM_SAMPLED_SHARDS, MANY_ROWS // most_rows))
+    num_shards = max(LEAST_SAMPLED_SHARDS, min(NUM_SAMPLED_SHARDS, MOST_SAMPLED_ROWS // most_rows))
     return [row for shard in _spread(shards, num_shards) for row in read_shard(night.run.root / shard.path)]
 
 

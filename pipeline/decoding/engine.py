@@ -30,7 +30,6 @@ from pipeline.decoding.loading.load import LoadedModel, load_model
 from pipeline.decoding.memory.kv_cache import cache_bound, is_out_of_memory
 from pipeline.decoding.memory.kv_store import KVStore
 from pipeline.decoding.memory.token_store import TokenStore
-from pipeline.decoding.packed_trees import PackedTrees
 from pipeline.decoding.sequence import (
     GenerationFailure,
     GenerationRequest,
@@ -49,7 +48,7 @@ logger = logging.getLogger(__name__)
 # Prompt tokens of one step. A CPU computes them fastest in parts of this size (per token 2 times faster than 2048), and
 # such a part takes about as long as the step's drafts of a batch of 16: what decodes meanwhile goes at half speed.
 PREFILL_TOKENS = {"cpu": 256, "cuda": 2048}
-MOST_DRAFT_THREADS = 4  # more of them take longer to wake up than their part of a step's drafts takes
+MOST_DRAFT_THREADS = 4  # two were measured (`benchmarks/drafting.py`: two thirds of the time of one), more were not
 _NO_NODES = np.empty(0, np.int64)
 
 
@@ -249,8 +248,8 @@ class Engine:
         alternatives: list[np.ndarray | None] = [None] * len(fed)
         if len(complete):
             trees, starts = [fed[i][1].tree for i in complete], output.starts[complete]
-            packed = pack.trees if len(complete) == len(fed) else PackedTrees(trees)
-            found = verify(verifier, output.rows, packed, starts, self._is_end)
+            known = pack.trees if len(complete) == len(fed) else trees
+            found = verify(verifier, output.rows, known, starts, self._is_end)
             runners_up = [None] * len(complete)
             if self.settings.record_alternatives:
                 runners_up = step_alternatives(output.rows, trees, starts, found, self._is_end)

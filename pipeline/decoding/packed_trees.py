@@ -39,9 +39,8 @@ class PackedTrees:
     def ancestors(self) -> np.ndarray:
         """int64[n]: bit j is set for node j of the same tree if that is the node itself or above it."""
         assert self.sizes.max(initial=0) <= MAX_NODES, "a tree's nodes do not fit a mask"
-        return self.along_paths(np.bitwise_or, np.left_shift(np.uint64(1), self.places.astype(np.uint64))).view(
-            np.int64
-        )
+        own = np.left_shift(np.uint64(1), self.places.astype(np.uint64))
+        return self.along_paths(np.bitwise_or, own).view(np.int64)
 
     def along_paths(self, join: np.ufunc, values: np.ndarray) -> np.ndarray:
         """For each node, its value [n] joined with those of all nodes above it: `np.add`, `np.logical_and`, ..."""

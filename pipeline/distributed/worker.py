@@ -155,12 +155,11 @@ class ShardWorker:
             pass
         return counts.texts()
 
-    def run(self, shard: Shard, on_row: Callable[[], None] = lambda: None, budget: Budget | None = None) -> ShardRecord:
+    def run(self, shard: Shard, budget: Budget | None = None) -> ShardRecord:
         """Generate one shard and write its files.
 
         Parameters
         ----------
-        on_row : called for each of its texts.
         budget : how much is drafted; None is that of the settings.
 
         Returns
@@ -177,7 +176,6 @@ class ShardWorker:
         num_rewritten = 0
         for outcome, verifier in self._outcomes(shard.side, rows, budget):
             row = rows[outcome.request_id]
-            on_row()
             if isinstance(outcome, GenerationFailure):
                 quarantined.append(QuarantineRow.of(row.entity_id, shard.side, outcome.reason, row.fingerprint))
                 continue

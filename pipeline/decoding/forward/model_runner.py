@@ -47,11 +47,6 @@ class StepOutput:
         return self.pack.wanted_starts
 
     @property
-    def slots(self) -> list[np.ndarray]:
-        """int64 of each feed: the row's slots that its tokens were written to."""
-        return [part.slots for part in self.pack.parts]
-
-    @property
     def logits(self) -> torch.Tensor:
         """All of them, computed anew each time: (num_kept, vocab_size) on the device."""
         return self.rows.of(np.arange(self.rows.num_rows))
