@@ -92,26 +92,26 @@ class Scale:
 
 ASKED = ("own-text", "resd", "crp", "rrp", "laser")
 CPU_FULL = Scale(
-    {1: 12, 4: 12, 16: 32}, {1: 48, 4: 48, 16: 96}, TaskSize(32, 200), TaskSize(128, 1000), 2, 4, ASKED,
-    max_new_tokens=384, slow_long_prompts=3, slow_short_prompts=24, num_slow_repetitions=3,
+    {1: 24, 4: 24, 16: 32}, {1: 96, 4: 128, 16: 128}, TaskSize(32, 200, 0, 128), TaskSize(128, 1000, 0, 512),
+    2, 3, ASKED, max_new_tokens=384, slow_long_prompts=3, slow_short_prompts=24, num_slow_repetitions=3,
 )  # fmt: skip
 CPU_QUICK = Scale(
-    {1: 8, 4: 8, 16: 32}, {1: 24, 4: 32, 16: 64}, TaskSize(16, 100, 16), TaskSize(64, 500),
+    {1: 8, 4: 8, 16: 32}, {1: 24, 4: 32, 16: 64}, TaskSize(16, 100, 16, 64), TaskSize(64, 500, 0, 256),
     2, 2, ASKED, (8, 16), {1: (16, 32), 4: (16,)}, {4: ("resd", "laser")}, max_new_tokens=160,
     slow_long_prompts=2, slow_short_prompts=4, num_slow_repetitions=1,
 )  # fmt: skip
 CUDA_FULL = Scale(
     {1: 4, 8: 24, 32: 96, 64: 192, 128: 384, 256: 512},
     {1: 16, 8: 64, 32: 256, 64: 512, 128: 1024, 256: 2048},
-    TaskSize(512, 400), TaskSize(2048, 4000), 3, 5,
+    TaskSize(512, 400, 0, 128), TaskSize(2048, 4000, 0, 512), 3, 5,
 )  # fmt: skip
 CUDA_QUICK = Scale(
     {1: 2, 8: 16, 32: 48, 64: 96, 128: 192, 256: 384},
     {1: 8, 8: 32, 32: 96, 64: 192, 128: 384, 256: 768},
-    TaskSize(512, 400), TaskSize(2048, 4000), 2, 3, ("resd", "laser"), (4, 16, 64),
+    TaskSize(512, 400, 0, 128), TaskSize(2048, 4000, 0, 512), 2, 3, ("resd", "laser"), (4, 16, 64),
 )  # fmt: skip
 SMOKE = Scale(
-    dict.fromkeys((1, 4, 16), 2), dict.fromkeys((1, 4, 16), 2), TaskSize(3, 60), TaskSize(6, 60), 1, 1,
+    dict.fromkeys((1, 4, 16), 2), dict.fromkeys((1, 4, 16), 2), TaskSize(3, 60, 0, 4), TaskSize(6, 60, 0, 4), 1, 1,
     ("resd", "laser"), (8,),
 )  # fmt: skip
 BATCHES = {"cpu": {"full": (1, 4, 16), "quick": (1, 4, 16), "smoke": (4,)}}

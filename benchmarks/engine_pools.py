@@ -2,7 +2,8 @@
 
 Groups are k-means clusters of the prompts' tf-idf vectors, fitted to the pool's prompts; a measured prompt belongs to
 the nearest centre, so nothing of its own text is used. Every pool is calibrated as a night's is, its budgets too: some
-of its texts are held back from a second pool and replayed against it. Texts are generated once and kept on disk, by
+of its texts are held back from a second pool and replayed against it; and pilots write other prompts than those
+measured, whose texts are in no pool. Texts are generated once and kept on disk, by
 model (`night_pools.py`). Measures nothing.
 """
 
@@ -22,6 +23,7 @@ from threadpoolctl import threadpool_limits
 
 from pipeline.decoding.budget import Budget
 from pipeline.decoding.engine import Engine
+from pipeline.decoding.planning.pilot import pilot_parts
 from pipeline.decoding.planning.pilot_texts import PilotTexts
 from retrieval_pools.building.build import PoolText, build_pool
 from retrieval_pools.calibrating.budget_replay import with_budgets
@@ -61,26 +63,29 @@ class GroupedPool:
     ----------
     pool : of all texts; calibrated, if there are enough.
     group_of : None: every text counts the same.
-    without, prompts_of_pilot : a pool without the texts of some prompts, calibrated too, and these prompts.
-    gains : what pilots saw, which no batch size changes; by system and budget.
+    pilot_parts : prompts of a pilot; see `run_pilot`.
+    gains : what pilots saw, which no batch size changes; by system, budget and part.
     """
 
     pool: Pool
     group_of: Groups | None
-    without: Pool | None
-    prompts_of_pilot: tuple[np.ndarray, ...]
-    gains: dict[tuple[str, Budget], PilotTexts] = field(default_factory=dict)
+    pilot_parts: list[Sequence[np.ndarray]]
+    gains: dict[tuple[str, Budget, int], PilotTexts] = field(default_factory=dict)
 
 
 def unseen_prompts(engine: Engine, task: Task, cache: Path) -> Task:
-    """The task without the measured prompts whose plain text stands in the pool word for word."""
+    """The task without the measured and the pilot's prompts whose plain text stands in the pool word for word."""
     in_pool = {text.tobytes() for text in own_texts(engine, task, cache)}
-    answered = own_texts(engine, replace(task, pool_prompts=task.held_out), cache)
-    kept = tuple(p for p, text in zip(task.held_out, answered, strict=True) if text.tobytes() not in in_pool)
-    if len(kept) < len(task.held_out):
-        num_left_out = len(task.held_out) - len(kept)
+
+    def unseen(prompts: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+        answered = own_texts(engine, replace(task, pool_prompts=prompts), cache)
+        return tuple(p for p, text in zip(prompts, answered, strict=True) if text.tobytes() not in in_pool)
+
+    kept = replace(task, held_out=unseen(task.held_out), pilot_prompts=unseen(task.pilot_prompts))
+    num_left_out = len(task.held_out) - len(kept.held_out)
+    if num_left_out:
         logger.info("%s: %d prompts left out, their texts are in the pool", task.name, num_left_out)
-    return replace(task, held_out=kept)
+    return kept
 
 
 def pools_of(engine: Engine, task: Task, cache: Path, folder: Path, kinds: Sequence[str]) -> dict[str, GroupedPool]:
@@ -97,7 +102,7 @@ def pools_of(engine: Engine, task: Task, cache: Path, folder: Path, kinds: Seque
 
 def like_groups(task: Task) -> Groups:
     """Clusters of the pool's prompts; a measured prompt joins the nearest."""
-    prompts = (*task.pool_prompts, *task.held_out)
+    prompts = (*task.pool_prompts, *task.held_out, *task.pilot_prompts)
     num_pool = len(task.pool_prompts)
     bags = _bags(prompts)
     num_components = max(1, min(NUM_COMPONENTS, num_pool - 1))
@@ -113,7 +118,7 @@ def like_groups(task: Task) -> Groups:
 
 def random_groups(task: Task) -> Groups:
     """As many groups as `like_groups` asks for, drawn by lot."""
-    prompts = (*task.pool_prompts, *task.held_out)
+    prompts = (*task.pool_prompts, *task.held_out, *task.pilot_prompts)
     num_groups = default_num_groups(len(task.pool_prompts))
     return _named(prompts, np.random.default_rng(SEED).integers(0, num_groups, len(prompts)))
 
@@ -141,20 +146,16 @@ def _calibrated(
     settings = PoolSettings(**changes)
     pool = _built(engine, task, documents, settings, folder / "pool")
     num_wanted = num_held_back(len(documents), settings.calibration_texts)
+    parts = pilot_parts(task.pilot_prompts)
     if num_wanted < 2:
-        return GroupedPool(pool, group_of, None, ())
+        return GroupedPool(pool, group_of, parts)
     held_back = set(spread_positions(len(documents), num_wanted).tolist())
     rest = [document for number, document in enumerate(documents) if number not in held_back]
     without = _built(engine, task, rest, settings, folder / "without")
     replayed = [documents[number] for number in sorted(held_back)]
     calibration = calibrate(without, replayed, DRAFT_OPTIONS)
     calibration = with_budgets(calibration, without, replayed, DRAFT_OPTIONS)
-    return GroupedPool(
-        pool.with_calibration(calibration),
-        group_of,
-        without.with_calibration(calibration),
-        tuple(document.prompt_ids for document in replayed),
-    )
+    return GroupedPool(pool.with_calibration(calibration), group_of, parts)
 
 
 def _built(engine: Engine, task: Task, documents: list[ReplayText], settings: PoolSettings, folder: Path) -> Pool:

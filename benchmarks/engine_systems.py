@@ -42,7 +42,6 @@ WITH_POOL = (*OWN_TEXT, "pool")
 ADAPTIVE = "adaptive"
 FIXED_BUDGETS = (4, 8, 16, 32, 64)
 LOOKUP_TOKENS = 10
-MAX_PILOT_TEXTS = 64  # as on a night
 STEP_BATCHES = (1, 4, 16, 64)  # whose steps are timed beside those of the batch size itself
 
 
@@ -183,10 +182,12 @@ def adaptive_budget(
     grouped = pools.get(speculation.pool)
     pool, sources = (None, OWN_TEXT) if grouped is None else (grouped.pool, WITH_POOL)
     asked = (step_cost, batch, pool, sources)
-    plan = plan_pilot(*asked, is_relaxed=speculation.verifier == "relaxed") if grouped else None
+    has_pilot = grouped is not None and grouped.pilot_parts[0]
+    plan = plan_pilot(*asked, is_relaxed=speculation.verifier == "relaxed") if has_pilot else None
     if plan is None:
         return choose_budget(*asked)
-    settled = run_pilot(plan, partial(_gain, writer, grouped, system, max_new_tokens))
+    write = partial(_gain, writer, grouped, system, max_new_tokens)
+    settled = run_pilot(plan, write, len(grouped.pilot_parts))
     logger.info("%s, batch %d: %s", system, batch, describe_budget(settled))
     return settled
 
@@ -213,15 +214,18 @@ def _drafting(
     return EngineSystem(engine, drafter, verifier, budget, group_of)
 
 
-def _gain(engine: Engine, grouped: GroupedPool, system: str, max_new_tokens: int, budget: Budget) -> PilotTexts:
-    """What prompts gain from the pool that lacks their texts; seen once for all batch sizes."""
-    if (system, budget) not in grouped.gains:
+def _gain(
+    engine: Engine, grouped: GroupedPool, system: str, max_new_tokens: int, budget: Budget, part: int
+) -> PilotTexts:
+    """What a part of the pilot's prompts gains from the pool; seen once for all batch sizes."""
+    key = system, budget, part
+    if key not in grouped.gains:
         counts = StepCounts()
         verifier = SPECULATIONS[system].verifier
-        night = _drafting(engine, grouped.without, WITH_POOL, grouped.group_of, budget, verifier)
-        night.timed(grouped.prompts_of_pilot[:MAX_PILOT_TEXTS], max_new_tokens, counts)
-        grouped.gains[system, budget] = counts.texts()
-    return grouped.gains[system, budget]
+        night = _drafting(engine, grouped.pool, WITH_POOL, grouped.group_of, budget, verifier)
+        night.timed(grouped.pilot_parts[part], max_new_tokens, counts)
+        grouped.gains[key] = counts.texts()
+    return grouped.gains[key]
 
 
 def twins_of(contestants: Sequence[Contestant]) -> dict[tuple, tuple]:

@@ -4,6 +4,7 @@ A pool holds the model's own texts on its pool prompts, never a text of a held-o
 by prompt. Knows no engine and measures nothing.
 """
 
+import itertools
 import random
 import tempfile
 from dataclasses import dataclass
@@ -27,24 +28,26 @@ GOODREADS_PROMPT = 'Describe the book "{title}" in one or two sentences.'
 class TaskSize:
     """How many prompts are measured, and how many fill the pool.
 
-    `num_more` are measured too and come after the pool's prompts, so that the pool has the same texts without them.
+    `num_more` are measured too and come after the pool's prompts, so that the pool has the same texts without them;
+    then come `num_pilot`, which only a pilot writes.
     """
 
     num_held_out: int
     num_pool: int
     num_more: int = 0
+    num_pilot: int = 0
 
     @property
     def total(self) -> int:
-        return self.num_held_out + self.num_pool + self.num_more
+        return self.num_held_out + self.num_pool + self.num_more + self.num_pilot
 
 
 @dataclass(frozen=True)
 class Task:
     """One kind of text.
 
-    `held_out` and `pool_prompts` are rendered prompts, int32 token ids each; `side` is the pool's side. Of
-    long texts (`is_long`: hundreds of tokens) fewer are measured.
+    `held_out`, `pool_prompts` and `pilot_prompts` are rendered prompts, int32 token ids each; `side` is the pool's
+    side. Of long texts (`is_long`: hundreds of tokens) fewer are measured.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Task:
     pool_prompts: tuple[np.ndarray, ...]
     max_new_tokens: int
     is_long: bool
+    pilot_prompts: tuple[np.ndarray, ...] = ()
 
 
 def chat_ids(tokenizer, text: str) -> np.ndarray:
@@ -111,6 +115,7 @@ def _chosen(name: str, candidates: list, size: TaskSize) -> list:
 def _task(
     name: str, side: str, prompts: list[np.ndarray], size: TaskSize, *, max_new_tokens: int, is_long: bool = False
 ) -> Task:
-    end = size.num_held_out + size.num_pool
-    held_out, pool_prompts = prompts[: size.num_held_out] + prompts[end:], prompts[size.num_held_out : end]
-    return Task(name, side, tuple(held_out), tuple(pool_prompts), max_new_tokens, is_long)
+    parts = (size.num_held_out, size.num_pool, size.num_more, size.num_pilot)
+    ends = [sum(parts[:number]) for number in range(len(parts) + 1)]
+    measured, pool, more, pilot = (tuple(prompts[start:end]) for start, end in itertools.pairwise(ends))
+    return Task(name, side, measured + more, pool, max_new_tokens, is_long, pilot)

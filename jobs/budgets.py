@@ -5,16 +5,17 @@ pilot. `pipeline.decoding.budget` and `planning/pilot` beside it choose; `planni
 the gain in the whole run, its prompts and the ends of its shards counted.
 """
 
+import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jobs.console import say
 from jobs.night import Night
 from pipeline.decoding.budget import Budget, BudgetForecast, Trial, choose_budget, with_forecast
-from pipeline.decoding.planning.pilot import plan_pilot, run_pilot
+from pipeline.decoding.planning.pilot import pilot_parts, plan_pilot, run_pilot
+from pipeline.decoding.planning.pilot_texts import PilotTexts
 from pipeline.decoding.planning.run_forecast import PREFILL_TOKENS, RunTexts, judged_on_run
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.distributed.shards import PlannedRow, Shard, read_shard
@@ -26,7 +27,8 @@ from retrieval_pools.step_cost import StepCost, read_step_cost
 NUM_SAMPLED_SHARDS = 8  # read to see how many entities have a previous text, and for the pilot's rows
 LEAST_SAMPLED_SHARDS, MOST_SAMPLED_ROWS = 2, 4096  # fewer of large shards, but never less than two
 ROWS_PER_PILOT_TEXT = 100  # so that a pilot of a few budgets is a few percent of a run
-MIN_PILOT_TEXTS, MAX_PILOT_TEXTS = 16, 64  # by default: with fewer, luck decides
+MIN_PILOT_TEXTS, MAX_PILOT_TEXTS = 16, 512  # by default: with fewer, luck decides; more tell 1 % no better
+PILOT_SEED = 0
 
 
 def night_budgets(night: Night, shards: Iterable[Shard], scout: Scout) -> dict[Side, Budget]:
@@ -86,7 +88,7 @@ def side_budget(
 
 
 def num_pilot_texts(decoding: DecodingSettings, num_rows: int) -> int:
-    """How many texts of a side a pilot writes under each budget; 0: no pilot."""
+    """How many texts of a side a pilot writes under a budget at most; 0: no pilot."""
     if decoding.num_pilot_texts is not None:
         return min(decoding.num_pilot_texts, num_rows)
     num_texts = min(num_rows // ROWS_PER_PILOT_TEXT, MAX_PILOT_TEXTS)
@@ -179,8 +181,13 @@ def _fastest(
             min_acceptance=decoding.min_acceptance,
         )
         if plan is not None:
-            say(f"{side}s: a pilot writes {num_texts} texts under each of some budgets, to choose the fastest")
-            return run_pilot(plan, partial(scout.pilot, side, _spread(rows, num_texts)))
+            parts = pilot_parts(_mixed(_spread(rows, num_texts)))
+
+            def write(budget: Budget, part: int) -> PilotTexts:
+                return scout.pilot(side, parts[part], budget)
+
+            say(f"{side}s: a pilot writes up to {num_texts} texts under each of some budgets, to choose the fastest")
+            return run_pilot(plan, write, len(parts))
     return side_budget(decoding, pool, step_cost, share_changed)
 
 
@@ -189,6 +196,11 @@ def _sampled_rows(night: Night, shards: list[Shard]) -> list[PlannedRow]:
     most_rows = max((shard.num_rows for shard in shards), default=1)
     num_shards = max(LEAST_SAMPLED_SHARDS, min(NUM_SAMPLED_SHARDS, MOST_SAMPLED_ROWS // most_rows))
     return [row for shard in _spread(shards, num_shards) for row in read_shard(night.run.root / shard.path)]
+
+
+def _mixed(rows: list[PlannedRow]) -> list[PlannedRow]:
+    """In random order, the same each time: then the first of them are from all over, too."""
+    return random.Random(PILOT_SEED).sample(rows, len(rows))
 
 
 def _spread(values: list, num_wanted: int) -> list:

@@ -30,7 +30,8 @@ MOST_FOR_LOOKING = 0.01  # of a plain step, spent on drafts that find nothing
 class Trial:
     """What texts gained that a pilot wrote under a budget; bonus token included, speed-up as in `BudgetForecast`.
 
-    `error` is the standard error of `speed_up`, other texts being written.
+    `error` is the standard error of `speed_up`, other texts being written; `num_texts` is how many were. A budget with
+    fewer texts than another was given up: on the texts of both it was slower.
     """
 
     max_draft_tokens: int
@@ -39,6 +40,7 @@ class Trial:
     mean_drafted: float
     speed_up: float
     error: float = 0.0
+    num_texts: int = 0
 
 
 @dataclass(frozen=True)

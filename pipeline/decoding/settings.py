@@ -57,8 +57,9 @@ class DecodingSettings(BaseModel):
     num_pilot_texts: int | None = Field(
         None,
         ge=0,
-        description="Texts that are written under each of some budgets before one is chosen; they are not kept. 0: the "
-        "pool's replays choose alone. null: one of a hundred, at most 64; none where that is less than 16.",
+        description="Texts that are written under each of some budgets before one is chosen, at most; they are not "
+        "kept. More than 32 are written only under budgets that 32 cannot tell apart. 0: the pool's replays choose "
+        "alone. null: one of a hundred, at most 512; none where that is less than 16.",
     )
     record_alternatives: bool = Field(
         False,

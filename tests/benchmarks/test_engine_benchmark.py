@@ -55,7 +55,7 @@ def engines() -> Engines:
 
 @pytest.fixture(scope="module")
 def task(engines) -> Task:
-    items = sample_tasks(engines.tokenizer, TaskSize(4, 56))[1]
+    items = sample_tasks(engines.tokenizer, TaskSize(4, 56, num_pilot=3))[1]
     return replace(items, max_new_tokens=40)
 
 
@@ -80,27 +80,29 @@ def test_like_prompts_share_a_group_and_measured_ones_join_the_nearest():
     assert like_groups(task) == groups and random_groups(task) == random_groups(task)
 
 
-def test_no_measured_text_is_in_the_pool(engines, task, cache):
+@pytest.mark.parametrize("kind", ["held_out", "pilot_prompts"])
+def test_no_measured_text_and_none_of_a_pilot_is_in_the_pool(engines, task, cache, kind):
     engine = engines.of_batch(4)
-    twice = replace(task, pool_prompts=(*task.pool_prompts, task.held_out[1]))
-    kept = unseen_prompts(engine, twice, cache).held_out
-    assert not any(np.array_equal(prompt, task.held_out[1]) for prompt in kept)
-    assert {prompt.tobytes() for prompt in kept} <= {prompt.tobytes() for prompt in task.held_out}
+    prompts = getattr(task, kind)
+    twice = replace(task, pool_prompts=(*task.pool_prompts, prompts[1]))
+    kept = getattr(unseen_prompts(engine, twice, cache), kind)
+    assert not any(np.array_equal(prompt, prompts[1]) for prompt in kept)
+    assert {prompt.tobytes() for prompt in kept} <= {prompt.tobytes() for prompt in prompts}
 
 
-def test_more_measured_prompts_come_after_those_of_the_pool(engines):
-    without, more = (sample_tasks(engines.tokenizer, size)[1] for size in (TaskSize(2, 8), TaskSize(2, 5, 3)))
+def test_more_measured_prompts_come_after_those_of_the_pool_and_then_a_pilots(engines):
+    without, more = (sample_tasks(engines.tokenizer, size)[1] for size in (TaskSize(2, 8), TaskSize(2, 5, 2, 1)))
     prompts = [prompt.tobytes() for prompt in (*without.held_out, *without.pool_prompts)]
     assert [prompt.tobytes() for prompt in more.pool_prompts] == prompts[2:7]
-    assert [prompt.tobytes() for prompt in more.held_out] == prompts[:2] + prompts[7:]
+    assert [prompt.tobytes() for prompt in more.held_out] == prompts[:2] + prompts[7:9]
+    assert [prompt.tobytes() for prompt in more.pilot_prompts] == prompts[9:]
 
 
 def test_every_greedy_system_writes_the_plain_texts(engines, task, cache, tmp_path):
     pools = pools_of(engines.of_batch(4), task, cache, tmp_path, list(KINDS))
     assert {name for name, one in pools.items() if one.group_of is None} == {"global"}
     assert all(one.pool.manifest.num_texts == 56 for one in pools.values())
-    for one in pools.values():  # a pilot writes prompts whose texts the smaller pool lacks
-        assert one.without.manifest.num_texts + len(one.prompts_of_pilot) == 56 and len(one.prompts_of_pilot) == 11
+    assert all([len(part) for part in one.pilot_parts] == [3] for one in pools.values())
     scale = EngineScale({}, {}, TaskSize(0, 0), TaskSize(0, 0), 1, 1, fixed_budgets=(2, 8))
     contestants = contestants_at(task, 4, engines, Peers(SAMPLE, "float32", "cpu", None), pools, scale, RATES)
     passes = measure(contestants, task.held_out, 4, task.max_new_tokens, Amount(4, 1, 4, 1), num_warm_up=1)

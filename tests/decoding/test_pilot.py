@@ -1,5 +1,7 @@
 """Pilots: how the climb goes on gains that are known, what is worth one, and that a real engine is counted right."""
 
+import itertools
+
 import numpy as np
 import pytest
 from test_budget import FREE, SOURCES, STEEP, cost, larger_is_better, pool_with
@@ -8,7 +10,15 @@ from pipeline.decoding.budget import PLAIN, Budget, choose_budget
 from pipeline.decoding.drafters import RetrievalDrafter
 from pipeline.decoding.engine import Engine, GenerationRequest
 from pipeline.decoding.expected_step import step_seconds
-from pipeline.decoding.planning.pilot import BOLD_ACCEPTANCE, THRESHOLDS, PilotPlan, plan_pilot, run_pilot
+from pipeline.decoding.planning.pilot import (
+    BOLD_ACCEPTANCE,
+    FIRST_TEXTS,
+    THRESHOLDS,
+    PilotPlan,
+    pilot_parts,
+    plan_pilot,
+    run_pilot,
+)
 from pipeline.decoding.planning.pilot_texts import PilotTexts, StepCounts
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.verifiers import verifier_from
@@ -35,7 +45,7 @@ def writing(tokens_per_step: dict[int, float], first: float = 2.0):
     """A `write` that knows what each size gains, all trees being full, and a list of what it wrote."""
     written = []
 
-    def write(budget: Budget) -> PilotTexts:
+    def write(budget: Budget, part: int) -> PilotTexts:
         written.append(budget)
         if budget == FIRST:
             return written_texts(first, 2)
@@ -68,7 +78,7 @@ def test_the_first_stays_where_it_is_surely_faster():
 
 
 def test_of_sizes_the_fastest_is_taken_and_another_threshold_only_where_it_is_surely_faster():
-    def write(budget: Budget) -> PilotTexts:
+    def write(budget: Budget, part: int) -> PilotTexts:
         size, luck = budget.max_draft_tokens, (1.0, 1.0, 1.0, 1.0)
         gain = {8: 0.96, 16: 1.0, 32: 0.8, 64: 1.1}[size]
         if size in (16, 64):
@@ -85,7 +95,7 @@ def test_of_sizes_the_fastest_is_taken_and_another_threshold_only_where_it_is_su
 
 
 def test_a_budget_that_may_be_slower_by_chance_does_not_end_the_climb():
-    def write(budget: Budget) -> PilotTexts:
+    def write(budget: Budget, part: int) -> PilotTexts:
         size = budget.max_draft_tokens
         luck = (0.5, 1.5, 0.5, 1.5) if size == 16 else (1.0, 1.0, 1.0, 1.0)
         gain = {2: 0.3, 8: 0.8, 16: 0.75, 32: 1.0, 64: 0.9}[2 if budget == FIRST else size]
@@ -98,7 +108,7 @@ def test_other_thresholds_are_tried_with_the_fastest_size():
     gains = {0.15: 1.2, 0.3: 1.4, 0.5: 1.0}
     written = []
 
-    def write(budget: Budget) -> PilotTexts:
+    def write(budget: Budget, part: int) -> PilotTexts:
         written.append(budget)
         if budget == FIRST:
             return written_texts(1.5, 2)
@@ -112,8 +122,60 @@ def test_other_thresholds_are_tried_with_the_fastest_size():
     assert run_pilot(plan(1, thresholds=THRESHOLDS), write) == Budget(8, 0.03)
 
 
+def test_more_is_written_only_under_budgets_that_may_be_the_fastest():
+    written = []
+    luck = (0.9, 1.1, 0.9, 1.1)
+
+    def write(budget: Budget, part: int) -> PilotTexts:
+        size = budget.max_draft_tokens
+        written.append((part, budget))
+        gain = {4: 1.0, 8: 1.02 if part == 0 else 0.9, 16: 0.7, 64: 0.5}[size]
+        return written_texts(4 * gain * (1 + size * 0.05), size, luck if size == 8 else luck[::-1])
+
+    chosen = run_pilot(plan(1), write, num_parts=4)
+    assert written[:4] == [(0, budget) for budget in (FIRST, BOLDER[1], BOLDER[2], BOLDER[0])]
+    assert sorted(written[4:6], key=str) == sorted([(1, BOLDER[0]), (1, BOLDER[1])], key=str)
+    assert chosen == Budget(4, BOLD_ACCEPTANCE)  # what the first texts said was luck
+    trials = {trial.max_draft_tokens: trial for trial in chosen.forecast.trials}
+    assert trials[16].num_texts == trials[64].num_texts == 4 and trials[4].num_texts >= 8
+    assert trials[4].speed_up == pytest.approx(4.0) == chosen.forecast.speed_up
+    only_first = run_pilot(plan(1), write, num_parts=1)
+    assert only_first == Budget(8, BOLD_ACCEPTANCE)
+
+
+def test_nothing_more_is_written_once_the_fastest_is_sure():
+    write, written = writing({4: 4.0, 8: 9.0, 16: 4.0})
+    assert run_pilot(plan(1), write, num_parts=5) == Budget(8, BOLD_ACCEPTANCE)
+    assert len(written) == len(set(written)) == 4
+
+
+@pytest.mark.parametrize(
+    ("gains", "may_be_plain", "expected"),
+    [((1.3, 1.3), True, FIRST), ((1.3, 0.8, 0.5), True, PLAIN), ((1.3,), False, FIRST)],
+)
+def test_more_is_written_while_it_is_open_whether_to_draft_at_all(gains, may_be_plain, expected):
+    written = []
+
+    def write(budget: Budget, part: int) -> PilotTexts:
+        written.append(part)
+        return written_texts(gains[part] * (1 + 64 * 0.05), 64, (0.7, 1.3, 0.7, 1.3))
+
+    plan = PilotPlan(cost(LINEAR), 1, FIRST, may_be_plain=may_be_plain)
+    assert run_pilot(plan, write, num_parts=3) == expected
+    assert written == list(range(len(gains)))
+
+
+@pytest.mark.parametrize(
+    ("num_texts", "sizes"), [(0, [0]), (5, [5]), (FIRST_TEXTS, [32]), (33, [32, 1]), (150, [32, 32, 64, 22])]
+)
+def test_each_part_of_a_pilot_is_as_large_as_all_before(num_texts, sizes):
+    texts = list(range(num_texts))
+    parts = pilot_parts(texts)
+    assert [len(part) for part in parts] == sizes and [*itertools.chain(*parts)] == texts
+
+
 def test_texts_that_one_trial_lacks_count_for_none():
-    def write(budget: Budget) -> PilotTexts:
+    def write(budget: Budget, part: int) -> PilotTexts:
         texts = written_texts(4.0, budget.max_draft_tokens)
         return texts if budget == FIRST else texts.of({"0", "2", "3"})
 
@@ -122,10 +184,10 @@ def test_texts_that_one_trial_lacks_count_for_none():
 
 def test_a_gain_that_may_be_chance_is_not_drafted_for():
     lucky = written_texts(1.3 * (1 + 64 * 0.05), 64, (0.1, 1.9, 0.1, 1.9))
-    chosen = run_pilot(PilotPlan(cost(LINEAR), 1, FIRST), lambda budget: lucky)
+    chosen = run_pilot(PilotPlan(cost(LINEAR), 1, FIRST), lambda budget, part: lucky)
     assert chosen == PLAIN and "1.30 ± 0.5" in chosen.forecast.reason
     sure = written_texts(1.3 * (1 + 64 * 0.05), 64)
-    assert run_pilot(PilotPlan(cost(LINEAR), 1, FIRST), lambda budget: sure) == FIRST
+    assert run_pilot(PilotPlan(cost(LINEAR), 1, FIRST), lambda budget, part: sure) == FIRST
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])

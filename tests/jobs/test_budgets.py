@@ -109,7 +109,7 @@ def test_budgets_survive_the_manifest_and_are_told_in_a_line(world):
 
 @pytest.mark.parametrize(
     ("setting", "num_rows", "expected"),
-    [(None, 1599, 0), (None, 1600, 16), (None, 10**6, 64), (0, 10**6, 0), (5, 100, 5), (5, 3, 3)],
+    [(None, 1599, 0), (None, 1600, 16), (None, 10**6, 512), (0, 10**6, 0), (5, 100, 5), (5, 3, 3)],
 )
 def test_a_pilot_is_a_small_part_of_a_run_or_as_large_as_asked_for(setting, num_rows, expected):
     assert num_pilot_texts(DecodingSettings(num_pilot_texts=setting), num_rows) == expected

@@ -6,7 +6,8 @@ knows whether drafting pays at all. A pilot tries the budget that is preferred w
 thresholds with the size that was fastest. What a text gains does not depend on its batch, so the same texts and the
 same step cost choose the same budget on any machine.
 
-Texts differ, and a pilot has few. A relaxed text that a high threshold leaves without a draft goes its own way, so that
+Texts differ, and a pilot has few. Where some of them leave it open which budget is the fastest, more are written under
+those that may be, and more again. A relaxed text that a high threshold leaves without a draft goes its own way, so that
 how fast a threshold is varies more from text to text than how fast a size is. Hence of budgets with the usual threshold
 the fastest is taken, and one with another threshold only where it is faster by more than chance: chosen and judged by
 different texts of two collections, that lost least to the best tree of a fixed size. Knows no pool's insides, no files
@@ -15,6 +16,7 @@ and no Ray: `write` does the writing.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -40,7 +42,12 @@ BOLD_SIZES = (4, 8, 16, 32, 64)
 BOLD_ACCEPTANCE = 0.07  # so low that the size of a tree is its limit
 THRESHOLDS = (0.03, 0.07, 0.15, 0.3, 0.5)  # tried with the size that was fastest
 SURE = 3.0  # standard errors by which another threshold must be faster than the usual one: a pilot compares several
+FIRST_TEXTS = 32  # of a pilot; each part after them is as large as all before it
+DOUBT = 2.0  # standard errors by which a budget must be slower than the fastest to be given up
+WORTH_KNOWING = 0.01  # the share by which a budget would have to be faster to write more texts for it
 SEED = 0
+
+Text = TypeVar("Text")
 
 
 @dataclass(frozen=True)
@@ -109,14 +116,23 @@ def plan_pilot(
     )
 
 
-def run_pilot(plan: PilotPlan, write: Callable[[Budget], PilotTexts]) -> Budget:
+def pilot_parts(texts: Sequence[Text]) -> list[Sequence[Text]]:
+    """Texts divided as `run_pilot` asks for them."""
+    ends = [FIRST_TEXTS]
+    while ends[-1] < len(texts):
+        ends.append(2 * ends[-1])
+    return [texts[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def run_pilot(plan: PilotPlan, write: Callable[[Budget, int], PilotTexts], num_parts: int = 1) -> Budget:
     """The fastest budget, its forecast being what the pilot saw; another threshold than the usual one must be SURE.
 
     Decoding is plain where that is not faster by LEAST_GAIN and by its own standard error over texts.
 
     Parameters
     ----------
-    write : writes the same texts under each budget and says what they took.
+    write : writes a part of the texts, counted from 0, under a budget and says what they took. The first part is
+        written under every budget that is tried; each later one only while more than one budget may be the fastest.
     """
     trials = _Trials(plan, write)
     trials.speed_up(plan.first)
@@ -126,6 +142,10 @@ def run_pilot(plan: PilotPlan, write: Callable[[Budget], PilotTexts]) -> Budget:
         stricter, laxer = _thresholds_around(trials.fastest(), plan.thresholds)
         if not trials.climb(stricter):
             trials.climb(laxer)
+    for part in range(1, num_parts):
+        if not trials.is_open():
+            break
+        trials.write_more(part)
     best = trials.chosen()
     forecast = BudgetForecast(
         f"the fastest of {len(trials.all)} that a pilot tried, chance allowed for",
@@ -145,12 +165,16 @@ def run_pilot(plan: PilotPlan, write: Callable[[Budget], PilotTexts]) -> Budget:
 
 
 class _Trials:
-    """What was tried so far, each budget once."""
+    """What was tried so far, each budget once.
 
-    def __init__(self, plan: PilotPlan, write: Callable[[Budget], PilotTexts]) -> None:
+    A budget that is given up keeps the texts that it has; those left have the same texts.
+    """
+
+    def __init__(self, plan: PilotPlan, write: Callable[[Budget, int], PilotTexts]) -> None:
         self._plan, self._write = plan, write
         self._usual_thresholds = {budget.min_acceptance for budget in plan.bolder}
         self._texts: dict[Budget, PilotTexts] = {}
+        self._left: list[Budget] = []  # that may be chosen
         self._plain_s = plain_seconds(plan.step_cost, plan.batch_size)
 
     @property
@@ -161,7 +185,8 @@ class _Trials:
     def speed_up(self, budget: Budget) -> float:
         """Over plain decoding."""
         if budget not in self._texts:
-            self._texts[budget] = self._write(budget)
+            self._texts[budget] = self._write(budget, 0)
+            self._left.append(budget)
         cell = self._texts[budget].cell(budget)
         return self._plain_s * cell.tokens_per_step / step_seconds(self._plan.step_cost, self._plan.batch_size, cell)
 
@@ -174,42 +199,68 @@ class _Trials:
         for budget in budgets:
             if self.speed_up(budget) > self.speed_up(best):
                 best = budget
-            elif self._slower(budget, best) > self._error(budget, best):
-                break
+            else:
+                gain, error = self._gain(budget, best)
+                if -gain > error:
+                    break
         return best != budgets[0]
 
     def fastest(self) -> Budget:
-        return max(self._texts, key=self.speed_up)
+        return max(self._left, key=self.speed_up)
+
+    def is_open(self) -> bool:
+        """Give up what is surely slower; whether what is left, or whether to draft at all, is not decided."""
+        best = self.fastest()
+        rivals = [budget for budget in self._left if budget != best and self._may_be_faster(budget, best)]
+        kept = {best, self._safe() or best, *rivals}
+        self._left = [budget for budget in self._left if budget in kept]
+        trial = self._trial(best)
+        return bool(rivals) or (self._plan.may_be_plain and abs(trial.speed_up - LEAST_GAIN) < DOUBT * trial.error)
+
+    def write_more(self, part: int) -> None:
+        """A later part of the texts, under every budget that is left."""
+        for budget in self._left:
+            self._texts[budget] = self._texts[budget].and_later(self._write(budget, part), part)
 
     def chosen(self) -> Trial:
         """See `run_pilot`."""
-        best = self.fastest()
-        usual = [budget for budget in self._texts if budget.min_acceptance in self._usual_thresholds]
-        if usual:
-            safe = max(usual, key=self.speed_up)
-            gain = self.speed_up(best) / self.speed_up(safe) - 1
-            best = best if gain > SURE * self._error(best, safe) else safe
+        best, safe = self.fastest(), self._safe()
+        if safe is not None:
+            gain, error = self._gain(best, safe)
+            best = best if gain > SURE * error else safe
         return self._trial(best)
 
-    def _slower(self, budget: Budget, other: Budget) -> float:
-        """By which share of the other's speed."""
-        return 1 - self.speed_up(budget) / self.speed_up(other)
+    def _safe(self) -> Budget | None:
+        """The fastest with a usual threshold."""
+        usual = [budget for budget in self._left if budget.min_acceptance in self._usual_thresholds]
+        return max(usual, key=self.speed_up, default=None)
 
-    def _error(self, budget: Budget, other: Budget) -> float:
-        """Standard error of the ratio of their speeds."""
-        return _standard_error(self._speeds(budget) / self._speeds(other))
+    def _may_be_faster(self, budget: Budget, other: Budget) -> bool:
+        gain, error = self._gain(budget, other)
+        return gain + DOUBT * error > WORTH_KNOWING
 
-    def _speeds(self, budget: Budget) -> np.ndarray:
-        """Of draws of the texts that every trial wrote, the same draws for each."""
-        common = set.intersection(*(set(texts.names) for texts in self._texts.values()))
-        texts = self._texts[budget].of(common)
-        return texts.speeds(self._plan.step_cost, self._plan.batch_size, Bootstrap(len(common), SEED))
+    def _gain(self, budget: Budget, other: Budget) -> tuple[float, float]:
+        """The share by which a budget is faster than another on the texts that both wrote, and its standard error."""
+        common = set(self._texts[budget].names) & set(self._texts[other].names)
+        bootstrap = Bootstrap(len(common), SEED)
+        asked = (self._plan.step_cost, self._plan.batch_size, bootstrap)
+        own, others = (self._texts[one].of(common).speeds(*asked) for one in (budget, other))
+        return self.speed_up(budget) / self.speed_up(other) - 1, _standard_error(own / others)
 
     def _trial(self, budget: Budget) -> Trial:
-        cell, speeds, speed_up = self._texts[budget].cell(budget), self._speeds(budget), self.speed_up(budget)
+        texts, speed_up = self._texts[budget], self.speed_up(budget)
+        num_texts = len(texts.names)
+        speeds = texts.speeds(self._plan.step_cost, self._plan.batch_size, Bootstrap(num_texts, SEED))
         error = speed_up * _standard_error(speeds / speeds[0])
+        cell = texts.cell(budget)
         return Trial(
-            budget.max_draft_tokens, budget.min_acceptance, cell.tokens_per_step, cell.mean_drafted, speed_up, error
+            budget.max_draft_tokens,
+            budget.min_acceptance,
+            cell.tokens_per_step,
+            cell.mean_drafted,
+            speed_up,
+            error,
+            num_texts,
         )
 
 

@@ -18,7 +18,7 @@ class PilotTexts:
 
     Attributes
     ----------
-    names : of the texts, ascending.
+    names : of the texts; in one order under every budget.
     num_tokens : float64[num_texts], that the steps wrote.
     num_at_knots : float64[num_texts, len(SIZE_KNOTS)], steps by the size of their trees; see `BudgetCell`.
     """
@@ -41,7 +41,17 @@ class PilotTexts:
     def of(self, names: set[str]) -> "PilotTexts":
         """Some of the texts alone."""
         kept = np.array([name in names for name in self.names], bool)
-        return PilotTexts(tuple(sorted(names)), self.num_tokens[kept], self.num_at_knots[kept])
+        return PilotTexts(
+            tuple(name for name in self.names if name in names), self.num_tokens[kept], self.num_at_knots[kept]
+        )
+
+    def and_later(self, texts: "PilotTexts", part: int) -> "PilotTexts":
+        """These and those of a later part, whose names are its own."""
+        return PilotTexts(
+            (*self.names, *(f"{part}/{name}" for name in texts.names)),
+            np.concatenate([self.num_tokens, texts.num_tokens]),
+            np.concatenate([self.num_at_knots, texts.num_at_knots]),
+        )
 
     def speeds(self, step_cost: StepCost, batch_size: int, bootstrap: Bootstrap) -> np.ndarray:
         """Tokens a second and text of a full batch: of these texts, then of texts drawn from them.
