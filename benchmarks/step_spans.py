@@ -93,21 +93,26 @@ def watched(engine: Engine, drafter) -> Iterator[Spans]:
     def watch(owner, name: str, part: str) -> None:
         replace(owner, name, spans.timed(part, getattr(owner, name)))
 
-    step = spans.timed(OTHER, engine._step)
+    land, are_kept = spans.timed(OTHER, engine._land), []
+    launch = spans.timed(OTHER, engine._launch)
 
-    def counted_step(batch, *args):
-        keep = spans.keeps(batch.live)
+    def launched(batch, *args):
+        are_kept.append(spans.keeps(batch.live))
+        return launch(batch, *args)
+
+    def landed(*args):
         try:
-            return step(batch, *args)
+            return land(*args)
         finally:
-            spans.end_step(keep)
+            spans.end_step(are_kept.pop())
 
     for name in ("draft", "draft_batch"):
         if hasattr(drafter, name):
             watch(drafter, name, "draft")
     if hasattr(engine, "_draft"):
         watch(engine, "_draft", "draft")
-    replace(engine, "_step", counted_step)
+    replace(engine, "_launch", launched)
+    replace(engine, "_land", landed)
     watch(engine.runner, "forward", "packing")
     watch(engine.runner, "_run", "other model")
     packed = engine.runner.packed

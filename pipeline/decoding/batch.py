@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.decoding.memory.kv_cache import MIN_SHARED_TOKENS, KVCache, common_prefix
+from pipeline.decoding.memory.kv_cache import MIN_SHARED_TOKENS, KVCache
+from pipeline.decoding.memory.prefix_index import PrefixIndex
 from pipeline.decoding.sequence import GenerationFailure, GenerationRequest, Sequence
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class Batch:
         self._requests = iter(requests)
         self._next: GenerationRequest | None = None  # pulled and not admitted yet
         self._preempted: list[Sequence] = []  # the oldest first
+        self._within_prompts: PrefixIndex[Sequence] = PrefixIndex()  # live ones that may be, by row
         self._store = store
         self._concurrency = concurrency
         self._limits = limits
@@ -100,6 +102,9 @@ class Batch:
         ------
         RuntimeError : another stream of the same engine holds all rows.
         """
+        for sequence in self._within_prompts.values():
+            if self._store.lengths[sequence.row] >= sequence.num_prompt - 1:
+                self._within_prompts.pop(sequence.row)
         while len(self.live) < self._concurrency.limit and (waiting := self._peek()) is not None:
             failure = self._refuse(waiting)
             if failure is None:
@@ -137,6 +142,8 @@ class Batch:
 
     def _leave(self, sequence: Sequence) -> None:
         self.live.remove(sequence)
+        if sequence.row in self._within_prompts:
+            self._within_prompts.pop(sequence.row)
         self._store.release(sequence.row)
 
     def _peek(self) -> Sequence | GenerationRequest | None:
@@ -169,16 +176,15 @@ class Batch:
         sequence.row = lease.row
         self._num_admitted += isinstance(waiting, GenerationRequest)
         insort(self.live, sequence, key=lambda other: other.row)
+        if lease.num_shared < sequence.num_prompt - 1:
+            self._within_prompts.put(sequence.row, sequence.prompt_ids, sequence)
         return True
 
     def _peer_computes_prefix(self, waiting: Sequence | GenerationRequest) -> bool:
         """Whether a live sequence is computing a prefix that would otherwise be computed twice; worth a step."""
         token_ids = _known_ids(waiting)[:-1]
-        pending = [s for s in self.live if self._store.lengths[s.row] < s.num_prompt - 1]
-        if not pending:
-            return False
-        cached = self._store.longest_prefix(token_ids)
-        return max(common_prefix(s.prompt_ids, token_ids) for s in pending) >= cached + MIN_SHARED_TOKENS
+        gain = self._within_prompts.longest(token_ids)[0] - MIN_SHARED_TOKENS
+        return gain >= 0 and gain >= self._store.longest_prefix(token_ids)
 
     def _refuse(self, waiting: Sequence | GenerationRequest) -> GenerationFailure | None:
         limits = self._limits

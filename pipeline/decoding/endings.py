@@ -13,11 +13,11 @@ from pipeline.decoding.sequence import Sequence
 
 @dataclass(frozen=True)
 class Ending:
-    """A text is finished: why, how many of its output tokens belong to it, and its text."""
+    """A text is finished: why, how many of its output tokens belong to it, and its text where that is known by then."""
 
     reason: str
     num_tokens: int
-    text: str
+    text: str | None = None
 
 
 class Endings:
@@ -44,7 +44,7 @@ class Endings:
         if not at_end_token and sequence.num_left > 0:
             return None
         reason = "end_of_text" if at_end_token else "length"
-        return Ending(reason, sequence.num_output, self.text(sequence.output_ids))
+        return Ending(reason, sequence.num_output)
 
     def text(self, token_ids: np.ndarray) -> str:
         """Decoded text of output tokens, without special ones; empty where there is no tokenizer."""

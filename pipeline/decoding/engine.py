@@ -3,7 +3,8 @@
 One step is four hops for all live sequences: draft, forward, verify, commit. Requests are pulled as rows of the KV
 store come free, and results are yielded as they finish. On CUDA a step waits for the device once, where verdicts come
 to the host: launches and what verification sends are queued behind the forward. Committing, endings, admission,
-drafting and packing come between that and the next launch, with the device idle.
+drafting and packing come between that and the next launch, with the device idle. Results of a step are decoded and
+yielded behind the next launch, so that the device computes while the caller has them.
 
 A text depends on its own request alone: not on what shares its batch, nor on the order of requests (but for rounding,
 which the shape of a forward can change).
@@ -12,6 +13,7 @@ Knows no entities, no files and no Ray.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -23,9 +25,9 @@ from pipeline.decoding.alternatives import step_alternatives
 from pipeline.decoding.batch import Batch, Concurrency, RequestLimits
 from pipeline.decoding.budget import Budget
 from pipeline.decoding.drafters import Drafter, NoDrafter, draft_all
-from pipeline.decoding.endings import Endings
+from pipeline.decoding.endings import Ending, Endings
 from pipeline.decoding.forward.feed import Feed, Pack
-from pipeline.decoding.forward.model_runner import ModelRunner
+from pipeline.decoding.forward.model_runner import ModelRunner, StepOutput
 from pipeline.decoding.loading.load import LoadedModel, load_model
 from pipeline.decoding.memory.kv_cache import cache_bound, is_out_of_memory
 from pipeline.decoding.memory.kv_store import KVStore
@@ -78,6 +80,7 @@ class Engine:
         self.concurrency = Concurrency(self.settings.batch_size)
         self.max_prefill_tokens = self.settings.max_prefill_tokens or PREFILL_TOKENS["cuda" if on_cuda else "cpu"]
         self.runner = ModelRunner(loaded.model, self.store, self.device, self.settings.attention, loaded.splits_head)
+        self._num_forwards = 0  # of all streams
         self._endings = Endings(self.tokenizer, self.settings.stop_strings)
         self._is_end = np.zeros(self.vocab_size, bool)
         self._is_end[list(self.end_ids)] = True
@@ -132,15 +135,19 @@ class Engine:
             self.max_context, self.vocab_size, budget.max_draft_tokens, self.settings.record_alternatives
         )
         batch = Batch(requests, self.store, self.concurrency, limits)
+        ended: deque[tuple[Sequence, Ending | GenerationFailure]] = deque()  # whose results are not yielded yet
         try:
             while True:
                 yield from batch.admit()
                 if not batch.live:
+                    yield from self._results(ended)
                     return
-                outcomes = self._step(batch, drafter, verifier, on_event, budget)
+                step = self._launch(batch, drafter, budget)
+                yield from self._results(ended)
+                outcomes = self._land(step, batch, verifier, on_event)
                 for sequence in [s for s in batch.live if id(s) in outcomes]:
                     batch.finish(sequence)
-                    yield outcomes[id(sequence)]
+                    ended.append((sequence, outcomes[id(sequence)]))
         finally:
             batch.close()
 
@@ -151,34 +158,67 @@ class Engine:
         """
         self.store.forget_ended()
 
-    def _step(self, batch, drafter, verifier, on_event, budget) -> dict[int, GenerationResult | GenerationFailure]:
-        """One step of all live sequences; of those that ended, by `id`, what came of them."""
+    def _results(self, ended) -> Iterator[GenerationResult | GenerationFailure]:
+        """Those of texts that ended, which are taken out of `ended` one by one."""
+        while ended:
+            sequence, outcome = ended.popleft()
+            if isinstance(outcome, GenerationFailure):
+                yield outcome
+                continue
+            text = outcome.text
+            if text is None:
+                text = self._endings.text(sequence.output_ids[: outcome.num_tokens])
+            yield sequence.result(outcome.reason, outcome.num_tokens, text)
+
+    def _launch(self, batch, drafter, budget) -> "_Step":
+        """Begin a step of all live sequences: drafts and the forward, which on CUDA is only queued."""
         drafts: dict[int, TokenTree] = {}
         fed = self._feeds(batch.live, drafter, budget, drafts)
         while not self.store.make_room(sum(feed.num_tokens for _, feed in fed)):
             if len(batch.live) == 1:
-                return self._fail_alone(batch.live[0])
+                return _Step([], outcomes=self._fail_alone(batch.live[0]))
             batch.preempt(1)
             fed = self._feeds(batch.live, drafter, budget, drafts)
+        step = _Step(fed)
         try:
-            moves = self._forward_and_verify(fed, verifier)
+            step.output = self._forward(fed)
         except Exception as error:
-            if is_out_of_memory(error) and len(batch.live) > 1:
-                batch.preempt(len(batch.live) // 2)
-                self.store.drop_unused()
-                self._free_memory()
-                return {}
-            self._free_memory()
-            logger.warning("a step of %d sequences failed (%s); trying them one at a time", len(fed), error)
-            return self._step_one_by_one(fed, verifier, on_event)
+            step.error = error
+        step.number = self._num_forwards
+        return step
+
+    def _land(self, step: "_Step", batch, verifier, on_event) -> dict[int, Ending | GenerationFailure]:
+        """End a step: verify and commit. Of the sequences that ended, by `id`, what came of them."""
+        if step.outcomes is not None:
+            return step.outcomes
+        try:
+            if step.error is not None:
+                raise step.error
+            if step.number < self._num_forwards:  # the caller let another stream take a step meanwhile
+                step.output = self._forward(step.fed)
+            moves = self._verify(step.fed, step.output, verifier)
+        except Exception as error:
+            return self._recover(batch, step.fed, verifier, on_event, error)
         return self._commit_all(moves, on_event)
 
-    def _step_one_by_one(self, fed, verifier, on_event) -> dict[int, GenerationResult | GenerationFailure]:
+    def _recover(self, batch, fed, verifier, on_event, error: Exception) -> dict[int, Ending | GenerationFailure]:
+        """A step failed: where memory ran out, fewer sequences go on; else those fail that cannot be run alone."""
+        if is_out_of_memory(error) and len(batch.live) > 1:
+            batch.preempt(len(batch.live) // 2)
+            self.store.drop_unused()
+            self._free_memory()
+            return {}
+        self._free_memory()
+        logger.warning("a step of %d sequences failed (%s); trying them one at a time", len(fed), error)
+        return self._step_one_by_one(fed, verifier, on_event)
+
+    def _step_one_by_one(self, fed, verifier, on_event) -> dict[int, Ending | GenerationFailure]:
         """The same step, a forward for each sequence, so that only those fail that cannot be run."""
         outcomes = {}
         for sequence, feed in fed:
             try:
-                moves = self._forward_and_verify([(sequence, feed)], verifier)
+                alone = [(sequence, feed)]
+                moves = self._verify(alone, self._forward(alone), verifier)
             except Exception as error:
                 self._free_memory()
                 lines = str(error).strip().splitlines() or [""]
@@ -239,9 +279,13 @@ class Engine:
                 fed.append((sequence, Feed(sequence.row, chain, tree, complete)))
         return fed
 
-    def _forward_and_verify(self, fed: list[tuple[Sequence, Feed]], verifier: Verifier) -> "_Moves":
-        """Run the model and accept drafts. Changes nothing, so that it can be tried again."""
-        output = self.runner.forward([feed for _, feed in fed])
+    def _forward(self, fed: list[tuple[Sequence, Feed]]) -> StepOutput:
+        """Run the model, or on CUDA have it run; the output holds until the next forward of any stream."""
+        self._num_forwards += 1
+        return self.runner.forward([feed for _, feed in fed])
+
+    def _verify(self, fed: list[tuple[Sequence, Feed]], output: StepOutput, verifier: Verifier) -> "_Moves":
+        """Accept drafts. Like the forward before it this changes nothing, so that both can be tried again."""
         pack = output.pack
         complete = np.flatnonzero(pack.wants_logits)
         accepted: list[Acceptance | None] = [None] * len(fed)
@@ -257,9 +301,9 @@ class Engine:
                 accepted[i], alternatives[i] = verified
         return _Moves([sequence for sequence, _ in fed], pack, accepted, alternatives)
 
-    def _commit_all(self, moves: "_Moves", on_event) -> dict[int, GenerationResult | GenerationFailure]:
+    def _commit_all(self, moves: "_Moves", on_event) -> dict[int, Ending | GenerationFailure]:
         """Keep what was accepted, in the cache and in the texts; of the sequences that ended, what came of them."""
-        outcomes: dict[int, GenerationResult | GenerationFailure] = {}
+        outcomes: dict[int, Ending | GenerationFailure] = {}
         pack = moves.pack
         is_sound = np.array([acceptance is not None for acceptance in moves.accepted]) | ~pack.wants_logits
         for i in np.flatnonzero(~is_sound).tolist():
@@ -278,15 +322,15 @@ class Engine:
                 self.store.remember_prefix(sequence.row, sequence.prompt_ids[: self.store.lengths[sequence.row]])
             if moves.accepted[i] is not None:
                 tree, alternatives = pack.feeds[i].tree, moves.alternatives[i]
-                result = self._commit(sequence, tree, moves.accepted[i], alternatives, on_event)
-                if result is not None:
-                    outcomes[id(sequence)] = result
+                ending = self._commit(sequence, tree, moves.accepted[i], alternatives, on_event)
+                if ending is not None:
+                    outcomes[id(sequence)] = ending
         return outcomes
 
     def _commit(
         self, sequence: Sequence, tree: TokenTree, acceptance: Acceptance, alternatives: np.ndarray | None, on_event
-    ) -> GenerationResult | None:
-        """Add a step's tokens to a text; its result if that ended it."""
+    ) -> Ending | None:
+        """Add a step's tokens to a text; its ending if they ended it."""
         before = sequence.num_output
         at_end = bool(self._is_end[acceptance.next_token])
         sequence.append(tree, acceptance.nodes, None if at_end else acceptance.next_token, alternatives)
@@ -299,12 +343,30 @@ class Engine:
                 len(tree),
             )
             on_event(event)
-        ending = self._endings.check(sequence, sequence.num_output - before, at_end)
-        return None if ending is None else sequence.result(ending.reason, ending.num_tokens, ending.text)
+        return self._endings.check(sequence, sequence.num_output - before, at_end)
 
     def _free_memory(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+@dataclass
+class _Step:
+    """A step under way.
+
+    Attributes
+    ----------
+    fed : the sequences and what they add to it.
+    output : of the forward, None where `error` says why there is none.
+    number : of the newest forward when it was launched.
+    outcomes : what came of sequences where there can be no forward at all.
+    """
+
+    fed: list[tuple[Sequence, Feed]]
+    output: StepOutput | None = None
+    error: Exception | None = None
+    number: int = 0
+    outcomes: dict[int, Ending | GenerationFailure] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 import json
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import zip_longest
 
 import numpy as np
 import pytest
@@ -166,6 +168,23 @@ def test_stream_closed_early_gives_its_rows_back():
     results.close()
     assert engine.store.num_live_rows == engine.store.num_committed_slots == 0
     assert len(list(engine.generate(requests_for(PROMPTS, 6)))) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("kv_cache", ["rows", "tokens"])
+def test_streams_of_one_engine_may_take_turns(kv_cache):
+    """One is asked for its next text while another stands between its forward and its verification."""
+    expected = plain_texts(MODEL, PROMPTS, 9)
+    engine = tiny_engine(MODEL, batch_size=len(PROMPTS), kv_cache=kv_cache)
+    engine.concurrency.limit = 2
+    requests = [  # which end one after another
+        replace(request, max_new_tokens=3 + 2 * (number % 4)) for number, request in enumerate(requests_for(PROMPTS, 9))
+    ]
+    streams = [engine.generate(requests[part::2], OracleDrafter(expected), Greedy()) for part in (0, 1)]
+    found = [result for pair in zip_longest(*streams) for result in pair if result is not None]
+    assert len(found) == len(PROMPTS)
+    for result in found:
+        number = int(result.request_id)
+        assert result.token_ids.tolist() == expected[number][: 3 + 2 * (number % 4)]
 
 
 def test_events_tell_how_each_text_was_written():

@@ -1,6 +1,7 @@
 """What the engine asks of a CUDA device, on a pretended one: where tensors lie, what is waited for and captured."""
 
 import logging
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -34,15 +35,20 @@ def engine_on_device(model, **settings) -> Engine:
 
 def watch_steps(engine: Engine, cuda) -> list[tuple[int, bool]]:
     """Of each step the engine takes from now on: how often it waits, and whether it replays a graph."""
-    steps, step = [], engine._step
+    steps, launch, land = [], engine._launch, engine._land
+    before = []
 
-    def watched(*arguments):
-        num_waits, num_replays = cuda.num_waits, cuda.num_replays
-        outcomes = step(*arguments)
+    def launched(*arguments):
+        before[:] = cuda.num_waits, cuda.num_replays
+        return launch(*arguments)
+
+    def landed(*arguments):
+        outcomes = land(*arguments)
+        num_waits, num_replays = before
         steps.append((cuda.num_waits - num_waits, cuda.num_replays > num_replays))
         return outcomes
 
-    engine._step = watched
+    engine._launch, engine._land = launched, landed
     return steps
 
 
@@ -93,6 +99,20 @@ def test_attention_without_a_kernel_waits_once_too_and_alternatives_once_more():
             steps = watch_steps(engine, cuda)
             assert len(list(engine.generate(requests_for(prompts, NUM_NEW), OracleDrafter(drafted)))) == NUM_PROMPTS
         assert set(steps) == {(num_waits, False)}
+
+
+def test_a_text_is_handed_over_while_the_device_computes_the_next_step():
+    """But for the last, behind which there is no step."""
+    model, prompts = tiny_model(), tiny_prompts(NUM_PROMPTS)
+    with pretend_cuda() as cuda, KERNEL:
+        engine = engine_on_device(model)
+        launched = []
+        forward = engine.runner.forward
+        engine.runner.forward = lambda feeds: launched.append(cuda.num_waits) or forward(feeds)
+        requests = [replace(one, max_new_tokens=2 + i) for i, one in enumerate(requests_for(prompts, NUM_NEW))]
+        waits_since_launch = [cuda.num_waits - launched[-1] for _ in engine.generate(requests)]
+    assert len(waits_since_launch) == NUM_PROMPTS and waits_since_launch[-1] == 1
+    assert set(waits_since_launch[:-1]) == {0}
 
 
 def test_a_step_within_a_long_prompt_waits_for_nothing():

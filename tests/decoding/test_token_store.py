@@ -55,7 +55,7 @@ def check(store: TokenStore, live: dict[int, list[int]]) -> None:
             expected = marks_of(text, range(len(text))) + 0.25 * layer
             assert torch.equal(cache.keys[slots].transpose(0, 1), expected)
             assert torch.equal(cache.values[slots].transpose(0, 1), -expected)
-    remembered = Counter(slot for p in (*store._prefixes.values(), *store._ended) for slot in p.slots.tolist())
+    remembered = Counter(slot for p in (*store._prefixes.values(), *store._ended.values()) for slot in p.slots.tolist())
     assert Counter(dict(enumerate(store._row_counts.tolist()))) == holders
     assert Counter(dict(enumerate(store._prefix_counts.tolist()))) == remembered
     free = store._free[: store.num_free].tolist() + store._reserved.tolist()

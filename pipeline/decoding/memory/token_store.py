@@ -8,13 +8,15 @@ ended first going first (what a later one shared with them stays with it). Memor
 Knows nothing of models, tokens' meaning, or drafts. Keys and values are shaped by the first write to each layer.
 """
 
+import itertools
 import logging
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from pipeline.decoding.memory.kv_cache import MIN_SHARED_TOKENS, RowLease, common_prefix, is_out_of_memory
+from pipeline.decoding.memory.kv_cache import MIN_SHARED_TOKENS, RowLease, is_out_of_memory
+from pipeline.decoding.memory.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +67,9 @@ class TokenStore:
         self._free = np.empty(0, np.int32)  # the first `num_free` of it are a stack of the slots that nobody holds
         self.num_free = 0
         self._reserved = np.empty(0, np.int32)  # taken off the stack for a forward
-        self._prefixes: dict[int, _Prefix] = {}  # of live rows
-        self._ended: list[_Prefix] = []  # of rows that ended, the last to end last
+        self._prefixes: PrefixIndex[_Prefix] = PrefixIndex()  # of live rows, by row
+        self._ended: PrefixIndex[_Prefix] = PrefixIndex()  # of rows that ended
+        self._ended_names = itertools.count()
 
     @property
     def num_live_rows(self) -> int:
@@ -101,7 +104,7 @@ class TokenStore:
         self.num_committed_slots += shared - num_held
         self._row_counts[slots] += 1
         self._prefix_counts[slots] += 1
-        self._prefixes[row] = _Prefix(np.array(token_ids[:shared], np.int32), slots.copy())
+        self._remember(row, _Prefix(np.array(token_ids[:shared], np.int32), slots.copy()))
         return RowLease(row, shared)
 
     def longest_prefix(self, token_ids: np.ndarray) -> int:
@@ -116,7 +119,7 @@ class TokenStore:
         """Whether this many slots are free, after forgetting ended prompts and growing as far as that is needed."""
         self._give_back_reserved()
         while self.num_free < num_tokens and self._ended:
-            self._forget(self._ended.pop(0))
+            self._forget(self._ended.pop_first())
         return self.num_free >= num_tokens or self._grow(num_tokens - self.num_free)
 
     def reserve(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -152,7 +155,7 @@ class TokenStore:
         known = self._prefixes[row]
         new = self._table[row, len(known.slots) : len(token_ids)].copy()
         self._prefix_counts[new] += 1
-        self._prefixes[row] = _Prefix(np.array(token_ids, np.int32), np.concatenate((known.slots, new)))
+        self._remember(row, _Prefix(np.array(token_ids, np.int32), np.concatenate((known.slots, new))))
 
     def release(self, row: int) -> None:
         """End a sequence. Its remembered prefix stays shareable until its place is needed."""
@@ -164,24 +167,25 @@ class TokenStore:
         self._push(unheld[self._prefix_counts[unheld] == 0])
         self._live[row] = False
         self.lengths[row] = self._expected[row] = 0
-        self._ended.append(self._prefixes.pop(row))
+        ended = self._prefixes.pop(row)
+        self._ended.put(next(self._ended_names), ended.token_ids, ended)
         if len(self._ended) > self.max_rows:
-            self._forget(self._ended.pop(0))
+            self._forget(self._ended.pop_first())
 
     def forget_ended(self) -> None:
         """Share nothing any more of sequences that have ended; their slots are free."""
         while self._ended:
-            self._forget(self._ended.pop())
+            self._forget(self._ended.pop_first())
 
     def erase(self, row: int) -> None:
         """Let nobody share a row whose values are not finite. Nobody else reads its slots before they are rewritten."""
         self._forget(self._prefixes[row])
-        self._prefixes[row] = _NO_PREFIX
+        self._remember(row, _NO_PREFIX)
 
     def drop_unused(self) -> None:
         """Give all memory back if no live row has a token in it: after a first forward that it was too much for."""
         if not self._row_counts.any():
-            self._ended.clear()
+            self._ended = PrefixIndex()
             self.layers.clear()
             self.capacity = self.num_free = 0
             self._row_counts = self._prefix_counts = self._free = self._reserved = np.empty(0, np.int32)
@@ -215,13 +219,12 @@ class TokenStore:
 
     def _longest_prefix(self, token_ids: np.ndarray) -> tuple[int, _Prefix]:
         """Longest cached prefix of a text, and whose it is; a live row's where it is as long."""
-        best, donor = 0, _NO_PREFIX
-        for prefix in (*self._prefixes.values(), *reversed(self._ended)):
-            if len(prefix.token_ids) > max(best, MIN_SHARED_TOKENS - 1):
-                length = common_prefix(prefix.token_ids, token_ids)
-                if length > best and length >= MIN_SHARED_TOKENS:
-                    best, donor = length, prefix
-        return best, donor
+        live, ended = self._prefixes.longest(token_ids), self._ended.longest(token_ids)
+        num_shared, donor = ended if ended[0] > live[0] else live
+        return (0, _NO_PREFIX) if donor is None or num_shared < MIN_SHARED_TOKENS else (num_shared, donor)
+
+    def _remember(self, row: int, prefix: _Prefix) -> None:
+        self._prefixes.put(row, prefix.token_ids, prefix)
 
     def _forget(self, prefix: _Prefix) -> None:
         """Free the slots that only this prefix still held."""
