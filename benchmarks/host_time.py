@@ -3,18 +3,24 @@
     python benchmarks/host_time.py --quick --json host_time.json
 
 While the host commits, drafts and packs, a GPU is idle. The engine goes a GPU's way here (single-token cache, ragged
-steps, padded buffers), but its forward computes nothing: the target's choice is what a held-out REKI text says at that
+steps, padded buffers), but its forward computes nothing: the target's choice is what a held-out text says at that
 place, so that drafts from a real pool are accepted as they would be. Times are medians of turns; launches, and what the
 device does of verification (`judge_rows`), are not counted: they queue behind the forward.
+
+Measured twice: steps of a full batch, by part; and whole streams of texts, which come and end, long ones (REKI) and
+short ones (goodreads). Of a stream's step the results of finished texts are told apart: they are decoded and handed
+over while the device computes the next step.
 
 The GPU's least time is a roofline: weights and cache read, products computed, at the rates that its maker gives. A real
 step takes longer, so the host's share of it is smaller than the one given, on a processor like this one.
 """
 
 import argparse
+import itertools
 import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -23,19 +29,21 @@ import torch
 import transformers
 from command import add_data, add_model, benchmark_parser, finish, scale_of
 from common import Figure, Spread
-from drafting_corpora import Corpus, CorpusSize, reki_corpus
+from drafting_corpora import Corpus, CorpusSize, goodreads_corpus, reki_corpus
 from night_pools import build
 from step_profile import engine_of, profile
 from step_spans import HOST_PARTS
 from widen_weights import GEOMETRIES, Geometry
 
 from pipeline.decoding import acceptance
-from pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
-from pipeline.decoding.engine import Engine
+from pipeline.decoding.drafters import Drafter, NoDrafter, RetrievalDrafter
+from pipeline.decoding.engine import Engine, GenerationRequest
 from pipeline.decoding.forward.packed_forward import PackedForward
 from pipeline.decoding.forward.step_buffers import PackedStep
 from pipeline.decoding.loading.load import LoadedModel, load_model
 from pipeline.decoding.row_verdicts import RowVerdicts
+from pipeline.decoding.settings import DecodingSettings
+from pipeline.decoding.verifiers import Greedy
 from retrieval_pools.pool import Pool
 
 SEED = 0
@@ -43,23 +51,29 @@ MOST_HOST_SHARE = 0.15  # of a step at JUDGED_BATCH with the geometry JUDGED
 JUDGED, JUDGED_BATCH = "7b-mha", 64
 GPU, BYTES_PER_S, FLOPS_PER_S = "H200", 4.8e12, 989e12  # as its maker gives them; bfloat16, dense
 BYTES_PER_NUMBER = 2
+LONG, SHORT = "reki", "goodreads-items"
 LEAST_REST = 120  # tokens of a text that are still to be written when it begins
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: batch sizes, draft sizes, turns, steps in each, and the pool's texts."""
+    """How much is measured: batch sizes, draft sizes, turns, steps in each, and the pool's texts.
+
+    Streams have so many batches of texts, and so many turns.
+    """
 
     batches: tuple[int, ...]
     draft_sizes: tuple[int, ...]
     num_turns: int
     num_steps: int
     num_pool_texts: int
+    stream_batches: int
+    num_stream_turns: int
 
 
-FULL = Scale((1, 32, 64, 256), (0, 4, 8, 16, 32), num_turns=9, num_steps=20, num_pool_texts=10_000)
-QUICK = Scale((1, 64, 256), (0, 8, 16), num_turns=5, num_steps=15, num_pool_texts=2_000)
-SMOKE = Scale((2,), (0, 4), num_turns=1, num_steps=3, num_pool_texts=50)
+FULL = Scale((1, 32, 64, 256), (0, 4, 8, 16, 32), 9, 20, 10_000, stream_batches=6, num_stream_turns=3)
+QUICK = Scale((1, 64, 256), (0, 8, 16), 5, 15, 2_000, stream_batches=3, num_stream_turns=1)
+SMOKE = Scale((2,), (0, 4), 1, 3, 50, stream_batches=2, num_stream_turns=1)
 
 
 @dataclass(frozen=True)
@@ -81,26 +95,47 @@ def judge_scripted(verifier, rows: Scripted, wanted: np.ndarray, parents: np.nda
 
 
 class ScriptedForward(PackedForward):
-    """Fills a GPU's buffers, and computes nothing.
+    """Fills a GPU's buffers, and computes nothing. An engine has one for good.
 
     Parameters
     ----------
-    texts : of each row of the store the whole text, prompt included.
+    texts : whole texts, prompts included, by what of them is there when they are admitted, as bytes. What would come
+        after them is the model's end token.
+
+    Attributes
+    ----------
+    steps : of each forward so far its tokens, and those that were cached before.
     """
 
-    def __init__(self, engine: Engine, texts: Sequence[np.ndarray]) -> None:
+    def __init__(self, engine: Engine, texts: dict[bytes, np.ndarray], end_id: int) -> None:
         super().__init__(
             engine.loaded.model, engine.store, engine.device, None, selects_logits=True, pads=True, captures=False
         )
-        self._script = np.zeros((len(texts), 2 * max(map(len, texts)) + 1024), np.int64)
-        for row, text in zip(self._script, texts, strict=True):
-            row[: len(text)] = text
+        self.steps: list[tuple[int, int]] = []
+        self._script = np.full((engine.store.max_rows, 2 * max(map(len, texts.values())) + 1024), end_id, np.int64)
+        self._rows: list[int] = []  # of the step's sequences
+        acquire, forward = engine.store.acquire, engine.runner.forward
+
+        def scripted_acquire(token_ids, *limits):
+            lease = acquire(token_ids, *limits)
+            if lease is not None:
+                text = texts[token_ids.tobytes()]
+                self._script[lease.row] = end_id
+                self._script[lease.row, : len(text)] = text
+            return lease
+
+        def scripted_forward(feeds):
+            self._rows = [feed.row for feed in feeds]
+            return forward(feeds)
+
+        engine.store.acquire, engine.runner.forward, engine.runner.packed = scripted_acquire, scripted_forward, self
 
     def run(self, step: PackedStep) -> Scripted:
         """What follows each token that is wanted, by its place in its row's text."""
         self._run(step)
         ragged = step.ragged
-        row_of = np.repeat(np.arange(step.num_sequences), np.diff(ragged.query_starts))
+        self.steps.append((step.num_tokens, int(ragged.num_committed.sum())))
+        row_of = np.repeat(self._rows, np.diff(ragged.query_starts))
         return Scripted(self._script[row_of[step.keep], ragged.node_positions[step.keep] + 1])
 
     def _forward(self, buffers, shape) -> None:
@@ -126,10 +161,8 @@ def host_parts(
     """One turn: mean milliseconds of each part of a step; what a text's step drafts and writes; all cached tokens."""
     engine = engine_of(loaded, batch, draft_size, kv_cache="tokens", max_cache_tokens=1 << 20)
     whole, begun = texts_of(corpus, batch)
-    engine.runner.packed = ScriptedForward(engine, whole)
-    drafter = NoDrafter()
-    if draft_size:
-        drafter = RetrievalDrafter(pool, ("prompt", "output", "pool"), draft_size, 0.0, num_threads)
+    ScriptedForward(engine, {start.tobytes(): text for start, text in zip(begun, whole, strict=True)}, end_id=0)
+    drafter = drafter_of(pool, draft_size, num_threads)
     with mock.patch.object(acceptance, "judge_rows", judge_scripted):
         row = profile(engine, drafter, begun, scale.num_steps, is_plain=True)
     parts = {part: row["parts_ms"][part] for part in HOST_PARTS}
@@ -140,6 +173,101 @@ def host_parts(
         "tokens_a_step": row["tokens_a_step"],
         "num_cached": sum(map(len, begun)),
     }
+
+
+def drafter_of(pool: Pool, draft_size: int, num_threads: int) -> Drafter:
+    """Full trees, however unlikely."""
+    if draft_size == 0:
+        return NoDrafter()
+    return RetrievalDrafter(pool, ("prompt", "output", "pool"), draft_size, 0.0, num_threads)
+
+
+def stream_turn(
+    loaded: LoadedModel, corpus: Corpus, pool: Pool, batch: int, draft_size: int, num_texts: int, num_threads: int
+) -> dict:
+    """One stream of whole texts, as many at once as the batch holds: what its steps take on the host, and would take.
+
+    `host_ms` without `results_ms`, which decoding and handing over take; both are means of steps.
+    """
+    end_id = int(loaded.tokenizer.eos_token_id)
+    documents = [corpus.held_out[number % len(corpus.held_out)] for number in range(num_texts)]
+    settings = DecodingSettings(
+        batch_size=batch, max_draft_tokens=draft_size, min_acceptance=0.0, kv_cache="tokens", max_cache_tokens=1 << 20
+    )
+    engine = Engine(replace(loaded, end_ids=(end_id,)), settings)
+    texts = {one.prompt_ids.tobytes(): np.concatenate((one.prompt_ids, one.text_ids)) for one in documents}
+    forward = ScriptedForward(engine, texts, end_id)
+    requests = [
+        GenerationRequest(str(number), one.prompt_ids, max_new_tokens=len(one.text_ids) + 1)
+        for number, one in enumerate(documents)
+    ]
+    drafter, results = drafter_of(pool, draft_size, num_threads), engine._results
+    results_s = 0.0
+
+    def timed_results(ended):
+        nonlocal results_s
+        start = time.perf_counter()
+        found = list(results(ended))
+        results_s += time.perf_counter() - start
+        yield from found
+
+    engine._results = timed_results
+    with mock.patch.object(acceptance, "judge_rows", judge_scripted):
+        start = time.perf_counter()
+        written = list(engine.generate(requests, drafter, Greedy()))
+        took = time.perf_counter() - start
+    for one in written:
+        assert np.array_equal(one.token_ids, documents[int(one.request_id)].text_ids), "a text is not the scripted one"
+    num_steps = len(forward.steps)
+    return {
+        "host_ms": 1e3 * (took - results_s) / num_steps,
+        "results_ms": 1e3 * results_s / num_steps,
+        "num_steps": num_steps,
+        "num_texts": num_texts,
+        "least_ms": {
+            name: sum(least_ms(geometry, *step) for step in forward.steps) / num_steps
+            for name, geometry in GEOMETRIES.items()
+        },
+    }
+
+
+def measure_streams(
+    loaded: LoadedModel, corpora: dict[str, Corpus], pools: dict[str, Pool], scale: Scale, num_threads: int
+) -> list[dict]:
+    """Rows of each task, batch size and draft size; turns of all draft sizes follow each other."""
+    rows = []
+    for task, batch in itertools.product(corpora, scale.batches):
+        asked = loaded, corpora[task], pools[task], batch
+        turns: dict[int, list[dict]] = {size: [] for size in scale.draft_sizes}
+        for _ in range(scale.num_stream_turns):
+            for size, found in turns.items():
+                found.append(stream_turn(*asked, size, batch * scale.stream_batches, num_threads))
+        for size, found in turns.items():
+            host = Spread.of([one["host_ms"] for one in found])
+            least = found[0]["least_ms"]
+            row = {
+                "task": task,
+                "batch": batch,
+                "draft_size": size,
+                "host_ms": host,
+                "results_ms": Spread.of([one["results_ms"] for one in found]),
+                "num_steps": found[0]["num_steps"],
+                "num_texts": found[0]["num_texts"],
+                "least_ms": least,
+                "host_share": {name: host.median / (host.median + ms) for name, ms in least.items()},
+            }
+            rows.append(row)
+            print(describe_stream(row), flush=True)
+    return rows
+
+
+def describe_stream(row: dict) -> str:
+    """A line for a terminal."""
+    shares = ", ".join(f"{name} {100 * row['host_share'][name]:.0f} %" for name in (JUDGED, "8b-gqa"))
+    return (
+        f"{row['task']}, {row['num_texts']} texts, batch {row['batch']:3}, drafts of {row['draft_size']:2}: "
+        f"host ms a step {row['host_ms']}, results {row['results_ms'].median:.2f}; {shares}"
+    )
 
 
 def least_ms(geometry: Geometry, num_tokens: int, num_cached: int) -> float:
@@ -188,13 +316,18 @@ def figures_of(rows: Sequence[dict]) -> list[Figure]:
     """What was asked for."""
     return [
         Figure.at_most(
-            f"{JUDGED}, batch {row['batch']}, drafts of {row['draft_size']}: host's share beside {GPU}'s least time",
+            f"{_measured(row)}, {JUDGED}, batch {row['batch']}, drafts of {row['draft_size']}: host's share beside "
+            f"{GPU}'s least time",
             row["host_share"][JUDGED],
             MOST_HOST_SHARE,
         )
         for row in rows
         if row["batch"] == JUDGED_BATCH
     ]
+
+
+def _measured(row: dict) -> str:
+    return f"{row['task']}, a stream" if "task" in row else "full batches"
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -205,7 +338,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         smoke="a handful of steps: does it run at all",
         writes="rows",
     )
-    add_data(parser, holds="reki/")
+    add_data(parser, holds="reki/ and goodreads/")
     add_model(parser, "model folder, for its tokens")
     parser.add_argument("--draft-threads", type=int, default=2, help="threads that draft side by side")
     return parser.parse_args(words)
@@ -218,13 +351,17 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     loaded = load_model(arguments.model, "float32", "cpu")
-    corpus = reki_corpus(loaded.tokenizer, arguments.data, CorpusSize(128, 0, scale.num_pool_texts))
+    corpora = {
+        LONG: reki_corpus(loaded.tokenizer, arguments.data, CorpusSize(256, 0, scale.num_pool_texts)),
+        SHORT: goodreads_corpus(loaded.tokenizer, arguments.data, CorpusSize(1024, 0, scale.num_pool_texts)),
+    }
     with tempfile.TemporaryDirectory() as folder:
-        pool = build(corpus.pool, Path(folder) / "pool", loaded, corpus.side)
-        rows = measure(loaded, corpus, pool, scale, arguments.draft_threads)
+        pools = {task: build(corpus.pool, Path(folder) / task, loaded, corpus.side) for task, corpus in corpora.items()}
+        rows = measure(loaded, corpora[LONG], pools[LONG], scale, arguments.draft_threads)
+        streams = measure_streams(loaded, corpora, pools, scale, arguments.draft_threads)
     rates = {"gpu": GPU, "bytes_per_s": BYTES_PER_S, "flops_per_s": FLOPS_PER_S}
-    content = {"rates": rates, "draft_threads": arguments.draft_threads, "rows": rows}
-    finish(arguments.json, figures_of(rows), [], content)
+    content = {"rates": rates, "draft_threads": arguments.draft_threads, "rows": rows, "streams": streams}
+    finish(arguments.json, [*figures_of(rows), *figures_of(streams)], [], content)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from widen_weights import GEOMETRIES
 
 from pipeline.decoding.loading.load import load_model
 
-SMALL = Scale((2,), (0, 4), num_turns=1, num_steps=4, num_pool_texts=4)
+SMALL = Scale((2,), (0, 4), num_turns=1, num_steps=4, num_pool_texts=4, stream_batches=3, num_stream_turns=1)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_rows_have_shares_of_every_geometry(loaded, corpus, pool):
             assert row["host_share"][name] == pytest.approx(host / (host + least))
     assert figures_of(rows) == []
     (figure,) = figures_of([rows[0] | {"batch": 64}])
-    assert figure.name.startswith("7b-mha, batch 64, drafts of 0")
+    assert figure.name.startswith("full batches, 7b-mha, batch 64, drafts of 0")
 
 
 def test_least_time_reads_weights_and_cache_once_and_computes_every_token():
