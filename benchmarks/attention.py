@@ -70,7 +70,7 @@ def make_problem(batch: int, tree: int, context: int, device: torch.device) -> P
     """Random queries, keys and trees; every sequence has one chain token and `tree` drafted ones."""
     rng = np.random.default_rng(SEED)
     committed = rng.integers(context * 4 // 5, context * 6 // 5 + 1, batch)
-    trees = PackedTrees([_random_tree(rng, tree) for _ in range(batch)])
+    trees = PackedTrees.of([_random_tree(rng, tree) for _ in range(batch)])
     masks = trees.ancestors.reshape(batch, tree)
     sizes = committed + 1 + tree
     positions = committed[:, None] + np.pad(trees.depths.reshape(batch, tree), ((0, 0), (1, 0)))

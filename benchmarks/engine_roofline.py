@@ -70,10 +70,9 @@ class Roofline:
         """Count the engine's forwards within the block."""
         forward = engine.runner.forward
 
-        def watched(feeds):
-            num_cached = sum(int(engine.store.lengths[feed.row]) for feed in feeds)
-            output = forward(feeds)
-            self.add(sum(feed.num_tokens for feed in feeds), output.rows.num_rows, num_cached)
+        def watched(feeds, trees):
+            output = forward(feeds, trees)
+            self.add(len(output.pack), output.rows.num_rows, int(output.pack.num_committed.sum()))
             return output
 
         engine.runner.forward = watched

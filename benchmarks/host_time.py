@@ -124,9 +124,9 @@ class ScriptedForward(PackedForward):
                 self._script[lease.row, : len(text)] = text
             return lease
 
-        def scripted_forward(feeds):
+        def scripted_forward(feeds, trees):
             self._rows = [feed.row for feed in feeds]
-            return forward(feeds)
+            return forward(feeds, trees)
 
         engine.store.acquire, engine.runner.forward, engine.runner.packed = scripted_acquire, scripted_forward, self
 

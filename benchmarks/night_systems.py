@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.decoding.budget import Budget
 from pipeline.decoding.drafters import Drafter, NoDrafter, draft_all, drafter_from
 from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult, StepEvent
+from pipeline.decoding.packed_trees import PackedTrees
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.token_tree import MAX_DEPTH, TokenTree
 from pipeline.decoding.verifiers import Verifier, verifier_from
@@ -151,7 +152,7 @@ class TimedDrafter:
     def draft(self, sequence: Sequence) -> TokenTree:
         return self.draft_all([sequence], [MAX_DEPTH])[0]
 
-    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> list[TokenTree]:
+    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> PackedTrees:
         start_s = time.perf_counter()
         trees = draft_all(self._drafter, sequences, max_depths)
         self.seconds += time.perf_counter() - start_s

@@ -103,6 +103,34 @@ class Draft:
         return self._rows[OUT_KIND]
 
 
+class Drafts(Sequence[Draft]):
+    """What `draft_batch` found for several sequences, all of it in one array."""
+
+    def __init__(self, found: np.ndarray, num_nodes: np.ndarray) -> None:
+        self._found = found  # int32[num_sequences, NUM_OUTPUTS, max_nodes], of which the first `num_nodes` are
+        self._num_nodes = num_nodes
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __getitem__(self, number: int) -> Draft:
+        return Draft(self._found[number, :, : self._num_nodes[number]])
+
+    def joined(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """All nodes, one draft's after another's.
+
+        Returns
+        -------
+        How many each draft has, int64[num_sequences]; and of nodes `token_ids` and `parents` int32[n],
+        `log_acceptance` float32[n] and `source` uint8[n], as `Draft` has them.
+        """
+        is_node = np.arange(self._found.shape[2]) < self._num_nodes[:, None]
+        token_ids, parents, log_acceptance, source = (
+            self._found[:, output][is_node] for output in (OUT_TOKEN, OUT_PARENT, OUT_LOG_ACCEPTANCE, OUT_SOURCE)
+        )
+        return self._num_nodes, token_ids, parents, log_acceptance.view(np.float32), source.astype(np.uint8)
+
+
 def draft(
     pool: Pool | None,
     context: np.ndarray,
@@ -177,7 +205,7 @@ def draft_batch(
     use_previous: bool = True,
     end_token_id: int | None = None,
     num_threads: int = 1,
-) -> list[Draft]:
+) -> Drafts:
     """What `draft` says of each of many sequences, asked at once: a step of the engine.
 
     Parameters
@@ -207,16 +235,15 @@ def draft_batch(
     found = np.empty((num_sequences, NUM_OUTPUTS, max_nodes), np.int32)
     options = use_output, use_prompt, max_nodes, min_probability, -1 if end_token_id is None else end_token_id
     _draft_many(pool, packed, options, found, num_threads)
-    found.flags.writeable = False
-    drafts = [
-        Draft(rows[:, :num_nodes]) for rows, num_nodes in zip(found, sequences[:, NUM_NODES].tolist(), strict=True)
-    ]
     for i in np.flatnonzero(is_first).tolist():
-        drafts[i] = draft(
+        first = draft(
             pool, _NO_TOKENS, 0, None, groups[i], max_nodes=max_nodes, min_probability=min_probability,
             end_token_id=end_token_id, max_depth=max_depths[i],
         )  # fmt: skip
-    return drafts
+        sequences[i, NUM_NODES] = len(first)
+        found[i, :, : len(first)] = first._rows
+    found.flags.writeable = False
+    return Drafts(found, sequences[:, NUM_NODES].copy())
 
 
 def _pack_sequences(

@@ -11,7 +11,6 @@ drift.
 Knows no sequences, pools or caches.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -45,7 +44,7 @@ class Acceptance:
 def verify(
     verifier: Verifier,
     logits: torch.Tensor | StepLogits,
-    trees: PackedTrees | Sequence[TokenTree],
+    trees: PackedTrees,
     starts: np.ndarray,
     is_end: np.ndarray,
 ) -> list[Acceptance | None]:
@@ -58,7 +57,7 @@ def verify(
     Parameters
     ----------
     logits : (num_rows, vocab_size) on any device, or what computes them; of sequence i, row `starts[i]` follows its
-        last committed token and row `starts[i] + 1 + j` follows node j of `trees[i]`.
+        last committed token and row `starts[i] + 1 + j` follows node j of tree i.
     is_end : bool[vocab_size], the end tokens.
 
     Returns
@@ -66,7 +65,6 @@ def verify(
     One `Acceptance` a sequence, None where those of the target's logits that were looked at are not finite.
     """
     rows = HeldLogits(logits) if isinstance(logits, torch.Tensor) else logits
-    trees = trees if isinstance(trees, PackedTrees) else PackedTrees(trees)
     if len(trees) == 0:  # plain decoding
         nothing = np.empty(0, np.int64)
         found = judge_rows(verifier, rows, starts, nothing, nothing)

@@ -12,8 +12,8 @@ import torch
 from pipeline.decoding.acceptance import Acceptance
 from pipeline.decoding.device_copy import to_device
 from pipeline.decoding.forward.output_head import HeldLogits, StepLogits
+from pipeline.decoding.packed_trees import PackedTrees
 from pipeline.decoding.row_verdicts import CHUNK_ROWS
-from pipeline.decoding.token_tree import TokenTree
 
 NO_ALTERNATIVE = -1
 # A rarer runner-up is neither accepted by the relaxed rule (above 0.1 by default) nor likely to be the choice in a
@@ -61,7 +61,7 @@ def runners_up(
 
 def step_alternatives(
     logits: torch.Tensor | StepLogits,
-    trees: list[TokenTree],
+    trees: PackedTrees,
     starts: np.ndarray,
     accepted: list[Acceptance | None],
     is_end: np.ndarray,
@@ -82,7 +82,7 @@ def step_alternatives(
     if not sound:
         return found
     rows = [starts[i] + np.append(0, accepted[i].nodes + 1) for i in sound]
-    written = [np.append(trees[i].token_ids[accepted[i].nodes], accepted[i].next_token) for i in sound]
+    written = [np.append(trees.token_ids[trees.starts[i] + accepted[i].nodes], accepted[i].next_token) for i in sound]
     together = runners_up(logits, np.concatenate(rows), np.concatenate(written).astype(np.int64), is_end)
     ends = np.cumsum([len(part) for part in rows])
     for i, part in zip(sound, np.split(together, ends[:-1]), strict=True):

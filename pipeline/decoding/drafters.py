@@ -6,9 +6,8 @@ and has it verified. Knows no model and no batch: what a sequence is offered doe
 
 from typing import Protocol
 
-import numpy as np
-
 from pipeline.decoding.budget import Budget
+from pipeline.decoding.packed_trees import PackedTrees
 from pipeline.decoding.sequence import Sequence
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.token_tree import EMPTY_TREE, MAX_DEPTH, TokenTree
@@ -27,15 +26,17 @@ class Drafter(Protocol):
 class BatchDrafter(Drafter, Protocol):
     """A drafter that has one call for all sequences of a step."""
 
-    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> list[TokenTree]:
+    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> PackedTrees:
         """What `draft` gives for each, knowing how many tokens of it the sequence has room for."""
         ...
 
 
-def draft_all(drafter: Drafter | BatchDrafter, sequences: list[Sequence], max_depths: list[int]) -> list[TokenTree]:
+def draft_all(drafter: Drafter | BatchDrafter, sequences: list[Sequence], max_depths: list[int]) -> PackedTrees:
     """A tree for each sequence, in one call where the drafter has one."""
     together = getattr(drafter, "draft_all", None)
-    return [drafter.draft(one) for one in sequences] if together is None else together(sequences, max_depths)
+    if together is None:
+        return PackedTrees.of([drafter.draft(one) for one in sequences])
+    return together(sequences, max_depths)
 
 
 class NoDrafter:
@@ -82,7 +83,7 @@ class RetrievalDrafter:
     def draft(self, sequence: Sequence) -> TokenTree:
         return self.draft_all([sequence], [MAX_DEPTH])[0]
 
-    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> list[TokenTree]:
+    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> PackedTrees:
         drafts = self._draft_batch(
             self._pool,
             [one.context for one in sequences],
@@ -92,10 +93,7 @@ class RetrievalDrafter:
             max_depths,
             **self._options,
         )
-        return [
-            TokenTree(found.token_ids, found.parents, found.log_acceptance, found.source.astype(np.uint8))
-            for found in drafts
-        ]
+        return PackedTrees(*drafts.joined())
 
 
 def drafter_from(settings: DecodingSettings, pool=None, budget: Budget | None = None, num_threads: int = 1) -> Drafter:

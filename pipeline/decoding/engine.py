@@ -32,6 +32,7 @@ from pipeline.decoding.loading.load import LoadedModel, load_model
 from pipeline.decoding.memory.kv_cache import cache_bound, is_out_of_memory
 from pipeline.decoding.memory.kv_store import KVStore
 from pipeline.decoding.memory.token_store import TokenStore
+from pipeline.decoding.packed_trees import PackedTrees, prune_all
 from pipeline.decoding.sequence import (
     GenerationFailure,
     GenerationRequest,
@@ -40,7 +41,6 @@ from pipeline.decoding.sequence import (
     StepEvent,
 )
 from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, prune_all
 from pipeline.decoding.verifiers import Verifier, verifier_from
 
 __all__ = ["Engine", "GenerationFailure", "GenerationRequest", "GenerationResult", "StepEvent"]
@@ -172,16 +172,15 @@ class Engine:
 
     def _launch(self, batch, drafter, budget) -> "_Step":
         """Begin a step of all live sequences: drafts and the forward, which on CUDA is only queued."""
-        drafts: dict[int, TokenTree] = {}
-        fed = self._feeds(batch.live, drafter, budget, drafts)
-        while not self.store.make_room(sum(feed.num_tokens for _, feed in fed)):
+        step = self._feeds(batch.live, drafter, budget)
+        while not self.store.make_room(step.num_tokens):
             if len(batch.live) == 1:
-                return _Step([], outcomes=self._fail_alone(batch.live[0]))
+                step.outcomes = self._fail_alone(batch.live[0])
+                return step
             batch.preempt(1)
-            fed = self._feeds(batch.live, drafter, budget, drafts)
-        step = _Step(fed)
+            step = self._feeds(batch.live, drafter, budget)
         try:
-            step.output = self._forward(fed)
+            step.output = self._forward(step)
         except Exception as error:
             step.error = error
         step.number = self._num_forwards
@@ -195,13 +194,13 @@ class Engine:
             if step.error is not None:
                 raise step.error
             if step.number < self._num_forwards:  # the caller let another stream take a step meanwhile
-                step.output = self._forward(step.fed)
-            moves = self._verify(step.fed, step.output, verifier)
+                step.output = self._forward(step)
+            moves = self._verify(step, verifier)
         except Exception as error:
-            return self._recover(batch, step.fed, verifier, on_event, error)
+            return self._recover(step, batch, verifier, on_event, error)
         return self._commit_all(moves, on_event)
 
-    def _recover(self, batch, fed, verifier, on_event, error: Exception) -> dict[int, Ending | GenerationFailure]:
+    def _recover(self, step, batch, verifier, on_event, error: Exception) -> dict[int, Ending | GenerationFailure]:
         """A step failed: where memory ran out, fewer sequences go on; else those fail that cannot be run alone."""
         if is_out_of_memory(error) and len(batch.live) > 1:
             batch.preempt(len(batch.live) // 2)
@@ -209,16 +208,17 @@ class Engine:
             self._free_memory()
             return {}
         self._free_memory()
-        logger.warning("a step of %d sequences failed (%s); trying them one at a time", len(fed), error)
-        return self._step_one_by_one(fed, verifier, on_event)
+        logger.warning("a step of %d sequences failed (%s); trying them one at a time", len(step.sequences), error)
+        return self._step_one_by_one(step, verifier, on_event)
 
-    def _step_one_by_one(self, fed, verifier, on_event) -> dict[int, Ending | GenerationFailure]:
+    def _step_one_by_one(self, step, verifier, on_event) -> dict[int, Ending | GenerationFailure]:
         """The same step, a forward for each sequence, so that only those fail that cannot be run."""
         outcomes = {}
-        for sequence, feed in fed:
+        for sequence, feed, tree in zip(step.sequences, step.feeds, step.trees, strict=True):
+            alone = _Step([sequence], [feed], PackedTrees.of([tree]))
             try:
-                alone = [(sequence, feed)]
-                moves = self._verify(alone, self._forward(alone), verifier)
+                alone.output = self._forward(alone)
+                moves = self._verify(alone, verifier)
             except Exception as error:
                 self._free_memory()
                 lines = str(error).strip().splitlines() or [""]
@@ -240,11 +240,12 @@ class Engine:
         reason = f"too-long: prompt and answer exceed the KV cache of {self.store.max_tokens} tokens"
         return {id(sequence): GenerationFailure(sequence.request.request_id, reason)}
 
-    def _draft(self, sequences: list[Sequence], drafter: Drafter, budget: Budget) -> dict[int, TokenTree]:
-        """The drafter's trees by `id`, cut to the budget: draft tokens, room left, estimated acceptance."""
-        drafting = [sequence for sequence in sequences if sequence.num_left > 1 and budget.max_draft_tokens > 0]
-        if not drafting:
-            return {}
+    def _draft(self, sequences: list[Sequence], drafter: Drafter, budget: Budget) -> PackedTrees:
+        """The drafter's trees, cut to the budget: draft tokens, room left, estimated acceptance."""
+        places = [place for place, sequence in enumerate(sequences) if sequence.num_left > 1]
+        if not places or budget.max_draft_tokens == 0:
+            return PackedTrees.empty(len(sequences))
+        drafting = [sequences[place] for place in places]
         max_depths = [sequence.num_left - 1 for sequence in drafting]  # the step's last token is the target's own
         trees = prune_all(
             draft_all(drafter, drafting, max_depths),
@@ -253,13 +254,13 @@ class Engine:
             min_log_acceptance=budget.min_log_acceptance,
             vocab_size=self.vocab_size,
         )
-        return dict(zip(map(id, drafting), trees, strict=True))
+        return trees.spread(places, len(sequences))
 
-    def _feeds(self, live, drafter, budget, drafts: dict[int, TokenTree]) -> list[tuple[Sequence, Feed]]:
+    def _feeds(self, live: list[Sequence], drafter: Drafter, budget: Budget) -> "_Step":
         """What each sequence adds to the step, in the order of `live`.
 
         Prompts share the step's room for them, the oldest first; one that gets no room waits. Only what writes a token
-        in this step is drafted for, once: `drafts` keeps them by the sequences' `id`.
+        in this step is drafted for.
         """
         num_cached = self.store.lengths[[sequence.row for sequence in live]].tolist()
         chains = [sequence.context[cached:] for sequence, cached in zip(live, num_cached, strict=True)]
@@ -270,36 +271,32 @@ class Engine:
             is_complete[i] = len(chains[i]) <= room
             chains[i] = chains[i][:room]
             room -= len(chains[i])
-        completed = [s for s, complete in zip(live, is_complete, strict=True) if complete and id(s) not in drafts]
-        drafts |= self._draft(completed, drafter, budget)
-        fed = []
-        for sequence, chain, complete in zip(live, chains, is_complete, strict=True):
-            if len(chain):
-                tree = drafts.get(id(sequence), EMPTY_TREE) if complete else EMPTY_TREE
-                fed.append((sequence, Feed(sequence.row, chain, tree, complete)))
-        return fed
+        members = [i for i, chain in enumerate(chains) if len(chain)]
+        feeds = [Feed(live[i].row, chains[i], is_complete[i]) for i in members]
+        places = [place for place, i in enumerate(members) if is_complete[i]]
+        trees = self._draft([live[members[place]] for place in places], drafter, budget)
+        return _Step([live[i] for i in members], feeds, trees.spread(places, len(members)))
 
-    def _forward(self, fed: list[tuple[Sequence, Feed]]) -> StepOutput:
+    def _forward(self, step: "_Step") -> StepOutput:
         """Run the model, or on CUDA have it run; the output holds until the next forward of any stream."""
         self._num_forwards += 1
-        return self.runner.forward([feed for _, feed in fed])
+        return self.runner.forward(step.feeds, step.trees)
 
-    def _verify(self, fed: list[tuple[Sequence, Feed]], output: StepOutput, verifier: Verifier) -> "_Moves":
+    def _verify(self, step: "_Step", verifier: Verifier) -> "_Moves":
         """Accept drafts. Like the forward before it this changes nothing, so that both can be tried again."""
-        pack = output.pack
+        output, pack = step.output, step.output.pack
         complete = np.flatnonzero(pack.wants_logits)
-        accepted: list[Acceptance | None] = [None] * len(fed)
-        alternatives: list[np.ndarray | None] = [None] * len(fed)
+        accepted: list[Acceptance | None] = [None] * len(step.feeds)
+        alternatives: list[np.ndarray | None] = [None] * len(step.feeds)
         if len(complete):
-            trees, starts = [fed[i][1].tree for i in complete], output.starts[complete]
-            known = pack.trees if len(complete) == len(fed) else trees
-            found = verify(verifier, output.rows, known, starts, self._is_end)
+            trees, starts = pack.trees.gathered(complete), output.starts[complete]
+            found = verify(verifier, output.rows, trees, starts, self._is_end)
             runners_up = [None] * len(complete)
             if self.settings.record_alternatives:
                 runners_up = step_alternatives(output.rows, trees, starts, found, self._is_end)
             for i, *verified in zip(complete.tolist(), found, runners_up, strict=True):
                 accepted[i], alternatives[i] = verified
-        return _Moves([sequence for sequence, _ in fed], pack, accepted, alternatives)
+        return _Moves(step.sequences, pack, accepted, alternatives)
 
     def _commit_all(self, moves: "_Moves", on_event) -> dict[int, Ending | GenerationFailure]:
         """Keep what was accepted, in the cache and in the texts; of the sequences that ended, what came of them."""
@@ -313,37 +310,46 @@ class Engine:
         sound = np.flatnonzero(is_sound)
         if not len(sound):
             return outcomes
-        is_kept = pack.kept(sound, [_nodes(moves.accepted[i]) for i in sound.tolist()])
+        paths = [_nodes(moves.accepted[i]) for i in sound.tolist()]
+        path_ends = np.cumsum([len(path) for path in paths])
+        nodes = np.concatenate(paths) + np.repeat(pack.trees.starts[sound], np.diff(path_ends, prepend=0))
+        token_ids, sources = pack.trees.token_ids[nodes], pack.trees.source[nodes]
+        is_kept = pack.kept(sound, nodes)
         counts = np.add.reduceat(is_kept, pack.offsets, dtype=np.int64)[sound]
         self.store.commit(pack.rows[sound], counts, pack.slots[is_kept])
-        for i, num_before in zip(sound.tolist(), pack.num_committed[sound].tolist(), strict=True):
-            sequence = moves.sequences[i]
+        end = 0
+        for i, num_before, path_end in zip(
+            sound.tolist(), pack.num_committed[sound].tolist(), path_ends.tolist(), strict=True
+        ):
+            sequence, path, end = moves.sequences[i], slice(end, path_end), path_end
             if num_before < sequence.num_prompt:  # it was within its prompt
                 self.store.remember_prefix(sequence.row, sequence.prompt_ids[: self.store.lengths[sequence.row]])
             if moves.accepted[i] is not None:
-                tree, alternatives = pack.feeds[i].tree, moves.alternatives[i]
-                ending = self._commit(sequence, tree, moves.accepted[i], alternatives, on_event)
+                sequence.count(pack.trees, i, moves.accepted[i].nodes)
+                ending = self._commit(sequence, token_ids[path], sources[path], moves, i, on_event)
                 if ending is not None:
                     outcomes[id(sequence)] = ending
         return outcomes
 
     def _commit(
-        self, sequence: Sequence, tree: TokenTree, acceptance: Acceptance, alternatives: np.ndarray | None, on_event
+        self, sequence: Sequence, token_ids: np.ndarray, sources: np.ndarray, moves: "_Moves", i: int, on_event
     ) -> Ending | None:
-        """Add a step's tokens to a text; its ending if they ended it."""
-        before = sequence.num_output
-        at_end = bool(self._is_end[acceptance.next_token])
-        sequence.append(tree, acceptance.nodes, None if at_end else acceptance.next_token, alternatives)
+        """Add an accepted path's tokens and the target's own to a text; its ending if they ended it."""
+        before, next_token = sequence.num_output, moves.accepted[i].next_token
+        at_end = bool(self._is_end[next_token])
+        sequence.append(token_ids, sources, None if at_end else next_token, moves.alternatives[i])
+        ending = self._endings.check(sequence, sequence.num_output - before, at_end)
         if on_event is not None:
             new = slice(before, sequence.num_output)
             event = StepEvent(
                 sequence.request.request_id,
                 sequence.output_ids[new].copy(),
                 sequence.sources[new].copy(),
-                len(tree),
+                int(moves.pack.trees.sizes[i]),
+                ending is not None,
             )
             on_event(event)
-        return self._endings.check(sequence, sequence.num_output - before, at_end)
+        return ending
 
     def _free_memory(self) -> None:
         if self.device.type == "cuda":
@@ -356,17 +362,23 @@ class _Step:
 
     Attributes
     ----------
-    fed : the sequences and what they add to it.
+    sequences, feeds, trees : what each sequence adds to the step.
     output : of the forward, None where `error` says why there is none.
     number : of the newest forward when it was launched.
     outcomes : what came of sequences where there can be no forward at all.
     """
 
-    fed: list[tuple[Sequence, Feed]]
+    sequences: list[Sequence]
+    feeds: list[Feed]
+    trees: PackedTrees
     output: StepOutput | None = None
     error: Exception | None = None
     number: int = 0
     outcomes: dict[int, Ending | GenerationFailure] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.trees) + sum(len(feed.chain_ids) for feed in self.feeds)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.decoding.packed_trees import PackedTrees
-from pipeline.decoding.token_tree import MAX_DEPTH, TokenTree
+from pipeline.decoding.token_tree import MAX_DEPTH
 from retrieval_pools.sources import NUM_SOURCES, SOURCE_TARGET
 
 COUNTED_TOGETHER = 64  # drafts of a text: a call for each took longer than all else that is done with it
@@ -71,12 +71,16 @@ class GenerationFailure:
 
 @dataclass(frozen=True)
 class StepEvent:
-    """What one step added to one text: int32[a] tokens and their sources, of `num_drafted` drafted."""
+    """What one step added to one text: int32[a] tokens and their sources, of `num_drafted` drafted.
+
+    `is_last` : the text has ended, though a stop string may cut it before these tokens.
+    """
 
     request_id: str
     token_ids: np.ndarray
     sources: np.ndarray
     num_drafted: int
+    is_last: bool = False
 
 
 class Sequence:
@@ -95,7 +99,7 @@ class Sequence:
         self.num_steps = self.num_drafted = self.num_accepted = 0
         self._by_source = np.zeros((2, NUM_SOURCES), np.int64)  # drafted tokens, and of them the accepted ones
         self._by_depth = np.zeros((2, MAX_DEPTH), np.int64)
-        self._uncounted: list[tuple[TokenTree, np.ndarray]] = []  # drafts that these sums have not yet, and their paths
+        self._uncounted: list[tuple[PackedTrees, int, np.ndarray]] = []  # drafts that these sums do not have yet
         self._tokens = np.empty(self.num_prompt + max_new_tokens, np.int32)
         self._tokens[: self.num_prompt] = request.prompt_ids
         self._sources = np.empty(max_new_tokens, np.uint8)
@@ -138,16 +142,20 @@ class Sequence:
         return self.max_new_tokens - self.num_output
 
     def append(
-        self, tree: TokenTree, path: np.ndarray, next_token: int | None, alternatives: np.ndarray | None = None
+        self,
+        token_ids: np.ndarray,
+        sources: np.ndarray,
+        next_token: int | None,
+        alternatives: np.ndarray | None = None,
     ) -> None:
-        """Commit an accepted path of a draft and, unless it is None, the target's next token; count them.
+        """Commit a step: an accepted path's tokens and their sources, [n] both, and unless it is None the target's own.
 
-        `alternatives` int32[len(path) + 1] are those of the path and of the next token, where they are recorded.
+        `alternatives` int32[n + 1] are those of the path and of the next token, where they are recorded.
         """
-        end = self._length + len(path)
-        if len(path):
-            self._tokens[self._length : end] = tree.token_ids[path]
-            self._sources[self._length - self.num_prompt : end - self.num_prompt] = tree.source[path]
+        end = self._length + len(token_ids)
+        if len(token_ids):
+            self._tokens[self._length : end] = token_ids
+            self._sources[self._length - self.num_prompt : end - self.num_prompt] = sources
         if next_token is not None:
             self._tokens[end] = next_token
             self._sources[end - self.num_prompt] = SOURCE_TARGET
@@ -157,30 +165,35 @@ class Sequence:
             self._alternatives[first:last] = alternatives[: last - first]
         self._length = end
         self.num_steps += 1
-        if len(tree):
-            self.num_drafted += len(tree)
-            self.num_accepted += len(path)
-            self._uncounted.append((tree, path))
-            if len(self._uncounted) == COUNTED_TOGETHER:
-                self._count()
 
-    def _count(self) -> None:
+    def count(self, trees: PackedTrees, number: int, path: np.ndarray) -> None:
+        """One of a step's drafts and, int64[num_accepted], its nodes that were accepted."""
+        size = int(trees.sizes[number])
+        if size:
+            self.num_drafted += size
+            self.num_accepted += len(path)
+            self._uncounted.append((trees, number, path))
+            if len(self._uncounted) == COUNTED_TOGETHER:
+                self._count_all()
+
+    def _count_all(self) -> None:
         """Add the newest drafts to the sums, together."""
         if not self._uncounted:
             return
-        trees, paths = zip(*self._uncounted, strict=True)
-        packed = PackedTrees(trees)
-        source = np.concatenate([tree.source for tree in trees])
-        depth = np.minimum(packed.depths, MAX_DEPTH) - 1
-        accepted = np.repeat(packed.starts, [len(path) for path in paths]) + np.concatenate(paths)
+        drafts = [(trees, trees.nodes_of(number)) for trees, number, _ in self._uncounted]
+        paths = [path for _, _, path in self._uncounted]
+        starts = np.cumsum([0, *(nodes.stop - nodes.start for _, nodes in drafts)])[:-1]
+        accepted = np.repeat(starts, [len(path) for path in paths]) + np.concatenate(paths)
+        source = np.concatenate([trees.source[nodes] for trees, nodes in drafts])
+        depth = np.minimum(np.concatenate([trees.depths[nodes] for trees, nodes in drafts]), MAX_DEPTH) - 1
         for sums, values in ((self._by_source, source), (self._by_depth, depth)):
-            for total, nodes in zip(sums, (values, values[accepted]), strict=True):
-                total += np.bincount(nodes, minlength=len(total))
+            for total, counted in zip(sums, (values, values[accepted]), strict=True):
+                total += np.bincount(counted, minlength=len(total))
         self._uncounted.clear()
 
     def result(self, finish_reason: str, num_tokens: int, text: str) -> GenerationResult:
         """The finished text, cut to its first `num_tokens` output tokens, which decode to `text`."""
-        self._count()
+        self._count_all()
         return GenerationResult(
             request_id=self.request.request_id,
             token_ids=self.output_ids[:num_tokens].copy(),

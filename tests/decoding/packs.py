@@ -33,7 +33,8 @@ def random_tree(rng, num_nodes: int, vocab_size: int) -> TokenTree:
 
 def keep(store, pack: feed.Pack, paths: list[np.ndarray]) -> None:
     """Commit each feed's chain and a path of its tree."""
-    kept = pack.kept(np.arange(len(pack.feeds)), paths)
+    nodes = np.concatenate([start + path for start, path in zip(pack.trees.starts, paths, strict=True)])
+    kept = pack.kept(np.arange(len(pack.feeds)), nodes)
     store.commit(pack.rows, pack.num_chain + [len(path) for path in paths], pack.slots[kept])
 
 
@@ -42,7 +43,7 @@ def random_index(rng, lengths: list[tuple[int, int, int]], num_slots: int, devic
     slots, ancestors, positions = [], [], []
     for committed, chain, tree in lengths:
         slots.append(rng.choice(num_slots, committed + chain + tree, replace=False))
-        trees = PackedTrees([random_tree(rng, tree, 2)])
+        trees = PackedTrees.of([random_tree(rng, tree, 2)])
         ancestors += [np.zeros(chain, np.int64), trees.ancestors]
         positions += [committed + np.arange(chain), committed + chain - 1 + trees.depths]
     committed, chain, tree = np.array(lengths).T

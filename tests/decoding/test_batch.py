@@ -17,7 +17,6 @@ from pipeline.decoding.batch import Batch, Concurrency, RequestLimits
 from pipeline.decoding.engine import GenerationFailure, GenerationRequest
 from pipeline.decoding.memory.kv_store import KVStore
 from pipeline.decoding.memory.token_store import TokenStore
-from pipeline.decoding.token_tree import EMPTY_TREE
 from pipeline.decoding.verifiers import Greedy, Relaxed
 
 MODEL = tiny_model()
@@ -54,9 +53,10 @@ def feeds_of(engine) -> list[list[tuple[int, int, bool]]]:
     steps = []
     forward = engine.runner.forward
 
-    def watched(feeds):
-        steps.append([(feed.row, feed.num_tokens, feed.wants_logits) for feed in feeds])
-        return forward(feeds)
+    def watched(feeds, trees):
+        fed = zip(feeds, trees.sizes.tolist(), strict=True)
+        steps.append([(feed.row, len(feed.chain_ids) + size, feed.wants_logits) for feed, size in fed])
+        return forward(feeds, trees)
 
     engine.runner.forward = watched
     return steps
@@ -98,7 +98,7 @@ def test_the_youngest_are_preempted_and_come_back_first():
     assert list(batch.admit()) == [] and len(batch.live) == 4
     batch.finish(batch.live[0])
     assert list(batch.admit()) == []  # the fifth request is the youngest now, and has the lowest row
-    batch.live[-1].append(EMPTY_TREE, np.empty(0, np.int64), 50)  # the fourth has written a token
+    batch.live[-1].append([], [], 50)  # the fourth has written a token
     names = [s.request.request_id for s in batch.preempt(2)]
     assert names == ["3", "4"] and [s.request.request_id for s in batch.live] == ["1", "2"]
     assert list(batch.admit()) == [] and len(batch.live) == 2  # no more than memory was found to hold

@@ -3,6 +3,7 @@ from tiny_models import OracleDrafter, plain_texts, requests_for, tiny_engine, t
 
 from pipeline.decoding.budget import PLAIN
 from pipeline.decoding.drafters import NoDrafter, RetrievalDrafter, draft_all, drafter_from
+from pipeline.decoding.packed_trees import PackedTrees
 from pipeline.decoding.sequence import GenerationRequest, Sequence
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.token_tree import chain_tree
@@ -14,13 +15,14 @@ from retrieval_pools.sources import NUM_SOURCES, SOURCE_POOL, SOURCE_PREVIOUS, S
 def sequence_of(prompt, output=(), previous=None) -> Sequence:
     sequence = Sequence(GenerationRequest("a", np.array(prompt, np.int32), previous), 100)
     for token in output:
-        sequence.append(chain_tree([]), np.empty(0, np.int64), token)
+        sequence.append([], [], token)
     return sequence
 
 
 def test_sequence_shows_what_was_committed():
     sequence = sequence_of([1, 2, 3], [4, 5])
-    sequence.append(chain_tree([6, 7, 8], SOURCE_POOL), np.array([0, 1]), 9)
+    sequence.append(np.array([6, 7], np.int32), np.full(2, SOURCE_POOL), 9)
+    sequence.count(PackedTrees.of([chain_tree([1]), chain_tree([6, 7, 8], SOURCE_POOL)]), 1, np.array([0, 1]))
     assert sequence.context.tolist() == [1, 2, 3, 4, 5, 6, 7, 9]
     assert sequence.prompt_ids.tolist() == [1, 2, 3] and sequence.output_ids.tolist() == [4, 5, 6, 7, 9]
     assert sequence.sources.tolist() == [SOURCE_TARGET] * 2 + [SOURCE_POOL] * 2 + [SOURCE_TARGET]
@@ -59,7 +61,7 @@ def test_a_step_drafts_at_once_what_each_sequence_is_drafted_and_no_deeper_than_
         assert one.token_ids.tolist() == other.token_ids.tolist() and one.parents.tolist() == other.parents.tolist()
         assert one.source.dtype == np.uint8
     assert [max(tree.depths, default=0) for tree in draft_all(drafter, sequences, [1, 2, 0])] == [1, 2, 0]
-    assert draft_all(NoDrafter(), sequences, [64] * 3) == [NoDrafter().draft(sequences[0])] * 3
+    assert list(draft_all(NoDrafter(), sequences, [64] * 3).sizes) == [0, 0, 0]
 
 
 def test_pool_and_previous_texts_save_steps_and_change_nothing(tmp_path):
@@ -99,8 +101,8 @@ def test_a_budget_of_nothing_asks_no_drafter_and_runs_the_steps_of_plain_decodin
     for drafter in (None, Refusing()):
         engine = tiny_engine(model)
         forward, fed = engine.runner.forward, []
-        engine.runner.forward = lambda feeds, forward=forward, fed=fed: (
-            fed.append([feed.num_tokens for feed in feeds]) or forward(feeds)
+        engine.runner.forward = lambda feeds, trees, forward=forward, fed=fed: (
+            fed.append([len(feed.chain_ids) for feed in feeds] + trees.sizes.tolist()) or forward(feeds, trees)
         )
         texts = {
             r.request_id: r.token_ids.tolist() for r in engine.generate(requests_for(prompts), drafter, budget=PLAIN)

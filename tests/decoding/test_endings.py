@@ -6,7 +6,7 @@ from tiny_models import byte_tokenizer
 
 from pipeline.decoding.endings import Endings
 from pipeline.decoding.sequence import GenerationRequest, Sequence
-from pipeline.decoding.token_tree import EMPTY_TREE, chain_tree
+from retrieval_pools.sources import SOURCE_TARGET
 
 TOKENIZER = byte_tokenizer()
 NOTHING = np.empty(0, np.int64)
@@ -22,8 +22,7 @@ def written(text: str, chunks: list[int], stops: tuple[str, ...], limit: int = 1
         new = ids[done : done + max(1, size)]
         if not new:
             break
-        tree = chain_tree(new[:-1])
-        sequence.append(tree, np.arange(len(tree)), new[-1])
+        sequence.append(new[:-1], np.full(len(new) - 1, SOURCE_TARGET), new[-1])
         done += len(new)
         ending = endings.check(sequence, len(new), at_end and done == len(ids))
         if ending is not None:
@@ -68,5 +67,5 @@ def test_reason_is_recorded(at_end, reason):
 
 def test_no_tokenizer_is_needed_without_stop_strings():
     sequence = Sequence(GenerationRequest("a", np.array([1], np.int32)), 1)
-    sequence.append(EMPTY_TREE, NOTHING, 7)
+    sequence.append(NOTHING, NOTHING, 7)
     assert Endings(None).check(sequence, 1, at_end_token=False).reason == "length"

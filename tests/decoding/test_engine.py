@@ -37,9 +37,9 @@ def fed_tokens(engine: Engine) -> list[int]:
     counts = []
     forward = engine.runner.forward
 
-    def counted(feeds):
-        counts.append(sum(feed.num_tokens for feed in feeds))
-        return forward(feeds)
+    def counted(feeds, trees):
+        counts.append(len(trees) + sum(len(feed.chain_ids) for feed in feeds))
+        return forward(feeds, trees)
 
     engine.runner.forward = counted
     return counts
@@ -200,6 +200,7 @@ def test_events_tell_how_each_text_was_written():
         assert np.concatenate([e.token_ids for e in events]).tolist() == texts[int(name)]
         assert np.concatenate([e.sources for e in events]).tolist() == found[name].sources.tolist()
         assert sum(e.num_drafted for e in events) == found[name].num_drafted
+        assert [e.is_last for e in events] == [False] * (len(events) - 1) + [True]
 
 
 def test_draft_limits_hold():

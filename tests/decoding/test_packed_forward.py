@@ -27,6 +27,7 @@ from pipeline.decoding.forward.packed_forward import TOKEN_BUCKETS, Bucket, Pack
 from pipeline.decoding.loading.load import prepare_model
 from pipeline.decoding.memory.kv_store import KVStore
 from pipeline.decoding.memory.token_store import TokenStore
+from pipeline.decoding.packed_trees import PackedTrees
 from pipeline.decoding.verifiers import Greedy
 from pipeline.errors import ModelError
 
@@ -85,22 +86,22 @@ def assert_equal_logits(runners: list[ModelRunner], num_steps: int = 5, seed: in
             prompt = rng.integers(0, VOCAB, length).astype(np.int32)
             (row,) = {runner.store.acquire(prompt, 60).row for runner in runners}
             pending[row] = prompt[-(length - int(runners[0].store.lengths[row])) :].tolist()
-        feeds = []
+        feeds, trees = [], []
         for row in pending:
             in_parts = len(pending[row]) > 10
             chain = np.array(pending[row][:5] if in_parts else pending[row], np.int32)
-            tree = random_tree(rng, 0 if in_parts else int(rng.integers(0, 9)), VOCAB)
-            feeds.append(Feed(row, chain, tree, wants_logits=not in_parts))
-        outputs = [runner.forward(feeds) for runner in runners]
-        num_kept = sum(1 + len(feed.tree) for feed in feeds if feed.wants_logits)
+            trees.append(random_tree(rng, 0 if in_parts else int(rng.integers(0, 9)), VOCAB))
+            feeds.append(Feed(row, chain, wants_logits=not in_parts))
+        outputs = [runner.forward(feeds, PackedTrees.of(trees)) for runner in runners]
+        num_kept = sum(1 + len(tree) for feed, tree in zip(feeds, trees, strict=True) if feed.wants_logits)
         for output in outputs[1:]:
             close = {"rtol": tolerance, "atol": tolerance}
             torch.testing.assert_close(output.logits[:num_kept], outputs[0].logits[:num_kept], **close)
         kept_nodes = []
-        for feed in feeds:
-            node, path = int(rng.integers(-1, len(feed.tree))), []
+        for feed, tree in zip(feeds, trees, strict=True):
+            node, path = int(rng.integers(-1, len(tree))), []
             while node >= 0:
-                path, node = [node, *path], int(feed.tree.parents[node])
+                path, node = [node, *path], int(tree.parents[node])
             kept_nodes.append(np.array(path, np.int64))
             rest = pending[feed.row][len(feed.chain_ids) :]
             pending[feed.row] = rest or [int(rng.integers(0, VOCAB))]

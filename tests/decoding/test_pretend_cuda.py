@@ -108,7 +108,7 @@ def test_a_text_is_handed_over_while_the_device_computes_the_next_step():
         engine = engine_on_device(model)
         launched = []
         forward = engine.runner.forward
-        engine.runner.forward = lambda feeds: launched.append(cuda.num_waits) or forward(feeds)
+        engine.runner.forward = lambda *step: launched.append(cuda.num_waits) or forward(*step)
         requests = [replace(one, max_new_tokens=2 + i) for i, one in enumerate(requests_for(prompts, NUM_NEW))]
         waits_since_launch = [cuda.num_waits - launched[-1] for _ in engine.generate(requests)]
     assert len(waits_since_launch) == NUM_PROMPTS and waits_since_launch[-1] == 1

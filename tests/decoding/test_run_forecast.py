@@ -112,9 +112,9 @@ def test_the_schedule_is_that_of_the_engine(batch_size, shard_size, is_drafted):
     num_live: list[int] = []
     forward = engine.runner.forward
 
-    def counted(feeds):
+    def counted(feeds, trees):
         num_live.append(len(feeds))
-        return forward(feeds)
+        return forward(feeds, trees)
 
     engine.runner.forward = counted
     num_steps: dict[str, int] = {}

@@ -9,7 +9,6 @@ from pipeline.decoding.token_tree import (
     chain_tree,
     node_depths,
     prune,
-    prune_all,
 )
 
 LOOSE = {"max_nodes": 64, "max_depth": 64, "min_log_acceptance": -np.inf, "vocab_size": 100}
@@ -60,31 +59,3 @@ def test_child_before_its_parent_is_a_drafters_mistake():
     bad = TokenTree(np.array([1, 2], np.int32), np.array([1, -1], np.int32), np.zeros(2), np.zeros(2, np.uint8))
     with pytest.raises(ValueError, match="precede"):
         prune(bad, **LOOSE)
-    with pytest.raises(ValueError, match="precede"):
-        prune_all([chain_tree([1]), bad], max_depths=[64, 64], **BATCH_LOOSE)
-
-
-BATCH_LOOSE = {name: value for name, value in LOOSE.items() if name != "max_depth"}
-
-
-@given(
-    st.lists(st.tuples(trees(), st.integers(0, 12)), max_size=5),
-    st.sampled_from([3, 64]),
-    st.sampled_from([-1.0, -np.inf]),
-    st.sampled_from([90, 101]),
-)
-def test_many_trees_are_pruned_as_each_is(drafts, max_nodes, floor, vocab_size):
-    limits = {"max_nodes": max_nodes, "min_log_acceptance": floor, "vocab_size": vocab_size}
-    found = prune_all([tree for tree, _ in drafts], max_depths=[depth for _, depth in drafts], **limits)
-    for one, (tree, depth) in zip(found, drafts, strict=True):
-        other = prune(tree, max_depth=depth, **limits)
-        for name in ("token_ids", "parents", "log_acceptance", "source"):
-            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
-
-
-def test_many_trees_within_their_limits_are_left_alone():
-    given_trees = [chain_tree([1, 2, 3]), EMPTY_TREE, chain_tree([4])]
-    found = prune_all(given_trees, max_depths=[3, 0, 1], **BATCH_LOOSE)
-    assert all(one is other for one, other in zip(found, given_trees, strict=True))
-    deep = prune_all(given_trees, max_depths=[2, 0, 0], **BATCH_LOOSE)
-    assert [tree.token_ids.tolist() for tree in deep] == [[1, 2], [], []]

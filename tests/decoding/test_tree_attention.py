@@ -14,6 +14,7 @@ from pipeline.decoding.forward.tree_attention import reference_attention
 from pipeline.decoding.loading.load import prepare_model
 from pipeline.decoding.memory.kv_store import KVStore
 from pipeline.decoding.memory.token_store import TokenStore
+from pipeline.decoding.packed_trees import PackedTrees
 from pipeline.decoding.token_tree import TokenTree
 
 
@@ -66,8 +67,8 @@ def test_every_node_gets_the_logits_of_its_own_path(architecture, store_type, ca
     for step in range(4):
         trees = {row: random_tree(rng, int(rng.integers(0, 9))) for row in texts}
         rows = list(rng.permutation(list(texts)))
-        feeds = [Feed(int(row), np.array(pending[row], np.int32), trees[row], step + row != 2) for row in rows]
-        out = runner.forward(feeds)
+        feeds = [Feed(int(row), np.array(pending[row], np.int32), step + row != 2) for row in rows]
+        out = runner.forward(feeds, PackedTrees.of([trees[row] for row in rows]))
         kept_nodes = []
         for i, row in enumerate(rows):
             chain, tree = pending[row], trees[row]

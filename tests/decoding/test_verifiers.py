@@ -7,6 +7,7 @@ from test_token_tree import trees
 
 from pipeline.decoding.acceptance import reference_accept, verify
 from pipeline.decoding.forward.output_head import HeldLogits
+from pipeline.decoding.packed_trees import PackedTrees
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, chain_tree
 from pipeline.decoding.verifiers import (
@@ -36,7 +37,7 @@ def test_every_rule_agrees_with_its_plain_reference(forest, rule, seed, scale):
     forest = [TokenTree(np.abs(t.token_ids), t.parents, t.log_acceptance, t.source) for t in forest]
     logits = [(rng.normal(size=(len(t) + 1, VOCAB)) * scale).astype(np.float32) for t in forest]
     starts = np.cumsum([0] + [len(part) for part in logits[:-1]])
-    found = verify(rule, torch.from_numpy(np.concatenate(logits)), forest, starts, IS_END)
+    found = verify(rule, torch.from_numpy(np.concatenate(logits)), PackedTrees.of(forest), starts, IS_END)
     for tree, part, acceptance in zip(forest, logits, found, strict=True):
         expected = reference_accept(rule, part, tree, {END})
         assert acceptance.nodes.tolist() == expected.nodes.tolist()
@@ -54,19 +55,22 @@ def test_relaxed_needs_both_rank_and_probability():
     likely = peaked([0.6, 0.2, 0.1, 0.04, 0.02, 0.02, 0.02], [1 / 7] * 7)
     unlikely = peaked([0.9, 0.04, 0.02, 0.01, 0.01, 0.01, 0.01], [1 / 7] * 7)
     third = peaked([0.4, 0.2, 0.3, 0.04, 0.02, 0.02, 0.02], [1 / 7] * 7)
-    accepted = [verify(Relaxed(), x, [tree], np.array([0]), IS_END)[0].num_accepted for x in (likely, unlikely, third)]
+    accepted = [
+        verify(Relaxed(), x, PackedTrees.of([tree]), np.array([0]), IS_END)[0].num_accepted
+        for x in (likely, unlikely, third)
+    ]
     assert accepted == [1, 0, 0]
 
 
 def test_nothing_is_accepted_where_the_target_wants_to_end():
     logits = peaked([0.02, 0.4, 0.02, 0.5, 0.02, 0.02, 0.02], [1 / 7] * 7)  # the end token is likeliest, then token 1
-    acceptance = verify(Relaxed(), logits, [chain_tree([1])], np.array([0]), IS_END)[0]
+    acceptance = verify(Relaxed(), logits, PackedTrees.of([chain_tree([1])]), np.array([0]), IS_END)[0]
     assert acceptance.num_accepted == 0 and acceptance.next_token == END
 
 
 def test_end_token_is_not_accepted_as_a_second_choice():
     logits = peaked([0.02, 0.5, 0.02, 0.4, 0.02, 0.02, 0.02], [1 / 7] * 7)
-    acceptance = verify(Relaxed(), logits, [chain_tree([END])], np.array([0]), IS_END)[0]
+    acceptance = verify(Relaxed(), logits, PackedTrees.of([chain_tree([END])]), np.array([0]), IS_END)[0]
     assert acceptance.num_accepted == 0 and acceptance.next_token == 1
 
 
@@ -76,16 +80,16 @@ def test_longest_path_wins_then_the_more_probable():
     parents = np.array([-1, -1, 0, 1], np.int32)
     tree = TokenTree(np.array([0, 1, 2, 5], np.int32), parents, np.zeros(4, np.float32), np.zeros(4, np.uint8))
     logits = peaked(row, follow, follow, [1 / 7] * 7, [1 / 7] * 7)
-    acceptance = verify(ProbabilityThreshold(0.1), logits, [tree], np.array([0]), IS_END)[0]
+    acceptance = verify(ProbabilityThreshold(0.1), logits, PackedTrees.of([tree]), np.array([0]), IS_END)[0]
     assert acceptance.nodes.tolist() == [0, 2]  # 0.3 * 0.5 against 0.35 * 0.25
 
 
 def test_logits_that_are_not_finite_are_no_acceptance():
     logits = torch.zeros(3, VOCAB)
     logits[0, 0] = float("nan")
-    found = verify(Greedy(), logits, [EMPTY_TREE, chain_tree([0])], np.array([0, 1]), IS_END)
+    found = verify(Greedy(), logits, PackedTrees.of([EMPTY_TREE, chain_tree([0])]), np.array([0, 1]), IS_END)
     assert found[0] is None and found[1] is not None
-    assert verify(Greedy(), logits, [EMPTY_TREE], np.array([0]), IS_END) == [None]
+    assert verify(Greedy(), logits, PackedTrees.of([EMPTY_TREE]), np.array([0]), IS_END) == [None]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +141,7 @@ def test_judging_in_rounds_and_in_chunks_says_what_judging_at_once_says(forest, 
             patch.setattr("pipeline.decoding.acceptance.ROUND_LOGITS", most_logits)
             patch.setattr("pipeline.decoding.row_verdicts.CHUNK_ROWS", {"cpu": most_rows})
             rows = CountingRows(logits)
-            found.append((verify(rule, rows, forest, starts, IS_END), rows.num_asked))
+            found.append((verify(rule, rows, PackedTrees.of(forest), starts, IS_END), rows.num_asked))
     (at_once, num_all), (by_level, num_asked) = found
     assert num_all == num_rows >= num_asked
     for one, other in zip(at_once, by_level, strict=True):
@@ -149,7 +153,7 @@ def test_nothing_is_looked_at_behind_what_was_not_accepted(monkeypatch):
     monkeypatch.setattr("pipeline.decoding.acceptance.ROUND_LOGITS", 0)
     rows = CountingRows(peaked(*[[0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]] * 9))
     forest = [chain_tree([0, 0, 1, 0]), chain_tree([1, 0, 0])]  # two nodes of the first are accepted, none of the other
-    found = verify(Greedy(), rows, forest, np.array([0, 5]), IS_END)
+    found = verify(Greedy(), rows, PackedTrees.of(forest), np.array([0, 5]), IS_END)
     assert [one.num_accepted for one in found] == [2, 0]
     assert rows.num_asked == 2 + 1 + 1
 
@@ -157,7 +161,7 @@ def test_nothing_is_looked_at_behind_what_was_not_accepted(monkeypatch):
 def test_a_long_accepted_path_takes_few_rounds(monkeypatch):
     monkeypatch.setattr("pipeline.decoding.acceptance.ROUND_LOGITS", 4 * len(IS_END))
     rows = CountingRows(peaked(*[[0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]] * 41))
-    [found] = verify(Greedy(), rows, [chain_tree([0] * 40)], np.array([0]), IS_END)
+    [found] = verify(Greedy(), rows, PackedTrees.of([chain_tree([0] * 40)]), np.array([0]), IS_END)
     assert found.num_accepted == 40
     assert rows.num_asked == 41 and rows.num_calls == 4  # of 4, 8, 16 and all that is left
 

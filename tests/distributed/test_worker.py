@@ -45,9 +45,9 @@ def test_a_worker_that_was_warmed_up_writes_the_same_texts(tmp_path):
     assert written[0] == written[1] and len(written[0]) > 0
 
 
-def recorded(forward, seen: list, feeds):
-    seen.append([feed.num_tokens for feed in feeds])
-    return forward(feeds)
+def recorded(forward, seen: list, feeds, trees):
+    seen.append([len(feed.chain_ids) for feed in feeds] + trees.sizes.tolist())
+    return forward(feeds, trees)
 
 
 def test_a_shards_forwards_are_the_same_whatever_its_worker_wrote_before(tmp_path):

@@ -384,7 +384,7 @@ def test_a_batch_takes_arrays_of_any_kind_and_says_what_does_not_fit(tmp_path):
     assert expected == [[3], [2, 3]]
     mixed = draft_batch(pool, [np.array([1, 2], np.int64), [1]], [0, 0])
     assert [tree.token_ids.tolist() for tree in mixed] == expected
-    assert draft_batch(None, [], []) == []
+    assert list(draft_batch(None, [], [])) == []
     with pytest.raises(ValueError, match=r"max_depths are \[2, 1, 2, 2, 2\]"):
         draft_batch(pool, [ids([1]), ids([1])], [0])
     with pytest.raises(ValueError, match=r"num_prompts are \[1, 2\]"):

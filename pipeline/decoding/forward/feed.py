@@ -11,25 +11,19 @@ import numpy as np
 
 from pipeline.decoding.memory.kv_cache import KVCache
 from pipeline.decoding.packed_trees import PackedTrees
-from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree
 
 
 @dataclass(frozen=True)
 class Feed:
     """What one sequence adds to a forward.
 
-    `chain_ids` int32[m], m >= 1, follow the row's committed tokens; `tree` hangs below the last of them. `wants_logits`
-    is false for a part of a long prompt.
+    `chain_ids` int32[m], m >= 1, follow the row's committed tokens; a tree may hang below the last of them.
+    `wants_logits` is false for a part of a long prompt.
     """
 
     row: int
     chain_ids: np.ndarray
-    tree: TokenTree = EMPTY_TREE
     wants_logits: bool = True
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.chain_ids) + len(self.tree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +37,16 @@ class PackedFeed:
 
 
 class Pack:
-    """The N tokens of B feeds, end to end: of each feed its chain, then the nodes of its tree.
+    """The N tokens of B feeds and their `trees`, end to end: of each feed its chain, then the nodes of its tree.
 
     Of feeds, int64[B]: `rows`, `num_committed` tokens of the row before them, `num_chain` tokens, `sizes` with those of
     the tree, `offsets` in the pack, and bool[B] `wants_logits`. Of tokens: `feed_of` int64[N], `is_node` bool[N] (of a
     tree), `token_ids` int32[N], absolute `positions` int32[N], and `slots` int64[N] of their row, reserved.
     """
 
-    def __init__(self, feeds: Sequence[Feed], store: KVCache) -> None:
+    def __init__(self, feeds: Sequence[Feed], trees: PackedTrees, store: KVCache) -> None:
         self.feeds = feeds
-        self.trees = PackedTrees([feed.tree for feed in feeds])
+        self.trees = trees
         self.rows = np.array([feed.row for feed in feeds])
         self.wants_logits = np.array([feed.wants_logits for feed in feeds])
         self.num_chain = np.array([len(feed.chain_ids) for feed in feeds])
@@ -95,12 +89,12 @@ class Pack:
         places = zip(self.feeds, slots, self.offsets.tolist(), self.sizes.tolist(), strict=True)
         return [PackedFeed(*place) for place in places]
 
-    def kept(self, feeds: np.ndarray, paths: Sequence[np.ndarray]) -> np.ndarray:
-        """Which tokens stay where some feeds, int64[n], keep their chain and these nodes of their tree: bool[N]."""
+    def kept(self, feeds: np.ndarray, nodes: np.ndarray) -> np.ndarray:
+        """Which tokens stay where some feeds, int64[n], keep their chain and some nodes, of all trees': bool[N]."""
         is_kept = ~self.is_node
         if len(feeds) < len(self.feeds):
             is_kept &= np.isin(self.feed_of, feeds)
-        lengths = [len(path) for path in paths]
-        if any(lengths):
-            is_kept[np.repeat((self.offsets + self.num_chain)[feeds], lengths) + np.concatenate(paths)] = True
+        if len(nodes):
+            trees = self.trees.tree_of[nodes]
+            is_kept[(self.offsets + self.num_chain)[trees] + self.trees.places[nodes]] = True
         return is_kept

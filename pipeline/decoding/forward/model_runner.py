@@ -25,6 +25,7 @@ from pipeline.decoding.forward.tree_attention import step_plan
 from pipeline.decoding.memory.kv_cache import KVCache, is_out_of_memory
 from pipeline.decoding.memory.kv_store import KVStore
 from pipeline.decoding.memory.token_store import TokenStore
+from pipeline.decoding.packed_trees import PackedTrees
 from pipeline.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class StepOutput:
     """Result of one forward.
 
     `rows` gives logits of the pack's wanted tokens, until the next forward. Of feed i, rows `starts[i]` (after the
-    chain) and the following `len(tree)` are its own, where it wants any.
+    chain) and those of its tree's nodes behind it are its own, where it wants any.
     """
 
     rows: StepLogits
@@ -89,9 +90,12 @@ class ModelRunner:
             raise ModelError("decoding.attention is triton, which needs decoding.kv_cache tokens")
         self._call_cost = CALL_COST_CPU if device.type == "cpu" else CALL_COST_CUDA
 
-    def forward(self, feeds: list[Feed]) -> StepOutput:
-        """Run the model over all feeds at once. Nothing is committed: the caller commits the slots it keeps."""
-        pack = Pack(feeds, self.store)
+    def forward(self, feeds: list[Feed], trees: PackedTrees | None = None) -> StepOutput:
+        """Run the model over all feeds at once. Nothing is committed: the caller commits the slots it keeps.
+
+        `trees`: one of each feed; None: they have none.
+        """
+        pack = Pack(feeds, PackedTrees.empty(len(feeds)) if trees is None else trees, self.store)
         plan = self._plan(self.store, pack, self._call_cost)
         # A forward with no wanted logits still needs one row of them.
         keep = pack.wanted if len(pack.wanted) else np.zeros(1, np.int64)

@@ -14,6 +14,7 @@ from pipeline.decoding.forward.tree_attention import ATTENTION_NAME
 from pipeline.decoding.loading.quantization import TOLERANCE, quantization_of
 from pipeline.decoding.memory.kv_store import KVStore
 from pipeline.decoding.memory.token_store import TokenStore
+from pipeline.decoding.packed_trees import PackedTrees
 from pipeline.decoding.token_tree import TokenTree
 from pipeline.errors import ModelError
 
@@ -102,7 +103,8 @@ def _compare(
         rows = [store.acquire(prompt, 32).row for prompt in prompts]
         first = runner.forward([Feed(rows[0], prompts[0][:7]), Feed(rows[1], prompts[1][:2])])
         store.commit(rows, first.pack.sizes, first.pack.slots)
-        out = runner.forward([Feed(rows[0], prompts[0][7:], tree), Feed(rows[1], prompts[1][2:])])
+        second = [Feed(rows[0], prompts[0][7:]), Feed(rows[1], prompts[1][2:])]
+        out = runner.forward(second, PackedTrees.of([tree]).spread([0], 2))
     except Exception as error:
         raise ModelError(f"{name} cannot be run packed: {_first_line(error)}") from error
     num_layers = model.config.get_text_config().num_hidden_layers

@@ -16,13 +16,13 @@ import numpy as np
 
 from pipeline.decoding.budget import SOURCES, Budget
 from pipeline.decoding.drafters import RetrievalDrafter, draft_all
-from pipeline.decoding.engine import Engine, GenerationRequest, StepEvent
+from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, StepEvent
 from pipeline.decoding.sequence import Sequence
-from pipeline.decoding.token_tree import EMPTY_TREE, MAX_DEPTH, MAX_NODES, TokenTree, chain_tree
+from pipeline.decoding.token_tree import EMPTY_TREE, MAX_DEPTH, MAX_NODES, TokenTree
 from pipeline.decoding.verifiers import NodeVerdicts, verifier_from
 from retrieval_pools.budget_curve import MIN_ACCEPTANCES, SIZE_KNOTS
 from retrieval_pools.calibrating.calibrate import spread_positions
-from retrieval_pools.sources import SOURCE_POOL
+from retrieval_pools.sources import SOURCE_POOL, SOURCE_TARGET
 from retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
 from retrieval_pools.suffix_order import SEPARATOR
 
@@ -72,8 +72,8 @@ def _time_steps(engine: Engine, batch_size: int) -> tuple[int, dict[int, float]]
     steps = _TimedSteps(engine, batch_size)
     texts = engine.generate(steps, steps, steps, steps.on_event, budget=Budget(MAX_NODES, 0.0))
     try:
-        for _ in texts:
-            steps.num_live -= 1
+        for outcome in texts:
+            steps.num_live -= isinstance(outcome, GenerationFailure)
     except _Enough:
         pass
     finally:
@@ -170,6 +170,7 @@ class _TimedSteps:
                 self.batch_size = len(self._stepped)
             self._begin(None)
         self._stepped.add(event.request_id)
+        self.num_live -= event.is_last  # its result comes a step later
         self._num_drafted += event.num_drafted
         if len(self._stepped) < self.batch_size:
             return
@@ -251,7 +252,7 @@ def _midway(prompt: np.ndarray, texts: list[np.ndarray], share: float) -> list[S
     for text in texts:
         sequence = Sequence(GenerationRequest("", prompt, text), len(text))
         written = max(1, int(share * len(text)))
-        sequence.append(chain_tree(text[:written]), np.arange(written), None)
+        sequence.append(text[:written], np.full(written, SOURCE_TARGET, np.uint8), None)
         sequences.append(sequence)
     return sequences
 
@@ -261,7 +262,7 @@ def _timed_drafts(drafter: RetrievalDrafter, sequences: list[Sequence]) -> tuple
     max_depths = [MAX_DEPTH] * len(sequences)
     start_s = time.perf_counter()
     trees = draft_all(drafter, sequences, max_depths)
-    return time.perf_counter() - start_s, sum(map(len, trees))
+    return time.perf_counter() - start_s, len(trees)
 
 
 def random_tokens(engine: Engine, num_tokens: int) -> np.ndarray:
