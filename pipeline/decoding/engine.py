@@ -16,6 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -138,9 +139,10 @@ class Engine:
         ended: deque[tuple[Sequence, Ending | GenerationFailure]] = deque()  # whose results are not yielded yet
         try:
             while True:
+                if not batch.live:  # no step to hand them over behind
+                    yield from self._results(ended)
                 yield from batch.admit()
                 if not batch.live:
-                    yield from self._results(ended)
                     return
                 step = self._launch(batch, drafter, budget)
                 yield from self._results(ended)
@@ -171,11 +173,13 @@ class Engine:
             yield sequence.result(outcome.reason, outcome.num_tokens, text)
 
     def _launch(self, batch, drafter, budget) -> "_Step":
-        """Begin a step of all live sequences: drafts and the forward, which on CUDA is only queued."""
+        """Begin a step of all live sequences: drafts and the forward, which on CUDA is only queued.
+
+        Without output or error, there is no room even for one sequence.
+        """
         step = self._feeds(batch.live, drafter, budget)
         while not self.store.make_room(step.num_tokens):
             if len(batch.live) == 1:
-                step.outcomes = self._fail_alone(batch.live[0])
                 return step
             batch.preempt(1)
             step = self._feeds(batch.live, drafter, budget)
@@ -188,8 +192,8 @@ class Engine:
 
     def _land(self, step: "_Step", batch, verifier, on_event) -> dict[int, Ending | GenerationFailure]:
         """End a step: verify and commit. Of the sequences that ended, by `id`, what came of them."""
-        if step.outcomes is not None:
-            return step.outcomes
+        if step.output is None and step.error is None:
+            return self._fail_alone(batch.live[0])
         try:
             if step.error is not None:
                 raise step.error
@@ -311,22 +315,21 @@ class Engine:
         if not len(sound):
             return outcomes
         paths = [_nodes(moves.accepted[i]) for i in sound.tolist()]
-        path_ends = np.cumsum([len(path) for path in paths])
-        nodes = np.concatenate(paths) + np.repeat(pack.trees.starts[sound], np.diff(path_ends, prepend=0))
+        lengths = [len(path) for path in paths]
+        nodes = np.concatenate(paths) + np.repeat(pack.trees.starts[sound], lengths)
         token_ids, sources = pack.trees.token_ids[nodes], pack.trees.source[nodes]
         is_kept = pack.kept(sound, nodes)
         counts = np.add.reduceat(is_kept, pack.offsets, dtype=np.int64)[sound]
         self.store.commit(pack.rows[sound], counts, pack.slots[is_kept])
-        end = 0
-        for i, num_before, path_end in zip(
-            sound.tolist(), pack.num_committed[sound].tolist(), path_ends.tolist(), strict=True
-        ):
-            sequence, path, end = moves.sequences[i], slice(end, path_end), path_end
+        parts = [slice(*ends) for ends in pairwise(accumulate(lengths, initial=0))]  # of each path, of the tokens
+        num_committed = pack.num_committed[sound].tolist()
+        for i, path, part, num_before in zip(sound.tolist(), paths, parts, num_committed, strict=True):
+            sequence = moves.sequences[i]
             if num_before < sequence.num_prompt:  # it was within its prompt
                 self.store.remember_prefix(sequence.row, sequence.prompt_ids[: self.store.lengths[sequence.row]])
             if moves.accepted[i] is not None:
-                sequence.count(pack.trees, i, moves.accepted[i].nodes)
-                ending = self._commit(sequence, token_ids[path], sources[path], moves, i, on_event)
+                sequence.count(pack.trees, i, path)
+                ending = self._commit(sequence, token_ids[part], sources[part], moves, i, on_event)
                 if ending is not None:
                     outcomes[id(sequence)] = ending
         return outcomes
@@ -365,7 +368,6 @@ class _Step:
     sequences, feeds, trees : what each sequence adds to the step.
     output : of the forward, None where `error` says why there is none.
     number : of the newest forward when it was launched.
-    outcomes : what came of sequences where there can be no forward at all.
     """
 
     sequences: list[Sequence]
@@ -374,7 +376,6 @@ class _Step:
     output: StepOutput | None = None
     error: Exception | None = None
     number: int = 0
-    outcomes: dict[int, Ending | GenerationFailure] | None = None
 
     @property
     def num_tokens(self) -> int:
