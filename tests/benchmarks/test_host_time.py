@@ -9,7 +9,16 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
 
 from drafting_corpora import Corpus, Document
-from host_time import FLOPS_PER_S, LEAST_REST, Scale, figures_of, host_parts, least_ms, measure
+from host_time import (
+    FLOPS_PER_S,
+    LEAST_REST,
+    Scale,
+    figures_of,
+    host_parts,
+    least_ms,
+    measure,
+    measure_streams,
+)
 from night_pools import build
 from step_spans import HOST_PARTS
 from widen_weights import GEOMETRIES
@@ -29,7 +38,7 @@ def corpus() -> Corpus:
     """Held-out texts that the pool has word for word, so that whatever is drafted is accepted."""
     rng = np.random.default_rng(0)
     texts = tuple(rng.integers(20, 500, 2 * LEAST_REST).astype(np.int32) for _ in range(4))
-    documents = tuple(Document(np.arange(20, 40, dtype=np.int32), text) for text in texts)
+    documents = tuple(Document(np.arange(20 + i, 40 + i, dtype=np.int32), text) for i, text in enumerate(texts))
     return Corpus("texts", "user", texts, (), documents, np.empty(0, np.int32))
 
 
@@ -64,3 +73,16 @@ def test_least_time_reads_weights_and_cache_once_and_computes_every_token():
     assert least_ms(vicuna, 1, 0) == pytest.approx(1e3 * 2 * num_weights / 4.8e12)
     assert least_ms(vicuna, 1, 10_000) == pytest.approx(1e3 * (2 * num_weights + 10_000 * 524_288) / 4.8e12)
     assert least_ms(vicuna, 5_000, 0) == pytest.approx(1e3 * 2 * 5_000 * num_weights / FLOPS_PER_S)
+
+
+def test_streams_write_the_texts_that_are_scripted_in_the_steps_that_their_lengths_take(loaded, corpus, pool):
+    """`stream_turn` compares each text."""
+    plain, drafted = measure_streams(loaded, {"texts": corpus}, {"texts": pool}, SMALL, num_threads=1)
+    assert plain["num_texts"] == drafted["num_texts"] == 6
+    num_tokens = 2 * LEAST_REST + 1  # of a text, with its end
+    assert plain["num_steps"] == 3 * num_tokens  # two side by side, three times
+    assert drafted["num_steps"] < plain["num_steps"] / 2
+    for row in (plain, drafted):
+        assert row["host_ms"].median > 0 and row["results_ms"].median > 0
+    (figure,) = figures_of([plain | {"batch": 64}])
+    assert figure.name.startswith("texts, a stream, 7b-mha")

@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.decoding.budget import PLAIN, Budget, BudgetForecast, known_batch_size
 from pipeline.decoding.expected_step import plain_seconds, step_seconds
-from pipeline.decoding.memory.kv_cache import common_prefix
+from pipeline.decoding.memory.prefix_index import PrefixIndex
 from retrieval_pools.budget_curve import SIZE_KNOTS, BudgetCell, BudgetCurve, ReplayedBudgets
 from retrieval_pools.step_cost import StepCost
 
@@ -48,10 +48,12 @@ class RunTexts:
         batch_size: int,
     ) -> "RunTexts":
         """Of prompts, of which the beginning that one of the last `batch_size` had too is not computed again."""
-        shared = [
-            max((common_prefix(other, prompt) for other in prompts[max(0, number - batch_size) : number]), default=0)
-            for number, prompt in enumerate(prompts)
-        ]
+        shared, newest = [], PrefixIndex()
+        for number, prompt in enumerate(prompts):
+            shared.append(newest.longest(prompt)[0])
+            newest.put(number, prompt, None)
+            if len(newest) > batch_size:
+                newest.pop_first()
         num_prompt_tokens = np.array([len(prompt) for prompt in prompts]) - shared
         return cls(num_prompt_tokens, np.asarray(num_tokens), np.asarray(has_previous, bool), shard_size)
 
