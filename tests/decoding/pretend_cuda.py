@@ -190,6 +190,12 @@ def pretend_cuda() -> Iterator[PretendCuda]:
             if any(id(copy) in self.copies for copy in cuda.under_way):
                 cuda.wait("an event")
 
+    make = torch.tensor
+
+    def literal(data, *, device=None, **kwargs) -> torch.Tensor:
+        tensor = make(data, **kwargs)  # made on the device, some versions would look for a driver
+        return tensor if device is None else tensor.to(device)
+
     @contextmanager
     def graph(captured: _Graph, **_) -> Iterator[None]:
         cuda.recording = captured
@@ -212,13 +218,18 @@ def pretend_cuda() -> Iterator[PretendCuda]:
             empty_cache=lambda: None,
             _lazy_init=lambda: None,
         ),
+        mock.patch.object(torch, "tensor", literal),
         cuda,
     ):
         yield cuda
 
 
+@torch.inference_mode()
 def move(model: nn.Module) -> nn.Module:
-    """A model put on the pretended device: every parameter and buffer."""
+    """A model put on the pretended device: every parameter and buffer.
+
+    Under inference mode as what is computed from them, since torch before 2.13 cannot view one as the other.
+    """
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
