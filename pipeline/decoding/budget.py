@@ -112,7 +112,8 @@ def choose_budget(
 
     With the replays of a calibrated pool, speed is predicted for every budget of their grid and for none. Without them
     a token is drafted where its acceptance is likelier than what it costs: the threshold is the price of a packed token
-    in plain steps (the Lagrange multiplier of tokens per second), and twice that where estimates were never checked.
+    in plainly decoded ones (the Lagrange multiplier of tokens per second), and twice that where estimates were never
+    checked.
 
     Parameters
     ----------
@@ -263,7 +264,7 @@ def _worth_its_price(step_cost: StepCost, batch_size: int, trust: float, has_tex
     looking = float(step_cost.draft_seconds(batch_size, np.zeros(()))) / plain_s
     affordable = [least for least in MIN_ACCEPTANCES if least >= price / trust]
     checked = "" if trust == 1.0 else ", and estimates were never checked"
-    facts = f"a draft token costs {price:.2f} plain steps{checked}"
+    facts = f"a draft token costs up to {price:.2f} plainly decoded ones{checked}"
     if not affordable or (looking > MOST_FOR_LOOKING and not has_texts):
         return replace(PLAIN, forecast=BudgetForecast(f"not worth drafting: {facts}", step_cost.name, batch_size))
     return Budget(UNCHECKED_SIZE, affordable[0], BudgetForecast(facts, step_cost.name, batch_size))

@@ -193,7 +193,7 @@ def pretend_cuda() -> Iterator[PretendCuda]:
     make = torch.tensor
 
     def literal(data, *, device=None, **kwargs) -> torch.Tensor:
-        tensor = make(data, **kwargs)  # made on the device, some versions would look for a driver
+        tensor = make(data, **kwargs)  # made on the device, torch 2.11 for CUDA looks for a driver
         return tensor if device is None else tensor.to(device)
 
     @contextmanager
@@ -228,7 +228,7 @@ def pretend_cuda() -> Iterator[PretendCuda]:
 def move(model: nn.Module) -> nn.Module:
     """A model put on the pretended device: every parameter and buffer.
 
-    Under inference mode as what is computed from them, since torch before 2.13 cannot view one as the other.
+    Under inference mode as what is computed from them, since torch 2.11 cannot view one as the other.
     """
     for module in model.modules():
         for name, parameter in module._parameters.items():

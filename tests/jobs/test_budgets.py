@@ -103,7 +103,8 @@ def test_budgets_survive_the_manifest_and_are_told_in_a_line(world):
     night_budgets(night, [], Cheap())
     kept = json.loads(night.run.manifest_path.read_text())["budgets"]["user"]
     assert budget_of(kept) == Budget(16, 0.05)
-    assert describe_budget(budget_of(kept)).startswith("up to 16 draft tokens above 0.05 (a draft token costs 0.0")
+    told = describe_budget(budget_of(kept))
+    assert told.startswith("up to 16 draft tokens above 0.05 (a draft token costs up to 0.0")
     assert describe_budget(PLAIN) == "nothing is drafted"
 
 
