@@ -122,7 +122,8 @@ def _by_depth(side: SideView) -> Figure:
             "depth in the draft tree",
             "draft tokens",
         ),
-        caption="On the bars: accepted in % of drafted. Depth 1 is the token after the last committed one.",
+        caption="On bars that have room, and under the pointer on all: accepted in % of drafted. Depth 1 is the token "
+        "after the last committed one.",
         legend=[LegendEntry("drafted", DRAFTED), LegendEntry("accepted", ACCEPTED)],
     )
 
