@@ -21,6 +21,9 @@ from pipeline.decoding.memory.room import stored_weights
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.errors import ModelError
 
+QUANTISED = ("torchao int8", "compressed-tensors int8", "compressed-tensors int4", "compressed-tensors fp8")
+MOST_ERROR = {"int8": 0.05, "fp8": 0.1, "int4": 0.4}  # of logits, by the type of the weights
+
 
 def sample_model():
     return AutoModelForCausalLM.from_pretrained(SAMPLE_MODEL, dtype=torch.float32, attn_implementation="eager").eval()
@@ -60,9 +63,8 @@ def torchao_folder(tmp_path_factory):
     return with_files_of_sample(folder)
 
 
-@pytest.fixture(scope="module")
-def compressed_folder(tmp_path_factory):
-    """The sample model with int8 weights in the format of compressed-tensors."""
+def write_compressed(folder, type_: str, num_bits: int):
+    """The sample model in the format of compressed-tensors, its weights "int" or "float" of so many bits."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
@@ -73,16 +75,17 @@ def compressed_folder(tmp_path_factory):
         apply_quantization_config,
     )
 
-    folder = tmp_path_factory.mktemp("compressed") / "sample-w8a16"
     model = sample_model()
-    weights = QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="channel")
+    weights = QuantizationArgs(num_bits=num_bits, type=type_, symmetric=True, strategy="channel")
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
-    config = QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"], format="pack-quantized")
+    layout = "pack-quantized" if type_ == "int" else "float-quantized"
+    config = QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"], format=layout)
     config.quantization_status = QuantizationStatus.FROZEN
     apply_quantization_config(model, config)
+    largest = 2 ** (num_bits - 1) - 1 if type_ == "int" else torch.finfo(torch.float8_e4m3fn).max
     for module in model.modules():
         if hasattr(module, "weight_scale"):
-            module.weight_scale.data = module.weight.abs().amax(1, keepdim=True) / 127
+            module.weight_scale.data = module.weight.abs().amax(1, keepdim=True) / largest
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     model.save_pretrained(folder)
@@ -99,14 +102,18 @@ def logits_of(model) -> torch.Tensor:
         return model(input_ids=torch.arange(20, 60)[None], use_cache=False).logits[0].float()
 
 
-@pytest.fixture(scope="module", params=["torchao", "compressed-tensors"])
-def quantised_folder(request):
-    fixture = "torchao_folder" if request.param == "torchao" else "compressed_folder"
-    return request.param, request.getfixturevalue(fixture)
+@pytest.fixture(scope="module", params=QUANTISED)
+def quantised(request, tmp_path_factory):
+    """A checkpoint: its method, the type of its weights and its folder."""
+    method, kind = request.param.split()
+    if method == "torchao":
+        return method, kind, request.getfixturevalue("torchao_folder")
+    folder = tmp_path_factory.mktemp("compressed") / f"sample-{kind}"
+    return method, kind, write_compressed(folder, "float" if kind == "fp8" else "int", int(kind[-1]))
 
 
-def test_quantised_checkpoint_loads_unmodified_and_writes(quantised_folder):
-    method, folder = quantised_folder
+def test_quantised_checkpoint_loads_unmodified_and_writes(quantised):
+    method, _, folder = quantised
     engine = Engine.from_pretrained(folder, DecodingSettings(batch_size=2, num_threads=1), device="cpu")
     assert engine.loaded.quantization == method
     assert engine.loaded.num_parameters == sum(p.numel() for p in sample_model().parameters())
@@ -115,11 +122,11 @@ def test_quantised_checkpoint_loads_unmodified_and_writes(quantised_folder):
     assert len(results) == 2 and all(len(result.token_ids) for result in results)
 
 
-def test_quantised_logits_are_near_the_plain_ones(quantised_folder):
-    _, folder = quantised_folder
-    quantised = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager").eval()
-    error = relative_error(logits_of(quantised), logits_of(sample_model()))
-    assert 0 < error < 0.05
+def test_quantised_logits_are_near_the_plain_ones(quantised):
+    _, kind, folder = quantised
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager").eval()
+    error = relative_error(logits_of(model), logits_of(sample_model()))
+    assert 0 < error < MOST_ERROR[kind]
 
 
 def test_memory_of_packed_weights_is_counted_as_packed(torchao_folder):
