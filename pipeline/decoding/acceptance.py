@@ -72,7 +72,9 @@ def verify(
             Acceptance(nothing, choice) if is_finite else None
             for choice, is_finite in zip(found.choices.tolist(), found.is_finite.tolist(), strict=True)
         ]
-    at_once = ROUND_LOGITS // len(is_end) if rows.device.type == "cpu" else rows.num_rows
+    at_once = rows.num_rows
+    if rows.device.type == "cpu":
+        at_once = max(trees.num_trees, ROUND_LOGITS // len(is_end))
     step = _Judged(rows.num_rows, trees, np.asarray(starts))
     while len(pending := step.next_rows(at_once)):
         step.judge(verifier, rows, pending, is_end)

@@ -131,3 +131,18 @@ def test_capacity_bounds_rows_times_width():
     store.release(second.row)
     assert store.acquire(np.arange(3, dtype=np.int32), 1000).row == 0
     assert store.acquire(np.arange(3, dtype=np.int32), 10) is None
+
+
+def test_rows_are_as_narrow_as_before_when_a_long_sequence_has_ended():
+    store = KVStore(4, max_tokens=1024)
+    texts = [list(range(100 * number, 100 * number + 20)) for number in range(4)]
+    for text in texts[:2]:
+        admit(store, text)
+    store.release(0)
+    store.release(1)
+    long = store.acquire(np.arange(900, 950, dtype=np.int32), 1000)
+    store.release(long.row)
+    assert [admit(store, text) for text in texts] == [0] * 4, "narrow rows again, as many as before"
+    assert (store.num_rows, store.width) == (4, 256)
+    for row, text in enumerate(texts):
+        check_row(store, row, text)

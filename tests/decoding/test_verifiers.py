@@ -151,19 +151,21 @@ def test_judging_in_rounds_and_in_chunks_says_what_judging_at_once_says(forest, 
 
 def test_nothing_is_looked_at_behind_what_was_not_accepted(monkeypatch):
     monkeypatch.setattr("pipeline.decoding.acceptance.ROUND_LOGITS", 0)
-    rows = CountingRows(peaked(*[[0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]] * 9))
-    forest = [chain_tree([0, 0, 1, 0]), chain_tree([1, 0, 0])]  # two nodes of the first are accepted, none of the other
-    found = verify(Greedy(), rows, PackedTrees.of(forest), np.array([0, 5]), IS_END)
+    rows = CountingRows(peaked(*[[0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]] * 12))
+    forest = [chain_tree([0, 0, 1, 0, 0, 0, 0]), chain_tree([1, 0, 0])]  # of the first two are accepted, else none
+    found = verify(Greedy(), rows, PackedTrees.of(forest), np.array([0, 8]), IS_END)
     assert [one.num_accepted for one in found] == [2, 0]
-    assert rows.num_asked == 2 + 1 + 1
+    assert rows.num_asked == 2 + 4  # the second round is for the first tree alone
 
 
-def test_a_long_accepted_path_takes_few_rounds(monkeypatch):
-    monkeypatch.setattr("pipeline.decoding.acceptance.ROUND_LOGITS", 4 * len(IS_END))
+@pytest.mark.parametrize("num_at_first, num_calls", [(4, 4), (0, 6)])
+def test_a_long_accepted_path_takes_few_rounds(monkeypatch, num_at_first, num_calls):
+    """Of 4, 8, 16 and all that is left; where the vocabulary is too large for one row, of 1, 2, 4, 8, ..."""
+    monkeypatch.setattr("pipeline.decoding.acceptance.ROUND_LOGITS", num_at_first * len(IS_END))
     rows = CountingRows(peaked(*[[0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]] * 41))
     [found] = verify(Greedy(), rows, PackedTrees.of([chain_tree([0] * 40)]), np.array([0]), IS_END)
     assert found.num_accepted == 40
-    assert rows.num_asked == 41 and rows.num_calls == 4  # of 4, 8, 16 and all that is left
+    assert rows.num_asked == 41 and rows.num_calls == num_calls
 
 
 def test_largest_beside_the_choice_leaves_the_logits_as_they_were():

@@ -39,7 +39,7 @@ class KVStore:
     Parameters
     ----------
     max_rows : sequences that can be live at once.
-    max_tokens : bound on rows x width, or None. Longer rows then mean fewer of them.
+    max_tokens : bound on rows x width, or None. Longer rows then mean fewer of them, while a sequence needs them.
     """
 
     def __init__(self, max_rows: int, max_tokens: int | None = None) -> None:
@@ -53,6 +53,7 @@ class KVStore:
         self.extents = np.zeros(max_rows, np.int64)  # one past the last committed slot of each row
         self.lengths = np.zeros(max_rows, np.int64)  # number of committed tokens of each row
         self._live = np.zeros(max_rows, bool)
+        self._widths = np.zeros(max_rows, np.int64)  # that each live row has to have
         # Tokens whose keys and values lie in slots 0, 1, 2, ... of a row, in order; outlives the lease.
         self._prefixes: list[np.ndarray] = [np.empty(0, np.int32)] * max_rows
 
@@ -79,9 +80,12 @@ class KVStore:
         `num_shared` is less than the prompt's length: its last token is always computed, for its logits. Where memory
         for the row cannot be had, the bound sinks to what there is. What is expected does not matter: a row is whole.
         """
-        width = max(self.width, -(-num_tokens // ROW_STEP) * ROW_STEP)
-        if self.rows_at(width) == 0:
-            width = max(self.width, num_tokens)
+        own_width = -(-num_tokens // ROW_STEP) * ROW_STEP
+        if self.rows_at(own_width) == 0:
+            own_width = num_tokens
+        width = max(self.width, own_width)
+        if self._live[: self.rows_at(width)].all():  # a longer sequence that has ended may have made the rows wide
+            width = max(own_width, int(self._widths.max()))
         most_rows = self.rows_at(width)
         if self._live[most_rows:].any() or self._live[:most_rows].all():
             return None
@@ -99,7 +103,7 @@ class KVStore:
             for cache in self.layers.values():
                 cache.keys[row, :, :shared] = cache.keys[donor, :, :shared]
                 cache.values[row, :, :shared] = cache.values[donor, :, :shared]
-        self._live[row] = True
+        self._live[row], self._widths[row] = True, own_width
         self.committed[row] = False
         self.committed[row, :shared] = True
         self.positions[row, :shared] = np.arange(shared)
@@ -159,7 +163,7 @@ class KVStore:
         assert self._live[row], "a row was released twice"
         self._live[row] = False
         self.committed[row] = False
-        self.extents[row] = self.lengths[row] = 0
+        self.extents[row] = self.lengths[row] = self._widths[row] = 0
 
     def forget_ended(self) -> None:
         """Share nothing any more of sequences that have ended."""
@@ -209,8 +213,7 @@ class KVStore:
     def _resize(self, num_rows: int, width: int) -> bool:
         """Give every layer this shape; False, and all as before, where there is no memory for it."""
         old_rows, old_width = self.num_rows, self.width
-        for row in range(num_rows, self.max_rows):
-            self._prefixes[row] = np.empty(0, np.int32)
+        self._prefixes = [prefix[: width * (row < num_rows)] for row, prefix in enumerate(self._prefixes)]
         try:
             for cache in self.layers.values():  # one tensor at a time, so that little is held twice
                 _reshape(cache, num_rows, width)
@@ -221,8 +224,9 @@ class KVStore:
                 _reshape(cache, old_rows, old_width)
             return False
         self.num_rows, self.width = num_rows, width
-        self.committed = np.pad(self.committed, ((0, 0), (0, width - old_width)))
-        self.positions = np.pad(self.positions, ((0, 0), (0, width - old_width)))
+        padding = (0, 0), (0, max(0, width - old_width))
+        self.committed = np.pad(self.committed[:, :width], padding)
+        self.positions = np.pad(self.positions[:, :width], padding)
         return True
 
 
