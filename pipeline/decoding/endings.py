@@ -1,12 +1,15 @@
 """When a text ends: an end token, a stop string, or its limit.
 
-Stop strings are looked for in the decoded text, of which only the end is decoded again at each step. Knows tokens and a
-tokenizer; no model, no batch.
+Stop strings are looked for in the decoded text, of which only the end is decoded again at each token. Knows tokens
+and a tokenizer; no model, no batch.
 """
 
+import codecs
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from pipeline.decoding.sequence import Sequence
 
@@ -26,50 +29,84 @@ class Endings:
     Parameters
     ----------
     tokenizer : with `decode`; only needed for stop strings.
-    stop_strings : a text is cut before the first of them that appears.
+    stop_strings : a text is cut before the first of them that appears, special tokens' names being text here.
     """
 
     def __init__(self, tokenizer, stop_strings: tuple[str, ...] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop_strings = tuple(s for s in stop_strings if s)
-        # A token has at least one byte of text, unless it is a special one; a few more for characters cut in two.
+        # A token has at least one byte of text; a few more for characters cut in two.
         self._reach = max((len(s.encode()) for s in self._stop_strings), default=0) + 8
+        self._byte_ids = byte_ids(tokenizer) if self._stop_strings else frozenset()
 
     def check(self, sequence: Sequence, num_new: int, at_end_token: bool) -> Ending | None:
         """Whether a sequence ended with its last `num_new` tokens; `at_end_token`: an end token follows them."""
-        if self._stop_strings and num_new:
-            stop = self._find_stop(sequence.output_ids, num_new)
-            if stop is not None:
-                return stop
+        if self._stop_strings:
+            # One after another: what bytes spell may change with those behind them, and must not with a step's size.
+            for length in range(sequence.num_output - num_new + 1, sequence.num_output + 1):
+                stop = self._find_stop(sequence.output_ids[:length])
+                if stop is not None:
+                    return stop
         if not at_end_token and sequence.num_left > 0:
             return None
         reason = "end_of_text" if at_end_token else "length"
         return Ending(reason, sequence.num_output)
 
-    def text(self, token_ids: np.ndarray) -> str:
-        """Decoded text of output tokens, without special ones; empty where there is no tokenizer."""
+    def text(self, token_ids: np.ndarray, without_special: bool = True) -> str:
+        """Decoded text of output tokens; empty where there is no tokenizer."""
         if self._tokenizer is None:
             return ""
-        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=without_special)
 
-    def text_before_stop(self, text: str) -> str | None:
-        """The part of a text before the earliest stop string in it, None if there is none."""
+    def _before_stop(self, token_ids: np.ndarray) -> str | None:
+        """The text before the earliest stop string, None if there is none."""
+        text = self.text(token_ids, without_special=False)
         found = [place for s in self._stop_strings if (place := text.find(s)) >= 0]
         return text[: min(found)] if found else None
 
-    def _find_stop(self, output_ids: np.ndarray, num_new: int) -> Ending | None:
+    def _find_stop(self, output_ids: np.ndarray) -> Ending | None:
         """An ending at the shortest prefix whose text holds all before the stop string, None if there is none."""
-        tail = output_ids[-(num_new + self._reach) :]
-        if self.text_before_stop(self.text(tail)) is None:
+        start = max(0, len(output_ids) - self._reach)
+        while start and int(output_ids[start]) in self._byte_ids:  # which are decoded together
+            start -= 1
+        if self._before_stop(output_ids[start:]) is None:
             return None
-        before = self.text_before_stop(self.text(output_ids))
+        before = self._before_stop(output_ids)
         if before is None:  # only an artefact of decoding from the middle
             return None
-        low, high = 0, len(output_ids)
-        while low < high:  # the text of a prefix only grows, but for a last character cut in two
-            middle = (low + high) // 2
-            if self.text(output_ids[:middle]).startswith(before):
-                high = middle
-            else:
-                low = middle + 1
-        return Ending("stop", low, before)
+        length = len(output_ids)
+        while length and self.text(output_ids[: length - 1], without_special=False).startswith(before):
+            length -= 1
+        kept = output_ids[:length]
+        num_behind = len(self.text(kept, without_special=False)) - len(before)
+        text, text_before = self.text(kept), self.text(kept[:-1])  # the same where a special token's name is cut
+        return Ending("stop", length, text if text == text_before else text[: len(text) - num_behind])
+
+
+def byte_ids(tokenizer) -> frozenset[int]:
+    """The tokens that stand for one byte each and are decoded together with their neighbours (byte fallback)."""
+    names = {f"<0x{byte:02X}>" for byte in range(256)}
+    return frozenset(token_id for name, token_id in tokenizer.get_vocab().items() if name in names)
+
+
+def has_broken_characters(tokenizer, token_ids: Iterable[int], is_cut: bool) -> bool:
+    """Whether tokens stand for bytes that are no UTF-8; a U+FFFD that is quoted is a character like any other.
+
+    `is_cut` : the text did not end by itself, and its last character may be incomplete.
+    """
+    own, of_bytes, parts = byte_ids(tokenizer), {}, []
+    if "ByteLevel" in str(tokenizer.backend_tokenizer.decoder):
+        of_bytes = {character: byte for byte, character in bytes_to_unicode().items()}
+    for token_id in map(int, token_ids):
+        name = tokenizer.convert_ids_to_tokens(token_id)
+        if token_id in own:
+            parts.append(bytes.fromhex(name[3:5]))
+        elif all(character in of_bytes for character in name):
+            parts.append(bytes(of_bytes[character] for character in name))
+        else:
+            parts.append(name.encode())
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(b"".join(parts), final=not is_cut)
+    except UnicodeDecodeError:
+        return True
+    return False

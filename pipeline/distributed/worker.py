@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from pipeline.decoding.budget import Budget
 from pipeline.decoding.drafters import Drafter, drafter_from
+from pipeline.decoding.endings import has_broken_characters
 from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult, StepEvent
 from pipeline.decoding.loading.identity import tokenizer_hash
 from pipeline.decoding.memory.room import host_memory
@@ -240,10 +241,7 @@ class ShardWorker:
 
     def _record(self, side: Side, row: PlannedRow, result: GenerationResult, verifier: str) -> dict[str, Any]:
         template = self._templates[side]
-        # The token limit may cut a character in two; anywhere else a broken character is the model's doing.
-        text = result.text.rstrip("\ufffd") if result.finish_reason == "length" else result.text
-        if "\ufffd" in text:
-            raise RowError("undecodable: the output is not valid UTF-8")
+        text = sound_text(self.engine.tokenizer, result)
         fields = parse_knowledge(template, text)
         return {
             "entity_id": row.entity_id,
@@ -270,6 +268,20 @@ class ShardWorker:
             "finish_reason": result.finish_reason,
             "alternative_ids": result.alternative_ids,
         }
+
+
+def sound_text(tokenizer, result: GenerationResult) -> str:
+    """A text without the last character where the token limit cut that in two.
+
+    Raises
+    ------
+    RowError : another character is broken, which is the model's doing; a U+FFFD that it quotes is not.
+    """
+    text = result.text.rstrip("\ufffd") if result.finish_reason == "length" else result.text
+    is_cut = result.finish_reason != "end_of_text"
+    if "\ufffd" in text and has_broken_characters(tokenizer, result.token_ids, is_cut):
+        raise RowError("undecodable: the output is not valid UTF-8")
+    return text
 
 
 def workers_of_node(num_workers: int, num_threads: int) -> int:

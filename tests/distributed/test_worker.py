@@ -3,14 +3,17 @@
 import json
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from test_actors import planned
 
-from pipeline.decoding.loading.identity import tokenizer_hash
+from pipeline.decoding.loading.identity import load_tokenizer, tokenizer_hash
+from pipeline.decoding.loading.load import SAMPLE_MODEL
 from pipeline.distributed import worker
-from pipeline.distributed.worker import ShardWorker
+from pipeline.distributed.worker import ShardWorker, sound_text
+from pipeline.errors import RowError
 from pipeline.storage.run_folder import RunFolder
 from pipeline.tables.sample_world import write_sample_world
 from retrieval_pools.building.build import PoolText, build_pool
@@ -43,6 +46,27 @@ def test_a_worker_that_was_warmed_up_writes_the_same_texts(tmp_path):
         cold_or_warm.run(shards[0])
         written.append(RunFolder(tmp_path / name).read_knowledge("item").drop_columns(["run_id"]).to_pylist())
     assert written[0] == written[1] and len(written[0]) > 0
+
+
+@pytest.mark.parametrize("finish_reason", ["end_of_text", "length"])
+def test_a_quoted_replacement_character_is_kept_and_a_broken_one_is_not(finish_reason):
+    tokenizer = load_tokenizer(SAMPLE_MODEL)
+    cut = tokenizer.encode("字", add_special_tokens=False)[:1]
+    quoted = tokenizer.encode("of \ufffd and", add_special_tokens=False)
+
+    def text_of(token_ids: list[int]) -> str:
+        text = tokenizer.decode(token_ids)
+        assert "\ufffd" in text
+        return sound_text(tokenizer, SimpleNamespace(finish_reason=finish_reason, text=text, token_ids=token_ids))
+
+    assert text_of(quoted) == "of \ufffd and"
+    with pytest.raises(RowError, match="undecodable"):
+        text_of(quoted + cut + quoted)
+    if finish_reason == "length":
+        assert text_of(quoted + cut) == "of \ufffd and"
+    else:
+        with pytest.raises(RowError, match="undecodable"):
+            text_of(quoted + cut)
 
 
 def recorded(forward, seen: list, feeds, trees):
