@@ -28,12 +28,13 @@ from retrieval_pools.router import Router, fit_routers
 SCRATCH_NAME, HELD_BACK_NAME = "scratch", "without-held-back"
 
 
-def build_pools(night: Night, anew: bool = False) -> dict[str, Any]:
+def build_pools(night: Night, anew: bool = False, make_current: bool = True) -> dict[str, Any]:
     """Build and publish the pools of a run.
 
     Parameters
     ----------
     anew : look at no earlier pool.
+    make_current : whether the next run drafts from them.
 
     Returns
     -------
@@ -46,7 +47,7 @@ def build_pools(night: Night, anew: bool = False) -> dict[str, Any]:
     texts = {side: _entity_texts(night, side) for side in SIDES} if routing.attribute_grouping == "leaves" else None
     routers = fit_routers(tables.users, tables.items, tables.interactions, routing, night.settings.seed, texts)
     built: dict[str, Any] = {}
-    with night.pools.publish(night.run.run_id) as (folder, version):
+    with night.pools.publish(night.run.run_id, make_current) as (folder, version):
         for side in SIDES:
             routers[side].save(folder / "router" / side)
             scratch = folder / SCRATCH_NAME

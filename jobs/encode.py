@@ -8,14 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import typer
 
 from jobs.console import progress as progress_bar
 from jobs.console import say, summary
 from pipeline.encoding.encoder import TextEncoder
-from pipeline.encoding.features import KNOWLEDGE_COLUMNS, build_features
+from pipeline.encoding.features import KNOWLEDGE_COLUMNS, SideFeatures, build_features
 from pipeline.encoding.settings import EncodingSettings
 from pipeline.errors import WorkspaceError
 from pipeline.sides import SIDES, Side
@@ -51,20 +49,21 @@ def encode_run(
     progress: Callable[[str], None] = say,
     previous: RunFolder | None = None,
 ) -> dict[str, Any]:
-    """Encode `knowledge/<side>/*.parquet` of a run into `features/<side>.parquet`, each written atomically.
+    """Encode `knowledge/<side>/*.parquet` of a run into `features/<side>.parquet` and its centroids, atomically.
 
     Parameters
     ----------
     run_dir : folder of a run, or its `plain` folder.
     settings : the encoder and its clustering.
     progress : is told what a person should know, a line at a time.
-    previous : a finished run whose vectors are taken over for texts that were carried over from it, where the encoder
-        is the same. They are bit for bit what encoding again would give.
+    previous : a finished run whose centroids, and vectors of texts that were carried over from it, are taken over
+        where the encoder is the same.
 
     Returns
     -------
     dict
-        The manifest's `features`: a side's file, rows, dim, clusters, encoder, and how many texts were cut.
+        The manifest's `features`: a side's files, rows, dim, clusters, encoder, and how many texts were cut. A side
+        without a text has a file without a row.
 
     Raises
     ------
@@ -82,44 +81,36 @@ def encode_run(
     section: dict[str, Any] = {}
     for side in sides:
         knowledge = read_parquet(folder.knowledge_folder(side), columns=KNOWLEDGE_COLUMNS)
-        known = _known_vectors(previous, side, encoder.encoder_id)
-        keys = _keys(knowledge, "entity_id")
-        new_rows = [row for row, key in enumerate(keys) if key not in known]
-        with progress_bar(f"encode {side} texts", len(new_rows)) as bar:
-            encoding = encoder.encode_counted(knowledge["text"].take(new_rows).to_pylist(), bar.advance)
-        vectors = np.zeros((len(keys), encoder.dim), np.float32)
-        vectors[new_rows] = encoding.vectors
-        for row, key in enumerate(keys):
-            if key in known:
-                vectors[row] = known[key]
-        features = build_features(knowledge, side, encoder, settings, vectors)
-        written = write_parquet(features, folder.features_path(side))
-        if encoding.num_truncated:
-            progress(f"{encoding.num_truncated} {side} texts are longer than the encoder takes and lost their end")
+        with progress_bar(f"encode {side} texts", knowledge.num_rows) as bar:
+            earlier = _earlier(previous, side, encoder.encoder_id)
+            features = build_features(knowledge, side, encoder, settings, earlier, bar.advance)
+            bar.advance(knowledge.num_rows - features.num_encoded)
+        written = write_parquet(features.table, folder.features_path(side))
+        centroids = write_parquet(features.centroids, folder.centroids_path(side))
+        if features.num_truncated:
+            progress(f"{features.num_truncated} {side} texts are longer than the encoder takes and lost their end")
         section[side] = {
             "file": written.path.relative_to(folder.root).as_posix(),
             "num_rows": written.num_rows,
             "sha256": written.sha256,
             "dim": encoder.dim,
-            "num_clusters": len(features["cluster_id"].unique()),
-            "num_encoded": len(new_rows),
-            "num_truncated": encoding.num_truncated,
+            "centroids": centroids.path.relative_to(folder.root).as_posix(),
+            "num_clusters": len(features.table["cluster_id"].unique()),
+            "num_encoded": features.num_encoded,
+            "num_truncated": features.num_truncated,
             "encoder": encoder.encoder_id,
         }
     return section
 
 
-def _keys(table: pa.Table, id_column: str) -> list[tuple]:
-    """What says that a row is of the same text: its entity, the run that generated it, and the prompt it answers."""
-    return list(zip(*(table[name].to_pylist() for name in (id_column, "run_id", "fingerprint")), strict=True))
-
-
-def _known_vectors(previous: RunFolder | None, side: Side, encoder_id: str) -> dict[tuple, np.ndarray]:
-    """Vectors of a finished run by `_keys`; none when its encoder was another one."""
-    if previous is None or not previous.features_path(side).exists():
-        return {}
-    if previous.load_manifest()["features"].get(side, {}).get("encoder") != encoder_id:
-        return {}
-    features = read_parquet(previous.features_path(side))
-    flat = features["vector"].combine_chunks().flatten().to_numpy()
-    return dict(zip(_keys(features, f"{side}_id"), flat.reshape(features.num_rows, -1), strict=True))
+def _earlier(previous: RunFolder | None, side: Side, encoder_id: str) -> SideFeatures | None:
+    """Features of a finished run; None when its encoder was another one, or they cannot be read."""
+    if previous is None or not previous.centroids_path(side).exists():
+        return None
+    try:
+        if previous.load_manifest()["features"].get(side, {}).get("encoder") != encoder_id:
+            return None
+        return SideFeatures(read_parquet(previous.features_path(side)), read_parquet(previous.centroids_path(side)))
+    except WorkspaceError as error:
+        say(f"{side} texts are all encoded again: {error}")
+        return None

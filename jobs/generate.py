@@ -67,7 +67,10 @@ def generate(
     night_date = parse_date(date)
     with Workspace.open(settings.workspace).lock():
         night = open_night(settings, night_date, force)
-        generate_knowledge(night)
+        if night.run.is_finished:
+            say(f"run {night.run.run_id} is finished already and stays as it is; --force generates everything again")
+        else:
+            generate_knowledge(night)
     summary({"run": night.run.run_id, "folder": night.run.root, **night_counts(night)}, as_json)
 
 
@@ -164,7 +167,7 @@ def _plan(night: Night, folder: RunFolder, side: Side, decoding: DecodingSetting
                 render=renderer(night.settings, side, decoding),
                 route=router(night, side) if with_pools else lambda entity: NO_ROUTE,
                 previous=previous,
-                force=night.settings.night.regeneration > 0,
+                force=night.manifest["force"],
                 shard_size=night.settings.night.shard_size,
                 batch_size=decoding.batch_size,
                 run_dir=folder.root,

@@ -19,7 +19,7 @@ import torch
 from pydantic import ValidationError
 
 from jobs.console import say
-from jobs.inputs import checked_inputs
+from jobs.inputs import changed_inputs, checked_inputs
 from jobs.settings import Settings
 from pipeline.errors import ConfigError, WorkspaceError
 from pipeline.storage.manifest import RunManifest, make_run_id
@@ -37,7 +37,8 @@ class Night:
     Attributes
     ----------
     date : the night; it sees what was known at the end of this day.
-    previous : the run that was published when this one was first opened; its texts are carried over and drafted from.
+    previous : the run whose texts are carried over and drafted from; see `previous_run`.
+    changed_inputs : what a finished run would find changed, were it done again.
     """
 
     settings: Settings
@@ -46,6 +47,7 @@ class Night:
     run: RunFolder
     manifest: RunManifest
     previous: RunFolder | None
+    changed_inputs: tuple[str, ...] = ()
 
     @cached_property
     def tables(self) -> Tables:
@@ -74,14 +76,16 @@ def parse_date(text: str) -> datetime.date:
         raise ConfigError(f"{text!r} is not a date; expected YYYY-MM-DD, for example 2025-03-01") from None
 
 
-def open_night(settings: Settings, date: datetime.date, force: bool = False) -> Night:
-    """Open the run of a date and these settings: a new one, or the unfinished one of an earlier attempt.
+def open_night(settings: Settings, date: datetime.date, force: bool = False, redo: bool = False) -> Night:
+    """Open the run of a date and these settings: a new one, or the newest that there is, finished or not.
 
-    The workspace's lock must be held. The inputs are checked before anything is written.
+    The workspace's lock must be held. The inputs are checked before anything is written. Files of a finished run never
+    change: what does its night again is another edition, a run of its own.
 
     Parameters
     ----------
-    force : generate unchanged entities too, in a run of its own: files of a finished run never change.
+    force : generate unchanged entities too, in another edition where a run is there.
+    redo : do a finished night again, in another edition, if its inputs have changed since.
 
     Raises
     ------
@@ -92,46 +96,65 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False) -> 
     WorkspaceError
         The unfinished run was started from other inputs.
     """
-    inputs = checked_inputs(settings, date)
+    inputs, tables = checked_inputs(settings, date)
     workspace = Workspace.open(settings.workspace)
-    if force:
-        settings = _next_regeneration(settings, workspace, date)
-    run_id = make_run_id(date, settings.of_output())
-    run = workspace.run(run_id)
-    if workspace.find_resumable(run_id) is not None and run.manifest_path.exists():
-        manifest = RunManifest.load(run.manifest_path)
-        if manifest["inputs"] != inputs:
-            changed = [name for name in inputs if manifest["inputs"].get(name) != inputs[name]]
-            raise WorkspaceError(
-                f"run {run_id} was started from other inputs ({', '.join(changed)} changed since); "
-                f"restore them to finish it, or delete {run.root} to start it anew"
-            )
-        say(f"going on with run {run_id}")
-        manifest["status"] = "running"
-        previous_id = manifest["previous_run_id"]
-    elif run.is_finished:
-        manifest = RunManifest.load(run.manifest_path)
-        previous_id = manifest["previous_run_id"]
-    else:
+    edition = _newest_edition(workspace, settings, date)
+    run = workspace.run(make_run_id(date, settings.of_output(), edition))
+    manifest = RunManifest.load(run.manifest_path) if run.is_finished or run.manifest_path.exists() else None
+    changed = [] if manifest is None else changed_inputs(manifest["inputs"], inputs)
+    is_done_again = manifest is not None and (
+        force or (redo and changed) if run.is_finished else force and not manifest["force"]
+    )
+    if is_done_again:
+        edition, manifest, changed = edition + 1, None, []
+        run = workspace.run(make_run_id(date, settings.of_output(), edition))
+    if manifest is None:
         manifest = RunManifest.create(
-            run.manifest_path, date, settings.of_output(), version("laserbatch"), describe_machine()
+            run.manifest_path, date, settings.of_output(), version("laserbatch"), describe_machine(), edition
         )
-        published = workspace.published()
-        previous_id = manifest["previous_run_id"] = published.run_id if published else None
+        previous = previous_run(workspace, run.run_id)
+        manifest["force"] = force
+        manifest["previous_run_id"] = previous.run_id if previous is not None else None
         manifest["inputs"] = inputs
-        pools = current_pools(PoolStore(workspace.pools_folder), settings.pools.min_support)
+        pools = current_pools(PoolStore(workspace.pools_folder), settings.pools.min_support, date)
         manifest["pools"] = describe_pools(pools)
         manifest.save()
+    elif not run.is_finished:
+        if changed:
+            raise WorkspaceError(
+                f"run {run.run_id} was started from other inputs ({', '.join(changed)} changed since); "
+                f"restore them to finish it, or delete {run.root} to start it anew"
+            )
+        say(f"going on with run {run.run_id}")
+        manifest["status"] = "running"
+    previous_id = manifest["previous_run_id"]
     previous = workspace.run(previous_id) if previous_id else None
-    return Night(settings, workspace, date, run, manifest, previous)
+    night = Night(settings, workspace, date, run, manifest, previous, tuple(changed))
+    night.tables = tables
+    return night
 
 
-def _next_regeneration(settings: Settings, workspace: Workspace, date: datetime.date) -> Settings:
-    while True:
-        night = settings.night.model_copy(update={"regeneration": settings.night.regeneration + 1})
-        settings = settings.model_copy(update={"night": night})
-        if not workspace.run(make_run_id(date, settings.of_output())).is_finished:
-            return settings
+def _newest_edition(workspace: Workspace, settings: Settings, date: datetime.date) -> int:
+    """Number of the newest run of a date and these settings; 1 where there is none."""
+    first = make_run_id(date, settings.of_output())
+    tails = [run.run_id.removeprefix(f"{first}-") for run in workspace.runs() if run.run_id.startswith(f"{first}-")]
+    return max((int(tail) for tail in tails if tail.isdecimal()), default=1)
+
+
+def previous_run(workspace: Workspace, run_id: str) -> RunFolder | None:
+    """The run that another one builds on: of the finished ones the newest by date, of its own date or an earlier one.
+
+    So a night of an older date sees only what is older. Of several runs of one date that of the same settings is taken,
+    else the one that was finished last.
+    """
+    run = workspace.run(run_id)
+
+    def rank(other: RunFolder) -> tuple[str, bool, int]:
+        is_alike = other.settings_hash == run.settings_hash
+        return other.date, is_alike, other.success_path.stat().st_mtime_ns
+
+    finished = [other for other in workspace.runs() if other.is_finished and other.run_id != run_id]
+    return max((other for other in finished if other.date <= run.date), key=rank, default=None)
 
 
 def open_run(settings: Settings, run_id: str | None) -> Night:
@@ -169,14 +192,15 @@ def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
         ) from None
 
 
-def current_pools(store: PoolStore, min_support: int) -> PoolVersion | None:
-    """The pools that a run which opens now may draft from: the current ones.
+def current_pools(store: PoolStore, min_support: int, date: datetime.date) -> PoolVersion | None:
+    """The pools that a run may draft from: the current ones, or the newest that are not of a later date than its own.
 
     None when they were built to give more away, or are of another format: a night after an update is slower, not late.
 
     Parameters
     ----------
     min_support : what the run's settings ask for; pools keep what they were built with.
+    date : of the run; a version's name begins with its own.
 
     Raises
     ------
@@ -184,6 +208,8 @@ def current_pools(store: PoolStore, min_support: int) -> PoolVersion | None:
         The current version is not there, or damaged.
     """
     version = store.current_version()
+    if version is not None and version[:10] > str(date):
+        version = max((known.version for known in store.list() if known.version[:10] <= str(date)), default=None)
     if version is None:
         return None
     current = next(known for known in store.list() if known.version == version)

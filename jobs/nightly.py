@@ -21,7 +21,7 @@ from jobs.pools_collect import collect_pools
 from jobs.report.page import write_report
 from jobs.settings import PACKAGE_ROOT, Settings, load_settings
 from pipeline.distributed.stats import tokens_per_s, tokens_per_step
-from pipeline.errors import RunFailed
+from pipeline.errors import RunFailed, WorkspaceError
 from pipeline.storage.manifest import RunManifest
 from pipeline.storage.workspace import Workspace
 from pipeline.tables.read import read_tables
@@ -34,20 +34,26 @@ def nightly(
     config: Path | None = typer.Option(None, help="Configuration file; without it the defaults."),
     date: str = typer.Option(..., help="The night: what was known at the end of this day is used."),
     force: bool = typer.Option(False, help="Generate unchanged entities too, in a run of its own."),
+    redo: bool = typer.Option(
+        False, help="Do a finished date whose tables changed since again, in a run of its own; the unchanged is kept."
+    ),
     ray_address: str | None = typer.Option(None, help="Use this Ray cluster; without it a local one is started."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
 ) -> None:
     """Run a whole night: generate, encode, compare, publish, build pools, report.
 
-    Killed at any moment, the same command finishes the night.
+    Killed at any moment, the same command finishes the night. A night of an older date sees only what is older, and is
+    not published where one of a later date is.
 
     Example: `laserbatch nightly --config laserbatch.yaml --date 2025-03-01`
     """
     settings = load_settings(config, {"cluster.ray_address": ray_address})
-    night = run_night(settings, parse_date(date), force)
+    night = run_night(settings, parse_date(date), force, redo)
     summary(
         {
             "run": night.run.run_id,
+            "published": night.workspace.published().run_id,
+            **({"changed since": list(night.changed_inputs)} if night.changed_inputs else {}),
             **night_counts(night),
             "ctr": night.manifest["ctr"].get("skipped") or "trained",
             "report": str(night.run.report_path),
@@ -56,12 +62,16 @@ def nightly(
     )
 
 
-def run_night(settings: Settings, date: datetime.date, force: bool = False) -> Night:
-    """All stages of a night, under the workspace's lock. A finished night is left as it is."""
+def run_night(settings: Settings, date: datetime.date, force: bool = False, redo: bool = False) -> Night:
+    """All stages of a night, under the workspace's lock. A finished night is left as it is, but published."""
     with Workspace.open(settings.workspace).lock():
-        night = open_night(settings, date, force)
+        night = open_night(settings, date, force, redo)
         if night.run.is_finished:
             say(f"run {night.run.run_id} is finished already; --force generates everything again")
+            if night.changed_inputs:
+                names = " and ".join(night.changed_inputs)
+                say(f"{names} of that date changed since: --redo writes what this changes, in a run of its own")
+            _publish(night)
             return night
         try:
             generate_knowledge(night)
@@ -77,9 +87,9 @@ def run_night(settings: Settings, date: datetime.date, force: bool = False) -> N
         with night.stage("ctr"):
             night.manifest["ctr"] = compare_ctr(night)
         with night.stage("pools"):
-            night.manifest["pools_built"] = build_pools(night)
+            night.manifest["pools_built"] = build_pools(night, make_current=False)
         _close(night)
-        collect_pools(night.pools, settings.pool_building.keep_versions, pools_in_use(night.workspace))
+        _publish(night)
         return night
 
 
@@ -115,7 +125,27 @@ def _close(night: Night) -> None:
     manifest.save()
     write_report(manifest.data, night.run.report_path)
     night.run.finish()
-    night.workspace.publish(night.run.run_id)
+
+
+def _publish(night: Night) -> None:
+    """Let readers see a finished run, and the next night draft from its pools, unless one of a later date is published.
+
+    May be called again: whatever a killed night has left of it is done.
+    """
+    run, workspace = night.run, night.workspace
+    try:
+        published = workspace.published()
+    except WorkspaceError as error:
+        say(f"{error} Run {run.run_id} takes its place")
+        published = None
+    if published is not None and published.date > run.date:
+        say(f"not published: readers go on seeing run {published.run_id}, which is of a later date")
+    elif published is None or published.run_id != run.run_id:
+        if run.run_id in {known.version for known in night.pools.list() if known.problem is None}:
+            night.pools.use(run.run_id)
+        workspace.publish(run.run_id)
+    in_use = pools_in_use(workspace) | {run.run_id}  # the next night of a backfill drafts from this one's
+    collect_pools(night.pools, night.settings.pool_building.keep_versions, in_use)
 
 
 def demo(

@@ -54,9 +54,6 @@ class NightSettings(BaseModel):
         False, description="Also decode everything plainly, for the CTR comparison. Costs what plain decoding costs."
     )
     train_ctr: bool = Field(True, description="Train the CTR models when interactions after the date exist.")
-    regeneration: int = Field(
-        0, ge=0, description="Above 0 unchanged entities are generated too; --force counts it up."
-    )
     num_report_samples: int = Field(3, ge=0, description="Texts a side that the report shows.")
 
 

@@ -10,7 +10,7 @@ from rich.live import Live
 from jobs.budgets import budget_step_cost, side_budget
 from jobs.console import stdout, summary
 from jobs.generate import NO_ROUTE, renderer
-from jobs.night import current_pools, parse_date
+from jobs.night import current_pools, parse_date, previous_run
 from jobs.pools_view import num_calibration_texts
 from jobs.routing import entity_router
 from jobs.settings import Settings, load_settings
@@ -28,6 +28,7 @@ from pipeline.knowledge.entities import Entity, iter_entities
 from pipeline.knowledge.parsers import parse_knowledge
 from pipeline.knowledge.templates import load_template
 from pipeline.sides import Side
+from pipeline.storage.manifest import make_run_id
 from pipeline.storage.workspace import Workspace
 from pipeline.tables.read import Tables, read_tables
 from retrieval_pools.pool import Pool
@@ -164,12 +165,12 @@ def _night_before(settings: Settings, tables: Tables, side: Side, entity: Entity
     if not (settings.workspace / "workspace.json").exists():
         return None, None, NO_ROUTE, None
     workspace = Workspace.open(settings.workspace, create=False)
-    published = workspace.published()
-    previous = PreviousKnowledge(published.read_knowledge(side) if published is not None else None)
+    last = previous_run(workspace, make_run_id(date, settings.of_output()))
+    previous = PreviousKnowledge(last.read_knowledge(side) if last is not None else None)
     row = previous.row_of(entity.entity_id)
     previous_ids = None if row is None else previous.token_ids(row)
     store = PoolStore(workspace.pools_folder)
-    current = current_pools(store, settings.pools.min_support)
+    current = current_pools(store, settings.pools.min_support, date)
     if current is None:
         return None, None, NO_ROUTE, previous_ids
     router = Router.load(current.folder / "router" / side, RoutingRule.of(settings.routing))

@@ -154,7 +154,7 @@ class PoolStore:
         return Collected(old, len(leftovers), num_bytes)
 
     @contextmanager
-    def publish(self, version: str) -> Iterator[tuple[Path, str]]:
+    def publish(self, version: str, make_current: bool = True) -> Iterator[tuple[Path, str]]:
         """A folder to build a version's pools in; published and made current when the block ends without an error.
 
         A version is its content: publishing the same again changes nothing but the pointer. Other content under the
@@ -163,6 +163,7 @@ class PoolStore:
         Parameters
         ----------
         version : the name; give it the run's id, which begins with the date and says what was configured.
+        make_current : False leaves that to a later `use`.
 
         Yields
         ------
@@ -183,7 +184,8 @@ class PoolStore:
             yield staging, version
             sync_folder(staging)
             self._put(staging, version)
-            self._point_to(version)
+            if make_current:
+                self._point_to(version)
         except OSError as error:
             raise PoolError(
                 f"pools {version} could not be written to {self.root}: {error}. Nothing changed."

@@ -15,7 +15,7 @@ import pyarrow as pa
 from pipeline.errors import RowError
 from pipeline.knowledge.entities import Entity
 from pipeline.knowledge.prompts import RenderedPrompt
-from pipeline.knowledge.records import as_current
+from pipeline.knowledge.records import as_current, knowledge_schema
 from pipeline.sides import Side
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.parquet import read_parquet, write_parquet
@@ -161,9 +161,10 @@ def plan_side(
                 group=routed.group or None,
             )
         )
+    table = knowledge_schema(entity_id_type).empty_table()
     if carried:
         table = as_current(previous.table.take(pa.array(sorted(carried))), entity_id_type)
-        RunFolder(run_dir).write_shard(side, CARRIED_SHARD, table)
+    RunFolder(run_dir).write_shard(side, CARRIED_SHARD, table)  # empty too: a side without a text has its schema
     shard_size = shard_size or default_shard_size(len(rows), batch_size)
     shards = [
         _write_shard(side, number, some, entity_id_type, run_dir, is_apart)

@@ -4,16 +4,37 @@ Only the generated text is encoded. A history in front of it would push the know
 would bring the history into the features by another door.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.encoding.clusters import cluster_vectors
+from pipeline.encoding.clusters import fit_centroids, nearest_centroids
 from pipeline.encoding.encoder import TextEncoder
-from pipeline.encoding.schema import feature_schema
+from pipeline.encoding.schema import centroid_schema, feature_schema
 from pipeline.encoding.settings import EncodingSettings
 
 KNOWLEDGE_COLUMNS = ["entity_id", "text", "run_id", "fingerprint"]  # all that is read of a knowledge record
+
+
+@dataclass(frozen=True)
+class SideFeatures:
+    """The features of one side.
+
+    Attributes
+    ----------
+    table : of `schema.feature_schema`, in the order of the ids, so that shard order does not show.
+    centroids : of `schema.centroid_schema`; a row's cluster is the nearest.
+    num_encoded : texts whose vectors were not known.
+    num_truncated : of those, texts that lost their end.
+    """
+
+    table: pa.Table
+    centroids: pa.Table
+    num_encoded: int = 0
+    num_truncated: int = 0
 
 
 def build_features(
@@ -21,9 +42,10 @@ def build_features(
     side: str,
     encoder: TextEncoder,
     settings: EncodingSettings | None = None,
-    vectors: np.ndarray | None = None,
-) -> pa.Table:
-    """The feature table of one side.
+    earlier: SideFeatures | None = None,
+    on_batch: Callable[[int], None] | None = None,
+) -> SideFeatures:
+    """The features of one side.
 
     Parameters
     ----------
@@ -31,24 +53,53 @@ def build_features(
     side : "user" or "item".
     encoder : what encodes the texts.
     settings : number of clusters and seed.
-    vectors : float32 (num_rows, dim), the texts' vectors where they are known already.
-
-    Returns
-    -------
-    Table of `schema.feature_schema`, in the order of the ids, so that shard order does not show.
+    earlier : features of the same encoder. The vectors of texts that are among them are taken over, which are bit for
+        bit what encoding again would give; and their centroids, as `fit_centroids` says.
+    on_batch : called with the number of texts that a batch encoded.
     """
     settings = settings or EncodingSettings()
     order = pc.sort_indices(knowledge["entity_id"])
-    rows = knowledge.select(KNOWLEDGE_COLUMNS).take(order)
-    vectors = encoder.encode(rows["text"].to_pylist()) if vectors is None else vectors[order.to_numpy()]
-    cluster_ids = cluster_vectors(vectors, settings.num_clusters, settings.seed)
-    schema = feature_schema(side, knowledge.schema.field("entity_id").type, encoder.dim)
-    flat = pa.array(np.ascontiguousarray(vectors, np.float32).reshape(-1))
+    rows = knowledge.select(["entity_id", "run_id", "fingerprint"]).take(order)
+    vectors = np.zeros((rows.num_rows, encoder.dim), np.float32)
+    new = np.arange(rows.num_rows)
+    if earlier is not None:
+        row_of = {key: row for row, key in enumerate(_keys(earlier.table, f"{side}_id"))}
+        found = np.fromiter((row_of.get(key, -1) for key in _keys(rows, "entity_id")), np.int64, rows.num_rows)
+        new = np.flatnonzero(found < 0)
+        vectors[found >= 0] = _matrix(earlier.table)[found[found >= 0]]
+    texts = [knowledge["text"][row].as_py() for row in order.to_numpy()[new].tolist()]
+    encoding = encoder.encode_counted(texts, on_batch)
+    vectors[new] = encoding.vectors
+    before = None if earlier is None else _matrix(earlier.centroids)
+    centroids = fit_centroids(vectors, settings.num_clusters, settings.seed, before)
     columns = [
         rows["entity_id"].combine_chunks(),
-        pa.FixedSizeListArray.from_arrays(flat, encoder.dim),
-        pa.array(cluster_ids, pa.int32()),
+        _vector_column(vectors),
+        pa.array(nearest_centroids(vectors, centroids), pa.int32()),
         rows["run_id"].combine_chunks(),
         rows["fingerprint"].combine_chunks(),
     ]
-    return pa.Table.from_arrays(columns, schema=schema)
+    schema = feature_schema(side, knowledge.schema.field("entity_id").type, encoder.dim)
+    ids = pa.array(np.arange(len(centroids), dtype=np.int32))
+    return SideFeatures(
+        pa.Table.from_arrays(columns, schema=schema),
+        pa.Table.from_arrays([ids, _vector_column(centroids)], schema=centroid_schema(side, encoder.dim)),
+        len(new),
+        encoding.num_truncated,
+    )
+
+
+def _keys(table: pa.Table, id_column: str) -> list[tuple]:
+    """What says that a row is of the same text: its entity, the run that generated it, and the prompt it answers."""
+    return list(zip(*(table[name].to_pylist() for name in (id_column, "run_id", "fingerprint")), strict=True))
+
+
+def _matrix(table: pa.Table) -> np.ndarray:
+    """The vectors of a table: float32 (num_rows, dim)."""
+    column = table["vector"].combine_chunks()
+    return column.flatten().to_numpy().reshape(len(column), column.type.list_size)
+
+
+def _vector_column(vectors: np.ndarray) -> pa.Array:
+    flat = pa.array(np.ascontiguousarray(vectors, np.float32).reshape(-1))
+    return pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])

@@ -24,11 +24,22 @@ def feature_schema(side: str, entity_id_type: pa.DataType, dim: int) -> pa.Schem
         [
             pa.field(f"{side}_id", entity_id_type, nullable=False),
             pa.field("vector", pa.list_(pa.float32(), dim), nullable=False),  # L2-normalised
-            pa.field("cluster_id", pa.int32(), nullable=False),  # 0 .. num_clusters - 1
+            pa.field("cluster_id", pa.int32(), nullable=False),  # of the nearest centroid
             pa.field("run_id", pa.string(), nullable=False),  # the run that generated the text; begins with its date
             pa.field("fingerprint", pa.string(), nullable=False),  # of the prompt that the text answers
         ],
         metadata={"laserbatch.record": "feature", "laserbatch.version": str(FEATURE_VERSION), "laserbatch.side": side},
+    )
+
+
+def centroid_schema(side: str, dim: int) -> pa.Schema:
+    """Arrow schema of the centroids beside a feature file: the next night keeps them, and with them the cluster ids."""
+    return pa.schema(
+        [
+            pa.field("cluster_id", pa.int32(), nullable=False),  # the row's number
+            pa.field("vector", pa.list_(pa.float32(), dim), nullable=False),
+        ],
+        metadata={"laserbatch.record": "centroids", "laserbatch.version": "1", "laserbatch.side": side},
     )
 
 

@@ -20,9 +20,12 @@ def settings_hash(settings: Mapping) -> str:
     return hashlib.sha256(canonical_json(settings).encode()).hexdigest()
 
 
-def make_run_id(date: datetime.date, settings: Mapping) -> str:
-    """`<date>-<first 8 hex of the settings' hash>`: the same night with the same settings is the same run."""
-    return f"{date.isoformat()}-{settings_hash(settings)[:8]}"
+def make_run_id(date: datetime.date, settings: Mapping, edition: int = 1) -> str:
+    """`<date>-<first 8 hex of the settings' hash>`: the same night with the same settings is the same run.
+
+    A finished run never changes; what does its night again is another edition: `...-2`, `...-3`.
+    """
+    return f"{date.isoformat()}-{settings_hash(settings)[:8]}" + (f"-{edition}" if edition > 1 else "")
 
 
 class RunManifest:
@@ -39,7 +42,13 @@ class RunManifest:
 
     @classmethod
     def create(
-        cls, path: Path | str, date: datetime.date, settings: Mapping, laserbatch_version: str, machine: Mapping
+        cls,
+        path: Path | str,
+        date: datetime.date,
+        settings: Mapping,
+        laserbatch_version: str,
+        machine: Mapping,
+        edition: int = 1,
     ) -> "RunManifest":
         """A manifest with its head filled in and `status` "running"; not saved yet.
 
@@ -49,10 +58,11 @@ class RunManifest:
         date : the night; knowledge is made from what was known at its end.
         settings : resolved settings as plain JSON.
         laserbatch_version, machine : what ran, and on what.
+        edition : of the night; see `make_run_id`.
         """
         head = {
             "format_version": MANIFEST_VERSION,
-            "run_id": make_run_id(date, settings),
+            "run_id": make_run_id(date, settings, edition),
             "date": date.isoformat(),
             "status": "running",
             "settings": dict(settings),

@@ -57,6 +57,16 @@ class RunFolder:
         return self.root.name
 
     @property
+    def date(self) -> str:
+        """The night, as the run's id begins with it: YYYY-MM-DD, so that dates compare as text."""
+        return self.run_id[:10]
+
+    @property
+    def settings_hash(self) -> str:
+        """What the run's id holds of the hash of its settings."""
+        return self.run_id[11:19]
+
+    @property
     def manifest_path(self) -> Path:
         return self.root / "manifest.json"
 
@@ -83,6 +93,10 @@ class RunFolder:
 
     def features_path(self, side: Side) -> Path:
         return self.root / "features" / f"{side}.parquet"
+
+    def centroids_path(self, side: Side) -> Path:
+        """Centroids of the clusters that a side's features name."""
+        return self.root / "features" / f"{side}-centroids.parquet"
 
     def quarantine_path(self, side: Side) -> Path:
         """The merged quarantine file of a side."""

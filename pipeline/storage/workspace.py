@@ -104,11 +104,12 @@ class Workspace:
             return None
         run_id = read_json(pointer).get("run_id")
         if not isinstance(run_id, str):
-            raise WorkspaceError(f"{pointer} names no run_id; publish a run again.")
+            raise WorkspaceError(f"{pointer} names no run_id; `laserbatch nightly` publishes one.")
         folder = self.run(run_id)
         if not folder.is_finished:
             raise WorkspaceError(
-                f"{pointer} names the run {run_id}, which is not there or not finished; publish another."
+                f"{pointer} names the run {run_id}, which is not there or not finished; `laserbatch nightly` publishes "
+                "another."
             )
         return folder
 

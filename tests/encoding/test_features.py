@@ -6,7 +6,7 @@ import pytest
 from tiny_encoders import load
 
 from jobs.encode import encode_run
-from pipeline.encoding.clusters import cluster_vectors
+from pipeline.encoding.clusters import fit_centroids, nearest_centroids
 from pipeline.encoding.features import build_features
 from pipeline.encoding.schema import check_feature_schema, feature_schema, run_date
 from pipeline.encoding.settings import EncodingSettings
@@ -32,7 +32,7 @@ def knowledge_of(ids, texts):
 def test_rows_come_in_the_order_of_ids_of_their_own_type(tiny_encoder, ids):
     encoder = load(tiny_encoder)
     texts = ["quiet sea", "loud radio", "a b c"]
-    features = build_features(knowledge_of(ids, texts), "item", encoder, EncodingSettings(num_clusters=2))
+    features = build_features(knowledge_of(ids, texts), "item", encoder, EncodingSettings(num_clusters=2)).table
     assert features.schema.equals(feature_schema("item", ids.type, 32), check_metadata=True)
     assert features["item_id"].to_pylist() == sorted(ids.to_pylist())
     vectors = dict(zip(features["item_id"].to_pylist(), features["vector"].to_pylist(), strict=True))
@@ -46,7 +46,7 @@ def test_rows_come_in_the_order_of_ids_of_their_own_type(tiny_encoder, ids):
 def test_only_the_text_is_encoded(tiny_encoder):
     encoder = load(tiny_encoder)
     tables = [knowledge_of(["u1"], ["quiet sea"]).append_column("prompt", pa.array([p])) for p in ("a", "b " * 500)]
-    first, second = (build_features(table, "user", encoder) for table in tables)
+    first, second = (build_features(table, "user", encoder).table for table in tables)
     assert first.equals(second)
 
 
@@ -54,12 +54,28 @@ def test_clusters_are_seeded_and_never_more_than_vectors():
     rng = np.random.default_rng(0)
     centres = rng.normal(size=(4, 8)) * 10
     vectors = (centres[np.arange(200) % 4] + rng.normal(size=(200, 8))).astype(np.float32)
-    ids = cluster_vectors(vectors, 4, seed=3)
+    centroids = fit_centroids(vectors, 4, seed=3)
+    ids = nearest_centroids(vectors, centroids)
     assert ids.dtype == np.int32 and all(len(set(ids[start::4])) == 1 for start in range(4)) and len(set(ids)) == 4
-    assert np.array_equal(ids, cluster_vectors(vectors, 4, seed=3))
-    assert cluster_vectors(np.ones((5, 3), np.float32)).tolist() == [0] * 5
-    assert cluster_vectors(np.zeros((0, 3), np.float32)).shape == (0,)
-    assert cluster_vectors(np.repeat(vectors, 101, axis=0), 4).max() == 3  # by mini-batches
+    assert np.array_equal(centroids, fit_centroids(vectors, 4, seed=3))
+    assert len(fit_centroids(np.ones((5, 3), np.float32))) == 1
+    assert fit_centroids(np.zeros((0, 3), np.float32)).shape == (0, 3)
+    assert nearest_centroids(np.zeros((0, 3), np.float32), centroids).shape == (0,)
+    assert len(fit_centroids(np.repeat(vectors, 101, axis=0), 4)) == 4  # by mini-batches
+
+
+def test_centroids_of_the_night_before_stay_unless_their_number_is_another():
+    rng = np.random.default_rng(0)
+    first = fit_centroids(rng.normal(size=(50, 8)).astype(np.float32), 4)
+    tonight = rng.normal(size=(60, 8)).astype(np.float32)
+    assert fit_centroids(tonight, 4, earlier=first) is first
+    assert fit_centroids(tonight[:2], 4, earlier=first) is first  # fewer texts are no reason
+    assert fit_centroids(tonight[:0], 4, earlier=first) is first
+    assert len(fit_centroids(tonight, 5, earlier=first)) == 5
+    assert len(fit_centroids(tonight, 3, earlier=first)) == 3
+    few = fit_centroids(tonight[:2], 4)
+    assert fit_centroids(tonight[:2], 4, earlier=few) is few  # no more could be fitted
+    assert len(fit_centroids(tonight, 4, earlier=few)) == 4
 
 
 def test_a_run_is_encoded_side_by_side_and_again_to_the_same_bytes(tiny_encoder, tmp_path):
@@ -75,6 +91,7 @@ def test_a_run_is_encoded_side_by_side_and_again_to_the_same_bytes(tiny_encoder,
         "num_rows": 3,
         "sha256": 0,
         "dim": 32,
+        "centroids": "features/user-centroids.parquet",
         "num_clusters": 2,
         "num_encoded": 3,
         "num_truncated": 1,
@@ -86,7 +103,7 @@ def test_a_run_is_encoded_side_by_side_and_again_to_the_same_bytes(tiny_encoder,
     assert encode_run(tmp_path, settings, lines.append) == section
 
 
-def test_vectors_of_carried_over_texts_are_taken_over_and_equal_encoding_again(tiny_encoder, tmp_path):
+def test_vectors_and_clusters_of_carried_over_texts_are_taken_over_and_equal_encoding_again(tiny_encoder, tmp_path):
     settings = EncodingSettings(encoder=tiny_encoder, num_clusters=2)
     old, new = RunFolder(tmp_path / "old"), RunFolder(tmp_path / "new")
     carried = knowledge_of(["u2", "u1"], ["quiet", "loud"])
@@ -94,10 +111,23 @@ def test_vectors_of_carried_over_texts_are_taken_over_and_equal_encoding_again(t
     write_json({"format_version": 1, "features": encode_run(old.root, settings)}, old.manifest_path)
     write_parquet(carried, new.root / "knowledge/user/carried.parquet")
     write_parquet(knowledge_of(["u3"], ["a storm"]), new.root / "knowledge/user/00000.parquet")
-    taken_over = encode_run(new.root, settings, previous=old)
+    before, taken_over = table_of(old), encode_run(new.root, settings, previous=old)
+    tonight = table_of(new)
+    assert {key: tonight[key] for key in before} == before  # cluster ids too
     again = encode_run(new.root, settings)
     assert (taken_over["user"]["num_encoded"], again["user"]["num_encoded"]) == (1, 3)
-    assert taken_over["user"]["sha256"] == again["user"]["sha256"]
+    assert {key: row["vector"] for key, row in table_of(new).items()} == {k: r["vector"] for k, r in tonight.items()}
+    write_parquet(carried.slice(0, 0), new.root / "knowledge/user/carried.parquet")
+    (new.root / "knowledge/user/00000.parquet").unlink()
+    empty = encode_run(new.root, settings, previous=old)  # a side without a text
+    assert (empty["user"]["num_rows"], empty["user"]["num_encoded"], empty["user"]["num_clusters"]) == (0, 0, 0)
+    check_feature_schema(read_parquet(new.features_path("user")).schema, "user")
+    old.centroids_path("user").write_bytes(b"cut")
+    assert encode_run(new.root, settings, previous=old)["user"]["num_encoded"] == 0
+
+
+def table_of(run):
+    return {row["user_id"]: row for row in read_parquet(run.features_path("user")).to_pylist()}
 
 
 def test_a_run_without_texts_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """`laserbatch pools`: versions and groups are listed, a query is a tree that a person can read."""
 
+import datetime
 import io
 import json
 import shutil
@@ -102,14 +103,15 @@ def test_show_gives_the_entities_that_an_ngram_needs(world):
 
 def test_a_run_does_not_draft_from_pools_of_a_lower_min_support(tmp_path, capsys):
     store = PoolStore(tmp_path)
-    assert current_pools(store, 1) is None
-    with store.publish("v1") as (folder, _):
+    date = datetime.date(2025, 3, 1)
+    assert current_pools(store, 1, date) is None
+    with store.publish("2025-02-28-aa") as (folder, _):
         rows = [PoolText(np.array([1, 2], np.int32))]
         limited = PoolSettings(min_support=2)
         build_pool(rows, folder / "item", side="item", tokenizer_hash="t", model_id="m", settings=limited)
     for min_support in (1, 2):
-        assert describe_pools(current_pools(store, min_support))["item"]["num_texts"] == 1
-    assert describe_pools(current_pools(store, 3)) == {"version": None}
+        assert describe_pools(current_pools(store, min_support, date))["item"]["num_texts"] == 1
+    assert describe_pools(current_pools(store, 3, date)) == {"version": None}
     assert "lower pools.min_support than 3" in " ".join(capsys.readouterr().err.split())
 
 

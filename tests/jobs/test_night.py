@@ -1,0 +1,177 @@
+"""What a night builds on, which run a command goes on with, and what is published: by date, never by who came last."""
+
+import datetime
+import os
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from night_world import run_here
+
+from jobs import nightly as nightly_job
+from jobs.night import open_night, previous_run
+from jobs.nightly import _close, _publish, run_night
+from jobs.settings import load_settings
+from pipeline.errors import TableError, WorkspaceError
+from pipeline.storage.workspace import Workspace
+
+DAY = datetime.date(2025, 3, 1)
+UTC = datetime.UTC
+
+
+@pytest.fixture
+def world(tmp_path):
+    """Tables of two users and an item, and a configuration."""
+    write_tables(tmp_path)
+    (tmp_path / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\n")
+    return tmp_path
+
+
+def write_tables(folder, moods=("calm", "loud"), days=(27, 28)):
+    """Users of these moods, who liked an item on these days of February."""
+    (folder / "tables").mkdir(exist_ok=True)
+    start = datetime.datetime(2025, 2, 1, tzinfo=UTC)
+    users = [f"u{number}" for number in range(len(moods))]
+    tables = {
+        "users": {"user_id": users, "mood": list(moods), "created_at": [start] * len(users)},
+        "items": {"item_id": ["i0"], "title": ["The Pier"]},
+        "interactions": {
+            "user_id": ["u0"] * len(days),
+            "item_id": ["i0"] * len(days),
+            "timestamp": [start + datetime.timedelta(days=day - 1) for day in days],
+        },
+    }
+    for name, columns in tables.items():
+        pq.write_table(pa.table(columns), folder / "tables" / f"{name}.parquet")
+
+
+def opened(world, date=DAY, **options):
+    return open_night(load_settings(world / "laserbatch.yaml"), date, **options)
+
+
+def done(night):
+    """Ended as a night ends, without a text."""
+    night.manifest["pools_built"] = {}
+    with night.pools.publish(night.run.run_id, make_current=False):
+        pass
+    _close(night)
+    _publish(night)
+    return night
+
+
+def test_a_night_builds_on_the_newest_run_that_is_not_of_a_later_date(world):
+    night = done(opened(world))
+    assert night.previous is None
+    after, before = DAY + datetime.timedelta(days=2), DAY - datetime.timedelta(days=1)
+    later = done(opened(world, after))
+    assert (later.previous.run_id, later.manifest["pools"]["version"]) == (night.run.run_id, night.run.run_id)
+    backfilled = opened(world, before)
+    assert backfilled.previous is None and backfilled.manifest["pools"]["version"] is None
+    between = opened(world, DAY + datetime.timedelta(days=1))
+    assert (between.previous.run_id, between.manifest["pools"]["version"]) == (night.run.run_id, night.run.run_id)
+
+
+def test_of_runs_of_one_date_that_of_the_same_settings_is_built_on_else_the_last(tmp_path):
+    workspace = Workspace.open(tmp_path / "ws")
+    ids = ("2025-02-28-bbbbbbbb", "2025-03-01-aaaaaaaa", "2025-03-01-cccccccc", "2025-03-01-bbbbbbbb")
+    for finished_s, run_id in enumerate(ids):
+        workspace.run(run_id).root.mkdir(parents=True)
+        workspace.run(run_id).success_path.touch()
+        os.utime(workspace.run(run_id).success_path, (finished_s, finished_s))
+    workspace.run("2025-03-02-bbbbbbbb").root.mkdir()  # not finished
+    expected = {"2025-03-03-aaaaaaaa": "2025-03-01-aaaaaaaa", "2025-03-03-dddddddd": "2025-03-01-bbbbbbbb"}
+    assert {run_id: previous_run(workspace, run_id).run_id for run_id in expected} == expected
+    assert previous_run(workspace, "2025-03-01-aaaaaaaa-2").run_id == "2025-03-01-aaaaaaaa"
+    assert previous_run(workspace, "2025-02-28-bbbbbbbb") is None
+
+
+def test_an_older_date_is_neither_published_nor_drafted_from(world, capsys):
+    night = done(opened(world))
+    older = done(opened(world, DAY - datetime.timedelta(days=1)))
+    assert older.run.is_finished
+    assert "not published: readers go on seeing run " + night.run.run_id in capsys.readouterr().err
+    assert night.workspace.published().run_id == night.run.run_id == night.pools.current_version()
+    (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\nseed: 1\n")
+    same_date = done(opened(world))
+    assert night.workspace.published().run_id == same_date.run.run_id == night.pools.current_version()
+
+
+@pytest.mark.parametrize("step", ["write_report", "finish", "use", "publish", "collect_pools"])
+def test_a_night_that_was_killed_at_its_end_is_published_by_the_same_command(world, monkeypatch, step):
+    night = opened(world)
+    owners = {"use": type(night.pools), "publish": type(night.workspace), "finish": type(night.run)}
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owners.get(step, nightly_job), step, killed)
+        with pytest.raises(KeyboardInterrupt):
+            done(night)
+    # Not finished: the stages before the end find all their work done.
+    again = run_night(night.settings, DAY) if night.run.is_finished else done(opened(world))
+    assert again.run.run_id == night.run.run_id
+    assert night.workspace.published().run_id == night.run.run_id == night.pools.current_version()
+    assert night.run.report_path.exists()
+
+
+def test_a_pointer_that_cannot_be_followed_is_replaced(world, capsys):
+    night = done(opened(world))
+    (night.workspace.root / "published.json").write_text('{"run_id": "2025-04-01-gone"}')
+    _publish(night)
+    assert night.workspace.published().run_id == night.run.run_id
+    assert "2025-04-01-gone, which is not there" in " ".join(capsys.readouterr().err.split())
+
+
+def test_generate_leaves_a_finished_run_as_it_is(world, capfd):
+    night = opened(world)
+    night.manifest["sides"] = {}
+    done(night)
+    before = contents(night.run.root)
+    again = run_here(capfd, "generate", "--config", str(world / "laserbatch.yaml"), "--date", str(DAY))
+    assert again.returncode == 0 and "is finished already" in again.stderr
+    assert contents(night.run.root) == before
+
+
+def contents(folder):
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_goes_on_when_its_tables_only_got_what_came_later(world):
+    night = opened(world)
+    write_tables(world, days=(27, 28, 31))
+    assert opened(world).run.run_id == night.run.run_id
+    write_tables(world, moods=("calm", "quiet"), days=(26, 27, 28))
+    with pytest.raises(WorkspaceError, match=r"started from other inputs \(users, interactions changed since\)"):
+        opened(world)
+
+
+def test_a_finished_date_is_done_again_only_where_its_tables_changed(world):
+    night = done(opened(world))
+    assert opened(world, redo=True).changed_inputs == () and opened(world, redo=True).run.run_id == night.run.run_id
+    write_tables(world, moods=("calm", "quiet"))
+    assert opened(world).changed_inputs == ("users",) and opened(world).run.run_id == night.run.run_id
+    redone = opened(world, redo=True)
+    assert redone.run.run_id == f"{night.run.run_id}-2" and not redone.manifest["force"]
+    assert redone.previous.run_id == night.run.run_id
+    done(redone)
+    assert opened(world).run.run_id == redone.run.run_id and opened(world).changed_inputs == ()
+    assert redone.workspace.published().run_id == redone.run.run_id
+
+
+def test_a_forced_run_is_another_one_and_gone_on_with_by_either_command(world):
+    first = opened(world)
+    forced = opened(world, force=True)
+    assert (first.manifest["force"], forced.manifest["force"]) == (False, True)
+    assert forced.run.run_id == f"{first.run.run_id}-2"
+    assert [opened(world, force=force).run.run_id for force in (True, False)] == [forced.run.run_id] * 2
+    done(forced)
+    assert opened(world, force=True).run.run_id == f"{first.run.run_id}-3"
+
+
+def test_a_date_on_which_nobody_is_known_is_refused(world):
+    columns = {"item_id": ["i0"], "title": ["x"], "created_at": [datetime.datetime(2025, 2, 1, tzinfo=UTC)]}
+    pq.write_table(pa.table(columns), world / "tables" / "items.parquet")
+    with pytest.raises(TableError, match=r"neither a user nor an item of .*tables is known at the end of 2020-01-01"):
+        opened(world, datetime.date(2020, 1, 1))
+    assert not (world / "workspace").exists()
