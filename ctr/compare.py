@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 MODEL_TITLES = {"din": "DIN", "dcnv2": "DCNv2", "gbdt": "LightGBM"}
 NETWORKS = {"din": DIN, "dcnv2": DCNv2}
+REFERENCES = ("none", "plain")  # variants that a run's own is compared with
 SUMMARISED = ("auc", "logloss", "gauc", "auc_cold")
 
 
@@ -39,7 +40,8 @@ class CtrRow:
 
     Attributes
     ----------
-    model : as people read it ("DIN"). variant : which knowledge ("none", "plain", "relaxed").
+    model : as people read it ("DIN").
+    variant : which knowledge: "none", "plain", or, of the run's own, its verifier ("relaxed").
     best_epoch : epoch (of trees: round) that validation chose.
     auc, logloss, gauc, auc_cold : see `metrics.Metrics`.
     """
@@ -64,7 +66,7 @@ class CtrComparison:
     ----------
     rows : one a training.
     split : rows of each part. num_cold : cold users' test rows.
-    equivalence : relaxed against plain, for each model and for "all" together; empty when a variant is missing.
+    equivalence : the run's own texts against plain ones, for each model and for "all" together; empty without both.
     """
 
     rows: tuple[CtrRow, ...]
@@ -102,7 +104,8 @@ def train_ctr(
     Parameters
     ----------
     tables : users, items and interactions, those after `as_of` too.
-    features : `{"none": None, "plain": ..., "relaxed": ...}`; variants are compared in this order.
+    features : `{"none": None, "plain": ..., "relaxed": ...}`; variants are compared in this order. The run's own
+        has the name of its verifier.
     as_of : the date of the run that made the features.
     on_fit : called after each training.
 
@@ -169,9 +172,9 @@ def judge(data: CtrData, scores: np.ndarray) -> Metrics:
 def _equivalence(rows: list[CtrRow], settings: CtrSettings) -> dict[str, Equivalence]:
     auc_of = {(row.model, row.seed, row.variant): row.auc for row in rows}
     pairs: dict[str, list[tuple[float, float]]] = {}
-    for model, seed, variant in auc_of:
-        if variant == "plain" and (model, seed, "relaxed") in auc_of:
-            pair = auc_of[model, seed, "plain"], auc_of[model, seed, "relaxed"]
+    for (model, seed, variant), auc in auc_of.items():
+        if variant not in REFERENCES and (model, seed, "plain") in auc_of:
+            pair = auc_of[model, seed, "plain"], auc
             pairs.setdefault(model, []).append(pair)
             pairs.setdefault("all", []).append(pair)
     compared = {name: np.array(of_model) for name, of_model in pairs.items()}

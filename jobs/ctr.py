@@ -49,13 +49,14 @@ def train(
     night = open_run(Settings(workspace=workspace), run)
     settings = changed_settings(night.settings.ctr, models, seeds)
     later_tables = read_tables(tables or night.settings.tables.path, as_of=None)
-    section = ctr_table(night.run.root, later_tables, night.date, settings)
+    section = ctr_table(night.run.root, later_tables, night.date, night.settings.decoding.verifier, settings)
     if as_json:
         summary({"run": night.run.run_id, **section}, as_json=True)
         return
     rows = {f"{row['model']}, {row['variant']}": _shown(row) for row in section["rows"]}
     verdicts = {model: _shown_verdict(verdict) for model, verdict in section["equivalence"].items()}
-    summary({"run": night.run.run_id, "rows": section["split"], "test": rows} | _if_any(verdicts), as_json=False)
+    against = {f"{night.settings.decoding.verifier} against plain": verdicts} if verdicts else {}
+    summary({"run": night.run.run_id, "rows": section["split"], "test": rows} | against, as_json=False)
 
 
 def changed_settings(settings: CtrSettings, models: str | None, seeds: int | None) -> CtrSettings:
@@ -82,6 +83,7 @@ def ctr_table(
     run_dir: Path,
     tables: EntityTables,
     as_of: datetime.date,
+    verifier: str,
     settings: CtrSettings | None = None,
     progress: Callable[[str], None] = say,
 ) -> dict[str, Any]:
@@ -92,6 +94,7 @@ def ctr_table(
     run_dir : folder of a run with `features/`, perhaps with `plain/features/`.
     tables : the input tables, with what came after the run's date.
     as_of : the run's date; training ends with it.
+    verifier : the run's: the name of its texts beside those of plain decoding.
     progress : is told the verdict, a line.
 
     Returns
@@ -105,7 +108,7 @@ def ctr_table(
         There are no features, nothing came after the date, or the features are of a later date (a leak).
     """
     settings = settings or CtrSettings()
-    variants = run_variants(RunFolder(Path(run_dir)))
+    variants = run_variants(RunFolder(Path(run_dir)), verifier)
     num_trainings = len(variants) * len(settings.models) * settings.num_seeds
     with progress_bar("train CTR models", num_trainings) as bar:
 
@@ -115,16 +118,16 @@ def ctr_table(
         comparison = train_ctr(tables, variants, as_of, settings, on_fit)
     section = comparison.to_manifest()
     if "all" in section["equivalence"]:
-        progress(f"relaxed against plain texts: {_shown_verdict(section['equivalence']['all'])}")
+        progress(f"{verifier} against plain texts: {_shown_verdict(section['equivalence']['all'])}")
     return section
 
 
-def run_variants(run: RunFolder) -> dict[str, FeatureSet | None]:
+def run_variants(run: RunFolder, verifier: str) -> dict[str, FeatureSet | None]:
     """The variants of knowledge that a run can compare: none, plain (where it was decoded), and its own."""
     variants: dict[str, FeatureSet | None] = {"none": None}
     if run.plain.features_path("user").parent.is_dir():
         variants["plain"] = read_feature_set(run.plain.features_path("user").parent)
-    variants["relaxed"] = read_feature_set(run.features_path("user").parent)
+    variants[verifier] = read_feature_set(run.features_path("user").parent)
     return variants
 
 
@@ -145,7 +148,3 @@ def _shown_verdict(verdict: dict[str, Any]) -> str:
         f"({verdict['confidence']:.0%} interval {verdict['low']:+.4f} to {verdict['high']:+.4f}, "
         f"margin {verdict['margin']}, {verdict['num_pairs']} pairs)"
     )
-
-
-def _if_any(verdicts: dict[str, str]) -> dict[str, Any]:
-    return {"relaxed against plain": verdicts} if verdicts else {}

@@ -99,7 +99,7 @@ def compare_ctr(night: Night) -> dict[str, Any]:
         return {"skipped": "night.train_ctr is false", "rows": []}
     tables = read_tables(night.settings.tables.path, as_of=None)  # models are judged on what came after the date
     try:
-        return ctr_table(night.run.root, tables, night.date, night.settings.ctr, say)
+        return ctr_table(night.run.root, tables, night.date, night.settings.decoding.verifier, night.settings.ctr, say)
     except CtrError as error:
         say(f"CTR models are not trained: {error}")
         return {"skipped": str(error), "rows": []}

@@ -1,18 +1,19 @@
-"""The CTR comparison: what knowledge adds to each model, and whether relaxed texts are as good as plain ones.
+"""The CTR comparison: what knowledge adds to each model, and whether the run's texts are as good as plain ones.
 
 Shows what the CTR package measured and decided; decides nothing itself.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jobs.formatting import MISSING, count, counted, decimal, finite, percent, whole
 from jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
-from jobs.report.palette import OTHER, VARIANT_COLOURS
+from jobs.report.palette import TONIGHT, VARIANT_COLOURS
 from jobs.report.plots import Spread, spreads
 from jobs.report.reading import mapping, sequence
 
-VARIANT_LABELS = {"none": "no knowledge", "plain": "plain texts", "relaxed": "relaxed texts"}
+VARIANT_LABELS = {"none": "no knowledge", "plain": "plain texts"}  # any other: the run's own, by its verifier
 MODEL_LABELS = {"din": "DIN", "dcnv2": "DCNv2", "gbdt": "LightGBM"}
 VERDICT_LABELS = {
     "equivalent": "as good",
@@ -38,10 +39,15 @@ class Result:
     auc_cold: float | None
     auc_cold_std: float | None
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the features are of the run's own texts."""
+        return self.variant not in VARIANT_LABELS
+
 
 @dataclass(frozen=True)
 class Comparison:
-    """Relaxed against plain texts, for one model or for all: paired differences of AUC over seeds.
+    """The run's own against plain texts, for one model or for all: paired differences of AUC over seeds.
 
     `low` and `high` bound the confidence interval of the mean difference; None when there were too few seeds.
     """
@@ -72,16 +78,41 @@ def ctr_results(manifest: Mapping) -> list[Result]:
     return sorted(results, key=lambda result: (models.index(result.model), order.get(result.variant, len(known))))
 
 
-def auc_gain(results: Sequence[Result], model: str, variant: str, base: str) -> float | None:
-    """Mean AUC of a variant less that of another, for one model; None when either is missing."""
-    auc = {result.variant: result.auc for result in results if result.model == model}
-    if variant == base or auc.get(variant) is None or auc.get(base) is None:
+@dataclass(frozen=True)
+class Gain:
+    """A variant of knowledge against none, for one model: difference of mean AUC, and whether that shows anything."""
+
+    model: str
+    auc: float
+    doubt: str  # why it shows no gain; empty where it does
+
+
+def gain_of(results: Sequence[Result], result: Result) -> Gain | None:
+    """What a variant adds to its model without knowledge; None when either AUC is missing.
+
+    A gain is shown by more seeds than one, beyond the spread of both, and not contradicted by LogLoss.
+    """
+    none = next((other for other in results if (other.model, other.variant) == (result.model, "none")), None)
+    if none is None or none is result or none.auc is None or result.auc is None:
         return None
-    return auc[variant] - auc[base]
+    auc, spread, doubt = result.auc - none.auc, (result.auc_std or 0.0) + (none.auc_std or 0.0), ""
+    if min(result.num_seeds, none.num_seeds) < 2:
+        doubt = "one seed cannot tell it from chance"
+    elif auc <= spread:
+        doubt = f"no more than the spread of seeds with {result.model}"
+    elif (result.logloss or 0.0) > (none.logloss or math.inf):
+        doubt = f"LogLoss rose from {decimal(none.logloss, 3)} to {decimal(result.logloss, 3)} with {result.model}"
+    return Gain(result.model, auc, doubt)
+
+
+def own_gains(results: Sequence[Result]) -> list[Gain]:
+    """What the run's own knowledge adds, model by model."""
+    gains = [gain_of(results, result) for result in results if result.is_own]
+    return [gain for gain in gains if gain is not None]
 
 
 def comparisons(manifest: Mapping) -> dict[str, Comparison]:
-    """Relaxed against plain by model, and for `ALL_MODELS` together; empty when one of the two was not trained on."""
+    """The run's own against plain texts by model, and for `ALL_MODELS` together; empty where one is missing."""
     found = {}
     for name, data in mapping(mapping(manifest.get("ctr")).get("equivalence")).items():
         data = mapping(data)
@@ -130,8 +161,8 @@ def _figure(results: Sequence[Result], metric: str, title: str) -> Figure:
                 result.variant,
                 getattr(result, metric),
                 getattr(result, f"{metric}_std"),
-                VARIANT_COLOURS.get(result.variant, OTHER),
-                square=result.variant == "relaxed",
+                VARIANT_COLOURS.get(result.variant, TONIGHT),
+                square=result.is_own,
             )
             for result in results
             if result.model == model and getattr(result, metric) is not None
@@ -142,7 +173,7 @@ def _figure(results: Sequence[Result], metric: str, title: str) -> Figure:
         title,
         spreads([(name, items) for name, items in groups if items], "AUC on the test period, higher is better"),
         caption="Points are means over seeds, lines one standard deviation to each side.",
-        legend=[LegendEntry(VARIANT_LABELS.get(name, name), VARIANT_COLOURS.get(name, OTHER)) for name in variants],
+        legend=[LegendEntry(_label(name), VARIANT_COLOURS.get(name, TONIGHT)) for name in variants],
     )
 
 
@@ -150,8 +181,8 @@ def _table(manifest: Mapping, results: Sequence[Result]) -> Table:
     compared = comparisons(manifest)
     rows, strong = [], set()
     for result in results:
-        found = compared.get(result.model) if result.variant == "relaxed" else None
-        if result.variant == "relaxed":
+        found = compared.get(result.model) if result.is_own else None
+        if result.is_own:
             strong.add(len(rows))
         rows.append(
             [
@@ -160,7 +191,7 @@ def _table(manifest: Mapping, results: Sequence[Result]) -> Table:
                 _spread(result.auc, result.auc_std),
                 _spread(result.logloss, result.logloss_std),
                 _spread(result.auc_cold, result.auc_cold_std),
-                decimal(auc_gain(results, result.model, result.variant, "none"), 4, signed=True),
+                decimal(gain.auc, 4, signed=True) if (gain := gain_of(results, result)) else MISSING,
                 _interval(found) if found else MISSING,
                 VERDICT_LABELS.get(found.verdict, found.verdict) if found else "",
             ]
@@ -169,7 +200,7 @@ def _table(manifest: Mapping, results: Sequence[Result]) -> Table:
         found = compared[ALL_MODELS]
         verdict = VERDICT_LABELS.get(found.verdict, found.verdict)
         strong.add(len(rows))
-        rows.append(["All models", "relaxed", *[MISSING] * 4, _interval(found), verdict])
+        rows.append(["All models", results[-1].variant, *[MISSING] * 4, _interval(found), verdict])
     columns = [
         "Model",
         "Knowledge",
@@ -193,10 +224,10 @@ def _table(manifest: Mapping, results: Sequence[Result]) -> Table:
 def _how_judged(manifest: Mapping) -> str:
     judged = next((mapping(data) for data in mapping(mapping(manifest.get("ctr")).get("equivalence")).values()), None)
     if judged is None:
-        return "No verdict: models were not trained on both plain and relaxed texts."
+        return "No verdict: models were not trained on both plain texts and the run's own."
     margin = decimal(judged.get("margin"), 4)
     return (
-        "Relaxed against plain: mean of the paired differences over seeds, "
+        "The run's own texts against plain ones: mean of the paired differences over seeds, "
         f"with its {percent(judged.get('confidence'))} interval. “As good”: the interval lies "
         f"within ±{margin}; “worse” or “better”: beyond it; “undecided”: neither."
     )
@@ -213,6 +244,10 @@ def _spread(mean: float | None, std: float | None) -> str:
     if mean is None:
         return MISSING
     return decimal(mean, 4) + (f" ± {decimal(std, 4)}" if std is not None else "")
+
+
+def _label(variant: str) -> str:
+    return VARIANT_LABELS.get(variant, f"{variant.replace('_', '-')} texts")
 
 
 def _model_label(name: object) -> str:

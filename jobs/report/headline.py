@@ -1,10 +1,11 @@
 """The night in one sentence, and the few numbers under it."""
 
+import statistics
 from collections.abc import Mapping
 
 from jobs.formatting import count, counted, decimal, rate, seconds, times
 from jobs.report.blocks import KeyFigure, Phrase
-from jobs.report.ctr_table import ALL_MODELS, auc_gain, comparisons, ctr_results, model_names
+from jobs.report.ctr_table import ALL_MODELS, Gain, comparisons, ctr_results, own_gains
 from jobs.report.reading import SideView, total
 from jobs.report.speed import speed_up
 from jobs.report.work import total_wall_s
@@ -43,7 +44,7 @@ def headline(manifest: Mapping, sides: list[SideView]) -> list[Phrase]:
         if factor is not None:
             phrases += [Phrase(", "), Phrase(f"{times(factor)} {name}", True)]
             break
-    judged = _judgement(manifest)
+    judged = _judgement(manifest, sides)
     return [*phrases, Phrase("; "), *judged] if judged else phrases
 
 
@@ -86,44 +87,40 @@ def key_figures(manifest: Mapping, sides: list[SideView]) -> list[KeyFigure]:
     return cards
 
 
-def _judgement(manifest: Mapping) -> list[Phrase]:
-    compared = comparisons(manifest)
-    worse = [model for model, found in compared.items() if found.verdict == "worse" and model != ALL_MODELS]
+def _judgement(manifest: Mapping, sides: list[SideView]) -> list[Phrase]:
+    """What the CTR comparison has shown, and no more; nothing where no text could differ from plain decoding's."""
+    verdicts = {model: found.verdict for model, found in comparisons(manifest).items() if model != ALL_MODELS}
+    if not verdicts:
+        gains = own_gains(ctr_results(manifest))
+        is_shown = gains and not any(gain.doubt for gain in gains)
+        return [Phrase("AUC "), Phrase(_median(gains), True), Phrase(" from knowledge")] if is_shown else []
+    if not any(side.num_carried_over or (side.tonight and side.tonight.num_drafted) for side in sides):
+        return []
+    worse = [model for model, verdict in verdicts.items() if verdict == "worse"]
     if worse:
         return [Phrase("AUC harmed", True), Phrase(f" with {' and '.join(worse)}")]
-    overall = compared.get(ALL_MODELS)
-    if overall is None:
-        gains = _gains(manifest)
-        return [Phrase("AUC "), Phrase(_signed(_middle(gains)), True), Phrase(" from knowledge")] if gains else []
-    if overall.verdict in ("equivalent", "better"):
+    unharmed = [model for model, verdict in verdicts.items() if verdict in ("equivalent", "better")]
+    if len(unharmed) == len(verdicts):
         return [Phrase("AUC unharmed", True)]
-    if overall.verdict == "worse":
-        return [Phrase("AUC harmed", True)]
-    return [Phrase("AUC "), Phrase(_signed(overall.mean), True), Phrase(" against plain, undecided")]
+    if unharmed:
+        open_ones = " and ".join(model for model in verdicts if model not in unharmed)
+        return [Phrase(f"AUC unharmed with {' and '.join(unharmed)}, undecided with {open_ones}")]
+    return [Phrase("whether AUC is harmed is undecided")]
 
 
 def _ctr_card(manifest: Mapping) -> KeyFigure | None:
-    gains = _gains(manifest)
+    gains = own_gains(ctr_results(manifest))
     if not gains:
         return None
+    doubt = next((gain.doubt for gain in gains if gain.doubt), "")
     notes = [f"median of {counted(len(gains), 'model')}"]
+    if doubt:
+        notes = [f"{_median(gains)}, {notes[0]}, but {doubt}"]
     overall = comparisons(manifest).get(ALL_MODELS)
     if overall is not None:
-        notes.append(f"{_signed(overall.mean)} against plain texts")
-    return KeyFigure("AUC from knowledge", _signed(_middle(gains)), notes)
+        notes.append(f"{decimal(overall.mean, 4, signed=True)} against plain texts")
+    return KeyFigure("AUC from knowledge", "not shown" if doubt else _median(gains), notes)
 
 
-def _gains(manifest: Mapping) -> list[float]:
-    results = ctr_results(manifest)
-    found = [auc_gain(results, model, "relaxed", "none") for model in model_names(results)]
-    return [gain for gain in found if gain is not None]
-
-
-def _signed(value: float) -> str:
-    return decimal(value, 4, signed=True)
-
-
-def _middle(values: list[float]) -> float:
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+def _median(gains: list[Gain]) -> str:
+    return decimal(statistics.median(gain.auc for gain in gains), 4, signed=True)

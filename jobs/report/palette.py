@@ -35,4 +35,4 @@ ROUTE_LABELS = {
     "global": "one global pool",
     "none": "no pool",
 }
-VARIANT_COLOURS = {"none": "#8b95a1", "plain": "#e69f00", "relaxed": "#0b4f8a"}
+VARIANT_COLOURS = {"none": OTHER, "plain": "#e69f00"}  # the run's own: TONIGHT

@@ -26,13 +26,14 @@ def write_features(run: RunFolder, features):
 def test_a_run_is_compared_with_and_without_its_plain_texts(world, tmp_path):
     run = RunFolder(tmp_path / "run")
     write_features(run, make_features(world))
-    assert list(run_variants(run)) == ["none", "relaxed"]
-    assert {row["variant"] for row in ctr_table(run.root, world, AS_OF, SETTINGS)["rows"]} == {"none", "relaxed"}
+    assert list(run_variants(run, "top_k")) == ["none", "top_k"]
+    rows = ctr_table(run.root, world, AS_OF, "greedy", SETTINGS)["rows"]
+    assert {row["variant"] for row in rows} == {"none", "greedy"}
     write_features(run.plain, make_features(world, seed=1))
     lines = []
-    section = ctr_table(run.root, world, AS_OF, SETTINGS, lines.append)
-    assert [row["variant"] for row in section["rows"]] == ["none", "plain", "relaxed"]
-    assert len(lines) == 1 and "relaxed against plain" in lines[0] and "2 pairs" in lines[0]
+    section = ctr_table(run.root, world, AS_OF, "greedy", SETTINGS, lines.append)
+    assert [row["variant"] for row in section["rows"]] == ["none", "plain", "greedy"]
+    assert len(lines) == 1 and "greedy against plain" in lines[0] and "2 pairs" in lines[0]
 
 
 def test_a_run_whose_texts_saw_the_test_period_is_refused(world, tmp_path):
@@ -40,12 +41,12 @@ def test_a_run_whose_texts_saw_the_test_period_is_refused(world, tmp_path):
     run = RunFolder(tmp_path / "run")
     write_features(run, make_features(world, run_id="2025-03-03-0123abcd"))
     with pytest.raises(CtrError, match="the test period would leak into training"):
-        ctr_table(run.root, world, AS_OF, SETTINGS)
+        ctr_table(run.root, world, AS_OF, "relaxed", SETTINGS)
 
 
 def test_a_run_without_features_is_refused(world, tmp_path):
     with pytest.raises(CtrError, match="laserbatch encode"):
-        ctr_table(tmp_path, world, AS_OF, SETTINGS)
+        ctr_table(tmp_path, world, AS_OF, "relaxed", SETTINGS)
 
 
 def test_the_command_line_changes_models_and_seeds():

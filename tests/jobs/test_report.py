@@ -74,7 +74,7 @@ def test_same_manifest_gives_the_same_bytes(manifest):
 
 
 def test_headline_states_the_result_of_the_night(manifest):
-    assert "412 of 700 entities rewritten at 5.0 tokens a step, 3.3× plain; AUC unharmed." in outline(manifest).text
+    assert "412 of 700 entities rewritten at 5.0 tokens a step, 3.3× plain; AUC unharmed with" in outline(manifest).text
 
 
 def test_many_quarantined_rows_reach_the_headline(manifest):
@@ -184,7 +184,7 @@ def test_a_night_without_ctr_says_so_and_why(manifest):
 def test_first_night_without_pools_or_anything_to_compare_with(manifest):
     manifest["previous_night"], manifest["plain"], manifest["pools"] = None, None, {"version": None}
     text = outline(manifest).text
-    assert "412 of 700 entities written at 5.0 tokens a step; AUC unharmed." in text
+    assert "412 of 700 entities written at 5.0 tokens a step; AUC unharmed with" in text
     assert "This is the first night of the workspace" in text
     assert "Nothing was decoded plainly in this run" in text
     assert "Users and Items had no pool to draft from" in text

@@ -3,8 +3,8 @@
 import pytest
 from manifest_fixture import ctr_row, equivalence, night_manifest
 
-from jobs.report.ctr_table import ALL_MODELS, auc_gain, comparisons, ctr_results, ctr_section
-from jobs.report.headline import headline
+from jobs.report.ctr_table import ALL_MODELS, comparisons, ctr_results, ctr_section, own_gains
+from jobs.report.headline import headline, key_figures
 from jobs.report.reading import sides_of
 
 
@@ -16,17 +16,21 @@ def table_of(manifest: dict):
     return next(block for block in ctr_section(manifest).blocks if block.kind == "table")
 
 
-def test_rows_are_ordered_by_model_then_from_no_knowledge_to_relaxed():
-    rows = [ctr_row("DIN", variant, 0.7, 0.6, 0.6, 0.001) for variant in ("relaxed", "medusa", "none", "plain")]
-    variants = [result.variant for result in ctr_results({"ctr": {"rows": rows}})]
-    assert variants == ["none", "plain", "relaxed", "medusa"]
+def test_rows_are_ordered_by_model_then_from_no_knowledge_to_the_runs_own():
+    rows = [ctr_row("DIN", variant, 0.7, 0.6, 0.6, 0.001) for variant in ("top_k", "none", "plain")]
+    results = ctr_results({"ctr": {"rows": rows}})
+    assert [(result.variant, result.is_own) for result in results] == [
+        ("none", False), ("plain", False), ("top_k", True),
+    ]  # fmt: skip
+    legend = ctr_section({"ctr": {"rows": rows}}).blocks[0].legend
+    assert [entry.label for entry in legend] == ["no knowledge", "plain texts", "top-k texts"]
 
 
 def test_gain_is_the_difference_of_mean_auc():
-    results = ctr_results(night_manifest())
-    assert auc_gain(results, "DIN", "relaxed", "none") == pytest.approx(0.7249 - 0.7112)
-    assert auc_gain(results, "DIN", "none", "none") is None
-    assert auc_gain(results, "DIN", "relaxed", "unknown") is None
+    gain = own_gains(ctr_results(night_manifest()))[0]
+    assert gain.auc == pytest.approx(0.7249 - 0.7112) and not gain.doubt
+    rows = [row for row in night_manifest()["ctr"]["rows"] if row["variant"] != "none"]
+    assert own_gains(ctr_results({"ctr": {"rows": rows}})) == []
 
 
 def test_verdicts_are_those_of_the_ctr_package():
@@ -61,7 +65,41 @@ def test_a_loss_with_one_model_reaches_the_headline():
 def test_a_wide_spread_makes_no_claim():
     manifest = night_manifest()
     manifest["ctr"]["equivalence"] = equivalence({"DIN": [-0.02, 0.0194, 0.0]})
-    assert sentence(manifest).endswith("; AUC −0.0002 against plain, undecided")
+    assert sentence(manifest).endswith("; whether AUC is harmed is undecided")
+
+
+def test_only_models_that_were_shown_unharmed_are_called_so():
+    manifest = night_manifest()
+    assert sentence(manifest).endswith("; AUC unharmed with DIN and LightGBM, undecided with DCNv2")
+    verdicts = manifest["ctr"]["equivalence"]
+    for model in ("DIN", "DCNv2", "LightGBM"):
+        verdicts[model]["verdict"] = "undecided"
+    assert verdicts["all"]["verdict"] == "equivalent" and "unharmed" not in sentence(manifest)
+
+
+def test_a_night_without_drafts_claims_nothing_of_drafting():
+    manifest = night_manifest()
+    for side in manifest["sides"].values():
+        side["num_carried_over"] = side["stats"]["num_drafted"] = 0
+    assert "AUC" not in sentence(manifest)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_seeds": 1}, "one seed"),
+        ({"logloss": 0.66}, "LogLoss rose from 0.603 to 0.660 with DIN"),
+        ({"auc_std": 0.02}, "no more than the spread of seeds with DIN"),
+    ],
+)
+def test_a_gain_that_was_not_shown_is_not_claimed(changes, why):
+    manifest = night_manifest()
+    manifest["ctr"]["rows"] = [row for row in manifest["ctr"]["rows"] if row["variant"] != "plain"]
+    manifest["ctr"]["rows"][1] |= changes
+    manifest["ctr"]["equivalence"] = {}
+    assert "AUC" not in sentence(manifest)
+    card = key_figures(manifest, sides_of(manifest))[-1]
+    assert card.value == "not shown" and why in card.notes[0]
 
 
 def test_without_plain_texts_the_gain_over_no_knowledge_is_stated():
