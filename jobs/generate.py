@@ -13,11 +13,11 @@ import typer
 
 from jobs.budgets import night_budgets
 from jobs.console import progress, say, summary
-from jobs.drift import drift_of
 from jobs.night import Night, open_night, parse_date
 from jobs.routing import entity_router
 from jobs.samples import report_samples
 from jobs.settings import Settings, load_settings
+from jobs.side_warnings import side_warnings
 from pipeline.decoding.budget import PLAIN, Budget
 from pipeline.decoding.loading.identity import load_tokenizer, model_identity
 from pipeline.decoding.settings import DecodingSettings
@@ -291,12 +291,6 @@ def _stats(records: list[ShardRecord]) -> dict[str, Any]:
     return stats
 
 
-def _drift_line(data: dict[str, Any]) -> dict[str, str]:
-    """A warning where notably less was accepted than the budget was chosen for."""
-    drift = drift_of(data)
-    return {"warning": drift.sentence} if drift is not None and drift.is_notable else {}
-
-
 def _abandoned_rows(lost: ShardAbandoned, folder: RunFolder) -> Iterable[QuarantineRow]:
     for row in read_shard(folder.root / lost.shard.path):
         yield QuarantineRow.of(row.entity_id, lost.shard.side, lost.reason, row.fingerprint)
@@ -327,6 +321,6 @@ def night_counts(night: Night) -> dict[str, Any]:
             "tokens per step": tokens_per_step(data["stats"]),
             "tokens per second": tokens_per_s(data["stats"]),
         }
-        | _drift_line(data)
+        | ({"warning": "; ".join(warnings)} if (warnings := side_warnings(data)) else {})
         for side, data in night.manifest["sides"].items()
     }

@@ -75,8 +75,8 @@ def run_night(settings: Settings, date: datetime.date, force: bool = False, redo
             return night
         try:
             generate_knowledge(night)
-        except RunFailed:
-            _close_failed(night)
+        except RunFailed as error:
+            _close_failed(night, str(error))
             raise
         if settings.night.compare_with_plain:
             generate_plain(night)
@@ -105,9 +105,9 @@ def compare_ctr(night: Night) -> dict[str, Any]:
         return {"skipped": str(error), "rows": []}
 
 
-def _close_failed(night: Night) -> None:
+def _close_failed(night: Night, reason: str) -> None:
     """Keep what there is to look at; nothing is published, and the next attempt goes on from the finished shards."""
-    night.manifest["status"] = "failed"
+    night.manifest["status"], night.manifest["failure"] = "failed", reason
     night.manifest.save()
     write_report(night.manifest.data, night.run.report_path)
     say(f"report of the failed night: {night.run.report_path}")

@@ -1,23 +1,17 @@
-"""How much was drafted, why, and whether it was accepted as forecast; both from the manifest."""
+"""How much was drafted, why, and what was forecast of it; both from the manifest."""
 
-from jobs.drift import drift_of
 from jobs.formatting import MISSING, count, decimal, times, whole
-from jobs.report.blocks import Block, Note, Table
+from jobs.report.blocks import Block, Table
 from jobs.report.reading import SideView, mapping
 
 
 def budget_blocks(sides: list[SideView]) -> list[Block]:
-    """The sides' budgets, and a sentence for each side that accepted notably less; nothing for older manifests."""
+    """The sides' budgets, and what their pilots tried; nothing for older manifests."""
     sides = [side for side in sides if side.tonight and mapping(side.data.get("budget"))]
     if not sides:
         return []
-    blocks: list[Block] = [
-        Note(f"{side.label}: {drift.sentence}.")
-        for side in sides
-        if (drift := drift_of(side.data)) is not None and drift.is_notable
-    ]
     tried = [side for side in sides if _trials(side)]
-    return [*blocks, _table(sides), *([_trials_table(tried)] if tried else [])]
+    return [_table(sides), *([_trials_table(tried)] if tried else [])]
 
 
 def _table(sides: list[SideView]) -> Table:

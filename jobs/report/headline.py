@@ -11,7 +11,7 @@ from jobs.report.speed import speed_up
 from jobs.report.work import total_wall_s
 
 NOTABLE_QUARANTINE_SHARE = 0.05  # more failed rows than this belong into the headline
-STATUS_PHRASES = {"failed": "This run failed: ", "running": "This run is not finished: "}
+STATUS_PHRASES = {"failed": "This run failed and published nothing: ", "running": "This run is not finished: "}
 
 
 def headline(manifest: Mapping, sides: list[SideView]) -> list[Phrase]:

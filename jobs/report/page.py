@@ -13,10 +13,11 @@ from jobs.report.ctr_table import ctr_section
 from jobs.report.headline import headline, key_figures
 from jobs.report.palette import SOURCE_COLOURS
 from jobs.report.pools import pools_section
-from jobs.report.reading import long_date, mapping, sides_of
+from jobs.report.reading import SideView, long_date, mapping, sides_of
 from jobs.report.samples import provenance_section, samples_section
 from jobs.report.speed import speed_section
 from jobs.report.work import total_wall_s, work_section
+from jobs.side_warnings import side_warnings
 from pipeline.storage.atomic import write_text
 
 FOLDER = Path(__file__).parent
@@ -62,6 +63,7 @@ def page_of(manifest: Mapping) -> Page:
         status=str(manifest.get("status") or "unknown"),
         facts=_facts(manifest),
         headline=headline(manifest, sides),
+        warnings=_warnings(manifest, sides),
         key_figures=key_figures(manifest, sides),
         sections=[
             work_section(manifest, sides),
@@ -76,6 +78,13 @@ def page_of(manifest: Mapping) -> Page:
         made_by=f"laserbatch {manifest.get('laserbatch_version') or ''}".strip()
         + f" from the manifest of {manifest.get('run_id') or 'unnamed run'}",
     )
+
+
+def _warnings(manifest: Mapping, sides: list[SideView]) -> list[str]:
+    """What needs somebody today: why a run failed, first."""
+    failure = str(manifest.get("failure") or "") if manifest.get("status") == "failed" else ""
+    found = [f"{side.label}: {warning}." for side in sides for warning in side_warnings(side.data)]
+    return [failure, *found] if failure else found
 
 
 def _facts(manifest: Mapping) -> list[str]:

@@ -26,7 +26,7 @@ def pools_section(manifest: Mapping, sides: list[SideView]) -> Section:
     blocks += [_groups(side, groups, is_new=not _sizes(mapping(used.get(side.name)))) for side, groups in grouped]
     blocks += [Note(sentence) for sentence in _missing(used, sides)]
     blocks += calibration_blocks(built)
-    uses = (("drafted from tonight", used), ("built for the next night", built))
+    uses = (("tonight", used), ("next night", built))
     names = dict.fromkeys([*used, *built])
     rows = [_row(name, use, mapping(pools[name])) for name in names for use, pools in uses if mapping(pools.get(name))]
     if rows:
@@ -42,8 +42,8 @@ def _missing(used: Mapping, sides: list[SideView]) -> list[str]:
     if not missing:
         return []
     if used.get("version"):  # the pools of a version are listed by side only when the run looked into them
-        return [f"Drafts came from pool version {used['version']}; its texts and groups were not recorded in this run."]
-    return [f"{' and '.join(missing)} had no pool to draft from: drafts came from their own texts and prompts."]
+        return [f"Pool version {used['version']} was there; its texts and groups were not recorded in this run."]
+    return [f"{' and '.join(missing)} had no pool to draft from."]
 
 
 def _lead(used: Mapping) -> str:
@@ -53,7 +53,7 @@ def _lead(used: Mapping) -> str:
     texts, tokens = (sum(whole(pool.get(key)) for pool in pools) for key in ("num_texts", "num_tokens"))
     groups = sum(len(mapping(pool.get("groups"))) for pool in pools)
     return (
-        f"Tonight drafted from {counted(texts, 'earlier text')} ({counted(tokens, 'token')}) "
+        f"Tonight could draft from {counted(texts, 'earlier text')} ({counted(tokens, 'token')}) "
         f"in {counted(groups, 'group')}; pools are frozen during a run."
     )
 

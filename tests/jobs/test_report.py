@@ -4,10 +4,12 @@ import copy
 import math
 import re
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 from manifest_fixture import night_manifest
 
+from jobs.generate import night_counts
 from jobs.report.page import render_report, write_report
 from jobs.report.pools import how_built
 from jobs.report.reading import SIDE_LABELS
@@ -195,7 +197,7 @@ def test_first_night_without_pools_or_anything_to_compare_with(manifest):
 def test_pools_of_which_only_the_version_is_known(manifest):
     manifest["pools"] = {"version": "2025-02-28-9c0de4f1"}
     text = outline(manifest).text
-    assert "Drafts came from pool version 2025-02-28-9c0de4f1" in text
+    assert "Pool version 2025-02-28-9c0de4f1 was there" in text
     assert "had no pool" not in text
 
 
@@ -260,9 +262,30 @@ def test_a_night_in_which_nothing_had_changed(manifest):
         assert sentence in text
 
 
-def test_a_failed_run_says_so_first(manifest):
+def test_a_failed_run_says_so_and_why_first(manifest):
+    reason = "239 of 300 users failed: unparsable (239)"
+    manifest["failure"] = reason  # of an attempt before the one that succeeded
+    assert reason not in outline(manifest).text
     manifest["status"] = "failed"
-    assert "This run failed: 412 of 700 entities" in outline(manifest).text
+    text = outline(manifest).text
+    assert text.index("This run failed and published nothing: 412 of 700 entities") < text.index(reason)
+    assert text.index(reason) < text.index("entities written")
+
+
+def test_texts_that_end_at_their_limit_are_warned_of(manifest):
+    assert "max_new_tokens, or" not in outline(manifest).text
+    manifest["sides"]["user"]["stats"]["finish_reasons"] = {"end_of_text": 36, "length": 200}
+    assert "Users: 84.7 % of the texts end at the token limit" in outline(manifest).text
+    (counts,) = night_counts(SimpleNamespace(manifest={"sides": {"user": manifest["sides"]["user"]}})).values()
+    assert "raise decoding.max_new_tokens" in counts["warning"]
+
+
+def test_what_is_said_of_pools_does_not_contradict_what_was_drafted(manifest):
+    manifest["pools"] = {"version": None}
+    for side in SIDE_LABELS:
+        manifest["sides"][side]["stats"] = copy.deepcopy(manifest["plain"][side]["stats"])
+    text = outline(manifest).text
+    assert "nothing was drafted tonight" in text and "drafts came" not in text.lower()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, None, "NaN"])
