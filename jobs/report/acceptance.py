@@ -4,11 +4,9 @@ import statistics
 
 from jobs.formatting import MISSING, count, decimal, percent, ratio
 from jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
-from jobs.report.charts import FULL_WIDTH, HALF_WIDTH, Part, Series, nested_bars, stacked_shares
+from jobs.report.charts import FULL_WIDTH, HALF_WIDTH, Part, Series, stacked_shares
 from jobs.report.palette import (
-    ACCEPTED,
     DARK_COLOURS,
-    DRAFTED,
     OTHER,
     PLAIN,
     PREVIOUS_NIGHT,
@@ -31,12 +29,10 @@ def acceptance_section(sides: list[SideView]) -> Section:
         reason = "nothing was drafted" if sides else "no text was generated"
         return Section("acceptance", "Acceptance", "", [Note(f"There is no acceptance to show: {reason} tonight.")])
     blocks: list[Block] = [_origins(sides)]
-    deep = [side for side in drafting if any(side.tonight.drafted_by_depth)]
+    deep = [side for side in drafting if any(side.tonight.accepted_by_depth)]
     if deep:
         blocks.append(_share_by_depth(deep))
-    blocks += [_by_depth(side) for side in deep]
-    halves = len(blocks)
-    blocks.append(_by_source(drafting, wide=halves % 2 == 0))
+    blocks.append(_by_source(drafting))
     return Section("acceptance", "Acceptance", _lead(drafting), blocks)
 
 
@@ -94,7 +90,7 @@ def _origins(sides: list[SideView]) -> Figure:
     )
 
 
-def _by_source(sides: list[SideView], wide: bool) -> Table:
+def _by_source(sides: list[SideView]) -> Table:
     rows = []
     for side in sides:
         for name in _sources(side.tonight):
@@ -108,31 +104,13 @@ def _by_source(sides: list[SideView], wide: bool) -> Table:
         rows,
         caption="A draft is a tree, of which one path at most is accepted: shares are of all its tokens.",
         left=frozenset({0, 1}),
-        wide=wide,
-    )
-
-
-def _by_depth(side: SideView) -> Figure:
-    drafted, accepted = _same_length(side.tonight)
-    return Figure(
-        f"Draft tokens by depth: {side.label.lower()}",
-        nested_bars(
-            Series("drafted", drafted, DRAFTED),
-            Series("accepted", accepted, ACCEPTED),
-            "depth in the draft tree",
-            "draft tokens",
-        ),
-        caption="On bars that have room, and under the pointer on all: accepted in % of drafted. Depth 1 is the token "
-        "after the last committed one.",
-        legend=[LegendEntry("drafted", DRAFTED), LegendEntry("accepted", ACCEPTED)],
     )
 
 
 def _share_by_depth(sides: list[SideView]) -> Figure:
     series = []
     for side in sides:
-        _, accepted = _same_length(side.tonight)
-        shares = [ratio(value, side.tonight.num_steps) for value in accepted]
+        shares = [ratio(value, side.tonight.num_steps) for value in side.tonight.accepted_by_depth]
         series.append(Series(side.label, shares, SIDE_COLOURS.get(side.name, OTHER)))
     return Figure(
         "How far drafts are accepted",
@@ -199,11 +177,6 @@ def _sources(part: Decoding) -> list[str]:
     counted = [name for name in [*part.drafted_by_source, *part.accepted_by_source] if name != "target"]
     used = {name for name in counted if part.drafted_by_source.get(name, 0) or part.accepted_by_source.get(name, 0)}
     return [name for name in SOURCE_LABELS if name in used] + sorted(used - set(SOURCE_LABELS))
-
-
-def _same_length(part: Decoding) -> tuple[list[int], list[int]]:
-    depth = max(len(part.drafted_by_depth), len(part.accepted_by_depth))
-    return tuple([*counts, *[0] * (depth - len(counts))] for counts in (part.drafted_by_depth, part.accepted_by_depth))
 
 
 def _quantile(ordered: list[int], share: float) -> float:

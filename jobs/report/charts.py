@@ -1,4 +1,4 @@
-"""The bar charts of the report: grouped, nested, lying, stacked to the whole. Each returns one inline SVG.
+"""The bar charts of the report: grouped, lying, stacked to the whole. Each returns one inline SVG.
 
 Knows labels and numbers, nothing of manifests. A value of None is drawn as a dash, never as zero.
 """
@@ -65,32 +65,6 @@ def grouped_bars(
             canvas.text(x + bar / 2, top - 5, MISSING if value is None else show(value), anchor="middle", kind="value")
         canvas.text(centre, frame.base + 18, category, anchor="middle")
     frame.close()
-    return canvas.markup()
-
-
-def nested_bars(outer: Series, inner: Series, x_name: str, y_name: str, width: float = HALF_WIDTH) -> Markup:
-    """A dark bar within a pale one, at 1, 2, 3, ...: how many of how many, with the share on top.
-
-    Parameters
-    ----------
-    outer, inner : counts; `inner.values[i] <= outer.values[i]`.
-    x_name, y_name : names and units of the axes.
-    """
-    canvas = Canvas(width, 250, f"Bar chart: {inner.name} of {outer.name}, {y_name} by {x_name}")
-    frame = Frame(canvas, 0.0, _maximum([outer, inner]) * 1.05, y_name)
-    slot = frame.width / max(1, len(outer.values))
-    for index, (of, value) in enumerate(zip(outer.values, inner.values, strict=True)):
-        of, value = of or 0.0, value or 0.0
-        x, bar = frame.left + slot * index + slot * 0.12, slot * 0.76
-        share = percent(value / of) if of else MISSING
-        tip = f"{x_name} {index + 1}: {count(value)} of {count(of)} ({share})"
-        canvas.rect(x, frame.y(of), bar, frame.base - frame.y(of), outer.colour, tip)
-        canvas.rect(x, frame.y(value), bar, frame.base - frame.y(value), inner.colour, tip, round_px=0)
-        if slot >= 24:
-            canvas.text(x + bar / 2, frame.y(of) - 5, share.replace(" %", ""), anchor="middle", kind="value small")
-        if slot >= 16 or index % 2 == 0:
-            canvas.text(x + bar / 2, frame.base + 16, str(index + 1), anchor="middle", kind="tick")
-    frame.close(x_name)
     return canvas.markup()
 
 

@@ -1,7 +1,6 @@
 """The colours of the report, and what they stand for. Colour-blind safe (Okabe and Ito; or apart in lightness)."""
 
 TONIGHT, PREVIOUS_NIGHT, PLAIN = "#0b4f8a", "#7fb2de", "#b4bcc6"
-DRAFTED, ACCEPTED = "#c4d9ec", TONIGHT
 SIDE_COLOURS = {"user": "#0b4f8a", "item": "#c4560a"}
 OTHER = "#8b95a1"
 

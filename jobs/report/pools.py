@@ -1,16 +1,13 @@
 """Routing and pools: which groups entities were sent to, what they drafted from, what was built for the next night."""
 
-import statistics
 from collections.abc import Mapping
 
-from jobs.formatting import MISSING, count, counted, decimal, finite, seconds, whole
+from jobs.formatting import MISSING, count, counted, finite, seconds, whole
 from jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
 from jobs.report.calibration import calibration_blocks
-from jobs.report.charts import FULL_WIDTH, HALF_WIDTH, Part, lying_bars, stacked_shares
-from jobs.report.palette import DARK_COLOURS, OTHER, ROUTE_COLOURS, ROUTE_LABELS, SIDE_COLOURS
+from jobs.report.charts import FULL_WIDTH, Part, stacked_shares
+from jobs.report.palette import DARK_COLOURS, OTHER, ROUTE_COLOURS, ROUTE_LABELS
 from jobs.report.reading import SideView, counts, mapping, side_label
-
-MAX_GROUPS_SHOWN = 10
 
 
 def pools_section(manifest: Mapping, sides: list[SideView]) -> Section:
@@ -18,12 +15,7 @@ def pools_section(manifest: Mapping, sides: list[SideView]) -> Section:
     used, built = mapping(manifest.get("pools")), mapping(manifest.get("pools_built"))
     blocks: list[Block] = []
     routed = [side for side in sides if sum(counts(side.data.get("routes")).values())]
-    grouped = [(side, groups) for side in sides if (groups := _group_sizes(used, built, side.name))]
-    if routed:
-        blocks.append(_routes(routed, wide=len(grouped) % 2 == 0))
-    else:
-        blocks.append(Note("No entity was routed to a pool tonight.", wide=len(grouped) % 2 == 0))
-    blocks += [_groups(side, groups, is_new=not _sizes(mapping(used.get(side.name)))) for side, groups in grouped]
+    blocks.append(_routes(routed) if routed else Note("No entity was routed to a pool tonight."))
     blocks += [Note(sentence) for sentence in _missing(used, sides)]
     blocks += calibration_blocks(built)
     uses = (("tonight", used), ("next night", built))
@@ -58,7 +50,7 @@ def _lead(used: Mapping) -> str:
     )
 
 
-def _routes(sides: list[SideView], wide: bool) -> Figure:
+def _routes(sides: list[SideView]) -> Figure:
     rows, names = [], {}
     for side in sides:
         routes = counts(side.data.get("routes"))
@@ -72,37 +64,21 @@ def _routes(sides: list[SideView], wide: bool) -> Figure:
         rows.append((side.label, parts))
     return Figure(
         "Where the router sent entities",
-        stacked_shares(rows, "share of the side's entities", FULL_WIDTH if wide else HALF_WIDTH),
+        stacked_shares(rows, "share of the side's entities", FULL_WIDTH),
         legend=[LegendEntry(ROUTE_LABELS.get(name, name), ROUTE_COLOURS.get(name, OTHER)) for name in names],
         caption="Collaborative: known well enough for a cluster of tastes. Attribute: the others, and cold ones.",
-        wide=wide,
-    )
-
-
-def _groups(side: SideView, groups: dict[str, int], is_new: bool) -> Figure:
-    largest = sorted(groups.items(), key=lambda item: (-item[1], item[0]))
-    shown = largest[:MAX_GROUPS_SHOWN]
-    rest = largest[MAX_GROUPS_SHOWN:]
-    more = f"{counted(len(rest), 'smaller group')} with {counted(sum(size for _, size in rest), 'token')} in all"
-    captions = ["Of the pool built tonight."] if is_new else []
-    captions += [f"Not drawn: {more}."] if rest else []
-    title = f"Largest pool groups: {side.label.lower()}" if rest else f"Pool groups: {side.label.lower()}"
-    return Figure(
-        title, lying_bars(shown, "tokens in the group", count, SIDE_COLOURS.get(side.name, OTHER)), " ".join(captions)
+        wide=True,
     )
 
 
 def _row(name: str, use: str, pool: Mapping) -> list[str]:
-    sizes = sorted(_sizes(pool).values())
     return [
         side_label(name),
         use,
         str(pool.get("version") or MISSING),
         count(pool.get("num_texts")),
         count(pool.get("num_tokens")),
-        count(len(sizes)),
-        decimal(statistics.median(sizes), 0) if sizes else MISSING,
-        count(sizes[-1]) if sizes else MISSING,
+        count(len(mapping(pool.get("groups")))),
         how_built(pool) or MISSING,
         count(pool.get("num_texts_left_out")),
         seconds(pool.get("build_s")),
@@ -117,8 +93,6 @@ def _table(rows: list[list[str]]) -> Table:
         "Texts",
         "Tokens",
         "Groups",
-        "Median group (tokens)",
-        "Largest (tokens)",
         "Built",
         "Texts left out",
         "Build time",
@@ -127,7 +101,7 @@ def _table(rows: list[list[str]]) -> Table:
         "Built: what had to be sorted; the files are the same. Left out: the texts that draft least, for which "
         "pool_building.max_tokens leaves no room."
     )
-    return Table("Pools, in numbers", columns, rows, caption, left=frozenset({0, 1, 2, 8}))
+    return Table("Pools, in numbers", columns, rows, caption, left=frozenset({0, 1, 2, 6}))
 
 
 def how_built(pool: Mapping) -> str:
@@ -140,12 +114,3 @@ def how_built(pool: Mapping) -> str:
     changed = finite(pool.get("num_texts_changed"))
     sorted_texts = "" if changed is None else f", {counted(changed, 'text')} sorted"
     return f"merged from the earlier version{sorted_texts}"
-
-
-def _group_sizes(used: Mapping, built: Mapping, side: str) -> dict[str, int]:
-    """Tokens by group of the pool that was drafted from, or else of the one that was built."""
-    return _sizes(mapping(used.get(side))) or _sizes(mapping(built.get(side)))
-
-
-def _sizes(pool: Mapping) -> dict[str, int]:
-    return {str(name): whole(mapping(group).get("num_tokens")) for name, group in mapping(pool.get("groups")).items()}

@@ -30,7 +30,6 @@ class Decoding:
     wall_s: float
     drafted_by_source: Mapping[str, int]
     accepted_by_source: Mapping[str, int]
-    drafted_by_depth: Sequence[int]
     accepted_by_depth: Sequence[int]
     finish_reasons: Mapping[str, int]
     lengths: Sequence[int]
@@ -74,10 +73,7 @@ def decoding_of(stats: object) -> Decoding | None:
         },
         wall_s=finite(stats.get("wall_s")) or 0.0,
         **{name: counts(stats.get(name)) for name in ("drafted_by_source", "accepted_by_source", "finish_reasons")},
-        **{
-            name: [whole(value) for value in sequence(stats.get(name))]
-            for name in ("drafted_by_depth", "accepted_by_depth", "lengths")
-        },
+        **{name: [whole(value) for value in sequence(stats.get(name))] for name in ("accepted_by_depth", "lengths")},
     )
 
 
@@ -98,10 +94,7 @@ def total(parts: Iterable[Decoding | None]) -> Decoding | None:
             name: _added([getattr(part, name) for part in parts])
             for name in ("drafted_by_source", "accepted_by_source", "finish_reasons")
         },
-        **{
-            name: _added_by_depth([getattr(part, name) for part in parts])
-            for name in ("drafted_by_depth", "accepted_by_depth")
-        },
+        accepted_by_depth=_added_by_depth([part.accepted_by_depth for part in parts]),
         lengths=[length for part in parts for length in part.lengths],
     )
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs import formatting
-from jobs.report.charts import Part, Series, grouped_bars, lying_bars, nested_bars, stacked_shares
+from jobs.report.charts import Part, Series, grouped_bars, lying_bars, stacked_shares
 from jobs.report.plots import Spread, histogram, share_lines, spreads
 from jobs.report.svg import shortened, tick_text, ticks
 
@@ -19,9 +19,6 @@ def drawings() -> dict[str, str]:
     one, two = Series(NAME, [3.0, None, 0.0], "#111111"), Series("b", [1.0, 2.0, 0.0], "#222222")
     return {
         "grouped": grouped_bars([NAME, "x", "y"], [one, two], "y name", str),
-        "nested": nested_bars(
-            Series("all", [10, 5, 0], "#111111"), Series("some", [5, 5, 0], "#222222"), "x name", "y name"
-        ),
         "lying": lying_bars([(NAME, 3.0), ("x", 0.0)], "x name", str, "#111111"),
         "stacked": stacked_shares([(NAME, [Part("a", 1, "#111111"), Part("b", 0, "#222222")]), ("none", [])], "x name"),
         "lines": share_lines(
