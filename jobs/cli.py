@@ -23,7 +23,7 @@ COMMANDS = {
     ),
     "try": LazyCommand(
         "jobs.try_one:try_one",
-        "Show one entity being written: its prompt, its pool, its text with accepted spans coloured by source.",
+        "Show one entity being written: its prompt, its pool, its text by source, and whether a night keeps it.",
     ),
     "nightly": LazyCommand(
         "jobs.nightly:nightly", "Run a whole night: generate, encode, compare, publish, build pools, report."

@@ -5,6 +5,7 @@ names and written beside the configuration, to be read and corrected by a person
 """
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,17 +17,19 @@ import yaml
 
 from jobs.commented_yaml import commented_yaml
 from jobs.console import say, summary
+from jobs.sample_model import NEEDS_A_MODEL
 from jobs.settings import Settings
 from pipeline.errors import ConfigError, TableError
 from pipeline.storage.atomic import write_text
 from pipeline.tables.check import check_tables
+from pipeline.tables.sample_world import is_sample_world
 from pipeline.tables.schema import TABLE_NAMES, table_files
 
 USER_ID = r"^(user|member|customer|reader|viewer|account|visitor)s?_?(id|no|key|code)?$|^uid$"
-ITEM_ID = r"^(item|product|movie|book|article|news|video|song|track|sku|asin)s?_?(id|no|key|code)?$|^iid$"
+ITEM_ID = r"^(item|product|movie|book|article|news|video|song|track|job|post|sku|asin)s?_?(id|no|key|code)?$|^iid$"
 TITLE = r"title|name|headline|label"
 TIME = r"time|date|^ts$|_at$|when"
-RATING = r"rating|stars|score|^grade$"
+RATING = r"rating|stars|score|^grade$|click|like"
 PATH_SEPARATORS = (" > ", ">", "|", ";", "/")
 
 
@@ -42,9 +45,10 @@ class SourceTable:
         """The name without suffix or parts."""
         return re.split(r"[./]", self.name)[0]
 
-    def find(self, pattern: str) -> str | None:
-        """The first column whose name matches."""
-        return next((column for column in self.head.column_names if re.search(pattern, column, re.IGNORECASE)), None)
+    def find(self, pattern: str, taken: Container[str] = ()) -> str | None:
+        """The first column whose name matches and is not taken."""
+        free = (column for column in self.head.column_names if column not in taken)
+        return next((column for column in free if re.search(pattern, column, re.IGNORECASE)), None)
 
 
 def init(
@@ -65,19 +69,25 @@ def init(
         write_text(_configuration(tables.resolve(), ""), out)
         num_faults = len(check_tables(tables))
         said = {"configuration": str(out), "tables": "in the input schema already", "num_faults": num_faults}
-        summary(said | {"next": f"laserbatch nightly --config {out} --date YYYY-MM-DD"}, as_json)
+        if not is_sample_world(tables):
+            said["model"] = NEEDS_A_MODEL
+        following = f"laserbatch data check {tables}" if num_faults else f"laserbatch try --config {out}"
+        summary(said | {"next": following}, as_json)
         return
     mapping_path = out.with_name("mapping.yaml")
     if mapping_path.exists() and not overwrite:
         raise ConfigError(f"{mapping_path} is there already; pass --overwrite to replace it")
-    mapping = guess_mapping(read_sources(tables))
+    sources = read_sources(tables)
+    mapping = guess_mapping(sources)
     command = f"laserbatch data import table {tables} {out.with_name('tables')} --mapping {mapping_path}"
     head = "# Guessed from the names of files and columns: read it, correct it, then run\n#   " + command + "\n"
     head += "# configs/import_example.yaml explains every key.\n"
     write_text(head + yaml.safe_dump(mapping, sort_keys=False, allow_unicode=True), mapping_path)
-    write_text(_configuration(out.resolve().with_name("tables"), f"# Made from {tables} by: {command}\n"), out)
+    note = f"# Made from {tables} by: {command}\n"
+    write_text(_configuration(out.resolve().with_name("tables"), note, _has_clicks(sources, mapping)), out)
     say("the mapping is a guess from names; read it before you import")
-    summary({"configuration": str(out), "mapping": str(mapping_path), "next": command}, as_json)
+    said = {"configuration": str(out), "mapping": str(mapping_path), "model": NEEDS_A_MODEL}
+    summary(said | {"next": f"{command}, then laserbatch try --config {out}"}, as_json)
 
 
 def read_sources(folder: Path) -> list[SourceTable]:
@@ -122,7 +132,7 @@ def guess_mapping(sources: list[SourceTable]) -> dict:
         seen = "; ".join(f"{source.name}: {', '.join(source.head.column_names)}" for source in sources)
         wanted = "items (an id and a title)" if interactions else "interactions (a user id, an item id and a time)"
         raise TableError(f"no file looks like {wanted}; see configs/import_example.yaml. Found: {seen}")
-    mapping: dict = {"ids": {"user_id": "string", "item_id": "string"}}
+    mapping: dict = {"ids": {}}
     if users is not None:
         user_id = users.find(USER_ID) or users.find(r"id$") or users.head.column_names[0]
         mapping["users"] = {"files": users.name, "id": user_id, "attributes": _attributes(users, {user_id})}
@@ -137,7 +147,16 @@ def guess_mapping(sources: list[SourceTable]) -> dict:
         "timestamp": {"column": interactions.find(TIME), "unit": _time_unit(interactions, interactions.find(TIME))},
         "drop_unknown": True,
     }
-    rating = interactions.find(RATING)
+    for name, owner in (("user_id", users), ("item_id", items)):
+        holders = [(interactions, mapping["interactions"][name])]
+        holders += [(owner, mapping[f"{name.removesuffix('_id')}s"]["id"])] if owner is not None else []
+        are_integers = all(
+            source.name.endswith(".parquet") and pa.types.is_integer(source.head[column].type)
+            for source, column in holders
+        )
+        mapping["ids"][name] = "int64" if are_integers else "string"  # of a CSV, 007 is a text
+    of_events = mapping["interactions"]
+    rating = interactions.find(RATING, (of_events["user_id"], of_events["item_id"], of_events["timestamp"]["column"]))
     if rating is not None:
         mapping["interactions"]["rating"] = rating
     return mapping
@@ -179,6 +198,14 @@ def _is_in_schema(folder: Path) -> bool:
     )
 
 
-def _configuration(tables: Path, note: str) -> str:
+def _has_clicks(sources: list[SourceTable], mapping: dict) -> bool:
+    """Whether what would be ratings are 0 and 1."""
+    of_events = mapping["interactions"]
+    events = next(source for source in sources if source.name == of_events["files"])
+    return "rating" in of_events and set(events.head[of_events["rating"]].to_pylist()) <= {0, 1, None}
+
+
+def _configuration(tables: Path, note: str, has_clicks: bool = False) -> str:
     head = f"# laserbatch configuration. Every option is shown with its default; delete what you do not change.\n{note}"
-    return head + commented_yaml(Settings, {"tables": {"path": tables}}).lstrip("\n") + "\n"
+    values = {"tables": {"path": tables}} | ({"ctr": {"positive_rating": 1.0}} if has_clicks else {})
+    return head + commented_yaml(Settings, values).lstrip("\n") + "\n"

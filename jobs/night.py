@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from jobs.console import say
 from jobs.inputs import changed_inputs, checked_inputs
+from jobs.sample_model import NEEDS_A_MODEL, needs_a_model
 from jobs.settings import Settings
 from pipeline.errors import ConfigError, WorkspaceError
 from pipeline.storage.manifest import RunManifest, make_run_id
@@ -97,6 +98,8 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False, red
         The unfinished run was started from other inputs.
     """
     inputs, tables = checked_inputs(settings, date)
+    if needs_a_model(settings, settings.tables.path):
+        say(NEEDS_A_MODEL)
     workspace = Workspace.open(settings.workspace)
     edition = _newest_edition(workspace, settings, date)
     run = workspace.run(make_run_id(date, settings.of_output(), edition))

@@ -8,11 +8,12 @@ import typer
 from rich.live import Live
 
 from jobs.budgets import budget_step_cost, side_budget
-from jobs.console import stdout, summary
+from jobs.console import say, stdout, summary
 from jobs.generate import NO_ROUTE, renderer
 from jobs.night import current_pools, parse_date, previous_run
 from jobs.pools_view import num_calibration_texts
 from jobs.routing import entity_router
+from jobs.sample_model import NEEDS_A_MODEL, needs_a_model
 from jobs.settings import Settings, load_settings
 from jobs.spans import Span, text_spans
 from jobs.try_view import TriedEntity, print_tried, text_panel
@@ -40,22 +41,24 @@ from retrieval_pools.store import PoolStore
 
 def try_one(
     config: Path | None = typer.Option(None, help="Configuration file; without it the defaults."),
-    user: str | None = typer.Option(None, "--user", help="Id of a user."),
+    user: str | None = typer.Option(None, "--user", help="Id of a user. Default: the first of the table."),
     item: str | None = typer.Option(None, "--item", help="Id of an item."),
     date: str | None = typer.Option(None, help="As known at the end of this day; without it everything is known."),
     as_json: bool = typer.Option(False, "--json", help="Print what happened as JSON."),
 ) -> None:
-    """Show one entity being written: its prompt, its pool, its text with accepted spans coloured by source.
+    """Show one entity being written: its prompt, its pool, its text by source, and whether a night keeps it.
 
     Example: `laserbatch try --config laserbatch.yaml --user u17`
     """
-    if (user is None) == (item is None):
+    if user is not None and item is not None:
         raise typer.BadParameter("give either --user or --item")
     settings = load_settings(config)
-    side: Side = "user" if user is not None else "item"
+    side: Side = "item" if item is not None else "user"
     night_date = parse_date(date) if date else None
     tables = read_tables(settings.tables.path, as_of=night_date)
-    entity = find_entity(tables, side, user if user is not None else item)
+    entity = find_entity(tables, side, user if item is None else item)
+    if needs_a_model(settings, settings.tables.path):
+        say(NEEDS_A_MODEL)
     today = datetime.datetime.now(datetime.UTC).date()
     tried = write_one(settings, tables, side, entity, night_date or today, live=not as_json and stdout.is_terminal)
     if as_json:
@@ -65,8 +68,8 @@ def try_one(
     print_tried(stdout, tried)
 
 
-def find_entity(tables: Tables, side: Side, text: str) -> Entity:
-    """The entity whose id, as text, is the given one.
+def find_entity(tables: Tables, side: Side, text: str | None) -> Entity:
+    """The entity whose id, as text, is the given one; without one the table's first.
 
     Raises
     ------
@@ -74,10 +77,10 @@ def find_entity(tables: Tables, side: Side, text: str) -> Entity:
         There is none.
     """
     ids = tables.entities(side)[f"{side}_id"].to_pylist()
-    entity_id = next((known for known in ids if str(known) == text), None)
+    entity_id = next((known for known in ids if text is None or str(known) == text), None)
     if entity_id is None:
         some = ", ".join(str(known) for known in ids[:5])
-        raise TableError(f"the {side}s table has no {side}_id {text!r}; its first ids are: {some}")
+        raise TableError(f"the {side}s table has no {side}_id {text!r}; its first ids are: {some or 'none'}")
     return next(iter_entities(tables, side, [entity_id]))
 
 

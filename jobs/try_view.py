@@ -74,7 +74,12 @@ class TriedEntity:
 def print_tried(console: Console, tried: TriedEntity) -> None:
     """Draw a tried entity from top to bottom."""
     console.print(
-        prompt_panel(tried), pool_line(tried), text_panel(tried.spans), counts_line(tried), record_panel(tried)
+        prompt_panel(tried),
+        pool_line(tried),
+        text_panel(tried.spans),
+        counts_line(tried),
+        record_panel(tried),
+        verdict_line(tried),
     )
 
 
@@ -145,6 +150,21 @@ def record_panel(tried: TriedEntity) -> Panel:
     for name, value in tried.fields.items():
         table.add_row(Text(visible(name)), Text(visible(value)))
     return Panel(table if tried.fields else Text("(no fields)", "dim"), title=_title("Record"), title_align="left")
+
+
+def verdict_line(tried: TriedEntity) -> Text:
+    """Whether a night would keep the text, and what to do where something is wrong with it."""
+    is_cut = tried.finish_reason == "length"
+    if tried.fields is None:
+        where = ", and it was cut at the token limit" if is_cut else ""
+        return Text(
+            f"A night would put {tried.side} {visible(str(tried.entity_id))} in quarantine: nothing could be parsed of "
+            f"this text{where}. Try another decoding.model or knowledge.{tried.side}_template.",
+            "bold red",
+        )
+    if is_cut:
+        return Text("It was parsed, but cut at the token limit: raise decoding.max_new_tokens.", "bold yellow")
+    return Text("It was parsed and ended by itself: a night would keep it.", "bold green")
 
 
 def visible(text: str) -> str:

@@ -20,6 +20,7 @@ from pipeline.tables.sample_catalogue import Catalogue, WeightedGroups, make_cat
 from pipeline.tables.sample_columns import DAY_S, LAST_DATE, SIGN_UP_S, first_second, ids, timestamps, words
 from pipeline.tables.sample_lore import CATEGORY_PATHS, ERAS, MOODS, THEMES, TOP_CATEGORIES
 from pipeline.tables.sample_users import SHARE_COLD, Users, draw_archetypes, draw_users, user_table
+from pipeline.tables.schema import table_files
 
 USERS_PER_CHUNK = 20_000
 SHARE_ACTIVE_LAST_DAY = 0.17  # of the users known before it
@@ -105,6 +106,13 @@ def write_sample_world(
                 writer.close()
     end_date = LAST_DATE + datetime.timedelta(days=future_days)
     return SampleWorld(out_dir, num_users, num_items, num_interactions, LAST_DATE, end_date)
+
+
+def is_sample_world(folder: Path) -> bool:
+    """Whether users and items have the columns of a sample world, which the bundled model can write about."""
+    items = {"item_id", "title", "category", "creator", "era", "mood", "created_at"}
+    expected = {"users": {"user_id", "region", "age_band", "about", "created_at"}, "items": items}
+    return all(set(pq.read_schema(table_files(folder, name)[0]).names) == names for name, names in expected.items())
 
 
 def _item_table(catalogue: Catalogue, item_ids: pa.Array, first_s: int, seed: int) -> pa.Table:

@@ -57,6 +57,18 @@ def test_prompt_pool_text_counts_and_record_are_drawn():
         assert part in shown, part
 
 
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({}, "parsed and ended by itself: a night would keep it"),
+        ({"finish_reason": "length"}, "cut at the token limit: raise decoding.max_new_tokens"),
+        ({"fields": None, "problem": "unparsable"}, "A night would put user u12 in quarantine"),
+    ],
+)
+def test_the_last_line_says_whether_a_night_would_keep_the_text(changes, verdict):
+    assert verdict in " ".join(drawn(replace(TRIED, **changes)).split())
+
+
 def test_accepted_spans_are_coloured_by_source_with_a_legend():
     shown = drawn(TRIED, force_terminal=True, color_system="truecolor")
     assert "48;2;242;196;221m1. Genres: " in shown  # pool

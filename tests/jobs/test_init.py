@@ -1,0 +1,54 @@
+"""`laserbatch init`: what it guesses of a stranger's tables, and what it says of the bundled model."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from jobs.init import init
+from jobs.sample_model import needs_a_model
+from jobs.settings import Settings, load_settings
+from pipeline.tables.sample_world import write_sample_world
+
+
+@pytest.fixture
+def job_board(tmp_path):
+    """Exports of a job board: integer ids, clicks of 0 and 1, times in milliseconds."""
+    folder = tmp_path / "exports"
+    folder.mkdir()
+    pq.write_table(pa.table({"member_id": [7, 8], "city": ["Oslo", "Rome"]}), folder / "members.parquet")
+    pq.write_table(pa.table({"job_id": [1, 2], "title": ["Cook", "Nurse"]}), folder / "jobs.parquet")
+    clicks = {"member_id": [7, 8], "job_id": [2, 1], "clicked_at": [1_740_000_000_000] * 2, "clicked": [0, 1]}
+    pq.write_table(pa.table(clicks), folder / "clicks.parquet")
+    return folder
+
+
+def run_init(capsys, tables, out) -> dict:
+    init(tables=tables, out=out, overwrite=False, as_json=True)
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_job_board_is_guessed_with_its_types_and_clicks(job_board, tmp_path, capsys):
+    said = run_init(capsys, job_board, tmp_path / "night.yaml")
+    assert "decoding.model" in said["model"]
+    mapping = yaml.safe_load((tmp_path / "mapping.yaml").read_text())
+    assert mapping["ids"] == {"user_id": "int64", "item_id": "int64"}
+    assert mapping["items"]["id"] == "job_id"
+    events = mapping["interactions"]
+    assert events["timestamp"] == {"column": "clicked_at", "unit": "ms"} and events["rating"] == "clicked"
+    assert load_settings(tmp_path / "night.yaml").ctr.positive_rating == 1.0
+
+
+def test_the_bundled_model_knows_the_sample_world_alone(tmp_path, capsys):
+    write_sample_world(tmp_path / "tables", num_users=5, num_items=20)
+    said = run_init(capsys, tmp_path / "tables", tmp_path / "night.yaml")
+    assert "model" not in said and said["next"].startswith("laserbatch try")
+    items = pq.read_table(tmp_path / "tables" / "items.parquet")
+    pq.write_table(items.rename_columns([*items.column_names[:-1], "posted"]), tmp_path / "tables" / "items.parquet")
+    said = run_init(capsys, tmp_path / "tables", tmp_path / "other.yaml")
+    assert "safetensors" in said["model"]
+    assert needs_a_model(Settings(), tmp_path / "tables")
+    own = Settings().decoding.model_copy(update={"model": "qwen"})
+    assert not needs_a_model(Settings(decoding=own), tmp_path / "tables")
