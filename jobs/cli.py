@@ -1,7 +1,14 @@
 """`laserbatch`: every command, wired; and the one place where an error becomes a line and an exit code."""
 
+import errno
+import json
 import logging
+import os
+import shutil
 import sys
+import traceback
+from importlib.metadata import version
+from pathlib import Path
 
 import typer
 
@@ -48,14 +55,26 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     help="Nightly LLM knowledge for recommender systems, by retrieval speculative decoding.\n\n"
-    "Exit codes: 0 done, 1 unexpected error, 2 wrong usage, 3 bad input or configuration, "
-    "4 too many rows failed, 5 the workspace is in use.",
+    "Exit codes: 0 done, 1 unexpected error, 2 wrong usage, 3 bad input or configuration, or no room on the disk, "
+    "4 too many rows failed, 5 the workspace is in use, 130 interrupted, 141 nobody reads what is printed. "
+    "With --json a failure is an object too: error, kind, exit_code.",
 )
 add_lazy_commands(app, COMMANDS)
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+NOT_ALLOWED = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        print(f"laserbatch {version('laserbatch')}")
+        raise typer.Exit
 
 
 @app.callback()
-def _global(verbose: bool = typer.Option(False, "--verbose", "-v", help="Log every shard; show tracebacks.")) -> None:
+def _global(
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log every shard; show tracebacks."),
+    _version: bool = typer.Option(False, "--version", callback=_say_version, is_eager=True, help="Say the version."),
+) -> None:
     level = logging.INFO if verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
     logger.setLevel(logging.DEBUG if verbose else logging.INFO)
@@ -69,19 +88,72 @@ def exit_code_of(error: Exception) -> ExitCode:
         return ExitCode.RUN_FAILED
     if isinstance(error, PipelineError | PoolError | CtrError):
         return ExitCode.BAD_INPUT
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in NO_ROOM):
+        return ExitCode.BAD_INPUT
     return ExitCode.UNEXPECTED
+
+
+def line_of(error: Exception) -> str:
+    """What a user is told of an error."""
+    code = exit_code_of(error)
+    if code is ExitCode.UNEXPECTED:
+        where = traceback.extract_tb(error.__traceback__)[-1:]
+        places = "".join(f" ({Path(place.filename).name}, line {place.lineno})" for place in where)
+        first = (str(error).strip().splitlines() or [""])[0]
+        return f"unexpected {type(error).__name__}: {first}{places}; `laserbatch -v ...` shows the traceback"
+    if not isinstance(error, OSError):
+        return str(error)
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    path = error.filename or "a file"
+    if error.errno in NO_ROOM:
+        return (
+            f"{path} cannot be written: {reason}{_free(error.filename)}. Make room, then give the same command again: "
+            "it goes on with what is finished"
+        )
+    if error.errno in NOT_ALLOWED:
+        return f"{path}: {reason}. Allow it, then give the same command again, or give another path"
+    return f"{path}: {reason}. Check the path"
+
+
+def _free(path: str | None) -> str:
+    """How much room there is where a file was to be written."""
+    if path is None:
+        return ""
+    folder = next(parent for parent in Path(path).absolute().parents if parent.exists())
+    return f", {shutil.disk_usage(folder).free / 1e6:,.1f} MB are free in {folder}"
+
+
+def end_of(error: BaseException) -> int:
+    """Say why a command ended, in a line and with --json as an object; its exit code."""
+    while isinstance(error, SystemExit | typer.Exit | typer.Abort) and error.__context__ is not None:
+        error = error.__context__  # what Typer caught
+    if isinstance(error, SystemExit | typer.Exit):
+        return error.code if isinstance(error, SystemExit) else error.exit_code
+    if isinstance(error, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed when Python ends
+        return ExitCode.NOT_READ
+    is_usage = hasattr(error, "format_message")  # Typer has shown it
+    if is_usage:
+        code, line = error.exit_code, error.format_message()
+    elif isinstance(error, KeyboardInterrupt):
+        code, line = ExitCode.INTERRUPTED, "interrupted; the same command goes on with what is finished"
+    else:
+        code, line = exit_code_of(error), line_of(error)
+    if "-v" in sys.argv or "--verbose" in sys.argv:
+        traceback.print_exception(error)
+    if not is_usage:
+        stderr.print(f"laserbatch: {line}", markup=False, soft_wrap=True)
+    if "--json" in sys.argv:
+        print(json.dumps({"error": line, "kind": type(error).__name__, "exit_code": int(code)}, ensure_ascii=False))
+    return code
 
 
 def main() -> None:
     """Run the command line."""
     try:
-        app()
-    except KeyboardInterrupt:
-        stderr.print("interrupted; run the same command again to go on where it stopped", markup=False)
-        sys.exit(130)
-    except Exception as error:
-        code = exit_code_of(error)
-        if code is ExitCode.UNEXPECTED or "-v" in sys.argv or "--verbose" in sys.argv:
-            logging.getLogger("laserbatch").exception("unexpected error")
-        stderr.print(f"laserbatch: {error}", markup=False, soft_wrap=True)
-        sys.exit(code)
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except BaseException as error:
+        sys.exit(end_of(error))

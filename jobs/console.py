@@ -33,6 +33,8 @@ class ExitCode(IntEnum):
     BAD_INPUT = 3
     RUN_FAILED = 4
     BUSY = 5
+    INTERRUPTED = 130
+    NOT_READ = 141
 
 
 class ProgressBar(Protocol):
@@ -100,7 +102,7 @@ def summary(data: Mapping, as_json: bool) -> None:
 
     Parameters
     ----------
-    data : plain values; nested mappings become indented rows.
+    data : plain values; nested mappings become indented rows. Keys are identifiers, shown with spaces.
     as_json : print one JSON object instead of a table.
     """
     if as_json:
@@ -109,12 +111,16 @@ def summary(data: Mapping, as_json: bool) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in data.items():
         if isinstance(value, Mapping):
-            table.add_row(f"[bold]{key}[/bold]", "")
+            table.add_row(f"[bold]{_title(key)}[/bold]", "")
             for inner, inner_value in value.items():
-                table.add_row(f"  {inner}", _shown(inner_value))
+                table.add_row(f"  {_title(inner)}", _shown(inner_value))
         else:
-            table.add_row(key, _shown(value))
+            table.add_row(_title(key), _shown(value))
     stdout.print(table)
+
+
+def _title(key: str) -> str:
+    return key.removeprefix("num_").replace("_", " ")
 
 
 def _shown(value: object) -> str:

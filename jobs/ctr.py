@@ -16,6 +16,7 @@ from ctr.feature_set import FeatureSet, read_feature_set
 from ctr.settings import CtrSettings
 from jobs.console import progress as progress_bar
 from jobs.console import say, summary
+from jobs.settings import CONFIG, WORKSPACE, load_settings
 from pipeline.errors import ConfigError
 from pipeline.storage.run_folder import RunFolder
 
@@ -29,7 +30,8 @@ def _group() -> None:
 
 @app.command()
 def train(
-    workspace: Path = typer.Option(Path("workspace"), "--workspace", "-w", help="The workspace folder."),
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
     run: str | None = typer.Option(None, help="A run id. Default: the published run."),
     models: str | None = typer.Option(None, help="Comma-separated, of din, dcnv2 and gbdt. Default: the run's own."),
     seeds: int | None = typer.Option(None, min=1, help="Trainings of each model and variant. Default: the run's own."),
@@ -43,20 +45,19 @@ def train(
     Example: `laserbatch ctr train --workspace workspace --models din,dcnv2 --seeds 3`
     """
     from jobs.night import open_run
-    from jobs.settings import Settings
     from pipeline.tables.read import read_tables
 
-    night = open_run(Settings(workspace=workspace), run)
+    night = open_run(load_settings(config, {"workspace": workspace}), run)
     settings = changed_settings(night.settings.ctr, models, seeds)
     later_tables = read_tables(tables or night.settings.tables.path, as_of=None)
     section = ctr_table(night.run.root, later_tables, night.date, night.settings.decoding.verifier, settings)
     if as_json:
-        summary({"run": night.run.run_id, **section}, as_json=True)
+        summary({"run_id": night.run.run_id, **section}, as_json=True)
         return
-    rows = {f"{row['model']}, {row['variant']}": _shown(row) for row in section["rows"]}
+    rows = ctr_summary(section, as_json=False)
     verdicts = {model: _shown_verdict(verdict) for model, verdict in section["equivalence"].items()}
     against = {f"{night.settings.decoding.verifier} against plain": verdicts} if verdicts else {}
-    summary({"run": night.run.run_id, "rows": section["split"], "test": rows} | against, as_json=False)
+    summary({"run_id": night.run.run_id, "rows": section["split"], "test": rows} | against, as_json=False)
 
 
 def changed_settings(settings: CtrSettings, models: str | None, seeds: int | None) -> CtrSettings:
@@ -129,6 +130,13 @@ def run_variants(run: RunFolder, verifier: str) -> dict[str, FeatureSet | None]:
         variants["plain"] = read_feature_set(run.plain.features_path("user").parent)
     variants[verifier] = read_feature_set(run.features_path("user").parent)
     return variants
+
+
+def ctr_summary(section: dict[str, Any], as_json: bool) -> dict[str, Any] | str:
+    """A comparison in a summary: all but the single trainings, or a line a model and variant; or why there is none."""
+    if as_json:
+        return {name: value for name, value in section.items() if name != "seeds"}
+    return {f"{row['model']}, {row['variant']}": _shown(row) for row in section["rows"]} or section["skipped"]
 
 
 def _shown(row: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ import typer
 
 from jobs.console import progress as progress_bar
 from jobs.console import say, summary
+from jobs.settings import CONFIG, WORKSPACE, load_settings
 from pipeline.encoding.encoder import TextEncoder
 from pipeline.encoding.features import KNOWLEDGE_COLUMNS, SideFeatures, build_features
 from pipeline.encoding.settings import EncodingSettings
@@ -22,7 +23,8 @@ from pipeline.storage.run_folder import RunFolder
 
 
 def encode(
-    workspace: Path = typer.Option(Path("workspace"), "--workspace", "-w", help="The workspace folder."),
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
     run: str | None = typer.Option(None, help="A run id. Default: the published run."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
 ) -> None:
@@ -31,13 +33,13 @@ def encode(
     Example: `laserbatch encode --workspace workspace --run 2025-03-01-1a2b3c4d`
     """
     from jobs.night import open_run
-    from jobs.settings import Settings
     from pipeline.storage.workspace import Workspace
 
-    with Workspace.open(workspace, create=False).lock():
-        night = open_run(Settings(workspace=workspace), run)
+    settings = load_settings(config, {"workspace": workspace})
+    with Workspace.open(settings.workspace, create=False).lock():
+        night = open_run(settings, run)
         encoded = encode_run(night.run.root, night.settings.encoding, previous=night.previous)
-        sections = {"run": night.run.run_id, **encoded}
+        sections = {"run_id": night.run.run_id, **encoded}
         if night.run.plain.knowledge_folder("user").is_dir():
             sections["plain"] = encode_run(night.run.plain.root, night.settings.encoding)
     summary(sections, as_json)

@@ -16,7 +16,7 @@ from jobs.console import progress, say, summary
 from jobs.night import Night, open_night, parse_date
 from jobs.routing import entity_router
 from jobs.samples import report_samples
-from jobs.settings import Settings, load_settings
+from jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
 from jobs.side_warnings import side_warnings
 from pipeline.decoding.budget import PLAIN, Budget
 from pipeline.decoding.loading.identity import load_tokenizer, model_identity
@@ -53,7 +53,8 @@ NO_ROUTE = Route("", "none")
 
 
 def generate(
-    config: Path | None = typer.Option(None, help="Configuration file; without it the defaults."),
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
     date: str = typer.Option(..., help="The night: what was known at the end of this day is used."),
     force: bool = typer.Option(False, help="Generate unchanged entities too."),
     ray_address: str | None = typer.Option(None, help="Use this Ray cluster; without it a local one is started."),
@@ -63,7 +64,7 @@ def generate(
 
     Example: `laserbatch generate --config laserbatch.yaml --date 2025-03-01`
     """
-    settings = load_settings(config, {"cluster.ray_address": ray_address})
+    settings = load_settings(config, {"workspace": workspace, "cluster.ray_address": ray_address})
     night_date = parse_date(date)
     with Workspace.open(settings.workspace).lock():
         night = open_night(settings, night_date, force)
@@ -71,7 +72,7 @@ def generate(
             say(f"run {night.run.run_id} is finished already and stays as it is; --force generates everything again")
         else:
             generate_knowledge(night)
-    summary({"run": night.run.run_id, "folder": night.run.root, **night_counts(night)}, as_json)
+    summary({"run_id": night.run.run_id, "folder": night.run.root, **night_counts(night)}, as_json)
 
 
 def generate_knowledge(night: Night) -> None:
@@ -313,13 +314,13 @@ def night_counts(night: Night) -> dict[str, Any]:
     """What generation did, a line a side."""
     return {
         f"{side}s": {
-            "entities": data["num_entities"],
-            "generated": data["num_generated"],
-            "carried over": data["num_carried_over"],
-            "quarantined": data["num_quarantined"],
-            "tokens": data["stats"]["num_tokens"],
-            "tokens per step": tokens_per_step(data["stats"]),
-            "tokens per second": tokens_per_s(data["stats"]),
+            "num_entities": data["num_entities"],
+            "num_generated": data["num_generated"],
+            "num_carried_over": data["num_carried_over"],
+            "num_quarantined": data["num_quarantined"],
+            "num_tokens": data["stats"]["num_tokens"],
+            "tokens_per_step": tokens_per_step(data["stats"]),
+            "tokens_per_s": tokens_per_s(data["stats"]),
         }
         | ({"warning": "; ".join(warnings)} if (warnings := side_warnings(data)) else {})
         for side, data in night.manifest["sides"].items()

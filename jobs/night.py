@@ -72,9 +72,12 @@ class Night:
 def parse_date(text: str) -> datetime.date:
     """A date from the command line."""
     try:
-        return datetime.date.fromisoformat(text)
+        date = datetime.date.fromisoformat(text)
     except ValueError:
-        raise ConfigError(f"{text!r} is not a date; expected YYYY-MM-DD, for example 2025-03-01") from None
+        date = datetime.date.min
+    if not 1970 <= date.year < 2200:
+        raise ConfigError(f"{text!r} is not a date; expected YYYY-MM-DD between 1970 and 2199, for example 2025-03-01")
+    return date
 
 
 def open_night(settings: Settings, date: datetime.date, force: bool = False, redo: bool = False) -> Night:

@@ -13,13 +13,13 @@ from rich.table import Table
 from ctr.errors import CtrError
 from jobs.build_pools import build_pools
 from jobs.console import say, stdout, summary
-from jobs.ctr import ctr_table
+from jobs.ctr import ctr_summary, ctr_table
 from jobs.encode import encode_run
 from jobs.generate import generate_knowledge, generate_plain, night_counts
 from jobs.night import Night, open_night, parse_date, pools_in_use
 from jobs.pools_collect import collect_pools
 from jobs.report.page import write_report
-from jobs.settings import PACKAGE_ROOT, Settings, load_settings
+from jobs.settings import CONFIG, PACKAGE_ROOT, WORKSPACE, Settings, load_settings
 from pipeline.distributed.stats import tokens_per_s, tokens_per_step
 from pipeline.errors import RunFailed, WorkspaceError
 from pipeline.storage.manifest import RunManifest
@@ -31,7 +31,8 @@ DEMO_SEED = 7  # a world on which nothing was trained or chosen: neither the sam
 
 
 def nightly(
-    config: Path | None = typer.Option(None, help="Configuration file; without it the defaults."),
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
     date: str = typer.Option(..., help="The night: what was known at the end of this day is used."),
     force: bool = typer.Option(False, help="Generate unchanged entities too, in a run of its own."),
     redo: bool = typer.Option(
@@ -47,15 +48,15 @@ def nightly(
 
     Example: `laserbatch nightly --config laserbatch.yaml --date 2025-03-01`
     """
-    settings = load_settings(config, {"cluster.ray_address": ray_address})
+    settings = load_settings(config, {"workspace": workspace, "cluster.ray_address": ray_address})
     night = run_night(settings, parse_date(date), force, redo)
     summary(
         {
-            "run": night.run.run_id,
+            "run_id": night.run.run_id,
             "published": night.workspace.published().run_id,
-            **({"changed since": list(night.changed_inputs)} if night.changed_inputs else {}),
+            **({"changed_since": list(night.changed_inputs)} if night.changed_inputs else {}),
             **night_counts(night),
-            "ctr": night.manifest["ctr"].get("skipped") or "trained",
+            "ctr": ctr_summary(night.manifest["ctr"], as_json),
             "report": str(night.run.report_path),
         },
         as_json,
@@ -171,7 +172,8 @@ def demo(
     say("night 2: one day later; the unchanged is carried over, the rest drafted from night 1")
     second = run_night(settings, LAST_DATE)
     if as_json:
-        summary({"night 1": night_counts(first), "night 2": night_counts(second), "ctr": second.manifest["ctr"]}, True)
+        nights = {"first_night": night_counts(first), "second_night": night_counts(second)}
+        summary(nights | {"ctr": second.manifest["ctr"]}, as_json=True)
         return
     stdout.print(nights_table([first, second]))
     stdout.print(ctr_rows_table(second.manifest["ctr"]))

@@ -21,7 +21,7 @@ from jobs.pools_view import (
     version_data,
     versions_table,
 )
-from jobs.settings import Settings, load_settings
+from jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
 from pipeline.sides import Side
 from pipeline.storage.workspace import Workspace
 from retrieval_pools.errors import PoolError
@@ -47,8 +47,6 @@ app = typer.Typer(
 )
 add_lazy_commands(app, LAZY_COMMANDS)
 
-CONFIG = typer.Option(None, help="Configuration file; without it the defaults.")
-WORKSPACE = typer.Option(None, help="Workspace folder; without it the configuration's.")
 RUN = typer.Option(None, "--run", help="Run whose texts become the pools; without it the published one.")
 JSON = typer.Option(False, "--json", help="Print the result as JSON.")
 
@@ -61,7 +59,7 @@ def build(
 
     Example: `laserbatch pools build --config laserbatch.yaml`
     """
-    _build(_settings(config, workspace), run, as_json, anew=False)
+    _build(load_settings(config, {"workspace": workspace}), run, as_json, anew=False)
 
 
 @app.command()
@@ -72,7 +70,7 @@ def rebuild(
 
     Example: `laserbatch pools rebuild --config laserbatch.yaml`
     """
-    _build(_settings(config, workspace), run, as_json, anew=True)
+    _build(load_settings(config, {"workspace": workspace}), run, as_json, anew=True)
 
 
 @app.command(name="list")
@@ -81,7 +79,7 @@ def list_versions(config: Path | None = CONFIG, workspace: Path | None = WORKSPA
 
     Example: `laserbatch pools list --config laserbatch.yaml`
     """
-    store = _store(_settings(config, workspace))
+    store = _store(load_settings(config, {"workspace": workspace}))
     versions = store.list()
     if as_json:
         summary({"versions": [version_data(version) for version in versions]}, as_json=True)
@@ -107,7 +105,7 @@ def show(
 
     Example: `laserbatch pools show --config laserbatch.yaml --verify`
     """
-    settings = _settings(config, workspace)
+    settings = load_settings(config, {"workspace": workspace})
     store = _store(settings)
     chosen = _version(store, version)
     if verify:
@@ -148,7 +146,7 @@ def query(
     """
     if side not in ("user", "item"):
         raise typer.BadParameter(f"--side is user or item, not {side!r}")
-    settings = _settings(config, workspace)
+    settings = load_settings(config, {"workspace": workspace})
     view = query_pool(settings, text, side, group, version, max_nodes, min_probability)
     if as_json:
         summary(view.data(), as_json=True)
@@ -167,7 +165,7 @@ def use(
 
     Example: `laserbatch pools use 2025-03-01-1a2b3c4d`
     """
-    settings = _settings(config, workspace)
+    settings = load_settings(config, {"workspace": workspace})
     with Workspace.open(settings.workspace, create=False).lock():
         _store(settings).use(version)
     summary({"current": version}, as_json)
@@ -189,7 +187,7 @@ def gc(
     """
     from jobs.night import pools_in_use
 
-    settings = _settings(config, workspace)
+    settings = load_settings(config, {"workspace": workspace})
     opened = Workspace.open(settings.workspace, create=False)
     with opened.lock():
         keep = settings.pool_building.keep_versions if keep is None else keep
@@ -285,10 +283,6 @@ def _version(store: PoolStore, version: str | None) -> PoolVersion:
         raise PoolError(f"no pools in {store.root} yet; run `laserbatch nightly` or `laserbatch pools build`")
     store.folder(name)  # refuses one that is not there
     return next(known for known in store.list() if known.version == name)
-
-
-def _settings(config: Path | None, workspace: Path | None) -> Settings:
-    return load_settings(config, {"workspace": str(workspace) if workspace is not None else None})
 
 
 def _store(settings: Settings) -> PoolStore:

@@ -7,13 +7,15 @@ import typer
 
 from jobs.console import summary
 from jobs.report.page import write_report
+from jobs.settings import CONFIG, WORKSPACE, load_settings
 from pipeline.errors import WorkspaceError
 from pipeline.storage.run_folder import RunFolder
 from pipeline.storage.workspace import Workspace
 
 
 def report(
-    workspace: Annotated[Path, typer.Option("--workspace", "-w", help="The workspace folder.")] = Path("workspace"),
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
     run: Annotated[
         str | None, typer.Option("--run", help="A run id. Default: the published run, else the newest.")
     ] = None,
@@ -26,7 +28,8 @@ def report(
 
     Example: `laserbatch report --workspace workspace --run 2025-03-01-1a2b3c4d --out night.html`
     """
-    folder = chosen_run(Workspace.open(workspace, create=False), run)
+    settings = load_settings(config, {"workspace": workspace})
+    folder = chosen_run(Workspace.open(settings.workspace, create=False), run)
     path = out if out is not None else folder.report_path
     write_report(folder.load_manifest().data, path)
     summary({"run_id": folder.run_id, "report": str(path)}, as_json)

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import typer
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -26,6 +27,8 @@ from retrieval_pools.settings import PoolBuildSettings, PoolSettings
 
 PACKAGE_ROOT = Path(jobs.__file__).resolve().parent.parent  # configs/ and models/ lie beside the packages
 SAMPLE_MODEL = "sample"
+CONFIG = typer.Option(None, "--config", help="Configuration file; without it the defaults.")
+WORKSPACE = typer.Option(None, "--workspace", "-w", help="Workspace folder; without it the configuration's.")
 _PATH_KEYS = (
     (None, "workspace"),
     ("tables", "path"),
@@ -127,7 +130,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such configuration file; `laserbatch init TABLES` writes one") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path}: not a YAML file: {error}") from None
     if data is None:
         return {}

@@ -14,7 +14,7 @@ from jobs.console import progress, stdout, summary
 from jobs.night import Night, open_run
 from jobs.report.page import render_page
 from jobs.report.simulation import simulation_page
-from jobs.settings import Settings, load_settings
+from jobs.settings import WORKSPACE, Settings, load_settings
 from jobs.simulate_budgets import BudgetChoice, Costs
 from jobs.simulate_check import checked_nights
 from jobs.simulate_result import SideSimulation, Simulation
@@ -36,10 +36,8 @@ from retrieval_pools.simulating.studies import Findings, Trial, plan_trials
 
 
 def simulate(
-    config: Path | None = typer.Option(
-        None, help="Configuration to simulate; without it that of the run, in the workspace of the defaults."
-    ),
-    workspace: Path | None = typer.Option(None, help="Workspace folder; without it the configuration's."),
+    config: Path | None = typer.Option(None, "--config", help="Configuration to simulate; without it that of the run."),
+    workspace: Path | None = WORKSPACE,
     run: str | None = typer.Option(None, "--run", help="Run whose texts are used; without it the published one."),
     num_texts: int = typer.Option(200, min=1, help="Texts a side that are held back; at most a quarter of them."),
     max_pool_texts: int = typer.Option(20_000, min=10, help="Texts a side that pools are built from; sampled."),
@@ -56,7 +54,7 @@ def simulate(
 
     Example: `laserbatch pools simulate --config laserbatch.yaml --step-cost h200.yaml --batch-size 64`
     """
-    given = load_settings(config, {"workspace": str(workspace) if workspace is not None else None})
+    given = load_settings(config, {"workspace": workspace})
     night = open_run(given, run)
     settings = night.settings if config is None else given
     costs = Costs.of(step_cost, tuple(sorted(set(batch_size))), night, settings)

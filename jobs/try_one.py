@@ -14,7 +14,7 @@ from jobs.night import current_pools, parse_date, previous_run
 from jobs.pools_view import num_calibration_texts
 from jobs.routing import entity_router
 from jobs.sample_model import NEEDS_A_MODEL, needs_a_model
-from jobs.settings import Settings, load_settings
+from jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
 from jobs.spans import Span, text_spans
 from jobs.try_view import TriedEntity, print_tried, text_panel
 from pipeline.decoding.budget import Budget
@@ -40,7 +40,8 @@ from retrieval_pools.store import PoolStore
 
 
 def try_one(
-    config: Path | None = typer.Option(None, help="Configuration file; without it the defaults."),
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
     user: str | None = typer.Option(None, "--user", help="Id of a user. Default: the first of the table."),
     item: str | None = typer.Option(None, "--item", help="Id of an item."),
     date: str | None = typer.Option(None, help="As known at the end of this day; without it everything is known."),
@@ -52,7 +53,7 @@ def try_one(
     """
     if user is not None and item is not None:
         raise typer.BadParameter("give either --user or --item")
-    settings = load_settings(config)
+    settings = load_settings(config, {"workspace": workspace})
     side: Side = "item" if item is not None else "user"
     night_date = parse_date(date) if date else None
     tables = read_tables(settings.tables.path, as_of=night_date)

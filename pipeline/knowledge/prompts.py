@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.errors import RowError
+from pipeline.errors import ConfigError, RowError
 from pipeline.knowledge.chat_format import chat_skeleton, encode_content
 from pipeline.knowledge.entities import Entity, HistoryEvent
 from pipeline.knowledge.templates import Columns, HistoryLines, PromptTemplate, load_template
@@ -50,7 +50,10 @@ def render_prompt(
         written in plain tokens.
     """
     if template.side != entity.side:
-        raise ValueError(f"template {template.identity} is for {template.side}s; the entity is of side {entity.side}")
+        raise ConfigError(
+            f"the prompt template {template.identity} is for {template.side}s; name one for {entity.side}s as "
+            f"knowledge.{entity.side}_template"
+        )
     skeleton = chat_skeleton(tokenizer, template.system is not None, template.chat_options)
     head, events, tail = _blocks(template, entity)
 

@@ -23,6 +23,16 @@ def _temporary_beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
 
 
+@contextmanager
+def _naming(path: Path, temporary: Path) -> Iterator[None]:
+    """An OSError of the block names the path that was to be written: a write to an open file does not say which."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(error.filename or path).replace(str(temporary), str(path))
+        raise
+
+
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -48,10 +58,11 @@ def atomic_path(path: Path | str) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary_beside(path)
     try:
-        yield temporary
-        _sync(temporary)
-        os.replace(temporary, path)
-        _sync(path.parent)
+        with _naming(path, temporary):
+            yield temporary
+            _sync(temporary)
+            os.replace(temporary, path)
+            _sync(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -69,9 +80,11 @@ def atomic_folder(path: Path | str, overwrite: bool = False) -> Iterator[Path]:
     Raises
     ------
     PipelineError
-        `path` is there and not empty, and `overwrite` is False; or it is a file.
+        `path` is there and not empty, and `overwrite` is False; or it is a file, or the current folder.
     """
     path = Path(path)
+    if Path.cwd().is_relative_to(path.resolve()):
+        raise PipelineError(f"{path} is the folder that this command runs in, or above it. Give another folder.")
     if path.exists() and not path.is_dir():
         raise PipelineError(f"{path} is a file; expected a folder to write to, or none. Give another path.")
     if path.is_dir() and any(path.iterdir()) and not overwrite:
@@ -80,19 +93,20 @@ def atomic_folder(path: Path | str, overwrite: bool = False) -> Iterator[Path]:
     temporary = _temporary_beside(path)
     temporary.mkdir()
     try:
-        yield temporary
-        for folder, _, files in os.walk(temporary):
-            for name in files:
-                _sync(Path(folder, name))
-            _sync(Path(folder))
-        if path.is_dir():
-            replaced = _temporary_beside(path)
-            os.replace(path, replaced)  # two renames: a death between them leaves the old one under its .tmp name
-            os.replace(temporary, path)
-            shutil.rmtree(replaced)
-        else:
-            os.replace(temporary, path)
-        _sync(path.parent)
+        with _naming(path, temporary):
+            yield temporary
+            for folder, _, files in os.walk(temporary):
+                for name in files:
+                    _sync(Path(folder, name))
+                _sync(Path(folder))
+            if path.is_dir():
+                replaced = _temporary_beside(path)
+                os.replace(path, replaced)  # two renames: a death between them leaves the old one under its .tmp name
+                os.replace(temporary, path)
+                shutil.rmtree(replaced)
+            else:
+                os.replace(temporary, path)
+            _sync(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

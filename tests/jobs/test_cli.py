@@ -1,6 +1,8 @@
 """The command line as a user meets it: help, examples, and one clear line for each kind of bad input."""
 
+import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,6 +16,7 @@ import pytest
 import yaml
 from night_world import make_world, run_here, write_config
 
+import jobs.pools
 from jobs.cli import COMMANDS as LAZY_COMMANDS
 from jobs.cli import exit_code_of
 from jobs.console import ExitCode
@@ -69,12 +72,18 @@ def test_every_command_has_a_json_summary(name):
     assert any("--json" in parameter.opts for parameter in COMMANDS[name].params)
 
 
-def test_errors_have_their_documented_exit_codes(nightly, run):
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name.split()[0] not in ("data", "init", "demo")])
+def test_every_command_takes_a_configuration_and_a_workspace(name):
+    assert {"--config", "--workspace"} <= {option for parameter in COMMANDS[name].params for option in parameter.opts}
+
+
+def test_errors_have_their_documented_exit_codes():
     assert exit_code_of(TableError("x")) is ExitCode.BAD_INPUT
     assert exit_code_of(PoolError("x")) is ExitCode.BAD_INPUT
     assert exit_code_of(WorkspaceBusy("x")) is ExitCode.BUSY
     assert exit_code_of(RunFailed("x")) is ExitCode.RUN_FAILED
-    assert exit_code_of(ZeroDivisionError("x")) is ExitCode.UNEXPECTED
+    assert exit_code_of(PermissionError(errno.EACCES, "x", "file")) is ExitCode.BAD_INPUT
+    assert exit_code_of(ConnectionError("x")) is exit_code_of(ZeroDivisionError("x")) is ExitCode.UNEXPECTED
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +101,93 @@ def nightly(run):
     return lambda config, date="2025-02-28": run("nightly", "--config", str(config), "--date", date)
 
 
-def test_a_date_that_is_none_is_refused(world, nightly):
-    done = nightly(write_config(world), "yesterday")
+@pytest.fixture
+def failing(run, monkeypatch):
+    """A command in which something is raised."""
+
+    def raised(error: BaseException):
+        def load_settings(*_):
+            raise error
+
+        monkeypatch.setattr(jobs.pools, "load_settings", load_settings)
+        return run("pools", "list", "--json")
+
+    return raised
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (TableError("users, row 3"), 3, "users, row 3"),
+        (OSError(errno.ENOSPC, "full", "{folder}/new/a"), 3, "/new/a cannot be written: No space left on device, "),
+        (OSError(errno.EROFS, "no", "/a/b"), 3, "/a/b: Read-only file system. Allow it, then give the same command"),
+        (NotADirectoryError(errno.ENOTDIR, "no", "/a/b"), 3, "/a/b: Not a directory. Check the path"),
+        (ZeroDivisionError("of what\nand why"), 1, "unexpected ZeroDivisionError: of what (test_cli.py, line "),
+        (KeyboardInterrupt(), 130, "interrupted; the same command goes on with what is finished"),
+    ],
+)
+def test_a_failure_is_one_line_and_with_json_one_object(failing, tmp_path, error, code, line):
+    if isinstance(error, OSError):
+        error.filename = error.filename.format(folder=tmp_path)
+    done = failing(error)
+    assert done.returncode == code
+    assert line in done.stderr and len(done.stderr.splitlines()) == 1
+    told = json.loads(done.stdout)
+    assert told == {"error": done.stderr.removeprefix("laserbatch: ").strip(), "exit_code": code} | {
+        "kind": type(error).__name__
+    }
+    assert (f"MB are free in {tmp_path}. Make room" in done.stderr) == ("No space" in line)
+
+
+def test_wrong_usage_is_an_object_with_json_too(run):
+    done = run("pools", "list", "--colour", "--json")
+    assert (done.returncode, json.loads(done.stdout)["exit_code"]) == (2, 2)
+    assert "--colour" in json.loads(done.stdout)["error"]
+
+
+def test_tracebacks_are_shown_when_asked_for(run, tmp_path):
+    workspace = str(tmp_path / "none")
+    assert "Traceback" not in run("pools", "list", "-w", workspace).stderr
+    assert "Traceback" in run("-v", "pools", "list", "-w", workspace).stderr
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-c", "from jobs.cli import main; main()", "--version"]
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_the_version_is_told(run):
+    assert re.fullmatch(r"laserbatch \d+\.\d+\.\S+\n", run("--version").stdout)
+
+
+@pytest.mark.parametrize("date", ["yesterday", "9999-12-31", "1066-10-14"])
+def test_a_date_that_is_none_is_refused(world, nightly, date):
+    done = nightly(write_config(world), date)
     assert done.returncode == 3
-    assert "'yesterday' is not a date; expected YYYY-MM-DD" in done.stderr
+    assert f"'{date}' is not a date; expected YYYY-MM-DD" in done.stderr
+
+
+def test_a_configuration_that_is_a_folder_is_refused(run, tmp_path):
+    done = run("pools", "list", "--config", str(tmp_path))
+    assert (done.returncode, len(done.stderr.splitlines())) == (3, 1)
+    assert "not a YAML file" in done.stderr
+
+
+def test_a_template_of_the_other_side_is_refused(world, nightly):
+    done = nightly(write_config(world, "wrong.yaml", knowledge={"user_template": "kar_item"}, workspace="wrong"))
+    assert done.returncode == 3
+    assert "kar_item@1 is for items; name one for users as knowledge.user_template" in done.stderr
+
+
+def test_a_workspace_below_a_file_is_refused(world, nightly):
+    (world / "file").write_text("")
+    done = nightly(write_config(world, "below.yaml", workspace="file/workspace"))
+    assert done.returncode == 3
+    assert done.stderr == f"laserbatch: {world}/file/workspace: Not a directory. Check the path\n"
 
 
 def test_a_model_folder_without_weights_is_refused_before_any_work(world, tmp_path, nightly):

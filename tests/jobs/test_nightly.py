@@ -167,7 +167,14 @@ def test_the_last_night_is_published_with_its_pools_and_report(two_nights):
 
 def test_the_summary_is_json(two_nights):
     summary = json.loads((two_nights / "second.json").read_text())
-    assert summary["users"]["carried over"] > 0
+    assert summary["users"]["num_carried_over"] > 0
+    assert [row["variant"] for row in summary["ctr"]["rows"] if row["auc"] > 0] == ["none", "relaxed"]
+    assert not [key for key in _keys(summary) if not key.isidentifier()]
+
+
+def _keys(data: object) -> list[str]:
+    inner = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    return [*(data if isinstance(data, dict) else ()), *(key for value in inner for key in _keys(value))]
 
 
 def test_running_a_finished_night_again_changes_nothing(two_nights, capfd):

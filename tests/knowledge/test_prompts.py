@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import KINDS, make_user
 
-from pipeline.errors import RowError
+from pipeline.errors import ConfigError, RowError
 from pipeline.knowledge.entities import Entity, HistoryEvent
 from pipeline.knowledge.prompts import load_template, render_prompt
 from pipeline.knowledge.templates import PromptTemplate
@@ -95,5 +95,5 @@ def test_shipped_templates_render_with_every_tokenizer(any_tokenizer):
 
 
 def test_template_and_entity_must_be_of_one_side():
-    with pytest.raises(ValueError, match="side item"):
+    with pytest.raises(ConfigError, match=r"is for users; name one for items as knowledge.item_template"):
         render_prompt(USER, Entity("item", 1, {"title": "A"}), TOKENIZER, 100)

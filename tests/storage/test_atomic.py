@@ -1,5 +1,6 @@
 """Files and folders appear whole or not at all."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -76,3 +77,19 @@ def test_json_refuses_numbers_that_json_does_not_have(tmp_path):
     with pytest.raises(ValueError, match="JSON compliant"):
         write_json({"auc": float("nan")}, tmp_path / "a.json")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_write_that_fails_names_the_path_that_was_to_be_written(tmp_path):
+    with pytest.raises(OSError) as of_file, atomic_path(tmp_path / "a.parquet"):
+        raise OSError(errno.ENOSPC, "as pyarrow raises it")
+    with pytest.raises(OSError) as of_folder, atomic_folder(tmp_path / "tables") as folder:
+        (folder / "users" / "0").write_text("")
+    assert (of_file.value.filename, of_folder.value.filename) == (f"{tmp_path}/a.parquet", f"{tmp_path}/tables/users/0")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_current_folder_is_not_replaced(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in (".", tmp_path, ".."):
+        with pytest.raises(PipelineError, match="folder that this command runs in"), atomic_folder(path, True):
+            pass
