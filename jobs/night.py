@@ -28,6 +28,9 @@ from pipeline.storage.run_folder import RunFolder
 from pipeline.storage.workspace import Workspace
 from pipeline.tables.read import Tables, read_tables
 from retrieval_pools.errors import PoolError
+from retrieval_pools.router import Router
+from retrieval_pools.routing_rule import RoutingRule
+from retrieval_pools.routing_settings import RoutingSettings
 from retrieval_pools.store import PoolStore, PoolVersion
 
 
@@ -122,7 +125,7 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False, red
         manifest["force"] = force
         manifest["previous_run_id"] = previous.run_id if previous is not None else None
         manifest["inputs"] = inputs
-        pools = current_pools(PoolStore(workspace.pools_folder), settings.pools.min_support, date)
+        pools = current_pools(PoolStore(workspace.pools_folder), settings.pools.min_support, date, settings.routing)
         manifest["pools"] = describe_pools(pools)
         manifest.save()
     elif not run.is_finished:
@@ -132,6 +135,9 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False, red
                 f"restore them to finish it, or delete {run.root} to start it anew"
             )
         say(f"going on with run {run.run_id}")
+        pools = manifest["pools"]["version"]
+        if pools is not None and not can_be_used(PoolStore(workspace.pools_folder), pools, settings.routing):
+            manifest["pools"] = describe_pools(None)
         manifest["status"] = "running"
     previous_id = manifest["previous_run_id"]
     previous = workspace.run(previous_id) if previous_id else None
@@ -198,32 +204,30 @@ def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
         ) from None
 
 
-def current_pools(store: PoolStore, min_support: int, date: datetime.date) -> PoolVersion | None:
+def current_pools(
+    store: PoolStore, min_support: int, date: datetime.date, routing: RoutingSettings
+) -> PoolVersion | None:
     """The pools that a run may draft from: the current ones, or the newest that are not of a later date than its own.
 
-    None when they were built to give more away, or are of another format: a night after an update is slower, not late.
+    None when they were built to give more away, are damaged or of another format: a night is then slower, not late.
 
     Parameters
     ----------
     min_support : what the run's settings ask for; pools keep what they were built with.
     date : of the run; a version's name begins with its own.
+    routing : the run's; routers are read by its rule.
 
-    Raises
-    ------
-    PoolError
-        The current version is not there, or damaged.
     """
-    version = store.current_version()
-    if version is not None and version[:10] > str(date):
-        version = max((known.version for known in store.list() if known.version[:10] <= str(date)), default=None)
-    if version is None:
+    try:
+        version = store.current_version()
+        if version is not None and version[:10] > str(date):
+            version = max((known.version for known in store.list() if known.version[:10] <= str(date)), default=None)
+    except PoolError as error:
+        say(f"drafting from no pools: {error}")
+        return None
+    if version is None or not can_be_used(store, version, routing):
         return None
     current = next(known for known in store.list() if known.version == version)
-    if current.is_outdated:
-        say(f"not drafting from the pools {version}: {current.problem} Those that are built from this run can be read")
-        return None
-    if current.problem is not None:
-        raise PoolError(current.problem)
     if any(pool.settings.min_support < min_support for pool in current.pools.values()):
         say(
             f"not drafting from the pools {version}, built with a lower pools.min_support than {min_support}; "
@@ -231,6 +235,17 @@ def current_pools(store: PoolStore, min_support: int, date: datetime.date) -> Po
         )
         return None
     return current
+
+
+def can_be_used(store: PoolStore, version: str, routing: RoutingSettings) -> bool:
+    """Whether a version's pools and routers are as they were written, every byte of the pools; says what is not."""
+    try:
+        for side in store.verify(version):
+            Router.load(store.folder(version) / "router" / side, RoutingRule.of(routing))
+    except PoolError as error:
+        say(f"not drafting from the pools {version}: {error} Those that are built from this run take their place")
+        return False
+    return True
 
 
 def describe_pools(pools: PoolVersion | None) -> dict[str, Any]:

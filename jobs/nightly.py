@@ -22,7 +22,6 @@ from jobs.report.page import write_report
 from jobs.settings import CONFIG, PACKAGE_ROOT, WORKSPACE, Settings, load_settings
 from pipeline.distributed.stats import tokens_per_s, tokens_per_step
 from pipeline.errors import RunFailed, WorkspaceError
-from pipeline.storage.manifest import RunManifest
 from pipeline.storage.workspace import Workspace
 from pipeline.tables.read import read_tables
 from pipeline.tables.sample_world import LAST_DATE, write_sample_world
@@ -117,11 +116,12 @@ def _close_failed(night: Night, reason: str) -> None:
 def _close(night: Night) -> None:
     manifest = night.manifest
     if night.previous is not None:
-        earlier = RunManifest.load(night.previous.manifest_path)
-        manifest["previous_night"] = {
-            "run_id": earlier["run_id"],
-            "sides": {side: {"stats": data["stats"]} for side, data in earlier["sides"].items()},
-        }
+        try:
+            earlier = night.previous.load_manifest()
+            sides = {side: {"stats": data["stats"]} for side, data in earlier["sides"].items()}
+            manifest["previous_night"] = {"run_id": earlier["run_id"], "sides": sides}
+        except WorkspaceError as error:
+            say(f"not compared with the night before: {error}")
     manifest["status"] = "success"
     manifest.save()
     write_report(manifest.data, night.run.report_path)

@@ -109,8 +109,7 @@ def show(
     store = _store(settings)
     chosen = _version(store, version)
     if verify:
-        for side in chosen.pools:
-            store.open(chosen.version, side, verify=True)
+        store.verify(chosen.version)
     if chosen.problem is not None:
         raise PoolError(chosen.problem)
     built = _pools_built(Workspace.open(settings.workspace, create=False), chosen)
@@ -219,7 +218,7 @@ def query_pool(
 
     store = _store(settings)
     chosen = _version(store, version)
-    pool = store.open(chosen.version, side, tokenizer_hash(settings.model_dir))
+    pool = store.open(chosen.version, side, tokenizer_hash(settings.model_dir), verify=True)
     if pool is None:
         raise PoolError(f"the pools {chosen.version} have none of the {side} side; give --side")
     _require_group(pool, group)

@@ -174,7 +174,7 @@ def _night_before(settings: Settings, tables: Tables, side: Side, entity: Entity
     row = previous.row_of(entity.entity_id)
     previous_ids = None if row is None else previous.token_ids(row)
     store = PoolStore(workspace.pools_folder)
-    current = current_pools(store, settings.pools.min_support, date)
+    current = current_pools(store, settings.pools.min_support, date, settings.routing)
     if current is None:
         return None, None, NO_ROUTE, previous_ids
     router = Router.load(current.folder / "router" / side, RoutingRule.of(settings.routing))

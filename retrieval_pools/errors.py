@@ -6,7 +6,3 @@ class PoolError(Exception):
 
     The message says what was found, what was expected and which command rebuilds it.
     """
-
-
-class PoolFormatError(PoolError):
-    """A pool is of another format than this version reads: nothing is wrong with it, and nothing can be read of it."""

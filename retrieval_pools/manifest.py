@@ -14,7 +14,7 @@ from typing_extensions import TypedDict  # pydantic needs this one before Python
 
 from retrieval_pools.array_files import map_array
 from retrieval_pools.calibration import Calibration
-from retrieval_pools.errors import PoolError, PoolFormatError
+from retrieval_pools.errors import PoolError
 from retrieval_pools.settings import PoolSettings
 
 FORMAT_VERSION = 4
@@ -101,10 +101,8 @@ def read_manifest(folder: Path) -> PoolManifest:
 
     Raises
     ------
-    PoolFormatError
-        It is of another format.
     PoolError
-        It is missing, or not a pool's manifest.
+        It is missing, of another format, or not a pool's manifest.
     """
     path = folder / MANIFEST_NAME
     try:
@@ -115,9 +113,7 @@ def read_manifest(folder: Path) -> PoolManifest:
         raise PoolError(f"{path} is damaged: {error}. {REBUILD}") from None
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != FORMAT_VERSION:
-        raise PoolFormatError(
-            f"{folder} is a pool of format {version!r}; this version expects {FORMAT_VERSION}. {REBUILD}"
-        )
+        raise PoolError(f"{folder} is a pool of format {version!r}; this version expects {FORMAT_VERSION}. {REBUILD}")
     try:
         return PoolManifest.model_validate(data)
     except ValidationError as error:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retrieval_pools.building.build import TEMPORARY_SUFFIX, sync_folder
-from retrieval_pools.errors import PoolError, PoolFormatError
+from retrieval_pools.errors import PoolError
 from retrieval_pools.manifest import REBUILD, PoolManifest, Side, file_sha256, read_manifest
 from retrieval_pools.pool import Pool
 
@@ -36,7 +36,6 @@ class PoolVersion:
     ----------
     pools : the manifests of the sides that have a pool.
     problem : why it cannot be used, or None. Only manifests and file sizes were looked at.
-    is_outdated : whether the problem is an older or newer format, and nothing else.
     """
 
     version: str
@@ -44,7 +43,6 @@ class PoolVersion:
     is_current: bool
     pools: dict[Side, PoolManifest]
     problem: str | None
-    is_outdated: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +103,16 @@ class PoolStore:
         folder = self.folder(version) / side
         return Pool.open(folder, tokenizer_hash, verify=verify) if folder.is_dir() else None
 
+    def verify(self, version: str) -> tuple[Side, ...]:
+        """The sides that have a pool, every file of which was compared with its checksum: that reads them all.
+
+        Raises
+        ------
+        PoolError
+            There is no such version, or one of its pools is damaged or of another format.
+        """
+        return tuple(side for side in SIDES if self.open(version, side, verify=True) is not None)
+
     def list(self) -> list[PoolVersion]:
         """Every version, in the order of their names, which begin with the run's date."""
         pointer = self.root / CURRENT_NAME
@@ -117,12 +125,9 @@ class PoolStore:
         Raises
         ------
         PoolError
-            There is no such version, or one of its pools cannot be opened.
+            There is no such version, or one of its pools is damaged.
         """
-        folder = self.folder(version)
-        for side in SIDES:
-            if (folder / side).is_dir():
-                Pool.open(folder / side)
+        self.verify(version)
         self._point_to(version)
 
     def collect(self, keep: int, in_use: Collection[str] = (), dry_run: bool = False) -> Collected:
@@ -173,7 +178,9 @@ class PoolStore:
         Raises
         ------
         PoolError
-            The name cannot be one, or the disk is full; the published versions are untouched.
+            The name cannot be one.
+        OSError
+            The disk is full; the published versions are untouched.
         """
         if not _VERSION.fullmatch(version) or version == CURRENT_NAME:
             raise PoolError(f"{version!r} cannot name pools; expected letters, digits, dots, dashes and underscores.")
@@ -187,9 +194,8 @@ class PoolStore:
             if make_current:
                 self._point_to(version)
         except OSError as error:
-            raise PoolError(
-                f"pools {version} could not be written to {self.root}: {error}. Nothing changed."
-            ) from error
+            error.filename = str(error.filename or staging).replace(str(staging), str(self.root / version))
+            raise
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
@@ -219,7 +225,7 @@ class PoolStore:
     def _describe(self, version: str, is_current: bool) -> PoolVersion:
         folder = self.root / version
         pools: dict[Side, PoolManifest] = {}
-        problem, is_outdated = None, False
+        problem = None
         for side in SIDES:
             if not (folder / side).is_dir():
                 continue
@@ -227,9 +233,8 @@ class PoolStore:
                 pools[side] = read_manifest(folder / side)
                 Pool.open(folder / side)
             except PoolError as error:
-                if problem is None or is_outdated:
-                    problem, is_outdated = str(error), isinstance(error, PoolFormatError)
-        return PoolVersion(version, folder, is_current, pools, problem, is_outdated)
+                problem = problem or str(error)
+        return PoolVersion(version, folder, is_current, pools, problem)
 
     def _versions(self) -> tuple[str, ...]:
         names = (path.name for path in self.root.iterdir() if path.is_dir()) if self.root.is_dir() else ()

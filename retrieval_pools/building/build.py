@@ -256,7 +256,8 @@ def _published_folder(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
         _sync(path.parent)
     except OSError as error:
-        raise PoolError(f"{path} could not be written: {error}. Nothing was published.") from error
+        error.filename = str(error.filename or temporary).replace(str(temporary), str(path))
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from jobs.build_pools import build_pools
 from jobs.generate import router
-from jobs.night import open_night
+from jobs.night import current_pools, open_night
 from jobs.pool_texts import read_run_texts
 from jobs.pools import app
 from jobs.settings import load_settings
@@ -119,12 +119,13 @@ def contents(night):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("damage", ["flip", "format", "cut"])
-def test_current_pools_that_cannot_be_used_cost_a_full_build_and_no_more(world, damage, capsys):
+@pytest.mark.parametrize("damage", ["flip", "format", "cut", "router", "pointer"])
+def test_pools_that_cannot_be_used_are_not_drafted_from_and_cost_a_full_build_and_no_more(world, damage, capsys):
     night = opened(world, FIRST_DATE, "{}")
     write_texts(night)
     build_pools(night)
     expected = contents(night)
+    assert opened(world, SECOND_DATE, "{}").manifest["pools"]["version"] == night.run.run_id
     pool = night.pools.folder(night.run.run_id) / "item"
     order, manifest = pool / "order.npy", pool / "manifest.json"
     match damage:
@@ -136,8 +137,17 @@ def test_current_pools_that_cannot_be_used_cost_a_full_build_and_no_more(world, 
             manifest.write_text(
                 manifest.read_text().replace(f'"format_version": {FORMAT_VERSION}', '"format_version": 1')
             )
-    assert build_pools(night)["item"]["incremental"] is False
-    assert "the item pool is built anew" in " ".join(capsys.readouterr().err.split())
+        case "router":
+            (pool.parent / "router" / "item" / "collaborative.parquet").write_bytes(b"x")
+        case "pointer":
+            (night.pools.root / "CURRENT").write_text("2025-01-01-gone")
+    assert current_pools(night.pools, 1, night.date, night.settings.routing) is None
+    resumed = opened(world, SECOND_DATE, "{}").manifest["pools"]["version"]
+    assert resumed == (night.run.run_id if damage == "pointer" else None)
+    assert build_pools(night)["item"]["incremental"] is (damage == "router")
+    said = " ".join(capsys.readouterr().err.split())
+    assert ("not drafting from the pools" in said) is (damage != "pointer")
+    assert ("the item pool is built anew" in said) is (damage != "router")
     assert contents(night) == expected
 
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -23,6 +24,8 @@ from retrieval_pools.calibration import Calibration, CalibrationCell, Reliabilit
 from retrieval_pools.calibration_table import COUNT_KNOTS
 from retrieval_pools.errors import PoolError
 from retrieval_pools.query import draft
+from retrieval_pools.router import Router
+from retrieval_pools.routing_settings import RoutingSettings
 from retrieval_pools.settings import PoolSettings
 from retrieval_pools.sources import NUM_SOURCES
 from retrieval_pools.store import PoolStore
@@ -103,15 +106,17 @@ def test_show_gives_the_entities_that_an_ngram_needs(world):
 
 def test_a_run_does_not_draft_from_pools_of_a_lower_min_support(tmp_path, capsys):
     store = PoolStore(tmp_path)
-    date = datetime.date(2025, 3, 1)
-    assert current_pools(store, 1, date) is None
+    date, routing = datetime.date(2025, 3, 1), RoutingSettings(scheme="global")
+    items, interactions = pa.table({"item_id": ["a"]}), pa.table({"user_id": ["u"], "item_id": ["a"]})
+    assert current_pools(store, 1, date, routing) is None
     with store.publish("2025-02-28-aa") as (folder, _):
         rows = [PoolText(np.array([1, 2], np.int32))]
         limited = PoolSettings(min_support=2)
         build_pool(rows, folder / "item", side="item", tokenizer_hash="t", model_id="m", settings=limited)
+        Router.fit("item", items, interactions, routing).save(folder / "router" / "item")
     for min_support in (1, 2):
-        assert describe_pools(current_pools(store, min_support, date))["item"]["num_texts"] == 1
-    assert describe_pools(current_pools(store, 3, date)) == {"version": None}
+        assert describe_pools(current_pools(store, min_support, date, routing))["item"]["num_texts"] == 1
+    assert describe_pools(current_pools(store, 3, date, routing)) == {"version": None}
     assert "lower pools.min_support than 3" in " ".join(capsys.readouterr().err.split())
 
 

@@ -37,12 +37,12 @@ def test_published_run_is_drawn_by_default(workspace):
 
 def test_newest_run_is_drawn_when_none_is_published(workspace):
     (workspace.root / "published.json").unlink()
-    report(workspace.root, None, None, False)
+    report(None, workspace.root, None, None, False)
     assert workspace.run("2025-03-01-1a2b3c4d").report_path.exists()
 
 
 def test_run_and_file_can_be_chosen(workspace, tmp_path):
-    report(workspace.root, "2025-03-01-1a2b3c4d", tmp_path / "out" / "night.html", False)
+    report(None, workspace.root, "2025-03-01-1a2b3c4d", tmp_path / "out" / "night.html", False)
     assert "Night of 1 March 2025" in (tmp_path / "out" / "night.html").read_text(encoding="utf-8")
     assert not workspace.run("2025-03-01-1a2b3c4d").report_path.exists()
 
@@ -51,18 +51,18 @@ def test_unknown_run_is_named_with_those_that_are_there(workspace):
     with pytest.raises(
         WorkspaceError, match=r"no run 2025-04-01-00000000; its newest runs are: 2025-02-28-9c0de4f1, 2025"
     ):
-        report(workspace.root, "2025-04-01-00000000", None, False)
+        report(None, workspace.root, "2025-04-01-00000000", None, False)
 
 
 def test_workspace_without_runs_is_refused(tmp_path):
     Workspace.open(tmp_path / "ws")
     with pytest.raises(WorkspaceError, match="holds no run yet"):
-        report(tmp_path / "ws", None, None, False)
+        report(None, tmp_path / "ws", None, None, False)
 
 
 def test_folder_that_is_no_workspace_is_refused(tmp_path):
     with pytest.raises(WorkspaceError, match="not a workspace"):
-        report(tmp_path / "nothing", None, None, False)
+        report(None, tmp_path / "nothing", None, None, False)
 
 
 def test_help_has_an_example():
