@@ -4,7 +4,6 @@ A misspelled key fails before any work starts, naming the key and the nearest va
 relative to that file's folder. Every option has a default; `configs/default.yaml` shows them all.
 """
 
-import difflib
 import hashlib
 import json
 from pathlib import Path
@@ -22,6 +21,7 @@ from pipeline.encoding.settings import EncodingSettings
 from pipeline.errors import ConfigError
 from pipeline.knowledge.settings import KnowledgeSettings
 from pipeline.tables.settings import TablesSettings
+from pipeline.validation import explain
 from retrieval_pools.routing_settings import RoutingSettings
 from retrieval_pools.settings import PoolBuildSettings, PoolSettings
 
@@ -122,7 +122,7 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
         return Settings.model_validate(data)
     except ValidationError as error:
         source = path if path is not None else "the command line"
-        raise ConfigError(f"{source}: " + "; ".join(_explain(item) for item in error.errors())) from None
+        raise ConfigError(f"{source}: {explain(error, Settings)}") from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -147,21 +147,3 @@ def _anchor_paths(data: dict[str, Any], folder: Path) -> None:
         if (section, key) == ("decoding", "model") and holder[key] == SAMPLE_MODEL:
             continue
         holder[key] = str(folder / holder[key])
-
-
-def _explain(item: dict[str, Any]) -> str:
-    location = ".".join(str(part) for part in item["loc"])
-    if item["type"] != "extra_forbidden":
-        message = item["msg"].removeprefix("Value error, ")
-        return f"{location}: {message}" + ("" if isinstance(item["input"], dict) else f" (found {item['input']!r})")
-    valid = _keys_at(item["loc"][:-1])
-    near = difflib.get_close_matches(str(item["loc"][-1]), valid, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
-    return f"{location}: no such key; {hint}"
-
-
-def _keys_at(location: tuple) -> list[str]:
-    model: Any = Settings
-    for part in location:
-        model = model.model_fields[part].annotation
-    return sorted(model.model_fields)

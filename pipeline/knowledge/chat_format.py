@@ -7,6 +7,7 @@ This module knows no entities and no prompt templates.
 """
 
 import json
+import logging
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +15,8 @@ from functools import lru_cache
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.errors import ModelError, RowError
+
+logger = logging.getLogger(__name__)
 
 _SENTINELS = ("lb5e9b71c0x0", "lb5e9b71c0x1")  # system, user
 _LOOKS_LIKE_CONTROL = re.compile(r"^(<.+>|\[.+\])$", re.DOTALL)
@@ -53,6 +56,7 @@ def chat_skeleton(tokenizer: PreTrainedTokenizerBase, with_system: bool, chat_op
 @lru_cache(maxsize=32)
 def _skeleton(tokenizer: PreTrainedTokenizerBase, with_system: bool, chat_options: str) -> ChatSkeleton:
     if not tokenizer.chat_template:
+        _say_plain()
         bos = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
         return ChatSkeleton(
             (bos, "user", tuple(_encode(tokenizer, "\n\n"))), (tokenizer.bos_token or "", "user", "\n\n"), True
@@ -80,6 +84,14 @@ def _skeleton(tokenizer: PreTrainedTokenizerBase, with_system: bool, chat_option
             pieces.append(tuple(tokenizer(part, add_special_tokens=False)["input_ids"]))
             texts.append(part)
     return ChatSkeleton(tuple(pieces), tuple(texts), merges_system)
+
+
+@lru_cache(maxsize=1)  # once a process
+def _say_plain() -> None:
+    logger.warning(
+        "the model's tokenizer has no chat template, so prompts are plain text after its begin-of-text token; if the "
+        "model was trained on chats, put its chat_template.jinja into the model's folder"
+    )
 
 
 def _apply(tokenizer: PreTrainedTokenizerBase, contents: dict[str, str], roles: list[str], chat_options: str) -> str:

@@ -46,14 +46,16 @@ def render_prompt(
 
     Raises
     ------
-    RowError : reason "too-long" when it does not fit without any history; "undecodable" when the text cannot be
-        written in plain tokens.
+    RowError : reason "no-title" for an item without one; "too-long" when it does not fit without any history;
+        "undecodable" when the text cannot be written in plain tokens.
     """
     if template.side != entity.side:
         raise ConfigError(
             f"the prompt template {template.identity} is for {template.side}s; name one for {entity.side}s as "
             f"knowledge.{entity.side}_template"
         )
+    if entity.side == "item" and not str(entity.attributes.get("title", "")).strip():
+        raise RowError("no-title: the item has no title, so there is nothing to ask about")
     skeleton = chat_skeleton(tokenizer, template.system is not None, template.chat_options)
     head, events, tail = _blocks(template, entity)
 

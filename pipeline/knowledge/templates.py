@@ -5,6 +5,7 @@ the user's own. It knows no entities and no tokenizers.
 """
 
 import string
+from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from pipeline.errors import ConfigError
 from pipeline.sides import Side
+from pipeline.validation import explain
 
 SHIPPED_TEMPLATES = Path(__file__).resolve().parents[2] / "configs" / "prompts"
 
@@ -35,18 +37,24 @@ def _only_fields(pattern: str, allowed: set[str]) -> str:
 class Columns(_Frozen):
     """Which attribute columns are shown, and under what names.
 
-    A column that a table does not have, or that is null in a row, is skipped. "*" is every column of the table.
+    A column that is null in a row is skipped. "*" is every column of the table.
     """
 
     columns: Literal["*"] | tuple[str, ...] = "*"
     exclude: tuple[str, ...] = ()
     labels: dict[str, str] = Field(default_factory=dict)  # column -> name in the prompt
+    optional: tuple[str, ...] = ()  # named above, but a table may be without them
     max_value_chars: int = Field(300, ge=1)
 
     def shown(self, attributes: dict[str, object]) -> list[str]:
         """Names of the columns to show, in the order to show them."""
         names = list(attributes) if self.columns == "*" else [name for name in self.columns if name in attributes]
         return [name for name in names if name not in self.exclude]
+
+    def missing(self, known: Collection[str]) -> list[str]:
+        """Columns that are named here, not optional, and not among those of a table."""
+        named = [*([] if self.columns == "*" else self.columns), *self.exclude, *self.labels]
+        return [name for name in dict.fromkeys(named) if name not in known and name not in self.optional]
 
 
 class AttributeLines(Columns):
@@ -97,9 +105,11 @@ class PromptTemplate(_Frozen):
     chat_options: dict[str, Any] = Field(default_factory=lambda: {"enable_thinking": False})
 
     @model_validator(mode="after")
-    def _items_have_no_history(self) -> "PromptTemplate":
+    def _agrees_with_itself(self) -> "PromptTemplate":
         if self.side == "item" and self.history is not None:
             raise ValueError("an item template has no history")
+        if self.parser == "aspects" and not self.factors:
+            raise ValueError("parser `aspects` needs `factors`, the names of the aspects; or take parser `free`")
         return self
 
     @property
@@ -128,8 +138,10 @@ def _load(name: str, folder: Path | None) -> PromptTemplate:
         raise ConfigError(f"there is no prompt template {name!r}; templates are: {known}. Name one of these.")
     try:
         template = PromptTemplate.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, ValidationError, UnicodeDecodeError) as error:
-        raise ConfigError(f"prompt template {path} is not valid: {error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"prompt template {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
+    except ValidationError as error:
+        raise ConfigError(f"prompt template {path}: {explain(error, PromptTemplate)}") from None
     if template.name != name:
         raise ConfigError(f"prompt template {path} calls itself {template.name!r}; its name must be that of its file")
     return template

@@ -4,7 +4,7 @@ from small_tokenizers import KINDS, SPECIAL, byte_level, make_user, wrap
 from tokenizers import AddedToken, Tokenizer, models
 
 from pipeline.errors import ModelError, RowError
-from pipeline.knowledge.chat_format import chat_skeleton, encode_content
+from pipeline.knowledge.chat_format import _say_plain, chat_skeleton, encode_content
 from pipeline.knowledge.entities import Entity
 from pipeline.knowledge.prompts import render_prompt
 from pipeline.knowledge.templates import PromptTemplate
@@ -55,9 +55,12 @@ def test_a_system_message_that_has_no_place_goes_before_the_users(kind):
     assert "You know a library.\n\nDescribe.\n- title: A" in rendered.text
 
 
-def test_without_a_chat_template_a_prompt_begins_with_the_begin_token():
-    plain = wrap(byte_level(), None)
-    rendered = render_prompt(TEMPLATE, Entity("item", 1, {"title": "A"}), plain, 10_000)
+def test_without_a_chat_template_a_prompt_begins_with_the_begin_token_and_that_is_said_once(caplog):
+    _say_plain.cache_clear()
+    for _ in range(2):
+        plain = wrap(byte_level(), None)
+        rendered = render_prompt(TEMPLATE, Entity("item", 1, {"title": "A"}), plain, 10_000)
+    assert caplog.text.count("no chat template, so prompts are plain text") == 1
     assert rendered.token_ids[0] == plain.bos_token_id
     assert rendered.text == "<s>Describe.\n- title: A\n\n"
 
@@ -90,7 +93,7 @@ def test_an_unknown_character_is_no_control_token():
 
 def test_skeleton_is_the_same_for_all_users(tokenizer):
     template = PromptTemplate.model_validate(
-        {"name": "u", "version": 1, "framework": "kar", "side": "user", "parser": "aspects", "instruction": "I " * 30,
+        {"name": "u", "version": 1, "framework": "kar", "side": "user", "parser": "free", "instruction": "I " * 30,
          "history": {}}
     )  # fmt: skip
     first, second = (render_prompt(template, make_user(n), tokenizer, 10_000).token_ids for n in (2, 3))

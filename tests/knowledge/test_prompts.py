@@ -11,7 +11,7 @@ from pipeline.knowledge.templates import PromptTemplate
 TOKENIZER = KINDS["thinking"]()
 USER = PromptTemplate.model_validate(
     {
-        "name": "u", "version": 1, "framework": "kar", "side": "user", "parser": "aspects", "instruction": "Explain.",
+        "name": "u", "version": 1, "framework": "kar", "side": "user", "parser": "free", "instruction": "Explain.",
         "attributes": {"heading": "Person:"}, "history": {"heading": "Rated:", "max_events": 30}, "request": "Now:",
     }
 )  # fmt: skip
@@ -23,6 +23,13 @@ def test_a_prompt_reads_as_laid_out():
         "Explain.\nPerson:\n- region: Lorne\n- tags: a > b\n- member: yes\nRated:\n"
         "- The Salt Harbour 0 | Mystery > Heist | 1999 | 1\n- The Salt Harbour 1 | Mystery > Heist | 1999 | 2\nNow:"
     ) in text
+
+
+@pytest.mark.parametrize("attributes", [{}, {"title": " "}])
+def test_an_item_without_a_title_is_not_asked_about(attributes):
+    template = load_template("kar_item")
+    with pytest.raises(RowError, match=r"^no-title: "):
+        render_prompt(template, Entity("item", 7, attributes), TOKENIZER, 10_000)
 
 
 def test_a_user_without_history_says_so():

@@ -1,0 +1,60 @@
+"""From what pydantic finds wrong with a file of settings to one line for a person. Knows no file and no settings."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+MAX_FOUND_CHARACTERS = 60
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """What is wrong, each with its key, what was found and what was expected; of unknown keys the nearest valid one.
+
+    Parameters
+    ----------
+    model : what was validated.
+    """
+    faults = error.errors(include_url=False)
+    unknown = [fault for fault in faults if fault["type"] == "extra_forbidden"]
+    return "; ".join(_sentence(fault, model) for fault in unknown or faults)  # a misspelled key is also a missing one
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`did you mean 'x'?`, or all that are known."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known) or 'none'}"
+
+
+def _sentence(fault: dict[str, Any], model: type[BaseModel]) -> str:
+    *parents, key = fault["loc"] or ("",)
+    place = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        return f"{place}: no such key; {nearest(str(key), _model_at(model, parents).model_fields)}"
+    if fault["type"] == "missing":
+        return f"{place}: the key is missing"
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] in ("model_type", "dict_type", "model_attributes_type"):
+        keys = _model_at(model, fault["loc"]).model_fields
+        message = f"expected keys with values, such as {', '.join(keys)}"
+    found = "nothing" if fault["input"] is None else repr(fault["input"])
+    if isinstance(fault["input"], dict) and fault["type"] == "value_error":
+        return f"{place}: {message}".removeprefix(": ")  # a rule between keys, which the message names
+    found = f"{found[:MAX_FOUND_CHARACTERS]}..." if len(found) > MAX_FOUND_CHARACTERS else found
+    return f"{place}: {message} (found {found})".removeprefix(": ")
+
+
+def _model_at(model: type[BaseModel], location: Iterable[str | int]) -> type[BaseModel]:
+    """The innermost model on the way to a place, below optional and named ones."""
+    for part in location:
+        if part in model.model_fields:
+            model = _first_model(model.model_fields[str(part)].annotation) or model
+    return model
+
+
+def _first_model(kind: Any) -> type[BaseModel] | None:
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind
+    return next((found for part in get_args(kind) if (found := _first_model(part)) is not None), None)
