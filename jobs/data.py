@@ -3,6 +3,7 @@
 Owns the commands; what they do is `pipeline.tables`.
 """
 
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ from typing import Annotated
 import typer
 
 from jobs.console import ExitCode, progress, say, summary
+from pipeline.errors import TableError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Sample, import and check input tables.")
 
@@ -29,17 +31,18 @@ class SourceFormat(StrEnum):
 @app.command()
 def check(
     path: Annotated[Path, typer.Argument(help="Folder with users, items and interactions.")],
+    config: Annotated[
+        Path | None, typer.Option(help="Configuration whose templates and limits apply; without it the defaults.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check that tables can be used, and name table, column, row and value of all that is wrong.
+    """Check that tables can be used, as `nightly` does, and name table, column, row and value of all that is wrong.
 
-    Exit code 0 when nothing is, 3 otherwise.
+    Exit code 0 when nothing is, or there are only warnings; 3 otherwise.
 
-    Example: laserbatch data check mytables/
+    Example: laserbatch data check mytables/ --config laserbatch.yaml
     """
-    num_faults = _report_check(path, as_json)
-    if num_faults:
-        raise typer.Exit(ExitCode.BAD_INPUT)
+    _report_check(path, as_json, config=config)
 
 
 @app.command(name="import")
@@ -63,26 +66,31 @@ def import_(
 ) -> None:
     """Make tables from the files of MovieLens, or from any Parquet or CSV by a column mapping, and check them.
 
-    OUT appears whole or not at all. Exit code 3 when a file cannot be read, or the result has faults (it is kept).
+    OUT appears whole or not at all. --overwrite replaces a folder of tables, and nothing else. Exit code 3 when a file
+    cannot be read, or the result has faults (it is kept).
 
     Example: laserbatch data import movielens-1m ml-1m/ tables/
 
     Example: laserbatch data import table exports/ tables/ --mapping mapping.yaml
     """  # fmt: skip
     from pipeline.storage.atomic import atomic_folder
-    from pipeline.tables.mapping import import_mapped, load_mapping
+    from pipeline.tables.mapping import import_mapped, load_mapping, source_files
     from pipeline.tables.movielens import import_movielens
 
     if (mapping is not None) != (source_format is SourceFormat.TABLE):
         raise typer.BadParameter("--mapping goes with the format `table`, which needs it, and with no other")
-    loaded = load_mapping(mapping) if mapping is not None else None
-    with atomic_folder(out, overwrite) as folder, progress("importing rows") as bar:
+    loaded, read, dropped = None, [source], {}
+    if mapping is not None:
+        loaded = load_mapping(mapping)
+        parts = [part for part in (loaded.users, loaded.items, loaded.interactions) if part is not None]
+        read += [path for part in parts for path in source_files(part, source)]
+    target = _replaceable(out, read)
+    with atomic_folder(target, overwrite) as folder, progress("importing rows") as bar:
         if loaded is not None:
-            import_mapped(loaded, source, folder, bar)
+            dropped = import_mapped(loaded, source, folder, bar)
         else:
             import_movielens(source_format.value, source, folder, bar)
-    if _report_check(out, as_json, tables=True):
-        raise typer.Exit(ExitCode.BAD_INPUT)
+    _report_check(out, as_json, {"rows left out": dropped} if dropped else {})
 
 
 @app.command()
@@ -104,7 +112,7 @@ def sample(
     from pipeline.storage.atomic import atomic_folder
     from pipeline.tables.sample_world import write_sample_world
 
-    with atomic_folder(out, overwrite) as folder, progress("sample world", num_users) as bar:
+    with atomic_folder(_replaceable(out), overwrite) as folder, progress("sample world", num_users) as bar:
         num_written = 0
 
         def tell(num_done: int, _num_users: int) -> None:
@@ -113,21 +121,41 @@ def sample(
             num_written = num_done
 
         write_sample_world(folder, num_users=num_users, num_items=num_items, days=days, seed=seed, progress=tell)
-    if _report_check(out, as_json, tables=True):
-        raise typer.Exit(ExitCode.BAD_INPUT)
+    _report_check(out, as_json, {})
 
 
-def _report_check(path: Path, as_json: bool, tables: bool = False) -> int:
-    """Check the tables and print the summary; `tables`: with row counts, faults or not. Gives the number of faults."""
-    from pipeline.tables.check import check_tables
+def _replaceable(out: Path, read: Iterable[Path] = ()) -> Path:
+    """OUT without links, which may be replaced: nothing that is read lies in it, nor anything but tables."""
+    from pipeline.tables.schema import require_only_tables
+
+    target = out.resolve()
+    for path in read:
+        if path.resolve().is_relative_to(target):
+            raise TableError(f"{path} is what is imported, and would be replaced with {out}; give another folder.")
+    if target.is_dir():
+        require_only_tables(target)
+    return target
+
+
+def _report_check(path: Path, as_json: bool, written: dict | None = None, config: Path | None = None) -> None:
+    """Check tables and print the summary. Ends the command with its exit code where they have faults.
+
+    Parameters
+    ----------
+    written : what else there is to say of tables that were just written, whose rows are counted, faults or not.
+    """
+    from jobs.inputs import check_inputs
+    from jobs.settings import load_settings
+    from pipeline.tables.findings import count_faults
     from pipeline.tables.read import describe
 
-    findings = check_tables(path)
-    num_faults = sum(1 + finding.num_more for finding in findings)
-    outcome: dict = {"path": str(path), "num_faults": num_faults}
-    if not findings or tables:
-        described = describe(path)
-        outcome |= {f"num_{name}": entry["num_rows"] for name, entry in described.items()}
+    findings = check_inputs(path, load_settings(config))
+    num_faults = count_faults(findings)
+    num_warnings = sum(finding.is_warning for finding in findings)
+    outcome: dict = {"path": str(path), "num_faults": num_faults, "num_warnings": num_warnings}
+    if not num_faults or written is not None:
+        outcome |= {f"num_{name}": entry["num_rows"] for name, entry in describe(path).items()}
+    outcome |= written or {}
     if as_json:
         outcome["findings"] = [finding.as_json() for finding in findings]
     else:
@@ -136,4 +164,5 @@ def _report_check(path: Path, as_json: bool, tables: bool = False) -> int:
         if len(findings) > NUM_LINES_OF_FINDINGS:
             say(f"... and {len(findings) - NUM_LINES_OF_FINDINGS} more; --json lists all")
     summary(outcome, as_json)
-    return num_faults
+    if num_faults:
+        raise typer.Exit(ExitCode.BAD_INPUT)

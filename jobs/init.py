@@ -17,11 +17,12 @@ import yaml
 
 from jobs.commented_yaml import commented_yaml
 from jobs.console import say, summary
+from jobs.inputs import check_inputs
 from jobs.sample_model import NEEDS_A_MODEL
-from jobs.settings import Settings
+from jobs.settings import Settings, load_settings
 from pipeline.errors import ConfigError, TableError
 from pipeline.storage.atomic import write_text
-from pipeline.tables.check import check_tables
+from pipeline.tables.findings import count_faults
 from pipeline.tables.sample_world import is_sample_world
 from pipeline.tables.schema import TABLE_NAMES, table_files
 
@@ -66,12 +67,13 @@ def init(
     if not tables.is_dir():
         raise TableError(f"{tables} is not a folder; expected one with your tables")
     if _is_in_schema(tables):
-        write_text(_configuration(tables.resolve(), ""), out)
-        num_faults = len(check_tables(tables))
+        first = pq.ParquetFile(table_files(tables, "interactions")[0]).iter_batches(65_536)
+        write_text(_configuration(tables.resolve(), "", _is_clicks(next(first, None), "rating")), out)
+        num_faults = count_faults(check_inputs(tables, load_settings(out)))
         said = {"configuration": str(out), "tables": "in the input schema already", "num_faults": num_faults}
         if not is_sample_world(tables):
             said["model"] = NEEDS_A_MODEL
-        following = f"laserbatch data check {tables}" if num_faults else f"laserbatch try --config {out}"
+        following = f"laserbatch data check {tables} --config {out}" if num_faults else f"laserbatch try --config {out}"
         summary(said | {"next": following}, as_json)
         return
     mapping_path = out.with_name("mapping.yaml")
@@ -79,12 +81,14 @@ def init(
         raise ConfigError(f"{mapping_path} is there already; pass --overwrite to replace it")
     sources = read_sources(tables)
     mapping = guess_mapping(sources)
+    events = mapping["interactions"]
+    is_clicks = any(s.name == events["files"] and _is_clicks(s.head, events.get("rating")) for s in sources)
     command = f"laserbatch data import table {tables} {out.with_name('tables')} --mapping {mapping_path}"
     head = "# Guessed from the names of files and columns: read it, correct it, then run\n#   " + command + "\n"
     head += "# configs/import_example.yaml explains every key.\n"
     write_text(head + yaml.safe_dump(mapping, sort_keys=False, allow_unicode=True), mapping_path)
     note = f"# Made from {tables} by: {command}\n"
-    write_text(_configuration(out.resolve().with_name("tables"), note, _has_clicks(sources, mapping)), out)
+    write_text(_configuration(out.resolve().with_name("tables"), note, is_clicks), out)
     say("the mapping is a guess from names; read it before you import")
     said = {"configuration": str(out), "mapping": str(mapping_path), "model": NEEDS_A_MODEL}
     summary(said | {"next": f"{command}, then laserbatch try --config {out}"}, as_json)
@@ -184,6 +188,13 @@ def _time_unit(source: SourceTable, column: str) -> str:
     return next((unit for unit, bound in (("s", 1e11), ("ms", 1e14), ("us", 1e17)) if value < bound), "ns")
 
 
+def _is_clicks(rows: pa.Table | pa.RecordBatch | None, column: str | None) -> bool:
+    """Whether the first ratings are 0 and 1 only, so that 1 is a positive."""
+    if rows is None or column not in rows.schema.names:
+        return False
+    return set(rows.column(column).unique().to_pylist()) <= {0, 1}
+
+
 def _is_in_schema(folder: Path) -> bool:
     try:
         for name in TABLE_NAMES:
@@ -198,14 +209,7 @@ def _is_in_schema(folder: Path) -> bool:
     )
 
 
-def _has_clicks(sources: list[SourceTable], mapping: dict) -> bool:
-    """Whether what would be ratings are 0 and 1."""
-    of_events = mapping["interactions"]
-    events = next(source for source in sources if source.name == of_events["files"])
-    return "rating" in of_events and set(events.head[of_events["rating"]].to_pylist()) <= {0, 1, None}
-
-
-def _configuration(tables: Path, note: str, has_clicks: bool = False) -> str:
+def _configuration(tables: Path, note: str, is_clicks: bool) -> str:
     head = f"# laserbatch configuration. Every option is shown with its default; delete what you do not change.\n{note}"
-    values = {"tables": {"path": tables}} | ({"ctr": {"positive_rating": 1.0}} if has_clicks else {})
+    values = {"tables": {"path": tables}, "ctr": {"positive_rating": 1.0} if is_clicks else {}}
     return head + commented_yaml(Settings, values).lstrip("\n") + "\n"

@@ -3,18 +3,23 @@
 import datetime
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jobs.console import say
 from jobs.settings import Settings
 from pipeline.errors import ConfigError, TableError
-from pipeline.sides import SIDES
+from pipeline.knowledge.templates import load_template
+from pipeline.sides import SIDES, Side
 from pipeline.storage.atomic import sha256_file
-from pipeline.tables.check import require_sound_tables
+from pipeline.tables import schema as sc
+from pipeline.tables.check import check_tables, require_sound
+from pipeline.tables.findings import Finding
 from pipeline.tables.read import Tables, describe, read_tables
-from pipeline.tables.schema import TABLE_NAMES
+from pipeline.validation import nearest
 from retrieval_pools.grouping.embeddings import read_embeddings
 from retrieval_pools.grouping.ids import id_column
 from retrieval_pools.routing_rule import RoutingRule
@@ -37,7 +42,7 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
     Raises
     ------
     ConfigError
-        There is no path of tables.
+        There is no path of tables, or a template is not one or names a column that the tables do not have.
     TableError
         The input tables are not what they should be; every finding is named. Or neither a user nor an item is known.
     PoolError
@@ -45,7 +50,10 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
     """
     if settings.tables.path is None:
         raise ConfigError("no input tables: set tables.path in the configuration; `laserbatch init TABLES` writes one")
-    require_sound_tables(settings.tables.path)
+    findings = check_inputs(settings.tables.path, settings)
+    require_sound(findings, settings.tables.path)
+    for warning in findings:
+        say(str(warning))
     RoutingRule.of(settings.routing)  # a night that will not find its function fails here, not at its end
     tables = read_tables(settings.tables.path, as_of=date)
     if not any(tables.entities(side).num_rows for side in SIDES):
@@ -54,9 +62,45 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
             "later; give a later --date, or correct created_at"
         )
     inputs = describe(settings.tables.path)
-    for name in TABLE_NAMES:
+    for name in sc.TABLE_NAMES:
         inputs[name]["known_sha256"] = _content_sha256(getattr(tables, name))
     return inputs | _described_embeddings(settings, tables), tables
+
+
+def check_inputs(path: Path, settings: Settings) -> list[Finding]:
+    """What is wrong with the tables of a folder, for runs of these settings; where nothing is, the templates' columns.
+
+    Raises
+    ------
+    ConfigError
+        A template is not one, or names a column that the tables do not have.
+    """
+    positive_rating = settings.ctr.positive_rating if settings.night.train_ctr else None
+    findings = check_tables(path, positive_rating, settings.night.max_failed_share)
+    if all(finding.is_warning for finding in findings):
+        for side in SIDES:
+            require_template_columns(path, settings, side)
+    return findings
+
+
+def require_template_columns(path: Path, settings: Settings, side: Side) -> None:
+    """Raise ConfigError where a side's template is for the other side, or names a column that the tables do not have."""
+    name, key = settings.knowledge.template_of(side), f"knowledge.{side}_template"
+    template = load_template(name, settings.knowledge.template_dir)
+    if template.side != side:
+        raise ConfigError(f"{key}: {name!r} is a template for {template.side}s; name one for {side}s")
+    blocks = {"attributes": (template.attributes, side)}
+    if template.history is not None:
+        blocks["history"] = (template.history, "item")
+    for block, (columns, of_side) in blocks.items():
+        table = sc.ENTITY_TABLES[of_side]
+        known = sc.attribute_columns(pq.read_schema(sc.table_files(path, table)[0]), table)
+        known += ["title"] if block == "attributes" and side == "item" else []
+        for column in columns.missing(known):
+            raise ConfigError(
+                f"prompt template {name}, {block}: the {table} table has no attribute {column!r}. Correct it, or list "
+                f"it under {block}.optional if a table may lack it; {nearest(column, known)}"
+            )
 
 
 def changed_inputs(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -21,10 +21,12 @@ from jobs.pools_collect import collect_pools
 from jobs.report.page import write_report
 from jobs.settings import CONFIG, PACKAGE_ROOT, WORKSPACE, Settings, load_settings
 from pipeline.distributed.stats import tokens_per_s, tokens_per_step
-from pipeline.errors import RunFailed, WorkspaceError
+from pipeline.errors import RunFailed, TableError, WorkspaceError
+from pipeline.storage.atomic import atomic_folder
 from pipeline.storage.workspace import Workspace
-from pipeline.tables.read import read_tables
+from pipeline.tables.read import describe, read_tables
 from pipeline.tables.sample_world import LAST_DATE, write_sample_world
+from pipeline.tables.schema import require_only_tables
 
 DEMO_SEED = 7  # a world on which nothing was trained or chosen: neither the sample model nor a CTR setting
 
@@ -160,7 +162,13 @@ def demo(
     Example: `laserbatch demo --folder demo`
     """
     say(f"a sample world of {num_users} users and {num_items} items goes to {folder / 'tables'}")
-    write_sample_world(folder / "tables", num_users=num_users, num_items=num_items, seed=DEMO_SEED)
+    tables = folder / "tables"
+    with atomic_folder(tables, overwrite=True) as made:
+        write_sample_world(made, num_users=num_users, num_items=num_items, seed=DEMO_SEED)
+        if tables.is_dir() and any(tables.iterdir()):
+            require_only_tables(tables)
+            if describe(tables) != describe(made):
+                raise TableError(f"{tables} holds other tables than this demo's; give another --folder")
     settings = load_settings(
         PACKAGE_ROOT / "configs" / "demo.yaml",
         {"workspace": str(folder / "workspace"), "tables.path": str(folder / "tables")},

@@ -10,6 +10,7 @@ from rich.live import Live
 from jobs.budgets import budget_step_cost, side_budget
 from jobs.console import say, stdout, summary
 from jobs.generate import NO_ROUTE, renderer
+from jobs.inputs import require_template_columns
 from jobs.night import current_pools, parse_date, previous_run
 from jobs.pools_view import num_calibration_texts
 from jobs.routing import entity_router
@@ -57,6 +58,7 @@ def try_one(
     side: Side = "item" if item is not None else "user"
     night_date = parse_date(date) if date else None
     tables = read_tables(settings.tables.path, as_of=night_date)
+    require_template_columns(settings.tables.path, settings, side)
     entity = find_entity(tables, side, user if item is None else item)
     if needs_a_model(settings, settings.tables.path):
         say(NEEDS_A_MODEL)

@@ -4,6 +4,8 @@ Owns the order of the checks and the rules between rows and tables. Reads every 
 entities' ids in memory. Repairs nothing.
 """
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,27 +18,29 @@ import pyarrow.types as pt
 
 from pipeline.errors import TableError
 from pipeline.tables import schema as sc
-from pipeline.tables.findings import Finding, Findings
+from pipeline.tables.findings import Finding, Findings, count_faults
 from pipeline.tables.read import wrong_types
 from pipeline.tables.rules import RULED_COLUMNS, row_faults
 
 BATCH_ROWS = 256 * 1024
 NUM_FINDINGS_IN_ERROR = 3
-_IMPORT = "convert it with `laserbatch data import table`"
 
 
-def check_tables(path: Path | str) -> list[Finding]:
+def check_tables(
+    path: Path | str, positive_rating: float | None = None, max_failed_share: float = 0.0
+) -> list[Finding]:
     """Everything that is wrong with the tables of a folder.
 
     Parameters
     ----------
     path : folder with users, items and interactions.
+    positive_rating : ratings on both sides of it are expected; None expects nothing of them.
+    max_failed_share : so many of the items may lack a title.
 
     Returns
     -------
     list of Finding
-        Empty when a run can start. Of each kind and column at most 20 rows are listed and the rest counted. What is
-        wrong with the tables raises nothing.
+        A run can start when all are warnings. What is wrong with the tables raises nothing.
     """
     path = Path(path)
     if not path.is_dir():
@@ -44,28 +48,29 @@ def check_tables(path: Path | str) -> list[Finding]:
         expected = "a folder with the tables users, items and interactions"
         return [Finding("missing-table", "tables", found, expected, "check the path")]
     findings = Findings()
-    known_ids = {table: _check_entities(path, table, findings) for table in sc.ID_COLUMNS}
-    _check_interactions(path, known_ids, findings)
+    known_ids = {table: _check_entities(path, table, findings, max_failed_share) for table in sc.ID_COLUMNS}
+    _check_interactions(path, known_ids, findings, positive_rating)
     return findings.to_list()
 
 
-def require_sound_tables(path: Path | str | None) -> None:
-    """Check the tables; one TableError that shows the first findings, if there are any or `path` is no folder."""
-    findings = check_tables(sc.tables_folder(path))
-    if findings:
-        num = sum(1 + finding.num_more for finding in findings)
-        shown = "\n".join(f"  {finding}" for finding in findings[:NUM_FINDINGS_IN_ERROR])
-        raise TableError(f"{num} faults in the tables of {path}; `laserbatch data check {path}` lists them:\n{shown}")
+def require_sound(findings: list[Finding], path: Path | str) -> None:
+    """One TableError that shows the first faults of what `check_tables` found at a path, if there are any."""
+    faults = [finding for finding in findings if not finding.is_warning]
+    if faults:
+        num = count_faults(faults)
+        shown = "\n".join(f"  {finding}" for finding in faults[:NUM_FINDINGS_IN_ERROR])
+        advice = f"; `laserbatch data check {path}` lists all" if len(faults) > NUM_FINDINGS_IN_ERROR else ""
+        raise TableError(f"{num:,} fault{'s' * (num > 1)} in the tables of {path}{advice}:\n{shown}")
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One file of a table that can be opened. `usable`: its columns of an accepted type."""
+    """One file of a table. `usable`: its columns of an accepted type; one that cannot be read has no columns."""
 
-    file: pq.ParquetFile
     name: str
-    schema: pa.Schema
-    usable: frozenset[str]
+    file: pq.ParquetFile | None = None
+    schema: pa.Schema = pa.schema([])  # noqa: RUF009 (it is immutable)
+    usable: frozenset[str] = frozenset()
 
     def checked_columns(self, table: str) -> list[str]:
         """The columns with rules for their rows. One that wrongly holds text is among them: its rows tell more."""
@@ -87,15 +92,17 @@ class _IdChunk:
     ids: pa.Array
 
 
-def _check_entities(path: Path, table: str, findings: Findings) -> pa.Array | None:
+def _check_entities(path: Path, table: str, findings: Findings, max_failed_share: float) -> pa.Array | None:
     """Check users or items; returns the ids that are there, or None when they cannot be known."""
     id_column, chunks = sc.ID_COLUMNS[table], []
     parts = list(_open_parts(path, table, findings))
     for part in parts:
         for first_row, batch in _checked_batches(part, table, findings):
             if id_column in part.usable:
-                ids = batch[id_column].cast(sc.id_type(batch[id_column].type))
+                ids = batch[id_column].cast(sc.id_type(batch[id_column].type), safe=False)
                 chunks.append(_IdChunk(part, first_row, ids))
+    num_rows = sum(part.file.metadata.num_rows for part in parts if part.file is not None)
+    findings.stop_where("null-title", max_failed_share * num_rows)
     if not chunks or not all(id_column in part.usable for part in parts) or len({c.ids.type for c in chunks}) > 1:
         return None
     known = pa.chunked_array([chunk.ids for chunk in chunks])
@@ -121,7 +128,10 @@ def _check_duplicates(table: str, known: pa.ChunkedArray, chunks: list[_IdChunk]
         findings.add_rows(finding, np.asarray(rows, dtype=np.int64), chunk.first_row, chunk.ids)
 
 
-def _check_interactions(path: Path, known_ids: dict[str, pa.Array | None], findings: Findings) -> None:
+def _check_interactions(
+    path: Path, known_ids: dict[str, pa.Array | None], findings: Findings, positive_rating: float | None
+) -> None:
+    lowest, highest, is_rated = math.inf, -math.inf, True
     for part in _open_parts(path, "interactions", findings):
         comparable: dict[str, str] = {}  # column of interactions -> its entity table
         for table, column in sc.ID_COLUMNS.items():
@@ -137,11 +147,32 @@ def _check_interactions(path: Path, known_ids: dict[str, pa.Array | None], findi
             findings.add(Finding("types-differ", "interactions", found, "one type", advice, column, part.name))
         for first_row, batch in _checked_batches(part, "interactions", findings):
             for column, table in comparable.items():
-                values = batch[column].cast(known_ids[table].type)
+                values = batch[column].cast(known_ids[table].type, safe=False)
                 unknown = pc.and_(pc.is_valid(values), pc.invert(pc.is_in(values, value_set=known_ids[table])))
                 found, advice = f"{table} has no such {column}:", f"add it to {table}, or drop the row"
                 finding = Finding("unknown-entity", "interactions", found, f"ids of {table}", advice, column, part.name)
                 findings.add_rows(finding, np.flatnonzero(unknown), first_row, values)
+            is_rated = "rating" in part.schema.names
+            if "rating" in part.usable:
+                of_batch = pc.min_max(batch["rating"].cast(pa.float64())).as_py()
+                if of_batch["min"] is not None:
+                    lowest, highest = min(lowest, of_batch["min"]), max(highest, of_batch["max"])
+    if positive_rating is not None:
+        _check_classes(lowest, highest, is_rated, positive_rating, findings)
+
+
+def _check_classes(lowest: float, highest: float, is_rated: bool, positive_rating: float, findings: Findings) -> None:
+    """Warn where no CTR model can be trained, since all interactions are of one class."""
+    expected = f"ratings on both sides of ctr.positive_rating ({positive_rating:g})"
+    what_then = "CTR models are not trained otherwise"
+    if not is_rated:
+        advice = f"add what was not liked or clicked too, or set night.train_ctr: false; {what_then}"
+        findings.add(Finding("one-class", "interactions", "there is no column `rating`", expected, advice,
+                             is_warning=True))  # fmt: skip
+    elif lowest <= highest and not lowest < positive_rating <= highest:
+        found = f"all ratings are from {lowest:g} to {highest:g}" if lowest < highest else f"all ratings are {lowest:g}"
+        advice = f"set ctr.positive_rating (to 1 for 0/1 clicks); {what_then}"
+        findings.add(Finding("one-class", "interactions", found, expected, advice, "rating", is_warning=True))
 
 
 def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
@@ -151,7 +182,7 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
     except sc.TableFilesError as error:
         findings.add(Finding("missing-table", table, error.found, error.expected, error.advice))
         return
-    first_types: dict[str, tuple[str, str]] = {}
+    columns: dict[str, tuple[str, str | None]] = {}  # the first file that has it, and its type there
     num_rows, num_unreadable = 0, 0
     for file_path in files:
         name = file_path.relative_to(path).as_posix()
@@ -160,6 +191,7 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
         except (pa.ArrowException, OSError) as error:
             num_unreadable += 1
             _add_unreadable(table, name, error, findings)
+            yield _Part(name)
             continue
         num_rows += file.metadata.num_rows
         schema = file.schema_arrow
@@ -171,24 +203,45 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
                 findings.add(Finding("missing-column", table, found, "it to be there", advice, column, name))
         for column, fault in wrong.items():
             found = f"the column is of type {fault.found}"
-            findings.add(Finding("wrong-type", table, found, fault.expected, _IMPORT, column, name))
-        for field in schema:
-            kind = _compared_type(table, field)
-            first_kind, first_name = first_types.setdefault(field.name, (kind, name)) if kind else (kind, name)
-            if kind != first_kind:
-                found = f"the column holds {kind}, but {first_kind} in {first_name}"
-                advice = "write all files of a table alike"
-                findings.add(Finding("types-differ", table, found, "one type", advice, field.name, name))
-        yield _Part(file, name, schema, frozenset(schema.names) - wrong.keys())
+            findings.add(Finding("wrong-type", table, found, fault.expected, fault.advice, column, name))
+        twice = [column for column, count in Counter(schema.names).items() if count > 1]
+        for column in twice:
+            found, advice = "there are several columns of this name", "rename or drop all but one"
+            findings.add(Finding("duplicate-column", table, found, "one", advice, column, name))
+        if twice:
+            yield _Part(name)
+            continue
+        _compare_columns(table, name, schema, columns, findings)
+        yield _Part(name, file, schema, frozenset(schema.names) - wrong.keys())
     if num_rows == 0 and not num_unreadable:
         findings.add(Finding("empty-table", table, "the table has no rows", "at least one", "write the table again"))
 
 
-def _compared_type(table: str, field: pa.Field) -> str | None:
+def _compare_columns(
+    table: str, name: str, schema: pa.Schema, columns: dict[str, tuple[str, str | None]], findings: Findings
+) -> None:
+    """Report where a file's columns differ from those of the files before it, and add its own to them."""
+    advice = "write all files of a table alike"
+    read = [field for field in schema if table != "interactions" or field.name in sc.INTERACTION_COLUMNS]
+    optional = {field.name for field in read} ^ columns.keys() if columns else set()
+    for column in sorted(optional.difference(sc.REQUIRED_COLUMNS[table])):
+        is_new = column not in columns
+        other = next(iter(columns.values()))[0] if is_new else columns[column][0]
+        found = f"the column is not in {other}" if is_new else f"the column is missing, but it is in {other}"
+        findings.add(Finding("columns-differ", table, found, "the same columns", advice, column, name))
+    for field in read:
+        kind = _compared_type(field)
+        first_name, first_kind = columns.setdefault(field.name, (name, kind))
+        if first_kind is None:
+            columns[field.name] = name, kind
+        elif kind not in (None, first_kind):
+            found = f"the column holds {kind}, but {first_kind} in {first_name}"
+            findings.add(Finding("types-differ", table, found, "one type", advice, field.name, name))
+
+
+def _compared_type(field: pa.Field) -> str | None:
     """What a column's type must agree on between files; None when it agrees with any."""
     if pt.is_null(field.type) or field.name in (sc.CREATED_AT, "timestamp"):
-        return None
-    if table == "interactions" and field.name not in sc.INTERACTION_COLUMNS:
         return None
     kind = sc.plain_type(field.type)
     return "numbers" if pt.is_integer(kind) or pt.is_floating(kind) else str(kind)
@@ -207,7 +260,8 @@ def _checked_batches(part: _Part, table: str, findings: Findings) -> Iterator[tu
             values = {name: _decoded(batch.column(name)) for name in batch.schema.names}
             for column in values:
                 for fault in row_faults(table, column, values[column]):
-                    finding = Finding(fault.kind, table, fault.found, fault.expected, fault.advice, column, part.name)
+                    finding = Finding(fault.kind, table, fault.found, fault.expected, fault.advice, column, part.name,
+                                      is_warning=fault.is_warning)  # fmt: skip
                     findings.add_rows(finding, fault.rows, first_row, values[column])
             yield first_row, values
             first_row += batch.num_rows

@@ -10,6 +10,8 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from pipeline.tables import schema as sc
+from pipeline.tables.findings import shown_value
+from pipeline.tables.rules import EARLIEST_S, LATEST_S, YEAR_S
 
 _ZONE_PATTERN = r":\d{2}(\.\d+)?\s*(Z|[+-]\d{2}(:?\d{2})?)$"
 _UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
@@ -51,7 +53,8 @@ def to_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
         column = pc.if_else(
             pc.is_nan(column), pa.scalar(None, column.type), column
         )  # how pandas writes a missing integer
-    expected = {pa.int64(): "an integer", pa.float64(): "a number", pa.bool_(): "true or false"}.get(kind, f"a {kind}")
+    names = {pa.int64(): "an integer below 2**63", pa.float64(): "a number", pa.bool_(): "true or false"}
+    expected = names.get(kind, f"a {kind}")
     trimmed = pc.utf8_trim_whitespace(column) if column.type == pa.string() and kind != pa.string() else column
     return _each(trimmed, column, lambda values: values.cast(kind), expected)
 
@@ -90,8 +93,13 @@ def to_time(column: pa.Array, unit: str) -> pa.Array:
     if pt.is_timestamp(column.type) or pt.is_date(column.type):
         return _each(column, column, sc.timestamps, "a time that 64 bits of microseconds hold")
     if unit in _UNITS_PER_SECOND:
-        numbers = to_type(column, pa.float64() if _has_fractions(column) else pa.int64())
-        return _each(numbers, column, lambda values: _from_epoch(values, unit), f"a time in {unit} since 1970")
+        try:
+            numbers = to_type(column, pa.float64() if _has_fractions(column) else pa.int64())
+        except ConversionFault as fault:
+            expected = f"a time in {unit} since 1970, or another `unit`: iso, or a format like %d/%m/%Y"
+            raise ConversionFault(fault.row, fault.value, expected) from None
+        expected = f"a time in {unit} since 1970, between 1900 and 2200{_likely_unit(numbers)}"
+        return _each(numbers, column, lambda values: _from_epoch(values, unit), expected)
     text = pc.utf8_trim_whitespace(to_type(column, pa.string()))
     if unit == "iso":
         return _each(text, column, _from_iso, "an ISO 8601 time such as 2024-05-31T23:59:00Z")
@@ -104,7 +112,19 @@ def _has_fractions(column: pa.Array) -> bool:
     return not pt.is_integer(column.type)
 
 
+def _likely_unit(values: pa.Array) -> str:
+    """The unit in which all values are plausible, for a message."""
+    seen = pc.min_max(values.cast(pa.float64(), safe=False)).as_py()
+    for unit, per_second in _UNITS_PER_SECOND.items():
+        if seen["min"] is not None and YEAR_S * per_second <= seen["min"] <= seen["max"] <= LATEST_S * per_second:
+            return f" (with `unit: {unit}` it is one)"
+    return ""
+
+
 def _from_epoch(values: pa.Array, unit: str) -> pa.Array:
+    seconds = pc.divide(values.cast(pa.float64(), safe=False), float(_UNITS_PER_SECOND[unit]))
+    if pc.any(pc.or_(pc.less(seconds, EARLIEST_S), pc.greater(seconds, LATEST_S))).as_py():
+        raise pa.ArrowInvalid("out of range")
     if pt.is_floating(values.type):
         microseconds = pc.round(pc.multiply(values, 1e6 / _UNITS_PER_SECOND[unit])).cast(pa.int64())
         return microseconds.cast(sc.TIMESTAMP_TYPE)
@@ -136,7 +156,7 @@ def _each(column: pa.Array, shown: pa.Array, convert: Callable[[pa.Array], pa.Ar
                 start, length = start + half, length - half
             except pa.ArrowInvalid:
                 length = half
-        raise ConversionFault(start, shown[start].as_py(), expected) from None
+        raise ConversionFault(start, shown_value(shown[start]), expected) from None
 
 
 def _plain(column: pa.Array) -> pa.Array:

@@ -1,15 +1,14 @@
-"""What a check found: one finding a fault, and the collecting of them up to a limit.
+"""What a check found: one finding a kind of fault and column, with the first row and how many there are.
 
 Knows nothing of the rules.
 """
 
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 
-MAX_SHOWN = 20
 MAX_SHOWN_CHARACTERS = 120
 
 
@@ -19,11 +18,14 @@ class Finding:
 
     Attributes
     ----------
-    kind : a stable name: missing-table, unreadable, missing-column, wrong-type, types-differ, empty-table, null-id,
-        duplicate-id, unknown-entity, null-title, bad-timestamp, bad-rating, null-in-list.
-    table, column, file, row, value : where it is, as far as it has a place; rows count from 0 within their file.
+    kind : a stable name: missing-table, unreadable, missing-column, duplicate-column, wrong-type, types-differ,
+        columns-differ, empty-table, null-id, bad-id, duplicate-id, unknown-entity, null-title,
+        bad-timestamp, odd-timestamp, bad-rating, one-class, null-in-list.
+    table, column, file, row, value : where it is first, as far as it has a place; rows count from 0 within their file.
     found, expected, advice : parts of the sentence; `str(finding)` is the whole.
-    num_more : rows of the same kind that are not listed; set on the last one listed.
+    num_rows : rows that it is about, over all files of the table; 0 where it is about no row.
+    num_files : files that it is about, where it is about no row.
+    is_warning : a run can start all the same.
     """
 
     kind: str
@@ -35,15 +37,19 @@ class Finding:
     file: str | None = None
     row: int | None = None
     value: object = None
-    num_more: int = 0
+    num_rows: int = 0
+    num_files: int = 1
+    is_warning: bool = False
 
     def __str__(self) -> str:
-        place = f"{self.table}.{self.column}" if self.column else self.table
-        if self.file is not None:
-            place += f" ({self.file}, row {self.row})" if self.row is not None else f" ({self.file})"
-        value = f" {self.value!r}" if self.row is not None else ""
-        more = f" [and {self.num_more} more rows like this]" if self.num_more else ""
-        return f"{place}: {self.found}{value}; expected {self.expected}; {self.advice}{more}"
+        row = f"row {self.row}" if self.num_rows == 1 else f"{self.num_rows:,} rows, first row {self.row}"
+        file = self.file if self.num_files == 1 else f"{self.file} and {self.num_files - 1} more"
+        place = ", ".join(part for part in (file, row if self.num_rows else None) if part)
+        name = f"{self.table}.{self.column}" if self.column else self.table
+        value = f" {self.value!r}" if self.num_rows else ""
+        warning = "warning: " if self.is_warning else ""
+        where = f" ({place})" if place else ""
+        return f"{warning}{name}{where}: {self.found}{value}; expected {self.expected}; {self.advice}"
 
     def as_json(self) -> dict:
         """Plain JSON values; what JSON cannot hold (a NaN, a time) as text."""
@@ -52,19 +58,19 @@ class Finding:
 
 
 class Findings:
-    """Findings in the order they were made; of each kind and column the first rows are kept, the rest counted."""
+    """Findings in the order they were made; rows that break one rule in one column are one finding."""
 
     def __init__(self) -> None:
-        self._kept: list[Finding] = []
-        self._num_rows: Counter = Counter()
-        self._last_kept: dict[tuple, int] = {}
+        self._found: dict[tuple, Finding] = {}
 
     def add(self, finding: Finding) -> None:
         """Add a finding that is about no row."""
-        self._kept.append(finding)
+        known = self._found.setdefault(_key(finding), finding)
+        if known is not finding:
+            self._found[_key(finding)] = replace(known, num_files=known.num_files + 1)
 
     def add_rows(self, finding: Finding, rows: np.ndarray, first_row: int, column: pa.Array) -> None:
-        """Add one finding for each of some rows.
+        """Add what is wrong with some rows.
 
         Parameters
         ----------
@@ -73,22 +79,34 @@ class Findings:
         first_row : the number of the column's first row within its file.
         column : the values.
         """
-        key = (finding.table, finding.column, finding.kind, finding.found)
-        num_free = max(0, MAX_SHOWN - self._num_rows[key])
-        self._num_rows[key] += len(rows)
-        for row in rows[:num_free].tolist():
-            self._last_kept[key] = len(self._kept)
-            self._kept.append(replace(finding, row=first_row + row, value=_shown(column[row])))
+        if not len(rows):
+            return
+        row = int(rows[0])
+        known = self._found.get(_key(finding)) or replace(finding, row=first_row + row, value=shown_value(column[row]))
+        self._found[_key(finding)] = replace(known, num_rows=known.num_rows + len(rows))
+
+    def stop_where(self, kind: str, max_rows: float) -> None:
+        """Make a warning of this kind a fault where it is about more rows than that."""
+        for key, finding in self._found.items():
+            if finding.kind == kind and finding.num_rows > max_rows:
+                self._found[key] = replace(finding, is_warning=False)
 
     def to_list(self) -> list[Finding]:
-        """All of them, with the counts of what was not kept filled in."""
-        listed = list(self._kept)
-        for key, index in self._last_kept.items():
-            listed[index] = replace(listed[index], num_more=max(0, self._num_rows[key] - MAX_SHOWN))
-        return listed
+        """All of them, warnings last."""
+        return sorted(self._found.values(), key=lambda finding: finding.is_warning)
 
 
-def _shown(scalar: pa.Scalar) -> object:
+def count_faults(findings: Iterable[Finding]) -> int:
+    """Faults: rows, and what is about no row; warnings are none."""
+    return sum(max(1, finding.num_rows) for finding in findings if not finding.is_warning)
+
+
+def _key(finding: Finding) -> tuple:
+    return finding.table, finding.column, finding.kind, finding.found
+
+
+def shown_value(scalar: pa.Scalar) -> object:
+    """A value for people: long text is cut, and what Python cannot hold is text."""
     try:
         value = scalar.as_py()
     except (ValueError, OverflowError):  # a time that Python cannot hold

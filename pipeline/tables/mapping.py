@@ -4,10 +4,11 @@ Reads the source in batches and writes as it goes, so tables larger than memory 
 `settings.ImportMapping`. Does not judge what comes out; that is `check.py`.
 """
 
+import codecs
 import csv
-import difflib
 import io
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,16 +24,9 @@ from pipeline.errors import ConfigError, TableError
 from pipeline.storage.parquet import parquet_stream
 from pipeline.tables import schema as sc
 from pipeline.tables.convert import ConversionFault, to_path, to_time, to_type, without
-from pipeline.tables.settings import (
-    IdTypes,
-    ImportMapping,
-    InteractionMapping,
-    ItemMapping,
-    SourceColumn,
-    SourceFiles,
-    SourceTime,
-    UserMapping,
-)
+from pipeline.tables.rules import blank
+from pipeline.tables.settings import ImportMapping, ItemMapping, SourceColumn, SourceFiles, SourceTime, UserMapping
+from pipeline.validation import explain, nearest
 
 BATCH_ROWS = 128 * 1024
 _TYPES = {"string": pa.string(), "int64": pa.int64(), "float64": pa.float64(), "bool": pa.bool_()}
@@ -56,34 +50,21 @@ def load_mapping(path: Path | str) -> ImportMapping:
     path = Path(path)
     try:
         data = yaml.safe_load(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"the mapping {path} is not there; copy configs/import_example.yaml and adapt it.") from None
+    except OSError as error:
+        found = "is not there" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        raise ConfigError(f"the mapping {path} {found}; copy configs/import_example.yaml and adapt it.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"the mapping {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
     try:
         return ImportMapping.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"the mapping {path}: {_first_fault(error)}; see configs/import_example.yaml.") from None
-
-
-def _first_fault(error: ValidationError) -> str:
-    fault = error.errors()[0]
-    place = ".".join(str(key) for key in fault["loc"]) or "the file"
-    if fault["type"] != "extra_forbidden":
-        return f"{place}: {fault['msg']}"
-    table, key = str(fault["loc"][0]), str(fault["loc"][-1])
-    models = {"users": UserMapping, "items": ItemMapping, "interactions": InteractionMapping, "ids": IdTypes}
-    model = ImportMapping if len(fault["loc"]) == 1 else models[table]
-    if len(fault["loc"]) > 2:
-        model = SourceColumn if fault["loc"][1] == "attributes" else SourceTime
-    nearest = difflib.get_close_matches(key, model.model_fields, n=1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(model.model_fields)}"
-    return f"unknown key {place}; {hint}"
+        faults = explain(error, ImportMapping)
+        raise ConfigError(f"the mapping {path}: {faults}; configs/import_example.yaml explains every key") from None
 
 
 def import_mapped(
     mapping: ImportMapping, source: Path | str, out: Path | str, progress: Progress | None = None
-) -> None:
+) -> dict[str, int]:
     """Make the three tables from foreign files.
 
     Parameters
@@ -93,20 +74,31 @@ def import_mapped(
     out : folder to write `users.parquet`, `items.parquet` and `interactions.parquet` to.
     progress : told the number of rows as they are read.
 
+    Returns
+    -------
+    dict
+        The rows that the mapping's rules left out, by table and rule: "interactions of unknown user_id".
+
     Raises
     ------
     TableError
         A file or column is not there, or a value cannot be converted; the message names file, column, row and value.
     """
-    source, out = Path(source), Path(out)
-    items = _write_entities("items", mapping.items, mapping.ids.item_id, source, out, progress)
+    source, out, dropped = Path(source), Path(out), Counter()
+    known = {"item_id": _write_entities("items", mapping.items, mapping.ids.item_id, source, out, progress, dropped)}
     if mapping.users is not None:
-        users = _write_entities("users", mapping.users, mapping.ids.user_id, source, out, progress)
-        _write_interactions(mapping, source, out, {"user_id": users, "item_id": items}, progress)
-        return
-    users = _write_interactions(mapping, source, out, {"item_id": items}, progress)
-    with parquet_stream(out / "users.parquet", pa.schema({"user_id": users.type})) as stream:
-        stream.write(pa.table({"user_id": users}))
+        users = _write_entities("users", mapping.users, mapping.ids.user_id, source, out, progress, dropped)
+        known = {"user_id": users} | known
+    users = _write_interactions(mapping, source, out, known, progress, dropped)
+    if mapping.users is None:
+        with parquet_stream(out / "users.parquet", pa.schema({"user_id": users.type})) as stream:
+            stream.write(pa.table({"user_id": users}))
+    return dict(dropped)
+
+
+def source_files(files: SourceFiles, source: Path) -> list[Path]:
+    """The files that a part of a mapping names, in name order."""
+    return sorted(path for path in source.glob(files.files) if path.is_file())
 
 
 @dataclass(frozen=True)
@@ -118,13 +110,11 @@ class _SourceBatch:
     rows: pa.RecordBatch
 
     def column(self, name: str) -> pa.Array:
-        if name not in self.rows.schema.names:
-            nearest = difflib.get_close_matches(name, self.rows.schema.names, n=1)
-            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-            raise TableError(
-                f"{self.file} has no column {name!r}, which the mapping names; it has "
-                f"{', '.join(self.rows.schema.names)}.{hint}"
-            )
+        names = self.rows.schema.names
+        if name not in names:
+            raise TableError(f"{self.file} has no column {name!r}, which the mapping names; {nearest(name, names)}")
+        if names.count(name) > 1:
+            raise TableError(f"{self.file} has {names.count(name)} columns {name!r}; rename or drop all but one.")
         return self.rows.column(name)
 
     def typed(self, name: str, kind: pa.DataType) -> pa.Array:
@@ -138,13 +128,19 @@ class _SourceBatch:
         kind = _TYPES[id_type] if id_type != "keep" else sc.id_type(column.type)
         if kind is None:
             raise TableError(
-                f"{self.file}, column {name}: ids of type {column.type}; expected strings or integers. "
-                "Set `ids` in the mapping to the type they shall become."
+                f"{self.file}, column {name}: ids of type {column.type}; expected {sc.ID_EXPECTED}. Set `ids` in the "
+                "mapping to what they shall become, string or int64."
             )
         return self.typed(name, kind)
 
     def attribute(self, wanted: SourceColumn) -> pa.Array:
         column = self.column(wanted.column)
+        if wanted.type is None and wanted.separator is None and not sc.is_attribute_type(column.type):
+            raise TableError(
+                f"{self.file}, column {wanted.column}: an attribute of type {column.type}; expected "
+                f"{sc.ATTRIBUTE_EXPECTED}. Leave it out by naming the `attributes` that you want in the mapping, or "
+                "write its parts as columns of their own."
+            )
         kind = _TYPES[wanted.type] if wanted.type else sc.plain_type(column.type)
 
         def convert(values: pa.Array) -> pa.Array:
@@ -153,7 +149,7 @@ class _SourceBatch:
 
         return self._converted(wanted.column, convert)
 
-    def _converted(self, name: str, convert) -> pa.Array:
+    def _converted(self, name: str, convert: Callable[[pa.Array], pa.Array]) -> pa.Array:
         try:
             return convert(self.column(name))
         except ConversionFault as fault:
@@ -166,11 +162,17 @@ class _SourceBatch:
 
 
 def _write_entities(
-    table: str, mapping: UserMapping | ItemMapping, id_type: str, source: Path, out: Path, progress: Progress | None
+    table: str,
+    mapping: UserMapping | ItemMapping,
+    id_type: str,
+    source: Path,
+    out: Path,
+    progress: Progress | None,
+    dropped: Counter,
 ) -> pa.Array:
     ids: list[pa.Array] = []
 
-    def batches() -> Iterator[pa.RecordBatch]:
+    def batches() -> Iterator[tuple[Path, pa.RecordBatch]]:
         for batch in _read(mapping, source, table, progress):
             columns = {sc.ID_COLUMNS[table]: batch.id(mapping.id, id_type)}
             if isinstance(mapping, ItemMapping):
@@ -186,20 +188,26 @@ def _write_entities(
                 columns[name] = batch.attribute(wanted)
             if mapping.created_at is not None:
                 columns[sc.CREATED_AT] = batch.timed(mapping.created_at)
-            ids.append(columns[sc.ID_COLUMNS[table]])
-            yield pa.RecordBatch.from_pydict(columns)
+            rows = _without_blanks(pa.RecordBatch.from_pydict(columns), mapping, table, dropped)
+            ids.append(rows[sc.ID_COLUMNS[table]])
+            yield batch.file, rows
 
     _write(out / f"{table}.parquet", table, batches())
     return pc.unique(pa.chunked_array(ids))
 
 
 def _write_interactions(
-    mapping: ImportMapping, source: Path, out: Path, known: dict[str, pa.Array], progress: Progress | None
+    mapping: ImportMapping,
+    source: Path,
+    out: Path,
+    known: dict[str, pa.Array],
+    progress: Progress | None,
+    dropped: Counter,
 ) -> pa.Array:
     """Write the interactions; returns the sorted user ids that were written."""
     wanted, users = mapping.interactions, None
 
-    def batches() -> Iterator[pa.RecordBatch]:
+    def batches() -> Iterator[tuple[Path, pa.RecordBatch]]:
         nonlocal users
         for batch in _read(wanted, source, "interactions", progress):
             columns = {
@@ -209,7 +217,7 @@ def _write_interactions(
             }
             if wanted.rating is not None:
                 columns["rating"] = batch.typed(wanted.rating, pa.float64())
-            rows = pa.RecordBatch.from_pydict(columns)
+            rows = _without_blanks(pa.RecordBatch.from_pydict(columns), wanted, "interactions", dropped)
             for column, ids in known.items():
                 if rows[column].type != ids.type:
                     raise TableError(
@@ -217,34 +225,66 @@ def _write_interactions(
                         f"lists them. Set `ids: {{{column}: {ids.type}}}` in the mapping."
                     )
                 if wanted.drop_unknown:
-                    rows = rows.filter(pc.is_in(rows[column], value_set=ids))
+                    is_known = pc.is_in(rows[column], value_set=ids)
+                    rows = _kept(rows, is_known, f"interactions of unknown {column}", dropped)
             new = pc.unique(rows["user_id"]).drop_null()
             users = new if users is None else pc.unique(pa.concat_arrays([users, new]))
-            yield rows
+            yield batch.file, rows
 
     _write(out / "interactions.parquet", "interactions", batches())
     return users.take(pc.sort_indices(users))
 
 
-def _write(path: Path, table: str, batches: Iterator[pa.RecordBatch]) -> None:
-    first = next(batches, None)
+def _without_blanks(rows: pa.RecordBatch, files: SourceFiles, table: str, dropped: Counter) -> pa.RecordBatch:
+    for column in files.drop_without:
+        if column not in rows.schema.names:
+            raise ConfigError(
+                f"the mapping, {table}.drop_without: the table has no column {column!r}; "
+                f"{nearest(column, rows.schema.names)}"
+            )
+        rows = _kept(rows, pc.invert(blank(rows[column])), f"{table} without {column}", dropped)
+    return rows
+
+
+def _kept(rows: pa.RecordBatch, mask: pa.Array, rule: str, dropped: Counter) -> pa.RecordBatch:
+    kept = rows.filter(mask)
+    dropped[rule] += rows.num_rows - kept.num_rows
+    return kept
+
+
+def _write(path: Path, table: str, batches: Iterator[tuple[Path, pa.RecordBatch]]) -> None:
+    first_file, first = next(batches, (None, None))
     if first is None:
         raise TableError(
             f"table {table}: its source files have no rows; expected at least one. Check `files` in the mapping."
         )
     with parquet_stream(path, first.schema) as stream:
         stream.write(first)
-        for batch in batches:
-            try:
-                stream.write(batch)
-            except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError, KeyError) as error:
-                raise TableError(f"table {table}: its source files differ in their columns: {error}.") from None
+        for file, rows in batches:
+            differing = set(rows.schema.names) ^ set(first.schema.names)
+            if differing:
+                column = min(differing)
+                has, lacks = (first_file, file) if column in first.schema.names else (file, first_file)
+                raise TableError(
+                    f"table {table}: {has} has a column {column!r}, {lacks} has none. Write the files alike, or name "
+                    "the `attributes` that all have in the mapping."
+                )
+            for field in first.schema:
+                try:
+                    rows[field.name].cast(field.type)
+                except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+                    raise TableError(
+                        f"table {table}: column {field.name!r} is {rows[field.name].type} in {file}, {field.type} in "
+                        f"{first_file}. Give it one `type` (of ids: in `ids`) in the mapping."
+                    ) from None
+            stream.write(rows)
 
 
 def _read(files: SourceFiles, source: Path, table: str, progress: Progress | None) -> Iterator[_SourceBatch]:
-    paths = sorted(source.glob(files.files))
+    paths = source_files(files, source)
     if not paths:
-        raise TableError(f"table {table}: no file {source / files.files}; expected what `files` in the mapping names.")
+        found = f"no file {source / files.files}" if source.is_dir() else f"{source} is not a folder"
+        raise TableError(f"table {table}: {found}; expected a folder with what `files` in the mapping names.")
     for path in paths:
         first_row = 0
         try:
@@ -280,5 +320,7 @@ def _csv(path: Path, files: SourceFiles) -> Iterator[pa.RecordBatch]:
 
 
 def _header(path: Path, delimiter: str, encoding: str) -> list[str]:
+    if codecs.lookup(encoding).name == "utf-8":
+        encoding = "utf-8-sig"  # what Excel writes begins with a mark that is part of no name
     with pa.input_stream(str(path)) as raw, io.TextIOWrapper(raw, encoding=encoding, newline="") as lines:
         return next(csv.reader(lines, delimiter=delimiter), [])

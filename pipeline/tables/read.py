@@ -144,18 +144,19 @@ def _require_columns(file: Path, name: str, schema: pa.Schema) -> None:
     wrong = next(iter(wrong_types(name, schema)), None)
     if wrong is not None:
         raise TableError(
-            f"table {name}, column {wrong.column}: {file} holds {wrong.found}; expected {wrong.expected}. "
-            "Convert it with `laserbatch data import table`."
+            f"table {name}, column {wrong.column}: {file} holds {wrong.found}; expected {wrong.expected}; "
+            f"{wrong.advice}."
         )
 
 
 @dataclass(frozen=True)
 class WrongType:
-    """A column whose type is not accepted."""
+    """A column whose type is not accepted, and what can be done about it."""
 
     column: str
     found: str
     expected: str
+    advice: str
 
 
 def wrong_types(name: str, schema: pa.Schema) -> list[WrongType]:
@@ -176,10 +177,24 @@ def wrong_types(name: str, schema: pa.Schema) -> list[WrongType]:
         elif name == "items" and column == "title":
             accepted, expected = sc.plain_type(kind) == pa.string(), "a string"
         else:
-            accepted, expected = sc.is_attribute_type(kind), "a scalar or a list of strings"
+            accepted, expected = sc.is_attribute_type(kind), sc.ATTRIBUTE_EXPECTED
         if not accepted:
-            wrong.append(WrongType(column, str(kind), expected))
+            wrong.append(WrongType(column, str(kind), expected, _advice(column, kind, expected)))
     return wrong
+
+
+def _advice(column: str, kind: pa.DataType, expected: str) -> str:
+    if pt.is_null(kind):
+        return "it holds nothing: fill it in" + (", or leave it out" if column == "rating" else "")
+    if expected == sc.ATTRIBUTE_EXPECTED:
+        return (
+            "leave it out (`laserbatch data import table` with the `attributes` that you want), or write its parts as "
+            "columns of their own"
+        )
+    if expected == sc.ID_EXPECTED:
+        wanted = "int64" if pt.is_floating(kind) or pt.is_decimal(kind) else "string"
+        return f"write it so; `laserbatch data import table` does with `ids: {{{column}: {wanted}}}` in its mapping"
+    return "`laserbatch data import table` converts it"
 
 
 def describe(path: Path | str | None) -> dict[str, dict]:

@@ -3,6 +3,7 @@
 Knows nothing of files, or of rules between rows and tables (duplicates, unknown entities); those are `check.py`.
 """
 
+import datetime
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,7 +15,10 @@ import pyarrow.types as pt
 from pipeline.tables import schema as sc
 
 # Times outside 1900 to 2200 are in another unit: milliseconds read as seconds are tens of thousands of years away.
-_EARLIEST_S, _LATEST_S = -2_208_988_800, 7_258_118_400
+EARLIEST_S, LATEST_S = -2_208_988_800, 7_258_118_400
+# Nearer ones may be meant, but seconds read as milliseconds are in January 1970, and so is an unknown time that is 0.
+YEAR_S = 365 * 86_400
+MAX_ID = pa.scalar(2**63 - 1, pa.uint64())
 NUMBER_PATTERN = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
 TIME_PATTERN = r"^\s*(\d+|\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}(:\d{2}(\.\d+)?)?\s*(Z|[+-]\d{2}(:?\d{2})?)?)?)\s*$"
 
@@ -34,6 +38,7 @@ class RowFault:
     ----------
     kind, found, expected, advice : as in `Finding`.
     rows : int64[n], n >= 1, their numbers within the column's values.
+    is_warning : a run can start all the same.
     """
 
     kind: str
@@ -41,6 +46,7 @@ class RowFault:
     expected: str
     advice: str
     rows: np.ndarray
+    is_warning: bool = False
 
 
 def row_faults(table: str, column: str, values: pa.Array) -> Iterator[RowFault]:
@@ -56,11 +62,14 @@ def row_faults(table: str, column: str, values: pa.Array) -> Iterator[RowFault]:
         if sc.is_list(values.type):
             yield from _nulls_in_lists(values)
     elif column in ("user_id", "item_id"):
-        yield from _found("null-id", "the id is null or empty:", "an id", "fill it in, or drop the row", _blank(values))
+        yield from _found("null-id", "the id is null or empty:", "an id", "fill it in, or drop the row", blank(values))
+        if pt.is_uint64(values.type):
+            advice = f"write the ids as text (`laserbatch data import table` does with `ids: {{{column}: string}}`)"
+            mask = pc.greater(values, MAX_ID)
+            yield from _found("bad-id", "the id is too large:", f"at most {MAX_ID}", advice, mask)
     elif column == "title":
-        yield from _found(
-            "null-title", "the title is empty:", "a title", "fill it in, or drop the item", _blank(values)
-        )
+        advice = "fill it in, or drop the item; a run quarantines up to night.max_failed_share of the items"
+        yield from _found("null-title", "the title is empty:", "a title", advice, blank(values), is_warning=True)
     elif column == "rating":
         yield from _bad_ratings(values)
     else:
@@ -76,16 +85,24 @@ def _bad_times(values: pa.Array, may_be_null: bool) -> Iterator[RowFault]:
         yield from _found("bad-timestamp", "the text is no time:", sc.TIME_EXPECTED, advice, unreadable)
         return
     if pt.is_integer(values.type):
-        seconds = values.cast(pa.int64())
+        seconds = values.cast(pa.float64(), safe=False)  # uint64 too; which second it is plays no role here
     elif pt.is_date(values.type):
         seconds = values.cast(pa.timestamp("s")).cast(pa.int64())
     else:
         per_second = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[values.type.unit]
         seconds = pc.divide(values.cast(pa.int64()), per_second)
-    outside = pc.or_(pc.less(seconds, _EARLIEST_S), pc.greater(seconds, _LATEST_S))
+    outside = pc.or_(pc.less(seconds, EARLIEST_S), pc.greater(seconds, LATEST_S))
     expected = "a time between 1900 and 2200; integers are seconds since 1970"
     advice = "divide milliseconds by 1000, or name the unit in `laserbatch data import table`"
     yield from _found("bad-timestamp", "the time is out of range:", expected, advice, outside)
+    ahead_s = datetime.datetime.now(datetime.UTC).timestamp() + YEAR_S
+    for found, is_odd in (
+        ("the time is before 1971:", pc.less(seconds, YEAR_S)),
+        ("the time is more than a year ahead:", pc.greater(seconds, ahead_s)),
+    ):
+        odd = pc.and_not(is_odd, outside)
+        advice = "name the right unit in `laserbatch data import table`, or let it be if it is meant"
+        yield from _found("odd-timestamp", found, "a time of this age", advice, odd, is_warning=True)
 
 
 def _bad_ratings(values: pa.Array) -> Iterator[RowFault]:
@@ -110,7 +127,8 @@ def _nulls_in_lists(values: pa.Array) -> Iterator[RowFault]:
         yield from _found("null-in-list", "the list has nulls in it:", "strings only", advice, pa.array(mask))
 
 
-def _blank(values: pa.Array) -> pa.Array:
+def blank(values: pa.Array) -> pa.Array:
+    """Whether each value is null, or text of nothing but spaces."""
     is_null = pc.is_null(values)
     return (
         pc.or_(is_null, pc.fill_null(pc.equal(pc.utf8_trim_whitespace(values), ""), False))
@@ -119,7 +137,9 @@ def _blank(values: pa.Array) -> pa.Array:
     )
 
 
-def _found(kind: str, found: str, expected: str, advice: str, mask: pa.Array) -> Iterator[RowFault]:
+def _found(
+    kind: str, found: str, expected: str, advice: str, mask: pa.Array, is_warning: bool = False
+) -> Iterator[RowFault]:
     rows = np.flatnonzero(pc.fill_null(mask, False).to_numpy(zero_copy_only=False))
     if len(rows):
-        yield RowFault(kind, found, expected, advice, rows)
+        yield RowFault(kind, found, expected, advice, rows, is_warning)

@@ -29,6 +29,7 @@ CREATED_AT = "created_at"
 TIMESTAMP_TYPE = pa.timestamp("us", tz="UTC")
 
 ID_EXPECTED = "a string or an integer"
+ATTRIBUTE_EXPECTED = "a scalar or a list of strings"
 TIME_EXPECTED = "a timestamp, or int64 unix seconds"
 
 
@@ -44,6 +45,15 @@ def tables_folder(path: Path | str | None) -> Path:
             f"{path} is not a folder; expected one with users, items and interactions. Check `tables.path`."
         )
     return Path(path)
+
+
+def require_only_tables(folder: Path) -> None:
+    """Refuse to replace a folder that holds anything but what imports write: a file for each table."""
+    ours = {f"{name}.parquet" for name in TABLE_NAMES}
+    foreign = sorted(path.name for path in folder.iterdir() if path.name not in ours or not path.is_file())
+    if foreign:
+        shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+        raise TableError(f"{folder} holds {shown}; only tables are replaced. Give another folder, or move them away.")
 
 
 class TableFilesError(TableError):
@@ -113,7 +123,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 def id_type(kind: pa.DataType) -> pa.DataType | None:
     """What an id column's type becomes: string or int64; None when it cannot be an id."""
     plain = plain_type(kind)
-    if pt.is_integer(plain) and not pt.is_uint64(plain):
+    if pt.is_integer(plain):
         return pa.int64()
     return plain if plain == pa.string() and not pt.is_null(kind) else None
 
@@ -130,12 +140,12 @@ def _is_binary(kind: pa.DataType) -> bool:
 
 def is_time_type(kind: pa.DataType) -> bool:
     """Whether a column may hold times: timestamps, dates, or integers (unix seconds)."""
-    return pt.is_timestamp(kind) or pt.is_date(kind) or (pt.is_integer(kind) and not pt.is_uint64(kind))
+    return pt.is_timestamp(kind) or pt.is_date(kind) or pt.is_integer(kind)
 
 
 def is_number_type(kind: pa.DataType) -> bool:
     """Whether a column may hold ratings."""
-    return pt.is_integer(kind) or pt.is_floating(kind) or pt.is_decimal(kind)
+    return pt.is_integer(kind) or pt.is_floating(kind) or pt.is_decimal(kind) or pt.is_boolean(kind)
 
 
 def plain_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -175,5 +185,5 @@ def timestamps(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array
 def time_scalar(moment: pa.Scalar, kind: pa.DataType) -> pa.Scalar:
     """A timestamp[us, UTC] scalar as a value of a time column's own type, to compare with unread values."""
     if pt.is_integer(kind):
-        return pa.scalar(moment.cast(pa.timestamp("s", tz="UTC")).cast(pa.int64()).as_py(), kind)
+        return moment.cast(pa.timestamp("s", tz="UTC")).cast(pa.int64())  # which a narrower type may not hold
     return moment.cast(pa.timestamp("us")).cast(kind) if pt.is_date(kind) else moment.cast(kind)

@@ -4,7 +4,8 @@ The mapping is read from a YAML file; `configs/import_example.yaml` explains eac
 read or converted.
 """
 
-from pathlib import Path
+import codecs
+from pathlib import Path, PurePath
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
@@ -68,6 +69,24 @@ class SourceFiles(_Frozen):
     )
     encoding: str = Field("utf-8", description="Of a CSV.")
     column_names: list[str] | None = Field(None, description="Of a CSV without a header line.")
+    drop_without: list[str] = Field(
+        [], description="Leave out rows in which one of these columns of the table is null or blank; they are counted."
+    )
+
+    @field_validator("files")
+    @classmethod
+    def _is_inside(cls, files: str) -> str:
+        if PurePath(files).is_absolute() or not PurePath(files).parts:
+            raise ValueError("expected a file name or a pattern inside the source folder, such as events/*.csv")
+        return files
+
+    @field_validator("encoding")
+    @classmethod
+    def _is_encoding(cls, encoding: str) -> str:
+        try:
+            return codecs.lookup(encoding).name
+        except LookupError:
+            raise ValueError("expected an encoding that Python knows, such as utf-8, latin-1 or cp1252") from None
 
 
 class UserMapping(SourceFiles):
@@ -94,7 +113,9 @@ class InteractionMapping(SourceFiles):
     item_id: str = Field(description="Column that becomes item_id.")
     timestamp: Time = Field(description="When it happened; a bare column name means unix seconds.")
     rating: str | None = Field(None, description="Column that becomes rating.")
-    drop_unknown: bool = Field(False, description="Leave out rows of users or items that are in no table.")
+    drop_unknown: bool = Field(
+        False, description="Leave out rows of users or items that are in no table; they are counted."
+    )
 
 
 class IdTypes(_Frozen):

@@ -252,6 +252,26 @@ def test_init_writes_a_configuration_for_tables_in_the_schema(world, tmp_path, r
     assert again.returncode == 3 and "--overwrite" in again.stderr
 
 
+def test_demo_replaces_no_tables_but_its_own(tmp_path, run):
+    before = {path: path.read_bytes() for path in (make_world(tmp_path) / "tables").iterdir()}
+    done = run("demo", "--folder", str(tmp_path))
+    assert done.returncode == 3 and "holds other tables than this demo's" in done.stderr
+    assert {path: path.read_bytes() for path in (tmp_path / "tables").iterdir()} == before
+
+
+def test_init_knows_clicks_and_sends_to_the_check_where_there_are_faults(tmp_path, run):
+    tables, out = make_world(tmp_path) / "tables", tmp_path / "night.yaml"
+    events = pq.read_table(tables / "interactions.parquet")
+    events = events.drop_columns("rating").append_column("rating", pa.array([n % 2 for n in range(events.num_rows)]))
+    pq.write_table(events, tables / "interactions.parquet")
+    told = json.loads(run("init", str(tables), "--out", str(out), "--json").stdout)
+    assert load_settings(out).ctr.positive_rating == 1
+    assert told["num_faults"] == 0 and told["next"].startswith("laserbatch try")
+    pq.write_table(pq.read_table(tables / "users.parquet").slice(1), tables / "users.parquet")
+    told = json.loads(run("init", str(tables), "--out", str(out), "--overwrite", "--json").stdout)
+    assert told["num_faults"] > 0 and told["next"] == f"laserbatch data check {tables} --config {out}"
+
+
 def test_init_guesses_a_mapping_that_imports(tmp_path, run):
     source = tmp_path / "exports"
     source.mkdir()

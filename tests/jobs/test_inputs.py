@@ -7,10 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jobs.inputs import check_inputs
 from jobs.night import open_night
 from jobs.report.page import render_report
 from jobs.settings import load_settings
-from pipeline.errors import WorkspaceError
+from pipeline.errors import ConfigError, TableError, WorkspaceError
 from pipeline.storage.atomic import sha256_file
 from pipeline.tables.read import read_tables
 from pipeline.tables.sample_world import write_sample_world
@@ -58,6 +59,43 @@ def test_a_run_does_not_go_on_with_other_embeddings(world):
     write_vectors(world, ["i1"], 0.25)
     with pytest.raises(WorkspaceError, match=r"started from other inputs \(item_embeddings changed since\)"):
         opened(world)
+
+
+TEMPLATE = "name: mine\nversion: 1\nframework: kar\nside: item\nparser: free\ninstruction: Describe.\nattributes: "
+
+
+@pytest.mark.parametrize(
+    ("attributes", "said"),
+    [
+        ("{columns: [title, categry]}", r"mine, attributes: the items table has no attribute 'categry'.*'category'\?$"),
+        ("{exclude: [creatr]}", "'creatr'"),
+        ("{labels: {eras: age}}", "'eras'"),
+        ("{labels: {eras: age}, optional: [eras]}", None),
+        ("{columns: [title, era]}", None),
+    ],
+)
+def test_a_column_that_a_template_names_and_no_table_has_is_refused(world, attributes, said):
+    (world / "mine.yaml").write_text(TEMPLATE + attributes)
+    config = world / "mine.config.yaml"
+    config.write_text((world / "laserbatch.yaml").read_text() + "knowledge: {item_template: mine, template_dir: .}\n")
+    settings = load_settings(config)
+    if said is None:
+        assert check_inputs(settings.tables.path, settings) == []
+        return
+    with pytest.raises(ConfigError, match=said):
+        check_inputs(settings.tables.path, settings)
+
+
+def test_a_night_says_the_warnings_and_opens(world, capsys):
+    items = pq.read_table(world / "tables" / "items.parquet")
+    titles = pa.array(["", None, *items["title"].to_pylist()[2:]])
+    items = items.set_column(items.column_names.index("title"), "title", titles)
+    pq.write_table(items, world / "tables" / "items.parquet")
+    with pytest.raises(TableError, match=r"items\.title .* the title is empty"):
+        opened(world)  # more than a 20th
+    (world / "laserbatch.yaml").write_text((world / "laserbatch.yaml").read_text() + "night: {max_failed_share: 0.1}\n")
+    opened(world)
+    assert "warning: items.title (items.parquet, 2 rows, first row 0): the title is empty" in capsys.readouterr().err
 
 
 def test_wrong_embeddings_fail_before_anything_is_written(world):

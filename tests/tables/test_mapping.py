@@ -2,6 +2,7 @@
 
 import csv
 import datetime
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -127,6 +128,7 @@ def test_the_same_import_writes_the_same_bytes(tmp_path, source):
         ("people.tsv", PEOPLE, "table users: its source files have no rows"),
         ("things-2.csv", "nr,name,path\n2,Ran,\nx,Kagemusha,\n", r"things-2\.csv, column nr, row 1: found 'x'"),
         ("log/b.csv", "ädä,2,2025-03-01 08:00:00,good\n", r"b\.csv, column stars, row 0: found 'good'.* a number"),
+        ("things-2.csv", "nr,name,name,path\n2,Ran,Ran,\n", r"things-2\.csv has 2 columns 'name'"),
         ("log/b.csv", "ädä,2,noon,3\n", r"b\.csv, column when, row 0: found 'noon', expected an ISO 8601"),
     ],
 )
@@ -158,25 +160,106 @@ def test_ids_of_two_types_are_refused_before_all_is_unknown(tmp_path, source):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("  rating: stars", "  ratings: stars", r"unknown key interactions\.ratings; did you mean 'rating'"),
-        ("ids: {item_id: int64}", "ids: {item: int64}", r"unknown key ids\.item; did you mean 'item_id'"),
-        ("items:", "things:", "unknown key things|items: Field required"),
+        ("  rating: stars", "  ratings: stars", r"interactions\.ratings: no such key; did you mean 'rating'"),
+        ("ids: {item_id: int64}", "ids: {item: int64}", r"ids\.item: no such key; did you mean 'item_id'"),
+        ("items:", "things:", "things: no such key; there are ids, interactions, items, users"),
         ("unit: iso", "unit: hours", r"interactions\.timestamp.*'hours' is not a time unit"),
-        ("unit: iso", "units: iso", r"unknown key interactions\.timestamp\.units; did you mean 'unit'"),
-        ("separator: ", "seperator: ", r"attributes\.category\.seperator; did you mean 'separator'"),
+        ("unit: iso", "units: iso", r"interactions\.timestamp\.units: no such key; did you mean 'unit'"),
+        ("separator: ", "seperator: ", r"attributes\.category\.seperator: no such key; did you mean 'separator'"),
         ("items:\n", "items: [\n", "is not YAML"),
-        ("  title: name\n", "", r"items\.title: Field required"),
+        ("  timestamp:", "  time:", r"interactions\.time: no such key; did you mean 'timestamp'\?;"),
+        ("timestamp: {column: when, unit: iso}", "timestamp:", r"timestamp: expected keys .* unit \(found nothing"),
+        ("files: people.tsv", "files: /people.tsv", r"users\.files: .* inside the source folder.*found '/people\.tsv'"),
+        ("files: people.tsv", "files: a\n  encoding: utf-9", r"encoding that Python knows.*\(found 'utf-9'\)"),
+        ("  title: name\n", "", r"items\.title: the key is missing"),
     ],
 )
 def test_a_faulty_mapping_is_refused_before_any_work(tmp_path, old, new, message):
     assert old in MAPPING
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         mapping_of(tmp_path, MAPPING.replace(old, new))
+    assert "pydantic" not in str(caught.value)
+
+
+def test_rows_are_left_out_by_stated_rules_and_counted(tmp_path, source):
+    (source / "things-2.csv").write_text("nr,name,path\n2,Ran,\n3, ,\n4,,\n")
+    (source / "log" / "a.csv").write_text("bob,1,2025-03-01,\nghost,3,2025-03-01,1\nbob,4,2025-03-01,1\n")
+    data = yaml.safe_load(MAPPING)
+    data["items"]["drop_without"], data["interactions"]["drop_without"] = ["title"], ["rating"]
+    dropped = import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
+    assert dropped == {
+        "items without title": 2,
+        "interactions without rating": 1,
+        "interactions of unknown user_id": 1,
+        "interactions of unknown item_id": 1,
+    }
+    assert check_tables(tmp_path / "out") == []
+    data["items"]["drop_without"] = ["titel"]
+    with pytest.raises(ConfigError, match=r"items\.drop_without: .*'titel'; did you mean 'title'"):
+        import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
+
+
+def test_a_forgotten_unit_is_named_with_the_value_of_the_source(tmp_path, source):
+    data = yaml.safe_load(MAPPING)
+    data["interactions"]["timestamp"] = "when"
+    for name, text in (("a", "bob,1,1740787200000,4\n"), ("b", "bob,1,2025-03-01,4\n")):
+        (source / "log" / "a.csv").write_text(text)
+        with pytest.raises(TableError) as caught:
+            import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
+        expected = {"a": "found '1740787200000'.*`unit: ms`", "b": "found '2025-03-01'.*another `unit`: iso"}
+        assert re.search(expected[name], str(caught.value))
+
+
+def test_files_of_a_table_that_differ_are_named_with_the_column(tmp_path, source):
+    data = yaml.safe_load(MAPPING)
+    del data["items"]["attributes"]
+    for text, said in (("nr,name\n2,Ran\n", "path"), ("nr,name,path,extra\n2,Ran,,x\n", "extra")):
+        (source / "things-2.csv").write_text(text)
+        with pytest.raises(TableError, match=rf"things-.* has a column '{said}', .*things-.* has none"):
+            import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path, source):
+    data = yaml.safe_load(MAPPING)
+    data["ids"], data["interactions"]["drop_unknown"] = {}, False
+    (source / "things-2.csv").unlink()
+    (source / "things-1.csv").write_bytes(b"\xef\xbb\xbfnr,name,path\n01,Heat,\n")
+    (source / "log" / "a.csv").write_text("bob,01,2025-03-01,1\n")
+    (source / "log" / "b.csv").unlink()
+    import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
+    assert read_tables(tmp_path / "out").items["item_id"].to_pylist() == ["01"]
+
+
+@pytest.mark.parametrize("kind", [pa.struct([("a", pa.int64())]), pa.map_(pa.string(), pa.int64()), pa.binary()])
+def test_a_column_that_cannot_be_an_attribute_is_named_and_can_be_left_out(tmp_path, source, kind):
+    things = pa.table({"nr": [1, 2], "name": ["a", "b"], "extra": pa.nulls(2, kind)})
+    pq.write_table(things, source / "things.parquet")
+    data = yaml.safe_load(MAPPING)
+    data["items"] = {"files": "things.parquet", "id": "nr", "title": "name"}
+    with pytest.raises(TableError, match=r"column extra: .* naming the `attributes`"):
+        import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
+    data["items"]["attributes"] = {}
+    import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
+    assert check_tables(tmp_path / "out") == []
+
+
+def test_unsigned_ids_become_what_the_mapping_says(tmp_path, source):
+    things = pa.table({"nr": pa.array([1, 2**64 - 1], pa.uint64()), "name": ["a", "b"]})
+    pq.write_table(things, source / "things.parquet")
+    data = yaml.safe_load(MAPPING) | {"ids": {}}
+    data["items"] = {"files": "things.parquet", "id": "nr", "title": "name"}
+    with pytest.raises(TableError, match=r"row 1: found 18446744073709551615, expected an integer below 2\*\*63"):
+        import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
+    data["ids"] = {"item_id": "string"}
+    import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
+    assert read_tables(tmp_path / "out").items["item_id"].to_pylist() == ["1", "18446744073709551615"]
 
 
 def test_missing_files_are_named(tmp_path, source):
     with pytest.raises(ConfigError, match=r"none\.yaml is not there"):
         load_mapping(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory"):
+        load_mapping(tmp_path)
     (source / "people.tsv").unlink()
     with pytest.raises(TableError, match=r"table users: no file .*people\.tsv"):
         import_mapped(mapping_of(tmp_path), source, tmp_path / "out")
