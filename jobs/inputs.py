@@ -84,7 +84,7 @@ def check_inputs(path: Path, settings: Settings) -> list[Finding]:
 
 
 def require_template_columns(path: Path, settings: Settings, side: Side) -> None:
-    """Raise ConfigError where a side's template is for the other side, or names a column that the tables do not have."""
+    """Raise ConfigError where a template is for the other side, or names a column that the tables do not have."""
     name, key = settings.knowledge.template_of(side), f"knowledge.{side}_template"
     template = load_template(name, settings.knowledge.template_dir)
     if template.side != side:

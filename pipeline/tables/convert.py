@@ -113,10 +113,10 @@ def _has_fractions(column: pa.Array) -> bool:
 
 
 def _likely_unit(values: pa.Array) -> str:
-    """The unit in which all values are plausible, for a message."""
-    seen = pc.min_max(values.cast(pa.float64(), safe=False)).as_py()
+    """The unit in which the largest value is plausible, for a message."""
+    largest = pc.max(values).as_py()
     for unit, per_second in _UNITS_PER_SECOND.items():
-        if seen["min"] is not None and YEAR_S * per_second <= seen["min"] <= seen["max"] <= LATEST_S * per_second:
+        if largest is not None and YEAR_S * per_second <= largest <= LATEST_S * per_second:
             return f" (with `unit: {unit}` it is one)"
     return ""
 

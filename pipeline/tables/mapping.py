@@ -184,7 +184,10 @@ def _write_entities(
                 attributes = {name: SourceColumn(column=name) for name in others}
             for name, wanted in attributes.items():
                 if name in columns or name == sc.CREATED_AT:
-                    raise ConfigError(f"the mapping gives {table}.{name} twice; name the attribute otherwise.")
+                    has_names = mapping.attributes is not None
+                    advice = "name it otherwise" if has_names else "name the `attributes` that you want"
+                    advice += ", or set `created_at`" if name == sc.CREATED_AT and mapping.created_at is None else ""
+                    raise ConfigError(f"the mapping makes an attribute of {table}.{name}, which is none; {advice}.")
                 columns[name] = batch.attribute(wanted)
             if mapping.created_at is not None:
                 columns[sc.CREATED_AT] = batch.timed(mapping.created_at)

@@ -191,10 +191,13 @@ def _advice(column: str, kind: pa.DataType, expected: str) -> str:
             "leave it out (`laserbatch data import table` with the `attributes` that you want), or write its parts as "
             "columns of their own"
         )
+    if not sc.is_attribute_type(kind) or pt.is_time(kind) or pt.is_duration(kind):
+        return "write it so; bytes as text, for example in hexadecimal"
     if expected == sc.ID_EXPECTED:
         wanted = "int64" if pt.is_floating(kind) or pt.is_decimal(kind) else "string"
         return f"write it so; `laserbatch data import table` does with `ids: {{{column}: {wanted}}}` in its mapping"
-    return "`laserbatch data import table` converts it"
+    unit = ", if its mapping names the `unit`" if expected == sc.TIME_EXPECTED else ""
+    return f"`laserbatch data import table` converts it{unit}"
 
 
 def describe(path: Path | str | None) -> dict[str, dict]:

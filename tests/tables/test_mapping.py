@@ -219,6 +219,20 @@ def test_files_of_a_table_that_differ_are_named_with_the_column(tmp_path, source
             import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
 
 
+def test_a_column_named_like_a_part_of_the_table_is_no_attribute_by_itself(tmp_path, source):
+    data = yaml.safe_load(MAPPING)
+    del data["items"]["attributes"]
+    (source / "things-2.csv").unlink()
+    (source / "things-1.csv").write_text("nr,name,created_at\n1,Heat,2025-03-01\n2,Ran,2025-03-01\n")
+    with pytest.raises(
+        ConfigError, match=r"items\.created_at, .*name the `attributes` that you want, or set `created_at`"
+    ):
+        import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
+    data["items"]["created_at"] = {"column": "created_at", "unit": "iso"}
+    import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
+    assert check_tables(tmp_path / "out") == []
+
+
 def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path, source):
     data = yaml.safe_load(MAPPING)
     data["ids"], data["interactions"]["drop_unknown"] = {}, False
