@@ -85,10 +85,13 @@ def check_inputs(path: Path, settings: Settings) -> list[Finding]:
 
 def require_template_columns(path: Path, settings: Settings, side: Side) -> None:
     """Raise ConfigError where a template is for the other side, or names a column that the tables do not have."""
-    name, key = settings.knowledge.template_of(side), f"knowledge.{side}_template"
+    name = settings.knowledge.template_of(side)
     template = load_template(name, settings.knowledge.template_dir)
     if template.side != side:
-        raise ConfigError(f"{key}: {name!r} is a template for {template.side}s; name one for {side}s")
+        raise ConfigError(
+            f"the prompt template {template.identity} is for {template.side}s; name one for {side}s as "
+            f"knowledge.{side}_template"
+        )
     blocks = {"attributes": (template.attributes, side)}
     if template.history is not None:
         blocks["history"] = (template.history, "item")

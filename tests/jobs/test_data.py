@@ -124,7 +124,7 @@ def test_check_goes_by_the_configuration_that_is_named(run, tmp_path):
     assert result.exit_code == 0
     assert [finding["kind"] for finding in json.loads(result.stdout)["findings"]] == ["one-class"]
     config.write_text("knowledge: {user_template: kar_item}\n")
-    assert "for items; name one for users" in str(run("check", tmp_path / "tables", "--config", config).exception)
+    assert "is for items; name one for users" in str(run("check", tmp_path / "tables", "--config", config).exception)
 
 
 def test_a_mapping_goes_with_the_format_table_alone(run, tmp_path, exports):
