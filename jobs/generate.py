@@ -3,7 +3,7 @@
 Owns the stage's order: plan both sides, hand the unfinished shards to the workers, gather counts into the manifest.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from jobs.budgets import night_budgets
 from jobs.console import progress, say, summary
 from jobs.night import Night, open_night, parse_date
 from jobs.routing import entity_router
+from jobs.sample_model import NEEDS_A_MODEL, needs_a_model
 from jobs.samples import report_samples
 from jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
 from jobs.side_warnings import side_warnings
@@ -24,6 +25,7 @@ from pipeline.decoding.settings import DecodingSettings
 from pipeline.distributed.actors import ShardAbandoned, ray_cluster, run_shards
 from pipeline.distributed.shards import (
     CARRIED_SHARD,
+    FIRST_TEXTS,
     PreviousKnowledge,
     Shard,
     SidePlan,
@@ -50,6 +52,7 @@ from retrieval_pools.router import Route, Router
 from retrieval_pools.routing_rule import RoutingRule
 
 NO_ROUTE = Route("", "none")
+MOST_UNUSABLE = 0.5  # of the first texts; where more fail, model and template do not fit each other
 
 
 def generate(
@@ -100,6 +103,30 @@ def _require_few_failures(night: Night, side: Side, data: dict[str, Any]) -> Non
     )
 
 
+def _require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, ShardRecord]) -> None:
+    """Stop a night of which most texts cannot be kept, when it has written the first ones."""
+    done = [finished[shard.name] for shard in plan.shards if shard.name in finished]
+    num_failed = sum(record.num_quarantined for record in done)
+    num_rows = sum(record.num_rows for record in done) + num_failed
+    most = max(MOST_UNUSABLE, night.settings.night.max_failed_share)
+    if num_rows < FIRST_TEXTS or num_failed <= most * num_rows:
+        return
+    folder = night.run.root / "quarantine" / plan.side
+    files = [folder / f"{record.name}.parquet" for record in done if record.num_quarantined]
+    reasons = count_reasons(pa.concat_tables(read_parquet(file, ["reason"]) for file in files))
+    worst = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
+    advice = (
+        f"Look at one with `laserbatch try`, and change decoding.model or knowledge.{plan.side}_template; after a "
+        "change inside their files `laserbatch nightly --force` begins anew"
+    )
+    if needs_a_model(night.settings, night.settings.tables.path):
+        advice = NEEDS_A_MODEL[0].upper() + NEEDS_A_MODEL[1:]
+    raise RunFailed(
+        f"{num_failed} of the first {num_rows} {plan.side}s failed, so the others are not written: {worst}. {advice}. "
+        f"Every row and its reason: {folder}"
+    )
+
+
 def generate_plain(night: Night) -> None:
     """The same prompts decoded plainly, into the run's `plain` folder, to compare with.
 
@@ -115,7 +142,11 @@ def _generate(night: Night, folder: RunFolder, decoding: DecodingSettings, with_
     plans = {side: _plan(night, folder, side, decoding, with_pools) for side in SIDES}
     finished: dict[Side, dict[str, ShardRecord]] = {side: folder.finished_shards(side) for side in SIDES}
     pending = [shard for plan in plans.values() for shard in plan.shards if shard.name not in finished[shard.side]]
+    pending.sort(key=lambda shard: shard.name)  # so that both sides' first texts are judged before the others
     abandoned: list[ShardAbandoned] = []
+    if with_pools:
+        for plan in plans.values():
+            _require_usable_texts(night, plan, finished[plan.side])
     if pending:
         label = "generate" if with_pools else "generate plain"
         spec = _worker_spec(night, folder, decoding, with_pools)
@@ -134,6 +165,8 @@ def _generate(night: Night, folder: RunFolder, decoding: DecodingSettings, with_
                 shard, record = outcome
                 finished[shard.side][shard.name] = record
                 bar.advance(shard.num_rows, _pace(record))
+                if with_pools:
+                    _require_usable_texts(night, plans[shard.side], finished[shard.side])
         night.manifest["workers"] = {
             "num_workers": min(layout.num_workers, len(pending)),
             "num_threads": layout.num_threads,

@@ -21,6 +21,8 @@ def headline(manifest: Mapping, sides: list[SideView]) -> list[Phrase]:
     status = manifest.get("status")
     phrases = [Phrase(STATUS_PHRASES[str(status)])] if str(status) in STATUS_PHRASES else []
     if not entities:
+        if status == "failed":
+            return [Phrase("This run failed and published nothing")]
         return [
             *phrases,
             Phrase("there was no entity to write about" if phrases else "There was no entity to write about"),
@@ -36,6 +38,8 @@ def headline(manifest: Mapping, sides: list[SideView]) -> list[Phrase]:
     quarantined = sum(side.num_quarantined for side in sides)
     if quarantined > NOTABLE_QUARANTINE_SHARE * entities:
         phrases.append(Phrase(f" ({count(quarantined)} quarantined)"))
+    if status == "failed":
+        return phrases
     tonight = total(side.tonight for side in sides)
     if tonight and tonight.tokens_per_step is not None:
         phrases += [Phrase(" at "), Phrase(f"{decimal(tonight.tokens_per_step, 1)} tokens a step", True)]

@@ -31,7 +31,7 @@ def work_section(manifest: Mapping, sides: list[SideView]) -> Section:
         if side not in busy:
             blocks.append(Note(f"{side.label}: there were no entities."))
     if not sides:
-        blocks.append(Note("No side was begun in this run."))
+        blocks.append(Note("No side was finished in this run."))
     if busy:
         blocks.append(_outcomes(busy))
     stages = _stages(manifest)

@@ -24,6 +24,7 @@ from retrieval_pools.router import Route
 
 CARRIED_SHARD = "carried"
 SHARDS_A_SIDE = 16  # by default at least, of a side that is not small: so that several workers all have some
+FIRST_TEXTS = 32  # of a side, that are judged before the others are written
 LEAST_BATCHES, MOST_BATCHES = 4, 32  # of a shard by default: at its end the batch empties
 
 
@@ -184,8 +185,16 @@ def default_shard_size(num_rows: int, batch_size: int) -> int:
 
 
 def _cut(rows: list[PlannedRow], apart: Container[object], shard_size: int) -> Iterator[tuple[list[PlannedRow], bool]]:
-    """The rows of each shard, by group and else in the input's order, and whether they are those to keep apart."""
+    """The rows of each shard, by group and else in the input's order, and whether they are those to keep apart.
+
+    Where none are kept apart and shards are long, a few rows of all groups come first: a night of which most cannot be
+    kept is stopped after them.
+    """
     by_group = sorted(rows, key=lambda row: row.group or "")
+    if not apart and len(rows) > shard_size > FIRST_TEXTS:
+        stride = len(rows) // FIRST_TEXTS
+        yield by_group[: stride * FIRST_TEXTS : stride], False
+        by_group = [row for place, row in enumerate(by_group) if place % stride or place >= stride * FIRST_TEXTS]
     for is_apart in (True, False):
         part = [row for row in by_group if (row.entity_id in apart) == is_apart]
         for start in range(0, len(part), shard_size):

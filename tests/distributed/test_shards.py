@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.distributed.shards import (
+    FIRST_TEXTS,
     PreviousKnowledge,
     default_shard_size,
     load_plan,
@@ -145,3 +146,13 @@ def test_shards_are_long_where_there_are_many_rows_and_never_less_than_a_few_bat
 def test_without_a_size_shards_have_the_default_one(tmp_path):
     planned = plan(users([f"u{number:03}" for number in range(100)]), tmp_path, shard_size=None)
     assert [shard.num_rows for shard in planned.shards] == [7] * 14 + [2]
+
+
+def test_long_shards_come_after_a_few_rows_of_all_groups(tmp_path):
+    entities = users([f"{n:0{1 + n % 3}}" for n in range(150)])
+    made = plan(entities, tmp_path, shard_size=60)
+    assert [shard.num_rows for shard in made.shards] == [FIRST_TEXTS, 60, 58]
+    rows = [row for shard in made.shards for row in read_shard(tmp_path / shard.path)]
+    assert sorted(row.entity_id for row in rows) == sorted(entity.entity_id for entity in entities)
+    assert {row.group for row in rows[:FIRST_TEXTS]} == {row.group for row in rows}
+    assert [shard.num_rows for shard in plan(entities[:50], tmp_path, shard_size=60).shards] == [50]

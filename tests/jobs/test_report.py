@@ -303,7 +303,7 @@ def test_figures_that_are_no_numbers_become_dashes(manifest, bad):
 def test_an_empty_manifest_still_makes_a_page():
     text = outline({}).text
     assert "There was no entity to write about." in text
-    assert "No side was begun in this run." in text
+    assert "No side was finished in this run." in text
     assert "Inputs: not recorded." in text
 
 

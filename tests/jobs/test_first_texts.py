@@ -1,0 +1,50 @@
+"""A night that writes what cannot be kept is stopped after its first texts, and says what to do."""
+
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.generate import _require_usable_texts
+from jobs.settings import Settings
+from pipeline.distributed.shards import FIRST_TEXTS
+from pipeline.errors import RunFailed
+from pipeline.storage.quarantine import QuarantineRow
+from pipeline.storage.run_folder import RunFolder
+from pipeline.tables.sample_world import write_sample_world
+
+
+@pytest.fixture
+def judge(tmp_path):
+    """A function: judge a side of which so many of the first rows failed, under so much allowed failure."""
+    tables = tmp_path / "tables"
+    write_sample_world(tables, num_users=5, num_items=20)
+    run = RunFolder(tmp_path / "run")
+    shard = SimpleNamespace(name="00000")
+
+    def judge(num_failed: int, num_kept: int, allowed: float = 0.05) -> None:
+        failed = [QuarantineRow.of(n, "user", "unparsable: nothing") for n in range(num_failed)]
+        kept = pa.table({"entity_id": pa.array(range(num_kept), pa.int64())})
+        record = run.write_shard("user", "00000", kept, failed)
+        settings = Settings(tables={"path": tables}, night={"max_failed_share": allowed})
+        night = SimpleNamespace(run=run, settings=settings)
+        _require_usable_texts(night, SimpleNamespace(side="user", shards=[shard]), {"00000": record})
+
+    return judge
+
+
+def test_most_of_the_first_texts_must_be_usable(judge):
+    with pytest.raises(RunFailed, match=rf"20 of the first {FIRST_TEXTS} users failed.*unparsable \(20\)"):
+        judge(20, FIRST_TEXTS - 20)
+    judge(FIRST_TEXTS // 2, FIRST_TEXTS // 2)  # judged when the side is done
+    judge(FIRST_TEXTS - 1, 0)  # too few to tell
+    judge(FIRST_TEXTS, 0, allowed=1.0)  # as was asked for
+
+
+def test_what_to_do_depends_on_the_model_and_its_tables(judge, tmp_path):
+    with pytest.raises(RunFailed, match="laserbatch try"):
+        judge(FIRST_TEXTS, 0)  # a sample world, which the bundled model should know
+    pq.write_table(pa.table({"user_id": [1], "city": ["Oslo"]}), tmp_path / "tables" / "users.parquet")
+    with pytest.raises(RunFailed, match="safetensors"):
+        judge(FIRST_TEXTS, 0)
