@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import jobs
@@ -21,7 +20,7 @@ from pipeline.encoding.settings import EncodingSettings
 from pipeline.errors import ConfigError
 from pipeline.knowledge.settings import KnowledgeSettings
 from pipeline.tables.settings import TablesSettings
-from pipeline.validation import explain
+from pipeline.validation import explain, read_yaml
 from retrieval_pools.routing_settings import RoutingSettings
 from retrieval_pools.settings import PoolBuildSettings, PoolSettings
 
@@ -126,12 +125,7 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such configuration file; `laserbatch init TABLES` writes one") from None
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{path}: not a YAML file: {error}") from None
+    data = read_yaml(path, "configuration", "`laserbatch init TABLES` writes one")
     if data is None:
         return {}
     if not isinstance(data, dict):

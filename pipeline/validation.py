@@ -1,12 +1,38 @@
-"""From what pydantic finds wrong with a file of settings to one line for a person. Knows no file and no settings."""
+"""YAML files that people write: read, and what pydantic finds wrong with them said in one line. Knows no settings."""
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, get_args
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
+from pipeline.errors import ConfigError
+
 MAX_FOUND_CHARACTERS = 60
+
+
+def read_yaml(path: Path, what: str, advice: str) -> Any:
+    """What a YAML file holds.
+
+    Parameters
+    ----------
+    what, advice : what it is, and what to do where it is not there; for the message.
+
+    Raises
+    ------
+    ConfigError
+        It is not there, cannot be read, or is not YAML.
+    """
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"the {what} {path} is not there; {advice}") from None
+    except OSError as error:
+        raise ConfigError(f"the {what} {path} cannot be read ({error.strerror}); {advice}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the {what} {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:

@@ -10,12 +10,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pipeline.errors import ConfigError
 from pipeline.sides import Side
-from pipeline.validation import explain
+from pipeline.validation import explain, read_yaml
 
 SHIPPED_TEMPLATES = Path(__file__).resolve().parents[2] / "configs" / "prompts"
 
@@ -137,9 +136,7 @@ def _load(name: str, folder: Path | None) -> PromptTemplate:
         known = ", ".join(template_names(folder))
         raise ConfigError(f"there is no prompt template {name!r}; templates are: {known}. Name one of these.")
     try:
-        template = PromptTemplate.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"prompt template {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
+        template = PromptTemplate.model_validate(read_yaml(path, "prompt template", "name another"))
     except ValidationError as error:
         raise ConfigError(f"prompt template {path}: {explain(error, PromptTemplate)}") from None
     if template.name != name:

@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
-import yaml
 from pydantic import ValidationError
 
 from pipeline.errors import ConfigError, TableError
@@ -26,7 +25,7 @@ from pipeline.tables import schema as sc
 from pipeline.tables.convert import ConversionFault, to_path, to_time, to_type, without
 from pipeline.tables.rules import blank
 from pipeline.tables.settings import ImportMapping, ItemMapping, SourceColumn, SourceFiles, SourceTime, UserMapping
-from pipeline.validation import explain, nearest
+from pipeline.validation import explain, nearest, read_yaml
 
 BATCH_ROWS = 128 * 1024
 _TYPES = {"string": pa.string(), "int64": pa.int64(), "float64": pa.float64(), "bool": pa.bool_()}
@@ -47,14 +46,7 @@ def load_mapping(path: Path | str) -> ImportMapping:
     ConfigError
         The file is missing, is not YAML, or has a key or value that it should not have.
     """
-    path = Path(path)
-    try:
-        data = yaml.safe_load(path.read_text("utf-8"))
-    except OSError as error:
-        found = "is not there" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise ConfigError(f"the mapping {path} {found}; copy configs/import_example.yaml and adapt it.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the mapping {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
+    data = read_yaml(Path(path), "mapping", "copy configs/import_example.yaml and adapt it")
     try:
         return ImportMapping.model_validate(data)
     except ValidationError as error:

@@ -174,7 +174,7 @@ def test_a_date_that_is_none_is_refused(world, nightly, date):
 def test_a_configuration_that_is_a_folder_is_refused(run, tmp_path):
     done = run("pools", "list", "--config", str(tmp_path))
     assert (done.returncode, len(done.stderr.splitlines())) == (3, 1)
-    assert "not a YAML file" in done.stderr
+    assert "cannot be read (Is a directory)" in done.stderr
 
 
 def test_a_template_of_the_other_side_is_refused(world, nightly):
