@@ -55,7 +55,7 @@ JSON = typer.Option(False, "--json", help="Print the result as JSON.")
 def build(
     config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, run: str | None = RUN, as_json: bool = JSON
 ) -> None:
-    """Build the pools of a run, unless they are there; the next run drafts from them.
+    """Build the pools of a run, unless they are there; the next run drafts from them if that run is finished.
 
     Example: `laserbatch pools build --config laserbatch.yaml`
     """
@@ -249,13 +249,20 @@ def _build(settings: Settings, run_id: str | None, as_json: bool, anew: bool) ->
     store = _store(settings)
     with Workspace.open(settings.workspace, create=False).lock():
         night = open_run(settings, run_id)
-        there = next((known for known in store.list() if known.version == night.run.run_id), None)
+        name, is_finished = night.run.run_id, night.run.is_finished
+        there = next((known for known in store.list() if known.version == name), None)
         if there is None or there.problem is not None or anew:
-            build_pools(night, anew)
+            build_pools(night, anew, make_current=is_finished)
         else:
-            store.use(there.version)
-            say(f"the pools of run {there.version} are there already; `laserbatch pools rebuild` builds them again")
-    built = _version(store, night.run.run_id)
+            if is_finished:
+                store.use(name)
+            say(f"the pools of run {name} are there already; `laserbatch pools rebuild` builds them again")
+        if not is_finished:
+            say(
+                f"run {name} is not finished, so the next run does not draft from its pools; finish it with "
+                f"`laserbatch nightly --date {night.date}`, or choose them with `laserbatch pools use {name}`"
+            )
+    built = _version(store, name)
     if as_json:
         summary(version_data(built), as_json=True)
     else:

@@ -145,8 +145,12 @@ def write_text(text: str, path: Path | str) -> None:
         temporary.write_bytes(text.encode())
 
 
-def read_json(path: Path | str) -> dict:
+def read_json(path: Path | str, otherwise: str = "") -> dict:
     """Read a JSON object.
+
+    Parameters
+    ----------
+    otherwise : what can be done about a damaged file of which there is no copy: " or ...".
 
     Raises
     ------
@@ -159,11 +163,10 @@ def read_json(path: Path | str) -> dict:
     except FileNotFoundError:
         raise WorkspaceError(f"{path} is missing; expected the JSON file that a run writes there.") from None
     except ValueError as error:
-        raise WorkspaceError(
-            f"{path} is damaged: {error}; expected JSON. Delete it, or restore it from a copy."
-        ) from None
+        raise WorkspaceError(f"{path} is damaged: {error}; expected JSON. Restore it from a copy{otherwise}.") from None
     if not isinstance(data, dict):
-        raise WorkspaceError(f"{path} holds a JSON {type(data).__name__}; expected an object. Restore it from a copy.")
+        kind = type(data).__name__
+        raise WorkspaceError(f"{path} holds a JSON {kind}; expected an object. Restore it from a copy{otherwise}.")
     return data
 
 

@@ -84,11 +84,12 @@ class RunManifest:
         WorkspaceError
             It is missing, damaged, or of another format version.
         """
-        data = read_json(path)
+        anew = f"take the folder {Path(path).parent} away: the night of its date is then done anew"
+        data = read_json(path, f", or {anew}")
         if data.get("format_version") != MANIFEST_VERSION:
             raise WorkspaceError(
                 f"{path} has format version {data.get('format_version')!r}; this laserbatch reads {MANIFEST_VERSION}. "
-                "Use the laserbatch that wrote it, or run the night again in a new workspace."
+                f"Use the laserbatch that wrote it, or {anew}."
             )
         return cls(path, data)
 

@@ -168,7 +168,8 @@ def _opened(path: Path, columns: Sequence[str]) -> Iterator[pq.ParquetFile]:
 
 def _damaged(path: Path, error: Exception) -> WorkspaceError:
     return WorkspaceError(
-        f"{path} is damaged or not a Parquet file: {_first_line(error)}. Delete it and run again, or restore it."
+        f"{path} is damaged or not a Parquet file: {_first_line(error)}. Restore it from a copy, or take it away: the "
+        "next night writes again what only it held."
     )
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from pipeline.storage.run_folder import RunFolder
 logger = logging.getLogger("laserbatch.storage")
 
 WORKSPACE_VERSION = 1
+_VERSION_TEXT = f'{{"format_version": {WORKSPACE_VERSION}}}'
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -47,7 +48,7 @@ class Workspace:
         root = Path(root)
         version_file = root / "workspace.json"
         if version_file.exists():
-            version = read_json(version_file).get("format_version")
+            version = read_json(version_file, f", or write {_VERSION_TEXT} to it").get("format_version")
             if version != WORKSPACE_VERSION:
                 raise WorkspaceError(
                     f"{root} is a workspace of version {version!r}; this laserbatch reads version {WORKSPACE_VERSION}. "
@@ -58,7 +59,8 @@ class Workspace:
             raise WorkspaceError(f"{root} is a file; expected a workspace folder. Give another path.")
         if root.is_dir() and any(not name.name.startswith(".") for name in root.iterdir()):
             raise WorkspaceError(
-                f"{root} has files in it but no workspace.json, so it is not a workspace. Give a new or empty folder."
+                f"{root} has files in it but no workspace.json, so it is not a workspace. Give a new or empty folder, "
+                f"or write {_VERSION_TEXT} to workspace.json if that was lost."
             )
         if not create:
             raise WorkspaceError(
@@ -102,7 +104,7 @@ class Workspace:
         pointer = self.root / "published.json"
         if not pointer.exists():
             return None
-        run_id = read_json(pointer).get("run_id")
+        run_id = read_json(pointer, ", or delete it: `laserbatch nightly` publishes a run again").get("run_id")
         if not isinstance(run_id, str):
             raise WorkspaceError(f"{pointer} names no run_id; `laserbatch nightly` publishes one.")
         folder = self.run(run_id)
@@ -152,7 +154,8 @@ class Workspace:
             if left_by:
                 logger.warning("the lock of %s was left by pid %s on %s, which is gone; taking it over",
                                self.root, left_by.get("pid"), left_by.get("host"))  # fmt: skip
-            _write_holder(descriptor, {"pid": os.getpid(), "host": socket.gethostname()})
+            with suppress(OSError):  # on a full disk: who holds it is for people, and `pools gc` is to make room
+                _write_holder(descriptor, {"pid": os.getpid(), "host": socket.gethostname()})
             try:
                 yield
             finally:

@@ -1,7 +1,9 @@
 """The workspace: version, lock, published pointer."""
 
+import errno
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -72,6 +74,34 @@ def test_another_version_is_refused_and_named(workspace):
     write_json({"format_version": 7}, workspace.root / "workspace.json")
     with pytest.raises(WorkspaceError, match="version 7; this laserbatch reads version 1"):
         Workspace.open(workspace.root)
+
+
+@pytest.mark.parametrize("damage", ['{"format', None])
+def test_a_damaged_or_lost_version_is_mended_as_its_message_says(workspace, damage):
+    workspace.run("2025-03-01-1a2b3c4d").root.mkdir(parents=True)
+    file = workspace.root / "workspace.json"
+    file.unlink() if damage is None else file.write_text(damage)
+    with pytest.raises(WorkspaceError) as refused:
+        Workspace.open(workspace.root)
+    file.write_text(re.search(r"or write (\{.*?\}) to", str(refused.value))[1])
+    assert len(Workspace.open(workspace.root).runs()) == 1
+
+
+def test_a_damaged_pointer_is_mended_as_its_message_says(workspace):
+    (workspace.root / "published.json").write_text("{")
+    with pytest.raises(WorkspaceError, match="or delete it: `laserbatch nightly` publishes a run again"):
+        workspace.published()
+    (workspace.root / "published.json").unlink()
+    assert workspace.published() is None
+
+
+def test_a_full_disk_does_not_keep_the_lock_from_who_makes_room(workspace, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with workspace.lock(), pytest.raises(WorkspaceBusy), workspace.lock():
+        pass
 
 
 def test_a_held_lock_names_its_holder(workspace):
