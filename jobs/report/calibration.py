@@ -90,7 +90,6 @@ def _table(known: Sequence[tuple[str, Mapping]]) -> Table:
         caption="Error: expected calibration error, the mean distance between estimated and realised acceptance. One "
         "half of the texts is fitted to, the other checked; few are checked both ways. By chance: what that would be "
         "on average if estimates were right, with so few texts.",
-        wide=False,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from jobs.formatting import MISSING, count, counted, finite, seconds, whole
 from jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
 from jobs.report.calibration import calibration_blocks
-from jobs.report.charts import FULL_WIDTH, Part, stacked_shares
+from jobs.report.charts import Part, stacked_shares
 from jobs.report.palette import DARK_COLOURS, OTHER, ROUTE_COLOURS, ROUTE_LABELS
 from jobs.report.reading import SideView, counts, mapping, side_label
 
@@ -64,10 +64,9 @@ def _routes(sides: list[SideView]) -> Figure:
         rows.append((side.label, parts))
     return Figure(
         "Where the router sent entities",
-        stacked_shares(rows, "share of the side's entities", FULL_WIDTH),
+        stacked_shares(rows, "share of the side's entities"),
         legend=[LegendEntry(ROUTE_LABELS.get(name, name), ROUTE_COLOURS.get(name, OTHER)) for name in names],
         caption="Collaborative: known well enough for a cluster of tastes. Attribute: the others, and cold ones.",
-        wide=True,
     )
 
 
