@@ -200,7 +200,9 @@ class Batch:
         elif prompt.min() < 0 or prompt.max() >= limits.vocab_size:
             bad = int(prompt[(prompt < 0) | (prompt >= limits.vocab_size)][0])
             reason = f"bad-token: the prompt holds token {bad}, the vocabulary has {limits.vocab_size}"
-        elif not self._store.fits(len(prompt) + request.max_new_tokens + limits.max_draft_tokens):
+        elif not self._store.fits(
+            min(len(prompt) + request.max_new_tokens, limits.max_context) + limits.max_draft_tokens
+        ):
             return self._too_long(waiting)
         else:
             return None

@@ -106,6 +106,8 @@ def test_prompt_that_exceeds_the_cache_fails_alone():
     engine = tiny_engine(MODEL, max_cache_tokens=64, max_draft_tokens=4)
     found = by_id(engine.generate([GenerationRequest("a", PROMPTS[0], None, None, 60), *requests_for(PROMPTS[:3], 5)]))
     assert found["a"].reason.startswith("too-long") and len(found) == 4
+    engine = tiny_engine(MODEL, max_cache_tokens=160)  # holds the model's context of 128, and with it any limit
+    assert all(r.token_ids.size for r in engine.generate([GenerationRequest("b", PROMPTS[0], None, None, 500)]))
 
 
 @contextmanager
