@@ -46,7 +46,9 @@ def test_file_that_is_no_safetensors_is_named(tmp_path, content):
         stored_weights([tmp_path / "model.safetensors"])
 
 
-def test_estimate_of_the_cache_is_what_the_engine_finds(folder):
+@pytest.mark.parametrize("architecture", ["llama", "gemma4_text"])  # whose layers have heads of two sizes
+def test_estimate_of_the_cache_is_what_the_engine_finds(architecture, folder):
+    tiny_model(architecture, num_kv_shared_layers=0).save_pretrained(folder)
     loaded = load_model(folder, device="cpu")
     assert cache_bytes_per_token(loaded.model.config, torch.float32) == loaded.bytes_per_token
 

@@ -45,14 +45,67 @@ ARCHITECTURES = {
     "gemma2": {"head_dim": 8, "sliding_window": 9, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
 }
 
+BOTH = ["sliding_attention", "full_attention"]
+MLA = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+       "v_head_dim": 12, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# Further architectures in use, with windows shorter than the texts where they have any.
+IN_USE = {
+    "olmo2": {},
+    "olmo3": {"sliding_window": 9, "layer_types": BOTH},
+    "granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 0.7},
+    "starcoder2": {"sliding_window": 9},
+    "cohere2": {"sliding_window": 9, "layer_types": BOTH, "head_dim": 8},
+    "gemma3n_text": {
+        "head_dim": 8, "sliding_window": 9, "num_hidden_layers": 4, "layer_types": BOTH * 2, "num_kv_shared_layers": 2,
+        "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "laurel_rank": 4,
+        "altup_num_inputs": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+    },
+    "gemma4_text": {
+        "head_dim": 8, "global_head_dim": 16, "sliding_window": 9, "num_hidden_layers": 4, "layer_types": BOTH * 2,
+        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+    },
+    "smollm3": {"use_sliding_window": True, "sliding_window": 9, "layer_types": BOTH, "no_rope_layers": [1, 0]},
+    "phi": {},
+    "mixtral": {"num_local_experts": 4, "sliding_window": 9},
+    "qwen2_moe": EXPERTS | {
+        "shared_expert_intermediate_size": 24, "use_sliding_window": True, "sliding_window": 9, "layer_types": BOTH,
+    },
+    "qwen3_moe": EXPERTS | {"head_dim": 8, "use_sliding_window": True, "sliding_window": 9},
+    "deepseek_v2": MLA | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "deepseek_v3": MLA | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "glm4": {"head_dim": 8},
+    "nemotron": {"head_dim": 8},
+    "ernie4_5": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "gpt_oss": {
+        "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": None, "sliding_window": 9,
+    },
+    "llama4_text": {
+        "head_dim": 8, "layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "intermediate_size_mlp": 48,
+        "num_local_experts": 4, "attn_temperature_tuning": False,
+    },
+    "exaone4": {"sliding_window": 9, "sliding_window_pattern": 2, "layer_types": BOTH},
+}  # fmt: skip
+
 
 def tiny_model(architecture: str = "llama", seed: int = 0, **changes):
     """A random model whose logits are spread out, so that near-ties are unlikely; plain attention."""
-    config = AutoConfig.for_model(architecture, **(COMMON | ARCHITECTURES.get(architecture, {}) | changes))
+    own = (ARCHITECTURES | IN_USE).get(architecture, {})
+    config = AutoConfig.for_model(architecture, **(COMMON | own | changes))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     model.generation_config.eos_token_id = END_IDS
     return model
+
+
+@torch.no_grad()
+def perturb_constants(model, seed: int = 0) -> None:
+    """Parameters that start as zeros or ones become random, so that leaving one out changes texts."""
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.min() == parameter.max():
+            parameter.add_(0.3 * torch.randn_like(parameter))
 
 
 def plain_texts(model, prompts: list[np.ndarray], max_new_tokens: int) -> list[list[int]]:

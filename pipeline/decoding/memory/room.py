@@ -67,10 +67,13 @@ def stored_weights(files: list[Path]) -> StoredWeights:
 def cache_bytes_per_token(config, dtype: torch.dtype) -> int:
     """Estimate of a token's keys and values in all layers, from a transformers configuration."""
     text = config.get_text_config()
-    num_heads = getattr(text, "num_attention_heads", None) or 1
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
-    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
-    return 2 * text.num_hidden_layers * num_kv_heads * head_dim * dtype.itemsize
+    layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers  # heads may differ by layer
+    num_values = 0
+    for layer in layers:
+        num_heads = getattr(layer, "num_attention_heads", None) or 1
+        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // num_heads
+        num_values += 2 * head_dim * (getattr(layer, "num_key_value_heads", None) or num_heads)
+    return num_values * dtype.itemsize
 
 
 def require_memory(folder: Path, weights_bytes: int, cache_bytes: int, memory: Memory) -> None:
