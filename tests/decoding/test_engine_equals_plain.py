@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 from tiny_models import (
     ARCHITECTURES,
+    IN_USE,
     NonsenseDrafter,
     OracleDrafter,
     PromptLookupDrafter,
+    perturb_constants,
     plain_texts,
     requests_for,
     tiny_engine,
@@ -15,6 +17,9 @@ from tiny_models import (
 )
 
 from pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
+from pipeline.decoding.engine import Engine
+from pipeline.decoding.loading.load import prepare_model
+from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.verifiers import Greedy, Relaxed
 from retrieval_pools.building.build import PoolText, build_pool
 
@@ -58,6 +63,21 @@ def test_greedy_verification_equals_generate(architecture, tmp_path):
                 assert results[j].token_ids.tolist() == text, (type(drafter).__name__, batch_size, kv_cache, j)
                 assert results[j].finish_reason == ("length" if len(text) == MAX_NEW else "end_of_text")
             assert engine.store.num_live_rows == engine.store.num_committed_slots == 0
+
+
+@pytest.mark.parametrize("architecture", IN_USE)
+def test_architectures_in_use_write_what_generate_writes(architecture):
+    model = tiny_model(architecture)
+    perturb_constants(model)
+    prompts = tiny_prompts(4)
+    expected = plain_texts(model, prompts, 12)
+    assert len({tuple(text) for text in expected}) > 2, "the random model says too little to test with"
+    loaded = prepare_model(model)
+    drafted = MixedDrafter([NonsenseDrafter(), OracleDrafter(expected)])
+    for drafter, kv_cache in ((drafted, "rows"), (drafted, "tokens"), (NoDrafter(), "rows")):
+        engine = Engine(loaded, DecodingSettings(batch_size=4, kv_cache=kv_cache))
+        results = engine.generate(requests_for(prompts, 12), drafter, Greedy())
+        assert {int(r.request_id): r.token_ids.tolist() for r in results} == dict(enumerate(expected)), kv_cache
 
 
 def test_oracle_drafts_save_steps():

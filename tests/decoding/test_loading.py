@@ -3,10 +3,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from tiny_models import byte_tokenizer, plain_texts, requests_for, tiny_model, tiny_prompts
+from tiny_models import IN_USE, VOCAB, byte_tokenizer, plain_texts, requests_for, tiny_model, tiny_prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.decoding.engine import Engine
+from pipeline.decoding.loading import packing
 from pipeline.decoding.loading.load import load_model, prepare_model
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.verifiers import Greedy
@@ -97,22 +98,62 @@ def test_model_with_code_of_its_own_is_refused(folder):
         load_model(folder)
 
 
-SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2}
+SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": 5}
+GROUPED = SMALL | {"num_key_value_heads": 2, "intermediate_size": 48, "initializer_range": 0.3, "pad_token_id": 0}
+DECODER = {"decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "d_model": 32}
 
 
 @pytest.mark.parametrize(
-    "architecture, config",
+    "architecture, config, reason",
     [
-        ("bloom", {"n_head": 4}),
-        ("mamba", {"state_size": 4}),
-        ("falcon", {"num_attention_heads": 4}),
-        ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}),
+        ("bloom", {"n_head": 4}, "does not take the positions of its tokens"),
+        ("bart", SMALL | DECODER, "does not take the positions of its tokens"),
+        ("mamba", {"state_size": 4}, "layers of linear_attention"),
+        ("falcon", SMALL, "0 of its 2 layers use transformers' attention interface"),
+        ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "0 of its 2 layers"),
+        ("bert", SMALL | {"intermediate_size": 48}, "keeps no keys and values of earlier tokens"),
+        ("xmod", SMALL | {"intermediate_size": 48, "pad_token_id": 0}, "cannot be run: .*language"),
+        ("diffllama", GROUPED, "layer 0 attends more than once"),
+        ("doge", GROUPED, "takes a mask of its own"),
+        ("lfm2", GROUPED | {"layer_types": ["conv", "full_attention"]}, "layers of conv, which cannot be packed"),
+        # Short texts are the same: only past their windows, shortened for the probe, do these differ.
+        ("phimoe", GROUPED | {"sliding_window": 40, "num_local_experts": 2}, "other logits packed"),
+        ("moshi", GROUPED | {"sliding_window": 40, "ffn_dim": 48, "head_dim": 8}, "other logits packed"),
+        ("llama4_text", {"attn_temperature_tuning": True}, "other logits packed"),
     ],
-)
-def test_model_whose_attention_is_its_own_is_refused(architecture, config):
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **(SMALL | config)))
-    with pytest.raises(ModelError, match=f"{architecture} .*packed"):
+)  # fmt: skip
+def test_model_that_cannot_be_packed_is_refused_for_its_reason(architecture, config, reason):
+    if architecture in IN_USE:
+        model = tiny_model(architecture, **config)
+    else:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **(SMALL | config)))
+    with pytest.raises(ModelError, match=f"{architecture} .*{reason}"):
         prepare_model(model)
+
+
+def test_probe_leaves_windows_as_they_are():
+    model = tiny_model("gemma3_text", sliding_window=40)
+    prepare_model(model)
+    assert model.config.sliding_window == model.model.layers[0].self_attn.sliding_window == 40
+    assert model.model.layers[1].self_attn.sliding_window is None
+
+
+def test_layers_with_other_results_packed_for_the_processor_are_refused(monkeypatch):
+    """The probe sees the linear layers that will run."""
+
+    def spoil(model):
+        model.model.layers[1].mlp.down_proj.weight.data.mul_(1.5)
+
+    monkeypatch.setattr(packing, "pack_linear_layers", spoil)
+    with pytest.raises(ModelError, match="other logits packed"):
+        prepare_model(tiny_model())
+
+
+def test_end_tokens_outside_the_vocabulary_are_left_out(caplog):
+    model = tiny_model()
+    model.generation_config.eos_token_id = [5, VOCAB, -1]
+    assert Engine(prepare_model(model)).end_ids == (5,)
+    assert f"end tokens [-1, {VOCAB}] are outside the vocabulary of {VOCAB}" in caplog.text
 
 
 @pytest.mark.parametrize(

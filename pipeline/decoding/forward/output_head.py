@@ -124,8 +124,8 @@ def has_output_head(model: nn.Module, vocab_size: int) -> bool:
         return False
     device = next(model.parameters()).device
     input_ids = torch.arange(1, PROBE_TOKENS + 1, device=device)[None] % vocab_size
-    expected = model(input_ids=input_ids, use_cache=False).logits[0].float()
     try:
+        expected = model(input_ids=input_ids, use_cache=False).logits[0].float()
         head = OutputHead(model)
         found = head.logits_of(head.hidden_of(input_ids)).float()
     except Exception as error:  # whatever a model's own code says to a body that is not its own

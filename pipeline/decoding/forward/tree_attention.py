@@ -21,8 +21,10 @@ from transformers import AttentionInterface
 from pipeline.decoding.forward.attention_plan import StepPlan
 from pipeline.decoding.forward.packed_plan import PackedPlan
 from pipeline.decoding.forward.single_attention import single_attention, suits_single_attention
+from pipeline.errors import ModelError
 
 ATTENTION_NAME = "laserbatch_tree"
+_ABSENT = object()
 step_plan: ContextVar[StepPlan | PackedPlan] = ContextVar("laserbatch_step_plan")
 
 
@@ -35,25 +37,33 @@ def tree_attention(
     attention_mask,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
+    sliding_window: int | object | None = _ABSENT,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **_,
+    **others,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer in a packed step, in the form of transformers' attention interface.
 
     Parameters
     ----------
     query : (1, num_heads, num_tokens, head_dim), after rotary embedding; key and value with their own head counts.
-    sliding_window : a token sees those less than this many positions before it.
+    sliding_window : a token sees those less than this many positions before it; None: all of them. Of a model that does
+        not say it, it is the layer's attribute.
     softcap, s_aux : Gemma's bounded scores and GPT-OSS's attention sinks.
 
     Returns
     -------
     (1, num_tokens, num_heads, value_dim) and None.
+
+    Raises
+    ------
+    ModelError : the model masks or biases scores in a way of its own.
     """
     plan = step_plan.get()
-    window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
+    window = getattr(module, "sliding_window", None) if sliding_window is _ABSENT else sliding_window
+    unknown = [name for name, value in others.items() if isinstance(value, torch.Tensor) and name != "position_ids"]
+    if unknown or attention_mask is not None:
+        raise ModelError(f"its attention takes {', '.join(unknown) or 'a mask of its own'}, which is not done packed")
     if isinstance(plan, PackedPlan):
         assert query.shape[0] == 1, "not a packed step"
         out = plan.attend(module.layer_idx, query[0], key[0], value[0], scaling, window, softcap, s_aux)

@@ -6,6 +6,7 @@ does not fit the memory (`memory`), and after it when its attention cannot be pa
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from pipeline.decoding.forward.compiled_layers import wants_compiling
-from pipeline.decoding.forward.cpu_linear import pack_linear_layers
 from pipeline.decoding.forward.output_head import has_output_head
 from pipeline.decoding.loading.adapters import find_adapter, merge_adapter
 from pipeline.decoding.loading.packing import check_equivalence, refuse_by_config
@@ -35,6 +35,8 @@ from pipeline.decoding.memory.room import (
     stored_weights,
 )
 from pipeline.errors import ModelError
+
+logger = logging.getLogger(__name__)
 
 SAMPLE_MODEL = Path(__file__).resolve().parents[3] / "models" / "sample"
 _HASHED_BYTES = 1 << 20  # of each end of a weights file
@@ -149,17 +151,15 @@ def prepare_model(model, tokenizer=None, model_id: str = "unnamed", compiles: bo
     refuse_by_config(model.config)
     quantization = quantization_of(model.config)
     splits_head = has_output_head(model, vocab_size)
-    bytes_per_token = check_equivalence(model, device, vocab_size, splits_head, compiles)
     num_parameters = num_parameters_of(model.config) if quantization else _num_parameters(model)
-    if quantization is None and not compiles:
-        pack_linear_layers(model)
+    bytes_per_token = check_equivalence(model, device, vocab_size, splits_head, compiles)
     config = model.config.get_text_config()
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         device=device,
         model_id=model_id,
-        end_ids=end_tokens(model, tokenizer),
+        end_ids=end_tokens(model, tokenizer, vocab_size),
         vocab_size=vocab_size,
         max_context=int(getattr(config, "max_position_embeddings", None) or 1 << 20),
         bytes_per_token=bytes_per_token,
@@ -267,12 +267,16 @@ def _num_parameters(model) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def end_tokens(model, tokenizer) -> tuple[int, ...]:
-    """Every end token that the generation configuration or the tokenizer names, ascending."""
+def end_tokens(model, tokenizer, vocab_size: int) -> tuple[int, ...]:
+    """Every end token that the generation configuration or the tokenizer names and that can be written, ascending."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = set(named if isinstance(named, list | tuple) else [named])
     ids.add(getattr(tokenizer, "eos_token_id", None))
-    return tuple(sorted(int(i) for i in ids if i is not None))
+    ids.discard(None)
+    outside = sorted(int(i) for i in ids if not 0 <= i < vocab_size)
+    if outside:
+        logger.warning("end tokens %s are outside the vocabulary of %d: no text ends with them", outside, vocab_size)
+    return tuple(sorted(int(i) for i in ids if 0 <= i < vocab_size))
 
 
 def _first_line(error: Exception) -> str:
