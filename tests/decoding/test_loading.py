@@ -139,10 +139,10 @@ DECODER = {"decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim":
         ("diffllama", GROUPED, "layer 0 attends more than once"),
         ("doge", GROUPED, "takes a mask of its own"),
         ("lfm2", GROUPED | {"layer_types": ["conv", "full_attention"]}, "layers of conv, which cannot be packed"),
+        ("llama4_text", {"attn_temperature_tuning": True}, "scales attention by a token's place in the forward"),
         # Short texts are the same: only past their windows, shortened for the probe, do these differ.
         ("phimoe", GROUPED | {"sliding_window": 40, "num_local_experts": 2}, "other logits packed"),
         ("moshi", GROUPED | {"sliding_window": 40, "ffn_dim": 48, "head_dim": 8}, "other logits packed"),
-        ("llama4_text", {"attn_temperature_tuning": True}, "other logits packed"),
     ],
 )  # fmt: skip
 def test_model_that_cannot_be_packed_is_refused_for_its_reason(architecture, config, reason):

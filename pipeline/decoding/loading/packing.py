@@ -29,8 +29,7 @@ _POSITION_DEPENDENT_ROPE = ("dynamic", "longrope")  # take the longest position 
 # Relative error of packed against plain logits above which a model is refused. Broken masks or positions give 0.1 to 1.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 _PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Lengths by which positions matter, each far beyond a probe; meanwhile they are no longer than this.
-_SHORTENED = {"sliding_window": 8, "floor_scale": 4}
+_PROBE_WINDOW = 8  # windows are cut to it while the probe runs
 _PROMPT_LENGTHS, _FIRST_PARTS = (21, 6), (13, 2)  # the first is fed in two parts, each longer than the window
 
 
@@ -39,7 +38,7 @@ def refuse_by_config(config) -> None:
 
     Raises
     ------
-    ModelError : rotary embeddings or attention chunks that depend on what else is in the pack.
+    ModelError : rotary embeddings or attention that depend on what else is in the pack, or on sparse or other layers.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
@@ -51,6 +50,8 @@ def refuse_by_config(config) -> None:
                 f"{text.model_type} with {kind} rotary embeddings cannot be packed: they depend on the longest "
                 "sequence of the forward; use a model with default, linear, yarn or llama3 ones"
             )
+    if getattr(text, "attn_temperature_tuning", False):
+        raise ModelError(f"{text.model_type} scales attention by a token's place in the forward; it cannot be packed")
     others = sorted(set(getattr(text, "layer_types", None) or ()) - _PACKED_LAYER_TYPES)
     if others:
         raise ModelError(
@@ -121,18 +122,15 @@ def _short_windows(model) -> Iterator[None]:
     """Masks are made by what configurations say, attention by what layers hold: both are shortened meanwhile."""
     modules = list(model.modules())
     owners = {id(owner): owner for owner in (*modules, *(vars(module).get("config") for module in modules))}
-    changed = []
-    for owner in owners.values():
-        held = getattr(owner, "__dict__", {})
-        for attribute, length in _SHORTENED.items():
-            if isinstance(held.get(attribute), int) and held[attribute] > length:
-                changed.append((owner, attribute, held[attribute]))
-                setattr(owner, attribute, length)
+    windows = [(owner, getattr(owner, "__dict__", {}).get("sliding_window")) for owner in owners.values()]
+    windows = [(owner, window) for owner, window in windows if isinstance(window, int) and window > _PROBE_WINDOW]
+    for owner, _ in windows:
+        owner.sliding_window = _PROBE_WINDOW
     try:
         yield
     finally:
-        for owner, attribute, length in changed:
-            setattr(owner, attribute, length)
+        for owner, window in windows:
+            owner.sliding_window = window
 
 
 def _compare(
