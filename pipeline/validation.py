@@ -62,7 +62,9 @@ def _sentence(fault: dict[str, Any], model: type[BaseModel]) -> str:
     if fault["type"] == "missing":
         return f"{place}: the key is missing"
     message = fault["msg"].removeprefix("Value error, ")
-    if fault["type"] in ("model_type", "dict_type", "model_attributes_type"):
+    if fault["type"] == "dict_type":
+        message = "expected names with values, a line each"
+    if fault["type"] in ("model_type", "model_attributes_type"):
         keys = _model_at(model, fault["loc"]).model_fields
         message = f"expected keys with values, such as {', '.join(keys)}"
     found = "nothing" if fault["input"] is None else repr(fault["input"])

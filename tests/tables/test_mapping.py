@@ -169,6 +169,7 @@ def test_ids_of_two_types_are_refused_before_all_is_unknown(tmp_path, source):
         ("items:\n", "items: [\n", "is not YAML"),
         ("  timestamp:", "  time:", r"interactions\.time: no such key; did you mean 'timestamp'\?;"),
         ("timestamp: {column: when, unit: iso}", "timestamp:", r"timestamp: expected keys .* unit \(found nothing"),
+        ('attributes: {category: {column: path, separator: ">"}}', "attributes: [path]", r"expected names with values"),
         ("files: people.tsv", "files: /people.tsv", r"users\.files: .* inside the source folder.*found '/people\.tsv'"),
         ("files: people.tsv", "files: a\n  encoding: utf-9", r"encoding that Python knows.*\(found 'utf-9'\)"),
         ("  title: name\n", "", r"items\.title: the key is missing"),
