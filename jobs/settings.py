@@ -116,7 +116,8 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
         section = data
         for name in sections:
             section = section.setdefault(name, {})
-        section[key] = value
+        if isinstance(section, dict):  # else validation says what it is
+            section[key] = value
     try:
         return Settings.model_validate(data)
     except ValidationError as error:
@@ -130,7 +131,19 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected sections (`decoding:`, `pools:`, ...), found a {type(data).__name__}")
-    return data
+    return _without_empty_sections(data, Settings)
+
+
+def _without_empty_sections(data: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """A section whose every option is left out is read as nothing; it means the defaults."""
+    kept = dict(data)
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) and name in data:
+            if data[name] is None:
+                del kept[name]
+            elif isinstance(data[name], dict):
+                kept[name] = _without_empty_sections(data[name], field.annotation)
+    return kept
 
 
 def _anchor_paths(data: dict[str, Any], folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from jobs.commented_yaml import commented_yaml
 from jobs.settings import PACKAGE_ROOT, Settings, load_settings
@@ -48,6 +49,19 @@ def test_a_wrong_value_is_named_with_what_was_found(tmp_path):
 def test_what_is_no_configuration_is_refused(tmp_path, text):
     with pytest.raises(ConfigError, match=r"c\.yaml"):
         load_settings(write(tmp_path / "c.yaml", text))
+
+
+def test_an_empty_section_is_its_default(tmp_path):
+    sections = [name for name, field in Settings.model_fields.items() if isinstance(field.default, BaseModel)]
+    config = write(tmp_path / "c.yaml", "".join(f"{name}:\n  # an option\n" for name in sections))
+    assert len(sections) > 5 and load_settings(config) == Settings()
+    assert load_settings(config, {"cluster.ray_address": "b"}).cluster.ray_address == "b"
+    assert load_settings(write(tmp_path / "c.yaml", "routing:\n  lightgcn:\n")) == Settings()
+
+
+def test_a_section_that_is_none_is_named_also_where_the_command_line_adds_to_it(tmp_path):
+    with pytest.raises(ConfigError, match=r"cluster: .*found 5"):
+        load_settings(write(tmp_path / "c.yaml", "cluster: 5\n"), {"cluster.ray_address": "b"})
 
 
 def test_a_missing_file_says_how_to_make_one(tmp_path):
