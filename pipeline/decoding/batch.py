@@ -42,6 +42,10 @@ class Concurrency:
         self.most = most
         self.limit = most
         self._num_ended = 0  # since the limit last changed
+        self.forget_lengths()
+
+    def forget_lengths(self) -> None:
+        """Expect of texts to come nothing that earlier ones were."""
         self._num_texts = self._num_tokens = 0
 
     def lower(self, num_live: int) -> None:

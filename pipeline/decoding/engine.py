@@ -81,7 +81,7 @@ class Engine:
         self.concurrency = Concurrency(self.settings.batch_size)
         self.max_prefill_tokens = self.settings.max_prefill_tokens or PREFILL_TOKENS["cuda" if on_cuda else "cpu"]
         self.runner = ModelRunner(loaded.model, self.store, self.device, self.settings.attention, loaded.splits_head)
-        self._num_forwards = 0  # of all streams
+        self.num_forwards = 0  # of all streams
         self._endings = Endings(self.tokenizer, self.settings.stop_strings)
         self._is_end = np.zeros(self.vocab_size, bool)
         self._is_end[list(self.end_ids)] = True
@@ -154,11 +154,13 @@ class Engine:
             batch.close()
 
     def forget_prompts(self) -> None:
-        """Compute the prompts that follow anew, whatever earlier ones they begin like.
+        """Compute the prompts that follow anew, whatever earlier ones they begin like, and expect them as long as any.
 
-        So sums are rounded in the same way whatever came before; within a stream prompts share what they can.
+        So sums are rounded in the same way whatever came before; within a stream prompts share what they can, and texts
+        are admitted by how long its own were.
         """
         self.store.forget_ended()
+        self.concurrency.forget_lengths()
 
     def _results(self, ended) -> Iterator[GenerationResult | GenerationFailure]:
         """Those of texts that ended, which are taken out of `ended` one by one."""
@@ -187,7 +189,7 @@ class Engine:
             step.output = self._forward(step)
         except Exception as error:
             step.error = error
-        step.number = self._num_forwards
+        step.number = self.num_forwards
         return step
 
     def _land(self, step: "_Step", batch, verifier, on_event) -> dict[int, Ending | GenerationFailure]:
@@ -197,7 +199,7 @@ class Engine:
         try:
             if step.error is not None:
                 raise step.error
-            if step.number < self._num_forwards:  # the caller let another stream take a step meanwhile
+            if step.number < self.num_forwards:  # the caller let another stream take a step meanwhile
                 step.output = self._forward(step)
             moves = self._verify(step, verifier)
         except Exception as error:
@@ -283,7 +285,7 @@ class Engine:
 
     def _forward(self, step: "_Step") -> StepOutput:
         """Run the model, or on CUDA have it run; the output holds until the next forward of any stream."""
-        self._num_forwards += 1
+        self.num_forwards += 1
         return self.runner.forward(step.feeds, step.trees)
 
     def _verify(self, step: "_Step", verifier: Verifier) -> "_Moves":

@@ -169,7 +169,6 @@ class ShardWorker:
             What was written, with counts; also on disk, next to the shard's knowledge file.
         """
         start_s = time.perf_counter()
-        self.engine.forget_prompts()  # of the shard before: which one it was must not matter
         rows = _numbered(read_shard(self.spec.run_dir / shard.path))
         records: dict[str, dict[str, Any]] = {}
         results: list[GenerationResult] = []
@@ -237,6 +236,7 @@ class ShardWorker:
             )
             for key, row in rows.items()
         )
+        self.engine.forget_prompts()  # what was written before, for whatever purpose, must not matter
         return self.engine.generate(requests, self.drafter(side, budget), verifier, on_event, budget)
 
     def _record(self, side: Side, row: PlannedRow, result: GenerationResult, verifier: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pipeline.decoding.batch import Batch, Concurrency, RequestLimits
 from pipeline.decoding.engine import GenerationFailure, GenerationRequest
 from pipeline.decoding.memory.kv_store import KVStore
 from pipeline.decoding.memory.token_store import TokenStore
+from pipeline.decoding.sequence import Sequence
 from pipeline.decoding.verifiers import Greedy, Relaxed
 
 MODEL = tiny_model()
@@ -123,6 +124,15 @@ def test_concurrency_recovers_as_texts_end():
     assert concurrency.limit == 8
     concurrency.lower(0)
     assert concurrency.limit == 1
+
+
+def test_texts_of_a_warm_up_do_not_say_how_long_those_after_it_are():
+    engine = tiny_engine(MODEL)
+    list(engine.generate(requests_for(PROMPTS[:2], 3)))
+    (request,) = requests_for(PROMPTS[:1], MAX_NEW)
+    assert engine.concurrency.expected_output(Sequence(request, MAX_NEW)) == 3
+    engine.forget_prompts()
+    assert engine.concurrency.expected_output(Sequence(request, MAX_NEW)) == MAX_NEW
 
 
 @pytest.mark.parametrize("kv_cache", ["rows", "tokens"])
