@@ -20,6 +20,7 @@ from pipeline.decoding.planning.run_forecast import PREFILL_TOKENS, RunTexts, ju
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.distributed.shards import PlannedRow, Shard, read_shard
 from pipeline.distributed.worker import Scout
+from pipeline.errors import RunFailed
 from pipeline.sides import SIDES, Side
 from retrieval_pools.pool import Pool
 from retrieval_pools.step_cost import StepCost, read_step_cost
@@ -187,7 +188,10 @@ def _fastest(
                 return scout.pilot(side, parts[part], budget)
 
             say(f"{side}s: a pilot writes up to {num_texts} texts under each of some budgets, to choose the fastest")
-            return run_pilot(plan, write, len(parts))
+            try:
+                return run_pilot(plan, write, len(parts))
+            except RunFailed as error:  # a row that workers die on is found later, among its shard's rows
+                say(f"{side}s: chosen without a pilot: {error}")
     return side_budget(decoding, pool, step_cost, share_changed)
 
 

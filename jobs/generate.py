@@ -22,7 +22,8 @@ from jobs.side_warnings import side_warnings
 from pipeline.decoding.budget import PLAIN, Budget
 from pipeline.decoding.loading.identity import load_tokenizer, model_identity
 from pipeline.decoding.settings import DecodingSettings
-from pipeline.distributed.actors import ShardAbandoned, ray_cluster, run_shards
+from pipeline.distributed.actors import ShardAbandoned, run_shards
+from pipeline.distributed.cluster import ray_cluster
 from pipeline.distributed.shards import (
     CARRIED_SHARD,
     FIRST_TEXTS,
@@ -172,6 +173,7 @@ def _generate(night: Night, folder: RunFolder, decoding: DecodingSettings, with_
             "num_threads": layout.num_threads,
             "device": layout.device,
         }
+    plans = {side: load_plan(_plan_path(folder, side)) for side in SIDES}  # with the halves of shards that were split
     return {side: _side_summary(night, folder, plans[side], finished[side], abandoned, with_pools) for side in SIDES}
 
 
@@ -184,8 +186,12 @@ def _pace(record: ShardRecord) -> str:
     return "" if pace is None else f"{pace:.1f} tokens/step"
 
 
+def _plan_path(folder: RunFolder, side: Side) -> Path:
+    return folder.root / "plan" / f"{side}.json"
+
+
 def _plan(night: Night, folder: RunFolder, side: Side, decoding: DecodingSettings, with_pools: bool) -> SidePlan:
-    path = folder.root / "plan" / f"{side}.json"
+    path = _plan_path(folder, side)
     plan = load_plan(path)
     if plan is None:
         previous_folder = None
@@ -215,7 +221,7 @@ def _plan(night: Night, folder: RunFolder, side: Side, decoding: DecodingSetting
 
 def _written_tonight(night: Night, side: Side) -> frozenset[object]:
     """Ids of the entities that the night itself generates."""
-    plan = load_plan(night.run.root / "plan" / f"{side}.json")
+    plan = load_plan(_plan_path(night.run, side))
     paths = [] if plan is None else [night.run.root / shard.path for shard in plan.shards]
     return frozenset(key for path in paths for key in read_parquet(path, ["entity_id"])["entity_id"].to_pylist())
 

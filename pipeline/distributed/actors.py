@@ -1,117 +1,42 @@
-"""Ray: start or join a cluster, keep its workers busy with shards, do a dead worker's shard again.
+"""Workers under Ray: kept busy with shards; what a lost one was given is done again, by halves if need be.
 
-Everything that imports ray is here. What a worker does with a shard is `worker.py`'s business.
+Only this module and `cluster.py` import ray. What a worker does with a shard is `worker.py`'s business.
 """
 
 import logging
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import ray
-import torch
 
 from pipeline.decoding.budget import Budget
 from pipeline.decoding.planning.pilot_texts import PilotTexts
-from pipeline.distributed.settings import ClusterSettings
-from pipeline.distributed.shards import PlannedRow, Shard
-from pipeline.distributed.worker import Scout, ShardWorker, WorkerSpec, usable_cores
-from pipeline.errors import ConfigError, RunFailed
+from pipeline.distributed.cluster import WorkerLayout, cluster_nodes, require_own_gpu, told_nodes
+from pipeline.distributed.shards import PlannedRow, Shard, split_shard
+from pipeline.distributed.worker import Scout, ShardWorker, WorkerSpec
+from pipeline.errors import RunFailed
 from pipeline.sides import Side
-from pipeline.storage.run_folder import ShardRecord
+from pipeline.storage.run_folder import RunFolder, ShardRecord
 from retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
-MOST_LOADING_S = 600.0  # that workers are waited for before the first one measures
-
-
-@dataclass(frozen=True)
-class WorkerLayout:
-    """How many workers there are and what each one holds."""
-
-    num_workers: int
-    num_threads: int
-    num_gpus: int  # 0 or 1 a worker
-    device: str
+LOOK_S = 5.0  # between looks at how far the workers are
+MOST_STARTING_S = 600.0  # that a cluster may take to give any worker a place
+MOST_LOADING_S = 1800.0  # of a worker, until its model runs for the first time
+MOST_SILENT_S = 600.0  # between two of its forwards, the slowest of which take seconds
+MOST_LOST = 100  # workers of a run, before shards that workers die on are no longer halved
 
 
 @dataclass(frozen=True)
 class ShardAbandoned:
-    """A shard whose worker died every time."""
+    """A shard, or the part of one, whose worker was lost every time."""
 
     shard: Shard
     reason: str
-
-
-def worker_layout(settings: ClusterSettings, num_cpus: int, num_gpus: int) -> WorkerLayout:
-    """One worker per GPU; without GPUs one per group of cores, with its threads set explicitly.
-
-    Parameters
-    ----------
-    num_cpus, num_gpus : of the whole cluster.
-    """
-    if num_gpus > 0:
-        num_workers = settings.num_workers or num_gpus
-        if num_workers > num_gpus:
-            raise ConfigError(f"cluster.num_workers is {num_workers} but there are {num_gpus} GPUs; one worker a GPU")
-        return WorkerLayout(num_workers, settings.threads_per_worker or max(1, num_cpus // num_workers), 1, "cuda")
-    num_threads = settings.threads_per_worker or max(1, num_cpus // (settings.num_workers or 8))
-    return WorkerLayout(settings.num_workers or max(1, num_cpus // num_threads), num_threads, 0, "cpu")
-
-
-def require_own_gpu(granted: list, visible: str | None) -> None:
-    """Refuse to share a GPU by accident: what Ray granted a worker must be all that CUDA shows it.
-
-    Ray sees to that by CUDA_VISIBLE_DEVICES in each worker's environment, unless it is told to leave that alone; then
-    every worker would load its model onto the first GPU.
-
-    Parameters
-    ----------
-    granted : the GPUs' ids, from Ray.
-    visible : the worker's CUDA_VISIBLE_DEVICES, None where it is not set.
-
-    Raises
-    ------
-    ConfigError
-        The worker sees other GPUs than its own.
-    """
-    shown = [] if visible is None else visible.split(",")
-    if shown != [str(gpu) for gpu in granted]:
-        raise ConfigError(
-            f"Ray granted a worker GPU {', '.join(map(str, granted)) or 'none'}, but CUDA_VISIBLE_DEVICES shows it "
-            f"{visible or 'all'}, so that workers would share one; unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
-        )
-
-
-@contextmanager
-def ray_cluster(settings: ClusterSettings) -> Iterator[WorkerLayout]:
-    """Join the cluster at `ray_address`, or start a local one and stop it afterwards."""
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    started = not ray.is_initialized()
-    if started:
-        try:
-            if settings.ray_address is not None:
-                ray.init(address=settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)
-            else:
-                ray.init(
-                    num_cpus=usable_cores(),
-                    num_gpus=torch.cuda.device_count(),
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    object_store_memory=100 * 2**20,  # shards travel as files; only names and counts pass through Ray
-                )
-        except ConnectionError as error:
-            raise ConfigError(f"no Ray cluster answers at {settings.ray_address!r}: {error}") from error
-    try:
-        resources = ray.cluster_resources()
-        yield worker_layout(settings, int(resources.get("CPU", 1)), int(resources.get("GPU", 0)))
-    finally:
-        if started:
-            ray.shutdown()
 
 
 def run_shards(
@@ -124,87 +49,238 @@ def run_shards(
 ) -> Iterator[tuple[Shard, ShardRecord] | ShardAbandoned]:
     """Hand out shards to workers as they become free; yield each one's outcome as it comes.
 
-    A worker that dies is replaced and its shard goes back to the front of the queue. An error that a worker reports
-    (a model that cannot be loaded, say) ends the run: it would meet every shard.
+    A worker that dies, or that computes nothing for long, is replaced and its shard goes back to the front of the
+    queue. After `max_shard_attempts` of these the shard is halved in the plan, and its halves likewise, until the row
+    that workers die on is alone and given up. An error that a worker reports (a model that cannot be loaded, say) ends
+    the run: it would meet every shard.
 
     Parameters
     ----------
     on_workers : called once with the actor handles (for tests that kill them).
     choose_budgets : called once, with one of the workers; how much each side drafts. A side that is missing drafts what
         the settings say.
-    """
-    num_workers = min(layout.num_workers, len(shards))
-    spec = replace(spec, device=layout.device, num_threads=layout.num_threads, num_workers=num_workers)
-    actor_class = ray.remote(_Worker).options(num_cpus=layout.num_threads, num_gpus=layout.num_gpus)
-    idle = [actor_class.remote(spec) for _ in range(num_workers)]
-    on_workers(list(idle))
 
-    budgets = choose_budgets(_FirstWorker(idle, lambda: actor_class.remote(spec), max_shard_attempts))
-    queue, attempts, running = deque(shards), dict.fromkeys(shards, 0), {}
-    while queue or running:
-        while queue and idle:
-            shard, actor = queue.popleft(), idle.pop()
-            attempts[shard] += 1
-            running[actor.run.remote(shard, budgets.get(shard.side))] = (shard, actor)
-        (done,), _ = ray.wait(list(running), num_returns=1)
-        shard, actor = running.pop(done)
-        try:
-            record: ShardRecord = _result(done)
-        except ray.exceptions.RayActorError as error:
-            logger.warning("%s %s: its worker died (attempt %d): %s", shard.side, shard.name, attempts[shard], error)
-            idle.append(actor_class.remote(spec))
-            if attempts[shard] < max_shard_attempts:
-                queue.appendleft(shard)
-            else:
-                yield ShardAbandoned(shard, f"worker-died: {attempts[shard]} workers died on this shard")
+    Raises
+    ------
+    RunFailed
+        No worker finds a place, or all of them are lost before they are ready.
+    """
+    crew = _Crew(spec, replace(layout, num_workers=min(layout.num_workers, len(shards))), max_shard_attempts)
+    on_workers(crew.actors)
+    budgets = choose_budgets(_FirstWorker(crew, max_shard_attempts))
+    queue, attempts = deque(shards), Counter()
+    while queue or crew.is_at_work:
+        while queue and crew.idle:
+            shard = queue.popleft()
+            crew.hand_out(shard, budgets.get(shard.side))
+        answer = crew.next_answer()
+        if answer is None:
             continue
-        idle.append(actor)
-        yield shard, record
-    for actor in idle:
-        ray.kill(actor)
+        shard, outcome = answer
+        if isinstance(outcome, ShardRecord):
+            yield shard, outcome
+            continue
+        attempts[shard] += 1
+        logger.warning("%s %s: its worker was lost (attempt %d): %s", shard.side, shard.name, attempts[shard], outcome)
+        if attempts[shard] < max_shard_attempts:
+            queue.appendleft(shard)
+            continue
+        RunFolder(spec.run_dir).drop_shard(shard.side, shard.name)  # what the last one may have begun to write
+        if shard.num_rows > 1 and crew.num_lost < MOST_LOST:
+            halves = split_shard(spec.run_dir, shard)
+            logger.warning("%s %s: halved, to find the row that workers are lost to", shard.side, shard.name)
+            # One of them surely holds such a row, so each is tried once; a row alone as often as any shard.
+            attempts.update({half: max_shard_attempts - 1 for half in halves if half.num_rows > 1})
+            queue.extendleft(reversed(halves))
+        else:
+            yield ShardAbandoned(shard, str(outcome))
+    crew.dismiss()
+
+
+class _WorkerLost(Exception):
+    """A worker died or hangs. The first word is a stable one, as the reason of a quarantined row has it."""
+
+
+class _Member:
+    """A worker as it is seen from here: its actor, and whether it goes on."""
+
+    def __init__(self, actor) -> None:
+        self.actor = actor
+        self.has_place = False
+        self._num_forwards = 0
+        self._look = actor.num_forwards.remote()
+        self._went_on_s = time.monotonic()
+
+    def ask(self, method: str, *arguments):
+        """Have the actor do something; a reference to its answer."""
+        self._went_on_s = time.monotonic()
+        return getattr(self.actor, method).remote(*arguments)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since it was last seen to go on, or was asked for."""
+        return time.monotonic() - self._went_on_s
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it has a place and computes nothing any more."""
+        if ray.wait([self._look], timeout=0)[0]:
+            try:
+                num_forwards = ray.get(self._look)
+            except ray.exceptions.RayError:
+                return False  # whoever waits for its answer hears of it
+            if not self.has_place or num_forwards != self._num_forwards:
+                self.has_place, self._num_forwards, self._went_on_s = True, num_forwards, time.monotonic()
+            self._look = self.actor.num_forwards.remote()
+        return self.has_place and self.silent_s > (MOST_SILENT_S if self._num_forwards else MOST_LOADING_S)
+
+
+class _Crew:
+    """The workers of a run: those that were asked something, and those that wait for it.
+
+    Each loads its model first, and is given a shard when it has.
+    """
+
+    def __init__(self, spec: WorkerSpec, layout: WorkerLayout, max_attempts: int) -> None:
+        self.idle: list[_Member] = []
+        self.num_lost = 0
+        self._asked: dict[ray.ObjectRef, tuple[_Member, Shard | None]] = {}
+        self._layout = layout
+        self._spec = replace(spec, device=layout.device, num_threads=layout.num_threads, num_workers=layout.num_workers)
+        # In a thread of its own a worker says how far it is while it works.
+        options = {"num_cpus": layout.num_threads, "num_gpus": layout.num_gpus, "concurrency_groups": {"look": 1}}
+        self._actor_class = ray.remote(**options)(_Worker)
+        self._num_spare = layout.num_workers * max_attempts  # to replace workers that are lost before they are ready
+        for _ in range(layout.num_workers):
+            self._hire()
+
+    @property
+    def actors(self) -> list:
+        """Of all workers."""
+        return [member.actor for member in (*self.idle, *(member for member, _ in self._asked.values()))]
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a shard is being written."""
+        return any(shard is not None for _, shard in self._asked.values())
+
+    def hand_out(self, shard: Shard, budget: Budget | None) -> None:
+        """Give a shard to an idle worker."""
+        member = self.idle.pop()
+        self._asked[member.ask("run", shard, budget)] = member, shard
+
+    def next_answer(self) -> tuple[Shard, ShardRecord | _WorkerLost] | None:
+        """Wait for what came of a shard; None where only a worker has become ready, or was lost before."""
+        reference = self._wait({reference: member for reference, (member, _) in self._asked.items()})
+        member, shard = self._asked.pop(reference)
+        try:
+            answer = self._answer(reference, member)
+        except _WorkerLost as lost:
+            self._replace_lost(lost, was_ready=shard is not None)
+            return None if shard is None else (shard, lost)
+        self.idle.append(member)
+        return None if shard is None else (shard, answer)
+
+    def gather(self) -> None:
+        """Wait until all are ready, but for one that finds no place on a busy cluster."""
+        if self._asked:
+            ray.wait(list(self._asked), num_returns=len(self._asked), timeout=MOST_STARTING_S)
+        while not self.idle or (self._asked and ray.wait(list(self._asked), timeout=0)[0]):
+            self.next_answer()
+
+    def ask_first(self, method: str, *arguments):
+        """What an idle worker answers. Raises `_WorkerLost`."""
+        while not self.idle:
+            self.next_answer()
+        member = self.idle[0]
+        try:
+            return self._answer(self._wait({member.ask(method, *arguments): member}), member)
+        except _WorkerLost as lost:
+            self.idle.remove(member)
+            self._replace_lost(lost, was_ready=True)
+            raise
+
+    def dismiss(self) -> None:
+        """End all workers."""
+        for actor in self.actors:
+            ray.kill(actor)
+
+    def _hire(self) -> None:
+        member = _Member(self._actor_class.remote(self._spec))
+        self._asked[member.ask("load")] = member, None
+
+    def _replace_lost(self, lost: _WorkerLost, was_ready: bool) -> None:
+        self.num_lost += 1
+        if was_ready:
+            self._hire()
+            return
+        logger.warning("a worker was lost before it was ready: %s", lost)
+        self._num_spare -= 1
+        if self._num_spare > 0:
+            self._hire()
+        elif not self._asked and not self.idle:
+            raise RunFailed(
+                f"all workers were lost while they loaded the model and wrote a first text; the last: {lost}"
+            )
+
+    def _wait(self, asked: Mapping[ray.ObjectRef, _Member]) -> ray.ObjectRef:
+        """Which of the answers is the next to be there, or will not come since its worker hangs."""
+        while True:
+            done, _ = ray.wait(list(asked), num_returns=1, timeout=LOOK_S)
+            done += [reference for reference, member in asked.items() if member.hangs]
+            if done:
+                return done[0]
+            if all(not member.has_place and member.silent_s > MOST_STARTING_S for member in asked.values()):
+                free = ray.available_resources()
+                raise RunFailed(
+                    f"no worker found a place within {MOST_STARTING_S / 60:.0f} minutes: each needs "
+                    f"{self._layout.need}, and the cluster has {told_nodes(cluster_nodes())}, of which "
+                    f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free. Wait for what uses "
+                    "them, or set cluster.threads_per_worker"
+                )
+
+    def _answer(self, reference: ray.ObjectRef, member: _Member) -> object:
+        """What an actor returned; an error that it reports is raised as itself."""
+        try:
+            if ray.wait([reference], timeout=0)[0]:
+                return ray.get(reference)
+            reason = f"worker-hung: for {member.silent_s / 60:.0f} minutes a worker ran no step of its model"
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except ray.exceptions.RayError as error:
+            reason = f"worker-died: {' '.join(str(error).split())}"
+        ray.kill(member.actor)
+        raise _WorkerLost(reason)
 
 
 class _FirstWorker:
-    """The first of the idle workers as a `Scout`; another one takes its place if it dies.
+    """One of the idle workers as a `Scout`; another one takes its place if it is lost.
 
     While it measures what steps cost the others measure too: so they get in each other's way as they will later.
     """
 
-    def __init__(self, idle: list, start_worker: Callable, max_attempts: int) -> None:
-        self._idle, self._start_worker, self._max_attempts = idle, start_worker, max_attempts
+    def __init__(self, crew: _Crew, max_attempts: int) -> None:
+        self._crew, self._max_attempts = crew, max_attempts
 
     def step_cost(self) -> StepCost:
-        others = self._idle[1:]
-        loading = [worker.load.remote() for worker in others]
-        self._ask(lambda worker: worker.load.remote())
-        if loading:  # all begin together, but for one that finds no place on a busy cluster
-            ray.wait(loading, num_returns=len(loading), timeout=MOST_LOADING_S)
-        for worker in others:
-            worker.step_cost.remote(keeps=False)  # whether one of them dies shows when it is given a shard
-        return self._ask(lambda worker: worker.step_cost.remote(keeps=True))
+        self._crew.gather()  # all begin together
+        for other in self._crew.idle[1:]:
+            other.ask("step_cost", False)  # whether one of them is lost shows when it is given a shard
+        return self._ask("step_cost", True)
 
     def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> PilotTexts:
-        return self._ask(lambda worker: worker.pilot.remote(side, rows, budget))
+        return self._ask("pilot", side, rows, budget)
 
-    def _ask(self, question: Callable):
+    def _ask(self, method: str, *arguments):
         for _ in range(self._max_attempts):
             try:
-                return _result(question(self._idle[0]))
-            except ray.exceptions.RayActorError as error:
-                logger.warning("a worker died while it measured for the draft budget: %s", error)
-                self._idle[0] = self._start_worker()
+                return self._crew.ask_first(method, *arguments)
+            except _WorkerLost as lost:
+                logger.warning("a worker was lost while it measured for the draft budget: %s", lost)
         raise RunFailed(
             f"{self._max_attempts} workers died while they measured for the draft budget; lower decoding.batch_size if "
             "memory ran out, or give decoding.max_draft_tokens and decoding.min_acceptance: then nothing is measured"
         )
-
-
-def _result(reference):
-    """What an actor returned; an error that it reports is raised as itself."""
-    try:
-        return ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
 
 
 class _Worker:
@@ -214,25 +290,24 @@ class _Worker:
         self._spec = spec
         self._worker: ShardWorker | None = None
 
-    def run(self, shard: Shard, budget: Budget | None) -> ShardRecord:
-        return self._loaded().run(shard, budget=budget)
+    def load(self) -> None:  # not in __init__, so that a refused model is reported, not a dead actor
+        if self._spec.device == "cuda":
+            require_own_gpu(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        self._worker = ShardWorker(self._spec)
+        self._worker.warm_up()
 
-    def load(self) -> None:
-        self._loaded()
+    def run(self, shard: Shard, budget: Budget | None) -> ShardRecord:
+        return self._worker.run(shard, budget=budget)
 
     def step_cost(self, keeps: bool) -> StepCost:
-        return self._loaded().step_cost(keeps)
+        return self._worker.step_cost(keeps)
 
     def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> PilotTexts:
-        return self._loaded().pilot(side, rows, budget)
+        return self._worker.pilot(side, rows, budget)
 
-    def _loaded(self) -> ShardWorker:
-        if self._worker is None:  # here and not in __init__, so that a refused model is reported, not a dead actor
-            if self._spec.device == "cuda":
-                require_own_gpu(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-            self._worker = ShardWorker(self._spec)
-            self._worker.warm_up()
-        return self._worker
+    @ray.method(concurrency_group="look")
+    def num_forwards(self) -> int:
+        return 0 if self._worker is None else self._worker.engine.num_forwards
 
     def pid(self) -> int:
         return os.getpid()

@@ -8,7 +8,12 @@ class ClusterSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    ray_address: str | None = Field(None, description="An existing cluster's address; null starts a local Ray.")
+    ray_address: str | None = Field(
+        None,
+        description="An existing cluster's; auto: what RAY_ADDRESS names or runs here. null: a local Ray of its own.",
+    )
     num_workers: int | None = Field(None, ge=1, description="Actors; null: one per GPU, or one per core group on CPU.")
-    threads_per_worker: int | None = Field(None, ge=1, description="Of one worker; null: an eighth of the cores.")
-    max_shard_attempts: int = Field(3, ge=1, description="A shard whose worker died this often goes to quarantine.")
+    threads_per_worker: int | None = Field(None, ge=1, description="Of one worker; null: an eighth of a node's cores.")
+    max_shard_attempts: int = Field(
+        2, ge=1, description="A shard whose worker was lost this often is halved; a row alone goes to quarantine."
+    )

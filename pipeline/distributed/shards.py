@@ -6,7 +6,7 @@ Knows no model beyond its tokenizer (inside `render`), and no Ray.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -234,6 +234,23 @@ def read_shard(path: Path) -> list[PlannedRow]:
             )
         )
     return rows
+
+
+def split_shard(run_dir: Path, shard: Shard) -> tuple[Shard, Shard]:
+    """The halves of a shard of two rows or more, which take its place in the plan, now and for later attempts."""
+    table = read_parquet(run_dir / shard.path)
+    middle = len(table) // 2
+    halves = []
+    for number, rows in enumerate((table[:middle], table[middle:])):
+        name = f"{shard.name}-{number}"  # in the order of names the halves are where the shard was
+        path = str(Path(shard.path).with_stem(name))
+        write_parquet(rows, run_dir / path)
+        halves.append(replace(shard, name=name, group=rows["group"][0].as_py() or "", num_rows=len(rows), path=path))
+    plan_path = run_dir / "plan" / f"{shard.side}.json"
+    plan = load_plan(plan_path)
+    shards = [part for known in plan.shards for part in (halves if known == shard else [known])]
+    save_plan(replace(plan, shards=tuple(shards)), plan_path)
+    return tuple(halves)
 
 
 def save_plan(plan: SidePlan, path: Path) -> None:

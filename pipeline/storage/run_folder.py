@@ -178,6 +178,13 @@ class RunFolder:
                 if path.stem not in keep:
                     path.unlink(missing_ok=True)
 
+    def drop_shard(self, side: Side, name: str) -> None:
+        """Delete what there is of a shard."""
+        folder = self.knowledge_folder(side)
+        for path in (self._shard_record_path(side, name), folder / f"{name}.parquet"):
+            path.unlink(missing_ok=True)
+        self._shard_quarantine_path(side, name).unlink(missing_ok=True)
+
     def read_knowledge(self, side: Side, schema: pa.Schema | None = None) -> pa.Table:
         """All knowledge of a side, in shard order. `schema` is what an empty side returns."""
         return read_parquet(self.knowledge_folder(side), schema=schema)

@@ -15,6 +15,7 @@ from pipeline.decoding.budget import PLAIN, Budget, BudgetForecast
 from pipeline.decoding.planning.pilot_texts import PilotTexts
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.distributed.shards import PlannedRow, PreviousKnowledge, Shard, plan_side
+from pipeline.errors import RunFailed
 from pipeline.knowledge.entities import iter_entities
 from pipeline.tables.sample_world import write_sample_world
 from retrieval_pools.budget_curve import KNOT_SHARES
@@ -54,6 +55,11 @@ class Cheap:
         num_tokens = np.full(len(rows), 1 + budget.max_draft_tokens / 2)
         names = tuple(f"{number:03}" for number in range(len(rows)))
         return PilotTexts(names, num_tokens, np.tile(KNOT_SHARES[budget.max_draft_tokens], (len(rows), 1)))
+
+
+class Deadly(Cheap):
+    def pilot(self, side, rows, budget) -> PilotTexts:
+        raise RunFailed("2 workers died")
 
 
 class Never:
@@ -139,6 +145,9 @@ def test_a_pilot_writes_rows_from_all_over_a_side_and_its_budget_is_kept_with_al
     assert trial.tokens_per_step == 9.0 and trial.speed_up == chosen["item"].forecast.speed_up > 1
     resumed = night_budgets(opened(world, "{num_pilot_texts: 6}"), plan.shards, Never())
     assert resumed["item"].forecast == chosen["item"].forecast
+    night.manifest["budgets"] = None
+    without = night_budgets(night, plan.shards, Deadly())  # a row that workers die on may be among a pilot's
+    assert without["item"] == chosen["item"] and not without["item"].forecast.trials
 
 
 def row(num_prompt: int, num_previous: int | None) -> PlannedRow:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from night_world import FIRST_DATE, SECOND_DATE, make_world, run, run_here, start, write_config
 
-from pipeline.distributed.actors import ray_cluster
+from pipeline.distributed.cluster import ray_cluster
 from pipeline.distributed.settings import ClusterSettings
 from pipeline.knowledge.records import knowledge_schema
 from pipeline.sides import SIDES

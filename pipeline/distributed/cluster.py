@@ -1,0 +1,149 @@
+"""A Ray cluster, joined or started, and how many workers its nodes have room for."""
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import ray
+import torch
+
+from pipeline.distributed.settings import ClusterSettings
+from pipeline.distributed.worker import usable_cores
+from pipeline.errors import ConfigError
+
+WORKERS_A_NODE = 8  # without GPUs, by default: of the largest node, which others follow
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a machine of the cluster has."""
+
+    num_cpus: int
+    num_gpus: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.num_cpus} CPUs" + (f" and {self.num_gpus} GPUs" if self.num_gpus else "")
+
+
+@dataclass(frozen=True)
+class WorkerLayout:
+    """How many workers there are and what each one holds."""
+
+    num_workers: int
+    num_threads: int
+    num_gpus: int  # 0 or 1 a worker
+    device: str
+
+    @property
+    def need(self) -> str:
+        """What each worker asks its node for."""
+        return f"{self.num_threads} CPUs" + (" and a GPU" if self.num_gpus else "")
+
+
+def worker_layout(settings: ClusterSettings, nodes: Sequence[Node]) -> WorkerLayout:
+    """One worker per GPU; without GPUs one per group of cores, with its threads set explicitly.
+
+    A worker lies on one node, so its threads follow from what each node has and not from their sum.
+
+    Raises
+    ------
+    ConfigError
+        The nodes have no room for what the settings ask for.
+    """
+    on_gpu = any(node.num_gpus for node in nodes)
+    most_threads = max([1, *(node.num_cpus for node in nodes)])
+
+    def num_places(num_threads: int) -> int:
+        places = ((node.num_cpus // num_threads, node.num_gpus) for node in nodes)
+        return sum(min(place) if on_gpu else place[0] for place in places)
+
+    num_threads, num_workers = settings.threads_per_worker, settings.num_workers
+    if num_threads is None and num_workers is None and not on_gpu:
+        num_threads = max(1, most_threads // WORKERS_A_NODE)
+    elif num_threads is None:
+        wanted = num_workers or sum(node.num_gpus for node in nodes)
+        num_threads = max((n for n in range(1, most_threads + 1) if num_places(n) >= wanted), default=1)
+    places = num_places(num_threads)
+    layout = WorkerLayout(num_workers or places, num_threads, int(on_gpu), "cuda" if on_gpu else "cpu")
+    if places < max(1, layout.num_workers):
+        raise ConfigError(
+            f"there is no room for {layout.num_workers or 1} workers of {layout.need} each, but for {places}: the "
+            f"cluster has {told_nodes(nodes)}. Lower cluster.num_workers or cluster.threads_per_worker, or leave them "
+            "out"
+        )
+    return layout
+
+
+def told_nodes(nodes: Sequence[Node]) -> str:
+    """Nodes in words, those that are alike together."""
+    alike = Counter(map(str, nodes))
+    return ", ".join(f"{count} nodes of {kind}" if count > 1 else f"a node of {kind}" for kind, count in alike.items())
+
+
+def cluster_nodes() -> list[Node]:
+    """The living nodes of the cluster."""
+    found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [Node(int(resources.get("CPU", 0)), int(resources.get("GPU", 0))) for resources in found]
+
+
+def require_own_gpu(granted: list, visible: str | None) -> None:
+    """Refuse to share a GPU by accident: what Ray granted a worker must be all that CUDA shows it.
+
+    Ray sees to that by CUDA_VISIBLE_DEVICES in each worker's environment, unless it is told to leave that alone; then
+    every worker would load its model onto the first GPU.
+
+    Parameters
+    ----------
+    granted : the GPUs' ids, from Ray.
+    visible : the worker's CUDA_VISIBLE_DEVICES, None where it is not set.
+
+    Raises
+    ------
+    ConfigError
+        The worker sees other GPUs than its own.
+    """
+    shown = [] if visible is None else visible.split(",")
+    if shown != [str(gpu) for gpu in granted]:
+        raise ConfigError(
+            f"Ray granted a worker GPU {', '.join(map(str, granted)) or 'none'}, but CUDA_VISIBLE_DEVICES shows it "
+            f"{visible or 'all'}, so that workers would share one; unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+        )
+
+
+@contextmanager
+def ray_cluster(settings: ClusterSettings) -> Iterator[WorkerLayout]:
+    """Join the cluster at `ray_address`, or start a local one, whatever else runs here, and stop it afterwards."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    started = not ray.is_initialized()
+    if started and settings.ray_address is None:
+        ray.init(
+            address="local",
+            num_cpus=usable_cores(),
+            num_gpus=torch.cuda.device_count(),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=100 * 2**20,  # shards travel as files; only names and counts pass through Ray
+        )
+    elif started:
+        try:
+            ray.init(address=settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)
+        except (OSError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
+            reason = f"the Ray cluster at {settings.ray_address!r} cannot be joined: {_root_reason(error)}"
+            raise ConfigError(reason) from error
+    try:
+        yield worker_layout(settings, cluster_nodes())
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def _root_reason(error: BaseException) -> str:
+    """Ray wraps the reason in others, and an error of its core in a traceback that is text."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    told = str(error).strip()
+    return told.splitlines()[-1] if "Traceback" in told else " ".join(told.split())

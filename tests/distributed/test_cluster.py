@@ -1,0 +1,136 @@
+"""Ray clusters: what room their nodes have, which GPU a worker has, and why one cannot be joined."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import ray
+
+from pipeline.distributed.cluster import (
+    Node,
+    WorkerLayout,
+    ray_cluster,
+    require_own_gpu,
+    worker_layout,
+)
+from pipeline.distributed.settings import ClusterSettings
+from pipeline.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("settings", "nodes", "expected"),
+    [
+        ({}, [Node(2)], WorkerLayout(2, 1, 0, "cpu")),
+        ({}, [Node(64)], WorkerLayout(8, 8, 0, "cpu")),
+        ({}, [Node(16)] * 9, WorkerLayout(72, 2, 0, "cpu")),  # 18 threads, an eighth of all, fit no node
+        ({}, [Node(0), Node(16), Node(3)], WorkerLayout(9, 2, 0, "cpu")),
+        ({"num_workers": 1}, [Node(2)], WorkerLayout(1, 2, 0, "cpu")),
+        ({"num_workers": 3}, [Node(16)] * 2, WorkerLayout(3, 8, 0, "cpu")),
+        ({"threads_per_worker": 4}, [Node(8)], WorkerLayout(2, 4, 0, "cpu")),
+        ({"threads_per_worker": 4}, [Node(7), Node(7)], WorkerLayout(2, 4, 0, "cpu")),
+        ({}, [Node(16, 4)], WorkerLayout(4, 4, 1, "cuda")),
+        ({}, [Node(8), Node(16, 2), Node(8, 2)], WorkerLayout(4, 4, 1, "cuda")),
+        ({}, [Node(2, 4)], WorkerLayout(2, 1, 1, "cuda")),  # more GPUs than CPUs to wait beside them
+        ({"num_workers": 2}, [Node(16, 4)], WorkerLayout(2, 8, 1, "cuda")),
+    ],
+)
+def test_workers_fit_the_nodes_that_there_are(settings, nodes, expected):
+    assert worker_layout(ClusterSettings(**settings), nodes) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "nodes", "told"),
+    [
+        (
+            {"num_workers": 3},
+            [Node(16, 2)],
+            "3 workers of 1 CPUs and a GPU each, but for 2: .*a node of 16 CPUs and 2 G",
+        ),
+        ({"num_workers": 40}, [Node(16), Node(16)], "40 workers of 1 CPUs each, but for 32: .*2 nodes of 16 CPUs"),
+        ({"threads_per_worker": 18}, [Node(16)] * 9, "1 workers of 18 CPUs each, but for 0: .*9 nodes of 16 CPUs"),
+    ],
+)
+def test_workers_that_no_node_has_room_for_are_refused(settings, nodes, told):
+    with pytest.raises(ConfigError, match=told):
+        worker_layout(ClusterSettings(**settings), nodes)
+
+
+TOKEN = """Failed to connect to GCS. Last connection error: Traceback (most recent call last):
+  File "node.py", line 996, in _init_gcs_client
+ray.exceptions.AuthenticationError: RPC error: InvalidAuthToken: Authentication token is missing or incorrect. Note: ...
+"""
+VERSION = (
+    "Version mismatch: The cluster was started with:\n    Ray: 2.9.0\nThis process was started with:\n    Ray: 2.60.0"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError(TOKEN), "joined: ray.exceptions.AuthenticationError: .* Authentication token is missing"),
+        (RuntimeError(VERSION), "joined: Version mismatch: .* Ray: 2.9.0 This process"),
+        (ImportError("install ray[client]"), "joined: install"),
+    ],
+)
+def test_a_cluster_that_cannot_be_joined_is_told_of_with_rays_own_reason(monkeypatch, error, told):
+    def init(**_):
+        raise ConnectionError("Failed to connect to Ray cluster at head:6379") from error
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ConfigError, match=f"the Ray cluster at 'head:6379' cannot be {told}"):  # noqa: SIM117
+        with ray_cluster(ClusterSettings(ray_address="head:6379")):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("granted", "visible"), [([0], None), ([1], "0,1"), (["2"], "2,3"), ([1], "0"), ([], "0"), (["GPU-a"], "GPU-b")]
+)
+def test_worker_that_sees_other_gpus_than_its_own_is_refused(granted, visible):
+    with pytest.raises(ConfigError, match="RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"):
+        require_own_gpu(granted, visible)
+
+
+@pytest.mark.parametrize(("granted", "visible"), [([0], "0"), (["3"], "3"), (["GPU-a"], "GPU-a")])
+def test_worker_that_sees_its_own_gpu_alone_goes_on(granted, visible):
+    require_own_gpu(granted, visible)
+
+
+# Ray asks no driver about GPUs that it is told of, so what it grants two workers can be seen without any.
+TWO_GPUS = """
+import json, os, ray
+
+class Worker:
+    def gpu(self):
+        return ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES")
+
+ray.init(num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+actors = [ray.remote(Worker).options(num_cpus=0.5, num_gpus=1).remote() for _ in range(2)]
+print(json.dumps(ray.get([actor.gpu.remote() for actor in actors])))
+"""
+
+
+def seen_by_two_workers(environment: dict[str, str]) -> list[tuple[list, str | None]]:
+    kept = {name: value for name, value in os.environ.items() if "CUDA_VISIBLE_DEVICES" not in name}
+    ran = subprocess.run(
+        [sys.executable, "-c", TWO_GPUS], env=kept | environment, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("environment", [{}, {"CUDA_VISIBLE_DEVICES": "2,5"}], ids=["every GPU", "some of them"])
+def test_two_workers_are_never_on_one_gpu(environment):
+    seen = seen_by_two_workers(environment)
+    assert sorted(visible for _, visible in seen) == environment.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    for granted, visible in seen:
+        require_own_gpu(granted, visible)
+
+
+@pytest.mark.ray
+def test_workers_that_ray_is_told_not_to_separate_are_refused():
+    for granted, visible in seen_by_two_workers({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}):
+        with pytest.raises(ConfigError, match="shows it all"):
+            require_own_gpu(granted, visible)
