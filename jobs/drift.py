@@ -1,14 +1,21 @@
-"""Whether a night accepted what its budget was chosen for: forecast and realised acceptance of a side, compared.
+"""Whether a night accepted what its budget was chosen for, and took the time that its steps should have taken.
 
 The forecast is of a pilot, or of replays, which are greedy: a relaxed night accepts more. Less means that texts are
 no longer those that the pool was calibrated on. Draws nothing; reads a manifest that may lack anything.
 """
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+from jobs.console import say
+from pipeline.decoding.planning.step_cost_cache import note_taken
+from pipeline.storage.run_folder import ShardRecord
 
 MOST_MISSING = 0.2  # share of the forecast acceptance that may be missing before a night says so
 MIN_STEPS = 200  # of fewer steps nothing can be said
+MIN_EXPECTED_S = 30.0  # of shards by a step cost; of less it is no judge
 
 
 @dataclass(frozen=True)
@@ -54,3 +61,21 @@ def drift_of(side_data: Mapping) -> Drift | None:
     if not budget.get("max_draft_tokens") or not pace or pace <= 1 or not num_steps:
         return None
     return Drift(pace - 1, (stats.get("num_accepted") or 0) / num_steps, num_steps)
+
+
+def note_step_costs(folder: Path, records: Iterable[ShardRecord]) -> None:
+    """Keep with each step cost how long shards took, of what they should have; the next run measures what is far off.
+
+    This run's budgets stay as they are: its texts must not depend on when it was killed.
+    """
+    seconds: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for record in records:
+        expected = record.info.get("expected")
+        if expected is not None:
+            seconds[expected["step_cost"]].append((record.info["stats"]["wall_s"], expected["seconds"]))
+    for name, pairs in seconds.items():
+        taken_s, expected_s = (sum(column) for column in zip(*pairs, strict=True))
+        if expected_s >= MIN_EXPECTED_S:
+            doubt = note_taken(folder, name, taken_s / expected_s)
+            if doubt is not None:
+                say(f"the next run measures again what steps cost: {doubt}")

@@ -13,6 +13,7 @@ import typer
 
 from jobs.budgets import night_budgets
 from jobs.console import progress, say, summary
+from jobs.drift import note_step_costs
 from jobs.night import Night, open_night, parse_date
 from jobs.routing import entity_router
 from jobs.sample_model import NEEDS_A_MODEL, needs_a_model
@@ -173,6 +174,9 @@ def _generate(night: Night, folder: RunFolder, decoding: DecodingSettings, with_
             "num_threads": layout.num_threads,
             "device": layout.device,
         }
+        note_step_costs(
+            night.workspace.step_costs_folder, [record for side in SIDES for record in finished[side].values()]
+        )
     plans = {side: load_plan(_plan_path(folder, side)) for side in SIDES}  # with the halves of shards that were split
     return {side: _side_summary(night, folder, plans[side], finished[side], abandoned, with_pools) for side in SIDES}
 

@@ -146,7 +146,7 @@ def _budget(settings: Settings, engine: Engine, pool: Pool | None, is_changed: b
     folder = Workspace(settings.workspace).step_costs_folder
 
     def measure() -> StepCost:
-        known = known_step_cost(folder, engine, pool is not None)
+        known = known_step_cost(folder, engine, 0 if pool is None else pool.manifest.num_tokens)
         return known or measure_step_cost(engine, pool, decoding.drafters, [decoding.batch_size])
 
     return side_budget(decoding, pool, budget_step_cost(decoding, measure), float(is_changed))

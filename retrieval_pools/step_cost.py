@@ -4,6 +4,7 @@ A step of `batch_size` sequences packs each one's last token and its draft. Draf
 gains outweigh what the draft adds to its cost. Knows no pool and no model.
 """
 
+import datetime
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,11 @@ if TYPE_CHECKING:  # the engine reads costs; it need not load what replays
 EXAMPLE = (
     "steps: [{batch_size: 16, num_tokens: 16, seconds: 0.0043}, {batch_size: 16, num_tokens: 256, seconds: 0.0064}]"
 )
+
+
+BUSY_SPREAD, BUSY_LOAD = 0.5, 2.0  # of a measurement; the run's own workers are a load of 1
+MAX_AGE_DAYS = 30  # drivers, kernels and neighbours change
+MOST_OFF = 1.5  # times that shards may take of what a cost says, or it of them
 
 
 class StepPoint(BaseModel):
@@ -54,6 +60,30 @@ class StepCost(BaseModel):
     name: str = Field("step cost of a file", description="What was measured: shown beside every figure.")
     steps: tuple[StepPoint, ...] = Field(min_length=1, description="At least two points of each batch size.")
     draft: DraftCost = Field(DraftCost(), description="Of drafting; nothing where it was not measured.")
+    measured_on: datetime.date | None = Field(None, description="The day of the measurement.")
+    spread: float | None = Field(
+        None, ge=0, description="How far apart the middle half of like steps lay, of the median."
+    )
+    load: float | None = Field(None, ge=0, description="What ran on each core as the measurement began.")
+    taken: float | None = Field(None, gt=0, description="What a run's shards took, of what they should have by this.")
+
+    @property
+    def disturbance(self) -> str | None:
+        """What says that the machine was busy with something else during the measurement; None where nothing does."""
+        if (self.spread or 0) <= BUSY_SPREAD and (self.load or 0) <= BUSY_LOAD:
+            return None
+        return (
+            f"measured while the machine was busy: the middle half of like steps lay {self.spread or 0:.0%} of their "
+            f"median apart, and each core had {self.load or 0:.1f} processes to run"
+        )
+
+    def doubt(self, today: datetime.date) -> str | None:
+        """Why it should be measured again; None where it may be used."""
+        if self.measured_on is not None and (today - self.measured_on).days > MAX_AGE_DAYS:
+            return f"it is of {self.measured_on}, more than {MAX_AGE_DAYS} days ago"
+        if self.taken is not None and not 1 / MOST_OFF <= self.taken <= MOST_OFF:
+            return f"a run's shards took {self.taken:.2f} times as long as it says"
+        return self.disturbance
 
     @model_validator(mode="after")
     def _is_a_curve(self) -> "StepCost":

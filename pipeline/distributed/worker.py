@@ -23,7 +23,8 @@ from pipeline.decoding.engine import Engine, GenerationFailure, GenerationReques
 from pipeline.decoding.loading.identity import tokenizer_hash
 from pipeline.decoding.memory.room import host_memory
 from pipeline.decoding.planning.pilot_texts import PilotTexts, StepCounts
-from pipeline.decoding.planning.step_cost_cache import cached_step_cost, known_step_cost
+from pipeline.decoding.planning.run_forecast import written_seconds
+from pipeline.decoding.planning.step_cost_cache import cached_step_cost, kept_step_cost, known_step_cost
 from pipeline.decoding.planning.step_timing import measure_step_cost, texts_of
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.decoding.verifiers import Greedy, Verifier
@@ -142,12 +143,19 @@ class ShardWorker:
         ----------
         keeps : whether what was measured is kept. Of several workers that measure side by side one keeps it.
         """
-        pool = max(self._pools.values(), key=lambda pool: pool.manifest.num_tokens, default=None)
-        measure = partial(measure_step_cost, self.engine, pool, self.spec.decoding.drafters)
-        place = (self.spec.step_cost_dir, self.engine, pool is not None)
+        measure = partial(measure_step_cost, self.engine, self._largest_pool, self.spec.decoding.drafters)
         if keeps:
-            return cached_step_cost(*place, measure, self.spec.num_workers)
-        return known_step_cost(*place, self.spec.num_workers) or measure()
+            return cached_step_cost(*self._step_cost_place, measure, self.spec.num_workers)
+        return known_step_cost(*self._step_cost_place, self.spec.num_workers) or measure()
+
+    @property
+    def _largest_pool(self) -> Pool | None:
+        return max(self._pools.values(), key=lambda pool: pool.manifest.num_tokens, default=None)
+
+    @property
+    def _step_cost_place(self) -> tuple[Path, Engine, int]:
+        pool = self._largest_pool
+        return self.spec.step_cost_dir, self.engine, 0 if pool is None else pool.manifest.num_tokens
 
     def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> PilotTexts:
         """What the texts of some rows take under a budget. The texts are not kept."""
@@ -190,8 +198,30 @@ class ShardWorker:
         table = pa.Table.from_pylist(ordered, schema=knowledge_schema(entity_id_type))
         stats = decoding_stats(results, time.perf_counter() - start_s, num_rewritten)
         logger.info("%s %s: %d texts, %d quarantined", shard.side, shard.name, len(ordered), len(quarantined))
-        info = {"group": shard.group, "stats": stats, "model": self._model_info, "num_workers": self.spec.num_workers}
+        info = {
+            "group": shard.group,
+            "stats": stats,
+            "model": self._model_info,
+            "num_workers": self.spec.num_workers,
+            "expected": self._expected(rows, results),
+        }
         return RunFolder(self.spec.run_dir).write_shard(shard.side, shard.name, table, quarantined, info)
+
+    def _expected(self, rows: dict[str, PlannedRow], results: list[GenerationResult]) -> dict[str, Any] | None:
+        """What texts should have taken, by what a step is known to cost on this machine."""
+        step_cost = kept_step_cost(*self._step_cost_place, self.spec.num_workers)
+        num_steps = [result.num_steps for result in results]
+        if step_cost is None or not results:
+            return None
+        seconds = written_seconds(
+            step_cost,
+            self.spec.decoding.batch_size,
+            [rows[result.request_id].prompt_ids for result in results],
+            num_steps,
+            sum(result.num_drafted for result in results) / sum(num_steps),
+            self.engine.max_prefill_tokens,
+        )
+        return {"step_cost": step_cost.name, "seconds": seconds}
 
     def _outcomes(
         self, side: Side, rows: dict[str, PlannedRow], budget: Budget | None

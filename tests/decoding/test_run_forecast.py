@@ -13,6 +13,7 @@ from pipeline.decoding.planning.run_forecast import (
     live_step_seconds,
     run_seconds,
     run_speed_up,
+    written_seconds,
 )
 from pipeline.decoding.verifiers import Greedy
 from retrieval_pools.budget_curve import (
@@ -55,6 +56,12 @@ def cost(fixed_s: float, token_s: float) -> StepCost:
 
 def texts(num_texts: int, num_tokens: int, prompt: int = 0, shard_size: int = 1000, changed: bool = False) -> RunTexts:
     return RunTexts(np.full(num_texts, prompt), np.full(num_texts, num_tokens), np.full(num_texts, changed), shard_size)
+
+
+def test_a_finished_shard_should_have_taken_its_prompts_and_its_steps():
+    prompts = [np.arange(number, number + 100) for number in range(0, 400, 100)]
+    seconds = written_seconds(cost(0.01, 0.001), 4, prompts, [10, 10, 10, 10], mean_drafted=8.0)
+    assert seconds == pytest.approx(400 * 0.001 + 10 * (0.01 + 4 * 9 * 0.001))
 
 
 def test_a_long_run_without_prompts_is_as_fast_as_its_steps():

@@ -1,7 +1,9 @@
 """Measured costs: every size at every batch size, an engine that is left as it was, and files that are read again."""
 
+import datetime
 import json
 import logging
+import re
 from collections import Counter
 
 import numpy as np
@@ -10,7 +12,7 @@ from tiny_models import plain_texts, requests_for, tiny_engine, tiny_model, tiny
 
 from pipeline.decoding.budget import SOURCES, Budget
 from pipeline.decoding.planning import step_timing
-from pipeline.decoding.planning.step_cost_cache import cached_step_cost, known_step_cost
+from pipeline.decoding.planning.step_cost_cache import cached_step_cost, known_step_cost, note_taken
 from pipeline.decoding.planning.step_timing import measure_step_cost
 from retrieval_pools.budget_curve import SIZE_KNOTS
 from retrieval_pools.building.build import PoolText, build_pool
@@ -23,6 +25,7 @@ MODEL = tiny_model()
 def quick(monkeypatch):
     monkeypatch.setattr(step_timing, "MAX_ROUNDS", 1)
     monkeypatch.setattr(step_timing, "MIN_ROUNDS", 1)
+    monkeypatch.setattr(step_timing.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
 
 def drafted(step_cost, batch_size: int) -> list[int]:
@@ -147,28 +150,70 @@ def test_the_same_machine_and_model_are_measured_once(tmp_path):
         calls.append(1)
         return measure_step_cost(engine, batch_sizes=[2])
 
-    first = cached_step_cost(tmp_path, engine, False, measure)
-    assert cached_step_cost(tmp_path, engine, False, measure) == first
+    first = cached_step_cost(tmp_path, engine, 0, measure)
+    assert cached_step_cost(tmp_path, engine, 0, measure) == first
     assert len(calls) == 1
     (path,) = tmp_path.glob("*.json")
     assert read_step_cost(path) == first  # as `pools simulate --step-cost` reads it
-    cached_step_cost(tmp_path, engine, True, measure)
-    cached_step_cost(tmp_path, tiny_engine(MODEL, batch_size=3), False, measure)
-    assert len(calls) == 3
-    cached_step_cost(tmp_path, engine, False, measure, num_workers=2)  # two side by side are slower than one
+    cached_step_cost(tmp_path, engine, 1000, measure)
+    cached_step_cost(tmp_path, engine, 1_000_000, measure)  # a draft takes longer from a larger pool
+    cached_step_cost(tmp_path, engine, 1001, measure)
+    cached_step_cost(tmp_path, tiny_engine(MODEL, batch_size=3), 0, measure)
     assert len(calls) == 4
+    cached_step_cost(tmp_path, engine, 0, measure, num_workers=2)  # two side by side are slower than one
+    assert len(calls) == 5
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"measured_on": datetime.date(2024, 2, 1)}, "it is of 2024-02-01"),
+        ({"spread": 0.9, "load": 3.4}, "half of like steps lay 90% .* 3.4 processes"),
+        ({"load": 3.4}, "the machine was busy"),
+        ({"taken": 1.7}, "shards took 1.70 times as long as it says"),
+        ({"taken": 0.5}, "shards took 0.50 times"),
+    ],
+)
+def test_a_cost_that_is_old_disturbed_or_refuted_is_measured_again(tmp_path, said, reason, caplog):
+    engine = tiny_engine(MODEL, batch_size=1)
+    calm = measure_step_cost(engine).model_copy(
+        update={"load": 1.0, "spread": 0.1, "measured_on": datetime.date.today()}
+    )
+    cached_step_cost(tmp_path, engine, 0, lambda: calm.model_copy(update=said))
+    with caplog.at_level(logging.WARNING):
+        assert known_step_cost(tmp_path, engine, 0) is None
+    assert re.search(reason, caplog.text)
+    kept = cached_step_cost(tmp_path, engine, 0, lambda: calm)
+    assert known_step_cost(tmp_path, engine, 0) == kept
+
+
+def test_what_shards_took_is_kept_with_the_cost_that_foretold_it(tmp_path):
+    engine = tiny_engine(MODEL, batch_size=1)
+    calm = measure_step_cost(engine).model_copy(update={"load": 1.0, "spread": 0.1})
+    name = cached_step_cost(tmp_path, engine, 0, lambda: calm).name
+    assert note_taken(tmp_path, "another", 9.0) is None and note_taken(tmp_path, name, 1.2) is None
+    assert known_step_cost(tmp_path, engine, 0).taken == 1.2
+    assert "1.80 times" in note_taken(tmp_path, name, 1.8)
+    assert known_step_cost(tmp_path, engine, 0) is None
+
+
+def test_a_measurement_says_when_it_was_and_what_disturbed_it(monkeypatch):
+    monkeypatch.setattr(step_timing.os, "getloadavg", lambda: (6.0, 0, 0))
+    monkeypatch.setattr(step_timing.os, "cpu_count", lambda: 2)
+    found = measure_step_cost(tiny_engine(MODEL, batch_size=1))
+    assert found.measured_on == datetime.date.today() and found.load == 3.0 and found.spread >= 0
 
 
 @pytest.mark.parametrize("spoil", ["{", "{}", "another"])
 def test_a_file_that_is_damaged_or_of_something_else_is_measured_again(tmp_path, spoil, caplog):
     engine = tiny_engine(MODEL, batch_size=1)
-    cached_step_cost(tmp_path, engine, False, lambda: measure_step_cost(engine))
+    cached_step_cost(tmp_path, engine, 0, lambda: measure_step_cost(engine))
     (path,) = tmp_path.glob("*.json")
     if spoil == "another":
         spoil = json.dumps(json.loads(path.read_text()) | {"name": "another machine"})
     path.write_text(spoil)
     with caplog.at_level(logging.WARNING):
-        assert known_step_cost(tmp_path, engine, False) is None
+        assert known_step_cost(tmp_path, engine, 0) is None
     assert "measured again" in caplog.text
-    again = cached_step_cost(tmp_path, engine, False, lambda: measure_step_cost(engine))
-    assert known_step_cost(tmp_path, engine, False) == again
+    again = cached_step_cost(tmp_path, engine, 0, lambda: measure_step_cost(engine))
+    assert known_step_cost(tmp_path, engine, 0) == again

@@ -5,9 +5,11 @@ import copy
 import pytest
 from manifest_fixture import night_manifest
 
-from jobs.drift import MIN_STEPS, MOST_MISSING, drift_of
+from jobs.drift import MIN_STEPS, MOST_MISSING, drift_of, note_step_costs
 from jobs.generate import night_counts
 from jobs.report.page import render_report
+from pipeline.storage.run_folder import ShardRecord
+from retrieval_pools.step_cost import computed_step_cost, read_step_cost
 
 
 @pytest.fixture
@@ -61,3 +63,16 @@ def test_no_forecast_no_drafts_and_older_manifests_have_no_drift(manifest):
     assert drift_of(side | {"stats": side["stats"] | {"num_steps": 0}}) is None
     del manifest["sides"]["user"]["budget"], manifest["sides"]["item"]["budget"]
     assert "How much was drafted" not in render_report(manifest)
+
+
+@pytest.mark.parametrize(
+    ("wall_s", "taken", "is_doubted"), [(50.0, None, False), (65.0, 1.3, False), (90.0, 1.8, True)]
+)
+def test_a_step_cost_that_shards_refute_is_measured_again_by_the_next_run(tmp_path, capsys, wall_s, taken, is_doubted):
+    known = computed_step_cost()
+    (tmp_path / "cost.json").write_text(known.model_dump_json())
+    expected = {"step_cost": known.name, "seconds": 25.0 if taken else 14.0}  # too little to say anything
+    infos = [{"stats": {"wall_s": wall_s / 2}, "expected": expected}] * 2 + [{"stats": {"wall_s": 9.0}}]
+    note_step_costs(tmp_path, [ShardRecord(str(n), "f", 1, "0", info=info) for n, info in enumerate(infos)])
+    assert read_step_cost(tmp_path / "cost.json").taken == taken
+    assert ("measures again" in capsys.readouterr().err + capsys.readouterr().out) == is_doubted

@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from pipeline.decoding.budget import PLAIN, Budget, BudgetForecast, known_batch_size
+from pipeline.decoding.budget import PLAIN, Budget, known_batch_size
 from pipeline.decoding.expected_step import plain_seconds, step_seconds
 from pipeline.decoding.memory.prefix_index import PrefixIndex
 from retrieval_pools.budget_curve import SIZE_KNOTS, BudgetCell, BudgetCurve, ReplayedBudgets
@@ -105,6 +105,22 @@ def cells_speed_up(
     return plain / drafted
 
 
+def written_seconds(
+    step_cost: StepCost,
+    batch_size: int,
+    prompts: Sequence[np.ndarray],
+    num_steps: Sequence[int],
+    mean_drafted: float,
+    prefill_tokens: int = PREFILL_TOKENS,
+) -> float:
+    """What texts of one shard should have taken, whose steps and mean tree are known."""
+    batch_size = known_batch_size(step_cost, batch_size)
+    texts = RunTexts.of(prompts, num_steps, [False] * len(prompts), len(prompts), batch_size)
+    prompt_seconds = texts.num_prompt_tokens * prompt_token_seconds(step_cost, batch_size, prefill_tokens)
+    by_live = live_step_seconds(step_cost, batch_size, _cell_of_mean(Budget(), 1.0, mean_drafted))
+    return run_seconds(by_live, texts.num_tokens, prompt_seconds, len(prompts))
+
+
 def judged_on_run(
     budget: Budget,
     step_cost: StepCost,
@@ -131,7 +147,7 @@ def judged_on_run(
     ):
         return budget
     if forecast.trials or curve is None or curve.new is None:
-        of_all = _mean_cell(budget, forecast)
+        of_all = _cell_of_mean(budget, forecast.tokens_per_step, forecast.mean_drafted)
         gain = cells_speed_up(step_cost, batch_size, texts, of_all, of_all, prefill_tokens=prefill_tokens)
     else:
         gain = run_speed_up(step_cost, batch_size, texts, curve, budget, prefill_tokens=prefill_tokens)
@@ -217,12 +233,11 @@ def nearest_cell(kind: ReplayedBudgets, budget: Budget) -> BudgetCell:
     return min(kind.cells, key=distance)
 
 
-def _mean_cell(budget: Budget, forecast: BudgetForecast) -> BudgetCell:
+def _cell_of_mean(budget: Budget, tokens_per_step: float, mean_drafted: float) -> BudgetCell:
     """Steps whose trees all have the mean size: a pilot keeps no more."""
-    shares = [float(np.interp(forecast.mean_drafted, SIZE_KNOTS, row)) for row in np.eye(len(SIZE_KNOTS))]
     return BudgetCell(
         max_draft_tokens=budget.max_draft_tokens,
         min_acceptance=budget.min_acceptance,
-        tokens_per_step=forecast.tokens_per_step,
-        size_shares=tuple(shares),
+        tokens_per_step=tokens_per_step,
+        size_shares=tuple(float(np.interp(mean_drafted, SIZE_KNOTS, row)) for row in np.eye(len(SIZE_KNOTS))),
     )

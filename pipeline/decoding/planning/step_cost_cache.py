@@ -1,9 +1,11 @@
-"""The measured cost of steps, kept in a folder: the same model on the same machine is measured once.
+"""The measured cost of steps, kept in a folder: the same model on the same machine is measured once in a while.
 
 So the budget that is chosen by it is the same the next time, and so are relaxed texts. One file for everything that a
-cost depends on; each can be read as any step cost can.
+cost depends on; each can be read as any step cost can. What is old, was measured on a busy machine, or does not agree
+with what shards then took is measured again by the next run; so is what somebody deletes.
 """
 
+import datetime
 import hashlib
 import importlib.metadata
 import logging
@@ -21,11 +23,11 @@ from retrieval_pools.step_cost import StepCost, read_step_cost
 
 logger = logging.getLogger(__name__)
 
-VERSION = 4  # of how steps are measured
+VERSION = 5  # of how steps are measured
 
 
 def cached_step_cost(
-    folder: Path, engine: Engine, has_pool: bool, measure: Callable[[], StepCost], num_workers: int = 1
+    folder: Path, engine: Engine, num_pool_tokens: int, measure: Callable[[], StepCost], num_workers: int = 1
 ) -> StepCost:
     """The cost that was measured here before, or else measured now and kept.
 
@@ -33,21 +35,30 @@ def cached_step_cost(
 
     Parameters
     ----------
-    has_pool : whether drafting is timed with a pool.
+    num_pool_tokens : of the pool that drafting is timed with; 0 without one.
     num_workers : engines that work side by side, and are measured so.
     """
-    found = known_step_cost(folder, engine, has_pool, num_workers)
+    found = known_step_cost(folder, engine, num_pool_tokens, num_workers)
     if found is not None:
         return found
-    path, name = _place(folder, engine, has_pool, num_workers)
+    path, name = _place(folder, engine, num_pool_tokens, num_workers)
     step_cost = measure().model_copy(update={"name": name})
     write_json(step_cost.model_dump(mode="json"), path)
     return step_cost
 
 
-def known_step_cost(folder: Path, engine: Engine, has_pool: bool, num_workers: int = 1) -> StepCost | None:
-    """The cost that was measured here before; None where there is none that can be used."""
-    path, name = _place(folder, engine, has_pool, num_workers)
+def known_step_cost(folder: Path, engine: Engine, num_pool_tokens: int, num_workers: int = 1) -> StepCost | None:
+    """The cost that was measured here before; None where there is none that can be used, or that should be doubted."""
+    found = kept_step_cost(folder, engine, num_pool_tokens, num_workers)
+    doubt = None if found is None else found.doubt(datetime.date.today())
+    if doubt is not None:
+        logger.warning("the cost of steps has to be measured again: %s", doubt)
+    return found if doubt is None else None
+
+
+def kept_step_cost(folder: Path, engine: Engine, num_pool_tokens: int, num_workers: int = 1) -> StepCost | None:
+    """The same whether or not it should be doubted."""
+    path, name = _place(folder, engine, num_pool_tokens, num_workers)
     if not path.exists():
         return None
     try:
@@ -61,14 +72,28 @@ def known_step_cost(folder: Path, engine: Engine, has_pool: bool, num_workers: i
     return found
 
 
-def _place(folder: Path, engine: Engine, has_pool: bool, num_workers: int) -> tuple[Path, str]:
+def note_taken(folder: Path, name: str, taken: float) -> str | None:
+    """Keep with a cost what shards took, of what they should have by it; why it is to be measured again, if it is."""
+    for path in folder.glob("*.json"):
+        try:
+            step_cost = read_step_cost(path)
+        except PoolError:  # measured again in any case
+            continue
+        if step_cost.name == name:
+            noted = step_cost.model_copy(update={"taken": taken})
+            write_json(noted.model_dump(mode="json"), path)
+            return noted.doubt(datetime.date.today())
+    return None
+
+
+def _place(folder: Path, engine: Engine, num_pool_tokens: int, num_workers: int) -> tuple[Path, str]:
     """Where a cost is kept, and the name that it has there."""
-    facts = cost_facts(engine, has_pool, num_workers)
+    facts = cost_facts(engine, num_pool_tokens, num_workers)
     digest = hashlib.sha256(canonical_json(facts).encode()).hexdigest()[:12]
     return folder / f"{digest}.json", f"measured {digest}: {facts['model_id']} on {facts['device']}"
 
 
-def cost_facts(engine: Engine, has_pool: bool, num_workers: int = 1) -> dict[str, object]:
+def cost_facts(engine: Engine, num_pool_tokens: int, num_workers: int = 1) -> dict[str, object]:
     """Everything that the cost of steps depends on."""
     device = engine.device
     settings = engine.settings
@@ -86,7 +111,7 @@ def cost_facts(engine: Engine, has_pool: bool, num_workers: int = 1) -> dict[str
         "verifier": settings.verifier,
         "drafters": list(settings.drafters),
         "records_alternatives": settings.record_alternatives,
-        "has_pool": has_pool,
+        "pool_scale": (num_pool_tokens.bit_length() + 1) // 2,  # a draft takes longer from a larger one
         "libraries": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy", "numba")},
     }
 

@@ -7,7 +7,9 @@ apart. A few seconds for a small model: repetitions are fewer where steps are lo
 `cached_step_cost` does.
 """
 
+import datetime
 import itertools
+import os
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -52,8 +54,10 @@ def measure_step_cost(
         largest = engine.settings.batch_size
         batch_sizes = sorted({*(1 << power for power in range(largest.bit_length())), largest})
     points: dict[tuple[int, int], StepPoint] = {}
+    load, spreads = os.getloadavg()[0] / (os.cpu_count() or 1), []
     for wanted in batch_sizes:
-        batch_size, seconds = _time_steps(engine, wanted)
+        batch_size, seconds, spread = _time_steps(engine, wanted)
+        spreads += spread
         for num_drafted, duration in seconds.items():
             num_tokens = batch_size + num_drafted
             point = StepPoint(batch_size=batch_size, num_tokens=num_tokens, seconds=duration)
@@ -62,11 +66,14 @@ def measure_step_cost(
         name=f"measured: {engine.model_id} on {engine.device.type}",
         steps=tuple(points.values()),
         draft=_time_drafts(engine, pool, sources) if sources else DraftCost(),
+        measured_on=datetime.date.today(),
+        spread=float(np.median(spreads)),
+        load=load,
     )
 
 
-def _time_steps(engine: Engine, batch_size: int) -> tuple[int, dict[int, float]]:
-    """The batch size that was reached, and seconds of its steps by their draft tokens."""
+def _time_steps(engine: Engine, batch_size: int) -> tuple[int, dict[int, float], list[float]]:
+    """The batch size that was reached, seconds of its steps by their draft tokens, and how far apart like ones lie."""
     from sklearn.isotonic import isotonic_regression  # takes a second to load; costs that are known need it not
 
     steps = _TimedSteps(engine, batch_size)
@@ -85,7 +92,9 @@ def _time_steps(engine: Engine, batch_size: int) -> tuple[int, dict[int, float]]
     }
     # A larger step costs no less: where it seems to, that is noise.
     rising = isotonic_regression([typical[num_drafted] for num_drafted in sorted(typical)])
-    return steps.batch_size, dict(zip(sorted(typical), rising.tolist(), strict=True))
+    quartiles = [np.quantile(seconds, (0.25, 0.5, 0.75)) for seconds in steps.seconds.values() if seconds]
+    spreads = [float((high - low) / middle) for low, middle, high in quartiles]
+    return steps.batch_size, dict(zip(sorted(typical), rising.tolist(), strict=True)), spreads
 
 
 def undisturbed_seconds(durations: SequenceOf[float]) -> float:
