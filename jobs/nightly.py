@@ -125,6 +125,7 @@ def _close(night: Night) -> None:
         except WorkspaceError as error:
             say(f"not compared with the night before: {error}")
     manifest["status"] = "success"
+    manifest.data.pop("failure", None)  # of an attempt before this one
     manifest.save()
     write_report(manifest.data, night.run.report_path)
     night.run.finish()

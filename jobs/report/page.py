@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from jobs.formatting import millions, seconds
 from jobs.report.acceptance import acceptance_section, lengths_section
-from jobs.report.blocks import Page
+from jobs.report.blocks import Page, Section
 from jobs.report.ctr_table import ctr_section
 from jobs.report.headline import headline, key_figures
 from jobs.report.palette import SOURCE_COLOURS
@@ -64,20 +64,31 @@ def page_of(manifest: Mapping) -> Page:
         facts=_facts(manifest),
         headline=headline(manifest, sides),
         warnings=_warnings(manifest, sides),
-        key_figures=key_figures(manifest, sides),
-        sections=[
-            work_section(manifest, sides),
-            speed_section(manifest, sides),
-            acceptance_section(sides),
-            lengths_section(sides),
-            pools_section(manifest, sides),
-            ctr_section(manifest),
-            samples_section(sides),
-            provenance_section(manifest),
-        ],
+        key_figures=[] if _was_stopped(manifest, sides) else key_figures(manifest, sides),
+        sections=_sections(manifest, sides),
         made_by=f"laserbatch {manifest.get('laserbatch_version') or ''}".strip()
         + f" from the manifest of {manifest.get('run_id') or 'unnamed run'}",
     )
+
+
+def _sections(manifest: Mapping, sides: list[SideView]) -> list[Section]:
+    if _was_stopped(manifest, sides):
+        return [provenance_section(manifest)]
+    return [
+        work_section(manifest, sides),
+        speed_section(manifest, sides),
+        acceptance_section(sides),
+        lengths_section(sides),
+        pools_section(manifest, sides),
+        ctr_section(manifest),
+        samples_section(sides),
+        provenance_section(manifest),
+    ]
+
+
+def _was_stopped(manifest: Mapping, sides: list[SideView]) -> bool:
+    """Whether the run failed before it had counted anything, so that there is nothing to say but why."""
+    return manifest.get("status") == "failed" and not sides
 
 
 def _warnings(manifest: Mapping, sides: list[SideView]) -> list[str]:

@@ -270,6 +270,12 @@ def test_a_failed_run_says_so_and_why_first(manifest):
     assert text.index(reason) < text.index("entities written")
 
 
+def test_a_night_that_was_stopped_at_its_first_texts_says_why_and_nothing_else(manifest):
+    html = render_report(manifest | {"status": "failed", "failure": "27 of the first 32 users failed", "sides": {}})
+    assert "This run failed and published nothing" in html and "27 of the first 32 users failed" in html
+    assert re.findall(r'<section id="(\w+)"', html) == ["provenance"] and "quarantine" not in html
+
+
 def test_texts_that_end_at_their_limit_are_warned_of(manifest):
     assert "max_new_tokens, or" not in outline(manifest).text
     manifest["sides"]["user"]["stats"]["finish_reasons"] = {"end_of_text": 36, "length": 200}
