@@ -1,17 +1,22 @@
 """How fast is attention over a packed step? The kernel beside torch's padded attention, on one layer of an 8 B model.
 
     python benchmarks/attention.py --quick --json attention.json
+    python benchmarks/attention.py --blocks --json blocks.json
 
 Sequences of about 500 committed tokens, scattered over a store, each with its last token and a tree of drafts. Every
 system's result is compared with the slow version before it is timed. Without CUDA nothing is timed: `--smoke` then only
 shows that everything runs, the kernel through Triton's interpreter (`TRITON_INTERPRET=1`).
+
+`--blocks` times the kernel alone under block sizes of a small grid, and names the best of all problems together: what
+`BLOCKS_OF_DEVICE` in `kernel_attention.py` should hold for this device.
 
 Nobody has run this on a GPU yet: no result of it is published.
 """
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -41,6 +46,7 @@ class Scale:
 
 FULL = Scale((1, 16, 64, 128, 256), (0, 4, 16, 64), 100)
 QUICK = Scale((1, 64, 256), (0, 4, 16, 64), 30)
+BLOCKS = Scale((1, 64, 256), (0, 8), 20)  # what a night runs: plain decoding and the trees that pay at these batches
 SMOKE = Scale((1, 3), (0, 5), 2, context=40)
 
 
@@ -96,13 +102,13 @@ def make_problem(batch: int, tree: int, context: int, device: torch.device) -> P
     return Problem(query, keys, values, index, int(sizes.max()), expected)
 
 
-def kernel_system(problem: Problem) -> Callable[[], torch.Tensor]:
+def kernel_system(problem: Problem, **blocks) -> Callable[[], torch.Tensor]:
     """The Triton kernel, reading keys where they lie."""
     from pipeline.decoding.forward.kernel_attention import tree_attention_kernel
 
     shape = LaunchShape.of(problem.max_keys, len(problem.query), problem.num_sequences)
     arguments = (problem.query, problem.keys, problem.values, problem.index, HEAD_DIM**-0.5)
-    return lambda: tree_attention_kernel(*arguments, shape=shape)
+    return lambda: tree_attention_kernel(*arguments, shape=shape, **blocks)
 
 
 def padded(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -199,11 +205,11 @@ def times_us(run: Callable[[], torch.Tensor], num_repetitions: int) -> list[floa
     return [1000 * start.elapsed_time(end) for start, end in events]
 
 
-def measure(problem: Problem, name: str, scale: Scale) -> dict:
+def measure(problem: Problem, name: str, scale: Scale, **options) -> dict:
     """One system on one problem: its error, and its times where there is CUDA; or why it cannot run."""
     row: dict = {"system": name}
     try:
-        run = SYSTEMS[name](problem)
+        run = SYSTEMS[name](problem, **options)
         error = float((run().float() - problem.expected.float()).norm() / problem.expected.float().norm())
         row |= {"relative_error": error, "right": error <= TOLERANCE}
         if problem.query.device.type == "cuda":
@@ -214,6 +220,37 @@ def measure(problem: Problem, name: str, scale: Scale) -> dict:
         num_bytes = 2 * problem.keys.numel() * problem.keys.element_size()
         row["kv_gb_per_s"] = num_bytes / row["us"].median / 1000
     return row
+
+
+def blocks_grid() -> list:
+    """Block sizes to try, the default first."""
+    from pipeline.decoding.forward.kernel_attention import DEFAULT_BLOCKS, Blocks
+
+    tried = [
+        Blocks(keys, rows, warps, stages)
+        for keys, rows, warps, stages in product((32, 64, 128), (16, 64), (4, 8), (2, 3))
+        if warps == 4 or keys * rows >= 4096  # eight warps have too little to do with less
+    ]
+    return [DEFAULT_BLOCKS, *(blocks for blocks in tried if blocks != DEFAULT_BLOCKS)]
+
+
+def measure_blocks(scale: Scale, device: torch.device, grid: Sequence) -> dict:
+    """Time of each problem under each block size, and the one whose times are the least of all, geometric mean."""
+    rows, over_default = [], {}
+    problems = {(b, t): make_problem(b, t, scale.context, device) for b in scale.batches for t in scale.trees}
+    for blocks in grid:
+        for (batch, tree), problem in problems.items():
+            row = {"batch": batch, "tree": tree, "blocks": asdict(blocks)}
+            row |= measure(problem, "kernel", scale, blocks=blocks)
+            rows.append(row)
+        own = rows[-len(problems) :]
+        if all(row.get("right") and "us" in row for row in own):
+            ratios = [row["us"].median / first["us"].median for row, first in zip(own, rows, strict=False)]
+            over_default[blocks] = float(np.exp(np.mean(np.log(ratios))))
+            print(f"{over_default[blocks]:.3f} of the default's time  {blocks}", flush=True)
+    best = min(over_default, key=over_default.get, default=None)
+    print(f"the best: {best}")
+    return {"rows": rows, "best": best and {**asdict(best), "time_over_default": over_default[best]}}
 
 
 def describe(row: dict) -> str:
@@ -231,12 +268,20 @@ def main(words: Sequence[str] | None = None) -> int:
         smoke="only show that everything runs; any device",
         writes="rows",
     )
+    parser.add_argument("--blocks", action="store_true", help="the kernel alone, under block sizes of a grid")
     options = parser.parse_args(words)
     on_cuda = torch.cuda.is_available()
     if not on_cuda and options.size != "smoke":
         print("attention.py: this machine has no CUDA device, nothing was timed; --smoke shows that it runs")
         return 1
     scale = scale_of(options, FULL, QUICK, SMOKE)
+    heads = {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM, "dtype": "bfloat16"}
+    if options.blocks:
+        scale = SMOKE if options.size == "smoke" else BLOCKS
+        found = measure_blocks(scale, torch.device("cuda" if on_cuda else "cpu"), blocks_grid())
+        if options.json:
+            write_json(options.json, {"context": scale.context, **heads, **found})
+        return 0
     rows = []
     for batch in scale.batches:
         for tree in scale.trees:
@@ -245,7 +290,6 @@ def main(words: Sequence[str] | None = None) -> int:
                 rows.append({"batch": batch, "tree": tree, **measure(problem, name, scale)})
                 print(describe(rows[-1]), flush=True)
     if options.json:
-        heads = {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM, "dtype": "bfloat16"}
         write_json(options.json, {"context": scale.context, **heads, "rows": rows})
     return 0
 

@@ -111,11 +111,12 @@ def _version(name: str) -> str | None:
 
 def command_line() -> str:
     """The command that was run, with folders outside the repository cut to their last name."""
-    words = [_publishable(word) for word in sys.argv[1:]]
+    words = [publishable(word) for word in sys.argv[1:]]
     return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
 
 
-def _publishable(word: str) -> str:
+def publishable(word: str) -> str:
+    """A word of a command line; of a path outside the repository its last name."""
     path = Path(word)
     if not path.is_absolute():
         return word

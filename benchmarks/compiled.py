@@ -9,7 +9,6 @@ is judged. Compiled layers have their linear layers in torch's layout, the other
 import argparse
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,16 +17,14 @@ import torch
 import transformers
 from command import add_device, add_models, benchmark_parser, existing, scale_of
 from common import DEFAULT_MODEL, Spread, write_json
-from step_profile import TREE_NODES, Enough, engine_of, prompts_of
+from step_profile import TREE_NODES, engine_of, prompts_of, timed_steps
 
 from pipeline.decoding.drafters import NoDrafter
-from pipeline.decoding.engine import Engine, GenerationRequest
 from pipeline.decoding.loading.load import load_model
 from pipeline.decoding.token_tree import TokenTree, chain_tree
 from pipeline.decoding.verifiers import Greedy
 
 WAYS = {"as they are": "off", "compiled": "on"}
-NUM_WARM_STEPS = 3  # of a full batch, before steps are timed: the first ones compile, or are captured
 
 
 @dataclass(frozen=True)
@@ -51,26 +48,6 @@ class SameChain:
         return chain_tree(list(range(TREE_NODES)))
 
 
-def timed_steps(engine: Engine, drafter, prompts: Sequence[np.ndarray], num_steps: int) -> list[float]:
-    """Milliseconds of so many steps of a full batch."""
-    batch = engine.settings.batch_size
-    ends: list[float] = []
-    num_events = 0
-
-    def count(_) -> None:
-        nonlocal num_events
-        num_events += 1
-        if num_events % batch == 0:
-            ends.append(time.perf_counter())
-            if len(ends) > NUM_WARM_STEPS + num_steps:
-                raise Enough
-
-    requests = [GenerationRequest(str(n), prompts[n % len(prompts)], None, None, 512) for n in range(batch)]
-    with suppress(Enough):
-        next(engine.generate(requests, drafter, Greedy(), count))
-    return (1e3 * np.diff(ends)[NUM_WARM_STEPS:]).tolist()
-
-
 def measure_model(model_dir: Path, device: str, dtype: str, scale: Scale) -> list[dict]:
     """Rows of one model: each batch size, plain and with drafts."""
     loaded, load_s = {}, {}
@@ -86,7 +63,9 @@ def measure_model(model_dir: Path, device: str, dtype: str, scale: Scale) -> lis
             steps: dict[str, list[float]] = {way: [] for way in engines}
             for _ in range(scale.num_turns + 1):
                 for way, engine in engines.items():
-                    steps[way].append(float(np.median(timed_steps(engine, drafter, prompts, scale.num_steps))))
+                    steps[way].append(
+                        float(np.median(timed_steps(engine, drafter, prompts, scale.num_steps, Greedy())))
+                    )
             steps = {way: times[1:] for way, times in steps.items()}  # the first turn compiles
             speed = [one / other for one, other in zip(*(steps[way] for way in WAYS), strict=True)]
             row = {

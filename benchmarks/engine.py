@@ -12,14 +12,15 @@ turns, counted steps, systems, pools, rows, figures and the plot are beside it.
 import argparse
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from command import add_data, add_engine, add_model, benchmark_parser, finish, show_progress
-from common import SAMPLE_MODEL
+from common import SAMPLE_MODEL, write_json
 from engine_counted import counted
 from engine_figures import figures_of
 from engine_passes import Amount, measure
@@ -40,6 +41,7 @@ from engine_systems import (
     speculating,
     twins_of,
 )
+from engine_vllm import VLLM_SYSTEMS, VllmPeer
 from night_systems import MIN_ACCEPTANCE
 from night_tasks import Task, TaskSize, goodreads_items_task, reki_task, sample_tasks
 from widen import DTYPES, widened
@@ -51,6 +53,7 @@ from pipeline.decoding.engine import Engine
 logger = logging.getLogger("engine")
 
 SWEPT = ("resd", "laser")  # measured with fixed budgets too, those of FIXED_BUDGETS
+PEER_CONTEXT = 1024  # tokens of a prompt and its answer, at most
 WRITER_BATCH = {"cpu": 16, "cuda": 128}  # texts of pools and pilots are written so many at once
 
 
@@ -108,14 +111,15 @@ CUDA_FULL = Scale(
 CUDA_QUICK = Scale(
     {1: 2, 8: 16, 32: 48, 64: 96, 128: 192, 256: 384},
     {1: 8, 8: 32, 32: 96, 64: 192, 128: 384, 256: 768},
-    TaskSize(512, 400, 0, 128), TaskSize(2048, 4000, 0, 512), 2, 3, ("resd", "laser"), (4, 16, 64),
+    TaskSize(512, 400, 0, 128), TaskSize(2048, 4000, 0, 512), 2, 2, ("resd", "laser"), (8, 16, 32),
+    only_at=dict.fromkeys((1, 32, 64, 256), ("resd", "laser")),
 )  # fmt: skip
 SMOKE = Scale(
     dict.fromkeys((1, 4, 16), 2), dict.fromkeys((1, 4, 16), 2), TaskSize(3, 60, 0, 4), TaskSize(6, 60, 0, 4), 1, 1,
     ("resd", "laser"), (8,),
 )  # fmt: skip
 BATCHES = {"cpu": {"full": (1, 4, 16), "quick": (1, 4, 16), "smoke": (4,)}}
-BATCHES["cuda"] = {"full": tuple(CUDA_FULL.long_prompts), "quick": (1, 64, 256), "smoke": (4,)}
+BATCHES["cuda"] = {"full": tuple(CUDA_FULL.long_prompts), "quick": (1, 32, 64, 256), "smoke": (4,)}
 SCALES = {
     "cpu": {"full": CPU_FULL, "quick": CPU_QUICK, "smoke": SMOKE},
     "cuda": {"full": CUDA_FULL, "quick": CUDA_QUICK, "smoke": SMOKE},
@@ -197,17 +201,15 @@ def measure_batch(
 
 def measure_task(
     task: Task, engines: Engines, peers: Peers, batches: Sequence[int], scale: Scale, cache: Path, rates: DeviceRates
-) -> list[dict]:
-    """All rows of one task."""
-    rows = []
+) -> Iterator[list[dict]]:
+    """The rows of one task, a batch size at a time."""
     with tempfile.TemporaryDirectory() as folder:
         task = unseen_prompts(_writer(engines), task, cache)
         kinds = pool_kinds(scale.systems)
         pools = pools_of(_writer(engines), task, cache, Path(folder), kinds)
         task = replace(task, max_new_tokens=min(task.max_new_tokens, scale.max_new_tokens))
         for batch in sorted(batches, reverse=True):
-            rows += measure_batch(task, batch, engines, peers, pools, scale, rates)
-    return rows
+            yield measure_batch(task, batch, engines, peers, pools, scale, rates)
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -223,6 +225,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         type=Path,
         help="smaller model with the same tokenizer, for transformers; default: its own layers",
     )
+    parser.add_argument("--peer", choices=VLLM_SYSTEMS, help="this beside our systems instead of transformers' own")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--batch", type=int, nargs="+", help="batch sizes; default: all of the device's")
@@ -261,20 +264,33 @@ def main() -> None:
     if arguments.geometry:
         model_dir = widened(trained_dir, arguments.geometry, dtype, arguments.cache / "widened")
     rates = measure_device(torch.device(device), DTYPES[dtype])
+    if arguments.peer:
+        if len(batches) != 1:
+            raise SystemExit("--peer is loaded for one batch size: give one with --batch")
+        only = {batches[0]: (*SWEPT, arguments.peer)}
+        scale = replace(scale, systems=SWEPT, fixed_budgets=(), fixed_at={}, only_at=only)
+        peers = VllmPeer(model_dir, dtype, arguments.peer, batches[0], PEER_CONTEXT)
+    else:
+        peers = Peers(model_dir, dtype, device, arguments.assistant)
     engines = Engines(model_dir, dtype, device)
-    peers = Peers(model_dir, dtype, device, arguments.assistant)
-    rows = []
+    rows: list[dict] = []
+
+    def told() -> dict[str, Any]:
+        return {
+            "model": model_dir.name,
+            "dtype": dtype,
+            "device_rates": rates,
+            "left_out": peers.left_out,
+            "repeats_of_plain": repeats_of_plain(rows),
+            "rows": rows,
+        }
+
     for task in tasks_of(trained_dir, arguments.data, engines.tokenizer, scale, arguments.task):
-        rows += measure_task(task, engines, peers, batches, scale, arguments.cache, rates)
-    told = {
-        "model": model_dir.name,
-        "dtype": dtype,
-        "device_rates": rates,
-        "left_out": peers.left_out,
-        "repeats_of_plain": repeats_of_plain(rows),
-        "rows": rows,
-    }
-    content = finish(arguments.json, figures_of(rows, device), [describe_rows(rows)], told)
+        for found in measure_task(task, engines, peers, batches, scale, arguments.cache, rates):
+            rows += found
+            if arguments.json:  # a run that is cut off has what it had measured
+                write_json(arguments.json, {"figures": figures_of(rows, device), **told(), "is_cut_off": True})
+    content = finish(arguments.json, figures_of(rows, device), [describe_rows(rows)], told())
     if arguments.plot:
         write_plot(content, arguments.plot)
 

@@ -81,8 +81,8 @@ class Contestant:
 
     @property
     def is_peer(self) -> bool:
-        """Whether it is transformers' own."""
-        return self.system in (PEER, LOOKUP, ASSISTED)
+        """Whether it is another's: transformers' own, or vLLM."""
+        return self.system in (PEER, LOOKUP, ASSISTED) or self.system.startswith("vllm")
 
     @property
     def is_slow(self) -> bool:

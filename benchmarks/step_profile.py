@@ -1,14 +1,18 @@
 """Where the time of one engine step goes: drafting, packing, the model's parts, verification, committing.
 
     python benchmarks/step_profile.py --quick --json step_profile.json
+    python benchmarks/step_profile.py --device cuda --geometry 8b-gqa --json step_profile_gpu.json
 
 Steps of full batches in mid-text are watched (`step_spans`), plain and with trees of 16 from a pool of the model's own
-texts. Texts do not end while they are measured, and no step holds a prompt. Nothing is judged.
+texts. Texts do not end while they are measured, and no step holds a prompt. Watching waits for the device at every part
+and leaves CUDA graphs out, so the same steps are also timed unwatched, beside the least time that they could take.
 """
 
 import argparse
+import gc
 import itertools
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,21 +21,26 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from command import add_device, add_models, benchmark_parser, existing, scale_of
-from common import DEFAULT_MODEL, SAMPLE_MODEL, write_json
+from command import add_device, add_models, benchmark_parser, existing, finish, scale_of
+from common import DEFAULT_MODEL, REPOSITORY, SAMPLE_MODEL, Figure, Spread
+from engine_roofline import DeviceRates, Roofline, measure_device
 from night_pools import build
 from night_tasks import TaskSize, sample_tasks
 from step_spans import HOST_PARTS, PARTS, Spans, watched
+from widen import widened
+from widen_weights import GEOMETRIES
 
 from pipeline.decoding.drafters import Drafter, NoDrafter, drafter_from
 from pipeline.decoding.engine import Engine, GenerationRequest
 from pipeline.decoding.loading.load import LoadedModel, load_model
 from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.verifiers import Greedy, Relaxed
+from pipeline.decoding.verifiers import Greedy, Relaxed, Verifier
 
 TREE_NODES = 16
 PREFILL_TOKENS = 8192  # in a step: the first texts must not end before the last ones begin
-NUM_WARM_STEPS = 2  # of a full batch, before steps are counted
+NUM_WARM_STEPS = 3  # of a full batch, before steps are counted: the first ones compile, or are captured
+LEAST_OF_ROOFLINE, ROOFLINE_BATCHES = 0.75, (1, 64, 256)  # of plain decoding, asked for on a GPU
+MOST_HOST_SHARE, HOST_BATCH = 0.15, 64
 
 
 @dataclass(frozen=True)
@@ -106,9 +115,37 @@ def _row(engine: Engine, spans: Spans, num_drafted: float, num_written: float) -
     }
 
 
-def measure_model(model_dir: Path, device: str, dtype: str, scale: Scale) -> list[dict]:
+def timed_steps(
+    engine: Engine, drafter: Drafter, prompts: Sequence[np.ndarray], num_steps: int, verifier: Verifier
+) -> list[float]:
+    """Milliseconds of so many steps of a full batch, not watched."""
+    batch = engine.settings.batch_size
+    ends: list[float] = []
+    num_events = 0
+
+    def count(_) -> None:
+        nonlocal num_events
+        num_events += 1
+        if num_events % batch == 0:
+            ends.append(time.perf_counter())
+            if len(ends) > NUM_WARM_STEPS + num_steps:
+                raise Enough
+
+    requests = [GenerationRequest(str(n), prompts[n % len(prompts)], None, "all", 512) for n in range(batch)]
+    with suppress(Enough):
+        next(engine.generate(requests, drafter, verifier, count))
+    return (1e3 * np.diff(ends)[NUM_WARM_STEPS:]).tolist()
+
+
+def least_ms(engine: Engine, rates: DeviceRates, bytes_per_token: int, num_tokens: int, num_cached: int) -> float:
+    """Milliseconds that a forward over so many tokens, all with logits, takes at least."""
+    roofline = Roofline.of_engine(engine, rates, bytes_per_token)
+    roofline.add(num_tokens, num_tokens, num_cached)
+    return 1e3 * roofline.seconds
+
+
+def measure_model(loaded: LoadedModel, name: str, rates: DeviceRates, scale: Scale) -> list[dict]:
     """Rows of one model: each batch size, plain and with trees."""
-    loaded = load_model(model_dir, dtype, device)
     prompts = prompts_of(loaded.tokenizer, max(scale.batches))
     writer = engine_of(loaded, scale.num_pool_texts, 0)
     requests = (
@@ -119,20 +156,59 @@ def measure_model(model_dir: Path, device: str, dtype: str, scale: Scale) -> lis
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         pool = build(texts, Path(folder) / "pool", writer, "user")
+        del writer
         for batch in scale.batches:
             for kind, num_nodes in (("plain", 0), (f"trees of {TREE_NODES}", TREE_NODES)):
+                _let_go()
                 engine = engine_of(loaded, batch, num_nodes)
                 threads = engine.num_draft_threads
                 drafter = drafter_from(engine.settings, pool, num_threads=threads) if num_nodes else NoDrafter()
+                verifier = Relaxed() if num_nodes else Greedy()
+                times = timed_steps(engine, drafter, prompts, scale.num_steps, verifier)
                 row = profile(engine, drafter, prompts, scale.num_steps, num_nodes == 0)
-                rows.append({"model": model_dir.name, "dtype": str(loaded.model.dtype)[6:], "kind": kind, **row})
+                num_cached = sum(len(prompts[n % len(prompts)]) for n in range(batch))
+                num_cached += round(batch * row["tokens_a_step"] * (NUM_WARM_STEPS + scale.num_steps / 2))
+                num_tokens = round(batch * (1 + row["drafted_tokens_a_text"]))
+                least = least_ms(engine, rates, loaded.bytes_per_token, num_tokens, num_cached)
+                unwatched = Spread.of(times)
+                row |= {
+                    "unwatched_ms": unwatched,
+                    "roofline_share": least / unwatched.median,
+                    "host_share_unwatched": row["host_share"] * row["step_ms"] / unwatched.median,
+                }
+                del engine, drafter
+                rows.append({"model": name, "dtype": str(loaded.model.dtype)[6:], "kind": kind, **row})
                 print(describe_row(rows[-1]), flush=True)
     return rows
 
 
+def _let_go() -> None:
+    """The cache of the engine before, which the next one's needs the memory of."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def figures_of(rows: Sequence[dict]) -> list[Figure]:
+    """What was asked of a GPU."""
+    found = []
+    for row in rows:
+        where = f"{row['model']}, {row['kind']}, batch {row['batch']}"
+        if row["kind"] == "plain" and row["batch"] in ROOFLINE_BATCHES:
+            share = row["roofline_share"]
+            found.append(Figure.at_least(f"{where}: share of the roofline", share, LEAST_OF_ROOFLINE))
+        if row["batch"] == HOST_BATCH:
+            share = row["host_share_unwatched"]
+            found.append(Figure.at_most(f"{where}: host's share of a step", share, MOST_HOST_SHARE))
+    return found
+
+
 def describe_head() -> str:
     """The table's head."""
-    return f"{'model':13}{'kind':12}{'batch':>6}{'nodes':>7}{'step ms':>9}{'host':>6}  share of each part, %"
+    return (
+        f"{'model':13}{'kind':12}{'batch':>6}{'nodes':>7}{'step ms':>9}{'of least':>9}{'watched':>9}{'host':>6}"
+        "  share of each part, %"
+    )
 
 
 def describe_row(row: dict) -> str:
@@ -141,7 +217,8 @@ def describe_row(row: dict) -> str:
     parts = ", ".join(f"{part} {share:.0f}" for part, share in shares.items() if share >= 1)
     return (
         f"{row['model']:13}{row['kind']:12}{row['batch']:6}{row['drafted_tokens_a_text']:7.1f}"
-        f"{row['step_ms']:9.1f}{100 * row['host_share']:5.0f}%  {parts}"
+        f"{row['unwatched_ms'].median:9.2f}{row['roofline_share']:9.2f}{row['step_ms']:9.2f}"
+        f"{100 * row['host_share_unwatched']:5.0f}%  {parts}"
     )
 
 
@@ -155,6 +232,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add_models(parser, [SAMPLE_MODEL, DEFAULT_MODEL])
     add_device(parser)
+    parser.add_argument("--geometry", choices=GEOMETRIES, help="widen the models to this first (widen.py)")
     parser.add_argument("--batches", type=int, nargs="+", help="batch sizes, instead of the scale's own")
     return parser.parse_args(words)
 
@@ -168,11 +246,19 @@ def main() -> None:
     if arguments.batches:
         scale = replace(scale, batches=tuple(arguments.batches))
     rows: list[dict] = []
-    print(describe_head())
+    rates = None
     for model_dir in existing(arguments.model):
-        rows += measure_model(model_dir, arguments.device, arguments.dtype, scale)
-    if arguments.json:
-        write_json(arguments.json, {"rows": rows})
+        if arguments.geometry:
+            model_dir = widened(model_dir, arguments.geometry, "bfloat16", REPOSITORY / ".night" / "widened")
+        loaded = load_model(model_dir, arguments.dtype, arguments.device)
+        if rates is None:
+            rates = measure_device(loaded.device, loaded.model.dtype)
+            print(
+                f"{rates.bytes_per_s / 1e9:.0f} GB/s, {rates.flops_per_s / 1e12:.1f} TFLOP/s", describe_head(), sep="\n"
+            )
+        rows += measure_model(loaded, model_dir.name, rates, scale)
+    on_gpu = torch.cuda.is_available() and arguments.device != "cpu"
+    finish(arguments.json, figures_of(rows) if on_gpu else [], [], {"device_rates": rates, "rows": rows})
 
 
 if __name__ == "__main__":

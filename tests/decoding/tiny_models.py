@@ -112,7 +112,7 @@ def plain_texts(model, prompts: list[np.ndarray], max_new_tokens: int) -> list[l
     """Greedy texts by `transformers.generate`, one prompt at a time, without the end token."""
     texts = []
     for prompt in prompts:
-        ids = torch.from_numpy(prompt.astype(np.int64))[None]
+        ids = torch.from_numpy(prompt.astype(np.int64))[None].to(model.device)
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0
         )

@@ -6,14 +6,33 @@ tokens cost programs that end at once.
 Import it only where Triton can be imported. Knows no model, no store and no draft.
 """
 
+from dataclasses import dataclass
+from functools import cache
+
 import torch
 import triton
 
 from pipeline.decoding.forward.packed_attention import PART_KEYS, LaunchShape, PackedIndex
 from pipeline.decoding.forward.tree_kernel import attend, combine
 
-MOST_BLOCK_KEYS = 32  # keys of one step of a program
-MOST_BLOCK_ROWS = 64  # query rows (tokens x folded heads) of one program
+
+@dataclass(frozen=True)
+class Blocks:
+    """How large one program of `attend` is: which sizes are the fastest depends on the device.
+
+    `keys` of one step of a program, `rows` (tokens x folded heads) of one program, at most; Triton's `num_warps` and
+    `num_stages`.
+    """
+
+    keys: int = 32
+    rows: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+DEFAULT_BLOCKS = Blocks()
+# By torch's name of a device, as `benchmarks/attention.py --blocks` found them there; others have the default.
+BLOCKS_OF_DEVICE: dict[str, Blocks] = {}
 INTERPRETED = triton.knobs.runtime.interpret  # as it was when the kernels were defined
 
 
@@ -27,12 +46,14 @@ def tree_attention_kernel(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     shape: LaunchShape | None = None,
+    blocks: Blocks | None = None,
 ) -> torch.Tensor:
     """`packed_attention`, fused. The last dimension of query, keys and values must be contiguous.
 
     Parameters
     ----------
     shape : None reads the longest sequence's length from the device, which waits for it.
+    blocks : None takes the device's own.
 
     Returns
     -------
@@ -51,7 +72,8 @@ def tree_attention_kernel(
         parts = query.new_empty(num_tokens, num_heads, shape.num_parts, value_dim, dtype=torch.float32)
         log_sums = query.new_empty(num_tokens, num_heads, shape.num_parts, dtype=torch.float32)
     sinks_or_any = out if sinks is None else sinks
-    num_rows = block_rows(shape, num_folded)
+    blocks = blocks or _blocks_of(query.device)
+    num_rows = block_rows(shape, num_folded, blocks)
     num_tiles = num_tokens // (num_rows // num_folded) + num_sequences
     whole = {
         "NUM_PARTS": shape.num_parts,
@@ -70,10 +92,12 @@ def tree_attention_kernel(
         HEAD_DIM=head_dim,
         HEAD_BLOCK=_block(head_dim),
         BLOCK_ROWS=num_rows,
-        BLOCK_KEYS=block_keys(head_dim, query.dtype),
+        BLOCK_KEYS=block_keys(head_dim, query.dtype, blocks),
         HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None,
         IN_FLOAT32=INTERPRETED and query.dtype == torch.bfloat16,  # the interpreter cannot multiply bfloat16
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
         **whole,
     )
     if shape.num_parts > 1:
@@ -83,15 +107,22 @@ def tree_attention_kernel(
     return out
 
 
-def block_rows(shape: LaunchShape, num_folded: int) -> int:
+def block_rows(shape: LaunchShape, num_folded: int, blocks: Blocks = DEFAULT_BLOCKS) -> int:
     """Query rows (tokens x folded heads) of one program; a token's heads stay together."""
     least = max(16, triton.next_power_of_2(num_folded))
-    return max(least, min(shape.tile_tokens * triton.next_power_of_2(num_folded), MOST_BLOCK_ROWS))
+    return max(least, min(shape.tile_tokens * triton.next_power_of_2(num_folded), blocks.rows))
 
 
-def block_keys(head_dim: int, dtype: torch.dtype) -> int:
+def block_keys(head_dim: int, dtype: torch.dtype, blocks: Blocks = DEFAULT_BLOCKS) -> int:
     """Keys of one step of a program: of wide heads fewer, so that they fit the shared memory."""
-    return MOST_BLOCK_KEYS if _block(head_dim) * dtype.itemsize <= 256 else MOST_BLOCK_KEYS // 2
+    return blocks.keys if _block(head_dim) * dtype.itemsize <= 256 else max(16, blocks.keys // 2)
+
+
+@cache
+def _blocks_of(device: torch.device) -> Blocks:
+    return (
+        BLOCKS_OF_DEVICE.get(torch.cuda.get_device_name(device), DEFAULT_BLOCKS) if not INTERPRETED else DEFAULT_BLOCKS
+    )
 
 
 def _block(dim: int) -> int:
