@@ -17,10 +17,8 @@ from night_world import FIRST_DATE, SECOND_DATE, make_world, run, run_here, star
 
 from pipeline.distributed.cluster import ray_cluster
 from pipeline.distributed.settings import ClusterSettings
-from pipeline.knowledge.records import knowledge_schema
 from pipeline.sides import SIDES
 from pipeline.storage.workspace import Workspace
-from pipeline.tables.read import read_tables
 from retrieval_pools.store import PoolStore
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -89,25 +87,6 @@ def texts(run_folder) -> dict[str, dict[object, str]]:
     }
 
 
-def test_every_entity_has_one_record_or_a_quarantined_row(two_nights):
-    for night in runs(two_nights):
-        tables = read_tables(two_nights / "tables", datetime.date.fromisoformat(night.load_manifest()["date"]))
-        for side in SIDES:
-            known = tables.entities(side)[f"{side}_id"].to_pylist()
-            done = night.read_knowledge(side)["entity_id"].to_pylist()
-            failed = night.read_quarantine(side)["entity_id"].to_pylist()
-            assert sorted(done + failed) == sorted(known)
-
-
-def test_records_have_the_documented_schema(two_nights):
-    for side in SIDES:
-        for file in runs(two_nights)[1].knowledge_folder(side).glob("*.parquet"):
-            schema = pq.read_schema(file)
-            expected = knowledge_schema(pa.string())
-            assert schema.equals(expected)
-            assert expected.metadata.items() <= schema.metadata.items()
-
-
 def test_the_next_night_can_be_simulated_from_the_texts_of_a_real_one(two_nights, capfd):
     out = two_nights / "simulation.html"
     done = run_here(
@@ -136,14 +115,6 @@ def test_the_second_night_carries_over_the_unchanged_and_drafts_the_rest_from_th
     per_step = {night.run_id: night.load_manifest()["sides"]["user"]["stats"] for night in (first, second)}
     pace = {run_id: stats["num_accepted"] / stats["num_steps"] for run_id, stats in per_step.items()}
     assert pace[second.run_id] > pace[first.run_id]
-
-
-def test_features_join_with_the_tables_by_id(two_nights):
-    night = runs(two_nights)[1]
-    for side in SIDES:
-        features = pq.read_table(night.features_path(side))
-        assert sorted(features[f"{side}_id"].to_pylist()) == sorted(night.read_knowledge(side)["entity_id"].to_pylist())
-        assert pa.types.is_fixed_size_list(features.schema.field("vector").type)
 
 
 def test_each_night_chose_its_budgets_by_what_steps_cost(two_nights):
@@ -175,17 +146,6 @@ def test_the_summary_is_json(two_nights):
 def _keys(data: object) -> list[str]:
     inner = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
     return [*(data if isinstance(data, dict) else ()), *(key for value in inner for key in _keys(value))]
-
-
-def test_running_a_finished_night_again_changes_nothing(two_nights, capfd):
-    before = _file_times(two_nights / "workspace" / "runs")
-    again = run_here(capfd, "nightly", "--config", str(two_nights / "second.yaml"), "--date", SECOND_DATE)
-    assert again.returncode == 0 and "finished already" in again.stderr
-    assert _file_times(two_nights / "workspace" / "runs") == before
-
-
-def _file_times(folder: Path) -> dict[Path, int]:
-    return {path: _written(path) for path in folder.rglob("*") if path.is_file()}
 
 
 def test_texts_depend_neither_on_shards_nor_on_workers_nor_on_the_future(two_nights, cluster, tmp_path, capfd):
