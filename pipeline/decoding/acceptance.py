@@ -62,7 +62,8 @@ def verify(
 
     Returns
     -------
-    One `Acceptance` a sequence, None where those of the target's logits that were looked at are not finite.
+    One `Acceptance` a sequence, None where the target's logits after its last committed token are not finite. Nodes
+    after which they are not are not accepted.
     """
     rows = HeldLogits(logits) if isinstance(logits, torch.Tensor) else logits
     if len(trees) == 0:  # plain decoding
@@ -131,13 +132,14 @@ class _Judged:
 
     def acceptances(self) -> list[Acceptance | None]:
         """The outcome for each tree."""
-        paths, last_nodes = select_paths(self.allowed, self.log_probability, self._trees)
+        is_accepted = self.allowed & self.is_finite[self._row_of]
+        paths, last_nodes = select_paths(is_accepted, self.log_probability, self._trees)
         next_tokens = self.choices[self._starts + 1 + last_nodes].tolist()
-        is_sound = np.ones(len(paths), bool)
-        is_sound[self._tree_of_row[~self.is_finite]] = False
         return [
-            Acceptance(path, next_token) if sound else None
-            for path, next_token, sound in zip(paths, next_tokens, is_sound.tolist(), strict=True)
+            Acceptance(path, next_token) if is_sound else None
+            for path, next_token, is_sound in zip(
+                paths, next_tokens, self.is_finite[self._starts].tolist(), strict=True
+            )
         ]
 
 

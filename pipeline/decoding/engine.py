@@ -204,7 +204,7 @@ class Engine:
             moves = self._verify(step, verifier)
         except Exception as error:
             return self._recover(step, batch, verifier, on_event, error)
-        return self._commit_all(moves, on_event)
+        return self._commit_all(step, moves, verifier, on_event)
 
     def _recover(self, step, batch, verifier, on_event, error: Exception) -> dict[int, Ending | GenerationFailure]:
         """A step failed: where memory ran out, fewer sequences go on; else those fail that cannot be run alone."""
@@ -231,7 +231,7 @@ class Engine:
                 reason = f"model-error: {type(error).__name__}: {lines[0][:200]}"
                 outcomes[id(sequence)] = GenerationFailure(sequence.request.request_id, reason)
                 continue
-            outcomes |= self._commit_all(moves, on_event)
+            outcomes |= self._commit_all(alone, moves, verifier, on_event)
         return outcomes
 
     def _fail_alone(self, sequence: Sequence) -> dict[int, GenerationFailure]:
@@ -270,16 +270,16 @@ class Engine:
         """
         num_cached = self.store.lengths[[sequence.row for sequence in live]].tolist()
         chains = [sequence.context[cached:] for sequence, cached in zip(live, num_cached, strict=True)]
-        is_complete = [True] * len(live)
+        is_whole = [True] * len(live)
         room = self.max_prefill_tokens
         for i in sorted((i for i, chain in enumerate(chains) if len(chain) > 1), key=lambda i: live[i].order):
             # A prompt, or a preempted text: as much of it as there is room for.
-            is_complete[i] = len(chains[i]) <= room
+            is_whole[i] = len(chains[i]) <= room
             chains[i] = chains[i][:room]
             room -= len(chains[i])
         members = [i for i, chain in enumerate(chains) if len(chain)]
-        feeds = [Feed(live[i].row, chains[i], is_complete[i]) for i in members]
-        places = [place for place, i in enumerate(members) if is_complete[i]]
+        feeds = [Feed(live[i].row, chains[i]) for i in members]
+        places = [place for place, i in enumerate(members) if is_whole[i]]
         trees = self._draft([live[members[place]] for place in places], drafter, budget)
         return _Step([live[i] for i in members], feeds, trees.spread(places, len(members)))
 
@@ -290,50 +290,52 @@ class Engine:
 
     def _verify(self, step: "_Step", verifier: Verifier) -> "_Moves":
         """Accept drafts. Like the forward before it this changes nothing, so that both can be tried again."""
-        output, pack = step.output, step.output.pack
-        complete = np.flatnonzero(pack.wants_logits)
-        accepted: list[Acceptance | None] = [None] * len(step.feeds)
-        alternatives: list[np.ndarray | None] = [None] * len(step.feeds)
-        if len(complete):
-            trees, starts = pack.trees.gathered(complete), output.starts[complete]
-            found = verify(verifier, output.rows, trees, starts, self._is_end)
-            runners_up = [None] * len(complete)
-            if self.settings.record_alternatives:
-                runners_up = step_alternatives(output.rows, trees, starts, found, self._is_end)
-            for i, *verified in zip(complete.tolist(), found, runners_up, strict=True):
-                accepted[i], alternatives[i] = verified
-        return _Moves(step.sequences, pack, accepted, alternatives)
+        output, trees = step.output, step.output.pack.trees
+        accepted = verify(verifier, output.rows, trees, output.starts, self._is_end)
+        alternatives: list[np.ndarray | None] = [None] * len(accepted)
+        if self.settings.record_alternatives:
+            alternatives = step_alternatives(output.rows, trees, output.starts, accepted, self._is_end)
+        return _Moves(output.pack, accepted, alternatives)
 
-    def _commit_all(self, moves: "_Moves", on_event) -> dict[int, Ending | GenerationFailure]:
-        """Keep what was accepted, in the cache and in the texts; of the sequences that ended, what came of them."""
+    def _commit_all(self, step: "_Step", moves: "_Moves", verifier, on_event) -> dict[int, Ending | GenerationFailure]:
+        """Keep what was accepted, in the cache and in the texts; of the sequences that ended, what came of them.
+
+        Where logits are not finite nothing is kept. A draft may have spoiled them, so that such a sequence takes the
+        step again without one; it fails where it had none.
+        """
         outcomes: dict[int, Ending | GenerationFailure] = {}
         pack = moves.pack
-        is_sound = np.array([acceptance is not None for acceptance in moves.accepted]) | ~pack.wants_logits
-        for i in np.flatnonzero(~is_sound).tolist():
-            sequence, reason = moves.sequences[i], "not-finite: the model's logits are not finite"
-            outcomes[id(sequence)] = GenerationFailure(sequence.request.request_id, reason)
-            self.store.erase(sequence.row)
-        sound = np.flatnonzero(is_sound)
-        if not len(sound):
-            return outcomes
-        paths = [_nodes(moves.accepted[i]) for i in sound.tolist()]
+        is_sound = np.array([acceptance is not None for acceptance in moves.accepted])
+        sound, spoiled = np.flatnonzero(is_sound), np.flatnonzero(~is_sound).tolist()
+        paths = [moves.accepted[i].nodes for i in sound.tolist()]
         lengths = [len(path) for path in paths]
-        nodes = np.concatenate(paths) + np.repeat(pack.trees.starts[sound], lengths)
+        nodes = np.concatenate([*paths, _NO_NODES]) + np.repeat(pack.trees.starts[sound], lengths)
         token_ids, sources = pack.trees.token_ids[nodes], pack.trees.source[nodes]
-        is_kept = pack.kept(sound, nodes)
-        counts = np.add.reduceat(is_kept, pack.offsets, dtype=np.int64)[sound]
-        self.store.commit(pack.rows[sound], counts, pack.slots[is_kept])
+        if len(sound):
+            is_kept = pack.kept(sound, nodes)
+            counts = np.add.reduceat(is_kept, pack.offsets, dtype=np.int64)[sound]
+            self.store.commit(pack.rows[sound], counts, pack.slots[is_kept])
         parts = [slice(*ends) for ends in pairwise(accumulate(lengths, initial=0))]  # of each path, of the tokens
         num_committed = pack.num_committed[sound].tolist()
         for i, path, part, num_before in zip(sound.tolist(), paths, parts, num_committed, strict=True):
-            sequence = moves.sequences[i]
+            sequence = step.sequences[i]
             if num_before < sequence.num_prompt:  # it was within its prompt
                 self.store.remember_prefix(sequence.row, sequence.prompt_ids[: self.store.lengths[sequence.row]])
-            if moves.accepted[i] is not None:
+            if self.store.lengths[sequence.row] >= len(sequence.context):  # else it waits for the rest of a long one
                 sequence.count(pack.trees, i, path)
                 ending = self._commit(sequence, token_ids[part], sources[part], moves, i, on_event)
                 if ending is not None:
                     outcomes[id(sequence)] = ending
+        for i in spoiled:
+            sequence, reason = step.sequences[i], "not-finite: the model's logits are not finite"
+            self.store.erase(sequence.row)
+            if not pack.trees.sizes[i]:
+                outcomes[id(sequence)] = GenerationFailure(sequence.request.request_id, reason)
+        again = [i for i in spoiled if pack.trees.sizes[i]]
+        if again:
+            feeds = [step.feeds[i] for i in again]
+            plain = _Step([step.sequences[i] for i in again], feeds, PackedTrees.empty(len(again)))
+            outcomes |= self._step_one_by_one(plain, verifier, on_event)
         return outcomes
 
     def _commit(
@@ -388,15 +390,10 @@ class _Step:
 class _Moves:
     """What a step found for its sequences, each a feed of its pack.
 
-    Of each: what was accepted, None within a long prompt or where logits are not finite; and `alternatives`
-    int32[num_accepted + 1], the target's runners-up, None unless they are recorded.
+    Of each: what was accepted, None where logits are not finite; and `alternatives` int32[num_accepted + 1], the
+    target's runners-up, None unless they are recorded.
     """
 
-    sequences: list[Sequence]
     pack: Pack
     accepted: list[Acceptance | None]
     alternatives: list[np.ndarray | None]
-
-
-def _nodes(acceptance: Acceptance | None) -> np.ndarray:
-    return _NO_NODES if acceptance is None else acceptance.nodes

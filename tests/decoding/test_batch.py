@@ -49,14 +49,14 @@ def preemptions(engine) -> list[int]:
     return seen
 
 
-def feeds_of(engine) -> list[list[tuple[int, int, bool]]]:
-    """Of each forward to come: (row, tokens, whether it writes) of each feed."""
+def feeds_of(engine) -> list[list[tuple[int, int]]]:
+    """Of each forward to come: (row, tokens) of each feed."""
     steps = []
     forward = engine.runner.forward
 
     def watched(feeds, trees):
         fed = zip(feeds, trees.sizes.tolist(), strict=True)
-        steps.append([(feed.row, len(feed.chain_ids) + size, feed.wants_logits) for feed, size in fed])
+        steps.append([(feed.row, len(feed.chain_ids) + size) for feed, size in fed])
         return forward(feeds, trees)
 
     engine.runner.forward = watched
@@ -228,13 +228,13 @@ def test_a_long_prompt_delays_no_one_by_more_than_its_part(kv_cache):
     found = texts_of(engine.generate(requests))
     assert found[9] == plain_texts(MODEL, [long], 4)[0]
     assert [found[i] for i in range(3)] == plain_texts(MODEL, short, MAX_NEW)
-    parts = [step for step in steps if any(row == 3 and count > 1 for row, count, _ in step)]
+    parts = [step for step in steps if any(row == 3 and count > 1 for row, count in step)]
     assert len(parts) in (13, 14)  # 100 tokens in parts of 8; the first step shares its room
     lengths = [len(text) + (len(text) < MAX_NEW) for text in plain_texts(MODEL, short, MAX_NEW)]
     first = next(i for i, step in enumerate(steps) if len(step) == 4)
     for at, step in enumerate(steps[first:]):
-        assert sum(count for _, count, _ in step if count > 1) <= part
-        others = sum(writes for row, _, writes in step if row < 3)
+        assert sum(count for _, count in step if count > 1) <= part
+        others = sum(row < 3 for row, _ in step)
         assert others >= sum(length > first + at + 1 for length in lengths)
 
 
@@ -253,10 +253,10 @@ def test_a_template_is_computed_once_when_all_come_at_once(kv_cache):
     engine = tiny_engine(MODEL, batch_size=6, kv_cache=kv_cache, max_prefill_tokens=16, max_draft_tokens=0)
     steps = feeds_of(engine)
     assert texts_of(engine.generate(requests_for(prompts, 1))) == dict(enumerate(plain_texts(MODEL, prompts, 1)))
-    assert sum(count for step in steps for _, count, _ in step) == 60 + 6 * 2
+    assert sum(count for step in steps for _, count in step) == 60 + 6 * 2
     steps.clear()
     list(engine.generate(requests_for(prompts, 1)))
-    assert sum(count for step in steps for _, count, _ in step) <= 6 * 2  # found again
+    assert sum(count for step in steps for _, count in step) <= 6 * 2  # found again
 
 
 def test_rows_and_tokens_write_the_same():

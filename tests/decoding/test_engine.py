@@ -22,6 +22,7 @@ from tiny_models import (
 
 from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult
 from pipeline.decoding.settings import DecodingSettings
+from pipeline.decoding.token_tree import TokenTree
 from pipeline.decoding.verifiers import Greedy
 
 MODEL = tiny_model()
@@ -161,6 +162,38 @@ def test_what_was_not_finite_does_not_reach_the_next_text_of_its_row(kv_cache):
     short = [np.array([40, 41], np.int32)]
     first, second = engine.generate([poisoned, *requests_for(short, 6)])
     assert first.reason.startswith("not-finite") and second.token_ids.tolist() == plain_texts(MODEL, short, 6)[0]
+
+
+@pytest.mark.parametrize("kv_cache", ["rows", "tokens"])
+def test_a_part_of_a_prompt_that_is_not_finite_is_not_shared(kv_cache):
+    """Attention to a masked NaN is NaN: what stands before it in the same part is spoiled too."""
+    engine = tiny_engine(MODEL, batch_size=3, max_prefill_tokens=16, kv_cache=kv_cache)
+    with torch.no_grad():
+        engine.runner.model.get_input_embeddings().weight[1] = float("nan")
+    template = np.arange(20, 50, dtype=np.int32)
+    prompts = [np.append(template, [61 + number, 70]).astype(np.int32) for number in range(6)]
+    poisoned = GenerationRequest("poisoned", np.concatenate((template, [1], template)).astype(np.int32))
+    found = by_id(engine.generate([poisoned, *requests_for(prompts, 6)]))
+    assert found.pop("poisoned").reason.startswith("not-finite")
+    assert [found[str(i)].token_ids.tolist() for i in range(len(prompts))] == plain_texts(MODEL, prompts, 6)
+
+
+class PoisonDrafter:
+    """One token that nobody chooses, beside a guess and above one."""
+
+    def draft(self, sequence) -> TokenTree:
+        guess = int(sequence.context[-1])
+        tokens, parents = np.array([1, guess, guess], np.int32), np.array([-1, -1, 0], np.int32)
+        return TokenTree(tokens, parents, np.zeros(3, np.float32), np.zeros(3, np.uint8))
+
+
+@pytest.mark.parametrize("kv_cache", ["rows", "tokens"])
+def test_a_draft_that_is_not_finite_does_not_fail_its_text(kv_cache):
+    engine = tiny_engine(MODEL, batch_size=3, kv_cache=kv_cache)
+    with torch.no_grad():
+        engine.runner.model.get_input_embeddings().weight[1] = float("nan")
+    found = by_id(engine.generate(requests_for(PROMPTS, 6), PoisonDrafter(), Greedy()))
+    assert [found[str(i)].token_ids.tolist() for i in range(len(PROMPTS))] == plain_texts(MODEL, PROMPTS, 6)
 
 
 def test_stream_closed_early_gives_its_rows_back():

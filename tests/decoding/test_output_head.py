@@ -55,10 +55,7 @@ def test_rows_of_a_step_equal_those_of_a_step_with_logits(architecture):
     for splits_head in (False, True):
         runner = ModelRunner(model, KVStore(2), CPU, splits_head=splits_head)
         rows = [runner.store.acquire(np.arange(5, dtype=np.int32), 32).row for _ in range(2)]
-        feeds = [
-            Feed(rows[0], np.arange(7, dtype=np.int32)),
-            Feed(rows[1], np.arange(4, dtype=np.int32), wants_logits=False),
-        ]
+        feeds = [Feed(row, np.arange(size, dtype=np.int32)) for row, size in zip(rows, (7, 4), strict=True)]
         outputs.append(runner.forward(feeds))
         runner.store.commit(rows, outputs[-1].pack.sizes, outputs[-1].pack.slots)
         outputs.append(runner.forward([Feed(row, np.array([9], np.int32)) for row in rows]))

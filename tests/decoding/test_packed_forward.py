@@ -91,9 +91,9 @@ def assert_equal_logits(runners: list[ModelRunner], num_steps: int = 5, seed: in
             in_parts = len(pending[row]) > 10
             chain = np.array(pending[row][:5] if in_parts else pending[row], np.int32)
             trees.append(random_tree(rng, 0 if in_parts else int(rng.integers(0, 9)), VOCAB))
-            feeds.append(Feed(row, chain, wants_logits=not in_parts))
+            feeds.append(Feed(row, chain))
         outputs = [runner.forward(feeds, PackedTrees.of(trees)) for runner in runners]
-        num_kept = sum(1 + len(tree) for feed, tree in zip(feeds, trees, strict=True) if feed.wants_logits)
+        num_kept = sum(1 + len(tree) for tree in trees)
         for output in outputs[1:]:
             close = {"rtol": tolerance, "atol": tolerance}
             torch.testing.assert_close(output.logits[:num_kept], outputs[0].logits[:num_kept], **close)

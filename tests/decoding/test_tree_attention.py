@@ -64,21 +64,20 @@ def test_every_node_gets_the_logits_of_its_own_path(architecture, store_type, ca
         texts[row], pending[row] = [], prompt.tolist()
     store.release(1)  # a hole between live rows
     del texts[1], pending[1]
-    for step in range(4):
+    for _ in range(4):
         trees = {row: random_tree(rng, int(rng.integers(0, 9))) for row in texts}
         rows = list(rng.permutation(list(texts)))
-        feeds = [Feed(int(row), np.array(pending[row], np.int32), step + row != 2) for row in rows]
+        feeds = [Feed(int(row), np.array(pending[row], np.int32)) for row in rows]
         out = runner.forward(feeds, PackedTrees.of([trees[row] for row in rows]))
         kept_nodes = []
         for i, row in enumerate(rows):
             chain, tree = pending[row], trees[row]
-            if feeds[i].wants_logits:
-                for node in range(-1, len(tree)):
-                    full = texts[row] + chain + tree.token_ids[path_to(tree, node)].tolist()
-                    with torch.no_grad():
-                        expected = reference(input_ids=torch.tensor([full]), use_cache=False).logits[0, -1]
-                    found = out.logits[out.starts[i] + 1 + node]
-                    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            for node in range(-1, len(tree)):
+                full = texts[row] + chain + tree.token_ids[path_to(tree, node)].tolist()
+                with torch.no_grad():
+                    expected = reference(input_ids=torch.tensor([full]), use_cache=False).logits[0, -1]
+                found = out.logits[out.starts[i] + 1 + node]
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
             kept = path_to(tree, int(rng.integers(-1, len(tree))))
             kept_nodes.append(np.array(kept, np.int64))
             texts[row] = texts[row] + chain + tree.token_ids[kept].tolist()

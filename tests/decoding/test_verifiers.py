@@ -92,6 +92,19 @@ def test_logits_that_are_not_finite_are_no_acceptance():
     assert verify(Greedy(), logits, PackedTrees.of([EMPTY_TREE]), np.array([0]), IS_END) == [None]
 
 
+def test_nothing_is_accepted_past_a_draft_that_is_not_finite():
+    """It is neither accepted itself: plain decoding would have written it, and then failed."""
+    tree = TokenTree(*(np.array(values) for values in ([0, 1, 0], [-1, -1, 1], [0.0] * 3, [0] * 3)))
+    row = [0.5, 0.3, 0.1, 0.04, 0.02, 0.02, 0.02]
+    logits = peaked(row, row, row, row)
+    logits[1] = float("nan")  # after the target's own choice
+    greedy, relaxed = (
+        verify(rule, logits, PackedTrees.of([tree]), np.array([0]), IS_END)[0] for rule in (Greedy(), TopK(2))
+    )
+    assert (greedy.nodes.tolist(), greedy.next_token) == ([], 0)
+    assert (relaxed.nodes.tolist(), relaxed.next_token) == ([1, 2], 0)
+
+
 @pytest.mark.parametrize(
     "name, rule",
     [

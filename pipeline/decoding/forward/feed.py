@@ -18,12 +18,10 @@ class Feed:
     """What one sequence adds to a forward.
 
     `chain_ids` int32[m], m >= 1, follow the row's committed tokens; a tree may hang below the last of them.
-    `wants_logits` is false for a part of a long prompt.
     """
 
     row: int
     chain_ids: np.ndarray
-    wants_logits: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class Pack:
     """The N tokens of B feeds and their `trees`, end to end: of each feed its chain, then the nodes of its tree.
 
     Of feeds, int64[B]: `rows`, `num_committed` tokens of the row before them, `num_chain` tokens, `sizes` with those of
-    the tree, `offsets` in the pack, and bool[B] `wants_logits`. Of tokens: `feed_of` int64[N], `is_node` bool[N] (of a
+    the tree, `offsets` in the pack. Of tokens: `feed_of` int64[N], `is_node` bool[N] (of a
     tree), `token_ids` int32[N], absolute `positions` int32[N], and `slots` int64[N] of their row, reserved.
     """
 
@@ -48,7 +46,6 @@ class Pack:
         self.feeds = feeds
         self.trees = trees
         self.rows = np.array([feed.row for feed in feeds])
-        self.wants_logits = np.array([feed.wants_logits for feed in feeds])
         self.num_chain = np.array([len(feed.chain_ids) for feed in feeds])
         self.num_committed = store.lengths[self.rows]
         self.sizes = self.num_chain + self.trees.sizes
@@ -71,15 +68,15 @@ class Pack:
 
     @cached_property
     def wanted(self) -> np.ndarray:
-        """int64[K]: tokens whose logits are wanted, of each feed that wants any its chain's last one and all nodes."""
+        """int64[K]: tokens whose logits are wanted, of each feed its chain's last one and all nodes."""
         is_last = np.zeros(len(self), bool)
         is_last[self.offsets + self.num_chain - 1] = True
-        return np.flatnonzero((is_last | self.is_node) & self.wants_logits[self.feed_of])
+        return np.flatnonzero(is_last | self.is_node)
 
     @cached_property
     def wanted_starts(self) -> np.ndarray:
         """int64[B]: the first of each feed's in `wanted`."""
-        counts = np.where(self.wants_logits, self.trees.sizes + 1, 0)
+        counts = self.trees.sizes + 1
         return np.cumsum(counts) - counts
 
     @cached_property

@@ -36,7 +36,7 @@ class StepOutput:
     """Result of one forward.
 
     `rows` gives logits of the pack's wanted tokens, until the next forward. Of feed i, rows `starts[i]` (after the
-    chain) and those of its tree's nodes behind it are its own, where it wants any.
+    chain) and those of its tree's nodes behind it are its own.
     """
 
     rows: StepLogits
@@ -97,9 +97,7 @@ class ModelRunner:
         """
         pack = Pack(feeds, PackedTrees.empty(len(feeds)) if trees is None else trees, self.store)
         plan = self._plan(self.store, pack, self._call_cost)
-        # A forward with no wanted logits still needs one row of them.
-        keep = pack.wanted if len(pack.wanted) else np.zeros(1, np.int64)
-        rows = None
+        rows, keep = None, pack.wanted
         if self.packed is not None:
             rows = self._run_packed(PackedStep(pack.token_ids, pack.slots, keep, plan.ragged, self.store.scratch_slot))
         if rows is None:

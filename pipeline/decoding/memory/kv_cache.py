@@ -73,7 +73,7 @@ class KVCache(Protocol):
         """Share nothing any more of sequences that have ended."""
 
     def erase(self, row: int) -> None:
-        """Forget a live row's keys and values, since they are not finite: nobody may share them or read over them."""
+        """What was written to a live row and not committed may not be finite: nobody may read over it any more."""
 
     def drop_unused(self) -> None:
         """Give all memory back if no live row has a token in it: after a first forward that it was too much for."""

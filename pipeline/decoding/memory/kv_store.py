@@ -172,11 +172,11 @@ class KVStore:
 
     @torch.inference_mode()
     def erase(self, row: int) -> None:
-        """Overwrite a row whose values are not finite: attention multiplies masked ones by zero, which keeps NaN."""
-        self._prefixes[row] = np.empty(0, np.int32)
+        """Overwrite what a row has not committed: attention multiplies masked values by zero, which keeps NaN."""
+        is_free = torch.from_numpy(~self.committed[row])
         for cache in self.layers.values():
-            cache.keys[row].zero_()
-            cache.values[row].zero_()
+            for memory in (cache.keys, cache.values):
+                memory[row, :, is_free.to(memory.device)] = 0
 
     def drop_unused(self) -> None:
         """Give all memory back if no live row has a token in it: after a first forward that it was too much for."""

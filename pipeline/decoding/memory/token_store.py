@@ -178,9 +178,7 @@ class TokenStore:
             self._forget(self._ended.pop_first())
 
     def erase(self, row: int) -> None:
-        """Let nobody share a row whose values are not finite. Nobody else reads its slots before they are rewritten."""
-        self._forget(self._prefixes[row])
-        self._remember(row, _NO_PREFIX)
+        """Nothing: a slot is written again before anybody reads it."""
 
     def drop_unused(self) -> None:
         """Give all memory back if no live row has a token in it: after a first forward that it was too much for."""
