@@ -291,10 +291,11 @@ class Engine:
     def _verify(self, step: "_Step", verifier: Verifier) -> "_Moves":
         """Accept drafts. Like the forward before it this changes nothing, so that both can be tried again."""
         output, trees = step.output, step.output.pack.trees
-        accepted = verify(verifier, output.rows, trees, output.starts, self._is_end)
+        rows = self.loaded.rules.on(output.rows, [sequence.context for sequence in step.sequences], trees)
+        accepted = verify(verifier, rows, trees, output.starts, self._is_end)
         alternatives: list[np.ndarray | None] = [None] * len(accepted)
         if self.settings.record_alternatives:
-            alternatives = step_alternatives(output.rows, trees, output.starts, accepted, self._is_end)
+            alternatives = step_alternatives(rows, trees, output.starts, accepted, self._is_end)
         return _Moves(output.pack, accepted, alternatives)
 
     def _commit_all(self, step: "_Step", moves: "_Moves", verifier, on_event) -> dict[int, Ending | GenerationFailure]:

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from pipeline.decoding.forward.compiled_layers import wants_compiling
 from pipeline.decoding.forward.output_head import has_output_head
+from pipeline.decoding.generation_rules import NO_RULES, GenerationRules, folder_rules, rules_of, unused_settings
 from pipeline.decoding.loading.adapters import find_adapter, merge_adapter
 from pipeline.decoding.loading.packing import check_equivalence, refuse_by_config
 from pipeline.decoding.loading.quantization import (
@@ -40,6 +41,8 @@ from pipeline.whole_weights import require_whole_weights
 logger = logging.getLogger(__name__)
 
 SAMPLE_MODEL = Path(__file__).resolve().parents[3] / "models" / "sample"
+logger = logging.getLogger(__name__)
+
 _HASHED_BYTES = 1 << 20  # of each end of a weights file
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -51,7 +54,7 @@ class LoadedModel:
     `end_ids`: every token that ends a text; `max_context`: positions the model has; `bytes_per_token`: of its KV cache.
     `num_parameters` are those of the plain model, `weight_bytes` what its weights take in memory; `quantization` names
     the method by which they are packed, None where they are not. `splits_head`: logits can be computed apart from the
-    model's body.
+    model's body. `rules`: what its generation configuration does to logits.
     """
 
     model: torch.nn.Module
@@ -66,6 +69,7 @@ class LoadedModel:
     weight_bytes: int
     quantization: str | None = None
     splits_head: bool = False
+    rules: GenerationRules = NO_RULES
 
 
 def load_model(
@@ -95,6 +99,8 @@ def load_model(
     path = SAMPLE_MODEL if str(folder) == "sample" else Path(folder)
     weights = find_weights(path)
     model_id = model_id_of(path, weights, adapter)
+    if (line := unused_settings(path)) is not None:
+        logger.info(line)
     target = resolve_device(device)
     local = {"local_files_only": True, "trust_remote_code": False}
     try:
@@ -153,6 +159,8 @@ def prepare_model(model, tokenizer=None, model_id: str = "unnamed", compiles: bo
     device = next(model.parameters()).device
     vocab_size = model.get_input_embeddings().num_embeddings
     refuse_by_config(model.config)
+    generation = getattr(model, "generation_config", None)
+    rules = rules_of(generation.to_dict() if generation else {}, "the model's generation_config")
     quantization = quantization_of(model.config)
     splits_head = has_output_head(model, vocab_size)
     num_parameters = num_parameters_of(model.config) if quantization else _num_parameters(model)
@@ -171,6 +179,7 @@ def prepare_model(model, tokenizer=None, model_id: str = "unnamed", compiles: bo
         weight_bytes=resident_bytes(model),
         quantization=quantization,
         splits_head=splits_head,
+        rules=rules,
     )
 
 
@@ -201,11 +210,14 @@ def find_weights(path: Path) -> list[Path]:
 
 
 def model_id_of(path: Path, weights: list[Path], adapter: str | Path | None = None) -> str:
-    """Folder name and a short hash of the configuration and of each weights file's size, first and last MiB.
+    """Folder name and a short hash of the configuration, of what generation_config.json does to texts, and of each
+    weights file's size, first and last MiB.
 
     An adapter's name and files are part of it: with another adapter it is another model.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
+    if done := folder_rules(path):
+        digest.update(json.dumps(done, sort_keys=True).encode())
     name = path.resolve().name
     if adapter is not None:
         config_file, adapter_weights = find_adapter(adapter)
