@@ -21,6 +21,7 @@ from jobs.samples import report_samples
 from jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
 from jobs.side_warnings import side_warnings
 from pipeline.decoding.budget import PLAIN, Budget
+from pipeline.decoding.generation_rules import unused_settings
 from pipeline.decoding.loading.identity import load_tokenizer, model_identity
 from pipeline.decoding.settings import DecodingSettings
 from pipeline.distributed.actors import ShardAbandoned, run_shards
@@ -155,6 +156,8 @@ def _generate(night: Night, folder: RunFolder, decoding: DecodingSettings, with_
         num_rows = sum(shard.num_rows for shard in pending)
         if decoding.drafters:
             _compile_queries(night)
+        if with_pools and (unused := unused_settings(night.settings.model_dir)) is not None:
+            say(unused)
         say(f"{label}: {num_rows} texts in {len(pending)} shards; starting workers")
         with ray_cluster(night.settings.cluster) as layout, progress(label, num_rows) as bar:
             choose = partial(night_budgets, night, pending) if with_pools else _plainly
