@@ -134,6 +134,7 @@ class TransformersGenerate:
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
             do_sample=False,
+            num_beams=1,  # whatever else the model's generation_config.json asks the engine does too, or refuses
             max_new_tokens=max_new_tokens,
             pad_token_id=self._pad_id,
             eos_token_id=sorted(self._end_ids),

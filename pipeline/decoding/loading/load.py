@@ -159,12 +159,12 @@ def prepare_model(model, tokenizer=None, model_id: str = "unnamed", compiles: bo
     device = next(model.parameters()).device
     vocab_size = model.get_input_embeddings().num_embeddings
     refuse_by_config(model.config)
-    generation = getattr(model, "generation_config", None)
-    rules = rules_of(generation.to_dict() if generation else {}, "the model's generation_config")
     quantization = quantization_of(model.config)
     splits_head = has_output_head(model, vocab_size)
     num_parameters = num_parameters_of(model.config) if quantization else _num_parameters(model)
     bytes_per_token = check_equivalence(model, device, vocab_size, splits_head, compiles)
+    generation = getattr(model, "generation_config", None)
+    rules = rules_of(generation.to_dict() if generation else {}, "the model's generation_config")
     config = model.config.get_text_config()
     return LoadedModel(
         model=model,
