@@ -91,7 +91,7 @@ def check_equivalence(
     ]
     with _short_windows(model):
         try:
-            plain = [_last_logits(model, torch.from_numpy(path.astype(np.int64)).to(device)[None]) for path in paths]
+            plain = [_last_logits(model, path, device) for path in paths]
             model.set_attn_implementation(ATTENTION_NAME)
         except ModelError as error:
             raise ModelError(f"{name} cannot be packed: {error}") from error
@@ -109,8 +109,9 @@ def check_equivalence(
 
 
 @torch.inference_mode()
-def _last_logits(model, input_ids: torch.Tensor) -> torch.Tensor:
+def _last_logits(model, text: np.ndarray, device: torch.device) -> torch.Tensor:
     """Logits (vocab_size,) behind a text, by a cache of transformers: some models slide their window there alone."""
+    input_ids = torch.from_numpy(text.astype(np.int64)).to(device)[None]
     cache = getattr(model(input_ids=input_ids[:, :-1], use_cache=True), "past_key_values", None)
     if cache is None:
         raise ModelError("it keeps no keys and values of earlier tokens (an encoder, or recurrent)")
