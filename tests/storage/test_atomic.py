@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -84,6 +85,7 @@ def test_a_write_that_fails_names_the_path_that_was_to_be_written(tmp_path):
         raise OSError(errno.ENOSPC, "as pyarrow raises it")
     with pytest.raises(OSError) as of_folder, atomic_folder(tmp_path / "tables") as folder:
         (folder / "users" / "0").write_text("")
+    assert pickle.loads(pickle.dumps(of_file.value)).filename == f"{tmp_path}/a.parquet"  # as a worker's errors travel
     assert (of_file.value.filename, of_folder.value.filename) == (f"{tmp_path}/a.parquet", f"{tmp_path}/tables/users/0")
     assert not list(tmp_path.iterdir())
 
