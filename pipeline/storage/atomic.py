@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pipeline.errors import PipelineError, WorkspaceError
@@ -64,7 +64,8 @@ def atomic_path(path: Path | str) -> Iterator[Path]:
             os.replace(temporary, path)
             _sync(path.parent)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # of a read-only file system, in place of the error that matters
+            temporary.unlink(missing_ok=True)
         raise
 
 

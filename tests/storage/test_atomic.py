@@ -6,6 +6,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -80,7 +81,7 @@ def test_json_refuses_numbers_that_json_does_not_have(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_write_that_fails_names_the_path_that_was_to_be_written(tmp_path):
+def test_a_write_that_fails_names_the_path_that_was_to_be_written(tmp_path, monkeypatch):
     with pytest.raises(OSError) as of_file, atomic_path(tmp_path / "a.parquet"):
         raise OSError(errno.ENOSPC, "as pyarrow raises it")
     with pytest.raises(OSError) as of_folder, atomic_folder(tmp_path / "tables") as folder:
@@ -88,6 +89,14 @@ def test_a_write_that_fails_names_the_path_that_was_to_be_written(tmp_path):
     assert pickle.loads(pickle.dumps(of_file.value)).filename == f"{tmp_path}/a.parquet"  # as a worker's errors travel
     assert (of_file.value.filename, of_folder.value.filename) == (f"{tmp_path}/a.parquet", f"{tmp_path}/tables/users/0")
     assert not list(tmp_path.iterdir())
+
+    def read_only(path, **_):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "unlink", read_only)
+    with pytest.raises(OSError) as refused, atomic_path(tmp_path / "b") as temporary:
+        read_only(temporary)
+    assert refused.value.filename == f"{tmp_path}/b"
 
 
 def test_the_current_folder_is_not_replaced(tmp_path, monkeypatch):
