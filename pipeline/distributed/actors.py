@@ -248,7 +248,8 @@ class _Crew:
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayError as error:
-            reason = f"worker-died: {' '.join(str(error).split())}"
+            told = str(error).partition("Some common causes")[0]
+            reason = f"worker-died: {' '.join(told.split())}"
         ray.kill(member.actor)
         raise _WorkerLost(reason)
 
