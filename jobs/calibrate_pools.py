@@ -113,7 +113,7 @@ def _estimating(settings: PoolSettings) -> dict:
 
 def _planned_rows(night: Night, side: Side, num_wanted: int) -> list[PlannedRow]:
     """Rows that the run wrote texts for, spread evenly over its plan."""
-    plan = load_plan(night.run.root / "plan" / f"{side}.json")
+    plan = load_plan(night.run.root, side)
     if plan is None:
         return []
     starts = np.cumsum([0, *(shard.num_rows for shard in plan.shards)])

@@ -29,9 +29,12 @@ from pipeline.distributed.cluster import ray_cluster
 from pipeline.distributed.shards import (
     CARRIED_SHARD,
     FIRST_TEXTS,
+    KEPT_SHARD,
     PreviousKnowledge,
     Shard,
     SidePlan,
+    drop_plan,
+    is_whole,
     load_plan,
     plan_side,
     read_shard,
@@ -39,12 +42,13 @@ from pipeline.distributed.shards import (
 )
 from pipeline.distributed.stats import merge_stats, tokens_per_s, tokens_per_step
 from pipeline.distributed.worker import Scout, WorkerSpec, decoding_provenance
-from pipeline.errors import RunFailed
+from pipeline.errors import RunFailed, WorkspaceError
 from pipeline.knowledge.entities import Entity, iter_entities
 from pipeline.knowledge.fingerprint import fingerprint
 from pipeline.knowledge.prompts import RenderedPrompt, render_prompt
 from pipeline.knowledge.templates import load_template
 from pipeline.sides import SIDES, Side
+from pipeline.storage.completeness import require_every_entity
 from pipeline.storage.parquet import read_parquet
 from pipeline.storage.quarantine import QuarantineRow, count_reasons
 from pipeline.storage.run_folder import RunFolder, ShardRecord
@@ -114,9 +118,8 @@ def _require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, S
     most = max(MOST_UNUSABLE, night.settings.night.max_failed_share)
     if num_rows < FIRST_TEXTS or num_failed <= most * num_rows:
         return
-    folder = night.run.root / "quarantine" / plan.side
-    files = [folder / f"{record.name}.parquet" for record in done if record.num_quarantined]
-    reasons = count_reasons(pa.concat_tables(read_parquet(file, ["reason"]) for file in files))
+    night.run.merge_quarantine(plan.side, done, [], night.tables.entities(plan.side)[f"{plan.side}_id"].type)
+    reasons = count_reasons(night.run.read_quarantine(plan.side, ["reason"]))
     worst = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
     advice = (
         f"Look at one with `laserbatch try`, and change decoding.model or knowledge.{plan.side}_template; after a "
@@ -126,7 +129,7 @@ def _require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, S
         advice = NEEDS_A_MODEL[0].upper() + NEEDS_A_MODEL[1:]
     raise RunFailed(
         f"{num_failed} of the first {num_rows} {plan.side}s failed, so the others are not written: {worst}. {advice}. "
-        f"Every row and its reason: {folder}"
+        f"Every row, its text and its reason: {night.run.quarantine_path(plan.side)}"
     )
 
 
@@ -142,8 +145,10 @@ def generate_plain(night: Night) -> None:
 
 
 def _generate(night: Night, folder: RunFolder, decoding: DecodingSettings, with_pools: bool) -> dict[Side, Any]:
-    plans = {side: _plan(night, folder, side, decoding, with_pools) for side in SIDES}
-    finished: dict[Side, dict[str, ShardRecord]] = {side: folder.finished_shards(side) for side in SIDES}
+    plans: dict[Side, SidePlan] = {}
+    finished: dict[Side, dict[str, ShardRecord]] = {}
+    for side in SIDES:
+        plans[side], finished[side] = _plan(night, folder, side, decoding, with_pools)
     pending = [shard for plan in plans.values() for shard in plan.shards if shard.name not in finished[shard.side]]
     pending.sort(key=lambda shard: shard.name)  # so that both sides' first texts are judged before the others
     abandoned: list[ShardAbandoned] = []
@@ -180,7 +185,7 @@ def _generate(night: Night, folder: RunFolder, decoding: DecodingSettings, with_
         note_step_costs(
             night.workspace.step_costs_folder, [record for side in SIDES for record in finished[side].values()]
         )
-    plans = {side: load_plan(_plan_path(folder, side)) for side in SIDES}  # with the halves of shards that were split
+    plans = {side: load_plan(folder.root, side) or plans[side] for side in SIDES}  # with halves of split shards
     return {side: _side_summary(night, folder, plans[side], finished[side], abandoned, with_pools) for side in SIDES}
 
 
@@ -193,18 +198,14 @@ def _pace(record: ShardRecord) -> str:
     return "" if pace is None else f"{pace:.1f} tokens/step"
 
 
-def _plan_path(folder: RunFolder, side: Side) -> Path:
-    return folder.root / "plan" / f"{side}.json"
-
-
-def _plan(night: Night, folder: RunFolder, side: Side, decoding: DecodingSettings, with_pools: bool) -> SidePlan:
-    path = _plan_path(folder, side)
-    plan = load_plan(path)
-    if plan is None:
-        previous_folder = None
-        if night.previous is not None:
-            previous_folder = night.previous if with_pools else night.previous.plain
-        previous = PreviousKnowledge(_read_previous(previous_folder, side))
+def _plan(
+    night: Night, folder: RunFolder, side: Side, decoding: DecodingSettings, with_pools: bool
+) -> tuple[SidePlan, dict[str, ShardRecord]]:
+    """What is to be done of a side, and the shards of it that are done."""
+    plan, finished = load_plan(folder.root, side), folder.finished_shards(side)
+    if plan is None or not is_whole(plan, finished, folder.root):
+        folder.drop_unfinished(side, set(finished) - {CARRIED_SHARD})
+        previous = _previous_knowledge(night, side, with_pools)
         entities = night.tables.entities(side)
         with progress(f"plan {side}s", entities.num_rows) as bar:
             plan = plan_side(
@@ -221,22 +222,28 @@ def _plan(night: Night, folder: RunFolder, side: Side, decoding: DecodingSetting
                 on_entity=bar.advance,
                 apart=() if with_pools else _written_tonight(night, side),
             )
-        save_plan(plan, path)
-    folder.drop_unfinished(side, {CARRIED_SHARD, *folder.finished_shards(side)})
-    return plan
+        save_plan(plan, folder.root)
+        finished = folder.finished_shards(side)
+    planned = {shard.name: shard.sha256 for shard in plan.shards}
+    finished = {
+        name: record
+        for name, record in finished.items()
+        if name == CARRIED_SHARD or (name in planned and record.info.get("planned_sha256") == planned[name])
+    }
+    folder.drop_unfinished(side, finished)
+    return plan, finished
 
 
 def _written_tonight(night: Night, side: Side) -> frozenset[object]:
     """Ids of the entities that the night itself generates."""
-    plan = load_plan(_plan_path(night.run, side))
+    plan = load_plan(night.run.root, side)
     paths = [] if plan is None else [night.run.root / shard.path for shard in plan.shards]
     return frozenset(key for path in paths for key in read_parquet(path, ["entity_id"])["entity_id"].to_pylist())
 
 
-def _read_previous(folder: RunFolder | None, side: Side) -> pa.Table | None:
-    if folder is None or not any(folder.knowledge_folder(side).glob("*.parquet")):
-        return None
-    return folder.read_knowledge(side)
+def _previous_knowledge(night: Night, side: Side, with_pools: bool) -> PreviousKnowledge:
+    previous = night.previous if with_pools or night.previous is None else night.previous.plain
+    return PreviousKnowledge(None if previous is None else previous.knowledge_folder(side))
 
 
 def renderer(
@@ -304,11 +311,19 @@ def _side_summary(
     with_pools: bool,
 ) -> dict[str, Any]:
     side = plan.side
-    refused = [QuarantineRow.of(row.entity_id, side, row.reason) for row in plan.refused]
-    refused += [row for lost in abandoned if lost.shard.side == side for row in _abandoned_rows(lost, folder)]
-    folder.merge_quarantine(side, refused)
-    reasons = count_reasons(folder.read_quarantine(side))
-    num_quarantined = sum(reasons.values())
+    entity_ids = night.tables.entities(side)[f"{side}_id"]
+    lost_rows = [row for lost in abandoned if lost.shard.side == side for row in _abandoned_rows(lost, folder)]
+    folder.merge_quarantine(side, finished.values(), lost_rows, entity_ids.type)
+    quarantine = folder.read_quarantine(side, ["entity_id", "reason"])
+    reasons = count_reasons(quarantine)
+    num_kept = 0
+    if quarantine.num_rows:
+        num_kept = _keep_stale(folder, side, _previous_knowledge(night, side, with_pools), quarantine["entity_id"])
+    try:
+        require_every_entity(folder, side, entity_ids)
+    except WorkspaceError:
+        drop_plan(folder.root, side)
+        raise
     records = [finished[shard.name] for shard in plan.shards if shard.name in finished]
     for record in records[:1]:
         night.manifest["model"] = record.info["model"]
@@ -316,7 +331,8 @@ def _side_summary(
         "num_entities": plan.num_entities,
         "num_generated": sum(record.num_rows for record in records),
         "num_carried_over": plan.num_carried_over,
-        "num_quarantined": num_quarantined,
+        "num_quarantined": quarantine.num_rows,
+        "num_kept": num_kept,
         "quarantine_reasons": reasons,
         "routes": plan.routes,
         "shards": [_shard_entry(shard, finished[shard.name]) for shard in plan.shards if shard.name in finished],
@@ -329,6 +345,14 @@ def _side_summary(
         apart = [finished[shard.name] for shard in plan.shards if shard.is_apart and shard.name in finished]
         data["stats_of_tonight"] = _stats(apart)
     return data
+
+
+def _keep_stale(folder: RunFolder, side: Side, previous: PreviousKnowledge, quarantined: pa.ChunkedArray) -> int:
+    """Entities in quarantine keep the text that they had, marked as stale; returns how many had one."""
+    rows = previous.rows_of(quarantined)
+    if rows:
+        folder.write_shard(side, KEPT_SHARD, previous.records(rows, quarantined.type, is_stale=True))
+    return len(rows)
 
 
 def _stats(records: list[ShardRecord]) -> dict[str, Any]:

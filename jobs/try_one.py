@@ -172,9 +172,9 @@ def _night_before(settings: Settings, tables: Tables, side: Side, entity: Entity
         return None, None, NO_ROUTE, None
     workspace = Workspace.open(settings.workspace, create=False)
     last = previous_run(workspace, make_run_id(date, settings.of_output()))
-    previous = PreviousKnowledge(last.read_knowledge(side) if last is not None else None)
+    previous = PreviousKnowledge(None if last is None else last.knowledge_folder(side))
     row = previous.row_of(entity.entity_id)
-    previous_ids = None if row is None else previous.token_ids(row)
+    previous_ids = None if row is None else previous.token_ids([row])[row]
     store = PoolStore(workspace.pools_folder)
     current = current_pools(store, settings.pools.min_support, date, settings.routing)
     if current is None:

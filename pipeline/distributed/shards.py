@@ -1,28 +1,36 @@
 """The night's work list: which entities are carried over, which are generated, in which shard.
 
 A plan is written to disk before the first text is generated and is a function of the inputs alone, so that a killed
-run finds its shards again. Shards follow the order of pool groups: an actor's consecutive sequences share drafts.
+run finds its shards again, and makes a plan anew of which anything was lost: shards whose rows are the same stay
+finished. Shards follow the order of pool groups: an actor's consecutive sequences share drafts.
 Knows no model beyond its tokenizer (inside `render`), and no Ray.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator
+import logging
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from pipeline.errors import RowError
+from pipeline.errors import RowError, WorkspaceError
 from pipeline.knowledge.entities import Entity
 from pipeline.knowledge.prompts import RenderedPrompt
 from pipeline.knowledge.records import as_current, knowledge_schema
 from pipeline.sides import Side
-from pipeline.storage.atomic import read_json, write_json
-from pipeline.storage.parquet import read_parquet, write_parquet
-from pipeline.storage.run_folder import RunFolder
+from pipeline.storage.atomic import read_json, sha256_file, write_json
+from pipeline.storage.parquet import iter_parquet, read_parquet, write_parquet
+from pipeline.storage.quarantine import QuarantineRow
+from pipeline.storage.run_folder import RunFolder, ShardRecord
 from retrieval_pools.router import Route
 
-CARRIED_SHARD = "carried"
+logger = logging.getLogger(__name__)
+
+CARRIED_SHARD = "carried"  # what needed no model: rows whose text stays, and rows that cannot be asked about
+KEPT_SHARD = "kept"  # earlier texts of rows in quarantine
 SHARDS_A_SIDE = 16  # by default at least, of a side that is not small: so that several workers all have some
 FIRST_TEXTS = 32  # of a side, that are judged before the others are written
 LEAST_BATCHES, MOST_BATCHES = 4, 32  # of a shard by default: at its end the batch empties
@@ -45,8 +53,8 @@ class PlannedRow:
 class Shard:
     """Rows that one worker generates in one go.
 
-    `path` is the plan's Parquet file, relative to the run's folder; `is_apart` says that its rows are those that
-    `plan_side` was asked to keep apart.
+    `path` is the plan's Parquet file, relative to the run's folder, and `sha256` its checksum; `is_apart` says that its
+    rows are those that `plan_side` was asked to keep apart.
     """
 
     name: str  # of its files: "00000"
@@ -54,15 +62,8 @@ class Shard:
     group: str  # of its first row
     num_rows: int
     path: str
+    sha256: str
     is_apart: bool = False
-
-
-@dataclass(frozen=True)
-class RefusedRow:
-    """An entity that cannot even be asked about."""
-
-    entity_id: object
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -72,23 +73,30 @@ class SidePlan:
     side: Side
     num_entities: int
     num_carried_over: int
+    num_refused: int  # that cannot even be asked about
     routes: dict[str, int]  # scheme -> entities, over all of them
     shards: tuple[Shard, ...]
-    refused: tuple[RefusedRow, ...]
 
 
 class PreviousKnowledge:
-    """The last published records of a side, looked up by entity.
+    """The last published records of a side, looked up by entity; texts and tokens stay on disk until they are needed.
 
     Parameters
     ----------
-    table : knowledge records, or None on the first night.
+    folder : of knowledge files; None, or none in it, on the first night.
     """
 
-    def __init__(self, table: pa.Table | None) -> None:
-        self.table = table
-        self._row_of = {} if table is None else {key: row for row, key in enumerate(table["entity_id"].to_pylist())}
-        self._fingerprints = [] if table is None else table["fingerprint"].to_pylist()
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        batches = list(self._batches(["entity_id", "fingerprint"]))
+        self.num_rows = sum(batch.num_rows for batch in batches)
+        self._entity_ids = [batch["entity_id"] for batch in batches]
+        self._fingerprints = pa.chunked_array([batch["fingerprint"] for batch in batches], pa.string())
+
+    @cached_property
+    def _row_of(self) -> dict[object, int]:
+        ids = (key for part in self._entity_ids for key in part.to_pylist())
+        return {key: row for row, key in enumerate(ids)}
 
     def row_of(self, entity_id: object) -> int | None:
         """Row of the entity's record, or None."""
@@ -96,11 +104,40 @@ class PreviousKnowledge:
 
     def fingerprint(self, row: int) -> str:
         """What the record of that row was generated from."""
-        return self._fingerprints[row]
+        return self._fingerprints[row].as_py()
 
-    def token_ids(self, row: int) -> np.ndarray:
-        """Token ids of the record's text, int32."""
-        return np.asarray(self.table["token_ids"][row].values, dtype=np.int32)
+    def rows_of(self, entity_ids: pa.ChunkedArray) -> list[int]:
+        """Rows of the entities that have a record, ascending."""
+        known = pa.chunked_array(self._entity_ids) if self._entity_ids else entity_ids[:0]
+        if known.type != entity_ids.type:
+            return []
+        return np.flatnonzero(pc.is_in(known, value_set=entity_ids).to_numpy()).tolist()
+
+    def token_ids(self, rows: Iterable[int]) -> dict[int, np.ndarray]:
+        """Token ids of the texts of some rows, int32."""
+        rows = sorted(rows)
+        ids = (value.values for batch in self._taken(rows, ["token_ids"]) for value in batch["token_ids"])
+        return {row: np.asarray(values, np.int32) for row, values in zip(rows, ids, strict=True)}
+
+    def records(self, rows: list[int], entity_id_type: pa.DataType, is_stale: bool) -> pa.RecordBatchReader:
+        """Records of some rows, ascending, as this version keeps them, a few in memory at a time."""
+        tables = (
+            as_current(pa.Table.from_batches([batch]), entity_id_type, is_stale) for batch in self._taken(rows, None)
+        )
+        parts = (part for table in tables for part in table.to_batches())
+        return pa.RecordBatchReader.from_batches(knowledge_schema(entity_id_type), parts)
+
+    def _taken(self, rows: list[int], columns: list[str] | None) -> Iterator[pa.RecordBatch]:
+        is_taken, start = np.zeros(self.num_rows, bool), 0
+        is_taken[rows] = True
+        for batch in self._batches(columns) if rows else ():
+            mask = is_taken[start : start + batch.num_rows]
+            start += batch.num_rows
+            if mask.any():
+                yield batch.filter(pa.array(mask))  # `take` of a whole side fails where it has 2 GiB of text
+
+    def _batches(self, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
+        return iter(()) if self._folder is None else iter_parquet(self._folder, columns)
 
 
 def plan_side(
@@ -133,8 +170,9 @@ def plan_side(
     apart : ids of entities that share no shard with others and come first, so that their time is known.
     """
     rows: list[PlannedRow] = []
-    refused: list[RefusedRow] = []
+    refused: list[QuarantineRow] = []
     carried: list[int] = []
+    changed: dict[int, int] = {}  # row of the earlier record -> its place in `rows`
     routes: dict[str, int] = {}
     num_entities = 0
     for entity in entities:
@@ -145,12 +183,14 @@ def plan_side(
         try:
             rendered, fingerprint = render(entity)
         except RowError as error:
-            refused.append(RefusedRow(entity.entity_id, error.reason))
+            refused.append(QuarantineRow.of(entity.entity_id, side, error.reason))
             continue
         row = previous.row_of(entity.entity_id)
         if row is not None and not force and previous.fingerprint(row) == fingerprint:
             carried.append(row)
             continue
+        if row is not None:
+            changed[row] = len(rows)
         rows.append(
             PlannedRow(
                 entity_id=entity.entity_id,
@@ -158,20 +198,20 @@ def plan_side(
                 num_history=rendered.num_history,
                 num_history_dropped=rendered.num_history_dropped,
                 fingerprint=fingerprint,
-                previous_ids=None if row is None else previous.token_ids(row),
+                previous_ids=None,
                 group=routed.group or None,
             )
         )
-    table = knowledge_schema(entity_id_type).empty_table()
-    if carried:
-        table = as_current(previous.table.take(pa.array(sorted(carried))), entity_id_type)
-    RunFolder(run_dir).write_shard(side, CARRIED_SHARD, table)  # empty too: a side without a text has its schema
+    for row, token_ids in previous.token_ids(changed).items():
+        rows[changed[row]] = replace(rows[changed[row]], previous_ids=token_ids)
+    records = previous.records(sorted(carried), entity_id_type, is_stale=False)
+    RunFolder(run_dir).write_shard(side, CARRIED_SHARD, records, refused)  # of none too: a side then has its schema
     shard_size = shard_size or default_shard_size(len(rows), batch_size)
     shards = [
         _write_shard(side, number, some, entity_id_type, run_dir, is_apart)
         for number, (some, is_apart) in enumerate(_cut(rows, apart, shard_size))
     ]
-    return SidePlan(side, num_entities, len(carried), routes, tuple(shards), tuple(refused))
+    return SidePlan(side, num_entities, len(carried), len(refused), routes, tuple(shards))
 
 
 def default_shard_size(num_rows: int, batch_size: int) -> int:
@@ -215,24 +255,19 @@ def _write_shard(
         "previous_ids": pa.array([row.previous_ids for row in rows], pa.list_(pa.int32())),
         "group": pa.array([row.group for row in rows], pa.string()),
     }
-    write_parquet(pa.table(columns), run_dir / path)
-    return Shard(name, side, rows[0].group or "", len(rows), path, is_apart)
+    written = write_parquet(pa.table(columns), run_dir / path)
+    return Shard(name, side, rows[0].group or "", len(rows), path, written.sha256, is_apart)
 
 
 def read_shard(path: Path) -> list[PlannedRow]:
     """The rows of a shard's plan file."""
-    table = read_parquet(path)
-    lists = {name: table[name].combine_chunks() for name in ("prompt_ids", "previous_ids")}
     rows = []
-    for number, row in enumerate(table.drop_columns(["prompt_ids", "previous_ids"]).to_pylist()):
-        previous = lists["previous_ids"][number]
-        rows.append(
-            PlannedRow(
-                **row,
-                prompt_ids=np.asarray(lists["prompt_ids"][number].values, np.int32),
-                previous_ids=np.asarray(previous.values, np.int32) if previous.is_valid else None,
-            )
-        )
+    for batch in iter_parquet(path):
+        lists = {name: batch[name] for name in ("prompt_ids", "previous_ids")}
+        for number, row in enumerate(batch.drop_columns(list(lists)).to_pylist()):
+            ids = {name: values[number] for name, values in lists.items()}
+            arrays = {name: np.asarray(ids.values, np.int32) if ids.is_valid else None for name, ids in ids.items()}
+            rows.append(PlannedRow(**row, **arrays))
     return rows
 
 
@@ -244,25 +279,60 @@ def split_shard(run_dir: Path, shard: Shard) -> tuple[Shard, Shard]:
     for number, rows in enumerate((table[:middle], table[middle:])):
         name = f"{shard.name}-{number}"  # in the order of names the halves are where the shard was
         path = str(Path(shard.path).with_stem(name))
-        write_parquet(rows, run_dir / path)
-        halves.append(replace(shard, name=name, group=rows["group"][0].as_py() or "", num_rows=len(rows), path=path))
-    plan_path = run_dir / "plan" / f"{shard.side}.json"
-    plan = load_plan(plan_path)
-    shards = [part for known in plan.shards for part in (halves if known == shard else [known])]
-    save_plan(replace(plan, shards=tuple(shards)), plan_path)
+        sha256 = write_parquet(rows, run_dir / path).sha256
+        group = rows["group"][0].as_py() or ""
+        halves.append(replace(shard, name=name, group=group, num_rows=len(rows), path=path, sha256=sha256))
+    plan = load_plan(run_dir, shard.side)
+    if plan is not None:
+        shards = [part for known in plan.shards for part in (halves if known == shard else [known])]
+        save_plan(replace(plan, shards=tuple(shards)), run_dir)
     return tuple(halves)
 
 
-def save_plan(plan: SidePlan, path: Path) -> None:
+def save_plan(plan: SidePlan, run_dir: Path) -> None:
     """Write a side's plan; the file's existence says that all its shards are on disk."""
-    write_json(asdict(plan), path)
+    write_json(asdict(plan), _plan_path(run_dir, plan.side))
 
 
-def load_plan(path: Path) -> SidePlan | None:
-    """A plan written by an earlier attempt at this run, or None."""
+def load_plan(run_dir: Path, side: Side) -> SidePlan | None:
+    """A plan written by an earlier attempt at this run; None where there is none, or no longer a whole one."""
+    path = _plan_path(run_dir, side)
     if not path.exists():
         return None
-    data = read_json(path)
-    shards = tuple(Shard(**shard) for shard in data.pop("shards"))
-    refused = tuple(RefusedRow(**row) for row in data.pop("refused"))
-    return SidePlan(**data, shards=shards, refused=refused)
+    try:
+        data = read_json(path)
+        plan = SidePlan(**data | {"shards": tuple(Shard(**shard) for shard in data.get("shards", ()))})
+    except (WorkspaceError, TypeError) as error:
+        logger.warning("the plan %s cannot be used and is made again: %s", path, error)
+        return None
+    num_planned = plan.num_carried_over + plan.num_refused + sum(shard.num_rows for shard in plan.shards)
+    if num_planned != plan.num_entities:
+        logger.warning("the plan %s has %d of its %d entities and is made again", path, num_planned, plan.num_entities)
+        return None
+    return plan
+
+
+def drop_plan(run_dir: Path, side: Side) -> None:
+    """Have the next attempt plan a side again; finished shards of which it makes the same rows stay."""
+    _plan_path(run_dir, side).unlink(missing_ok=True)
+
+
+def is_whole(plan: SidePlan, finished: Mapping[str, ShardRecord], run_dir: Path) -> bool:
+    """Whether everything that a plan has written is there and as it was: its shards' inputs, and what is carried over.
+
+    Parameters
+    ----------
+    finished : finished shards of the side by name.
+    """
+    carried = finished.get(CARRIED_SHARD)
+    found = None if carried is None else (carried.num_rows, carried.num_quarantined)
+    lost = [] if found == (plan.num_carried_over, plan.num_refused) else [CARRIED_SHARD]
+    paths = ((run_dir / shard.path, shard.sha256) for shard in plan.shards)
+    lost += [path for path, sha256 in paths if not path.exists() or sha256_file(path) != sha256]
+    if lost:
+        logger.warning("%s of the plan of %ss is missing or changed; the side is planned again", lost[0], plan.side)
+    return not lost
+
+
+def _plan_path(run_dir: Path, side: Side) -> Path:
+    return run_dir / "plan" / f"{side}.json"

@@ -192,13 +192,15 @@ class ShardWorker:
             try:
                 records[outcome.request_id] = self._record(shard.side, row, outcome, verifier)
             except RowError as error:
-                quarantined.append(QuarantineRow.of(row.entity_id, shard.side, error.reason, row.fingerprint))
+                failed = QuarantineRow.of(row.entity_id, shard.side, error.reason, row.fingerprint, outcome.text)
+                quarantined.append(failed)
         ordered = [records[key] for key in rows if key in records]  # plan order, not the order of finishing
         entity_id_type = pa.array([row.entity_id for row in rows.values()]).type
         table = pa.Table.from_pylist(ordered, schema=knowledge_schema(entity_id_type))
         stats = decoding_stats(results, time.perf_counter() - start_s, num_rewritten)
         logger.info("%s %s: %d texts, %d quarantined", shard.side, shard.name, len(ordered), len(quarantined))
         info = {
+            "planned_sha256": shard.sha256,
             "group": shard.group,
             "stats": stats,
             "model": self._model_info,
@@ -297,6 +299,7 @@ class ShardWorker:
             "num_accepted": result.num_accepted,
             "finish_reason": result.finish_reason,
             "alternative_ids": result.alternative_ids,
+            "is_stale": False,
         }
 
 

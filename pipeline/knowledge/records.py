@@ -7,7 +7,7 @@ run twice writes the same bytes.
 
 import pyarrow as pa
 
-RECORD_VERSION = 2  # 1 had no alternative_ids
+RECORD_VERSION = 3  # 1 had no alternative_ids, 2 no is_stale
 
 FINISH_REASONS = ("end_of_text", "stop", "length")
 
@@ -45,20 +45,26 @@ def knowledge_schema(entity_id_type: pa.DataType) -> pa.Schema:
             pa.field("finish_reason", pa.string(), nullable=False),
             # what the model nearly wrote instead of each token, -1: nothing; null: not recorded
             pa.field("alternative_ids", pa.list_(pa.int32())),
+            # the entity's new text failed, and it stands in quarantine: this is the text it had before
+            pa.field("is_stale", pa.bool_(), nullable=False),
         ],
         metadata={"laserbatch.record": "knowledge", "laserbatch.version": str(RECORD_VERSION)},
     )
 
 
-def as_current(table: pa.Table, entity_id_type: pa.DataType) -> pa.Table:
+def as_current(table: pa.Table, entity_id_type: pa.DataType, is_stale: bool) -> pa.Table:
     """Knowledge records of this or an earlier version in the form of this one; what was not recorded then is null.
 
     Parameters
     ----------
     table : rows of knowledge files.
     entity_id_type : that the result is to have.
+    is_stale : what the result says of every row, whatever it was before.
     """
     schema = knowledge_schema(entity_id_type)
+    if "is_stale" in table.column_names:
+        table = table.drop_columns(["is_stale"])
+    table = table.append_column("is_stale", pa.repeat(is_stale, table.num_rows))
     for field in schema:
         if field.nullable and field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(table.num_rows, field.type))

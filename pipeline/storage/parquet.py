@@ -3,19 +3,19 @@
 Knows nothing of which tables there are.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.errors import WorkspaceError
 from pipeline.storage.atomic import atomic_path, sha256_file
 
-ROW_GROUP_ROWS = 128 * 1024
-ROWS_AT_ONCE = 16 * 1024
+ROW_GROUP_ROWS = 16 * 1024  # few enough that a column of them stays below the 2 GiB which `string` and `list` can hold
 _WRITER_OPTIONS = {"compression": "zstd", "compression_level": 3, "write_page_checksum": True}
 
 
@@ -37,51 +37,48 @@ class WrittenFile:
     sha256: str
 
 
-def write_parquet(table: pa.Table, path: Path | str) -> WrittenFile:
-    """Write a table atomically. Equal tables give equal bytes, however they are chunked in memory.
+def write_parquet(
+    rows: pa.Table | pa.RecordBatchReader | Iterable[pa.Table], path: Path | str, schema: pa.Schema | None = None
+) -> WrittenFile:
+    """Write rows atomically. Equal rows give equal bytes, however they are chunked in memory.
 
     Parameters
     ----------
-    table : any schema; its metadata is kept.
+    rows : a table, or pieces of one, of which two row groups at most are held in memory.
     path : the file to create or replace; its folder is created.
+    schema : of the file, its metadata is kept; None: that of `rows`, which is a table or a reader then.
     """
-    path = Path(path)
-    with atomic_path(path) as temporary:
-        pq.write_table(table.combine_chunks(), temporary, row_group_size=ROW_GROUP_ROWS, **_WRITER_OPTIONS)
-        written = WrittenFile(path, table.num_rows, temporary.stat().st_size, sha256_file(temporary))
-    return written
+    with parquet_stream(path, schema or rows.schema) as stream:
+        for piece in [rows] if isinstance(rows, pa.Table) else rows:
+            stream.write(piece)
+    return stream.written
 
 
 class ParquetStream:
     """A Parquet file that is being written piece by piece; pieces are regrouped into row groups of one size.
 
-    So the bytes depend on the rows alone, not on how they were cut when handed over.
+    So the bytes depend on the rows alone, not on how they were cut when handed over. `written` is there at the end.
     """
+
+    written: WrittenFile
 
     def __init__(self, writer: pq.ParquetWriter, schema: pa.Schema) -> None:
         self._writer, self._schema = writer, schema
-        self._pending: list[pa.Table] = []
-        self._num_pending = 0
+        self._pending = schema.empty_table()
         self.num_rows = 0
 
     def write(self, rows: pa.Table | pa.RecordBatch) -> None:
         """Append rows of the stream's schema."""
         table = rows if isinstance(rows, pa.Table) else pa.Table.from_batches([rows])
-        self._pending.append(table.select(self._schema.names).cast(self._schema))
-        self._num_pending += table.num_rows
         self.num_rows += table.num_rows
-        if self._num_pending >= ROW_GROUP_ROWS:
-            self._write_groups(whole_only=True)
+        self._pending = pa.concat_tables([self._pending, table.select(self._schema.names).cast(self._schema)])
+        self._write_groups(ROW_GROUP_ROWS)
 
-    def _write_groups(self, whole_only: bool) -> None:
-        table = pa.concat_tables(self._pending) if self._pending else self._schema.empty_table()
-        start = 0
-        while table.num_rows - start >= ROW_GROUP_ROWS or (not whole_only and start < table.num_rows):
-            group = table.slice(start, ROW_GROUP_ROWS).combine_chunks()
+    def _write_groups(self, least_rows: int) -> None:
+        while self._pending.num_rows >= least_rows:
+            group = self._pending.slice(0, ROW_GROUP_ROWS).combine_chunks()
             self._writer.write_table(group, row_group_size=ROW_GROUP_ROWS)
-            start += group.num_rows
-        rest = table.slice(start)
-        self._pending, self._num_pending = [rest], rest.num_rows
+            self._pending = self._pending.slice(ROW_GROUP_ROWS)
 
 
 @contextmanager
@@ -90,10 +87,35 @@ def parquet_stream(path: Path | str, schema: pa.Schema) -> Iterator[ParquetStrea
 
     The file appears when the block ends without an error. At most two row groups are held in memory.
     """
-    with atomic_path(path) as temporary, pq.ParquetWriter(temporary, schema, **_WRITER_OPTIONS) as writer:
-        stream = ParquetStream(writer, schema)
-        yield stream
-        stream._write_groups(whole_only=False)
+    path = Path(path)
+    with atomic_path(path) as temporary:
+        with pq.ParquetWriter(temporary, schema, **_WRITER_OPTIONS) as writer:
+            stream = ParquetStream(writer, schema)
+            yield stream
+            stream._write_groups(least_rows=1)
+        stream.written = WrittenFile(path, stream.num_rows, temporary.stat().st_size, sha256_file(temporary))
+
+
+def as_large(table: pa.Table) -> pa.Table:
+    """The table with text and lists of types that are not limited to 2 GiB a column, as one chunk: `take` is then safe.
+
+    `write_parquet` writes slices that were taken from it in a file's ordinary types again.
+    """
+    columns = {name: table[name].cast(_large_type(table[name].type)) for name in table.column_names}
+    return pa.table(columns).combine_chunks()
+
+
+def _large_type(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_list(kind):
+        return pa.large_list(kind.value_type)
+    return pa.large_string() if pa.types.is_string(kind) else kind
+
+
+def in_order_of(table: pa.Table, column: str) -> Iterator[pa.Table]:
+    """The rows of a table in the order of a column, some at a time."""
+    order, large = pc.sort_indices(table[column]), as_large(table)
+    for start in range(0, len(order), ROW_GROUP_ROWS):
+        yield large.take(order.slice(start, ROW_GROUP_ROWS))
 
 
 def read_parquet(path: Path | str, columns: Sequence[str] | None = None, schema: pa.Schema | None = None) -> pa.Table:
@@ -123,10 +145,12 @@ def read_parquet(path: Path | str, columns: Sequence[str] | None = None, schema:
         raise WorkspaceError(f"the files of {path} differ in their columns: {error}. Write them again.") from None
 
 
-def iter_parquet(path: Path | str, columns: Sequence[str], optional: Sequence[str] = ()) -> Iterator[pa.RecordBatch]:
+def iter_parquet(
+    path: Path | str, columns: Sequence[str] | None = None, optional: Sequence[str] = ()
+) -> Iterator[pa.RecordBatch]:
     """The rows that `read_parquet` gives, in batches: one row group at most is in memory.
 
-    Batches of a file that has some of the `optional` columns have these too.
+    Batches of a file that has some of the `optional` columns have these too. A folder that is not there has no rows.
 
     Raises
     ------
@@ -134,11 +158,12 @@ def iter_parquet(path: Path | str, columns: Sequence[str], optional: Sequence[st
         A file is damaged, or lacks a column; the message names the file. No file gives no batch.
     """
     path = Path(path)
-    for file in sorted(path.glob("*.parquet")) if path.is_dir() else [path]:
-        with _opened(file, columns) as opened:
+    for file in [path] if path.is_file() else sorted(path.glob("*.parquet")):
+        with _opened(file, columns or ()) as opened:
             try:
                 there = [name for name in optional if name in opened.schema_arrow.names]
-                yield from opened.iter_batches(columns=[*columns, *there], batch_size=ROWS_AT_ONCE)
+                wanted = None if columns is None else [*columns, *there]
+                yield from opened.iter_batches(columns=wanted, batch_size=ROW_GROUP_ROWS)
             except (pa.ArrowException, OSError) as error:
                 raise _damaged(file, error) from None
 
@@ -146,7 +171,9 @@ def iter_parquet(path: Path | str, columns: Sequence[str], optional: Sequence[st
 def _read_file(path: Path, columns: Sequence[str] | None) -> pa.Table:
     with _opened(path, columns or ()) as file:
         try:
-            return file.read(columns=None if columns is None else list(columns))
+            # By row group: lists of one column in one chunk could not hold more than 2^31 values.
+            groups = [file.read_row_group(number, columns=columns) for number in range(file.num_row_groups)]
+            return pa.concat_tables(groups) if groups else file.read(columns=columns)
         except (pa.ArrowException, OSError) as error:
             raise _damaged(path, error) from None
 

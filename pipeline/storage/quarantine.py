@@ -3,24 +3,33 @@
 Knows nothing of why a row fails; the reason comes with the row.
 """
 
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.sides import Side
 
-QUARANTINE_SCHEMA = pa.schema(
-    [
-        pa.field("entity_id", pa.string(), nullable=False),  # as text, whatever the type of the table's ids
-        pa.field("side", pa.string(), nullable=False),
-        pa.field("reason", pa.string(), nullable=False),
-        pa.field("detail", pa.string(), nullable=False),
-        pa.field("fingerprint", pa.string()),  # null: it failed before there was a prompt
-    ],
-    metadata={"laserbatch.record": "quarantine", "laserbatch.version": "1"},
-)
+
+def quarantine_schema(entity_id_type: pa.DataType) -> pa.Schema:
+    """Arrow schema of quarantine files, whose `entity_id` keeps the type it has in the input table.
+
+    Parameters
+    ----------
+    entity_id_type : `pa.string()` or `pa.int64()`.
+    """
+    return pa.schema(
+        [
+            pa.field("entity_id", entity_id_type, nullable=False),
+            pa.field("side", pa.string(), nullable=False),
+            pa.field("reason", pa.string(), nullable=False),
+            pa.field("detail", pa.string(), nullable=False),
+            pa.field("fingerprint", pa.string()),  # null: it failed before there was a prompt
+            pa.field("text", pa.string()),  # that was written and could not be used; null: there was none
+        ],
+        metadata={"laserbatch.record": "quarantine", "laserbatch.version": "2"},  # 1 had no text, and ids as text
+    )
 
 
 @dataclass(frozen=True)
@@ -29,50 +38,46 @@ class QuarantineRow:
 
     Attributes
     ----------
-    entity_id : the id as text.
+    entity_id : as in its table.
     side : "user" or "item".
     reason : a stable word: "too-long", "unparsable", "undecodable", ...
     detail : the sentence for a person.
     fingerprint : of the rendered prompt; None when it could not be rendered.
+    text : what was written and could not be used; None when nothing was.
     """
 
-    entity_id: str
+    entity_id: str | int
     side: Side
     reason: str
     detail: str = ""
     fingerprint: str | None = None
+    text: str | None = None
 
     @classmethod
-    def of(cls, entity_id: object, side: Side, message: str, fingerprint: str | None = None) -> "QuarantineRow":
+    def of(
+        cls, entity_id: str | int, side: Side, message: str, fingerprint: str | None = None, text: str | None = None
+    ) -> "QuarantineRow":
         """From the message of a `RowError`, whose first word before a colon is the reason.
 
         >>> QuarantineRow.of(7, "item", "too-long: 900 tokens, 512 fit").reason
         'too-long'
         """
         reason, _, detail = message.partition(":")
-        return cls(str(entity_id), side, reason.strip() or "unknown", detail.strip(), fingerprint)
+        return cls(entity_id, side, reason.strip() or "unknown", detail.strip(), fingerprint, text)
 
 
-def quarantine_table(rows: Iterable[QuarantineRow]) -> pa.Table:
-    """The rows as a table of `QUARANTINE_SCHEMA`, in an order that does not depend on who failed first."""
+def quarantine_table(rows: Iterable[QuarantineRow], entity_id_type: pa.DataType) -> pa.Table:
+    """The rows as a table of `quarantine_schema`."""
     # A lone surrogate cannot be stored as UTF-8, and may be the very reason why the row is here.
-    cleaned = [tuple(_storable(value) for value in astuple(row)) for row in rows]
-    ordered = sorted(cleaned, key=lambda row: tuple(value or "" for value in row))
-    columns = zip(*ordered, strict=True) if ordered else [[] for _ in QUARANTINE_SCHEMA]
-    arrays = [pa.array(list(column), field.type) for column, field in zip(columns, QUARANTINE_SCHEMA, strict=True)]
-    return pa.Table.from_arrays(arrays, schema=QUARANTINE_SCHEMA)
-
-
-def quarantine_rows(table: pa.Table) -> list[QuarantineRow]:
-    """The rows of a quarantine table."""
-    return [QuarantineRow(**row) for row in table.to_pylist()]
+    stored = [{name: _storable(value) for name, value in asdict(row).items()} for row in rows]
+    return pa.Table.from_pylist(stored, schema=quarantine_schema(entity_id_type))
 
 
 def count_reasons(table: pa.Table) -> dict[str, int]:
     """Number of rows by reason, the most frequent first: the manifest's `quarantine_reasons`."""
-    counts = Counter(table["reason"].to_pylist())
+    counts = {entry["values"]: entry["counts"] for entry in pc.value_counts(table["reason"]).to_pylist()}
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
-def _storable(value: str | None) -> str | None:
-    return None if value is None else value.encode("utf-8", "backslashreplace").decode()
+def _storable(value: str | int | None) -> str | int | None:
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value

@@ -1,8 +1,9 @@
 """One run on disk: where its files lie, and which of its shards are finished.
 
-A shard is written as its quarantine rows, then its knowledge, then `<shard>.json` with the checksums of both. Only that
-last file makes it finished, so a killed run loses no more than the shards in flight, and none is half there. Knows
-nothing of how shards are cut or made.
+A shard is written as its quarantine rows, then its knowledge, then a record with the checksums of both. Only that last
+file makes it finished, so a killed run loses no more than the shards in flight, and none is half there. Records and
+failed rows of shards lie in `shards/`, so that `knowledge/` and `quarantine/` hold what readers want and nothing else.
+Knows nothing of how shards are cut or made.
 """
 
 import json
@@ -17,8 +18,8 @@ from pipeline.errors import WorkspaceError
 from pipeline.sides import Side
 from pipeline.storage.atomic import read_json, remove_leftovers, sha256_file, write_json, write_text
 from pipeline.storage.manifest import RunManifest
-from pipeline.storage.parquet import WrittenFile, iter_parquet, read_parquet, write_parquet
-from pipeline.storage.quarantine import QUARANTINE_SCHEMA, QuarantineRow, quarantine_rows, quarantine_table
+from pipeline.storage.parquet import WrittenFile, in_order_of, iter_parquet, read_parquet, write_parquet
+from pipeline.storage.quarantine import QuarantineRow, quarantine_schema, quarantine_table
 
 logger = logging.getLogger("laserbatch.storage")
 
@@ -33,7 +34,7 @@ class ShardRecord:
     file : its knowledge file, relative to the run folder.
     num_rows : rows of knowledge.
     sha256 : hex digest of the knowledge file.
-    num_quarantined : rows that failed; their file lies under `quarantine/<side>/`.
+    num_quarantined : rows that failed; their file lies beside the record.
     info : what its maker recorded: group, timings, statistics, a key of its plan; plain JSON.
     """
 
@@ -88,7 +89,7 @@ class RunFolder:
         return self.success_path.exists()
 
     def knowledge_folder(self, side: Side) -> Path:
-        """`knowledge/<side>`, a folder of one Parquet file a shard."""
+        """`knowledge/<side>`, a folder of Parquet files and nothing else, one a shard."""
         return self.root / "knowledge" / side
 
     def features_path(self, side: Side) -> Path:
@@ -99,7 +100,7 @@ class RunFolder:
         return self.root / "features" / f"{side}-centroids.parquet"
 
     def quarantine_path(self, side: Side) -> Path:
-        """The merged quarantine file of a side."""
+        """The quarantine of a side, all shards' together."""
         return self.root / "quarantine" / f"{side}.parquet"
 
     def load_manifest(self) -> RunManifest:
@@ -110,7 +111,7 @@ class RunFolder:
         self,
         side: Side,
         name: str,
-        knowledge: pa.Table,
+        knowledge: pa.Table | pa.RecordBatchReader,
         quarantined: Iterable[QuarantineRow] = (),
         info: Mapping | None = None,
     ) -> ShardRecord:
@@ -123,12 +124,12 @@ class RunFolder:
         ----------
         side : "user" or "item".
         name : the file name without suffix; zero-padded, so that name order is shard order.
-        knowledge : rows of the knowledge schema; may be empty.
+        knowledge : rows of the knowledge schema; may be empty. Of a reader a little at a time is in memory.
         quarantined : the rows that failed.
         info : recorded with the shard and given back by `finished_shards`; plain JSON.
         """
         self._shard_record_path(side, name).unlink(missing_ok=True)  # not finished while its files change
-        rows = quarantine_table(quarantined)
+        rows = quarantine_table(quarantined, knowledge.schema.field("entity_id").type)
         failed = write_parquet(rows, self._shard_quarantine_path(side, name)) if rows.num_rows else None
         written = write_parquet(knowledge, self.knowledge_folder(side) / f"{name}.parquet")
         record = ShardRecord(
@@ -149,7 +150,7 @@ class RunFolder:
         A shard whose files are missing, damaged or changed since is left out, with a warning.
         """
         finished = {}
-        for path in sorted(self.knowledge_folder(side).glob("*.json")):
+        for path in sorted(self._shards_folder(side).glob("*.json")):
             try:
                 record = ShardRecord(**read_json(path))
                 files = {self.root / record.file: record.sha256}
@@ -172,9 +173,8 @@ class RunFolder:
         """
         keep = set(keep)
         remove_leftovers(self.root)
-        for folder in (self.knowledge_folder(side), self._shard_quarantine_path(side, "x").parent):
-            # Records first: a shard is then unfinished before it is incomplete.
-            for path in sorted(folder.glob("*"), key=lambda path: (path.suffix != ".json", path.name)):
+        for folder in (self._shards_folder(side), self.knowledge_folder(side)):
+            for path in sorted(folder.glob("*")):  # records first: a shard is then unfinished before it is incomplete
                 if path.stem not in keep:
                     path.unlink(missing_ok=True)
 
@@ -195,17 +195,24 @@ class RunFolder:
         """Some columns of what `read_knowledge` gives, a batch in memory at a time; `optional` ones where they are."""
         return iter_parquet(self.knowledge_folder(side), columns, optional)
 
-    def merge_quarantine(self, side: Side, more: Iterable[QuarantineRow] = ()) -> WrittenFile:
-        """Merge the finished shards' quarantine rows, and `more` that belong to no shard, into one file."""
-        rows = list(more)
-        for record in self.finished_shards(side).values():
+    def merge_quarantine(
+        self,
+        side: Side,
+        finished: Iterable[ShardRecord],
+        more: Iterable[QuarantineRow],
+        entity_id_type: pa.DataType,
+    ) -> WrittenFile:
+        """Merge the quarantine rows of finished shards, and `more` that belong to none, into one file by entity."""
+        parts = [quarantine_table(more, entity_id_type)]
+        for record in finished:
             if record.num_quarantined:
-                rows += quarantine_rows(read_parquet(self._shard_quarantine_path(side, record.name)))
-        return write_parquet(quarantine_table(rows), self.quarantine_path(side))
+                parts.append(read_parquet(self._shard_quarantine_path(side, record.name)))
+        merged = in_order_of(pa.concat_tables(parts), "entity_id")
+        return write_parquet(merged, self.quarantine_path(side), quarantine_schema(entity_id_type))
 
-    def read_quarantine(self, side: Side) -> pa.Table:
+    def read_quarantine(self, side: Side, columns: Sequence[str] | None = None) -> pa.Table:
         """The merged quarantine of a side; no rows when nothing was merged yet."""
-        return read_parquet(self.quarantine_path(side), schema=QUARANTINE_SCHEMA)
+        return read_parquet(self.quarantine_path(side), columns, schema=quarantine_schema(pa.string()))
 
     def finish(self) -> None:
         """Write `_SUCCESS`. Call it last: nothing of the run may change afterwards."""
@@ -213,8 +220,11 @@ class RunFolder:
             raise WorkspaceError(f"{self.manifest_path} is missing; a run saves its manifest before it is finished.")
         write_text("", self.success_path)
 
+    def _shards_folder(self, side: Side) -> Path:
+        return self.root / "shards" / side
+
     def _shard_record_path(self, side: Side, name: str) -> Path:
-        return self.knowledge_folder(side) / f"{name}.json"
+        return self._shards_folder(side) / f"{name}.json"
 
     def _shard_quarantine_path(self, side: Side, name: str) -> Path:
-        return self.root / "quarantine" / side / f"{name}.parquet"
+        return self._shards_folder(side) / f"{name}.parquet"

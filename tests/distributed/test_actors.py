@@ -71,7 +71,7 @@ def planned(world: Path, run_dir: Path):
         template_dir=None,
         step_cost_dir=run_dir / "step-costs",
     )
-    save_plan(plan, run_dir / "plan" / "item.json")
+    save_plan(plan, run_dir)
     return plan.shards, spec
 
 
@@ -129,14 +129,14 @@ def test_a_row_that_kills_or_stops_workers_is_given_up_alone(cluster, world, tmp
     monkeypatch.setattr(actors, "_Worker", Poisoned)
     monkeypatch.setattr(actors, "LOOK_S", 0.5)
     monkeypatch.setattr(actors, "MOST_SILENT_S", 20.0)
-    (tmp_path / "knowledge/item").mkdir(parents=True)
+    (tmp_path / "knowledge/item").mkdir(parents=True, exist_ok=True)
     outcomes = list(run_shards(shards, spec, cluster, 2))
     (abandoned,) = [outcome for outcome in outcomes if isinstance(outcome, ShardAbandoned)]
     assert [row.entity_id for row in read_shard(tmp_path / abandoned.shard.path)] == [deadly]
     assert abandoned.reason.startswith("worker-died: ")
     assert hung.exists()
     # The plan that a later attempt reads has the halves in the shard's place, and no shard left begun files.
-    plan = load_plan(tmp_path / "plan" / "item.json")
+    plan = load_plan(tmp_path, "item")
     done = {shard.name for shard, _ in (outcome for outcome in outcomes if outcome != abandoned)}
     assert (
         done | {abandoned.shard.name} == {shard.name for shard in plan.shards} and len(plan.shards) == len(shards) + 2

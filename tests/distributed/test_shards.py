@@ -19,10 +19,12 @@ from pipeline.errors import RowError
 from pipeline.knowledge.entities import Entity
 from pipeline.knowledge.prompts import RenderedPrompt
 from pipeline.knowledge.records import knowledge_schema
+from pipeline.storage.parquet import write_parquet
 from pipeline.storage.run_folder import RunFolder
 from retrieval_pools.router import Route
 
 RECORD = {
+    "is_stale": False,
     "side": "user", "framework": "kar", "template": "t@1", "text": "old", "token_ids": [1, 2], "token_sources": [0, 0],
     "fields_json": "{}", "run_id": "2025-01-01-00000000", "model_id": "m", "pool_version": None, "pool_group": None,
     "decoding_json": "{}", "num_prompt_tokens": 3, "num_history": 0, "num_history_dropped": 0, "num_tokens": 2,
@@ -49,13 +51,21 @@ def plan(entities, run_dir, previous=None, force=False, shard_size=4, apart=()):
         pa.string(),
         render=render,
         route=lambda entity: Route(f"g{len(entity.entity_id) % 3}", "attribute"),
-        previous=PreviousKnowledge(previous),
+        previous=PreviousKnowledge(None if previous is None else previous_folder(previous, run_dir)),
         force=force,
         shard_size=shard_size,
         batch_size=1,
         run_dir=run_dir,
         apart=apart,
     )
+
+
+def previous_folder(table, run_dir):
+    """Where an earlier run keeps them, in files of a few rows."""
+    folder = run_dir.parent / f"before-{run_dir.name}"
+    for start in range(0, table.num_rows, 2):
+        write_parquet(table.slice(start, 2), folder / f"{start:05d}.parquet")
+    return folder
 
 
 def users(ids, version="1", **attributes):
@@ -104,8 +114,11 @@ def test_force_generates_unchanged_entities(tmp_path):
 
 def test_an_entity_that_cannot_be_asked_about_is_refused_with_its_reason(tmp_path):
     planned = plan(users(["a"]) + users(["b"], bad=True), tmp_path)
-    assert [(row.entity_id, row.reason) for row in planned.refused] == [("b", "too-long: of no use")]
-    assert sum(shard.num_rows for shard in planned.shards) == 1
+    assert planned.num_refused == sum(shard.num_rows for shard in planned.shards) == 1
+    run = RunFolder(tmp_path)
+    run.merge_quarantine("user", run.finished_shards("user").values(), [], pa.string())
+    (row,) = run.read_quarantine("user").to_pylist()
+    assert (row["entity_id"], row["reason"], row["detail"]) == ("b", "too-long", "of no use")
 
 
 def test_entities_that_are_kept_apart_share_no_shard_with_others_and_come_first(tmp_path):
@@ -118,9 +131,9 @@ def test_entities_that_are_kept_apart_share_no_shard_with_others_and_come_first(
 
 def test_a_plan_comes_back_from_disk_as_it_was(tmp_path):
     planned = plan(users(["a", "b", "c"]) + users(["d"], bad=True), tmp_path, records({"c": "fingerprint-1"}))
-    save_plan(planned, tmp_path / "plan" / "user.json")
-    assert load_plan(tmp_path / "plan" / "user.json") == planned
-    assert load_plan(tmp_path / "plan" / "item.json") is None
+    save_plan(planned, tmp_path)
+    assert load_plan(tmp_path, "user") == planned
+    assert load_plan(tmp_path, "item") is None
 
 
 @pytest.mark.parametrize("ids", [[1, 2, 3]])

@@ -156,7 +156,7 @@ def row(num_prompt: int, num_previous: int | None) -> PlannedRow:
 
 
 def test_a_runs_texts_are_as_long_as_their_entities_had_before_or_as_the_pools():
-    shards = [Shard(str(number), "user", "", 3, "") for number in range(2)]
+    shards = [Shard(str(number), "user", "", 3, "", "") for number in range(2)]
     rows = [row(5, 40), row(7, None), row(4, 900)]
     pool = SimpleNamespace(manifest=SimpleNamespace(num_texts=2, num_tokens=120))
     decoding = DecodingSettings(max_new_tokens=512)

@@ -2,6 +2,7 @@
 
 import datetime
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -49,7 +50,7 @@ def invented_text(seed: int, num_changed: int = 0) -> np.ndarray:
     return np.array(tokens[: len(tokens) - num_changed] + [60 + seed % 7] * num_changed, np.int32)
 
 
-def write_night(night, num_changed: int = 0, previous: pa.Table | None = None) -> pa.Table:
+def write_night(night, num_changed: int = 0, previous: Path | None = None) -> pa.Table:
     """A plan and a text for each item, as generation leaves them; of no user."""
     entities = list(iter_entities(night.tables, "item"))
     plan = plan_side(
@@ -64,7 +65,7 @@ def write_night(night, num_changed: int = 0, previous: pa.Table | None = None) -
         batch_size=16,
         run_dir=night.run.root,
     )
-    save_plan(plan, night.run.root / "plan" / "item.json")
+    save_plan(plan, night.run.root)
     token_ids = [invented_text(zlib.crc32(entity.entity_id.encode()), num_changed) for entity in entities]
     texts = pa.table(
         {
@@ -101,10 +102,10 @@ def test_a_first_night_replays_texts_held_back_and_its_pool_holds_all(world):
 
 def test_a_second_night_replays_what_it_wrote_against_the_pool_it_drafted_from(world):
     night = opened(world, FIRST_DATE)
-    texts = write_night(night)
+    write_night(night)
     build_pools(night)
     next_night = opened(world, SECOND_DATE)
-    num_texts = write_night(next_night, num_changed=5, previous=texts).num_rows
+    num_texts = write_night(next_night, 5, night.run.knowledge_folder("item")).num_rows
     build_pools(next_night)
     calibration = next_night.pools.open(next_night.run.run_id, "item").manifest.calibration
     assert calibration.num_texts == num_texts
