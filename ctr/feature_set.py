@@ -55,11 +55,13 @@ def read_feature_set(folder: Path) -> FeatureSet:
     for side in SIDES:
         path = folder / f"{side}.parquet"
         if path.is_file():
-            tables[side] = pq.read_table(path)
-            try:
-                check_feature_schema(tables[side].schema, side)
-            except ValueError as error:
-                raise CtrError(f"{path}: {error}") from None
+            with pq.ParquetFile(path) as file:
+                try:
+                    check_feature_schema(file.schema_arrow, side)
+                except ValueError as error:
+                    raise CtrError(f"{path}: {error}") from None
+                # In batches: vectors of one chunk could not hold more than 2^31 numbers.
+                tables[side] = pa.Table.from_batches(file.iter_batches(), file.schema_arrow)
     if not tables:
         raise CtrError(
             f"{folder}: neither user.parquet nor item.parquet; encode the run first with `laserbatch encode`"

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from jobs.calibrate_pools import calibrate_side
 from jobs.console import say
 from jobs.night import Night
@@ -18,6 +20,7 @@ from jobs.pool_texts import RunTexts, read_run_texts
 from jobs.routing import entity_router
 from pipeline.decoding.loading.identity import tokenizer_hash
 from pipeline.sides import SIDES, Side
+from pipeline.storage.parquet import as_large
 from retrieval_pools.building.build import BuildCounts, build_pool
 from retrieval_pools.calibration import Calibration
 from retrieval_pools.errors import PoolError
@@ -115,7 +118,8 @@ def _previous_pool(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | N
 
 
 def _entity_texts(night: Night, side: Side) -> EntityTexts | None:
-    knowledge = night.run.read_knowledge(side)
-    if not knowledge.num_rows:
+    texts = [pa.Table.from_batches([batch]) for batch in night.run.iter_knowledge(side, ["entity_id", "token_ids"])]
+    if not sum(part.num_rows for part in texts):
         return None
-    return EntityTexts(knowledge["entity_id"].combine_chunks(), knowledge["token_ids"].combine_chunks())
+    whole = as_large(pa.concat_tables(texts))
+    return EntityTexts(whole["entity_id"].combine_chunks(), whole["token_ids"].combine_chunks())

@@ -40,7 +40,7 @@ class RunTexts:
     model_id : that wrote the first.
     """
 
-    entity_ids: pa.Array
+    entity_ids: pa.ChunkedArray
     starts: np.ndarray
     tokens: np.ndarray
     alternatives: np.ndarray | None
@@ -110,7 +110,7 @@ def read_run_texts(run: RunFolder, side: Side, scratch: Path, with_alternatives:
         return None
     starts = np.concatenate([[0], np.cumsum(np.concatenate(lengths), dtype=np.int64)])
     return RunTexts(
-        pa.concat_arrays(ids),
+        pa.chunked_array(ids),
         starts,
         map_array(scratch / TOKENS_NAME),
         map_array(scratch / ALTERNATIVES_NAME) if with_alternatives else None,

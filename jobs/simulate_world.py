@@ -109,7 +109,7 @@ def divided_texts(
     measured = _taken(order, changed, min(size.num_texts, int(MAX_HELD_BACK_SHARE * num_texts)), set())
     calibrating = _taken(order, changed, num_held_back(num_texts, calibration_texts), measured)
     taken = measured | calibrating
-    token_ids = [np.asarray(ids.values, np.int32) for ids in knowledge["token_ids"].combine_chunks()]
+    token_ids = [np.asarray(ids.values, np.int32) for ids in knowledge["token_ids"]]
     prompts = _prompts(night, side, [entity_ids[row] for row in taken])
     held_back, calibration = (
         [row for row in order if row in part and entity_ids[row] in prompts] for part in (measured, calibrating)
@@ -141,8 +141,8 @@ def _alternatives(knowledge: pa.Table, rows: list[int]) -> list[np.ndarray | Non
     """What the model nearly wrote at each token of some texts, as a pool takes it."""
     if "alternative_ids" not in knowledge.column_names:
         return None
-    recorded = knowledge["alternative_ids"].take(pa.array(rows, pa.int64()))
-    return [None if ids.values is None else np.asarray(ids.values, np.int32) for ids in recorded]
+    recorded = knowledge["alternative_ids"]
+    return [np.asarray(recorded[row].values, np.int32) if recorded[row].is_valid else None for row in rows]
 
 
 def trained_embeddings(night: Night, settings: Settings) -> dict[str, EntityEmbeddings]:
@@ -279,11 +279,8 @@ def _previous_of_changed(night: Night, side: Side, knowledge: pa.Table) -> dict[
     written = knowledge.filter(pc.equal(knowledge["run_id"], night.run.run_id))["entity_id"].combine_chunks()
     before = night.previous.read_knowledge(side)
     before = before.filter(pc.is_in(before["entity_id"], value_set=written))
-    texts = before["token_ids"].combine_chunks()
-    return {
-        entity_id: np.asarray(texts[row].values, np.int32)
-        for row, entity_id in enumerate(before["entity_id"].to_pylist())
-    }
+    texts = zip(before["entity_id"].to_pylist(), before["token_ids"], strict=True)
+    return {entity_id: np.asarray(ids.values, np.int32) for entity_id, ids in texts}
 
 
 def _prompts(night: Night, side: Side, entity_ids: list[str | int]) -> dict[str | int, np.ndarray]:

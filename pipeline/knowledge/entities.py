@@ -68,11 +68,12 @@ def iter_entities(
     rows = np.arange(table.num_rows)
     if entity_ids is not None:
         wanted = pa.array(list(entity_ids), table[key].type)
-        rows = rows[pc.is_in(table[key], value_set=wanted).to_numpy()]
+        is_wanted = pc.is_in(table[key], value_set=wanted)
+        rows, table = rows[is_wanted.to_numpy()], table.filter(is_wanted)
     histories = _Histories(tables) if side == "user" and with_history else None
     for start in range(0, len(rows), _ROWS_AT_ONCE):
-        chunk = rows[start : start + _ROWS_AT_ONCE]
-        for row, values in zip(chunk.tolist(), table.take(pa.array(chunk)).to_pylist(), strict=True):
+        chunk, part = rows[start : start + _ROWS_AT_ONCE], table.slice(start, _ROWS_AT_ONCE)
+        for row, values in zip(chunk.tolist(), part.to_pylist(), strict=True):
             entity_id = values.pop(key)
             history = () if histories is None else histories.of(row)
             yield Entity(side, entity_id, _known(values), history)

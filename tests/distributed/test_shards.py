@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.distributed import shards
 from pipeline.distributed.shards import (
     FIRST_TEXTS,
     PreviousKnowledge,
@@ -169,3 +170,25 @@ def test_long_shards_come_after_a_few_rows_of_all_groups(tmp_path):
     assert sorted(row.entity_id for row in rows) == sorted(entity.entity_id for entity in entities)
     assert {row.group for row in rows[:FIRST_TEXTS]} == {row.group for row in rows}
     assert [shard.num_rows for shard in plan(entities[:50], tmp_path, shard_size=60).shards] == [50]
+
+
+def test_more_than_2_gib_of_text_is_carried_over_a_part_at_a_time(tmp_path, monkeypatch):
+    """One text of 64 MiB, which 33 records share, and a short one: no Arrow `string` array can hold all of them."""
+    one = records({"a": "fingerprint-0"}).drop_columns(["text", "entity_id"])
+    text = pa.array(["x" * 2**26])
+    batches = [
+        one.append_column("text", [text if number != 7 else ["short"]])
+        .append_column("entity_id", [[f"u{number}"]])
+        .to_batches()[0]
+        for number in range(34)
+    ]
+    assert sum(batch["text"].nbytes for batch in batches) > 2**31
+    with pytest.raises(pa.ArrowInvalid, match="offset overflow"):
+        pa.Table.from_batches(batches).take([7])
+    read = lambda path, columns: (batch.select(columns or batch.schema.names) for batch in batches)  # noqa: E731
+    monkeypatch.setattr(shards, "iter_parquet", read)
+    previous = PreviousKnowledge(tmp_path)
+    written = RunFolder(tmp_path / "run").write_shard("user", "carried", previous.records([7], pa.string(), False))
+    assert written.num_rows == 1
+    assert previous.rows_of(pa.chunked_array([["u31", "u2", "nobody"]])) == [2, 31]
+    assert {row: ids.tolist() for row, ids in previous.token_ids([31, 2]).items()} == {2: [1, 2], 31: [1, 2]}

@@ -146,3 +146,12 @@ def test_a_table_of_another_kind_is_named():
         check_feature_schema(pa.schema([("user_id", pa.string())]), "user")
     with pytest.raises(ValueError, match="side user"):
         check_feature_schema(feature_schema("user", pa.string(), 4), "item")
+
+
+def test_more_than_2_gib_of_text_is_never_gathered(tiny_encoder):
+    encoder, ids = load(tiny_encoder), [f"u{number:02}" for number in range(33)][::-1]
+    earlier = build_features(knowledge_of(ids, ["a"] * 33), "user", encoder)
+    whole = knowledge_of(ids, ["a"] * 33).drop_columns(["text"])
+    text = pa.array(["x" * 2**26])  # the same memory for all
+    known = build_features(whole.append_column("text", pa.chunked_array([text] * 33)), "user", encoder, earlier=earlier)
+    assert known.num_encoded == 0 and known.table.equals(earlier.table)

@@ -28,7 +28,8 @@ def judge(tmp_path):
         kept = pa.table({"entity_id": pa.array(range(num_kept), pa.int64())})
         record = run.write_shard("user", "00000", kept, failed)
         settings = Settings(tables={"path": tables}, night={"max_failed_share": allowed})
-        night = SimpleNamespace(run=run, settings=settings)
+        entities = SimpleNamespace(entities=lambda side: kept.rename_columns(["user_id"]))
+        night = SimpleNamespace(run=run, settings=settings, tables=entities)
         _require_usable_texts(night, SimpleNamespace(side="user", shards=[shard]), {"00000": record})
 
     return judge

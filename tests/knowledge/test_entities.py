@@ -53,5 +53,15 @@ def test_only_the_asked_for():
     assert [user.entity_id for user in iter_entities(make_tables(pa.int64()), "user", [3, 1, 77])] == [1, 3]
 
 
+def test_more_than_2_gib_of_attributes_are_never_gathered():
+    tables = make_tables(pa.int64())
+    text = pa.array(["x" * 2**26])  # the same memory for all
+    users = pa.table(
+        {"user_id": pa.chunked_array([[number] for number in range(33)]), "bio": pa.chunked_array([text] * 33)}
+    )
+    (one,) = iter_entities(Tables(users, tables.items, tables.interactions), "user", [2])
+    assert len(one.attributes["bio"]) == 2**26 and len(one.history) == 2
+
+
 def test_tables_without_ratings():
     assert next(iter_entities(make_tables(pa.int64(), with_rating=False), "user")).history[0].rating is None
