@@ -1,6 +1,8 @@
 """Where tonight's tokens came from: acceptance by source and by depth; and how long the texts became."""
 
-import statistics
+from bisect import bisect_right
+from collections.abc import Mapping
+from itertools import accumulate
 
 from jobs.formatting import MISSING, count, decimal, percent, ratio
 from jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
@@ -46,7 +48,7 @@ def lengths_section(sides: list[SideView]) -> Section:
     blocks: list[Block] = [_lengths(side, wide=len(sides) == 1) for side in sides]
     blocks.append(_length_table(sides))
     everything = total(side.tonight for side in sides)
-    median = statistics.median(everything.lengths)
+    median = _quantile(everything.lengths, 0.5)
     ended = percent(ratio(everything.finish_reasons.get("end_of_text", 0), everything.num_texts), 1)
     lead = f"A text has {decimal(median, 0)} tokens in the median; {ended} ended by themselves."
     if everything.num_rewritten:
@@ -123,7 +125,7 @@ def _share_by_depth(sides: list[SideView]) -> Figure:
 def _lengths(side: SideView, wide: bool) -> Figure:
     compared = [(side.plain, "plain decoding", "#4a5561"), (side.previous_night, "previous night", PREVIOUS_NIGHT)]
     other, name, colour = next(
-        ((part.lengths, name, colour) for part, name, colour in compared if part and part.lengths), ([], "", PLAIN)
+        ((part.lengths, name, colour) for part, name, colour in compared if part and part.lengths), ({}, "", PLAIN)
     )
     legend = [LegendEntry("tonight", TONIGHT)]
     return Figure(
@@ -152,14 +154,9 @@ def _length_table(sides: list[SideView]) -> Table:
         ):
             if part is None or not part.lengths:
                 continue
-            ordered = sorted(part.lengths)
-            marks = [
-                ordered[0],
-                statistics.median(ordered),
-                statistics.fmean(ordered),
-                _quantile(ordered, 0.95),
-                ordered[-1],
-            ]
+            mean = ratio(part.num_tokens, part.num_texts)
+            marks = [_quantile(part.lengths, share) for share in (0, 0.5, 0.95, 1)]
+            marks.insert(2, mean)
             reasons = [percent(ratio(part.finish_reasons.get(key, 0), part.num_texts), 1) for key in FINISH_LABELS]
             rows.append([side.label, name, count(part.num_texts), *[decimal(mark, 0) for mark in marks], *reasons])
     columns = ["Side", "Pass", "Texts", "Shortest", "Median", "Mean", "95 %", "Longest"]
@@ -167,7 +164,7 @@ def _length_table(sides: list[SideView]) -> Table:
         "Lengths and endings, in numbers",
         [*columns, *(label.capitalize() for label in FINISH_LABELS.values())],
         rows,
-        caption="Lengths in tokens, the end token not counted.",
+        caption="Lengths in tokens, the end token not counted; long ones are rounded by half a percent of the longest.",
         left=frozenset({0, 1}),
     )
 
@@ -179,5 +176,7 @@ def _sources(part: Decoding) -> list[str]:
     return [name for name in SOURCE_LABELS if name in used] + sorted(used - set(SOURCE_LABELS))
 
 
-def _quantile(ordered: list[int], share: float) -> float:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+def _quantile(lengths: Mapping[float, int], share: float) -> float:
+    ordered = sorted(lengths)
+    ends = list(accumulate(lengths[length] for length in ordered))  # texts up to each length
+    return ordered[bisect_right(ends, min(ends[-1] - 1, int(share * ends[-1])))]

@@ -3,7 +3,7 @@
 Knows labels and numbers, nothing of manifests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -51,8 +51,8 @@ def share_lines(series: Sequence[Series], x_name: str, y_name: str, width: float
 
 
 def histogram(
-    values: Sequence[float],
-    others: Sequence[float],
+    values: Mapping[float, int],
+    others: Mapping[float, int],
     x_name: str,
     y_name: str,
     colours: tuple[str, str],
@@ -62,7 +62,7 @@ def histogram(
 
     Parameters
     ----------
-    values : what is counted; at least one.
+    values : how often each is there; at least one.
     others : what it is compared with; may be empty.
     colours : of the bars, of the outline.
     """
@@ -71,7 +71,7 @@ def histogram(
     bin_width = (marks[1] - marks[0]) / 4
     num_bins = max(1, round((marks[-1] - marks[0]) / bin_width))
     heights = _binned(values, marks[0], bin_width, num_bins)
-    scale = len(values) / len(others) if others else 0.0
+    scale = sum(values.values()) / sum(others.values()) if others else 0.0
     outline = [height * scale for height in _binned(others, marks[0], bin_width, num_bins)]
     canvas = Canvas(width, 250, f"Histogram: {y_name} by {x_name}")
     frame = Frame(canvas, 0.0, max([*heights, *outline]) * 1.05, y_name)
@@ -134,8 +134,8 @@ def spreads(groups: Sequence[tuple[str, Sequence[Spread]]], x_name: str, width: 
     return canvas.markup()
 
 
-def _binned(values: Sequence[float], start: float, bin_width: float, num_bins: int) -> list[int]:
+def _binned(values: Mapping[float, int], start: float, bin_width: float, num_bins: int) -> list[int]:
     counts = [0] * num_bins
-    for value in values:
-        counts[min(num_bins - 1, max(0, int((value - start) / bin_width)))] += 1
+    for value, times in values.items():
+        counts[min(num_bins - 1, max(0, int((value - start) / bin_width)))] += times
     return counts

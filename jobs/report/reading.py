@@ -5,8 +5,10 @@ None or as empty, and the sections say so in words.
 """
 
 import datetime
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jobs.formatting import finite, ratio, whole
 
@@ -18,7 +20,8 @@ class Decoding:
     """What a decoding pass counted, over one side or several.
 
     `num_accepted` counts accepted draft tokens; `wall_s` is seconds of writing, as the manifest counts them. `lengths`
-    holds the tokens of every text. `num_rewritten` texts had run on and were written again.
+    counts texts by their tokens, or by the middle of a few numbers of tokens. `num_rewritten` texts had run on and were
+    written again.
     """
 
     num_texts: int
@@ -32,7 +35,7 @@ class Decoding:
     accepted_by_source: Mapping[str, int]
     accepted_by_depth: Sequence[int]
     finish_reasons: Mapping[str, int]
-    lengths: Sequence[int]
+    lengths: Mapping[float, int]
 
     @property
     def acceptance_length(self) -> float | None:
@@ -73,7 +76,8 @@ def decoding_of(stats: object) -> Decoding | None:
         },
         wall_s=finite(stats.get("wall_s")) or 0.0,
         **{name: counts(stats.get(name)) for name in ("drafted_by_source", "accepted_by_source", "finish_reasons")},
-        **{name: [whole(value) for value in sequence(stats.get(name))] for name in ("accepted_by_depth", "lengths")},
+        accepted_by_depth=[whole(value) for value in sequence(stats.get("accepted_by_depth"))],
+        lengths=_length_counts(stats.get("lengths")),
     )
 
 
@@ -95,7 +99,7 @@ def total(parts: Iterable[Decoding | None]) -> Decoding | None:
             for name in ("drafted_by_source", "accepted_by_source", "finish_reasons")
         },
         accepted_by_depth=_added_by_depth([part.accepted_by_depth for part in parts]),
-        lengths=[length for part in parts for length in part.lengths],
+        lengths=_added([part.lengths for part in parts]),
     )
 
 
@@ -184,7 +188,14 @@ def long_date(text: object) -> str:
     return f"{date.day} {months.split()[date.month - 1]} {date.year}"
 
 
-def _added(parts: list[Mapping[str, int]]) -> dict[str, int]:
+def _length_counts(value: object) -> dict[float, int]:
+    if not isinstance(value, Mapping):
+        return Counter(whole(length) for length in sequence(value))  # as earlier versions kept them: one a text
+    width, counted = whole(value.get("bin_width")), enumerate(sequence(value.get("counts")))
+    return {number * width + (width - 1) / 2: whole(texts) for number, texts in counted if whole(texts)}
+
+
+def _added(parts: list[Mapping[Any, int]]) -> dict[Any, int]:
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: sum(part.get(name, 0) for part in parts) for name in names}
 

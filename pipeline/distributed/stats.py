@@ -1,19 +1,22 @@
 """Counts of a decoding pass: summed over results, over shards, over sides; the same names from engine to report."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.decoding.engine import GenerationResult
 from retrieval_pools.sources import SOURCE_NAMES
 
+if TYPE_CHECKING:
+    from pipeline.decoding.engine import GenerationResult
+
+MOST_LENGTH_BINS = 256  # of a histogram of lengths: a manifest holds no line a text
 _SUMS = ("num_texts", "num_tokens", "num_steps", "num_drafted", "num_accepted", "wall_s")
 _BY_NAME = ("drafted_by_source", "accepted_by_source", "finish_reasons")
 _BY_DEPTH = ("drafted_by_depth", "accepted_by_depth")
 
 
-def decoding_stats(results: Sequence[GenerationResult], wall_s: float, num_rewritten: int = 0) -> dict[str, Any]:
+def decoding_stats(results: Sequence["GenerationResult"], wall_s: float, num_rewritten: int = 0) -> dict[str, Any]:
     """Statistics of finished texts.
 
     Parameters
@@ -26,7 +29,7 @@ def decoding_stats(results: Sequence[GenerationResult], wall_s: float, num_rewri
     -------
     dict
         JSON-ready: `num_*` sums, counts by source and by depth (index 0 = first drafted token), finish reasons, and
-        `lengths`, the number of tokens of every text.
+        `lengths`, the histogram of the texts' numbers of tokens.
     """
     reasons: dict[str, int] = {}
     for result in results:
@@ -44,7 +47,7 @@ def decoding_stats(results: Sequence[GenerationResult], wall_s: float, num_rewri
         "drafted_by_depth": sum_arrays(result.drafted_by_depth for result in results),
         "accepted_by_depth": sum_arrays(result.accepted_by_depth for result in results),
         "finish_reasons": reasons,
-        "lengths": [len(result.token_ids) for result in results],
+        "lengths": length_histogram([len(result.token_ids) for result in results]),
     }
 
 
@@ -58,8 +61,29 @@ def merge_stats(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
         merged[name] = {key: sum(part[name].get(key, 0) for part in parts) for key in keys}
     for name in _BY_DEPTH:
         merged[name] = sum_arrays(np.asarray(part[name]) for part in parts)
-    merged["lengths"] = [length for part in parts for length in part["lengths"]]
+    merged["lengths"] = merge_lengths(part["lengths"] for part in parts)
     return merged
+
+
+def length_histogram(lengths: Sequence[int]) -> dict[str, Any]:
+    """`counts` of lengths, each of `bin_width` tokens, from 0; the width is the least power of two for few enough."""
+    width = 1
+    while max(lengths, default=0) >= width * MOST_LENGTH_BINS:
+        width *= 2
+    return {"bin_width": width, "counts": np.bincount(np.asarray(lengths, np.int64) // width).tolist()}
+
+
+def merge_lengths(histograms: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The histogram of several passes' texts together: the same as of all their lengths at once."""
+    histograms = list(histograms)
+    width = max((part["bin_width"] for part in histograms), default=1)
+    return {"bin_width": width, "counts": sum_arrays(_widened(part, width) for part in histograms)}
+
+
+def _widened(part: dict[str, Any], width: int) -> np.ndarray:
+    counts = np.asarray(part["counts"], np.int64)
+    starts = np.arange(0, len(counts), width // part["bin_width"])
+    return np.add.reduceat(counts, starts) if len(counts) else counts
 
 
 def tokens_per_step(stats: dict[str, Any]) -> float | None:

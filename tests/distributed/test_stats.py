@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.decoding.engine import GenerationResult
-from pipeline.distributed.stats import decoding_stats, merge_stats
+from pipeline.distributed.stats import MOST_LENGTH_BINS, decoding_stats, length_histogram, merge_lengths, merge_stats
 from retrieval_pools.sources import NUM_SOURCES
 
 counts = st.lists(st.integers(0, 50), min_size=0, max_size=6)
@@ -39,4 +39,13 @@ def test_merging_shards_equals_counting_all_texts_at_once(first, second):
 
 def test_a_night_without_texts_has_zero_counts():
     empty = merge_stats([])
-    assert empty["num_texts"] == 0 and empty["lengths"] == [] and empty["drafted_by_depth"] == []
+    assert empty["num_texts"] == 0 and empty["lengths"]["counts"] == [] and empty["drafted_by_depth"] == []
+
+
+@given(st.lists(st.integers(0, 5000), max_size=9), st.lists(st.integers(0, 300), max_size=9))
+def test_lengths_are_few_numbers_however_many_texts_there_are(first, second):
+    merged = merge_lengths([length_histogram(first), length_histogram(second)])
+    assert merged == length_histogram(first + second)
+    assert sum(merged["counts"]) == len(first + second) and len(merged["counts"]) <= MOST_LENGTH_BINS
+    if max(first + second, default=0) < MOST_LENGTH_BINS:
+        assert merged["bin_width"] == 1

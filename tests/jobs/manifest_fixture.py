@@ -5,6 +5,7 @@ import random
 import numpy as np
 
 from ctr.equivalence import compare_paired
+from pipeline.distributed.stats import length_histogram
 from retrieval_pools.sources import SOURCE_NAMES
 
 DEPTH = 16
@@ -76,7 +77,7 @@ def stats(
         "drafted_by_depth": drafted_by_depth if num_drafted else [],
         "accepted_by_depth": accepted_by_depth if num_drafted else [],
         "finish_reasons": {"end_of_text": num_texts - cut, "stop": 0, "length": cut},
-        "lengths": lengths,
+        "lengths": length_histogram(lengths),
     }
 
 

@@ -236,6 +236,15 @@ def test_texts_that_had_run_on_are_told(manifest):
     assert "3 had run on to their limit under relaxed verification" in outline(manifest).text
 
 
+def test_lengths_of_an_earlier_version_read_the_same(manifest):
+    expected = outline(manifest).text
+    for side in manifest["sides"].values():
+        lengths = side["stats"]["lengths"]
+        assert lengths["bin_width"] == 1
+        side["stats"]["lengths"] = [length for length, texts in enumerate(lengths["counts"]) for _ in range(texts)]
+    assert outline(manifest).text == expected
+
+
 def test_a_night_in_which_nothing_had_changed(manifest):
     for side in manifest["sides"].values():
         side |= {

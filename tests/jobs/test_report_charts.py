@@ -24,8 +24,8 @@ def drawings() -> dict[str, str]:
         "lines": share_lines(
             [Series(NAME, [0.5, None, 0.1], "#111111"), Series("b", [1.0, 0.2], "#222222")], "x name", "y name"
         ),
-        "histogram": histogram([1, 1, 5], [2, 3], "x name", "y name", ("#111111", "#222222")),
-        "histogram of one": histogram([7], [], "x name", "y name", ("#111111", "#222222")),
+        "histogram": histogram({1: 2, 5: 1}, {2: 1, 3: 1}, "x name", "y name", ("#111111", "#222222")),
+        "histogram of one": histogram({7: 1}, {}, "x name", "y name", ("#111111", "#222222")),
         "spreads": spreads([(NAME, [Spread("a", 0.5, 0.01, "#111111"), Spread("b", 0.5, None, "#222222")])], "x name"),
         "no bars": lying_bars([], "x name", str, "#111111"),
     }
@@ -54,7 +54,7 @@ def test_missing_value_is_a_dash_and_no_bar():
 
 
 def test_every_value_is_counted_in_the_histogram():
-    root = ElementTree.fromstring(histogram(list(range(100)), [], "x", "y", ("#111111", "#222222")))
+    root = ElementTree.fromstring(histogram(dict.fromkeys(range(100), 1), {}, "x", "y", ("#111111", "#222222")))
     assert sum(int(node.text.rsplit(": ", 1)[1]) for node in root.iter("title")) == 100
 
 
