@@ -56,7 +56,7 @@ def two_nights(tmp_path_factory) -> Path:
 def _shards_before_a_kill(folder: Path, night: subprocess.Popen) -> dict[str, int]:
     """The shards that a night had finished when it was killed, and when they were written."""
     deadline = time.monotonic() + 240
-    shards = lambda: sorted(folder.glob("workspace/runs/*/shards/*/*.json"))  # noqa: E731
+    shards = lambda: sorted(folder.glob("workspace/runs/*/shards/*/0*.json"))  # noqa: E731
     while not shards() and night.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     os.killpg(night.pid, signal.SIGKILL)
