@@ -60,7 +60,7 @@ class World:
 
 
 def knowledge_of(run: Path, side: str) -> pa.Table:
-    return pa.concat_tables(pq.read_table(file) for file in sorted((run / "knowledge" / side).glob("*.parquet")))
+    return pq.read_table(run / "knowledge" / side)
 
 
 def _noon(day: str) -> datetime.datetime:
