@@ -125,7 +125,7 @@ class Page:
     status: str
     facts: Sequence[str]
     headline: Sequence[Phrase]
-    warnings: Sequence[str]
     key_figures: Sequence[KeyFigure]
     sections: Sequence[Section]
     made_by: str
+    warnings: Sequence[str] = ()

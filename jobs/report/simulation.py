@@ -31,7 +31,6 @@ def simulation_page(simulation: Simulation, made_by: str) -> Page:
             "predicted from texts, no model was run",
             f"verification configured: {simulation.verifier}; a replay counts what greedy verification accepts",
         ],
-        warnings=[],
         headline=_headline(simulation),
         key_figures=_key_figures(simulation),
         sections=[
