@@ -28,6 +28,11 @@ def quick(monkeypatch):
     monkeypatch.setattr(step_timing.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
 
+def calm(engine, **options):
+    """A cost as a quiet machine measures it, however busy this one is."""
+    return measure_step_cost(engine, **options).model_copy(update={"load": 1.0, "spread": 0.1})
+
+
 def drafted(step_cost, batch_size: int) -> list[int]:
     return [point.num_tokens - batch_size for point in step_cost.steps if point.batch_size == batch_size]
 
@@ -148,7 +153,7 @@ def test_the_same_machine_and_model_are_measured_once(tmp_path):
 
     def measure():
         calls.append(1)
-        return measure_step_cost(engine, batch_sizes=[2])
+        return calm(engine, batch_sizes=[2])
 
     first = cached_step_cost(tmp_path, engine, 0, measure)
     assert cached_step_cost(tmp_path, engine, 0, measure) == first
@@ -176,21 +181,18 @@ def test_the_same_machine_and_model_are_measured_once(tmp_path):
 )
 def test_a_cost_that_is_old_disturbed_or_refuted_is_measured_again(tmp_path, said, reason, caplog):
     engine = tiny_engine(MODEL, batch_size=1)
-    calm = measure_step_cost(engine).model_copy(
-        update={"load": 1.0, "spread": 0.1, "measured_on": datetime.date.today()}
-    )
-    cached_step_cost(tmp_path, engine, 0, lambda: calm.model_copy(update=said))
+    sound = calm(engine)
+    cached_step_cost(tmp_path, engine, 0, lambda: sound.model_copy(update=said))
     with caplog.at_level(logging.WARNING):
         assert known_step_cost(tmp_path, engine, 0) is None
     assert re.search(reason, caplog.text)
-    kept = cached_step_cost(tmp_path, engine, 0, lambda: calm)
+    kept = cached_step_cost(tmp_path, engine, 0, lambda: sound)
     assert known_step_cost(tmp_path, engine, 0) == kept
 
 
 def test_what_shards_took_is_kept_with_the_cost_that_foretold_it(tmp_path):
     engine = tiny_engine(MODEL, batch_size=1)
-    calm = measure_step_cost(engine).model_copy(update={"load": 1.0, "spread": 0.1})
-    name = cached_step_cost(tmp_path, engine, 0, lambda: calm).name
+    name = cached_step_cost(tmp_path, engine, 0, lambda: calm(engine)).name
     assert note_taken(tmp_path, "another", 9.0) is None and note_taken(tmp_path, name, 1.2) is None
     assert known_step_cost(tmp_path, engine, 0).taken == 1.2
     assert "1.80 times" in note_taken(tmp_path, name, 1.8)
@@ -207,7 +209,7 @@ def test_a_measurement_says_when_it_was_and_what_disturbed_it(monkeypatch):
 @pytest.mark.parametrize("spoil", ["{", "{}", "another"])
 def test_a_file_that_is_damaged_or_of_something_else_is_measured_again(tmp_path, spoil, caplog):
     engine = tiny_engine(MODEL, batch_size=1)
-    cached_step_cost(tmp_path, engine, 0, lambda: measure_step_cost(engine))
+    cached_step_cost(tmp_path, engine, 0, lambda: calm(engine))
     (path,) = tmp_path.glob("*.json")
     if spoil == "another":
         spoil = json.dumps(json.loads(path.read_text()) | {"name": "another machine"})
@@ -215,5 +217,5 @@ def test_a_file_that_is_damaged_or_of_something_else_is_measured_again(tmp_path,
     with caplog.at_level(logging.WARNING):
         assert known_step_cost(tmp_path, engine, 0) is None
     assert "measured again" in caplog.text
-    again = cached_step_cost(tmp_path, engine, 0, lambda: measure_step_cost(engine))
+    again = cached_step_cost(tmp_path, engine, 0, lambda: calm(engine))
     assert known_step_cost(tmp_path, engine, 0) == again
