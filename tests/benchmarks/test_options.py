@@ -1,7 +1,5 @@
 """The benchmark of drafting options: what a row counts, what is measured, and that the command runs."""
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -75,18 +73,3 @@ def test_tokens_per_step_are_of_all_texts_together():
 def test_the_figure_is_the_previous_texts_gain():
     row = {"task": "readers", "verification": "greedy", "value": "previous, pool", "gain": 1.2}
     assert [figure.met for figure in figures_of([row, row | {"gain": 1.1}, row | {"value": "pool"}])] == [True, False]
-
-
-@pytest.mark.slow
-def test_the_command_measures_the_sample_model_where_no_other_is(tmp_path):
-    command = [sys.executable, ROOT / "benchmarks" / "options.py", "--smoke", "--threads", "1"]
-    command += ["--json", tmp_path / "out.json", "--model", tmp_path / "none", "--cache", tmp_path / "cache"]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    content = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert content["command"].startswith("python benchmarks/options.py --smoke")
-    assert {row["model"] for row in content["rows"]} == {"sample"}
-    for row in content["rows"]:
-        assert 1 <= row["low"] <= row["tokens_per_step"] <= row["high"]
-        assert row["drafted"] <= row["k"]
-        assert sum(row["accepted_by_source"].values()) + row["num_steps"] == row["num_tokens"]

@@ -50,7 +50,8 @@ def test_every_size_is_timed_at_every_batch_size_and_the_engine_writes_on():
     for batch_size in step_cost.batch_sizes:
         seconds = step_cost.seconds(batch_size, batch_size * (1 + np.array(SIZE_KNOTS)))
         assert (np.diff(seconds) >= 0).all()
-    assert step_cost.draft.seconds > 0
+    draft = step_cost.draft  # of a single round noise may put all of it into one of the terms
+    assert draft.seconds_per_step + draft.seconds + draft.seconds_per_token > 0
     assert engine.store.num_live_rows == 0
     prompts = tiny_prompts(5)
     written = {result.request_id: result.token_ids.tolist() for result in engine.generate(requests_for(prompts))}
