@@ -24,9 +24,14 @@ import torch.nn.functional as F
 from command import benchmark_parser, scale_of
 from common import Spread, write_json
 
-from pipeline.decoding.forward.packed_attention import LaunchShape, PackedIndex, packed_attention, visible_keys
-from pipeline.decoding.packed_trees import PackedTrees
-from pipeline.decoding.token_tree import TokenTree
+from laserbatch.pipeline.decoding.attention.packed_attention import (
+    LaunchShape,
+    PackedIndex,
+    packed_attention,
+    visible_keys,
+)
+from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+from laserbatch.pipeline.decoding.token_tree import TokenTree
 
 SEED = 0
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -104,7 +109,7 @@ def make_problem(batch: int, tree: int, context: int, device: torch.device) -> P
 
 def kernel_system(problem: Problem, **blocks) -> Callable[[], torch.Tensor]:
     """The Triton kernel, reading keys where they lie."""
-    from pipeline.decoding.forward.kernel_attention import tree_attention_kernel
+    from laserbatch.pipeline.decoding.attention.kernel_attention import tree_attention_kernel
 
     shape = LaunchShape.of(problem.max_keys, len(problem.query), problem.num_sequences)
     arguments = (problem.query, problem.keys, problem.values, problem.index, HEAD_DIM**-0.5)
@@ -224,7 +229,7 @@ def measure(problem: Problem, name: str, scale: Scale, **options) -> dict:
 
 def blocks_grid() -> list:
     """Block sizes to try, the default first."""
-    from pipeline.decoding.forward.kernel_attention import DEFAULT_BLOCKS, Blocks
+    from laserbatch.pipeline.decoding.attention.kernel_attention import DEFAULT_BLOCKS, Blocks
 
     tried = [
         Blocks(keys, rows, warps, stages)

@@ -11,8 +11,8 @@ from night_pools import build
 from night_systems import MAX_DRAFT_TOKENS
 from night_tasks import GOODREADS_PROMPT, chat_ids
 
-from pipeline.decoding.engine import Engine
-from retrieval_pools.calibrating.replay import DraftOptions, ReplayText, replay
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, replay
 
 NUM_TEXTS = 15_000
 NUM_HELD_OUT = 150

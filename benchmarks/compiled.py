@@ -19,10 +19,10 @@ from command import add_device, add_models, benchmark_parser, existing, scale_of
 from common import DEFAULT_MODEL, Spread, write_json
 from step_profile import TREE_NODES, engine_of, prompts_of, timed_steps
 
-from pipeline.decoding.drafters import NoDrafter
-from pipeline.decoding.loading.load import load_model
-from pipeline.decoding.token_tree import TokenTree, chain_tree
-from pipeline.decoding.verifiers import Greedy
+from laserbatch.pipeline.decoding.drafters import NoDrafter
+from laserbatch.pipeline.decoding.model.load import load_model
+from laserbatch.pipeline.decoding.token_tree import TokenTree, chain_tree
+from laserbatch.pipeline.decoding.verifiers import Greedy
 
 WAYS = {"as they are": "off", "compiled": "on"}
 

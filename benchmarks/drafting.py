@@ -30,7 +30,7 @@ from drafting_replay import Drafter, Replay, accepted_interval, accepted_ratio, 
 from drafting_steps import NUM_SEQUENCES, LiveSequence, live_sequences, measure_steps
 from transformers import AutoTokenizer
 
-from retrieval_pools.settings import PoolSettings
+from laserbatch.retrieval_pools.settings import PoolSettings
 
 logger = logging.getLogger("drafting")
 

@@ -16,12 +16,12 @@ import pygtrie
 from drafting_corpora import Corpus, Document
 from drafting_replay import Drafter
 
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.calibrating.calibrate import calibrate
-from retrieval_pools.calibrating.replay import DraftOptions, ReplayText
-from retrieval_pools.pool import Pool
-from retrieval_pools.query import draft
-from retrieval_pools.settings import PoolSettings
+from laserbatch.retrieval_pools.calibration.calibrate import calibrate
+from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.query import draft
+from laserbatch.retrieval_pools.settings import PoolSettings
 
 MIN_PROBABILITY = 1e-3  # low enough for full trees; a run cuts earlier and drafts faster
 

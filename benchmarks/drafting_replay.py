@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from drafting_corpora import Document
 
-from retrieval_pools.calibrating.replay import steps_along
+from laserbatch.retrieval_pools.calibration.replay import steps_along
 
 NUM_RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -60,7 +60,7 @@ class Replay:
 
 
 def replay(drafter: Drafter, document: Document, max_nodes: int) -> Replay:
-    """Draft along one text, as `retrieval_pools.calibrating.replay` does.
+    """Draft along one text, as `retrieval_pools.calibration.replay` does.
 
     Only the draft is timed; what a drafter does to learn the prompt and the accepted tokens is not.
     """

@@ -9,8 +9,8 @@ from common import Spread
 from drafting_corpora import Document
 from drafting_peers import MIN_PROBABILITY
 
-from retrieval_pools.pool import Pool
-from retrieval_pools.query import draft_batch
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.query import draft_batch
 
 NUM_SEQUENCES = 64
 NUM_THREADS = (1, 2)

@@ -47,8 +47,8 @@ from night_tasks import Task, TaskSize, goodreads_items_task, reki_task, sample_
 from widen import DTYPES, widened
 from widen_weights import GEOMETRIES
 
-from pipeline.decoding.budget import Budget
-from pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.budget import Budget
+from laserbatch.pipeline.decoding.engine import Engine
 
 logger = logging.getLogger("engine")
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from night_systems import Pass
 
-from pipeline.decoding.budget import Budget, known_batch_size
-from pipeline.decoding.planning.run_forecast import RunTexts, prompt_token_seconds
-from retrieval_pools.calibrating.estimates import Bootstrap, Estimate
-from retrieval_pools.step_cost import StepCost
+from laserbatch.pipeline.decoding.budget import Budget, known_batch_size
+from laserbatch.pipeline.decoding.planning.run_forecast import RunTexts, prompt_token_seconds
+from laserbatch.retrieval_pools.calibration.estimates import Bootstrap, Estimate
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 SEED = 0
 

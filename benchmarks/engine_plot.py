@@ -6,11 +6,11 @@ from pathlib import Path
 from common import command_line, machine
 from engine_systems import ADAPTIVE, PEER, PLAIN
 
-from jobs.formatting import decimal
-from jobs.report.blocks import Figure, LegendEntry, Note, Page, Phrase, Section, Table
-from jobs.report.charts import FULL_WIDTH, Series, grouped_bars
-from jobs.report.page import render_page
-from pipeline.storage.atomic import write_text
+from laserbatch.jobs.formatting import decimal
+from laserbatch.jobs.report.blocks import Figure, LegendEntry, Note, Page, Phrase, Section, Table
+from laserbatch.jobs.report.charts import FULL_WIDTH, Series, grouped_bars
+from laserbatch.jobs.report.page import render_page
+from laserbatch.pipeline.storage.atomic import write_text
 
 COLOURS = ("#8b95a1", "#e69f00", "#009e73", "#cc79a7", "#7fb2de", "#0b4f8a")
 DRAWN = (PEER, "own-text", "rrp", "resd", "crp", "laser")

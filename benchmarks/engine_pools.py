@@ -21,17 +21,17 @@ from sklearn.feature_extraction.text import TfidfTransformer
 from sklearn.preprocessing import normalize
 from threadpoolctl import threadpool_limits
 
-from pipeline.decoding.budget import Budget
-from pipeline.decoding.engine import Engine
-from pipeline.decoding.planning.pilot import pilot_parts
-from pipeline.decoding.planning.pilot_texts import PilotTexts
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.calibrating.budget_replay import with_budgets
-from retrieval_pools.calibrating.calibrate import calibrate, num_held_back, spread_positions
-from retrieval_pools.calibrating.replay import DraftOptions, ReplayText
-from retrieval_pools.grouping.kmeans import cluster_embeddings, default_num_groups
-from retrieval_pools.pool import Pool
-from retrieval_pools.settings import PoolSettings
+from laserbatch.pipeline.decoding.budget import Budget
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.planning.pilot import pilot_parts
+from laserbatch.pipeline.decoding.planning.pilot_texts import PilotTexts
+from laserbatch.retrieval_pools.calibration.budget_replay import with_budgets
+from laserbatch.retrieval_pools.calibration.calibrate import calibrate, num_held_back, spread_positions
+from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.routing.kmeans import cluster_embeddings, default_num_groups
+from laserbatch.retrieval_pools.settings import PoolSettings
 
 logger = logging.getLogger("engine")
 

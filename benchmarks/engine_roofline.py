@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from night_systems import EngineSystem, Pass
 
-from pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.engine import Engine
 
 NUM_TIMES = 7
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}

@@ -16,18 +16,18 @@ from engine_roofline import DeviceRates, WatchedSystem
 from night_systems import EngineSystem, TransformersGenerate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from jobs.budgets import describe_budget
-from pipeline.decoding.budget import Budget, choose_budget
-from pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
-from pipeline.decoding.engine import Engine
-from pipeline.decoding.loading.load import LoadedModel, load_model
-from pipeline.decoding.planning.pilot import plan_pilot, run_pilot
-from pipeline.decoding.planning.pilot_texts import PilotTexts, StepCounts
-from pipeline.decoding.planning.step_timing import measure_step_cost
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.verifiers import verifier_from
-from retrieval_pools.pool import Pool
-from retrieval_pools.step_cost import StepCost
+from laserbatch.jobs.budgets import describe_budget
+from laserbatch.pipeline.decoding.budget import Budget, choose_budget
+from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
+from laserbatch.pipeline.decoding.planning.pilot import plan_pilot, run_pilot
+from laserbatch.pipeline.decoding.planning.pilot_texts import PilotTexts, StepCounts
+from laserbatch.pipeline.decoding.planning.step_timing import measure_step_cost
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.verifiers import verifier_from
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger("engine")
 

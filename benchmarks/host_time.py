@@ -35,16 +35,16 @@ from step_profile import engine_of, profile
 from step_spans import HOST_PARTS
 from widen_weights import GEOMETRIES, Geometry
 
-from pipeline.decoding import acceptance
-from pipeline.decoding.drafters import Drafter, NoDrafter, RetrievalDrafter
-from pipeline.decoding.engine import Engine, GenerationRequest
-from pipeline.decoding.forward.packed_forward import PackedForward
-from pipeline.decoding.forward.step_buffers import PackedStep
-from pipeline.decoding.loading.load import LoadedModel, load_model
-from pipeline.decoding.row_verdicts import RowVerdicts
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.verifiers import Greedy
-from retrieval_pools.pool import Pool
+from laserbatch.pipeline.decoding import acceptance
+from laserbatch.pipeline.decoding.attention.step_buffers import PackedStep
+from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, RetrievalDrafter
+from laserbatch.pipeline.decoding.engine import Engine, GenerationRequest
+from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
+from laserbatch.pipeline.decoding.model.packed_forward import PackedForward
+from laserbatch.pipeline.decoding.row_verdicts import RowVerdicts
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.verifiers import Greedy
+from laserbatch.retrieval_pools.index.pool import Pool
 
 SEED = 0
 MOST_HOST_SHARE = 0.15  # of a step at JUDGED_BATCH with the geometry JUDGED

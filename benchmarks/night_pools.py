@@ -10,13 +10,13 @@ import pyarrow as pa
 from night_systems import generate
 from night_tasks import Task
 
-from pipeline.decoding.drafters import NoDrafter
-from pipeline.decoding.engine import Engine
-from pipeline.decoding.verifiers import Greedy
-from pipeline.storage.parquet import read_parquet, write_parquet
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.pool import Pool
-from retrieval_pools.settings import PoolSettings
+from laserbatch.pipeline.decoding.drafters import NoDrafter
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.verifiers import Greedy
+from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.settings import PoolSettings
 
 logger = logging.getLogger("night")
 

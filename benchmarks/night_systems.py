@@ -13,14 +13,20 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.decoding.budget import Budget
-from pipeline.decoding.drafters import Drafter, NoDrafter, draft_all, drafter_from
-from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult, StepEvent
-from pipeline.decoding.packed_trees import PackedTrees
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.token_tree import MAX_DEPTH, TokenTree
-from pipeline.decoding.verifiers import Verifier, verifier_from
-from retrieval_pools.pool import Pool
+from laserbatch.pipeline.decoding.budget import Budget
+from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, draft_all, drafter_from
+from laserbatch.pipeline.decoding.engine import (
+    Engine,
+    GenerationFailure,
+    GenerationRequest,
+    GenerationResult,
+    StepEvent,
+)
+from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.token_tree import MAX_DEPTH, TokenTree
+from laserbatch.pipeline.decoding.verifiers import Verifier, verifier_from
+from laserbatch.retrieval_pools.index.pool import Pool
 
 MAX_DRAFT_TOKENS = 16
 MIN_ACCEPTANCE = 0.07

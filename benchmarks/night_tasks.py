@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from pipeline.knowledge.entities import iter_entities
-from pipeline.knowledge.prompts import load_template, render_prompt
-from pipeline.knowledge.settings import KnowledgeSettings
-from pipeline.sides import SIDES
-from pipeline.tables.read import read_tables
-from pipeline.tables.sample_world import LAST_DATE, write_sample_world
+from laserbatch.pipeline.knowledge.entities import iter_entities
+from laserbatch.pipeline.knowledge.prompts import load_template, render_prompt
+from laserbatch.pipeline.knowledge.settings import KnowledgeSettings
+from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
+from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.tables.read import read_tables
 
 SEED = 20250301
 GOODREADS_PROMPT = 'Describe the book "{title}" in one or two sentences.'

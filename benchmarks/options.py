@@ -24,13 +24,13 @@ from night_tasks import TaskSize
 from options_pools import Pools, first_night
 from options_tasks import NightTask, one_night_tasks, readers_task, sample_night_tasks
 
-from pipeline.decoding.budget import Budget
-from pipeline.decoding.drafters import RetrievalDrafter
-from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.verifiers import Greedy, Relaxed
-from retrieval_pools.pool import Pool
-from retrieval_pools.sources import SOURCE_NAMES
+from laserbatch.pipeline.decoding.budget import Budget
+from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
+from laserbatch.pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
 logger = logging.getLogger("options")
 

@@ -15,13 +15,13 @@ import pyarrow as pa
 from night_pools import own_texts
 from options_tasks import NightTask
 
-from pipeline.decoding.drafters import RetrievalDrafter
-from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest
-from pipeline.decoding.verifiers import Greedy
-from pipeline.storage.parquet import read_parquet, write_parquet
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.pool import Pool
-from retrieval_pools.settings import PoolSettings
+from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
+from laserbatch.pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest
+from laserbatch.pipeline.decoding.verifiers import Greedy
+from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.settings import PoolSettings
 
 logger = logging.getLogger("options")
 

@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 from night_tasks import Task, TaskSize, chat_ids, goodreads_items_task, reki_task, sample_tasks
 from real_tables import NIGHT_1, NIGHT_2, write_goodreads
 
-from pipeline.knowledge.entities import Entity, iter_entities
-from pipeline.knowledge.prompts import load_template, render_prompt
-from pipeline.tables.read import Tables, read_tables
-from retrieval_pools.router import Router
-from retrieval_pools.routing_settings import RoutingSettings
+from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
+from laserbatch.pipeline.knowledge.prompts import load_template, render_prompt
+from laserbatch.pipeline.tables.read import Tables, read_tables
+from laserbatch.retrieval_pools.routing.router import Router
+from laserbatch.retrieval_pools.routing.settings import RoutingSettings
 
 PROMPTS = Path(__file__).resolve().parent / "settings" / "prompts"
 MAX_PROMPT_TOKENS = 1024

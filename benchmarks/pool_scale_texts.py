@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 from common import SAMPLE_MODEL
 
-from models.sample_texts import write_user_text
-from pipeline.knowledge.entities import iter_entities
-from pipeline.tables.read import read_tables
-from pipeline.tables.sample_world import LAST_DATE, write_sample_world
-from retrieval_pools.array_files import ArrayWriter, map_array
+from laserbatch.models.sample_texts import write_user_text
+from laserbatch.pipeline.knowledge.entities import iter_entities
+from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
+from laserbatch.pipeline.tables.read import read_tables
+from laserbatch.retrieval_pools.index.array_files import ArrayWriter, map_array
 
 SEED = 20250301
 MAX_HISTORY = 24

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 from pool_scale_texts import TextFile
 
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.building.merge_runs import RunChunk, merge_runs, shared_with_previous
-from retrieval_pools.calibrating.replay import DraftOptions, ReplayText, pool_steps
-from retrieval_pools.pool import Pool
-from retrieval_pools.settings import PoolBuildSettings
+from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, pool_steps
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.merge_runs import RunChunk, merge_runs, shared_with_previous
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.settings import PoolBuildSettings
 
 MAX_NODES = 32
 MIN_PROBABILITY = 1e-3

@@ -24,13 +24,19 @@ from night_pools import own_texts
 from night_systems import generate, load_engine
 from night_tasks import Task, TaskSize, goodreads_items_task, reki_task, sample_tasks
 
-from pipeline.decoding.budget import Budget
-from pipeline.decoding.drafters import NoDrafter, drafter_from
-from pipeline.decoding.engine import Engine, GenerationResult
-from pipeline.decoding.verifiers import Greedy, verifier_from
-from retrieval_pools.calibrating.estimates import Bootstrap, Estimate, Tally
-from retrieval_pools.calibrating.replay import ReplayText
-from retrieval_pools.simulating.simulate import CalibrationTexts, DraftSetting, Grouping, PoolCorpus, Simulator
+from laserbatch.pipeline.decoding.budget import Budget
+from laserbatch.pipeline.decoding.drafters import NoDrafter, drafter_from
+from laserbatch.pipeline.decoding.engine import Engine, GenerationResult
+from laserbatch.pipeline.decoding.verifiers import Greedy, verifier_from
+from laserbatch.retrieval_pools.calibration.estimates import Bootstrap, Estimate, Tally
+from laserbatch.retrieval_pools.calibration.replay import ReplayText
+from laserbatch.retrieval_pools.simulating.simulate import (
+    CalibrationTexts,
+    DraftSetting,
+    Grouping,
+    PoolCorpus,
+    Simulator,
+)
 
 logger = logging.getLogger("simulation")
 

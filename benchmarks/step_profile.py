@@ -30,11 +30,11 @@ from step_spans import HOST_PARTS, PARTS, Spans, watched
 from widen import widened
 from widen_weights import GEOMETRIES
 
-from pipeline.decoding.drafters import Drafter, NoDrafter, drafter_from
-from pipeline.decoding.engine import Engine, GenerationRequest
-from pipeline.decoding.loading.load import LoadedModel, load_model
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.verifiers import Greedy, Relaxed, Verifier
+from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, drafter_from
+from laserbatch.pipeline.decoding.engine import Engine, GenerationRequest
+from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed, Verifier
 
 TREE_NODES = 16
 PREFILL_TOKENS = 8192  # in a step: the first texts must not end before the last ones begin

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 import torch
 from transformers import AttentionInterface
 
-from pipeline.decoding import acceptance as acceptance_module
-from pipeline.decoding import engine as engine_module
-from pipeline.decoding.engine import Engine
-from pipeline.decoding.forward.tree_attention import ATTENTION_NAME, tree_attention
+from laserbatch.pipeline.decoding import acceptance as acceptance_module
+from laserbatch.pipeline.decoding import engine as engine_module
+from laserbatch.pipeline.decoding.attention.tree_attention import ATTENTION_NAME, tree_attention
+from laserbatch.pipeline.decoding.engine import Engine
 
 OTHER = "other host"
 MODEL_PARTS = ("qkv", "attention", "attention output", "mlp", "lm_head", "other model")

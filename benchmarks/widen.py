@@ -21,8 +21,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from widen_weights import GEOMETRIES, Geometry, Widening
 
-from pipeline.decoding.loading.load import find_weights
-from pipeline.errors import ModelError
+from laserbatch.pipeline.decoding.model.load import find_weights
+from laserbatch.pipeline.errors import ModelError
 
 MODEL_TYPES = ("llama", "qwen2")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

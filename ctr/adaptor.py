@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ctr.settings import CtrSettings
+from laserbatch.ctr.settings import CtrSettings
 
 
 class ExpertGroup(nn.Module):

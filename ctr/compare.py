@@ -14,17 +14,17 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from ctr import metrics
-from ctr.dataset import CtrData, EntityTables, Knowledge, build_dataset, build_knowledge
-from ctr.dcnv2 import DCNv2
-from ctr.din import DIN
-from ctr.equivalence import Equivalence, compare_paired
-from ctr.errors import CtrError
-from ctr.feature_set import FeatureSet
-from ctr.gbdt import fit_gbdt, gbdt_matrix
-from ctr.metrics import Metrics
-from ctr.settings import CtrSettings
-from ctr.train import fit, predict
+from laserbatch.ctr import metrics
+from laserbatch.ctr.dataset import CtrData, EntityTables, Knowledge, build_dataset, build_knowledge
+from laserbatch.ctr.dcnv2 import DCNv2
+from laserbatch.ctr.din import DIN
+from laserbatch.ctr.equivalence import Equivalence, compare_paired
+from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.feature_set import FeatureSet
+from laserbatch.ctr.gbdt import fit_gbdt, gbdt_matrix
+from laserbatch.ctr.metrics import Metrics
+from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.train import fit, predict
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ctr.errors import CtrError
-from ctr.feature_set import FeatureSet, SideVectors, align, check_provenance, reduce_vectors
-from ctr.fields import Field, attribute_fields, id_field
-from ctr.history import histories
-from ctr.settings import CtrSettings
-from ctr.split import TEST, TRAIN, VALIDATION, split_by_time
+from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.feature_set import FeatureSet, SideVectors, align, check_provenance, reduce_vectors
+from laserbatch.ctr.fields import Field, attribute_fields, id_field
+from laserbatch.ctr.history import histories
+from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.split import TEST, TRAIN, VALIDATION, split_by_time
 
 
 class EntityTables(Protocol):

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from ctr.dataset import CtrData, Knowledge
-from ctr.layers import Dice, RowInputs, mlp
-from ctr.settings import CtrSettings
+from laserbatch.ctr.dataset import CtrData, Knowledge
+from laserbatch.ctr.layers import Dice, RowInputs, mlp
+from laserbatch.ctr.settings import CtrSettings
 
 ATTENTION_SIZES = (32, 16)
 

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ctr.errors import CtrError
-from pipeline.encoding.schema import check_feature_schema, run_date
+from laserbatch.ctr.errors import CtrError
+from laserbatch.pipeline.encoding.schema import check_feature_schema, run_date
 
 SIDES = ("user", "item")
 

@@ -6,9 +6,9 @@ the user's history and to the user's knowledge. Rates before the row stand for t
 
 import numpy as np
 
-from ctr.dataset import CtrData, Knowledge
-from ctr.errors import CtrError
-from ctr.settings import CtrSettings
+from laserbatch.ctr.dataset import CtrData, Knowledge
+from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.settings import CtrSettings
 
 NUM_COMPONENTS = 16  # leading principal components of the knowledge vectors that become columns
 MAX_ROUNDS, PATIENCE_ROUNDS = 400, 40

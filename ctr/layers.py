@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ctr.adaptor import HybridExpertAdaptor
-from ctr.dataset import CtrData, Knowledge
-from ctr.fields import NUM_RESERVED, Field
-from ctr.settings import CtrSettings
+from laserbatch.ctr.adaptor import HybridExpertAdaptor
+from laserbatch.ctr.dataset import CtrData, Knowledge
+from laserbatch.ctr.fields import NUM_RESERVED, Field
+from laserbatch.ctr.settings import CtrSettings
 
 EMBEDDING_STD = 0.2  # products of small embeddings have small gradients: with 0.05 crosses take ten epochs to appear
 

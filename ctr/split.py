@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from ctr.errors import CtrError
+from laserbatch.ctr.errors import CtrError
 
 TRAIN, VALIDATION, TEST = 0, 1, 2
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ctr import metrics
-from ctr.dataset import CtrData
-from ctr.settings import CtrSettings
+from laserbatch.ctr import metrics
+from laserbatch.ctr.dataset import CtrData
+from laserbatch.ctr.settings import CtrSettings
 
 PREDICTION_BATCH = 8192
 

@@ -11,19 +11,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jobs.console import say
-from jobs.night import Night
-from pipeline.decoding.budget import Budget, BudgetForecast, Trial, choose_budget, with_forecast
-from pipeline.decoding.planning.pilot import pilot_parts, plan_pilot, run_pilot
-from pipeline.decoding.planning.pilot_texts import PilotTexts
-from pipeline.decoding.planning.run_forecast import PREFILL_TOKENS, RunTexts, judged_on_run
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.distributed.shards import PlannedRow, Shard, read_shard
-from pipeline.distributed.worker import Scout
-from pipeline.errors import RunFailed
-from pipeline.sides import SIDES, Side
-from retrieval_pools.pool import Pool
-from retrieval_pools.step_cost import StepCost, read_step_cost
+from laserbatch.jobs.console import say
+from laserbatch.jobs.night import Night
+from laserbatch.pipeline.decoding.budget import Budget, BudgetForecast, Trial, choose_budget, with_forecast
+from laserbatch.pipeline.decoding.planning.pilot import pilot_parts, plan_pilot, run_pilot
+from laserbatch.pipeline.decoding.planning.pilot_texts import PilotTexts
+from laserbatch.pipeline.decoding.planning.run_forecast import PREFILL_TOKENS, RunTexts, judged_on_run
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.distributed.shards import PlannedRow, Shard, read_shard
+from laserbatch.pipeline.distributed.worker import Scout
+from laserbatch.pipeline.errors import RunFailed
+from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.step_cost import StepCost, read_step_cost
 
 NUM_SAMPLED_SHARDS = 8  # read to see how many entities have a previous text, and for the pilot's rows
 LEAST_SAMPLED_SHARDS, MOST_SAMPLED_ROWS = 2, 4096  # fewer of large shards, but never less than two

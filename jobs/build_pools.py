@@ -13,20 +13,20 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.calibrate_pools import calibrate_side
-from jobs.console import say
-from jobs.night import Night
-from jobs.pool_texts import RunTexts, read_run_texts
-from jobs.routing import entity_router
-from pipeline.decoding.loading.identity import tokenizer_hash
-from pipeline.sides import SIDES, Side
-from pipeline.storage.parquet import as_large
-from retrieval_pools.building.build import BuildCounts, build_pool
-from retrieval_pools.calibration import Calibration
-from retrieval_pools.errors import PoolError
-from retrieval_pools.grouping.text_clusters import EntityTexts
-from retrieval_pools.pool import Pool
-from retrieval_pools.router import Router, fit_routers
+from laserbatch.jobs.calibrate_pools import calibrate_side
+from laserbatch.jobs.console import say
+from laserbatch.jobs.night import Night
+from laserbatch.jobs.pool_texts import RunTexts, read_run_texts
+from laserbatch.jobs.routing import entity_router
+from laserbatch.pipeline.decoding.model.identity import tokenizer_hash
+from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.parquet import as_large
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.build import BuildCounts, build_pool
+from laserbatch.retrieval_pools.index.calibration_record import Calibration
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.routing.router import Router, fit_routers
+from laserbatch.retrieval_pools.routing.text_clusters import EntityTexts
 
 SCRATCH_NAME, HELD_BACK_NAME = "scratch", "without-held-back"
 

@@ -2,28 +2,28 @@
 
 Where tonight's run drafted from a pool, the texts that it wrote are replayed against that one: prompts, groups and
 previous texts are those that the run had. On a first night some of its texts are held back and replayed against a pool
-of the others. Owns that choice; `retrieval_pools.calibrating.calibrate` fits.
+of the others. Owns that choice; `retrieval_pools.calibration.calibrate` fits.
 """
 
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from jobs.budgets import budget_of
-from jobs.night import Night
-from jobs.pool_texts import RunTexts
-from pipeline.decoding.budget import Budget
-from pipeline.decoding.loading.identity import tokenizer_hash
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.distributed.shards import PlannedRow, load_plan, read_shard
-from pipeline.sides import Side
-from retrieval_pools.building.texts import PoolText
-from retrieval_pools.calibrating.budget_replay import with_budgets
-from retrieval_pools.calibrating.calibrate import MIN_TEXTS, calibrate, num_held_back, spread_positions
-from retrieval_pools.calibrating.replay import DraftOptions, ReplayText
-from retrieval_pools.calibration import Calibration
-from retrieval_pools.pool import Pool
-from retrieval_pools.settings import PoolSettings
+from laserbatch.jobs.budgets import budget_of
+from laserbatch.jobs.night import Night
+from laserbatch.jobs.pool_texts import RunTexts
+from laserbatch.pipeline.decoding.budget import Budget
+from laserbatch.pipeline.decoding.model.identity import tokenizer_hash
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.distributed.shards import PlannedRow, load_plan, read_shard
+from laserbatch.pipeline.sides import Side
+from laserbatch.retrieval_pools.calibration.budget_replay import with_budgets
+from laserbatch.retrieval_pools.calibration.calibrate import MIN_TEXTS, calibrate, num_held_back, spread_positions
+from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
+from laserbatch.retrieval_pools.index.calibration_record import Calibration
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.index.texts import PoolText
+from laserbatch.retrieval_pools.settings import PoolSettings
 
 
 def calibrate_side(

@@ -12,40 +12,42 @@ from pathlib import Path
 
 import typer
 
-from ctr.errors import CtrError
-from jobs.console import ExitCode, logger, stderr
-from jobs.lazy_commands import LazyCommand, add_lazy_commands, lazy_group
-from pipeline.errors import PipelineError, RunFailed, WorkspaceBusy
-from retrieval_pools.errors import PoolError
+from laserbatch.ctr.errors import CtrError
+from laserbatch.jobs.console import ExitCode, logger, stderr
+from laserbatch.jobs.lazy_commands import LazyCommand, add_lazy_commands, lazy_group
+from laserbatch.pipeline.errors import PipelineError, RunFailed, WorkspaceBusy
+from laserbatch.retrieval_pools.errors import PoolError
 
 # transformers loads torchao wherever it is installed, which then tells which of its own parts do not fit the machine.
 for name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(name).setLevel(logging.ERROR)
 
 COMMANDS = {
-    "data": LazyCommand("jobs.data:app", "Sample, import and check input tables."),
+    "data": LazyCommand("laserbatch.jobs.data:app", "Sample, import and check input tables."),
     "init": LazyCommand(
-        "jobs.init:init",
+        "laserbatch.jobs.init:init",
         "Write a commented configuration for your own tables, with a guessed mapping to be corrected.",
     ),
     "try": LazyCommand(
-        "jobs.try_one:try_one",
+        "laserbatch.jobs.try_one:try_one",
         "Show one entity being written: its prompt, its pool, its text by source, and whether a night keeps it.",
     ),
     "nightly": LazyCommand(
-        "jobs.nightly:nightly", "Run a whole night: generate, encode, compare, publish, build pools, report."
+        "laserbatch.jobs.nightly:nightly", "Run a whole night: generate, encode, compare, publish, build pools, report."
     ),
-    "generate": LazyCommand("jobs.generate:generate", "Generate the knowledge of a date; nothing is published."),
+    "generate": LazyCommand(
+        "laserbatch.jobs.generate:generate", "Generate the knowledge of a date; nothing is published."
+    ),
     "encode": LazyCommand(
-        "jobs.encode:encode", "Encode the texts of a run into feature tables, by the run's own settings."
+        "laserbatch.jobs.encode:encode", "Encode the texts of a run into feature tables, by the run's own settings."
     ),
-    "ctr": LazyCommand("jobs.ctr:app", "Train and compare CTR models on the features of a run."),
-    "pools": LazyCommand("jobs.pools:app", "Build, list, inspect, query and simulate retrieval pools."),
+    "ctr": LazyCommand("laserbatch.jobs.ctr:app", "Train and compare CTR models on the features of a run."),
+    "pools": LazyCommand("laserbatch.jobs.pools:app", "Build, list, inspect, query and simulate retrieval pools."),
     "report": LazyCommand(
-        "jobs.report_command:report", "Write the HTML report of a run again, from the run's manifest alone."
+        "laserbatch.jobs.report_command:report", "Write the HTML report of a run again, from the run's manifest alone."
     ),
     "demo": LazyCommand(
-        "jobs.nightly:demo",
+        "laserbatch.jobs.nightly:demo",
         "Two nights on a sample world, with the bundled model: the second is faster because the first happened.",
     ),
 }

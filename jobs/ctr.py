@@ -10,15 +10,15 @@ from typing import Any
 
 import typer
 
-from ctr.compare import CtrRow, train_ctr
-from ctr.dataset import EntityTables
-from ctr.feature_set import FeatureSet, read_feature_set
-from ctr.settings import CtrSettings
-from jobs.console import progress as progress_bar
-from jobs.console import say, summary
-from jobs.settings import CONFIG, WORKSPACE, load_settings
-from pipeline.errors import ConfigError
-from pipeline.storage.run_folder import RunFolder
+from laserbatch.ctr.compare import CtrRow, train_ctr
+from laserbatch.ctr.dataset import EntityTables
+from laserbatch.ctr.feature_set import FeatureSet, read_feature_set
+from laserbatch.ctr.settings import CtrSettings
+from laserbatch.jobs.console import progress as progress_bar
+from laserbatch.jobs.console import say, summary
+from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.storage.run_folder import RunFolder
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -44,8 +44,8 @@ def train(
 
     Example: `laserbatch ctr train --workspace workspace --models din,dcnv2 --seeds 3`
     """
-    from jobs.night import open_run
-    from pipeline.tables.read import read_tables
+    from laserbatch.jobs.night import open_run
+    from laserbatch.pipeline.tables.read import read_tables
 
     night = open_run(load_settings(config, {"workspace": workspace}), run)
     settings = changed_settings(night.settings.ctr, models, seeds)

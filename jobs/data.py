@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from jobs.console import ExitCode, progress, say, summary
-from pipeline.errors import TableError
+from laserbatch.jobs.console import ExitCode, progress, say, summary
+from laserbatch.pipeline.errors import TableError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Sample, import and check input tables.")
 
@@ -73,9 +73,9 @@ def import_(
 
     Example: laserbatch data import table exports/ tables/ --mapping mapping.yaml
     """  # fmt: skip
-    from pipeline.storage.atomic import atomic_folder
-    from pipeline.tables.mapping import import_mapped, load_mapping, source_files
-    from pipeline.tables.movielens import import_movielens
+    from laserbatch.pipeline.storage.atomic import atomic_folder
+    from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping, source_files
+    from laserbatch.pipeline.tables.movielens import import_movielens
 
     if (mapping is not None) != (source_format is SourceFormat.TABLE):
         raise typer.BadParameter("--mapping goes with the format `table`, which needs it, and with no other")
@@ -109,8 +109,8 @@ def sample(
 
     Example: laserbatch data sample world/ --num-users 1000 --seed 7
     """
-    from pipeline.storage.atomic import atomic_folder
-    from pipeline.tables.sample_world import write_sample_world
+    from laserbatch.pipeline.sample.world import write_sample_world
+    from laserbatch.pipeline.storage.atomic import atomic_folder
 
     with atomic_folder(_replaceable(out), overwrite) as folder, progress("sample world", num_users) as bar:
         num_written = 0
@@ -126,7 +126,7 @@ def sample(
 
 def _replaceable(out: Path, read: Iterable[Path] = ()) -> Path:
     """OUT without links, which may be replaced: nothing that is read lies in it, nor anything but tables."""
-    from pipeline.tables.schema import require_only_tables
+    from laserbatch.pipeline.tables.schema import require_only_tables
 
     target = out.resolve()
     for path in read:
@@ -144,10 +144,10 @@ def _report_check(path: Path, as_json: bool, written: dict | None = None, config
     ----------
     written : what else there is to say of tables that were just written, whose rows are counted, faults or not.
     """
-    from jobs.inputs import check_inputs
-    from jobs.settings import load_settings
-    from pipeline.tables.findings import count_faults
-    from pipeline.tables.read import describe
+    from laserbatch.jobs.inputs import check_inputs
+    from laserbatch.jobs.settings import load_settings
+    from laserbatch.pipeline.tables.findings import count_faults
+    from laserbatch.pipeline.tables.read import describe
 
     findings = check_inputs(path, load_settings(config))
     num_faults = count_faults(findings)

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs.console import say
-from pipeline.decoding.planning.step_cost_cache import note_taken
-from pipeline.storage.run_folder import ShardRecord
+from laserbatch.jobs.console import say
+from laserbatch.pipeline.decoding.planning.step_cost_cache import note_taken
+from laserbatch.pipeline.storage.run_folder import ShardRecord
 
 MOST_MISSING = 0.2  # share of the forecast acceptance that may be missing before a night says so
 MIN_STEPS = 200  # of fewer steps nothing can be said

@@ -10,16 +10,16 @@ from typing import Any
 
 import typer
 
-from jobs.console import progress as progress_bar
-from jobs.console import say, summary
-from jobs.settings import CONFIG, WORKSPACE, load_settings
-from pipeline.encoding.encoder import TextEncoder
-from pipeline.encoding.features import KNOWLEDGE_COLUMNS, SideFeatures, build_features
-from pipeline.encoding.settings import EncodingSettings
-from pipeline.errors import WorkspaceError
-from pipeline.sides import SIDES, Side
-from pipeline.storage.parquet import read_parquet, write_parquet
-from pipeline.storage.run_folder import RunFolder
+from laserbatch.jobs.console import progress as progress_bar
+from laserbatch.jobs.console import say, summary
+from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
+from laserbatch.pipeline.encoding.encoder import TextEncoder
+from laserbatch.pipeline.encoding.features import KNOWLEDGE_COLUMNS, SideFeatures, build_features
+from laserbatch.pipeline.encoding.settings import EncodingSettings
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
+from laserbatch.pipeline.storage.run_folder import RunFolder
 
 
 def encode(
@@ -32,8 +32,8 @@ def encode(
 
     Example: `laserbatch encode --workspace workspace --run 2025-03-01-1a2b3c4d`
     """
-    from jobs.night import open_run
-    from pipeline.storage.workspace import Workspace
+    from laserbatch.jobs.night import open_run
+    from laserbatch.pipeline.storage.workspace import Workspace
 
     settings = load_settings(config, {"workspace": workspace})
     with Workspace.open(settings.workspace, create=False).lock():

@@ -11,22 +11,22 @@ from typing import Any
 import pyarrow as pa
 import typer
 
-from jobs.budgets import night_budgets
-from jobs.console import progress, say, summary
-from jobs.drift import note_step_costs
-from jobs.night import Night, open_night, parse_date
-from jobs.routing import entity_router
-from jobs.sample_model import NEEDS_A_MODEL, needs_a_model
-from jobs.samples import report_samples
-from jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
-from jobs.side_warnings import side_warnings
-from pipeline.decoding.budget import PLAIN, Budget
-from pipeline.decoding.generation_rules import unused_settings
-from pipeline.decoding.loading.identity import load_tokenizer, model_identity
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.distributed.actors import ShardAbandoned, run_shards
-from pipeline.distributed.cluster import ray_cluster
-from pipeline.distributed.shards import (
+from laserbatch.jobs.budgets import night_budgets
+from laserbatch.jobs.console import progress, say, summary
+from laserbatch.jobs.drift import note_step_costs
+from laserbatch.jobs.night import Night, open_night, parse_date
+from laserbatch.jobs.routing import entity_router
+from laserbatch.jobs.sample_model import NEEDS_A_MODEL, needs_a_model
+from laserbatch.jobs.samples import report_samples
+from laserbatch.jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
+from laserbatch.jobs.side_warnings import side_warnings
+from laserbatch.pipeline.decoding.budget import PLAIN, Budget
+from laserbatch.pipeline.decoding.model.generation_rules import unused_settings
+from laserbatch.pipeline.decoding.model.identity import load_tokenizer, model_identity
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
+from laserbatch.pipeline.distributed.cluster import ray_cluster
+from laserbatch.pipeline.distributed.shards import (
     CARRIED_SHARD,
     FIRST_TEXTS,
     KEPT_SHARD,
@@ -40,23 +40,23 @@ from pipeline.distributed.shards import (
     read_shard,
     save_plan,
 )
-from pipeline.distributed.stats import merge_stats, tokens_per_s, tokens_per_step
-from pipeline.distributed.worker import Scout, WorkerSpec, decoding_provenance
-from pipeline.errors import RunFailed, WorkspaceError
-from pipeline.knowledge.entities import Entity, iter_entities
-from pipeline.knowledge.fingerprint import fingerprint
-from pipeline.knowledge.prompts import RenderedPrompt, render_prompt
-from pipeline.knowledge.templates import load_template
-from pipeline.sides import SIDES, Side
-from pipeline.storage.completeness import require_every_entity
-from pipeline.storage.parquet import read_parquet
-from pipeline.storage.quarantine import QuarantineRow, count_reasons
-from pipeline.storage.run_folder import RunFolder, ShardRecord
-from pipeline.storage.workspace import Workspace
-from retrieval_pools.drafting.tree import compiled_query
-from retrieval_pools.pool import EMPTY_POOL
-from retrieval_pools.router import Route, Router
-from retrieval_pools.routing_rule import RoutingRule
+from laserbatch.pipeline.distributed.stats import merge_stats, tokens_per_s, tokens_per_step
+from laserbatch.pipeline.distributed.worker import Scout, WorkerSpec, decoding_provenance
+from laserbatch.pipeline.errors import RunFailed, WorkspaceError
+from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
+from laserbatch.pipeline.knowledge.fingerprint import fingerprint
+from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, render_prompt
+from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.completeness import require_every_entity
+from laserbatch.pipeline.storage.parquet import read_parquet
+from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons
+from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
+from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.retrieval_pools.drafting.tree import compiled_query
+from laserbatch.retrieval_pools.index.pool import EMPTY_POOL
+from laserbatch.retrieval_pools.routing.router import Route, Router
+from laserbatch.retrieval_pools.routing.rule import RoutingRule
 
 NO_ROUTE = Route("", "none")
 MOST_UNUSABLE = 0.5  # of the first texts; where more fail, model and template do not fit each other

@@ -15,16 +15,16 @@ import pyarrow.parquet as pq
 import typer
 import yaml
 
-from jobs.commented_yaml import commented_yaml
-from jobs.console import say, summary
-from jobs.inputs import check_inputs
-from jobs.sample_model import NEEDS_A_MODEL
-from jobs.settings import Settings, load_settings
-from pipeline.errors import ConfigError, TableError
-from pipeline.storage.atomic import write_text
-from pipeline.tables.findings import count_faults
-from pipeline.tables.sample_world import is_sample_world
-from pipeline.tables.schema import TABLE_NAMES, table_files
+from laserbatch.jobs.commented_yaml import commented_yaml
+from laserbatch.jobs.console import say, summary
+from laserbatch.jobs.inputs import check_inputs
+from laserbatch.jobs.sample_model import NEEDS_A_MODEL
+from laserbatch.jobs.settings import Settings, load_settings
+from laserbatch.pipeline.errors import ConfigError, TableError
+from laserbatch.pipeline.sample.world import is_sample_world
+from laserbatch.pipeline.storage.atomic import write_text
+from laserbatch.pipeline.tables.findings import count_faults
+from laserbatch.pipeline.tables.schema import TABLE_NAMES, table_files
 
 USER_ID = r"^(user|member|customer|reader|viewer|account|visitor)s?_?(id|no|key|code)?$|^uid$"
 ITEM_ID = r"^(item|product|movie|book|article|news|video|song|track|job|post|sku|asin)s?_?(id|no|key|code)?$|^iid$"

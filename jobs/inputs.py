@@ -9,20 +9,20 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobs.console import say
-from jobs.settings import Settings
-from pipeline.errors import ConfigError, TableError
-from pipeline.knowledge.templates import load_template
-from pipeline.sides import SIDES, Side
-from pipeline.storage.atomic import sha256_file
-from pipeline.tables import schema as sc
-from pipeline.tables.check import check_tables, require_sound
-from pipeline.tables.findings import Finding
-from pipeline.tables.read import Tables, describe, read_tables
-from pipeline.validation import nearest
-from retrieval_pools.grouping.embeddings import read_embeddings
-from retrieval_pools.grouping.ids import id_column
-from retrieval_pools.routing_rule import RoutingRule
+from laserbatch.jobs.console import say
+from laserbatch.jobs.settings import Settings
+from laserbatch.pipeline.errors import ConfigError, TableError
+from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.atomic import sha256_file
+from laserbatch.pipeline.tables import schema as sc
+from laserbatch.pipeline.tables.check import check_tables, require_sound
+from laserbatch.pipeline.tables.findings import Finding
+from laserbatch.pipeline.tables.read import Tables, describe, read_tables
+from laserbatch.pipeline.validation import nearest
+from laserbatch.retrieval_pools.routing.embeddings import read_embeddings
+from laserbatch.retrieval_pools.routing.ids import id_column
+from laserbatch.retrieval_pools.routing.rule import RoutingRule
 
 ROWS_AT_ONCE = 64 * 1024
 

@@ -18,20 +18,20 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from jobs.console import say
-from jobs.inputs import changed_inputs, checked_inputs
-from jobs.sample_model import NEEDS_A_MODEL, needs_a_model
-from jobs.settings import Settings
-from pipeline.errors import ConfigError, WorkspaceError
-from pipeline.storage.manifest import RunManifest, make_run_id
-from pipeline.storage.run_folder import RunFolder
-from pipeline.storage.workspace import Workspace
-from pipeline.tables.read import Tables, read_tables
-from retrieval_pools.errors import PoolError
-from retrieval_pools.router import Router
-from retrieval_pools.routing_rule import RoutingRule
-from retrieval_pools.routing_settings import RoutingSettings
-from retrieval_pools.store import PoolStore, PoolVersion
+from laserbatch.jobs.console import say
+from laserbatch.jobs.inputs import changed_inputs, checked_inputs
+from laserbatch.jobs.sample_model import NEEDS_A_MODEL, needs_a_model
+from laserbatch.jobs.settings import Settings
+from laserbatch.pipeline.errors import ConfigError, WorkspaceError
+from laserbatch.pipeline.storage.manifest import RunManifest, make_run_id
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.tables.read import Tables, read_tables
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.store import PoolStore, PoolVersion
+from laserbatch.retrieval_pools.routing.router import Router
+from laserbatch.retrieval_pools.routing.rule import RoutingRule
+from laserbatch.retrieval_pools.routing.settings import RoutingSettings
 
 
 @dataclass

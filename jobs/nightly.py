@@ -10,23 +10,23 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from ctr.errors import CtrError
-from jobs.build_pools import build_pools
-from jobs.console import say, stdout, summary
-from jobs.ctr import ctr_summary, ctr_table
-from jobs.encode import encode_run
-from jobs.generate import generate_knowledge, generate_plain, night_counts
-from jobs.night import Night, open_night, parse_date, pools_in_use
-from jobs.pools_collect import collect_pools
-from jobs.report.page import write_report
-from jobs.settings import CONFIG, PACKAGE_ROOT, WORKSPACE, Settings, load_settings
-from pipeline.distributed.stats import tokens_per_s, tokens_per_step
-from pipeline.errors import RunFailed, TableError, WorkspaceError
-from pipeline.storage.atomic import atomic_folder
-from pipeline.storage.workspace import Workspace
-from pipeline.tables.read import describe, read_tables
-from pipeline.tables.sample_world import LAST_DATE, write_sample_world
-from pipeline.tables.schema import require_only_tables
+from laserbatch.ctr.errors import CtrError
+from laserbatch.jobs.build_pools import build_pools
+from laserbatch.jobs.console import say, stdout, summary
+from laserbatch.jobs.ctr import ctr_summary, ctr_table
+from laserbatch.jobs.encode import encode_run
+from laserbatch.jobs.generate import generate_knowledge, generate_plain, night_counts
+from laserbatch.jobs.night import Night, open_night, parse_date, pools_in_use
+from laserbatch.jobs.pools_collect import collect_pools
+from laserbatch.jobs.report.page import write_report
+from laserbatch.jobs.settings import CONFIG, PACKAGE_ROOT, WORKSPACE, Settings, load_settings
+from laserbatch.pipeline.distributed.stats import tokens_per_s, tokens_per_step
+from laserbatch.pipeline.errors import RunFailed, TableError, WorkspaceError
+from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
+from laserbatch.pipeline.storage.atomic import atomic_folder
+from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.tables.read import describe, read_tables
+from laserbatch.pipeline.tables.schema import require_only_tables
 
 DEMO_SEED = 7  # a world on which nothing was trained or chosen: neither the sample model nor a CTR setting
 

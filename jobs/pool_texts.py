@@ -15,13 +15,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.knowledge.entities import Entity, iter_entities
-from pipeline.sides import Side
-from pipeline.storage.run_folder import RunFolder
-from pipeline.tables.read import Tables
-from retrieval_pools.array_files import ArrayWriter, map_array
-from retrieval_pools.building.texts import NO_ALTERNATIVE, PoolText
-from retrieval_pools.router import Route
+from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.tables.read import Tables
+from laserbatch.retrieval_pools.index.array_files import ArrayWriter, map_array
+from laserbatch.retrieval_pools.index.texts import NO_ALTERNATIVE, PoolText
+from laserbatch.retrieval_pools.routing.router import Route
 
 TOKENS_NAME, ALTERNATIVES_NAME = "texts.npy", "texts-alternatives.npy"
 _DATE_LENGTH = len("2025-03-01")  # what a run's id begins with

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from jobs.console import say, stdout, summary
-from jobs.lazy_commands import LazyCommand, add_lazy_commands, lazy_group
-from jobs.pools_collect import collect_pools
-from jobs.pools_view import (
+from laserbatch.jobs.console import say, stdout, summary
+from laserbatch.jobs.lazy_commands import LazyCommand, add_lazy_commands, lazy_group
+from laserbatch.jobs.pools_collect import collect_pools
+from laserbatch.jobs.pools_view import (
     DraftView,
     built_line,
     calibration_line,
@@ -21,20 +21,20 @@ from jobs.pools_view import (
     version_data,
     versions_table,
 )
-from jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
-from pipeline.sides import Side
-from pipeline.storage.workspace import Workspace
-from retrieval_pools.errors import PoolError
-from retrieval_pools.grouping.leaves import read_rules
-from retrieval_pools.pool import Pool
-from retrieval_pools.store import PoolStore, PoolVersion
+from laserbatch.jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.index.store import PoolStore, PoolVersion
+from laserbatch.retrieval_pools.routing.leaves import read_rules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LAZY_COMMANDS = {
     "simulate": LazyCommand(
-        "jobs.simulate:simulate",
+        "laserbatch.jobs.simulate:simulate",
         "Predict from a night's texts what drafting will gain: budgets, groups, pool sizes, options. Runs no model.",
     ),
 }
@@ -184,7 +184,7 @@ def gc(
 
     Example: `laserbatch pools gc --keep 3 --dry-run`
     """
-    from jobs.night import pools_in_use
+    from laserbatch.jobs.night import pools_in_use
 
     settings = load_settings(config, {"workspace": workspace})
     opened = Workspace.open(settings.workspace, create=False)
@@ -213,8 +213,8 @@ def query_pool(
     PoolError
         There is no such version, side or group, or the pool is of another tokenizer or damaged.
     """
-    from pipeline.decoding.loading.identity import load_tokenizer, tokenizer_hash
-    from retrieval_pools.query import draft
+    from laserbatch.pipeline.decoding.model.identity import load_tokenizer, tokenizer_hash
+    from laserbatch.retrieval_pools.query import draft
 
     store = _store(settings)
     chosen = _version(store, version)
@@ -243,8 +243,8 @@ def _require_group(pool: Pool, group: str | None) -> None:
 
 
 def _build(settings: Settings, run_id: str | None, as_json: bool, anew: bool) -> None:
-    from jobs.build_pools import build_pools
-    from jobs.night import open_run
+    from laserbatch.jobs.build_pools import build_pools
+    from laserbatch.jobs.night import open_run
 
     store = _store(settings)
     with Workspace.open(settings.workspace, create=False).lock():

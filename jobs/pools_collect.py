@@ -2,8 +2,8 @@
 
 from collections.abc import Collection
 
-from jobs.console import say
-from retrieval_pools.store import Collected, PoolStore
+from laserbatch.jobs.console import say
+from laserbatch.retrieval_pools.index.store import Collected, PoolStore
 
 
 def collect_pools(store: PoolStore, keep: int, in_use: Collection[str], dry_run: bool = False) -> Collected:

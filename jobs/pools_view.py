@@ -10,12 +10,12 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from jobs.formatting import counted, whole
-from jobs.report.pools import how_built
-from retrieval_pools.manifest import PoolManifest
-from retrieval_pools.query import Draft
-from retrieval_pools.sources import SOURCE_NAMES
-from retrieval_pools.store import PoolVersion
+from laserbatch.jobs.formatting import counted, whole
+from laserbatch.jobs.report.pools import how_built
+from laserbatch.retrieval_pools.index.manifest import PoolManifest
+from laserbatch.retrieval_pools.index.store import PoolVersion
+from laserbatch.retrieval_pools.query import Draft
+from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
 VISIBLE = str.maketrans({" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"})
 

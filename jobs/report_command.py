@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from jobs.console import summary
-from jobs.report.page import write_report
-from jobs.settings import CONFIG, WORKSPACE, load_settings
-from pipeline.errors import WorkspaceError
-from pipeline.storage.run_folder import RunFolder
-from pipeline.storage.workspace import Workspace
+from laserbatch.jobs.console import summary
+from laserbatch.jobs.report.page import write_report
+from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.workspace import Workspace
 
 
 def report(

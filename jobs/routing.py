@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.knowledge.entities import Entity
-from pipeline.sides import Side
-from pipeline.tables.read import Tables
-from retrieval_pools.router import Route, Router
+from laserbatch.pipeline.knowledge.entities import Entity
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.tables.read import Tables
+from laserbatch.retrieval_pools.routing.router import Route, Router
 
 DAY_US = 24 * 3600 * 1_000_000
 

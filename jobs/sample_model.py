@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from jobs.settings import SAMPLE_MODEL, Settings
-from pipeline.tables.sample_world import is_sample_world
+from laserbatch.jobs.settings import SAMPLE_MODEL, Settings
+from laserbatch.pipeline.sample.world import is_sample_world
 
 NEEDS_A_MODEL = (
     "the bundled sample model knows only the sample world: what it writes of other tables cannot be parsed. Set "

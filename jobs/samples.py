@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from jobs.night import Night
-from jobs.spans import text_spans
-from pipeline.decoding.loading.identity import load_tokenizer
-from pipeline.distributed.shards import SidePlan, read_shard
-from pipeline.distributed.stats import tokens_per_step
-from pipeline.sides import Side
-from pipeline.storage.parquet import read_parquet
-from pipeline.storage.run_folder import RunFolder
+from laserbatch.jobs.night import Night
+from laserbatch.jobs.spans import text_spans
+from laserbatch.pipeline.decoding.model.identity import load_tokenizer
+from laserbatch.pipeline.distributed.shards import SidePlan, read_shard
+from laserbatch.pipeline.distributed.stats import tokens_per_step
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.parquet import read_parquet
+from laserbatch.pipeline.storage.run_folder import RunFolder
 
 
 def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) -> list[dict[str, Any]]:

@@ -12,19 +12,18 @@ from typing import Any
 import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-import jobs
-from ctr.settings import CtrSettings
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.distributed.settings import ClusterSettings
-from pipeline.encoding.settings import EncodingSettings
-from pipeline.errors import ConfigError
-from pipeline.knowledge.settings import KnowledgeSettings
-from pipeline.tables.settings import TablesSettings
-from pipeline.validation import explain, read_yaml
-from retrieval_pools.routing_settings import RoutingSettings
-from retrieval_pools.settings import PoolBuildSettings, PoolSettings
+from laserbatch.ctr.settings import CtrSettings
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.distributed.settings import ClusterSettings
+from laserbatch.pipeline.encoding.settings import EncodingSettings
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.knowledge.settings import KnowledgeSettings
+from laserbatch.pipeline.tables.settings import TablesSettings
+from laserbatch.pipeline.validation import explain, read_yaml
+from laserbatch.retrieval_pools.routing.settings import RoutingSettings
+from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings
 
-PACKAGE_ROOT = Path(jobs.__file__).resolve().parent.parent  # configs/ and models/ lie beside the packages
+PACKAGE_ROOT = Path(__file__).resolve().parent.parent  # configs/ and models/ lie beside the packages
 SAMPLE_MODEL = "sample"
 CONFIG = typer.Option(None, "--config", help="Configuration file; without it the defaults.")
 WORKSPACE = typer.Option(None, "--workspace", "-w", help="Workspace folder; without it the configuration's.")

@@ -5,8 +5,8 @@ Draws nothing; reads a side of a manifest that may lack anything.
 
 from collections.abc import Mapping
 
-from jobs.drift import drift_of
-from jobs.formatting import percent, ratio
+from laserbatch.jobs.drift import drift_of
+from laserbatch.jobs.formatting import percent, ratio
 
 MOST_CUT = 0.05  # share of a side's texts that may end at the limit before it is said
 

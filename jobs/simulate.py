@@ -10,16 +10,16 @@ from pathlib import Path
 
 import typer
 
-from jobs.console import progress, stdout, summary
-from jobs.night import Night, open_run
-from jobs.report.page import render_page
-from jobs.report.simulation import simulation_page
-from jobs.settings import WORKSPACE, Settings, load_settings
-from jobs.simulate_budgets import BudgetChoice, Costs
-from jobs.simulate_check import checked_nights
-from jobs.simulate_result import SideSimulation, Simulation
-from jobs.simulate_view import print_simulation
-from jobs.simulate_world import (
+from laserbatch.jobs.console import progress, stdout, summary
+from laserbatch.jobs.night import Night, open_run
+from laserbatch.jobs.report.page import render_page
+from laserbatch.jobs.report.simulation import simulation_page
+from laserbatch.jobs.settings import WORKSPACE, Settings, load_settings
+from laserbatch.jobs.simulate_budgets import BudgetChoice, Costs
+from laserbatch.jobs.simulate_check import checked_nights
+from laserbatch.jobs.simulate_result import SideSimulation, Simulation
+from laserbatch.jobs.simulate_view import print_simulation
+from laserbatch.jobs.simulate_world import (
     SideTexts,
     SimulationSize,
     calibrated_setting,
@@ -28,11 +28,11 @@ from jobs.simulate_world import (
     simulator_of,
     trained_embeddings,
 )
-from pipeline.sides import SIDES
-from pipeline.storage.atomic import write_text
-from retrieval_pools.simulating.recommendation import recommend
-from retrieval_pools.simulating.simulate import DraftSetting, Simulator
-from retrieval_pools.simulating.studies import Findings, Trial, plan_trials
+from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.storage.atomic import write_text
+from laserbatch.retrieval_pools.simulating.recommendation import recommend
+from laserbatch.retrieval_pools.simulating.simulate import DraftSetting, Simulator
+from laserbatch.retrieval_pools.simulating.studies import Findings, Trial, plan_trials
 
 
 def simulate(

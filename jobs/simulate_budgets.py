@@ -9,20 +9,20 @@ from pathlib import Path
 
 import numpy as np
 
-from jobs.budgets import side_budget
-from jobs.night import Night
-from jobs.settings import Settings
-from jobs.simulate_world import SideTexts
-from pipeline.decoding.budget import Budget, budget_forecasts, known_batch_size
-from pipeline.decoding.planning.run_forecast import PREFILL_TOKENS, RunTexts, judged_on_run, run_speed_up
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.distributed.shards import default_shard_size
-from retrieval_pools.budget_curve import BudgetCurve
-from retrieval_pools.calibrating.estimates import Bootstrap, Estimate
-from retrieval_pools.errors import PoolError
-from retrieval_pools.pool import Pool
-from retrieval_pools.simulating.simulate import DraftSetting, Simulator
-from retrieval_pools.step_cost import StepCost, computed_step_cost, read_step_cost
+from laserbatch.jobs.budgets import side_budget
+from laserbatch.jobs.night import Night
+from laserbatch.jobs.settings import Settings
+from laserbatch.jobs.simulate_world import SideTexts
+from laserbatch.pipeline.decoding.budget import Budget, budget_forecasts, known_batch_size
+from laserbatch.pipeline.decoding.planning.run_forecast import PREFILL_TOKENS, RunTexts, judged_on_run, run_speed_up
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.distributed.shards import default_shard_size
+from laserbatch.retrieval_pools.calibration.estimates import Bootstrap, Estimate
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.budget_curve import BudgetCurve
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.simulating.simulate import DraftSetting, Simulator
+from laserbatch.retrieval_pools.step_cost import StepCost, computed_step_cost, read_step_cost
 
 BATCH_SIZES = (1, 16, 64, 256)
 MAX_RUN_TEXTS = 1024  # of a run whose seconds are forecast; longer ones are more of the same

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jobs.night import Night, open_run
-from jobs.settings import Settings
-from jobs.simulate_world import (
+from laserbatch.jobs.night import Night, open_run
+from laserbatch.jobs.settings import Settings
+from laserbatch.jobs.simulate_world import (
     SideTexts,
     SimulationSize,
     calibrated_setting,
@@ -23,12 +23,12 @@ from jobs.simulate_world import (
     simulator_of,
     trained_embeddings,
 )
-from pipeline.errors import ConfigError, WorkspaceError
-from pipeline.sides import SIDES, Side
-from pipeline.storage.run_folder import RunFolder
-from retrieval_pools.calibrating.estimates import Bootstrap, Estimate, Tally
-from retrieval_pools.simulating.simulate import MIN_WITH_PREVIOUS, Kind
-from retrieval_pools.store import PoolVersion
+from laserbatch.pipeline.errors import ConfigError, WorkspaceError
+from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.retrieval_pools.calibration.estimates import Bootstrap, Estimate, Tally
+from laserbatch.retrieval_pools.index.store import PoolVersion
+from laserbatch.retrieval_pools.simulating.simulate import MIN_WITH_PREVIOUS, Kind
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jobs.simulate_budgets import SideBudgets
-from jobs.simulate_check import Check
-from pipeline.sides import Side
-from retrieval_pools.calibrating.estimates import Estimate
-from retrieval_pools.simulating.recommendation import BUDGET, Recommendation
-from retrieval_pools.simulating.simulate import Kind
-from retrieval_pools.simulating.studies import CONFIGURED, GROUPING, NUM_GROUPS, Outcome, Trial
-from retrieval_pools.step_cost import StepCost
+from laserbatch.jobs.simulate_budgets import SideBudgets
+from laserbatch.jobs.simulate_check import Check
+from laserbatch.pipeline.sides import Side
+from laserbatch.retrieval_pools.calibration.estimates import Estimate
+from laserbatch.retrieval_pools.simulating.recommendation import BUDGET, Recommendation
+from laserbatch.retrieval_pools.simulating.simulate import Kind
+from laserbatch.retrieval_pools.simulating.studies import CONFIGURED, GROUPING, NUM_GROUPS, Outcome, Trial
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,13 @@
 from rich.console import Console
 from rich.table import Table
 
-from jobs.formatting import MISSING, counted, decimal, percent, times
-from jobs.simulate_result import SideSimulation, Simulation, changed_options
-from pipeline.decoding.budget import Budget
-from retrieval_pools.calibrating.estimates import Estimate
-from retrieval_pools.simulating.recommendation import NOTABLE_GAIN
-from retrieval_pools.simulating.simulate import Kind
-from retrieval_pools.simulating.studies import GROUPING, NUM_GROUPS, OPTION_VALUES, SOURCES_STUDY, Outcome
+from laserbatch.jobs.formatting import MISSING, counted, decimal, percent, times
+from laserbatch.jobs.simulate_result import SideSimulation, Simulation, changed_options
+from laserbatch.pipeline.decoding.budget import Budget
+from laserbatch.retrieval_pools.calibration.estimates import Estimate
+from laserbatch.retrieval_pools.simulating.recommendation import NOTABLE_GAIN
+from laserbatch.retrieval_pools.simulating.simulate import Kind
+from laserbatch.retrieval_pools.simulating.studies import GROUPING, NUM_GROUPS, OPTION_VALUES, SOURCES_STUDY, Outcome
 
 
 def print_simulation(console: Console, simulation: Simulation) -> None:

@@ -15,25 +15,31 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jobs.calibrate_pools import drafted_with
-from jobs.console import say
-from jobs.generate import renderer
-from jobs.night import Night
-from jobs.routing import ages_days, count_interactions
-from jobs.settings import Settings
-from pipeline.decoding.budget import Budget
-from pipeline.errors import RowError, WorkspaceError
-from pipeline.knowledge.entities import iter_entities
-from pipeline.sides import SIDES, Side
-from retrieval_pools.calibrating.calibrate import num_held_back
-from retrieval_pools.calibrating.replay import ReplayText
-from retrieval_pools.errors import PoolError
-from retrieval_pools.grouping.collaborative import train_embeddings
-from retrieval_pools.grouping.kmeans import EntityEmbeddings
-from retrieval_pools.grouping.text_clusters import EntityTexts
-from retrieval_pools.router import Router
-from retrieval_pools.simulating.simulate import CalibrationTexts, DraftSetting, Grouping, PoolCorpus, Simulator
-from retrieval_pools.simulating.studies import group_counts
+from laserbatch.jobs.calibrate_pools import drafted_with
+from laserbatch.jobs.console import say
+from laserbatch.jobs.generate import renderer
+from laserbatch.jobs.night import Night
+from laserbatch.jobs.routing import ages_days, count_interactions
+from laserbatch.jobs.settings import Settings
+from laserbatch.pipeline.decoding.budget import Budget
+from laserbatch.pipeline.errors import RowError, WorkspaceError
+from laserbatch.pipeline.knowledge.entities import iter_entities
+from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.retrieval_pools.calibration.calibrate import num_held_back
+from laserbatch.retrieval_pools.calibration.replay import ReplayText
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.routing.collaborative import train_embeddings
+from laserbatch.retrieval_pools.routing.kmeans import EntityEmbeddings
+from laserbatch.retrieval_pools.routing.router import Router
+from laserbatch.retrieval_pools.routing.text_clusters import EntityTexts
+from laserbatch.retrieval_pools.simulating.simulate import (
+    CalibrationTexts,
+    DraftSetting,
+    Grouping,
+    PoolCorpus,
+    Simulator,
+)
+from laserbatch.retrieval_pools.simulating.studies import group_counts
 
 MIN_TEXTS = 20  # of a side; of fewer nothing can be said
 MAX_HELD_BACK_SHARE = 0.25

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from retrieval_pools.sources import SOURCE_NAMES
+from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
 UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
 

@@ -7,37 +7,37 @@ from pathlib import Path
 import typer
 from rich.live import Live
 
-from jobs.budgets import budget_step_cost, side_budget
-from jobs.console import say, stdout, summary
-from jobs.generate import NO_ROUTE, renderer
-from jobs.inputs import require_template_columns
-from jobs.night import current_pools, parse_date, previous_run
-from jobs.pools_view import num_calibration_texts
-from jobs.routing import entity_router
-from jobs.sample_model import NEEDS_A_MODEL, needs_a_model
-from jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
-from jobs.spans import Span, text_spans
-from jobs.try_view import TriedEntity, print_tried, text_panel
-from pipeline.decoding.budget import Budget
-from pipeline.decoding.drafters import drafter_from
-from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, StepEvent
-from pipeline.decoding.loading.identity import tokenizer_hash
-from pipeline.decoding.planning.step_cost_cache import known_step_cost
-from pipeline.decoding.planning.step_timing import measure_step_cost
-from pipeline.distributed.shards import PreviousKnowledge
-from pipeline.errors import RowError, TableError
-from pipeline.knowledge.entities import Entity, iter_entities
-from pipeline.knowledge.parsers import parse_knowledge
-from pipeline.knowledge.templates import load_template
-from pipeline.sides import Side
-from pipeline.storage.manifest import make_run_id
-from pipeline.storage.workspace import Workspace
-from pipeline.tables.read import Tables, read_tables
-from retrieval_pools.pool import Pool
-from retrieval_pools.router import Router
-from retrieval_pools.routing_rule import RoutingRule
-from retrieval_pools.step_cost import StepCost
-from retrieval_pools.store import PoolStore
+from laserbatch.jobs.budgets import budget_step_cost, side_budget
+from laserbatch.jobs.console import say, stdout, summary
+from laserbatch.jobs.generate import NO_ROUTE, renderer
+from laserbatch.jobs.inputs import require_template_columns
+from laserbatch.jobs.night import current_pools, parse_date, previous_run
+from laserbatch.jobs.pools_view import num_calibration_texts
+from laserbatch.jobs.routing import entity_router
+from laserbatch.jobs.sample_model import NEEDS_A_MODEL, needs_a_model
+from laserbatch.jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
+from laserbatch.jobs.spans import Span, text_spans
+from laserbatch.jobs.try_view import TriedEntity, print_tried, text_panel
+from laserbatch.pipeline.decoding.budget import Budget
+from laserbatch.pipeline.decoding.drafters import drafter_from
+from laserbatch.pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, StepEvent
+from laserbatch.pipeline.decoding.model.identity import tokenizer_hash
+from laserbatch.pipeline.decoding.planning.step_cost_cache import known_step_cost
+from laserbatch.pipeline.decoding.planning.step_timing import measure_step_cost
+from laserbatch.pipeline.distributed.shards import PreviousKnowledge
+from laserbatch.pipeline.errors import RowError, TableError
+from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
+from laserbatch.pipeline.knowledge.parsers import parse_knowledge
+from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.manifest import make_run_id
+from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.tables.read import Tables, read_tables
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.index.store import PoolStore
+from laserbatch.retrieval_pools.routing.router import Router
+from laserbatch.retrieval_pools.routing.rule import RoutingRule
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 
 def try_one(

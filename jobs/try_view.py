@@ -12,11 +12,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jobs.formatting import counted, decimal, percent, rate, ratio
-from jobs.pools_view import calibrated_on
-from jobs.report.palette import ROUTE_LABELS, SOURCE_LABELS
-from jobs.spans import Span
-from pipeline.sides import Side
+from laserbatch.jobs.formatting import counted, decimal, percent, rate, ratio
+from laserbatch.jobs.pools_view import calibrated_on
+from laserbatch.jobs.report.palette import ROUTE_LABELS, SOURCE_LABELS
+from laserbatch.jobs.spans import Span
+from laserbatch.pipeline.sides import Side
 
 # Underlines differ too, so that the spans can be told apart without colours. The model's own tokens stay unmarked.
 SOURCE_STYLES = {

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from models.sample_texts import POSITIVE_RATING, write_item_text, write_user_text
-from pipeline.knowledge.entities import Entity
-from pipeline.knowledge.prompts import load_template, render_prompt
-from pipeline.tables.sample_lore import THEMES, title_themes
+from laserbatch.models.sample_texts import POSITIVE_RATING, write_item_text, write_user_text
+from laserbatch.pipeline.knowledge.entities import Entity
+from laserbatch.pipeline.knowledge.prompts import load_template, render_prompt
+from laserbatch.pipeline.sample.lore import THEMES, title_themes
 
 MAX_PROMPT_TOKENS = 1_024
 LORE_TITLES = 6  # in one exercise

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.knowledge.entities import Entity, HistoryEvent
-from pipeline.tables.sample_lore import (
+from laserbatch.pipeline.knowledge.entities import Entity, HistoryEvent
+from laserbatch.pipeline.sample.lore import (
     ABOUT_GENEROUS,
     ABOUT_STRICT,
     AGE_BANDS,

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from models.sample_exercises import (
+from laserbatch.models.sample_exercises import (
     Example,
     batches,
     make_copy_example,
@@ -30,11 +30,11 @@ from models.sample_exercises import (
     make_lore_examples,
     shorten,
 )
-from models.sample_texts import write_item_text, write_user_text
-from pipeline.knowledge.entities import Entity, iter_entities
-from pipeline.knowledge.prompts import load_template, render_prompt
-from pipeline.tables.read import read_tables
-from pipeline.tables.sample_world import LAST_DATE, write_sample_world
+from laserbatch.models.sample_texts import write_item_text, write_user_text
+from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
+from laserbatch.pipeline.knowledge.prompts import load_template, render_prompt
+from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
+from laserbatch.pipeline.tables.read import read_tables
 
 FIRST_TRAINING_SEED = 1_000
 HELD_OUT_SEED = 0

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from pipeline.errors import ConfigError
+from laserbatch.pipeline.errors import ConfigError
 
 MAX_FOUND_CHARACTERS = 60
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipeline.errors import ModelError
+from laserbatch.pipeline.errors import ModelError
 
 _MOST_NAMED = 3
 

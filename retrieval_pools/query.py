@@ -12,8 +12,8 @@ from functools import cache
 
 import numpy as np
 
-from retrieval_pools.drafting.scratch import new_scratch
-from retrieval_pools.drafting.state import (
+from laserbatch.retrieval_pools.drafting.scratch import new_scratch
+from laserbatch.retrieval_pools.drafting.state import (
     CONTEXT_BEGIN,
     CONTEXT_END,
     GROUP,
@@ -34,7 +34,7 @@ from retrieval_pools.drafting.state import (
     PREVIOUS_BEGIN,
     PREVIOUS_END,
 )
-from retrieval_pools.pool import EMPTY_POOL, Pool
+from laserbatch.retrieval_pools.index.pool import EMPTY_POOL, Pool
 
 MAX_FIRST_DRAFTS = 4096  # remembered of a pool
 SHARE = 8  # sequences that a thread drafts at a time; fewer take less time than it takes to wake up

@@ -14,10 +14,10 @@ import numpy as np
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.errors import PoolError
 
 if TYPE_CHECKING:  # the engine reads costs; it need not load what replays
-    from retrieval_pools.calibrating.estimates import Tally
+    from laserbatch.retrieval_pools.calibration.estimates import Tally
 
 EXAMPLE = (
     "steps: [{batch_size: 16, num_tokens: 16, seconds: 0.0043}, {batch_size: 16, num_tokens: 256, seconds: 0.0064}]"

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.errors import RowError
-from pipeline.knowledge.entities import Entity, iter_entities
-from pipeline.knowledge.parsers import parse_knowledge
-from pipeline.knowledge.prompts import load_template, render_prompt
-from pipeline.tables.read import read_tables
-from pipeline.tables.sample_lore import THEMES, TOP_CATEGORIES, about_themes, title_themes
-from pipeline.tables.sample_world import LAST_DATE, write_sample_world
+from laserbatch.pipeline.errors import RowError
+from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
+from laserbatch.pipeline.knowledge.parsers import parse_knowledge
+from laserbatch.pipeline.knowledge.prompts import load_template, render_prompt
+from laserbatch.pipeline.sample.lore import THEMES, TOP_CATEGORIES, about_themes, title_themes
+from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
+from laserbatch.pipeline.tables.read import read_tables
 
 FOLDER = Path(__file__).resolve().parent.parent / "models" / "sample"
 NUM_USERS, NUM_ITEMS = 64, 24

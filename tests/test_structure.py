@@ -18,13 +18,14 @@ FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("
 
 
 def imported_modules(path: Path) -> set[str]:
+    """Whole names; our own without the `laserbatch.` before them."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return {module.removeprefix("laserbatch.") for module in found}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -4,10 +4,10 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import accumulate
 
-from jobs.formatting import MISSING, count, decimal, percent, ratio
-from jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
-from jobs.report.charts import FULL_WIDTH, HALF_WIDTH, Part, Series, stacked_shares
-from jobs.report.palette import (
+from laserbatch.jobs.formatting import MISSING, count, decimal, percent, ratio
+from laserbatch.jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
+from laserbatch.jobs.report.charts import FULL_WIDTH, HALF_WIDTH, Part, Series, stacked_shares
+from laserbatch.jobs.report.palette import (
     DARK_COLOURS,
     OTHER,
     PLAIN,
@@ -17,8 +17,8 @@ from jobs.report.palette import (
     SOURCE_LABELS,
     TONIGHT,
 )
-from jobs.report.plots import histogram, share_lines
-from jobs.report.reading import Decoding, SideView, total
+from laserbatch.jobs.report.plots import histogram, share_lines
+from laserbatch.jobs.report.reading import Decoding, SideView, total
 
 FINISH_LABELS = {"end_of_text": "ended by itself", "stop": "stop string", "length": "token limit"}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
-from jobs.spans import Span
+from laserbatch.jobs.spans import Span
 
 
 @dataclass(frozen=True)

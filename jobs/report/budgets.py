@@ -1,8 +1,8 @@
 """How much was drafted, why, and what was forecast of it; both from the manifest."""
 
-from jobs.formatting import MISSING, count, decimal, times, whole
-from jobs.report.blocks import Block, Table
-from jobs.report.reading import SideView, mapping
+from laserbatch.jobs.formatting import MISSING, count, decimal, times, whole
+from laserbatch.jobs.report.blocks import Block, Table
+from laserbatch.jobs.report.reading import SideView, mapping
 
 
 def budget_blocks(sides: list[SideView]) -> list[Block]:

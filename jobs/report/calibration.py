@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from jobs.formatting import count, decimal, finite, percent, seconds, whole
-from jobs.report.blocks import Block, Figure, LegendEntry, Note, Table
-from jobs.report.charts import HALF_WIDTH
-from jobs.report.palette import OTHER, SIDE_COLOURS
-from jobs.report.reading import mapping, sequence, side_label
-from jobs.report.svg import Canvas, Frame, tick_text, ticks
+from laserbatch.jobs.formatting import count, decimal, finite, percent, seconds, whole
+from laserbatch.jobs.report.blocks import Block, Figure, LegendEntry, Note, Table
+from laserbatch.jobs.report.charts import HALF_WIDTH
+from laserbatch.jobs.report.palette import OTHER, SIDE_COLOURS
+from laserbatch.jobs.report.reading import mapping, sequence, side_label
+from laserbatch.jobs.report.svg import Canvas, Frame, tick_text, ticks
 
 WILSON_Z = 1.96  # 95 %
 

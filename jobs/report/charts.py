@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from jobs.formatting import MISSING, count, percent
-from jobs.report.svg import Canvas, Frame, shortened, text_width
+from laserbatch.jobs.formatting import MISSING, count, percent
+from laserbatch.jobs.report.svg import Canvas, Frame, shortened, text_width
 
 HALF_WIDTH, FULL_WIDTH = 480.0, 1010.0
 

@@ -7,11 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jobs.formatting import MISSING, count, counted, decimal, finite, percent, whole
-from jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
-from jobs.report.palette import TONIGHT, VARIANT_COLOURS
-from jobs.report.plots import Spread, spreads
-from jobs.report.reading import mapping, sequence
+from laserbatch.jobs.formatting import MISSING, count, counted, decimal, finite, percent, whole
+from laserbatch.jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
+from laserbatch.jobs.report.palette import TONIGHT, VARIANT_COLOURS
+from laserbatch.jobs.report.plots import Spread, spreads
+from laserbatch.jobs.report.reading import mapping, sequence
 
 VARIANT_LABELS = {"none": "no knowledge", "plain": "plain texts"}  # any other: the run's own, by its verifier
 MODEL_LABELS = {"din": "DIN", "dcnv2": "DCNv2", "gbdt": "LightGBM"}

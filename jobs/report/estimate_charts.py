@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from jobs.formatting import decimal
-from jobs.report.charts import HALF_WIDTH
-from jobs.report.svg import Canvas, Frame, shortened, text_width, tick_text, ticks
+from laserbatch.jobs.formatting import decimal
+from laserbatch.jobs.report.charts import HALF_WIDTH
+from laserbatch.jobs.report.svg import Canvas, Frame, shortened, text_width, tick_text, ticks
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 import statistics
 from collections.abc import Mapping
 
-from jobs.formatting import count, counted, decimal, rate, seconds, times
-from jobs.report.blocks import KeyFigure, Phrase
-from jobs.report.ctr_table import ALL_MODELS, Gain, comparisons, ctr_results, own_gains
-from jobs.report.reading import SideView, total
-from jobs.report.speed import speed_up
-from jobs.report.work import total_wall_s
+from laserbatch.jobs.formatting import count, counted, decimal, rate, seconds, times
+from laserbatch.jobs.report.blocks import KeyFigure, Phrase
+from laserbatch.jobs.report.ctr_table import ALL_MODELS, Gain, comparisons, ctr_results, own_gains
+from laserbatch.jobs.report.reading import SideView, total
+from laserbatch.jobs.report.speed import speed_up
+from laserbatch.jobs.report.work import total_wall_s
 
 NOTABLE_QUARANTINE_SHARE = 0.05  # more failed rows than this belong into the headline
 STATUS_PHRASES = {"failed": "This run failed and published nothing: ", "running": "This run is not finished: "}

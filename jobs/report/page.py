@@ -6,19 +6,19 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from jobs.formatting import millions, seconds
-from jobs.report.acceptance import acceptance_section, lengths_section
-from jobs.report.blocks import Page, Section
-from jobs.report.ctr_table import ctr_section
-from jobs.report.headline import headline, key_figures
-from jobs.report.palette import SOURCE_COLOURS
-from jobs.report.pools import pools_section
-from jobs.report.reading import SideView, long_date, mapping, sides_of
-from jobs.report.samples import provenance_section, samples_section
-from jobs.report.speed import speed_section
-from jobs.report.work import total_wall_s, work_section
-from jobs.side_warnings import side_warnings
-from pipeline.storage.atomic import write_text
+from laserbatch.jobs.formatting import millions, seconds
+from laserbatch.jobs.report.acceptance import acceptance_section, lengths_section
+from laserbatch.jobs.report.blocks import Page, Section
+from laserbatch.jobs.report.ctr_table import ctr_section
+from laserbatch.jobs.report.headline import headline, key_figures
+from laserbatch.jobs.report.palette import SOURCE_COLOURS
+from laserbatch.jobs.report.pools import pools_section
+from laserbatch.jobs.report.reading import SideView, long_date, mapping, sides_of
+from laserbatch.jobs.report.samples import provenance_section, samples_section
+from laserbatch.jobs.report.speed import speed_section
+from laserbatch.jobs.report.work import total_wall_s, work_section
+from laserbatch.jobs.side_warnings import side_warnings
+from laserbatch.pipeline.storage.atomic import write_text
 
 FOLDER = Path(__file__).parent
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from jobs.formatting import count, decimal, percent
-from jobs.report.charts import HALF_WIDTH, Series
-from jobs.report.svg import Canvas, Frame, text_width, tick_text, ticks
+from laserbatch.jobs.formatting import count, decimal, percent
+from laserbatch.jobs.report.charts import HALF_WIDTH, Series
+from laserbatch.jobs.report.svg import Canvas, Frame, text_width, tick_text, ticks
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
-from jobs.formatting import MISSING, count, counted, finite, seconds, whole
-from jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
-from jobs.report.calibration import calibration_blocks
-from jobs.report.charts import Part, stacked_shares
-from jobs.report.palette import DARK_COLOURS, OTHER, ROUTE_COLOURS, ROUTE_LABELS
-from jobs.report.reading import SideView, counts, mapping, side_label
+from laserbatch.jobs.formatting import MISSING, count, counted, finite, seconds, whole
+from laserbatch.jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
+from laserbatch.jobs.report.calibration import calibration_blocks
+from laserbatch.jobs.report.charts import Part, stacked_shares
+from laserbatch.jobs.report.palette import DARK_COLOURS, OTHER, ROUTE_COLOURS, ROUTE_LABELS
+from laserbatch.jobs.report.reading import SideView, counts, mapping, side_label
 
 
 def pools_section(manifest: Mapping, sides: list[SideView]) -> Section:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.formatting import finite, ratio, whole
+from laserbatch.jobs.formatting import finite, ratio, whole
 
 SIDE_LABELS = {"user": "Users", "item": "Items"}
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from jobs.formatting import MISSING, count, decimal, millions, percent, ratio
-from jobs.report.blocks import Block, Folded, Note, Sample, Section, SourceLegend
-from jobs.report.palette import SOURCE_LABELS
-from jobs.report.reading import SideView, mapping, sequence, side_label
-from jobs.spans import Span
+from laserbatch.jobs.formatting import MISSING, count, decimal, millions, percent, ratio
+from laserbatch.jobs.report.blocks import Block, Folded, Note, Sample, Section, SourceLegend
+from laserbatch.jobs.report.palette import SOURCE_LABELS
+from laserbatch.jobs.report.reading import SideView, mapping, sequence, side_label
+from laserbatch.jobs.spans import Span
 
 
 def samples_section(sides: list[SideView]) -> Section:

@@ -3,12 +3,12 @@
 Draws what it is given; reads no run.
 """
 
-from jobs.formatting import count, counted, decimal, percent, times
-from jobs.report.blocks import KeyFigure, Note, Page, Phrase, Section, Table
-from jobs.report.simulation_budgets import budget_section
-from jobs.report.simulation_studies import figures_section, grouping_section, option_section, size_section
-from jobs.simulate_result import Simulation
-from jobs.simulate_view import (
+from laserbatch.jobs.formatting import count, counted, decimal, percent, times
+from laserbatch.jobs.report.blocks import KeyFigure, Note, Page, Phrase, Section, Table
+from laserbatch.jobs.report.simulation_budgets import budget_section
+from laserbatch.jobs.report.simulation_studies import figures_section, grouping_section, option_section, size_section
+from laserbatch.jobs.simulate_result import Simulation
+from laserbatch.jobs.simulate_view import (
     calibration_line,
     check_lines,
     full_pool,

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jobs.formatting import count, decimal, rate, times
-from jobs.report.blocks import Block, Figure, Note, Section, Table
-from jobs.report.estimate_charts import EstimateLine, estimate_lines
-from jobs.report.simulation_studies import legend_of
-from jobs.simulate_result import Simulation
-from jobs.simulate_view import budget_words, interval
-from retrieval_pools.budget_curve import DRAFT_TOKENS, MIN_ACCEPTANCES
+from laserbatch.jobs.formatting import count, decimal, rate, times
+from laserbatch.jobs.report.blocks import Block, Figure, Note, Section, Table
+from laserbatch.jobs.report.estimate_charts import EstimateLine, estimate_lines
+from laserbatch.jobs.report.simulation_studies import legend_of
+from laserbatch.jobs.simulate_result import Simulation
+from laserbatch.jobs.simulate_view import budget_words, interval
+from laserbatch.retrieval_pools.index.budget_curve import DRAFT_TOKENS, MIN_ACCEPTANCES
 
 TREE_COLOURS = ("#8f9bab", "#5b9bd5", "#0b4f8a", "#009e73", "#e0a100", "#c4560a", "#8a1c5c")  # small to large
 

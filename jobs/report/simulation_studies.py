@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from jobs.formatting import count, decimal, percent
-from jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
-from jobs.report.charts import FULL_WIDTH
-from jobs.report.estimate_charts import EstimateLine, EstimateRow, estimate_lines, estimate_rows
-from jobs.report.palette import OTHER, SIDE_COLOURS, TONIGHT
-from jobs.simulate_result import Simulation
-from jobs.simulate_view import best_group_counts, group_kind, interval, pool_size_line
-from retrieval_pools.simulating.studies import GROUPING, NUM_GROUPS, OPTION_VALUES, SOURCES_STUDY, Outcome
+from laserbatch.jobs.formatting import count, decimal, percent
+from laserbatch.jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
+from laserbatch.jobs.report.charts import FULL_WIDTH
+from laserbatch.jobs.report.estimate_charts import EstimateLine, EstimateRow, estimate_lines, estimate_rows
+from laserbatch.jobs.report.palette import OTHER, SIDE_COLOURS, TONIGHT
+from laserbatch.jobs.simulate_result import Simulation
+from laserbatch.jobs.simulate_view import best_group_counts, group_kind, interval, pool_size_line
+from laserbatch.retrieval_pools.simulating.studies import GROUPING, NUM_GROUPS, OPTION_VALUES, SOURCES_STUDY, Outcome
 
 VERDICT_COLOURS = {"better": TONIGHT, "worse": "#c4560a", "within noise": OTHER, "configured": OTHER}
 LINE_COLOURS = ("#0b4f8a", "#c4560a", "#009e73", "#cc79a7")

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping
 
-from jobs.formatting import MISSING, count, counted, decimal, rate, ratio, seconds, times, whole
-from jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
-from jobs.report.budgets import budget_blocks
-from jobs.report.charts import Series, grouped_bars
-from jobs.report.palette import PLAIN, PREVIOUS_NIGHT, TONIGHT
-from jobs.report.reading import Decoding, SideView, mapping, total
+from laserbatch.jobs.formatting import MISSING, count, counted, decimal, rate, ratio, seconds, times, whole
+from laserbatch.jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
+from laserbatch.jobs.report.budgets import budget_blocks
+from laserbatch.jobs.report.charts import Series, grouped_bars
+from laserbatch.jobs.report.palette import PLAIN, PREVIOUS_NIGHT, TONIGHT
+from laserbatch.jobs.report.reading import Decoding, SideView, mapping, total
 
 PASSES = (("plain", "plain decoding", PLAIN), ("previous_night", "previous night", PREVIOUS_NIGHT),
           ("tonight", "tonight", TONIGHT))  # fmt: skip

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from jobs.formatting import MISSING, count, counted, finite, percent, ratio, seconds, whole
-from jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
-from jobs.report.charts import Part, lying_bars, stacked_shares
-from jobs.report.palette import TONIGHT
-from jobs.report.reading import SideView, mapping, sequence
+from laserbatch.jobs.formatting import MISSING, count, counted, finite, percent, ratio, seconds, whole
+from laserbatch.jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
+from laserbatch.jobs.report.charts import Part, lying_bars, stacked_shares
+from laserbatch.jobs.report.palette import TONIGHT
+from laserbatch.jobs.report.reading import SideView, mapping, sequence
 
 STAGE_LABELS = {
     "plan": "Plan, prompts, fingerprints",

@@ -17,11 +17,11 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from pipeline.decoding.forward.output_head import HeldLogits, StepLogits
-from pipeline.decoding.packed_trees import PackedTrees
-from pipeline.decoding.row_verdicts import judge_rows
-from pipeline.decoding.token_tree import TokenTree
-from pipeline.decoding.verifiers import Greedy, ProbabilityThreshold, TopK, Verifier
+from laserbatch.pipeline.decoding.model.output_head import HeldLogits, StepLogits
+from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+from laserbatch.pipeline.decoding.row_verdicts import judge_rows
+from laserbatch.pipeline.decoding.token_tree import TokenTree
+from laserbatch.pipeline.decoding.verifiers import Greedy, ProbabilityThreshold, TopK, Verifier
 
 ROUND_LOGITS = 1 << 18  # on a CPU this many numbers are computed and read in the time that a further round takes
 

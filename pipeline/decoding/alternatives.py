@@ -9,11 +9,11 @@ import math
 import numpy as np
 import torch
 
-from pipeline.decoding.acceptance import Acceptance
-from pipeline.decoding.device_copy import to_device
-from pipeline.decoding.forward.output_head import HeldLogits, StepLogits
-from pipeline.decoding.packed_trees import PackedTrees
-from pipeline.decoding.row_verdicts import CHUNK_ROWS
+from laserbatch.pipeline.decoding.acceptance import Acceptance
+from laserbatch.pipeline.decoding.device_copy import to_device
+from laserbatch.pipeline.decoding.model.output_head import HeldLogits, StepLogits
+from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+from laserbatch.pipeline.decoding.row_verdicts import CHUNK_ROWS
 
 NO_ALTERNATIVE = -1
 # A rarer runner-up is neither accepted by the relaxed rule (above 0.1 by default) nor likely to be the choice in a

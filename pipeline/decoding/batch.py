@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.decoding.memory.kv_cache import MIN_SHARED_TOKENS, KVCache
-from pipeline.decoding.memory.prefix_index import PrefixIndex
-from pipeline.decoding.sequence import GenerationFailure, GenerationRequest, Sequence
+from laserbatch.pipeline.decoding.memory.kv_cache import MIN_SHARED_TOKENS, KVCache
+from laserbatch.pipeline.decoding.memory.prefix_index import PrefixIndex
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, Sequence
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pipeline.decoding.expected_step import plain_seconds, step_seconds
-from pipeline.decoding.settings import DecodingSettings
-from retrieval_pools.budget_curve import MIN_ACCEPTANCES, BudgetCell, BudgetCurve, ReplayedBudgets
-from retrieval_pools.step_cost import StepCost
+from laserbatch.pipeline.decoding.expected_step import plain_seconds, step_seconds
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.retrieval_pools.index.budget_curve import (
+    MIN_ACCEPTANCES,
+    BudgetCell,
+    BudgetCurve,
+    ReplayedBudgets,
+)
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 SOURCES = ("previous", "prompt", "output", "pool")
 LEAST_GAIN = 1.02  # predicted, below which plain decoding is the safer choice

@@ -6,11 +6,11 @@ and has it verified. Knows no model and no batch: what a sequence is offered doe
 
 from typing import Protocol
 
-from pipeline.decoding.budget import Budget
-from pipeline.decoding.packed_trees import PackedTrees
-from pipeline.decoding.sequence import Sequence
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.token_tree import EMPTY_TREE, MAX_DEPTH, TokenTree
+from laserbatch.pipeline.decoding.budget import Budget
+from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, MAX_DEPTH, TokenTree
 
 __all__ = ["BatchDrafter", "Drafter", "NoDrafter", "RetrievalDrafter", "Sequence", "draft_all", "drafter_from"]
 
@@ -67,7 +67,9 @@ class RetrievalDrafter:
         min_probability: float = 0.07,
         num_threads: int = 1,
     ) -> None:
-        from retrieval_pools.query import draft_batch  # compiled code; a plain decoder need not load it
+        from laserbatch.retrieval_pools.query import (
+            draft_batch,  # compiled code; a plain decoder need not load it
+        )
 
         self._draft_batch = draft_batch
         self._pool = pool if "pool" in sources else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.sequence import Sequence
 
 
 @dataclass(frozen=True)

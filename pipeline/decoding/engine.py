@@ -21,28 +21,28 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from pipeline.decoding.acceptance import Acceptance, verify
-from pipeline.decoding.alternatives import step_alternatives
-from pipeline.decoding.batch import Batch, Concurrency, RequestLimits
-from pipeline.decoding.budget import Budget
-from pipeline.decoding.drafters import Drafter, NoDrafter, draft_all
-from pipeline.decoding.endings import Ending, Endings
-from pipeline.decoding.forward.feed import Feed, Pack
-from pipeline.decoding.forward.model_runner import ModelRunner, StepOutput
-from pipeline.decoding.loading.load import LoadedModel, load_model
-from pipeline.decoding.memory.kv_cache import cache_bound, is_out_of_memory
-from pipeline.decoding.memory.kv_store import KVStore
-from pipeline.decoding.memory.token_store import TokenStore
-from pipeline.decoding.packed_trees import PackedTrees, prune_all
-from pipeline.decoding.sequence import (
+from laserbatch.pipeline.decoding.acceptance import Acceptance, verify
+from laserbatch.pipeline.decoding.alternatives import step_alternatives
+from laserbatch.pipeline.decoding.batch import Batch, Concurrency, RequestLimits
+from laserbatch.pipeline.decoding.budget import Budget
+from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, draft_all
+from laserbatch.pipeline.decoding.endings import Ending, Endings
+from laserbatch.pipeline.decoding.feed import Feed, Pack
+from laserbatch.pipeline.decoding.memory.kv_cache import cache_bound, is_out_of_memory
+from laserbatch.pipeline.decoding.memory.kv_store import KVStore
+from laserbatch.pipeline.decoding.memory.token_store import TokenStore
+from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
+from laserbatch.pipeline.decoding.model.model_runner import ModelRunner, StepOutput
+from laserbatch.pipeline.decoding.packed_trees import PackedTrees, prune_all
+from laserbatch.pipeline.decoding.sequence import (
     GenerationFailure,
     GenerationRequest,
     GenerationResult,
     Sequence,
     StepEvent,
 )
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.verifiers import Verifier, verifier_from
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.verifiers import Verifier, verifier_from
 
 __all__ = ["Engine", "GenerationFailure", "GenerationRequest", "GenerationResult", "StepEvent"]
 

@@ -6,8 +6,8 @@ taken as they fall, were they drawn independently, and not at their mean.
 
 import numpy as np
 
-from retrieval_pools.budget_curve import SIZE_KNOTS, BudgetCell
-from retrieval_pools.step_cost import StepCost
+from laserbatch.retrieval_pools.index.budget_curve import SIZE_KNOTS, BudgetCell
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 
 def plain_seconds(step_cost: StepCost, batch_size: int) -> float:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeline.decoding.token_tree import EMPTY_TREE, MAX_NODES, ROOT, TokenTree, prune
+from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, MAX_NODES, ROOT, TokenTree, prune
 
 
 class PackedTrees:

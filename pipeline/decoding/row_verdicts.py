@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.decoding.device_copy import to_device
-from pipeline.decoding.forward.output_head import StepLogits
-from pipeline.decoding.verifiers import Verifier
+from laserbatch.pipeline.decoding.device_copy import to_device
+from laserbatch.pipeline.decoding.model.output_head import StepLogits
+from laserbatch.pipeline.decoding.verifiers import Verifier
 
 # Rows whose logits are in memory at once: enough that an output layer's weights are read few times, and on a CPU few
 # enough that they stay in its cache.

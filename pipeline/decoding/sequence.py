@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.decoding.packed_trees import PackedTrees
-from pipeline.decoding.token_tree import MAX_DEPTH
-from retrieval_pools.sources import NUM_SOURCES, SOURCE_TARGET
+from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+from laserbatch.pipeline.decoding.token_tree import MAX_DEPTH
+from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_TARGET
 
 COUNTED_TOGETHER = 64  # drafts of a text: a call for each took longer than all else that is done with it
 

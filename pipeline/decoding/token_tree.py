@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from retrieval_pools.sources import SOURCE_TARGET
+from laserbatch.retrieval_pools.sources import SOURCE_TARGET
 
 MAX_NODES = 64  # a node's ancestors fit one 64-bit mask
 MAX_DEPTH = MAX_NODES

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.settings import DecodingSettings
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 
 import ray
 
-from pipeline.decoding.budget import Budget
-from pipeline.decoding.planning.pilot_texts import PilotTexts
-from pipeline.distributed.cluster import WorkerLayout, cluster_nodes, require_own_gpu, told_nodes
-from pipeline.distributed.shards import PlannedRow, Shard, split_shard
-from pipeline.distributed.worker import Scout, ShardWorker, WorkerSpec
-from pipeline.errors import RunFailed
-from pipeline.sides import Side
-from pipeline.storage.run_folder import RunFolder, ShardRecord
-from retrieval_pools.step_cost import StepCost
+from laserbatch.pipeline.decoding.budget import Budget
+from laserbatch.pipeline.decoding.planning.pilot_texts import PilotTexts
+from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes, require_own_gpu, told_nodes
+from laserbatch.pipeline.distributed.shards import PlannedRow, Shard, split_shard
+from laserbatch.pipeline.distributed.worker import Scout, ShardWorker, WorkerSpec
+from laserbatch.pipeline.errors import RunFailed
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 

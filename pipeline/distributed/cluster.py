@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import ray
 import torch
 
-from pipeline.distributed.settings import ClusterSettings
-from pipeline.distributed.worker import usable_cores
-from pipeline.errors import ConfigError
+from laserbatch.pipeline.distributed.settings import ClusterSettings
+from laserbatch.pipeline.distributed.worker import usable_cores
+from laserbatch.pipeline.errors import ConfigError
 
 WORKERS_A_NODE = 8  # without GPUs, by default: of the largest node, which others follow
 

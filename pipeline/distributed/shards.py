@@ -16,16 +16,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.errors import RowError, WorkspaceError
-from pipeline.knowledge.entities import Entity
-from pipeline.knowledge.prompts import RenderedPrompt
-from pipeline.knowledge.records import as_current, knowledge_schema
-from pipeline.sides import Side
-from pipeline.storage.atomic import read_json, sha256_file, write_json
-from pipeline.storage.parquet import iter_parquet, read_parquet, write_parquet
-from pipeline.storage.quarantine import QuarantineRow
-from pipeline.storage.run_folder import RunFolder, ShardRecord
-from retrieval_pools.router import Route
+from laserbatch.pipeline.errors import RowError, WorkspaceError
+from laserbatch.pipeline.knowledge.entities import Entity
+from laserbatch.pipeline.knowledge.prompts import RenderedPrompt
+from laserbatch.pipeline.knowledge.records import as_current, knowledge_schema
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.atomic import read_json, sha256_file, write_json
+from laserbatch.pipeline.storage.parquet import iter_parquet, read_parquet, write_parquet
+from laserbatch.pipeline.storage.quarantine import QuarantineRow
+from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
+from laserbatch.retrieval_pools.routing.router import Route
 
 logger = logging.getLogger(__name__)
 

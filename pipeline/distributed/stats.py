@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from retrieval_pools.sources import SOURCE_NAMES
+from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
 if TYPE_CHECKING:
-    from pipeline.decoding.engine import GenerationResult
+    from laserbatch.pipeline.decoding.engine import GenerationResult
 
 MOST_LENGTH_BINS = 256  # of a histogram of lengths: a manifest holds no line a text
 _SUMS = ("num_texts", "num_tokens", "num_steps", "num_drafted", "num_accepted", "wall_s")

@@ -16,29 +16,35 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from pipeline.decoding.budget import Budget
-from pipeline.decoding.drafters import Drafter, drafter_from
-from pipeline.decoding.endings import has_broken_characters
-from pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult, StepEvent
-from pipeline.decoding.loading.identity import tokenizer_hash
-from pipeline.decoding.memory.room import host_memory
-from pipeline.decoding.planning.pilot_texts import PilotTexts, StepCounts
-from pipeline.decoding.planning.run_forecast import written_seconds
-from pipeline.decoding.planning.step_cost_cache import cached_step_cost, kept_step_cost, known_step_cost
-from pipeline.decoding.planning.step_timing import measure_step_cost, texts_of
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.verifiers import Greedy, Verifier
-from pipeline.distributed.shards import PlannedRow, Shard, read_shard
-from pipeline.distributed.stats import decoding_stats
-from pipeline.errors import RowError
-from pipeline.knowledge.parsers import parse_knowledge
-from pipeline.knowledge.records import knowledge_schema
-from pipeline.knowledge.templates import load_template
-from pipeline.sides import Side
-from pipeline.storage.quarantine import QuarantineRow
-from pipeline.storage.run_folder import RunFolder, ShardRecord
-from retrieval_pools.pool import Pool
-from retrieval_pools.step_cost import StepCost
+from laserbatch.pipeline.decoding.budget import Budget
+from laserbatch.pipeline.decoding.drafters import Drafter, drafter_from
+from laserbatch.pipeline.decoding.endings import has_broken_characters
+from laserbatch.pipeline.decoding.engine import (
+    Engine,
+    GenerationFailure,
+    GenerationRequest,
+    GenerationResult,
+    StepEvent,
+)
+from laserbatch.pipeline.decoding.memory.room import host_memory
+from laserbatch.pipeline.decoding.model.identity import tokenizer_hash
+from laserbatch.pipeline.decoding.planning.pilot_texts import PilotTexts, StepCounts
+from laserbatch.pipeline.decoding.planning.run_forecast import written_seconds
+from laserbatch.pipeline.decoding.planning.step_cost_cache import cached_step_cost, kept_step_cost, known_step_cost
+from laserbatch.pipeline.decoding.planning.step_timing import measure_step_cost, texts_of
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.verifiers import Greedy, Verifier
+from laserbatch.pipeline.distributed.shards import PlannedRow, Shard, read_shard
+from laserbatch.pipeline.distributed.stats import decoding_stats
+from laserbatch.pipeline.errors import RowError
+from laserbatch.pipeline.knowledge.parsers import parse_knowledge
+from laserbatch.pipeline.knowledge.records import knowledge_schema
+from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.quarantine import QuarantineRow
+from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.encoding.clusters import fit_centroids, nearest_centroids
-from pipeline.encoding.encoder import TextEncoder
-from pipeline.encoding.schema import centroid_schema, feature_schema
-from pipeline.encoding.settings import EncodingSettings
+from laserbatch.pipeline.encoding.clusters import fit_centroids, nearest_centroids
+from laserbatch.pipeline.encoding.encoder import TextEncoder
+from laserbatch.pipeline.encoding.schema import centroid_schema, feature_schema
+from laserbatch.pipeline.encoding.settings import EncodingSettings
 
 KNOWLEDGE_COLUMNS = ["entity_id", "text", "run_id", "fingerprint"]  # all that is read of a knowledge record
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.errors import ModelError, RowError
+from laserbatch.pipeline.errors import ModelError, RowError
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.sides import Side
+from laserbatch.pipeline.sides import Side
 
 if TYPE_CHECKING:
-    from pipeline.tables.read import Tables
+    from laserbatch.pipeline.tables.read import Tables
 
 _ROWS_AT_ONCE = 4096
 

@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 
-from pipeline.knowledge.prompts import RenderedPrompt
-from pipeline.knowledge.templates import PromptTemplate
+from laserbatch.pipeline.knowledge.prompts import RenderedPrompt
+from laserbatch.pipeline.knowledge.templates import PromptTemplate
 
 
 def fingerprint(

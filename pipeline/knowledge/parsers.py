@@ -2,8 +2,8 @@
 
 import re
 
-from pipeline.errors import RowError
-from pipeline.knowledge.templates import PromptTemplate
+from laserbatch.pipeline.errors import RowError
+from laserbatch.pipeline.knowledge.templates import PromptTemplate
 
 _AT_LINE = re.compile(r"^[ \t]*(?:[#*>\-]+[ \t]*)*\(?(\d{1,2})[.):\]][ \t*]*", re.MULTILINE)
 _INLINE = re.compile(r"(?:^|(?<=\s))\(?(\d{1,2})[.)][ \t*]+(?=[A-Z])")

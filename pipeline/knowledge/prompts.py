@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.errors import ConfigError, RowError
-from pipeline.knowledge.chat_format import chat_skeleton, encode_content
-from pipeline.knowledge.entities import Entity, HistoryEvent
-from pipeline.knowledge.templates import Columns, HistoryLines, PromptTemplate, load_template
+from laserbatch.pipeline.errors import ConfigError, RowError
+from laserbatch.pipeline.knowledge.chat_format import chat_skeleton, encode_content
+from laserbatch.pipeline.knowledge.entities import Entity, HistoryEvent
+from laserbatch.pipeline.knowledge.templates import Columns, HistoryLines, PromptTemplate, load_template
 
 __all__ = ["RenderedPrompt", "load_template", "render_prompt"]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pipeline.sides import Side
+from laserbatch.pipeline.sides import Side
 
 
 class KnowledgeSettings(BaseModel):

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from pipeline.errors import ConfigError
-from pipeline.sides import Side
-from pipeline.validation import explain, read_yaml
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.validation import explain, read_yaml
 
 SHIPPED_TEMPLATES = Path(__file__).resolve().parents[2] / "configs" / "prompts"
 

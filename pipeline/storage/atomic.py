@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pipeline.errors import PipelineError, WorkspaceError
+from laserbatch.pipeline.errors import PipelineError, WorkspaceError
 
 TEMPORARY_SUFFIX = ".tmp"
 

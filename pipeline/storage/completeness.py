@@ -4,9 +4,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.errors import WorkspaceError
-from pipeline.sides import Side
-from pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.run_folder import RunFolder
 
 NUM_NAMED = 5  # of the ids that a message tells
 

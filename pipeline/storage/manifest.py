@@ -9,8 +9,8 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.errors import WorkspaceError
-from pipeline.storage.atomic import canonical_json, read_json, write_json
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.storage.atomic import canonical_json, read_json, write_json
 
 MANIFEST_VERSION = 1
 

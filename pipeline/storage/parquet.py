@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.errors import WorkspaceError
-from pipeline.storage.atomic import atomic_path, sha256_file
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.storage.atomic import atomic_path, sha256_file
 
 ROW_GROUP_ROWS = 16 * 1024  # few enough that a column of them stays below the 2 GiB which `string` and `list` can hold
 _WRITER_OPTIONS = {"compression": "zstd", "compression_level": 3, "write_page_checksum": True}

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.sides import Side
+from laserbatch.pipeline.sides import Side
 
 
 def quarantine_schema(entity_id_type: pa.DataType) -> pa.Schema:

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from pipeline.errors import WorkspaceError
-from pipeline.sides import Side
-from pipeline.storage.atomic import read_json, remove_leftovers, sha256_file, write_json, write_text
-from pipeline.storage.manifest import RunManifest
-from pipeline.storage.parquet import WrittenFile, in_order_of, iter_parquet, read_parquet, write_parquet
-from pipeline.storage.quarantine import QuarantineRow, quarantine_schema, quarantine_table
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.atomic import read_json, remove_leftovers, sha256_file, write_json, write_text
+from laserbatch.pipeline.storage.manifest import RunManifest
+from laserbatch.pipeline.storage.parquet import WrittenFile, in_order_of, iter_parquet, read_parquet, write_parquet
+from laserbatch.pipeline.storage.quarantine import QuarantineRow, quarantine_schema, quarantine_table
 
 logger = logging.getLogger("laserbatch.storage")
 

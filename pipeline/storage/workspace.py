@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.errors import WorkspaceBusy, WorkspaceError
-from pipeline.storage.atomic import read_json, write_json
-from pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.errors import WorkspaceBusy, WorkspaceError
+from laserbatch.pipeline.storage.atomic import read_json, write_json
+from laserbatch.pipeline.storage.run_folder import RunFolder
 
 logger = logging.getLogger("laserbatch.storage")
 

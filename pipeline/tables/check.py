@@ -16,11 +16,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pyarrow.types as pt
 
-from pipeline.errors import TableError
-from pipeline.tables import schema as sc
-from pipeline.tables.findings import Finding, Findings, count_faults
-from pipeline.tables.read import wrong_types
-from pipeline.tables.rules import RULED_COLUMNS, row_faults
+from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.tables import schema as sc
+from laserbatch.pipeline.tables.findings import Finding, Findings, count_faults
+from laserbatch.pipeline.tables.read import wrong_types
+from laserbatch.pipeline.tables.rules import RULED_COLUMNS, row_faults
 
 BATCH_ROWS = 256 * 1024
 NUM_FINDINGS_IN_ERROR = 3

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from pipeline.tables import schema as sc
-from pipeline.tables.findings import shown_value
-from pipeline.tables.rules import EARLIEST_S, LATEST_S, YEAR_S
+from laserbatch.pipeline.tables import schema as sc
+from laserbatch.pipeline.tables.findings import shown_value
+from laserbatch.pipeline.tables.rules import EARLIEST_S, LATEST_S, YEAR_S
 
 _ZONE_PATTERN = r":\d{2}(\.\d+)?\s*(Z|[+-]\d{2}(:?\d{2})?)$"
 _UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}

@@ -19,13 +19,20 @@ import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
-from pipeline.errors import ConfigError, TableError
-from pipeline.storage.parquet import parquet_stream
-from pipeline.tables import schema as sc
-from pipeline.tables.convert import ConversionFault, to_path, to_time, to_type, without
-from pipeline.tables.rules import blank
-from pipeline.tables.settings import ImportMapping, ItemMapping, SourceColumn, SourceFiles, SourceTime, UserMapping
-from pipeline.validation import explain, nearest, read_yaml
+from laserbatch.pipeline.errors import ConfigError, TableError
+from laserbatch.pipeline.storage.parquet import parquet_stream
+from laserbatch.pipeline.tables import schema as sc
+from laserbatch.pipeline.tables.convert import ConversionFault, to_path, to_time, to_type, without
+from laserbatch.pipeline.tables.rules import blank
+from laserbatch.pipeline.tables.settings import (
+    ImportMapping,
+    ItemMapping,
+    SourceColumn,
+    SourceFiles,
+    SourceTime,
+    UserMapping,
+)
+from laserbatch.pipeline.validation import explain, nearest, read_yaml
 
 BATCH_ROWS = 128 * 1024
 _TYPES = {"string": pa.string(), "int64": pa.int64(), "float64": pa.float64(), "bool": pa.bool_()}

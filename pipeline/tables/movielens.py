@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
-from pipeline.errors import TableError
-from pipeline.storage.parquet import parquet_stream, write_parquet
-from pipeline.tables import schema as sc
-from pipeline.tables.mapping import Progress
+from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.storage.parquet import parquet_stream, write_parquet
+from laserbatch.pipeline.tables import schema as sc
+from laserbatch.pipeline.tables.mapping import Progress
 
 MovieLensVersion = Literal["movielens-100k", "movielens-1m", "movielens-10m"]
 

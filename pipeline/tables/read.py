@@ -15,10 +15,10 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pyarrow.types as pt
 
-from pipeline.errors import TableError
-from pipeline.sides import Side
-from pipeline.storage.atomic import sha256_file
-from pipeline.tables import schema as sc
+from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.atomic import sha256_file
+from laserbatch.pipeline.tables import schema as sc
 
 
 @dataclass(frozen=True)

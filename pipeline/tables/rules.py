@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from pipeline.tables import schema as sc
+from laserbatch.pipeline.tables import schema as sc
 
 # Times outside 1900 to 2200 are in another unit: milliseconds read as seconds are tens of thousands of years away.
 EARLIEST_S, LATEST_S = -2_208_988_800, 7_258_118_400

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from pipeline.errors import TableError
+from laserbatch.pipeline.errors import TableError
 
 TABLE_NAMES = ("users", "items", "interactions")
 ENTITY_TABLES = {"user": "users", "item": "items"}  # side -> table

@@ -4,18 +4,24 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from retrieval_pools.drafting.estimate import before_bin, conditional_acceptance, kind_of, most_acceptance, on_knots
-from retrieval_pools.drafting.frontier import least_probability, push_path
-from retrieval_pools.drafting.intervals import (
+from laserbatch.retrieval_pools.drafting.estimate import (
+    before_bin,
+    conditional_acceptance,
+    kind_of,
+    most_acceptance,
+    on_knots,
+)
+from laserbatch.retrieval_pools.drafting.frontier import least_probability, push_path
+from laserbatch.retrieval_pools.drafting.intervals import (
     num_group_samples_behind,
     num_samples_behind,
     sample_place,
     sample_stride,
 )
-from retrieval_pools.drafting.levels import stand_at
-from retrieval_pools.drafting.runs import list_own_runs, list_pool_runs
-from retrieval_pools.drafting.state import END, LEAST_LEFT, NUM_CANDIDATES, NUM_SLOTS, part
-from retrieval_pools.sources import SOURCE_POOL
+from laserbatch.retrieval_pools.drafting.levels import stand_at
+from laserbatch.retrieval_pools.drafting.runs import list_own_runs, list_pool_runs
+from laserbatch.retrieval_pools.drafting.state import END, LEAST_LEFT, NUM_CANDIDATES, NUM_SLOTS, part
+from laserbatch.retrieval_pools.sources import SOURCE_POOL
 
 
 @part

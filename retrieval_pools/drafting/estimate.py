@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from retrieval_pools.calibration_table import (
+from laserbatch.retrieval_pools.drafting.calibration_table import (
     BEFORE_BINS,
     COUNT_KNOTS,
     DEPTH_BINS,
@@ -17,7 +17,7 @@ from retrieval_pools.calibration_table import (
     NUM_KNOTS,
     SEEN_BINS,
 )
-from retrieval_pools.drafting.state import END, NUM_OWN_SLOTS, NUM_OWN_TOKENS, part
+from laserbatch.retrieval_pools.drafting.state import END, NUM_OWN_SLOTS, NUM_OWN_TOKENS, part
 
 # Knots are the floats whose mantissa has one bit at most: the upper bits of a float32 are the number of its knot.
 _MANTISSA_BITS = 22

@@ -3,8 +3,8 @@
 from numba import types
 from numba.extending import overload
 
-from retrieval_pools.drafting.search import ends_of_run
-from retrieval_pools.drafting.state import LEAST_SAMPLES_BITS, part
+from laserbatch.retrieval_pools.drafting.search import ends_of_run
+from laserbatch.retrieval_pools.drafting.state import LEAST_SAMPLES_BITS, part
 
 
 @part

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from retrieval_pools.drafting.intervals import (
+from laserbatch.retrieval_pools.drafting.intervals import (
     count_seen,
     has_next,
     is_supported,
@@ -10,10 +10,10 @@ from retrieval_pools.drafting.intervals import (
     narrow_to_run,
     num_samples_behind,
 )
-from retrieval_pools.drafting.own_texts import last_position, match_own_text, own_token
-from retrieval_pools.drafting.search import find_interval
-from retrieval_pools.drafting.state import END, part
-from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
+from laserbatch.retrieval_pools.drafting.own_texts import last_position, match_own_text, own_token
+from laserbatch.retrieval_pools.drafting.search import find_interval
+from laserbatch.retrieval_pools.drafting.state import END, part
+from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
 
 @part

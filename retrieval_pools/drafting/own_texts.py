@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from retrieval_pools.drafting.state import END, NUM_LOCAL_POSITIONS, called, part
-from retrieval_pools.sources import SOURCE_PREVIOUS, SOURCE_PROMPT
+from laserbatch.retrieval_pools.drafting.state import END, NUM_LOCAL_POSITIONS, called, part
+from laserbatch.retrieval_pools.sources import SOURCE_PREVIOUS, SOURCE_PROMPT
 
 
 @called

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from retrieval_pools.calibration_table import KINDS_SHAPE, NUM_KNOTS, PATHS_SHAPE, TABLE_SHAPE
-from retrieval_pools.drafting.addresses import float32s_at, int32s_at, uint8s_at
-from retrieval_pools.drafting.state import Estimates, Index, part
+from laserbatch.retrieval_pools.drafting.addresses import float32s_at, int32s_at, uint8s_at
+from laserbatch.retrieval_pools.drafting.calibration_table import KINDS_SHAPE, NUM_KNOTS, PATHS_SHAPE, TABLE_SHAPE
+from laserbatch.retrieval_pools.drafting.state import Estimates, Index, part
 
 _Places = namedtuple(
     "_Places",

@@ -3,16 +3,16 @@
 In the pool an interval is sorted by what follows, so the occurrences of a token are a run.
 """
 
-from retrieval_pools.drafting.intervals import (
+from laserbatch.retrieval_pools.drafting.intervals import (
     has_alternatives,
     is_supported,
     num_group_samples_behind,
     sample_place,
     sample_stride,
 )
-from retrieval_pools.drafting.own_texts import own_token
-from retrieval_pools.drafting.state import NUM_RUNS, part
-from retrieval_pools.fetch import fetch
+from laserbatch.retrieval_pools.drafting.own_texts import own_token
+from laserbatch.retrieval_pools.drafting.state import NUM_RUNS, part
+from laserbatch.retrieval_pools.fetch import fetch
 
 
 @part

@@ -7,7 +7,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from retrieval_pools.drafting.addresses import (
+from laserbatch.retrieval_pools.drafting.addresses import (
     float32s_at,
     float64s_at,
     int16s_at,
@@ -15,7 +15,7 @@ from retrieval_pools.drafting.addresses import (
     int64s_at,
     uint8s_at,
 )
-from retrieval_pools.drafting.state import (
+from laserbatch.retrieval_pools.drafting.state import (
     MAX_LEVELS,
     MAX_NODES,
     NUM_CANDIDATES,
@@ -31,8 +31,8 @@ from retrieval_pools.drafting.state import (
     Scratch,
     part,
 )
-from retrieval_pools.settings import MAX_MATCH_TOKENS
-from retrieval_pools.sources import NUM_SOURCES
+from laserbatch.retrieval_pools.settings import MAX_MATCH_TOKENS
+from laserbatch.retrieval_pools.sources import NUM_SOURCES
 
 _NUM_FOUND = MAX_MATCH_TOKENS + 1
 _NUM_KNOWN = MAX_NODES + 1  # the root, and every node

@@ -4,8 +4,8 @@ A draft asks several *levels* what comes next: the pool at several context lengt
 text, prompt and output at the longest context each knows. They are blended from the longest context to the shortest,
 each taking a share of the probability that the longer ones left over, by how often it has seen its context and with
 how many different next tokens (escape, as in PPM: Cleary and Witten 1984, Witten and Bell 1991). The most probable path
-is expanded next, until there are enough nodes or none is likely enough. `retrieval_pools/reference.py` says the same
-slowly.
+is expanded next, until there are enough nodes or none is likely enough. `tests/retrieval_pools/slow_drafts.py` says
+the same slowly.
 """
 
 import hashlib
@@ -17,15 +17,16 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numba import boolean, float64, int64, njit, types
 
-from retrieval_pools import calibration_table, fetch, settings, sources
-from retrieval_pools.drafting.addresses import int32s_at, uint8s_at, uint16s_at
-from retrieval_pools.drafting.continuations import count_continuations, push_candidates
-from retrieval_pools.drafting.estimate import least_product, note_own_tokens, on_knots
-from retrieval_pools.drafting.frontier import least_probability
-from retrieval_pools.drafting.levels import add_node, add_own_levels, add_pool_levels, stand_at_root
-from retrieval_pools.drafting.pool_handle import PLACE, WEIGHT, estimates_at, index_at
-from retrieval_pools.drafting.scratch import scratch_in
-from retrieval_pools.drafting.state import (
+from laserbatch.retrieval_pools import fetch, settings, sources
+from laserbatch.retrieval_pools.drafting import calibration_table
+from laserbatch.retrieval_pools.drafting.addresses import int32s_at, uint8s_at, uint16s_at
+from laserbatch.retrieval_pools.drafting.continuations import count_continuations, push_candidates
+from laserbatch.retrieval_pools.drafting.estimate import least_product, note_own_tokens, on_knots
+from laserbatch.retrieval_pools.drafting.frontier import least_probability
+from laserbatch.retrieval_pools.drafting.levels import add_node, add_own_levels, add_pool_levels, stand_at_root
+from laserbatch.retrieval_pools.drafting.pool_handle import PLACE, WEIGHT, estimates_at, index_at
+from laserbatch.retrieval_pools.drafting.scratch import scratch_in
+from laserbatch.retrieval_pools.drafting.state import (
     CONTEXT_BEGIN,
     CONTEXT_END,
     END,

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from retrieval_pools.calibrating.estimates import Bootstrap, Estimate, Tally
-from retrieval_pools.simulating.simulate import DraftSetting, Simulator
-from retrieval_pools.simulating.studies import GROUPING, NUM_GROUPS, OPTION_VALUES, Trial
+from laserbatch.retrieval_pools.calibration.estimates import Bootstrap, Estimate, Tally
+from laserbatch.retrieval_pools.simulating.simulate import DraftSetting, Simulator
+from laserbatch.retrieval_pools.simulating.studies import GROUPING, NUM_GROUPS, OPTION_VALUES, Trial
 
 OPTIONS = tuple(option for option in OPTION_VALUES if option != "min_support")  # that is a question of privacy
 NOTABLE_GAIN = 1.01  # less is not worth another setting, were it real

@@ -14,15 +14,15 @@ from typing import Literal
 
 import numpy as np
 
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.calibrating.budget_replay import with_budgets
-from retrieval_pools.calibrating.calibrate import calibrate, refit
-from retrieval_pools.calibrating.estimates import Bootstrap, Estimate, Tally
-from retrieval_pools.calibrating.replay import DraftOptions, Replay, ReplayText, replay
-from retrieval_pools.calibration import Calibration
-from retrieval_pools.manifest import Side
-from retrieval_pools.pool import Pool
-from retrieval_pools.settings import BUILT_SETTINGS, PoolSettings
+from laserbatch.retrieval_pools.calibration.budget_replay import with_budgets
+from laserbatch.retrieval_pools.calibration.calibrate import calibrate, refit
+from laserbatch.retrieval_pools.calibration.estimates import Bootstrap, Estimate, Tally
+from laserbatch.retrieval_pools.calibration.replay import DraftOptions, Replay, ReplayText, replay
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.calibration_record import Calibration
+from laserbatch.retrieval_pools.index.manifest import Side
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.settings import BUILT_SETTINGS, PoolSettings
 
 SOURCES = ("previous", "prompt", "output", "pool")
 MIN_WITH_PREVIOUS = 10  # held-back texts with a previous one; of fewer nothing can be said

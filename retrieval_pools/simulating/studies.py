@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from retrieval_pools.calibrating.estimates import Bootstrap, Estimate
-from retrieval_pools.pool import DEFAULT_POOL_ESCAPE
-from retrieval_pools.settings import MAX_CONTEXT_LENGTHS, MAX_MATCH_TOKENS
-from retrieval_pools.simulating.simulate import SOURCES, DraftSetting, Kind, Simulator
+from laserbatch.retrieval_pools.calibration.estimates import Bootstrap, Estimate
+from laserbatch.retrieval_pools.index.pool import DEFAULT_POOL_ESCAPE
+from laserbatch.retrieval_pools.settings import MAX_CONTEXT_LENGTHS, MAX_MATCH_TOKENS
+from laserbatch.retrieval_pools.simulating.simulate import SOURCES, DraftSetting, Kind, Simulator
 
 POOL_SIZES = (50, 100, 200, 500, 1000, 2000, 3000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
 GROUP_COUNTS = (2, 4, 8, 16, 32, 64, 128, 256, 512)

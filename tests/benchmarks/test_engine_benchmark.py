@@ -39,10 +39,10 @@ from engine_systems import (  # noqa: E402
 from night_systems import EngineSystem, Pass, TransformersGenerate  # noqa: E402
 from night_tasks import Task, TaskSize, sample_tasks  # noqa: E402
 
-from jobs.report.page import render_page  # noqa: E402
-from pipeline.decoding.budget import Budget  # noqa: E402
-from retrieval_pools.calibrating.estimates import Estimate  # noqa: E402
-from retrieval_pools.step_cost import DraftCost, StepCost, StepPoint  # noqa: E402
+from laserbatch.jobs.report.page import render_page  # noqa: E402
+from laserbatch.pipeline.decoding.budget import Budget  # noqa: E402
+from laserbatch.retrieval_pools.calibration.estimates import Estimate  # noqa: E402
+from laserbatch.retrieval_pools.step_cost import DraftCost, StepCost, StepPoint  # noqa: E402
 
 SAMPLE = ROOT / "models" / "sample"
 RATES = DeviceRates(1e10, 1e14)  # multiplying never takes longer

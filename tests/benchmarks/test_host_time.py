@@ -23,7 +23,7 @@ from night_pools import build
 from step_spans import HOST_PARTS
 from widen_weights import GEOMETRIES
 
-from pipeline.decoding.loading.load import load_model
+from laserbatch.pipeline.decoding.model.load import load_model
 
 SMALL = Scale((2,), (0, 4), num_turns=1, num_steps=4, num_pool_texts=4, stream_batches=3, num_stream_turns=1)
 

@@ -16,14 +16,14 @@ sys.path.insert(0, str(ROOT / "benchmarks"))  # its modules find one another as 
 from step_profile import engine_of, profile, prompts_of  # noqa: E402
 from step_spans import MODEL_PARTS, PARTS, Spans, watched  # noqa: E402
 
-from pipeline.decoding.drafters import NoDrafter  # noqa: E402
-from pipeline.decoding.engine import Engine, GenerationRequest  # noqa: E402
-from pipeline.decoding.forward.model_runner import ModelRunner  # noqa: E402
-from pipeline.decoding.forward.packed_attention import packed_attention  # noqa: E402
-from pipeline.decoding.forward.packed_forward import PackedForward  # noqa: E402
-from pipeline.decoding.loading.load import load_model  # noqa: E402
-from pipeline.decoding.memory.token_store import TokenStore  # noqa: E402
-from pipeline.decoding.verifiers import Greedy  # noqa: E402
+from laserbatch.pipeline.decoding.attention.packed_attention import packed_attention  # noqa: E402
+from laserbatch.pipeline.decoding.drafters import NoDrafter  # noqa: E402
+from laserbatch.pipeline.decoding.engine import Engine, GenerationRequest  # noqa: E402
+from laserbatch.pipeline.decoding.memory.token_store import TokenStore  # noqa: E402
+from laserbatch.pipeline.decoding.model.load import load_model  # noqa: E402
+from laserbatch.pipeline.decoding.model.model_runner import ModelRunner  # noqa: E402
+from laserbatch.pipeline.decoding.model.packed_forward import PackedForward  # noqa: E402
+from laserbatch.pipeline.decoding.verifiers import Greedy  # noqa: E402
 
 
 @pytest.fixture(scope="module")

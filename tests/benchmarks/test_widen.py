@@ -18,11 +18,11 @@ from night_systems import generate  # noqa: E402
 from widen import count_parameters, describe, main, read_source, widen  # noqa: E402
 from widen_weights import GEOMETRIES, Geometry  # noqa: E402
 
-from pipeline.decoding.drafters import NoDrafter  # noqa: E402
-from pipeline.decoding.engine import Engine  # noqa: E402
-from pipeline.decoding.settings import DecodingSettings  # noqa: E402
-from pipeline.decoding.verifiers import Greedy  # noqa: E402
-from pipeline.errors import ModelError  # noqa: E402
+from laserbatch.pipeline.decoding.drafters import NoDrafter  # noqa: E402
+from laserbatch.pipeline.decoding.engine import Engine  # noqa: E402
+from laserbatch.pipeline.decoding.settings import DecodingSettings  # noqa: E402
+from laserbatch.pipeline.decoding.verifiers import Greedy  # noqa: E402
+from laserbatch.pipeline.errors import ModelError  # noqa: E402
 
 SAMPLE = ROOT / "models" / "sample"
 TINY = GEOMETRIES["tiny"]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from ctr.feature_set import FeatureSet
-from pipeline.encoding.schema import feature_schema
+from laserbatch.ctr.feature_set import FeatureSet
+from laserbatch.pipeline.encoding.schema import feature_schema
 
 AS_OF = datetime.date(2025, 3, 1)
 RUN_ID = "2025-03-01-0123abcd"

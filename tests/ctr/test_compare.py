@@ -9,12 +9,12 @@ import pyarrow as pa
 import pytest
 from ctr_world import AS_OF, make_features, make_world
 
-from ctr.compare import train_ctr
-from ctr.dataset import build_dataset
-from ctr.errors import CtrError
-from ctr.feature_set import FeatureSet, read_feature_set
-from ctr.gbdt import fit_gbdt, gbdt_matrix
-from ctr.settings import CtrSettings
+from laserbatch.ctr.compare import train_ctr
+from laserbatch.ctr.dataset import build_dataset
+from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.feature_set import FeatureSet, read_feature_set
+from laserbatch.ctr.gbdt import fit_gbdt, gbdt_matrix
+from laserbatch.ctr.settings import CtrSettings
 
 
 def small_world(**options):
@@ -66,7 +66,7 @@ def test_integer_ids_missing_features_and_defaults():
 def test_the_tree_baseline_is_stopped_by_validation_alone(world):
     from test_leak import with_other_future
 
-    from ctr.dataset import Knowledge
+    from laserbatch.ctr.dataset import Knowledge
 
     settings = CtrSettings()
     data = build_dataset(world, AS_OF, settings)

@@ -3,12 +3,12 @@
 import pytest
 from ctr_world import AS_OF, make_features, make_world
 
-from ctr.errors import CtrError
-from ctr.settings import CtrSettings
-from jobs.ctr import changed_settings, ctr_table, run_variants
-from pipeline.errors import ConfigError
-from pipeline.storage.parquet import write_parquet
-from pipeline.storage.run_folder import RunFolder
+from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.settings import CtrSettings
+from laserbatch.jobs.ctr import changed_settings, ctr_table, run_variants
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.storage.parquet import write_parquet
+from laserbatch.pipeline.storage.run_folder import RunFolder
 
 SETTINGS = CtrSettings(models=("gbdt",), num_seeds=2)
 

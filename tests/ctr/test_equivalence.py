@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ctr.equivalence import compare_paired
+from laserbatch.ctr.equivalence import compare_paired
 
 
 def test_interval_is_students_over_paired_differences():

@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
-from ctr.fields import ABSENT, NUM_RESERVED, UNKNOWN, attribute_fields, id_field
+from laserbatch.ctr.fields import ABSENT, NUM_RESERVED, UNKNOWN, attribute_fields, id_field
 
 
 def fields_of(columns, is_trained=None, **options):

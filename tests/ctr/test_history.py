@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctr.history import histories
+from laserbatch.ctr.history import histories
 
 
 def slow_histories(users, items, times_us, labels, max_history):

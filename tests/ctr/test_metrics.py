@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
 
-from ctr.metrics import auc, gauc, logloss, measure
+from laserbatch.ctr.metrics import auc, gauc, logloss, measure
 
 
 @settings(max_examples=100)

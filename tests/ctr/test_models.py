@@ -5,15 +5,15 @@ import pytest
 import torch
 from ctr_world import AS_OF, make_features
 
-from ctr.adaptor import HybridExpertAdaptor
-from ctr.compare import build_network
-from ctr.dataset import Knowledge, build_dataset, build_knowledge
-from ctr.dcnv2 import CrossNetwork
-from ctr.din import LocalActivationUnit
-from ctr.fields import Field
-from ctr.layers import Dice, EntityEmbedding
-from ctr.settings import CtrSettings
-from ctr.train import predict
+from laserbatch.ctr.adaptor import HybridExpertAdaptor
+from laserbatch.ctr.compare import build_network
+from laserbatch.ctr.dataset import Knowledge, build_dataset, build_knowledge
+from laserbatch.ctr.dcnv2 import CrossNetwork
+from laserbatch.ctr.din import LocalActivationUnit
+from laserbatch.ctr.fields import Field
+from laserbatch.ctr.layers import Dice, EntityEmbedding
+from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.train import predict
 
 SETTINGS = CtrSettings()
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from ctr_world import AS_OF
 
-from ctr import metrics
-from ctr.compare import build_network
-from ctr.dataset import Knowledge, build_dataset
-from ctr.errors import CtrError
-from ctr.settings import CtrSettings
-from ctr.train import default_batch_size, fit, predict
+from laserbatch.ctr import metrics
+from laserbatch.ctr.compare import build_network
+from laserbatch.ctr.dataset import Knowledge, build_dataset
+from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.train import default_batch_size, fit, predict
 
 SETTINGS = CtrSettings(max_epochs=6, learning_rate=0.02, patience=1)
 

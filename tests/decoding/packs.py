@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.decoding.forward import feed
-from pipeline.decoding.forward.packed_attention import PackedIndex
-from pipeline.decoding.packed_trees import PackedTrees
-from pipeline.decoding.token_tree import TokenTree
+from laserbatch.pipeline.decoding import feed
+from laserbatch.pipeline.decoding.attention.packed_attention import PackedIndex
+from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+from laserbatch.pipeline.decoding.token_tree import TokenTree
 
 
 @dataclass(frozen=True)

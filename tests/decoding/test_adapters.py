@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.decoding.loading.adapters import find_adapter, merge_adapter
-from pipeline.decoding.loading.identity import model_identity
-from pipeline.decoding.loading.load import SAMPLE_MODEL, load_model, model_id_of
-from pipeline.errors import ModelError
+from laserbatch.pipeline.decoding.model.adapters import find_adapter, merge_adapter
+from laserbatch.pipeline.decoding.model.identity import model_identity
+from laserbatch.pipeline.decoding.model.load import SAMPLE_MODEL, load_model, model_id_of
+from laserbatch.pipeline.errors import ModelError
 
 RANK, ALPHA = 4, 8
 TARGETS = ("self_attn.q_proj", "mlp.down_proj")

@@ -15,8 +15,8 @@ from tiny_models import (
     tiny_prompts,
 )
 
-from pipeline.decoding.alternatives import MIN_PROBABILITY, NO_ALTERNATIVE, runners_up
-from pipeline.decoding.verifiers import Greedy, Relaxed
+from laserbatch.pipeline.decoding.alternatives import MIN_PROBABILITY, NO_ALTERNATIVE, runners_up
+from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed
 
 MODEL = tiny_model(initializer_range=0.16)
 PROMPTS = tiny_prompts(12)

@@ -13,12 +13,12 @@ from tiny_models import (
     tiny_prompts,
 )
 
-from pipeline.decoding.batch import Batch, Concurrency, RequestLimits
-from pipeline.decoding.engine import GenerationFailure, GenerationRequest
-from pipeline.decoding.memory.kv_store import KVStore
-from pipeline.decoding.memory.token_store import TokenStore
-from pipeline.decoding.sequence import Sequence
-from pipeline.decoding.verifiers import Greedy, Relaxed
+from laserbatch.pipeline.decoding.batch import Batch, Concurrency, RequestLimits
+from laserbatch.pipeline.decoding.engine import GenerationFailure, GenerationRequest
+from laserbatch.pipeline.decoding.memory.kv_store import KVStore
+from laserbatch.pipeline.decoding.memory.token_store import TokenStore
+from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed
 
 MODEL = tiny_model()
 PROMPTS = tiny_prompts(12)
@@ -168,7 +168,7 @@ def refuse_large_tensors(monkeypatch, most_bytes: int) -> list[tuple]:
 def test_memory_that_cannot_be_had_lowers_concurrency(store_type, most_bytes, monkeypatch, caplog):
     kv_cache = "rows" if store_type is KVStore else "tokens"
     engine = optimist(tiny_engine(MODEL, batch_size=8, kv_cache=kv_cache, max_prefill_tokens=16, max_draft_tokens=0))
-    monkeypatch.setattr("pipeline.decoding.memory.token_store.GROWTH_STEP", 16)
+    monkeypatch.setattr("laserbatch.pipeline.decoding.memory.token_store.GROWTH_STEP", 16)
     failed = refuse_large_tensors(monkeypatch, most_bytes)
     assert texts_of(engine.generate(requests_for(PROMPTS, MAX_NEW))) == dict(enumerate(EXPECTED))
     assert failed and engine.store.max_tokens <= 4 * 256
@@ -178,7 +178,7 @@ def test_memory_that_cannot_be_had_lowers_concurrency(store_type, most_bytes, mo
 @pytest.mark.parametrize("kv_cache", ["rows", "tokens"])
 def test_a_first_forward_that_memory_is_too_small_for_is_done_by_fewer(kv_cache, monkeypatch):
     engine = tiny_engine(MODEL, batch_size=8, kv_cache=kv_cache, max_draft_tokens=0)
-    monkeypatch.setattr("pipeline.decoding.memory.token_store.GROWTH_STEP", 16)
+    monkeypatch.setattr("laserbatch.pipeline.decoding.memory.token_store.GROWTH_STEP", 16)
     most_bytes = 3 * 256 * 64 if kv_cache == "rows" else 48 * 64
     failed = refuse_large_tensors(monkeypatch, most_bytes)
     prompts = [np.full(12, 20 + i, np.int32) for i in range(8)]  # none waits for another
@@ -188,7 +188,7 @@ def test_a_first_forward_that_memory_is_too_small_for_is_done_by_fewer(kv_cache,
 
 def test_a_text_for_which_memory_cannot_be_had_fails_alone(monkeypatch):
     engine = tiny_engine(MODEL, batch_size=2, kv_cache="tokens", max_draft_tokens=0)
-    monkeypatch.setattr("pipeline.decoding.memory.token_store.GROWTH_STEP", 16)
+    monkeypatch.setattr("laserbatch.pipeline.decoding.memory.token_store.GROWTH_STEP", 16)
     resize = TokenStore._resize
 
     def small(self, capacity):

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pipeline.decoding.budget import PLAIN, Budget, choose_budget, with_forecast
-from pipeline.decoding.settings import DecodingSettings
-from retrieval_pools.budget_curve import (
+from laserbatch.pipeline.decoding.budget import PLAIN, Budget, choose_budget, with_forecast
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.retrieval_pools.index.budget_curve import (
     DRAFT_TOKENS,
     MIN_ACCEPTANCES,
     SIZE_KNOTS,
@@ -15,7 +15,7 @@ from retrieval_pools.budget_curve import (
     BudgetCurve,
     ReplayedBudgets,
 )
-from retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
+from laserbatch.retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
 
 SOURCES = ("previous", "prompt", "output", "pool")
 FREE = {1: 0.01, 2: 0.01, 65: 0.01}

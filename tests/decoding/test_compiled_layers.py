@@ -8,13 +8,13 @@ import torch
 from tiny_models import NonsenseDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 from transformers import AttentionInterface
 
-from pipeline.decoding.engine import Engine
-from pipeline.decoding.forward.compiled_layers import CompiledLayers, compile_layers, wants_compiling
-from pipeline.decoding.forward.tree_attention import ATTENTION_NAME, tree_attention
-from pipeline.decoding.loading.load import prepare_model
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.verifiers import Greedy
-from pipeline.errors import ModelError
+from laserbatch.pipeline.decoding.attention.tree_attention import ATTENTION_NAME, tree_attention
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.model.compiled_layers import CompiledLayers, compile_layers, wants_compiling
+from laserbatch.pipeline.decoding.model.load import prepare_model
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.verifiers import Greedy
+from laserbatch.pipeline.errors import ModelError
 
 MAX_NEW = 24
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

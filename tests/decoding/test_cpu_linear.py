@@ -7,8 +7,8 @@ import torch
 from tiny_models import ARCHITECTURES, tiny_model
 from torch import nn
 
-from pipeline.decoding.forward import cpu_linear
-from pipeline.decoding.forward.cpu_linear import PackedLinear, compiled_size, pack_linear_layers
+from laserbatch.pipeline.decoding.model import cpu_linear
+from laserbatch.pipeline.decoding.model.cpu_linear import PackedLinear, compiled_size, pack_linear_layers
 
 if not torch.backends.mkldnn.is_available():
     pytest.skip("torch was built without oneDNN", allow_module_level=True)

@@ -1,15 +1,15 @@
 import numpy as np
 from tiny_models import OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
-from pipeline.decoding.budget import PLAIN
-from pipeline.decoding.drafters import NoDrafter, RetrievalDrafter, draft_all, drafter_from
-from pipeline.decoding.packed_trees import PackedTrees
-from pipeline.decoding.sequence import GenerationRequest, Sequence
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.token_tree import chain_tree
-from pipeline.decoding.verifiers import Greedy
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.sources import NUM_SOURCES, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT, SOURCE_TARGET
+from laserbatch.pipeline.decoding.budget import PLAIN
+from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter, draft_all, drafter_from
+from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+from laserbatch.pipeline.decoding.sequence import GenerationRequest, Sequence
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.token_tree import chain_tree
+from laserbatch.pipeline.decoding.verifiers import Greedy
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT, SOURCE_TARGET
 
 
 def sequence_of(prompt, output=(), previous=None) -> Sequence:

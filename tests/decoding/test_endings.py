@@ -9,9 +9,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from pipeline.decoding.endings import Endings, has_broken_characters
-from pipeline.decoding.sequence import GenerationRequest, Sequence
-from retrieval_pools.sources import SOURCE_TARGET
+from laserbatch.pipeline.decoding.endings import Endings, has_broken_characters
+from laserbatch.pipeline.decoding.sequence import GenerationRequest, Sequence
+from laserbatch.retrieval_pools.sources import SOURCE_TARGET
 
 
 def fallback_tokenizer() -> PreTrainedTokenizerFast:

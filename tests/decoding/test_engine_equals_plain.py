@@ -16,12 +16,12 @@ from tiny_models import (
     tiny_prompts,
 )
 
-from pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
-from pipeline.decoding.engine import Engine
-from pipeline.decoding.loading.load import prepare_model
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.verifiers import Greedy, Relaxed
-from retrieval_pools.building.build import PoolText, build_pool
+from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.model.load import prepare_model
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 
 MAX_NEW = 24
 BATCHES = [(size, "rows") for size in range(1, 10)] + [(size, "tokens") for size in (1, 4, 9)]

@@ -18,15 +18,21 @@ from tiny_models import (
 )
 from transformers import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor
 
-from pipeline.decoding.drafters import NoDrafter
-from pipeline.decoding.forward.output_head import HeldLogits
-from pipeline.decoding.generation_rules import NO_RULES, REFUSED, GenerationRules, rules_of, unused_settings
-from pipeline.decoding.loading.identity import model_identity
-from pipeline.decoding.loading.load import SAMPLE_MODEL
-from pipeline.decoding.packed_trees import PackedTrees
-from pipeline.decoding.token_tree import TokenTree
-from pipeline.decoding.verifiers import Greedy
-from pipeline.errors import ModelError
+from laserbatch.pipeline.decoding.drafters import NoDrafter
+from laserbatch.pipeline.decoding.model.generation_rules import (
+    NO_RULES,
+    REFUSED,
+    GenerationRules,
+    rules_of,
+    unused_settings,
+)
+from laserbatch.pipeline.decoding.model.identity import model_identity
+from laserbatch.pipeline.decoding.model.load import SAMPLE_MODEL
+from laserbatch.pipeline.decoding.model.output_head import HeldLogits
+from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+from laserbatch.pipeline.decoding.token_tree import TokenTree
+from laserbatch.pipeline.decoding.verifiers import Greedy
+from laserbatch.pipeline.errors import ModelError
 
 VOCAB = 9
 

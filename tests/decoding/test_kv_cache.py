@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.decoding.memory import kv_cache
-from pipeline.decoding.memory.kv_cache import cache_bound, common_prefix, is_out_of_memory
-from pipeline.decoding.memory.room import Memory, memory_of
+from laserbatch.pipeline.decoding.memory import kv_cache
+from laserbatch.pipeline.decoding.memory.kv_cache import cache_bound, common_prefix, is_out_of_memory
+from laserbatch.pipeline.decoding.memory.room import Memory, memory_of
 
 
 def test_common_prefix_counts_equal_leading_tokens():

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.decoding.memory.kv_store import KVStore
+from laserbatch.pipeline.decoding.memory.kv_store import KVStore
 
 
 def mark(token: int, position: int) -> float:

@@ -7,12 +7,12 @@ from safetensors.torch import load_file, save_file
 from tiny_models import IN_USE, VOCAB, byte_tokenizer, plain_texts, requests_for, tiny_model, tiny_prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.decoding.engine import Engine
-from pipeline.decoding.loading import packing
-from pipeline.decoding.loading.load import load_model, prepare_model
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.verifiers import Greedy
-from pipeline.errors import ModelError
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.model import packing
+from laserbatch.pipeline.decoding.model.load import load_model, prepare_model
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.verifiers import Greedy
+from laserbatch.pipeline.errors import ModelError
 
 
 @pytest.fixture

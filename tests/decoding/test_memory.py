@@ -8,8 +8,7 @@ import torch
 from tiny_models import byte_tokenizer, tiny_model
 from transformers import AutoConfig
 
-from pipeline.decoding.loading.load import load_model, require_room
-from pipeline.decoding.memory.room import (
+from laserbatch.pipeline.decoding.memory.room import (
     Memory,
     cache_bytes_per_token,
     host_memory,
@@ -17,7 +16,8 @@ from pipeline.decoding.memory.room import (
     require_memory,
     stored_weights,
 )
-from pipeline.errors import ModelError
+from laserbatch.pipeline.decoding.model.load import load_model, require_room
+from laserbatch.pipeline.errors import ModelError
 
 GB = 10**9
 
@@ -79,7 +79,7 @@ def test_load_asks_before_it_reads_weights(folder, monkeypatch):
     def loads_nothing(*_, **__):
         raise AssertionError("the weights were read")
 
-    monkeypatch.setattr("pipeline.decoding.loading.load.AutoModelForCausalLM.from_pretrained", loads_nothing)
+    monkeypatch.setattr("laserbatch.pipeline.decoding.model.load.AutoModelForCausalLM.from_pretrained", loads_nothing)
     num_values = stored_weights([folder / "model.safetensors"]).num_values
     needed = 4 * num_values + 2048 * 2 * 2 * 2 * 8 * 4  # float32; tokens x (keys, values) x layers x heads x width
     with pytest.raises(ModelError, match="does not fit cpu"):

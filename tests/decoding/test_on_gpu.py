@@ -23,11 +23,11 @@ from tiny_models import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.decoding.drafters import RetrievalDrafter
-from pipeline.decoding.engine import Engine
-from pipeline.decoding.forward.packed_attention import packed_attention
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.verifiers import Greedy, Relaxed
+from laserbatch.pipeline.decoding.attention.packed_attention import packed_attention
+from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICE = torch.device("cuda")
@@ -42,7 +42,7 @@ WORST_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 def relative_error(pack, **options) -> float:
     """Of the kernel, against the slow version in float64 on the same numbers; NaN where it wrote one."""
-    from pipeline.decoding.forward.kernel_attention import tree_attention_kernel
+    from laserbatch.pipeline.decoding.attention.kernel_attention import tree_attention_kernel
 
     scale = pack.query.shape[-1] ** -0.5
     found = tree_attention_kernel(pack.query, pack.keys, pack.values, pack.index, scale, **options).double()

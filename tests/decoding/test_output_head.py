@@ -6,11 +6,11 @@ import torch
 from tiny_models import ARCHITECTURES, VOCAB, tiny_model
 from torch import nn
 
-from pipeline.decoding.forward.feed import Feed
-from pipeline.decoding.forward.model_runner import ModelRunner
-from pipeline.decoding.forward.output_head import HeldLogits, OutputHead, has_output_head
-from pipeline.decoding.loading.load import prepare_model
-from pipeline.decoding.memory.kv_store import KVStore
+from laserbatch.pipeline.decoding.feed import Feed
+from laserbatch.pipeline.decoding.memory.kv_store import KVStore
+from laserbatch.pipeline.decoding.model.load import prepare_model
+from laserbatch.pipeline.decoding.model.model_runner import ModelRunner
+from laserbatch.pipeline.decoding.model.output_head import HeldLogits, OutputHead, has_output_head
 
 CPU = torch.device("cpu")
 

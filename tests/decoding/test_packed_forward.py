@@ -19,17 +19,17 @@ from tiny_models import (
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.decoding.forward.feed import Feed
-from pipeline.decoding.forward.model_runner import ModelRunner
-from pipeline.decoding.forward.output_head import OutputHead
-from pipeline.decoding.forward.packed_attention import LaunchShape, PackedIndex, packed_attention
-from pipeline.decoding.forward.packed_forward import TOKEN_BUCKETS, Bucket, PackedForward, kernel_for
-from pipeline.decoding.loading.load import prepare_model
-from pipeline.decoding.memory.kv_store import KVStore
-from pipeline.decoding.memory.token_store import TokenStore
-from pipeline.decoding.packed_trees import PackedTrees
-from pipeline.decoding.verifiers import Greedy
-from pipeline.errors import ModelError
+from laserbatch.pipeline.decoding.attention.packed_attention import LaunchShape, PackedIndex, packed_attention
+from laserbatch.pipeline.decoding.feed import Feed
+from laserbatch.pipeline.decoding.memory.kv_store import KVStore
+from laserbatch.pipeline.decoding.memory.token_store import TokenStore
+from laserbatch.pipeline.decoding.model.load import prepare_model
+from laserbatch.pipeline.decoding.model.model_runner import ModelRunner
+from laserbatch.pipeline.decoding.model.output_head import OutputHead
+from laserbatch.pipeline.decoding.model.packed_forward import TOKEN_BUCKETS, Bucket, PackedForward, kernel_for
+from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+from laserbatch.pipeline.decoding.verifiers import Greedy
+from laserbatch.pipeline.errors import ModelError
 
 CPU = torch.device("cpu")
 GPT_OSS = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": None}
@@ -65,7 +65,7 @@ def masked_attention(query, keys, values, index: PackedIndex, scale, window=None
 def is_interpreted() -> bool:
     """Whether kernels run on this CPU; skips the test where triton is not installed."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from pipeline.decoding.forward.kernel_attention import INTERPRETED
+    from laserbatch.pipeline.decoding.attention.kernel_attention import INTERPRETED
 
     return INTERPRETED
 

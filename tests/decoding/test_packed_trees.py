@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from packs import random_tree
 from test_token_tree import LOOSE, path, trees
 
-from pipeline.decoding.packed_trees import PackedTrees, prune_all
-from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, chain_tree, node_depths, prune
+from laserbatch.pipeline.decoding.packed_trees import PackedTrees, prune_all
+from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, chain_tree, node_depths, prune
 
 
 @given(st.lists(trees(), max_size=5), st.integers(0, 2**32 - 1))

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from test_budget import FREE, SOURCES, STEEP, cost, larger_is_better, pool_with
 
-from pipeline.decoding.budget import PLAIN, Budget, choose_budget
-from pipeline.decoding.drafters import RetrievalDrafter
-from pipeline.decoding.engine import Engine, GenerationRequest
-from pipeline.decoding.expected_step import step_seconds
-from pipeline.decoding.planning.pilot import (
+from laserbatch.pipeline.decoding.budget import PLAIN, Budget, choose_budget
+from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
+from laserbatch.pipeline.decoding.engine import Engine, GenerationRequest
+from laserbatch.pipeline.decoding.expected_step import step_seconds
+from laserbatch.pipeline.decoding.planning.pilot import (
     BOLD_ACCEPTANCE,
     FIRST_TEXTS,
     THRESHOLDS,
@@ -19,11 +19,11 @@ from pipeline.decoding.planning.pilot import (
     plan_pilot,
     run_pilot,
 )
-from pipeline.decoding.planning.pilot_texts import PilotTexts, StepCounts
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.verifiers import verifier_from
-from retrieval_pools.budget_curve import KNOT_SHARES
-from retrieval_pools.calibrating.estimates import Bootstrap
+from laserbatch.pipeline.decoding.planning.pilot_texts import PilotTexts, StepCounts
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.verifiers import verifier_from
+from laserbatch.retrieval_pools.calibration.estimates import Bootstrap
+from laserbatch.retrieval_pools.index.budget_curve import KNOT_SHARES
 
 LINEAR = {1: 0.01, 65: 0.01 * (1 + 64 * 0.05)}  # a token costs a twentieth of a step
 BOLDER = tuple(Budget(size, BOLD_ACCEPTANCE) for size in (4, 8, 16, 32, 64))

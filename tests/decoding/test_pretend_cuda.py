@@ -11,14 +11,14 @@ from pretend_cuda import DEVICE, PretendError, move, pretend_cuda
 from test_packed_forward import masked_attention
 from tiny_models import OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
-from pipeline.decoding.device_copy import to_device
-from pipeline.decoding.engine import Engine
-from pipeline.decoding.forward import model_runner
-from pipeline.decoding.loading.load import prepare_model
-from pipeline.decoding.memory.token_store import TokenStore
-from pipeline.decoding.planning import step_timing
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.verifiers import Greedy, ProbabilityThreshold, Relaxed, TopK
+from laserbatch.pipeline.decoding.device_copy import to_device
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.memory.token_store import TokenStore
+from laserbatch.pipeline.decoding.model import model_runner
+from laserbatch.pipeline.decoding.model.load import prepare_model
+from laserbatch.pipeline.decoding.planning import step_timing
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.verifiers import Greedy, ProbabilityThreshold, Relaxed, TopK
 
 NUM_NEW = 16
 NUM_PROMPTS = 5

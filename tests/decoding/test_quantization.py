@@ -8,18 +8,18 @@ import torch
 from tiny_models import requests_for
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.decoding.engine import Engine
-from pipeline.decoding.loading.load import SAMPLE_MODEL, load_model, resolve_dtype
-from pipeline.decoding.loading.quantization import (
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.memory.room import stored_weights
+from laserbatch.pipeline.decoding.model.load import SAMPLE_MODEL, load_model, resolve_dtype
+from laserbatch.pipeline.decoding.model.quantization import (
     PACKAGES,
     num_parameters_of,
     quantization_of,
     resident_bytes,
     why_not_loaded,
 )
-from pipeline.decoding.memory.room import stored_weights
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.errors import ModelError
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.errors import ModelError
 
 QUANTISED = ("torchao int8", "compressed-tensors int8", "compressed-tensors int4", "compressed-tensors fp8")
 MOST_ERROR = {"int8": 0.05, "fp8": 0.1, "int4": 0.4}  # of logits, by the type of the weights

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tiny_models import PromptLookupDrafter, requests_for, tiny_engine, tiny_model
 
-from pipeline.decoding.budget import PLAIN, Budget, BudgetForecast, Trial, choose_budget
-from pipeline.decoding.planning.run_forecast import (
+from laserbatch.pipeline.decoding.budget import PLAIN, Budget, BudgetForecast, Trial, choose_budget
+from laserbatch.pipeline.decoding.planning.run_forecast import (
     RunTexts,
     judged_on_run,
     live_step_seconds,
@@ -15,8 +15,8 @@ from pipeline.decoding.planning.run_forecast import (
     run_speed_up,
     written_seconds,
 )
-from pipeline.decoding.verifiers import Greedy
-from retrieval_pools.budget_curve import (
+from laserbatch.pipeline.decoding.verifiers import Greedy
+from laserbatch.retrieval_pools.index.budget_curve import (
     DRAFT_TOKENS,
     MIN_ACCEPTANCES,
     SIZE_KNOTS,
@@ -24,7 +24,7 @@ from retrieval_pools.budget_curve import (
     BudgetCurve,
     ReplayedBudgets,
 )
-from retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
+from laserbatch.retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
 
 BATCH_SIZES = (1, 2, 4)
 BUDGET = Budget(8, 0.3)

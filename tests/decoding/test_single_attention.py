@@ -5,8 +5,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.decoding.forward import single_attention as module
-from pipeline.decoding.forward.single_attention import SingleTokens, single_attention, suits_single_attention
+from laserbatch.pipeline.decoding.attention import single_attention as module
+from laserbatch.pipeline.decoding.attention.single_attention import (
+    SingleTokens,
+    single_attention,
+    suits_single_attention,
+)
 
 
 def random_tokens(rng, num_tokens: int, num_rows: int, width: int) -> SingleTokens:

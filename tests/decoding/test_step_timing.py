@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from tiny_models import plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
-from pipeline.decoding.budget import SOURCES, Budget
-from pipeline.decoding.planning import step_timing
-from pipeline.decoding.planning.step_cost_cache import cached_step_cost, known_step_cost, note_taken
-from pipeline.decoding.planning.step_timing import measure_step_cost
-from retrieval_pools.budget_curve import SIZE_KNOTS
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.step_cost import DraftCost, read_step_cost
+from laserbatch.pipeline.decoding.budget import SOURCES, Budget
+from laserbatch.pipeline.decoding.planning import step_timing
+from laserbatch.pipeline.decoding.planning.step_cost_cache import cached_step_cost, known_step_cost, note_taken
+from laserbatch.pipeline.decoding.planning.step_timing import measure_step_cost
+from laserbatch.retrieval_pools.index.budget_curve import SIZE_KNOTS
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.step_cost import DraftCost, read_step_cost
 
 MODEL = tiny_model()
 

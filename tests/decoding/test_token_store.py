@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.decoding.memory.kv_cache import MIN_SHARED_TOKENS
-from pipeline.decoding.memory.token_store import GROWTH_STEP, TokenStore
+from laserbatch.pipeline.decoding.memory.kv_cache import MIN_SHARED_TOKENS
+from laserbatch.pipeline.decoding.memory.token_store import GROWTH_STEP, TokenStore
 
 TEMPLATE = list(range(50, 70))
 

@@ -3,13 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.decoding.token_tree import (
-    EMPTY_TREE,
-    TokenTree,
-    chain_tree,
-    node_depths,
-    prune,
-)
+from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, chain_tree, node_depths, prune
 
 LOOSE = {"max_nodes": 64, "max_depth": 64, "min_log_acceptance": -np.inf, "vocab_size": 100}
 

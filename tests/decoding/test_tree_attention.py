@@ -7,15 +7,15 @@ import torch.nn.functional as F
 from packs import keep
 from tiny_models import VOCAB, tiny_model
 
-from pipeline.decoding.forward import row_plan
-from pipeline.decoding.forward.feed import Feed
-from pipeline.decoding.forward.model_runner import ModelRunner
-from pipeline.decoding.forward.tree_attention import reference_attention
-from pipeline.decoding.loading.load import prepare_model
-from pipeline.decoding.memory.kv_store import KVStore
-from pipeline.decoding.memory.token_store import TokenStore
-from pipeline.decoding.packed_trees import PackedTrees
-from pipeline.decoding.token_tree import TokenTree
+from laserbatch.pipeline.decoding.attention import row_plan
+from laserbatch.pipeline.decoding.attention.tree_attention import reference_attention
+from laserbatch.pipeline.decoding.feed import Feed
+from laserbatch.pipeline.decoding.memory.kv_store import KVStore
+from laserbatch.pipeline.decoding.memory.token_store import TokenStore
+from laserbatch.pipeline.decoding.model.load import prepare_model
+from laserbatch.pipeline.decoding.model.model_runner import ModelRunner
+from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+from laserbatch.pipeline.decoding.token_tree import TokenTree
 
 
 def test_written_out_attention_equals_the_fused_one():

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packs import Pack, random_pack
 
-from pipeline.decoding.forward.packed_attention import PART_KEYS, LaunchShape
-from pipeline.decoding.forward.packed_attention import packed_attention as slow_attention
+from laserbatch.pipeline.decoding.attention.packed_attention import PART_KEYS, LaunchShape
+from laserbatch.pipeline.decoding.attention.packed_attention import packed_attention as slow_attention
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch for CUDA and with the dev extra")
-from pipeline.decoding.forward import kernel_attention, packed_attention
-from pipeline.decoding.forward.kernel_attention import block_rows, tree_attention_kernel
+from laserbatch.pipeline.decoding.attention import kernel_attention, packed_attention
+from laserbatch.pipeline.decoding.attention.kernel_attention import block_rows, tree_attention_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # A prompt's part, a tree on a text, plain decoding, the largest tree, and a first token.

@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_token_tree import trees
 
-from pipeline.decoding.acceptance import reference_accept, verify
-from pipeline.decoding.forward.output_head import HeldLogits
-from pipeline.decoding.packed_trees import PackedTrees
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, chain_tree
-from pipeline.decoding.verifiers import (
+from laserbatch.pipeline.decoding.acceptance import reference_accept, verify
+from laserbatch.pipeline.decoding.model.output_head import HeldLogits
+from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, chain_tree
+from laserbatch.pipeline.decoding.verifiers import (
     Greedy,
     ProbabilityThreshold,
     Relaxed,
@@ -151,8 +151,8 @@ def test_judging_in_rounds_and_in_chunks_says_what_judging_at_once_says(forest, 
     found = []
     for most_logits, most_rows in ((1 << 60, 1 << 60), (level, chunk)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("pipeline.decoding.acceptance.ROUND_LOGITS", most_logits)
-            patch.setattr("pipeline.decoding.row_verdicts.CHUNK_ROWS", {"cpu": most_rows})
+            patch.setattr("laserbatch.pipeline.decoding.acceptance.ROUND_LOGITS", most_logits)
+            patch.setattr("laserbatch.pipeline.decoding.row_verdicts.CHUNK_ROWS", {"cpu": most_rows})
             rows = CountingRows(logits)
             found.append((verify(rule, rows, PackedTrees.of(forest), starts, IS_END), rows.num_asked))
     (at_once, num_all), (by_level, num_asked) = found
@@ -163,7 +163,7 @@ def test_judging_in_rounds_and_in_chunks_says_what_judging_at_once_says(forest, 
 
 
 def test_nothing_is_looked_at_behind_what_was_not_accepted(monkeypatch):
-    monkeypatch.setattr("pipeline.decoding.acceptance.ROUND_LOGITS", 0)
+    monkeypatch.setattr("laserbatch.pipeline.decoding.acceptance.ROUND_LOGITS", 0)
     rows = CountingRows(peaked(*[[0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]] * 12))
     forest = [chain_tree([0, 0, 1, 0, 0, 0, 0]), chain_tree([1, 0, 0])]  # of the first two are accepted, else none
     found = verify(Greedy(), rows, PackedTrees.of(forest), np.array([0, 8]), IS_END)
@@ -174,7 +174,7 @@ def test_nothing_is_looked_at_behind_what_was_not_accepted(monkeypatch):
 @pytest.mark.parametrize("num_at_first, num_calls", [(4, 4), (0, 6)])
 def test_a_long_accepted_path_takes_few_rounds(monkeypatch, num_at_first, num_calls):
     """Of 4, 8, 16 and all that is left; where the vocabulary is too large for one row, of 1, 2, 4, 8, ..."""
-    monkeypatch.setattr("pipeline.decoding.acceptance.ROUND_LOGITS", num_at_first * len(IS_END))
+    monkeypatch.setattr("laserbatch.pipeline.decoding.acceptance.ROUND_LOGITS", num_at_first * len(IS_END))
     rows = CountingRows(peaked(*[[0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]] * 41))
     [found] = verify(Greedy(), rows, PackedTrees.of([chain_tree([0] * 40)]), np.array([0]), IS_END)
     assert found.num_accepted == 40

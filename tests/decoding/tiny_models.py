@@ -7,11 +7,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from pipeline.decoding.engine import Engine, GenerationRequest
-from pipeline.decoding.loading.load import prepare_model
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, chain_tree
-from retrieval_pools.sources import SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
+from laserbatch.pipeline.decoding.engine import Engine, GenerationRequest
+from laserbatch.pipeline.decoding.model.load import prepare_model
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, chain_tree
+from laserbatch.retrieval_pools.sources import SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
 VOCAB = 96
 END_IDS = [5, 17, 23, 31, 40, 52, 66, 77]

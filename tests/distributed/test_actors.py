@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 import ray
 
-from jobs.generate import NO_ROUTE, renderer
-from jobs.settings import load_settings
-from pipeline.decoding.budget import Budget
-from pipeline.decoding.planning.step_cost_cache import known_step_cost
-from pipeline.distributed import actors, worker
-from pipeline.distributed.actors import ShardAbandoned, run_shards
-from pipeline.distributed.cluster import ray_cluster
-from pipeline.distributed.settings import ClusterSettings
-from pipeline.distributed.shards import PreviousKnowledge, load_plan, plan_side, read_shard, save_plan
-from pipeline.distributed.worker import ShardWorker, WorkerSpec, workers_of_node
-from pipeline.errors import ModelError, RunFailed
-from pipeline.knowledge.entities import iter_entities
-from pipeline.storage.run_folder import RunFolder
-from pipeline.tables.read import read_tables
-from pipeline.tables.sample_world import LAST_DATE, write_sample_world
-from retrieval_pools.step_cost import read_step_cost
+from laserbatch.jobs.generate import NO_ROUTE, renderer
+from laserbatch.jobs.settings import load_settings
+from laserbatch.pipeline.decoding.budget import Budget
+from laserbatch.pipeline.decoding.planning.step_cost_cache import known_step_cost
+from laserbatch.pipeline.distributed import actors, worker
+from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
+from laserbatch.pipeline.distributed.cluster import ray_cluster
+from laserbatch.pipeline.distributed.settings import ClusterSettings
+from laserbatch.pipeline.distributed.shards import PreviousKnowledge, load_plan, plan_side, read_shard, save_plan
+from laserbatch.pipeline.distributed.worker import ShardWorker, WorkerSpec, workers_of_node
+from laserbatch.pipeline.errors import ModelError, RunFailed
+from laserbatch.pipeline.knowledge.entities import iter_entities
+from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.tables.read import read_tables
+from laserbatch.retrieval_pools.step_cost import read_step_cost
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,9 @@ import sys
 import pytest
 import ray
 
-from pipeline.distributed.cluster import (
-    Node,
-    WorkerLayout,
-    ray_cluster,
-    require_own_gpu,
-    worker_layout,
-)
-from pipeline.distributed.settings import ClusterSettings
-from pipeline.errors import ConfigError
+from laserbatch.pipeline.distributed.cluster import Node, WorkerLayout, ray_cluster, require_own_gpu, worker_layout
+from laserbatch.pipeline.distributed.settings import ClusterSettings
+from laserbatch.pipeline.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.distributed import shards
-from pipeline.distributed.shards import (
+from laserbatch.pipeline.distributed import shards
+from laserbatch.pipeline.distributed.shards import (
     FIRST_TEXTS,
     PreviousKnowledge,
     default_shard_size,
@@ -16,13 +16,13 @@ from pipeline.distributed.shards import (
     read_shard,
     save_plan,
 )
-from pipeline.errors import RowError
-from pipeline.knowledge.entities import Entity
-from pipeline.knowledge.prompts import RenderedPrompt
-from pipeline.knowledge.records import knowledge_schema
-from pipeline.storage.parquet import write_parquet
-from pipeline.storage.run_folder import RunFolder
-from retrieval_pools.router import Route
+from laserbatch.pipeline.errors import RowError
+from laserbatch.pipeline.knowledge.entities import Entity
+from laserbatch.pipeline.knowledge.prompts import RenderedPrompt
+from laserbatch.pipeline.knowledge.records import knowledge_schema
+from laserbatch.pipeline.storage.parquet import write_parquet
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.retrieval_pools.routing.router import Route
 
 RECORD = {
     "is_stale": False,

@@ -4,9 +4,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.decoding.engine import GenerationResult
-from pipeline.distributed.stats import MOST_LENGTH_BINS, decoding_stats, length_histogram, merge_lengths, merge_stats
-from retrieval_pools.sources import NUM_SOURCES
+from laserbatch.pipeline.decoding.engine import GenerationResult
+from laserbatch.pipeline.distributed.stats import (
+    MOST_LENGTH_BINS,
+    decoding_stats,
+    length_histogram,
+    merge_lengths,
+    merge_stats,
+)
+from laserbatch.retrieval_pools.sources import NUM_SOURCES
 
 counts = st.lists(st.integers(0, 50), min_size=0, max_size=6)
 sources = st.lists(st.integers(0, 50), min_size=NUM_SOURCES, max_size=NUM_SOURCES)

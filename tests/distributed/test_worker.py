@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from test_actors import planned
 
-from pipeline.decoding.loading.identity import load_tokenizer, tokenizer_hash
-from pipeline.decoding.loading.load import SAMPLE_MODEL
-from pipeline.distributed import worker
-from pipeline.distributed.worker import ShardWorker, sound_text
-from pipeline.errors import RowError
-from pipeline.storage.run_folder import RunFolder
-from pipeline.tables.sample_world import write_sample_world
-from retrieval_pools.building.build import PoolText, build_pool
+from laserbatch.pipeline.decoding.model.identity import load_tokenizer, tokenizer_hash
+from laserbatch.pipeline.decoding.model.load import SAMPLE_MODEL
+from laserbatch.pipeline.distributed import worker
+from laserbatch.pipeline.distributed.worker import ShardWorker, sound_text
+from laserbatch.pipeline.errors import RowError
+from laserbatch.pipeline.sample.world import write_sample_world
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 
 
 @pytest.mark.parametrize("records", [False, True])

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from tiny_encoders import WORDS, load
 from transformers import BertModel, BertTokenizerFast
 
-from pipeline.encoding import encoder as encoder_module
-from pipeline.encoding.encoder import TextEncoder
-from pipeline.errors import ModelError
+from laserbatch.pipeline.encoding import encoder as encoder_module
+from laserbatch.pipeline.encoding.encoder import TextEncoder
+from laserbatch.pipeline.errors import ModelError
 
 TEXTS = [" ".join(WORDS[(start + step) % len(WORDS)] for step in range(start % 37 + 1)) for start in range(60)]
 

@@ -5,15 +5,15 @@ import pyarrow as pa
 import pytest
 from tiny_encoders import load
 
-from jobs.encode import encode_run
-from pipeline.encoding.clusters import fit_centroids, nearest_centroids
-from pipeline.encoding.features import build_features
-from pipeline.encoding.schema import check_feature_schema, feature_schema, run_date
-from pipeline.encoding.settings import EncodingSettings
-from pipeline.errors import WorkspaceError
-from pipeline.storage.atomic import write_json
-from pipeline.storage.parquet import read_parquet, write_parquet
-from pipeline.storage.run_folder import RunFolder
+from laserbatch.jobs.encode import encode_run
+from laserbatch.pipeline.encoding.clusters import fit_centroids, nearest_centroids
+from laserbatch.pipeline.encoding.features import build_features
+from laserbatch.pipeline.encoding.schema import check_feature_schema, feature_schema, run_date
+from laserbatch.pipeline.encoding.settings import EncodingSettings
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.storage.atomic import write_json
+from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
+from laserbatch.pipeline.storage.run_folder import RunFolder
 
 
 def knowledge_of(ids, texts):

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
-from pipeline.encoding.encoder import TextEncoder
-from pipeline.encoding.settings import EncodingSettings
+from laserbatch.pipeline.encoding.encoder import TextEncoder
+from laserbatch.pipeline.encoding.settings import EncodingSettings
 
 WORDS = [*"abcdefghij", "quiet", "loud", "radio", "sea"]
 

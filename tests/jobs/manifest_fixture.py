@@ -4,9 +4,9 @@ import random
 
 import numpy as np
 
-from ctr.equivalence import compare_paired
-from pipeline.distributed.stats import length_histogram
-from retrieval_pools.sources import SOURCE_NAMES
+from laserbatch.ctr.equivalence import compare_paired
+from laserbatch.pipeline.distributed.stats import length_histogram
+from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
 DEPTH = 16
 SHARES = {  # of accepted draft tokens, by source

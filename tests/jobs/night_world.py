@@ -7,8 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from jobs.cli import main
-from pipeline.tables.sample_world import write_sample_world
+from laserbatch.jobs.cli import main
+from laserbatch.pipeline.sample.world import write_sample_world
 
 FIRST_DATE, SECOND_DATE = "2025-02-28", "2025-03-01"
 
@@ -45,7 +45,7 @@ def make_world(folder: Path, num_users: int = 24, num_items: int = 24) -> Path:
 
 def start(*arguments: str) -> subprocess.Popen:
     """`laserbatch ARGUMENTS` as a process of its own, as a scheduler would run it."""
-    command = [sys.executable, "-c", "from jobs.cli import main; main()", *arguments]
+    command = [sys.executable, "-c", "from laserbatch.jobs.cli import main; main()", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 

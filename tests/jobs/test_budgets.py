@@ -7,20 +7,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jobs.budgets import budget_of, describe_budget, night_budgets, num_pilot_texts, run_texts
-from jobs.generate import NO_ROUTE, renderer
-from jobs.night import open_night
-from jobs.settings import load_settings
-from pipeline.decoding.budget import PLAIN, Budget, BudgetForecast
-from pipeline.decoding.planning.pilot_texts import PilotTexts
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.distributed.shards import PlannedRow, PreviousKnowledge, Shard, plan_side
-from pipeline.errors import RunFailed
-from pipeline.knowledge.entities import iter_entities
-from pipeline.tables.sample_world import write_sample_world
-from retrieval_pools.budget_curve import KNOT_SHARES
-from retrieval_pools.errors import PoolError
-from retrieval_pools.step_cost import StepCost, StepPoint
+from laserbatch.jobs.budgets import budget_of, describe_budget, night_budgets, num_pilot_texts, run_texts
+from laserbatch.jobs.generate import NO_ROUTE, renderer
+from laserbatch.jobs.night import open_night
+from laserbatch.jobs.settings import load_settings
+from laserbatch.pipeline.decoding.budget import PLAIN, Budget, BudgetForecast
+from laserbatch.pipeline.decoding.planning.pilot_texts import PilotTexts
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.distributed.shards import PlannedRow, PreviousKnowledge, Shard, plan_side
+from laserbatch.pipeline.errors import RunFailed
+from laserbatch.pipeline.knowledge.entities import iter_entities
+from laserbatch.pipeline.sample.world import write_sample_world
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.budget_curve import KNOT_SHARES
+from laserbatch.retrieval_pools.step_cost import StepCost, StepPoint
 
 DATE = datetime.date(2025, 3, 1)
 CHEAP = StepCost(

@@ -10,19 +10,19 @@ import pytest
 from night_world import run_here, start
 from typer.testing import CliRunner
 
-from jobs.build_pools import build_pools
-from jobs.generate import router
-from jobs.night import current_pools, open_night
-from jobs.pool_texts import read_run_texts
-from jobs.pools import app
-from jobs.settings import load_settings
-from pipeline.knowledge.entities import iter_entities
-from pipeline.tables.sample_world import write_sample_world
-from retrieval_pools.manifest import FORMAT_VERSION
-from retrieval_pools.pool import Pool
-from retrieval_pools.router import Route
-from retrieval_pools.settings import PoolBuildSettings
-from retrieval_pools.suffix_order import SEPARATOR
+from laserbatch.jobs.build_pools import build_pools
+from laserbatch.jobs.generate import router
+from laserbatch.jobs.night import current_pools, open_night
+from laserbatch.jobs.pool_texts import read_run_texts
+from laserbatch.jobs.pools import app
+from laserbatch.jobs.settings import load_settings
+from laserbatch.pipeline.knowledge.entities import iter_entities
+from laserbatch.pipeline.sample.world import write_sample_world
+from laserbatch.retrieval_pools.index.manifest import FORMAT_VERSION
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR
+from laserbatch.retrieval_pools.routing.router import Route
+from laserbatch.retrieval_pools.settings import PoolBuildSettings
 
 FIRST_DATE, SECOND_DATE = datetime.date(2025, 2, 28), datetime.date(2025, 3, 1)
 

@@ -9,19 +9,19 @@ import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
-from jobs.build_pools import build_pools
-from jobs.calibrate_pools import draft_options, drafted_with
-from jobs.night import open_night
-from jobs.pools import app
-from jobs.settings import load_settings
-from pipeline.decoding.budget import Budget
-from pipeline.decoding.settings import DecodingSettings
-from pipeline.distributed.shards import PreviousKnowledge, plan_side, save_plan
-from pipeline.knowledge.entities import iter_entities
-from pipeline.knowledge.prompts import RenderedPrompt
-from pipeline.tables.sample_world import write_sample_world
-from retrieval_pools.router import Route
-from retrieval_pools.sources import SOURCE_PREVIOUS
+from laserbatch.jobs.build_pools import build_pools
+from laserbatch.jobs.calibrate_pools import draft_options, drafted_with
+from laserbatch.jobs.night import open_night
+from laserbatch.jobs.pools import app
+from laserbatch.jobs.settings import load_settings
+from laserbatch.pipeline.decoding.budget import Budget
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.distributed.shards import PreviousKnowledge, plan_side, save_plan
+from laserbatch.pipeline.knowledge.entities import iter_entities
+from laserbatch.pipeline.knowledge.prompts import RenderedPrompt
+from laserbatch.pipeline.sample.world import write_sample_world
+from laserbatch.retrieval_pools.routing.router import Route
+from laserbatch.retrieval_pools.sources import SOURCE_PREVIOUS
 
 FIRST_DATE, SECOND_DATE = datetime.date(2025, 2, 28), datetime.date(2025, 3, 1)
 NUM_ITEMS = 300

@@ -16,14 +16,14 @@ import pytest
 import yaml
 from night_world import make_world, run_here, write_config
 
-import jobs.pools
-from jobs.cli import COMMANDS as LAZY_COMMANDS
-from jobs.cli import exit_code_of
-from jobs.console import ExitCode
-from jobs.pools import LAZY_COMMANDS as LAZY_POOL_COMMANDS
-from jobs.settings import Settings, load_settings
-from pipeline.errors import RunFailed, TableError, WorkspaceBusy
-from retrieval_pools.errors import PoolError
+from laserbatch.jobs import pools
+from laserbatch.jobs.cli import COMMANDS as LAZY_COMMANDS
+from laserbatch.jobs.cli import exit_code_of
+from laserbatch.jobs.console import ExitCode
+from laserbatch.jobs.pools import LAZY_COMMANDS as LAZY_POOL_COMMANDS
+from laserbatch.jobs.settings import Settings, load_settings
+from laserbatch.pipeline.errors import RunFailed, TableError, WorkspaceBusy
+from laserbatch.retrieval_pools.errors import PoolError
 
 
 def commands(group, path=()):
@@ -41,7 +41,10 @@ COMMANDS = dict(commands(TOP_LEVEL)) | {name: lazy.load(name.split()[-1]) for na
 
 def test_libraries_that_are_loaded_on_the_way_say_nothing_about_their_own_parts():
     done = subprocess.run(
-        [sys.executable, "-c", "import jobs.cli, pipeline.decoding.engine"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", "import laserbatch.jobs.cli, laserbatch.pipeline.decoding.engine"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0
     assert not [line for line in done.stderr.splitlines() if "torchao" in line or "pytree" in line]
@@ -55,7 +58,7 @@ def test_the_line_of_a_command_is_the_first_of_its_help(name):
 
 def test_help_and_completion_do_not_wait_for_torch():
     heavy = "torch", "transformers", "ray", "pyarrow", "sklearn", "numba"
-    code = f"import sys, jobs.cli; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, laserbatch.jobs.cli; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
@@ -109,7 +112,7 @@ def failing(run, monkeypatch):
         def load_settings(*_):
             raise error
 
-        monkeypatch.setattr(jobs.pools, "load_settings", load_settings)
+        monkeypatch.setattr(pools, "load_settings", load_settings)
         return run("pools", "list", "--json")
 
     return raised
@@ -154,7 +157,7 @@ def test_tracebacks_are_shown_when_asked_for(run, tmp_path):
 def test_a_reader_that_goes_away_is_no_error(tmp_path):
     read_end, write_end = os.pipe()
     os.close(read_end)
-    command = [sys.executable, "-c", "from jobs.cli import main; main()", "--version"]
+    command = [sys.executable, "-c", "from laserbatch.jobs.cli import main; main()", "--version"]
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (141, "")

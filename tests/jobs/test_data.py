@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from jobs.data import app
-from pipeline.errors import TableError
-from pipeline.tables.sample_world import write_sample_world
+from laserbatch.jobs.data import app
+from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.sample.world import write_sample_world
 
 MAPPING = """
 items: {files: items.csv, id: id, title: title}

@@ -5,11 +5,11 @@ import copy
 import pytest
 from manifest_fixture import night_manifest
 
-from jobs.drift import MIN_STEPS, MOST_MISSING, drift_of, note_step_costs
-from jobs.generate import night_counts
-from jobs.report.page import render_report
-from pipeline.storage.run_folder import ShardRecord
-from retrieval_pools.step_cost import computed_step_cost, read_step_cost
+from laserbatch.jobs.drift import MIN_STEPS, MOST_MISSING, drift_of, note_step_costs
+from laserbatch.jobs.generate import night_counts
+from laserbatch.jobs.report.page import render_report
+from laserbatch.pipeline.storage.run_folder import ShardRecord
+from laserbatch.retrieval_pools.step_cost import computed_step_cost, read_step_cost
 
 
 @pytest.fixture

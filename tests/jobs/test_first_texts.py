@@ -6,13 +6,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.generate import _require_usable_texts
-from jobs.settings import Settings
-from pipeline.distributed.shards import FIRST_TEXTS
-from pipeline.errors import RunFailed
-from pipeline.storage.quarantine import QuarantineRow
-from pipeline.storage.run_folder import RunFolder
-from pipeline.tables.sample_world import write_sample_world
+from laserbatch.jobs.generate import _require_usable_texts
+from laserbatch.jobs.settings import Settings
+from laserbatch.pipeline.distributed.shards import FIRST_TEXTS
+from laserbatch.pipeline.errors import RunFailed
+from laserbatch.pipeline.sample.world import write_sample_world
+from laserbatch.pipeline.storage.quarantine import QuarantineRow
+from laserbatch.pipeline.storage.run_folder import RunFolder
 
 
 @pytest.fixture

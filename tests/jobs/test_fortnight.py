@@ -17,12 +17,11 @@ import pytest
 import yaml
 from night_world import run_here
 
-import jobs.encode
-import jobs.generate
-from pipeline.distributed.actors import WorkerLayout
-from pipeline.distributed.worker import ShardWorker
-from pipeline.encoding.encoder import TextEncoder
-from pipeline.knowledge.records import knowledge_schema
+from laserbatch.jobs import generate
+from laserbatch.pipeline.distributed.actors import WorkerLayout
+from laserbatch.pipeline.distributed.worker import ShardWorker
+from laserbatch.pipeline.encoding.encoder import TextEncoder
+from laserbatch.pipeline.knowledge.records import knowledge_schema
 
 pytestmark = pytest.mark.slow
 
@@ -103,8 +102,8 @@ def folder(tmp_path, monkeypatch) -> Path:
             return None
 
     monkeypatch.setattr(TextEncoder, "load", functools.cache(TextEncoder.load))
-    monkeypatch.setattr(jobs.generate, "run_shards", write_here)
-    monkeypatch.setattr(jobs.generate, "ray_cluster", lambda settings: NoCluster())
+    monkeypatch.setattr(generate, "run_shards", write_here)
+    monkeypatch.setattr(generate, "ray_cluster", lambda settings: NoCluster())
     return tmp_path
 
 

@@ -14,17 +14,17 @@ import pyarrow.parquet as pq
 import pytest
 from night_world import FIRST_DATE, SECOND_DATE, make_world, write_config
 
-from jobs import generate
-from jobs.night import Night, open_night, parse_date
-from jobs.settings import load_settings
-from pipeline.distributed.shards import read_shard
-from pipeline.distributed.stats import decoding_stats
-from pipeline.errors import WorkspaceError
-from pipeline.knowledge.records import knowledge_schema
-from pipeline.sides import SIDES
-from pipeline.storage.quarantine import QuarantineRow
-from pipeline.storage.run_folder import RunFolder
-from pipeline.storage.workspace import Workspace
+from laserbatch.jobs import generate
+from laserbatch.jobs.night import Night, open_night, parse_date
+from laserbatch.jobs.settings import load_settings
+from laserbatch.pipeline.distributed.shards import read_shard
+from laserbatch.pipeline.distributed.stats import decoding_stats
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.knowledge.records import knowledge_schema
+from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.storage.quarantine import QuarantineRow
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.workspace import Workspace
 
 EMPTY = {pa.string(): "", pa.int32(): 0, pa.list_(pa.int32()): [1, 2], pa.list_(pa.uint8()): [0, 0], pa.bool_(): False}
 

@@ -7,10 +7,10 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from jobs.init import init
-from jobs.sample_model import needs_a_model
-from jobs.settings import Settings, load_settings
-from pipeline.tables.sample_world import write_sample_world
+from laserbatch.jobs.init import init
+from laserbatch.jobs.sample_model import needs_a_model
+from laserbatch.jobs.settings import Settings, load_settings
+from laserbatch.pipeline.sample.world import write_sample_world
 
 
 @pytest.fixture

@@ -7,15 +7,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.inputs import check_inputs
-from jobs.night import open_night
-from jobs.report.page import render_report
-from jobs.settings import load_settings
-from pipeline.errors import ConfigError, TableError, WorkspaceError
-from pipeline.storage.atomic import sha256_file
-from pipeline.tables.read import read_tables
-from pipeline.tables.sample_world import write_sample_world
-from retrieval_pools.errors import PoolError
+from laserbatch.jobs.inputs import check_inputs
+from laserbatch.jobs.night import open_night
+from laserbatch.jobs.report.page import render_report
+from laserbatch.jobs.settings import load_settings
+from laserbatch.pipeline.errors import ConfigError, TableError, WorkspaceError
+from laserbatch.pipeline.sample.world import write_sample_world
+from laserbatch.pipeline.storage.atomic import sha256_file
+from laserbatch.pipeline.tables.read import read_tables
+from laserbatch.retrieval_pools.errors import PoolError
 
 DATE = datetime.date(2025, 3, 1)
 

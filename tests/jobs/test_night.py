@@ -8,12 +8,12 @@ import pyarrow.parquet as pq
 import pytest
 from night_world import run_here
 
-from jobs import nightly as nightly_job
-from jobs.night import open_night, previous_run
-from jobs.nightly import _close, _publish, run_night
-from jobs.settings import load_settings
-from pipeline.errors import TableError, WorkspaceError
-from pipeline.storage.workspace import Workspace
+from laserbatch.jobs import nightly as nightly_job
+from laserbatch.jobs.night import open_night, previous_run
+from laserbatch.jobs.nightly import _close, _publish, run_night
+from laserbatch.jobs.settings import load_settings
+from laserbatch.pipeline.errors import TableError, WorkspaceError
+from laserbatch.pipeline.storage.workspace import Workspace
 
 DAY = datetime.date(2025, 3, 1)
 UTC = datetime.UTC

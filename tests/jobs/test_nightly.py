@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 from night_world import FIRST_DATE, SECOND_DATE, make_world, run, run_here, start, write_config
 
-from pipeline.distributed.cluster import ray_cluster
-from pipeline.distributed.settings import ClusterSettings
-from pipeline.sides import SIDES
-from pipeline.storage.workspace import Workspace
-from retrieval_pools.store import PoolStore
+from laserbatch.pipeline.distributed.cluster import ray_cluster
+from laserbatch.pipeline.distributed.settings import ClusterSettings
+from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.retrieval_pools.index.store import PoolStore
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 # How much is drafted is chosen, by a cost of steps that does not depend on this machine nor on the batch.

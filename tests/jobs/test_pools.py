@@ -13,22 +13,22 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
-from jobs.night import current_pools, describe_pools
-from jobs.pools import app
-from jobs.pools_view import DraftView, draft_tree, visible
-from pipeline.decoding.loading.identity import tokenizer_hash
-from pipeline.errors import WorkspaceError
-from pipeline.storage.workspace import Workspace
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.calibration import Calibration, CalibrationCell, Reliability
-from retrieval_pools.calibration_table import COUNT_KNOTS
-from retrieval_pools.errors import PoolError
-from retrieval_pools.query import draft
-from retrieval_pools.router import Router
-from retrieval_pools.routing_settings import RoutingSettings
-from retrieval_pools.settings import PoolSettings
-from retrieval_pools.sources import NUM_SOURCES
-from retrieval_pools.store import PoolStore
+from laserbatch.jobs.night import current_pools, describe_pools
+from laserbatch.jobs.pools import app
+from laserbatch.jobs.pools_view import DraftView, draft_tree, visible
+from laserbatch.pipeline.decoding.model.identity import tokenizer_hash
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.retrieval_pools.drafting.calibration_table import COUNT_KNOTS
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.calibration_record import Calibration, CalibrationCell, Reliability
+from laserbatch.retrieval_pools.index.store import PoolStore
+from laserbatch.retrieval_pools.query import draft
+from laserbatch.retrieval_pools.routing.router import Router
+from laserbatch.retrieval_pools.routing.settings import RoutingSettings
+from laserbatch.retrieval_pools.settings import PoolSettings
+from laserbatch.retrieval_pools.sources import NUM_SOURCES
 
 VERSIONS = ("2025-03-01-aaaa", "2025-03-02-bbbb")
 TEXTS = {"drama": ["a quiet film", "a quiet book"], "war": ["a loud film"]}

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 from manifest_fixture import night_manifest
 
-from jobs.generate import night_counts
-from jobs.report.page import render_report, write_report
-from jobs.report.pools import how_built
-from jobs.report.reading import SIDE_LABELS
+from laserbatch.jobs.generate import night_counts
+from laserbatch.jobs.report.page import render_report, write_report
+from laserbatch.jobs.report.pools import how_built
+from laserbatch.jobs.report.reading import SIDE_LABELS
 
 SECTIONS = ("work", "speed", "acceptance", "lengths", "pools", "ctr", "samples", "provenance")
 VOID_TAGS = {"meta", "link", "br", "img", "hr", "input"}

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from manifest_fixture import night_manifest
 
-from jobs.report.page import write_report
+from laserbatch.jobs.report.page import write_report
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

@@ -6,8 +6,8 @@ import pytest
 from manifest_fixture import night_manifest
 from scipy.stats import binomtest
 
-from jobs.report.blocks import Note
-from jobs.report.calibration import (
+from laserbatch.jobs.report.blocks import Note
+from laserbatch.jobs.report.calibration import (
     ReliabilityLine,
     ReliabilityPoint,
     calibration_blocks,

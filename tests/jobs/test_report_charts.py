@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs import formatting
-from jobs.report.charts import Part, Series, grouped_bars, lying_bars, stacked_shares
-from jobs.report.plots import Spread, histogram, share_lines, spreads
-from jobs.report.svg import shortened, tick_text, ticks
+from laserbatch.jobs import formatting
+from laserbatch.jobs.report.charts import Part, Series, grouped_bars, lying_bars, stacked_shares
+from laserbatch.jobs.report.plots import Spread, histogram, share_lines, spreads
+from laserbatch.jobs.report.svg import shortened, tick_text, ticks
 
 NAME = '<b>"A&B"</b>'
 

@@ -7,10 +7,10 @@ import typer
 from manifest_fixture import night_manifest
 from typer.testing import CliRunner
 
-from jobs.report_command import report
-from pipeline.errors import WorkspaceError
-from pipeline.storage.atomic import write_json
-from pipeline.storage.workspace import Workspace
+from laserbatch.jobs.report_command import report
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.storage.atomic import write_json
+from laserbatch.pipeline.storage.workspace import Workspace
 
 app = typer.Typer()
 app.command()(report)

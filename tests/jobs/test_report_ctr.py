@@ -3,9 +3,9 @@
 import pytest
 from manifest_fixture import ctr_row, equivalence, night_manifest
 
-from jobs.report.ctr_table import ALL_MODELS, comparisons, ctr_results, ctr_section, own_gains
-from jobs.report.headline import headline, key_figures
-from jobs.report.reading import sides_of
+from laserbatch.jobs.report.ctr_table import ALL_MODELS, comparisons, ctr_results, ctr_section, own_gains
+from laserbatch.jobs.report.headline import headline, key_figures
+from laserbatch.jobs.report.reading import sides_of
 
 
 def sentence(manifest: dict) -> str:

@@ -5,16 +5,16 @@ import datetime
 import pyarrow as pa
 import pytest
 
-from jobs.night import open_night
-from jobs.routing import ages_days, entity_router
-from jobs.settings import load_settings
-from pipeline.knowledge.entities import iter_entities
-from pipeline.tables.read import read_tables
-from pipeline.tables.sample_world import write_sample_world
-from retrieval_pools.errors import PoolError
-from retrieval_pools.router import Router
-from retrieval_pools.routing_rule import EntityFacts
-from retrieval_pools.routing_settings import RoutingSettings
+from laserbatch.jobs.night import open_night
+from laserbatch.jobs.routing import ages_days, entity_router
+from laserbatch.jobs.settings import load_settings
+from laserbatch.pipeline.knowledge.entities import iter_entities
+from laserbatch.pipeline.sample.world import write_sample_world
+from laserbatch.pipeline.tables.read import read_tables
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.routing.router import Router
+from laserbatch.retrieval_pools.routing.rule import EntityFacts
+from laserbatch.retrieval_pools.routing.settings import RoutingSettings
 
 DATE = datetime.date(2025, 3, 1)
 

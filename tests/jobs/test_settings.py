@@ -4,9 +4,9 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from jobs.commented_yaml import commented_yaml
-from jobs.settings import PACKAGE_ROOT, Settings, load_settings
-from pipeline.errors import ConfigError
+from laserbatch.jobs.commented_yaml import commented_yaml
+from laserbatch.jobs.settings import PACKAGE_ROOT, Settings, load_settings
+from laserbatch.pipeline.errors import ConfigError
 
 
 def write(path, text):

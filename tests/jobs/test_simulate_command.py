@@ -15,20 +15,20 @@ import pytest
 import yaml
 from night_world import run_here
 
-from jobs import simulate_world
-from jobs.build_pools import build_pools
-from jobs.night import Night, open_night, open_run
-from jobs.settings import load_settings
-from jobs.simulate_check import checked_nights
-from jobs.simulate_view import check_lines
-from jobs.simulate_world import SimulationSize, divided_texts
-from pipeline.decoding.budget import choose_budget
-from pipeline.sides import SIDES
-from pipeline.tables.sample_world import write_sample_world
-from retrieval_pools.budget_curve import BudgetCurve
-from retrieval_pools.calibrating.calibrate import num_held_back
-from retrieval_pools.simulating import studies
-from retrieval_pools.step_cost import StepCost
+from laserbatch.jobs import simulate_world
+from laserbatch.jobs.build_pools import build_pools
+from laserbatch.jobs.night import Night, open_night, open_run
+from laserbatch.jobs.settings import load_settings
+from laserbatch.jobs.simulate_check import checked_nights
+from laserbatch.jobs.simulate_view import check_lines
+from laserbatch.jobs.simulate_world import SimulationSize, divided_texts
+from laserbatch.pipeline.decoding.budget import choose_budget
+from laserbatch.pipeline.sample.world import write_sample_world
+from laserbatch.pipeline.sides import SIDES
+from laserbatch.retrieval_pools.calibration.calibrate import num_held_back
+from laserbatch.retrieval_pools.index.budget_curve import BudgetCurve
+from laserbatch.retrieval_pools.simulating import studies
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 FIRST_DATE, SECOND_DATE = datetime.date(2025, 2, 28), datetime.date(2025, 3, 1)
 REALISED_ACCEPTED, REALISED_STEPS = 60, 20  # of every text that the second night wrote: 4 tokens a step
@@ -94,7 +94,7 @@ def world(tmp_path_factory) -> Path:
 def found(world, tmp_path_factory) -> dict:
     """What the command says as JSON, and its page."""
     out = tmp_path_factory.mktemp("out") / "page.html"
-    command = [sys.executable, "-c", "from jobs.cli import main; main()", "pools", "simulate", "--json"]
+    command = [sys.executable, "-c", "from laserbatch.jobs.cli import main; main()", "pools", "simulate", "--json"]
     options = ["--config", str(world / "laserbatch.yaml"), "--step-cost", str(world / "cost.yaml"), "--out", str(out)]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
     assert "simulate users" in done.stderr

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from jobs.spans import Span, text_spans
-from retrieval_pools.sources import SOURCE_NAMES, SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PROMPT, SOURCE_TARGET
+from laserbatch.jobs.spans import Span, text_spans
+from laserbatch.retrieval_pools.sources import SOURCE_NAMES, SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PROMPT, SOURCE_TARGET
 
 
 @pytest.fixture(scope="module")

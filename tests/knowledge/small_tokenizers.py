@@ -3,7 +3,7 @@
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.knowledge.entities import Entity, HistoryEvent
+from laserbatch.pipeline.knowledge.entities import Entity, HistoryEvent
 
 SPECIAL = ["<pad>", "<s>", "<|im_start|>", "<|im_end|>", "</s>"]
 CHATML = (

@@ -3,8 +3,8 @@ import datetime
 import pyarrow as pa
 import pytest
 
-from pipeline.knowledge.entities import iter_entities
-from pipeline.tables.read import Tables
+from laserbatch.pipeline.knowledge.entities import iter_entities
+from laserbatch.pipeline.tables.read import Tables
 
 DAY = datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC)
 

@@ -1,8 +1,8 @@
 import pytest
 
-from pipeline.errors import RowError
-from pipeline.knowledge.parsers import parse_knowledge
-from pipeline.knowledge.prompts import load_template
+from laserbatch.pipeline.errors import RowError
+from laserbatch.pipeline.knowledge.parsers import parse_knowledge
+from laserbatch.pipeline.knowledge.prompts import load_template
 
 USER, ITEM = load_template("kar_user"), load_template("kar_item")
 

@@ -3,10 +3,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import KINDS, make_user
 
-from pipeline.errors import ConfigError, RowError
-from pipeline.knowledge.entities import Entity, HistoryEvent
-from pipeline.knowledge.prompts import load_template, render_prompt
-from pipeline.knowledge.templates import PromptTemplate
+from laserbatch.pipeline.errors import ConfigError, RowError
+from laserbatch.pipeline.knowledge.entities import Entity, HistoryEvent
+from laserbatch.pipeline.knowledge.prompts import load_template, render_prompt
+from laserbatch.pipeline.knowledge.templates import PromptTemplate
 
 TOKENIZER = KINDS["thinking"]()
 USER = PromptTemplate.model_validate(

@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from pipeline.knowledge.records import RECORD_VERSION, as_current, knowledge_schema
+from laserbatch.pipeline.knowledge.records import RECORD_VERSION, as_current, knowledge_schema
 
 
 def table_of(num_rows: int) -> pa.Table:

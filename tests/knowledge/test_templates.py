@@ -1,7 +1,7 @@
 import pytest
 
-from pipeline.errors import ConfigError
-from pipeline.knowledge.templates import load_template, template_names
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.knowledge.templates import load_template, template_names
 
 MINIMAL = "name: mine\nversion: 2\nframework: kar\nside: item\nparser: free\ninstruction: Describe.\n"
 

@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit
 
-from retrieval_pools.drafting.addresses import float64s_at, int32s_at
+from laserbatch.retrieval_pools.drafting.addresses import float64s_at, int32s_at
 
 
 @njit(_nrt=False)

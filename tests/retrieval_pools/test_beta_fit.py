@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from retrieval_pools.calibrating.beta_fit import AS_IT_IS, PRIOR_PRECISION, BetaCurve
-from retrieval_pools.calibrating.curve_fit import IDENTITY
+from laserbatch.retrieval_pools.calibration.beta_fit import AS_IT_IS, PRIOR_PRECISION, BetaCurve
+from laserbatch.retrieval_pools.calibration.curve_fit import IDENTITY
 
 
 def planted(num_nodes: int, curve: BetaCurve, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

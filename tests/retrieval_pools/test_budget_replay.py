@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrieval_pools.budget_curve import DRAFT_TOKENS, MIN_ACCEPTANCES, SIZE_KNOTS
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.calibrating.budget_replay import GRID, budget_curve, replay_budgets
-from retrieval_pools.calibrating.calibrate import calibrate
-from retrieval_pools.calibrating.replay import DraftOptions, ReplayText, replay
+from laserbatch.retrieval_pools.calibration.budget_replay import GRID, budget_curve, replay_budgets
+from laserbatch.retrieval_pools.calibration.calibrate import calibrate
+from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, replay
+from laserbatch.retrieval_pools.index.budget_curve import DRAFT_TOKENS, MIN_ACCEPTANCES, SIZE_KNOTS
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 
 NO_TOKENS = np.empty(0, np.int32)
 

@@ -6,12 +6,12 @@ import os
 import numpy as np
 import pytest
 
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.errors import PoolError
-from retrieval_pools.manifest import FORMAT_VERSION
-from retrieval_pools.pool import Pool
-from retrieval_pools.query import draft
-from retrieval_pools.settings import PoolBuildSettings, PoolSettings
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.manifest import FORMAT_VERSION
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.query import draft
+from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings
 
 
 def build(folder, texts, **options):
@@ -106,7 +106,8 @@ def test_texts_that_fail_leave_nothing_behind(tmp_path):
 def test_disk_that_fills_up_publishes_nothing(small_disk, monkeypatch, num_texts, places_a_run):
     """Full while texts are laid out, while runs wait to be merged, or while the order is written."""
     monkeypatch.setattr(
-        "retrieval_pools.building.build.SORT_BYTES_PER_POSITION", PoolBuildSettings().memory_bytes / places_a_run
+        "laserbatch.retrieval_pools.index.build.SORT_BYTES_PER_POSITION",
+        PoolBuildSettings().memory_bytes / places_a_run,
     )
     (small_disk / "other").write_bytes(b"x" * (3 << 18))
     texts = [(np.arange(100) % 90, "") for _ in range(num_texts)]

@@ -11,10 +11,10 @@ BUILDER = """
 import sys, tempfile
 from pathlib import Path
 import numpy as np
-import retrieval_pools.building.build as builds
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.pool import Pool
-from retrieval_pools.settings import PoolBuildSettings
+import laserbatch.retrieval_pools.index.build as builds
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.settings import PoolBuildSettings
 
 tokens = np.random.default_rng(0).integers(0, 1000, 100_000).astype(np.int32)
 

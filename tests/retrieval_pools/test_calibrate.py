@@ -8,24 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.sample_exercises import make_example
-from models.train_sample import world_entities
-from pipeline.decoding.loading.identity import load_tokenizer
-from pipeline.decoding.loading.load import SAMPLE_MODEL
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.calibrating.calibrate import (
+from laserbatch.models.sample_exercises import make_example
+from laserbatch.models.train_sample import world_entities
+from laserbatch.pipeline.decoding.model.identity import load_tokenizer
+from laserbatch.pipeline.decoding.model.load import SAMPLE_MODEL
+from laserbatch.retrieval_pools.calibration.calibrate import (
     MIN_TEXTS,
     calibrate,
     fit_path,
     num_held_back,
     spread_positions,
 )
-from retrieval_pools.calibrating.cell_fit import fit_cells, fit_table
-from retrieval_pools.calibrating.kind_fit import fit_kinds
-from retrieval_pools.calibrating.reliability import NUM_BINS, reliability, reliability_bins
-from retrieval_pools.calibrating.replay import DraftOptions, Nodes, ReplayText, pool_steps, replay
-from retrieval_pools.calibration import Calibration, kinds_of, paths_of, table_of
-from retrieval_pools.calibration_table import (
+from laserbatch.retrieval_pools.calibration.cell_fit import fit_cells, fit_table
+from laserbatch.retrieval_pools.calibration.kind_fit import fit_kinds
+from laserbatch.retrieval_pools.calibration.reliability import NUM_BINS, reliability, reliability_bins
+from laserbatch.retrieval_pools.calibration.replay import DraftOptions, Nodes, ReplayText, pool_steps, replay
+from laserbatch.retrieval_pools.drafting.calibration_table import (
     COUNT_KNOTS,
     IDENTITY_KINDS,
     IDENTITY_PATHS,
@@ -37,7 +35,9 @@ from retrieval_pools.calibration_table import (
     kind_acceptance,
     path_acceptance,
 )
-from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.calibration_record import Calibration, kinds_of, paths_of, table_of
+from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
 SHARES = np.linspace(0.05, 0.95, 19)
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
 
-from retrieval_pools import calibration_table
-from retrieval_pools.calibration_table import (
+from laserbatch.retrieval_pools.drafting import calibration_table, estimate
+from laserbatch.retrieval_pools.drafting.calibration_table import (
     COUNT_KNOTS,
     DEPTH_EDGES,
     IDENTITY_KINDS,
@@ -32,8 +32,7 @@ from retrieval_pools.calibration_table import (
     token_frequencies,
     token_kind,
 )
-from retrieval_pools.drafting import estimate
-from retrieval_pools.sources import NUM_SOURCES
+from laserbatch.retrieval_pools.sources import NUM_SOURCES
 
 
 @njit

@@ -5,7 +5,7 @@ import pytest
 from scipy.optimize import minimize_scalar
 from sklearn.isotonic import isotonic_regression
 
-from retrieval_pools.calibrating.curve_fit import (
+from laserbatch.retrieval_pools.calibration.curve_fit import (
     IDENTITY,
     LEAST_ACCEPTANCE,
     MOST_ACCEPTANCE,
@@ -14,7 +14,7 @@ from retrieval_pools.calibrating.curve_fit import (
     on_curves,
     raised,
 )
-from retrieval_pools.calibration_table import COUNT_KNOTS, kind_acceptance
+from laserbatch.retrieval_pools.drafting.calibration_table import COUNT_KNOTS, kind_acceptance
 
 
 @pytest.mark.parametrize("num_knots", [1, 2, 7, 21])

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from retrieval_pools.calibrating.estimates import Bootstrap, Estimate, Tally
-from retrieval_pools.calibrating.replay import Replay
+from laserbatch.retrieval_pools.calibration.estimates import Bootstrap, Estimate, Tally
+from laserbatch.retrieval_pools.calibration.replay import Replay
 
 
 def tally(num_steps, num_accepted, num_drafted=None) -> Tally:

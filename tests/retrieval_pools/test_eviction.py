@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.building.eviction import choose_texts
-from retrieval_pools.building.layout import TextSpans
-from retrieval_pools.settings import PoolBuildSettings
-from retrieval_pools.suffix_order import SEPARATOR
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.eviction import choose_texts
+from laserbatch.retrieval_pools.index.layout import TextSpans
+from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR
+from laserbatch.retrieval_pools.settings import PoolBuildSettings
 
 
 def choose(texts, max_tokens, ages=None, half_life=None):

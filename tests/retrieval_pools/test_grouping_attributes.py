@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrieval_pools.errors import PoolError
-from retrieval_pools.grouping.attributes import AttributeGroups, GroupSizes, split_groups
-from retrieval_pools.grouping.columns import choose_columns, tokens_of
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.routing.attributes import AttributeGroups, GroupSizes, split_groups
+from laserbatch.retrieval_pools.routing.columns import choose_columns, tokens_of
 
 
 def _books(rows):

@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from retrieval_pools.grouping.baselines import random_group
+from laserbatch.retrieval_pools.routing.baselines import random_group
 
 
 def test_groups_are_readable_and_about_equal_in_size():
@@ -15,7 +15,8 @@ def test_groups_are_readable_and_about_equal_in_size():
 
 
 def test_another_process_with_another_hash_seed_agrees():
-    program = "from retrieval_pools.grouping.baselines import random_group as g; print(g('ä', 1000, 3), g(17, 1000, 3))"
+    program = "from laserbatch.retrieval_pools.routing.baselines import random_group as g; "
+    program += "print(g('ä', 1000, 3), g(17, 1000, 3))"
     found = subprocess.run(
         [sys.executable, "-c", program], cwd=Path(__file__).resolve().parents[2], env={"PYTHONHASHSEED": "123"},
         capture_output=True, text=True, check=True,

@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 from sklearn.metrics import adjusted_rand_score
 
-from retrieval_pools.errors import PoolError
-from retrieval_pools.grouping import embeddings as module
-from retrieval_pools.grouping.embeddings import read_embeddings
-from retrieval_pools.grouping.kmeans import EntityEmbeddings
-from retrieval_pools.router import Router, fit_routers
-from retrieval_pools.routing_settings import LightGCNSettings, RoutingSettings
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.routing import embeddings as module
+from laserbatch.retrieval_pools.routing.embeddings import read_embeddings
+from laserbatch.retrieval_pools.routing.kmeans import EntityEmbeddings
+from laserbatch.retrieval_pools.routing.router import Router, fit_routers
+from laserbatch.retrieval_pools.routing.settings import LightGCNSettings, RoutingSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_USERS, NUM_ITEMS = 24, 12
@@ -166,8 +166,8 @@ def test_with_both_files_nothing_is_trained(world, tmp_path):
     write(tmp_path / "i.parquet", items["item_id"], [VECTORS[n % 3] for n in range(NUM_ITEMS)], side="item")
     program = (
         "import sys, pyarrow.parquet as pq\n"
-        "from retrieval_pools.router import fit_routers\n"
-        "from retrieval_pools.routing_settings import RoutingSettings\n"
+        "from laserbatch.retrieval_pools.routing.router import fit_routers\n"
+        "from laserbatch.retrieval_pools.routing.settings import RoutingSettings\n"
         "settings = RoutingSettings(user_embeddings='u.parquet', item_embeddings='i.parquet')\n"
         "tables = [pq.read_table(name + '.parquet') for name in ('users', 'items', 'interactions')]\n"
         "assert fit_routers(*tables, settings)['item'].route('i0', {}, 9).scheme == 'collaborative'\n"

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from retrieval_pools.grouping import kmeans
-from retrieval_pools.grouping.kmeans import cluster_embeddings, default_num_groups
+from laserbatch.retrieval_pools.routing import kmeans
+from laserbatch.retrieval_pools.routing.kmeans import cluster_embeddings, default_num_groups
 
 
 def _blobs(sizes, seed=0):

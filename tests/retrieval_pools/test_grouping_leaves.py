@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import adjusted_rand_score
 
-from retrieval_pools.errors import PoolError
-from retrieval_pools.grouping import leaves as module
-from retrieval_pools.grouping.ids import id_column
-from retrieval_pools.grouping.leaves import FEATURE_FILE, MAX_CATEGORIES, TREE_FILE, LeafGroups, read_rules
-from retrieval_pools.grouping.text_clusters import EntityTexts, cluster_positions
-from retrieval_pools.router import Router
-from retrieval_pools.routing_settings import RoutingSettings
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.routing import leaves as module
+from laserbatch.retrieval_pools.routing.ids import id_column
+from laserbatch.retrieval_pools.routing.leaves import FEATURE_FILE, MAX_CATEGORIES, TREE_FILE, LeafGroups, read_rules
+from laserbatch.retrieval_pools.routing.router import Router
+from laserbatch.retrieval_pools.routing.settings import RoutingSettings
+from laserbatch.retrieval_pools.routing.text_clusters import EntityTexts, cluster_positions
 
 NUM_ITEMS, NUM_UNWRITTEN = 160, 20  # the last items have no text yet
 ERAS = ("1920s", "1930s", "1940s", "1950s")

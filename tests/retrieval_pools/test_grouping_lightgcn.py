@@ -6,9 +6,9 @@ import pytest
 import torch
 from sklearn.metrics import adjusted_rand_score
 
-from retrieval_pools.grouping.kmeans import cluster_embeddings
-from retrieval_pools.grouping.lightgcn import _normalised_adjacency, bpr_loss, propagate, train_lightgcn
-from retrieval_pools.routing_settings import LightGCNSettings
+from laserbatch.retrieval_pools.routing.kmeans import cluster_embeddings
+from laserbatch.retrieval_pools.routing.lightgcn import _normalised_adjacency, bpr_loss, propagate, train_lightgcn
+from laserbatch.retrieval_pools.routing.settings import LightGCNSettings
 
 NUM_USERS, NUM_ITEMS, NUM_COMMUNITIES = 300, 200, 6
 
@@ -96,7 +96,7 @@ def test_propagation_equals_the_dense_formula_and_its_gradient_is_the_propagated
 
 
 def test_large_graphs_train_on_sampled_pairs(world, monkeypatch):
-    monkeypatch.setattr("retrieval_pools.grouping.lightgcn.MAX_PAIRS_PER_STEP", 500)
+    monkeypatch.setattr("laserbatch.retrieval_pools.routing.lightgcn.MAX_PAIRS_PER_STEP", 500)
     users, items, user_communities, _ = world
     trained = train_lightgcn(pa.array(users), pa.array(items))
     groups = cluster_embeddings(trained.users.vectors, NUM_COMMUNITIES, seed=0)

@@ -7,11 +7,17 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrieval_pools.building.layout import TextSpans, count_first_tokens, find_known_texts, text_at, values_by_place
-from retrieval_pools.building.merge import chunks_of, merge_orders, move_order, sort_texts
-from retrieval_pools.building.merge_runs import RunChunk, merge_runs, shared_with_previous
-from retrieval_pools.building.places import find_places
-from retrieval_pools.suffix_order import SEPARATOR, sort_suffixes
+from laserbatch.retrieval_pools.index.layout import (
+    TextSpans,
+    count_first_tokens,
+    find_known_texts,
+    text_at,
+    values_by_place,
+)
+from laserbatch.retrieval_pools.index.merge import chunks_of, merge_orders, move_order, sort_texts
+from laserbatch.retrieval_pools.index.merge_runs import RunChunk, merge_runs, shared_with_previous
+from laserbatch.retrieval_pools.index.places import find_places
+from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR, sort_suffixes
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=14)
 DEPTHS = st.sampled_from([1, 2, 4, 16])
@@ -56,7 +62,9 @@ def test_orders_of_parts_merge_to_the_order_of_all(texts, owner, depth, size, mo
     parts = [sort_texts(tokens, starts, np.flatnonzero(owner == k), 3, depth) for k in range(4)]
     expected = sort_suffixes(tokens, 3, depth).order.tolist()
     runs = [cut_run(part, shared_with_previous(tokens, part, depth), size) for part in parts]
-    with patch("retrieval_pools.building.merge_runs.CHUNK_PLACES", most):  # so long are the chunks that come out
+    with patch(
+        "laserbatch.retrieval_pools.index.merge_runs.CHUNK_PLACES", most
+    ):  # so long are the chunks that come out
         merged = list(merge_runs(tokens, runs, depth))
     assert whole(chunk.positions for chunk in merged) == expected
     assert whole(chunk.shared for chunk in merged) == shared_slowly(tokens, expected, depth)
@@ -76,7 +84,7 @@ def test_a_few_texts_merge_into_many(seed, num_new, vocab_size, depth, size, num
     new = np.sort(rng.choice(400, num_new, replace=False))
     many, few = (sort_texts(tokens, starts, part, vocab_size, depth) for part in (np.delete(np.arange(400), new), new))
     expected = sort_suffixes(tokens, vocab_size, depth).order.tolist()
-    with patch("retrieval_pools.building.threads._num_usable_cores", lambda: num_cores):
+    with patch("laserbatch.retrieval_pools.index.threads._num_usable_cores", lambda: num_cores):
         assert whole(merge_orders(tokens, cut(many, size), cut(few, size), depth)) == expected
         assert whole(merge_orders(tokens, cut(few, size), cut(many, size), depth)) == expected
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.errors import PoolError
-from retrieval_pools.manifest import FORMAT_VERSION
-from retrieval_pools.pool import EMPTY_POOL, Pool
-from retrieval_pools.settings import PoolSettings
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.manifest import FORMAT_VERSION
+from laserbatch.retrieval_pools.index.pool import EMPTY_POOL, Pool
+from laserbatch.retrieval_pools.settings import PoolSettings
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from slow_drafts import ReferenceText, draft_reference
 
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.errors import PoolError
-from retrieval_pools.pool import Pool
-from retrieval_pools.query import draft
-from retrieval_pools.reference import ReferenceText, draft_reference
-from retrieval_pools.settings import PoolBuildSettings, PoolSettings
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.query import draft
+from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings
 
 VOCAB_SIZE = 6
 TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=12)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from slow_drafts import ReferenceText, draft_reference
 
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.calibration_table import (
+from laserbatch.retrieval_pools.drafting.calibration_table import (
     IN_OUTPUT,
     IN_PROMPT,
     KINDS_SHAPE,
@@ -19,13 +19,13 @@ from retrieval_pools.calibration_table import (
     TABLE_SHAPE,
     token_kind,
 )
-from retrieval_pools.drafting.state import NUM_OWN_TOKENS
-from retrieval_pools.drafting.tree import Variant, compiled_query
-from retrieval_pools.pool import Pool
-from retrieval_pools.query import SHARE, draft, draft_batch
-from retrieval_pools.reference import ReferenceText, draft_reference
-from retrieval_pools.settings import PoolSettings
-from retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
+from laserbatch.retrieval_pools.drafting.state import NUM_OWN_TOKENS
+from laserbatch.retrieval_pools.drafting.tree import Variant, compiled_query
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.query import SHARE, draft, draft_batch
+from laserbatch.retrieval_pools.settings import PoolSettings
+from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
 VOCAB_SIZE = 6
 TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=12)
@@ -430,6 +430,6 @@ def test_own_texts_are_searched_up_to_a_limit():
     prompt = [5, 6] + [0] * 50
     tree = draft(None, ids([*prompt, 5]), len(prompt))
     assert tree.token_ids.tolist()[:1] == [6]
-    from retrieval_pools.pool import EMPTY_POOL
+    from laserbatch.retrieval_pools.index.pool import EMPTY_POOL
 
     assert len(draft(EMPTY_POOL.with_settings(max_local_tokens=20), ids([*prompt, 5]), len(prompt))) == 0

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.pool import EMPTY_POOL, Pool
-from retrieval_pools.settings import PoolBuildSettings, PoolSettings
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.pool import EMPTY_POOL, Pool
+from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings
 
 TEXT = st.tuples(st.lists(st.integers(0, 2), max_size=10), st.sampled_from("abc"), st.integers(0, 4))
 TEXTS = st.lists(TEXT, max_size=12)
@@ -29,7 +29,7 @@ def build(folder, texts, min_support=1, depth=16, **options):
 def runs_of(num_places):
     """Sort so few places at a time; a user may not ask for less than some megabytes."""
     bytes_a_place = PoolBuildSettings().memory_bytes / num_places
-    return patch("retrieval_pools.building.build.SORT_BYTES_PER_POSITION", bytes_a_place)
+    return patch("laserbatch.retrieval_pools.index.build.SORT_BYTES_PER_POSITION", bytes_a_place)
 
 
 def files(folder):

@@ -5,8 +5,7 @@ from collections import namedtuple
 import numpy as np
 import pytest
 
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.calibrating.replay import (
+from laserbatch.retrieval_pools.calibration.replay import (
     DraftOptions,
     ReplayText,
     accepted_path,
@@ -15,6 +14,7 @@ from retrieval_pools.calibrating.replay import (
     replay_nodes,
     steps_along,
 )
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 
 Tree = namedtuple("Tree", "token_ids parents")
 NO_TOKENS = np.empty(0, np.int32)

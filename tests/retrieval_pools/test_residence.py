@@ -5,12 +5,12 @@ import sys
 import numpy as np
 import pytest
 
-from retrieval_pools import residence
-from retrieval_pools.array_files import map_array
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.pool import Pool
-from retrieval_pools.query import draft
-from retrieval_pools.residence import make_resident
+from laserbatch.retrieval_pools.index import residence
+from laserbatch.retrieval_pools.index.array_files import map_array
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.index.residence import make_resident
+from laserbatch.retrieval_pools.query import draft
 
 NUM_VALUES = 1 << 20
 

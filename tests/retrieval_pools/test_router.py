@@ -13,10 +13,10 @@ import pytest
 from pydantic import ValidationError
 from sklearn.metrics import adjusted_rand_score
 
-from retrieval_pools.errors import PoolError
-from retrieval_pools.grouping.kmeans import EntityEmbeddings
-from retrieval_pools.router import Route, Router, fit_routers
-from retrieval_pools.routing_settings import LightGCNSettings, RoutingSettings
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.routing.kmeans import EntityEmbeddings
+from laserbatch.retrieval_pools.routing.router import Route, Router, fit_routers
+from laserbatch.retrieval_pools.routing.settings import LightGCNSettings, RoutingSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_USERS, NUM_ITEMS, NUM_COMMUNITIES = 120, 80, 4
@@ -145,7 +145,7 @@ def test_equal_arguments_give_equal_files_whatever_the_order_of_rows(users, inte
 def test_a_loaded_router_needs_no_torch(router, tmp_path):
     router.save(tmp_path)
     program = (
-        "import sys; from retrieval_pools.router import Router\n"
+        "import sys; from laserbatch.retrieval_pools.routing.router import Router\n"
         f"route = Router.load({str(tmp_path)!r}).route('u0', {{}}, 9)\n"
         "assert 'torch' not in sys.modules; print(route.group)"
     )

@@ -5,10 +5,10 @@ import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
-from retrieval_pools.errors import PoolError
-from retrieval_pools.router import Router
-from retrieval_pools.routing_rule import EntityFacts, RoutingRule
-from retrieval_pools.routing_settings import LightGCNSettings, RoutingSettings
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.routing.router import Router
+from laserbatch.retrieval_pools.routing.rule import EntityFacts, RoutingRule
+from laserbatch.retrieval_pools.routing.settings import LightGCNSettings, RoutingSettings
 
 SETTINGS = RoutingSettings(min_interactions=3, num_groups=2, lightgcn=LightGCNSettings(dim=4, max_steps=2))
 FUNCTIONS = """

@@ -3,9 +3,9 @@
 import numpy as np
 from numba import literal_unroll, njit
 
-from retrieval_pools.drafting import scratch
-from retrieval_pools.drafting.state import MAX_NODES
-from retrieval_pools.settings import MAX_MATCH_TOKENS
+from laserbatch.retrieval_pools.drafting import scratch
+from laserbatch.retrieval_pools.drafting.state import MAX_NODES
+from laserbatch.retrieval_pools.settings import MAX_MATCH_TOKENS
 
 
 @njit

@@ -5,18 +5,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from retrieval_pools.calibrating.budget_replay import budget_curve
-from retrieval_pools.calibrating.calibrate import calibrate
-from retrieval_pools.calibrating.estimates import Bootstrap
-from retrieval_pools.calibrating.reliability import reliability
-from retrieval_pools.calibrating.replay import DraftOptions, ReplayText, replay
-from retrieval_pools.calibration_table import IDENTITY_TABLE
-from retrieval_pools.pool import DEFAULT_POOL_ESCAPE
-from retrieval_pools.settings import PoolSettings
-from retrieval_pools.simulating.recommendation import BUDGET, recommend
-from retrieval_pools.simulating.simulate import CalibrationTexts, DraftSetting, Grouping, PoolCorpus, Simulator
-from retrieval_pools.simulating.studies import Findings, Trial, group_counts, plan_trials
-from retrieval_pools.sources import SOURCE_NAMES
+from laserbatch.retrieval_pools.calibration.budget_replay import budget_curve
+from laserbatch.retrieval_pools.calibration.calibrate import calibrate
+from laserbatch.retrieval_pools.calibration.estimates import Bootstrap
+from laserbatch.retrieval_pools.calibration.reliability import reliability
+from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, replay
+from laserbatch.retrieval_pools.drafting.calibration_table import IDENTITY_TABLE
+from laserbatch.retrieval_pools.index.pool import DEFAULT_POOL_ESCAPE
+from laserbatch.retrieval_pools.settings import PoolSettings
+from laserbatch.retrieval_pools.simulating.recommendation import BUDGET, recommend
+from laserbatch.retrieval_pools.simulating.simulate import (
+    CalibrationTexts,
+    DraftSetting,
+    Grouping,
+    PoolCorpus,
+    Simulator,
+)
+from laserbatch.retrieval_pools.simulating.studies import Findings, Trial, group_counts, plan_trials
+from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
 FULL_TREES = 0.001  # low enough that the number of draft tokens alone bounds a tree
 TEXT = np.arange(20, dtype=np.int32)

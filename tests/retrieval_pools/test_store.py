@@ -7,11 +7,11 @@ import sys
 import numpy as np
 import pytest
 
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.errors import PoolError
-from retrieval_pools.manifest import FORMAT_VERSION
-from retrieval_pools.query import draft
-from retrieval_pools.store import PoolStore
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.manifest import FORMAT_VERSION
+from laserbatch.retrieval_pools.index.store import PoolStore
+from laserbatch.retrieval_pools.query import draft
 
 
 def publish(store, version, text=(1, 2, 3), sides=("user", "item")):
@@ -199,7 +199,7 @@ def test_full_disk_leaves_the_published_version_as_it_was(small_disk):
 READER = """
 import sys
 import numpy as np
-from retrieval_pools.pool import Pool
+from laserbatch.retrieval_pools.index.pool import Pool
 pool = Pool.open(sys.argv[1])
 print(sum(int(np.sum(array)) for array in pool.index[:4]), flush=True)  # touches every page
 input()

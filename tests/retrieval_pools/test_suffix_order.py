@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrieval_pools.suffix_order import SEPARATOR, sort_suffixes
+from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR, sort_suffixes
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=20), max_size=15)
 

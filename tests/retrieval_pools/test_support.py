@@ -5,13 +5,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from retrieval_pools.building.build import PoolText, build_pool
-from retrieval_pools.building.layout import TextSpans
-from retrieval_pools.building.support import supported_lengths
-from retrieval_pools.query import draft
-from retrieval_pools.settings import PoolSettings
-from retrieval_pools.sources import SOURCE_POOL
-from retrieval_pools.suffix_order import SEPARATOR, sort_suffixes
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.layout import TextSpans
+from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR, sort_suffixes
+from laserbatch.retrieval_pools.index.support import supported_lengths
+from laserbatch.retrieval_pools.query import draft
+from laserbatch.retrieval_pools.settings import PoolSettings
+from laserbatch.retrieval_pools.sources import SOURCE_POOL
 
 END_TOKEN = 99
 SECRET = [50, 51, 52, 53]  # in no other text

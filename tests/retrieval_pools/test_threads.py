@@ -6,9 +6,9 @@ from unittest.mock import patch
 
 import pytest
 
-from retrieval_pools.building.threads import MAX_THREADS, in_threads
+from laserbatch.retrieval_pools.index.threads import MAX_THREADS, in_threads
 
-CORES = "retrieval_pools.building.threads._num_usable_cores"
+CORES = "laserbatch.retrieval_pools.index.threads._num_usable_cores"
 
 
 @pytest.mark.parametrize("num_cores", [1, 2, 3, 64])

@@ -10,8 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import PipelineError, WorkspaceError
-from pipeline.storage.atomic import atomic_folder, atomic_path, read_json, remove_leftovers, write_json, write_text
+from laserbatch.pipeline.errors import PipelineError, WorkspaceError
+from laserbatch.pipeline.storage.atomic import (
+    atomic_folder,
+    atomic_path,
+    read_json,
+    remove_leftovers,
+    write_json,
+    write_text,
+)
 
 
 def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(tmp_path):
@@ -26,7 +33,7 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(tmp_path):
 
 KILLED_BEFORE_RENAME = """
 import os, signal, sys
-from pipeline.storage.atomic import atomic_path
+from laserbatch.pipeline.storage.atomic import atomic_path
 with atomic_path(sys.argv[1]) as temporary:
     temporary.write_text("new, whole, but never renamed")
     os.kill(os.getpid(), signal.SIGKILL)

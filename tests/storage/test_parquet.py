@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import WorkspaceError
-from pipeline.storage import parquet as storage
-from pipeline.storage.parquet import parquet_stream, read_parquet, write_parquet
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.storage import parquet as storage
+from laserbatch.pipeline.storage.parquet import parquet_stream, read_parquet, write_parquet
 
 text = st.text(st.characters(exclude_categories=["Cs"]))
 int64 = st.integers(-(2**63), 2**63 - 1)

@@ -9,10 +9,10 @@ from dataclasses import asdict
 import pyarrow as pa
 import pytest
 
-from pipeline.errors import WorkspaceError
-from pipeline.storage.manifest import RunManifest, make_run_id
-from pipeline.storage.quarantine import QuarantineRow, count_reasons, quarantine_schema, quarantine_table
-from pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.storage.manifest import RunManifest, make_run_id
+from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons, quarantine_schema, quarantine_table
+from laserbatch.pipeline.storage.run_folder import RunFolder
 
 FAILED = QuarantineRow("u9", "user", "too-long", "900 tokens", "ff")
 
@@ -85,8 +85,8 @@ KILLED_IN_THE_SECOND_SHARD = """
 import os, signal, sys
 from pathlib import Path
 import pyarrow as pa
-from pipeline.storage import run_folder
-from pipeline.storage.quarantine import QuarantineRow
+from laserbatch.pipeline.storage import run_folder
+from laserbatch.pipeline.storage.quarantine import QuarantineRow
 run = run_folder.RunFolder(Path(sys.argv[1]))
 run.write_shard("user", "00000", pa.table({"entity_id": ["u1"]}), [QuarantineRow("u2", "user", "too-long")])
 name = sys.argv[2]

@@ -12,13 +12,13 @@ import threading
 
 import pytest
 
-from pipeline.errors import WorkspaceBusy, WorkspaceError
-from pipeline.storage.atomic import write_json
-from pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.errors import WorkspaceBusy, WorkspaceError
+from laserbatch.pipeline.storage.atomic import write_json
+from laserbatch.pipeline.storage.workspace import Workspace
 
 HOLD = """
 import sys
-from pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.storage.workspace import Workspace
 with Workspace.open(sys.argv[1]).lock():
     print("held", flush=True)
     sys.stdin.read()
@@ -26,8 +26,8 @@ with Workspace.open(sys.argv[1]).lock():
 
 TRY = """
 import sys
-from pipeline.errors import WorkspaceBusy
-from pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.errors import WorkspaceBusy
+from laserbatch.pipeline.storage.workspace import Workspace
 sys.stdin.readline()
 try:
     with Workspace.open(sys.argv[1]).lock():

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sound_world import DAY_1, DAY_1_S, replaced, sound_world, write_world
 
-from pipeline.errors import TableError
-from pipeline.tables import check
-from pipeline.tables.check import check_tables, require_sound
-from pipeline.tables.read import describe, read_tables
+from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.tables import check
+from laserbatch.pipeline.tables.check import check_tables, require_sound
+from laserbatch.pipeline.tables.read import describe, read_tables
 
 
 def test_sound_tables_have_no_findings(tmp_path):

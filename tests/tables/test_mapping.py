@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sound_world import DAY_1
 
-from pipeline.errors import ConfigError, TableError
-from pipeline.tables.check import check_tables
-from pipeline.tables.convert import ConversionFault, to_path, to_time, to_type
-from pipeline.tables.mapping import import_mapped, load_mapping
-from pipeline.tables.read import read_tables
-from pipeline.tables.settings import ImportMapping
+from laserbatch.pipeline.errors import ConfigError, TableError
+from laserbatch.pipeline.tables.check import check_tables
+from laserbatch.pipeline.tables.convert import ConversionFault, to_path, to_time, to_type
+from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
+from laserbatch.pipeline.tables.read import read_tables
+from laserbatch.pipeline.tables.settings import ImportMapping
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 UTC = datetime.UTC

@@ -5,10 +5,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pipeline.errors import TableError
-from pipeline.tables.check import check_tables
-from pipeline.tables.movielens import import_movielens
-from pipeline.tables.read import read_tables
+from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.tables.check import check_tables
+from laserbatch.pipeline.tables.movielens import import_movielens
+from laserbatch.pipeline.tables.read import read_tables
 
 
 def write(folder: Path, encoding: str, **files: list[str]) -> Path:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sound_world import DAY_1, DAY_1_S, replaced, sound_world, write_world
 
-from pipeline.errors import TableError
-from pipeline.tables.read import describe, read_tables
-from pipeline.tables.schema import TIMESTAMP_TYPE, attribute_columns
+from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.tables.read import describe, read_tables
+from laserbatch.pipeline.tables.schema import TIMESTAMP_TYPE, attribute_columns
 
 text_ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 int_ids = st.integers(-(2**63), 2**63 - 1)

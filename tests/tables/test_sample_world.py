@@ -8,13 +8,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.errors import ConfigError
-from pipeline.tables import sample_world
-from pipeline.tables.check import check_tables
-from pipeline.tables.read import read_tables
-from pipeline.tables.sample_catalogue import WeightedGroups, make_catalogue
-from pipeline.tables.sample_lore import CATEGORY_PATHS, THEMES, about_themes, title_themes
-from pipeline.tables.sample_world import LAST_DATE, write_sample_world
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.sample import world as sample_world
+from laserbatch.pipeline.sample.catalogue import WeightedGroups, make_catalogue
+from laserbatch.pipeline.sample.lore import CATEGORY_PATHS, THEMES, about_themes, title_themes
+from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
+from laserbatch.pipeline.tables.check import check_tables
+from laserbatch.pipeline.tables.read import read_tables
 
 
 @pytest.fixture(scope="module")

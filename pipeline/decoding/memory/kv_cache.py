@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pipeline.decoding.memory.room import memory_of
+from laserbatch.pipeline.decoding.memory.room import memory_of
 
 MIN_SHARED_TOKENS = 8  # a shorter common prefix costs more to share than to compute
 CACHE_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the memory that is free after loading; others want some of a machine's

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.decoding.memory.kv_cache import MIN_SHARED_TOKENS, RowLease, common_prefix, is_out_of_memory
+from laserbatch.pipeline.decoding.memory.kv_cache import MIN_SHARED_TOKENS, RowLease, common_prefix, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.errors import ModelError
+from laserbatch.pipeline.errors import ModelError
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.decoding.memory.kv_cache import MIN_SHARED_TOKENS, RowLease, is_out_of_memory
-from pipeline.decoding.memory.prefix_index import PrefixIndex
+from laserbatch.pipeline.decoding.memory.kv_cache import MIN_SHARED_TOKENS, RowLease, is_out_of_memory
+from laserbatch.pipeline.decoding.memory.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)
 

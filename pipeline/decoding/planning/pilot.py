@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from pipeline.decoding.budget import (
+from laserbatch.pipeline.decoding.budget import (
     LEAST_GAIN,
     PLAIN,
     SOURCES,
@@ -33,10 +33,10 @@ from pipeline.decoding.budget import (
     fastest,
     known_batch_size,
 )
-from pipeline.decoding.expected_step import plain_seconds, step_seconds
-from pipeline.decoding.planning.pilot_texts import PilotTexts
-from retrieval_pools.calibrating.estimates import Bootstrap
-from retrieval_pools.step_cost import StepCost
+from laserbatch.pipeline.decoding.expected_step import plain_seconds, step_seconds
+from laserbatch.pipeline.decoding.planning.pilot_texts import PilotTexts
+from laserbatch.retrieval_pools.calibration.estimates import Bootstrap
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 BOLD_SIZES = (4, 8, 16, 32, 64)
 BOLD_ACCEPTANCE = 0.07  # so low that the size of a tree is its limit

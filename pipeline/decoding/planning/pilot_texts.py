@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.decoding.budget import Budget
-from pipeline.decoding.expected_step import knot_seconds
-from pipeline.decoding.sequence import StepEvent
-from retrieval_pools.budget_curve import KNOT_SHARES, SIZE_KNOTS, BudgetCell
-from retrieval_pools.calibrating.estimates import Bootstrap
-from retrieval_pools.step_cost import StepCost
+from laserbatch.pipeline.decoding.budget import Budget
+from laserbatch.pipeline.decoding.expected_step import knot_seconds
+from laserbatch.pipeline.decoding.sequence import StepEvent
+from laserbatch.retrieval_pools.calibration.estimates import Bootstrap
+from laserbatch.retrieval_pools.index.budget_curve import KNOT_SHARES, SIZE_KNOTS, BudgetCell
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 
 @dataclass(frozen=True)

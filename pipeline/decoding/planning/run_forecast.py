@@ -11,11 +11,11 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from pipeline.decoding.budget import PLAIN, Budget, known_batch_size
-from pipeline.decoding.expected_step import plain_seconds, step_seconds
-from pipeline.decoding.memory.prefix_index import PrefixIndex
-from retrieval_pools.budget_curve import SIZE_KNOTS, BudgetCell, BudgetCurve, ReplayedBudgets
-from retrieval_pools.step_cost import StepCost
+from laserbatch.pipeline.decoding.budget import PLAIN, Budget, known_batch_size
+from laserbatch.pipeline.decoding.expected_step import plain_seconds, step_seconds
+from laserbatch.pipeline.decoding.memory.prefix_index import PrefixIndex
+from laserbatch.retrieval_pools.index.budget_curve import SIZE_KNOTS, BudgetCell, BudgetCurve, ReplayedBudgets
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 MAX_TEXTS = 4096  # put through; more of the same take as much longer
 PREFILL_TOKENS = 256  # of a step that computes prompts: their cost per token is read off there

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from pipeline.decoding.engine import Engine
-from pipeline.storage.atomic import canonical_json, write_json
-from retrieval_pools.errors import PoolError
-from retrieval_pools.step_cost import StepCost, read_step_cost
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.storage.atomic import canonical_json, write_json
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.step_cost import StepCost, read_step_cost
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,97 @@
+"""What sequences add to a forward, and the pack that they make: one row of tokens.
+
+Knows where a store has room; no model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from laserbatch.pipeline.decoding.memory.kv_cache import KVCache
+from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What one sequence adds to a forward.
+
+    `chain_ids` int32[m], m >= 1, follow the row's committed tokens; a tree may hang below the last of them.
+    """
+
+    row: int
+    chain_ids: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFeed:
+    """A feed in its place: its row's slots int64[size], and tokens [offset, offset + size) of the pack."""
+
+    feed: Feed
+    slots: np.ndarray
+    offset: int
+    size: int
+
+
+class Pack:
+    """The N tokens of B feeds and their `trees`, end to end: of each feed its chain, then the nodes of its tree.
+
+    Of feeds, int64[B]: `rows`, `num_committed` tokens of the row before them, `num_chain` tokens, `sizes` with those of
+    the tree, `offsets` in the pack. Of tokens: `feed_of` int64[N], `is_node` bool[N] (of a
+    tree), `token_ids` int32[N], absolute `positions` int32[N], and `slots` int64[N] of their row, reserved.
+    """
+
+    def __init__(self, feeds: Sequence[Feed], trees: PackedTrees, store: KVCache) -> None:
+        self.feeds = feeds
+        self.trees = trees
+        self.rows = np.array([feed.row for feed in feeds])
+        self.num_chain = np.array([len(feed.chain_ids) for feed in feeds])
+        self.num_committed = store.lengths[self.rows]
+        self.sizes = self.num_chain + self.trees.sizes
+        self.offsets = np.cumsum(self.sizes) - self.sizes
+        self.slots = store.reserve(self.rows, self.sizes)
+
+        self.feed_of = np.repeat(np.arange(len(feeds)), self.sizes)
+        places = np.arange(len(self.feed_of)) - self.offsets[self.feed_of]  # within the feed
+        self.is_node = places >= self.num_chain[self.feed_of]
+        self.token_ids = np.concatenate([feed.chain_ids for feed in feeds])
+        if len(self.trees):
+            chains, self.token_ids = self.token_ids, np.empty(len(self.feed_of), np.int32)
+            self.token_ids[~self.is_node], self.token_ids[self.is_node] = chains, self.trees.token_ids
+            places[self.is_node] = (self.num_chain - 1)[self.feed_of[self.is_node]] + self.trees.depths
+        self.positions = (self.num_committed[self.feed_of] + places).astype(np.int32)
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return len(self.feed_of)
+
+    @cached_property
+    def wanted(self) -> np.ndarray:
+        """int64[K]: tokens whose logits are wanted, of each feed its chain's last one and all nodes."""
+        is_last = np.zeros(len(self), bool)
+        is_last[self.offsets + self.num_chain - 1] = True
+        return np.flatnonzero(is_last | self.is_node)
+
+    @cached_property
+    def wanted_starts(self) -> np.ndarray:
+        """int64[B]: the first of each feed's in `wanted`."""
+        counts = self.trees.sizes + 1
+        return np.cumsum(counts) - counts
+
+    @cached_property
+    def parts(self) -> list[PackedFeed]:
+        """The feeds one by one."""
+        slots = np.split(self.slots, self.offsets[1:])
+        places = zip(self.feeds, slots, self.offsets.tolist(), self.sizes.tolist(), strict=True)
+        return [PackedFeed(*place) for place in places]
+
+    def kept(self, feeds: np.ndarray, nodes: np.ndarray) -> np.ndarray:
+        """Which tokens stay where some feeds, int64[n], keep their chain and some nodes, of all trees': bool[N]."""
+        is_kept = ~self.is_node
+        if len(feeds) < len(self.feeds):
+            is_kept &= np.isin(self.feed_of, feeds)
+        if len(nodes):
+            trees = self.trees.tree_of[nodes]
+            is_kept[(self.offsets + self.num_chain)[trees] + self.trees.places[nodes]] = True
+        return is_kept

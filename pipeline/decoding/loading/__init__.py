@@ -1,1 +1,0 @@
-"""From a model folder to a model that the engine can run."""

@@ -1,0 +1,185 @@
+"""Whether a model computes the same packed as alone.
+
+A model is refused by its configuration where a short test would not notice, else by a probe: every layer must call our
+attention function, and a small packed tree forward must give the logits of plain causal runs on the same weights. The
+probe runs what the engine will run, packed linear layers included, and past windows that are shortened for it.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from laserbatch.pipeline.decoding.attention.tree_attention import ATTENTION_NAME
+from laserbatch.pipeline.decoding.feed import Feed
+from laserbatch.pipeline.decoding.memory.kv_store import KVStore
+from laserbatch.pipeline.decoding.memory.token_store import TokenStore
+from laserbatch.pipeline.decoding.model.compiled_layers import compile_layers
+from laserbatch.pipeline.decoding.model.cpu_linear import pack_linear_layers
+from laserbatch.pipeline.decoding.model.model_runner import ModelRunner
+from laserbatch.pipeline.decoding.model.quantization import TOLERANCE, quantization_of
+from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+from laserbatch.pipeline.decoding.token_tree import TokenTree
+from laserbatch.pipeline.errors import ModelError
+
+_POSITION_DEPENDENT_ROPE = ("dynamic", "longrope")  # take the longest position of the whole pack
+# Relative error of packed against plain logits above which a model is refused. Broken masks or positions give 0.1 to 1.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
+_PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_PROBE_WINDOW = 8  # windows are cut to it while the probe runs
+_PROMPT_LENGTHS, _FIRST_PARTS = (21, 6), (13, 2)  # the first is fed in two parts, each longer than the window
+
+
+def refuse_by_config(config) -> None:
+    """Refuse models that a short test would pass and a long text would break.
+
+    Raises
+    ------
+    ModelError : rotary embeddings or attention that depend on what else is in the pack, or on sparse or other layers.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    by_layer_type = [v for v in rope.values() if isinstance(v, dict)]
+    for parameters in by_layer_type or [rope]:
+        kind = parameters.get("rope_type") or parameters.get("type")
+        if kind in _POSITION_DEPENDENT_ROPE:
+            raise ModelError(
+                f"{text.model_type} with {kind} rotary embeddings cannot be packed: they depend on the longest "
+                "sequence of the forward; use a model with default, linear, yarn or llama3 ones"
+            )
+    if getattr(text, "attn_temperature_tuning", False):
+        raise ModelError(f"{text.model_type} scales attention by a token's place in the forward; it cannot be packed")
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - _PACKED_LAYER_TYPES)
+    if others:
+        raise ModelError(
+            f"{text.model_type} has layers of {', '.join(others)}, which cannot be packed; use a model of "
+            f"{' and '.join(sorted(_PACKED_LAYER_TYPES))} alone"
+        )
+
+
+def check_equivalence(
+    model, device: torch.device, vocab_size: int, splits_head: bool = False, compiles: bool = False
+) -> int:
+    """Compare a packed forward of two sequences and a tree with plain causal runs; returns KV bytes per token.
+
+    The model is made ready on the way: switched to our attention, and its linear layers packed for a CPU.
+
+    Parameters
+    ----------
+    compiles : have the model's layers compiled instead; where they do not compute the same, they go back to what they
+        were.
+
+    Raises
+    ------
+    ModelError : a layer did not call our attention function, or the logits differ.
+    """
+    name = model.config.model_type
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ModelError(f"{name} cannot be packed: it does not take the positions of its tokens")
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, vocab_size, n).astype(np.int32) for n in _PROMPT_LENGTHS]
+    parents = np.array([-1, -1, 0, 1, 1, 4], np.int32)
+    drafted = rng.integers(0, vocab_size, len(parents)).astype(np.int32)
+    tree = TokenTree(drafted, parents, np.zeros(len(parents), np.float32), np.zeros(len(parents), np.uint8))
+    paths = [
+        np.concatenate((prompts[0], drafted[[1, 4, 5]])),
+        np.concatenate((prompts[0], drafted[[0, 2]])),
+        prompts[1],
+    ]
+    with _short_windows(model):
+        try:
+            plain = [_last_logits(model, path, device) for path in paths]
+            model.set_attn_implementation(ATTENTION_NAME)
+        except ModelError as error:
+            raise ModelError(f"{name} cannot be packed: {error}") from error
+        except Exception as error:
+            raise ModelError(f"{name} cannot be run: {_first_line(error)}") from error
+        compiled = compile_layers(model) if compiles else None
+        if not compiles and quantization_of(model.config) is None:
+            pack_linear_layers(model)
+        if compiled is not None:
+            try:
+                return _compare(model, device, prompts, tree, plain, splits_head)
+            except ModelError as error:
+                compiled.restore(error)
+        return _compare(model, device, prompts, tree, plain, splits_head)
+
+
+@torch.inference_mode()
+def _last_logits(model, text: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Logits (vocab_size,) behind a text, by a cache of transformers: some models slide their window there alone."""
+    input_ids = torch.from_numpy(text.astype(np.int64)).to(device)[None]
+    cache = getattr(model(input_ids=input_ids[:, :-1], use_cache=True), "past_key_values", None)
+    if cache is None:
+        raise ModelError("it keeps no keys and values of earlier tokens (an encoder, or recurrent)")
+    return model(input_ids=input_ids[:, -1:], past_key_values=cache, use_cache=True).logits[0, -1]
+
+
+@contextmanager
+def _short_windows(model) -> Iterator[None]:
+    """Masks are made by what configurations say, attention by what layers hold: both are shortened meanwhile."""
+    modules = list(model.modules())
+    owners = {id(owner): owner for owner in (*modules, *(vars(module).get("config") for module in modules))}
+    windows = [(owner, getattr(owner, "__dict__", {}).get("sliding_window")) for owner in owners.values()]
+    windows = [(owner, window) for owner, window in windows if isinstance(window, int) and window > _PROBE_WINDOW]
+    for owner, _ in windows:
+        owner.sliding_window = _PROBE_WINDOW
+    try:
+        yield
+    finally:
+        for owner, window in windows:
+            owner.sliding_window = window
+
+
+def _compare(
+    model,
+    device: torch.device,
+    prompts: list[np.ndarray],
+    tree: TokenTree,
+    plain: list[torch.Tensor],
+    splits_head: bool,
+) -> int:
+    """The packed run of `check_equivalence`, and its comparison with the plain one."""
+    name = model.config.model_type
+    try:
+        store = (TokenStore if device.type == "cuda" else KVStore)(2)
+        runner = ModelRunner(model, store, device, splits_head=splits_head)
+        rows = [store.acquire(prompt, 32).row for prompt in prompts]
+        parts = list(zip(rows, prompts, _FIRST_PARTS, strict=True))
+        first = runner.forward([Feed(row, prompt[:size]) for row, prompt, size in parts])
+        store.commit(rows, first.pack.sizes, first.pack.slots)
+        second = [Feed(row, prompt[size:]) for row, prompt, size in parts]
+        out = runner.forward(second, PackedTrees.of([tree]).spread([0], 2))
+    except ModelError as error:
+        raise ModelError(f"{name} cannot be packed: {error}") from error
+    except Exception as error:
+        raise ModelError(f"{name} cannot be run packed: {_first_line(error)}") from error
+    _require_every_layer(name, runner.last_plan.layers_seen, model.config.get_text_config().num_hidden_layers)
+    logits = out.logits
+    packed = [logits[6], logits[3], logits[out.starts[1]]]
+    for expected, found in zip(plain, packed, strict=True):
+        error = float((expected.float() - found.float()).norm() / expected.float().norm().clamp_min(1e-12))
+        tolerance = TOLERANCE if quantization_of(model.config) else _TOLERANCE.get(expected.dtype, 1e-3)
+        if not error <= tolerance:
+            raise ModelError(f"{name} gives other logits packed than alone (relative error {error:.1e}); not supported")
+    return store.bytes_per_token()
+
+
+def _require_every_layer(name: str, seen: list[int], num_layers: int) -> None:
+    """Each layer called our attention function, once."""
+    twice = [layer for layer, count in Counter(seen).items() if count > 1]
+    if twice:
+        raise ModelError(f"{name} cannot be packed: layer {twice[0]} attends more than once in a forward")
+    if sorted(seen) != list(range(num_layers)):
+        raise ModelError(
+            f"{name} cannot be packed: {len(seen)} of its {num_layers} layers use transformers' attention interface; "
+            "every layer must"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -1,0 +1,1 @@
+"""The sample world: seeded tables of a made-up radio library, and its lore."""

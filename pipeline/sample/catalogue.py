@@ -1,0 +1,138 @@
+"""Items of the sample world, and drawing among them.
+
+This module owns the made-up catalogue: its titles, category paths, creators, eras and moods, and the hidden
+numbers behind the ratings (themes, quality, popularity). It knows no users. All arrays are indexed by item.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from laserbatch.pipeline.sample.lore import (
+    CATEGORY_PATHS,
+    ERAS,
+    FIRST_NAMES,
+    LAST_NAMES,
+    MOODS,
+    PLACES,
+    THEMES,
+    TITLE_PATTERNS,
+    TOP_CATEGORIES,
+)
+
+SHARE_LATE_ITEMS = 0.06  # added during the period
+SHARE_NEW_ITEMS = 0.04  # added on the last day
+SHARE_PLAIN_TITLES = 0.6  # main theme and undertone agree
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """The items, each field an array over them; indices point into the lists of `sample_lore`."""
+
+    titles: list[str]
+    category: np.ndarray  # int, into CATEGORY_PATHS
+    top: np.ndarray  # int, into TOP_CATEGORIES
+    theme: np.ndarray  # int, into THEMES; hidden, told by the title's noun
+    undertone: np.ndarray  # int, into THEMES; hidden, told by the title's adjective
+    mood: np.ndarray
+    era: np.ndarray
+    creators: list[str]
+    quality: np.ndarray  # float64, hidden
+    popularity: np.ndarray  # float64, hidden, positive
+    created_day: np.ndarray  # int, may be negative: before the period
+
+    @property
+    def num_items(self) -> int:
+        return len(self.titles)
+
+
+def make_catalogue(num_items: int, days: int, rng: np.random.Generator) -> Catalogue:
+    """Draw a catalogue of `num_items` titles, some of which appear on the last of `days` days."""
+    num_creators = int(np.clip(num_items // 8, 8, len(FIRST_NAMES) * len(LAST_NAMES)))
+    names = rng.permutation(len(FIRST_NAMES) * len(LAST_NAMES))[:num_creators]
+    creator_category = rng.integers(len(CATEGORY_PATHS), size=num_creators)
+    creator_theme = rng.integers(len(THEMES), size=num_creators)
+
+    creator = rng.integers(num_creators, size=num_items)
+    category = _mostly(rng, 0.5, creator_category[creator], len(CATEGORY_PATHS))
+    theme = _mostly(rng, 0.4, creator_theme[creator], len(THEMES))
+    undertone = _mostly(rng, SHARE_PLAIN_TITLES, theme, len(THEMES))
+    created_day = rng.integers(-300, 1, size=num_items)
+    order = rng.permutation(num_items)
+    num_new = max(2, round(num_items * SHARE_NEW_ITEMS))
+    num_late = round(num_items * SHARE_LATE_ITEMS)
+    created_day[order[:num_new]] = days - 1
+    created_day[order[num_new : num_new + num_late]] = rng.integers(0, max(1, days - 1), size=num_late)
+    return Catalogue(
+        titles=_titles(theme, undertone, rng),
+        category=category,
+        top=np.array([TOP_CATEGORIES.index(path[0]) for path in CATEGORY_PATHS])[category],
+        theme=theme,
+        undertone=undertone,
+        mood=rng.integers(len(MOODS), size=num_items),
+        era=rng.integers(len(ERAS), size=num_items),
+        creators=[
+            f"{FIRST_NAMES[name // len(LAST_NAMES)]} {LAST_NAMES[name % len(LAST_NAMES)]}" for name in names[creator]
+        ],
+        quality=rng.normal(0.0, 0.3, size=num_items),
+        popularity=rng.lognormal(0.0, 0.7, size=num_items),
+        created_day=created_day,
+    )
+
+
+def _mostly(rng: np.random.Generator, share: float, usual: np.ndarray, num_values: int) -> np.ndarray:
+    """`usual` for about `share` of the entries, a value of its own for each of the others."""
+    other = rng.integers(num_values, size=len(usual))
+    return np.where(rng.random(len(usual)) < share, usual, other)
+
+
+def _titles(theme: np.ndarray, undertone: np.ndarray, rng: np.random.Generator) -> list[str]:
+    """Compose titles, avoiding ones already taken for as long as a few tries find another."""
+    taken: set[str] = set()
+    titles = []
+    for main, under in zip(theme.tolist(), undertone.tolist(), strict=True):
+        nouns, adjectives = THEMES[main].nouns, THEMES[under].adjectives
+        title = ""
+        for _ in range(8):
+            title = TITLE_PATTERNS[rng.integers(len(TITLE_PATTERNS))].format(
+                n=nouns[rng.integers(len(nouns))],
+                a=adjectives[rng.integers(len(adjectives))],
+                p=PLACES[rng.integers(len(PLACES))],
+            )
+            if title not in taken:
+                break
+        taken.add(title)
+        titles.append(title)
+    return titles
+
+
+class WeightedGroups:
+    """Draws one item from each of many named groups of items, in proportion to weight.
+
+    Parameters
+    ----------
+    group_of : int[num_items], the group each item is in; items below 0 are in none.
+    weights : float64[num_items], positive.
+    num_groups : groups are 0 to `num_groups - 1`; a draw from an empty one falls back to all items.
+    """
+
+    def __init__(self, group_of: np.ndarray, weights: np.ndarray, num_groups: int) -> None:
+        grouped = np.flatnonzero(group_of >= 0)
+        grouped = grouped[np.argsort(group_of[grouped], kind="stable")]
+        everything = np.arange(len(weights))
+        # the last "group" is everything
+        self._order = np.concatenate([grouped, everything])
+        self._total = np.concatenate([[0.0], np.cumsum(weights[self._order])])
+        starts = np.searchsorted(group_of[grouped], np.arange(num_groups + 1))
+        self._starts = np.append(starts[:-1], len(grouped))
+        self._ends = np.append(starts[1:], len(self._order))
+        empty = self._starts == self._ends
+        self._starts[empty], self._ends[empty] = len(grouped), len(self._order)
+        self._num_groups = num_groups
+
+    def draw(self, groups: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """One item for each entry of `groups` (int[n]; `num_groups` means any item)."""
+        low, high = self._total[self._starts[groups]], self._total[self._ends[groups]]
+        point = low + rng.random(len(groups)) * (high - low)
+        place = np.searchsorted(self._total, point, side="right") - 1
+        return self._order[np.clip(place, self._starts[groups], self._ends[groups] - 1)]

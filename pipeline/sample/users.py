@@ -1,0 +1,129 @@
+"""Users of the sample world: latent tastes, and what a recommender is told of them.
+
+This module owns how tastes and attributes come together, and the sign-up statement, which hints at tastes in words
+of the lore. It knows no items and no ratings.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from laserbatch.pipeline.sample.columns import DAY_S, SIGN_UP_S, timestamps, words
+from laserbatch.pipeline.sample.lore import (
+    ABOUT_CATEGORY,
+    ABOUT_ERA,
+    ABOUT_GENEROUS,
+    ABOUT_MOOD,
+    ABOUT_STRICT,
+    AGE_BANDS,
+    ERAS,
+    MOODS,
+    REGIONS,
+    THEMES,
+    TOP_CATEGORIES,
+)
+
+NUM_ARCHETYPES = 12
+SHARE_COLD = 0.3  # users with at most three ratings by the last day
+SHARE_NEW_USERS = 0.04  # users who signed up on the last day
+
+
+@dataclass(frozen=True)
+class Users:
+    """Latent tastes and known attributes of a chunk of users; every field int[n]."""
+
+    category: np.ndarray  # (n, 2) favourite top-level categories
+    theme: np.ndarray  # (n, 3) two liked themes, one disliked
+    mood: np.ndarray
+    era: np.ndarray
+    strictness: np.ndarray  # -1 generous, 0, 1 strict
+    region: np.ndarray
+    age_band: np.ndarray
+    created_day: np.ndarray
+    cold: np.ndarray  # bool[n]
+
+
+def draw_archetypes(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Kinds of user: attributes and tastes that tend to come together, each field int[NUM_ARCHETYPES, ...]."""
+    sizes = {"mood": MOODS, "era": ERAS, "region": REGIONS, "age_band": AGE_BANDS}
+    kinds = {name: rng.integers(len(values), size=NUM_ARCHETYPES) for name, values in sizes.items()}
+    kinds["category"] = np.stack([rng.permutation(len(TOP_CATEGORIES))[:2] for _ in range(NUM_ARCHETYPES)])
+    kinds["theme"] = np.stack([rng.permutation(len(THEMES))[:3] for _ in range(NUM_ARCHETYPES)])
+    return kinds
+
+
+def draw_users(num: int, days: int, archetypes: dict[str, np.ndarray], rng: np.random.Generator) -> Users:
+    """Draw `num` users: mostly of their archetype, partly their own."""
+    kind = rng.integers(NUM_ARCHETYPES, size=num)
+
+    def taste(name: str, share: float, size: int) -> np.ndarray:
+        return np.where(rng.random(num) < share, archetypes[name][kind], rng.integers(size, size=num))
+
+    def ranked(name: str, share: float, size: int, width: int) -> np.ndarray:
+        own = np.argsort(rng.random((num, size)), axis=1)[:, :width]
+        return np.where((rng.random(num) < share)[:, None], archetypes[name][kind], own)
+
+    cold = rng.random(num) < SHARE_COLD
+    new = cold & (rng.random(num) < SHARE_NEW_USERS / SHARE_COLD)
+    early = rng.integers(-200, 1, size=num)
+    late = rng.integers(0, max(1, days - 1), size=num)
+    created_day = np.where(rng.random(num) < np.where(cold, 0.5, 0.85), early, np.where(cold, late, late * 2 // 3))
+    created_day[new] = days - 1
+    return Users(
+        category=ranked("category", 0.7, len(TOP_CATEGORIES), 2),
+        theme=ranked("theme", 0.5, len(THEMES), 3),
+        mood=taste("mood", 0.6, len(MOODS)),
+        era=taste("era", 0.6, len(ERAS)),
+        strictness=rng.choice(np.array([-1, 0, 1]), p=[0.25, 0.5, 0.25], size=num),
+        region=taste("region", 0.5, len(REGIONS)),
+        age_band=taste("age_band", 0.5, len(AGE_BANDS)),
+        created_day=created_day,
+        cold=cold,
+    )
+
+
+def user_table(users: Users, user_ids: pa.Array, first_s: int, rng: np.random.Generator) -> pa.Table:
+    """What is known of the users: region, age band, sign-up statement and time."""
+    created_s = first_s + users.created_day * DAY_S + rng.integers(SIGN_UP_S, size=len(user_ids))
+    return pa.table(
+        {
+            "user_id": user_ids,
+            "region": words(REGIONS, users.region),
+            "age_band": words(AGE_BANDS, users.age_band),
+            "about": _about(users, rng),
+            "created_at": timestamps(created_s),
+        }
+    )
+
+
+def _about(users: Users, rng: np.random.Generator) -> pa.Array:
+    """Sign-up statements, string[n]: some of each user's tastes, in words that hint at themes without naming them."""
+    num = len(users.mood)
+
+    def sentences(phrases: list[str], indices: np.ndarray, share: np.ndarray | float) -> pa.Array:
+        told = rng.random(num) < share
+        texts = [""] + [phrase[0].upper() + phrase[1:] + ". " for phrase in phrases]
+        return words(texts, np.where(told, indices + 1, 0))
+
+    def phrased(patterns: tuple[str, ...], said: tuple[str, ...], indices: np.ndarray, share: float) -> pa.Array:
+        phrases = [pattern.format(word) for word in said for pattern in patterns]
+        return sentences(phrases, indices * len(patterns) + rng.integers(len(patterns), size=num), share)
+
+    def hint(theme: np.ndarray, share: float) -> pa.Array:
+        cues = [cue for kind in THEMES for cue in kind.cues]
+        per_theme = len(THEMES[0].cues)
+        return sentences(cues, theme * per_theme + rng.integers(per_theme, size=num), share)
+
+    strict = [*ABOUT_STRICT, *ABOUT_GENEROUS]
+    strict_index = np.where(users.strictness > 0, 0, len(ABOUT_STRICT)) + rng.integers(2, size=num)
+    parts = [
+        hint(users.theme[:, 0], 1.0),
+        phrased(ABOUT_CATEGORY, tuple(top.lower() for top in TOP_CATEGORIES), users.category[:, 0], 0.85),
+        phrased(ABOUT_MOOD, MOODS, users.mood, 0.6),
+        hint(users.theme[:, 1], 0.6),
+        phrased(ABOUT_ERA, ERAS, users.era, 0.4),
+        sentences(strict, strict_index, np.where(users.strictness == 0, 0.0, 0.7)),
+    ]
+    return pc.utf8_rtrim_whitespace(pc.binary_join_element_wise(*parts, ""))

@@ -1,0 +1,215 @@
+"""The sample world: seeded tables of a made-up radio library, at any scale, written in bounded memory.
+
+This module owns who the users are, what they rate and when. Users are made in chunks of whole arrays, each chunk
+from its own random stream, and written as it is made, so that a million of them need no more memory than one
+chunk. It knows nothing of prompts or models. What the columns do not say (themes of titles, tastes of users) is
+told only by the words of titles and by each user's sign-up statement: see `sample_lore`.
+"""
+
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.sample.catalogue import Catalogue, WeightedGroups, make_catalogue
+from laserbatch.pipeline.sample.columns import DAY_S, LAST_DATE, SIGN_UP_S, first_second, ids, timestamps, words
+from laserbatch.pipeline.sample.lore import CATEGORY_PATHS, ERAS, MOODS, THEMES, TOP_CATEGORIES
+from laserbatch.pipeline.sample.users import SHARE_COLD, Users, draw_archetypes, draw_users, user_table
+from laserbatch.pipeline.tables.schema import table_files
+
+USERS_PER_CHUNK = 20_000
+SHARE_ACTIVE_LAST_DAY = 0.17  # of the users known before it
+MAX_COLD_RATINGS = 3
+
+
+@dataclass(frozen=True)
+class SampleWorld:
+    """What was written, and the dates that cut it."""
+
+    path: Path
+    num_users: int
+    num_items: int
+    num_interactions: int
+    last_date: datetime.date  # a night of this date sees everything but the future
+    end_date: datetime.date  # the last date of the future
+
+
+def write_sample_world(
+    out_dir: str | Path,
+    num_users: int = 400,
+    num_items: int = 300,
+    days: int = 60,
+    future_days: int = 7,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> SampleWorld:
+    """Write `users.parquet`, `items.parquet` and `interactions.parquet` into a folder.
+
+    The same arguments give the same bytes. Users who signed up, items that appeared and ratings given on the last
+    day (2025-03-01) are what a second night sees and the first, of the day before, does not. Ratings of the
+    `future_days` that follow are for evaluation; many are by cold and new users.
+
+    Parameters
+    ----------
+    out_dir : made when absent; existing tables in it are replaced.
+    num_users, num_items : at least 1 and 20.
+    days : length of the period in days, at least 2, its last day included.
+    future_days : days after the period.
+    seed : not negative.
+    progress : called with (users written, users in all) after each chunk.
+
+    Raises
+    ------
+    ConfigError : an argument out of range.
+    """
+    limits = {"num_users": (num_users, 1), "num_items": (num_items, 20), "days": (days, 2)}
+    limits |= {"future_days": (future_days, 0), "seed": (seed, 0)}
+    for name, (value, least) in limits.items():
+        if value < least:
+            raise ConfigError(f"sample world: {name} is {value}; it must be at least {least}")
+    out_dir = Path(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    catalogue = make_catalogue(num_items, days, np.random.default_rng([seed, 0]))
+    first_s = first_second(days)
+    item_ids = ids("i", np.arange(num_items))
+    pq.write_table(_item_table(catalogue, item_ids, first_s, seed), out_dir / "items.parquet", compression="zstd")
+
+    archetypes = draw_archetypes(np.random.default_rng([seed, 1]))
+    num_interactions = 0
+    user_writer = interaction_writer = None
+    try:
+        for chunk, start in enumerate(range(0, num_users, USERS_PER_CHUNK)):
+            stop = min(start + USERS_PER_CHUNK, num_users)
+            rng = np.random.default_rng([seed, 2, chunk])
+            users = draw_users(stop - start, days, archetypes, rng)
+            user_ids = ids("u", np.arange(start, stop))
+            known = user_table(users, user_ids, first_s, rng)
+            interactions = _interaction_table(users, user_ids, item_ids, catalogue, days, future_days, first_s, rng)
+            if user_writer is None or interaction_writer is None:
+                user_writer = pq.ParquetWriter(out_dir / "users.parquet", known.schema, compression="zstd")
+                interaction_writer = pq.ParquetWriter(
+                    out_dir / "interactions.parquet", interactions.schema, compression="zstd"
+                )
+            user_writer.write_table(known)
+            interaction_writer.write_table(interactions)
+            num_interactions += interactions.num_rows
+            if progress is not None:
+                progress(stop, num_users)
+    finally:
+        for writer in (user_writer, interaction_writer):
+            if writer is not None:
+                writer.close()
+    end_date = LAST_DATE + datetime.timedelta(days=future_days)
+    return SampleWorld(out_dir, num_users, num_items, num_interactions, LAST_DATE, end_date)
+
+
+def is_sample_world(folder: Path) -> bool:
+    """Whether users and items have the columns of a sample world, which the bundled model can write about."""
+    items = {"item_id", "title", "category", "creator", "era", "mood", "created_at"}
+    expected = {"users": {"user_id", "region", "age_band", "about", "created_at"}, "items": items}
+    return all(set(pq.read_schema(table_files(folder, name)[0]).names) == names for name, names in expected.items())
+
+
+def _item_table(catalogue: Catalogue, item_ids: pa.Array, first_s: int, seed: int) -> pa.Table:
+    rng = np.random.default_rng([seed, 3])
+    seconds = rng.integers(SIGN_UP_S, size=catalogue.num_items)
+    paths = pa.array([list(path) for path in CATEGORY_PATHS], pa.list_(pa.string()))
+    return pa.table(
+        {
+            "item_id": item_ids,
+            "title": pa.array(catalogue.titles, pa.string()),
+            "category": paths.take(pa.array(catalogue.category)),
+            "creator": pa.array(catalogue.creators, pa.string()),
+            "era": words(ERAS, catalogue.era),
+            "mood": words(MOODS, catalogue.mood),
+            "created_at": timestamps(first_s + catalogue.created_day * DAY_S + seconds),
+        }
+    )
+
+
+def _interaction_table(
+    users: Users,
+    user_ids: pa.Array,
+    item_ids: pa.Array,
+    catalogue: Catalogue,
+    days: int,
+    future_days: int,
+    first_s: int,
+    rng: np.random.Generator,
+) -> pa.Table:
+    """Ratings of one chunk of users, ordered by user and time; a user rates an item once."""
+    user, day = _when(users, days, future_days, rng)
+    item = _what(users, user, day, catalogue, days, rng)
+    there = catalogue.created_day[item] <= day
+    user, day, item = user[there], day[there], item[there]
+    _, first = np.unique(user * np.int64(catalogue.num_items) + item, return_index=True)
+    user, day, item = user[first], day[first], item[first]
+    rating = _rating(users, user, item, catalogue, rng)
+    second = rng.integers(SIGN_UP_S, DAY_S, size=len(user))
+    when_s = first_s + day * DAY_S + second
+    order = np.lexsort((item, when_s, user))
+    return pa.table(
+        {
+            "user_id": user_ids.take(pa.array(user[order])),
+            "item_id": item_ids.take(pa.array(item[order])),
+            "timestamp": timestamps(when_s[order]),
+            "rating": pa.array(rating[order].astype("int32"), pa.int32()),
+        }
+    )
+
+
+def _when(users: Users, days: int, future_days: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """User and day of each rating to come: int[n] each, the days before, of and after the last one in that order."""
+    num, last = len(users.cold), days - 1
+    new = users.created_day == last
+    num_before = np.where(
+        users.cold, rng.integers(MAX_COLD_RATINGS + 1, size=num), np.clip(6 + rng.gamma(2.0, 9.0, size=num), 6, 48)
+    ).astype(int)
+    num_before[new] = 0
+    active = ~new & ~users.cold & (rng.random(num) < SHARE_ACTIVE_LAST_DAY / (1 - SHARE_COLD))
+    num_last = np.where(new, rng.integers(MAX_COLD_RATINGS + 1, size=num), active * rng.integers(1, 4, size=num))
+    num_after = np.where(users.cold, 3, 1) + rng.poisson(np.where(users.cold, 3.0, 2.5), size=num)
+    if future_days == 0:
+        num_after[:] = 0
+    everyone = np.arange(num)
+    before, on, after = (np.repeat(everyone, counts) for counts in (num_before, num_last, num_after))
+    since = np.minimum(np.maximum(users.created_day, 0), max(last - 1, 0))[before]
+    day_before = since + np.floor(rng.random(len(before)) * (max(last, 1) - since)).astype(int)
+    day_after = days + rng.integers(max(future_days, 1), size=len(after))
+    return np.concatenate([before, on, after]), np.concatenate([day_before, np.full(len(on), last), day_after])
+
+
+def _what(
+    users: Users, user: np.ndarray, day: np.ndarray, catalogue: Catalogue, days: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Item of each rating, int[n]: from the user's categories and themes, from the new ones, or anything."""
+    num_tops, num_themes = len(TOP_CATEGORIES), len(THEMES)
+    by_top = WeightedGroups(catalogue.top, catalogue.popularity, num_tops)
+    by_theme = WeightedGroups(catalogue.theme, catalogue.popularity, num_themes)
+    by_new = WeightedGroups(np.where(catalogue.created_day == days - 1, 0, -1), catalogue.popularity, 1)
+    reason = rng.choice(5, p=[0.36, 0.14, 0.16, 0.09, 0.25], size=len(user))
+    item = by_top.draw(np.full(len(user), num_tops), rng)  # anything
+    for index in (0, 1):
+        item = np.where(reason == index, by_top.draw(users.category[user, index], rng), item)
+        item = np.where(reason == 2 + index, by_theme.draw(users.theme[user, index], rng), item)
+    news = (day >= days - 1) & (rng.random(len(user)) < 0.2)
+    return np.where(news, by_new.draw(np.zeros(len(user), int), rng), item)
+
+
+def _rating(
+    users: Users, user: np.ndarray, item: np.ndarray, catalogue: Catalogue, rng: np.random.Generator
+) -> np.ndarray:
+    """Ratings 1 to 5: taste for theme, category, mood and era, the item's quality, the user's habit, and noise."""
+    theme, undertone, top = catalogue.theme[item], catalogue.undertone[item], catalogue.top[item]
+    likes = users.theme[user]
+    score = 2.8 - 0.7 * users.strictness[user] + catalogue.quality[item]
+    score += 1.3 * (theme == likes[:, 0]) + 0.9 * (theme == likes[:, 1]) - 1.1 * (theme == likes[:, 2])
+    score += 0.4 * (undertone == likes[:, 0]) + 0.3 * (undertone == likes[:, 1]) - 0.3 * (undertone == likes[:, 2])
+    score += 0.5 * (top == users.category[user, 0]) + 0.3 * (top == users.category[user, 1])
+    score += 0.5 * (catalogue.mood[item] == users.mood[user]) + 0.3 * (catalogue.era[item] == users.era[user])
+    return np.clip(np.rint(score + rng.normal(0.0, 0.75, size=len(user))), 1, 5)

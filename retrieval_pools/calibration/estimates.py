@@ -1,0 +1,127 @@
+"""Counts of replays, and what they say of other texts of the kind: means with their bootstrap intervals.
+
+Texts are resampled, not steps: the steps of a text are alike. All tallies of one `Bootstrap` are resampled by the same
+draws, so that a ratio of two is paired text by text. Knows no pool.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from laserbatch.retrieval_pools.calibration.replay import Replay
+
+NUM_RESAMPLES = 2000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A quantity with its 95 % bootstrap interval over texts."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: np.ndarray) -> "Estimate":
+        """Of float64[1 + n]: what was measured, then what n resamples gave; those that are no number are left out."""
+        resampled = samples[1:][np.isfinite(samples[1:])]
+        tail = (1 - CONFIDENCE) / 2
+        low, high = np.quantile(resampled, [tail, 1 - tail]) if len(resampled) else (samples[0], samples[0])
+        return cls(float(samples[0]), float(low), float(high))
+
+    @property
+    def is_above_one(self) -> bool:
+        """Of a ratio: whether it is larger than 1 by more than chance."""
+        return self.low > 1
+
+    @property
+    def is_below_one(self) -> bool:
+        """Of a ratio: whether it is smaller than 1 by more than chance."""
+        return self.high < 1
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Counts of replays by text, float64[num_texts] each; sums over resampled texts have the same form.
+
+    Attributes
+    ----------
+    num_steps : verify steps, the one that only ends the text among them.
+    num_drafted, num_accepted : draft tokens, and those of them that the text goes along.
+    """
+
+    num_steps: np.ndarray
+    num_drafted: np.ndarray
+    num_accepted: np.ndarray
+
+    @classmethod
+    def of(cls, replays: Sequence[Replay]) -> "Tally":
+        """Of one replay a text."""
+        return cls(
+            np.array([one.num_steps for one in replays], float),
+            np.array([sum(one.num_drafted) for one in replays], float),
+            np.array([sum(one.num_accepted) for one in replays], float),
+        )
+
+    def __len__(self) -> int:
+        return len(self.num_steps)
+
+    @property
+    def mean_accepted(self) -> np.ndarray:
+        """AAL: accepted draft tokens of a step, the bonus token not counted."""
+        return self.num_accepted / self.num_steps
+
+    @property
+    def mean_drafted(self) -> np.ndarray:
+        """Draft tokens of a step."""
+        return self.num_drafted / self.num_steps
+
+    @property
+    def tokens_per_step(self) -> np.ndarray:
+        """What a text grows by in a step, bonus token included; 1 is plain decoding."""
+        return 1 + self.mean_accepted
+
+    def where(self, chosen: np.ndarray) -> "Tally":
+        """The texts that a mask or an index array chooses."""
+        return Tally(self.num_steps[chosen], self.num_drafted[chosen], self.num_accepted[chosen])
+
+    def weighted(self, weights: np.ndarray) -> "Tally":
+        """Every text counted so often: float64[num_texts]."""
+        return Tally(self.num_steps * weights, self.num_drafted * weights, self.num_accepted * weights)
+
+
+class Bootstrap:
+    """Draws with replacement from `num_texts` texts, the same for the same seed.
+
+    Parameters
+    ----------
+    num_texts : at least 1.
+    seed : of the draws.
+    """
+
+    def __init__(self, num_texts: int, seed: int) -> None:
+        generator = np.random.default_rng(seed)
+        draws = generator.multinomial(num_texts, np.full(num_texts, 1 / num_texts), NUM_RESAMPLES)
+        self._weights = np.vstack([np.ones(num_texts), draws])  # (1 + NUM_RESAMPLES, num_texts)
+
+    def totals(self, values: np.ndarray) -> np.ndarray:
+        """Sum of a value of each text, then over each draw of texts: float64[1 + NUM_RESAMPLES]."""
+        return self._weights @ values
+
+    def sums(self, tally: Tally) -> Tally:
+        """The same of every count of a tally."""
+        return Tally(*map(self.totals, (tally.num_steps, tally.num_drafted, tally.num_accepted)))
+
+    def mean_accepted(self, tally: Tally) -> Estimate:
+        """AAL."""
+        return Estimate.of(self.sums(tally).mean_accepted)
+
+    def tokens_per_step(self, tally: Tally) -> Estimate:
+        """Tokens per step, bonus included."""
+        return Estimate.of(self.sums(tally).tokens_per_step)
+
+    def gain(self, tally: Tally, base: Tally) -> Estimate:
+        """Tokens per step over those of another setting on the same texts."""
+        return Estimate.of(self.sums(tally).tokens_per_step / self.sums(base).tokens_per_step)

@@ -1,1 +1,0 @@
-"""Ways to put entities into groups whose texts resemble each other."""

@@ -1,0 +1,176 @@
+"""What is written down about a pool, and the check that its files are what was written down.
+
+Owns the format version and the names of the files. Knows nothing of what the arrays mean.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
+
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.array_files import map_array
+from laserbatch.retrieval_pools.index.calibration_record import Calibration
+from laserbatch.retrieval_pools.settings import PoolSettings
+
+FORMAT_VERSION = 4
+MANIFEST_NAME = "manifest.json"
+REBUILD = "Run `laserbatch pools rebuild`."
+
+Side = Literal["user", "item"]
+ArrayName = Literal["tokens", "order", "group_codes", "starts", "support", "alternatives"]
+DType = Literal["<i4", "<u2", "|u1"]
+ARRAY_DTYPES: dict[ArrayName, tuple[DType, ...]] = {
+    "tokens": ("<i4",),
+    "order": ("<i4",),
+    "group_codes": ("|u1", "<u2"),  # the first while there are 256 groups or fewer
+    "starts": ("<i4",),
+    "support": ("|u1",),
+    "alternatives": ("<i4",),
+}
+
+
+class GroupCounts(TypedDict):
+    """How much text of a pool is of one group: a plain dict, since manifests of runs copy it."""
+
+    num_texts: int
+    num_tokens: int
+
+
+class ArrayFile(BaseModel):
+    """One `<name>.npy` of a pool."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dtype: DType
+    length: int = Field(ge=0)
+    size_bytes: int = Field(ge=0)
+    sha256: str
+
+
+class PoolManifest(BaseModel):
+    """The `manifest.json` of a pool. `groups` are in the order of their codes; nothing depends on the clock.
+
+    `num_tokens` counts the texts' own tokens, without separators. `calibration` is None where relative counts are
+    believed as they are.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: int
+    side: Side
+    tokenizer_hash: str
+    model_id: str
+    vocab_size: int = Field(ge=0)
+    num_texts: int = Field(ge=0)
+    num_tokens: int = Field(ge=0)
+    groups: dict[str, GroupCounts]
+    settings: PoolSettings
+    arrays: dict[ArrayName, ArrayFile]
+    calibration: Calibration | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the arrays on disk."""
+        return sum(file.size_bytes for file in self.arrays.values())
+
+
+def array_names(settings: PoolSettings) -> tuple[ArrayName, ...]:
+    """The arrays that a pool of these settings has; `support` only where something may not be drafted."""
+    optional = {"support": settings.min_support > 1, "alternatives": settings.alternatives}
+    return tuple(name for name in ARRAY_DTYPES if optional.get(name, True))
+
+
+def array_path(folder: Path, name: ArrayName) -> Path:
+    """File of an array."""
+    return folder / f"{name}.npy"
+
+
+def write_manifest(manifest: PoolManifest, folder: Path) -> None:
+    """Write `manifest.json`. The caller publishes the folder as a whole."""
+    data = manifest.model_dump(mode="json")
+    (folder / MANIFEST_NAME).write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> PoolManifest:
+    """Read `manifest.json`.
+
+    Raises
+    ------
+    PoolError
+        It is missing, of another format, or not a pool's manifest.
+    """
+    path = folder / MANIFEST_NAME
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise PoolError(f"{folder} is not a pool: it has no {MANIFEST_NAME}. {REBUILD}") from None
+    except ValueError as error:
+        raise PoolError(f"{path} is damaged: {error}. {REBUILD}") from None
+    version = data.get("format_version") if isinstance(data, dict) else None
+    if version != FORMAT_VERSION:
+        raise PoolError(f"{folder} is a pool of format {version!r}; this version expects {FORMAT_VERSION}. {REBUILD}")
+    try:
+        return PoolManifest.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise PoolError(f"{path} is damaged: {where}: {first['msg']}. {REBUILD}") from None
+
+
+def group_code_dtype(num_groups: int) -> np.dtype:
+    """The dtype of a pool's `group_codes`."""
+    narrow, wide = ARRAY_DTYPES["group_codes"]
+    return np.dtype(narrow if num_groups <= 256 else wide)
+
+
+def describe_array(name: ArrayName, folder: Path) -> ArrayFile:
+    """What the manifest says of an array that was written to the pool's folder; its file is read once."""
+    path = array_path(folder, name)
+    array = map_array(path)
+    return ArrayFile(dtype=array.dtype.str, length=len(array), size_bytes=path.stat().st_size, sha256=file_sha256(path))
+
+
+def read_array(folder: Path, name: ArrayName, manifest: PoolManifest, verify: bool) -> np.ndarray:
+    """One array of a pool, memory-mapped and read-only.
+
+    Parameters
+    ----------
+    verify : also compare the file's SHA-256, which reads all of it.
+
+    Raises
+    ------
+    PoolError
+        The file is missing, or is not what the manifest says.
+    """
+    path = array_path(folder, name)
+    expected = manifest.arrays.get(name)
+    if expected is None:
+        raise PoolError(f"{folder / MANIFEST_NAME} says nothing of {path.name}. {REBUILD}")
+    if not path.is_file():
+        raise PoolError(f"{path} is missing; the pool's manifest expects {expected.length:,} values. {REBUILD}")
+    size_bytes = path.stat().st_size
+    if size_bytes != expected.size_bytes:
+        raise PoolError(f"{path} is damaged: {size_bytes:,} bytes, expected {expected.size_bytes:,}. {REBUILD}")
+    if verify and (found := file_sha256(path)) != expected.sha256:
+        raise PoolError(f"{path} is damaged: SHA-256 {found[:12]}..., expected {expected.sha256[:12]}.... {REBUILD}")
+    try:
+        array = map_array(path)
+    except (ValueError, EOFError) as error:
+        raise PoolError(f"{path} is damaged: {error}. {REBUILD}") from None
+    if array.dtype.str != expected.dtype or array.shape != (expected.length,):
+        found, wanted = f"{array.dtype.str}{list(array.shape)}", f"{expected.dtype}[{expected.length}]"
+        raise PoolError(f"{path} is damaged: {found}, expected {wanted}. {REBUILD}")
+    if expected.dtype not in ARRAY_DTYPES[name]:
+        raise PoolError(f"{path} has {expected.dtype}; expected {' or '.join(ARRAY_DTYPES[name])}. {REBUILD}")
+    return array
+
+
+def file_sha256(path: Path) -> str:
+    """Hex SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,291 @@
+"""A pool: the texts of one side, indexed, in files that every process of a machine shares.
+
+Owns opening and what a query needs of a pool. Knows nothing of versions, runs or the model that wrote the texts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from laserbatch.retrieval_pools.drafting.calibration_table import (
+    IDENTITY_KINDS,
+    IDENTITY_PATHS,
+    IDENTITY_TABLE,
+    KINDS_SHAPE,
+    PATHS_SHAPE,
+    TABLE_SHAPE,
+    token_frequencies,
+    upper_bounds,
+)
+from laserbatch.retrieval_pools.drafting.pool_handle import PoolHandle
+from laserbatch.retrieval_pools.drafting.state import EVERYONE, UNKNOWN, Estimates, Index
+from laserbatch.retrieval_pools.drafting.tree import Variant, compiled_query
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.budget_curve import BudgetCurve
+from laserbatch.retrieval_pools.index.calibration_record import Calibration
+from laserbatch.retrieval_pools.index.manifest import (
+    FORMAT_VERSION,
+    REBUILD,
+    PoolManifest,
+    array_names,
+    group_code_dtype,
+    read_array,
+    read_manifest,
+)
+from laserbatch.retrieval_pools.index.residence import make_resident
+from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR
+from laserbatch.retrieval_pools.settings import BUILT_SETTINGS, PoolSettings
+
+DEFAULT_POOL_ESCAPE = 1.0  # Witten and Bell's
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """An open pool: immutable, safe to share between threads. Make one with `Pool.open` or `build.build_pool`.
+
+    Parameters
+    ----------
+    folder : where it lies; None for a pool in memory.
+    manifest : what it holds.
+    index : its arrays, read-only; see `drafting.state.Index`.
+    settings : how drafts are estimated; those of the manifest unless `with_settings` changed them.
+    acceptance_table : float32 `calibration_table.TABLE_SHAPE`, what relative counts are worth.
+    kind_curves : float32 `calibration_table.KINDS_SHAPE`, what those are worth for each kind of token.
+    path_curves : float32 `calibration_table.PATHS_SHAPE`, what products along a path are worth.
+    fitted_escape : the escape of the pool where the settings name none.
+    budgets : what each draft budget gained in the replays of its calibration, where that is known.
+    """
+
+    folder: Path | None
+    manifest: PoolManifest
+    index: Index
+    settings: PoolSettings
+    _group_codes: dict[str, int] = field(repr=False)
+    acceptance_table: np.ndarray = field(default_factory=lambda: IDENTITY_TABLE, repr=False)
+    kind_curves: np.ndarray = field(default_factory=lambda: IDENTITY_KINDS, repr=False)
+    path_curves: np.ndarray = field(default_factory=lambda: IDENTITY_PATHS, repr=False)
+    fitted_escape: float = DEFAULT_POOL_ESCAPE
+    budgets: BudgetCurve | None = field(default=None, repr=False)
+
+    @classmethod
+    def open(
+        cls, folder: Path | str, tokenizer_hash: str | None = None, *, verify: bool = False, max_resident_bytes: int = 0
+    ) -> "Pool":
+        """Map a pool's files into memory.
+
+        Parameters
+        ----------
+        folder : the pool.
+        tokenizer_hash : of the tokenizer that is going to be used; None does not compare.
+        verify : compare the files' checksums and count texts, which reads them; sizes and shapes are always compared.
+        max_resident_bytes : a pool of so many bytes or fewer has its pages there before the first draft; see
+            `residence`. For who is going to draft much: it reads the files, from the disk where they are not cached.
+
+        Raises
+        ------
+        PoolError
+            The pool is of another tokenizer or format, or a file is missing or damaged.
+        """
+        folder = Path(folder)
+        manifest = read_manifest(folder)
+        if tokenizer_hash is not None and manifest.tokenizer_hash != tokenizer_hash:
+            raise PoolError(
+                f"{folder} was built with the tokenizer {manifest.tokenizer_hash} (model {manifest.model_id}); "
+                f"expected {tokenizer_hash}: its token ids mean something else now. {REBUILD}"
+            )
+        arrays = {name: read_array(folder, name, manifest, verify) for name in array_names(manifest.settings)}
+        index = Index(**{"support": None, "alternatives": None} | arrays, depth=manifest.settings.index_depth)
+        _check_arrays_fit(folder, manifest, index)
+        if verify:
+            _check_texts(folder, manifest, index)
+        if max_resident_bytes:
+            make_resident(arrays.values(), max_resident_bytes)
+        return cls.of_arrays(folder, manifest, index)
+
+    @classmethod
+    def of_arrays(cls, folder: Path | None, manifest: PoolManifest, index: Index) -> "Pool":
+        """A pool of arrays that are known to belong together."""
+        for array in index[:-1]:
+            if array is not None:
+                array.flags.writeable = False
+        codes = {name: code for code, name in enumerate(manifest.groups)}
+        pool = cls(folder, manifest, index, manifest.settings, codes)
+        return pool if manifest.calibration is None else pool.with_calibration(manifest.calibration)
+
+    def __getstate__(self) -> dict:
+        """Without what was made for drafting: the addresses of `handle` mean nothing in a copy."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether estimates are what replays found right, and not relative counts as they are."""
+        return self.acceptance_table is not IDENTITY_TABLE
+
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        """Names of the groups that have texts here, in the order of their codes."""
+        return tuple(self.manifest.groups)
+
+    def length_of(self, share: float) -> int:
+        """Tokens that a share of the texts, 0 to 1, do not exceed; 0 without texts."""
+        separators = np.sort(self.index.order[: self.index.starts[1]])
+        lengths = np.diff(separators, append=len(self.index.tokens) - 1) - 1
+        return int(np.quantile(lengths, share, method="inverted_cdf")) if len(lengths) else 0
+
+    def with_settings(self, **changes) -> "Pool":
+        """The same texts, queried with other settings (all but those that are in the files)."""
+        for name in BUILT_SETTINGS:
+            if name in changes:
+                raise PoolError(f"{name} is fixed when a pool is built; build another pool for another value.")
+        settings = PoolSettings.model_validate(self.settings.model_dump() | changes)
+        return replace(self, settings=settings)
+
+    def with_calibration(self, calibration: Calibration | None) -> "Pool":
+        """The same texts, whose drafts are estimated as replays found right; None: as if there had been none."""
+        if calibration is None:
+            return replace(
+                self,
+                acceptance_table=IDENTITY_TABLE,
+                kind_curves=IDENTITY_KINDS,
+                path_curves=IDENTITY_PATHS,
+                fitted_escape=DEFAULT_POOL_ESCAPE,
+                budgets=None,
+            )
+        fitted = self.with_acceptance_table(calibration.table).with_kind_curves(calibration.kind_curves)
+        fitted = fitted.with_path_curves(calibration.path_curves)
+        return replace(fitted, fitted_escape=calibration.pool_escape, budgets=calibration.budgets)
+
+    def with_curves_of(self, other: "Pool") -> "Pool":
+        """The same texts, estimated by another pool's curves; the escape is kept."""
+        return replace(
+            self,
+            acceptance_table=other.acceptance_table,
+            kind_curves=other.kind_curves,
+            path_curves=other.path_curves,
+        )
+
+    def with_acceptance_table(self, table: np.ndarray) -> "Pool":
+        """The same texts, whose drafts are estimated by another table: float32 `calibration_table.TABLE_SHAPE`."""
+        table = np.ascontiguousarray(table, np.float32)
+        if table.shape != TABLE_SHAPE:
+            raise PoolError(f"a table of acceptance has the shape {TABLE_SHAPE}, not {table.shape}.")
+        table.flags.writeable = False
+        return replace(self, acceptance_table=table)
+
+    def with_kind_curves(self, curves: np.ndarray) -> "Pool":
+        """The same texts, whose tokens are worth what other curves say: float32 `calibration_table.KINDS_SHAPE`."""
+        curves = np.ascontiguousarray(curves, np.float32)
+        if curves.shape != KINDS_SHAPE:
+            raise PoolError(f"curves of kinds of tokens have the shape {KINDS_SHAPE}, not {curves.shape}.")
+        curves.flags.writeable = False
+        return replace(self, kind_curves=curves)
+
+    def with_path_curves(self, curves: np.ndarray) -> "Pool":
+        """The same texts, whose paths are estimated by other curves: float32 `calibration_table.PATHS_SHAPE`."""
+        curves = np.ascontiguousarray(curves, np.float32)
+        if curves.shape != PATHS_SHAPE:
+            raise PoolError(f"curves of paths have the shape {PATHS_SHAPE}, not {curves.shape}.")
+        curves.flags.writeable = False
+        return replace(self, path_curves=curves)
+
+    @cached_property
+    def variant(self) -> Variant:
+        """Which machine code drafts from it."""
+        index = self.index
+        return Variant(index.support is not None, 8 * index.group_codes.itemsize, index.alternatives is not None)
+
+    @cached_property
+    def draft_trees(self) -> Callable:
+        """That machine code; see `drafting.tree`."""
+        return compiled_query(self.variant)
+
+    @cached_property
+    def first_drafts(self) -> dict:
+        """What `query.draft` remembers of how texts begin."""
+        return {}
+
+    def group_code(self, group: str | None) -> int:
+        """A group as `drafting.tree` knows it: `drafting.state.EVERYONE` for none, UNKNOWN for one without texts."""
+        return EVERYONE if group is None else self._group_codes.get(group, UNKNOWN)
+
+    @cached_property
+    def handle(self) -> PoolHandle:
+        """All that `drafting.tree` needs to know of a pool, its groups' weights among it."""
+        s = self.settings
+        inside, outside, of_unknown = (1.0, 0.0, 0.0) if s.scope == "group" else (s.group_weight, 1.0, 1.0)
+        estimates = Estimates(
+            token_frequencies(np.diff(self.index.starts), len(self.index.order)),
+            self.acceptance_table,
+            upper_bounds(self.acceptance_table, self.kind_curves),
+            self.kind_curves,
+            self.path_curves,
+        )
+        limits = {
+            "num_samples": s.num_samples,
+            "num_group_samples": s.num_group_samples,
+            "max_match": s.max_match_tokens,
+            "max_local_tokens": s.max_local_tokens,
+            "num_context_lengths": s.num_context_lengths,
+        }
+        weights = {
+            "inside": inside,
+            "outside": outside,
+            "of_unknown": of_unknown,
+            "pool_escape": s.pool_escape_per_token or self.fitted_escape,
+            "previous_escape": s.previous_escape,
+            "local_escape": s.local_escape,
+            "alternative_weight": s.alternative_weight,
+        }
+        return PoolHandle.of(self.index, estimates, limits, weights)
+
+
+def _check_arrays_fit(folder: Path, manifest: PoolManifest, index: Index) -> None:
+    """The cheap part of a check: lengths, separators at both ends, a table that covers the order."""
+    tokens, order, group_codes, starts, support, alternatives, _ = index
+    num_separators = manifest.num_texts + 1
+    fits = (
+        len(tokens) == manifest.num_tokens + num_separators
+        and len(order) == len(group_codes) == len(tokens) - 1
+        and (support is None or len(support) == len(order))
+        and (alternatives is None or len(alternatives) == len(tokens))
+        and set(manifest.arrays) == set(array_names(manifest.settings))
+        and len(starts) == manifest.vocab_size + 2
+        and tokens[0] == tokens[-1] == SEPARATOR
+        and starts[0] == 0
+        and starts[-1] == len(order)
+        and group_codes.dtype == group_code_dtype(len(manifest.groups))
+        and sum(counts["num_texts"] for counts in manifest.groups.values()) == manifest.num_texts
+        and sum(counts["num_tokens"] for counts in manifest.groups.values()) == manifest.num_tokens
+    )
+    if not fits:
+        raise PoolError(f"{folder} is damaged: its arrays do not fit its manifest. {REBUILD}")
+
+
+def _check_texts(folder: Path, manifest: PoolManifest, index: Index) -> None:
+    """The part that reads: texts and groups are as many as the manifest says, and places are positions."""
+    num_positions = len(index.order)
+    fits = (
+        np.count_nonzero(index.tokens == SEPARATOR) == manifest.num_texts + 1
+        and index.tokens.max() < manifest.vocab_size
+        and index.order.min(initial=0) >= 0
+        and index.order.max(initial=-1) < num_positions
+        and index.group_codes.max(initial=0) < max(len(manifest.groups), 1)
+        and (index.alternatives is None or index.alternatives.max() < manifest.vocab_size)
+    )
+    if not fits:
+        raise PoolError(f"{folder} is damaged: its texts are not those that its manifest counts. {REBUILD}")
+
+
+def _empty_pool() -> Pool:
+    manifest = PoolManifest(
+        format_version=FORMAT_VERSION, side="user", tokenizer_hash="", model_id="", vocab_size=0,
+        num_texts=0, num_tokens=0, groups={}, settings=PoolSettings(), arrays={},
+    )  # fmt: skip
+    arrays = (np.array([SEPARATOR], np.int32), np.empty(0, np.int32), np.empty(0, np.uint8), np.zeros(2, np.int32))
+    return Pool.of_arrays(None, manifest, Index(*arrays, None, None, manifest.settings.index_depth))
+
+
+EMPTY_POOL = _empty_pool()  # what a sequence is drafted from when there is no pool

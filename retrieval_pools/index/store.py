@@ -1,0 +1,258 @@
+"""All versions of a workspace's pools: published whole, listed, switched between, never changed.
+
+    <root>/CURRENT               the version that the next run opens
+    <root>/<version>/user/       a pool; likewise item/; and whatever else the builder puts in (routers)
+
+A run opens its pools by version, so what is published meanwhile does not reach it. One builder at a time: whoever
+publishes holds the workspace's lock. Knows nothing of runs or of how a pool is built.
+"""
+
+from __future__ import annotations  # `list` is a method below
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.build import TEMPORARY_SUFFIX, sync_folder
+from laserbatch.retrieval_pools.index.manifest import REBUILD, PoolManifest, Side, file_sha256, read_manifest
+from laserbatch.retrieval_pools.index.pool import Pool
+
+SIDES: tuple[Side, ...] = ("user", "item")
+CURRENT_NAME = "CURRENT"
+_VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class PoolVersion:
+    """One published version.
+
+    Parameters
+    ----------
+    pools : the manifests of the sides that have a pool.
+    problem : why it cannot be used, or None. Only manifests and file sizes were looked at.
+    """
+
+    version: str
+    folder: Path
+    is_current: bool
+    pools: dict[Side, PoolManifest]
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a collection removed, or would remove.
+
+    Parameters
+    ----------
+    versions : removed ones, oldest first.
+    num_leftovers : folders and files that dead builders left.
+    num_bytes : size of it all on disk.
+    """
+
+    versions: tuple[str, ...]
+    num_leftovers: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class PoolStore:
+    """The pool versions below a folder, which need not be there yet."""
+
+    root: Path
+
+    def current_version(self) -> str | None:
+        """The version that a run should open; None before the first is published.
+
+        Raises
+        ------
+        PoolError
+            The pointer names a version that is not there.
+        """
+        pointer = self.root / CURRENT_NAME
+        if not pointer.is_file():
+            return None
+        version = pointer.read_text(encoding="utf-8").strip()
+        if version not in self._versions():
+            raise PoolError(
+                f"{pointer} names the pools {version!r}, which are not there; {self._known()}. "
+                "Choose one with `laserbatch pools use VERSION`, or run `laserbatch pools rebuild`."
+            )
+        return version
+
+    def folder(self, version: str) -> Path:
+        """Folder of a version.
+
+        Raises
+        ------
+        PoolError
+            There is no such version.
+        """
+        if version not in self._versions():
+            raise PoolError(f"there are no pools {version!r} in {self.root}; {self._known()}")
+        return self.root / version
+
+    def open(self, version: str, side: Side, tokenizer_hash: str | None = None, *, verify: bool = False) -> Pool | None:
+        """The pool of one side; None when the version has none. Raises PoolError as `Pool.open` does."""
+        folder = self.folder(version) / side
+        return Pool.open(folder, tokenizer_hash, verify=verify) if folder.is_dir() else None
+
+    def verify(self, version: str) -> tuple[Side, ...]:
+        """The sides that have a pool, every file of which was compared with its checksum: that reads them all.
+
+        Raises
+        ------
+        PoolError
+            There is no such version, or one of its pools is damaged or of another format.
+        """
+        return tuple(side for side in SIDES if self.open(version, side, verify=True) is not None)
+
+    def list(self) -> list[PoolVersion]:
+        """Every version, in the order of their names, which begin with the run's date."""
+        pointer = self.root / CURRENT_NAME
+        current = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
+        return [self._describe(version, version == current) for version in self._versions()]
+
+    def use(self, version: str) -> None:
+        """Make a version the one that the next run opens. One in use by a run goes on being used by it.
+
+        Raises
+        ------
+        PoolError
+            There is no such version, or one of its pools is damaged.
+        """
+        self.verify(version)
+        self._point_to(version)
+
+    def collect(self, keep: int, in_use: Collection[str] = (), dry_run: bool = False) -> Collected:
+        """Remove old versions, and what dead builders left. The workspace's lock must be held.
+
+        A version disappears in one step. Who has mapped its files goes on reading them, on this machine.
+
+        Parameters
+        ----------
+        keep : so many of the newest versions stay, by name, at least 1; the current one is always among them.
+        in_use : versions that stay whatever their age.
+        dry_run : remove nothing, only say what.
+        """
+        versions = self._versions()
+        pointer = self.root / CURRENT_NAME
+        current = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
+        newest = [version for version in reversed(versions) if version != current]
+        kept = {current, *in_use, *newest[: keep - (current in versions)]}
+        old = tuple(version for version in versions if version not in kept)
+        leftovers = [*self.root.glob(f".*{TEMPORARY_SUFFIX}")] if self.root.is_dir() else []
+        num_bytes = sum(_size_bytes(path) for path in [*(self.root / version for version in old), *leftovers])
+        if not dry_run:
+            for version in old:
+                removed = self._temporary(version)
+                os.replace(self.root / version, removed)
+                shutil.rmtree(removed)
+            for path in leftovers:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return Collected(old, len(leftovers), num_bytes)
+
+    @contextmanager
+    def publish(self, version: str, make_current: bool = True) -> Iterator[tuple[Path, str]]:
+        """A folder to build a version's pools in; published and made current when the block ends without an error.
+
+        A version is its content: publishing the same again changes nothing but the pointer. Other content under the
+        same name (the version was damaged, or of an older format) takes its place.
+
+        Parameters
+        ----------
+        version : the name; give it the run's id, which begins with the date and says what was configured.
+        make_current : False leaves that to a later `use`.
+
+        Yields
+        ------
+        (Path, str)
+            The folder, to hold `user/` and `item/` as `build_pool` makes them and what belongs to them; the version.
+
+        Raises
+        ------
+        PoolError
+            The name cannot be one.
+        OSError
+            The disk is full; the published versions are untouched.
+        """
+        if not _VERSION.fullmatch(version) or version == CURRENT_NAME:
+            raise PoolError(f"{version!r} cannot name pools; expected letters, digits, dots, dashes and underscores.")
+        self.root.mkdir(parents=True, exist_ok=True)
+        staging = self._temporary(version)
+        staging.mkdir()
+        try:
+            yield staging, version
+            sync_folder(staging)
+            self._put(staging, version)
+            if make_current:
+                self._point_to(version)
+        except OSError as error:
+            error.filename = str(error.filename or staging).replace(str(staging), str(self.root / version))
+            raise
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def _put(self, staging: Path, version: str) -> None:
+        target = self.root / version
+        if not target.exists():
+            os.replace(staging, target)
+        elif _content(staging) != _content(target):
+            replaced = self._temporary(version)
+            os.replace(target, replaced)  # a death before the next line is mended by publishing again
+            os.replace(staging, target)
+            shutil.rmtree(replaced)
+
+    def _point_to(self, version: str) -> None:
+        temporary = self._temporary(CURRENT_NAME)
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(version + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.root / CURRENT_NAME)
+        descriptor = os.open(self.root, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _describe(self, version: str, is_current: bool) -> PoolVersion:
+        folder = self.root / version
+        pools: dict[Side, PoolManifest] = {}
+        problem = None
+        for side in SIDES:
+            if not (folder / side).is_dir():
+                continue
+            try:
+                pools[side] = read_manifest(folder / side)
+                Pool.open(folder / side)
+            except PoolError as error:
+                problem = problem or str(error)
+        return PoolVersion(version, folder, is_current, pools, problem)
+
+    def _versions(self) -> tuple[str, ...]:
+        names = (path.name for path in self.root.iterdir() if path.is_dir()) if self.root.is_dir() else ()
+        return tuple(sorted(name for name in names if _VERSION.fullmatch(name)))
+
+    def _known(self) -> str:
+        return f"there are: {', '.join(self._versions())}" if self._versions() else f"there are none. {REBUILD}"
+
+    def _temporary(self, name: str) -> Path:
+        return self.root / f".{name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY_SUFFIX}"
+
+
+def _content(folder: Path) -> dict[str, str]:
+    """Checksum of every file below a folder; equal for equal content."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): file_sha256(path) for path in files}
+
+
+def _size_bytes(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.lstat().st_size for file in files if not file.is_dir())

@@ -1,0 +1,1 @@
+"""Which group an entity drafts from: attributes, embeddings, and the router between them."""

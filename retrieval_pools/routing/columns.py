@@ -1,0 +1,258 @@
+"""Which attribute columns split a side, and the words ("tokens") that a row's values become on the way to a group.
+
+A category path gives one token a level ("Mystery", "Harbour"), a scalar `column=value`, a number the name of its
+quantile bin ("age=25..35"). Nulls, empty strings, missing columns and values of another kind give no token. Knows
+nothing of groups and sizes.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from laserbatch.retrieval_pools.errors import PoolError
+
+MAX_PATH_LEVELS = 8  # deeper levels of a category path are not looked at
+MAX_GUESSED_VALUES = 256  # a text column with more distinct values is not guessed to be an attribute
+NEVER_GUESSED = frozenset({"user_id", "item_id", "title", "name", "created_at"})
+
+Kind = Literal["path", "value", "number"]
+
+
+@dataclass(frozen=True)
+class AttributeColumn:
+    """One column to split by: `edges` are the inner bin edges of a number, `labelled` says whether tokens name it."""
+
+    name: str
+    kind: Kind
+    edges: tuple[float, ...] = ()
+    labelled: bool = True
+
+    def tokens(self, value: object) -> tuple[str, ...]:
+        """Tokens of one value, broad to narrow; none for a null, an empty text or a value of another kind."""
+        if self.kind == "path":
+            return self._path_tokens(value if isinstance(value, list | tuple) else (value,))
+        if self.kind == "number":
+            position = self.bin_of(value)
+            return () if position is None else (self._token(self._bin_name(position)),)
+        text = _text(value)
+        return (self._token(text),) if text else ()
+
+    def bin_of(self, value: object) -> int | None:
+        """Which bin a number is in, from 0; None for what is no finite number."""
+        is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+        return bisect_right(self.edges, value) if is_number else None
+
+    @property
+    def bin_names(self) -> list[str]:
+        """The tokens of a number's bins, lowest first."""
+        return [self._token(self._bin_name(position)) for position in range(len(self.edges) + 1)]
+
+    def _path_tokens(self, levels: Sequence[object]) -> tuple[str, ...]:
+        tokens: list[str] = []
+        for level in levels[:MAX_PATH_LEVELS]:
+            text = _text(level) if isinstance(level, str | bool) else ""
+            if not text:
+                break  # what lies below an unknown level has no known parent
+            tokens.append(self._token(text))
+        return tuple(tokens)
+
+    def _token(self, text: str) -> str:
+        return f"{_quote(self.name)}={_quote(text)}" if self.labelled else _quote(text)
+
+    def _bin_name(self, position: int) -> str:
+        low = f"{self.edges[position - 1]:g}" if position > 0 else ""
+        high = f"{self.edges[position]:g}" if position < len(self.edges) else ""
+        return f"{low}..{high}"
+
+
+@dataclass(frozen=True)
+class DistinctRows:
+    """Rows that differ in the chosen columns: `first_rows` int64 (k,), and `inverse` int64 (n,) into it."""
+
+    first_rows: np.ndarray
+    inverse: np.ndarray
+
+
+def choose_columns(entities: pa.Table, names: Sequence[str] | None, num_bins: int) -> tuple[AttributeColumn, ...]:
+    """Columns to split by, in order: those named, or a guess.
+
+    The guess: category paths (lists) in table order; then text and boolean columns of 2 to 256 values (and at least 4
+    rows a value), first those that tell most about the others (mutual information per bit of their own spread); then
+    numbers. Ids, titles and dates are never guessed.
+
+    Parameters
+    ----------
+    entities : pa.Table
+    names : sequence of str, or None to guess
+    num_bins : int
+        Quantile bins of a numeric column.
+
+    Raises
+    ------
+    PoolError
+        A named column is not there, or is of a type that cannot be grouped by.
+    """
+    chosen = _guess(entities) if names is None else [(name, _kind_of_named(entities, name)) for name in names]
+    columns, has_plain_path = [], False
+    for name, kind in chosen:
+        edges = _quantile_edges(entities[name], num_bins) if kind == "number" else ()
+        labelled = kind != "path" or has_plain_path  # the first path's tokens stand alone: "Mystery"
+        has_plain_path |= kind == "path"
+        columns.append(AttributeColumn(name, kind, edges, labelled))
+    return tuple(columns)
+
+
+def tokens_of(columns: Sequence[AttributeColumn], attributes: dict[str, object]) -> tuple[str, ...]:
+    """All tokens of one entity, in the order of the columns."""
+    return tuple(token for column in columns for token in column.tokens(attributes.get(column.name)))
+
+
+def distinct_rows(entities: pa.Table, columns: Sequence[AttributeColumn]) -> DistinctRows:
+    """Rows with different values in `columns` (numbers: in different bins), so that tokens are made once for each."""
+    codes = np.zeros(entities.num_rows, np.int64)
+    for column in columns:
+        if column.name in entities.column_names:
+            for level in _codes(entities[column.name], column):
+                joint = codes * (level.max(initial=-1) + 2) + level + 1
+                codes = np.unique(joint, return_inverse=True)[1]
+    _, first_rows, inverse = np.unique(codes, return_index=True, return_inverse=True)
+    return DistinctRows(first_rows.astype(np.int64), inverse.astype(np.int64))
+
+
+def attributes_of_rows(
+    entities: pa.Table, columns: Sequence[AttributeColumn], rows: np.ndarray
+) -> list[dict[str, object]]:
+    """Values of some rows by column name; columns that the table lacks are left out."""
+    known = [column.name for column in columns if column.name in entities.column_names]
+    if not known:
+        return [{} for _ in rows]
+    return entities.select(known).take(pa.array(rows)).to_pylist()
+
+
+def _codes(values: pa.ChunkedArray, column: AttributeColumn) -> list[np.ndarray]:
+    """int64 codes (n,) of a column's values, -1 for none; one array for each level of a path."""
+    kind = _kind(values.type)
+    if kind is None:
+        return []  # such values give no tokens either
+    if kind == "path":
+        lists = values.cast(pa.large_list(values.type.value_type)).combine_chunks()
+        starts = lists.offsets.to_numpy()[:-1]
+        lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
+        elements = _dictionary_codes(pa.chunked_array([lists.values]))
+        levels = []
+        for depth in range(min(MAX_PATH_LEVELS, lengths.max(initial=0))):
+            has_level = lengths > depth
+            level = np.full(len(lengths), -1, np.int64)
+            level[has_level] = elements[starts[has_level] + depth]
+            levels.append(level)
+        return levels
+    if kind == "number" and column.kind == "number":
+        numbers = _numbers(values)
+        return [np.where(np.isfinite(numbers), np.searchsorted(column.edges, numbers, side="right"), -1)]
+    return [_dictionary_codes(values)]
+
+
+def _guess(entities: pa.Table) -> list[tuple[str, Kind]]:
+    found: dict[str, list[str]] = {"path": [], "value": [], "number": []}
+    codes_by_name: dict[str, np.ndarray] = {}
+    for name in entities.column_names:
+        kind = None if name in NEVER_GUESSED else _kind(entities[name].type)
+        if kind == "value":
+            codes = _dictionary_codes(entities[name])
+            num_values = int(codes.max(initial=-1)) + 1
+            if not 2 <= num_values <= min(MAX_GUESSED_VALUES, max(2, entities.num_rows // 4)):
+                continue
+            codes_by_name[name] = codes + 1
+        if kind is not None and entities[name].null_count < entities.num_rows:
+            found[kind].append(name)
+    spread_shared = {
+        name: sum(_shared_bits(codes, other) for other_name, other in codes_by_name.items() if other_name != name)
+        / max(_entropy_bits(codes), 1e-9)
+        for name, codes in codes_by_name.items()
+    }
+    found["value"].sort(key=lambda name: (-round(spread_shared[name], 6), name))
+    return [(name, kind) for kind in ("path", "value", "number") for name in found[kind]]
+
+
+def _shared_bits(codes: np.ndarray, other: np.ndarray) -> float:
+    """Mutual information of two code arrays, less what chance alone gives so many values (Miller-Madow)."""
+    joint = codes * (int(other.max(initial=0)) + 1) + other
+    chance = (codes.max(initial=0) * other.max(initial=0)) / (2 * math.log(2) * max(len(codes), 1))
+    return max(0.0, _entropy_bits(codes) + _entropy_bits(other) - _entropy_bits(joint) - float(chance))
+
+
+def _entropy_bits(codes: np.ndarray) -> float:
+    counts = np.bincount(codes)
+    shares = counts[counts > 0] / max(len(codes), 1)
+    return float(-(shares * np.log2(shares)).sum())
+
+
+def _kind_of_named(entities: pa.Table, name: str) -> Kind:
+    if name not in entities.column_names:
+        raise PoolError(
+            f"cannot group by attribute {name!r}: the table has columns {', '.join(entities.column_names)}; "
+            "correct user_attributes or item_attributes in the routing settings"
+        )
+    kind = _kind(entities[name].type)
+    if kind is None:
+        raise PoolError(
+            f"cannot group by attribute {name!r} of type {entities[name].type}: expected text, a boolean, a number or "
+            "a list of strings; name another column in the routing settings"
+        )
+    return kind
+
+
+def _kind(arrow_type: pa.DataType) -> Kind | None:
+    types = pa.types
+    if types.is_dictionary(arrow_type):
+        return _kind(arrow_type.value_type)
+    if types.is_list(arrow_type) or types.is_large_list(arrow_type) or types.is_fixed_size_list(arrow_type):
+        return "path" if _kind(arrow_type.value_type) == "value" else None
+    if types.is_integer(arrow_type) or types.is_floating(arrow_type):
+        return "number"
+    if types.is_string(arrow_type) or types.is_large_string(arrow_type) or types.is_boolean(arrow_type):
+        return "value"
+    return None
+
+
+def _dictionary_codes(values: pa.ChunkedArray) -> np.ndarray:
+    """Codes 0, 1, ... of the distinct values in order of appearance, -1 for null, int64 (n,)."""
+    if pa.types.is_dictionary(values.type):
+        values = values.cast(values.type.value_type)
+    distinct = pc.drop_null(pc.unique(values))
+    return pc.fill_null(pc.index_in(values, value_set=distinct), -1).to_numpy().astype(np.int64)
+
+
+def _numbers(values: pa.ChunkedArray) -> np.ndarray:
+    if pa.types.is_dictionary(values.type):
+        values = values.cast(values.type.value_type)
+    return pc.fill_null(values.cast(pa.float64(), safe=False), math.nan).to_numpy()
+
+
+def _quantile_edges(values: pa.ChunkedArray, num_bins: int) -> tuple[float, ...]:
+    numbers = _numbers(values)
+    numbers = numbers[np.isfinite(numbers)]
+    if len(numbers) == 0:
+        return ()
+    # Rounded to what a bin's name shows, so that two bins never share a name.
+    quantiles = np.quantile(numbers, np.arange(1, num_bins) / num_bins)
+    edges = {float(f"{quantile:g}") for quantile in quantiles.tolist()}
+    return tuple(sorted(edge for edge in edges if edge > numbers.min()))
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, str | Real) else ""
+
+
+def _quote(text: str) -> str:
+    """Keeps `/` and `=` for what they mean in a group's name."""
+    return text.replace("%", "%25").replace("/", "%2F").replace("=", "%3D")

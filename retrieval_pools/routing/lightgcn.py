@@ -1,0 +1,144 @@
+"""LightGCN, short: user and item embeddings from who interacted with what (the only module of the pools with torch).
+
+After He et al., "LightGCN: Simplifying and Powering Graph Convolution Network for Recommendation", SIGIR 2020.
+It knows no dates: the caller passes the interactions that may be known, already cut. The result depends on the set of
+(user, item) pairs, the settings, the seed and (in its last bits) torch's thread count, and on nothing else.
+"""
+
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch.nn import functional
+
+from laserbatch.retrieval_pools.routing.kmeans import EntityEmbeddings
+from laserbatch.retrieval_pools.routing.settings import LightGCNSettings
+
+MAX_PAIRS_PER_STEP = 1 << 17  # bounds memory on large graphs; smaller ones use every pair in every step
+PLATEAU_STEPS = 5
+
+
+@dataclass(frozen=True)
+class LightGCNEmbeddings:
+    """Trained embeddings of both sides, ids in ascending order; `losses` is the BPR loss of each step."""
+
+    users: EntityEmbeddings
+    items: EntityEmbeddings
+    losses: tuple[float, ...]
+
+
+def train_lightgcn(
+    user_ids: pa.Array | pa.ChunkedArray,
+    item_ids: pa.Array | pa.ChunkedArray,
+    settings: LightGCNSettings | None = None,
+    seed: int = 0,
+) -> LightGCNEmbeddings:
+    """Train on implicit feedback: a pair that occurs, however often and in whatever order, is one edge.
+
+    Parameters
+    ----------
+    user_ids, item_ids : Arrow arrays (num_interactions,), string or int64, no nulls
+        The two ends of each interaction.
+    settings : LightGCNSettings, optional
+    seed : int
+        Of the initial embeddings and of the negative samples.
+
+    Returns
+    -------
+    LightGCNEmbeddings
+        float32 vectors (num_users, dim) and (num_items, dim) of every id that occurs.
+    """
+    settings = settings or LightGCNSettings()
+    users, user_index = _sorted_ids(user_ids)
+    items, item_index = _sorted_ids(item_ids)
+    num_users, num_items = len(users), len(items)
+    if num_users == 0:
+        empty = np.empty((0, settings.dim), np.float32)
+        return LightGCNEmbeddings(EntityEmbeddings(users, empty), EntityEmbeddings(items, empty), ())
+    pairs = np.unique(user_index * num_items + item_index)  # sorted, each once
+    users_of_pairs = torch.from_numpy(pairs // num_items)  # (num_pairs,)
+    items_of_pairs = torch.from_numpy(pairs % num_items)
+    adjacency = _normalised_adjacency(users_of_pairs, items_of_pairs, num_users, num_items)
+
+    generator = torch.Generator().manual_seed(seed)
+    layer_0 = torch.randn(num_users + num_items, settings.dim, generator=generator) * 0.1
+    optimizer = torch.optim.Adam([layer_0], lr=settings.learning_rate)
+    losses: list[float] = []
+    while len(losses) < settings.max_steps and not _on_plateau(losses, settings.min_improvement):
+        batch = slice(None)
+        if len(pairs) > MAX_PAIRS_PER_STEP:
+            batch = torch.randint(len(pairs), (MAX_PAIRS_PER_STEP,), generator=generator)
+        batch_users, positives = users_of_pairs[batch], items_of_pairs[batch] + num_users
+        negatives = torch.randint(num_items, positives.shape, generator=generator) + num_users
+        final = propagate(adjacency, layer_0, settings.num_layers).requires_grad_()
+        loss = bpr_loss(final, batch_users, positives, negatives)
+        loss.backward()
+        # The propagation is linear and symmetric, so its gradient is the propagation of the gradient.
+        layer_0.grad = propagate(adjacency, final.grad, settings.num_layers) + settings.l2 / len(layer_0) * layer_0
+        optimizer.step()
+        losses.append(loss.item())
+
+    vectors = propagate(adjacency, layer_0, settings.num_layers).numpy()
+    return LightGCNEmbeddings(
+        EntityEmbeddings(users, vectors[:num_users]), EntityEmbeddings(items, vectors[num_users:]), tuple(losses)
+    )
+
+
+def propagate(adjacency: torch.Tensor, layer_0: torch.Tensor, num_layers: int) -> torch.Tensor:
+    """Mean of layers 0 to K, each the normalised neighbours' sum of the one before (Eqs. 7 and 8, alpha = 1/(K+1)).
+
+    Parameters
+    ----------
+    adjacency : sparse CSR float32 (num_nodes, num_nodes), D^-1/2 A D^-1/2
+    layer_0 : float32 (num_nodes, dim)
+    num_layers : int, K
+
+    Returns
+    -------
+    float32 tensor (num_nodes, dim), detached
+    """
+    with torch.no_grad():
+        layer, total = layer_0, layer_0.clone()
+        for _ in range(num_layers):
+            layer = adjacency @ layer
+            total += layer
+        return total / (num_layers + 1)
+
+
+def bpr_loss(
+    final: torch.Tensor, users: torch.Tensor, positives: torch.Tensor, negatives: torch.Tensor
+) -> torch.Tensor:
+    """Mean of -ln sigmoid(score of the positive - score of the negative) (Eq. 15), over node indices (batch,)."""
+    # Rows through `embedding`: the gradient of plain indexing is summed by several threads in no fixed order.
+    of_users, of_positives, of_negatives = (functional.embedding(n, final) for n in (users, positives, negatives))
+    margins = (of_users * (of_positives - of_negatives)).sum(dim=1)  # Eq. 5, (batch,)
+    return functional.softplus(-margins).mean()
+
+
+def _normalised_adjacency(users: torch.Tensor, items: torch.Tensor, num_users: int, num_items: int) -> torch.Tensor:
+    """D^-1/2 A D^-1/2 of the bipartite graph (Eqs. 6 and 7): users are nodes first, items after them."""
+    num_nodes = num_users + num_items
+    rows = torch.cat([users, items + num_users])
+    columns = torch.cat([items + num_users, users])
+    degrees = torch.bincount(rows, minlength=num_nodes).to(torch.float32)
+    weights = (degrees[rows] * degrees[columns]).rsqrt()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse ")  # torch's notes on its CSR support, once a process
+        return torch.sparse_coo_tensor(torch.stack([rows, columns]), weights, (num_nodes, num_nodes)).to_sparse_csr()
+
+
+def _on_plateau(losses: list[float], min_improvement: float) -> bool:
+    if len(losses) < 2 * PLATEAU_STEPS or min_improvement == 0:
+        return False
+    before, latest = np.mean(losses[-2 * PLATEAU_STEPS : -PLATEAU_STEPS]), np.mean(losses[-PLATEAU_STEPS:])
+    return bool(latest > before * (1 - min_improvement)) and bool(latest < 0.65)  # 0.69 at the start: not yet learning
+
+
+def _sorted_ids(ids: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, np.ndarray]:
+    """Distinct ids in ascending order, and the int64 position of each row's id among them."""
+    distinct = pc.unique(ids)
+    distinct = distinct.take(pc.sort_indices(distinct))
+    return distinct, pc.index_in(ids, value_set=distinct).to_numpy().astype(np.int64)

@@ -1,0 +1,305 @@
+"""Which group's pool an entity drafts from: the binary router of LASER (section 3.2) and its baselines.
+
+Fitted when a pool is built, saved beside it, used the next night under that night's rule. It always answers: an entity
+that the rule prefers (by default: one with enough interactions) and that was there at the fit has its collaborative
+group, every other one an attribute group. It knows the tables it is given and nothing of dates: what must not be known
+yet, the caller has cut.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import ValidationError
+
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.routing.attributes import ATTRIBUTE_FILE, AttributeGroups, GroupSizes
+from laserbatch.retrieval_pools.routing.baselines import GLOBAL_GROUP, random_group
+from laserbatch.retrieval_pools.routing.collaborative import CollaborativeGroups, train_embeddings
+from laserbatch.retrieval_pools.routing.columns import AttributeColumn
+from laserbatch.retrieval_pools.routing.ids import SIDES, check_same_kind, id_column
+from laserbatch.retrieval_pools.routing.kmeans import EntityEmbeddings, default_num_groups
+from laserbatch.retrieval_pools.routing.leaves import LeafGroups
+from laserbatch.retrieval_pools.routing.rule import EntityFacts, RoutingRule
+from laserbatch.retrieval_pools.routing.settings import RoutingSettings
+from laserbatch.retrieval_pools.routing.text_clusters import EntityTexts
+
+ROUTER_FILE, COLLABORATIVE_FILE = "router.json", "collaborative.parquet"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where an entity's texts go and come from: a readable `group`, and the `scheme` that chose it."""
+
+    group: str
+    scheme: str  # "collaborative", "attribute", "random" or "global"
+
+
+@dataclass(frozen=True)
+class Router:
+    """Names the group of every entity of one side. Made by `fit` or `load`; immutable."""
+
+    side: str
+    settings: RoutingSettings
+    seed: int
+    num_groups: int  # of the random scheme
+    collaborative: CollaborativeGroups
+    attributes: AttributeGroups | LeafGroups
+    rule: RoutingRule
+
+    @classmethod
+    def fit(
+        cls,
+        side: str,
+        entities: pa.Table,
+        interactions: pa.Table,
+        settings: RoutingSettings | None = None,
+        seed: int = 0,
+        embeddings: EntityEmbeddings | None = None,
+        texts: EntityTexts | None = None,
+    ) -> "Router":
+        """Group the entities of one side; the result depends on the arguments only, not on the order of rows.
+
+        Parameters
+        ----------
+        side : str
+            "user" or "item".
+        entities : pa.Table
+            `<side>_id` (string or integer, unique) and attribute columns; other columns do no harm.
+        interactions : pa.Table
+            `user_id` and `item_id`, already cut at the as-of date; ids that `entities` lacks shape the embeddings.
+        settings : RoutingSettings, optional
+        seed : int
+            Of the embeddings, of k-means and of the random scheme.
+        embeddings : EntityEmbeddings, optional
+            Vectors of this side from the user's own recommender, or of a LightGCN trained once for both sides;
+            without them the file that the settings name is read, or LightGCN is trained here.
+        texts : EntityTexts, optional
+            The newest of this side, for the attribute grouping "leaves"; without them it has one group.
+
+        Raises
+        ------
+        PoolError
+            Unknown side, missing columns, ids of another kind, an attribute that cannot be grouped by, or a rule that
+            cannot be imported.
+        """
+        if side not in SIDES:
+            raise PoolError(f"unknown side {side!r}: a router is fitted for one of {', '.join(SIDES)}")
+        settings = settings or RoutingSettings()
+        rule = RoutingRule.of(settings)
+        ids = id_column(entities, f"{side}_id", "entities")
+        collaborative = CollaborativeGroups.none_of(ids)
+        if settings.scheme in ("router", "collaborative"):
+            collaborative = CollaborativeGroups.fit(side, ids, interactions, settings, seed, embeddings)
+        attributes = _attribute_groups(side, entities, ids, settings, seed, texts)
+        num_groups = settings.num_groups or default_num_groups(len(ids))
+        return cls(side, settings, seed, num_groups, collaborative, attributes, rule)
+
+    def route(
+        self,
+        entity_id: str | int,
+        attributes: Mapping[str, object],
+        num_interactions: int,
+        age_days: float | None = None,
+    ) -> Route:
+        """Group of one entity, known or not.
+
+        Parameters
+        ----------
+        entity_id : str or int, as in the tables
+        attributes : mapping
+            Column names to values; what is missing, None or unknown shortens the prefix that is matched.
+        num_interactions : int
+            How many interactions the entity has now.
+        age_days : float, optional
+            Days since it was created; None where that is not known.
+
+        Raises
+        ------
+        PoolError
+            The user's own rule raised, or returned something else than it may.
+        """
+        match self.settings.scheme:
+            case "global":
+                return Route(GLOBAL_GROUP, "global")
+            case "random":
+                return Route(random_group(entity_id, self.num_groups, self.seed), "random")
+            case "attribute":
+                return Route(self.attributes.group_of(attributes), "attribute")
+        group = self.collaborative.group_of(entity_id)
+        facts = EntityFacts(num_interactions, age_days, attributes)
+        if group is not None and self.rule.prefers_collaborative(entity_id, facts):
+            return Route(f"collaborative/{group}", "collaborative")
+        if self.settings.scheme == "collaborative":
+            return Route(GLOBAL_GROUP, "global")
+        return Route(self.attributes.group_of(attributes), "attribute")
+
+    def route_all(
+        self, entities: pa.Table, num_interactions: np.ndarray, age_days: np.ndarray | None = None
+    ) -> list[Route]:
+        """Groups of all rows of a table, equal to `route` of each.
+
+        Parameters
+        ----------
+        entities : pa.Table
+            `<side>_id` and attribute columns.
+        num_interactions : int array (num_entities,)
+        age_days : float array (num_entities,), optional
+            NaN where the age is not known.
+
+        Raises
+        ------
+        PoolError
+            No id column, ids of another kind than at the fit, or counts or ages that do not match the rows.
+        """
+        ids = id_column(entities, f"{self.side}_id", "entities")
+        check_same_kind(ids, self.collaborative.ids, "entities", "the entities that the router was fitted on")
+        for name, values in (("interaction counts", num_interactions), ("ages", age_days)):
+            if values is not None and len(values) != len(ids):
+                raise PoolError(f"{len(values)} {name} for {len(ids)} entities; pass one a row")
+        scheme = self.settings.scheme
+        if scheme == "global":
+            return [Route(GLOBAL_GROUP, "global")] * len(ids)
+        if scheme == "random":
+            groups = [random_group(entity_id, self.num_groups, self.seed) for entity_id in ids.to_pylist()]
+            return [Route(group, "random") for group in groups]
+        groups = self.collaborative.groups_of(ids)
+        ages = np.full(len(ids), math.nan) if age_days is None else np.asarray(age_days)
+        groups[~self._prefer_collaborative(entities, ids, groups, np.asarray(num_interactions), ages)] = -1
+        routes = [Route(f"collaborative/{group}", "collaborative") for group in range(int(groups.max(initial=-1)) + 1)]
+        cold = groups < 0
+        if scheme == "collaborative":
+            groups[cold] = len(routes)
+            routes.append(Route(GLOBAL_GROUP, "global"))
+        else:
+            assigned = self.attributes.groups_of(entities.filter(pa.array(cold)))
+            groups[cold] = assigned.indices + len(routes)
+            routes += [Route(group, "attribute") for group in assigned.groups]
+        return [routes[group] for group in groups.tolist()]
+
+    def _prefer_collaborative(
+        self, entities: pa.Table, ids: pa.Array, groups: np.ndarray, num_interactions: np.ndarray, ages: np.ndarray
+    ) -> np.ndarray:
+        """bool (num_entities,); an own rule is asked for those alone that have a group."""
+        if self.rule.function is None:
+            return self.rule.meets_limits(num_interactions, ages)
+        preferred = np.zeros(len(ids), bool)
+        for row in np.flatnonzero(groups >= 0).tolist():
+            age = None if math.isnan(ages[row]) else float(ages[row])
+            facts = EntityFacts(int(num_interactions[row]), age, entities.slice(row, 1).to_pylist()[0])
+            preferred[row] = self.rule.prefers_collaborative(ids[row].as_py(), facts)
+        return preferred
+
+    def save(self, folder: Path | str) -> None:
+        """Write the router into `folder` (made if missing): Parquet and JSON, `router.json` last."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        collaborative = pa.table({"entity_id": self.collaborative.ids, "group": self.collaborative.groups})
+        pq.write_table(collaborative, folder / COLLABORATIVE_FILE, compression="zstd")
+        self.attributes.save(folder)
+        description = {
+            "format_version": FORMAT_VERSION,
+            "side": self.side,
+            "seed": self.seed,
+            "num_groups": self.num_groups,
+            "settings": self.settings.model_dump(mode="json"),
+            "columns": [asdict(column) for column in self.attributes.columns],
+            "num_collaborative": collaborative.num_rows,
+            "num_attribute_groups": len(self.attributes.num_entities),
+        }
+        (folder / ROUTER_FILE).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path | str, rule: RoutingRule | None = None) -> "Router":
+        """Read what `save` wrote; it routes as the saved one did.
+
+        Parameters
+        ----------
+        folder : Path or str
+        rule : RoutingRule, optional
+            Decides in place of the saved limits. Must be given where the saved settings have a rule of the user's own:
+            what a pool's file names is not imported.
+
+        Raises
+        ------
+        PoolError
+            The folder holds no router, one of another format, or a damaged one.
+        """
+        folder = Path(folder)
+        again = "rebuild the pools with `laserbatch pools rebuild`"
+        missing = [name for name in (ROUTER_FILE, COLLABORATIVE_FILE, ATTRIBUTE_FILE) if not (folder / name).is_file()]
+        if missing:
+            raise PoolError(f"no router in {folder}: {', '.join(missing)} missing; {again}")
+        try:
+            description = json.loads((folder / ROUTER_FILE).read_text(encoding="utf-8"))
+            if description["format_version"] != FORMAT_VERSION:
+                found = description["format_version"]
+                raise PoolError(f"router in {folder} has format {found}, this version reads {FORMAT_VERSION}; {again}")
+            columns = [AttributeColumn(**{**c, "edges": tuple(c["edges"])}) for c in description["columns"]]
+            settings = RoutingSettings.model_validate(description["settings"])
+            grouping = LeafGroups if settings.attribute_grouping == "leaves" else AttributeGroups
+            attributes = grouping.load(columns, folder)
+            table = pq.read_table(folder / COLLABORATIVE_FILE)
+            ids, groups = id_column(table, "entity_id", COLLABORATIVE_FILE), table["group"].to_numpy()
+            if rule is None and settings.rule is not None:
+                raise PoolError(f"router in {folder} was fitted for routing.rule {settings.rule!r}; pass a RoutingRule")
+            expected = description["num_collaborative"], description["num_attribute_groups"]
+            if (len(ids), len(attributes.num_entities)) != expected:
+                raise PoolError(f"router in {folder} is damaged: its tables do not match {ROUTER_FILE}; {again}")
+            return cls(
+                description["side"], settings, description["seed"], description["num_groups"],
+                CollaborativeGroups(ids, groups), attributes,
+                rule or RoutingRule(settings.min_interactions, settings.min_age_days),
+            )  # fmt: skip
+        except (OSError, ValueError, KeyError, TypeError, pa.ArrowException, ValidationError) as error:
+            raise PoolError(f"router in {folder} cannot be read ({error}); {again}") from error
+
+
+def fit_routers(
+    users: pa.Table,
+    items: pa.Table,
+    interactions: pa.Table,
+    settings: RoutingSettings | None = None,
+    seed: int = 0,
+    texts: Mapping[str, EntityTexts] | None = None,
+) -> dict[str, Router]:
+    """Routers of both sides, equal to two calls of `Router.fit`, with LightGCN trained once.
+
+    Parameters and errors as in `Router.fit`; `texts` by side.
+
+    Returns
+    -------
+    dict
+        "user" and "item" to their Router.
+    """
+    settings, texts = settings or RoutingSettings(), texts or {}
+    embeddings: dict[str, EntityEmbeddings] = {}
+    to_train = [side for side in SIDES if settings.embeddings_of(side) is None]
+    if settings.scheme in ("router", "collaborative") and to_train:
+        trained = train_embeddings(interactions, settings, seed)
+        embeddings = {side: trained[side] for side in to_train}
+    return {
+        side: Router.fit(side, entities, interactions, settings, seed, embeddings.get(side), texts.get(side))
+        for side, entities in (("user", users), ("item", items))
+    }
+
+
+def _attribute_groups(
+    side: str, entities: pa.Table, ids: pa.Array, settings: RoutingSettings, seed: int, texts: EntityTexts | None
+) -> AttributeGroups | LeafGroups:
+    names = settings.attributes_of(side) if settings.scheme in ("router", "attribute") else ()
+    max_size = settings.max_group_size or max(50, round(4 * len(ids) ** 0.5))
+    sizes = GroupSizes(max_size, settings.min_group_size or max(1, max_size // 10))
+    if settings.attribute_grouping == "path":
+        return AttributeGroups.fit(entities, names, sizes, settings.num_bins)
+    num_leaves = settings.num_groups or default_num_groups(len(ids))
+    return LeafGroups.fit(
+        entities, ids, texts, names,
+        num_leaves=num_leaves, min_size=sizes.min_size, num_bins=settings.num_bins, seed=seed,
+    )  # fmt: skip

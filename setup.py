@@ -1,0 +1,11 @@
+"""The folders at the top of the repository, installed and imported as `laserbatch.<folder>`."""
+
+from setuptools import find_packages, setup
+
+FOLDERS = ("pipeline", "retrieval_pools", "ctr", "jobs", "configs", "models")
+packages = find_packages(include=[pattern for folder in FOLDERS for pattern in (folder, f"{folder}.*")])
+
+setup(
+    packages=[f"laserbatch.{package}" for package in packages],
+    package_dir={f"laserbatch.{folder}": folder for folder in FOLDERS},
+)

@@ -1,0 +1,379 @@
+"""Drafting, said slowly: the same drafts as the compiled query, by looking at every position of every text.
+
+No index, no sampling, no heap: a pool is a list of texts, an occurrence is a (text, position), the frontier is a sorted
+list. The tests hold `query.draft` to this, and a reader may start here.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from laserbatch.retrieval_pools.drafting.calibration_table import (
+    IDENTITY_KINDS,
+    IDENTITY_PATHS,
+    IDENTITY_TABLE,
+    IN_OUTPUT,
+    IN_PROMPT,
+    conditional_acceptance,
+    kind_acceptance,
+    least_product,
+    path_acceptance,
+    token_kind,
+)
+from laserbatch.retrieval_pools.index.pool import DEFAULT_POOL_ESCAPE
+from laserbatch.retrieval_pools.settings import PoolSettings
+from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
+
+NO_ALTERNATIVE = -1
+START = END = -1  # stands before and behind every text
+MIN_PROBABILITY = 1 / 2048
+LEAST_LEFT = 1 / 32
+NUM_LOCAL_POSITIONS = 16
+NUM_OWN_TOKENS = 512
+
+Tokens = list[int]
+NGrams = set[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class ReferenceText:
+    """One text of the pool: START, its tokens, END. `entity` is whose it is, for `min_support`.
+
+    `alternatives` are what the model nearly wrote in place of each token, -1: nothing; None: not recorded.
+    """
+
+    tokens: Tokens
+    group: str
+    entity: str | int = ""
+    alternatives: Tokens | None = None
+
+
+class Place(NamedTuple):
+    """Where a next token stands, `text[at]`, how much that counts, and what was nearly written at each position."""
+
+    text: Tokens
+    at: int
+    weight: float
+    alternatives: Tokens | None = None
+
+    @property
+    def token(self) -> int:
+        """The next token."""
+        return self.text[self.at]
+
+    @property
+    def alternative(self) -> int:
+        """What the model nearly wrote in its place, -1: nothing."""
+        return NO_ALTERNATIVE if self.alternatives is None else self.alternatives[self.at]
+
+
+@dataclass(frozen=True)
+class Level:
+    """One who is asked what comes next: `source`, having seen the last `length` tokens of the context at `places`.
+
+    `drafted` are the n-grams that may be drafted; None: all.
+    """
+
+    source: int
+    length: int
+    escape: float
+    places: list[Place]
+    max_depth: int
+    drafted: NGrams | None = None
+
+    def may_draft(self, place: Place) -> bool:
+        """Whether enough entities have what was matched, with the path so far, and the token at a place."""
+        return self.drafted is None or tuple(place.text[place.at - self.length : place.at + 1]) in self.drafted
+
+    def has_next(self) -> bool:
+        """Whether anything may be drafted."""
+        return any(self.may_draft(place) for place in self.places)
+
+    def by_token(self) -> dict[int, list[Place]]:
+        """The places by the token that stands there."""
+        found: dict[int, list[Place]] = {}
+        for place in self.places:
+            found.setdefault(place.token, []).append(place)
+        return found
+
+    def after(self, token: int) -> "Level":
+        """Who is left to ask when the next token is `token`."""
+        deeper = [p._replace(at=p.at + 1) for p in self.places if p.token == token and p.at + 1 < len(p.text)]
+        if self.length + 1 >= self.max_depth:
+            deeper = []
+        return replace(self, length=self.length + 1, places=deeper)
+
+
+@dataclass(frozen=True)
+class TokenKinds:
+    """What the kind of a token is by: the latest tokens of prompt and output, and how often each is in the pool."""
+
+    prompt: Tokens
+    output: Tokens
+    num_occurrences: Counter[int]
+
+    @classmethod
+    def of(cls, texts: Sequence[ReferenceText], prompt: Tokens, output: Tokens) -> "TokenKinds":
+        """Of a pool, all of it, and a sequence."""
+        occurrences = Counter(token for text in texts for token in (*text.tokens, END))
+        return cls(prompt[-NUM_OWN_TOKENS:], output[-NUM_OWN_TOKENS:], occurrences)
+
+    def kind(self, token: int, before: int) -> int:
+        """See `calibration_table.token_kind`."""
+        stands_in = IN_PROMPT * (token in self.prompt) + IN_OUTPUT * (token in self.output) if token >= 0 else 0
+        counts = self.num_occurrences
+        return token_kind(stands_in, counts[token], counts[before], counts.total())
+
+
+@dataclass(frozen=True)
+class ReferenceNode:
+    """A drafted token; the fields of `query.Draft`, with the probability itself."""
+
+    token_id: int
+    parent: int
+    probability: float
+    source: int
+    num_seen: int
+    match_length: int
+    relative_count: float
+    token_kind: int
+
+
+@dataclass(frozen=True)
+class _Path:
+    """A path on the frontier; sorted as it is drafted."""
+
+    probability: float
+    token: int
+    parent: int
+    source: int
+    num_seen: int
+    match_length: int
+    relative_count: float
+    token_kind: int
+    levels: list[Level]
+
+    def order(self) -> tuple[float, int, int]:
+        return (-self.probability, self.token, self.parent)
+
+    def drafted(self, token_id: int, probability: float) -> ReferenceNode:
+        """Its last token as it is drafted: what is said of it instead of END and of the product along the path."""
+        own = self.source, self.num_seen, self.match_length, self.relative_count, self.token_kind
+        return ReferenceNode(token_id, self.parent, probability, *own)
+
+
+def draft_reference(
+    texts: Sequence[ReferenceText],
+    settings: PoolSettings,
+    prompt: Tokens,
+    output: Tokens,
+    previous: Tokens | None,
+    group: str | None,
+    *,
+    max_nodes: int,
+    min_probability: float,
+    use_prompt: bool = True,
+    use_output: bool = True,
+    use_previous: bool = True,
+    end_token_id: int | None = None,
+    max_depth: int = 64,
+    table: np.ndarray = IDENTITY_TABLE,
+    kind_curves: np.ndarray = IDENTITY_KINDS,
+    path_curves: np.ndarray = IDENTITY_PATHS,
+) -> list[ReferenceNode]:
+    """What `query.draft` gives, with every occurrence counted. Texts are given without START and END.
+
+    The frontier keeps no more paths than may still be drafted; the last of a full one says what is not worth asking
+    for.
+    """
+    path_curve = path_curves[int(bool(use_previous and previous))]
+    min_probability = max(least_product(path_curve, min_probability), MIN_PROBABILITY)
+    context = [START, *output]
+    own_texts = {  # of equally long contexts the first is asked first
+        SOURCE_PREVIOUS: [START, *previous, END] if use_previous and previous else [],
+        SOURCE_OUTPUT: output if use_output else [],
+        SOURCE_PROMPT: prompt if use_prompt else [],
+    }
+    levels = all_levels(texts, settings, context, own_texts, group)
+    is_first = not output and not (use_previous and previous)  # drafted once for all prompts
+    known_prompt = prompt if use_prompt and not is_first else []
+    kinds = TokenKinds.of(texts, known_prompt, output if use_output else [])
+    nodes: list[ReferenceNode] = []
+    frontier: list[_Path] = []
+    depth_of = {-1: 0}
+    node, depth, probability, before = -1, 0, 1.0, context[-1]
+    while len(nodes) < max_nodes:
+        if levels is not None and depth < max_depth:
+            room = max_nodes - len(nodes)
+            least = frontier[-1].probability if len(frontier) == room else 0.0
+            found = next_paths(
+                levels, node, depth, probability, max(least, min_probability), settings, table, kinds, kind_curves,
+                before,
+            )  # fmt: skip
+            drafted = (path for path in found if path.token != END or end_token_id is not None)
+            frontier += (path for path in drafted if path.probability >= min_probability)
+            frontier = sorted(frontier, key=_Path.order)[:room]
+        if not frontier:
+            break
+        path = frontier.pop(0)
+        token_id = end_token_id if path.token == END else path.token
+        node, probability, before = len(nodes), path.probability, path.token
+        depth = depth_of[path.parent] + 1
+        depth_of[node] = depth
+        nodes.append(path.drafted(token_id, path_acceptance(path_curve, probability)))
+        levels = None if path.token == END else [level.after(path.token) for level in path.levels]
+    return nodes
+
+
+def next_paths(
+    levels: list[Level],
+    parent: int,
+    depth: int,
+    probability: float,
+    least_probability: float,
+    settings: PoolSettings,
+    table: np.ndarray,
+    kinds: TokenKinds,
+    kind_curves: np.ndarray,
+    before: int,
+) -> Iterator[_Path]:
+    """The paths that are one token longer than a parent's at `depth`: every level takes its share of what is left."""
+    shares: dict[int, Counter[int]] = {}  # token -> source -> share
+    longest: dict[int, tuple[int, int]] = {}  # token -> how often the longest context before it was seen; its length
+    if probability < least_probability:
+        return
+    left = 1.0
+    for level in levels:
+        if left < LEAST_LEFT:
+            break
+        num_seen = len(level.places)  # the evidence; a preferred group does not make it more
+        if num_seen == 0:
+            continue
+        by_token = level.by_token()
+        escape = level.escape if level.source == SOURCE_POOL else level.escape / level.length
+        confidence = num_seen / (num_seen + escape * len(by_token))
+        weight = sum(place.weight for place in level.places)
+        one = left * confidence / weight
+        left *= 1 - confidence
+        for token, places in sorted(by_token.items()):
+            counted = one * sum(place.weight for place in places)
+            if not level.may_draft(places[0]):
+                left += counted
+                continue
+            shares.setdefault(token, Counter())[level.source] += counted
+            longest.setdefault(token, (num_seen, level.length))
+        one = left * settings.alternative_weight / weight
+        for place in level.places:
+            if place.alternative != NO_ALTERNATIVE:
+                shares.setdefault(place.alternative, Counter())[level.source] += one * place.weight
+                longest.setdefault(place.alternative, (num_seen, level.length))
+                left -= one * place.weight
+    for token, by_source in shares.items():
+        source = max(sorted(by_source), key=by_source.__getitem__)
+        relative_count = sum(by_source.values())
+        kind = kinds.kind(token, before)
+        own = conditional_acceptance(table, source, *longest[token], depth + 1, relative_count)
+        own = kind_acceptance(kind_curves[source, kind], own)
+        yield _Path(probability * own, token, parent, source, *longest[token], relative_count, kind, levels)
+
+
+def all_levels(
+    texts: Sequence[ReferenceText],
+    settings: PoolSettings,
+    context: Tokens,
+    own_texts: dict[int, Tokens],
+    group: str | None,
+) -> list[Level]:
+    """Levels of the own texts, which are given by source, and of the pool: longest first, the pool's last of equals."""
+    levels = []
+    for source, text in own_texts.items():
+        escape = settings.previous_escape if source == SOURCE_PREVIOUS else settings.local_escape
+        levels += own_level(source, text, context, escape, settings)
+    levels += pool_levels(texts, settings, context, group)
+    return sorted(levels, key=lambda level: -level.length)
+
+
+def pool_levels(
+    texts: Sequence[ReferenceText], settings: PoolSettings, context: Tokens, group: str | None
+) -> list[Level]:
+    """The longest context that the pool can continue, then shorter ones seen twice as often as the last one taken."""
+    drafted = supported_ngrams(texts, settings)
+    escape = settings.pool_escape_per_token or DEFAULT_POOL_ESCAPE
+    of_length: dict[int, Level] = {}
+    for length in range(1, settings.max_match_tokens + 1):
+        places = _places(texts, settings, context, length, group)
+        of_length[length] = Level(SOURCE_POOL, length, escape, places, settings.index_depth, drafted)
+    length = max((level.length for level in of_length.values() if level.has_next()), default=0)
+    levels: list[Level] = []
+    before = 0
+    while length >= 1 and len(levels) < settings.num_context_lengths:
+        num_seen = len(of_length[length].places)
+        if num_seen >= 2 * before or (length == 1 and num_seen > before):
+            levels.append(of_length[length])
+            before = num_seen
+        length = length - 1 if length <= 4 else 2 * length // 3
+    return levels
+
+
+def supported_ngrams(texts: Sequence[ReferenceText], settings: PoolSettings) -> NGrams | None:
+    """The n-grams in texts of at least `min_support` entities, START and END being tokens; None when that is all."""
+    if settings.min_support == 1:
+        return None
+    entities: dict[tuple[int, ...], set[str | int]] = {}
+    for text in texts:
+        tokens = (START, *text.tokens, END)
+        for first in range(len(tokens) - 1):
+            for last in range(first + 1, min(first + settings.index_depth, len(tokens)) + 1):
+                entities.setdefault(tokens[first:last], set()).add(text.entity)
+    return {ngram for ngram, of in entities.items() if len(of) >= settings.min_support}
+
+
+def _places(
+    texts: Sequence[ReferenceText], settings: PoolSettings, context: Tokens, length: int, group: str | None
+) -> list[Place]:
+    if length > len(context) or START in context[len(context) - length + 1 :] or min(context[1:], default=0) < 0:
+        return []
+    ending = context[len(context) - length :]
+    found = []
+    known_groups = {text.group for text in texts}
+    for text in texts:
+        counts = _weight(settings, text.group, group, known_groups)
+        tokens = [START, *text.tokens, END]
+        alternatives = None
+        if settings.alternatives and text.alternatives is not None:
+            alternatives = [NO_ALTERNATIVE, *text.alternatives, NO_ALTERNATIVE]
+        for at in range(length, len(tokens)):
+            if tokens[at - length : at] == ending and counts > 0:
+                found.append(Place(tokens, at, counts, alternatives))
+    return found
+
+
+def _weight(settings: PoolSettings, of_text: str, group: str | None, known_groups: set[str]) -> float:
+    if group is None:
+        return 1.0
+    if group not in known_groups:
+        return 0.0 if settings.scope == "group" else 1.0
+    if settings.scope == "group":
+        return 1.0 if of_text == group else 0.0
+    return settings.group_weight if of_text == group else 1.0
+
+
+def own_level(source: int, text: Tokens, context: Tokens, escape: float, settings: PoolSettings) -> list[Level]:
+    """Where the longest end of the context stands in an own text: the latest places, or no level."""
+    matches = []
+    for at in range(1, len(text)):
+        length = 0
+        while (
+            length < min(at, len(context), settings.max_match_tokens) and text[at - 1 - length] == context[-1 - length]
+        ):
+            length += 1
+        if length > 0:
+            matches.append((length, at))
+    longest = max((length for length, _ in matches), default=0)
+    latest = [at for length, at in reversed(matches) if length == longest][:NUM_LOCAL_POSITIONS]
+    never = math.inf
+    return [Level(source, longest, escape, [Place(text, at, 1.0) for at in latest], never)] if latest else []
