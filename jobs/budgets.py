@@ -18,9 +18,9 @@ from laserbatch.pipeline.decoding.planning.pilot import pilot_parts, plan_pilot,
 from laserbatch.pipeline.decoding.planning.pilot_texts import PilotTexts
 from laserbatch.pipeline.decoding.planning.run_forecast import PREFILL_TOKENS, RunTexts, judged_on_run
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.distributed.shards import PlannedRow, Shard, read_shard
 from laserbatch.pipeline.distributed.worker import Scout
 from laserbatch.pipeline.errors import RunFailed
+from laserbatch.pipeline.planning.plan import PlannedRow, Shard, read_shard
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.step_cost import StepCost, read_step_cost

@@ -15,7 +15,7 @@ from laserbatch.jobs.pool_texts import RunTexts
 from laserbatch.pipeline.decoding.budget import Budget
 from laserbatch.pipeline.decoding.model.identity import tokenizer_hash
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.distributed.shards import PlannedRow, load_plan, read_shard
+from laserbatch.pipeline.planning.plan import PlannedRow, load_plan, read_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.retrieval_pools.calibration.budget_replay import with_budgets
 from laserbatch.retrieval_pools.calibration.calibrate import MIN_TEXTS, calibrate, num_held_back, spread_positions

@@ -15,38 +15,32 @@ from laserbatch.jobs.budgets import night_budgets
 from laserbatch.jobs.console import progress, say, summary
 from laserbatch.jobs.drift import note_step_costs
 from laserbatch.jobs.night import Night, open_night, parse_date
-from laserbatch.jobs.routing import entity_router
 from laserbatch.jobs.sample_model import NEEDS_A_MODEL, needs_a_model
 from laserbatch.jobs.samples import report_samples
-from laserbatch.jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
+from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
 from laserbatch.jobs.side_warnings import side_warnings
 from laserbatch.pipeline.decoding.budget import PLAIN, Budget
 from laserbatch.pipeline.decoding.model.generation_rules import unused_settings
-from laserbatch.pipeline.decoding.model.identity import load_tokenizer, model_identity
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
 from laserbatch.pipeline.distributed.cluster import ray_cluster
-from laserbatch.pipeline.distributed.shards import (
-    CARRIED_SHARD,
-    FIRST_TEXTS,
+from laserbatch.pipeline.distributed.stats import merge_stats, tokens_per_s, tokens_per_step
+from laserbatch.pipeline.distributed.worker import Scout, WorkerSpec
+from laserbatch.pipeline.errors import RunFailed, WorkspaceError
+from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
+from laserbatch.pipeline.planning.plan import (
     KEPT_SHARD,
-    PreviousKnowledge,
     Shard,
     SidePlan,
     drop_plan,
-    is_whole,
     load_plan,
-    plan_side,
+    open_plan,
     read_shard,
-    save_plan,
 )
-from laserbatch.pipeline.distributed.stats import merge_stats, tokens_per_s, tokens_per_step
-from laserbatch.pipeline.distributed.worker import Scout, WorkerSpec, decoding_provenance
-from laserbatch.pipeline.errors import RunFailed, WorkspaceError
-from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
-from laserbatch.pipeline.knowledge.fingerprint import fingerprint
-from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, render_prompt
-from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.planning.planner import FIRST_TEXTS, plan_side
+from laserbatch.pipeline.planning.previous import PreviousKnowledge
+from laserbatch.pipeline.planning.prompting import prompt_renderer
+from laserbatch.pipeline.planning.routing import entity_router, no_route
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.completeness import require_every_entity
 from laserbatch.pipeline.storage.parquet import read_parquet
@@ -58,7 +52,6 @@ from laserbatch.retrieval_pools.index.pool import EMPTY_POOL
 from laserbatch.retrieval_pools.routing.router import Route, Router
 from laserbatch.retrieval_pools.routing.rule import RoutingRule
 
-NO_ROUTE = Route("", "none")
 MOST_UNUSABLE = 0.5  # of the first texts; where more fail, model and template do not fit each other
 
 
@@ -202,36 +195,26 @@ def _plan(
     night: Night, folder: RunFolder, side: Side, decoding: DecodingSettings, with_pools: bool
 ) -> tuple[SidePlan, dict[str, ShardRecord]]:
     """What is to be done of a side, and the shards of it that are done."""
-    plan, finished = load_plan(folder.root, side), folder.finished_shards(side)
-    if plan is None or not is_whole(plan, finished, folder.root):
-        folder.drop_unfinished(side, set(finished) - {CARRIED_SHARD})
-        previous = _previous_knowledge(night, side, with_pools)
-        entities = night.tables.entities(side)
+    settings, entities = night.settings, night.tables.entities(side)
+
+    def make_plan() -> SidePlan:
         with progress(f"plan {side}s", entities.num_rows) as bar:
-            plan = plan_side(
+            return plan_side(
                 side,
                 iter_entities(night.tables, side),
                 entities.schema.field(f"{side}_id").type,
-                render=renderer(night.settings, side, decoding),
-                route=router(night, side) if with_pools else lambda entity: NO_ROUTE,
-                previous=previous,
-                force=night.manifest["force"],
-                shard_size=night.settings.night.shard_size,
+                render=prompt_renderer(side, settings.knowledge, decoding, settings.model_dir),
+                previous=_previous_knowledge(night, side, with_pools),
                 batch_size=decoding.batch_size,
                 run_dir=folder.root,
+                route=router(night, side) if with_pools else no_route,
+                force=night.manifest["force"],
+                shard_size=settings.night.shard_size,
                 on_entity=bar.advance,
                 apart=() if with_pools else _written_tonight(night, side),
             )
-        save_plan(plan, folder.root)
-        finished = folder.finished_shards(side)
-    planned = {shard.name: shard.sha256 for shard in plan.shards}
-    finished = {
-        name: record
-        for name, record in finished.items()
-        if name == CARRIED_SHARD or (name in planned and record.info.get("planned_sha256") == planned[name])
-    }
-    folder.drop_unfinished(side, finished)
-    return plan, finished
+
+    return open_plan(folder, side, make_plan)
 
 
 def _written_tonight(night: Night, side: Side) -> frozenset[object]:
@@ -246,27 +229,11 @@ def _previous_knowledge(night: Night, side: Side, with_pools: bool) -> PreviousK
     return PreviousKnowledge(None if previous is None else previous.knowledge_folder(side))
 
 
-def renderer(
-    settings: Settings, side: Side, decoding: DecodingSettings
-) -> Callable[[Entity], tuple[RenderedPrompt, str]]:
-    """A function from an entity to its rendered prompt and fingerprint."""
-    tokenizer = load_tokenizer(settings.model_dir)
-    template = load_template(settings.knowledge.template_of(side), settings.knowledge.template_dir)
-    model_id = model_identity(settings.model_dir, settings.decoding.adapter)
-    provenance = decoding_provenance(decoding)
-
-    def render(entity: Entity) -> tuple[RenderedPrompt, str]:
-        rendered = render_prompt(template, entity, tokenizer, settings.knowledge.max_prompt_tokens)
-        return rendered, fingerprint(rendered, template, model_id, provenance)
-
-    return render
-
-
 def router(night: Night, side: Side) -> Callable[[Entity], Route]:
     """A function from an entity to the pool group it drafts from; no group before the first pools are built."""
     version = night.manifest["pools"]["version"]
     if version is None:
-        return lambda entity: NO_ROUTE
+        return no_route
     fitted = Router.load(night.pools.folder(version) / "router" / side, RoutingRule.of(night.settings.routing))
     return entity_router(fitted, night.tables, side, night.date)
 

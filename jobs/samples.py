@@ -5,8 +5,8 @@ from typing import Any
 from laserbatch.jobs.night import Night
 from laserbatch.jobs.spans import text_spans
 from laserbatch.pipeline.decoding.model.identity import load_tokenizer
-from laserbatch.pipeline.distributed.shards import SidePlan, read_shard
 from laserbatch.pipeline.distributed.stats import tokens_per_step
+from laserbatch.pipeline.planning.plan import SidePlan, read_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder

@@ -16,7 +16,7 @@ from laserbatch.jobs.simulate_world import SideTexts
 from laserbatch.pipeline.decoding.budget import Budget, budget_forecasts, known_batch_size
 from laserbatch.pipeline.decoding.planning.run_forecast import PREFILL_TOKENS, RunTexts, judged_on_run, run_speed_up
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.distributed.shards import default_shard_size
+from laserbatch.pipeline.planning.planner import default_shard_size
 from laserbatch.retrieval_pools.calibration.estimates import Bootstrap, Estimate
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.budget_curve import BudgetCurve

@@ -17,13 +17,13 @@ import pyarrow.compute as pc
 
 from laserbatch.jobs.calibrate_pools import drafted_with
 from laserbatch.jobs.console import say
-from laserbatch.jobs.generate import renderer
 from laserbatch.jobs.night import Night
-from laserbatch.jobs.routing import ages_days, count_interactions
 from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.decoding.budget import Budget
 from laserbatch.pipeline.errors import RowError, WorkspaceError
 from laserbatch.pipeline.knowledge.entities import iter_entities
+from laserbatch.pipeline.planning.prompting import prompt_renderer
+from laserbatch.pipeline.planning.routing import ages_days, count_interactions
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.retrieval_pools.calibration.calibrate import num_held_back
 from laserbatch.retrieval_pools.calibration.replay import ReplayText
@@ -291,7 +291,8 @@ def _previous_of_changed(night: Night, side: Side, knowledge: pa.Table) -> dict[
 
 def _prompts(night: Night, side: Side, entity_ids: list[str | int]) -> dict[str | int, np.ndarray]:
     """Prompts as the run's model was given them; entities that cannot be asked about are left out."""
-    render, found = renderer(night.settings, side, night.settings.decoding), {}
+    settings, found = night.settings, {}
+    render = prompt_renderer(side, settings.knowledge, settings.decoding, settings.model_dir)
     for entity in iter_entities(night.tables, side, entity_ids):
         try:
             found[entity.entity_id] = render(entity)[0].token_ids

@@ -9,11 +9,9 @@ from rich.live import Live
 
 from laserbatch.jobs.budgets import budget_step_cost, side_budget
 from laserbatch.jobs.console import say, stdout, summary
-from laserbatch.jobs.generate import NO_ROUTE, renderer
 from laserbatch.jobs.inputs import require_template_columns
 from laserbatch.jobs.night import current_pools, parse_date, previous_run
 from laserbatch.jobs.pools_view import num_calibration_texts
-from laserbatch.jobs.routing import entity_router
 from laserbatch.jobs.sample_model import NEEDS_A_MODEL, needs_a_model
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
 from laserbatch.jobs.spans import Span, text_spans
@@ -24,11 +22,13 @@ from laserbatch.pipeline.decoding.engine import Engine, GenerationFailure, Gener
 from laserbatch.pipeline.decoding.model.identity import tokenizer_hash
 from laserbatch.pipeline.decoding.planning.step_cost_cache import known_step_cost
 from laserbatch.pipeline.decoding.planning.step_timing import measure_step_cost
-from laserbatch.pipeline.distributed.shards import PreviousKnowledge
 from laserbatch.pipeline.errors import RowError, TableError
 from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
 from laserbatch.pipeline.knowledge.parsers import parse_knowledge
 from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.planning.previous import PreviousKnowledge
+from laserbatch.pipeline.planning.prompting import prompt_renderer
+from laserbatch.pipeline.planning.routing import NO_ROUTE, entity_router
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import make_run_id
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -91,7 +91,7 @@ def write_one(
     settings: Settings, tables: Tables, side: Side, entity: Entity, date: datetime.date, live: bool
 ) -> TriedEntity:
     """Generate one entity's text as tonight would, showing it as it grows."""
-    rendered, _ = renderer(settings, side, settings.decoding)(entity)
+    rendered, _ = prompt_renderer(side, settings.knowledge, settings.decoding, settings.model_dir)(entity)
     template = load_template(settings.knowledge.template_of(side), settings.knowledge.template_dir)
     engine = Engine.from_pretrained(settings.model_dir, settings.decoding)
     pool, version, route, previous_ids = _night_before(settings, tables, side, entity, date)

@@ -15,9 +15,9 @@ import ray
 from laserbatch.pipeline.decoding.budget import Budget
 from laserbatch.pipeline.decoding.planning.pilot_texts import PilotTexts
 from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes, require_own_gpu, told_nodes
-from laserbatch.pipeline.distributed.shards import PlannedRow, Shard, split_shard
 from laserbatch.pipeline.distributed.worker import Scout, ShardWorker, WorkerSpec
 from laserbatch.pipeline.errors import RunFailed
+from laserbatch.pipeline.planning.plan import PlannedRow, Shard, split_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
 from laserbatch.retrieval_pools.step_cost import StepCost

@@ -34,12 +34,13 @@ from laserbatch.pipeline.decoding.planning.step_cost_cache import cached_step_co
 from laserbatch.pipeline.decoding.planning.step_timing import measure_step_cost, texts_of
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import Greedy, Verifier
-from laserbatch.pipeline.distributed.shards import PlannedRow, Shard, read_shard
 from laserbatch.pipeline.distributed.stats import decoding_stats
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.parsers import parse_knowledge
 from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.planning.plan import PlannedRow, Shard, read_shard
+from laserbatch.pipeline.planning.prompting import decoding_provenance
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
@@ -346,13 +347,3 @@ def has_run_on(outcome: GenerationResult | GenerationFailure, usual: int | None)
 
 def _numbered(rows: Iterable[PlannedRow]) -> dict[str, PlannedRow]:
     return {str(number): row for number, row in enumerate(rows)}
-
-
-def decoding_provenance(decoding: DecodingSettings) -> dict[str, Any]:
-    """The decoding settings that decide a text: part of its fingerprint and of its record.
-
-    Batch size, threads and the draft budget are left out: they change how fast a text comes, not which text may come.
-    """
-    names = ("verifier", "top_k", "min_probability", "max_new_tokens", "stop_strings", "dtype")
-    dumped = decoding.model_dump(mode="json")
-    return {name: dumped[name] for name in names}

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import ray
 
-from laserbatch.jobs.generate import NO_ROUTE, renderer
 from laserbatch.jobs.settings import load_settings
 from laserbatch.pipeline.decoding.budget import Budget
 from laserbatch.pipeline.decoding.planning.step_cost_cache import known_step_cost
@@ -18,10 +17,13 @@ from laserbatch.pipeline.distributed import actors, worker
 from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
 from laserbatch.pipeline.distributed.cluster import ray_cluster
 from laserbatch.pipeline.distributed.settings import ClusterSettings
-from laserbatch.pipeline.distributed.shards import PreviousKnowledge, load_plan, plan_side, read_shard, save_plan
 from laserbatch.pipeline.distributed.worker import ShardWorker, WorkerSpec, workers_of_node
 from laserbatch.pipeline.errors import ModelError, RunFailed
 from laserbatch.pipeline.knowledge.entities import iter_entities
+from laserbatch.pipeline.planning.plan import load_plan, read_shard, save_plan
+from laserbatch.pipeline.planning.planner import plan_side
+from laserbatch.pipeline.planning.previous import PreviousKnowledge
+from laserbatch.pipeline.planning.prompting import prompt_renderer
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import read_tables
@@ -51,10 +53,8 @@ def planned(world: Path, run_dir: Path):
         "item",
         iter_entities(tables, "item"),
         tables.items.schema.field("item_id").type,
-        render=renderer(settings, "item", settings.decoding),
-        route=lambda entity: NO_ROUTE,
+        render=prompt_renderer("item", settings.knowledge, settings.decoding, settings.model_dir),
         previous=PreviousKnowledge(None),
-        force=False,
         shard_size=4,
         batch_size=16,
         run_dir=run_dir,

@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 from laserbatch.jobs.budgets import budget_of, describe_budget, night_budgets, num_pilot_texts, run_texts
-from laserbatch.jobs.generate import NO_ROUTE, renderer
 from laserbatch.jobs.night import open_night
 from laserbatch.jobs.settings import load_settings
 from laserbatch.pipeline.decoding.budget import PLAIN, Budget, BudgetForecast
 from laserbatch.pipeline.decoding.planning.pilot_texts import PilotTexts
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.distributed.shards import PlannedRow, PreviousKnowledge, Shard, plan_side
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.knowledge.entities import iter_entities
+from laserbatch.pipeline.planning.plan import PlannedRow, Shard
+from laserbatch.pipeline.planning.planner import plan_side
+from laserbatch.pipeline.planning.previous import PreviousKnowledge
+from laserbatch.pipeline.planning.prompting import prompt_renderer
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.budget_curve import KNOT_SHARES
@@ -128,14 +130,11 @@ def test_a_pilot_writes_rows_from_all_over_a_side_and_its_budget_is_kept_with_al
         "item",
         iter_entities(night.tables, "item"),
         night.tables.entities("item").schema.field("item_id").type,
-        render=renderer(night.settings, "item", night.settings.decoding),
-        route=lambda entity: NO_ROUTE,
+        render=prompt_renderer("item", night.settings.knowledge, night.settings.decoding, night.settings.model_dir),
         previous=PreviousKnowledge(None),
-        force=False,
         shard_size=7,
         batch_size=16,
         run_dir=night.run.root,
-        on_entity=lambda: None,
     )
     worker = Cheap()
     chosen = night_budgets(night, plan.shards, worker)

@@ -16,11 +16,12 @@ from laserbatch.jobs.pools import app
 from laserbatch.jobs.settings import load_settings
 from laserbatch.pipeline.decoding.budget import Budget
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.distributed.shards import PreviousKnowledge, plan_side, save_plan
 from laserbatch.pipeline.knowledge.entities import iter_entities
 from laserbatch.pipeline.knowledge.prompts import RenderedPrompt
+from laserbatch.pipeline.planning.plan import save_plan
+from laserbatch.pipeline.planning.planner import plan_side
+from laserbatch.pipeline.planning.previous import PreviousKnowledge
 from laserbatch.pipeline.sample.world import write_sample_world
-from laserbatch.retrieval_pools.routing.router import Route
 from laserbatch.retrieval_pools.sources import SOURCE_PREVIOUS
 
 FIRST_DATE, SECOND_DATE = datetime.date(2025, 2, 28), datetime.date(2025, 3, 1)
@@ -58,9 +59,7 @@ def write_night(night, num_changed: int = 0, previous: Path | None = None) -> pa
         entities,
         pa.string(),
         render=lambda entity: (RenderedPrompt(np.array([70, 71], np.int32), "", 0, 0), f"{night.date}"),
-        route=lambda entity: Route("", "none"),
         previous=PreviousKnowledge(previous),
-        force=False,
         shard_size=32,
         batch_size=16,
         run_dir=night.run.root,

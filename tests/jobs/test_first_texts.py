@@ -8,8 +8,8 @@ import pytest
 
 from laserbatch.jobs.generate import _require_usable_texts
 from laserbatch.jobs.settings import Settings
-from laserbatch.pipeline.distributed.shards import FIRST_TEXTS
 from laserbatch.pipeline.errors import RunFailed
+from laserbatch.pipeline.planning.planner import FIRST_TEXTS
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder

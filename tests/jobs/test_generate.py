@@ -17,10 +17,10 @@ from night_world import FIRST_DATE, SECOND_DATE, make_world, write_config
 from laserbatch.jobs import generate
 from laserbatch.jobs.night import Night, open_night, parse_date
 from laserbatch.jobs.settings import load_settings
-from laserbatch.pipeline.distributed.shards import read_shard
 from laserbatch.pipeline.distributed.stats import decoding_stats
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.knowledge.records import knowledge_schema
+from laserbatch.pipeline.planning.plan import read_shard
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder

@@ -12,6 +12,12 @@ from laserbatch.pipeline.tables.read import Tables
 from laserbatch.retrieval_pools.routing.router import Route, Router
 
 DAY_US = 24 * 3600 * 1_000_000
+NO_ROUTE = Route("", "none")
+
+
+def no_route(entity: Entity) -> Route:
+    """No group: there are no pools, or none are used."""
+    return NO_ROUTE
 
 
 def entity_router(router: Router, tables: Tables, side: Side, date: datetime.date) -> Callable[[Entity], Route]:

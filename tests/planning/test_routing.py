@@ -6,9 +6,9 @@ import pyarrow as pa
 import pytest
 
 from laserbatch.jobs.night import open_night
-from laserbatch.jobs.routing import ages_days, entity_router
 from laserbatch.jobs.settings import load_settings
 from laserbatch.pipeline.knowledge.entities import iter_entities
+from laserbatch.pipeline.planning.routing import ages_days, entity_router
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.tables.read import read_tables
 from laserbatch.retrieval_pools.errors import PoolError

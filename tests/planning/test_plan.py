@@ -6,20 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laserbatch.pipeline.distributed import shards
-from laserbatch.pipeline.distributed.shards import (
-    FIRST_TEXTS,
-    PreviousKnowledge,
-    default_shard_size,
-    load_plan,
-    plan_side,
-    read_shard,
-    save_plan,
-)
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.entities import Entity
 from laserbatch.pipeline.knowledge.prompts import RenderedPrompt
 from laserbatch.pipeline.knowledge.records import knowledge_schema
+from laserbatch.pipeline.planning import previous as previous_records
+from laserbatch.pipeline.planning.plan import load_plan, read_shard, save_plan
+from laserbatch.pipeline.planning.planner import FIRST_TEXTS, default_shard_size, plan_side
+from laserbatch.pipeline.planning.previous import PreviousKnowledge
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.routing.router import Route
@@ -186,7 +180,7 @@ def test_more_than_2_gib_of_text_is_carried_over_a_part_at_a_time(tmp_path, monk
     with pytest.raises(pa.ArrowInvalid, match="offset overflow"):
         pa.Table.from_batches(batches).take([7])
     read = lambda path, columns: (batch.select(columns or batch.schema.names) for batch in batches)  # noqa: E731
-    monkeypatch.setattr(shards, "iter_parquet", read)
+    monkeypatch.setattr(previous_records, "iter_parquet", read)
     previous = PreviousKnowledge(tmp_path)
     written = RunFolder(tmp_path / "run").write_shard("user", "carried", previous.records([7], pa.string(), False))
     assert written.num_rows == 1

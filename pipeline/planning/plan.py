@@ -1,0 +1,186 @@
+"""A side's plan on disk: which rows are generated, in which shard.
+
+It is written before the first text is generated and is a function of the inputs alone, so that a killed run finds its
+shards again, and makes a plan anew of which anything was lost: shards whose rows are the same stay finished.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.atomic import read_json, sha256_file, write_json
+from laserbatch.pipeline.storage.parquet import iter_parquet, read_parquet, write_parquet
+from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
+
+logger = logging.getLogger(__name__)
+
+CARRIED_SHARD = "carried"  # what needed no model: rows whose text stays, and rows that cannot be asked about
+KEPT_SHARD = "kept"  # earlier texts of rows in quarantine
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """One entity to generate, ready for the engine."""
+
+    entity_id: object
+    prompt_ids: np.ndarray  # int32 (num_prompt_tokens,)
+    num_history: int
+    num_history_dropped: int
+    fingerprint: str
+    previous_ids: np.ndarray | None  # int32, the entity's own earlier text
+    group: str | None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows that one worker generates in one go.
+
+    `path` is the plan's Parquet file, relative to the run's folder, and `sha256` its checksum; `is_apart` says that its
+    rows are those that `plan_side` was asked to keep apart.
+    """
+
+    name: str  # of its files: "00000"
+    side: Side
+    group: str  # of its first row
+    num_rows: int
+    path: str
+    sha256: str
+    is_apart: bool = False
+
+
+@dataclass(frozen=True)
+class SidePlan:
+    """Everything that a side's generation needs to know; counts are of entities."""
+
+    side: Side
+    num_entities: int
+    num_carried_over: int
+    num_refused: int  # that cannot even be asked about
+    routes: dict[str, int]  # scheme -> entities, over all of them
+    shards: tuple[Shard, ...]
+
+
+def open_plan(
+    folder: RunFolder, side: Side, make_plan: Callable[[], SidePlan]
+) -> tuple[SidePlan, dict[str, ShardRecord]]:
+    """What is to be done of a side, and the shards of it that are done; planned where there is no whole plan.
+
+    What is left of unfinished shards, or of shards of another plan, is deleted.
+    """
+    plan, finished = load_plan(folder.root, side), folder.finished_shards(side)
+    if plan is None or not _is_whole(plan, finished, folder.root):
+        folder.drop_unfinished(side, set(finished) - {CARRIED_SHARD})
+        plan = make_plan()
+        save_plan(plan, folder.root)
+        finished = folder.finished_shards(side)
+    planned = {shard.name: shard.sha256 for shard in plan.shards}
+    finished = {
+        name: record
+        for name, record in finished.items()
+        if name == CARRIED_SHARD or (name in planned and record.info.get("planned_sha256") == planned[name])
+    }
+    folder.drop_unfinished(side, finished)
+    return plan, finished
+
+
+def write_shard_plan(
+    side: Side, number: int, rows: list[PlannedRow], entity_id_type: pa.DataType, run_dir: Path, is_apart: bool
+) -> Shard:
+    """Write the rows of a shard for `read_shard`."""
+    name = f"{number:05d}"
+    path = f"plan/{side}/{name}.parquet"
+    types = {
+        "entity_id": entity_id_type,
+        "prompt_ids": pa.list_(pa.int32()),
+        "num_history": pa.int32(),
+        "num_history_dropped": pa.int32(),
+        "fingerprint": pa.string(),
+        "previous_ids": pa.list_(pa.int32()),
+        "group": pa.string(),
+    }
+    columns = {column: pa.array([getattr(row, column) for row in rows], kind) for column, kind in types.items()}
+    written = write_parquet(pa.table(columns), run_dir / path)
+    return Shard(name, side, rows[0].group or "", len(rows), path, written.sha256, is_apart)
+
+
+def read_shard(path: Path) -> list[PlannedRow]:
+    """The rows of a shard's plan file."""
+    rows = []
+    for batch in iter_parquet(path):
+        lists = {name: batch[name] for name in ("prompt_ids", "previous_ids")}
+        for number, row in enumerate(batch.drop_columns(list(lists)).to_pylist()):
+            ids = {name: values[number] for name, values in lists.items()}
+            arrays = {name: np.asarray(ids.values, np.int32) if ids.is_valid else None for name, ids in ids.items()}
+            rows.append(PlannedRow(**row, **arrays))
+    return rows
+
+
+def split_shard(run_dir: Path, shard: Shard) -> tuple[Shard, Shard]:
+    """The halves of a shard of two rows or more, which take its place in the plan, now and for later attempts."""
+    table = read_parquet(run_dir / shard.path)
+    middle = len(table) // 2
+    halves = []
+    for number, rows in enumerate((table[:middle], table[middle:])):
+        name = f"{shard.name}-{number}"  # in the order of names the halves are where the shard was
+        path = str(Path(shard.path).with_stem(name))
+        sha256 = write_parquet(rows, run_dir / path).sha256
+        group = rows["group"][0].as_py() or ""
+        halves.append(replace(shard, name=name, group=group, num_rows=len(rows), path=path, sha256=sha256))
+    plan = load_plan(run_dir, shard.side)
+    if plan is not None:
+        shards = [part for known in plan.shards for part in (halves if known == shard else [known])]
+        save_plan(replace(plan, shards=tuple(shards)), run_dir)
+    return tuple(halves)
+
+
+def save_plan(plan: SidePlan, run_dir: Path) -> None:
+    """Write a side's plan; the file's existence says that all its shards are on disk."""
+    write_json(asdict(plan), _plan_path(run_dir, plan.side))
+
+
+def load_plan(run_dir: Path, side: Side) -> SidePlan | None:
+    """A plan written by an earlier attempt at this run; None where there is none, or no longer a whole one."""
+    path = _plan_path(run_dir, side)
+    if not path.exists():
+        return None
+    try:
+        data = read_json(path)
+        plan = SidePlan(**data | {"shards": tuple(Shard(**shard) for shard in data.get("shards", ()))})
+    except (WorkspaceError, TypeError) as error:
+        logger.warning("the plan %s cannot be used and is made again: %s", path, error)
+        return None
+    num_planned = plan.num_carried_over + plan.num_refused + sum(shard.num_rows for shard in plan.shards)
+    if num_planned != plan.num_entities:
+        logger.warning("the plan %s has %d of its %d entities and is made again", path, num_planned, plan.num_entities)
+        return None
+    return plan
+
+
+def drop_plan(run_dir: Path, side: Side) -> None:
+    """Have the next attempt plan a side again; finished shards of which it makes the same rows stay."""
+    _plan_path(run_dir, side).unlink(missing_ok=True)
+
+
+def _is_whole(plan: SidePlan, finished: Mapping[str, ShardRecord], run_dir: Path) -> bool:
+    """Whether everything that a plan has written is there and as it was: its shards' inputs, and what is carried over.
+
+    `finished` are the side's finished shards by name.
+    """
+    carried = finished.get(CARRIED_SHARD)
+    found = None if carried is None else (carried.num_rows, carried.num_quarantined)
+    lost = [] if found == (plan.num_carried_over, plan.num_refused) else [CARRIED_SHARD]
+    paths = ((run_dir / shard.path, shard.sha256) for shard in plan.shards)
+    lost += [path for path, sha256 in paths if not path.exists() or sha256_file(path) != sha256]
+    if lost:
+        logger.warning("%s of the plan of %ss is missing or changed; the side is planned again", lost[0], plan.side)
+    return not lost
+
+
+def _plan_path(run_dir: Path, side: Side) -> Path:
+    return run_dir / "plan" / f"{side}.json"
