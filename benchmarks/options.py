@@ -20,8 +20,9 @@ import torch
 import transformers
 from command import add_data, add_engine, add_model, benchmark_parser, finish, scale_of, show_progress
 from common import SAMPLE_MODEL, Figure
+from night_pools import own_texts
 from night_tasks import TaskSize
-from options_pools import Pools, first_night
+from options_pools import Pools
 from options_tasks import NightTask, one_night_tasks, readers_task, sample_night_tasks
 
 from laserbatch.pipeline.decoding.budget import Budget
@@ -36,7 +37,6 @@ logger = logging.getLogger("options")
 
 MAX_DRAFT_TOKENS = 32
 DEFAULT_K = 16
-ALTERNATIVE_KS = (8, 16, 32)
 RULES = {"greedy": Greedy(), "relaxed": Relaxed()}
 POOL_ONLY = ("pool",)
 OWN = ("pool", "prompt", "output")
@@ -89,10 +89,7 @@ def variants_of(task: NightTask, pools: Pools) -> Iterator[Variant]:
     """Every option of one task; the pools behind them hold the same texts."""
     default = pools.default
     pool_only = ("sources", "pool")
-    for k in ALTERNATIVE_KS:
-        itself = ("sources", "pool, prompt, output")
-        yield Variant(*itself, default, gain_over=pool_only if k == DEFAULT_K else itself, max_nodes=k)
-        yield Variant("alternatives", "on", pools.built(alternatives=True), max_nodes=k)
+    yield Variant("sources", "pool, prompt, output", default, gain_over=pool_only)
     yield Variant("sources", "pool", default, POOL_ONLY, pool_only)
     if any(number is not None for number in task.previous):
         yield Variant("sources", "previous, pool", default, ("previous", "pool"), pool_only)
@@ -185,14 +182,14 @@ def _by_source(results: list[GenerationResult], name: str) -> dict[str, int]:
 
 def measure(engine: Engine, task: NightTask, cache: Path) -> list[dict]:
     """All rows of one task."""
-    texts = first_night(engine, task, cache)
+    texts = own_texts(engine, task.first, cache)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         variants = list(variants_of(task, Pools(task, texts, engine, Path(folder))))
         for rule in RULES:
             logger.info("%s: %s, %d variants of %d texts", task.name, rule, len(variants), len(task.prompts))
             results = {
-                (variant.key, variant.max_nodes): write_texts(engine, task, texts.token_ids, variant, rule)
+                (variant.key, variant.max_nodes): write_texts(engine, task, texts, variant, rule)
                 for variant in variants
             }
             counts = {key: Counts.of(found) for key, found in results.items()}
@@ -234,12 +231,11 @@ def describe_rows(rows: list[dict]) -> str:
     return "\n".join([f"{head}  gain", *lines])
 
 
-def load_recording_engine(model_dir: Path, num_threads: int) -> Engine:
-    """Our engine in float32 on the CPU, recording what the model nearly wrote."""
+def load_engine(model_dir: Path, num_threads: int) -> Engine:
+    """Our engine in float32 on the CPU."""
     settings = DecodingSettings(
-        dtype="float32", batch_size=16, num_threads=num_threads, max_draft_tokens=MAX_DRAFT_TOKENS,
-        record_alternatives=True,
-    )  # fmt: skip
+        dtype="float32", batch_size=16, num_threads=num_threads, max_draft_tokens=MAX_DRAFT_TOKENS
+    )
     return Engine.from_pretrained(model_dir, settings, device="cpu")
 
 
@@ -276,7 +272,7 @@ def main() -> None:
     model_dir = arguments.model if arguments.model.is_dir() else SAMPLE_MODEL
     if model_dir != arguments.model:
         print(f"no such folder: {arguments.model.name}; the sample model is measured", file=sys.stderr)
-    engine = load_recording_engine(model_dir, arguments.threads)
+    engine = load_engine(model_dir, arguments.threads)
     rows = []
     for task in tasks_of(model_dir, arguments.data, engine.tokenizer, scale):
         rows += [{"model": model_dir.name, **row} for row in measure(engine, task, arguments.cache)]

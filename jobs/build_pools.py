@@ -55,7 +55,7 @@ def build_pools(night: Night, anew: bool = False, make_current: bool = True) -> 
             routers[side].save(folder / "router" / side)
             scratch = folder / SCRATCH_NAME
             scratch.mkdir()
-            run_texts = read_run_texts(night.run, side, scratch, night.settings.pools.alternatives)
+            run_texts = read_run_texts(night.run, side, scratch)
             if run_texts is None:
                 say(f"no {side} texts: no {side} pool")
             else:

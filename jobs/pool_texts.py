@@ -7,7 +7,6 @@ nothing of how a pool is built.
 
 import datetime
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +19,10 @@ from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import Tables
 from laserbatch.retrieval_pools.index.array_files import ArrayWriter, map_array
-from laserbatch.retrieval_pools.index.texts import NO_ALTERNATIVE, PoolText
+from laserbatch.retrieval_pools.index.texts import PoolText
 from laserbatch.retrieval_pools.routing.router import Route
 
-TOKENS_NAME, ALTERNATIVES_NAME = "texts.npy", "texts-alternatives.npy"
+TOKENS_NAME = "texts.npy"
 _DATE_LENGTH = len("2025-03-01")  # what a run's id begins with
 
 
@@ -35,7 +34,6 @@ class RunTexts:
     ----------
     entity_ids : whose they are.
     starts : int64[num_texts + 1], where each begins in `tokens`, int32 mapped.
-    alternatives : int32 mapped, what the model nearly wrote in place of each of `tokens`; None: not asked for.
     run_dates : datetime64[D][num_texts], the date of the run that wrote each; NaT where that is not recorded.
     model_id : that wrote the first.
     """
@@ -43,7 +41,6 @@ class RunTexts:
     entity_ids: pa.ChunkedArray
     starts: np.ndarray
     tokens: np.ndarray
-    alternatives: np.ndarray | None
     run_dates: np.ndarray
     model_id: str
 
@@ -78,25 +75,19 @@ class RunTexts:
         for row, entity in zip(rows.tolist(), iter_entities(tables, side, with_history=False), strict=True):
             if row >= 0:
                 its_own = slice(self.starts[row], self.starts[row + 1])
-                alternatives = None if self.alternatives is None else self.alternatives[its_own]
-                group = route(entity).group
-                yield PoolText(self.tokens[its_own], group, entity.entity_id, float(ages[row]), alternatives)
+                yield PoolText(self.tokens[its_own], route(entity).group, entity.entity_id, float(ages[row]))
 
 
-def read_run_texts(run: RunFolder, side: Side, scratch: Path, with_alternatives: bool = False) -> RunTexts | None:
+def read_run_texts(run: RunFolder, side: Side, scratch: Path) -> RunTexts | None:
     """The texts of a side; None when there are none.
 
     Parameters
     ----------
     scratch : a folder for files that must stay while the texts are used.
-    with_alternatives : also read what the model nearly wrote, where that was recorded.
     """
-    optional = ("alternative_ids",) if with_alternatives else ()
     ids, lengths, dates, model_id = [], [], [], None
-    with ExitStack() as files:
-        tokens = files.enter_context(ArrayWriter(scratch / TOKENS_NAME, np.int32))
-        alternatives = files.enter_context(ArrayWriter(scratch / ALTERNATIVES_NAME, np.int32))
-        for batch in run.iter_knowledge(side, ("entity_id", "model_id", "run_id", "token_ids"), optional):
+    with ArrayWriter(scratch / TOKENS_NAME, np.int32) as tokens:
+        for batch in run.iter_knowledge(side, ("entity_id", "model_id", "run_id", "token_ids")):
             if not batch.num_rows:
                 continue
             model_id = model_id or batch["model_id"][0].as_py()
@@ -104,29 +95,10 @@ def read_run_texts(run: RunFolder, side: Side, scratch: Path, with_alternatives:
             lengths.append(pc.list_value_length(batch["token_ids"]).to_numpy(zero_copy_only=False))
             dates.append(_dates(batch["run_id"]))
             tokens.write(batch["token_ids"].flatten().to_numpy())
-            if with_alternatives:
-                alternatives.write(_alternatives(batch, lengths[-1]))
     if model_id is None:
         return None
     starts = np.concatenate([[0], np.cumsum(np.concatenate(lengths), dtype=np.int64)])
-    return RunTexts(
-        pa.chunked_array(ids),
-        starts,
-        map_array(scratch / TOKENS_NAME),
-        map_array(scratch / ALTERNATIVES_NAME) if with_alternatives else None,
-        np.concatenate(dates),
-        model_id,
-    )
-
-
-def _alternatives(batch: pa.RecordBatch, lengths: np.ndarray) -> np.ndarray:
-    """int32, one for each token of a batch's texts."""
-    alternatives = np.full(lengths.sum(), NO_ALTERNATIVE, np.int32)
-    if "alternative_ids" in batch.schema.names:
-        recorded = batch["alternative_ids"]
-        is_recorded = np.repeat(recorded.is_valid().to_numpy(zero_copy_only=False), lengths)
-        alternatives[is_recorded] = recorded.flatten().to_numpy()
-    return alternatives
+    return RunTexts(pa.chunked_array(ids), starts, map_array(scratch / TOKENS_NAME), np.concatenate(dates), model_id)
 
 
 def _dates(run_ids: pa.Array) -> np.ndarray:

@@ -137,18 +137,8 @@ def divided_texts(
         [entity_ids[row] for row in held_back],
         replayed(calibration),
         [entity_ids[row] for row in calibration],
-        PoolCorpus(
-            side, [token_ids[row] for row in kept], [entity_ids[row] for row in kept], _alternatives(knowledge, kept)
-        ),
+        PoolCorpus(side, [token_ids[row] for row in kept], [entity_ids[row] for row in kept]),
     )
-
-
-def _alternatives(knowledge: pa.Table, rows: list[int]) -> list[np.ndarray | None] | None:
-    """What the model nearly wrote at each token of some texts, as a pool takes it."""
-    if "alternative_ids" not in knowledge.column_names:
-        return None
-    recorded = knowledge["alternative_ids"]
-    return [np.asarray(recorded[row].values, np.int32) if recorded[row].is_valid else None for row in rows]
 
 
 def trained_embeddings(night: Night, settings: Settings) -> dict[str, EntityEmbeddings]:

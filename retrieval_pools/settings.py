@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_MATCH_TOKENS = 32
 MAX_CONTEXT_LENGTHS = 8
-BUILT_SETTINGS = ("index_depth", "min_support", "alternatives")  # what a pool's files depend on
+BUILT_SETTINGS = ("index_depth", "min_support")  # what a pool's files depend on
 
 
 class PoolSettings(BaseModel):
@@ -24,9 +24,6 @@ class PoolSettings(BaseModel):
     may not be drafted remain evidence: their share of the probability goes to shorter contexts. Nothing is kept from an
     entity's own previous text, prompt and output. What holds of each n-gram need not hold of a text that follows
     several, one draft after another.
-
-    An alternative is what the model nearly wrote in place of one token of one entity's text. No number of entities can
-    support that, so `alternatives` and `min_support` above 1 exclude each other.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -38,17 +35,6 @@ class PoolSettings(BaseModel):
     index_depth: Literal[16, 32, 64] = Field(64, description="Tokens by which it is sorted: longest match plus draft.")
     min_support: int = Field(
         1, ge=1, description="Entities that must have an n-gram in their texts before the pool drafts it; 1: any one."
-    )
-    alternatives: bool = Field(
-        False,
-        description="Keep what the model nearly wrote at each token (decoding.record_alternatives) and draft it too; "
-        "not with min_support above 1.",
-    )
-    alternative_weight: float = Field(
-        0.1,
-        gt=0,
-        le=1,
-        description="Of what a context leaves to shorter ones, the share for the alternatives of its occurrences.",
     )
     max_match_tokens: int = Field(16, ge=1, le=MAX_MATCH_TOKENS, description="Longest context looked up.")
     num_context_lengths: int = Field(4, ge=1, le=MAX_CONTEXT_LENGTHS, description="Context lengths blended in a draft.")
@@ -88,15 +74,6 @@ class PoolSettings(BaseModel):
                 "choose."
             )
         return {name: value for name, value in given.items() if name != "pool_escape"}  # null always let them choose
-
-    @model_validator(mode="after")
-    def _alternatives_of_anyone(self) -> "PoolSettings":
-        if self.alternatives and self.min_support > 1:
-            raise ValueError(
-                f"alternatives is on and min_support is {self.min_support}: an alternative is of one entity's text, "
-                "so it may not be drafted where several must have written it. Turn one of them off."
-            )
-        return self
 
 
 class PoolBuildSettings(BaseModel):

@@ -29,7 +29,6 @@ class RequestLimits:
     max_context: int
     vocab_size: int
     max_draft_tokens: int
-    records_alternatives: bool = False
 
 
 class Concurrency:
@@ -169,7 +168,7 @@ class Batch:
         limits, sequence = self._limits, waiting
         if isinstance(waiting, GenerationRequest):
             max_new_tokens = min(waiting.max_new_tokens, limits.max_context - len(waiting.prompt_ids))
-            sequence = Sequence(waiting, max_new_tokens, limits.records_alternatives)
+            sequence = Sequence(waiting, max_new_tokens)
             sequence.order = self._num_admitted
         rest = max(0, self._concurrency.expected_output(sequence) - sequence.num_output)
         most = sequence.num_prompt + sequence.max_new_tokens + limits.max_draft_tokens

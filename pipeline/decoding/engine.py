@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from laserbatch.pipeline.decoding.acceptance import Acceptance, verify
-from laserbatch.pipeline.decoding.alternatives import step_alternatives
 from laserbatch.pipeline.decoding.batch import Batch, Concurrency, RequestLimits
 from laserbatch.pipeline.decoding.budget import Budget
 from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, draft_all
@@ -132,9 +131,7 @@ class Engine:
         budget = budget or Budget.of(self.settings)
         drafter = drafter or NoDrafter()
         verifier = verifier or verifier_from(self.settings)
-        limits = RequestLimits(
-            self.max_context, self.vocab_size, budget.max_draft_tokens, self.settings.record_alternatives
-        )
+        limits = RequestLimits(self.max_context, self.vocab_size, budget.max_draft_tokens)
         batch = Batch(requests, self.store, self.concurrency, limits)
         ended: deque[tuple[Sequence, Ending | GenerationFailure]] = deque()  # whose results are not yielded yet
         try:
@@ -292,11 +289,7 @@ class Engine:
         """Accept drafts. Like the forward before it this changes nothing, so that both can be tried again."""
         output, trees = step.output, step.output.pack.trees
         rows = self.loaded.rules.on(output.rows, [sequence.context for sequence in step.sequences], trees)
-        accepted = verify(verifier, rows, trees, output.starts, self._is_end)
-        alternatives: list[np.ndarray | None] = [None] * len(accepted)
-        if self.settings.record_alternatives:
-            alternatives = step_alternatives(rows, trees, output.starts, accepted, self._is_end)
-        return _Moves(output.pack, accepted, alternatives)
+        return _Moves(output.pack, verify(verifier, rows, trees, output.starts, self._is_end))
 
     def _commit_all(self, step: "_Step", moves: "_Moves", verifier, on_event) -> dict[int, Ending | GenerationFailure]:
         """Keep what was accepted, in the cache and in the texts; of the sequences that ended, what came of them.
@@ -345,7 +338,7 @@ class Engine:
         """Add an accepted path's tokens and the target's own to a text; its ending if they ended it."""
         before, next_token = sequence.num_output, moves.accepted[i].next_token
         at_end = bool(self._is_end[next_token])
-        sequence.append(token_ids, sources, None if at_end else next_token, moves.alternatives[i])
+        sequence.append(token_ids, sources, None if at_end else next_token)
         ending = self._endings.check(sequence, sequence.num_output - before, at_end)
         if on_event is not None:
             new = slice(before, sequence.num_output)
@@ -389,12 +382,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Moves:
-    """What a step found for its sequences, each a feed of its pack.
-
-    Of each: what was accepted, None where logits are not finite; and `alternatives` int32[num_accepted + 1], the
-    target's runners-up, None unless they are recorded.
-    """
+    """What a step accepted of each sequence, a feed of its pack; None where logits are not finite."""
 
     pack: Pack
     accepted: list[Acceptance | None]
-    alternatives: list[np.ndarray | None]

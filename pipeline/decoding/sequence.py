@@ -42,8 +42,7 @@ class GenerationResult:
     engine has no tokenizer); `sources` uint8[k], a code of `retrieval_pools.sources` a token;
     `finish_reason` "end_of_text", "stop" or "length". Of `num_drafted` draft tokens `num_accepted` became part of the
     text, by source int64[NUM_SOURCES] and by depth int64[MAX_DEPTH] (index 0 is depth 1). Tokens per step is
-    `(num_accepted + num_steps) / num_steps`, the bonus token of each step counted. `alternative_ids` int32[k], for each
-    token the target's runner-up or -1 (see `alternatives`); None where they are not recorded.
+    `(num_accepted + num_steps) / num_steps`, the bonus token of each step counted.
     """
 
     request_id: str
@@ -58,7 +57,6 @@ class GenerationResult:
     accepted_by_source: np.ndarray
     drafted_by_depth: np.ndarray
     accepted_by_depth: np.ndarray
-    alternative_ids: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class Sequence:
     `scratch` is a dictionary in which a drafter may keep what it wants for this sequence; it dies with it.
     """
 
-    def __init__(self, request: GenerationRequest, max_new_tokens: int, records_alternatives: bool = False) -> None:
+    def __init__(self, request: GenerationRequest, max_new_tokens: int) -> None:
         self.request = request
         self.num_prompt = len(request.prompt_ids)
         self.max_new_tokens = max_new_tokens
@@ -103,7 +101,6 @@ class Sequence:
         self._tokens = np.empty(self.num_prompt + max_new_tokens, np.int32)
         self._tokens[: self.num_prompt] = request.prompt_ids
         self._sources = np.empty(max_new_tokens, np.uint8)
-        self._alternatives = np.empty(max_new_tokens, np.int32) if records_alternatives else None
         self._length = self.num_prompt
 
     @property
@@ -141,17 +138,8 @@ class Sequence:
         """Tokens that may still be written."""
         return self.max_new_tokens - self.num_output
 
-    def append(
-        self,
-        token_ids: np.ndarray,
-        sources: np.ndarray,
-        next_token: int | None,
-        alternatives: np.ndarray | None = None,
-    ) -> None:
-        """Commit a step: an accepted path's tokens and their sources, [n] both, and unless it is None the target's own.
-
-        `alternatives` int32[n + 1] are those of the path and of the next token, where they are recorded.
-        """
+    def append(self, token_ids: np.ndarray, sources: np.ndarray, next_token: int | None) -> None:
+        """Commit a step: an accepted path's tokens and their sources, [n] both, and unless None the target's own."""
         end = self._length + len(token_ids)
         if len(token_ids):
             self._tokens[self._length : end] = token_ids
@@ -160,9 +148,6 @@ class Sequence:
             self._tokens[end] = next_token
             self._sources[end - self.num_prompt] = SOURCE_TARGET
             end += 1
-        if self._alternatives is not None:
-            first, last = self._length - self.num_prompt, end - self.num_prompt
-            self._alternatives[first:last] = alternatives[: last - first]
         self._length = end
         self.num_steps += 1
 
@@ -207,5 +192,4 @@ class Sequence:
             accepted_by_source=self._by_source[1],
             drafted_by_depth=self._by_depth[0],
             accepted_by_depth=self._by_depth[1],
-            alternative_ids=None if self._alternatives is None else self._alternatives[:num_tokens].copy(),
         )

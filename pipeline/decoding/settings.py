@@ -61,11 +61,6 @@ class DecodingSettings(BaseModel):
         "kept. More than 32 are written only under budgets that 32 cannot tell apart. 0: the pool's replays choose "
         "alone. null: one of a hundred, at most 512; none where that is less than 16.",
     )
-    record_alternatives: bool = Field(
-        False,
-        description="Keep with each token of a text the one that the model nearly wrote instead; pools.alternatives "
-        "drafts it too.",
-    )
     max_prefill_tokens: int | None = Field(
         None,
         ge=1,

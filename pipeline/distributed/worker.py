@@ -305,7 +305,6 @@ class ShardWorker:
             "num_drafted": result.num_drafted,
             "num_accepted": result.num_accepted,
             "finish_reason": result.finish_reason,
-            "alternative_ids": result.alternative_ids,
             "is_stale": False,
         }
 

@@ -7,7 +7,7 @@ run twice writes the same bytes.
 
 import pyarrow as pa
 
-RECORD_VERSION = 3  # 1 had no alternative_ids, 2 no is_stale
+RECORD_VERSION = 4  # 1 and 2 had no is_stale; 2 and 3 could have alternative_ids
 
 FINISH_REASONS = ("end_of_text", "stop", "length")
 
@@ -43,8 +43,6 @@ def knowledge_schema(entity_id_type: pa.DataType) -> pa.Schema:
             pa.field("num_drafted", pa.int32(), nullable=False),
             pa.field("num_accepted", pa.int32(), nullable=False),
             pa.field("finish_reason", pa.string(), nullable=False),
-            # what the model nearly wrote instead of each token, -1: nothing; null: not recorded
-            pa.field("alternative_ids", pa.list_(pa.int32())),
             # the entity's new text failed, and it stands in quarantine: this is the text it had before
             pa.field("is_stale", pa.bool_(), nullable=False),
         ],

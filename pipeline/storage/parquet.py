@@ -145,12 +145,10 @@ def read_parquet(path: Path | str, columns: Sequence[str] | None = None, schema:
         raise WorkspaceError(f"the files of {path} differ in their columns: {error}. Write them again.") from None
 
 
-def iter_parquet(
-    path: Path | str, columns: Sequence[str] | None = None, optional: Sequence[str] = ()
-) -> Iterator[pa.RecordBatch]:
+def iter_parquet(path: Path | str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
     """The rows that `read_parquet` gives, in batches: one row group at most is in memory.
 
-    Batches of a file that has some of the `optional` columns have these too. A folder that is not there has no rows.
+    A folder that is not there has no rows.
 
     Raises
     ------
@@ -161,9 +159,7 @@ def iter_parquet(
     for file in [path] if path.is_file() else sorted(path.glob("*.parquet")):
         with _opened(file, columns or ()) as opened:
             try:
-                there = [name for name in optional if name in opened.schema_arrow.names]
-                wanted = None if columns is None else [*columns, *there]
-                yield from opened.iter_batches(columns=wanted, batch_size=ROW_GROUP_ROWS)
+                yield from opened.iter_batches(columns=columns, batch_size=ROW_GROUP_ROWS)
             except (pa.ArrowException, OSError) as error:
                 raise _damaged(file, error) from None
 

@@ -189,11 +189,9 @@ class RunFolder:
         """All knowledge of a side, in shard order. `schema` is what an empty side returns."""
         return read_parquet(self.knowledge_folder(side), schema=schema)
 
-    def iter_knowledge(
-        self, side: Side, columns: Sequence[str], optional: Sequence[str] = ()
-    ) -> Iterator[pa.RecordBatch]:
-        """Some columns of what `read_knowledge` gives, a batch in memory at a time; `optional` ones where they are."""
-        return iter_parquet(self.knowledge_folder(side), columns, optional)
+    def iter_knowledge(self, side: Side, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Some columns of what `read_knowledge` gives, a batch in memory at a time."""
+        return iter_parquet(self.knowledge_folder(side), columns)
 
     def merge_quarantine(
         self,

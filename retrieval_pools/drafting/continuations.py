@@ -1,8 +1,6 @@
 """The next tokens of one node: every level asked in turn, its counts blended into one relative count a token."""
 
 import numpy as np
-from numba import types
-from numba.extending import overload
 
 from laserbatch.retrieval_pools.drafting.estimate import (
     before_bin,
@@ -12,12 +10,7 @@ from laserbatch.retrieval_pools.drafting.estimate import (
     on_knots,
 )
 from laserbatch.retrieval_pools.drafting.frontier import least_probability, push_path
-from laserbatch.retrieval_pools.drafting.intervals import (
-    num_group_samples_behind,
-    num_samples_behind,
-    sample_place,
-    sample_stride,
-)
+from laserbatch.retrieval_pools.drafting.intervals import num_samples_behind
 from laserbatch.retrieval_pools.drafting.levels import stand_at
 from laserbatch.retrieval_pools.drafting.runs import list_own_runs, list_pool_runs
 from laserbatch.retrieval_pools.drafting.state import END, LEAST_LEFT, NUM_CANDIDATES, NUM_SLOTS, part
@@ -26,8 +19,8 @@ from laserbatch.retrieval_pools.sources import SOURCE_POOL
 
 @part
 def count_continuations(
-    candidates, runs, levels, num_levels, frontier, node, depth, probability, least_probability, alternative_weight,
-    index, preference, context,
+    candidates, runs, levels, num_levels, frontier, node, depth, probability, least_probability, index, preference,
+    context,
 ):  # fmt: skip
     """Ask the levels in turn; each takes its share of what the longer contexts left. Returns the number of candidates.
 
@@ -78,73 +71,8 @@ def count_continuations(
                 if source == SOURCE_POOL and runs.begin[run] < runs.end[run]:
                     candidates.runs[c, level, 0], candidates.runs[c, level, 1] = runs.begin[run], runs.end[run]
                     candidates.has_run[c] |= 1 << level
-        if source == SOURCE_POOL:
-            num_candidates, left = give_to_alternatives(
-                candidates, num_candidates, index, preference, num_samples, first, last, length, left,
-                left * alternative_weight / weight,
-            )  # fmt: skip
         candidates.num_seen[num_known:num_candidates] = np.int32(num_seen)
     return num_candidates
-
-
-def give_to_alternatives(candidates, num_candidates, index, preference, num_samples, first, last, length, left, share):
-    """Give some of what a level leaves to what the model nearly wrote at the level's occurrences, `share` for each.
-
-    What is not among the tokens seen here is first of all what was nearly seen here. Compiled code only; an index
-    without alternatives has None for them, which its type says: for it nothing is left of this.
-
-    Returns the number of candidates, and what is left then for shorter contexts.
-    """
-    given = 0.0
-    if preference.outside > 0:
-        num_candidates, given = _count_alternatives(
-            candidates, num_candidates, index, preference, num_samples, first, last, length,
-            share * preference.outside, False,
-        )  # fmt: skip
-    if preference.inside != preference.outside:
-        extra = share * (preference.inside - preference.outside)
-        num_candidates, given_by_group = _count_alternatives(
-            candidates, num_candidates, index, preference, num_group_samples_behind(preference, num_samples), first,
-            last, length, extra, True,
-        )  # fmt: skip
-        given += given_by_group
-    return num_candidates, left - given
-
-
-@overload(give_to_alternatives)
-def _give_to_alternatives(candidates, num_candidates, index, preference, num_samples, first, last, length, left, share):
-    if not isinstance(index.types[index.fields.index("alternatives")], types.NoneType):
-        return give_to_alternatives
-    return lambda candidates, num_candidates, index, preference, num_samples, first, last, length, left, share: (
-        num_candidates,
-        left,
-    )
-
-
-@part
-def _count_alternatives(
-    candidates, num_candidates, index, preference, num_samples, first, last, length, share, only_group
-):
-    """Add `share` for each occurrence that has an alternative, sampled and weighted when they are many.
-
-    Returns the number of candidates, and all that was added.
-    """
-    size = last - first
-    num_samples = min(size, num_samples)
-    share *= size / num_samples
-    stride = sample_stride(num_samples, size)
-    given = 0.0
-    for k in range(num_samples):
-        place = sample_place(first, stride, k)
-        if only_group and index.group_codes[place] != preference.group:
-            continue
-        alternative = index.alternatives[index.order[place] + length]
-        if alternative >= 0:
-            c, num_candidates = _candidate(candidates, num_candidates, alternative, length)
-            if c >= 0:
-                _add_share(candidates, c, SOURCE_POOL, share)
-                given += share
-    return num_candidates, given
 
 
 @part

@@ -63,17 +63,6 @@ def _is_supported(index, place, num_tokens):
     return lambda index, place, num_tokens: index.support[place] >= num_tokens
 
 
-def has_alternatives(index):
-    """Whether the index keeps what was nearly written; compiled code only, which knows it from the type."""
-    return index.alternatives is not None
-
-
-@overload(has_alternatives)
-def _has_alternatives(index):
-    keeps_none = isinstance(index.types[index.fields.index("alternatives")], types.NoneType)
-    return (lambda index: False) if keeps_none else (lambda index: True)
-
-
 def _keeps_all(index_type):
     return isinstance(index_type.types[index_type.fields.index("support")], types.NoneType)
 

@@ -14,12 +14,10 @@ from laserbatch.retrieval_pools.drafting.state import Estimates, Index, part
 
 _Places = namedtuple(
     "_Places",
-    "tokens num_tokens order num_positions group_codes starts num_starts support alternatives frequencies table bounds "
+    "tokens num_tokens order num_positions group_codes starts num_starts support frequencies table bounds "
     "kind_curves path_curves depth num_samples num_group_samples max_match max_local_tokens num_context_lengths",
 )
-_Weights = namedtuple(
-    "_Weights", "inside outside of_unknown pool_escape previous_escape local_escape alternative_weight"
-)
+_Weights = namedtuple("_Weights", "inside outside of_unknown pool_escape previous_escape local_escape")
 PLACE, WEIGHT = _Places(*range(len(_Places._fields))), _Weights(*range(len(_Weights._fields)))
 
 
@@ -62,7 +60,7 @@ class PoolHandle(NamedTuple):
 
 
 @part
-def index_at(places, group_codes, support, alternatives):
+def index_at(places, group_codes, support):
     """The index of a pool, whose arrays of many kinds are given."""
     return Index(
         int32s_at(places[PLACE.tokens], places[PLACE.num_tokens]),
@@ -70,7 +68,6 @@ def index_at(places, group_codes, support, alternatives):
         group_codes,
         int32s_at(places[PLACE.starts], places[PLACE.num_starts]),
         support,
-        alternatives,
         places[PLACE.depth],
     )
 

@@ -4,7 +4,6 @@ In the pool an interval is sorted by what follows, so the occurrences of a token
 """
 
 from laserbatch.retrieval_pools.drafting.intervals import (
-    has_alternatives,
     is_supported,
     num_group_samples_behind,
     sample_place,
@@ -43,7 +42,7 @@ def list_pool_runs(runs, index, preference, num_samples, first, last, offset):
     if preference.outside > 0:
         num_seen = float(size)
         num_runs, is_counted = _list_all(runs, index, preference.outside, min(size, num_samples), first, size, offset)
-        if num_runs == 1 and is_counted and not has_alternatives(index):  # whoever has it, it takes all
+        if num_runs == 1 and is_counted:  # whoever has it, it takes all
             return num_runs, num_seen, is_counted
     if preference.inside != preference.outside:
         num_runs, num_inside = _list_group(runs, num_runs, index, preference, num_samples, first, size, offset)

@@ -41,8 +41,7 @@ class Index(NamedTuple):
     """The arrays of a pool: `group_codes[k]` belongs to the text of position `order[k]`; see `suffix_order`.
 
     Likewise `support[k]`, how many tokens from `order[k]` on enough entities have (see `support.py`); None
-    where nothing is kept back. `alternatives[i]` is what the model nearly wrote in place of `tokens[i]`, -1: nothing;
-    None where that is not kept.
+    where nothing is kept back.
     """
 
     tokens: np.ndarray
@@ -50,7 +49,6 @@ class Index(NamedTuple):
     group_codes: np.ndarray
     starts: np.ndarray
     support: np.ndarray | None
-    alternatives: np.ndarray | None
     depth: int
 
 
@@ -91,7 +89,6 @@ class Options(NamedTuple):
     pool_escape: float
     previous_escape: float
     local_escape: float
-    alternative_weight: float
     use_output: bool
     use_prompt: bool
     max_nodes: int

@@ -69,14 +69,11 @@ class Variant(NamedTuple):
 
     has_support: bool = False
     num_code_bits: Literal[8, 16] = 8
-    has_alternatives: bool = False
 
 
 def compile_draft_trees(variant: Variant = Variant()) -> Callable:
     """`draft_trees` in machine code: seconds the first time on a machine, milliseconds from numba's cache later."""
-    function = _draft_trees_of(
-        _stamp_of_this_folder(), variant.has_support, variant.num_code_bits == 16, variant.has_alternatives
-    )
+    function = _draft_trees_of(_stamp_of_this_folder(), variant.has_support, variant.num_code_bits == 16)
     return njit((*_pool_types, *_call_types), cache=True, nogil=True, error_model="numpy", _nrt=False)(function)
 
 
@@ -91,7 +88,7 @@ def _stamp_of_this_folder() -> int:
     return int.from_bytes(digest.digest()[:7], "big")
 
 
-def _draft_trees_of(stamp: int, has_support: bool, has_wide_codes: bool, has_alternatives: bool) -> Callable:
+def _draft_trees_of(stamp: int, has_support: bool, has_wide_codes: bool) -> Callable:
     def draft_trees(
         places, weights, block, contexts, previous, sequences, use_output, use_prompt, max_nodes, min_probability,
         end_token_id, found,
@@ -104,20 +101,18 @@ def _draft_trees_of(stamp: int, has_support: bool, has_wide_codes: bool, has_alt
         """
         _ = stamp  # see _stamp_of_this_folder
         num_positions = places[PLACE.num_positions]
-        if has_wide_codes:  # known when this is compiled, as are the next two
+        if has_wide_codes:  # known when this is compiled, as is the next
             group_codes = uint16s_at(places[PLACE.group_codes], num_positions)
         else:
             group_codes = uint8s_at(places[PLACE.group_codes], num_positions)
         support = uint8s_at(places[PLACE.support], num_positions) if has_support else None
-        num_tokens = places[PLACE.num_tokens]
-        alternatives = int32s_at(places[PLACE.alternatives], num_tokens) if has_alternatives else None
-        index = index_at(places, group_codes, support, alternatives)
+        index = index_at(places, group_codes, support)
         estimates = estimates_at(places)
         max_match = places[PLACE.max_match]
         options = Options(
             places[PLACE.num_context_lengths],
             weights[WEIGHT.pool_escape], weights[WEIGHT.previous_escape], weights[WEIGHT.local_escape],
-            weights[WEIGHT.alternative_weight], use_output, use_prompt, max_nodes, min_probability, end_token_id,
+            use_output, use_prompt, max_nodes, min_probability, end_token_id,
         )  # fmt: skip
         scratch = scratch_in(block, max_nodes, max_match)
         # Of these too no index is below 0; see `addresses`.
@@ -173,8 +168,8 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
         if not is_end and depth < max_depth:
             least = least_probability(frontier, size, min_probability)
             num_candidates = count_continuations(
-                candidates, runs, levels, num_levels, frontier, node, depth, probability, least,
-                options.alternative_weight, index, preference, context,
+                candidates, runs, levels, num_levels, frontier, node, depth, probability, least, index, preference,
+                context,
             )  # fmt: skip
             size = push_candidates(
                 frontier, size, candidates, num_candidates, node, depth, probability, min_probability, estimates,

@@ -94,9 +94,8 @@ def build_pool(
     Raises
     ------
     PoolError
-        A text is not a row of token ids of the vocabulary (the message numbers it, from 0) or its alternatives are not
-        one for each, there are more groups or tokens than the format holds, the disk is full, or something is at
-        `out_dir` already.
+        A text is not a row of token ids of the vocabulary (the message numbers it, from 0), there are more groups or
+        tokens than the format holds, the disk is full, or something is at `out_dir` already.
     """
     settings = PoolSettings() if settings is None else settings
     building = PoolBuildSettings() if building is None else building
@@ -134,22 +133,15 @@ def _lay(
     settings: PoolSettings,
     building: PoolBuildSettings,
 ) -> tuple[LaidTexts, int]:
-    """`tokens` and `alternatives`, of all texts or of those that draft most; and how many were left out."""
-    paths = {name: array_path(folder, name) for name in ("tokens", "alternatives") if name in array_names(settings)}
-    lay = partial(
-        lay_end_to_end,
-        path=paths["tokens"],
-        vocab_size=vocab_size,
-        with_entities=settings.min_support > 1,
-        alternatives_path=paths.get("alternatives"),
-    )
+    """`tokens`, of all texts or of those that draft most; and how many were left out."""
+    path = array_path(folder, "tokens")
+    lay = partial(lay_end_to_end, path=path, vocab_size=vocab_size, with_entities=settings.min_support > 1)
     laid = lay(texts)
     if building.max_tokens is None or laid.num_tokens <= building.max_tokens:
         return laid, 0
     limits = (building.max_tokens, building.half_life_nights, building.memory_bytes)
     kept = choose_texts(laid.tokens, laid.spans, laid.ages_nights, *limits)
-    for name, path in paths.items():
-        os.replace(path, array_path(scratch, name))  # stays mapped
+    os.replace(path, array_path(scratch, "tokens"))  # stays mapped
     return lay(laid.texts(kept)), laid.spans.num_texts - len(kept)
 
 

@@ -17,12 +17,12 @@ from laserbatch.retrieval_pools.index.array_files import map_array
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.settings import PoolSettings
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 MANIFEST_NAME = "manifest.json"
 REBUILD = "Run `laserbatch pools rebuild`."
 
 Side = Literal["user", "item"]
-ArrayName = Literal["tokens", "order", "group_codes", "starts", "support", "alternatives"]
+ArrayName = Literal["tokens", "order", "group_codes", "starts", "support"]
 DType = Literal["<i4", "<u2", "|u1"]
 ARRAY_DTYPES: dict[ArrayName, tuple[DType, ...]] = {
     "tokens": ("<i4",),
@@ -30,7 +30,6 @@ ARRAY_DTYPES: dict[ArrayName, tuple[DType, ...]] = {
     "group_codes": ("|u1", "<u2"),  # the first while there are 256 groups or fewer
     "starts": ("<i4",),
     "support": ("|u1",),
-    "alternatives": ("<i4",),
 }
 
 
@@ -81,8 +80,7 @@ class PoolManifest(BaseModel):
 
 def array_names(settings: PoolSettings) -> tuple[ArrayName, ...]:
     """The arrays that a pool of these settings has; `support` only where something may not be drafted."""
-    optional = {"support": settings.min_support > 1, "alternatives": settings.alternatives}
-    return tuple(name for name in ARRAY_DTYPES if optional.get(name, True))
+    return tuple(name for name in ARRAY_DTYPES if name != "support" or settings.min_support > 1)
 
 
 def array_path(folder: Path, name: ArrayName) -> Path:

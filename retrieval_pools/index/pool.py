@@ -97,7 +97,7 @@ class Pool:
                 f"expected {tokenizer_hash}: its token ids mean something else now. {REBUILD}"
             )
         arrays = {name: read_array(folder, name, manifest, verify) for name in array_names(manifest.settings)}
-        index = Index(**{"support": None, "alternatives": None} | arrays, depth=manifest.settings.index_depth)
+        index = Index(**{"support": None} | arrays, depth=manifest.settings.index_depth)
         _check_arrays_fit(folder, manifest, index)
         if verify:
             _check_texts(folder, manifest, index)
@@ -195,7 +195,7 @@ class Pool:
     def variant(self) -> Variant:
         """Which machine code drafts from it."""
         index = self.index
-        return Variant(index.support is not None, 8 * index.group_codes.itemsize, index.alternatives is not None)
+        return Variant(index.support is not None, 8 * index.group_codes.itemsize)
 
     @cached_property
     def draft_trees(self) -> Callable:
@@ -237,20 +237,18 @@ class Pool:
             "pool_escape": s.pool_escape_per_token or self.fitted_escape,
             "previous_escape": s.previous_escape,
             "local_escape": s.local_escape,
-            "alternative_weight": s.alternative_weight,
         }
         return PoolHandle.of(self.index, estimates, limits, weights)
 
 
 def _check_arrays_fit(folder: Path, manifest: PoolManifest, index: Index) -> None:
     """The cheap part of a check: lengths, separators at both ends, a table that covers the order."""
-    tokens, order, group_codes, starts, support, alternatives, _ = index
+    tokens, order, group_codes, starts, support, _ = index
     num_separators = manifest.num_texts + 1
     fits = (
         len(tokens) == manifest.num_tokens + num_separators
         and len(order) == len(group_codes) == len(tokens) - 1
         and (support is None or len(support) == len(order))
-        and (alternatives is None or len(alternatives) == len(tokens))
         and set(manifest.arrays) == set(array_names(manifest.settings))
         and len(starts) == manifest.vocab_size + 2
         and tokens[0] == tokens[-1] == SEPARATOR
@@ -273,7 +271,6 @@ def _check_texts(folder: Path, manifest: PoolManifest, index: Index) -> None:
         and index.order.min(initial=0) >= 0
         and index.order.max(initial=-1) < num_positions
         and index.group_codes.max(initial=0) < max(len(manifest.groups), 1)
-        and (index.alternatives is None or index.alternatives.max() < manifest.vocab_size)
     )
     if not fits:
         raise PoolError(f"{folder} is damaged: its texts are not those that its manifest counts. {REBUILD}")
@@ -285,7 +282,7 @@ def _empty_pool() -> Pool:
         num_texts=0, num_tokens=0, groups={}, settings=PoolSettings(), arrays={},
     )  # fmt: skip
     arrays = (np.array([SEPARATOR], np.int32), np.empty(0, np.int32), np.empty(0, np.uint8), np.zeros(2, np.int32))
-    return Pool.of_arrays(None, manifest, Index(*arrays, None, None, manifest.settings.index_depth))
+    return Pool.of_arrays(None, manifest, Index(*arrays, None, manifest.settings.index_depth))
 
 
 EMPTY_POOL = _empty_pool()  # what a sequence is drafted from when there is no pool

@@ -6,10 +6,8 @@ Only a block of texts is in memory at a time, and a few bytes for each text. Kno
 import itertools
 from array import array
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -22,7 +20,6 @@ from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR
 
 MAX_GROUPS = 1 << 16
 MAX_POSITIONS = (1 << 31) - 1
-NO_ALTERNATIVE = -1  # and, in an array of alternatives, what lies beside a separator
 _BLOCK_TEXTS = 1024
 _INT32 = np.dtype(np.int32)
 _SEPARATOR = np.array([SEPARATOR], np.int32)
@@ -38,14 +35,12 @@ class PoolText:
     group : the group of the entity that it was written for.
     entity : that entity, for `min_support`: its texts count once. None: an entity with this one text.
     age_nights : nights since it was written, for `half_life_nights`.
-    alternatives : int32[n], what the model nearly wrote in place of each token, -1: nothing; None: not recorded.
     """
 
     token_ids: np.ndarray
     group: str = ""
     entity: str | int | None = None
     age_nights: float = 0.0
-    alternatives: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,6 @@ class LaidTexts:
     entity_codes : int32[num_texts], or None when nobody asked for them.
     ages_nights : float32[num_texts].
     groups : in the order of their codes: as they came.
-    alternatives : int32[num_positions], mapped, that of each token; None where they are not kept.
     """
 
     tokens: np.ndarray
@@ -69,7 +63,6 @@ class LaidTexts:
     ages_nights: np.ndarray
     groups: dict[str, GroupCounts]
     vocab_size: int
-    alternatives: np.ndarray | None
 
     @property
     def num_tokens(self) -> int:
@@ -83,16 +76,11 @@ class LaidTexts:
             its_own = slice(starts[text] + 1, starts[text + 1])
             entity = None if self.entity_codes is None else int(self.entity_codes[text])
             group, age_nights = names[self.group_codes[text]], float(self.ages_nights[text])
-            alternatives = None if self.alternatives is None else self.alternatives[its_own]
-            yield PoolText(self.tokens[its_own], group, entity, age_nights, alternatives)
+            yield PoolText(self.tokens[its_own], group, entity, age_nights)
 
 
 def lay_end_to_end(
-    texts: Iterable[PoolText],
-    path: Path,
-    vocab_size: int | None,
-    with_entities: bool = False,
-    alternatives_path: Path | None = None,
+    texts: Iterable[PoolText], path: Path, vocab_size: int | None, with_entities: bool = False
 ) -> LaidTexts:
     """Write all texts' tokens to a `.npy` file and say where each lies.
 
@@ -101,37 +89,27 @@ def lay_end_to_end(
     texts : read once.
     vocab_size : ids must be below it; None takes the largest id for the last.
     with_entities : also number the texts' entities, which are all in memory then.
-    alternatives_path : a `.npy` file to write the texts' alternatives to, each beside its token; None: they are let go.
 
     Raises
     ------
     PoolError
-        A text is not a row of token ids of the vocabulary (the message numbers it, from 0) or its alternatives are not
-        one for each, or there are more groups or tokens than a pool holds.
+        A text is not a row of token ids of the vocabulary (the message numbers it, from 0), or there are more groups or
+        tokens than a pool holds.
     """
     limit = MAX_POSITIONS - 2 if vocab_size is None else vocab_size
-    written, nearly_written = _Ids("token id", 0, limit), _Ids("alternative", NO_ALTERNATIVE, limit)
     groups, entities = _Codes("H"), _Codes("i")
     lengths, ages = array("i"), array("f")
     num_positions, largest_id = 1, -1
     source = iter(texts)
-    with ExitStack() as files:
-        tokens = files.enter_context(ArrayWriter(path, np.int32))
+    with ArrayWriter(path, np.int32) as tokens:
         tokens.write(_SEPARATOR)
-        alternatives = None
-        if alternatives_path is not None:
-            alternatives = files.enter_context(ArrayWriter(alternatives_path, np.int32))
-            alternatives.write(_SEPARATOR)
         while block := list(itertools.islice(source, _BLOCK_TEXTS)):
             first = len(lengths)
-            rows = _rows([text.token_ids for text in block], first, written)
+            rows = _rows([text.token_ids for text in block], first, limit)
             block_lengths = np.fromiter(map(len, rows), np.int64, len(rows))
             _require_room(groups, block, first, num_positions + np.cumsum(block_lengths + 1))
             num_positions += int(block_lengths.sum()) + len(rows)
-            largest_id = max(largest_id, _write_rows(tokens, rows, block_lengths, first, written))
-            if alternatives is not None:
-                rows = _rows(_alternatives(block, first), first, nearly_written)
-                largest_id = max(largest_id, _write_rows(alternatives, rows, block_lengths, first, nearly_written))
+            largest_id = max(largest_id, _write_rows(tokens, rows, block_lengths, first, limit))
             lengths.extend(block_lengths.tolist())
             groups.add([text.group for text in block])
             ages.extend([text.age_nights for text in block])
@@ -149,7 +127,6 @@ def lay_end_to_end(
         np.array(ages, np.float32),
         _count_groups(list(groups.code_of), codes, np.array(lengths, np.int64)),
         largest_id + 1 if vocab_size is None else vocab_size,
-        None if alternatives_path is None else map_array(alternatives_path),
     )
 
 
@@ -165,57 +142,36 @@ class _Codes:
         self.codes.extend([code_of.setdefault(name, len(code_of)) for name in names])
 
 
-class _Ids(NamedTuple):
-    """What a row may hold: `least` up to `limit`, that one not."""
-
-    name: str
-    least: int
-    limit: int
-
-
-def _alternatives(block: list[PoolText], first: int) -> list[np.ndarray]:
-    """Of each text, one for each token."""
-    rows = []
-    for number, text in enumerate(block, first):
-        rows.append(np.full(len(text.token_ids), NO_ALTERNATIVE, np.int32))
-        if text.alternatives is not None:
-            found, expected = np.shape(text.alternatives), rows[-1].shape
-            if found != expected:
-                raise PoolError(f"text {number} has alternatives of shape {found}; expected {expected}: one a token.")
-            rows[-1] = text.alternatives
-    return rows
-
-
-def _rows(token_ids: list[np.ndarray], first: int, allowed: _Ids) -> list[np.ndarray]:
-    """Token ids as int32 rows; `first` is the number of the first text."""
+def _rows(token_ids: list[np.ndarray], first: int, limit: int) -> list[np.ndarray]:
+    """Token ids below `limit` as int32 rows; `first` is the number of the first text."""
     usual = {type(row) for row in token_ids} == {np.ndarray} and {row.dtype for row in token_ids} == {_INT32}
     if usual and {row.ndim for row in token_ids} == {1}:
         return token_ids
     rows = []
     for number, values in enumerate(map(np.asarray, token_ids), first):
         if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
-            raise PoolError(f"text {number} is not a row of {allowed.name}s: shape {values.shape} of {values.dtype}.")
-        _require_ids(values, number, allowed)
+            raise PoolError(f"text {number} is not a row of token ids: shape {values.shape} of {values.dtype}.")
+        _require_ids(values, number, limit)
         rows.append(values.astype(np.int32))
     return rows
 
 
-def _require_ids(values: np.ndarray, number: int, allowed: _Ids) -> None:
+def _require_ids(values: np.ndarray, number: int, limit: int) -> None:
     smallest, largest = (int(values.min()), int(values.max())) if values.size else (0, -1)
-    if smallest < allowed.least or largest >= allowed.limit:
+    if smallest < 0 or largest >= limit:
         raise PoolError(
-            f"text {number} has the {allowed.name} {smallest if smallest < allowed.least else largest}; expected "
-            f"{allowed.least} to {allowed.limit - 1}. Build the pool from texts of the same tokenizer."
+            f"text {number} has the token id {smallest if smallest < 0 else largest}; expected 0 to {limit - 1}. "
+            "Build the pool from texts of the same tokenizer."
         )
 
 
-def _write_rows(writer: ArrayWriter, rows: list[np.ndarray], lengths: np.ndarray, first: int, allowed: _Ids) -> int:
+def _write_rows(writer: ArrayWriter, rows: list[np.ndarray], lengths: np.ndarray, first: int, limit: int) -> int:
     """Write a block, a separator behind each row. Returns the largest id."""
     laid = np.empty(int(lengths.sum()) + len(rows), np.int32)
     smallest, largest = _lay(np.concatenate(rows), lengths, laid)
-    if smallest < allowed.least or largest >= allowed.limit:
+    if smallest < 0 or largest >= limit:
         for number, row in enumerate(rows, first):
-            _require_ids(row, number, allowed)
+            _require_ids(row, number, limit)
     writer.write(laid)
     return largest
 

@@ -96,15 +96,11 @@ class CalibrationTexts:
 
 @dataclass(frozen=True)
 class PoolCorpus:
-    """The texts that a side's pools are built from: int32[n] token ids and entity of each, and their alternatives.
-
-    `alternatives` are as `PoolText` has them; None: nothing was recorded.
-    """
+    """The texts that a side's pools are built from: int32[n] token ids and entity of each."""
 
     side: Side
     token_ids: Sequence[np.ndarray]
     entity_ids: Sequence[str | int]
-    alternatives: Sequence[np.ndarray | None] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -260,9 +256,7 @@ class Simulator:
     def _texts(self, setting: DraftSetting):
         corpus, groups = self.corpus, self.groupings[setting.grouping].pool_groups
         for number in np.sort(self._order[: setting.num_pool_texts]).tolist():
-            alternatives = None if corpus.alternatives is None else corpus.alternatives[number]
-            group, entity_id = groups[number] or "", corpus.entity_ids[number]
-            yield PoolText(corpus.token_ids[number], group, entity_id, alternatives=alternatives)
+            yield PoolText(corpus.token_ids[number], groups[number] or "", corpus.entity_ids[number])
 
 
 def _estimating_alike(setting: DraftSetting, base: DraftSetting) -> DraftSetting:

@@ -139,7 +139,6 @@ def _option_trials(base: DraftSetting) -> list[Trial]:
         Trial(option, f"{value:g}", base.with_pool(**{option: value}), position=value)
         for option, tried in OPTION_VALUES.items()
         for value in sorted({*tried, getattr(base.pool, option) or DEFAULT_POOL_ESCAPE})
-        if not (base.pool.alternatives and option == "min_support" and value > 1)  # they exclude each other
     ]
 
 

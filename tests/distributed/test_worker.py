@@ -19,22 +19,6 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 
 
-@pytest.mark.parametrize("records", [False, True])
-def test_alternatives_are_recorded_with_the_tokens_only_when_asked_for(tmp_path, records):
-    write_sample_world(tmp_path / "tables", num_users=4, num_items=20)
-    shards, spec = planned(tmp_path / "tables", tmp_path / "run")
-    decoding = spec.decoding.model_copy(update={"record_alternatives": records})
-    ShardWorker(replace(spec, decoding=decoding)).run(shards[0])
-    rows = RunFolder(tmp_path / "run").read_knowledge("item").to_pylist()
-    assert len(rows) > 0
-    for row in rows:
-        if records:
-            assert len(row["alternative_ids"]) == len(row["token_ids"])
-        else:
-            assert row["alternative_ids"] is None
-    assert any(token >= 0 for row in rows for token in row["alternative_ids"] or ()) == records
-
-
 def test_a_worker_that_was_warmed_up_writes_the_same_texts(tmp_path):
     write_sample_world(tmp_path / "tables", num_users=4, num_items=20)
     written = []

@@ -19,8 +19,6 @@ from laserbatch.jobs.settings import load_settings
 from laserbatch.pipeline.knowledge.entities import iter_entities
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.retrieval_pools.index.manifest import FORMAT_VERSION
-from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR
 from laserbatch.retrieval_pools.routing.router import Route
 from laserbatch.retrieval_pools.settings import PoolBuildSettings
 
@@ -36,9 +34,9 @@ def world(tmp_path, monkeypatch):
     return tmp_path
 
 
-def opened(world, date, routing, pools="{}"):
+def opened(world, date, routing):
     path = world / "laserbatch.yaml"
-    path.write_text(f"workspace: workspace\ntables: {{path: tables}}\nrouting: {routing}\npools: {pools}\n")
+    path.write_text(f"workspace: workspace\ntables: {{path: tables}}\nrouting: {routing}\n")
     return open_night(load_settings(path), date)
 
 
@@ -254,25 +252,3 @@ def test_show_says_how_a_version_was_built_and_what_it_left_out(world):
     night.manifest["pools_built"] = build_pools(night, anew=True)
     night.manifest.save()
     assert "item: built whole; " in shown()
-
-
-def test_recorded_alternatives_reach_the_pool_when_it_is_to_keep_them(world):
-    night = opened(world, FIRST_DATE, "{scheme: global}", "{alternatives: true}")
-    write_texts(night)
-    texts = night.run.read_knowledge("item")
-    recorded = [[7] * 20 if row % 2 else None for row in range(texts.num_rows)]  # every second text was carried over
-    alternatives = pa.array(recorded, pa.list_(pa.int32()))
-    night.run.write_shard("item", "00000", texts.append_column("alternative_ids", alternatives))
-    version = build_pools(night)["item"]["version"]
-    index = Pool.open(night.pools.folder(version) / "item").index
-    order_of_tokens = index.alternatives[index.tokens != SEPARATOR].reshape(-1, 20)
-    assert sorted(set(map(tuple, order_of_tokens.tolist()))) == [(-1,) * 20, (7,) * 20]
-    assert (order_of_tokens == 7).all(1).sum() == sum(row is not None for row in recorded)
-    assert (index.alternatives[index.tokens == SEPARATOR] == -1).all()
-
-
-def test_texts_of_before_alternatives_were_recorded_make_a_pool(world):
-    night = opened(world, FIRST_DATE, "{scheme: global}", "{alternatives: true}")
-    write_texts(night)
-    version = build_pools(night)["item"]["version"]
-    assert (Pool.open(night.pools.folder(version) / "item").index.alternatives == -1).all()

@@ -28,7 +28,6 @@ from laserbatch.retrieval_pools.index.pool import DEFAULT_POOL_ESCAPE
 from laserbatch.retrieval_pools.settings import PoolSettings
 from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
-NO_ALTERNATIVE = -1
 START = END = -1  # stands before and behind every text
 MIN_PROBABILITY = 1 / 2048
 LEAST_LEFT = 1 / 32
@@ -41,34 +40,24 @@ NGrams = set[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ReferenceText:
-    """One text of the pool: START, its tokens, END. `entity` is whose it is, for `min_support`.
-
-    `alternatives` are what the model nearly wrote in place of each token, -1: nothing; None: not recorded.
-    """
+    """One text of the pool: START, its tokens, END. `entity` is whose it is, for `min_support`."""
 
     tokens: Tokens
     group: str
     entity: str | int = ""
-    alternatives: Tokens | None = None
 
 
 class Place(NamedTuple):
-    """Where a next token stands, `text[at]`, how much that counts, and what was nearly written at each position."""
+    """Where a next token stands, `text[at]`, and how much that counts."""
 
     text: Tokens
     at: int
     weight: float
-    alternatives: Tokens | None = None
 
     @property
     def token(self) -> int:
         """The next token."""
         return self.text[self.at]
-
-    @property
-    def alternative(self) -> int:
-        """What the model nearly wrote in its place, -1: nothing."""
-        return NO_ALTERNATIVE if self.alternatives is None else self.alternatives[self.at]
 
 
 @dataclass(frozen=True)
@@ -266,12 +255,6 @@ def next_paths(
                 continue
             shares.setdefault(token, Counter())[level.source] += counted
             longest.setdefault(token, (num_seen, level.length))
-        one = left * settings.alternative_weight / weight
-        for place in level.places:
-            if place.alternative != NO_ALTERNATIVE:
-                shares.setdefault(place.alternative, Counter())[level.source] += one * place.weight
-                longest.setdefault(place.alternative, (num_seen, level.length))
-                left -= one * place.weight
     for token, by_source in shares.items():
         source = max(sorted(by_source), key=by_source.__getitem__)
         relative_count = sum(by_source.values())
@@ -343,12 +326,9 @@ def _places(
     for text in texts:
         counts = _weight(settings, text.group, group, known_groups)
         tokens = [START, *text.tokens, END]
-        alternatives = None
-        if settings.alternatives and text.alternatives is not None:
-            alternatives = [NO_ALTERNATIVE, *text.alternatives, NO_ALTERNATIVE]
         for at in range(length, len(tokens)):
             if tokens[at - length : at] == ending and counts > 0:
-                found.append(Place(tokens, at, counts, alternatives))
+                found.append(Place(tokens, at, counts))
     return found
 
 

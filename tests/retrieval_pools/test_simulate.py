@@ -51,22 +51,6 @@ def test_of_identical_texts_every_draft_is_accepted(identical):
     assert Bootstrap(8, 0).tokens_per_step(tally).value == pytest.approx(1 + 16 / 5)
 
 
-def test_what_was_nearly_written_is_drafted_where_it_was_recorded(tmp_path):
-    nearly = np.where(np.arange(20) == 10, 77, -1).astype(np.int32)
-    held_back = [ReplayText(PROMPT, np.where(nearly >= 0, nearly, TEXT).astype(np.int32))]
-    entity_ids, whole = list(range(8)), Grouping(["all"] * 8, ["all"])
-    off = replace(FULL, sources=("pool",), max_draft_tokens=64)
-    on = off.with_pool(alternatives=True, alternative_weight=1.0)
-    found = {}
-    for name, alternatives in (("recorded", [nearly] * 7 + [None]), ("not", None)):
-        corpus = PoolCorpus("item", [TEXT] * 8, entity_ids, alternatives)
-        simulated = Simulator(corpus, held_back, {"whole": whole}, tmp_path / name)
-        found[name] = [int(simulated.replay(one).num_accepted.sum()) for one in (off, on)]
-        assert all(trial.setting.pool.alternatives for trial in plan_trials(on, simulated))
-    assert found["not"] == [found["recorded"][0]] * 2
-    assert found["recorded"][1] > found["recorded"][0]
-
-
 def test_without_a_source_that_knows_the_text_nothing_is_accepted(identical):
     tally = identical.replay(replace(FULL, sources=("prompt", "output")))
     assert tally.num_steps.tolist() == [21.0] * 8

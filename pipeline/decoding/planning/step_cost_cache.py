@@ -110,7 +110,6 @@ def cost_facts(engine: Engine, num_pool_tokens: int, num_workers: int = 1) -> di
         "compile": settings.compile,
         "verifier": settings.verifier,
         "drafters": list(settings.drafters),
-        "records_alternatives": settings.record_alternatives,
         "pool_scale": (num_pool_tokens.bit_length() + 1) // 2,  # a draft takes longer from a larger one
         "libraries": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy", "numba")},
     }
