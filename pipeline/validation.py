@@ -1,4 +1,4 @@
-"""YAML files that people write: read, and what pydantic finds wrong with them said in one line. Knows no settings."""
+"""YAML files that people write: read, and what pydantic finds wrong with them said in one line."""
 
 import difflib
 from collections.abc import Iterable
@@ -23,16 +23,43 @@ def read_yaml(path: Path, what: str, advice: str) -> Any:
     Raises
     ------
     ConfigError
-        It is not there, cannot be read, or is not YAML.
+        It is not there, cannot be read, is not YAML, or has a key twice, of which YAML would keep the last.
     """
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        twice = _key_twice(yaml.compose(text, yaml.SafeLoader))
+        if twice is not None:
+            raise ConfigError(f"the {what} {path} has {twice}; keep one of them")
+        return yaml.safe_load(text)
     except FileNotFoundError:
         raise ConfigError(f"the {what} {path} is not there; {advice}") from None
     except OSError as error:
         raise ConfigError(f"the {what} {path} cannot be read ({error.strerror}); {advice}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"the {what} {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
+
+
+def _key_twice(root: yaml.Node | None) -> str | None:
+    """The first key that stands twice in one mapping, with both lines, or None."""
+    waiting, seen = [(root, "")], set()
+    while waiting:
+        node, place = waiting.pop()
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue
+        seen.add(id(node))  # an alias is the node that it names
+        if isinstance(node, yaml.SequenceNode):
+            waiting.extend((part, place) for part in reversed(node.value))
+            continue
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            line, name = key.start_mark.line + 1, (key.tag, key.value)
+            if name in lines:
+                return f"the key {place}{key.value} twice, in lines {lines[name]} and {line}"
+            lines[name] = line
+        waiting.extend((value, f"{place}{key.value}.") for key, value in reversed(node.value))
+    return None
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:

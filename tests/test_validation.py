@@ -1,0 +1,40 @@
+"""YAML that people write: a key twice is refused, what only looks so is not."""
+
+import pytest
+
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.validation import read_yaml
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "the key a twice, in lines 1 and 3; keep one of them"),
+        ("a:\n  b: 1\n  c: {d: 1, d: 2}\n", "the key a.c.d twice, in lines 3 and 3"),
+        ("a: [{b: 1}, {b: 2, b: 3}]\n", "the key a.b twice, in lines 1 and 1"),
+    ],
+)
+def test_a_key_twice_is_refused_by_name_and_line(tmp_path, text, said):
+    (tmp_path / "file.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(tmp_path / "file.yaml", "mapping", "write one")
+    assert f"the mapping {tmp_path / 'file.yaml'} has {said}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("", None),
+        ("base: &base {x: 1, y: 2}\nother:\n  <<: *base\n  x: 3\n", {"x": 3, "y": 2}),
+        ("other: {1: a, '1': b}\n", {1: "a", "1": "b"}),
+    ],
+)
+def test_merged_keys_and_keys_of_other_types_are_not_the_same(tmp_path, text, read):
+    (tmp_path / "file.yaml").write_text(text)
+    data = read_yaml(tmp_path / "file.yaml", "mapping", "write one")
+    assert (data and data["other"]) == read
+
+
+def test_a_node_within_itself_ends(tmp_path):
+    (tmp_path / "file.yaml").write_text("x: &x [1, *x]\n")
+    assert read_yaml(tmp_path / "file.yaml", "mapping", "write one")["x"][0] == 1
