@@ -1,7 +1,4 @@
-"""`laserbatch data`: make, import and check input tables.
-
-Owns the commands; what they do is `pipeline.tables`.
-"""
+"""`laserbatch data`: make, import and check input tables."""
 
 from collections.abc import Iterable
 from enum import StrEnum
@@ -74,8 +71,9 @@ def import_(
     Example: laserbatch data import table exports/ tables/ --mapping mapping.yaml
     """  # fmt: skip
     from laserbatch.pipeline.storage.atomic import atomic_folder
-    from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping, source_files
+    from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
     from laserbatch.pipeline.tables.movielens import import_movielens
+    from laserbatch.pipeline.tables.source import source_files
 
     if (mapping is not None) != (source_format is SourceFormat.TABLE):
         raise typer.BadParameter("--mapping goes with the format `table`, which needs it, and with no other")
@@ -87,9 +85,9 @@ def import_(
     target = _replaceable(out, read)
     with atomic_folder(target, overwrite) as folder, progress("importing rows") as bar:
         if loaded is not None:
-            dropped = import_mapped(loaded, source, folder, bar)
+            dropped = import_mapped(loaded, source, folder, bar.advance)
         else:
-            import_movielens(source_format.value, source, folder, bar)
+            import_movielens(source_format.value, source, folder, bar.advance)
     _report_check(out, as_json, {"rows left out": dropped} if dropped else {})
 
 
@@ -113,14 +111,7 @@ def sample(
     from laserbatch.pipeline.storage.atomic import atomic_folder
 
     with atomic_folder(_replaceable(out), overwrite) as folder, progress("sample world", num_users) as bar:
-        num_written = 0
-
-        def tell(num_done: int, _num_users: int) -> None:
-            nonlocal num_written
-            bar.advance(num_done - num_written)
-            num_written = num_done
-
-        write_sample_world(folder, num_users=num_users, num_items=num_items, days=days, seed=seed, progress=tell)
+        write_sample_world(folder, num_users, num_items, days, seed=seed, progress=bar.advance)
     _report_check(out, as_json, {})
 
 

@@ -1,9 +1,8 @@
 """The sample world: seeded tables of a made-up radio library, at any scale, written in bounded memory.
 
-This module owns who the users are, what they rate and when. Users are made in chunks of whole arrays, each chunk
-from its own random stream, and written as it is made, so that a million of them need no more memory than one
-chunk. It knows nothing of prompts or models. What the columns do not say (themes of titles, tastes of users) is
-told only by the words of titles and by each user's sign-up statement: see `sample_lore`.
+Users are made in chunks of whole arrays, each chunk from its own random stream, and written as it is made, so that a
+million of them need no more memory than one chunk. What the columns do not say (themes of titles, tastes of users) is
+told only by the words of titles and by each user's sign-up statement: see `lore.py`.
 """
 
 import datetime
@@ -46,7 +45,7 @@ def write_sample_world(
     days: int = 60,
     future_days: int = 7,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> SampleWorld:
     """Write `users.parquet`, `items.parquet` and `interactions.parquet` into a folder.
 
@@ -61,7 +60,7 @@ def write_sample_world(
     days : length of the period in days, at least 2, its last day included.
     future_days : days after the period.
     seed : not negative.
-    progress : called with (users written, users in all) after each chunk.
+    progress : called with the number of users of each chunk that was written.
 
     Raises
     ------
@@ -99,7 +98,7 @@ def write_sample_world(
             interaction_writer.write_table(interactions)
             num_interactions += interactions.num_rows
             if progress is not None:
-                progress(stop, num_users)
+                progress(stop - start)
     finally:
         for writer in (user_writer, interaction_writer):
             if writer is not None:

@@ -1,11 +1,10 @@
 """What is wrong with input tables, all of it, before any work starts.
 
-Owns the order of the checks and the rules between rows and tables. Reads every file once, in batches; holds only the
-entities' ids in memory. Repairs nothing.
+Every file is read once, in batches; only the entities' ids are held in memory. What a column may hold is said in
+`columns.py`; here are the rules between rows, files and tables. Nothing is repaired.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,17 @@ import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.tables import schema as sc
-from laserbatch.pipeline.tables.findings import Finding, Findings, count_faults
-from laserbatch.pipeline.tables.read import wrong_types
-from laserbatch.pipeline.tables.rules import RULED_COLUMNS, row_faults
+from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, TIME, role_of, schema_findings
+from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings, count_faults, unreadable
+from laserbatch.pipeline.tables.schema import (
+    ID_COLUMNS,
+    REQUIRED_COLUMNS,
+    id_type,
+    is_list,
+    is_text,
+    plain_type,
+    table_files,
+)
 
 BATCH_ROWS = 256 * 1024
 NUM_FINDINGS_IN_ERROR = 3
@@ -48,7 +54,7 @@ def check_tables(
         expected = "a folder with the tables users, items and interactions"
         return [Finding("missing-table", "tables", found, expected, "check the path")]
     findings = Findings()
-    known_ids = {table: _check_entities(path, table, findings, max_failed_share) for table in sc.ID_COLUMNS}
+    known_ids = {table: _check_entities(path, table, findings, max_failed_share) for table in ID_COLUMNS}
     _check_interactions(path, known_ids, findings, positive_rating)
     return findings.to_list()
 
@@ -67,65 +73,51 @@ def require_sound(findings: list[Finding], path: Path | str) -> None:
 class _Part:
     """One file of a table. `usable`: its columns of an accepted type; one that cannot be read has no columns."""
 
+    table: str
     name: str
     file: pq.ParquetFile | None = None
     schema: pa.Schema = pa.schema([])  # noqa: RUF009 (it is immutable)
     usable: frozenset[str] = frozenset()
 
-    def checked_columns(self, table: str) -> list[str]:
-        """The columns with rules for their rows. One that wrongly holds text is among them: its rows tell more."""
+    def ruled_columns(self) -> list[str]:
+        """Columns whose values have rules. One that wrongly holds text is among them: its rows tell more."""
         names = []
         for field in self.schema:
-            is_ruled, is_usable = field.name in RULED_COLUMNS[table], field.name in self.usable
-            is_listed_attribute = sc.is_list(field.type) and table != "interactions"
-            if (is_ruled and (is_usable or sc.is_text(sc.plain_type(field.type)))) or (
-                is_listed_attribute and is_usable
-            ):
+            role = role_of(self.table, field.name)
+            is_ruled = is_list(field.type) if role is ATTRIBUTE else role is not None
+            if is_ruled and (field.name in self.usable or is_text(plain_type(field.type))):
                 names.append(field.name)
         return names
 
 
-@dataclass(frozen=True)
-class _IdChunk:
-    part: _Part
-    first_row: int
-    ids: pa.Array
-
-
 def _check_entities(path: Path, table: str, findings: Findings, max_failed_share: float) -> pa.Array | None:
     """Check users or items; returns the ids that are there, or None when they cannot be known."""
-    id_column, chunks = sc.ID_COLUMNS[table], []
+    id_column = ID_COLUMNS[table]
+    chunks: list[tuple[_Part, int, pa.Array]] = []  # with the number of the first row within its file
     parts = list(_open_parts(path, table, findings))
     for part in parts:
-        for first_row, batch in _checked_batches(part, table, findings):
+        for first_row, batch in _checked_batches(part, findings):
             if id_column in part.usable:
-                ids = batch[id_column].cast(sc.id_type(batch[id_column].type), safe=False)
-                chunks.append(_IdChunk(part, first_row, ids))
+                ids = batch[id_column].cast(id_type(batch[id_column].type), safe=False)
+                chunks.append((part, first_row, ids))
     num_rows = sum(part.file.metadata.num_rows for part in parts if part.file is not None)
     findings.stop_where("null-title", max_failed_share * num_rows)
-    if not chunks or not all(id_column in part.usable for part in parts) or len({c.ids.type for c in chunks}) > 1:
+    if not chunks or not all(id_column in part.usable for part in parts) or len({ids.type for *_, ids in chunks}) > 1:
         return None
-    known = pa.chunked_array([chunk.ids for chunk in chunks])
-    _check_duplicates(table, known, chunks, findings)
-    return pc.unique(known)
-
-
-def _check_duplicates(table: str, known: pa.ChunkedArray, chunks: list[_IdChunk], findings: Findings) -> None:
-    counts = pc.value_counts(known)
+    counts = pc.value_counts(pa.chunked_array([ids for *_, ids in chunks]))
     repeated = counts.field("values").filter(pc.greater(counts.field("counts"), 1)).drop_null()
-    if not len(repeated):
-        return
     seen: set = set()
-    for chunk in chunks:
-        rows = []
-        for row in np.flatnonzero(pc.is_in(chunk.ids, value_set=repeated)).tolist():
-            value = chunk.ids[row].as_py()
+    for part, first_row, ids in chunks if len(repeated) else ():
+        again = []
+        for row in np.flatnonzero(pc.is_in(ids, value_set=repeated)).tolist():
+            value = ids[row].as_py()
             if value in seen:
-                rows.append(row)
+                again.append(row)
             seen.add(value)
         finding = Finding("duplicate-id", table, "the id is there already:", "each id once", "remove or merge the rows",
-                          sc.ID_COLUMNS[table], chunk.part.name)  # fmt: skip
-        findings.add_rows(finding, np.asarray(rows, dtype=np.int64), chunk.first_row, chunk.ids)
+                          id_column, part.name)  # fmt: skip
+        findings.add_rows(finding, np.asarray(again, dtype=np.int64), first_row, ids)
+    return counts.field("values")
 
 
 def _check_interactions(
@@ -134,18 +126,18 @@ def _check_interactions(
     lowest, highest, is_rated = math.inf, -math.inf, True
     for part in _open_parts(path, "interactions", findings):
         comparable: dict[str, str] = {}  # column of interactions -> its entity table
-        for table, column in sc.ID_COLUMNS.items():
+        for table, column in ID_COLUMNS.items():
             known = known_ids[table]
             if known is None or column not in part.usable:
                 continue
-            kind = sc.id_type(part.schema.field(column).type)
+            kind = id_type(part.schema.field(column).type)
             if kind == known.type:
                 comparable[column] = table
                 continue
             found = f"the column is of type {kind}, but of type {known.type} in {table}"
             advice = "write ids of one type, or set `ids` in the mapping of `laserbatch data import table`"
             findings.add(Finding("types-differ", "interactions", found, "one type", advice, column, part.name))
-        for first_row, batch in _checked_batches(part, "interactions", findings):
+        for first_row, batch in _checked_batches(part, findings):
             for column, table in comparable.items():
                 values = batch[column].cast(known_ids[table].type, safe=False)
                 unknown = pc.and_(pc.is_valid(values), pc.invert(pc.is_in(values, value_set=known_ids[table])))
@@ -178,42 +170,32 @@ def _check_classes(lowest: float, highest: float, is_rated: bool, positive_ratin
 def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
     """Open a table's files, and report what their schemas have wrong."""
     try:
-        files = sc.table_files(path, table)
-    except sc.TableFilesError as error:
-        findings.add(Finding("missing-table", table, error.found, error.expected, error.advice))
+        files = table_files(path, table)
+    except FaultyTable as error:
+        findings.add(error.finding)
         return
     columns: dict[str, tuple[str, str | None]] = {}  # the first file that has it, and its type there
-    num_rows, num_unreadable = 0, 0
+    num_rows = 0
     for file_path in files:
         name = file_path.relative_to(path).as_posix()
         try:
             file = pq.ParquetFile(file_path)
         except (pa.ArrowException, OSError) as error:
-            num_unreadable += 1
-            _add_unreadable(table, name, error, findings)
-            yield _Part(name)
+            findings.add(unreadable(table, name, error))
+            num_rows += 1  # there may be some in it
+            yield _Part(table, name)
             continue
         num_rows += file.metadata.num_rows
-        schema = file.schema_arrow
-        wrong = {fault.column: fault for fault in wrong_types(table, schema)}
-        for column in sc.REQUIRED_COLUMNS[table]:
-            if column not in schema.names:
-                found = f"the column is missing; there are {', '.join(schema.names) or 'none'}"
-                advice = "rename the column that holds it, or map it with `laserbatch data import table`"
-                findings.add(Finding("missing-column", table, found, "it to be there", advice, column, name))
-        for column, fault in wrong.items():
-            found = f"the column is of type {fault.found}"
-            findings.add(Finding("wrong-type", table, found, fault.expected, fault.advice, column, name))
-        twice = [column for column, count in Counter(schema.names).items() if count > 1]
-        for column in twice:
-            found, advice = "there are several columns of this name", "rename or drop all but one"
-            findings.add(Finding("duplicate-column", table, found, "one", advice, column, name))
-        if twice:
-            yield _Part(name)
+        faults = schema_findings(table, name, file.schema_arrow)
+        for fault in faults:
+            findings.add(fault)
+        if any(fault.kind == "duplicate-column" for fault in faults):
+            yield _Part(table, name)
             continue
-        _compare_columns(table, name, schema, columns, findings)
-        yield _Part(name, file, schema, frozenset(schema.names) - wrong.keys())
-    if num_rows == 0 and not num_unreadable:
+        _compare_columns(table, name, file.schema_arrow, columns, findings)
+        usable = frozenset(file.schema_arrow.names).difference(fault.column for fault in faults)
+        yield _Part(table, name, file, file.schema_arrow, usable)
+    if num_rows == 0:
         findings.add(Finding("empty-table", table, "the table has no rows", "at least one", "write the table again"))
 
 
@@ -222,15 +204,15 @@ def _compare_columns(
 ) -> None:
     """Report where a file's columns differ from those of the files before it, and add its own to them."""
     advice = "write all files of a table alike"
-    read = [field for field in schema if table != "interactions" or field.name in sc.INTERACTION_COLUMNS]
+    read = [field for field in schema if role_of(table, field.name) is not None]
     optional = {field.name for field in read} ^ columns.keys() if columns else set()
-    for column in sorted(optional.difference(sc.REQUIRED_COLUMNS[table])):
+    for column in sorted(optional.difference(REQUIRED_COLUMNS[table])):
         is_new = column not in columns
         other = next(iter(columns.values()))[0] if is_new else columns[column][0]
         found = f"the column is not in {other}" if is_new else f"the column is missing, but it is in {other}"
         findings.add(Finding("columns-differ", table, found, "the same columns", advice, column, name))
     for field in read:
-        kind = _compared_type(field)
+        kind = _compared_type(table, field)
         first_name, first_kind = columns.setdefault(field.name, (name, kind))
         if first_kind is None:
             columns[field.name] = name, kind
@@ -239,43 +221,38 @@ def _compare_columns(
             findings.add(Finding("types-differ", table, found, "one type", advice, field.name, name))
 
 
-def _compared_type(field: pa.Field) -> str | None:
+def _compared_type(table: str, field: pa.Field) -> str | None:
     """What a column's type must agree on between files; None when it agrees with any."""
-    if pt.is_null(field.type) or field.name in (sc.CREATED_AT, "timestamp"):
+    if pt.is_null(field.type) or role_of(table, field.name) in (TIME, CREATED):
         return None
-    kind = sc.plain_type(field.type)
+    kind = plain_type(field.type)
     return "numbers" if pt.is_integer(kind) or pt.is_floating(kind) else str(kind)
 
 
-def _checked_batches(part: _Part, table: str, findings: Findings) -> Iterator[tuple[int, dict[str, pa.Array]]]:
-    """Read a file's checked columns and apply the rules for single values.
+def _checked_batches(part: _Part, findings: Findings) -> Iterator[tuple[int, dict[str, pa.Array]]]:
+    """Read a file's ruled columns and apply the rules for single values.
 
     Yields the number of the first row, and the values by column. Damage that shows only now becomes a finding.
     """
-    columns, first_row = part.checked_columns(table), 0
+    columns, first_row = part.ruled_columns(), 0
     if not columns:
         return
     try:
         for batch in part.file.iter_batches(BATCH_ROWS, columns=columns):
             values = {name: _decoded(batch.column(name)) for name in batch.schema.names}
-            for column in values:
-                for fault in row_faults(table, column, values[column]):
-                    finding = Finding(fault.kind, table, fault.found, fault.expected, fault.advice, column, part.name,
-                                      is_warning=fault.is_warning)  # fmt: skip
-                    findings.add_rows(finding, fault.rows, first_row, values[column])
+            for column, array in values.items():
+                for rule in role_of(part.table, column).rules:
+                    finding = Finding(rule.kind, part.table, rule.found, rule.expected,
+                                      rule.advice.format(column=column), column, part.name,
+                                      is_warning=rule.is_warning)  # fmt: skip
+                    findings.add_rows(finding, rule.rows(array), first_row, array)
             yield first_row, values
             first_row += batch.num_rows
     except (pa.ArrowException, OSError) as error:
-        _add_unreadable(table, part.name, error, findings)
+        findings.add(unreadable(part.table, part.name, error))
 
 
 def _decoded(column: pa.Array) -> pa.Array:
     if pt.is_null(column.type):  # what pandas makes of a column of None
         return column.cast(pa.string())
     return column.dictionary_decode() if pt.is_dictionary(column.type) else column
-
-
-def _add_unreadable(table: str, file: str, error: Exception, findings: Findings) -> None:
-    first_line = (str(error).splitlines() or [type(error).__name__])[0][:150]
-    found = f"the file cannot be read ({first_line})"
-    findings.add(Finding("unreadable", table, found, "a Parquet file", "write it again", file=file))

@@ -1,20 +1,21 @@
 """Turning a column of a foreign file into the type asked for, or saying which row cannot be.
 
-Knows columns, not files: where a value came from is the caller's to add (`ConversionFault` carries row and value).
+Where a value came from is the caller's to add: `ConversionFault` carries row and value.
 """
 
 from collections.abc import Callable
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from laserbatch.pipeline.tables import schema as sc
+from laserbatch.pipeline.tables.columns import EARLIEST_S, LATEST_S, YEAR_S
 from laserbatch.pipeline.tables.findings import shown_value
-from laserbatch.pipeline.tables.rules import EARLIEST_S, LATEST_S, YEAR_S
+from laserbatch.pipeline.tables.schema import TIMESTAMP_TYPE, UNITS_PER_SECOND, plain_type, timestamps
 
 _ZONE_PATTERN = r":\d{2}(\.\d+)?\s*(Z|[+-]\d{2}(:?\d{2})?)$"
-_UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+_EXPECTED = {pa.int64(): "an integer below 2**63", pa.float64(): "a number", pa.bool_(): "true or false"}
 
 
 class ConversionFault(Exception):
@@ -49,31 +50,21 @@ def to_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
     column = _plain(column)
     if column.type == kind:
         return column
-    if pt.is_floating(column.type) and pt.is_integer(kind):
-        column = pc.if_else(
-            pc.is_nan(column), pa.scalar(None, column.type), column
-        )  # how pandas writes a missing integer
-    names = {pa.int64(): "an integer below 2**63", pa.float64(): "a number", pa.bool_(): "true or false"}
-    expected = names.get(kind, f"a {kind}")
-    trimmed = pc.utf8_trim_whitespace(column) if column.type == pa.string() and kind != pa.string() else column
-    return _each(trimmed, column, lambda values: values.cast(kind), expected)
+    if pt.is_floating(column.type) and pt.is_integer(kind):  # pandas writes a missing integer as NaN
+        column = pc.if_else(pc.is_nan(column), pa.scalar(None, column.type), column)
+    trimmed = pc.utf8_trim_whitespace(column) if column.type == pa.string() else column
+    return _each(trimmed, column, lambda values: values.cast(kind), _EXPECTED.get(kind, f"a {kind}"))
 
 
 def to_path(column: pa.Array, separator: str) -> pa.Array:
     """Text split at a separator into list<string>; parts are trimmed and empty ones left out. Null stays null."""
     text = to_type(column, pa.string())
     parts = pc.split_pattern(text, separator)
-    trimmed = pc.utf8_trim_whitespace(pc.list_flatten(parts))
-    owners = pc.list_parent_indices(parts)
-    kept = pc.not_equal(trimmed, "")
-    trimmed, owners = trimmed.filter(kept), owners.filter(kept)
-    lengths = pc.value_counts(owners)
-    num_parts = dict(zip(lengths.field("values").to_pylist(), lengths.field("counts").to_pylist(), strict=True))
-    offsets, position = [], 0
-    for row, is_null in enumerate(pc.is_null(text).to_pylist()):
-        offsets.append(None if is_null else position)
-        position += num_parts.get(row, 0)
-    return pa.ListArray.from_arrays(pa.array([*offsets, position], pa.int32()), trimmed)
+    trimmed, rows = pc.utf8_trim_whitespace(pc.list_flatten(parts)), pc.list_parent_indices(parts)
+    is_kept = pc.not_equal(trimmed, "")
+    num_parts = np.bincount(rows.filter(is_kept).to_numpy(), minlength=len(text))
+    offsets = pa.array(np.concatenate([[0], np.cumsum(num_parts)]), pa.int32())
+    return pa.ListArray.from_arrays(offsets, trimmed.filter(is_kept), mask=pc.is_null(text))
 
 
 def to_time(column: pa.Array, unit: str) -> pa.Array:
@@ -91,8 +82,8 @@ def to_time(column: pa.Array, unit: str) -> pa.Array:
     """
     column = _plain(column)
     if pt.is_timestamp(column.type) or pt.is_date(column.type):
-        return _each(column, column, sc.timestamps, "a time that 64 bits of microseconds hold")
-    if unit in _UNITS_PER_SECOND:
+        return _each(column, column, timestamps, "a time that 64 bits of microseconds hold")
+    if unit in UNITS_PER_SECOND:
         try:
             numbers = to_type(column, pa.float64() if _has_fractions(column) else pa.int64())
         except ConversionFault as fault:
@@ -115,32 +106,31 @@ def _has_fractions(column: pa.Array) -> bool:
 def _likely_unit(values: pa.Array) -> str:
     """The unit in which the largest value is plausible, for a message."""
     largest = pc.max(values).as_py()
-    for unit, per_second in _UNITS_PER_SECOND.items():
+    for unit, per_second in UNITS_PER_SECOND.items():
         if largest is not None and YEAR_S * per_second <= largest <= LATEST_S * per_second:
             return f" (with `unit: {unit}` it is one)"
     return ""
 
 
 def _from_epoch(values: pa.Array, unit: str) -> pa.Array:
-    seconds = pc.divide(values.cast(pa.float64(), safe=False), float(_UNITS_PER_SECOND[unit]))
+    seconds = pc.divide(values.cast(pa.float64(), safe=False), float(UNITS_PER_SECOND[unit]))
     if pc.any(pc.or_(pc.less(seconds, EARLIEST_S), pc.greater(seconds, LATEST_S))).as_py():
         raise pa.ArrowInvalid("out of range")
     if pt.is_floating(values.type):
-        microseconds = pc.round(pc.multiply(values, 1e6 / _UNITS_PER_SECOND[unit])).cast(pa.int64())
-        return microseconds.cast(sc.TIMESTAMP_TYPE)
-    return values.cast(pa.timestamp(unit, tz="UTC")).cast(sc.TIMESTAMP_TYPE, safe=unit != "ns")
+        return pc.round(pc.multiply(values, 1e6 / UNITS_PER_SECOND[unit])).cast(pa.int64()).cast(TIMESTAMP_TYPE)
+    return values.cast(pa.timestamp(unit, tz="UTC")).cast(TIMESTAMP_TYPE, safe=unit != "ns")
 
 
 def _from_iso(values: pa.Array) -> pa.Array:
     has_zone = pc.match_substring_regex(values, _ZONE_PATTERN)
     none = pa.scalar(None, pa.string())
-    zoned = pc.if_else(has_zone, values, none).cast(sc.TIMESTAMP_TYPE)
+    zoned = pc.if_else(has_zone, values, none).cast(TIMESTAMP_TYPE)
     local = pc.if_else(has_zone, none, values).cast(pa.timestamp("us"))
-    return pc.coalesce(zoned, local.cast(sc.TIMESTAMP_TYPE))
+    return pc.coalesce(zoned, local.cast(TIMESTAMP_TYPE))
 
 
 def _from_format(values: pa.Array, time_format: str) -> pa.Array:
-    return pc.strptime(values, format=time_format, unit="us").cast(sc.TIMESTAMP_TYPE)
+    return pc.strptime(values, format=time_format, unit="us").cast(TIMESTAMP_TYPE)
 
 
 def _each(column: pa.Array, shown: pa.Array, convert: Callable[[pa.Array], pa.Array], expected: str) -> pa.Array:
@@ -162,5 +152,5 @@ def _each(column: pa.Array, shown: pa.Array, convert: Callable[[pa.Array], pa.Ar
 def _plain(column: pa.Array) -> pa.Array:
     if pt.is_dictionary(column.type):
         column = column.dictionary_decode()
-    plain = sc.plain_type(column.type)
+    plain = plain_type(column.type)
     return column if column.type == plain else column.cast(plain)

@@ -1,13 +1,12 @@
-"""What a check found: one finding a kind of fault and column, with the first row and how many there are.
-
-Knows nothing of the rules.
-"""
+"""What is wrong with input tables: one finding a kind of fault and column, with its first row and number of rows."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import pyarrow as pa
+
+from laserbatch.pipeline.errors import TableError
 
 MAX_SHOWN_CHARACTERS = 120
 
@@ -55,6 +54,21 @@ class Finding:
         """Plain JSON values; what JSON cannot hold (a NaN, a time) as text."""
         is_plain = isinstance(self.value, str | int | bool | type(None))
         return {**asdict(self), "value": self.value if is_plain else str(self.value)}
+
+
+class FaultyTable(TableError):
+    """A table cannot be used; `finding` says why."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(str(finding))
+        self.finding = finding
+
+
+def unreadable(table: str, file: str, error: Exception) -> Finding:
+    """What is said of a file that Arrow or the disk refuses."""
+    first_line = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    found = f"the file cannot be read ({first_line})"
+    return Finding("unreadable", table, found, "a Parquet file", "write it again", file=file)
 
 
 class Findings:

@@ -1,7 +1,7 @@
 """Import of MovieLens from its published files: 100K (u.data, u.item, u.user) and 1M and 10M (`::` files).
 
-Owns their formats, code books and encodings. Ids become int64, genres a list of strings, "Heat (1995)" a title and a
-year. 10M has no users file: its users are those that rate.
+Ids become int64, genres a list of strings, "Heat (1995)" a title and a year. 10M has no users file: its users are those
+that rate.
 """
 
 import re
@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Literal
 
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.csv as pacsv
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.storage.parquet import parquet_stream, write_parquet
-from laserbatch.pipeline.tables import schema as sc
-from laserbatch.pipeline.tables.mapping import Progress
+from laserbatch.pipeline.storage.parquet import write_parquet
+from laserbatch.pipeline.tables.mapping import Import, Progress
+from laserbatch.pipeline.tables.settings import IdTypes, InteractionMapping
 
 MovieLensVersion = Literal["movielens-100k", "movielens-1m", "movielens-10m"]
 
@@ -26,14 +24,8 @@ GENRES_100K = (
     "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
 )  # fmt: skip
 AGES_1M = {
-    "1": "under 18",
-    "18": "18-24",
-    "25": "25-34",
-    "35": "35-44",
-    "45": "45-49",
-    "50": "50-55",
-    "56": "56 or older",
-}
+    "1": "under 18", "18": "18-24", "25": "25-34", "35": "35-44", "45": "45-49", "50": "50-55", "56": "56 or older",
+}  # fmt: skip
 OCCUPATIONS_1M = (
     "other", "academic/educator", "artist", "clerical/admin", "college/grad student", "customer service",
     "doctor/health care", "executive/managerial", "farmer", "homemaker", "K-12 student", "lawyer", "programmer",
@@ -50,12 +42,13 @@ class _Format:
     users: str | None
     separator: str  # of items and users
     encoding: str
+    num_item_fields: int
 
 
 _FORMATS: dict[str, _Format] = {
-    "movielens-100k": _Format("u.data", "u.item", "u.user", "|", "latin-1"),
-    "movielens-1m": _Format("ratings.dat", "movies.dat", "users.dat", "::", "latin-1"),
-    "movielens-10m": _Format("ratings.dat", "movies.dat", None, "::", "utf-8"),
+    "movielens-100k": _Format("u.data", "u.item", "u.user", "|", "latin-1", 24),
+    "movielens-1m": _Format("ratings.dat", "movies.dat", "users.dat", "::", "latin-1", 3),
+    "movielens-10m": _Format("ratings.dat", "movies.dat", None, "::", "utf-8", 3),
 }
 
 
@@ -69,7 +62,7 @@ def import_movielens(
     version : "movielens-100k", "movielens-1m" or "movielens-10m".
     source : the unpacked folder, or the one it was unpacked in.
     out : folder to write `users.parquet`, `items.parquet` and `interactions.parquet` to.
-    progress : told the number of ratings as they are read.
+    progress : called with the number of ratings that were read.
 
     Raises
     ------
@@ -78,35 +71,40 @@ def import_movielens(
     """
     known, out = _FORMATS[version], Path(out)
     folder = _folder_with(Path(source), known)
-    items = [
-        _item(line, version) for line in _lines(folder / known.items, known, 3 if version != "movielens-100k" else 24)
-    ]
+    items = [_item(line, version) for line in _lines(folder / known.items, known, known.num_item_fields)]
     write_parquet(pa.Table.from_pylist(items, _ITEM_SCHEMA), out / "items.parquet")
-    raters = _write_ratings(folder / known.ratings, version, out, progress)
+    ids = IdTypes(user_id="int64", item_id="int64")
+    try:
+        raters = Import(ids, folder, out, progress).write_interactions(_ratings(version), {})
+    except TableError as error:
+        raise TableError(f"not as published: {error} Check the version given.") from None
     if known.users is None:
         write_parquet(pa.table({"user_id": raters}), out / "users.parquet")
         return
     users = [_user(line, version) for line in _lines(folder / known.users, known, 5)]
-    write_parquet(pa.Table.from_pylist(users, _USER_SCHEMA[version]), out / "users.parquet")
+    write_parquet(pa.Table.from_pylist(users), out / "users.parquet")
+
+
+def _ratings(version: str) -> InteractionMapping:
+    if version == "movielens-100k":
+        delimiter, names = "\t", ["user_id", "item_id", "rating", "timestamp"]
+    else:  # "1::2::5::978300760": between two colons lies an empty column
+        delimiter, names = ":", ["user_id", "_1", "item_id", "_2", "rating", "_3", "timestamp"]
+    return InteractionMapping(
+        files=_FORMATS[version].ratings, delimiter=delimiter, column_names=names,
+        user_id="user_id", item_id="item_id", rating="rating", timestamp="timestamp",
+    )  # fmt: skip
 
 
 _ITEM_SCHEMA = pa.schema(
     [("item_id", pa.int64()), ("title", pa.string()), ("year", pa.int64()), ("genres", pa.list_(pa.string()))]
 )
-_USER_SCHEMA = {
-    version: pa.schema([
-        ("user_id", pa.int64()), ("age", age), ("gender", pa.string()), ("occupation", pa.string()),
-        ("zip_code", pa.string()),
-    ])
-    for version, age in (("movielens-100k", pa.int64()), ("movielens-1m", pa.string()))
-}  # fmt: skip
 
 
 def _folder_with(source: Path, known: _Format) -> Path:
-    for folder in (source, *sorted(path for path in source.glob("*") if path.is_dir())):
-        if (folder / known.ratings).is_file():
-            break
-    else:
+    folders = (source, *sorted(path for path in source.glob("*") if path.is_dir()))
+    folder = next((folder for folder in folders if (folder / known.ratings).is_file()), None)
+    if folder is None:
         raise TableError(f"{source / known.ratings} is not there; expected the folder with the published files.")
     for name in (known.items, known.users):
         if name is not None and not (folder / name).is_file():
@@ -170,36 +168,3 @@ def _user(line: _Line, version: str) -> dict:
             )
         age, occupation = AGES_1M[age_code], OCCUPATIONS_1M[code]
     return {"user_id": line.integer(0), "age": age, "gender": gender, "occupation": occupation, "zip_code": zip_code}
-
-
-def _write_ratings(path: Path, version: str, out: Path, progress: Progress | None) -> pa.Array:
-    """Stream the ratings; returns the sorted ids of those who rate."""
-    if version == "movielens-100k":
-        delimiter, names = "\t", ["user_id", "item_id", "rating", "timestamp"]
-    else:  # "1::2::5::978300760": between two colons lies an empty column
-        delimiter, names = ":", ["user_id", "_1", "item_id", "_2", "rating", "_3", "timestamp"]
-    wanted = ["user_id", "item_id", "rating", "timestamp"]
-    types = {"user_id": pa.int64(), "item_id": pa.int64(), "rating": pa.float64(), "timestamp": pa.int64()}
-    schema = pa.schema({**types, "timestamp": sc.TIMESTAMP_TYPE})
-    raters = pa.array([], pa.int64())
-    try:
-        with (
-            pacsv.open_csv(
-                path,
-                read_options=pacsv.ReadOptions(column_names=names),
-                parse_options=pacsv.ParseOptions(delimiter=delimiter, quote_char=False),
-                convert_options=pacsv.ConvertOptions(column_types=types, include_columns=wanted),
-            ) as reader,
-            parquet_stream(out / "interactions.parquet", schema) as stream,
-        ):
-            for batch in reader:
-                rows = pa.Table.from_batches([batch])
-                stream.write(rows.set_column(3, "timestamp", sc.timestamps(rows["timestamp"])))
-                raters = pc.unique(pa.concat_arrays([raters, pc.unique(batch["user_id"])]))
-                if progress is not None:
-                    progress.advance(batch.num_rows, "ratings")
-    except pa.ArrowInvalid as error:
-        raise TableError(
-            f"{path} is not as published: {str(error).splitlines()[0]}. Check the version given."
-        ) from None
-    return raters.take(pc.sort_indices(raters))

@@ -1,11 +1,12 @@
-"""The input schema: which tables and columns there are, and the plain types that every accepted type becomes.
+"""The input schema: which tables there are, their columns, and where their files lie.
 
     users         user_id, attributes..., created_at?
     items         item_id, title, attributes..., created_at?
     interactions  user_id, item_id, timestamp, rating?
 
 Each table is `<name>.parquet` or a folder `<name>/*.parquet`. Ids are strings or integers; an attribute is any scalar
-column, or a list of strings (a category path, broad to narrow). Knows nothing of rows.
+column, or a list of strings (a category path, broad to narrow). When read, columns take plain types: string, int64 ids,
+times in UTC, lists of strings. What a column may hold is said in `columns.py`.
 """
 
 from pathlib import Path
@@ -15,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.tables.findings import FaultyTable, Finding
 
 TABLE_NAMES = ("users", "items", "interactions")
 ENTITY_TABLES = {"user": "users", "item": "items"}  # side -> table
@@ -24,13 +26,10 @@ REQUIRED_COLUMNS = {
     "items": ("item_id", "title"),
     "interactions": ("user_id", "item_id", "timestamp"),
 }
-INTERACTION_COLUMNS = ("user_id", "item_id", "timestamp", "rating")
 CREATED_AT = "created_at"
 TIMESTAMP_TYPE = pa.timestamp("us", tz="UTC")
-
-ID_EXPECTED = "a string or an integer"
-ATTRIBUTE_EXPECTED = "a scalar or a list of strings"
-TIME_EXPECTED = "a timestamp, or int64 unix seconds"
+PATH_TYPE = pa.list_(pa.string())
+UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
 def tables_folder(path: Path | str | None) -> Path:
@@ -56,14 +55,6 @@ def require_only_tables(folder: Path) -> None:
         raise TableError(f"{folder} holds {shown}; only tables are replaced. Give another folder, or move them away.")
 
 
-class TableFilesError(TableError):
-    """A table's files are not where they should be, or are there twice."""
-
-    def __init__(self, table: str, found: str, expected: str, advice: str) -> None:
-        super().__init__(f"table {table}: {found}; expected {expected}; {advice}")
-        self.found, self.expected, self.advice = found, expected, advice
-
-
 def table_files(root: Path | str, table: str) -> list[Path]:
     """The Parquet files of a table, in name order.
 
@@ -74,7 +65,7 @@ def table_files(root: Path | str, table: str) -> list[Path]:
 
     Raises
     ------
-    TableFilesError
+    FaultyTable
         There is neither `<table>.parquet` nor a folder `<table>` with Parquet files, or there are both.
     """
     file, folder = Path(root, f"{table}.parquet"), Path(root, table)
@@ -83,12 +74,14 @@ def table_files(root: Path | str, table: str) -> list[Path]:
     parts = sorted(path for path in folder.glob("*.parquet") if not path.name.startswith((".", "_")))
     if file.is_file():
         if parts:
-            raise TableFilesError(table, f"both {file} and {folder} are there", "one of them", "remove the other")
+            found = f"both {file} and {folder} are there"
+            raise FaultyTable(Finding("missing-table", table, found, "one of them", "remove the other"))
         return [file]
     if not parts:
         found = f"{folder} holds no .parquet files" if folder.is_dir() else "the table is missing"
+        expected = f"{Path(root, table)}.parquet or {Path(root, table)}/*.parquet"
         advice = "write it there, or make it with `laserbatch data import`"
-        raise TableFilesError(table, found, f"{Path(root, table)}.parquet or {Path(root, table)}/*.parquet", advice)
+        raise FaultyTable(Finding("missing-table", table, found, expected, advice))
     return parts
 
 
@@ -115,8 +108,8 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
         return plain_type(kind.value_type)
     if is_text(kind) or pt.is_null(kind):
         return pa.string()
-    if is_list(kind) and (plain_type(kind.value_type) == pa.string()):
-        return pa.list_(pa.string())
+    if is_list(kind) and plain_type(kind.value_type) == pa.string():
+        return PATH_TYPE
     return kind
 
 
@@ -129,41 +122,43 @@ def id_type(kind: pa.DataType) -> pa.DataType | None:
 
 
 def is_attribute_type(kind: pa.DataType) -> bool:
-    """Whether a column may be an attribute: a scalar, or a list of strings."""
     plain = plain_type(kind)
-    return plain == pa.list_(pa.string()) or not (pt.is_nested(plain) or _is_binary(plain))
-
-
-def _is_binary(kind: pa.DataType) -> bool:
-    return pt.is_binary(kind) or pt.is_large_binary(kind) or pt.is_fixed_size_binary(kind) or pt.is_binary_view(kind)
+    is_bytes = (
+        pt.is_binary(plain) or pt.is_large_binary(plain) or pt.is_fixed_size_binary(plain) or pt.is_binary_view(plain)
+    )
+    return plain == PATH_TYPE or not (pt.is_nested(plain) or is_bytes)
 
 
 def is_time_type(kind: pa.DataType) -> bool:
-    """Whether a column may hold times: timestamps, dates, or integers (unix seconds)."""
     return pt.is_timestamp(kind) or pt.is_date(kind) or pt.is_integer(kind)
 
 
 def is_number_type(kind: pa.DataType) -> bool:
-    """Whether a column may hold ratings."""
+    kind = plain_type(kind)
     return pt.is_integer(kind) or pt.is_floating(kind) or pt.is_decimal(kind) or pt.is_boolean(kind)
 
 
 def plain_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A column in its plain type; NaN among floats becomes null, for an attribute that is not a number is none.
+    """A column in its plain type; NaN among floats becomes null, and a column of nulls alone stays one.
 
     Raises
     ------
     pa.ArrowInvalid
         A value does not fit, which only more than 2 GiB of text in one chunk can cause.
     """
-    plain = plain_type(column.type)
+    if pt.is_null(column.type):
+        return column  # in another file of the table it may have a type
     if pt.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
+    plain = plain_type(column.type)
     if column.type != plain:
         column = column.cast(plain)
-    if pt.is_floating(plain):
-        column = pc.if_else(pc.is_nan(column), pa.scalar(None, plain), column)
-    return column
+    return pc.if_else(pc.is_nan(column), pa.scalar(None, plain), column) if pt.is_floating(plain) else column
+
+
+def plain_ids(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Ids as string or int64."""
+    return plain_column(column).cast(id_type(column.type))
 
 
 def timestamps(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:

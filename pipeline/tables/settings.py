@@ -1,7 +1,6 @@
 """Settings of the input tables: where they are, and the mapping by which foreign files become them.
 
-The mapping is read from a YAML file; `configs/import_example.yaml` explains each key. Knows nothing of how files are
-read or converted.
+The mapping is read from a YAML file; `configs/import_example.yaml` explains each key.
 """
 
 import codecs
@@ -89,21 +88,18 @@ class SourceFiles(_Frozen):
             raise ValueError("expected an encoding that Python knows, such as utf-8, latin-1 or cp1252") from None
 
 
-class UserMapping(SourceFiles):
-    """How the users table is made."""
+class EntityMapping(SourceFiles):
+    """How the users or the items table is made."""
 
-    id: str = Field(description="Column that becomes user_id.")
+    id: str = Field(description="Column that becomes user_id or item_id.")
     attributes: dict[str, Column] | None = Field(None, description="Name: source column; null: all other columns.")
-    created_at: Time | None = Field(None, description="When the user appeared.")
+    created_at: Time | None = Field(None, description="When the user or item appeared.")
 
 
-class ItemMapping(SourceFiles):
+class ItemMapping(EntityMapping):
     """How the items table is made."""
 
-    id: str = Field(description="Column that becomes item_id.")
     title: str = Field(description="Column that becomes title.")
-    attributes: dict[str, Column] | None = Field(None, description="Name: source column; null: all other columns.")
-    created_at: Time | None = Field(None, description="When the item appeared.")
 
 
 class InteractionMapping(SourceFiles):
@@ -129,6 +125,6 @@ class ImportMapping(_Frozen):
     """A whole import. Without `users`, the users are those that interact, with no attributes."""
 
     ids: IdTypes = IdTypes()
-    users: UserMapping | None = None
+    users: EntityMapping | None = None
     items: ItemMapping
     interactions: InteractionMapping

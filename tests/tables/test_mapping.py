@@ -167,6 +167,12 @@ def test_ids_of_two_types_are_refused_before_all_is_unknown(tmp_path, source):
         ("unit: iso", "units: iso", r"interactions\.timestamp\.units: no such key; did you mean 'unit'"),
         ("separator: ", "seperator: ", r"attributes\.category\.seperator: no such key; did you mean 'separator'"),
         ("items:\n", "items: [\n", "is not YAML"),
+        (
+            "  rating: stars",
+            "  rating: stars\n  rating: grade",
+            r"has the key interactions\.rating twice, in lines 19 and 20",
+        ),
+        ("age: {column: age, type", "age: {column: age, column: years, type", r"users\.attributes\.age\.column twice"),
         ("  timestamp:", "  time:", r"interactions\.time: no such key; did you mean 'timestamp'\?;"),
         ("timestamp: {column: when, unit: iso}", "timestamp:", r"timestamp: expected keys .* unit \(found nothing"),
         ('attributes: {category: {column: path, separator: ">"}}', "attributes: [path]", r"expected names with values"),

@@ -93,8 +93,12 @@ def test_10m_has_half_stars_and_no_users_file(tmp_path):
     [
         ("u.item", "1|Heat", r"u\.item, line 1: found 2 fields, expected 24 separated by '\|'"),
         ("u.user", "one|24|M|technician|85711", r"u\.user, line 1: found 'one' in field 1, expected an integer"),
-        ("u.data", "1\t2\tgood\t3", r"u\.data is not as published: .*good"),
-        ("u.data", "1\t2\t3", r"u\.data is not as published"),
+        (
+            "u.data",
+            "1\t2\tgood\t3",
+            r"published: .*u\.data, column rating, row 0: found 'good'.*Check the version",
+        ),
+        ("u.data", "1\t2\t3", r"not as published: .*u\.data cannot be read: .*Expected 4 columns, got 3"),
     ],
 )
 def test_a_line_that_is_not_as_published_is_named(tmp_path, ml_100k, file, line, message):

@@ -125,16 +125,22 @@ def test_empty_tables_are_read_as_such(tmp_path, name):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"users": None}, "table users: the table is missing"),
-        ({"items": replaced("items", title=None)}, "lacks the column 'title'; it has item_id, category, price"),
+        ({"users": None}, "^users: the table is missing"),
+        (
+            {"items": replaced("items", title=None)},
+            r"items\.title \(.*items\.parquet\): the column is missing; there are item_id, category, price",
+        ),
         (
             {"users": replaced("users", user_id=[1.0, 2.0, 3.0])},
-            "column user_id: .* holds double; expected a string or",
+            r"users\.user_id \(.*\): the column is of type double; expected a string or",
         ),
-        ({"interactions": replaced("interactions", timestamp=["a", "b", "c"])}, "column timestamp: .* holds string"),
+        (
+            {"interactions": replaced("interactions", timestamp=["a", "b", "c"])},
+            r"\.timestamp \(.*\): the column is of type string",
+        ),
         (
             {"users": replaced("users", extra=[{"a": 1}] * 3)},
-            "column extra: .* holds struct<a: int64>; expected a scalar",
+            r"\.extra \(.*\): the column is of type struct<a: int64>; expected a scalar",
         ),
     ],
 )
@@ -148,9 +154,9 @@ def test_a_damaged_file_is_named(tmp_path):
     path = write_world(tmp_path)
     file = path / "items.parquet"
     file.write_bytes(file.read_bytes()[:-7])
-    with pytest.raises(TableError, match=r"items\.parquet cannot be read"):
+    with pytest.raises(TableError, match=r"items\.parquet\): the file cannot be read"):
         read_tables(path)
-    with pytest.raises(TableError, match=r"items\.parquet cannot be read"):
+    with pytest.raises(TableError, match=r"items\.parquet\): the file cannot be read"):
         describe(path)
 
 

@@ -36,10 +36,8 @@ def test_same_seed_same_bytes_and_another_seed_another_world(tmp_path):
 def test_users_are_streamed_in_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr(sample_world, "USERS_PER_CHUNK", 25)
     seen = []
-    world = write_sample_world(
-        tmp_path, num_users=60, num_items=40, progress=lambda done, total: seen.append((done, total))
-    )
-    assert seen == [(25, 60), (50, 60), (60, 60)]
+    world = write_sample_world(tmp_path, num_users=60, num_items=40, progress=seen.append)
+    assert seen == [25, 25, 10]
     assert pq.ParquetFile(tmp_path / "users.parquet").num_row_groups == 3
     assert pq.ParquetFile(tmp_path / "interactions.parquet").metadata.num_rows == world.num_interactions
     ids = pq.read_table(tmp_path / "users.parquet")["user_id"].to_pylist()

@@ -1,0 +1,241 @@
+"""What each column of the input tables may hold, in one place: its types, what it is read as, the rules of its values.
+
+A column's role decides all three. An entity table's column without a role of its own is an attribute. Rules between
+rows, files and tables are in `check.py`.
+"""
+
+import datetime
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+
+from laserbatch.pipeline.tables import schema as sc
+from laserbatch.pipeline.tables.findings import Finding
+
+# Times outside 1900 to 2200 are in another unit: milliseconds read as seconds are tens of thousands of years away.
+EARLIEST_S, LATEST_S = -2_208_988_800, 7_258_118_400
+# Nearer ones may be meant, but seconds read as milliseconds are in January 1970, and so is an unknown time that is 0.
+YEAR_S = 365 * 86_400
+MAX_ID = pa.scalar(2**63 - 1, pa.uint64())
+_NUMBER_PATTERN = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
+_TIME_PATTERN = r"^\s*(\d+|\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}(:\d{2}(\.\d+)?)?\s*(Z|[+-]\d{2}(:?\d{2})?)?)?)\s*$"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What each value of a column must obey.
+
+    Attributes
+    ----------
+    kind, found, expected, advice, is_warning : as in `Finding`; `{column}` in the advice is the column's name.
+    broken : from values, dictionaries decoded, to bool[n]; null counts as obeyed. A column of times or ratings may
+        hold text: it is of the wrong type, and the rows that would not even convert are found.
+    """
+
+    kind: str
+    found: str
+    expected: str
+    advice: str
+    broken: Callable[[pa.Array], pa.Array]
+    is_warning: bool = False
+
+    def rows(self, values: pa.Array) -> np.ndarray:
+        """The rows that break it, int64[n]."""
+        return np.flatnonzero(pc.fill_null(self.broken(values), False).to_numpy(zero_copy_only=False))
+
+
+def blank(values: pa.Array) -> pa.Array:
+    """Whether each value is null, or text of nothing but spaces."""
+    if not sc.is_text(values.type):
+        return pc.is_null(values)
+    return pc.fill_null(pc.equal(pc.utf8_trim_whitespace(values), ""), True)
+
+
+def _too_large(values: pa.Array) -> pa.Array:
+    return pc.greater(values, MAX_ID) if pt.is_uint64(values.type) else pa.nulls(len(values), pa.bool_())
+
+
+def _no_number(values: pa.Array) -> pa.Array:
+    is_number = pc.is_valid(values)
+    if sc.is_text(values.type):
+        is_number = pc.match_substring_regex(values, _NUMBER_PATTERN)
+    elif pt.is_floating(values.type):
+        is_number = pc.is_finite(values)
+    return pc.invert(pc.fill_null(is_number, False))
+
+
+def _no_time(values: pa.Array) -> pa.Array:
+    if sc.is_text(values.type):
+        return pc.invert(pc.match_substring_regex(values, _TIME_PATTERN))
+    return pa.nulls(len(values), pa.bool_())
+
+
+def _seconds(values: pa.Array) -> pa.Array:
+    """Seconds since 1970; of text null."""
+    if sc.is_text(values.type):
+        return pa.nulls(len(values), pa.float64())
+    if pt.is_integer(values.type):
+        return values.cast(pa.float64(), safe=False)  # uint64 too; which second it is plays no role here
+    if pt.is_date(values.type):
+        return values.cast(pa.timestamp("s")).cast(pa.int64())
+    return pc.divide(values.cast(pa.int64()), sc.UNITS_PER_SECOND[values.type.unit])
+
+
+def _out_of_range(values: pa.Array) -> pa.Array:
+    seconds = _seconds(values)
+    return pc.or_(pc.less(seconds, EARLIEST_S), pc.greater(seconds, LATEST_S))
+
+
+def _before_1971(values: pa.Array) -> pa.Array:
+    seconds = _seconds(values)
+    return pc.and_(pc.less(seconds, YEAR_S), pc.greater_equal(seconds, EARLIEST_S))
+
+
+def _far_ahead(values: pa.Array) -> pa.Array:
+    seconds = _seconds(values)
+    ahead_s = datetime.datetime.now(datetime.UTC).timestamp() + YEAR_S
+    return pc.and_(pc.greater(seconds, ahead_s), pc.less_equal(seconds, LATEST_S))
+
+
+def _null_in_list(values: pa.Array) -> pa.Array:
+    mask = np.zeros(len(values), dtype=bool)
+    if sc.is_list(values.type):
+        mask[pc.list_parent_indices(values).filter(pc.is_null(pc.list_flatten(values))).to_numpy()] = True
+    return pa.array(mask)
+
+
+_TIME_EXPECTED = "a timestamp, or int64 unix seconds"
+_NAME_THE_UNIT = "name the right unit in `laserbatch data import table`, or let it be if it is meant"
+_KNOWN_TIME = Rule("bad-timestamp", "the time is null:", _TIME_EXPECTED, "correct it, or drop the row", pc.is_null)
+_TIME_RULES = (
+    Rule("bad-timestamp", "the text is no time:", _TIME_EXPECTED, "correct it, or drop the row", _no_time),
+    Rule("bad-timestamp", "the time is out of range:", "a time between 1900 and 2200; integers are seconds since 1970",
+         "divide milliseconds by 1000, or name the unit in `laserbatch data import table`", _out_of_range),
+    Rule("odd-timestamp", "the time is before 1971:", "a time of this age", _NAME_THE_UNIT, _before_1971, True),
+    Rule("odd-timestamp", "the time is more than a year ahead:", "a time of this age", _NAME_THE_UNIT, _far_ahead,
+         True),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a column is there for.
+
+    Attributes
+    ----------
+    expected : the types that it may have, in words.
+    accepts : whether it may be of a type.
+    plain : its values in the type that they are read as.
+    rules : for each of its values.
+    advice : what to do about another type; `{column}` is its name, `{id_type}` what an id of that type becomes.
+    """
+
+    expected: str
+    accepts: Callable[[pa.DataType], bool]
+    plain: Callable[[pa.ChunkedArray], pa.ChunkedArray]
+    rules: tuple[Rule, ...]
+    advice: str
+
+
+ID = Role(
+    expected="a string or an integer",
+    accepts=lambda kind: sc.id_type(kind) is not None,
+    plain=sc.plain_ids,
+    rules=(
+        Rule("null-id", "the id is null or empty:", "an id", "fill it in, or drop the row", blank),
+        Rule("bad-id", "the id is too large:", f"at most {MAX_ID}",
+             "write the ids as text (`laserbatch data import table` does with `ids: {{{column}: string}}`)",
+             _too_large),
+    ),
+    advice="write it so; `laserbatch data import table` does with `ids: {{{column}: {id_type}}}` in its mapping",
+)  # fmt: skip
+TITLE = Role(
+    expected="a string",
+    accepts=lambda kind: sc.plain_type(kind) == pa.string(),
+    plain=sc.plain_column,
+    rules=(
+        Rule("null-title", "the title is empty:", "a title",
+             "fill it in, or drop the item; a run quarantines up to night.max_failed_share of the items", blank, True),
+    ),
+    advice="`laserbatch data import table` converts it",
+)  # fmt: skip
+TIME = Role(
+    expected=_TIME_EXPECTED,
+    accepts=sc.is_time_type,
+    plain=sc.timestamps,
+    rules=(_KNOWN_TIME, *_TIME_RULES),
+    advice="`laserbatch data import table` converts it, if its mapping names the `unit`",
+)
+CREATED = replace(TIME, accepts=lambda kind: sc.is_time_type(kind) or pt.is_null(kind), rules=_TIME_RULES)
+RATING = Role(
+    expected="a number",
+    accepts=sc.is_number_type,
+    plain=sc.plain_column,
+    rules=(
+        Rule("bad-rating", "the rating is no number:", "a number",
+             "correct it, drop the row, or leave the whole column out", _no_number),
+    ),
+    advice="`laserbatch data import table` converts it",
+)  # fmt: skip
+ATTRIBUTE = Role(
+    expected="a scalar or a list of strings",
+    accepts=sc.is_attribute_type,
+    plain=sc.plain_column,
+    rules=(
+        Rule("null-in-list", "the list has nulls in it:", "strings only", "take the nulls out of the list",
+             _null_in_list),
+    ),
+    advice="leave it out (`laserbatch data import table` with the `attributes` that you want), or write its parts as "
+    "columns of their own",
+)  # fmt: skip
+
+_ROLES = {
+    "users": {"user_id": ID, sc.CREATED_AT: CREATED},
+    "items": {"item_id": ID, "title": TITLE, sc.CREATED_AT: CREATED},
+    "interactions": {"user_id": ID, "item_id": ID, "timestamp": TIME, "rating": RATING},
+}
+
+
+def role_of(table: str, column: str) -> Role | None:
+    """The role of a column; None for one of interactions that nobody reads."""
+    return _ROLES[table].get(column, None if table == "interactions" else ATTRIBUTE)
+
+
+def schema_findings(table: str, file: str, schema: pa.Schema) -> list[Finding]:
+    """What is wrong with the columns of one file: missing ones, those of a wrong type, and those that are there twice.
+
+    Parameters
+    ----------
+    file : its name, for the message.
+    """
+    findings = []
+    for column in sc.REQUIRED_COLUMNS[table]:
+        if column not in schema.names:
+            found = f"the column is missing; there are {', '.join(schema.names) or 'none'}"
+            advice = "rename the column that holds it, or map it with `laserbatch data import table`"
+            findings.append(Finding("missing-column", table, found, "it to be there", advice, column, file))
+    for field in schema:
+        role = role_of(table, field.name)
+        if role is not None and not role.accepts(field.type):
+            found, advice = f"the column is of type {field.type}", _type_advice(field, role)
+            findings.append(Finding("wrong-type", table, found, role.expected, advice, field.name, file))
+    for column, count in Counter(schema.names).items():
+        if count > 1:
+            found, advice = "there are several columns of this name", "rename or drop all but one"
+            findings.append(Finding("duplicate-column", table, found, "one", advice, column, file))
+    return findings
+
+
+def _type_advice(field: pa.Field, role: Role) -> str:
+    kind = field.type
+    if pt.is_null(kind):
+        return "it holds nothing: fill it in" + (", or leave it out" if role is RATING else "")
+    if role is not ATTRIBUTE and (not sc.is_attribute_type(kind) or pt.is_time(kind) or pt.is_duration(kind)):
+        return "write it so; bytes as text, for example in hexadecimal"
+    is_number = pt.is_floating(kind) or pt.is_decimal(kind)
+    return role.advice.format(column=field.name, id_type="int64" if is_number else "string")
