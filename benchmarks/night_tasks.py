@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from laserbatch.pipeline.knowledge.entities import iter_entities
 from laserbatch.pipeline.knowledge.prompts import load_template, render_prompt
-from laserbatch.pipeline.knowledge.settings import KnowledgeSettings
+from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.tables.read import read_tables

@@ -17,7 +17,7 @@ from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import ConfigError
-from laserbatch.pipeline.knowledge.settings import KnowledgeSettings
+from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
 from laserbatch.pipeline.tables.settings import TablesSettings
 from laserbatch.pipeline.validation import explain, read_yaml
 from laserbatch.retrieval_pools.routing.settings import RoutingSettings

@@ -3,7 +3,6 @@
 The chat template is rendered with sentinels in place of the contents and split there: what lies between is the
 skeleton, whose control tokens are meant; contents are tokenised apart from it, as plain text. Works with any fast
 tokenizer; one without a chat template gets the contents as plain text after its begin-of-text token.
-This module knows no entities and no prompt templates.
 """
 
 import json
@@ -36,11 +35,6 @@ class ChatSkeleton:
     pieces: tuple[tuple[int, ...] | str, ...]
     texts: tuple[str, ...]
     merges_system: bool
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the fixed text alone."""
-        return sum(len(piece) for piece in self.pieces if not isinstance(piece, str))
 
 
 def chat_skeleton(tokenizer: PreTrainedTokenizerBase, with_system: bool, chat_options: dict) -> ChatSkeleton:

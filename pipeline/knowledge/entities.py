@@ -1,7 +1,4 @@
-"""Entities as prompts see them: attributes, and for users the history of what they rated.
-
-This module owns the join of users, interactions and items. It knows no templates and no tokens.
-"""
+"""Entities as prompts see them: attributes, and for users the history of what they rated, joined from the tables."""
 
 import math
 from collections.abc import Iterable, Iterator

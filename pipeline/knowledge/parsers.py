@@ -1,4 +1,4 @@
-"""From the model's text to the fields that are kept of it. Knows templates, no tokens and no tables."""
+"""From the model's text to the fields that are kept of it."""
 
 import re
 
@@ -33,7 +33,7 @@ def parse_knowledge(template: PromptTemplate, text: str) -> dict[str, str]:
 def _aspects(text: str, factors: tuple[str, ...]) -> dict[str, str]:
     """Numbered aspects, `1. Genre: ...`; a number alone takes the name of the factor asked for under it."""
     marks = list(_AT_LINE.finditer(text))
-    inline = [mark for mark in _INLINE.finditer(text)]
+    inline = list(_INLINE.finditer(text))
     if len(marks) < 2 <= len(inline):
         marks = inline
     fields: dict[str, str] = {}

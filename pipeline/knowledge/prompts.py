@@ -1,10 +1,14 @@
 """From an entity to the token ids that the model reads.
 
-This module owns the order of a prompt (what all entities share first), and the cut of long histories from their
-oldest side to a token budget. How chat messages become tokens is `chat_format`; what is asked is `templates`.
+What all entities share comes first; long histories are cut from their oldest side to a token budget. How chat messages
+become tokens is `chat_format`; what is asked is `templates`.
 """
 
+import hashlib
+import json
+from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +18,7 @@ from laserbatch.pipeline.knowledge.chat_format import chat_skeleton, encode_cont
 from laserbatch.pipeline.knowledge.entities import Entity, HistoryEvent
 from laserbatch.pipeline.knowledge.templates import Columns, HistoryLines, PromptTemplate, load_template
 
-__all__ = ["RenderedPrompt", "load_template", "render_prompt"]
+__all__ = ["RenderedPrompt", "fingerprint", "load_template", "render_prompt"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ def render_prompt(
     skeleton = chat_skeleton(tokenizer, template.system is not None, template.chat_options)
     head, events, tail = _blocks(template, entity)
 
+    @cache
     def encoded(num_shown: int) -> RenderedPrompt:
         user = _content(template, head, events[len(events) - num_shown :], tail)
         contents = {"user": user, "system": (template.system or "").strip()}
@@ -73,21 +78,43 @@ def render_prompt(
         )
         return RenderedPrompt(np.array(ids, np.int32), text, num_shown, len(entity.history) - num_shown)
 
-    fewest_over, most_fitting = len(events) + 1, -1
-    best = None
-    while fewest_over - most_fitting > 1:  # all first, then halving
-        num_shown = len(events) if fewest_over > len(events) else (fewest_over + most_fitting) // 2
-        rendered = encoded(num_shown)
-        if len(rendered.token_ids) <= max_prompt_tokens:
-            most_fitting, best = num_shown, rendered
-        else:
-            fewest_over = num_shown
-            shortest = len(rendered.token_ids)
-    if best is None:
+    def is_too_long(num_shown: int) -> bool:
+        return len(encoded(num_shown).token_ids) > max_prompt_tokens
+
+    if not is_too_long(len(events)):
+        return encoded(len(events))
+    num_shown = bisect_left(range(len(events)), True, key=is_too_long) - 1
+    if num_shown < 0:
         raise RowError(
-            f"too-long: the prompt has {shortest} tokens without any history, the limit is {max_prompt_tokens}"
+            f"too-long: the prompt has {len(encoded(0).token_ids)} tokens without any history, the limit is "
+            f"{max_prompt_tokens}"
         )
-    return best
+    return encoded(num_shown)
+
+
+def fingerprint(
+    rendered: RenderedPrompt, template: PromptTemplate, model_id: str, decoding_settings: dict[str, object]
+) -> str:
+    """SHA-256, as 32 hexadecimal digits, of all that decides a text apart from the drafts.
+
+    An entity whose fingerprint is the same as before keeps its text.
+
+    Parameters
+    ----------
+    rendered : the prompt; its token ids count, which hold the tokenizer and the chat template.
+    model_id : changes with the weights.
+    decoding_settings : what of decoding can change a text (verifier, its limits, length, stop strings, dtype); a JSON
+        object in which the order of keys means nothing.
+    """
+    described = json.dumps(
+        {"template": template.identity, "parser": template.parser, "model": model_id, "decoding": decoding_settings},
+        sort_keys=True,
+        separators=(",", ":"),
+    )
+    digest = hashlib.sha256(described.encode())
+    digest.update(b"\0")
+    digest.update(np.ascontiguousarray(rendered.token_ids, "<i4").tobytes())
+    return digest.hexdigest()[:32]
 
 
 def _blocks(template: PromptTemplate, entity: Entity) -> tuple[str, tuple[HistoryEvent, ...], str]:

@@ -9,8 +9,6 @@ import pyarrow as pa
 
 RECORD_VERSION = 4  # 1 and 2 had no is_stale; 2 and 3 could have alternative_ids
 
-FINISH_REASONS = ("end_of_text", "stop", "length")
-
 
 def knowledge_schema(entity_id_type: pa.DataType) -> pa.Schema:
     """Arrow schema of knowledge files, whose `entity_id` keeps the type it has in the input table.

@@ -1,7 +1,6 @@
 """Prompt templates: what is asked, as versioned YAML, found by name.
 
-This module owns the shape of a template and the registry of those that ship (`configs/prompts/`) and of a folder of
-the user's own. It knows no entities and no tokenizers.
+Templates ship in `configs/prompts/`; a folder of the user's own is looked in first.
 """
 
 import string
@@ -117,6 +116,26 @@ class PromptTemplate(_Frozen):
         return f"{self.name}@{self.version}"
 
 
+class KnowledgeSettings(_Frozen):
+    """What is asked about users and items."""
+
+    user_template: str = Field("kar_user", description="Prompt template for users.")
+    item_template: str = Field("kar_item", description="Prompt template for items.")
+    template_dir: Path | None = Field(
+        None, description="A folder of your own templates; looked in before those that ship."
+    )
+    max_prompt_tokens: int = Field(
+        1024,
+        ge=16,
+        description="Longer histories are cut from their oldest side; what still does not fit is quarantined.",
+    )
+
+    def template_of(self, side: Side) -> str:
+        """Name of a side's template."""
+        return self.user_template if side == "user" else self.item_template
+
+
+@lru_cache(maxsize=64)
 def load_template(name: str, folder: str | Path | None = None) -> PromptTemplate:
     """Load a template by name: `<folder>/<name>.yaml` where there is one, else the one that ships.
 
@@ -124,15 +143,10 @@ def load_template(name: str, folder: str | Path | None = None) -> PromptTemplate
     ------
     ConfigError : no such template, or a file that is not one.
     """
-    return _load(name, None if folder is None else Path(folder))
-
-
-@lru_cache(maxsize=64)
-def _load(name: str, folder: Path | None) -> PromptTemplate:
-    path = SHIPPED_TEMPLATES / f"{name}.yaml"
-    if folder is not None and (folder / f"{name}.yaml").is_file():
-        path = folder / f"{name}.yaml"
-    if not path.is_file():
+    folders = [SHIPPED_TEMPLATES] if folder is None else [Path(folder), SHIPPED_TEMPLATES]
+    paths = (place / f"{name}.yaml" for place in folders)
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
         known = ", ".join(template_names(folder))
         raise ConfigError(f"there is no prompt template {name!r}; templates are: {known}. Name one of these.")
     try:

@@ -7,10 +7,8 @@ from typing import Any
 from laserbatch.pipeline.decoding.model.identity import load_tokenizer, model_identity
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.knowledge.entities import Entity
-from laserbatch.pipeline.knowledge.fingerprint import fingerprint
-from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, render_prompt
-from laserbatch.pipeline.knowledge.settings import KnowledgeSettings
-from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, fingerprint, render_prompt
+from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, load_template
 from laserbatch.pipeline.sides import Side
 
 

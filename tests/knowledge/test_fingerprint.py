@@ -2,8 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from laserbatch.pipeline.knowledge.fingerprint import fingerprint
-from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, load_template
+from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, fingerprint, load_template
 
 RENDERED = RenderedPrompt(np.array([1, 2, 3], np.int32), "abc", 0, 0)
 TEMPLATE = load_template("kar_user")
