@@ -1,7 +1,7 @@
 """What the sample model is trained on: prompts with their answers, and two exercises.
 
 An answer holds few words of lore and few that are looked up; the exercises are dense in them. Prompts are rendered by
-production code. Knows tokens, no model and no schedule.
+production code.
 """
 
 from dataclasses import dataclass, replace

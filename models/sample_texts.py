@@ -1,9 +1,8 @@
 """The texts that the sample model learns to write: knowledge of the sample world, by grammar.
 
-This module owns what follows from a prompt (counts over the history, the lore in titles and sign-up statements) and
-how it is put into words. It sees only what a prompt shows, never the latent tastes that made the world. Which of
-several phrasings is used depends on the person's age band or the item's mood most of the time, and on chance
-otherwise: predictable, not constant.
+What follows from a prompt (counts over the history, the lore in titles and sign-up statements) is put into words, never
+the latent tastes that made the world. Which of several phrasings is used depends on the person's age band or the item's
+mood most of the time, and on chance otherwise: predictable, not constant.
 """
 
 from collections import Counter

@@ -1,10 +1,9 @@
 """Train the sample model from nothing: `python models/train_sample.py --out models/sample`.
 
-This script owns the sample model: its tokenizer, its architecture, what it is trained on and how. Training texts
-come from sample worlds of seeds 999 and up, never of those that `laserbatch data sample` (0) and the demo (7) use;
-what is learned from them is in `sample_exercises`. Loss on answer tokens only.
-World, tokenizer, order and initial weights are seeded. A schedule that ends by `--max-minutes` depends on the
-machine's speed, so the committed weights are not reproduced bit for bit.
+Training texts come from sample worlds of seeds 999 and up, never of those that `laserbatch data sample` (0) and the
+demo (7) use; what is learned from them is in `sample_exercises`. Loss on answer tokens only. World, tokenizer, order
+and initial weights are seeded. A schedule that ends by `--max-minutes` depends on the machine's speed, so the committed
+weights are not reproduced bit for bit.
 """
 
 import argparse
@@ -39,6 +38,9 @@ from laserbatch.pipeline.tables.read import read_tables
 FIRST_TRAINING_SEED = 1_000
 HELD_OUT_SEED = 0
 USERS_PER_WORLD, ITEMS_PER_WORLD = 400, 600
+SEED, NUM_THREADS, NUM_STEPS = 0, 2, 3_200
+VOCABULARY, HIDDEN, NUM_LAYERS = 3_072, 192, 4
+USER_TOKENS, ITEM_TOKENS, LORE_TOKENS = 2_048, 768, 512  # of each step's batch of users, items, lore exercises
 EMBEDDING_STD = 0.1
 POSITION_GAIN, NOTE_GAIN, MATCH_GAIN, COPY_GAIN, NUM_SLOW = 3.0, 0.25, 2.5, 0.8, 18
 LOSS_WEIGHTS = {"user": 1.0, "item": 0.5, "copy": 1.0, "lore": 1.0}
@@ -72,16 +74,16 @@ def world_entities(seed: int, num_users: int, num_items: int) -> tuple[list[Enti
         return list(iter_entities(tables, "user")), list(iter_entities(tables, "item"))
 
 
-def train_tokenizer(vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
+def train_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE over prompts and answers of one world."""
-    rng = np.random.default_rng([seed, 7])
+    rng = np.random.default_rng([SEED, 7])
     users, items = world_entities(FIRST_TRAINING_SEED - 1, 1_500, 1_500)
     # characters stand for tokens here: prompts are needed as text only
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=VOCABULARY,
         special_tokens=list(SPECIAL),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
@@ -113,11 +115,11 @@ def wrap_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def make_model(vocab_size: int, tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace) -> LlamaForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
     """About two million parameters, Llama architecture."""
     config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=arguments.hidden, intermediate_size=arguments.hidden * 5 // 2,
-        num_hidden_layers=arguments.layers, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        vocab_size=len(tokenizer), hidden_size=HIDDEN, intermediate_size=HIDDEN * 5 // 2,
+        num_hidden_layers=NUM_LAYERS, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
         max_position_embeddings=2_048, rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6}, tie_word_embeddings=True, attention_bias=False,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
@@ -202,13 +204,13 @@ def held_out_loss(model: LlamaForCausalLM, examples: list[Example]) -> float:
     return total / count
 
 
-def make_optimizers(model: LlamaForCausalLM, rate: float, embedding_rate: float) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for embeddings and norms."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers = [
         torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=rate * embedding_rate, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -232,7 +234,6 @@ def batches_of_world(
     items: list[Entity],
     tokenizer: PreTrainedTokenizerBase,
     stage: Stage,
-    arguments: argparse.Namespace,
     rng: np.random.Generator,
 ) -> Iterator[dict[str, list[Example]]]:
     """What each step learns from, a batch of every kind, until the users are through."""
@@ -241,10 +242,10 @@ def batches_of_world(
         make_copy_example(shorten(user, stage.longest, rng), tokenizer, rng) for user in users if user.history
     ]
     copy_batches = batches(copy_examples, stage.copy_tokens, rng)
-    lore_batches = batches(make_lore_examples(items, tokenizer), arguments.lore_tokens, rng)
+    lore_batches = batches(make_lore_examples(items, tokenizer), LORE_TOKENS, rng)
     item_examples = [make_example(item, tokenizer, rng) for item in items]
-    user_batches = batches(user_examples, arguments.batch_tokens, rng)
-    item_batches = batches(item_examples, arguments.item_tokens, rng)
+    user_batches = batches(user_examples, USER_TOKENS, rng)
+    item_batches = batches(item_examples, ITEM_TOKENS, rng)
     for kinds in zip(user_batches, *map(itertools.cycle, (item_batches, copy_batches, lore_batches)), strict=False):
         yield dict(zip(LOSS_WEIGHTS, kinds, strict=True))
 
@@ -282,18 +283,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("models/sample"))
     parser.add_argument("--start-from", type=Path, help="a folder that this script wrote: go on from it")
     parser.add_argument("--first-world", type=int, default=FIRST_TRAINING_SEED, help="seed of the first training world")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=3_200)
     parser.add_argument("--rate", type=float, default=2e-3, help="Muon's, for the matrices")
     parser.add_argument("--decay-share", type=float, default=0.4, help="the last part, in which the rate falls to 0")
-    parser.add_argument("--hidden", type=int, default=192)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=3_072)
-    parser.add_argument("--batch-tokens", type=int, default=2_048)
-    parser.add_argument("--item-tokens", type=int, default=768, help="of each step's batch of items")
-    parser.add_argument("--lore-tokens", type=int, default=512, help="of each step's batch of lore exercises")
-    parser.add_argument("--embedding-rate", type=float, default=1.0, help="of the embeddings, to that of the matrices")
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-minutes", type=float, default=45.0, help="the schedule is shortened to end by then")
     return parser.parse_args()
 
@@ -301,14 +292,13 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Train and save; the log tells time, steps, training and held-out loss."""
     arguments = parse_arguments()
-    torch.set_num_threads(arguments.threads)
-    torch.manual_seed(arguments.seed)
-    rng = np.random.default_rng(arguments.seed)
-
+    torch.set_num_threads(NUM_THREADS)
+    torch.manual_seed(SEED)
+    rng = np.random.default_rng(SEED)
     if arguments.start_from is None:
         stages = FROM_NOTHING
-        tokenizer = train_tokenizer(arguments.vocab, arguments.seed)
-        model = make_model(len(tokenizer), tokenizer, arguments)
+        tokenizer = train_tokenizer()
+        model = make_model(tokenizer)
     else:
         stages = CONTINUED
         tokenizer = AutoTokenizer.from_pretrained(arguments.start_from)
@@ -323,18 +313,18 @@ def main() -> None:
     prompts = {side: float(np.mean([len(e.prompt_ids) for e in examples])) for side, examples in held_out.items()}
     print(f"{num_parameters} parameters, vocabulary {len(tokenizer)}, answers {lengths}, prompts {prompts}", flush=True)
 
-    optimizers = make_optimizers(model, arguments.rate, arguments.embedding_rate)
+    optimizers = make_optimizers(model, arguments.rate)
     step, world, num_tokens, started = 0, 0, 0, time.monotonic()
     progress = 0.0  # share of the schedule that is done: by steps, or by time where that ends first
     while progress < 1.0:
         stage = next(stage for stage in stages if progress < stage.until)
         users, items = world_entities(arguments.first_world + world, USERS_PER_WORLD, ITEMS_PER_WORLD)
         world += 1
-        world_batches = batches_of_world(users, items, tokenizer, stage, arguments, rng)
+        world_batches = batches_of_world(users, items, tokenizer, stage, rng)
         # each step learns from both sides: an update that is normalised must not serve one and spoil the other
         for step_batches in world_batches:
             minutes = (time.monotonic() - started) / 60
-            progress = max(step / arguments.steps, minutes / arguments.max_minutes)
+            progress = max(step / NUM_STEPS, minutes / arguments.max_minutes)
             if progress >= 1.0:
                 break
             # warm-up, constant, linear decay

@@ -1,7 +1,7 @@
 """Items of the sample world, and drawing among them.
 
-This module owns the made-up catalogue: its titles, category paths, creators, eras and moods, and the hidden
-numbers behind the ratings (themes, quality, popularity). It knows no users. All arrays are indexed by item.
+Beside titles, category paths, creators, eras and moods an item has hidden numbers behind its ratings: themes, quality,
+popularity.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ SHARE_PLAIN_TITLES = 0.6  # main theme and undertone agree
 
 @dataclass(frozen=True)
 class Catalogue:
-    """The items, each field an array over them; indices point into the lists of `sample_lore`."""
+    """The items, each field an array over them; indices point into the lists of `lore.py`."""
 
     titles: list[str]
     category: np.ndarray  # int, into CATEGORY_PATHS

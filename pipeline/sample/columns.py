@@ -1,4 +1,4 @@
-"""Arrays of the sample world as Arrow columns, and its clock. Knows no users and no items."""
+"""Arrays of the sample world as Arrow columns, and its clock."""
 
 import datetime
 

@@ -1,8 +1,8 @@
 """Words of the sample world: an invented catalogue of radio plays and those who listen to them.
 
-This module owns word lists and the meaning they carry, the *lore*: each word of a title belongs to one theme, and
-no column of the tables says which. It knows no random numbers, no tables and no prompts. Every list is closed and
-of our own invention; `sample_world` draws from it and the texts that the sample model learns are written with it.
+Words carry a meaning, the *lore*: each word of a title belongs to one theme, and no column of the tables says which.
+Every list is closed and of our own invention; `world.py` draws from it and the texts that the sample model learns are
+written with it.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """Users of the sample world: latent tastes, and what a recommender is told of them.
 
-This module owns how tastes and attributes come together, and the sign-up statement, which hints at tastes in words
-of the lore. It knows no items and no ratings.
+The sign-up statement hints at tastes in words of the lore.
 """
 
 from dataclasses import dataclass
