@@ -43,13 +43,13 @@ def world(tmp_path_factory):
 
 def write(entities: list[Entity]) -> list[Written]:
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
     template = load_template(f"kar_{entities[0].side}")
     rendered = [render_prompt(template, entity, tokenizer, 1_024) for entity in entities]
     order = np.argsort([len(prompt.token_ids) for prompt in rendered], kind="stable")
     written: dict[int, Written] = {}
-    for start in range(0, len(order), 16):
-        rows = order[start : start + 16].tolist()
+    for start in range(0, len(order), 32):
+        rows = order[start : start + 32].tolist()
         longest = max(len(rendered[row].token_ids) for row in rows)
         ids = torch.full((len(rows), longest), tokenizer.pad_token_id)
         for place, row in enumerate(rows):
