@@ -20,7 +20,7 @@ from laserbatch.jobs.console import say, summary
 from laserbatch.jobs.inputs import check_inputs
 from laserbatch.jobs.sample_model import NEEDS_A_MODEL
 from laserbatch.jobs.settings import Settings, load_settings
-from laserbatch.pipeline.errors import ConfigError, TableError
+from laserbatch.pipeline.errors import ConfigError, TableError, first_line
 from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.tables.findings import count_faults
@@ -109,9 +109,10 @@ def read_sources(folder: Path) -> list[SourceTable]:
                 sources.append(SourceTable(pattern, next(pq.ParquetFile(file).iter_batches(20), None)))
             elif file.suffix in (".csv", ".tsv"):
                 options = pacsv.ParseOptions(delimiter="\t" if file.suffix == ".tsv" else ",")
-                sources.append(SourceTable(pattern, pacsv.open_csv(file, parse_options=options).read_next_batch()))
-        except (pa.ArrowException, StopIteration, OSError) as error:
-            raise TableError(f"{file} cannot be read: {str(error).splitlines()[0][:200]}") from None
+                batches = iter(pacsv.open_csv(file, parse_options=options))
+                sources.append(SourceTable(pattern, next(batches, None)))
+        except (pa.ArrowException, OSError) as error:
+            raise TableError(f"{file} cannot be read: {first_line(error)}") from None
     sources = [SourceTable(s.name, pa.Table.from_batches([s.head]).slice(0, 20)) for s in sources if s.head is not None]
     if not sources:
         raise TableError(f"{folder} holds no Parquet or CSV file with rows; expected users, items and interactions")

@@ -13,6 +13,11 @@ A message says what was found, what was expected, and what to do.
 """
 
 
+def first_line(error: Exception) -> str:
+    """The first line of what another library says, its type where it says nothing; for a message of ours."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
 class PipelineError(Exception):
     """Base of the errors that a user can fix."""
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.errors import WorkspaceError, first_line
 from laserbatch.pipeline.storage.atomic import atomic_path, sha256_file
 
 ROW_GROUP_ROWS = 16 * 1024  # few enough that a column of them stays below the 2 GiB which `string` and `list` can hold
@@ -191,10 +191,6 @@ def _opened(path: Path, columns: Sequence[str]) -> Iterator[pq.ParquetFile]:
 
 def _damaged(path: Path, error: Exception) -> WorkspaceError:
     return WorkspaceError(
-        f"{path} is damaged or not a Parquet file: {_first_line(error)}. Restore it from a copy, or take it away: the "
+        f"{path} is damaged or not a Parquet file: {first_line(error)}. Restore it from a copy, or take it away: the "
         "next night writes again what only it held."
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 import pyarrow as pa
 
-from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.errors import TableError, first_line
 
 MAX_SHOWN_CHARACTERS = 120
 
@@ -66,8 +66,7 @@ class FaultyTable(TableError):
 
 def unreadable(table: str, file: str, error: Exception) -> Finding:
     """What is said of a file that Arrow or the disk refuses."""
-    first_line = (str(error).splitlines() or [type(error).__name__])[0][:200]
-    found = f"the file cannot be read ({first_line})"
+    found = f"the file cannot be read ({first_line(error)})"
     return Finding("unreadable", table, found, "a Parquet file", "write it again", file=file)
 
 

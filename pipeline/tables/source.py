@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 
-from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.errors import TableError, first_line
 from laserbatch.pipeline.tables.columns import ATTRIBUTE, ID
 from laserbatch.pipeline.tables.convert import ConversionFault, to_path, to_time, to_type, without
 from laserbatch.pipeline.tables.schema import id_type, plain_type
@@ -108,9 +108,8 @@ def read_source(files: SourceFiles, source: Path, table: str) -> Iterator[Source
                     yield SourceBatch(path, first_row, rows)
                     first_row += rows.num_rows
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            first_line = (str(error).splitlines() or [""])[0][:200]
             raise TableError(
-                f"{path} cannot be read: {first_line}. Check `delimiter`, `encoding` and `column_names`."
+                f"{path} cannot be read: {first_line(error)}. Check `delimiter`, `encoding` and `column_names`."
             ) from None
 
 

@@ -41,6 +41,12 @@ def test_a_job_board_is_guessed_with_its_types_and_clicks(job_board, tmp_path, c
     assert load_settings(tmp_path / "night.yaml").ctr.positive_rating == 1.0
 
 
+def test_a_csv_with_a_header_alone_is_passed_over(job_board, tmp_path, capsys):
+    (job_board / "users.csv").write_text("user_id,title\n")
+    run_init(capsys, job_board, tmp_path / "night.yaml")
+    assert "users.csv" not in (tmp_path / "mapping.yaml").read_text()
+
+
 def test_the_bundled_model_knows_the_sample_world_alone(tmp_path, capsys):
     write_sample_world(tmp_path / "tables", num_users=5, num_items=20)
     said = run_init(capsys, tmp_path / "tables", tmp_path / "night.yaml")
