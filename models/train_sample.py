@@ -191,17 +191,19 @@ def answer_loss(model: LlamaForCausalLM, batch: list[Example]) -> torch.Tensor:
     return F.cross_entropy(model.lm_head(hidden[answered]).float(), labels[answered])
 
 
-def held_out_loss(model: LlamaForCausalLM, examples: list[Example]) -> float:
-    """Mean loss per answer token."""
+def held_out_losses(model: LlamaForCausalLM, held_out: dict[str, list[Example]]) -> dict[str, float]:
+    """Mean loss per answer token, by side."""
     model.eval()
-    total, count = 0.0, 0
+    losses = {}
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        for start in range(0, len(examples), 8):
-            batch = examples[start : start + 8]
-            num = sum(len(example.answer_ids) for example in batch)
-            total, count = total + float(answer_loss(model, batch)) * num, count + num
+        for side, examples in held_out.items():
+            total = 0.0
+            for start in range(0, len(examples), 8):
+                batch = examples[start : start + 8]
+                total += float(answer_loss(model, batch)) * sum(len(example.answer_ids) for example in batch)
+            losses[side] = round(total / sum(len(example.answer_ids) for example in examples), 4)
     model.train()
-    return total / count
+    return losses
 
 
 def make_optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
@@ -272,11 +274,6 @@ def train_step(
     return loss
 
 
-def held_out_losses(model: LlamaForCausalLM, held_out: dict[str, list[Example]]) -> dict[str, float]:
-    """`held_out_loss` by side."""
-    return {side: round(held_out_loss(model, examples), 4) for side, examples in held_out.items()}
-
-
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -336,8 +333,7 @@ def main() -> None:
                 speed = num_tokens / (time.monotonic() - started)
                 print(f"step {step} progress {progress:.3f} loss {loss} {speed:.0f} tokens/s", flush=True)
             if step % 200 == 0:
-                losses = held_out_losses(model, held_out)
-                print(f"step {step} held-out {losses}", flush=True)
+                print(f"step {step} held-out {held_out_losses(model, held_out)}", flush=True)
                 save(model, tokenizer, arguments.out)
     losses = held_out_losses(model, held_out)
     save(model, tokenizer, arguments.out)

@@ -16,11 +16,6 @@ def first_second(days: int) -> int:
     return int(first.timestamp())
 
 
-def timestamps(seconds: np.ndarray) -> pa.Array:
-    """Unix seconds (int64[n]) as timestamp[us, UTC]."""
-    return pa.array(seconds.astype(np.int64) * 1_000_000, pa.int64()).cast(pa.timestamp("us", "UTC"))
-
-
 def words(vocabulary: tuple[str, ...] | list[str], indices: np.ndarray) -> pa.Array:
     """Words by index, string[n]."""
     return pa.array(list(vocabulary), pa.string()).take(pa.array(indices))

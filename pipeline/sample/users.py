@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.pipeline.sample.columns import DAY_S, SIGN_UP_S, timestamps, words
+from laserbatch.pipeline.sample.columns import DAY_S, SIGN_UP_S, words
 from laserbatch.pipeline.sample.lore import (
     ABOUT_CATEGORY,
     ABOUT_ERA,
@@ -23,6 +23,7 @@ from laserbatch.pipeline.sample.lore import (
     THEMES,
     TOP_CATEGORIES,
 )
+from laserbatch.pipeline.tables.schema import timestamps
 
 NUM_ARCHETYPES = 12
 SHARE_COLD = 0.3  # users with at most three ratings by the last day
@@ -92,7 +93,7 @@ def user_table(users: Users, user_ids: pa.Array, first_s: int, rng: np.random.Ge
             "region": words(REGIONS, users.region),
             "age_band": words(AGE_BANDS, users.age_band),
             "about": _about(users, rng),
-            "created_at": timestamps(created_s),
+            "created_at": timestamps(pa.array(created_s)),
         }
     )
 

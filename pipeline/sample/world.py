@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.sample.catalogue import Catalogue, WeightedGroups, make_catalogue
-from laserbatch.pipeline.sample.columns import DAY_S, LAST_DATE, SIGN_UP_S, first_second, ids, timestamps, words
+from laserbatch.pipeline.sample.columns import DAY_S, LAST_DATE, SIGN_UP_S, first_second, ids, words
 from laserbatch.pipeline.sample.lore import CATEGORY_PATHS, ERAS, MOODS, THEMES, TOP_CATEGORIES
 from laserbatch.pipeline.sample.users import SHARE_COLD, Users, draw_archetypes, draw_users, user_table
-from laserbatch.pipeline.tables.schema import table_files
+from laserbatch.pipeline.tables.schema import table_files, timestamps
 
 USERS_PER_CHUNK = 20_000
 SHARE_ACTIVE_LAST_DAY = 0.17  # of the users known before it
@@ -126,7 +126,7 @@ def _item_table(catalogue: Catalogue, item_ids: pa.Array, first_s: int, seed: in
             "creator": pa.array(catalogue.creators, pa.string()),
             "era": words(ERAS, catalogue.era),
             "mood": words(MOODS, catalogue.mood),
-            "created_at": timestamps(first_s + catalogue.created_day * DAY_S + seconds),
+            "created_at": timestamps(pa.array(first_s + catalogue.created_day * DAY_S + seconds)),
         }
     )
 
@@ -156,7 +156,7 @@ def _interaction_table(
         {
             "user_id": user_ids.take(pa.array(user[order])),
             "item_id": item_ids.take(pa.array(item[order])),
-            "timestamp": timestamps(when_s[order]),
+            "timestamp": timestamps(pa.array(when_s[order])),
             "rating": pa.array(rating[order].astype("int32"), pa.int32()),
         }
     )
