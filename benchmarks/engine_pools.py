@@ -30,7 +30,7 @@ from laserbatch.retrieval_pools.calibration.calibrate import calibrate, num_held
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.routing.kmeans import cluster_embeddings, default_num_groups
+from laserbatch.retrieval_pools.routing.collaborative import cluster_embeddings, default_num_groups
 from laserbatch.retrieval_pools.settings import PoolSettings
 
 logger = logging.getLogger("engine")

@@ -25,8 +25,8 @@ from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import BuildCounts, build_pool
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.routing.leaves import EntityTexts
 from laserbatch.retrieval_pools.routing.router import Router, fit_routers
-from laserbatch.retrieval_pools.routing.text_clusters import EntityTexts
 
 SCRATCH_NAME, HELD_BACK_NAME = "scratch", "without-held-back"
 

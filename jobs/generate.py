@@ -50,7 +50,6 @@ from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.drafting.tree import compiled_query
 from laserbatch.retrieval_pools.index.pool import EMPTY_POOL
 from laserbatch.retrieval_pools.routing.router import Route, Router
-from laserbatch.retrieval_pools.routing.rule import RoutingRule
 
 MOST_UNUSABLE = 0.5  # of the first texts; where more fail, model and template do not fit each other
 
@@ -234,7 +233,7 @@ def router(night: Night, side: Side) -> Callable[[Entity], Route]:
     version = night.manifest["pools"]["version"]
     if version is None:
         return no_route
-    fitted = Router.load(night.pools.folder(version) / "router" / side, RoutingRule.of(night.settings.routing))
+    fitted = Router.load(night.pools.folder(version) / "router" / side, night.settings.routing)
     return entity_router(fitted, night.tables, side, night.date)
 
 

@@ -20,9 +20,7 @@ from laserbatch.pipeline.tables.check import check_tables, require_sound
 from laserbatch.pipeline.tables.findings import Finding
 from laserbatch.pipeline.tables.read import Tables, describe, read_tables
 from laserbatch.pipeline.validation import nearest
-from laserbatch.retrieval_pools.routing.embeddings import read_embeddings
-from laserbatch.retrieval_pools.routing.ids import id_column
-from laserbatch.retrieval_pools.routing.rule import RoutingRule
+from laserbatch.retrieval_pools.routing.embeddings import id_column, read_embeddings
 
 ROWS_AT_ONCE = 64 * 1024
 
@@ -46,7 +44,7 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
     TableError
         The input tables are not what they should be; every finding is named. Or neither a user nor an item is known.
     PoolError
-        The rule of routing cannot be imported, or a file of embeddings is not what it should be.
+        A file of embeddings is not what it should be.
     """
     if settings.tables.path is None:
         raise ConfigError("no input tables: set tables.path in the configuration; `laserbatch init TABLES` writes one")
@@ -54,7 +52,6 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
     require_sound(findings, settings.tables.path)
     for warning in findings:
         say(str(warning))
-    RoutingRule.of(settings.routing)  # a night that will not find its function fails here, not at its end
     tables = read_tables(settings.tables.path, as_of=date)
     if not any(tables.entities(side).num_rows for side in SIDES):
         raise TableError(

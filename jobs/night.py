@@ -30,7 +30,6 @@ from laserbatch.pipeline.tables.read import Tables, read_tables
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.store import PoolStore, PoolVersion
 from laserbatch.retrieval_pools.routing.router import Router
-from laserbatch.retrieval_pools.routing.rule import RoutingRule
 from laserbatch.retrieval_pools.routing.settings import RoutingSettings
 
 
@@ -99,7 +98,7 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False, red
     TableError
         The input tables are not what they should be; every finding is named.
     PoolError
-        The configured rule of routing cannot be imported, or embeddings are not what they should be.
+        Embeddings are not what they should be.
     WorkspaceError
         The unfinished run was started from other inputs.
     """
@@ -215,8 +214,7 @@ def current_pools(
     ----------
     min_support : what the run's settings ask for; pools keep what they were built with.
     date : of the run; a version's name begins with its own.
-    routing : the run's; routers are read by its rule.
-
+    routing : the run's; routers are read by its limits.
     """
     try:
         version = store.current_version()
@@ -241,7 +239,7 @@ def can_be_used(store: PoolStore, version: str, routing: RoutingSettings) -> boo
     """Whether a version's pools and routers are as they were written, every byte of the pools; says what is not."""
     try:
         for side in store.verify(version):
-            Router.load(store.folder(version) / "router" / side, RoutingRule.of(routing))
+            Router.load(store.folder(version) / "router" / side, routing)
     except PoolError as error:
         say(f"not drafting from the pools {version}: {error} Those that are built from this run take their place")
         return False

@@ -6,7 +6,6 @@ attributes of held-back entities are seen, as they are on a night.
 """
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +22,15 @@ from laserbatch.pipeline.decoding.budget import Budget
 from laserbatch.pipeline.errors import RowError, WorkspaceError
 from laserbatch.pipeline.knowledge.entities import iter_entities
 from laserbatch.pipeline.planning.prompting import prompt_renderer
-from laserbatch.pipeline.planning.routing import ages_days, count_interactions
+from laserbatch.pipeline.planning.routing import entity_router
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.retrieval_pools.calibration.calibrate import num_held_back
 from laserbatch.retrieval_pools.calibration.replay import ReplayText
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.routing.collaborative import train_embeddings
-from laserbatch.retrieval_pools.routing.kmeans import EntityEmbeddings
+from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings
+from laserbatch.retrieval_pools.routing.leaves import EntityTexts
 from laserbatch.retrieval_pools.routing.router import Router
-from laserbatch.retrieval_pools.routing.text_clusters import EntityTexts
 from laserbatch.retrieval_pools.simulating.simulate import (
     CalibrationTexts,
     DraftSetting,
@@ -223,11 +222,7 @@ class _Routed:
     def __init__(self, night: Night, settings: Settings, texts: SideTexts, embeddings: EntityEmbeddings | None) -> None:
         self._tables, self._settings, self._texts, self._embeddings = night.tables, settings, texts, embeddings
         self._entities = night.tables.entities(texts.side)
-        self._ids = self._entities[f"{texts.side}_id"].to_pylist()
-        counts = count_interactions(night.tables.interactions, texts.side)
-        ages = ages_days(self._entities, texts.side, night.date)
-        self._num_interactions = np.array([counts.get(entity_id, 0) for entity_id in self._ids], np.int64)
-        self._ages = np.array([ages.get(entity_id, math.nan) for entity_id in self._ids])
+        self._date = night.date
 
     def grouping(self, **changes: object) -> Grouping:
         """Groups under the configured routing with changes."""
@@ -243,8 +238,9 @@ class _Routed:
             self._embeddings,
             self._known_texts() if needs_texts else None,
         )
-        routes = router.route_all(self._entities, self._num_interactions, self._ages)
-        group_of = {entity_id: route.group for entity_id, route in zip(self._ids, routes, strict=True)}
+        route = entity_router(router, self._tables, texts.side, self._date)
+        entities = iter_entities(self._tables, texts.side, with_history=False)
+        group_of = {entity.entity_id: route(entity).group for entity in entities}
         return Grouping(
             [group_of.get(entity_id) for entity_id in texts.corpus.entity_ids],
             [group_of.get(entity_id) for entity_id in texts.held_back_ids],

@@ -36,7 +36,6 @@ from laserbatch.pipeline.tables.read import Tables, read_tables
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.store import PoolStore
 from laserbatch.retrieval_pools.routing.router import Router
-from laserbatch.retrieval_pools.routing.rule import RoutingRule
 from laserbatch.retrieval_pools.step_cost import StepCost
 
 
@@ -179,7 +178,7 @@ def _night_before(settings: Settings, tables: Tables, side: Side, entity: Entity
     current = current_pools(store, settings.pools.min_support, date, settings.routing)
     if current is None:
         return None, None, NO_ROUTE, previous_ids
-    router = Router.load(current.folder / "router" / side, RoutingRule.of(settings.routing))
+    router = Router.load(current.folder / "router" / side, settings.routing)
     route = entity_router(router, tables, side, date)(entity)
     pool = store.open(current.version, side, tokenizer_hash(settings.model_dir))
     return pool, current.version, route, previous_ids

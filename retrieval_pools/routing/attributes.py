@@ -1,8 +1,8 @@
 """Groups of entities with like attributes: a hierarchy split where it is too big, found again by longest prefix.
 
-The groups are prefixes of the entities' attribute tokens (grouping/columns.py), so a group's name reads as a path:
+The groups are prefixes of the entities' attribute tokens (columns.py), so a group's name reads as a path:
 "attribute/Mystery/Harbour", "attribute/gender=F/age=25..35"; the root is "attribute". Every prefix on the way to a
-group is a group itself: it holds what its subgroups do not, and catches values never seen. Knows no interactions.
+group is a group itself: it holds what its subgroups do not, and catches values never seen.
 """
 
 from collections import Counter, defaultdict
@@ -11,18 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pygtrie
 
-from laserbatch.retrieval_pools.routing.columns import (
-    AttributeColumn,
-    attributes_of_rows,
-    choose_columns,
-    distinct_rows,
-    tokens_of,
-)
+from laserbatch.retrieval_pools.routing.columns import AttributeColumn, choose_columns, iter_attributes, tokens_of
 
 ATTRIBUTE_FILE = "attribute_groups.parquet"
 ROOT_GROUP = "attribute"
@@ -37,14 +30,6 @@ class GroupSizes:
 
     max_size: int
     min_size: int
-
-
-@dataclass(frozen=True)
-class GroupAssignment:
-    """Groups of many rows: the distinct `groups`, and `indices` int64 (n,) of each row's group among them."""
-
-    groups: list[str]
-    indices: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -75,11 +60,7 @@ class AttributeGroups:
             A named column is missing or of a type that cannot be grouped by.
         """
         columns = choose_columns(entities, names, num_bins)
-        rows = distinct_rows(entities, columns)
-        counts: Counter[Prefix] = Counter()
-        num_rows = np.bincount(rows.inverse, minlength=len(rows.first_rows)).tolist()
-        for tokens, count in zip(_tokens_of_rows(entities, columns, rows.first_rows), num_rows, strict=True):
-            counts[tokens] += count
+        counts = Counter(tokens_of(columns, attributes) for attributes in iter_attributes(entities, columns))
         return cls(columns, split_groups(counts, sizes))
 
     @property
@@ -90,17 +71,6 @@ class AttributeGroups:
     def group_of(self, attributes: Mapping[str, object]) -> str:
         """Group of one entity by the longest known prefix of its tokens; the root when none is known."""
         return self._trie.longest_prefix(tokens_of(self.columns, attributes)).value
-
-    def groups_of(self, entities: pa.Table) -> GroupAssignment:
-        """Groups of all rows of a table, equal to `group_of` of each; missing columns are taken as null."""
-        rows = distinct_rows(entities, self.columns)
-        found = [
-            self._trie.longest_prefix(tokens).value
-            for tokens in _tokens_of_rows(entities, self.columns, rows.first_rows)
-        ]
-        groups = sorted(set(found))
-        position = {group: index for index, group in enumerate(groups)}
-        return GroupAssignment(groups, np.array([position[group] for group in found], np.int64)[rows.inverse])
 
     def save(self, folder: Path) -> None:
         """Write the groups, rows of `GROUP_SCHEMA`, to `ATTRIBUTE_FILE`; the columns are not in it."""
@@ -158,7 +128,3 @@ def split_groups(counts: Mapping[Prefix, int], sizes: GroupSizes) -> dict[Prefix
 def group_name(prefix: Prefix) -> str:
     """Readable name of a group: tokens have their own `/` quoted, so names are as distinct as prefixes."""
     return "/".join((ROOT_GROUP, *prefix))
-
-
-def _tokens_of_rows(entities: pa.Table, columns: Sequence[AttributeColumn], rows: np.ndarray) -> list[Prefix]:
-    return [tokens_of(columns, attributes) for attributes in attributes_of_rows(entities, columns, rows)]

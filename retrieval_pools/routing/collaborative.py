@@ -1,19 +1,28 @@
-"""Collaborative groups: entities with enough interactions, put together by k-means over embeddings.
+"""Collaborative groups: entities with enough interactions, put together by k-means over embeddings."""
 
-Knows interactions and ids, no attributes; which entities use these groups the router decides.
-"""
-
+import math
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from threadpoolctl import threadpool_limits
 
-from laserbatch.retrieval_pools.routing.embeddings import read_embeddings
-from laserbatch.retrieval_pools.routing.ids import SIDES, check_same_kind, id_column, normalised_ids
-from laserbatch.retrieval_pools.routing.kmeans import EntityEmbeddings, cluster_embeddings, default_num_groups
+from laserbatch.retrieval_pools.routing.embeddings import (
+    SIDES,
+    EntityEmbeddings,
+    check_same_kind,
+    id_column,
+    normalised_ids,
+    read_embeddings,
+)
 from laserbatch.retrieval_pools.routing.settings import RoutingSettings
+
+NUM_INITS = 4
+MAX_ITERATIONS = 50
+MAX_FIT_ROWS = 50_000  # centres of larger sides come from a seeded sample of this many entities
 
 
 @dataclass(frozen=True)
@@ -83,13 +92,6 @@ class CollaborativeGroups:
         """Group number of one entity, None when it has none."""
         return self._group_by_id.get(entity_id)
 
-    def groups_of(self, ids: pa.Array) -> np.ndarray:
-        """Group numbers int64 (n,) of many entities, -1 for none."""
-        if len(self.ids) == 0:
-            return np.full(len(ids), -1, np.int64)
-        positions = pc.fill_null(pc.index_in(ids, value_set=self.ids), -1).to_numpy()
-        return np.where(positions >= 0, self.groups[positions], -1).astype(np.int64)
-
     @cached_property
     def _group_by_id(self) -> dict[str | int, int]:
         return dict(zip(self.ids.to_pylist(), self.groups.tolist(), strict=True))
@@ -97,10 +99,49 @@ class CollaborativeGroups:
 
 def train_embeddings(interactions: pa.Table, settings: RoutingSettings, seed: int) -> dict[str, EntityEmbeddings]:
     """LightGCN vectors of both sides ("user", "item"), for every id in `interactions`."""
-    from laserbatch.retrieval_pools.routing.lightgcn import (
-        train_lightgcn,  # here: a loaded router must route without torch
-    )
+    from laserbatch.retrieval_pools.routing.lightgcn import train_lightgcn  # a loaded router must route without torch
 
     ids = {side: id_column(interactions, f"{side}_id", "interactions") for side in SIDES}
     trained = train_lightgcn(ids["user"], ids["item"], settings.lightgcn, seed)
     return {"user": trained.users, "item": trained.items}
+
+
+def default_num_groups(num_entities: int) -> int:
+    """Half the square root: 15 groups for 943 users, 500 for a million, so group sizes grow as pools do."""
+    return max(1, round(math.sqrt(num_entities) / 2))
+
+
+def cluster_embeddings(vectors: np.ndarray, num_groups: int, seed: int) -> np.ndarray:
+    """Cluster L2-normalised vectors by k-means (LASER, section 3.2).
+
+    It runs on one thread: scikit-learn adds up its threads' partial sums in the order they finish, and equal inputs
+    must give equal groups.
+
+    Parameters
+    ----------
+    vectors : float array (n, dim)
+        Need not be normalised. A zero vector stays zero.
+    num_groups : int
+        Wanted number of groups; fewer come out when there are fewer distinct vectors.
+    seed : int
+
+    Returns
+    -------
+    int32 array (n,)
+        Group numbers from 0.
+    """
+    from sklearn.cluster import KMeans  # takes a second to load, and who asks for a group does not cluster
+    from sklearn.exceptions import ConvergenceWarning
+
+    if len(vectors) == 0:
+        return np.empty(0, np.int32)
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit = (vectors / np.where(norms > 0, norms, 1)).astype(np.float32)  # (n, dim)
+    rows = unit
+    if len(unit) > MAX_FIT_ROWS:
+        rows = unit[np.sort(np.random.default_rng(seed).choice(len(unit), MAX_FIT_ROWS, replace=False))]
+    kmeans = KMeans(min(num_groups, len(rows)), n_init=NUM_INITS, max_iter=MAX_ITERATIONS, random_state=seed % 2**32)
+    with threadpool_limits(1), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct vectors than groups: allowed, see above
+        labels = kmeans.fit(rows).predict(unit)
+    return np.unique(labels, return_inverse=True)[1].astype(np.int32)  # centres that nobody is nearest to left out

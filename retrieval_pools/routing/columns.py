@@ -1,14 +1,14 @@
 """Which attribute columns split a side, and the words ("tokens") that a row's values become on the way to a group.
 
 A category path gives one token a level ("Mystery", "Harbour"), a scalar `column=value`, a number the name of its
-quantile bin ("age=25..35"). Nulls, empty strings, missing columns and values of another kind give no token. Knows
-nothing of groups and sizes.
+quantile bin ("age=25..35"). Nulls, empty strings, missing columns and values of another kind give no token.
 """
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Real
 from typing import Literal
 
@@ -20,6 +20,7 @@ from laserbatch.retrieval_pools.errors import PoolError
 
 MAX_PATH_LEVELS = 8  # deeper levels of a category path are not looked at
 MAX_GUESSED_VALUES = 256  # a text column with more distinct values is not guessed to be an attribute
+ROWS_AT_ONCE = 8192  # that are Python objects at one time
 NEVER_GUESSED = frozenset({"user_id", "item_id", "title", "name", "created_at"})
 
 Kind = Literal["path", "value", "number"]
@@ -39,20 +40,16 @@ class AttributeColumn:
         if self.kind == "path":
             return self._path_tokens(value if isinstance(value, list | tuple) else (value,))
         if self.kind == "number":
-            position = self.bin_of(value)
-            return () if position is None else (self._token(self._bin_name(position)),)
+            is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+            return (self.bin_names[bisect_right(self.edges, value)],) if is_number else ()
         text = _text(value)
         return (self._token(text),) if text else ()
 
-    def bin_of(self, value: object) -> int | None:
-        """Which bin a number is in, from 0; None for what is no finite number."""
-        is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-        return bisect_right(self.edges, value) if is_number else None
-
-    @property
-    def bin_names(self) -> list[str]:
+    @cached_property
+    def bin_names(self) -> tuple[str, ...]:
         """The tokens of a number's bins, lowest first."""
-        return [self._token(self._bin_name(position)) for position in range(len(self.edges) + 1)]
+        shown = [f"{edge:g}" for edge in self.edges]
+        return tuple(self._token(f"{low}..{high}") for low, high in zip(["", *shown], [*shown, ""], strict=True))
 
     def _path_tokens(self, levels: Sequence[object]) -> tuple[str, ...]:
         tokens: list[str] = []
@@ -65,19 +62,6 @@ class AttributeColumn:
 
     def _token(self, text: str) -> str:
         return f"{_quote(self.name)}={_quote(text)}" if self.labelled else _quote(text)
-
-    def _bin_name(self, position: int) -> str:
-        low = f"{self.edges[position - 1]:g}" if position > 0 else ""
-        high = f"{self.edges[position]:g}" if position < len(self.edges) else ""
-        return f"{low}..{high}"
-
-
-@dataclass(frozen=True)
-class DistinctRows:
-    """Rows that differ in the chosen columns: `first_rows` int64 (k,), and `inverse` int64 (n,) into it."""
-
-    first_rows: np.ndarray
-    inverse: np.ndarray
 
 
 def choose_columns(entities: pa.Table, names: Sequence[str] | None, num_bins: int) -> tuple[AttributeColumn, ...]:
@@ -114,49 +98,14 @@ def tokens_of(columns: Sequence[AttributeColumn], attributes: dict[str, object])
     return tuple(token for column in columns for token in column.tokens(attributes.get(column.name)))
 
 
-def distinct_rows(entities: pa.Table, columns: Sequence[AttributeColumn]) -> DistinctRows:
-    """Rows with different values in `columns` (numbers: in different bins), so that tokens are made once for each."""
-    codes = np.zeros(entities.num_rows, np.int64)
-    for column in columns:
-        if column.name in entities.column_names:
-            for level in _codes(entities[column.name], column):
-                joint = codes * (level.max(initial=-1) + 2) + level + 1
-                codes = np.unique(joint, return_inverse=True)[1]
-    _, first_rows, inverse = np.unique(codes, return_index=True, return_inverse=True)
-    return DistinctRows(first_rows.astype(np.int64), inverse.astype(np.int64))
-
-
-def attributes_of_rows(
-    entities: pa.Table, columns: Sequence[AttributeColumn], rows: np.ndarray
-) -> list[dict[str, object]]:
-    """Values of some rows by column name; columns that the table lacks are left out."""
+def iter_attributes(entities: pa.Table, columns: Sequence[AttributeColumn]) -> Iterator[dict[str, object]]:
+    """Values of each row by column name; columns that the table lacks are left out."""
     known = [column.name for column in columns if column.name in entities.column_names]
     if not known:
-        return [{} for _ in rows]
-    return entities.select(known).take(pa.array(rows)).to_pylist()
-
-
-def _codes(values: pa.ChunkedArray, column: AttributeColumn) -> list[np.ndarray]:
-    """int64 codes (n,) of a column's values, -1 for none; one array for each level of a path."""
-    kind = _kind(values.type)
-    if kind is None:
-        return []  # such values give no tokens either
-    if kind == "path":
-        lists = values.cast(pa.large_list(values.type.value_type)).combine_chunks()
-        starts = lists.offsets.to_numpy()[:-1]
-        lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
-        elements = _dictionary_codes(pa.chunked_array([lists.values]))
-        levels = []
-        for depth in range(min(MAX_PATH_LEVELS, lengths.max(initial=0))):
-            has_level = lengths > depth
-            level = np.full(len(lengths), -1, np.int64)
-            level[has_level] = elements[starts[has_level] + depth]
-            levels.append(level)
-        return levels
-    if kind == "number" and column.kind == "number":
-        numbers = _numbers(values)
-        return [np.where(np.isfinite(numbers), np.searchsorted(column.edges, numbers, side="right"), -1)]
-    return [_dictionary_codes(values)]
+        yield from ({} for _ in range(entities.num_rows))
+        return
+    for batch in entities.select(known).to_batches(max_chunksize=ROWS_AT_ONCE):
+        yield from batch.to_pylist()
 
 
 def _guess(entities: pa.Table) -> list[tuple[str, Kind]]:
@@ -230,14 +179,10 @@ def _dictionary_codes(values: pa.ChunkedArray) -> np.ndarray:
     return pc.fill_null(pc.index_in(values, value_set=distinct), -1).to_numpy().astype(np.int64)
 
 
-def _numbers(values: pa.ChunkedArray) -> np.ndarray:
+def _quantile_edges(values: pa.ChunkedArray, num_bins: int) -> tuple[float, ...]:
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
-    return pc.fill_null(values.cast(pa.float64(), safe=False), math.nan).to_numpy()
-
-
-def _quantile_edges(values: pa.ChunkedArray, num_bins: int) -> tuple[float, ...]:
-    numbers = _numbers(values)
+    numbers = pc.drop_null(values.cast(pa.float64(), safe=False)).to_numpy()
     numbers = numbers[np.isfinite(numbers)]
     if len(numbers) == 0:
         return ()

@@ -1,93 +1,50 @@
-"""Groups of entities by the leaves of one LightGBM tree, fitted to predict a text's cluster from attributes.
+"""Groups of entities by the leaves of one tree, fitted to predict a text's cluster from attributes (LASER).
 
-Where prefixes (grouping/attributes.py) split by one column after the other, the tree splits by whatever tells texts
-apart. Every entity falls into a leaf, those without a text too; a leaf's group is named by its number: "leaf/3". A
-value that is unknown or missing is never among the values that a split names, and a missing number counts as lower
-than all: both sides are fixed, whatever the data. Knows no interactions.
+Where prefixes (attributes.py) split by one column after the other, the tree splits by whatever tells texts apart. Every
+entity falls into a leaf, those without a text too; a leaf's group is named by its number: "leaf/3". A node names some
+values of a column, or of a level of a category path ("Mystery/Harbour"): who has one of them goes inside, everybody
+else, what is unknown or missing too, goes outside.
 """
 
-import hashlib
 import json
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import count
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
+from scipy.sparse import csr_array
+from threadpoolctl import threadpool_limits
 
-from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.routing.attributes import ATTRIBUTE_FILE, GroupAssignment
-from laserbatch.retrieval_pools.routing.columns import (
-    AttributeColumn,
-    attributes_of_rows,
-    choose_columns,
-    distinct_rows,
-)
-from laserbatch.retrieval_pools.routing.ids import check_same_kind, normalised_ids
-from laserbatch.retrieval_pools.routing.leaf_rules import leaf_rules
-from laserbatch.retrieval_pools.routing.text_clusters import EntityTexts, cluster_positions
+from laserbatch.retrieval_pools.routing.collaborative import cluster_embeddings
+from laserbatch.retrieval_pools.routing.columns import AttributeColumn, choose_columns, iter_attributes
+from laserbatch.retrieval_pools.routing.embeddings import check_same_kind, normalised_ids
 
-if TYPE_CHECKING:
-    from lightgbm import Booster
-
-TREE_FILE, FEATURE_FILE = "attribute_tree.txt", "attribute_features.json"
-GROUP_SCHEMA = pa.schema([("group", pa.string()), ("num_entities", pa.int64()), ("rule", pa.string())])
-MAX_CATEGORIES = 254  # of a column, or of a level of a path; LightGBM has 255 bins, one of them for the unknown
+LEAF_FILE = "attribute_leaves.json"
 MAX_FIT_TEXTS = 50_000  # on larger sides the tree comes from a seeded sample of this many texts
+MAX_NAMED = 4  # values that a leaf's rule writes out
+NUM_COMPONENTS = 32  # that texts are reduced to before they are clustered
+
+Node = dict | int  # "column", "level", "values", "inside", "outside"; or the number of a leaf
 
 
 @dataclass(frozen=True)
-class TreeFeature:
-    """One input of the tree: a number's bin, or the place of a value in `categories`.
+class EntityTexts:
+    """The newest text of each entity that has one: `ids` (n, string or int64) and `token_ids` (n, lists of int32)."""
 
-    Of a category path each level is a feature, whose values are whole prefixes: "Mystery", "Mystery/Harbour".
-    """
-
-    column: AttributeColumn
-    num_levels: int
-    categories: tuple[str, ...]
-
-    @property
-    def is_categorical(self) -> bool:
-        """Whether the tree splits by sets of values, not at a threshold."""
-        return self.column.kind != "number"
-
-    def encode(self, value: object) -> float:
-        """The value as the tree sees it; -1, which no split names as a category, for what is unknown or missing."""
-        if not self.is_categorical:
-            position = self.column.bin_of(value)
-            return -1.0 if position is None else float(position)
-        tokens = self.column.tokens(value)[: self.num_levels]
-        return self._codes.get(_category(tokens), -1.0) if len(tokens) == self.num_levels else -1.0
-
-    @property
-    def names(self) -> list[str]:
-        """Readable names of the values 0, 1, ..., and of the unknown."""
-        values = list(self.categories) if self.is_categorical else self.column.bin_names
-        level = f" (level {self.num_levels})" if self.column.kind == "path" else ""
-        return [*values, f"{self.column.name}{level} unknown"]
-
-    @cached_property
-    def _codes(self) -> dict[str, float]:
-        return {category: float(code) for code, category in enumerate(self.categories)}
+    ids: pa.Array
+    token_ids: pa.Array
 
 
 @dataclass(frozen=True)
 class LeafGroups:
-    """The fitted tree: its inputs, LightGBM's text of it, and how many entities each leaf held.
-
-    `tree` is empty where there was nothing to split by, and all entities are in the one leaf 0.
-    """
+    """The fitted tree, and how many entities each leaf held; without anything to split by all are in leaf 0."""
 
     columns: tuple[AttributeColumn, ...]
-    features: tuple[TreeFeature, ...]
-    tree: str
+    tree: Node
     num_entities: tuple[int, ...]
 
     @classmethod
@@ -117,7 +74,7 @@ class LeafGroups:
         num_leaves : int
             Leaves at most, and text clusters that the tree is to tell apart.
         min_size : int
-            Texts a leaf has at least, and a category that a split names.
+            Texts a leaf has at least, and a value that a node names.
         num_bins : int
             Quantile bins of a numeric column.
         seed : int
@@ -125,121 +82,100 @@ class LeafGroups:
         Raises
         ------
         PoolError
-            A named column is missing or of a type that cannot be grouped by; ids of another kind; no LightGBM.
+            A named column is missing or of a type that cannot be grouped by; ids of another kind.
         """
         columns = choose_columns(entities, names, num_bins)
-        features = _features(entities, columns)
-        tree = ""
-        if texts is not None and features:
+        tree: Node = 0
+        if texts is not None and columns and num_leaves > 1:
             known = _known_texts(texts, ids, seed)
-            positions = cluster_positions(known.token_ids, num_leaves, seed)
-            rows = pc.index_in(known.ids, value_set=ids).to_numpy()
-            matrix = _encode(features, attributes_of_rows(entities, columns, rows))
-            tree = _grow(matrix, positions, features, num_leaves, min_size, seed)
-        leaves = cls(columns, features, tree, ())._leaves_of(entities)
-        return cls(columns, features, tree, tuple(np.bincount(leaves, minlength=1).tolist()))
+            if len(known.ids) >= 2 * min_size:
+                with_text = entities.take(pc.index_in(known.ids, value_set=ids))
+                tokens = [_tokens(columns, attributes) for attributes in iter_attributes(with_text, columns)]
+                positions = cluster_positions(known.token_ids, num_leaves, seed)
+                tree = _grow(columns, tokens, positions, num_leaves, min_size, seed)
+        held = Counter(_leaf(tree, _tokens(columns, attributes)) for attributes in iter_attributes(entities, columns))
+        return cls(columns, tree, tuple(held[leaf] for leaf, _ in sorted(_rules(tree, {}))))
 
     @property
     def groups(self) -> list[str]:
         """Names of all groups, in the order of the leaves."""
-        return [_group_name(leaf) for leaf in range(len(self.num_entities))]
+        return [f"leaf/{leaf}" for leaf in range(len(self.num_entities))]
 
     @property
-    def rules(self) -> tuple[str, ...]:
-        """What each leaf holds, in words."""
-        tree = self._booster.dump_model()["tree_info"][0]["tree_structure"] if self._booster is not None else {}
-        return leaf_rules(tree, [feature.names for feature in self.features], len(self.num_entities))
+    def rules(self) -> list[str]:
+        """What each leaf holds, in words: "(Mystery or Romance) and not era=1950s"."""
+        return [rule for _, rule in sorted(_rules(self.tree, {}))]
 
     def group_of(self, attributes: Mapping[str, object]) -> str:
         """Group of one entity."""
-        row = tuple(feature.encode(attributes.get(feature.column.name)) for feature in self.features)
-        if row not in self._leaf_of_row:  # LightGBM takes 50 us a call, and few rows differ
-            self._leaf_of_row[row] = int(self._leaves(np.array([row]))[0])
-        return _group_name(self._leaf_of_row[row])
-
-    def groups_of(self, entities: pa.Table) -> GroupAssignment:
-        """Groups of all rows of a table, equal to `group_of` of each; missing columns are taken as null."""
-        found, indices = np.unique(self._leaves_of(entities), return_inverse=True)
-        return GroupAssignment([_group_name(leaf) for leaf in found.tolist()], indices.astype(np.int64))
+        return f"leaf/{_leaf(self.tree, _tokens(self.columns, attributes))}"
 
     def save(self, folder: Path) -> None:
-        """Write the tree as LightGBM's text, its inputs as JSON, and the groups with their sizes and rules."""
-        (folder / TREE_FILE).write_text(self.tree, encoding="utf-8")
-        features = [
-            {"column": feature.column.name, "num_levels": feature.num_levels, "categories": feature.categories}
-            for feature in self.features
-        ]
-        described = {"tree_sha256": _sha256(self.tree), "features": features}
-        (folder / FEATURE_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        groups = pa.table([self.groups, list(self.num_entities), self.rules], GROUP_SCHEMA)
-        pq.write_table(groups, folder / ATTRIBUTE_FILE, compression="zstd")
+        """Write the tree, and the groups with their sizes and rules; the columns are not in it."""
+        groups = zip(self.groups, self.num_entities, self.rules, strict=True)
+        described = {
+            "tree": self.tree,
+            "groups": [{"group": group, "num_entities": size, "rule": rule} for group, size, rule in groups],
+        }
+        (folder / LEAF_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, columns: Sequence[AttributeColumn], folder: Path) -> "LeafGroups":
         """Read what `save` wrote; OSError, ValueError or KeyError where it is missing or damaged."""
-        described = json.loads((folder / FEATURE_FILE).read_text(encoding="utf-8"))
-        tree = (folder / TREE_FILE).read_text(encoding="utf-8")
-        if _sha256(tree) != described["tree_sha256"]:  # LightGBM reads past the end of a tree that was cut
-            raise ValueError(f"{TREE_FILE} is not what was written")
-        column_of = {column.name: column for column in columns}
-        features = tuple(
-            TreeFeature(column_of[data["column"]], data["num_levels"], tuple(data["categories"]))
-            for data in described["features"]
-        )
-        num_entities = pq.read_table(folder / ATTRIBUTE_FILE)["num_entities"].to_pylist()
-        return cls(tuple(columns), features, tree, tuple(num_entities))
-
-    def _leaves_of(self, entities: pa.Table) -> np.ndarray:
-        rows = distinct_rows(entities, self.columns)
-        matrix = _encode(self.features, attributes_of_rows(entities, self.columns, rows.first_rows))
-        return self._leaves(matrix)[rows.inverse]
-
-    def _leaves(self, matrix: np.ndarray) -> np.ndarray:
-        if self._booster is None or len(matrix) == 0:
-            return np.zeros(len(matrix), np.int64)
-        return self._booster.predict(matrix, pred_leaf=True, num_threads=1)[:, 0].astype(np.int64)
-
-    @cached_property
-    def _booster(self) -> "Booster | None":
-        return _lightgbm().Booster(model_str=self.tree) if self.tree else None
-
-    @cached_property
-    def _leaf_of_row(self) -> dict[tuple[float, ...], int]:
-        return {}
+        described = json.loads((folder / LEAF_FILE).read_text(encoding="utf-8"))
+        num_entities = tuple(group["num_entities"] for group in described["groups"])
+        loaded = cls(tuple(columns), described["tree"], num_entities)
+        if loaded.rules != [group["rule"] for group in described["groups"]]:
+            raise ValueError(f"the tree in {LEAF_FILE} is not what was written")
+        return loaded
 
 
 def read_rules(folder: Path) -> dict[str, str]:
     """What each leaf of a saved router holds, in words, by group; nothing where groups are not leaves."""
-    file = folder / ATTRIBUTE_FILE
-    if not file.is_file() or "rule" not in pq.read_schema(file).names:
+    if not (folder / LEAF_FILE).is_file():
         return {}
-    table = pq.read_table(file)
-    return dict(zip(table["group"].to_pylist(), table["rule"].to_pylist(), strict=True))
+    groups = json.loads((folder / LEAF_FILE).read_text(encoding="utf-8"))["groups"]
+    return {group["group"]: group["rule"] for group in groups}
 
 
-def _features(entities: pa.Table, columns: Sequence[AttributeColumn]) -> tuple[TreeFeature, ...]:
-    rows = distinct_rows(entities, columns)
-    attributes = attributes_of_rows(entities, columns, rows.first_rows)
-    num_entities = np.bincount(rows.inverse, minlength=len(rows.first_rows)).tolist()
-    features = []
-    for column in columns:
-        if column.kind == "number":
-            features.append(TreeFeature(column, 1, ()))
-            continue
-        by_level: defaultdict[int, Counter[str]] = defaultdict(Counter)
-        for values, count in zip(attributes, num_entities, strict=True):
-            tokens = column.tokens(values.get(column.name))
-            for num_levels in range(1, len(tokens) + 1):
-                by_level[num_levels][_category(tokens[:num_levels])] += count
-        for num_levels, counts in sorted(by_level.items()):
-            frequent = sorted(counts, key=lambda category: (-counts[category], category))[:MAX_CATEGORIES]
-            features.append(TreeFeature(column, num_levels, tuple(frequent)))
-    return tuple(features)
+def cluster_positions(token_ids: pa.Array, num_clusters: int, seed: int) -> np.ndarray:
+    """Cluster texts that use the same words, and number the clusters so that near numbers have like texts.
 
+    Bags of token ids, weighted by tf-idf, are reduced by a truncated SVD and clustered by k-means. The number of a
+    cluster is the rank of its centre on the centres' first principal axis: a target that one regression tree can split.
 
-def _encode(features: Sequence[TreeFeature], attributes: Sequence[Mapping[str, object]]) -> np.ndarray:
-    rows = [[feature.encode(values.get(feature.column.name)) for feature in features] for values in attributes]
-    return np.array(rows, np.float64).reshape(len(rows), len(features))
+    Parameters
+    ----------
+    token_ids : Arrow lists of int32 (n,)
+    num_clusters : int
+        Wanted number; fewer come out when there are fewer distinct texts.
+    seed : int
+
+    Returns
+    -------
+    float64 array (n,)
+        0 to the number of clusters less 1.
+    """
+    from sklearn.decomposition import TruncatedSVD  # here: who asks for a group does not cluster
+    from sklearn.feature_extraction.text import TfidfTransformer
+
+    tokens = pc.list_flatten(token_ids).to_numpy(zero_copy_only=False)
+    texts = pc.list_parent_indices(token_ids).to_numpy(zero_copy_only=False)
+    shape = (len(token_ids), int(tokens.max(initial=0)) + 1)
+    num_components = min(NUM_COMPONENTS, *(size - 1 for size in shape))
+    if num_components < 1 or not len(tokens):
+        return np.zeros(len(token_ids))
+    bags = csr_array((np.ones(len(tokens)), (texts, tokens.astype(np.int64))), shape)  # equal tokens are summed
+    # Equal texts must give equal clusters, and several threads sum in no fixed order. All texts may be equal (0 / 0).
+    with threadpool_limits(1), np.errstate(invalid="ignore"):
+        weighted = TfidfTransformer(sublinear_tf=True).fit_transform(bags)
+        vectors = TruncatedSVD(num_components, random_state=seed % 2**32).fit_transform(weighted)
+    clusters = cluster_embeddings(vectors, num_clusters, seed)
+    centres = np.stack([vectors[clusters == cluster].mean(axis=0) for cluster in range(int(clusters.max()) + 1)])
+    axis = np.linalg.svd(centres - centres.mean(axis=0), full_matrices=False)[2][0]
+    axis *= np.sign(axis[np.abs(axis).argmax()]) or 1
+    ranks = np.argsort(np.argsort(centres @ axis, kind="stable"))
+    return ranks[clusters].astype(np.float64)
 
 
 def _known_texts(texts: EntityTexts, ids: pa.Array, seed: int) -> EntityTexts:
@@ -253,60 +189,87 @@ def _known_texts(texts: EntityTexts, ids: pa.Array, seed: int) -> EntityTexts:
     return EntityTexts(text_ids.take(pa.array(rows)), texts.token_ids.take(pa.array(rows)))
 
 
+def _tokens(columns: Sequence[AttributeColumn], attributes: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
+    return {column.name: column.tokens(attributes.get(column.name)) for column in columns}
+
+
+def _value(tokens: Mapping[str, tuple[str, ...]], column: str, level: int) -> str | None:
+    """What a node compares: a prefix of the column's tokens; None where they are fewer."""
+    return "/".join(tokens[column][:level]) if len(tokens[column]) >= level else None
+
+
+def _leaf(node: Node, tokens: Mapping[str, tuple[str, ...]]) -> int:
+    while isinstance(node, dict):
+        is_inside = _value(tokens, node["column"], node["level"]) in node["values"]
+        node = node["inside" if is_inside else "outside"]
+    return node
+
+
 def _grow(
-    matrix: np.ndarray,
+    columns: Sequence[AttributeColumn],
+    tokens: Sequence[Mapping[str, tuple[str, ...]]],
     positions: np.ndarray,
-    features: Sequence[TreeFeature],
     num_leaves: int,
     min_size: int,
     seed: int,
-) -> str:
-    """LightGBM's text of one regression tree from (num_texts, num_features) to the clusters' positions."""
-    if len(matrix) < 2 * min_size or num_leaves < 2:
-        return ""
-    lightgbm = _lightgbm()
-    parameters = {
-        "objective": "regression",
-        "learning_rate": 1.0,
-        "num_leaves": min(num_leaves, len(matrix)),
-        "min_data_in_leaf": min_size,
-        "min_sum_hessian_in_leaf": 0.0,
-        "feature_pre_filter": False,
-        "min_data_in_bin": 1,
-        # A split names a category that has as many texts as a leaf; rarer ones would be sorted by chance.
-        "cat_smooth": float(min_size),
-        "min_data_per_group": 1,
-        "cat_l2": 0.0,
-        "max_cat_threshold": MAX_CATEGORIES,
-        "deterministic": True,
-        "force_row_wise": True,
-        "num_threads": 1,
-        "seed": seed % 2**31,
-        "verbosity": -1,
-    }
-    categorical = [number for number, feature in enumerate(features) if feature.is_categorical]
-    data = lightgbm.Dataset(matrix, positions, categorical_feature=categorical, params=parameters)
-    return lightgbm.train(parameters, data, num_boost_round=1).model_to_string()
+) -> Node:
+    """A regression tree from the tokens of texts' entities to the positions of the texts' clusters, both (num_texts,).
+
+    Values stand in the order of their texts' mean position (those of a number in their own): cutting that order in two
+    is the best split into two sets (Breiman et al. 1984, section 4.2.2). What is unknown or rare stands before them.
+    """
+    from sklearn.tree import DecisionTreeRegressor
+
+    features, codes = [], []  # column and level; float (num_texts,) the places of the values
+    for column in columns:
+        for level in range(1, max(len(known[column.name]) for known in tokens) + 1):
+            values = np.array([_value(known, column.name, level) or "" for known in tokens])
+            distinct, inverse, sizes = np.unique(values, return_inverse=True, return_counts=True)
+            means = np.bincount(inverse, positions) / sizes
+            if column.kind == "number":
+                means = np.array([column.bin_names.index(value) if value else -1 for value in distinct])
+            order = [
+                place for place in np.argsort(means, kind="stable") if distinct[place] and sizes[place] >= min_size
+            ]
+            code_of = np.full(len(distinct), -1.0)
+            code_of[order] = np.arange(len(order))
+            features.append((column.name, level, distinct[order].tolist()))
+            codes.append(code_of[inverse])
+    tree = DecisionTreeRegressor(max_leaf_nodes=num_leaves, min_samples_leaf=min_size, random_state=seed % 2**32)
+    grown = tree.fit(np.stack(codes, axis=1), positions).tree_
+    leaves = count()
+
+    def node_of(number: int) -> Node:
+        if grown.children_left[number] == grown.children_right[number]:
+            return next(leaves)
+        column, level, order = features[grown.feature[number]]
+        above = int(np.floor(grown.threshold[number])) + 1
+        inside, outside = node_of(grown.children_right[number]), node_of(grown.children_left[number])
+        return {"column": column, "level": level, "values": order[above:], "inside": inside, "outside": outside}
+
+    return node_of(0)
 
 
-def _lightgbm() -> ModuleType:
-    try:
-        import lightgbm  # here: only this grouping needs it, and the system library that it loads
-    except (ImportError, OSError) as error:  # OSError: libgomp is missing
-        raise PoolError(
-            f"LightGBM cannot be loaded ({error}); `pip install lightgbm` and the system library libgomp1 provide it, "
-            "or set routing.attribute_grouping to path"
-        ) from error
-    return lightgbm
+def _rules(
+    node: Node, conditions: dict[tuple[str, int], tuple[list[str] | None, set[str]]]
+) -> Iterator[tuple[int, str]]:
+    """Each leaf with what leads to it; conditions are, by column and level, the values allowed and those ruled out."""
+    if isinstance(node, int):
+        yield node, " and ".join(_in_words(*condition) for condition in conditions.values()) or "everything"
+        return
+    place, named = (node["column"], node["level"]), node["values"]
+    allowed, ruled_out = conditions.get(place, (None, set()))
+    inside = [value for value in named if allowed is None or value in allowed]
+    yield from _rules(node["inside"], conditions | {place: (inside, ruled_out)})
+    yield from _rules(node["outside"], conditions | {place: (allowed, ruled_out | set(named))})
 
 
-def _category(tokens: Sequence[str]) -> str:
-    return "/".join(tokens)
+def _in_words(allowed: list[str] | None, ruled_out: set[str]) -> str:
+    if allowed is None:
+        return f"not {_any_of(sorted(ruled_out))}"
+    return _any_of([value for value in allowed if value not in ruled_out])
 
 
-def _group_name(leaf: int) -> str:
-    return f"leaf/{leaf}"
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _any_of(names: Sequence[str]) -> str:
+    more = [f"{len(names) - MAX_NAMED} more"] if len(names) > MAX_NAMED else []
+    return names[0] if len(names) == 1 else f"({' or '.join([*names[:MAX_NAMED], *more])})"

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import torch
 from torch.nn import functional
 
-from laserbatch.retrieval_pools.routing.kmeans import EntityEmbeddings
+from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings
 from laserbatch.retrieval_pools.routing.settings import LightGCNSettings
 
 MAX_PAIRS_PER_STEP = 1 << 17  # bounds memory on large graphs; smaller ones use every pair in every step

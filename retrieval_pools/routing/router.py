@@ -1,36 +1,35 @@
 """Which group's pool an entity drafts from: the binary router of LASER (section 3.2) and its baselines.
 
-Fitted when a pool is built, saved beside it, used the next night under that night's rule. It always answers: an entity
-that the rule prefers (by default: one with enough interactions) and that was there at the fit has its collaborative
-group, every other one an attribute group. It knows the tables it is given and nothing of dates: what must not be known
-yet, the caller has cut.
+Fitted when a pool is built, saved beside it, used the next night under that night's limits. It always answers: an
+entity with enough interactions and age that was there at the fit has its collaborative group, every other one an
+attribute group. What must not be known yet, the caller has cut from the tables.
 """
 
+import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.routing.attributes import ATTRIBUTE_FILE, AttributeGroups, GroupSizes
-from laserbatch.retrieval_pools.routing.baselines import GLOBAL_GROUP, random_group
-from laserbatch.retrieval_pools.routing.collaborative import CollaborativeGroups, train_embeddings
+from laserbatch.retrieval_pools.routing.attributes import AttributeGroups, GroupSizes
+from laserbatch.retrieval_pools.routing.collaborative import (
+    CollaborativeGroups,
+    default_num_groups,
+    train_embeddings,
+)
 from laserbatch.retrieval_pools.routing.columns import AttributeColumn
-from laserbatch.retrieval_pools.routing.ids import SIDES, check_same_kind, id_column
-from laserbatch.retrieval_pools.routing.kmeans import EntityEmbeddings, default_num_groups
-from laserbatch.retrieval_pools.routing.leaves import LeafGroups
-from laserbatch.retrieval_pools.routing.rule import EntityFacts, RoutingRule
+from laserbatch.retrieval_pools.routing.embeddings import SIDES, EntityEmbeddings, id_column
+from laserbatch.retrieval_pools.routing.leaves import EntityTexts, LeafGroups
 from laserbatch.retrieval_pools.routing.settings import RoutingSettings
-from laserbatch.retrieval_pools.routing.text_clusters import EntityTexts
 
 ROUTER_FILE, COLLABORATIVE_FILE = "router.json", "collaborative.parquet"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+GLOBAL_GROUP = "global"
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,6 @@ class Router:
     num_groups: int  # of the random scheme
     collaborative: CollaborativeGroups
     attributes: AttributeGroups | LeafGroups
-    rule: RoutingRule
 
     @classmethod
     def fit(
@@ -86,20 +84,18 @@ class Router:
         Raises
         ------
         PoolError
-            Unknown side, missing columns, ids of another kind, an attribute that cannot be grouped by, or a rule that
-            cannot be imported.
+            Unknown side, missing columns, ids of another kind, or an attribute that cannot be grouped by.
         """
         if side not in SIDES:
             raise PoolError(f"unknown side {side!r}: a router is fitted for one of {', '.join(SIDES)}")
         settings = settings or RoutingSettings()
-        rule = RoutingRule.of(settings)
         ids = id_column(entities, f"{side}_id", "entities")
         collaborative = CollaborativeGroups.none_of(ids)
         if settings.scheme in ("router", "collaborative"):
             collaborative = CollaborativeGroups.fit(side, ids, interactions, settings, seed, embeddings)
         attributes = _attribute_groups(side, entities, ids, settings, seed, texts)
         num_groups = settings.num_groups or default_num_groups(len(ids))
-        return cls(side, settings, seed, num_groups, collaborative, attributes, rule)
+        return cls(side, settings, seed, num_groups, collaborative, attributes)
 
     def route(
         self,
@@ -118,12 +114,7 @@ class Router:
         num_interactions : int
             How many interactions the entity has now.
         age_days : float, optional
-            Days since it was created; None where that is not known.
-
-        Raises
-        ------
-        PoolError
-            The user's own rule raised, or returned something else than it may.
+            Days since it was created; None, where that is not known, is enough.
         """
         match self.settings.scheme:
             case "global":
@@ -133,68 +124,13 @@ class Router:
             case "attribute":
                 return Route(self.attributes.group_of(attributes), "attribute")
         group = self.collaborative.group_of(entity_id)
-        facts = EntityFacts(num_interactions, age_days, attributes)
-        if group is not None and self.rule.prefers_collaborative(entity_id, facts):
+        min_age_days = self.settings.min_age_days
+        is_young = age_days is not None and min_age_days is not None and age_days < min_age_days
+        if group is not None and num_interactions >= self.settings.min_interactions and not is_young:
             return Route(f"collaborative/{group}", "collaborative")
         if self.settings.scheme == "collaborative":
             return Route(GLOBAL_GROUP, "global")
         return Route(self.attributes.group_of(attributes), "attribute")
-
-    def route_all(
-        self, entities: pa.Table, num_interactions: np.ndarray, age_days: np.ndarray | None = None
-    ) -> list[Route]:
-        """Groups of all rows of a table, equal to `route` of each.
-
-        Parameters
-        ----------
-        entities : pa.Table
-            `<side>_id` and attribute columns.
-        num_interactions : int array (num_entities,)
-        age_days : float array (num_entities,), optional
-            NaN where the age is not known.
-
-        Raises
-        ------
-        PoolError
-            No id column, ids of another kind than at the fit, or counts or ages that do not match the rows.
-        """
-        ids = id_column(entities, f"{self.side}_id", "entities")
-        check_same_kind(ids, self.collaborative.ids, "entities", "the entities that the router was fitted on")
-        for name, values in (("interaction counts", num_interactions), ("ages", age_days)):
-            if values is not None and len(values) != len(ids):
-                raise PoolError(f"{len(values)} {name} for {len(ids)} entities; pass one a row")
-        scheme = self.settings.scheme
-        if scheme == "global":
-            return [Route(GLOBAL_GROUP, "global")] * len(ids)
-        if scheme == "random":
-            groups = [random_group(entity_id, self.num_groups, self.seed) for entity_id in ids.to_pylist()]
-            return [Route(group, "random") for group in groups]
-        groups = self.collaborative.groups_of(ids)
-        ages = np.full(len(ids), math.nan) if age_days is None else np.asarray(age_days)
-        groups[~self._prefer_collaborative(entities, ids, groups, np.asarray(num_interactions), ages)] = -1
-        routes = [Route(f"collaborative/{group}", "collaborative") for group in range(int(groups.max(initial=-1)) + 1)]
-        cold = groups < 0
-        if scheme == "collaborative":
-            groups[cold] = len(routes)
-            routes.append(Route(GLOBAL_GROUP, "global"))
-        else:
-            assigned = self.attributes.groups_of(entities.filter(pa.array(cold)))
-            groups[cold] = assigned.indices + len(routes)
-            routes += [Route(group, "attribute") for group in assigned.groups]
-        return [routes[group] for group in groups.tolist()]
-
-    def _prefer_collaborative(
-        self, entities: pa.Table, ids: pa.Array, groups: np.ndarray, num_interactions: np.ndarray, ages: np.ndarray
-    ) -> np.ndarray:
-        """bool (num_entities,); an own rule is asked for those alone that have a group."""
-        if self.rule.function is None:
-            return self.rule.meets_limits(num_interactions, ages)
-        preferred = np.zeros(len(ids), bool)
-        for row in np.flatnonzero(groups >= 0).tolist():
-            age = None if math.isnan(ages[row]) else float(ages[row])
-            facts = EntityFacts(int(num_interactions[row]), age, entities.slice(row, 1).to_pylist()[0])
-            preferred[row] = self.rule.prefers_collaborative(ids[row].as_py(), facts)
-        return preferred
 
     def save(self, folder: Path | str) -> None:
         """Write the router into `folder` (made if missing): Parquet and JSON, `router.json` last."""
@@ -216,15 +152,14 @@ class Router:
         (folder / ROUTER_FILE).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: Path | str, rule: RoutingRule | None = None) -> "Router":
+    def load(cls, folder: Path | str, limits: RoutingSettings | None = None) -> "Router":
         """Read what `save` wrote; it routes as the saved one did.
 
         Parameters
         ----------
         folder : Path or str
-        rule : RoutingRule, optional
-            Decides in place of the saved limits. Must be given where the saved settings have a rule of the user's own:
-            what a pool's file names is not imported.
+        limits : RoutingSettings, optional
+            Tonight's: their `min_interactions` and `min_age_days` decide in place of the saved ones.
 
         Raises
         ------
@@ -233,13 +168,10 @@ class Router:
         """
         folder = Path(folder)
         again = "rebuild the pools with `laserbatch pools rebuild`"
-        missing = [name for name in (ROUTER_FILE, COLLABORATIVE_FILE, ATTRIBUTE_FILE) if not (folder / name).is_file()]
-        if missing:
-            raise PoolError(f"no router in {folder}: {', '.join(missing)} missing; {again}")
         try:
             description = json.loads((folder / ROUTER_FILE).read_text(encoding="utf-8"))
-            if description["format_version"] != FORMAT_VERSION:
-                found = description["format_version"]
+            found = description["format_version"]
+            if found != FORMAT_VERSION:
                 raise PoolError(f"router in {folder} has format {found}, this version reads {FORMAT_VERSION}; {again}")
             columns = [AttributeColumn(**{**c, "edges": tuple(c["edges"])}) for c in description["columns"]]
             settings = RoutingSettings.model_validate(description["settings"])
@@ -247,18 +179,29 @@ class Router:
             attributes = grouping.load(columns, folder)
             table = pq.read_table(folder / COLLABORATIVE_FILE)
             ids, groups = id_column(table, "entity_id", COLLABORATIVE_FILE), table["group"].to_numpy()
-            if rule is None and settings.rule is not None:
-                raise PoolError(f"router in {folder} was fitted for routing.rule {settings.rule!r}; pass a RoutingRule")
             expected = description["num_collaborative"], description["num_attribute_groups"]
             if (len(ids), len(attributes.num_entities)) != expected:
                 raise PoolError(f"router in {folder} is damaged: its tables do not match {ROUTER_FILE}; {again}")
+            if limits is not None:
+                settings = settings.model_copy(update=limits.model_dump(include={"min_interactions", "min_age_days"}))
+            collaborative = CollaborativeGroups(ids, groups)
             return cls(
-                description["side"], settings, description["seed"], description["num_groups"],
-                CollaborativeGroups(ids, groups), attributes,
-                rule or RoutingRule(settings.min_interactions, settings.min_age_days),
-            )  # fmt: skip
+                description["side"], settings, description["seed"], description["num_groups"], collaborative, attributes
+            )
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException, ValidationError) as error:
             raise PoolError(f"router in {folder} cannot be read ({error}); {again}") from error
+
+
+def random_group(entity_id: str | int, num_groups: int, seed: int) -> str:
+    """Group of an entity by a seeded hash of its id (LASER's RRP): the same in every process, for new ids as well.
+
+    Returns
+    -------
+    str
+        "random/0" to "random/<num_groups - 1>".
+    """
+    digest = hashlib.blake2b(f"{seed}:{entity_id}".encode(), digest_size=8).digest()
+    return f"random/{int.from_bytes(digest, 'little') % num_groups}"
 
 
 def fit_routers(

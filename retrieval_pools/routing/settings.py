@@ -1,10 +1,9 @@
-"""The options of grouping and routing. Knows no table, no pool and no index."""
+"""The options of grouping and routing."""
 
-import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Scheme = Literal["router", "collaborative", "attribute", "random", "global"]
 AttributeGrouping = Literal["path", "leaves"]
@@ -41,12 +40,6 @@ class RoutingSettings(BaseModel):
         ge=0,
         description="Days since created_at that it needs too; null: age does not matter. No created_at is old enough.",
     )
-    rule: str | None = Field(
-        None,
-        description="Your own function in place of both limits, as module:function on Python's path: it gets one "
-        "entity's num_interactions, age_days (None: not known) and attributes, as fields of one argument, and returns "
-        '"collaborative" or "attribute". Collaborative groups are still made of entities with min_interactions.',
-    )
     num_groups: int | None = Field(
         None,
         ge=1,
@@ -61,7 +54,7 @@ class RoutingSettings(BaseModel):
     attribute_grouping: AttributeGrouping = Field(
         "path",
         description="path: attributes split one after the other, found again by the longest known prefix; leaves: of "
-        "one LightGBM tree that predicts from attributes which texts are alike.",
+        "one tree that predicts from attributes which texts are alike.",
     )
     user_attributes: tuple[str, ...] | None = Field(None, description="Columns to split users by; unset: guessed.")
     item_attributes: tuple[str, ...] | None = Field(None, description="Columns to split items by; unset: guessed.")
@@ -76,13 +69,6 @@ class RoutingSettings(BaseModel):
     )
     num_bins: int = Field(4, ge=2, le=64, description="Quantile bins of a numeric attribute.")
     lightgcn: LightGCNSettings = LightGCNSettings()
-
-    @field_validator("rule")
-    @classmethod
-    def _names_a_function(cls, rule: str | None) -> str | None:
-        if rule is not None and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", rule):
-            raise ValueError("expected module:function, for example mycompany.routing:choose")
-        return rule
 
     @model_validator(mode="after")
     def _sizes_in_order(self) -> "RoutingSettings":

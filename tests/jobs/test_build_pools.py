@@ -26,11 +26,8 @@ FIRST_DATE, SECOND_DATE = datetime.date(2025, 2, 28), datetime.date(2025, 3, 1)
 
 
 @pytest.fixture
-def world(tmp_path, monkeypatch):
-    """Tables, and a module of the user's by which nobody is worth a collaborative group."""
+def world(tmp_path):
     write_sample_world(tmp_path / "tables", num_users=30, num_items=60)
-    (tmp_path / "nobody_is_known.py").write_text("def choose(facts):\n    return 'attribute'\n")
-    monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
 
@@ -61,7 +58,7 @@ def write_texts(night):
 
 
 def test_cold_entities_draft_from_the_leaf_that_their_pool_has(world):
-    routing = "{attribute_grouping: leaves, rule: 'nobody_is_known:choose', num_groups: 4, min_group_size: 3}"
+    routing = "{attribute_grouping: leaves, min_interactions: 1000, num_groups: 4, min_group_size: 3}"
     night = opened(world, FIRST_DATE, routing)
     write_texts(night)
     groups = set(build_pools(night)["item"]["groups"])
@@ -77,14 +74,14 @@ def test_cold_entities_draft_from_the_leaf_that_their_pool_has(world):
     assert {no_texts(user).group for user in iter_entities(next_night.tables, "user")} == {"leaf/0"}
 
 
-def test_tonights_rule_decides_over_the_groups_of_last_nights_pools(world):
-    night = opened(world, FIRST_DATE, "{rule: 'nobody_is_known:choose'}")
+def test_tonights_limits_decide_over_the_groups_of_last_nights_pools(world):
+    night = opened(world, FIRST_DATE, "{min_interactions: 5}")
     write_texts(night)
-    assert all(group.startswith("attribute") for group in build_pools(night)["item"]["groups"])
-    next_night = opened(world, SECOND_DATE, "{min_interactions: 5}")
-    route = router(next_night, "item")
-    schemes = {route(entity).scheme for entity in iter_entities(next_night.tables, "item")}
-    assert schemes == {"collaborative", "attribute"}
+    assert any(group.startswith("collaborative") for group in build_pools(night)["item"]["groups"])
+    for min_interactions, expected in ((5, {"collaborative", "attribute"}), (1000, {"attribute"})):
+        next_night = opened(world, SECOND_DATE, f"{{min_interactions: {min_interactions}}}")
+        route = router(next_night, "item")
+        assert {route(entity).scheme for entity in iter_entities(next_night.tables, "item")} == expected
 
 
 def changed(night, every):

@@ -76,35 +76,25 @@ def test_longest_known_prefix_decides(books, attributes, group):
     assert books.group_of(attributes) == group
 
 
-def test_every_row_of_a_table_gets_the_group_of_its_attributes(books):
-    assigned = books.groups_of(BOOKS)
-    found = [assigned.groups[index] for index in assigned.indices]
-    assert found == [books.group_of(row) for row in BOOKS.to_pylist()]
-    counts = {name: found.count(name) for name in books.groups}
-    assert counts == dict(zip(books.groups, books.num_entities.values(), strict=True))
+def test_groups_hold_as_many_entities_as_fall_into_them(books):
+    found = [books.group_of(row) for row in BOOKS.to_pylist()]
+    assert {name: found.count(name) for name in books.groups} == dict(
+        zip(books.groups, books.num_entities.values(), strict=True)
+    )
 
 
-def test_a_table_without_the_columns_or_without_rows_is_fine(books):
-    only_ids = BOOKS.select(["item_id"])
-    assert books.groups_of(only_ids).groups == ["attribute"]
-    assert len(books.groups_of(only_ids).indices) == BOOKS.num_rows
-    assert len(books.groups_of(BOOKS.slice(0, 0)).indices) == 0
-
-
-def test_columns_that_changed_their_type_fall_back(books):
+def test_values_that_changed_their_type_fall_back(books):
     changed = pa.table({"category": pa.array([[1.5], [2.5]]), "era": pa.array([1920, 1950])})
-    assigned = books.groups_of(changed)
-    assert [assigned.groups[index] for index in assigned.indices] == ["attribute", "attribute"]
+    assert [books.group_of(row) for row in changed.to_pylist()] == ["attribute", "attribute"]
 
 
-def test_the_same_table_in_other_arrow_types_gives_the_same_groups(books):
-    other = pa.table({
-        "category": BOOKS["category"].cast(pa.large_list(pa.large_string())),
-        "era": BOOKS["era"].dictionary_encode(),
-    })  # fmt: skip
+def test_the_same_table_in_other_arrow_types_and_chunks_gives_the_same_groups(books):
+    other = BOOKS.set_column(2, "category", BOOKS["category"].cast(pa.large_list(pa.large_string())))
+    other = other.set_column(3, "era", BOOKS["era"].dictionary_encode())
     chunked = pa.concat_tables([other.slice(0, 50), other.slice(50, 7), other.slice(57)])
-    sliced, whole = books.groups_of(chunked), books.groups_of(BOOKS)
-    assert (sliced.groups, sliced.indices.tolist()) == (whole.groups, whole.indices.tolist())
+    assert AttributeGroups.fit(chunked, ["category", "era"], GroupSizes(max_size=40, min_size=10)) == books
+    rows = zip(BOOKS.to_pylist(), chunked.to_pylist(), strict=True)
+    assert all(books.group_of(row) == books.group_of(same) for row, same in rows)
 
 
 def test_one_group_when_nothing_is_too_large():
@@ -230,14 +220,16 @@ SCHEMA = pa.schema([
 
 @settings(max_examples=60)
 @given(st.lists(VALUES, max_size=30), st.lists(VALUES, max_size=10), st.integers(1, 8))
-def test_tables_and_single_entities_get_the_same_groups(tmp_path_factory, fitted_rows, asked_rows, max_size):
-    fitted, asked = pa.Table.from_pylist(fitted_rows, SCHEMA), pa.Table.from_pylist(asked_rows, SCHEMA)
+def test_every_entity_has_a_known_group_before_and_after_saving(tmp_path_factory, fitted_rows, asked_rows, max_size):
+    fitted = pa.Table.from_pylist(fitted_rows, SCHEMA)
     groups = AttributeGroups.fit(fitted, ["path", "word", "flag", "size"], GroupSizes(max_size, 1))
     folder = tmp_path_factory.mktemp("groups")
     groups.save(folder)
     reloaded = AttributeGroups.load(groups.columns, folder)
-    for table in (fitted, asked):
-        assigned = groups.groups_of(table)
-        found = [assigned.groups[index] for index in assigned.indices]
-        assert found == [groups.group_of(row) for row in table.to_pylist()]
-        assert found == [reloaded.group_of(row) for row in table.to_pylist()]
+    found = [groups.group_of(row) for row in fitted.to_pylist()]
+    assert {name: found.count(name) for name in groups.groups} == dict(
+        zip(groups.groups, groups.num_entities.values(), strict=True)
+    )
+    for row in [*fitted_rows, *asked_rows]:
+        assert groups.group_of(row) == reloaded.group_of(row)
+        assert groups.group_of(row) in groups.groups

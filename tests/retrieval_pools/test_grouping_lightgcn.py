@@ -6,7 +6,7 @@ import pytest
 import torch
 from sklearn.metrics import adjusted_rand_score
 
-from laserbatch.retrieval_pools.routing.kmeans import cluster_embeddings
+from laserbatch.retrieval_pools.routing.collaborative import cluster_embeddings
 from laserbatch.retrieval_pools.routing.lightgcn import _normalised_adjacency, bpr_loss, propagate, train_lightgcn
 from laserbatch.retrieval_pools.routing.settings import LightGCNSettings
 

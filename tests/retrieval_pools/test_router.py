@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from pydantic import ValidationError
 from sklearn.metrics import adjusted_rand_score
 
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.routing.kmeans import EntityEmbeddings
-from laserbatch.retrieval_pools.routing.router import Route, Router, fit_routers
+from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings
+from laserbatch.retrieval_pools.routing.router import Route, Router, fit_routers, random_group
 from laserbatch.retrieval_pools.routing.settings import LightGCNSettings, RoutingSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,6 +56,11 @@ def _counts(entities, interactions):
     return np.array([counted.get(entity_id, 0) for entity_id in entities["user_id"].to_pylist()])
 
 
+def _route_all(router, entities, counts):
+    rows = zip(entities.to_pylist(), counts, strict=True)
+    return [router.route(row["user_id"], row, int(count)) for row, count in rows]
+
+
 @pytest.fixture(scope="module")
 def users():
     return _users()
@@ -71,7 +77,7 @@ def router(users, interactions):
 
 
 def test_active_entities_get_their_community_and_cold_ones_their_attributes(router, users, interactions):
-    routes = router.route_all(users, _counts(users, interactions))
+    routes = _route_all(router, users, _counts(users, interactions))
     warm, cold = routes[:-NUM_COLD], routes[-NUM_COLD:]
     assert {route.scheme for route in warm} == {"collaborative"}
     assert {route.group for route in warm} == {f"collaborative/{number}" for number in range(NUM_COMMUNITIES)}
@@ -93,13 +99,29 @@ def test_a_known_entity_with_too_few_interactions_now_is_cold(router):
     assert router.route("u0", {"taste": ["Romance"]}, SETTINGS.min_interactions - 1).scheme == "attribute"
 
 
+def test_a_young_entity_is_sent_to_its_attributes_and_an_unknown_age_is_enough(router, tmp_path):
+    assert router.route("u0", {}, 9, age_days=-3).scheme == "collaborative"  # by default age does not matter
+    router.save(tmp_path)
+    tonight = Router.load(tmp_path, SETTINGS.model_copy(update={"min_age_days": 7}))
+    found = [tonight.route("u0", {}, 9, age_days).scheme for age_days in (6.99, 7, 30, None)]
+    assert found == ["attribute", "collaborative", "collaborative", "collaborative"]
+    assert tonight.route("u0", {}, 1, 30).scheme == "attribute"
+
+
+def test_tonights_limits_decide_in_place_of_the_saved_ones(router, tmp_path):
+    router.save(tmp_path)
+    tonight = Router.load(tmp_path, RoutingSettings(scheme="global", min_interactions=50))
+    assert tonight.route("u0", {}, 49).scheme == "attribute"
+    assert tonight.route("u0", {}, 50).scheme == "collaborative"
+
+
 def test_an_entity_that_became_active_after_the_fit_stays_with_its_attributes(router):
     assert router.route(f"u{NUM_USERS - 1}", {"taste": ["Mystery"]}, 500) == Route("attribute/Mystery", "attribute")
 
 
 @pytest.mark.parametrize("scheme", ["router", "collaborative", "attribute", "random", "global"])
 @pytest.mark.parametrize("id_type", [pa.string(), pa.large_string(), pa.int64(), pa.int32()], ids=str)
-def test_saved_router_routes_identically_and_tables_route_as_single_entities(scheme, id_type, tmp_path):
+def test_saved_router_routes_identically(scheme, id_type, tmp_path):
     users, interactions = _users(id_type), _interactions(id_type)
     settings = SETTINGS.model_copy(update={"scheme": scheme, "lightgcn": LightGCNSettings(dim=8)})
     router = Router.fit("user", users, interactions, settings, seed=1)
@@ -108,12 +130,8 @@ def test_saved_router_routes_identically_and_tables_route_as_single_entities(sch
     strangers = users.slice(0, 10).set_column(0, "user_id", _ids("new", range(900, 910), id_type))
     asked = pa.concat_tables([users, strangers])
     counts = np.r_[_counts(users, interactions), np.full(10, 99)]
-    routes = router.route_all(asked, counts)
-    assert routes == loaded.route_all(asked, counts)
-    singles = [
-        loaded.route(row["user_id"], row, int(count)) for row, count in zip(asked.to_pylist(), counts, strict=True)
-    ]
-    assert routes == singles
+    routes = _route_all(router, asked, counts)
+    assert routes == _route_all(loaded, asked, counts)
     expected = {
         "router": {"collaborative", "attribute"}, "collaborative": {"collaborative", "global"},
         "attribute": {"attribute"}, "random": {"random"}, "global": {"global"},
@@ -124,8 +142,8 @@ def test_saved_router_routes_identically_and_tables_route_as_single_entities(sch
 def test_int_and_string_ids_give_the_same_groups(users, interactions, router):
     numbered = Router.fit("user", _users(pa.int64()), _interactions(pa.int64()), SETTINGS, seed=1)
     counts = _counts(users, interactions)
-    planted = [route.group for route in numbered.route_all(_users(pa.int64()), counts)]
-    assert adjusted_rand_score(planted, [route.group for route in router.route_all(users, counts)]) > 0.9
+    planted = [route.group for route in _route_all(numbered, _users(pa.int64()), counts)]
+    assert adjusted_rand_score(planted, [route.group for route in _route_all(router, users, counts)]) > 0.9
 
 
 def test_equal_arguments_give_equal_files_whatever_the_order_of_rows(users, interactions, router, tmp_path):
@@ -157,7 +175,7 @@ def test_both_sides_at_once_equal_two_fits(users, interactions, router):
     items = pa.table({"item_id": _ids("i", range(NUM_ITEMS), pa.string())})
     both = fit_routers(users, items, interactions, SETTINGS, seed=1)
     counts = _counts(users, interactions)
-    assert both["user"].route_all(users, counts) == router.route_all(users, counts)
+    assert _route_all(both["user"], users, counts) == _route_all(router, users, counts)
     alone = Router.fit("item", items, interactions, SETTINGS, seed=1)
     assert both["item"].collaborative.groups.tolist() == alone.collaborative.groups.tolist()
     assert both["item"].route("i0", {}, 25).scheme == "collaborative"
@@ -176,9 +194,9 @@ def test_defaults_work_on_tables_without_attributes_and_without_interactions(use
     ids_only = users.select(["user_id"])
     assert Router.fit("user", ids_only, interactions).route("u0", {}, 10).scheme == "collaborative"
     nothing_yet = Router.fit("user", ids_only, interactions.slice(0, 0))
-    assert nothing_yet.route_all(ids_only, np.zeros(NUM_USERS)) == [Route("attribute", "attribute")] * NUM_USERS
+    assert _route_all(nothing_yet, ids_only, np.zeros(NUM_USERS)) == [Route("attribute", "attribute")] * NUM_USERS
     nobody = Router.fit("user", users.slice(0, 0), interactions)
-    assert nobody.route_all(users.slice(0, 0), np.zeros(0)) == []
+    assert _route_all(nobody, users.slice(0, 0), np.zeros(0)) == []
     assert nobody.route("u0", {"taste": ["Romance"]}, 10) == Route("attribute", "attribute")
 
 
@@ -188,12 +206,22 @@ def test_interactions_of_entities_outside_the_table_are_not_grouped(users, inter
     assert router.route("u60", {}, 10).scheme == "attribute"
 
 
+def test_random_groups_are_readable_and_about_equal_in_size():
+    counts = Counter(random_group(number, 4, seed=0) for number in range(4000))
+    assert set(counts) == {"random/0", "random/1", "random/2", "random/3"}
+    assert min(counts.values()) > 850
+
+
+def test_random_groups_are_the_same_in_another_process():
+    assert (random_group("ä", 1000, 3), random_group(17, 1000, 3)) == ("random/695", "random/918")
+
+
 def test_random_groups_depend_on_the_seed_only(users, interactions):
     settings = SETTINGS.model_copy(update={"scheme": "random"})
     first, second, other = (Router.fit("user", users, interactions, settings, seed) for seed in (1, 1, 2))
     counts = np.zeros(NUM_USERS)
-    assert first.route_all(users, counts) == second.route_all(users, counts)
-    assert first.route_all(users, counts) != other.route_all(users, counts)
+    assert _route_all(first, users, counts) == _route_all(second, users, counts)
+    assert _route_all(first, users, counts) != _route_all(other, users, counts)
     assert first.route("never seen", {}, 0).group.startswith("random/")
 
 
@@ -214,17 +242,8 @@ def test_input_that_a_user_can_fix_is_named(arguments, message):
         Router.fit(*arguments)
 
 
-def test_routing_tables_that_do_not_fit_is_refused(router, users):
-    with pytest.raises(PoolError, match="int64"):
-        router.route_all(_users(pa.int64()), np.zeros(NUM_USERS))
-    with pytest.raises(PoolError, match="3 interaction counts for 120 entities"):
-        router.route_all(users, np.zeros(3))
-    with pytest.raises(PoolError, match="2 ages for 120 entities"):
-        router.route_all(users, np.zeros(NUM_USERS), np.zeros(2))
-
-
 def test_missing_damaged_and_foreign_files_are_refused(router, tmp_path):
-    with pytest.raises(PoolError, match=r"router.json, .* missing; rebuild"):
+    with pytest.raises(PoolError, match=r"cannot be read .*No such file.*router.json.*rebuild"):
         Router.load(tmp_path)
     router.save(tmp_path)
     (tmp_path / "collaborative.parquet").write_bytes(b"not parquet")
@@ -236,12 +255,12 @@ def test_missing_damaged_and_foreign_files_are_refused(router, tmp_path):
         Router.load(tmp_path)
     router.save(tmp_path)
     (tmp_path / "attribute_groups.parquet").unlink()
-    with pytest.raises(PoolError, match=r"attribute_groups.parquet missing"):
+    with pytest.raises(PoolError, match=r"cannot be read .*attribute_groups.parquet.*rebuild"):
         Router.load(tmp_path)
     router.save(tmp_path)
     description = json.loads((tmp_path / "router.json").read_text())
     (tmp_path / "router.json").write_text(json.dumps({**description, "format_version": 99}))
-    with pytest.raises(PoolError, match="has format 99, this version reads 1"):
+    with pytest.raises(PoolError, match="has format 99, this version reads 2"):
         Router.load(tmp_path)
     (tmp_path / "router.json").write_text("{")
     with pytest.raises(PoolError, match="cannot be read"):
