@@ -40,17 +40,17 @@ def night_budgets(night: Night, shards: Iterable[Shard], scout: Scout) -> dict[S
     shards : those that are going to be generated.
     scout : a worker, called only where something has to be chosen by what it finds.
     """
-    recorded = night.manifest.get("budgets")
-    if recorded is None:
+    recorded = night.manifest.budgets
+    if not recorded:
         shards = list(shards)
-        decoding, version = night.settings.decoding, night.manifest["pools"]["version"]
+        decoding, version = night.settings.decoding, night.manifest.pools.version
         pools = {side: None if version is None else night.pools.open(version, side) for side in SIDES}
         step_cost = budget_step_cost(decoding, scout.step_cost)
         chosen = {
             side: _chosen(night, side, [shard for shard in shards if shard.side == side], pools[side], step_cost, scout)
             for side in SIDES
         }
-        recorded = night.manifest["budgets"] = {side: asdict(budget) for side, budget in chosen.items()}
+        recorded = night.manifest.budgets = {side: asdict(budget) for side, budget in chosen.items()}
         night.manifest.save()
         for side, budget in chosen.items():
             say(f"{side}s: {describe_budget(budget)}")

@@ -70,9 +70,9 @@ def note_step_costs(folder: Path, records: Iterable[ShardRecord]) -> None:
     """
     seconds: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for record in records:
-        expected = record.info.get("expected")
-        if expected is not None:
-            seconds[expected["step_cost"]].append((record.info["stats"]["wall_s"], expected["seconds"]))
+        info = record.info
+        if info is not None and info.expected is not None:
+            seconds[info.expected.step_cost].append((info.stats.wall_s, info.expected.seconds))
     for name, pairs in seconds.items():
         taken_s, expected_s = (sum(column) for column in zip(*pairs, strict=True))
         if expected_s >= MIN_EXPECTED_S:

@@ -5,8 +5,8 @@ decides the bytes of the feature files: encoding a run again writes them again a
 """
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -18,6 +18,7 @@ from laserbatch.pipeline.encoding.features import KNOWLEDGE_COLUMNS, SideFeature
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.manifest import FeatureFigures
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
@@ -39,10 +40,11 @@ def encode(
     with Workspace.open(settings.workspace, create=False).lock():
         night = open_run(settings, run)
         encoded = encode_run(night.run.root, night.settings.encoding, previous=night.previous)
-        sections = {"run_id": night.run.run_id, **encoded}
+        told = {"run_id": night.run.run_id, **{side: asdict(figures) for side, figures in encoded.items()}}
         if night.run.plain.knowledge_folder("user").is_dir():
-            sections["plain"] = encode_run(night.run.plain.root, night.settings.encoding)
-    summary(sections, as_json)
+            plain = encode_run(night.run.plain.root, night.settings.encoding)
+            told["plain"] = {side: asdict(figures) for side, figures in plain.items()}
+    summary(told, as_json)
 
 
 def encode_run(
@@ -50,7 +52,7 @@ def encode_run(
     settings: EncodingSettings | None = None,
     progress: Callable[[str], None] = say,
     previous: RunFolder | None = None,
-) -> dict[str, Any]:
+) -> dict[Side, FeatureFigures]:
     """Encode `knowledge/<side>/*.parquet` of a run into `features/<side>.parquet` and its centroids, atomically.
 
     Parameters
@@ -61,11 +63,7 @@ def encode_run(
     previous : a finished run whose centroids, and vectors of texts that were carried over from it, are taken over
         where the encoder is the same.
 
-    Returns
-    -------
-    dict
-        The manifest's `features`: a side's files, rows, dim, clusters, encoder, and how many texts were cut. A side
-        without a text has a file without a row.
+    A side without a text has a file without a row.
 
     Raises
     ------
@@ -80,7 +78,7 @@ def encode_run(
     if not sides:
         raise WorkspaceError(f"{run_dir} holds no texts to encode; run `laserbatch generate` first")
     encoder = TextEncoder.load(settings)
-    section: dict[str, Any] = {}
+    figures: dict[Side, FeatureFigures] = {}
     for side in sides:
         knowledge = read_parquet(folder.knowledge_folder(side), columns=KNOWLEDGE_COLUMNS)
         with progress_bar(f"encode {side} texts", knowledge.num_rows) as bar:
@@ -91,18 +89,18 @@ def encode_run(
         centroids = write_parquet(features.centroids, folder.centroids_path(side))
         if features.num_truncated:
             progress(f"{features.num_truncated} {side} texts are longer than the encoder takes and lost their end")
-        section[side] = {
-            "file": written.path.relative_to(folder.root).as_posix(),
-            "num_rows": written.num_rows,
-            "sha256": written.sha256,
-            "dim": encoder.dim,
-            "centroids": centroids.path.relative_to(folder.root).as_posix(),
-            "num_clusters": len(features.table["cluster_id"].unique()),
-            "num_encoded": features.num_encoded,
-            "num_truncated": features.num_truncated,
-            "encoder": encoder.encoder_id,
-        }
-    return section
+        figures[side] = FeatureFigures(
+            file=written.path.relative_to(folder.root).as_posix(),
+            num_rows=written.num_rows,
+            sha256=written.sha256,
+            dim=encoder.dim,
+            centroids=centroids.path.relative_to(folder.root).as_posix(),
+            num_clusters=len(features.table["cluster_id"].unique()),
+            num_encoded=features.num_encoded,
+            num_truncated=features.num_truncated,
+            encoder=encoder.encoder_id,
+        )
+    return figures
 
 
 def _earlier(previous: RunFolder | None, side: Side, encoder_id: str) -> SideFeatures | None:
@@ -110,7 +108,8 @@ def _earlier(previous: RunFolder | None, side: Side, encoder_id: str) -> SideFea
     if previous is None or not previous.centroids_path(side).exists():
         return None
     try:
-        if previous.load_manifest()["features"].get(side, {}).get("encoder") != encoder_id:
+        before = previous.load_manifest().features.get(side)
+        if before is None or before.encoder != encoder_id:
             return None
         return SideFeatures(read_parquet(previous.features_path(side)), read_parquet(previous.centroids_path(side)))
     except WorkspaceError as error:

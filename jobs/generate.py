@@ -4,6 +4,7 @@ Owns the stage's order: plan both sides, hand the unfinished shards to the worke
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from laserbatch.pipeline.decoding.model.generation_rules import unused_settings
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
 from laserbatch.pipeline.distributed.cluster import ray_cluster
-from laserbatch.pipeline.distributed.stats import merge_stats, tokens_per_s, tokens_per_step
 from laserbatch.pipeline.distributed.worker import Scout, WorkerSpec
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
@@ -43,9 +43,11 @@ from laserbatch.pipeline.planning.prompting import prompt_renderer
 from laserbatch.pipeline.planning.routing import entity_router, no_route
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.completeness import require_every_entity
+from laserbatch.pipeline.storage.manifest import ShardFigures, SideFigures, WorkerFigures
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
+from laserbatch.pipeline.storage.stats import DecodingStats, LengthHistogram
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.drafting.tree import compiled_query
 from laserbatch.retrieval_pools.index.pool import EMPTY_POOL
@@ -86,20 +88,23 @@ def generate_knowledge(night: Night) -> None:
         More rows are in quarantine than the settings allow; the manifest holds what was done.
     """
     with night.stage("generate"):
-        night.manifest["sides"] = _generate(night, night.run, night.settings.decoding, with_pools=True)
-    for side, data in night.manifest["sides"].items():
-        _require_few_failures(night, side, data)
+        night.manifest.sides = _generate(night, night.run, night.settings.decoding, with_pools=True)
+    for side, figures in night.manifest.sides.items():
+        _require_few_failures(night, side, figures)
 
 
-def _require_few_failures(night: Night, side: Side, data: dict[str, Any]) -> None:
+def _require_few_failures(night: Night, side: Side, figures: SideFigures) -> None:
     allowed = night.settings.night.max_failed_share
-    if data["num_quarantined"] <= allowed * data["num_entities"]:
+    if figures.num_quarantined <= allowed * figures.num_entities:
         return
-    worst = ", ".join(f"{reason} ({count})" for reason, count in data["quarantine_reasons"].items())
     raise RunFailed(
-        f"{data['num_quarantined']} of {data['num_entities']} {side}s failed: {worst}. night.max_failed_share allows "
-        f"{allowed:.0%}. Every row and its reason: {night.run.quarantine_path(side)}"
+        f"{figures.num_quarantined} of {figures.num_entities} {side}s failed: {_told(figures.quarantine_reasons)}. "
+        f"night.max_failed_share allows {allowed:.0%}. Every row and its reason: {night.run.quarantine_path(side)}"
     )
+
+
+def _told(reasons: dict[str, int]) -> str:
+    return ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
 
 
 def _require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, ShardRecord]) -> None:
@@ -112,7 +117,6 @@ def _require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, S
         return
     night.run.merge_quarantine(plan.side, done, [], night.tables.entities(plan.side)[f"{plan.side}_id"].type)
     reasons = count_reasons(night.run.read_quarantine(plan.side, ["reason"]))
-    worst = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
     advice = (
         f"Look at one with `laserbatch try`, and change decoding.model or knowledge.{plan.side}_template; after a "
         "change inside their files `laserbatch nightly --force` begins anew"
@@ -120,8 +124,8 @@ def _require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, S
     if needs_a_model(night.settings, night.settings.tables.path):
         advice = NEEDS_A_MODEL[0].upper() + NEEDS_A_MODEL[1:]
     raise RunFailed(
-        f"{num_failed} of the first {num_rows} {plan.side}s failed, so the others are not written: {worst}. {advice}. "
-        f"Every row, its text and its reason: {night.run.quarantine_path(plan.side)}"
+        f"{num_failed} of the first {num_rows} {plan.side}s failed, so the others are not written: {_told(reasons)}. "
+        f"{advice}. Every row, its text and its reason: {night.run.quarantine_path(plan.side)}"
     )
 
 
@@ -133,10 +137,10 @@ def generate_plain(night: Night) -> None:
     """
     plain = night.settings.decoding.model_copy(update={"verifier": "greedy", "drafters": (), "max_draft_tokens": 0})
     with night.stage("generate plain"):
-        night.manifest["plain"] = _generate(night, night.run.plain, plain, with_pools=False)
+        night.manifest.plain = _generate(night, night.run.plain, plain, with_pools=False)
 
 
-def _generate(night: Night, folder: RunFolder, decoding: DecodingSettings, with_pools: bool) -> dict[Side, Any]:
+def _generate(night: Night, folder: RunFolder, decoding: DecodingSettings, with_pools: bool) -> dict[Side, SideFigures]:
     plans: dict[Side, SidePlan] = {}
     finished: dict[Side, dict[str, ShardRecord]] = {}
     for side in SIDES:
@@ -169,16 +173,13 @@ def _generate(night: Night, folder: RunFolder, decoding: DecodingSettings, with_
                 bar.advance(shard.num_rows, _pace(record))
                 if with_pools:
                     _require_usable_texts(night, plans[shard.side], finished[shard.side])
-        night.manifest["workers"] = {
-            "num_workers": min(layout.num_workers, len(pending)),
-            "num_threads": layout.num_threads,
-            "device": layout.device,
-        }
+        num_workers = min(layout.num_workers, len(pending))
+        night.manifest.workers = WorkerFigures(num_workers, layout.num_threads, layout.device)
         note_step_costs(
             night.workspace.step_costs_folder, [record for side in SIDES for record in finished[side].values()]
         )
     plans = {side: load_plan(folder.root, side) or plans[side] for side in SIDES}  # with halves of split shards
-    return {side: _side_summary(night, folder, plans[side], finished[side], abandoned, with_pools) for side in SIDES}
+    return {side: _gather(night, folder, plans[side], finished[side], abandoned, with_pools) for side in SIDES}
 
 
 def _plainly(scout: Scout) -> dict[Side, Budget]:
@@ -186,7 +187,7 @@ def _plainly(scout: Scout) -> dict[Side, Budget]:
 
 
 def _pace(record: ShardRecord) -> str:
-    pace = tokens_per_step(record.info["stats"])
+    pace = record.info.stats.tokens_per_step
     return "" if pace is None else f"{pace:.1f} tokens/step"
 
 
@@ -207,7 +208,7 @@ def _plan(
                 batch_size=decoding.batch_size,
                 run_dir=folder.root,
                 route=router(night, side) if with_pools else no_route,
-                force=night.manifest["force"],
+                force=night.manifest.force,
                 shard_size=settings.night.shard_size,
                 on_entity=bar.advance,
                 apart=() if with_pools else _written_tonight(night, side),
@@ -230,7 +231,7 @@ def _previous_knowledge(night: Night, side: Side, with_pools: bool) -> PreviousK
 
 def router(night: Night, side: Side) -> Callable[[Entity], Route]:
     """A function from an entity to the pool group it drafts from; no group before the first pools are built."""
-    version = night.manifest["pools"]["version"]
+    version = night.manifest.pools.version
     if version is None:
         return no_route
     fitted = Router.load(night.pools.folder(version) / "router" / side, night.settings.routing)
@@ -239,7 +240,7 @@ def router(night: Night, side: Side) -> Callable[[Entity], Route]:
 
 def _compile_queries(night: Night) -> None:
     """Once here, so that workers find them in numba's cache instead of each compiling them."""
-    version = night.manifest["pools"]["version"]
+    version = night.manifest.pools.version
     pools = [] if version is None else [night.pools.open(version, side) for side in SIDES]
     for variant in {pool.variant for pool in (EMPTY_POOL, *pools) if pool is not None}:  # a side may have no pool yet
         compiled_query(variant)
@@ -247,7 +248,7 @@ def _compile_queries(night: Night) -> None:
 
 def _worker_spec(night: Night, folder: RunFolder, decoding: DecodingSettings, with_pools: bool) -> WorkerSpec:
     settings = night.settings
-    version = night.manifest["pools"]["version"] if with_pools else None
+    version = night.manifest.pools.version if with_pools else None
     pool_dirs = {} if version is None else {side: night.pools.folder(version) / side for side in SIDES}
     pool_dirs = {side: path for side, path in pool_dirs.items() if path.is_dir()}
     if decoding.adapter is not None:
@@ -268,20 +269,20 @@ def _worker_spec(night: Night, folder: RunFolder, decoding: DecodingSettings, wi
     )
 
 
-def _side_summary(
+def _gather(
     night: Night,
     folder: RunFolder,
     plan: SidePlan,
     finished: dict[str, ShardRecord],
     abandoned: Iterable[ShardAbandoned],
     with_pools: bool,
-) -> dict[str, Any]:
+) -> SideFigures:
+    """Close a side: its quarantine in one file, old texts of who is in it kept, and nobody missing."""
     side = plan.side
     entity_ids = night.tables.entities(side)[f"{side}_id"]
     lost_rows = [row for lost in abandoned if lost.shard.side == side for row in _abandoned_rows(lost, folder)]
     folder.merge_quarantine(side, finished.values(), lost_rows, entity_ids.type)
     quarantine = folder.read_quarantine(side, ["entity_id", "reason"])
-    reasons = count_reasons(quarantine)
     num_kept = 0
     if quarantine.num_rows:
         num_kept = _keep_stale(folder, side, _previous_knowledge(night, side, with_pools), quarantine["entity_id"])
@@ -290,27 +291,23 @@ def _side_summary(
     except WorkspaceError:
         drop_plan(folder.root, side)
         raise
-    records = [finished[shard.name] for shard in plan.shards if shard.name in finished]
-    for record in records[:1]:
-        night.manifest["model"] = record.info["model"]
-    data = {
-        "num_entities": plan.num_entities,
-        "num_generated": sum(record.num_rows for record in records),
-        "num_carried_over": plan.num_carried_over,
-        "num_quarantined": quarantine.num_rows,
-        "num_kept": num_kept,
-        "quarantine_reasons": reasons,
-        "routes": plan.routes,
-        "shards": [_shard_entry(shard, finished[shard.name]) for shard in plan.shards if shard.name in finished],
-        "stats": _stats(records),
-    }
-    if with_pools:
-        data["budget"] = night.manifest.get("budgets", {}).get(side)
-        data["samples"] = report_samples(night, folder, side, plan)
-    else:
-        apart = [finished[shard.name] for shard in plan.shards if shard.is_apart and shard.name in finished]
-        data["stats_of_tonight"] = _stats(apart)
-    return data
+    written = [(shard, finished[shard.name]) for shard in plan.shards if shard.name in finished]
+    for _, record in written[:1]:
+        night.manifest.model = record.info.model
+    return SideFigures(
+        num_entities=plan.num_entities,
+        num_generated=sum(record.num_rows for _, record in written),
+        num_carried_over=plan.num_carried_over,
+        num_quarantined=quarantine.num_rows,
+        num_kept=num_kept,
+        quarantine_reasons=count_reasons(quarantine),
+        routes=plan.routes,
+        shards=[_shard_figures(shard, record) for shard, record in written],
+        stats=_stats(record for _, record in written),
+        budget=night.manifest.budgets.get(side) if with_pools else None,
+        samples=report_samples(night, folder, side, plan) if with_pools else [],
+        stats_of_tonight=None if with_pools else _stats(record for shard, record in written if shard.is_apart),
+    )
 
 
 def _keep_stale(folder: RunFolder, side: Side, previous: PreviousKnowledge, quarantined: pa.ChunkedArray) -> int:
@@ -321,11 +318,10 @@ def _keep_stale(folder: RunFolder, side: Side, previous: PreviousKnowledge, quar
     return len(rows)
 
 
-def _stats(records: list[ShardRecord]) -> dict[str, Any]:
-    stats = merge_stats(record.info["stats"] for record in records)
+def _stats(records: Iterable[ShardRecord]) -> DecodingStats:
     # Workers run side by side: of the night's time a shard takes its own divided by their number.
-    stats["wall_s"] = sum(record.info["stats"]["wall_s"] / record.info["num_workers"] for record in records)
-    return stats
+    infos = (record.info for record in records)
+    return DecodingStats.total(replace(info.stats, wall_s=info.stats.wall_s / info.num_workers) for info in infos)
 
 
 def _abandoned_rows(lost: ShardAbandoned, folder: RunFolder) -> Iterable[QuarantineRow]:
@@ -333,31 +329,24 @@ def _abandoned_rows(lost: ShardAbandoned, folder: RunFolder) -> Iterable[Quarant
         yield QuarantineRow.of(row.entity_id, lost.shard.side, lost.reason, row.fingerprint)
 
 
-def _shard_entry(shard: Shard, record: ShardRecord) -> dict[str, Any]:
-    stats = {key: value for key, value in record.info["stats"].items() if key != "lengths"}
-    return {
-        "shard_id": f"{shard.side}-{shard.name}",
-        "group": shard.group,
-        "file": record.file,
-        "num_rows": record.num_rows,
-        "sha256": record.sha256,
-        "wall_s": stats["wall_s"],
-        "stats": stats,
-    }
+def _shard_figures(shard: Shard, record: ShardRecord) -> ShardFigures:
+    stats = replace(record.info.stats, lengths=LengthHistogram())  # a manifest holds no line a text
+    name = f"{shard.side}-{shard.name}"
+    return ShardFigures(name, shard.group, record.file, record.num_rows, record.sha256, stats.wall_s, stats)
 
 
 def night_counts(night: Night) -> dict[str, Any]:
     """What generation did, a line a side."""
     return {
         f"{side}s": {
-            "num_entities": data["num_entities"],
-            "num_generated": data["num_generated"],
-            "num_carried_over": data["num_carried_over"],
-            "num_quarantined": data["num_quarantined"],
-            "num_tokens": data["stats"]["num_tokens"],
-            "tokens_per_step": tokens_per_step(data["stats"]),
-            "tokens_per_s": tokens_per_s(data["stats"]),
+            "num_entities": figures.num_entities,
+            "num_generated": figures.num_generated,
+            "num_carried_over": figures.num_carried_over,
+            "num_quarantined": figures.num_quarantined,
+            "num_tokens": figures.stats.num_tokens,
+            "tokens_per_step": figures.stats.tokens_per_step,
+            "tokens_per_s": figures.stats.tokens_per_s,
         }
-        | ({"warning": "; ".join(warnings)} if (warnings := side_warnings(data)) else {})
-        for side, data in night.manifest["sides"].items()
+        | ({"warning": "; ".join(warnings)} if (warnings := side_warnings(asdict(figures))) else {})
+        for side, figures in night.manifest.sides.items()
     }

@@ -23,7 +23,7 @@ from laserbatch.jobs.inputs import changed_inputs, checked_inputs
 from laserbatch.jobs.sample_model import NEEDS_A_MODEL, needs_a_model
 from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
-from laserbatch.pipeline.storage.manifest import RunManifest, make_run_id
+from laserbatch.pipeline.storage.manifest import PoolFigures, PoolsUsed, RunManifest, make_run_id
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import Tables, read_tables
@@ -40,7 +40,6 @@ class Night:
     Attributes
     ----------
     date : the night; it sees what was known at the end of this day.
-    previous : the run whose texts are carried over and drafted from; see `previous_run`.
     changed_inputs : what a finished run would find changed, were it done again.
     """
 
@@ -49,8 +48,13 @@ class Night:
     date: datetime.date
     run: RunFolder
     manifest: RunManifest
-    previous: RunFolder | None
     changed_inputs: tuple[str, ...] = ()
+
+    @property
+    def previous(self) -> RunFolder | None:
+        """The run whose texts are carried over and drafted from; see `previous_run`."""
+        run_id = self.manifest.previous_run_id
+        return None if run_id is None else self.workspace.run(run_id)
 
     @cached_property
     def tables(self) -> Tables:
@@ -109,9 +113,9 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False, red
     edition = _newest_edition(workspace, settings, date)
     run = workspace.run(make_run_id(date, settings.of_output(), edition))
     manifest = RunManifest.load(run.manifest_path) if run.is_finished or run.manifest_path.exists() else None
-    changed = [] if manifest is None else changed_inputs(manifest["inputs"], inputs)
+    changed = [] if manifest is None else changed_inputs(manifest.inputs, inputs)
     is_done_again = manifest is not None and (
-        force or (redo and changed) if run.is_finished else force and not manifest["force"]
+        force or (redo and changed) if run.is_finished else force and not manifest.force
     )
     if is_done_again:
         edition, manifest, changed = edition + 1, None, []
@@ -121,11 +125,11 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False, red
             run.manifest_path, date, settings.of_output(), version("laserbatch"), describe_machine(), edition
         )
         previous = previous_run(workspace, run.run_id)
-        manifest["force"] = force
-        manifest["previous_run_id"] = previous.run_id if previous is not None else None
-        manifest["inputs"] = inputs
         pools = current_pools(PoolStore(workspace.pools_folder), settings.pools.min_support, date, settings.routing)
-        manifest["pools"] = describe_pools(pools)
+        manifest.force = force
+        manifest.previous_run_id = previous.run_id if previous is not None else None
+        manifest.inputs = inputs
+        manifest.pools = describe_pools(pools)
         manifest.save()
     elif not run.is_finished:
         if changed:
@@ -134,13 +138,11 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False, red
                 f"restore them to finish it, or delete {run.root} to start it anew"
             )
         say(f"going on with run {run.run_id}")
-        pools = manifest["pools"]["version"]
+        pools = manifest.pools.version
         if pools is not None and not can_be_used(PoolStore(workspace.pools_folder), pools, settings.routing):
-            manifest["pools"] = describe_pools(None)
-        manifest["status"] = "running"
-    previous_id = manifest["previous_run_id"]
-    previous = workspace.run(previous_id) if previous_id else None
-    night = Night(settings, workspace, date, run, manifest, previous, tuple(changed))
+            manifest.pools = PoolsUsed()
+        manifest.status = "running"
+    night = Night(settings, workspace, date, run, manifest, tuple(changed))
     night.tables = tables
     return night
 
@@ -178,27 +180,19 @@ def open_run(settings: Settings, run_id: str | None) -> Night:
         known = ", ".join(other.run_id for other in workspace.runs()) or "none"
         raise WorkspaceError(f"no run {run.run_id} in {settings.workspace}; runs there: {known}")
     manifest = RunManifest.load(run.manifest_path)
-    previous_id = manifest["previous_run_id"]
-    return Night(
-        settings=_settings_of(manifest, settings),
-        workspace=workspace,
-        date=datetime.date.fromisoformat(manifest["date"]),
-        run=run,
-        manifest=manifest,
-        previous=workspace.run(previous_id) if previous_id else None,
-    )
+    return Night(_settings_of(manifest, settings), workspace, manifest.date, run, manifest)
 
 
 def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
     """A run's own settings, on this machine's workspace and cluster."""
-    building = here.pool_building.model_dump() | manifest["settings"].get("pool_building", {})
+    building = here.pool_building.model_dump() | manifest.settings.get("pool_building", {})
     ours = {"workspace": here.workspace, "cluster": here.cluster, "pool_building": building}
     try:
-        return Settings.model_validate(manifest["settings"] | ours)
+        return Settings.model_validate(manifest.settings | ours)
     except ValidationError as error:
         keys = ", ".join(".".join(str(part) for part in item["loc"]) for item in error.errors())
         raise ConfigError(
-            f"run {manifest['run_id']} was made by laserbatch {manifest['laserbatch_version']} with settings that "
+            f"run {manifest.run_id} was made by laserbatch {manifest.laserbatch_version} with settings that "
             f"this version does not have ({keys}); use that version for it, or run the night again"
         ) from None
 
@@ -246,19 +240,15 @@ def can_be_used(store: PoolStore, version: str, routing: RoutingSettings) -> boo
     return True
 
 
-def describe_pools(pools: PoolVersion | None) -> dict[str, Any]:
+def describe_pools(pools: PoolVersion | None) -> PoolsUsed:
     """The pools that a run drafts from, for its manifest; frozen there for every later attempt."""
     if pools is None:
-        return {"version": None}
-    return {"version": pools.version} | {
-        side: {
-            "version": pools.version,
-            "num_texts": pool.num_texts,
-            "num_tokens": pool.num_tokens,
-            "groups": pool.groups,
-        }
+        return PoolsUsed()
+    figures = {
+        side: PoolFigures(pools.version, pool.num_texts, pool.num_tokens, pool.groups)
         for side, pool in pools.pools.items()
     }
+    return PoolsUsed(pools.version, **figures)
 
 
 def describe_machine() -> dict[str, Any]:
@@ -279,7 +269,7 @@ def pools_in_use(workspace: Workspace) -> set[str]:
         if run.is_finished or not run.manifest_path.exists():
             continue
         try:
-            used.add(RunManifest.load(run.manifest_path).data.get("pools", {}).get("version"))
+            used.add(RunManifest.load(run.manifest_path).pools.version)
         except WorkspaceError as error:
             say(f"{error} Nobody can go on with run {run.run_id}, so its pools are not kept for it")
     return used - {None}

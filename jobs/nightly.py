@@ -20,10 +20,11 @@ from laserbatch.jobs.night import Night, open_night, parse_date, pools_in_use
 from laserbatch.jobs.pools_collect import collect_pools
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import CONFIG, PACKAGE_ROOT, WORKSPACE, Settings, load_settings
-from laserbatch.pipeline.distributed.stats import tokens_per_s, tokens_per_step
 from laserbatch.pipeline.errors import RunFailed, TableError, WorkspaceError
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.storage.atomic import atomic_folder
+from laserbatch.pipeline.storage.manifest import PreviousNight, SideFigures, SideStats
+from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import describe, read_tables
 from laserbatch.pipeline.tables.schema import require_only_tables
@@ -57,7 +58,7 @@ def nightly(
             "published": night.workspace.published().run_id,
             **({"changed_since": list(night.changed_inputs)} if night.changed_inputs else {}),
             **night_counts(night),
-            "ctr": ctr_summary(night.manifest["ctr"], as_json),
+            "ctr": ctr_summary(night.manifest.ctr, as_json),
             "report": str(night.run.report_path),
         },
         as_json,
@@ -83,13 +84,13 @@ def run_night(settings: Settings, date: datetime.date, force: bool = False, redo
         if settings.night.compare_with_plain:
             generate_plain(night)
         with night.stage("encode"):
-            night.manifest["features"] = encode_run(night.run.root, settings.encoding, say, night.previous)
+            night.manifest.features = encode_run(night.run.root, settings.encoding, say, night.previous)
             if settings.night.compare_with_plain:
                 encode_run(night.run.plain.root, settings.encoding, say)
         with night.stage("ctr"):
-            night.manifest["ctr"] = compare_ctr(night)
+            night.manifest.ctr = compare_ctr(night)
         with night.stage("pools"):
-            night.manifest["pools_built"] = build_pools(night, make_current=False)
+            night.manifest.pools_built = build_pools(night, make_current=False)
         _close(night)
         _publish(night)
         return night
@@ -109,9 +110,9 @@ def compare_ctr(night: Night) -> dict[str, Any]:
 
 def _close_failed(night: Night, reason: str) -> None:
     """Keep what there is to look at; nothing is published, and the next attempt goes on from the finished shards."""
-    night.manifest["status"], night.manifest["failure"] = "failed", reason
+    night.manifest.status, night.manifest.failure = "failed", reason
     night.manifest.save()
-    write_report(night.manifest.data, night.run.report_path)
+    write_report(night.manifest.as_json(), night.run.report_path)
     say(f"report of the failed night: {night.run.report_path}")
 
 
@@ -120,14 +121,13 @@ def _close(night: Night) -> None:
     if night.previous is not None:
         try:
             earlier = night.previous.load_manifest()
-            sides = {side: {"stats": data["stats"]} for side, data in earlier["sides"].items()}
-            manifest["previous_night"] = {"run_id": earlier["run_id"], "sides": sides}
+            sides = {side: SideStats(figures.stats) for side, figures in earlier.sides.items()}
+            manifest.previous_night = PreviousNight(earlier.run_id, sides)
         except WorkspaceError as error:
             say(f"not compared with the night before: {error}")
-    manifest["status"] = "success"
-    manifest.data.pop("failure", None)  # of an attempt before this one
+    manifest.status, manifest.failure = "success", None
     manifest.save()
-    write_report(manifest.data, night.run.report_path)
+    write_report(manifest.as_json(), night.run.report_path)
     night.run.finish()
 
 
@@ -182,10 +182,10 @@ def demo(
     second = run_night(settings, LAST_DATE)
     if as_json:
         nights = {"first_night": night_counts(first), "second_night": night_counts(second)}
-        summary(nights | {"ctr": second.manifest["ctr"]}, as_json=True)
+        summary(nights | {"ctr": second.manifest.ctr}, as_json=True)
         return
     stdout.print(nights_table([first, second]))
-    stdout.print(ctr_rows_table(second.manifest["ctr"]))
+    stdout.print(ctr_rows_table(second.manifest.ctr))
     stdout.print(f"report: {second.run.report_path}", soft_wrap=True, markup=False)
 
 
@@ -196,27 +196,25 @@ def nights_table(nights: list[Night]) -> Table:
     for name in ("night", "side", *counts):
         table.add_column(name, justify="right" if name in counts else "left")
     for night in nights:
-        plain = night.manifest.get("plain", {})
-        for side, data in night.manifest["sides"].items():
-            table.add_row(str(night.date), side, *_counts(data), *_pace(data["stats"]))
-        for side, data in plain.items():
-            stats = data["stats_of_tonight"]
-            if stats["num_texts"]:
-                of_same = ["-", f"{stats['num_texts']:,}", "-", "-"]
+        for side, figures in night.manifest.sides.items():
+            table.add_row(str(night.date), side, *_counts(figures), *_pace(figures.stats))
+        for side, figures in night.manifest.plain.items():
+            stats = figures.stats_of_tonight
+            if stats.num_texts:
+                of_same = ["-", f"{stats.num_texts:,}", "-", "-"]
                 table.add_row(f"{night.date} plain, these texts", side, *of_same, *_pace(stats))
-        for side, data in plain.items():
-            table.add_row(f"{night.date} plain, all texts", side, *_counts(data), *_pace(data["stats"]))
+        for side, figures in night.manifest.plain.items():
+            table.add_row(f"{night.date} plain, all texts", side, *_counts(figures), *_pace(figures.stats))
     return table
 
 
-def _counts(data: dict[str, Any]) -> list[str]:
-    """Entities: all of them, generated, carried over, failed."""
-    return [f"{data[f'num_{name}']:,}" for name in ("entities", "generated", "carried_over", "quarantined")]
+def _counts(figures: SideFigures) -> list[str]:
+    counts = (figures.num_entities, figures.num_generated, figures.num_carried_over, figures.num_quarantined)
+    return [f"{count:,}" for count in counts]
 
 
-def _pace(stats: dict[str, Any]) -> list[str]:
-    """Tokens per step, tokens per second, seconds."""
-    return [_number(tokens_per_step(stats), 2), _number(tokens_per_s(stats), 0), f"{stats['wall_s']:.1f}"]
+def _pace(stats: DecodingStats) -> list[str]:
+    return [_number(stats.tokens_per_step, 2), _number(stats.tokens_per_s, 0), f"{stats.wall_s:.1f}"]
 
 
 def ctr_rows_table(ctr: dict[str, Any]) -> Table:

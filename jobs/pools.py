@@ -273,7 +273,7 @@ def _pools_built(workspace: Workspace, chosen: PoolVersion) -> dict[Side, dict[s
     """How the run of a version built its pools, by side; without those of which its manifest says nothing."""
     for run in workspace.runs():
         if run.run_id == chosen.version and run.manifest_path.exists():
-            built = run.load_manifest().get("pools_built") or {}
+            built = run.load_manifest().pools_built
             names = ("incremental", "num_texts_changed", "num_texts_left_out", "build_s")
             return {
                 side: {name: built[side][name] for name in names}

@@ -1,25 +1,17 @@
 """The few texts that a report shows, with where each stretch of them came from."""
 
-from typing import Any
-
 from laserbatch.jobs.night import Night
 from laserbatch.jobs.spans import text_spans
 from laserbatch.pipeline.decoding.model.identity import load_tokenizer
-from laserbatch.pipeline.distributed.stats import tokens_per_step
 from laserbatch.pipeline.planning.plan import SidePlan, read_shard
 from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.manifest import Sample, SampleSpan
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
 
-def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) -> list[dict[str, Any]]:
-    """Sample texts of a side: evenly spread over the plan's shards, the first row of each.
-
-    Returns
-    -------
-    list of dict
-        `entity_id`, `group`, `prompt`, `text`, `spans` ({text, source}), `tokens_per_step`.
-    """
+def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) -> list[Sample]:
+    """Sample texts of a side: evenly spread over the plan's shards, the first row of each."""
     wanted = night.settings.night.num_report_samples
     if not plan.shards or not wanted:
         return []
@@ -37,13 +29,13 @@ def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) 
         planned = next(row for row in read_shard(folder.root / shard.path) if row.entity_id == record["entity_id"])
         spans = text_spans(tokenizer, record["token_ids"], record["token_sources"])
         samples.append(
-            {
-                "entity_id": record["entity_id"],
-                "group": record["pool_group"],
-                "prompt": tokenizer.decode(planned.prompt_ids.tolist(), skip_special_tokens=False),
-                "text": record["text"],
-                "spans": [{"text": span.text, "source": span.source} for span in spans],
-                "tokens_per_step": tokens_per_step(record),
-            }
+            Sample(
+                entity_id=record["entity_id"],
+                group=record["pool_group"],
+                prompt=tokenizer.decode(planned.prompt_ids.tolist(), skip_special_tokens=False),
+                text=record["text"],
+                spans=[SampleSpan(span.text, span.source) for span in spans],
+                tokens_per_step=1 + record["num_accepted"] / record["num_steps"] if record["num_steps"] else None,
+            )
         )
     return samples

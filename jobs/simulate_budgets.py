@@ -63,7 +63,7 @@ class Costs:
 
 def _measured_for(night: Night) -> StepCost | None:
     """The measured cost that the run chose its budgets by, if it is still in the workspace."""
-    forecasts = [budget.get("forecast") or {} for budget in night.manifest.get("budgets", {}).values()]
+    forecasts = [budget.get("forecast") or {} for budget in night.manifest.budgets.values()]
     names = {forecast.get("step_cost") for forecast in forecasts}
     for path in sorted(night.workspace.step_costs_folder.glob("*.json")):
         try:

@@ -100,14 +100,14 @@ def _candidates(night: Night) -> Iterator[tuple[str, str]]:
     for run in reversed(night.workspace.runs()):
         if run.is_finished and _drafted_from(run) == night.run.run_id:
             yield night.run.run_id, run.run_id
-    drafted_from = night.manifest["pools"]["version"]
+    drafted_from = night.manifest.pools.version
     if drafted_from is not None and night.workspace.run(drafted_from).is_finished:
         yield drafted_from, night.run.run_id
 
 
 def _drafted_from(run: RunFolder) -> str | None:
     try:
-        return run.load_manifest()["pools"]["version"]
+        return run.load_manifest().pools.version
     except WorkspaceError:  # of another format: which pools it drafted from is not to be known
         return None
 
@@ -119,8 +119,8 @@ def _comparable(settings: Settings, night: Night, run_before: str, run_after: st
         raise _Refused(str(error)) from None
     here = version("laserbatch")
     for one in (before, after):
-        if one.manifest["laserbatch_version"] != here:
-            made_by = one.manifest["laserbatch_version"]
+        if one.manifest.laserbatch_version != here:
+            made_by = one.manifest.laserbatch_version
             raise _Refused(f"run {one.run.run_id} was made by laserbatch {made_by}, which may draft unlike this {here}")
     pools = next((known for known in night.pools.list() if known.version == run_before), None)
     if pools is None:
@@ -182,7 +182,7 @@ def _checked_predictions(nights: _Nights, size: SimulationSize) -> list[CheckedP
 
 def _as_drafted(night: Night, side: Side) -> Settings:
     """A night's settings with the budget that it chose for a side in place of the choice."""
-    recorded = night.manifest.get("budgets", {}).get(side)
+    recorded = night.manifest.budgets.get(side)
     if recorded is None:
         return night.settings
     budget = {name: recorded[name] for name in ("max_draft_tokens", "min_acceptance")}

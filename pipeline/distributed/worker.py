@@ -34,7 +34,6 @@ from laserbatch.pipeline.decoding.planning.step_cost_cache import cached_step_co
 from laserbatch.pipeline.decoding.planning.step_timing import measure_step_cost, texts_of
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import Greedy, Verifier
-from laserbatch.pipeline.distributed.stats import decoding_stats
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.parsers import parse_knowledge
 from laserbatch.pipeline.knowledge.records import knowledge_schema
@@ -42,8 +41,10 @@ from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.planning.plan import PlannedRow, Shard, read_shard
 from laserbatch.pipeline.planning.prompting import decoding_provenance
 from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.manifest import ModelFigures
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
-from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
+from laserbatch.pipeline.storage.run_folder import ExpectedTime, RunFolder, ShardInfo, ShardRecord
+from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.step_cost import StepCost
 
@@ -112,12 +113,12 @@ class ShardWorker:
         self._usual_tokens = {side: usual_tokens(pool) for side, pool in self._pools.items()}
         loaded = self.engine.loaded
         packed = f" ({loaded.quantization} weights)" if loaded.quantization else ""
-        self._model_info = {
-            "id": self.engine.model_id,
-            "dtype": str(loaded.model.dtype).removeprefix("torch.") + packed,
-            "device": self.engine.device.type,
-            "num_parameters": loaded.num_parameters,
-        }
+        self._model = ModelFigures(
+            id=self.engine.model_id,
+            dtype=str(loaded.model.dtype).removeprefix("torch.") + packed,
+            device=self.engine.device.type,
+            num_parameters=loaded.num_parameters,
+        )
         self._provenance = decoding_provenance(spec.decoding)
 
     def drafter(self, side: Side, budget: Budget | None = None) -> Drafter:
@@ -204,19 +205,19 @@ class ShardWorker:
         ordered = [records[key] for key in rows if key in records]  # plan order, not the order of finishing
         entity_id_type = pa.array([row.entity_id for row in rows.values()]).type
         table = pa.Table.from_pylist(ordered, schema=knowledge_schema(entity_id_type))
-        stats = decoding_stats(results, time.perf_counter() - start_s, num_rewritten)
+        stats = DecodingStats.of(results, time.perf_counter() - start_s, num_rewritten)
         logger.info("%s %s: %d texts, %d quarantined", shard.side, shard.name, len(ordered), len(quarantined))
-        info = {
-            "planned_sha256": shard.sha256,
-            "group": shard.group,
-            "stats": stats,
-            "model": self._model_info,
-            "num_workers": self.spec.num_workers,
-            "expected": self._expected(rows, results),
-        }
+        info = ShardInfo(
+            planned_sha256=shard.sha256,
+            group=shard.group,
+            stats=stats,
+            model=self._model,
+            num_workers=self.spec.num_workers,
+            expected=self._expected(rows, results),
+        )
         return RunFolder(self.spec.run_dir).write_shard(shard.side, shard.name, table, quarantined, info)
 
-    def _expected(self, rows: dict[str, PlannedRow], results: list[GenerationResult]) -> dict[str, Any] | None:
+    def _expected(self, rows: dict[str, PlannedRow], results: list[GenerationResult]) -> ExpectedTime | None:
         """What texts should have taken, by what a step is known to cost on this machine."""
         step_cost = kept_step_cost(*self._step_cost_place, self.spec.num_workers)
         num_steps = [result.num_steps for result in results]
@@ -230,7 +231,7 @@ class ShardWorker:
             sum(result.num_drafted for result in results) / sum(num_steps),
             self.engine.max_prefill_tokens,
         )
-        return {"step_cost": step_cost.name, "seconds": seconds}
+        return ExpectedTime(step_cost.name, seconds)
 
     def _outcomes(
         self, side: Side, rows: dict[str, PlannedRow], budget: Budget | None

@@ -83,7 +83,7 @@ def open_plan(
     finished = {
         name: record
         for name, record in finished.items()
-        if name == CARRIED_SHARD or (name in planned and record.info.get("planned_sha256") == planned[name])
+        if name == CARRIED_SHARD or (record.info is not None and record.info.planned_sha256 == planned.get(name))
     }
     folder.drop_unfinished(side, finished)
     return plan, finished

@@ -1,16 +1,18 @@
-"""What a run was and did, as one JSON file: everything a report shows comes from it.
-
-Owns the run's id, the hash of its settings, and the atomic saving. What the stages put in is their own matter: values
-are plain JSON.
-"""
+"""What a run was and did, as one JSON file: stages write it, and everything a report shows comes from it."""
 
 import datetime
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import canonical_json, read_json, write_json
+from laserbatch.pipeline.storage.stats import DecodingStats
 
 MANIFEST_VERSION = 1
 
@@ -28,17 +30,168 @@ def make_run_id(date: datetime.date, settings: Mapping, edition: int = 1) -> str
     return f"{date.isoformat()}-{settings_hash(settings)[:8]}" + (f"-{edition}" if edition > 1 else "")
 
 
-class RunManifest:
-    """A run's manifest: a plain dict, and the file it is saved to.
+@dataclass(frozen=True)
+class StageTime:
+    """How long a stage took, over all attempts at the run."""
 
-    Attributes
-    ----------
-    path : the `manifest.json` it is saved to.
-    data : plain JSON values; `manifest["sides"]` is `manifest.data["sides"]`.
+    name: str
+    wall_s: float
+
+
+@dataclass(frozen=True)
+class PoolFigures:
+    """A pool that a run drafts from; `groups` has the numbers of texts and tokens of each."""
+
+    version: str
+    num_texts: int
+    num_tokens: int
+    groups: dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class PoolsUsed:
+    """The pools that a run drafts from: chosen when it begins, and the same for every later attempt."""
+
+    version: str | None = None
+    user: PoolFigures | None = None
+    item: PoolFigures | None = None
+
+
+@dataclass(frozen=True)
+class ModelFigures:
+    """The model that wrote the texts."""
+
+    id: str
+    dtype: str
+    device: str
+    num_parameters: int
+
+
+@dataclass(frozen=True)
+class WorkerFigures:
+    """How many workers wrote side by side, and on what."""
+
+    num_workers: int
+    num_threads: int
+    device: str
+
+
+@dataclass(frozen=True)
+class ShardFigures:
+    """A finished shard; `file` is relative to the run's folder, and `stats` are without the texts' lengths."""
+
+    shard_id: str
+    group: str
+    file: str
+    num_rows: int
+    sha256: str
+    wall_s: float
+    stats: DecodingStats
+
+
+@dataclass(frozen=True)
+class SampleSpan:
+    """A part of a text, and the name of the source that it was drafted from."""
+
+    text: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text that the report shows."""
+
+    entity_id: str | int
+    group: str | None
+    prompt: str
+    text: str
+    spans: list[SampleSpan]
+    tokens_per_step: float | None
+
+
+@dataclass(frozen=True)
+class SideFigures:
+    """What was done of a side; counts are of entities.
+
+    `budget` is the draft budget and its forecast. Of plain decoding there are neither budget nor samples, but
+    `stats_of_tonight`: of the entities that the night itself wrote about.
     """
 
-    def __init__(self, path: Path | str, data: dict) -> None:
-        self.path, self.data = Path(path), data
+    num_entities: int
+    num_generated: int
+    num_carried_over: int
+    num_quarantined: int
+    num_kept: int  # of those in quarantine, with the text of an earlier night
+    quarantine_reasons: dict[str, int]
+    routes: dict[str, int]  # scheme -> entities
+    shards: list[ShardFigures]
+    stats: DecodingStats
+    budget: dict[str, Any] | None = None
+    samples: list[Sample] = field(default_factory=list)
+    stats_of_tonight: DecodingStats | None = None
+
+
+@dataclass(frozen=True)
+class FeatureFigures:
+    """A side's feature file and its centroids, relative to the run's folder; counts are of texts."""
+
+    file: str
+    num_rows: int
+    sha256: str
+    dim: int
+    centroids: str
+    num_clusters: int
+    num_encoded: int
+    num_truncated: int
+    encoder: str
+
+
+@dataclass(frozen=True)
+class SideStats:
+    """What of a side is compared with the night after."""
+
+    stats: DecodingStats
+
+
+@dataclass(frozen=True)
+class PreviousNight:
+    """The run that a run was built on."""
+
+    run_id: str
+    sides: dict[Side, SideStats]
+
+
+@dataclass(kw_only=True)
+class RunManifest:
+    """A run's manifest; a stage sets what is its own, and `save` writes all of it.
+
+    `inputs`, `ctr`, `budgets` and `pools_built` are plain JSON, as those who make them say.
+    """
+
+    path: Annotated[Path, Field(exclude=True)]
+    format_version: int = MANIFEST_VERSION
+    run_id: str
+    date: datetime.date
+    status: Literal["running", "failed", "success"] = "running"
+    failure: str | None = None
+    settings: dict[str, Any]
+    settings_hash: str
+    laserbatch_version: str
+    machine: dict[str, Any]
+    force: bool = False
+    previous_run_id: str | None = None
+    inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    pools: PoolsUsed = PoolsUsed()
+    budgets: dict[Side, dict[str, Any]] = field(default_factory=dict)
+    model: ModelFigures | None = None
+    workers: WorkerFigures | None = None
+    sides: dict[Side, SideFigures] = field(default_factory=dict)
+    plain: dict[Side, SideFigures] = field(default_factory=dict)
+    features: dict[Side, FeatureFigures] = field(default_factory=dict)
+    ctr: dict[str, Any] | None = None
+    pools_built: dict[str, Any] = field(default_factory=dict)
+    previous_night: PreviousNight | None = None
+    stages: list[StageTime] = field(default_factory=list)
 
     @classmethod
     def create(
@@ -50,7 +203,7 @@ class RunManifest:
         machine: Mapping,
         edition: int = 1,
     ) -> "RunManifest":
-        """A manifest with its head filled in and `status` "running"; not saved yet.
+        """A manifest with its head filled in; not saved yet.
 
         Parameters
         ----------
@@ -60,20 +213,15 @@ class RunManifest:
         laserbatch_version, machine : what ran, and on what.
         edition : of the night; see `make_run_id`.
         """
-        head = {
-            "format_version": MANIFEST_VERSION,
-            "run_id": make_run_id(date, settings, edition),
-            "date": date.isoformat(),
-            "status": "running",
-            "settings": dict(settings),
-            "settings_hash": settings_hash(settings),
-            "laserbatch_version": laserbatch_version,
-            "machine": dict(machine),
-            "inputs": {},
-            "sides": {},
-            "stages": [],
-        }
-        return cls(path, head)
+        return cls(
+            path=Path(path),
+            run_id=make_run_id(date, settings, edition),
+            date=date,
+            settings=dict(settings),
+            settings_hash=settings_hash(settings),
+            laserbatch_version=laserbatch_version,
+            machine=dict(machine),
+        )
 
     @classmethod
     def load(cls, path: Path | str) -> "RunManifest":
@@ -91,29 +239,45 @@ class RunManifest:
                 f"{path} has format version {data.get('format_version')!r}; this laserbatch reads {MANIFEST_VERSION}. "
                 f"Use the laserbatch that wrote it, or {anew}."
             )
-        return cls(path, data)
+        try:
+            return _MANIFEST.validate_python(data | {"path": Path(path)})
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in fault["loc"])
+            raise WorkspaceError(
+                f"{path} is not a manifest as this laserbatch writes it: {where}: {fault['msg']}. Use the laserbatch "
+                f"that wrote it, or {anew}."
+            ) from None
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain JSON values."""
+        return _MANIFEST.dump_python(self, mode="json")
 
     def save(self) -> None:
         """Write the file atomically: a reader sees the old one or the new one."""
-        write_json(self.data, self.path)
+        write_json(self.as_json(), self.path)
 
     def add_stage(self, name: str, wall_s: float) -> None:
         """Record a stage's wall time in seconds; a stage that ran before (a resumed run) adds up."""
-        for stage in self.data.setdefault("stages", []):
-            if stage["name"] == name:
-                stage["wall_s"] += wall_s
-                return
-        self.data["stages"].append({"name": name, "wall_s": wall_s})
+        before = sum(stage.wall_s for stage in self.stages if stage.name == name)
+        timed = StageTime(name, before + wall_s)
+        if before:
+            self.stages = [timed if stage.name == name else stage for stage in self.stages]
+        else:
+            self.stages = [*self.stages, timed]
 
-    def __getitem__(self, key: str):
-        return self.data[key]
+    @property
+    def data(self) -> dict[str, Any]:
+        return self.as_json()
+
+    def __getitem__(self, key: str) -> Any:
+        return self.as_json()[key]
 
     def __setitem__(self, key: str, value: object) -> None:
-        self.data[key] = value
+        setattr(self, key, value)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self.data
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.as_json().get(key, default)
 
-    def get(self, key: str, default=None):
-        """`data.get(key, default)`."""
-        return self.data.get(key, default)
+
+_MANIFEST = TypeAdapter(RunManifest)

@@ -6,22 +6,43 @@ failed rows of shards lie in `shards/`, so that `knowledge/` and `quarantine/` h
 Knows nothing of how shards are cut or made.
 """
 
-import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pyarrow as pa
+from pydantic import TypeAdapter, ValidationError
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import read_json, remove_leftovers, sha256_file, write_json, write_text
-from laserbatch.pipeline.storage.manifest import RunManifest
+from laserbatch.pipeline.storage.manifest import ModelFigures, RunManifest
 from laserbatch.pipeline.storage.parquet import WrittenFile, in_order_of, iter_parquet, read_parquet, write_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, quarantine_schema, quarantine_table
+from laserbatch.pipeline.storage.stats import DecodingStats
 
 logger = logging.getLogger("laserbatch.storage")
+
+
+@dataclass(frozen=True)
+class ExpectedTime:
+    """Seconds that a shard should have taken, by a step cost of this name."""
+
+    step_cost: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """How a shard's texts were written: by which plan, model and number of workers, and what was counted."""
+
+    planned_sha256: str
+    group: str
+    stats: DecodingStats
+    model: ModelFigures
+    num_workers: int
+    expected: ExpectedTime | None = None
 
 
 @dataclass(frozen=True)
@@ -35,7 +56,7 @@ class ShardRecord:
     num_rows : rows of knowledge.
     sha256 : hex digest of the knowledge file.
     num_quarantined : rows that failed; their file lies beside the record.
-    info : what its maker recorded: group, timings, statistics, a key of its plan; plain JSON.
+    info : how its texts were written; None where they needed no model.
     """
 
     name: str
@@ -44,7 +65,10 @@ class ShardRecord:
     sha256: str
     num_quarantined: int = 0
     quarantine_sha256: str | None = None
-    info: dict = field(default_factory=dict)
+    info: ShardInfo | None = None
+
+
+_SHARD_RECORD = TypeAdapter(ShardRecord)
 
 
 @dataclass(frozen=True)
@@ -113,7 +137,7 @@ class RunFolder:
         name: str,
         knowledge: pa.Table | pa.RecordBatchReader,
         quarantined: Iterable[QuarantineRow] = (),
-        info: Mapping | None = None,
+        info: ShardInfo | None = None,
     ) -> ShardRecord:
         """Write one shard, so that it is finished or not there.
 
@@ -126,7 +150,7 @@ class RunFolder:
         name : the file name without suffix; zero-padded, so that name order is shard order.
         knowledge : rows of the knowledge schema; may be empty. Of a reader a little at a time is in memory.
         quarantined : the rows that failed.
-        info : recorded with the shard and given back by `finished_shards`; plain JSON.
+        info : how its texts were written.
         """
         self._shard_record_path(side, name).unlink(missing_ok=True)  # not finished while its files change
         rows = quarantine_table(quarantined, knowledge.schema.field("entity_id").type)
@@ -139,7 +163,7 @@ class RunFolder:
             sha256=written.sha256,
             num_quarantined=rows.num_rows,
             quarantine_sha256=failed.sha256 if failed else None,
-            info=json.loads(json.dumps(dict(info or {}), allow_nan=False)),  # what a rerun will read back
+            info=info,
         )
         write_json(asdict(record), self._shard_record_path(side, name))
         return record
@@ -152,12 +176,12 @@ class RunFolder:
         finished = {}
         for path in sorted(self._shards_folder(side).glob("*.json")):
             try:
-                record = ShardRecord(**read_json(path))
+                record = _SHARD_RECORD.validate_python(read_json(path))
                 files = {self.root / record.file: record.sha256}
                 if record.quarantine_sha256:
                     files[self._shard_quarantine_path(side, record.name)] = record.quarantine_sha256
                 changed = [file for file, sha256 in files.items() if not file.exists() or sha256_file(file) != sha256]
-            except (WorkspaceError, TypeError) as error:
+            except (WorkspaceError, ValidationError) as error:
                 logger.warning("shard record %s cannot be used and its shard is done again: %s", path, error)
                 continue
             if changed:

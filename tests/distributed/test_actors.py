@@ -4,9 +4,10 @@ import json
 import os
 import signal
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import ray
 
@@ -25,7 +26,8 @@ from laserbatch.pipeline.planning.planner import plan_side
 from laserbatch.pipeline.planning.previous import PreviousKnowledge
 from laserbatch.pipeline.planning.prompting import prompt_renderer
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
-from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo
+from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.tables.read import read_tables
 from laserbatch.retrieval_pools.step_cost import read_step_cost
 
@@ -84,127 +86,45 @@ def pids_of(actors) -> list[int]:
     return ray.get([actor.pid.remote() for actor in actors])
 
 
-def kill_all(actors) -> None:
-    for pid in pids_of(actors):
-        os.kill(pid, signal.SIGKILL)
-
-
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_killed_workers_shard_is_done_again_by_another(cluster, world, tmp_path):
+def test_a_killed_workers_shard_is_done_again_by_another_under_the_budget_that_was_chosen(cluster, world, tmp_path):
     shards, spec = planned(world, tmp_path / "killed")
-    pids: list[int] = []
-    outcomes = run_shards(shards, spec, cluster, 3, lambda actors: pids.extend(pids_of(actors)))
+    pids, measured, piloted = [], [], []
+
+    def choose(scout):
+        measured.append(scout.step_cost())
+        piloted.append(scout.pilot("item", read_shard(spec.run_dir / shards[0].path)[:3], Budget(2, 0.1)))
+        return {"item": Budget(2, 0.1)}
+
+    outcomes = run_shards(shards, spec, cluster, 3, lambda actors: pids.extend(pids_of(actors)), choose)
     done = [next(outcomes)]
     for pid in pids:  # both: whichever of them was at work, its shard is in flight
         os.kill(pid, signal.SIGKILL)
     done += list(outcomes)
     assert sorted(shard.name for shard, _ in done) == [shard.name for shard in shards]
-    shards, spec = planned(world, tmp_path / "calm")
-    worker = ShardWorker(spec)
-    for shard in shards:
-        worker.run(shard)
-    assert texts(tmp_path / "killed") == texts(tmp_path / "calm")
+    for _, record in done:
+        stats = record.info.stats
+        assert 0 < stats.num_drafted <= 2 * stats.num_steps
 
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_a_row_that_kills_or_stops_workers_is_given_up_alone(cluster, world, tmp_path, monkeypatch):
-    shards, spec = planned(world, tmp_path)
-    rows = [row.entity_id for shard in shards for row in read_shard(tmp_path / shard.path)]
-    deadly, slow = rows[2], rows[6]
-    hung = tmp_path / "hung"
-
-    class Poisoned(actors._Worker):
-        def run(self, shard, budget):
-            of_shard = [row.entity_id for row in read_shard(tmp_path / shard.path)]
-            if deadly in of_shard:
-                (tmp_path / f"knowledge/item/{shard.name}.parquet").write_text("begun")
-                os.kill(os.getpid(), signal.SIGKILL)
-            if slow in of_shard and not hung.exists():
-                hung.touch()
-                time.sleep(3600)
-            return super().run(shard, budget)
-
-    monkeypatch.setattr(actors, "_Worker", Poisoned)
-    monkeypatch.setattr(actors, "LOOK_S", 0.5)
-    monkeypatch.setattr(actors, "MOST_SILENT_S", 20.0)
-    (tmp_path / "knowledge/item").mkdir(parents=True, exist_ok=True)
-    outcomes = list(run_shards(shards, spec, cluster, 2))
-    (abandoned,) = [outcome for outcome in outcomes if isinstance(outcome, ShardAbandoned)]
-    assert [row.entity_id for row in read_shard(tmp_path / abandoned.shard.path)] == [deadly]
-    assert abandoned.reason.startswith("worker-died: ")
-    assert hung.exists()
-    # The plan that a later attempt reads has the halves in the shard's place, and no shard left begun files.
-    plan = load_plan(tmp_path, "item")
-    done = {shard.name for shard, _ in (outcome for outcome in outcomes if outcome != abandoned)}
-    assert (
-        done | {abandoned.shard.name} == {shard.name for shard in plan.shards} and len(plan.shards) == len(shards) + 2
-    )
-    assert list(texts(tmp_path)) == [row for row in rows if row != deadly]
-    assert [row.entity_id for shard in plan.shards for row in read_shard(tmp_path / shard.path)] == rows
-
-
-@pytest.mark.ray
-def test_workers_that_find_no_place_end_the_run_with_what_was_asked_for(cluster, world, tmp_path, monkeypatch):
-    monkeypatch.setattr(actors, "LOOK_S", 0.1)
-    monkeypatch.setattr(actors, "MOST_STARTING_S", 1.0)
-    shards, spec = planned(world, tmp_path)
-    with pytest.raises(RunFailed, match=r"each needs 99 CPUs, and the cluster has a node of \d+ CPUs"):
-        list(run_shards(shards, spec, replace(cluster, num_threads=99), 2))
-
-
-@pytest.mark.ray
-def test_a_model_that_cannot_be_loaded_ends_the_run_with_its_reason(cluster, world, tmp_path):
-    shards, spec = planned(world, tmp_path)
-    with pytest.raises(ModelError, match="no model folder"):
-        list(run_shards(shards, replace(spec, model_dir=tmp_path / "absent"), cluster, 3))
-
-
-@pytest.mark.ray
-def test_a_worker_measures_once_and_every_shard_is_drafted_by_the_budget_of_its_side(cluster, world, tmp_path):
-    shards, spec = planned(world, tmp_path)
-    measured, piloted = [], []
-
-    def choose(scout):
-        measured.append(scout.step_cost())
-        piloted.append(scout.pilot("item", read_shard(tmp_path / shards[0].path)[:3], Budget(2, 0.1)))
-        return {"item": Budget(2, 0.1)}
-
-    outcomes = list(run_shards(shards, spec, cluster, 3, choose_budgets=choose))
     assert [known.batch_sizes[-1] for known in measured] == [spec.decoding.batch_size]
     (path,) = spec.step_cost_dir.glob("*.json")
     assert read_step_cost(path) == measured[0]
     found = piloted[0].cell(Budget(2, 0.1))
     assert len(piloted[0].names) == 3 and 0 < found.mean_drafted <= 2 and found.tokens_per_step > 1
-    assert known_step_cost(spec.step_cost_dir, ShardWorker(replace(spec, num_workers=1)).engine, False) is None
-    for _, record in outcomes:
-        stats = record.info["stats"]
-        assert 0 < stats["num_drafted"] <= 2 * stats["num_steps"]
+
+    calm_shards, calm = planned(world, tmp_path / "calm")
+    alone = ShardWorker(calm)
+    for shard in calm_shards:
+        alone.run(shard, Budget(2, 0.1))
+    assert texts(tmp_path / "killed") == texts(tmp_path / "calm")
+    assert known_step_cost(spec.step_cost_dir, alone.engine, False) is None  # measured beside another worker
 
 
-@pytest.mark.ray
-def test_all_workers_measure_at_once_and_one_of_them_keeps_what_it_found(cluster, world, tmp_path, monkeypatch):
-    class Recorded(actors._Worker):
-        def step_cost(self, keeps: bool):
-            begin_s = time.time()
-            found = super().step_cost(keeps)
-            (tmp_path / f"{os.getpid()}.json").write_text(json.dumps([keeps, begin_s, time.time()]))
-            return found
-
-    monkeypatch.setattr(actors, "_Worker", Recorded)
-    shards, spec = planned(world, tmp_path / "run")
-
-    def choose(scout):
-        scout.step_cost()
-        return {"item": Budget(2, 0.1)}
-
-    list(run_shards(shards, spec, cluster, 3, choose_budgets=choose))
-    spans = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
-    assert sorted(keeps for keeps, _, _ in spans) == [False, True]
-    shortest = min(end - begin for _, begin, end in spans)
-    together = min(end for _, _, end in spans) - max(begin for _, begin, _ in spans)
-    assert together > shortest / 2
+def test_a_model_that_cannot_be_loaded_is_refused_when_the_worker_loads_it(world, tmp_path):
+    _, spec = planned(world, tmp_path)
+    with pytest.raises(ModelError, match="no model folder"):
+        actors._Worker(replace(spec, model_dir=tmp_path / "absent")).load()
 
 
 def test_workers_of_a_machine_are_no_more_than_its_cores_have_room_for(monkeypatch):
@@ -212,23 +132,147 @@ def test_workers_of_a_machine_are_no_more_than_its_cores_have_room_for(monkeypat
     assert [workers_of_node(*counts) for counts in ((1, 16), (4, 4), (40, 4), (2, 32))] == [1, 4, 4, 1]
 
 
+@pytest.fixture
+def crew(cluster, world, tmp_path, monkeypatch):
+    """A function: run a plan's shards by actors that write ids for texts, and do at each step what a test says.
+
+    Defined here, so that Ray sends it as it is and its processes load neither torch nor a model.
+    """
+
+    @dataclass(frozen=True)
+    class Spec:
+        run_dir: Path
+        device: str = "cpu"
+        num_threads: int = 1
+        num_workers: int = 1
+
+    class Worker:
+        def __init__(self, spec) -> None:
+            self._spec = spec
+
+        def load(self) -> None:
+            pass
+
+        def run(self, shard, budget):
+            ids = [row.entity_id for row in read_shard(self._spec.run_dir / shard.path)]
+            table = pa.table({"entity_id": ids, "text": ids})
+            info = ShardInfo(shard.sha256, str(budget), DecodingStats(), None, num_workers=1)
+            return RunFolder(self._spec.run_dir).write_shard(shard.side, shard.name, table, info=info)
+
+        def step_cost(self, keeps: bool) -> str:
+            return "cost"
+
+        @ray.method(concurrency_group="look")
+        def num_forwards(self) -> int:
+            return 1
+
+        def pid(self) -> int:
+            return os.getpid()
+
+    def run(worker=Worker, max_attempts=2, layout=cluster, **options):
+        monkeypatch.setattr(actors, "_Worker", worker)
+        monkeypatch.setattr(actors, "LOOK_S", 0.1)
+        shards, _ = planned(world, tmp_path)
+        return shards, run_shards(shards, Spec(tmp_path), layout, max_attempts, **options)
+
+    run.Worker = Worker
+    return run
+
+
 @pytest.mark.ray
-@pytest.mark.slow
+def test_a_row_that_kills_or_stops_workers_is_given_up_alone(crew, world, tmp_path, monkeypatch):
+    hung = tmp_path / "hung"
+    planned(world, tmp_path)
+    rows = [row.entity_id for shard in load_plan(tmp_path, "item").shards for row in read_shard(tmp_path / shard.path)]
+    deadly, slow = rows[2], rows[6]
+
+    class Poisoned(crew.Worker):
+        def run(self, shard, budget):
+            of_shard = [row.entity_id for row in read_shard(tmp_path / shard.path)]
+            if deadly in of_shard:
+                (tmp_path / "knowledge" / "item").mkdir(parents=True, exist_ok=True)
+                (tmp_path / "knowledge" / "item" / f"{shard.name}.parquet").write_text("begun")
+                os.kill(os.getpid(), signal.SIGKILL)
+            if slow in of_shard and not hung.exists():
+                hung.touch()
+                time.sleep(3600)
+            return super().run(shard, budget)
+
+    monkeypatch.setattr(actors, "MOST_SILENT_S", 2.0)
+    shards, outcomes = crew(Poisoned)
+    outcomes = list(outcomes)
+    (abandoned,) = [outcome for outcome in outcomes if isinstance(outcome, ShardAbandoned)]
+    assert [row.entity_id for row in read_shard(tmp_path / abandoned.shard.path)] == [deadly]
+    assert abandoned.reason.startswith("worker-died: ")
+    assert hung.exists()
+    # The plan that a later attempt reads has the halves in the shard's place, and no shard left begun files.
+    plan = load_plan(tmp_path, "item")
+    done = {shard.name for shard, _ in (outcome for outcome in outcomes if outcome != abandoned)}
+    assert done | {abandoned.shard.name} == {shard.name for shard in plan.shards}
+    assert len(plan.shards) == len(shards) + 2
+    done = [key for part in RunFolder(tmp_path).iter_knowledge("item", ["entity_id"]) for key in part[0].to_pylist()]
+    assert done == [row for row in rows if row != deadly]
+    assert [row.entity_id for shard in plan.shards for row in read_shard(tmp_path / shard.path)] == rows
+
+
+@pytest.mark.ray
+def test_workers_that_find_no_place_end_the_run_with_what_was_asked_for(crew, cluster, monkeypatch):
+    monkeypatch.setattr(actors, "MOST_STARTING_S", 1.0)
+    with pytest.raises(RunFailed, match=r"each needs 99 CPUs, and the cluster has a node of \d+ CPUs"):
+        list(crew(layout=replace(cluster, num_threads=99))[1])
+
+
+@pytest.mark.ray
+def test_an_error_that_a_worker_reports_ends_the_run_as_itself(crew):
+    class Refusing(crew.Worker):
+        def load(self):
+            raise ModelError("no model folder")
+
+    with pytest.raises(ModelError, match="no model folder"):
+        list(crew(Refusing)[1])
+
+
+@pytest.mark.ray
+def test_workers_that_are_all_lost_before_they_are_ready_end_the_run(crew):
+    class Dying(crew.Worker):
+        def load(self):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RunFailed, match=r"all workers were lost while they loaded the model.*worker-died"):
+        list(crew(Dying, max_attempts=1)[1])
+
+
+@pytest.mark.ray
+def test_all_workers_measure_at_once_and_one_of_them_keeps_what_it_found(crew, tmp_path):
+    class Measuring(crew.Worker):
+        def step_cost(self, keeps):
+            begin_s = time.time()
+            time.sleep(1.0)
+            (tmp_path / f"{os.getpid()}.json").write_text(json.dumps([keeps, begin_s, time.time()]))
+            return "cost"
+
+    shards, outcomes = crew(Measuring, choose_budgets=lambda scout: {"item": scout.step_cost()})
+    assert [record.info.group for _, record in outcomes] == ["cost"] * len(shards)
+    spans = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert sorted(keeps for keeps, _, _ in spans) == [False, True]
+    together = min(end for _, _, end in spans) - max(begin for _, begin, _ in spans)
+    assert together > 0.5
+
+
+@pytest.mark.ray
 @pytest.mark.parametrize("max_attempts", [1, 3])
-def test_a_worker_that_dies_before_it_measured_is_replaced_and_the_last_one_ends_the_run(
-    cluster, world, tmp_path, max_attempts
-):
-    shards, spec = planned(world, tmp_path)
+def test_a_worker_that_dies_before_it_measured_is_replaced_and_the_last_one_ends_the_run(crew, max_attempts):
     workers, measured = [], []
 
     def choose(scout):
-        kill_all(workers)
+        for pid in pids_of(workers):
+            os.kill(pid, signal.SIGKILL)
         measured.append(scout.step_cost())
-        return {"item": Budget(2, 0.1)}
+        return {}
 
-    outcomes = run_shards(shards, spec, cluster, max_attempts, workers.extend, choose)
+    shards, outcomes = crew(max_attempts=max_attempts, on_workers=workers.extend, choose_budgets=choose)
     if max_attempts == 1:
         with pytest.raises(RunFailed, match="max_draft_tokens"):
             list(outcomes)
     else:
-        assert len(list(outcomes)) == len(shards) and measured
+        assert len(list(outcomes)) == len(shards) and measured == ["cost"]

@@ -90,11 +90,11 @@ def test_a_relaxed_text_that_ran_on_is_written_again_as_a_greedy_one(tmp_path, m
         )
         spec = replace(spec, decoding=decoding, pool_dirs={"item": pool.folder}, pool_versions={"item": "v"})
         info = ShardWorker(spec).run(shards[0]).info
-        found[name] = info["stats"], RunFolder(tmp_path / name).read_knowledge("item").to_pylist()
+        found[name] = info.stats, RunFolder(tmp_path / name).read_knowledge("item").to_pylist()
     (stats, rows), (greedy_stats, greedy_rows) = found["relaxed"], found["greedy"]
-    assert stats["num_texts"] == len(rows) == 4 and greedy_stats["num_rewritten"] == 0
+    assert stats.num_texts == len(rows) == 4 and greedy_stats.num_rewritten == 0
     assert {row["finish_reason"] for row in rows} == {"length"}, "no text was cut, so nothing was tested"
     ran_on = usual < 10 and most == 1.0  # where all texts are cut, the limit is short
-    assert stats["num_rewritten"] == (4 if ran_on else 0)
+    assert stats.num_rewritten == (4 if ran_on else 0)
     assert {json.loads(row["decoding_json"])["verifier"] for row in rows} == {"greedy" if ran_on else "relaxed"}
     assert ([row["text"] for row in rows] == [row["text"] for row in greedy_rows]) == ran_on

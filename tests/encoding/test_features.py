@@ -1,5 +1,8 @@
 """Feature tables: the ids as they went in, sorted, with vectors, clusters and provenance; the same bytes each time."""
 
+import datetime
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -11,7 +14,7 @@ from laserbatch.pipeline.encoding.features import build_features
 from laserbatch.pipeline.encoding.schema import check_feature_schema, feature_schema, run_date
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import WorkspaceError
-from laserbatch.pipeline.storage.atomic import write_json
+from laserbatch.pipeline.storage.manifest import FeatureFigures, RunManifest
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
@@ -86,17 +89,17 @@ def test_a_run_is_encoded_side_by_side_and_again_to_the_same_bytes(tiny_encoder,
     lines = []
     section = encode_run(tmp_path, settings, lines.append)
     assert set(section) == {"user"} and lines == ["1 user texts are longer than the encoder takes and lost their end"]
-    assert section["user"] | {"sha256": 0, "encoder": 0} == {
-        "file": "features/user.parquet",
-        "num_rows": 3,
-        "sha256": 0,
-        "dim": 32,
-        "centroids": "features/user-centroids.parquet",
-        "num_clusters": 2,
-        "num_encoded": 3,
-        "num_truncated": 1,
-        "encoder": 0,
-    }
+    assert replace(section["user"], sha256="", encoder="") == FeatureFigures(
+        file="features/user.parquet",
+        num_rows=3,
+        sha256="",
+        dim=32,
+        centroids="features/user-centroids.parquet",
+        num_clusters=2,
+        num_encoded=3,
+        num_truncated=1,
+        encoder="",
+    )
     table = read_parquet(tmp_path / "features/user.parquet")
     check_feature_schema(table.schema, "user")
     assert table["user_id"].to_pylist() == ["u0", "u1", "u2"]
@@ -108,22 +111,24 @@ def test_vectors_and_clusters_of_carried_over_texts_are_taken_over_and_equal_enc
     old, new = RunFolder(tmp_path / "old"), RunFolder(tmp_path / "new")
     carried = knowledge_of(["u2", "u1"], ["quiet", "loud"])
     write_parquet(carried, old.root / "knowledge/user/00000.parquet")
-    write_json({"format_version": 1, "features": encode_run(old.root, settings)}, old.manifest_path)
+    manifest = RunManifest.create(old.manifest_path, datetime.date(2025, 3, 1), {}, "0", {})
+    manifest.features = encode_run(old.root, settings)
+    manifest.save()
     write_parquet(carried, new.root / "knowledge/user/carried.parquet")
     write_parquet(knowledge_of(["u3"], ["a storm"]), new.root / "knowledge/user/00000.parquet")
     before, taken_over = table_of(old), encode_run(new.root, settings, previous=old)
     tonight = table_of(new)
     assert {key: tonight[key] for key in before} == before  # cluster ids too
     again = encode_run(new.root, settings)
-    assert (taken_over["user"]["num_encoded"], again["user"]["num_encoded"]) == (1, 3)
+    assert (taken_over["user"].num_encoded, again["user"].num_encoded) == (1, 3)
     assert {key: row["vector"] for key, row in table_of(new).items()} == {k: r["vector"] for k, r in tonight.items()}
     write_parquet(carried.slice(0, 0), new.root / "knowledge/user/carried.parquet")
     (new.root / "knowledge/user/00000.parquet").unlink()
     empty = encode_run(new.root, settings, previous=old)  # a side without a text
-    assert (empty["user"]["num_rows"], empty["user"]["num_encoded"], empty["user"]["num_clusters"]) == (0, 0, 0)
+    assert (empty["user"].num_rows, empty["user"].num_encoded, empty["user"].num_clusters) == (0, 0, 0)
     check_feature_schema(read_parquet(new.features_path("user")).schema, "user")
     old.centroids_path("user").write_bytes(b"cut")
-    assert encode_run(new.root, settings, previous=old)["user"]["num_encoded"] == 0
+    assert encode_run(new.root, settings, previous=old)["user"].num_encoded == 0
 
 
 def table_of(run):

@@ -1,11 +1,14 @@
 """A manifest as a second night on a small shop leaves it, with figures that belong together; seeded."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from laserbatch.ctr.equivalence import compare_paired
 from laserbatch.pipeline.distributed.stats import length_histogram
+from laserbatch.pipeline.storage.manifest import SideFigures
 from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
 DEPTH = 16
@@ -170,6 +173,12 @@ def side_of(
         "budget": budget(counted),
         "samples": samples,
     }
+
+
+def night_of(data: dict) -> SimpleNamespace:
+    """A night whose manifest has users of whom this is said."""
+    figures = TypeAdapter(SideFigures).validate_python(data | {"shards": [], "num_kept": 0})
+    return SimpleNamespace(manifest=SimpleNamespace(sides={"user": figures}))
 
 
 def budget(counted: dict) -> dict:

@@ -1,13 +1,21 @@
-"""A small world and its configuration, on which whole nights run in tests: the bundled model, a real Ray."""
+"""A small world and its configuration, on which whole nights run in tests, with the bundled model."""
 
+import dataclasses
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+import torch
 import yaml
 
+from laserbatch.jobs import generate
 from laserbatch.jobs.cli import main
+from laserbatch.pipeline.distributed.cluster import WorkerLayout
+from laserbatch.pipeline.distributed.worker import ShardWorker
 from laserbatch.pipeline.sample.world import write_sample_world
 
 FIRST_DATE, SECOND_DATE = "2025-02-28", "2025-03-01"
@@ -43,17 +51,32 @@ def make_world(folder: Path, num_users: int = 24, num_items: int = 24) -> Path:
     return folder
 
 
-def start(*arguments: str) -> subprocess.Popen:
+HERE = (sys.executable, "-c", "from laserbatch.jobs.cli import main; main()")
+
+
+def start(*arguments: str, laserbatch: Sequence[str | Path] = HERE) -> subprocess.Popen:
     """`laserbatch ARGUMENTS` as a process of its own, as a scheduler would run it."""
-    command = [sys.executable, "-c", "from laserbatch.jobs.cli import main; main()", *arguments]
+    command = [*laserbatch, *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def run(*arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess:
-    """The same, until it ends."""
-    process = start(*arguments)
-    stdout, stderr = process.communicate(timeout=timeout_s)
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+def write_here(patched: pytest.MonkeyPatch, num_threads: int = 1) -> None:
+    """Have texts written in this process instead of by Ray's actors, which would load Python and torch each night."""
+
+    def run_shards(shards, spec, *arguments, choose_budgets, **options):
+        before = torch.get_num_threads()
+        worker = ShardWorker(dataclasses.replace(spec, device="cpu", num_threads=num_threads, num_workers=1))
+        budgets = choose_budgets(worker)
+        for shard in shards:
+            yield shard, worker.run(shard, budget=budgets.get(shard.side))
+        torch.set_num_threads(before)
+
+    @contextmanager
+    def no_cluster(settings):
+        yield WorkerLayout(1, num_threads, 0, "cpu")
+
+    patched.setattr(generate, "run_shards", run_shards)
+    patched.setattr(generate, "ray_cluster", no_cluster)
 
 
 @dataclass(frozen=True)

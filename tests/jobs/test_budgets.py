@@ -77,7 +77,7 @@ def test_a_budget_is_chosen_once_and_read_back_by_a_resumed_run(world):
     again = night_budgets(resumed, [], Never())
     assert again == first
     assert again["user"].forecast == first["user"].forecast
-    assert resumed.manifest["budgets"]["item"]["forecast"]["step_cost"] == "invented"
+    assert resumed.manifest.budgets["item"]["forecast"]["step_cost"] == "invented"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_pilot_writes_rows_from_all_over_a_side_and_its_budget_is_kept_with_al
     assert trial.tokens_per_step == 9.0 and trial.speed_up == chosen["item"].forecast.speed_up > 1
     resumed = night_budgets(opened(world, "{num_pilot_texts: 6}"), plan.shards, Never())
     assert resumed["item"].forecast == chosen["item"].forecast
-    night.manifest["budgets"] = None
+    night.manifest.budgets = {}
     without = night_budgets(night, plan.shards, Deadly())  # a row that workers die on may be among a pilot's
     assert without["item"] == chosen["item"] and not without["item"].forecast.trials
 

@@ -120,7 +120,7 @@ def test_pools_that_cannot_be_used_are_not_drafted_from_and_cost_a_full_build_an
     write_texts(night)
     build_pools(night)
     expected = contents(night)
-    assert opened(world, SECOND_DATE, "{}").manifest["pools"]["version"] == night.run.run_id
+    assert opened(world, SECOND_DATE, "{}").manifest.pools.version == night.run.run_id
     pool = night.pools.folder(night.run.run_id) / "item"
     order, manifest = pool / "order.npy", pool / "manifest.json"
     match damage:
@@ -137,7 +137,7 @@ def test_pools_that_cannot_be_used_are_not_drafted_from_and_cost_a_full_build_an
         case "pointer":
             (night.pools.root / "CURRENT").write_text("2025-01-01-gone")
     assert current_pools(night.pools, 1, night.date, night.settings.routing) is None
-    resumed = opened(world, SECOND_DATE, "{}").manifest["pools"]["version"]
+    resumed = opened(world, SECOND_DATE, "{}").manifest.pools.version
     assert resumed == (night.run.run_id if damage == "pointer" else None)
     assert build_pools(night)["item"]["incremental"] is (damage == "router")
     said = " ".join(capsys.readouterr().err.split())
@@ -200,7 +200,7 @@ def test_collection_spares_what_an_unfinished_run_drafts_from(world, capfd):
     write_texts(night)
     build_pools(night)
     unfinished = opened(world, SECOND_DATE, "{}")
-    assert unfinished.manifest["pools"]["version"] == night.run.run_id
+    assert unfinished.manifest.pools.version == night.run.run_id
     for version in ("2025-03-02-x", "2025-03-03-x"):
         with night.pools.publish(version) as (folder, _):
             (folder / "item").mkdir()
@@ -221,7 +221,7 @@ def test_night_after_an_update_drafts_without_the_older_pools_and_says_so(world,
     build_pools(night)
     manifest = night.pools.folder(night.run.run_id) / "item" / "manifest.json"
     manifest.write_text(manifest.read_text().replace(f'"format_version": {FORMAT_VERSION}', '"format_version": 1'))
-    assert opened(world, SECOND_DATE, "{}").manifest["pools"] == {"version": None}
+    assert opened(world, SECOND_DATE, "{}").manifest.pools.version is None
     said = " ".join(capsys.readouterr().err.split())
     assert "not drafting from the pools" in said and "format 1" in said and "laserbatch pools rebuild" in said
 
@@ -239,13 +239,13 @@ def test_show_says_how_a_version_was_built_and_what_it_left_out(world):
     assert json.loads(shown("--json"))["built"] == {}
     small = PoolBuildSettings(max_tokens=600)
     night = replace(night, settings=night.settings.model_copy(update={"pool_building": small}))
-    night.manifest["pools_built"] = build_pools(night)
+    night.manifest.pools_built = build_pools(night)
     night.manifest.save()
     num_left_out = night.run.read_knowledge("item").num_rows - 30
     left_out = f"{num_left_out} texts left out by pool_building.max_tokens"
     assert f"item: built merged from the earlier version, 0 texts sorted; {left_out}" in " ".join(shown().split())
     built = json.loads(shown("--json"))["built"]["item"]
     assert built["incremental"] is True and built["num_texts_left_out"] == num_left_out
-    night.manifest["pools_built"] = build_pools(night, anew=True)
+    night.manifest.pools_built = build_pools(night, anew=True)
     night.manifest.save()
     assert "item: built whole; " in shown()

@@ -148,7 +148,7 @@ def test_show_tells_how_well_estimates_hold(world):
 def test_replays_draft_by_the_budget_that_the_night_chose(world):
     night = opened(world, FIRST_DATE)
     assert drafted_with(night, "item") is None
-    night.manifest["budgets"] = {
+    night.manifest.budgets = {
         "user": {"max_draft_tokens": 0, "min_acceptance": 1.0, "forecast": None},
         "item": {"max_draft_tokens": 4, "min_acceptance": 0.3, "forecast": None},
     }

@@ -3,12 +3,13 @@
 import copy
 
 import pytest
-from manifest_fixture import night_manifest
+from manifest_fixture import night_manifest, night_of
 
 from laserbatch.jobs.drift import MIN_STEPS, MOST_MISSING, drift_of, note_step_costs
 from laserbatch.jobs.generate import night_counts
 from laserbatch.jobs.report.page import render_report
-from laserbatch.pipeline.storage.run_folder import ShardRecord
+from laserbatch.pipeline.storage.run_folder import ExpectedTime, ShardInfo, ShardRecord
+from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.retrieval_pools.step_cost import computed_step_cost, read_step_cost
 
 
@@ -25,18 +26,13 @@ def with_forecast(side_data: dict, share: float) -> dict:
     return side_data
 
 
-class Opened:
-    def __init__(self, manifest: dict) -> None:
-        self.manifest = manifest
-
-
 @pytest.mark.parametrize(("share", "is_notable"), [(1.3, False), (0.81, False), (0.79, True), (0.1, True)])
 def test_only_notably_less_than_forecast_is_drift(manifest, share, is_notable):
     side = with_forecast(manifest["sides"]["user"], share)
     drift = drift_of(side)
     assert drift.missing == pytest.approx(1 - share)
     assert drift.is_notable is is_notable
-    counts = night_counts(Opened({"sides": {"user": side}}))["users"]
+    counts = night_counts(night_of(side))["users"]
     assert ("warning" in counts) is is_notable
     manifest["sides"]["user"] = side
     page = render_report(manifest)
@@ -71,8 +67,9 @@ def test_no_forecast_no_drafts_and_older_manifests_have_no_drift(manifest):
 def test_a_step_cost_that_shards_refute_is_measured_again_by_the_next_run(tmp_path, capsys, wall_s, taken, is_doubted):
     known = computed_step_cost()
     (tmp_path / "cost.json").write_text(known.model_dump_json())
-    expected = {"step_cost": known.name, "seconds": 25.0 if taken else 14.0}  # too little to say anything
-    infos = [{"stats": {"wall_s": wall_s / 2}, "expected": expected}] * 2 + [{"stats": {"wall_s": 9.0}}]
+    expected = ExpectedTime(known.name, 25.0 if taken else 14.0)  # too little to say anything
+    infos = [ShardInfo("", "", DecodingStats(wall_s=wall_s / 2), None, 1, expected)] * 2
+    infos += [ShardInfo("", "", DecodingStats(wall_s=9.0), None, 1)]
     note_step_costs(tmp_path, [ShardRecord(str(n), "f", 1, "0", info=info) for n, info in enumerate(infos)])
     assert read_step_cost(tmp_path / "cost.json").taken == taken
     assert ("measures again" in capsys.readouterr().err + capsys.readouterr().out) == is_doubted

@@ -4,7 +4,6 @@ The oracle knows the tables, as it wrote them, and the documents; nothing of how
 this process instead of by Ray's actors, which would load Python and torch again each night.
 """
 
-import dataclasses
 import datetime
 import functools
 import json
@@ -15,11 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from night_world import run_here
+from night_world import run_here, write_here
 
-from laserbatch.jobs import generate
-from laserbatch.pipeline.distributed.actors import WorkerLayout
-from laserbatch.pipeline.distributed.worker import ShardWorker
 from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.knowledge.records import knowledge_schema
 
@@ -88,22 +84,8 @@ def folder(tmp_path, monkeypatch) -> Path:
         head = {"name": name, "version": 1, "framework": "kar", "parser": "free", "instruction": "Describe."}
         (tmp_path / "prompts" / f"{name}.yaml").write_text(yaml.safe_dump(head | template))
 
-    def write_here(shards, spec, *arguments, choose_budgets, **options):
-        worker = ShardWorker(dataclasses.replace(spec, device="cpu", num_threads=1, num_workers=1))
-        budgets = choose_budgets(worker)
-        for shard in shards:
-            yield shard, worker.run(shard, budget=budgets.get(shard.side))
-
-    class NoCluster:
-        def __enter__(self):
-            return WorkerLayout(1, 1, 0, "cpu")
-
-        def __exit__(self, *error):
-            return None
-
+    write_here(monkeypatch)
     monkeypatch.setattr(TextEncoder, "load", functools.cache(TextEncoder.load))
-    monkeypatch.setattr(generate, "run_shards", write_here)
-    monkeypatch.setattr(generate, "ray_cluster", lambda settings: NoCluster())
     return tmp_path
 
 

@@ -12,18 +12,19 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
-from night_world import FIRST_DATE, SECOND_DATE, make_world, write_config
+from night_world import FIRST_DATE, SECOND_DATE, make_world, run_here, write_config
 
 from laserbatch.jobs import generate
 from laserbatch.jobs.night import Night, open_night, parse_date
 from laserbatch.jobs.settings import load_settings
-from laserbatch.pipeline.distributed.stats import decoding_stats
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning.plan import read_shard
 from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.storage.manifest import ModelFigures
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
-from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo
+from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 
 EMPTY = {pa.string(): "", pa.int32(): 0, pa.list_(pa.int32()): [1, 2], pa.list_(pa.uint8()): [0, 0], pa.bool_(): False}
@@ -57,8 +58,8 @@ class Workers:
             known = {"entity_id": row.entity_id, "fingerprint": row.fingerprint, "run_id": spec.run_id, "text": text}
             records.append(nothing | known)
         self.shards.append((shard.side, shard.name))
-        stats = decoding_stats([], 1.0)
-        info = {"planned_sha256": shard.sha256, "stats": stats, "model": {}, "num_workers": 1}
+        stats, model = DecodingStats(wall_s=1.0), ModelFigures("m", "float32", "cpu", 1)
+        info = ShardInfo(shard.sha256, shard.group, stats, model, num_workers=1)
         table = pa.Table.from_pylist(records, schema=schema)
         return RunFolder(spec.run_dir).write_shard(shard.side, shard.name, table, failed, info)
 
@@ -143,7 +144,7 @@ def test_whatever_is_lost_of_an_unfinished_run_is_done_again_and_nothing_else(wo
     night = opened(world, SECOND_DATE)
     assert len(write(night).shards) > 2
     expected = texts(night.run)
-    counts = {side: night.manifest["sides"][side]["num_carried_over"] for side in SIDES}
+    counts = {side: night.manifest.sides[side].num_carried_over for side in SIDES}
     assert min(counts.values()) > 0 and len(expected) == num_entities(night)
     for name, damage in DAMAGE.items():
         damage(night.run.root / name.partition(" ")[0])
@@ -151,7 +152,7 @@ def test_whatever_is_lost_of_an_unfinished_run_is_done_again_and_nothing_else(wo
         lost = [("user", "00000")] if name == "knowledge/user/00000.parquet" else []
         assert write(again).shards == lost, name
         assert texts(again.run) == expected, name
-        assert {side: again.manifest["sides"][side]["num_carried_over"] for side in SIDES} == counts
+        assert {side: again.manifest.sides[side].num_carried_over for side in SIDES} == counts
         assert not list(night.run.root.rglob("*.tmp"))
 
 
@@ -196,9 +197,9 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_about_again(w
     assert [(row["entity_id"], row["text"]) for row in rows] == [
         (id_, f"{id_} in {night.run.run_id}, before [1 2]") for id_ in sorted(failing[:2])
     ]
-    data = night.manifest["sides"]["user"]
-    assert (data["num_quarantined"], data["num_kept"]) == (2, 2)
-    assert data["num_generated"] + data["num_carried_over"] + data["num_quarantined"] == data["num_entities"]
+    figures = night.manifest.sides["user"]
+    assert (figures.num_quarantined, figures.num_kept) == (2, 2)
+    assert figures.num_generated + figures.num_carried_over + figures.num_quarantined == figures.num_entities
     night.run.finish()
     Workspace.open(world / "workspace").publish(night.run.run_id)
 
@@ -206,6 +207,21 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_about_again(w
     write(third)
     after = texts(third.run)
     assert all(after[id_] == (f"{id_} in {third.run.run_id}, before [1 2]", False) for id_ in failing[:2])
+
+
+def test_too_many_failed_rows_fail_the_night_and_publish_nothing(tmp_path, monkeypatch, capfd):
+    writer(monkeypatch)
+    monkeypatch.setattr(generate, "run_shards", Workers().run_shards)
+    make_world(tmp_path, num_users=4, num_items=20)
+    night = {"max_failed_share": 0.1, "num_report_samples": 0}
+    config = write_config(tmp_path, knowledge={"max_prompt_tokens": 80}, night=night)
+    done = run_here(capfd, "nightly", "--config", str(config), "--date", FIRST_DATE)
+    assert done.returncode == 4, done.stderr
+    assert "users failed: too-long" in done.stderr
+    workspace = Workspace.open(tmp_path / "workspace")
+    assert workspace.published() is None
+    (run,) = workspace.runs()
+    assert run.report_path.exists() and run.read_quarantine("user").num_rows > 0
 
 
 def test_a_folder_of_knowledge_is_read_as_it_is(world):

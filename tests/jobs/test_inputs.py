@@ -42,7 +42,7 @@ def opened(world):
 
 def test_embeddings_are_recorded_with_checksum_and_ids_that_are_of_nobody(world):
     manifest = opened(world).manifest
-    recorded = manifest["inputs"]
+    recorded = manifest.inputs
     assert list(recorded) == ["users", "items", "interactions", "item_embeddings"]
     assert recorded["item_embeddings"] == {
         "path": "item.parquet",
@@ -50,7 +50,7 @@ def test_embeddings_are_recorded_with_checksum_and_ids_that_are_of_nobody(world)
         "sha256": sha256_file(world / "item.parquet"),
         "num_unknown_ids": 2,
     }
-    assert "2 of unknown ids" in render_report(manifest.data)
+    assert "2 of unknown ids" in render_report(manifest.as_json())
 
 
 def test_a_run_does_not_go_on_with_other_embeddings(world):

@@ -51,7 +51,7 @@ def opened(world, date=DAY, **options):
 
 def done(night):
     """Ended as a night ends, without a text."""
-    night.manifest["pools_built"] = {}
+    night.manifest.pools_built = {}
     with night.pools.publish(night.run.run_id, make_current=False):
         pass
     _close(night)
@@ -64,11 +64,11 @@ def test_a_night_builds_on_the_newest_run_that_is_not_of_a_later_date(world):
     assert night.previous is None
     after, before = DAY + datetime.timedelta(days=2), DAY - datetime.timedelta(days=1)
     later = done(opened(world, after))
-    assert (later.previous.run_id, later.manifest["pools"]["version"]) == (night.run.run_id, night.run.run_id)
+    assert (later.previous.run_id, later.manifest.pools.version) == (night.run.run_id, night.run.run_id)
     backfilled = opened(world, before)
-    assert backfilled.previous is None and backfilled.manifest["pools"]["version"] is None
+    assert backfilled.previous is None and backfilled.manifest.pools.version is None
     between = opened(world, DAY + datetime.timedelta(days=1))
-    assert (between.previous.run_id, between.manifest["pools"]["version"]) == (night.run.run_id, night.run.run_id)
+    assert (between.previous.run_id, between.manifest.pools.version) == (night.run.run_id, night.run.run_id)
 
 
 def test_of_runs_of_one_date_that_of_the_same_settings_is_built_on_else_the_last(tmp_path):
@@ -125,7 +125,6 @@ def test_a_pointer_that_cannot_be_followed_is_replaced(world, capsys):
 
 def test_generate_leaves_a_finished_run_as_it_is(world, capfd):
     night = opened(world)
-    night.manifest["sides"] = {}
     done(night)
     before = contents(night.run.root)
     again = run_here(capfd, "generate", "--config", str(world / "laserbatch.yaml"), "--date", str(DAY))
@@ -152,7 +151,7 @@ def test_a_finished_date_is_done_again_only_where_its_tables_changed(world):
     write_tables(world, moods=("calm", "quiet"))
     assert opened(world).changed_inputs == ("users",) and opened(world).run.run_id == night.run.run_id
     redone = opened(world, redo=True)
-    assert redone.run.run_id == f"{night.run.run_id}-2" and not redone.manifest["force"]
+    assert redone.run.run_id == f"{night.run.run_id}-2" and not redone.manifest.force
     assert redone.previous.run_id == night.run.run_id
     done(redone)
     assert opened(world).run.run_id == redone.run.run_id and opened(world).changed_inputs == ()
@@ -162,7 +161,7 @@ def test_a_finished_date_is_done_again_only_where_its_tables_changed(world):
 def test_a_forced_run_is_another_one_and_gone_on_with_by_either_command(world):
     first = opened(world)
     forced = opened(world, force=True)
-    assert (first.manifest["force"], forced.manifest["force"]) == (False, True)
+    assert (first.manifest.force, forced.manifest.force) == (False, True)
     assert forced.run.run_id == f"{first.run.run_id}-2"
     assert [opened(world, force=force).run.run_id for force in (True, False)] == [forced.run.run_id] * 2
     done(forced)

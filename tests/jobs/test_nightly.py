@@ -1,27 +1,36 @@
-"""Whole nights with the bundled model and a real Ray: what they leave, what they skip, what they survive."""
+"""Whole nights with the bundled model: what they leave, what they skip, what they survive.
+
+The first is run by an installed wheel and killed; it and the second are written by Ray's workers.
+"""
 
 import datetime
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
+import sysconfig
 import time
+import zipfile
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from night_world import FIRST_DATE, SECOND_DATE, make_world, run, run_here, start, write_config
+from night_world import FIRST_DATE, SECOND_DATE, make_world, run_here, start, write_config, write_here
 
-from laserbatch.pipeline.distributed.cluster import ray_cluster
-from laserbatch.pipeline.distributed.settings import ClusterSettings
+from laserbatch.jobs.nightly import nightly
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.index.store import PoolStore
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("pipeline", "retrieval_pools", "ctr", "jobs", "configs", "models")
 # How much is drafted is chosen, by a cost of steps that does not depend on this machine nor on the batch.
 CHOSEN = {"max_draft_tokens": None, "min_acceptance": None, "step_cost": "cost.yaml"}
 COST = """
@@ -31,25 +40,63 @@ steps: [{batch_size: 1, num_tokens: 1, seconds: 0.01}, {batch_size: 1, num_token
 
 
 @pytest.fixture(scope="module")
-def two_nights(tmp_path_factory) -> Path:
+def installed(tmp_path_factory) -> Path:
+    """The `bin` of an environment with our wheel beside packages of somebody's own that are called as our folders are.
+
+    What we need of others is that of this environment, in which we are not seen, so that nothing is downloaded.
+    """
+    folder = tmp_path_factory.mktemp("installed")
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, folder / "source")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    wheel = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, folder / "source"]
+    subprocess.run([*pip, *wheel], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    python = folder / "venv" / "bin" / "python"
+    subprocess.run([*pip, "--python", python, "install", "--no-deps", *folder.glob("*.whl")], check=True)
+    (site,) = folder.glob("venv/lib/*/site-packages")
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    for name in ("jobs", "models"):
+        (site / name).mkdir()
+        (site / name / "__init__.py").write_text("OWNER = 'somebody'\n")
+    for cache in ROOT.glob("retrieval_pools/*/__pycache__/*.nb[ci]"):  # else numba compiles all of it again
+        shutil.copy(cache, _made(site / "laserbatch" / cache.relative_to(ROOT).parent))
+    for path in ROOT.glob("retrieval_pools/*/*.py"):
+        os.utime(site / "laserbatch" / path.relative_to(ROOT), ns=(path.stat().st_mtime_ns,) * 2)
+    return python.parent
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_nights(installed, tmp_path_factory) -> Path:
     """A workspace after two nights that chose how much to draft, the second with its CTR comparison.
 
     The first was killed when it had finished a shard, and the same command was given again. `first.json` says what it
     found: shards and when they were written, before and after; `first.txt` what it said.
     """
-    folder = make_world(tmp_path_factory.mktemp("nights"))
+    folder = make_world(tmp_path_factory.mktemp("nights"), num_users=16, num_items=20)
     (folder / "cost.yaml").write_text(COST)
-    arguments = ("nightly", "--config", str(write_config(folder, decoding=CHOSEN)), "--date", FIRST_DATE)
-    finished = _shards_before_a_kill(folder, start(*arguments))
-    first = run(*arguments)
-    assert first.returncode == 0, first.stderr
-    (folder / "first.txt").write_text(first.stderr)
+    config = write_config(folder, decoding=CHOSEN)
+    command = ("nightly", "--config", str(config), "--date", FIRST_DATE)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv("PYTHONPATH", raising=False)
+        finished = _shards_before_a_kill(folder, start(*command, laserbatch=[installed / "laserbatch"]))
+        first = start(*command, laserbatch=[installed / "laserbatch"])
+        _, said = first.communicate(timeout=300)
+    assert first.returncode == 0, said
+    (folder / "first.txt").write_text(said)
     (folder / "first.json").write_text(json.dumps([finished, {name: _written(Path(name)) for name in finished}]))
     night = {"shard_size": 8, "max_failed_share": 0.2, "train_ctr": True}
     config = write_config(folder, "second.yaml", night=night, decoding=CHOSEN)
-    second = run("nightly", "--config", str(config), "--date", SECOND_DATE, "--json")
-    assert second.returncode == 0, second.stderr
-    (folder / "second.json").write_text(second.stdout)
+    with redirect_stdout(io.StringIO()) as printed:
+        nightly(config, None, SECOND_DATE, force=False, redo=False, ray_address=None, as_json=True)
+    (folder / "second.json").write_text(printed.getvalue())
     return folder
 
 
@@ -68,11 +115,19 @@ def _written(path: Path) -> int:
     return path.stat().st_mtime_ns
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    """One Ray for the nights of this process."""
-    with ray_cluster(ClusterSettings()) as layout:
-        yield layout
+def test_a_wheel_holds_every_file_and_leaves_others_packages_alone(installed, two_nights):
+    (wheel,) = installed.parents[1].glob("*.whl")
+    ours = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    there = {path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()}
+    assert ours == {
+        f"laserbatch/{path.relative_to(ROOT)}" for path in there if "__pycache__" not in path.parts
+    }  # fmt: skip
+    code = "import jobs, models, laserbatch.jobs as ours; print(jobs.OWNER, models.OWNER, ours.__file__)"
+    command = [installed / "python", "-c", code]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, cwd=installed, env={}).stdout.split()
+    assert told[:2] == ["somebody"] * 2 and Path(told[2]).is_relative_to(installed.parent)
+    manifest = runs(two_nights)[0].load_manifest()
+    assert manifest.status == "success" and manifest.workers.num_workers >= 1
 
 
 def runs(folder: Path):
@@ -104,27 +159,26 @@ def test_the_second_night_carries_over_the_unchanged_and_drafts_the_rest_from_th
     first, second = runs(two_nights)
     manifest = second.load_manifest()
     for side in SIDES:
-        data = manifest["sides"][side]
-        assert data["num_carried_over"] > 0
+        num_carried_over = manifest.sides[side].num_carried_over
+        assert num_carried_over > 0
         table = second.read_knowledge(side)
         origins = pc.value_counts(table["run_id"].combine_chunks()).to_pylist()
-        assert {entry["values"]: entry["counts"] for entry in origins}[first.run_id] == data["num_carried_over"]
+        assert {entry["values"]: entry["counts"] for entry in origins}[first.run_id] == num_carried_over
     new = second.read_knowledge("user").filter(pc.field("run_id") == second.run_id)
     assert new.num_rows > 0
     assert set(new["pool_version"].to_pylist()) == {first.run_id}
-    per_step = {night.run_id: night.load_manifest()["sides"]["user"]["stats"] for night in (first, second)}
-    pace = {run_id: stats["num_accepted"] / stats["num_steps"] for run_id, stats in per_step.items()}
-    assert pace[second.run_id] > pace[first.run_id]
+    paces = [night.load_manifest().sides["user"].stats.acceptance_length for night in (first, second)]
+    assert paces[1] > paces[0]
 
 
 def test_each_night_chose_its_budgets_by_what_steps_cost(two_nights):
     for night in runs(two_nights):
         manifest = night.load_manifest()
         for side in SIDES:
-            budget, stats = manifest["budgets"][side], manifest["sides"][side]["stats"]
-            assert manifest["sides"][side]["budget"] == budget
+            budget, stats = manifest.budgets[side], manifest.sides[side].stats
+            assert manifest.sides[side].budget == budget
             assert budget["forecast"]["step_cost"] == "invented"
-            assert 0 < stats["num_drafted"] <= budget["max_draft_tokens"] * stats["num_steps"]
+            assert 0 < stats.num_drafted <= budget["max_draft_tokens"] * stats.num_steps
 
 
 def test_the_last_night_is_published_with_its_pools_and_report(two_nights):
@@ -133,7 +187,7 @@ def test_the_last_night_is_published_with_its_pools_and_report(two_nights):
     assert workspace.published().run_id == second.run_id
     assert PoolStore(workspace.pools_folder).current_version() == second.run_id
     assert "<html" in second.report_path.read_text(encoding="utf-8")
-    assert second.load_manifest()["ctr"]["rows"]
+    assert second.load_manifest().ctr["rows"]
 
 
 def test_the_summary_is_json(two_nights):
@@ -148,8 +202,9 @@ def _keys(data: object) -> list[str]:
     return [*(data if isinstance(data, dict) else ()), *(key for value in inner for key in _keys(value))]
 
 
-def test_texts_depend_neither_on_shards_nor_on_workers_nor_on_the_future(two_nights, cluster, tmp_path, capfd):
+def test_texts_depend_neither_on_shards_nor_on_workers_nor_on_the_future(two_nights, tmp_path, capfd, monkeypatch):
     """The same nights again, none of them killed: one worker, other shards, batches and a future made up otherwise."""
+    write_here(monkeypatch, num_threads=2)
     shutil.copytree(two_nights / "tables", tmp_path / "tables")
     table = pq.read_table(tmp_path / "tables" / "interactions.parquet")
     cut = pa.scalar(_midnight_after(SECOND_DATE), table.schema.field("timestamp").type)
@@ -164,7 +219,6 @@ def test_texts_depend_neither_on_shards_nor_on_workers_nor_on_the_future(two_nig
         tmp_path,
         night={"shard_size": 13, "max_failed_share": 0.2, "train_ctr": False},
         decoding=CHOSEN | {"batch_size": 5},
-        cluster={"num_workers": 1},
     )
     for date in (FIRST_DATE, SECOND_DATE):
         night = run_here(capfd, "nightly", "--config", str(config), "--date", date)
@@ -200,16 +254,3 @@ def test_two_nights_at_once_are_refused(two_nights, capfd):
         second = run_here(capfd, "nightly", "--config", str(two_nights / "laserbatch.yaml"), "--date", SECOND_DATE)
     assert second.returncode == 5
     assert "in use by pid" in second.stderr
-
-
-def test_too_many_failed_rows_fail_the_night_and_publish_nothing(cluster, tmp_path, capfd):
-    make_world(tmp_path, num_users=4, num_items=20)
-    night = {"shard_size": 8, "max_failed_share": 0.1}
-    sections = {"knowledge": {"max_prompt_tokens": 80}, "night": night, "cluster": {"num_workers": 1}}
-    config = write_config(tmp_path, **sections)
-    night = run_here(capfd, "nightly", "--config", str(config), "--date", FIRST_DATE)
-    assert night.returncode == 4, night.stderr
-    assert "users failed: too-long" in night.stderr
-    assert Workspace.open(tmp_path / "workspace").published() is None
-    assert runs(tmp_path)[0].report_path.exists()
-    assert runs(tmp_path)[0].read_quarantine("user").num_rows > 0

@@ -18,6 +18,7 @@ from laserbatch.jobs.pools import app
 from laserbatch.jobs.pools_view import DraftView, draft_tree, visible
 from laserbatch.pipeline.decoding.model.identity import tokenizer_hash
 from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.storage.manifest import PoolsUsed
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.drafting.calibration_table import COUNT_KNOTS
 from laserbatch.retrieval_pools.errors import PoolError
@@ -115,8 +116,8 @@ def test_a_run_does_not_draft_from_pools_of_a_lower_min_support(tmp_path, capsys
         build_pool(rows, folder / "item", side="item", tokenizer_hash="t", model_id="m", settings=limited)
         Router.fit("item", items, interactions, routing).save(folder / "router" / "item")
     for min_support in (1, 2):
-        assert describe_pools(current_pools(store, min_support, date, routing))["item"]["num_texts"] == 1
-    assert describe_pools(current_pools(store, 3, date, routing)) == {"version": None}
+        assert describe_pools(current_pools(store, min_support, date, routing)).item.num_texts == 1
+    assert describe_pools(current_pools(store, 3, date, routing)) == PoolsUsed()
     assert "lower pools.min_support than 3" in " ".join(capsys.readouterr().err.split())
 
 

@@ -4,10 +4,9 @@ import copy
 import math
 import re
 from html.parser import HTMLParser
-from types import SimpleNamespace
 
 import pytest
-from manifest_fixture import night_manifest
+from manifest_fixture import night_manifest, night_of
 
 from laserbatch.jobs.generate import night_counts
 from laserbatch.jobs.report.page import render_report, write_report
@@ -289,7 +288,7 @@ def test_texts_that_end_at_their_limit_are_warned_of(manifest):
     assert "max_new_tokens, or" not in outline(manifest).text
     manifest["sides"]["user"]["stats"]["finish_reasons"] = {"end_of_text": 36, "length": 200}
     assert "Users: 84.7 % of the texts end at the token limit" in outline(manifest).text
-    (counts,) = night_counts(SimpleNamespace(manifest={"sides": {"user": manifest["sides"]["user"]}})).values()
+    (counts,) = night_counts(night_of(manifest["sides"]["user"])).values()
     assert "raise decoding.max_new_tokens" in counts["warning"]
 
 

@@ -73,7 +73,7 @@ def write_night(folder: Path, date: datetime.date) -> None:
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         token_ids = pa.array(columns.pop("token_ids"), pa.list_(pa.int32()))
         night.run.write_shard(side, "00000", pa.table(columns | {"token_ids": token_ids}))
-    night.manifest["pools_built"] = build_pools(night)
+    night.manifest.pools_built = build_pools(night)
     night.manifest.save()
     night.run.finish()
     night.workspace.publish(night.run.run_id)
@@ -289,7 +289,7 @@ def copied(world, compared, tmp_path) -> Night:
     ],
 )
 def test_a_night_that_drafted_otherwise_is_not_compared(copied, file, keys, value, reason):
-    places = {"before": copied.manifest["pools"]["version"], "after": copied.run.run_id}
+    places = {"before": copied.manifest.pools.version, "after": copied.run.run_id}
     edit_json(copied.workspace.root / file.format(**places) / "manifest.json", *keys, value=value)
     check = checked_nights(copied.settings, copied, SimulationSize(8))
     assert check.predictions == []
@@ -299,7 +299,7 @@ def test_a_night_that_drafted_otherwise_is_not_compared(copied, file, keys, valu
 
 
 def test_a_night_whose_pools_are_gone_is_not_compared(copied):
-    shutil.rmtree(copied.workspace.root / "pools" / copied.manifest["pools"]["version"])
+    shutil.rmtree(copied.workspace.root / "pools" / copied.manifest.pools.version)
     check = checked_nights(copied.settings, copied, SimulationSize(8))
     assert check.predictions == [] and "no longer there" in check.refused
 

@@ -10,9 +10,22 @@ import pyarrow as pa
 import pytest
 
 from laserbatch.pipeline.errors import WorkspaceError
-from laserbatch.pipeline.storage.manifest import RunManifest, make_run_id
+from laserbatch.pipeline.storage.atomic import write_json
+from laserbatch.pipeline.storage.manifest import (
+    ModelFigures,
+    PoolFigures,
+    PoolsUsed,
+    RunManifest,
+    Sample,
+    SampleSpan,
+    ShardFigures,
+    SideFigures,
+    StageTime,
+    make_run_id,
+)
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons, quarantine_schema, quarantine_table
-from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.run_folder import ExpectedTime, RunFolder, ShardInfo
+from laserbatch.pipeline.storage.stats import DecodingStats, LengthHistogram
 
 FAILED = QuarantineRow("u9", "user", "too-long", "900 tokens", "ff")
 
@@ -34,10 +47,12 @@ def run(tmp_path) -> RunFolder:
 
 
 def test_a_shard_comes_back_with_what_was_recorded(run):
-    written = run.write_shard("user", "00000", knowledge("u1", "u2"), [FAILED], {"group": "g/0", "wall_s": 1.5})
+    counted = DecodingStats(2, 9, 4, wall_s=1.5, drafted_by_source={"pool": 3}, lengths=LengthHistogram(1, [0, 2]))
+    info = ShardInfo("ff", "g/0", counted, ModelFigures("m", "float32", "cpu", 9), 2, ExpectedTime("cost", 1.25))
+    written = run.write_shard("user", "00000", knowledge("u1", "u2"), [FAILED], info)
     assert run.finished_shards("user") == {"00000": written}
     assert written.file == "knowledge/user/00000.parquet"
-    assert (written.num_rows, written.num_quarantined, written.info["group"]) == (2, 1, "g/0")
+    assert (written.num_rows, written.num_quarantined, written.info.group) == (2, 1, "g/0")
     assert run.finished_shards("item") == {}
     assert run.plain.finished_shards("user") == {}
 
@@ -146,17 +161,19 @@ DATE = datetime.date(2025, 3, 1)
 
 def test_a_manifest_comes_back(run):
     manifest = RunManifest.create(run.manifest_path, DATE, {"b": 1, "a": [2]}, "0.1.0", {"num_cpus": 2})
-    manifest["sides"] = {"user": {"num_entities": 3}}
+    counted = DecodingStats(1, 5, 2, num_accepted=3, wall_s=0.5, finish_reasons={"stop": 1})
+    shard = ShardFigures("user-00000", "g", "knowledge/user/00000.parquet", 1, "ff", 0.5, counted)
+    sample = Sample(7, None, "prompt", "text", [SampleSpan("text", "pool")], 2.5)
+    manifest.sides = {"user": SideFigures(3, 1, 1, 1, 0, {"empty": 1}, {"none": 3}, [shard], counted, None, [sample])}
+    manifest.pools = PoolsUsed("v", item=PoolFigures("v", 2, 9, {"g": {"num_texts": 2, "num_tokens": 9}}))
     manifest.add_stage("generate", 1.0)
     manifest.add_stage("encode", 2.0)
     manifest.add_stage("generate", 0.5)
     manifest.save()
     loaded = run.load_manifest()
-    assert loaded.data == manifest.data
-    assert loaded["stages"] == [{"name": "generate", "wall_s": 1.5}, {"name": "encode", "wall_s": 2.0}]
-    assert (loaded["run_id"], loaded["status"]) == (make_run_id(DATE, {"a": [2], "b": 1}), "running")
-    assert "ctr" not in loaded
-    assert loaded.get("ctr", {}) == {}
+    assert loaded == manifest
+    assert loaded.stages == [StageTime("generate", 1.5), StageTime("encode", 2.0)]
+    assert (loaded.run_id, loaded.status, loaded.ctr) == (make_run_id(DATE, {"a": [2], "b": 1}), "running", None)
 
 
 def test_the_run_id_follows_the_settings_not_their_order():
@@ -167,9 +184,16 @@ def test_the_run_id_follows_the_settings_not_their_order():
 
 def test_a_manifest_of_another_version_is_refused(run):
     manifest = RunManifest.create(run.manifest_path, DATE, {}, "9", {})
-    manifest["format_version"] = 9
+    manifest.format_version = 9
     manifest.save()
     with pytest.raises(WorkspaceError, match="format version 9"):
+        run.load_manifest()
+
+
+def test_a_manifest_that_says_something_else_is_refused_by_the_key(run):
+    manifest = RunManifest.create(run.manifest_path, DATE, {}, "9", {})
+    write_json(manifest.as_json() | {"stages": [{"name": "encode", "wall_s": "long"}]}, run.manifest_path)
+    with pytest.raises(WorkspaceError, match=r"manifest\.json is not .*: stages\.0\.wall_s: .* a valid number"):
         run.load_manifest()
 
 

@@ -1,17 +1,12 @@
 """Counts add up the same whether they are summed by text, by shard or by side."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from laserbatch.pipeline.decoding.engine import GenerationResult
-from laserbatch.pipeline.distributed.stats import (
-    MOST_LENGTH_BINS,
-    decoding_stats,
-    length_histogram,
-    merge_lengths,
-    merge_stats,
-)
+from laserbatch.pipeline.storage.stats import MOST_LENGTH_BINS, DecodingStats, LengthHistogram
 from laserbatch.retrieval_pools.sources import NUM_SOURCES
 
 counts = st.lists(st.integers(0, 50), min_size=0, max_size=6)
@@ -39,19 +34,24 @@ def results(draw):
 
 @given(st.lists(results(), max_size=5), st.lists(results(), max_size=5))
 def test_merging_shards_equals_counting_all_texts_at_once(first, second):
-    merged = merge_stats([decoding_stats(first, 1.5, 1), decoding_stats(second, 2.0, 3)])
-    assert merged == decoding_stats(first + second, 3.5, 4)
+    merged = DecodingStats.total([DecodingStats.of(first, 1.5, 1), DecodingStats.of(second, 2.0, 3)])
+    assert merged == DecodingStats.of(first + second, 3.5, 4)
+    if merged.num_steps:
+        assert merged.tokens_per_step == 1 + merged.acceptance_length
+        assert merged.drafted_per_step * merged.num_steps == pytest.approx(merged.num_drafted)
 
 
 def test_a_night_without_texts_has_zero_counts():
-    empty = merge_stats([])
-    assert empty["num_texts"] == 0 and empty["lengths"]["counts"] == [] and empty["drafted_by_depth"] == []
+    empty = DecodingStats.total([])
+    assert empty == DecodingStats()
+    paces = empty.tokens_per_step, empty.acceptance_length, empty.drafted_per_step, empty.tokens_per_s
+    assert paces == (None,) * 4
 
 
 @given(st.lists(st.integers(0, 5000), max_size=9), st.lists(st.integers(0, 300), max_size=9))
 def test_lengths_are_few_numbers_however_many_texts_there_are(first, second):
-    merged = merge_lengths([length_histogram(first), length_histogram(second)])
-    assert merged == length_histogram(first + second)
-    assert sum(merged["counts"]) == len(first + second) and len(merged["counts"]) <= MOST_LENGTH_BINS
+    merged = LengthHistogram.total([LengthHistogram.of(first), LengthHistogram.of(second)])
+    assert merged == LengthHistogram.of(first + second)
+    assert sum(merged.counts) == len(first + second) and len(merged.counts) <= MOST_LENGTH_BINS
     if max(first + second, default=0) < MOST_LENGTH_BINS:
-        assert merged["bin_width"] == 1
+        assert merged.bin_width == 1

@@ -1,0 +1,147 @@
+"""Counts of a decoding pass: they add up over texts, shards and sides, under the same names from engine to report."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from laserbatch.retrieval_pools.sources import SOURCE_NAMES
+
+MOST_LENGTH_BINS = 256  # of a histogram of lengths: a manifest holds no line a text
+
+
+@dataclass(frozen=True)
+class LengthHistogram:
+    """`counts` of lengths, each of `bin_width` tokens, from 0; the width is the least power of two for few enough."""
+
+    bin_width: int = 1
+    counts: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> "LengthHistogram":
+        """Of the lengths of some texts."""
+        width = 1
+        while max(lengths, default=0) >= width * MOST_LENGTH_BINS:
+            width *= 2
+        return cls(width, np.bincount(np.asarray(lengths, np.int64) // width).tolist())
+
+    @classmethod
+    def total(cls, parts: Iterable["LengthHistogram"]) -> "LengthHistogram":
+        """Of several passes' texts together: the same as of all their lengths at once."""
+        parts = list(parts)
+        width = max((part.bin_width for part in parts), default=1)
+        return cls(width, _sum_arrays(part._widened(width) for part in parts))
+
+    def _widened(self, width: int) -> np.ndarray:
+        counts = np.asarray(self.counts, np.int64)
+        starts = np.arange(0, len(counts), width // self.bin_width)
+        return np.add.reduceat(counts, starts) if len(counts) else counts
+
+
+@dataclass(frozen=True)
+class DecodingStats:
+    """What was counted of finished texts.
+
+    Attributes
+    ----------
+    num_accepted : accepted draft tokens.
+    num_rewritten : texts that were written again, since they had run on; what came before is not counted.
+    wall_s : seconds that a worker spent; of a run, those of each shard divided by how many worked side by side.
+    drafted_by_source, accepted_by_source : draft tokens by the name of their source.
+    drafted_by_depth, accepted_by_depth : draft tokens by their place in a draft, the first at index 0.
+    lengths : the texts' numbers of tokens.
+    """
+
+    num_texts: int = 0
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_rewritten: int = 0
+    wall_s: float = 0.0
+    drafted_by_source: dict[str, int] = field(default_factory=dict)
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    drafted_by_depth: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
+    finish_reasons: dict[str, int] = field(default_factory=dict)
+    lengths: LengthHistogram = field(default_factory=LengthHistogram)
+
+    @classmethod
+    def of(cls, results: Sequence[Any], wall_s: float, num_rewritten: int = 0) -> "DecodingStats":
+        """Of the engine's results for the texts of one shard."""
+
+        def by_source(name: str) -> dict[str, int]:
+            counts = _sum_arrays(getattr(result, name) for result in results)
+            return dict(zip(SOURCE_NAMES, counts + [0] * (len(SOURCE_NAMES) - len(counts)), strict=True))
+
+        lengths = [len(result.token_ids) for result in results]
+        return cls(
+            num_texts=len(results),
+            num_tokens=sum(lengths),
+            num_steps=sum(result.num_steps for result in results),
+            num_drafted=sum(result.num_drafted for result in results),
+            num_accepted=sum(result.num_accepted for result in results),
+            num_rewritten=num_rewritten,
+            wall_s=wall_s,
+            drafted_by_source=by_source("drafted_by_source"),
+            accepted_by_source=by_source("accepted_by_source"),
+            drafted_by_depth=_sum_arrays(result.drafted_by_depth for result in results),
+            accepted_by_depth=_sum_arrays(result.accepted_by_depth for result in results),
+            finish_reasons=dict(Counter(result.finish_reason for result in results)),
+            lengths=LengthHistogram.of(lengths),
+        )
+
+    @classmethod
+    def total(cls, parts: Iterable["DecodingStats"]) -> "DecodingStats":
+        """Of several passes together."""
+        parts = list(parts)
+
+        def summed(name: str) -> int | float:
+            return sum(getattr(part, name) for part in parts)
+
+        def by_name(name: str) -> dict[str, int]:
+            counts = Counter()
+            for part in parts:
+                counts.update(getattr(part, name))
+            return dict(counts)
+
+        numbers = ("num_texts", "num_tokens", "num_steps", "num_drafted", "num_accepted", "num_rewritten", "wall_s")
+        return cls(
+            **{name: summed(name) for name in numbers},
+            **{name: by_name(name) for name in ("drafted_by_source", "accepted_by_source", "finish_reasons")},
+            drafted_by_depth=_sum_arrays(part.drafted_by_depth for part in parts),
+            accepted_by_depth=_sum_arrays(part.accepted_by_depth for part in parts),
+            lengths=LengthHistogram.total(part.lengths for part in parts),
+        )
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Accepted draft tokens a step, the bonus token not counted; None without a step."""
+        return self.num_accepted / self.num_steps if self.num_steps else None
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Accepted draft tokens and the bonus token, a step; None without a step."""
+        return 1 + self.num_accepted / self.num_steps if self.num_steps else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of finished texts a second; None when no time was spent."""
+        return self.num_tokens / self.wall_s if self.wall_s else None
+
+    @property
+    def drafted_per_step(self) -> float | None:
+        """Draft tokens offered a step; None without a step."""
+        return self.num_drafted / self.num_steps if self.num_steps else None
+
+
+def _sum_arrays(arrays: Iterable[Sequence[int]]) -> list[int]:
+    """Element-wise sum of count arrays of any lengths, without trailing zeros."""
+    total = np.zeros(0, np.int64)
+    for array in arrays:
+        if len(array) > len(total):
+            total = np.pad(total, (0, len(array) - len(total)))
+        total[: len(array)] += np.asarray(array, np.int64)
+    return np.trim_zeros(total, "b").tolist()
