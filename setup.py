@@ -1,9 +1,12 @@
 """The folders at the top of the repository, installed and imported as `laserbatch.<folder>`."""
 
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, setup
 
 FOLDERS = ("pipeline", "retrieval_pools", "ctr", "jobs", "configs", "models")
-packages = find_packages(include=[pattern for folder in FOLDERS for pattern in (folder, f"{folder}.*")])
+# Folders of nothing but data count too: prompt templates, the sample model.
+packages = find_namespace_packages(
+    include=[pattern for folder in FOLDERS for pattern in (folder, f"{folder}.*")], exclude=["*.__pycache__"]
+)
 
 setup(
     packages=[f"laserbatch.{package}" for package in packages],

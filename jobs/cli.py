@@ -36,10 +36,10 @@ COMMANDS = {
         "laserbatch.jobs.nightly:nightly", "Run a whole night: generate, encode, compare, publish, build pools, report."
     ),
     "generate": LazyCommand(
-        "laserbatch.jobs.generate:generate", "Generate the knowledge of a date; nothing is published."
+        "laserbatch.jobs.nightly:generate", "Generate the knowledge of a date; nothing is published."
     ),
     "encode": LazyCommand(
-        "laserbatch.jobs.encode:encode", "Encode the texts of a run into feature tables, by the run's own settings."
+        "laserbatch.jobs.nightly:encode", "Encode the texts of a run into feature tables, by the run's own settings."
     ),
     "ctr": LazyCommand("laserbatch.jobs.ctr:app", "Train and compare CTR models on the features of a run."),
     "pools": LazyCommand("laserbatch.jobs.pools:app", "Build, list, inspect, query and simulate retrieval pools."),

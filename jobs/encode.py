@@ -1,18 +1,14 @@
-"""`laserbatch encode`: the texts of a run to vectors and cluster ids, one Parquet file a side.
+"""The stage that encodes: texts of a run to vectors and cluster ids, one Parquet file a side.
 
-Owns where the stage reads and writes; how texts become vectors is `pipeline.encoding`. Nothing but the knowledge files
-decides the bytes of the feature files: encoding a run again writes them again as they were.
+Nothing but the knowledge files decides the bytes of the feature files: encoding a run again writes them again as they
+were.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
-import typer
-
 from laserbatch.jobs.console import progress as progress_bar
-from laserbatch.jobs.console import say, summary
-from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
+from laserbatch.jobs.console import say
 from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.encoding.features import KNOWLEDGE_COLUMNS, SideFeatures, build_features
 from laserbatch.pipeline.encoding.settings import EncodingSettings
@@ -21,30 +17,6 @@ from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.manifest import FeatureFigures
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
-
-
-def encode(
-    config: Path | None = CONFIG,
-    workspace: Path | None = WORKSPACE,
-    run: str | None = typer.Option(None, help="A run id. Default: the published run."),
-    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
-) -> None:
-    """Encode the texts of a run into feature tables, by the run's own settings.
-
-    Example: `laserbatch encode --workspace workspace --run 2025-03-01-1a2b3c4d`
-    """
-    from laserbatch.jobs.night import open_run
-    from laserbatch.pipeline.storage.workspace import Workspace
-
-    settings = load_settings(config, {"workspace": workspace})
-    with Workspace.open(settings.workspace, create=False).lock():
-        night = open_run(settings, run)
-        encoded = encode_run(night.run.root, night.settings.encoding, previous=night.previous)
-        told = {"run_id": night.run.run_id, **{side: asdict(figures) for side, figures in encoded.items()}}
-        if night.run.plain.knowledge_folder("user").is_dir():
-            plain = encode_run(night.run.plain.root, night.settings.encoding)
-            told["plain"] = {side: asdict(figures) for side, figures in plain.items()}
-    summary(told, as_json)
 
 
 def encode_run(

@@ -15,11 +15,9 @@ import pyarrow.parquet as pq
 import typer
 import yaml
 
-from laserbatch.jobs.commented_yaml import commented_yaml
 from laserbatch.jobs.console import say, summary
-from laserbatch.jobs.inputs import check_inputs
-from laserbatch.jobs.sample_model import NEEDS_A_MODEL
-from laserbatch.jobs.settings import Settings, load_settings
+from laserbatch.jobs.inputs import NEEDS_A_MODEL, check_inputs
+from laserbatch.jobs.settings import Settings, commented_yaml, load_settings
 from laserbatch.pipeline.errors import ConfigError, TableError, first_line
 from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.storage.atomic import write_text

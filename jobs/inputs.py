@@ -10,9 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from laserbatch.jobs.console import say
-from laserbatch.jobs.settings import Settings
+from laserbatch.jobs.settings import SAMPLE_MODEL, Settings
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import sha256_file
 from laserbatch.pipeline.tables import schema as sc
@@ -23,19 +24,25 @@ from laserbatch.pipeline.validation import nearest
 from laserbatch.retrieval_pools.routing.embeddings import id_column, read_embeddings
 
 ROWS_AT_ONCE = 64 * 1024
+NEEDS_A_MODEL = (
+    "the bundled sample model knows only the sample world: what it writes of other tables cannot be parsed. Set "
+    "decoding.model to the folder of a chat model with safetensors, for example of `hf download "
+    'Qwen/Qwen2.5-1.5B-Instruct --local-dir qwen` (README.md, "Your own tables", says which sizes fit)'
+)
+
+
+def needs_a_model(settings: Settings, tables: Path) -> bool:
+    """Whether a configuration has the bundled model write about tables that are not its sample world."""
+    return settings.decoding.model == SAMPLE_MODEL and not is_sample_world(tables)
 
 
 def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, dict[str, Any]], Tables]:
     """Check everything that a run of this date reads: its tables, the function that routes, embeddings.
 
-    Returns
-    -------
-    dict
-        The manifest's `inputs`: by table, and `user_embeddings` and `item_embeddings` where they are configured, the
-        file's name, rows and SHA-256; of a table also the SHA-256 of what of it is known on the date (`known_sha256`),
-        of embeddings how many ids are of no entity that is known then.
-    Tables
-        As they are known on the date.
+    Returns the manifest's `inputs`, and the tables as they are known on the date. `inputs` has by table, and as
+    `user_embeddings` and `item_embeddings` where they are configured, the file's name, rows and SHA-256; of a table
+    also the SHA-256 of what of it is known on the date (`known_sha256`), of embeddings how many ids are of no entity
+    that is known then.
 
     Raises
     ------

@@ -1,14 +1,10 @@
-"""One night as the stages share it: an opened, resumable run with its settings, tables and manifest.
-
-Owns how a run is opened and closed, and which earlier run and pools it builds on. The stages themselves are files of
-their own.
-"""
+"""One night as the stages share it: an opened, resumable run, and the earlier run and pools that it builds on."""
 
 import datetime
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,36 +15,32 @@ import torch
 from pydantic import ValidationError
 
 from laserbatch.jobs.console import say
-from laserbatch.jobs.inputs import changed_inputs, checked_inputs
-from laserbatch.jobs.sample_model import NEEDS_A_MODEL, needs_a_model
+from laserbatch.jobs.inputs import NEEDS_A_MODEL, changed_inputs, checked_inputs, needs_a_model
 from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
+from laserbatch.pipeline.knowledge.entities import Entity
+from laserbatch.pipeline.planning.routing import entity_router, no_route
+from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import PoolFigures, PoolsUsed, RunManifest, make_run_id
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import Tables, read_tables
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.store import PoolStore, PoolVersion
-from laserbatch.retrieval_pools.routing.router import Router
+from laserbatch.retrieval_pools.routing.router import Route, Router
 from laserbatch.retrieval_pools.routing.settings import RoutingSettings
 
 
 @dataclass
 class Night:
-    """An open run.
-
-    Attributes
-    ----------
-    date : the night; it sees what was known at the end of this day.
-    changed_inputs : what a finished run would find changed, were it done again.
-    """
+    """An open run."""
 
     settings: Settings
     workspace: Workspace
-    date: datetime.date
+    date: datetime.date  # it sees what was known at the end of this day
     run: RunFolder
     manifest: RunManifest
-    changed_inputs: tuple[str, ...] = ()
+    changed_inputs: tuple[str, ...] = ()  # what a finished run would find changed, were it done again
 
     @property
     def previous(self) -> RunFolder | None:
@@ -65,6 +57,14 @@ class Night:
     def pools(self) -> PoolStore:
         """The workspace's pool versions."""
         return PoolStore(self.workspace.pools_folder)
+
+    def router(self, side: Side) -> Callable[[Entity], Route]:
+        """A function from an entity to the pool group it drafts from; no group before the first pools are built."""
+        version = self.manifest.pools.version
+        if version is None:
+            return no_route
+        fitted = Router.load(self.pools.folder(version) / "router" / side, self.settings.routing)
+        return entity_router(fitted, self.tables, side, self.date)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -99,10 +99,8 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False, red
 
     Raises
     ------
-    TableError
-        The input tables are not what they should be; every finding is named.
-    PoolError
-        Embeddings are not what they should be.
+    ConfigError, TableError, PoolError
+        As `checked_inputs` says.
     WorkspaceError
         The unfinished run was started from other inputs.
     """
@@ -203,12 +201,7 @@ def current_pools(
     """The pools that a run may draft from: the current ones, or the newest that are not of a later date than its own.
 
     None when they were built to give more away, are damaged or of another format: a night is then slower, not late.
-
-    Parameters
-    ----------
-    min_support : what the run's settings ask for; pools keep what they were built with.
-    date : of the run; a version's name begins with its own.
-    routing : the run's; routers are read by its limits.
+    Of `min_support` pools keep what they were built with; a version's name begins with its date.
     """
     try:
         version = store.current_version()

@@ -1,32 +1,27 @@
-"""`laserbatch nightly`: every stage of a night in order; and `laserbatch demo`, two nights on a sample world.
-
-Owns the order of the stages and what is published when. A night that was killed goes on where it stopped.
-"""
+"""The commands that run a night or a stage of it: `nightly`, `generate`, `encode`, and `demo`, two nights in a row."""
 
 import datetime
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.table import Table
 
-from laserbatch.ctr.errors import CtrError
-from laserbatch.jobs.build_pools import build_pools
 from laserbatch.jobs.console import say, stdout, summary
-from laserbatch.jobs.ctr import ctr_summary, ctr_table
+from laserbatch.jobs.ctr import ctr_summary
 from laserbatch.jobs.encode import encode_run
-from laserbatch.jobs.generate import generate_knowledge, generate_plain, night_counts
-from laserbatch.jobs.night import Night, open_night, parse_date, pools_in_use
-from laserbatch.jobs.pools_collect import collect_pools
-from laserbatch.jobs.report.page import write_report
-from laserbatch.jobs.settings import CONFIG, PACKAGE_ROOT, WORKSPACE, Settings, load_settings
-from laserbatch.pipeline.errors import RunFailed, TableError, WorkspaceError
+from laserbatch.jobs.generate import generate_knowledge, night_counts
+from laserbatch.jobs.night import Night, open_night, open_run, parse_date
+from laserbatch.jobs.run_night import run_night
+from laserbatch.jobs.settings import CONFIG, PACKAGE_ROOT, WORKSPACE, load_settings
+from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.storage.atomic import atomic_folder
-from laserbatch.pipeline.storage.manifest import PreviousNight, SideFigures, SideStats
+from laserbatch.pipeline.storage.manifest import SideFigures
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
-from laserbatch.pipeline.tables.read import describe, read_tables
+from laserbatch.pipeline.tables.read import describe
 from laserbatch.pipeline.tables.schema import require_only_tables
 
 DEMO_SEED = 7  # a world on which nothing was trained or chosen: neither the sample model nor a CTR setting
@@ -65,91 +60,48 @@ def nightly(
     )
 
 
-def run_night(settings: Settings, date: datetime.date, force: bool = False, redo: bool = False) -> Night:
-    """All stages of a night, under the workspace's lock. A finished night is left as it is, but published."""
-    with Workspace.open(settings.workspace).lock():
-        night = open_night(settings, date, force, redo)
-        if night.run.is_finished:
-            say(f"run {night.run.run_id} is finished already; --force generates everything again")
-            if night.changed_inputs:
-                names = " and ".join(night.changed_inputs)
-                say(f"{names} of that date changed since: --redo writes what this changes, in a run of its own")
-            _publish(night)
-            return night
-        try:
-            generate_knowledge(night)
-        except RunFailed as error:
-            _close_failed(night, str(error))
-            raise
-        if settings.night.compare_with_plain:
-            generate_plain(night)
-        with night.stage("encode"):
-            night.manifest.features = encode_run(night.run.root, settings.encoding, say, night.previous)
-            if settings.night.compare_with_plain:
-                encode_run(night.run.plain.root, settings.encoding, say)
-        with night.stage("ctr"):
-            night.manifest.ctr = compare_ctr(night)
-        with night.stage("pools"):
-            night.manifest.pools_built = build_pools(night, make_current=False)
-        _close(night)
-        _publish(night)
-        return night
+def generate(
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    date: str = typer.Option(..., help="The night: what was known at the end of this day is used."),
+    force: bool = typer.Option(False, help="Generate unchanged entities too."),
+    ray_address: str | None = typer.Option(None, help="Use this Ray cluster; without it a local one is started."),
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+) -> None:
+    """Generate the knowledge of a date; nothing is published.
 
-
-def compare_ctr(night: Night) -> dict[str, Any]:
-    """The CTR comparison of a run, or why there is none."""
-    if not night.settings.night.train_ctr:
-        return {"skipped": "night.train_ctr is false", "rows": []}
-    tables = read_tables(night.settings.tables.path, as_of=None)  # models are judged on what came after the date
-    try:
-        return ctr_table(night.run.root, tables, night.date, night.settings.decoding.verifier, night.settings.ctr, say)
-    except CtrError as error:
-        say(f"CTR models are not trained: {error}")
-        return {"skipped": str(error), "rows": []}
-
-
-def _close_failed(night: Night, reason: str) -> None:
-    """Keep what there is to look at; nothing is published, and the next attempt goes on from the finished shards."""
-    night.manifest.status, night.manifest.failure = "failed", reason
-    night.manifest.save()
-    write_report(night.manifest.as_json(), night.run.report_path)
-    say(f"report of the failed night: {night.run.report_path}")
-
-
-def _close(night: Night) -> None:
-    manifest = night.manifest
-    if night.previous is not None:
-        try:
-            earlier = night.previous.load_manifest()
-            sides = {side: SideStats(figures.stats) for side, figures in earlier.sides.items()}
-            manifest.previous_night = PreviousNight(earlier.run_id, sides)
-        except WorkspaceError as error:
-            say(f"not compared with the night before: {error}")
-    manifest.status, manifest.failure = "success", None
-    manifest.save()
-    write_report(manifest.as_json(), night.run.report_path)
-    night.run.finish()
-
-
-def _publish(night: Night) -> None:
-    """Let readers see a finished run, and the next night draft from its pools, unless one of a later date is published.
-
-    May be called again: whatever a killed night has left of it is done.
+    Example: `laserbatch generate --config laserbatch.yaml --date 2025-03-01`
     """
-    run, workspace = night.run, night.workspace
-    try:
-        published = workspace.published()
-    except WorkspaceError as error:
-        say(f"{error} Run {run.run_id} takes its place")
-        published = None
-    if published is not None and published.date > run.date:
-        say(f"not published: readers go on seeing run {published.run_id}, which is of a later date")
-    elif published is None or published.run_id != run.run_id:
-        if run.run_id in {known.version for known in night.pools.list() if known.problem is None}:
-            night.pools.use(run.run_id)
-        workspace.publish(run.run_id)
-    in_use = pools_in_use(workspace) | {run.run_id}  # the next night of a backfill drafts from this one's
-    collect_pools(night.pools, night.settings.pool_building.keep_versions, in_use)
+    settings = load_settings(config, {"workspace": workspace, "cluster.ray_address": ray_address})
+    night_date = parse_date(date)
+    with Workspace.open(settings.workspace).lock():
+        night = open_night(settings, night_date, force)
+        if night.run.is_finished:
+            say(f"run {night.run.run_id} is finished already and stays as it is; --force generates everything again")
+        else:
+            generate_knowledge(night)
+    summary({"run_id": night.run.run_id, "folder": night.run.root, **night_counts(night)}, as_json)
+
+
+def encode(
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    run: str | None = typer.Option(None, help="A run id. Default: the published run."),
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+) -> None:
+    """Encode the texts of a run into feature tables, by the run's own settings.
+
+    Example: `laserbatch encode --workspace workspace --run 2025-03-01-1a2b3c4d`
+    """
+    settings = load_settings(config, {"workspace": workspace})
+    with Workspace.open(settings.workspace, create=False).lock():
+        night = open_run(settings, run)
+        encoded = encode_run(night.run.root, night.settings.encoding, previous=night.previous)
+        told = {"run_id": night.run.run_id, **{side: asdict(figures) for side, figures in encoded.items()}}
+        if night.run.plain.knowledge_folder("user").is_dir():
+            plain = encode_run(night.run.plain.root, night.settings.encoding)
+            told["plain"] = {side: asdict(figures) for side, figures in plain.items()}
+    summary(told, as_json)
 
 
 def demo(

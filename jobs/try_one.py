@@ -9,10 +9,9 @@ from rich.live import Live
 
 from laserbatch.jobs.budgets import budget_step_cost, side_budget
 from laserbatch.jobs.console import say, stdout, summary
-from laserbatch.jobs.inputs import require_template_columns
+from laserbatch.jobs.inputs import NEEDS_A_MODEL, needs_a_model, require_template_columns
 from laserbatch.jobs.night import current_pools, parse_date, previous_run
 from laserbatch.jobs.pools_view import num_calibration_texts
-from laserbatch.jobs.sample_model import NEEDS_A_MODEL, needs_a_model
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
 from laserbatch.jobs.spans import Span, text_spans
 from laserbatch.jobs.try_view import TriedEntity, print_tried, text_panel

@@ -1,7 +1,4 @@
-"""Workers under Ray: kept busy with shards; what a lost one was given is done again, by halves if need be.
-
-Only this module and `cluster.py` import ray. What a worker does with a shard is `worker.py`'s business.
-"""
+"""Workers under Ray: kept busy with shards; what a lost one was given is done again, by halves if need be."""
 
 import logging
 import os
@@ -57,8 +54,8 @@ def run_shards(
     Parameters
     ----------
     on_workers : called once with the actor handles (for tests that kill them).
-    choose_budgets : called once, with one of the workers; how much each side drafts. A side that is missing drafts what
-        the settings say.
+    choose_budgets : called once, with workers that can be asked; how much each side drafts. A side that is missing
+        drafts what the settings say.
 
     Raises
     ------
@@ -67,7 +64,7 @@ def run_shards(
     """
     crew = _Crew(spec, replace(layout, num_workers=min(layout.num_workers, len(shards))), max_shard_attempts)
     on_workers(crew.actors)
-    budgets = choose_budgets(_FirstWorker(crew, max_shard_attempts))
+    budgets = choose_budgets(crew)
     queue, attempts = deque(shards), Counter()
     while queue or crew.is_at_work:
         while queue and crew.idle:
@@ -111,8 +108,8 @@ class _Member:
         self._look = actor.num_forwards.remote()
         self._went_on_s = time.monotonic()
 
-    def ask(self, method: str, *arguments):
-        """Have the actor do something; a reference to its answer."""
+    def ask(self, method: str, *arguments) -> ray.ObjectRef:
+        """Have the actor do something."""
         self._went_on_s = time.monotonic()
         return getattr(self.actor, method).remote(*arguments)
 
@@ -138,14 +135,14 @@ class _Member:
 class _Crew:
     """The workers of a run: those that were asked something, and those that wait for it.
 
-    Each loads its model first, and is given a shard when it has.
+    Each loads its model first, and is given a shard when it has. Before the first shard it is a `Scout`.
     """
 
     def __init__(self, spec: WorkerSpec, layout: WorkerLayout, max_attempts: int) -> None:
         self.idle: list[_Member] = []
         self.num_lost = 0
         self._asked: dict[ray.ObjectRef, tuple[_Member, Shard | None]] = {}
-        self._layout = layout
+        self._layout, self._max_attempts = layout, max_attempts
         self._spec = replace(spec, device=layout.device, num_threads=layout.num_threads, num_workers=layout.num_workers)
         # In a thread of its own a worker says how far it is while it works.
         options = {"num_cpus": layout.num_threads, "num_gpus": layout.num_gpus, "concurrency_groups": {"look": 1}}
@@ -181,29 +178,41 @@ class _Crew:
         self.idle.append(member)
         return None if shard is None else (shard, answer)
 
-    def gather(self) -> None:
-        """Wait until all are ready, but for one that finds no place on a busy cluster."""
-        if self._asked:
+    def step_cost(self) -> StepCost:
+        """Measured by all workers at once, so that they get in each other's way as they will later; one keeps it."""
+        if self._asked:  # all begin together, but for one that finds no place on a busy cluster
             ray.wait(list(self._asked), num_returns=len(self._asked), timeout=MOST_STARTING_S)
         while not self.idle or (self._asked and ray.wait(list(self._asked), timeout=0)[0]):
             self.next_answer()
+        for other in self.idle[1:]:
+            other.ask("step_cost", False)  # whether one of them is lost shows when it is given a shard
+        return self._ask_one("step_cost", True)
 
-    def ask_first(self, method: str, *arguments):
-        """What an idle worker answers. Raises `_WorkerLost`."""
-        while not self.idle:
-            self.next_answer()
-        member = self.idle[0]
-        try:
-            return self._answer(self._wait({member.ask(method, *arguments): member}), member)
-        except _WorkerLost as lost:
-            self.idle.remove(member)
-            self._replace_lost(lost, was_ready=True)
-            raise
+    def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> PilotTexts:
+        """Written by one of the workers."""
+        return self._ask_one("pilot", side, rows, budget)
 
     def dismiss(self) -> None:
         """End all workers."""
         for actor in self.actors:
             ray.kill(actor)
+
+    def _ask_one(self, method: str, *arguments):
+        """What an idle worker answers; another one, if it is lost."""
+        for _ in range(self._max_attempts):
+            while not self.idle:
+                self.next_answer()
+            member = self.idle[0]
+            try:
+                return self._answer(self._wait({member.ask(method, *arguments): member}), member)
+            except _WorkerLost as lost:
+                logger.warning("a worker was lost while it measured for the draft budget: %s", lost)
+                self.idle.remove(member)
+                self._replace_lost(lost, was_ready=True)
+        raise RunFailed(
+            f"{self._max_attempts} workers died while they measured for the draft budget; lower decoding.batch_size if "
+            "memory ran out, or give decoding.max_draft_tokens and decoding.min_acceptance: then nothing is measured"
+        )
 
     def _hire(self) -> None:
         member = _Member(self._actor_class.remote(self._spec))
@@ -211,12 +220,10 @@ class _Crew:
 
     def _replace_lost(self, lost: _WorkerLost, was_ready: bool) -> None:
         self.num_lost += 1
-        if was_ready:
-            self._hire()
-            return
-        logger.warning("a worker was lost before it was ready: %s", lost)
-        self._num_spare -= 1
-        if self._num_spare > 0:
+        if not was_ready:
+            logger.warning("a worker was lost before it was ready: %s", lost)
+            self._num_spare -= 1
+        if was_ready or self._num_spare > 0:
             self._hire()
         elif not self._asked and not self.idle:
             raise RunFailed(
@@ -252,36 +259,6 @@ class _Crew:
             reason = f"worker-died: {' '.join(told.split())}"
         ray.kill(member.actor)
         raise _WorkerLost(reason)
-
-
-class _FirstWorker:
-    """One of the idle workers as a `Scout`; another one takes its place if it is lost.
-
-    While it measures what steps cost the others measure too: so they get in each other's way as they will later.
-    """
-
-    def __init__(self, crew: _Crew, max_attempts: int) -> None:
-        self._crew, self._max_attempts = crew, max_attempts
-
-    def step_cost(self) -> StepCost:
-        self._crew.gather()  # all begin together
-        for other in self._crew.idle[1:]:
-            other.ask("step_cost", False)  # whether one of them is lost shows when it is given a shard
-        return self._ask("step_cost", True)
-
-    def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> PilotTexts:
-        return self._ask("pilot", side, rows, budget)
-
-    def _ask(self, method: str, *arguments):
-        for _ in range(self._max_attempts):
-            try:
-                return self._crew.ask_first(method, *arguments)
-            except _WorkerLost as lost:
-                logger.warning("a worker was lost while it measured for the draft budget: %s", lost)
-        raise RunFailed(
-            f"{self._max_attempts} workers died while they measured for the draft budget; lower decoding.batch_size if "
-            "memory ran out, or give decoding.max_draft_tokens and decoding.min_acceptance: then nothing is measured"
-        )
 
 
 class _Worker:

@@ -56,25 +56,21 @@ MOST_RUN_ON = 0.1  # of a shard's texts
 RESIDENT_SHARE = 0.25  # of the free memory: a larger pool is read from the disk as drafts need it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """What a worker is started with; plain values, so that it can travel to another machine.
-
-    `templates` names a prompt template a side; `pool_dirs` the frozen pool of a side, where there is one;
-    `step_cost_dir` is where measured costs of steps are kept.
-    """
+    """What a worker is started with; plain values, so that it can travel to another machine."""
 
     run_id: str
     run_dir: Path  # plan/ is read and knowledge/ written here
     model_dir: Path
     decoding: DecodingSettings
-    device: str
-    num_threads: int
-    num_workers: int  # how many work side by side
-    templates: dict[Side, str]
-    template_dir: Path | None
-    step_cost_dir: Path
-    pool_dirs: dict[Side, Path] = field(default_factory=dict)
+    device: str = "auto"
+    num_threads: int = 1
+    num_workers: int = 1  # that work side by side
+    templates: dict[Side, str]  # name of a side's prompt template
+    template_dir: Path | None = None
+    step_cost_dir: Path  # where measured costs of steps are kept
+    pool_dirs: dict[Side, Path] = field(default_factory=dict)  # frozen pools, where there are any
     pool_versions: dict[Side, str] = field(default_factory=dict)
 
 

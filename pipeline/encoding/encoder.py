@@ -1,4 +1,4 @@
-"""A frozen text encoder: texts in, unit vectors out. Knows no entities, tables or clusters.
+"""A frozen text encoder: texts in, unit vectors out.
 
 The vector of a text is a function of that text alone, to the last bit on one machine: padding is masked out, and a
 text's length alone decides the shape of its forward. So an unchanged text keeps its vector from night to night, and
@@ -30,16 +30,10 @@ LENGTH_STEP = 32  # lengths are padded to a multiple of this
 
 @dataclass(frozen=True)
 class Encoding:
-    """Vectors of some texts.
+    """Vectors of some texts."""
 
-    Attributes
-    ----------
-    vectors : float32 (num_texts, dim), rows of length 1.
-    num_truncated : how many of the texts were longer than the limit and lost their end.
-    """
-
-    vectors: np.ndarray
-    num_truncated: int
+    vectors: np.ndarray  # float32 (num_texts, dim), rows of length 1
+    num_truncated: int  # texts that were longer than the limit and lost their end
 
 
 class TextEncoder:

@@ -1,40 +1,37 @@
-"""Knowledge records to feature rows: vectors and cluster ids beside the ids they belong to.
+"""Knowledge records to feature rows: vectors and cluster ids ("ID features") beside the ids they belong to.
 
 Only the generated text is encoded. A history in front of it would push the knowledge out of the encoder's limit, and
 would bring the history into the features by another door.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from sklearn.cluster import KMeans, MiniBatchKMeans
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.metrics import pairwise_distances_argmin
+from threadpoolctl import threadpool_limits
 
-from laserbatch.pipeline.encoding.clusters import fit_centroids, nearest_centroids
 from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.encoding.schema import centroid_schema, feature_schema
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 
+MAX_FULL_KMEANS_ROWS = 20_000  # above it, mini-batches: full k-means would take minutes
 KNOWLEDGE_COLUMNS = ["entity_id", "text", "run_id", "fingerprint"]  # all that is read of a knowledge record
 
 
 @dataclass(frozen=True)
 class SideFeatures:
-    """The features of one side.
+    """The features of one side."""
 
-    Attributes
-    ----------
-    table : of `schema.feature_schema`, in the order of the ids, so that shard order does not show.
-    centroids : of `schema.centroid_schema`; a row's cluster is the nearest.
-    num_encoded : texts whose vectors were not known.
-    num_truncated : of those, texts that lost their end.
-    """
-
-    table: pa.Table
-    centroids: pa.Table
-    num_encoded: int = 0
-    num_truncated: int = 0
+    table: pa.Table  # of `schema.feature_schema`, in the order of the ids, so that shard order does not show
+    centroids: pa.Table  # of `schema.centroid_schema`; a row's cluster is the nearest
+    num_encoded: int = 0  # texts whose vectors were not known
+    num_truncated: int = 0  # of those, texts that lost their end
 
 
 def build_features(
@@ -103,3 +100,36 @@ def _matrix(table: pa.Table) -> np.ndarray:
 def _vector_column(vectors: np.ndarray) -> pa.Array:
     flat = pa.array(np.ascontiguousarray(vectors, np.float32).reshape(-1))
     return pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
+
+
+def fit_centroids(
+    vectors: np.ndarray, num_clusters: int = 32, seed: int = 0, earlier: np.ndarray | None = None
+) -> np.ndarray:
+    """Centroids by k-means, the one of most vectors first: float32 (k, d), fewer than `num_clusters` of few vectors.
+
+    Earlier ones, float32 (k, d), stay as they are, so that a vector keeps its cluster id from night to night, unless
+    there are more of them than wanted, or fewer than a new fit would give. The same arguments give the same centroids.
+    """
+    is_small = len(vectors) <= MAX_FULL_KMEANS_ROWS
+    num_fitted = min(num_clusters, len(np.unique(vectors, axis=0))) if is_small else num_clusters
+    if earlier is not None and num_fitted <= len(earlier) <= num_clusters:
+        return earlier
+    if num_fitted == 0:
+        return vectors
+    if is_small:
+        model = KMeans(num_fitted, n_init=2, random_state=seed)
+    else:
+        model = MiniBatchKMeans(num_fitted, n_init=3, batch_size=4096, random_state=seed)
+    # On one thread: several add up their partial sums in the order in which they finish.
+    with threadpool_limits(1), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # clusters may collapse where texts are near-equal
+        centroids = model.fit(vectors).cluster_centers_.astype(np.float32)
+    counts = np.bincount(nearest_centroids(vectors, centroids), minlength=num_fitted)
+    return centroids[np.argsort(-counts, kind="stable")]
+
+
+def nearest_centroids(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
+    """Cluster id of each vector: int32 (n,), the row of its nearest centroid."""
+    if len(vectors) == 0:
+        return np.zeros(0, np.int32)
+    return pairwise_distances_argmin(vectors, centroids).astype(np.int32)

@@ -1,8 +1,7 @@
-"""Files and folders that appear whole or not at all.
+"""Files and folders that appear whole or not at all: the one way anything is written to disk.
 
-Owns the one way anything is written to disk: into a temporary name beside the target, synced, then renamed over it. A
-process that dies in between leaves at most a `.tmp` name, which readers never look at. Knows nothing of what a file
-holds.
+Into a temporary name beside the target, synced, then renamed over it. A process that dies in between leaves at most a
+`.tmp` name, which readers never look at.
 """
 
 import hashlib
@@ -43,17 +42,7 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def atomic_path(path: Path | str) -> Iterator[Path]:
-    """A temporary path to write to, which becomes `path` when the block ends without an error.
-
-    Parameters
-    ----------
-    path : the file to create or replace; its folder is created.
-
-    Yields
-    ------
-    Path
-        In the same folder, under a name that no reader picks up. The block must create the file.
-    """
+    """A temporary path, at which the block must create a file, that becomes `path` when it ends without an error."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary_beside(path)
@@ -72,11 +61,6 @@ def atomic_path(path: Path | str) -> Iterator[Path]:
 @contextmanager
 def atomic_folder(path: Path | str, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder to fill, which becomes `path` when the block ends without an error.
-
-    Parameters
-    ----------
-    path : the folder to create.
-    overwrite : replace a folder that is there; otherwise one with anything in it is refused.
 
     Raises
     ------
@@ -114,14 +98,9 @@ def atomic_folder(path: Path | str, overwrite: bool = False) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path | str) -> int:
-    """Delete the temporary files that killed writers left anywhere under a folder.
+    """Delete the temporary files that killed writers left anywhere under a folder; returns how many.
 
     Call it only while no other process writes there (the workspace's lock is held).
-
-    Returns
-    -------
-    int
-        Number of files removed.
     """
     leftovers = [path for path in Path(folder).rglob(f".*{TEMPORARY_SUFFIX}") if path.is_file()]
     for path in leftovers:
@@ -147,16 +126,9 @@ def write_text(text: str, path: Path | str) -> None:
 
 
 def read_json(path: Path | str, otherwise: str = "") -> dict:
-    """Read a JSON object.
+    """Read a JSON object. Raises WorkspaceError when the file is missing or holds none.
 
-    Parameters
-    ----------
-    otherwise : what can be done about a damaged file of which there is no copy: " or ...".
-
-    Raises
-    ------
-    WorkspaceError
-        The file is missing, or is not a JSON object.
+    `otherwise` is what can be done about a damaged file of which there is no copy: ", or ...".
     """
     path = Path(path)
     try:

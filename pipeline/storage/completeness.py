@@ -14,14 +14,8 @@ NUM_NAMED = 5  # of the ids that a message tells
 def require_every_entity(folder: RunFolder, side: Side, entity_ids: pa.ChunkedArray) -> None:
     """Each entity has a record that is not stale, or else a row in quarantine, once; who has a stale one has both.
 
-    Parameters
-    ----------
-    entity_ids : of the side's table as the run sees it, each once.
-
-    Raises
-    ------
-    WorkspaceError
-        It is not so; the message names the first ids.
+    `entity_ids` are those of the side's table as the run sees it, each once. Raises WorkspaceError, which names the
+    first ids, where it is not so.
     """
     parts: dict[str, list[pa.Array]] = {"fresh": [], "stale": []}
     for batch in folder.iter_knowledge(side, ("entity_id", "is_stale")):

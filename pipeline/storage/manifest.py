@@ -203,16 +203,7 @@ class RunManifest:
         machine: Mapping,
         edition: int = 1,
     ) -> "RunManifest":
-        """A manifest with its head filled in; not saved yet.
-
-        Parameters
-        ----------
-        path : the `manifest.json` to save to.
-        date : the night; knowledge is made from what was known at its end.
-        settings : resolved settings as plain JSON.
-        laserbatch_version, machine : what ran, and on what.
-        edition : of the night; see `make_run_id`.
-        """
+        """A manifest with its head filled in; not saved yet. `settings` and `machine` are plain JSON."""
         return cls(
             path=Path(path),
             run_id=make_run_id(date, settings, edition),
@@ -225,13 +216,7 @@ class RunManifest:
 
     @classmethod
     def load(cls, path: Path | str) -> "RunManifest":
-        """Read a manifest.
-
-        Raises
-        ------
-        WorkspaceError
-            It is missing, damaged, or of another format version.
-        """
+        """Read a manifest. Raises WorkspaceError when it is missing, damaged, or of another format."""
         anew = f"take the folder {Path(path).parent} away: the night of its date is then done anew"
         data = read_json(path, f", or {anew}")
         if data.get("format_version") != MANIFEST_VERSION:

@@ -1,7 +1,4 @@
-"""Parquet files in and out: whole or absent, the same bytes for the same rows, errors that name the file.
-
-Knows nothing of which tables there are.
-"""
+"""Parquet files in and out: whole or absent, the same bytes for the same rows, errors that name the file."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,20 +18,12 @@ _WRITER_OPTIONS = {"compression": "zstd", "compression_level": 3, "write_page_ch
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A Parquet file as it lies on disk.
-
-    Attributes
-    ----------
-    path : where it is.
-    num_rows : rows in it.
-    num_bytes : its size.
-    sha256 : hex digest of its contents.
-    """
+    """A Parquet file as it lies on disk."""
 
     path: Path
     num_rows: int
     num_bytes: int
-    sha256: str
+    sha256: str  # hex digest of its contents
 
 
 def write_parquet(

@@ -1,7 +1,4 @@
-"""Rows that could not be done: their schema, and the order in which they are kept.
-
-Knows nothing of why a row fails; the reason comes with the row.
-"""
+"""Rows that could not be done."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -13,12 +10,7 @@ from laserbatch.pipeline.sides import Side
 
 
 def quarantine_schema(entity_id_type: pa.DataType) -> pa.Schema:
-    """Arrow schema of quarantine files, whose `entity_id` keeps the type it has in the input table.
-
-    Parameters
-    ----------
-    entity_id_type : `pa.string()` or `pa.int64()`.
-    """
+    """Arrow schema of quarantine files, whose `entity_id` keeps the type it has in the input table."""
     return pa.schema(
         [
             pa.field("entity_id", entity_id_type, nullable=False),
@@ -34,24 +26,14 @@ def quarantine_schema(entity_id_type: pa.DataType) -> pa.Schema:
 
 @dataclass(frozen=True)
 class QuarantineRow:
-    """One entity that could not be done.
-
-    Attributes
-    ----------
-    entity_id : as in its table.
-    side : "user" or "item".
-    reason : a stable word: "too-long", "unparsable", "undecodable", ...
-    detail : the sentence for a person.
-    fingerprint : of the rendered prompt; None when it could not be rendered.
-    text : what was written and could not be used; None when nothing was.
-    """
+    """One entity that could not be done."""
 
     entity_id: str | int
     side: Side
-    reason: str
-    detail: str = ""
-    fingerprint: str | None = None
-    text: str | None = None
+    reason: str  # a stable word: "too-long", "unparsable", "undecodable", ...
+    detail: str = ""  # the sentence for a person
+    fingerprint: str | None = None  # of the rendered prompt; None when it could not be rendered
+    text: str | None = None  # what was written and could not be used; None when nothing was
 
     @classmethod
     def of(

@@ -3,7 +3,6 @@
 A shard is written as its quarantine rows, then its knowledge, then a record with the checksums of both. Only that last
 file makes it finished, so a killed run loses no more than the shards in flight, and none is half there. Records and
 failed rows of shards lie in `shards/`, so that `knowledge/` and `quarantine/` hold what readers want and nothing else.
-Knows nothing of how shards are cut or made.
 """
 
 import logging
@@ -47,25 +46,15 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A finished shard, as its JSON file says.
+    """A finished shard, as its JSON file says; the rows that failed lie beside it."""
 
-    Attributes
-    ----------
-    name : of the files, without suffix: "00000".
-    file : its knowledge file, relative to the run folder.
-    num_rows : rows of knowledge.
-    sha256 : hex digest of the knowledge file.
-    num_quarantined : rows that failed; their file lies beside the record.
-    info : how its texts were written; None where they needed no model.
-    """
-
-    name: str
-    file: str
+    name: str  # of the files, without suffix: "00000"
+    file: str  # of its knowledge, relative to the run folder
     num_rows: int
-    sha256: str
+    sha256: str  # of the knowledge file
     num_quarantined: int = 0
     quarantine_sha256: str | None = None
-    info: ShardInfo | None = None
+    info: ShardInfo | None = None  # None where its texts needed no model
 
 
 _SHARD_RECORD = TypeAdapter(ShardRecord)
@@ -142,15 +131,7 @@ class RunFolder:
         """Write one shard, so that it is finished or not there.
 
         Any process may call it (an actor on another machine too, on a shared file system). Writing a shard again
-        replaces it.
-
-        Parameters
-        ----------
-        side : "user" or "item".
-        name : the file name without suffix; zero-padded, so that name order is shard order.
-        knowledge : rows of the knowledge schema; may be empty. Of a reader a little at a time is in memory.
-        quarantined : the rows that failed.
-        info : how its texts were written.
+        replaces it. Of a reader a little knowledge at a time is in memory. In the order of names, shards are in order.
         """
         self._shard_record_path(side, name).unlink(missing_ok=True)  # not finished while its files change
         rows = quarantine_table(quarantined, knowledge.schema.field("entity_id").type)

@@ -1,7 +1,4 @@
-"""A workspace: the folder that keeps every night, one writer at a time, and one published run.
-
-Owns the format version, the lock, and the published pointer. Knows nothing of what is in a run or a pool.
-"""
+"""A workspace: the folder that keeps every night, one writer at a time, and one published run."""
 
 import fcntl
 import json
@@ -33,12 +30,7 @@ class Workspace:
 
     @classmethod
     def open(cls, root: Path | str, create: bool = True) -> "Workspace":
-        """Open a workspace, or make one.
-
-        Parameters
-        ----------
-        root : the workspace's folder.
-        create : make it when the folder is not there or empty.
+        """Open a workspace, or with `create` make one where the folder is not there or empty.
 
         Raises
         ------
@@ -88,18 +80,10 @@ class Workspace:
         """Every run, finished or not, in the order of their ids, which begin with their date."""
         return [RunFolder(path) for path in sorted((self.root / "runs").glob("*")) if path.is_dir()]
 
-    def find_resumable(self, run_id: str) -> RunFolder | None:
-        """The folder of this run if it was begun and not finished; its `finished_shards` need not be done again."""
-        folder = self.run(run_id)
-        return folder if folder.root.is_dir() and not folder.is_finished else None
-
     def published(self) -> RunFolder | None:
         """The run that readers see; None before the first is published.
 
-        Raises
-        ------
-        WorkspaceError
-            The pointer is damaged, or names a run that is not there or not finished.
+        Raises WorkspaceError where the pointer is damaged, or names a run that is not there or not finished.
         """
         pointer = self.root / "published.json"
         if not pointer.exists():
@@ -116,28 +100,17 @@ class Workspace:
         return folder
 
     def publish(self, run_id: str) -> None:
-        """Make a finished run the one that readers see, in one step.
-
-        Raises
-        ------
-        WorkspaceError
-            The run is not there or not finished.
-        """
+        """Make a finished run the one that readers see, in one step. Raises WorkspaceError where it is not finished."""
         if not self.run(run_id).is_finished:
             raise WorkspaceError(f"run {run_id} has no _SUCCESS, so it cannot be published; finish it first.")
         write_json({"run_id": run_id}, self.root / "published.json")
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the workspace for writing.
+        """Hold the workspace for writing. Raises WorkspaceBusy, with pid and host, where another process holds it.
 
         The kernel holds the lock (flock) for as long as this process lives, so a dead holder's is free at once; the
         file says who holds it, for people. The file is never deleted: a delete could take away another's lock.
-
-        Raises
-        ------
-        WorkspaceBusy
-            Another process holds it; the message names its pid and host.
         """
         descriptor = os.open(self.root / "LOCK", os.O_RDWR | os.O_CREAT, 0o644)
         try:

@@ -49,7 +49,7 @@ def world(tmp_path_factory) -> Path:
 
 
 def planned(world: Path, run_dir: Path):
-    settings = load_settings(None, {"decoding.max_new_tokens": 48, "decoding.num_threads": 1})
+    settings = load_settings(None, {"decoding.max_new_tokens": 48, "decoding.batch_size": 4, "decoding.num_threads": 1})
     tables = read_tables(world, LAST_DATE)
     plan = plan_side(
         "item",
@@ -58,7 +58,7 @@ def planned(world: Path, run_dir: Path):
         render=prompt_renderer("item", settings.knowledge, settings.decoding, settings.model_dir),
         previous=PreviousKnowledge(None),
         shard_size=4,
-        batch_size=16,
+        batch_size=4,
         run_dir=run_dir,
     )
     spec = WorkerSpec(
@@ -67,10 +67,7 @@ def planned(world: Path, run_dir: Path):
         model_dir=settings.model_dir,
         decoding=settings.decoding,
         device="cpu",
-        num_threads=1,
-        num_workers=1,
         templates={"item": "kar_item"},
-        template_dir=None,
         step_cost_dir=run_dir / "step-costs",
     )
     save_plan(plan, run_dir)

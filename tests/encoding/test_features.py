@@ -9,8 +9,7 @@ import pytest
 from tiny_encoders import load
 
 from laserbatch.jobs.encode import encode_run
-from laserbatch.pipeline.encoding.clusters import fit_centroids, nearest_centroids
-from laserbatch.pipeline.encoding.features import build_features
+from laserbatch.pipeline.encoding.features import build_features, fit_centroids, nearest_centroids
 from laserbatch.pipeline.encoding.schema import check_feature_schema, feature_schema, run_date
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import WorkspaceError

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from laserbatch.jobs import generate
@@ -60,20 +59,18 @@ def start(*arguments: str, laserbatch: Sequence[str | Path] = HERE) -> subproces
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def write_here(patched: pytest.MonkeyPatch, num_threads: int = 1) -> None:
+def write_here(patched: pytest.MonkeyPatch) -> None:
     """Have texts written in this process instead of by Ray's actors, which would load Python and torch each night."""
 
     def run_shards(shards, spec, *arguments, choose_budgets, **options):
-        before = torch.get_num_threads()
-        worker = ShardWorker(dataclasses.replace(spec, device="cpu", num_threads=num_threads, num_workers=1))
+        worker = ShardWorker(dataclasses.replace(spec, device="cpu"))
         budgets = choose_budgets(worker)
         for shard in shards:
             yield shard, worker.run(shard, budget=budgets.get(shard.side))
-        torch.set_num_threads(before)
 
     @contextmanager
     def no_cluster(settings):
-        yield WorkerLayout(1, num_threads, 0, "cpu")
+        yield WorkerLayout(1, 1, 0, "cpu")
 
     patched.setattr(generate, "run_shards", run_shards)
     patched.setattr(generate, "ray_cluster", no_cluster)

@@ -11,7 +11,6 @@ from night_world import run_here, start
 from typer.testing import CliRunner
 
 from laserbatch.jobs.build_pools import build_pools
-from laserbatch.jobs.generate import router
 from laserbatch.jobs.night import current_pools, open_night
 from laserbatch.jobs.pool_texts import read_run_texts
 from laserbatch.jobs.pools import app
@@ -66,11 +65,11 @@ def test_cold_entities_draft_from_the_leaf_that_their_pool_has(world):
     shown = CliRunner().invoke(app, ["show", "--config", str(world / "laserbatch.yaml")], catch_exceptions=False)
     assert "holds" in shown.stdout and "mood=" in shown.stdout
     next_night = opened(world, SECOND_DATE, routing)
-    route = router(next_night, "item")
+    route = next_night.router("item")
     routes = {route(entity) for entity in iter_entities(next_night.tables, "item")}
     assert {route.scheme for route in routes} == {"attribute"}
     assert {route.group for route in routes} == groups
-    no_texts = router(next_night, "user")
+    no_texts = next_night.router("user")
     assert {no_texts(user).group for user in iter_entities(next_night.tables, "user")} == {"leaf/0"}
 
 
@@ -80,7 +79,7 @@ def test_tonights_limits_decide_over_the_groups_of_last_nights_pools(world):
     assert any(group.startswith("collaborative") for group in build_pools(night)["item"]["groups"])
     for min_interactions, expected in ((5, {"collaborative", "attribute"}), (1000, {"attribute"})):
         next_night = opened(world, SECOND_DATE, f"{{min_interactions: {min_interactions}}}")
-        route = router(next_night, "item")
+        route = next_night.router("item")
         assert {route(entity).scheme for entity in iter_entities(next_night.tables, "item")} == expected
 
 

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from laserbatch.jobs.generate import _require_usable_texts
+from laserbatch.jobs.generate import require_usable_texts
 from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.planning.planner import FIRST_TEXTS
@@ -30,7 +30,7 @@ def judge(tmp_path):
         settings = Settings(tables={"path": tables}, night={"max_failed_share": allowed})
         entities = SimpleNamespace(entities=lambda side: kept.rename_columns(["user_id"]))
         night = SimpleNamespace(run=run, settings=settings, tables=entities)
-        _require_usable_texts(night, SimpleNamespace(side="user", shards=[shard]), {"00000": record})
+        require_usable_texts(night, SimpleNamespace(side="user", shards=[shard]), {"00000": record})
 
     return judge
 

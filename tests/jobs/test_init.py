@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from laserbatch.jobs.init import init
-from laserbatch.jobs.sample_model import needs_a_model
+from laserbatch.jobs.inputs import needs_a_model
 from laserbatch.jobs.settings import Settings, load_settings
 from laserbatch.pipeline.sample.world import write_sample_world
 

@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 from night_world import run_here
 
-from laserbatch.jobs import nightly as nightly_job
+from laserbatch.jobs import run_night as stages
 from laserbatch.jobs.night import open_night, previous_run
-from laserbatch.jobs.nightly import _close, _publish, run_night
+from laserbatch.jobs.run_night import close, publish, run_night
 from laserbatch.jobs.settings import load_settings
 from laserbatch.pipeline.errors import TableError, WorkspaceError
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -54,8 +54,8 @@ def done(night):
     night.manifest.pools_built = {}
     with night.pools.publish(night.run.run_id, make_current=False):
         pass
-    _close(night)
-    _publish(night)
+    close(night)
+    publish(night)
     return night
 
 
@@ -105,7 +105,7 @@ def test_a_night_that_was_killed_at_its_end_is_published_by_the_same_command(wor
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(owners.get(step, nightly_job), step, killed)
+        patched.setattr(owners.get(step, stages), step, killed)
         with pytest.raises(KeyboardInterrupt):
             done(night)
     # Not finished: the stages before the end find all their work done.
@@ -118,7 +118,7 @@ def test_a_night_that_was_killed_at_its_end_is_published_by_the_same_command(wor
 def test_a_pointer_that_cannot_be_followed_is_replaced(world, capsys):
     night = done(opened(world))
     (night.workspace.root / "published.json").write_text('{"run_id": "2025-04-01-gone"}')
-    _publish(night)
+    publish(night)
     assert night.workspace.published().run_id == night.run.run_id
     assert "2025-04-01-gone, which is not there" in " ".join(capsys.readouterr().err.split())
 

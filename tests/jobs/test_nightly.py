@@ -106,6 +106,7 @@ def _shards_before_a_kill(folder: Path, night: subprocess.Popen) -> dict[str, in
     shards = lambda: sorted(folder.glob("workspace/runs/*/shards/*/0*.json"))  # noqa: E731
     while not shards() and night.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert night.poll() is None, night.communicate()[1]
     os.killpg(night.pid, signal.SIGKILL)
     night.communicate()
     return {str(path): _written(path) for path in shards()}
@@ -204,7 +205,7 @@ def _keys(data: object) -> list[str]:
 
 def test_texts_depend_neither_on_shards_nor_on_workers_nor_on_the_future(two_nights, tmp_path, capfd, monkeypatch):
     """The same nights again, none of them killed: one worker, other shards, batches and a future made up otherwise."""
-    write_here(monkeypatch, num_threads=2)
+    write_here(monkeypatch)
     shutil.copytree(two_nights / "tables", tmp_path / "tables")
     table = pq.read_table(tmp_path / "tables" / "interactions.parquet")
     cut = pa.scalar(_midnight_after(SECOND_DATE), table.schema.field("timestamp").type)

@@ -4,8 +4,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from laserbatch.jobs.commented_yaml import commented_yaml
-from laserbatch.jobs.settings import PACKAGE_ROOT, Settings, load_settings
+from laserbatch.jobs.settings import PACKAGE_ROOT, Settings, commented_yaml, load_settings
 from laserbatch.pipeline.errors import ConfigError
 
 

@@ -193,12 +193,3 @@ def test_a_pointer_to_nothing_is_an_error_not_an_empty_answer(workspace):
 def test_a_run_id_cannot_leave_the_workspace(workspace, run_id):
     with pytest.raises(WorkspaceError, match="not a run id"):
         workspace.run(run_id)
-
-
-def test_a_run_is_resumable_between_its_beginning_and_its_end(workspace):
-    run_id = "2025-03-01-aaaaaaaa"
-    assert workspace.find_resumable(run_id) is None
-    workspace.run(run_id).root.mkdir(parents=True)
-    assert workspace.find_resumable(run_id) == workspace.run(run_id)
-    finish(workspace, run_id)
-    assert workspace.find_resumable(run_id) is None

@@ -1,0 +1,107 @@
+"""A night's stages in order, and what is published when. A night that was killed goes on where it stopped."""
+
+import datetime
+from typing import Any
+
+from laserbatch.ctr.errors import CtrError
+from laserbatch.jobs.build_pools import build_pools
+from laserbatch.jobs.console import say
+from laserbatch.jobs.ctr import ctr_table
+from laserbatch.jobs.encode import encode_run
+from laserbatch.jobs.generate import generate_knowledge, generate_plain
+from laserbatch.jobs.night import Night, open_night, pools_in_use
+from laserbatch.jobs.pools_collect import collect_pools
+from laserbatch.jobs.report.page import write_report
+from laserbatch.jobs.settings import Settings
+from laserbatch.pipeline.errors import RunFailed, WorkspaceError
+from laserbatch.pipeline.storage.manifest import PreviousNight, SideStats
+from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.tables.read import read_tables
+
+
+def run_night(settings: Settings, date: datetime.date, force: bool = False, redo: bool = False) -> Night:
+    """All stages of a night, under the workspace's lock. A finished night is left as it is, but published."""
+    with Workspace.open(settings.workspace).lock():
+        night = open_night(settings, date, force, redo)
+        if night.run.is_finished:
+            say(f"run {night.run.run_id} is finished already; --force generates everything again")
+            if night.changed_inputs:
+                names = " and ".join(night.changed_inputs)
+                say(f"{names} of that date changed since: --redo writes what this changes, in a run of its own")
+            publish(night)
+            return night
+        try:
+            generate_knowledge(night)
+        except RunFailed as error:
+            _close_failed(night, str(error))
+            raise
+        if settings.night.compare_with_plain:
+            generate_plain(night)
+        with night.stage("encode"):
+            night.manifest.features = encode_run(night.run.root, settings.encoding, say, night.previous)
+            if settings.night.compare_with_plain:
+                encode_run(night.run.plain.root, settings.encoding, say)
+        with night.stage("ctr"):
+            night.manifest.ctr = _compare_ctr(night)
+        with night.stage("pools"):
+            night.manifest.pools_built = build_pools(night, make_current=False)
+        close(night)
+        publish(night)
+        return night
+
+
+def _compare_ctr(night: Night) -> dict[str, Any]:
+    """The CTR comparison of a run, or why there is none."""
+    if not night.settings.night.train_ctr:
+        return {"skipped": "night.train_ctr is false", "rows": []}
+    tables = read_tables(night.settings.tables.path, as_of=None)  # models are judged on what came after the date
+    try:
+        return ctr_table(night.run.root, tables, night.date, night.settings.decoding.verifier, night.settings.ctr, say)
+    except CtrError as error:
+        say(f"CTR models are not trained: {error}")
+        return {"skipped": str(error), "rows": []}
+
+
+def _close_failed(night: Night, reason: str) -> None:
+    """Keep what there is to look at; nothing is published, and the next attempt goes on from the finished shards."""
+    night.manifest.status, night.manifest.failure = "failed", reason
+    night.manifest.save()
+    write_report(night.manifest.as_json(), night.run.report_path)
+    say(f"report of the failed night: {night.run.report_path}")
+
+
+def close(night: Night) -> None:
+    """Finish the run with its report."""
+    manifest = night.manifest
+    if night.previous is not None:
+        try:
+            earlier = night.previous.load_manifest()
+            sides = {side: SideStats(figures.stats) for side, figures in earlier.sides.items()}
+            manifest.previous_night = PreviousNight(earlier.run_id, sides)
+        except WorkspaceError as error:
+            say(f"not compared with the night before: {error}")
+    manifest.status, manifest.failure = "success", None
+    manifest.save()
+    write_report(manifest.as_json(), night.run.report_path)
+    night.run.finish()
+
+
+def publish(night: Night) -> None:
+    """Let readers see a finished run, and the next night draft from its pools, unless one of a later date is published.
+
+    May be called again: whatever a killed night has left of it is done.
+    """
+    run, workspace = night.run, night.workspace
+    try:
+        published = workspace.published()
+    except WorkspaceError as error:
+        say(f"{error} Run {run.run_id} takes its place")
+        published = None
+    if published is not None and published.date > run.date:
+        say(f"not published: readers go on seeing run {published.run_id}, which is of a later date")
+    elif published is None or published.run_id != run.run_id:
+        if run.run_id in {known.version for known in night.pools.list() if known.problem is None}:
+            night.pools.use(run.run_id)
+        workspace.publish(run.run_id)
+    in_use = pools_in_use(workspace) | {run.run_id}  # the next night of a backfill drafts from this one's
+    collect_pools(night.pools, night.settings.pool_building.keep_versions, in_use)
