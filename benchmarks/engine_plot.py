@@ -7,8 +7,8 @@ from common import command_line, machine
 from engine_systems import ADAPTIVE, PEER, PLAIN
 
 from laserbatch.jobs.formatting import decimal
-from laserbatch.jobs.report.blocks import Figure, LegendEntry, Note, Page, Phrase, Section, Table
-from laserbatch.jobs.report.charts import FULL_WIDTH, Series, grouped_bars
+from laserbatch.jobs.report.blocks import Figure, Note, Page, Phrase, Section, Table
+from laserbatch.jobs.report.charts import Series, grouped_bars
 from laserbatch.jobs.report.page import render_page
 from laserbatch.pipeline.storage.atomic import write_text
 
@@ -70,8 +70,7 @@ def _budget_chart(system: str, rows: Sequence[Mapping], batches: Sequence[int]) 
 
 
 def _chart(title: str, categories: Sequence[str], series: Sequence[Series]) -> Figure:
-    svg = grouped_bars(categories, series, "times plain decoding", decimal, FULL_WIDTH)
-    return Figure(title, svg, legend=[LegendEntry(one.name, one.colour) for one in series], wide=True)
+    return grouped_bars(title, categories, series, "times plain decoding", decimal, wide=True)
 
 
 def _speed_up(rows: Sequence[Mapping], system: str, batch: int, budget: str | int = ADAPTIVE) -> float | None:

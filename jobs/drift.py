@@ -1,20 +1,23 @@
 """Whether a night accepted what its budget was chosen for, and took the time that its steps should have taken.
 
 The forecast is of a pilot, or of replays, which are greedy: a relaxed night accepts more. Less means that texts are
-no longer those that the pool was calibrated on. Draws nothing; reads a manifest that may lack anything.
+no longer those that the pool was calibrated on.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from laserbatch.jobs.console import say
+from laserbatch.jobs.formatting import percent, ratio
 from laserbatch.pipeline.decoding.planning.step_cost_cache import note_taken
+from laserbatch.pipeline.storage.manifest import SideFigures
 from laserbatch.pipeline.storage.run_folder import ShardRecord
 
 MOST_MISSING = 0.2  # share of the forecast acceptance that may be missing before a night says so
 MIN_STEPS = 200  # of fewer steps nothing can be said
+MOST_CUT = 0.05  # share of a side's texts that may end at the limit before it is said
 MIN_EXPECTED_S = 30.0  # of shards by a step cost; of less it is no judge
 
 
@@ -53,14 +56,26 @@ class Drift:
         )
 
 
-def drift_of(side_data: Mapping) -> Drift | None:
+def drift_of(side: SideFigures) -> Drift | None:
     """The drift of a side of a manifest; None where nothing was forecast, drafted or written."""
-    budget, stats = side_data.get("budget") or {}, side_data.get("stats") or {}
+    budget, stats = side.budget or {}, side.stats
     pace = (budget.get("forecast") or {}).get("tokens_per_step")
-    num_steps = stats.get("num_steps") or 0
-    if not budget.get("max_draft_tokens") or not pace or pace <= 1 or not num_steps:
+    if not budget.get("max_draft_tokens") or not pace or pace <= 1 or not stats.num_steps:
         return None
-    return Drift(pace - 1, (stats.get("num_accepted") or 0) / num_steps, num_steps)
+    return Drift(pace - 1, stats.acceptance_length, stats.num_steps)
+
+
+def side_warnings(side: SideFigures) -> list[str]:
+    """What a side's figures warn of: texts that end at their limit, and drafts that are not accepted as forecast."""
+    cut = ratio(side.stats.finish_reasons.get("length"), side.stats.num_texts) or 0.0
+    warnings = []
+    if cut > MOST_CUT:
+        warnings.append(
+            f"{percent(cut, 1)} of the texts end at the token limit, in the middle of what they say: raise "
+            "decoding.max_new_tokens, or have the template ask for less"
+        )
+    drift = drift_of(side)
+    return [*warnings, drift.sentence] if drift is not None and drift.is_notable else warnings
 
 
 def note_step_costs(folder: Path, records: Iterable[ShardRecord]) -> None:

@@ -1,12 +1,27 @@
-"""Numbers as a reader wants them: separators, units, a sign that is a sign, and a dash where there is no number.
+"""Numbers and names as a reader wants them: separators, units, a sign that is a sign, a dash where there is no number.
 
-Knows nothing of manifests. Every function takes what JSON may hold (None, NaN, a string by mistake) and never raises.
+Functions take what JSON may hold (None, NaN, a string by mistake) and never raise.
 """
 
 import math
 
 MISSING = "–"
 MINUS = "−"
+
+SOURCE_LABELS = {
+    "pool": "pool",
+    "previous": "own previous text",
+    "prompt": "own prompt",
+    "output": "own output",
+    "target": "the model itself",
+}
+ROUTE_LABELS = {
+    "collaborative": "collaborative group",
+    "attribute": "attribute group",
+    "random": "random group",
+    "global": "one global pool",
+    "none": "no pool",
+}
 
 
 def finite(value: object) -> float | None:

@@ -1,7 +1,7 @@
 """The stage that writes texts: plan both sides, hand unfinished shards to the workers, gather what came of them."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,10 @@ import pyarrow as pa
 
 from laserbatch.jobs.budgets import night_budgets
 from laserbatch.jobs.console import progress, say
-from laserbatch.jobs.drift import note_step_costs
+from laserbatch.jobs.drift import note_step_costs, side_warnings
 from laserbatch.jobs.inputs import NEEDS_A_MODEL, needs_a_model
 from laserbatch.jobs.night import Night
-from laserbatch.jobs.samples import report_samples
-from laserbatch.jobs.side_warnings import side_warnings
+from laserbatch.jobs.spans import report_samples
 from laserbatch.pipeline.decoding.budget import PLAIN, Budget
 from laserbatch.pipeline.decoding.model.generation_rules import unused_settings
 from laserbatch.pipeline.decoding.settings import DecodingSettings
@@ -86,7 +85,7 @@ def night_counts(night: Night) -> dict[str, Any]:
             "tokens_per_step": figures.stats.tokens_per_step,
             "tokens_per_s": figures.stats.tokens_per_s,
         }
-        | ({"warning": "; ".join(warnings)} if (warnings := side_warnings(asdict(figures))) else {})
+        | ({"warning": "; ".join(warnings)} if (warnings := side_warnings(figures)) else {})
         for side, figures in night.manifest.sides.items()
     }
 

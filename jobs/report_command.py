@@ -31,7 +31,7 @@ def report(
     settings = load_settings(config, {"workspace": workspace})
     folder = chosen_run(Workspace.open(settings.workspace, create=False), run)
     path = out if out is not None else folder.report_path
-    write_report(folder.load_manifest().as_json(), path)
+    write_report(folder.load_manifest(), path)
     summary({"run_id": folder.run_id, "report": str(path)}, as_json)
 
 

@@ -66,7 +66,7 @@ def _close_failed(night: Night, reason: str) -> None:
     """Keep what there is to look at; nothing is published, and the next attempt goes on from the finished shards."""
     night.manifest.status, night.manifest.failure = "failed", reason
     night.manifest.save()
-    write_report(night.manifest.as_json(), night.run.report_path)
+    write_report(night.manifest, night.run.report_path)
     say(f"report of the failed night: {night.run.report_path}")
 
 
@@ -82,7 +82,7 @@ def close(night: Night) -> None:
             say(f"not compared with the night before: {error}")
     manifest.status, manifest.failure = "success", None
     manifest.save()
-    write_report(manifest.as_json(), night.run.report_path)
+    write_report(manifest, night.run.report_path)
     night.run.finish()
 
 

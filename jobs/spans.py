@@ -1,15 +1,21 @@
-"""From token ids and their sources to stretches of text, each from one source: what a report or a terminal colours.
+"""Texts cut into spans by the source of their tokens, and the few such texts that a report shows.
 
-Knows no colours. Works with any tokenizer of transformers, by decoding growing windows of ids: what a token means can
-depend on the one before it (a leading space, the rest of a character).
+Works with any tokenizer of transformers, by decoding growing windows of ids: what a token means can depend on the one
+before it (a leading space, the rest of a character).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from laserbatch.jobs.night import Night
+from laserbatch.pipeline.decoding.model.identity import load_tokenizer
+from laserbatch.pipeline.planning.plan import SidePlan, read_shard
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.manifest import Sample, SampleSpan
+from laserbatch.pipeline.storage.parquet import read_parquet
+from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
 UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
@@ -22,17 +28,40 @@ class Decoder(Protocol):
         """Text of token ids."""
 
 
-@dataclass(frozen=True)
-class Span:
-    """Text that came from one source; `source` is a name of `retrieval_pools.sources.SOURCE_NAMES`."""
-
-    text: str
-    source: str
+def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) -> list[Sample]:
+    """Sample texts of a side: evenly spread over the plan's shards, the first row of each."""
+    wanted = night.settings.night.num_report_samples
+    if not plan.shards or not wanted:
+        return []
+    tokenizer = load_tokenizer(night.settings.model_dir)
+    stride = max(1, len(plan.shards) // wanted)
+    samples = []
+    for shard in plan.shards[::stride][:wanted]:
+        path = folder.knowledge_folder(side) / f"{shard.name}.parquet"
+        if not path.exists():
+            continue
+        table = read_parquet(path)
+        if not table.num_rows:
+            continue
+        record = table.slice(0, 1).to_pylist()[0]
+        planned = next(row for row in read_shard(folder.root / shard.path) if row.entity_id == record["entity_id"])
+        spans = text_spans(tokenizer, record["token_ids"], record["token_sources"])
+        samples.append(
+            Sample(
+                entity_id=record["entity_id"],
+                group=record["pool_group"],
+                prompt=tokenizer.decode(planned.prompt_ids.tolist(), skip_special_tokens=False),
+                text=record["text"],
+                spans=spans,
+                tokens_per_step=1 + record["num_accepted"] / record["num_steps"] if record["num_steps"] else None,
+            )
+        )
+    return samples
 
 
 def text_spans(
     tokenizer: Decoder, token_ids: Sequence[int] | np.ndarray, sources: Sequence[int] | np.ndarray
-) -> list[Span]:
+) -> list[SampleSpan]:
     """Text of a generated sequence, cut where the source changes.
 
     A character whose bytes are spread over several tokens belongs to the token that completes it. Texts of the spans,
@@ -46,7 +75,7 @@ def text_spans(
 
     Returns
     -------
-    list of Span
+    list of SampleSpan
         Neighbours differ in source; none is empty.
 
     Raises
@@ -59,21 +88,13 @@ def text_spans(
         raise ValueError(f"{len(ids)} token ids with {len(codes)} sources; expected one source a token")
     if unknown := {code for code in codes if not 0 <= code < len(SOURCE_NAMES)}:
         raise ValueError(f"source codes {sorted(unknown)} are unknown; expected 0 to {len(SOURCE_NAMES) - 1}")
-    return merged(
-        Span(text, SOURCE_NAMES[code]) for text, code in zip(_token_texts(tokenizer, ids), codes, strict=True)
-    )
-
-
-def merged(spans) -> list[Span]:
-    """Neighbouring spans of one source joined, empty ones dropped."""
-    joined: list[Span] = []
-    for span in spans:
-        if not span.text:
-            continue
-        if joined and joined[-1].source == span.source:
-            joined[-1] = Span(joined[-1].text + span.text, span.source)
-        else:
-            joined.append(span)
+    joined: list[SampleSpan] = []
+    for text, code in zip(_token_texts(tokenizer, ids), codes, strict=True):
+        source = SOURCE_NAMES[code]
+        if joined and joined[-1].source == source:
+            joined[-1] = SampleSpan(joined[-1].text + text, source)
+        elif text:
+            joined.append(SampleSpan(text, source))
     return joined
 
 

@@ -13,7 +13,7 @@ from laserbatch.jobs.inputs import NEEDS_A_MODEL, needs_a_model, require_templat
 from laserbatch.jobs.night import current_pools, parse_date, previous_run
 from laserbatch.jobs.pools_view import num_calibration_texts
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
-from laserbatch.jobs.spans import Span, text_spans
+from laserbatch.jobs.spans import text_spans
 from laserbatch.jobs.try_view import TriedEntity, print_tried, text_panel
 from laserbatch.pipeline.decoding.budget import Budget
 from laserbatch.pipeline.decoding.drafters import drafter_from
@@ -29,7 +29,7 @@ from laserbatch.pipeline.planning.previous import PreviousKnowledge
 from laserbatch.pipeline.planning.prompting import prompt_renderer
 from laserbatch.pipeline.planning.routing import NO_ROUTE, entity_router
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.manifest import make_run_id
+from laserbatch.pipeline.storage.manifest import SampleSpan, make_run_id
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import Tables, read_tables
 from laserbatch.retrieval_pools.index.pool import Pool
@@ -160,7 +160,7 @@ class _Writing:
         self._token_ids += event.token_ids.tolist()
         self._sources += event.sources.tolist()
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[SampleSpan]:
         return text_spans(self._tokenizer, self._token_ids, self._sources)
 
 

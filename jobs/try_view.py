@@ -12,11 +12,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from laserbatch.jobs.formatting import counted, decimal, percent, rate, ratio
+from laserbatch.jobs.formatting import ROUTE_LABELS, SOURCE_LABELS, counted, decimal, percent, rate, ratio
 from laserbatch.jobs.pools_view import calibrated_on
-from laserbatch.jobs.report.palette import ROUTE_LABELS, SOURCE_LABELS
-from laserbatch.jobs.spans import Span
 from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.manifest import SampleSpan
 
 # Underlines differ too, so that the spans can be told apart without colours. The model's own tokens stay unmarked.
 SOURCE_STYLES = {
@@ -60,7 +59,7 @@ class TriedEntity:
     group: str | None
     scheme: str | None
     num_calibration_texts: int
-    spans: Sequence[Span]
+    spans: Sequence[SampleSpan]
     num_tokens: int
     num_steps: int
     num_drafted: int
@@ -111,7 +110,7 @@ def pool_line(tried: TriedEntity) -> Text:
     )
 
 
-def text_panel(spans: Sequence[Span]) -> Panel:
+def text_panel(spans: Sequence[SampleSpan]) -> Panel:
     """The text with its spans coloured by source, over their legend; draw it again and again in a `rich.live.Live`."""
     text = Text()
     for span in spans:

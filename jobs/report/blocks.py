@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
-from laserbatch.jobs.spans import Span
+from laserbatch.pipeline.storage.manifest import SampleSpan
+
+# Colour-blind safe: apart in lightness, or of Okabe and Ito's palette.
+TONIGHT, PREVIOUS_NIGHT, PLAIN, OTHER = "#0b4f8a", "#7fb2de", "#b4bcc6", "#8b95a1"
+SIDE_COLOURS = {"user": "#0b4f8a", "item": "#c4560a"}
 
 
 @dataclass(frozen=True)
 class LegendEntry:
-    """A colour and what it stands for; `mark` is a bar or a line."""
+    """A colour and what it stands for."""
 
     label: str
     colour: str
@@ -41,7 +45,6 @@ class Table:
     rows: Sequence[Sequence[str]]
     caption: str = ""
     left: frozenset[int] = frozenset({0})
-    wide: bool = True
     strong_rows: frozenset[int] = frozenset()
     kind: str = field(default="table", init=False)
 
@@ -61,7 +64,7 @@ class Sample:
 
     title: str
     facts: str
-    spans: Sequence[Span]
+    spans: Sequence[SampleSpan]
     prompt: str
     wide: bool = False
     kind: str = field(default="sample", init=False)
@@ -71,8 +74,6 @@ class Sample:
 class SourceLegend:
     """The colours of sample texts."""
 
-    entries: Sequence[tuple[str, str]]  # (source, label)
-    wide: bool = True
     kind: str = field(default="source_legend", init=False)
 
 
@@ -82,7 +83,6 @@ class Folded:
 
     title: str
     rows: Sequence[tuple[str, str]]
-    wide: bool = True
     kind: str = field(default="folded", init=False)
 
 
@@ -118,7 +118,7 @@ class KeyFigure:
 
 @dataclass(frozen=True)
 class Page:
-    """Everything that a report shows."""
+    """Everything that a page shows."""
 
     title: str
     run_id: str

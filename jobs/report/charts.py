@@ -1,134 +1,239 @@
-"""The bar charts of the report: grouped, lying, stacked to the whole. Each returns one inline SVG.
+"""The charts of a page, by matplotlib's SVG backend, in one style. Knows labels and numbers, nothing of manifests.
 
-Knows labels and numbers, nothing of manifests. A value of None is drawn as a dash, never as zero.
+The same data give the same bytes. A chart's label holds all of its values, for readers who do not see it. Text stays
+text: the page sets its font. A value of None is drawn as a dash, never as zero.
 """
 
+import io
+import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from laserbatch.jobs.formatting import MISSING, count, percent
-from laserbatch.jobs.report.svg import Canvas, Frame, shortened, text_width
+from laserbatch.jobs.formatting import decimal, percent
+from laserbatch.jobs.report.blocks import OTHER, Figure, LegendEntry
 
-HALF_WIDTH, FULL_WIDTH = 480.0, 1010.0
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+HALF_WIDTH, FULL_WIDTH = 420, 900  # user units; the page scales a chart to its column
+INK, SOFT = "#17202b", "#566272"
+STYLE = Path(__file__).parent / "charts.mplstyle"
+MARKERS = "osD^v"
+
+logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of its font cache otherwise
 
 
 @dataclass(frozen=True)
 class Series:
-    """One colour of a chart: a value (or None) for every category."""
+    """One colour of a chart.
+
+    Attributes
+    ----------
+    values : a value (or None) for every category; of a line, for every place.
+    places : of a line, on the horizontal axis; 1, 2, 3, ... without them.
+    errors : (below, above) of every value, or None.
+    """
 
     name: str
     values: Sequence[float | None]
     colour: str
-
-
-@dataclass(frozen=True)
-class Part:
-    """One piece of a stacked bar."""
-
-    name: str
-    value: float
-    colour: str
-    dark: bool = True  # whether light text is readable on the colour
+    places: Sequence[float] = ()
+    errors: Sequence[tuple[float, float] | None] = ()
 
 
 def grouped_bars(
+    title: str,
     categories: Sequence[str],
     series: Sequence[Series],
     y_name: str,
     show: Callable[[object], str],
-    width: float = HALF_WIDTH,
-) -> Markup:
-    """Standing bars side by side, one group a category, each with its value on top.
-
-    Parameters
-    ----------
-    categories : names of the groups.
-    series : one bar a group each; values >= 0.
-    y_name : name and unit of the vertical axis.
-    show : value to text.
-    """
-    canvas = Canvas(width, 232, f"Bar chart: {y_name} by {', '.join(item.name for item in series)}")
-    frame = Frame(canvas, 0.0, _maximum(series) * 1.05, y_name, bottom=28.0)
-    group = frame.width / max(1, len(categories))
-    bar = min(58.0, group * 0.8 / max(1, len(series)))
-    for index, category in enumerate(categories):
-        centre = frame.left + group * (index + 0.5)
-        for place, item in enumerate(series):
-            x = centre + bar * (place - len(series) / 2)
-            value = item.values[index]
-            if value is not None:
-                tip = f"{category}, {item.name}: {show(value)}"
-                canvas.rect(x + 2, frame.y(value), bar - 4, frame.base - frame.y(value), item.colour, tip)
-            top = frame.base if value is None else frame.y(value)
-            canvas.text(x + bar / 2, top - 5, MISSING if value is None else show(value), anchor="middle", kind="value")
-        canvas.text(centre, frame.base + 18, category, anchor="middle")
-    frame.close()
-    return canvas.markup()
+    caption: str = "",
+    wide: bool = False,
+) -> Figure:
+    """Standing bars side by side, one group a category, each with its value (>= 0) on top; `show`: value to text."""
+    chart = _Chart(FULL_WIDTH if wide else HALF_WIDTH, 200)
+    width = 0.8 / max(1, len(series))
+    for number, one in enumerate(series):
+        places = [group + width * (number + 0.5 - len(series) / 2) for group in range(len(categories))]
+        chart.axes.bar(places, [value or 0 for value in one.values], width * 0.94, color=one.colour)
+        for place, value in zip(places, one.values, strict=True):
+            chart.text(place, value or 0, show(value), (0, 4), ha="center")
+    chart.axes.set_xticks(range(len(categories)), categories, color=INK, size=12)
+    chart.axes.set_xlim(-0.55, len(categories) - 0.45)
+    chart.axes.margins(y=0.12)
+    chart.axes.grid(axis="y")
+    chart.name_y(y_name)
+    return chart.figure(title, y_name, categories, series, show, caption, wide=wide)
 
 
 def lying_bars(
-    rows: Sequence[tuple[str, float]],
-    x_name: str,
-    show: Callable[[object], str],
-    colour: str,
-    width: float = HALF_WIDTH,
-) -> Markup:
-    """Lying bars, one a row, each with its name before and its value behind.
-
-    Parameters
-    ----------
-    rows : (name, value >= 0), in the order of drawing.
-    x_name : name and unit of the values.
-    """
-    pitch, left = 28.0, min(width * 0.42, max([text_width(name) for name, _ in rows], default=0) + 12)
-    canvas = Canvas(width, pitch * len(rows) + 30, f"Bar chart: {x_name}")
-    room = width - left - max([text_width(show(value)) for _, value in rows], default=0) - 12
-    largest = max([value for _, value in rows], default=0) or 1.0
-    for index, (name, value) in enumerate(rows):
-        y = pitch * index + 6
-        canvas.text(left - 10, y + 14, shortened(name, left - 10), anchor="end")
-        canvas.rect(left, y, max(1.5, room * value / largest), pitch - 9, colour, f"{name}: {show(value)}")
-        canvas.text(left + max(1.5, room * value / largest) + 7, y + 14, show(value), kind="value")
-    canvas.line(left, 0, left, pitch * len(rows) + 2, kind="axis")
-    canvas.text(left, canvas.height - 6, x_name, kind="tick")
-    return canvas.markup()
+    title: str, rows: Sequence[tuple[str, float]], x_name: str, show: Callable[[object], str], colour: str, caption=""
+) -> Figure:
+    """Lying bars, one a row, each with its name before and its value (>= 0) behind."""
+    names, values = [name for name, _ in rows], [value for _, value in rows]
+    chart = _Chart(HALF_WIDTH, 24 * len(rows) + 34)
+    chart.axes.barh(range(len(rows)), values, 0.66, color=colour)
+    for row, value in enumerate(values):
+        chart.text(value, row, show(value), (6, 0), va="center")
+    chart.axes.set_xlim(0, 1.25 * max(values, default=1) or 1)
+    chart.axes.set_xticks([])
+    chart.axes.spines["left"].set_visible(True)
+    chart.axes.spines["bottom"].set_visible(False)
+    chart.name_rows(names)
+    return chart.figure(title, x_name, names, [Series("", values, colour)], show, caption, legend=False)
 
 
-def stacked_shares(rows: Sequence[tuple[str, Sequence[Part]]], x_name: str, width: float = HALF_WIDTH) -> Markup:
-    """Lying bars of equal length, cut into shares of the row's whole.
+def stacked_shares(
+    title: str, categories: Sequence[str], series: Sequence[Series], x_name: str, caption: str = ""
+) -> Figure:
+    """Lying bars of equal length, one a category, cut into each series' share of the category's whole."""
+    wholes = [sum(one.values[row] or 0 for one in series) or 1 for row in range(len(categories))]
+    shares = [
+        Series(one.name, [(value or 0) / whole for value, whole in zip(one.values, wholes, strict=True)], one.colour)
+        for one in series
+    ]
+    chart = _Chart(HALF_WIDTH, 44 * len(categories) + 44)
+    starts = [0.0] * len(categories)
+    for one in shares:
+        chart.axes.barh(range(len(categories)), one.values, 0.7, left=starts, color=one.colour, edgecolor="white")
+        for row, share in enumerate(one.values):
+            if share > 0.09:
+                ink = "white" if _is_dark(one.colour) else INK
+                place = starts[row] + share / 2
+                chart.text(place, row, percent(share), ha="center", va="center", color=ink)
+            starts[row] += share
+    chart.axes.set_xlim(0, 1)
+    chart.axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
+    chart.axes.spines["bottom"].set_visible(False)
+    chart.axes.set_xlabel(x_name)
+    chart.axes.grid(axis="x")
+    chart.name_rows(categories)
+    return chart.figure(title, x_name, categories, shares, percent, caption)
 
-    Parameters
-    ----------
-    rows : (name, its parts); parts of value 0 are left out.
-    x_name : what the whole is.
-    """
-    pitch, left = 50.0, max([text_width(name) for name, _ in rows], default=0) + 14
-    canvas = Canvas(width, pitch * len(rows) + 36, f"Shares of {x_name}")
-    room, base = width - left - 14, pitch * len(rows) + 4
-    for mark in (0.0, 0.25, 0.5, 0.75, 1.0):
-        canvas.line(left + room * mark, 4, left + room * mark, base)
-        canvas.text(left + room * mark, base + 14, f"{mark:.0%}".replace("%", " %"), anchor="middle", kind="tick")
-    for index, (name, parts) in enumerate(rows):
-        y, x = pitch * index + 10, left
-        whole = sum(part.value for part in parts) or 1.0
-        canvas.text(left - 12, y + 22, name, anchor="end")
-        for part in parts:
-            length, share = room * part.value / whole, percent(part.value / whole)
-            if part.value <= 0:
-                continue
-            canvas.rect(
-                x, y, max(length - 1, 0.6), 34, part.colour, f"{part.name}: {count(part.value)} ({share})", round_px=1
-            )
-            if length > text_width(share) + 6:
-                canvas.text(
-                    x + length / 2, y + 22, share, anchor="middle", kind="inside light" if part.dark else "inside"
+
+def lines(
+    title: str, series: Sequence[Series], x_name: str, y_name: str, caption: str = "", diagonal: bool = False
+) -> Figure:
+    """Shares of one as lines through points; `diagonal`: both axes are shares, and where they are equal is drawn."""
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    chart = _Chart(HALF_WIDTH, 210)
+    in_percent = PercentFormatter(1, symbol=" %")
+    if diagonal:
+        chart.axes.plot([0, 1], [0, 1], color=OTHER, linestyle=(0, (4, 4)), linewidth=1.5)
+    for number, one in enumerate(series):
+        chart.axes.errorbar(
+            one.places or range(1, len(one.values) + 1),
+            one.values,
+            yerr=list(zip(*one.errors, strict=True)) or None,
+            color=one.colour,
+            ecolor=SOFT + "88",
+            linestyle="--" if number % 2 else "-",
+            marker=MARKERS[number % len(MARKERS)],
+        )
+    chart.axes.yaxis.set_major_formatter(in_percent)
+    if diagonal:
+        chart.axes.xaxis.set_major_formatter(in_percent)
+    else:
+        chart.axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    chart.axes.set_ylim(bottom=0)
+    chart.axes.grid(axis="both" if diagonal else "y")
+    chart.axes.set_xlabel(x_name)
+    chart.name_y(y_name)
+    longest = max(series, key=lambda one: len(one.values))
+    places = [f"{place:.2g}" for place in longest.places or range(1, len(longest.values) + 1)]
+    return chart.figure(title, f"{y_name} by {x_name}", places, series, percent, caption)
+
+
+def dots(title: str, categories: Sequence[str], series: Sequence[Series], x_name: str, caption: str = "") -> Figure:
+    """Values as points with their errors to each side: a group of rows a category, in it a row a series."""
+    chart = _Chart(HALF_WIDTH, (21 * len(series) + 12) * len(categories) + 50)
+    height = len(series) + 0.6
+    for number, one in enumerate(series):
+        for group, value in enumerate(one.values):
+            if value is not None:
+                error = one.errors[group] if one.errors else None
+                chart.axes.errorbar(
+                    [value],
+                    [group * height + number],
+                    xerr=None if error is None else [[error[0]], [error[1]]],
+                    color=one.colour,
+                    ecolor=SOFT + "88",
+                    marker=MARKERS[number % len(MARKERS)],
                 )
-            x += length
-    canvas.text(left + room / 2, base + 29, x_name, anchor="middle", kind="tick")
-    return canvas.markup()
+    chart.name_rows(categories, [group * height + (len(series) - 1) / 2 for group in range(len(categories))])
+    chart.axes.set_ylim(len(categories) * height - 0.8, -0.8)
+    chart.axes.locator_params(axis="x", nbins=6)
+    chart.axes.grid(axis="x")
+    chart.axes.set_xlabel(x_name)
+    return chart.figure(title, x_name, categories, series, lambda value: decimal(value, 4), caption)
 
 
-def _maximum(series: Sequence[Series]) -> float:
-    return max([value for item in series for value in item.values if value is not None], default=0.0) or 1.0
+class _Chart:
+    """An empty pair of axes in our style, and its way to a figure of a page."""
+
+    def __init__(self, width: float, height: float) -> None:
+        import matplotlib.style
+        from matplotlib.figure import Figure as Drawing
+
+        with matplotlib.style.context(STYLE):
+            self._drawing = Drawing(figsize=(width / 72, height / 72), layout="constrained")
+            self.axes: Axes = self._drawing.subplots()
+
+    def text(self, x: float, y: float, text: str, offset: tuple[float, float] = (0, 0), **style) -> None:
+        """Text at a place of the plot, moved by points."""
+        style = {"color": INK, "size": 11, "weight": "bold"} | style
+        self.axes.annotate(text, (x, y), offset, textcoords="offset points", **style)
+
+    def name_rows(self, names: Sequence[str], places: Sequence[float] = ()) -> None:
+        """Names of lying rows, the first on top."""
+        self.axes.set_yticks(places or range(len(names)), names, color=INK, size=12)
+        self.axes.set_ylim(len(names) - 0.4, -0.6)
+
+    def name_y(self, name: str) -> None:
+        """The vertical axis's name, lying above it, where it takes no width."""
+        self.axes.set_title(name, loc="left", size=11, color=SOFT, x=0)
+
+    def figure(
+        self,
+        title: str,
+        measured: str,
+        categories: Sequence[str],
+        series: Sequence[Series],
+        show: Callable[[object], str],
+        caption: str,
+        wide: bool = False,
+        legend: bool = True,
+    ) -> Figure:
+        """What is drawn, with its values in words and its legend."""
+        groups = [
+            f"{category}: "
+            + ", ".join(f"{one.name} {show(one.values[place])}".strip() for one in series if place < len(one.values))
+            for place, category in enumerate(categories)
+        ]
+        entries = [LegendEntry(one.name, one.colour) for one in series] if legend else []
+        return Figure(title, self._svg(f"{title}; {measured}. {'; '.join(groups)}"), caption, entries, wide)
+
+    def _svg(self, label: str) -> Markup:
+        import matplotlib.style
+
+        file = io.StringIO()
+        with matplotlib.style.context(STYLE):
+            self._drawing.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        body = re.split(r"<svg[^>]*>", file.getvalue(), maxsplit=1)[1]
+        # What is of a page of its own goes: metadata, a style for all elements, names of groups; and clipping.
+        body = re.sub(r"<(metadata|style|clipPath)\b.*?</\1>", "", body, flags=re.DOTALL)
+        body = re.sub(r' id="\w+_\d+"| clip-path="[^"]*"', "", body)
+        width, height = self._drawing.get_size_inches() * 72
+        root = f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}">'
+        return Markup(root + re.sub(r">\s+<", "><", body))
+
+
+def _is_dark(colour: str) -> bool:
+    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return 0.299 * red + 0.587 * green + 0.114 * blue < 140

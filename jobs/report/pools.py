@@ -1,115 +1,145 @@
 """Routing and pools: which groups entities were sent to, what they drafted from, what was built for the next night."""
 
 from collections.abc import Mapping
+from typing import Any
 
-from laserbatch.jobs.formatting import MISSING, count, counted, finite, seconds, whole
-from laserbatch.jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
-from laserbatch.jobs.report.calibration import calibration_blocks
-from laserbatch.jobs.report.charts import Part, stacked_shares
-from laserbatch.jobs.report.palette import DARK_COLOURS, OTHER, ROUTE_COLOURS, ROUTE_LABELS
-from laserbatch.jobs.report.reading import SideView, counts, mapping, side_label
+from scipy.stats import binomtest
+
+from laserbatch.jobs.formatting import MISSING, ROUTE_LABELS, count, counted, decimal, seconds
+from laserbatch.jobs.report.blocks import OTHER, SIDE_COLOURS, Block, Figure, Note, Section, Table
+from laserbatch.jobs.report.charts import Series, lines, stacked_shares
+from laserbatch.jobs.report.sides import SIDE_LABELS, Side
+from laserbatch.pipeline.storage.manifest import PoolFigures, RunManifest
+
+ROUTE_COLOURS = {
+    "collaborative": "#0b4f8a",
+    "attribute": "#7fb2de",
+    "random": "#e69f00",
+    "global": "#f0d58a",
+    "none": "#d5dae0",
+}
 
 
-def pools_section(manifest: Mapping, sides: list[SideView]) -> Section:
+def pools_section(manifest: RunManifest, sides: list[Side]) -> Section:
     """The section "Router and pools"."""
-    used, built = mapping(manifest.get("pools")), mapping(manifest.get("pools_built"))
-    blocks: list[Block] = []
-    routed = [side for side in sides if sum(counts(side.data.get("routes")).values())]
-    blocks.append(_routes(routed) if routed else Note("No entity was routed to a pool tonight."))
-    blocks += [Note(sentence) for sentence in _missing(used, sides)]
-    blocks += calibration_blocks(built)
-    uses = (("tonight", used), ("next night", built))
-    names = dict.fromkeys([*used, *built])
-    rows = [_row(name, use, mapping(pools[name])) for name in names for use, pools in uses if mapping(pools.get(name))]
+    used = {name: pool for name in SIDE_LABELS if (pool := getattr(manifest.pools, name)) is not None}
+    built = manifest.pools_built
+    routed = [side for side in sides if any(side.figures.routes.values())]
+    blocks: list[Block] = [_routes(routed) if routed else Note("No entity was routed to a pool tonight.")]
+    lacking = [side.label for side in sides if side.name not in used]
+    if lacking:
+        blocks.append(Note(f"{' and '.join(lacking)} had no pool to draft from."))
+    calibrated = {name: pool["calibration"] for name, pool in built.items() if pool.get("calibration")}
+    if calibrated:
+        blocks.append(_reliability(calibrated))
+    elif built:
+        blocks.append(Note("The pools built tonight are not calibrated: too few texts, or no replays wanted."))
+    rows = [
+        _row(name, use, pool)
+        for name in SIDE_LABELS
+        for use, pool in (("tonight", vars(used[name]) if name in used else {}), ("next night", built.get(name)))
+        if pool
+    ]
     if rows:
         blocks.append(_table(rows))
-    if not any(mapping(pool) for pool in built.values()):
+    if not built:
         blocks.append(Note("No pool was built from tonight's texts."))
     return Section("pools", "Router and pools", _lead(used), blocks)
 
 
-def _missing(used: Mapping, sides: list[SideView]) -> list[str]:
-    """What cannot be said of the pools that were drafted from, in sentences."""
-    missing = [side.label for side in sides if not mapping(used.get(side.name))]
-    if not missing:
-        return []
-    if used.get("version"):  # the pools of a version are listed by side only when the run looked into them
-        return [f"Pool version {used['version']} was there; its texts and groups were not recorded in this run."]
-    return [f"{' and '.join(missing)} had no pool to draft from."]
-
-
-def _lead(used: Mapping) -> str:
-    pools = [mapping(pool) for pool in used.values() if mapping(pool)]
-    if not pools:
+def how_built(pool: Mapping[str, Any]) -> str:
+    """How a manifest's `pools_built` says that a pool was made; empty where it does not."""
+    if "incremental" not in pool:
         return ""
-    texts, tokens = (sum(whole(pool.get(key)) for pool in pools) for key in ("num_texts", "num_tokens"))
-    groups = sum(len(mapping(pool.get("groups"))) for pool in pools)
+    if not pool["incremental"]:
+        return "whole"
+    changed = pool.get("num_texts_changed")
+    sorted_texts = "" if changed is None else f", {counted(changed, 'text')} sorted"
+    return f"merged from the earlier version{sorted_texts}"
+
+
+def _lead(used: Mapping[str, PoolFigures]) -> str:
+    if not used:
+        return ""
+    texts, tokens = sum(pool.num_texts for pool in used.values()), sum(pool.num_tokens for pool in used.values())
+    groups = sum(len(pool.groups) for pool in used.values())
     return (
         f"Tonight could draft from {counted(texts, 'earlier text')} ({counted(tokens, 'token')}) "
         f"in {counted(groups, 'group')}; pools are frozen during a run."
     )
 
 
-def _routes(sides: list[SideView]) -> Figure:
-    rows, names = [], {}
-    for side in sides:
-        routes = counts(side.data.get("routes"))
-        ordered = [name for name in ROUTE_LABELS if name in routes] + sorted(set(routes) - set(ROUTE_LABELS))
-        names |= {name: None for name in ordered if routes[name]}
-        colours = {name: ROUTE_COLOURS.get(name, OTHER) for name in ordered}
-        parts = [
-            Part(ROUTE_LABELS.get(name, name), routes[name], colours[name], colours[name] in DARK_COLOURS)
-            for name in ordered
-        ]
-        rows.append((side.label, parts))
-    return Figure(
+def _routes(sides: list[Side]) -> Figure:
+    routes = [side.figures.routes for side in sides]
+    return stacked_shares(
         "Where the router sent entities",
-        stacked_shares(rows, "share of the side's entities"),
-        legend=[LegendEntry(ROUTE_LABELS.get(name, name), ROUTE_COLOURS.get(name, OTHER)) for name in names],
-        caption="Collaborative: known well enough for a cluster of tastes. Attribute: the others, and cold ones.",
+        [side.label for side in sides],
+        [
+            Series(label, [counts.get(name, 0) for counts in routes], ROUTE_COLOURS[name])
+            for name, label in ROUTE_LABELS.items()
+            if any(counts.get(name) for counts in routes)
+        ],
+        "share of the side's entities",
+        "Collaborative: known well enough for a cluster of tastes. Attribute: the others, and cold ones.",
     )
 
 
-def _row(name: str, use: str, pool: Mapping) -> list[str]:
+def _reliability(calibrated: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """Estimated acceptance of drafts against what replays of held-back texts accepted."""
+    series = []
+    for name, calibration in calibrated.items():
+        bins = [one for one in calibration["reliability"]["bins"] if one["num_nodes"]]
+        shares = [one["share_accepted"] for one in bins]
+        intervals = [interval(share, one["num_nodes"]) for share, one in zip(shares, bins, strict=True)]
+        errors = [(share - low, high - share) for share, (low, high) in zip(shares, intervals, strict=True)]
+        places = [one["mean_estimate"] for one in bins]
+        series.append(Series(SIDE_LABELS[name], shares, SIDE_COLOURS.get(name, OTHER), places, errors))
+    return lines(
+        "Estimated and realised acceptance",
+        series,
+        "estimated acceptance",
+        "accepted",
+        "Drafted tokens of held-back texts by the estimated acceptance of their path; bars: 95 % intervals, tokens "
+        "taken as independent. On the dashed line, estimates are right. Replays are greedy; a relaxed verifier accepts "
+        "more.",
+        diagonal=True,
+    )
+
+
+def interval(share: float, num: int) -> tuple[float, float]:
+    """95 % interval of a share of `num` independent trials (Wilson 1927)."""
+    found = binomtest(round(share * num), num).proportion_ci(0.95, "wilson")
+    return min(found.low, share), max(found.high, share)
+
+
+def _row(name: str, use: str, pool: Mapping[str, Any]) -> list[str]:
+    checked = (pool.get("calibration") or {}).get("reliability") or {}
+    error = decimal(checked.get("expected_calibration_error"), 3)
+    if checked.get("error_by_chance") is not None:
+        error += f" ({decimal(checked['error_by_chance'], 3)})"
     return [
-        side_label(name),
+        SIDE_LABELS[name],
         use,
         str(pool.get("version") or MISSING),
-        count(pool.get("num_texts")),
-        count(pool.get("num_tokens")),
-        count(len(mapping(pool.get("groups")))),
+        *(count(pool.get(key)) for key in ("num_texts", "num_tokens")),
+        count(len(pool.get("groups") or {})),
         how_built(pool) or MISSING,
         count(pool.get("num_texts_left_out")),
         seconds(pool.get("build_s")),
+        error,
     ]
 
 
 def _table(rows: list[list[str]]) -> Table:
-    columns = [
-        "Side",
-        "Use",
-        "Version",
-        "Texts",
-        "Tokens",
-        "Groups",
-        "Built",
-        "Texts left out",
-        "Build time",
-    ]
-    caption = (
-        "Built: what had to be sorted; the files are the same. Left out: the texts that draft least, for which "
-        "pool_building.max_tokens leaves no room."
+    words = "Side, Use, Version, Texts, Tokens, Groups, Built, Texts left out, Build time, Error (by chance)"
+    return Table(
+        "Pools, in numbers",
+        words.split(", "),
+        rows,
+        caption=(
+            "Left out: the texts that draft least, for which pool_building.max_tokens leaves no room. Error: mean "
+            "distance between estimated and realised acceptance, on texts that estimates were not fitted to; by "
+            "chance: what it would be on average, were estimates right."
+        ),
+        left=frozenset({0, 1, 2, 6}),
     )
-    return Table("Pools, in numbers", columns, rows, caption, left=frozenset({0, 1, 2, 6}))
-
-
-def how_built(pool: Mapping) -> str:
-    """How a manifest's `pools_built` says that a pool was made; empty where it does not."""
-    incremental = pool.get("incremental")
-    if not isinstance(incremental, bool):
-        return ""
-    if not incremental:
-        return "whole"
-    changed = finite(pool.get("num_texts_changed"))
-    sorted_texts = "" if changed is None else f", {counted(changed, 'text')} sorted"
-    return f"merged from the earlier version{sorted_texts}"

@@ -1,143 +1,149 @@
-"""How fast: tokens per second and per step, tonight against the previous night and plain decoding."""
+"""How fast: tokens per second and per step, tonight against the previous night, plain decoding and the forecast."""
 
-from collections.abc import Callable, Mapping
-
-from laserbatch.jobs.formatting import MISSING, count, counted, decimal, rate, ratio, seconds, times, whole
-from laserbatch.jobs.report.blocks import Block, Figure, LegendEntry, Note, Section, Table
-from laserbatch.jobs.report.budgets import budget_blocks
+from laserbatch.jobs.formatting import MISSING, count, counted, decimal, percent, rate, ratio, seconds, times
+from laserbatch.jobs.report.blocks import PLAIN, PREVIOUS_NIGHT, TONIGHT, Block, Note, Section, Table
 from laserbatch.jobs.report.charts import Series, grouped_bars
-from laserbatch.jobs.report.palette import PLAIN, PREVIOUS_NIGHT, TONIGHT
-from laserbatch.jobs.report.reading import Decoding, SideView, mapping, total
+from laserbatch.jobs.report.sides import Side, speed_up, total
+from laserbatch.pipeline.storage.manifest import RunManifest
+from laserbatch.pipeline.storage.stats import DecodingStats
 
-PASSES = (("plain", "plain decoding", PLAIN), ("previous_night", "previous night", PREVIOUS_NIGHT),
-          ("tonight", "tonight", TONIGHT))  # fmt: skip
-
-
-def speed_up(sides: list[SideView], over: str) -> float | None:
-    """Tonight's tokens per second over another pass's, on the sides that both did; None when there is none.
-
-    Parameters
-    ----------
-    over : "plain" or "previous_night".
-    """
-    both = [side for side in sides if side.tonight and getattr(side, over)]
-    mine, other = total(side.tonight for side in both), total(getattr(side, over) for side in both)
-    return ratio(mine.tokens_per_s, other.tokens_per_s) if mine and other else None
+PASSES = (
+    ("plain", "plain decoding", PLAIN),
+    ("previous_night", "previous night", PREVIOUS_NIGHT),
+    ("tonight", "tonight", TONIGHT),
+)
 
 
-def speed_section(manifest: Mapping, sides: list[SideView]) -> Section:
+def speed_section(manifest: RunManifest, sides: list[Side]) -> Section:
     """The section "Speed"."""
     sides = [side for side in sides if side.tonight]
     if not sides:
         return Section("speed", "Speed", "", [Note("No text was generated tonight, so there is no speed to show.")])
-    blocks: list[Block] = []
-    passes = [item for item in PASSES if any(getattr(side, item[0]) for side in sides)]
+    passes = [one for one in PASSES if any(getattr(side, one[0]) for side in sides)]
+    labels = [side.label for side in sides]
+    a_second, a_step = (
+        [
+            Series(name, [getattr(getattr(side, key), measured, None) for side in sides], colour)
+            for key, name, colour in passes
+        ]
+        for measured in ("tokens_per_s", "tokens_per_step")
+    )
+    caption = f"Tokens written, divided by the seconds of writing{_workers(manifest)}."
+    step_caption = "Accepted draft tokens per step, and the bonus token that each step adds."
+    blocks: list[Block] = [
+        grouped_bars("Tokens per second", labels, a_second, "tokens per second", rate, caption),
+        grouped_bars("Tokens per step", labels, a_step, "tokens per verification step", decimal, step_caption),
+    ]
     present = {key for key, _, _ in passes}
-    legend = [LegendEntry(name, colour) for _, name, colour in passes]
-    blocks.append(
-        Figure(
-            "Tokens per second",
-            _chart(sides, passes, "tokens per second", lambda decoding: decoding.tokens_per_s, rate),
-            caption=f"Tokens written, divided by the seconds of writing{_workers(manifest)}.",
-            legend=legend,
-        )
-    )
-    blocks.append(
-        Figure(
-            "Tokens per step",
-            _chart(
-                sides, passes, "tokens per verification step", lambda decoding: decoding.tokens_per_step, _two_digits
-            ),
-            caption="Accepted draft tokens per step, and the bonus token that each step adds.",
-            legend=legend,
-        )
-    )
     if "previous_night" not in present:
         blocks.append(Note("This is the first night of the workspace: there is no earlier one to compare with."))
     if "plain" not in present:
         blocks.append(
             Note("Nothing was decoded plainly in this run, so there is no speed-up over plain decoding to show.")
         )
-    verifier = mapping(mapping(manifest.get("settings")).get("decoding")).get("verifier")
+    verifier = manifest.settings.get("decoding", {}).get("verifier")
     blocks.append(_table(sides, f"tonight ({verifier})" if verifier else "tonight"))
-    blocks += budget_blocks(sides)
+    forecast = [side for side in sides if side.figures.budget]
+    if forecast:
+        blocks.append(_forecast(forecast))
     return Section("speed", "Speed", _lead(sides), blocks)
 
 
-def _lead(sides: list[SideView]) -> str:
+def _lead(sides: list[Side]) -> str:
     tonight = total(side.tonight for side in sides)
-    parts = [f"{rate(tonight.tokens_per_s)} tokens a second, {decimal(tonight.tokens_per_step)} a step"]
+    pace = f"{rate(tonight.tokens_per_s)} tokens a second, {decimal(tonight.tokens_per_step)} a step"
     factors = [(speed_up(sides, "plain"), "plain decoding"), (speed_up(sides, "previous_night"), "the previous night")]
     known = [f"{times(factor)} the speed of {name}" for factor, name in factors if factor is not None]
-    return ": ".join([*parts, " and ".join(known)]) + "." if known else parts[0] + "."
+    lead = f"{pace}: {' and '.join(known)}." if known else f"{pace}."
+    if tonight.num_rewritten:
+        lead += (
+            f" {counted(tonight.num_rewritten, 'text')} had run on to their limit under relaxed verification, and "
+            "were written again as plain decoding writes them."
+        )
+    return lead
 
 
-def _chart(sides, passes, y_name: str, value: Callable[[Decoding], float | None], show: Callable[[object], str]):
-    series = [
-        Series(name, [value(part) if (part := getattr(side, key)) else None for side in sides], colour)
-        for key, name, colour in passes
-    ]
-    return grouped_bars([side.label for side in sides], series, y_name, show)
-
-
-def _workers(manifest: Mapping) -> str:
-    workers = mapping(manifest.get("workers"))
-    if not whole(workers.get("num")):
+def _workers(manifest: RunManifest) -> str:
+    workers = manifest.workers
+    if workers is None:
         return ""
-    threads = f", {counted(workers['num_threads'], 'thread')} each" if whole(workers.get("num_threads")) else ""
-    return f" by {counted(workers['num'], 'worker')}{threads}"
+    return f" by {counted(workers.num_workers, 'worker')}, {counted(workers.num_threads, 'thread')} each"
 
 
-def _two_digits(value: object) -> str:
-    return decimal(value, 2)
-
-
-def _table(sides: list[SideView], tonight_name: str) -> Table:
+def _table(sides: list[Side], tonight_name: str) -> Table:
     rows, strong = [], set()
     for side in sides:
         for key, name, _ in reversed(PASSES):
-            part: Decoding | None = getattr(side, key)
-            if part is None:
+            stats: DecodingStats | None = getattr(side, key)
+            if stats is None:
                 continue
             if key == "tonight":
                 strong.add(len(rows))
+            factor = MISSING
+            if side.plain and key != "plain":
+                factor = times(ratio(stats.tokens_per_s, side.plain.tokens_per_s))
             rows.append(
                 [
                     side.label,
                     tonight_name if key == "tonight" else name,
-                    count(part.num_texts),
-                    count(part.num_tokens),
-                    count(part.num_steps),
-                    seconds(part.wall_s),
-                    rate(part.tokens_per_s),
-                    decimal(part.acceptance_length),
-                    decimal(part.tokens_per_step),
-                    times(ratio(part.tokens_per_s, side.plain.tokens_per_s))
-                    if side.plain and key != "plain"
-                    else MISSING,
+                    *map(count, (stats.num_texts, stats.num_tokens, stats.num_steps)),
+                    decimal(ratio(stats.num_tokens, stats.num_texts), 0),
+                    percent(ratio(stats.finish_reasons.get("length", 0), stats.num_texts), 1),
+                    seconds(stats.wall_s),
+                    rate(stats.tokens_per_s),
+                    decimal(stats.acceptance_length),
+                    decimal(stats.tokens_per_step),
+                    factor,
                 ]
             )
-    columns = [
-        "Side",
-        "Pass",
-        "Texts",
-        "Tokens",
-        "Steps",
-        "Time",
-        "Tokens/s",
-        "Acceptance length",
-        "Tokens/step",
-        "vs plain",
-    ]
+    columns = ["Side", "Pass", "Texts", "Tokens", "Steps", "Tokens/text", "Cut", "Time", "Tokens/s"]
     return Table(
         "Speed, in numbers",
-        columns,
+        [*columns, "Acceptance length", "Tokens/step", "vs plain"],
         rows,
         caption=(
             "Acceptance length: mean accepted draft tokens per step, the bonus token not counted. "
             "Tokens per step: acceptance length + 1, the bonus token counted. "
-            "“vs plain” is the factor of tokens per second."
+            "“vs plain” is the factor of tokens per second. Cut: texts that ended at the token limit."
         ),
         left=frozenset({0, 1}),
         strong_rows=frozenset(strong),
+    )
+
+
+def _forecast(sides: list[Side]) -> Table:
+    """How much was drafted and why, with what was forecast of it beside what came."""
+    rows = []
+    for side in sides:
+        budget = side.figures.budget
+        forecast, drafts = budget.get("forecast") or {}, budget.get("max_draft_tokens")
+        rows.append(
+            [
+                side.label,
+                count(drafts),
+                decimal(budget.get("min_acceptance")) if drafts else MISSING,
+                decimal(forecast.get("mean_drafted")),
+                decimal(side.tonight.drafted_per_step),
+                decimal(forecast.get("tokens_per_step")),
+                decimal(side.tonight.tokens_per_step),
+                times(forecast.get("speed_up")) if drafts else MISSING,
+                times(forecast.get("run_speed_up")) if drafts else MISSING,
+                str(forecast.get("reason") or ""),
+            ]
+        )
+    words = (
+        "Side, Largest tree, Threshold, Drafted/step; forecast, realised, Tokens/step; forecast, realised, "
+        "vs plain; full batches, whole run, Why"
+    )
+    return Table(
+        "How much was drafted, and what was forecast of it",
+        [word.replace(";", ",") for word in words.split(", ")],
+        rows,
+        caption=(
+            "Threshold: a token whose path was estimated less likely to be accepted was not drafted. Forecasts are of "
+            "a pilot, or of greedy replays of the texts that the pool was calibrated with; then a relaxed verifier "
+            "accepts more. Full batches: prompts, and the ends of shards, are not counted; in the whole run they are, "
+            "by the prompts of the night and the lengths that its texts had before."
+        ),
+        left=frozenset({0, 9}),
     )

@@ -1,14 +1,18 @@
 """A manifest as a second night on a small shop leaves it, with figures that belong together; seeded."""
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
+from markupsafe import Markup, escape
 from pydantic import TypeAdapter
 
 from laserbatch.ctr.equivalence import compare_paired
-from laserbatch.pipeline.distributed.stats import length_histogram
-from laserbatch.pipeline.storage.manifest import SideFigures
+from laserbatch.jobs.report import charts
+from laserbatch.pipeline.storage.manifest import RunManifest, SideFigures
+from laserbatch.pipeline.storage.stats import LengthHistogram
 from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
 DEPTH = 16
@@ -41,6 +45,16 @@ History, oldest first:
 - The Salt Ledger (Fiction > Mystery > Harbour) by Ilse Varnholt, rated 5
 <|assistant|>
 """
+
+
+class Undrawn(charts._Chart):
+    """A chart that is not drawn, only told: a page of them takes milliseconds."""
+
+    def __init__(self, width: float, height: float) -> None:
+        self.axes = MagicMock()
+
+    def _svg(self, label: str) -> Markup:
+        return Markup(f'<svg role="img" aria-label="{escape(label)}"></svg>')
 
 
 def stats(
@@ -80,7 +94,7 @@ def stats(
         "drafted_by_depth": drafted_by_depth if num_drafted else [],
         "accepted_by_depth": accepted_by_depth if num_drafted else [],
         "finish_reasons": {"end_of_text": num_texts - cut, "stop": 0, "length": cut},
-        "lengths": length_histogram(lengths),
+        "lengths": vars(LengthHistogram.of(lengths)),
     }
 
 
@@ -155,6 +169,9 @@ def side_of(
         "group": "collaborative/0",
         "num_rows": num_generated // 2,
         "wall_s": counted["wall_s"] * 0.52,
+        "file": f"knowledge/{side}/00000.parquet",
+        "sha256": "5b" * 32,
+        "stats": counted,
     }
     other = half | {
         "shard_id": f"{side}-00001",
@@ -166,6 +183,7 @@ def side_of(
         "num_generated": num_generated,
         "num_carried_over": num_entities - num_generated - quarantined,
         "num_quarantined": quarantined,
+        "num_kept": 0,
         "quarantine_reasons": reasons,
         "routes": routes,
         "shards": [half, other],
@@ -177,8 +195,39 @@ def side_of(
 
 def night_of(data: dict) -> SimpleNamespace:
     """A night whose manifest has users of whom this is said."""
-    figures = TypeAdapter(SideFigures).validate_python(data | {"shards": [], "num_kept": 0})
-    return SimpleNamespace(manifest=SimpleNamespace(sides={"user": figures}))
+    return SimpleNamespace(manifest=SimpleNamespace(sides={"user": figures_of(data)}))
+
+
+def figures_of(data: dict) -> SideFigures:
+    """What is said of a side, as a manifest holds it."""
+    return TypeAdapter(SideFigures).validate_python(data)
+
+
+def manifest_of(data: dict) -> RunManifest:
+    """A manifest of plain values, as its file is read."""
+    return TypeAdapter(RunManifest).validate_python(data | {"path": Path("manifest.json")})
+
+
+def plain_side(side: str, num_texts: int, *counted: float, seed: int) -> dict:
+    """A side's texts decoded plainly."""
+    return side_of(side, num_texts, num_texts, {}, {}, stats(side, num_texts, *counted, seed=seed), []) | {
+        "budget": None
+    }
+
+
+def features(side: str, num_rows: int) -> dict:
+    """A side's features in a manifest."""
+    return {
+        "file": f"features/{side}.parquet",
+        "num_rows": num_rows,
+        "sha256": "e0" * 32,
+        "dim": 384,
+        "centroids": f"features/{side}-centroids.parquet",
+        "num_clusters": 32,
+        "num_encoded": num_rows // 2,
+        "num_truncated": 0,
+        "encoder": "hashed-384",
+    }
 
 
 def budget(counted: dict) -> dict:
@@ -194,23 +243,6 @@ def budget(counted: dict) -> dict:
             "mean_drafted": 0.9 * counted["num_drafted"] / counted["num_steps"],
             "speed_up": 1.84,
             "run_speed_up": 1.37,
-            "trials": [
-                {
-                    "max_draft_tokens": 32,
-                    "min_acceptance": 0.15,
-                    "tokens_per_step": 3.21,
-                    "mean_drafted": 4.5,
-                    "speed_up": 1.84,
-                },
-                {
-                    "max_draft_tokens": 16,
-                    "min_acceptance": 0.07,
-                    "tokens_per_step": 3.1,
-                    "mean_drafted": 6.7,
-                    "speed_up": 1.59,
-                    "error": 0.11,
-                },
-            ],
         },
     }
 
@@ -282,8 +314,8 @@ def night_manifest() -> dict:
             "items": {"path": "tables/items.parquet", "num_rows": 300, "sha256": "a1" * 32},
             "interactions": {"path": "tables/interactions.parquet", "num_rows": 18432, "sha256": "7c" * 32},
         },
-        "model": {"id": "sample-1a2b3c4d", "dtype": "float32", "num_parameters": 5_240_000},
-        "workers": {"num": 2, "num_threads": 1, "device": "cpu"},
+        "model": {"id": "sample-1a2b3c4d", "dtype": "float32", "device": "cpu", "num_parameters": 5_240_000},
+        "workers": {"num_workers": 2, "num_threads": 1, "device": "cpu"},
         "pools": {
             "version": "2025-02-28-9c0de4f1",
             "user": pool("user", 380, 166, user_groups, 3),
@@ -318,7 +350,6 @@ def night_manifest() -> dict:
             ),
         },
         "stages": [
-            {"name": "plan", "wall_s": 1.34},
             {"name": "generate", "wall_s": 42.6},
             {"name": "generate plain", "wall_s": 131.8},
             {"name": "encode", "wall_s": 8.0},
@@ -326,12 +357,12 @@ def night_manifest() -> dict:
             {"name": "pools", "wall_s": 0.94},
         ],
         "plain": {
-            "user": {"stats": stats("user", 236, 167, 0, 412, 0, seed=5)},
-            "item": {"stats": stats("item", 176, 103, 0, 433, 0, seed=6)},
+            "user": plain_side("user", 236, 167, 0, 412, 0, seed=5),
+            "item": plain_side("item", 176, 103, 0, 433, 0, seed=6),
         },
         "features": {
-            "user": {"file": "features/user.parquet", "num_rows": 396, "dim": 384, "num_clusters": 32},
-            "item": {"file": "features/item.parquet", "num_rows": 298, "dim": 384, "num_clusters": 32},
+            "user": features("user", 396),
+            "item": features("item", 298),
         },
         "ctr": {
             "skipped": None,

@@ -1,82 +1,97 @@
-"""Charts: every label is there and escaped, shapes stay in the drawing, ticks are round; and numbers as text."""
+"""Charts: every label and value is there and escaped, shapes stand where their values say; and numbers as text."""
 
 import math
+import re
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from manifest_fixture import manifest_of, night_manifest
 
 from laserbatch.jobs import formatting
-from laserbatch.jobs.report.charts import Part, Series, grouped_bars, lying_bars, stacked_shares
-from laserbatch.jobs.report.plots import Spread, histogram, share_lines, spreads
-from laserbatch.jobs.report.svg import shortened, tick_text, ticks
+from laserbatch.jobs.report.blocks import Figure
+from laserbatch.jobs.report.charts import Series, dots, grouped_bars, lines, lying_bars, stacked_shares
+from laserbatch.jobs.report.page import write_report
 
-NAME = '<b>"A&B"</b>'
+NAME = '<b>"A&B" $x_</b>'
 
 
-def drawings() -> dict[str, str]:
+def drawings() -> dict[str, Figure]:
     one, two = Series(NAME, [3.0, None, 0.0], "#111111"), Series("b", [1.0, 2.0, 0.0], "#222222")
+    spread = Series(NAME, [0.5, None], "#111111", errors=[(0.01, 0.02), None])
     return {
-        "grouped": grouped_bars([NAME, "x", "y"], [one, two], "y name", str),
-        "lying": lying_bars([(NAME, 3.0), ("x", 0.0)], "x name", str, "#111111"),
-        "stacked": stacked_shares([(NAME, [Part("a", 1, "#111111"), Part("b", 0, "#222222")]), ("none", [])], "x name"),
-        "lines": share_lines(
-            [Series(NAME, [0.5, None, 0.1], "#111111"), Series("b", [1.0, 0.2], "#222222")], "x name", "y name"
-        ),
-        "histogram": histogram({1: 2, 5: 1}, {2: 1, 3: 1}, "x name", "y name", ("#111111", "#222222")),
-        "histogram of one": histogram({7: 1}, {}, "x name", "y name", ("#111111", "#222222")),
-        "spreads": spreads([(NAME, [Spread("a", 0.5, 0.01, "#111111"), Spread("b", 0.5, None, "#222222")])], "x name"),
-        "no bars": lying_bars([], "x name", str, "#111111"),
+        "grouped": grouped_bars("title", [NAME, "x", "y"], [one, two], "axis", str),
+        "lying": lying_bars("title", [(NAME, 3.0), ("x", 0.0)], "axis", str, "#111111"),
+        "stacked": stacked_shares("title", [NAME, "none"], [Series("a", [1, 0], "#111111")], "axis"),
+        "lines": lines("title", [Series(NAME, [0.5, 0.1], "#111111"), Series("b", [1.0], "#222222")], "x", "axis"),
+        "dots": dots("title", [NAME, "x"], [spread, Series("b", [0.5, 0.7], "#222222")], "axis"),
+        "no bars": lying_bars("title", [], "axis", str, "#111111"),
     }
 
 
 @pytest.mark.parametrize("name", drawings())
-def test_charts_are_well_formed_and_stay_in_their_frame(name):
-    root = ElementTree.fromstring(drawings()[name])
-    width, height = map(float, root.get("viewBox").split()[2:])
-    for node in root.iter("rect"):
-        x, y, w, h = (float(node.get(key)) for key in ("x", "y", "width", "height"))
-        assert x >= 0 and y >= 0 and w >= 0 and h >= 0 and x + w <= width + 1 and y + h <= height + 1
-    assert all(math.isfinite(float(node.get("x"))) for node in root.iter("text"))
+def test_charts_are_well_formed_small_and_say_their_values(name):
+    svg = drawings()[name].svg
+    root = ElementTree.fromstring(svg.replace("xlink:href", "href"))
+    assert root.get("role") == "img" and root.get("aria-label").startswith("title; ")
+    assert name == "no bars" or NAME in root.get("aria-label")
+    assert "axis" in "".join(root.itertext()) + root.get("aria-label")
+    assert "<b>" not in svg and "<metadata" not in svg and "<style" not in svg
+    assert len(svg) < 20_000
+
+
+def test_the_same_values_give_the_same_bytes():
+    assert {name: figure.svg for name, figure in drawings().items()} == {
+        name: figure.svg for name, figure in drawings().items()
+    }
+
+
+def test_a_page_is_one_file_that_asks_for_nothing_and_the_same_for_the_same_run(tmp_path):
+    for name in ("once", "twice"):
+        write_report(manifest_of(night_manifest()), tmp_path / name / "report.html")
+    html = (tmp_path / "once" / "report.html").read_text(encoding="utf-8")
+    assert html == (tmp_path / "twice" / "report.html").read_text(encoding="utf-8")
+    assert list((tmp_path / "once").iterdir()) == [tmp_path / "once" / "report.html"]
+    assert "http://" not in html and "https://" not in html
+    assert "<script" not in html and "@import" not in html and "url(" not in html
+    assert "default-src 'none'" in html
+    drawn = re.sub(r'aria-label="[^"]*"', "", html)
+    for axis in (
+        "tokens per second",
+        "tokens per verification step",
+        "depth in the draft tree",
+        "share of the side's entities",
+        "AUC on the test period",
+    ):
+        assert f">{axis}" in drawn
+
+
+def rectangles(figure: Figure, colour: str) -> list[tuple[float, float]]:
+    """Widths and heights of the drawn rectangles of a colour."""
+    sizes = []
+    for path in re.findall(rf'<path d="([^"]*)"[^>]*fill: {colour}', figure.svg):
+        numbers = [float(text) for text in re.findall(r"-?[\d.]+", path)]
+        sizes.append((max(numbers[::2]) - min(numbers[::2]), max(numbers[1::2]) - min(numbers[1::2])))
+    return sizes
 
 
 def test_bars_are_as_high_as_their_values():
-    root = ElementTree.fromstring(grouped_bars(["a", "b"], [Series("s", [10.0, 5.0], "#111111")], "y", str))
-    tall, short = (float(node.get("height")) for node in root.iter("rect"))
+    figure = grouped_bars("title", ["a", "b"], [Series("s", [10.0, 5.0], "#111111")], "y", str)
+    (_, tall), (_, short) = rectangles(figure, "#111111")
     assert tall == pytest.approx(2 * short, rel=0.01)
 
 
-def test_missing_value_is_a_dash_and_no_bar():
-    root = ElementTree.fromstring(grouped_bars(["a"], [Series("s", [None], "#111111")], "y", str))
-    assert not list(root.iter("rect"))
-    assert formatting.MISSING in [node.text for node in root.iter("text")]
+def test_shares_are_of_the_categorys_whole():
+    parts = [Series("a", [30, 1], "#111111"), Series("b", [10, 1], "#222222")]
+    figure = stacked_shares("title", ["x", "y"], parts, "axis")
+    (most, _), (half, _) = rectangles(figure, "#111111")
+    assert most == pytest.approx(1.5 * half, rel=0.01)
+    assert "x: a 75 %, b 25 %; y: a 50 %, b 50 %" in figure.svg
 
 
-def test_every_value_is_counted_in_the_histogram():
-    root = ElementTree.fromstring(histogram(dict.fromkeys(range(100), 1), {}, "x", "y", ("#111111", "#222222")))
-    assert sum(int(node.text.rsplit(": ", 1)[1]) for node in root.iter("title")) == 100
-
-
-@given(low=st.floats(-1e6, 1e6), span=st.floats(1e-4, 1e6))
-def test_ticks_cover_the_range_in_few_even_steps(low, span):
-    marks = ticks(low, low + span)
-    assert 2 <= len(marks) <= 8
-    assert marks[0] <= low + 1e-6 * span + 1e-9 and marks[-1] >= low + span - 1e-6 * span - 1e-9
-
-
-def test_ticks_of_a_point_are_a_range():
-    assert len(ticks(5.0, 5.0)) >= 2
-
-
-def test_tick_texts_have_the_digits_they_need():
-    marks = ticks(0.7, 0.73)
-    assert len({tick_text(mark, marks) for mark in marks}) == len(marks)
-    assert [tick_text(mark, [0, 2500, 5000, 7500, 10000]) for mark in (0, 2500)] == ["0", "2.5k"]
-
-
-def test_long_labels_are_shortened():
-    assert shortened("a" * 100, 70).endswith("…") and len(shortened("a" * 100, 70)) == 10
+def test_missing_value_is_a_dash():
+    figure = grouped_bars("title", ["a"], [Series("s", [None], "#111111")], "y", formatting.count)
+    texts = [node.text for node in ElementTree.fromstring(figure.svg).iter("text")]
+    assert formatting.MISSING in texts
 
 
 @pytest.mark.parametrize(

@@ -1,41 +1,48 @@
 """What the report says of the CTR comparison, in the table and in the headline."""
 
 import pytest
-from manifest_fixture import ctr_row, equivalence, night_manifest
+from manifest_fixture import Undrawn, ctr_row, equivalence, manifest_of, night_manifest
 
-from laserbatch.jobs.report.ctr_table import ALL_MODELS, comparisons, ctr_results, ctr_section, own_gains
-from laserbatch.jobs.report.headline import headline, key_figures
-from laserbatch.jobs.report.reading import sides_of
+from laserbatch.jobs.report import charts
+from laserbatch.jobs.report.ctr_table import ALL_MODELS, comparisons, ctr_rows, ctr_section, is_own, own_gains
+from laserbatch.jobs.report.page import headline, key_figures
+from laserbatch.jobs.report.sides import sides_of
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch):
+    monkeypatch.setattr(charts, "_Chart", Undrawn)
 
 
 def sentence(manifest: dict) -> str:
-    return "".join(phrase.text for phrase in headline(manifest, sides_of(manifest)))
+    typed = manifest_of(manifest)
+    return "".join(phrase.text for phrase in headline(typed, sides_of(typed)))
 
 
 def table_of(manifest: dict):
-    return next(block for block in ctr_section(manifest).blocks if block.kind == "table")
+    return next(block for block in ctr_section(manifest_of(manifest)).blocks if block.kind == "table")
 
 
 def test_rows_are_ordered_by_model_then_from_no_knowledge_to_the_runs_own():
     rows = [ctr_row("DIN", variant, 0.7, 0.6, 0.6, 0.001) for variant in ("top_k", "none", "plain")]
-    results = ctr_results({"ctr": {"rows": rows}})
-    assert [(result.variant, result.is_own) for result in results] == [
+    manifest = manifest_of(night_manifest() | {"ctr": {"rows": rows}})
+    assert [(row["variant"], is_own(row)) for row in ctr_rows(manifest)] == [
         ("none", False), ("plain", False), ("top_k", True),
     ]  # fmt: skip
-    legend = ctr_section({"ctr": {"rows": rows}}).blocks[0].legend
+    legend = ctr_section(manifest).blocks[0].legend
     assert [entry.label for entry in legend] == ["no knowledge", "plain texts", "top-k texts"]
 
 
 def test_gain_is_the_difference_of_mean_auc():
-    gain = own_gains(ctr_results(night_manifest()))[0]
+    gain = own_gains(ctr_rows(manifest_of(night_manifest())))[0]
     assert gain.auc == pytest.approx(0.7249 - 0.7112) and not gain.doubt
     rows = [row for row in night_manifest()["ctr"]["rows"] if row["variant"] != "none"]
-    assert own_gains(ctr_results({"ctr": {"rows": rows}})) == []
+    assert own_gains(ctr_rows(manifest_of(night_manifest() | {"ctr": {"rows": rows}}))) == []
 
 
 def test_verdicts_are_those_of_the_ctr_package():
-    found = comparisons(night_manifest())
-    assert {model: item.verdict for model, item in found.items()} == {
+    found = comparisons(manifest_of(night_manifest()))
+    assert {model: item["verdict"] for model, item in found.items()} == {
         "DIN": "equivalent", "DCNv2": "undecided", "LightGBM": "equivalent", ALL_MODELS: "equivalent",
     }  # fmt: skip
     rows = table_of(night_manifest()).rows
@@ -98,7 +105,7 @@ def test_a_gain_that_was_not_shown_is_not_claimed(changes, why):
     manifest["ctr"]["rows"][1] |= changes
     manifest["ctr"]["equivalence"] = {}
     assert "AUC" not in sentence(manifest)
-    card = key_figures(manifest, sides_of(manifest))[-1]
+    card = key_figures(manifest_of(manifest), sides_of(manifest_of(manifest)))[-1]
     assert card.value == "not shown" and why in card.notes[0]
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from laserbatch.jobs.spans import Span
 from laserbatch.jobs.try_view import TriedEntity, print_tried, text_panel, visible
+from laserbatch.pipeline.storage.manifest import SampleSpan as Span
 
 TRIED = TriedEntity(
     side="user",
