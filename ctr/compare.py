@@ -5,7 +5,6 @@ Knows no files and no settings but its own; `jobs.ctr` reads the tables and a ru
 
 import datetime
 import logging
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -19,11 +18,10 @@ from laserbatch.ctr.dataset import CtrData, EntityTables, Knowledge, build_datas
 from laserbatch.ctr.dcnv2 import DCNv2
 from laserbatch.ctr.din import DIN
 from laserbatch.ctr.equivalence import Equivalence, compare_paired
-from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import FeatureSet
 from laserbatch.ctr.gbdt import fit_gbdt, gbdt_matrix
 from laserbatch.ctr.metrics import Metrics
-from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.settings import CtrError, CtrSettings
 from laserbatch.ctr.train import fit, predict
 
 logger = logging.getLogger(__name__)
@@ -31,7 +29,7 @@ logger = logging.getLogger(__name__)
 MODEL_TITLES = {"din": "DIN", "dcnv2": "DCNv2", "gbdt": "LightGBM"}
 NETWORKS = {"din": DIN, "dcnv2": DCNv2}
 REFERENCES = ("none", "plain")  # variants that a run's own is compared with
-SUMMARISED = ("auc", "logloss", "gauc", "auc_cold")
+SUMMARISED = ("auc", "logloss", "auc_cold")
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class CtrRow:
     model : as people read it ("DIN").
     variant : which knowledge: "none", "plain", or, of the run's own, its verifier ("relaxed").
     best_epoch : epoch (of trees: round) that validation chose.
-    auc, logloss, gauc, auc_cold : see `metrics.Metrics`.
+    auc, logloss, auc_cold : see `metrics.Metrics`.
     """
 
     model: str
@@ -54,8 +52,7 @@ class CtrRow:
     validation_auc: float
     auc: float
     logloss: float
-    gauc: float
-    auc_cold: float
+    auc_cold: float | None
 
 
 @dataclass(frozen=True)
@@ -87,8 +84,8 @@ class CtrComparison:
             "skipped": None,
             "split": {**self.split, "test_cold": self.num_cold},
             "rows": self.summary(),
-            "seeds": [{key: _plain(value) for key, value in asdict(row).items()} for row in self.rows],
-            "equivalence": {name: verdict.to_dict() for name, verdict in self.equivalence.items()},
+            "seeds": [asdict(row) for row in self.rows],
+            "equivalence": {name: asdict(verdict) for name, verdict in self.equivalence.items()},
         }
 
 
@@ -166,7 +163,7 @@ def _device(name: str) -> torch.device:
 
 def judge(data: CtrData, scores: np.ndarray) -> Metrics:
     """Metrics of the test rows' scores."""
-    return metrics.measure(data.labels[data.test], scores, data.users[data.test], data.is_cold[data.test])
+    return metrics.measure(data.labels[data.test], scores, data.is_cold[data.test])
 
 
 def _equivalence(rows: list[CtrRow], settings: CtrSettings) -> dict[str, Equivalence]:
@@ -187,11 +184,7 @@ def _equivalence(rows: list[CtrRow], settings: CtrSettings) -> dict[str, Equival
 def _summarised(model: str, variant: str, rows: list[CtrRow]) -> dict:
     summary: dict = {"model": model, "variant": variant, "num_seeds": len(rows)}
     for name in SUMMARISED:
-        values = [getattr(row, name) for row in rows]
-        summary[name] = _plain(statistics.fmean(values))
-        summary[f"{name}_std"] = _plain(float(np.std(values, ddof=1))) if len(values) > 1 else None
+        values = [getattr(row, name) for row in rows if getattr(row, name) is not None]  # of all seeds, or of none
+        summary[name] = statistics.fmean(values) if values else None
+        summary[f"{name}_std"] = statistics.stdev(values) if len(values) > 1 else None
     return summary
-
-
-def _plain(value):
-    return None if isinstance(value, float) and math.isnan(value) else value

@@ -13,12 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import FeatureSet, SideVectors, align, check_provenance, reduce_vectors
 from laserbatch.ctr.fields import Field, attribute_fields, id_field
-from laserbatch.ctr.history import histories
-from laserbatch.ctr.settings import CtrSettings
-from laserbatch.ctr.split import TEST, TRAIN, VALIDATION, split_by_time
+from laserbatch.ctr.settings import CtrError, CtrSettings
+from laserbatch.ctr.split import split_by_time
 
 
 class EntityTables(Protocol):
@@ -82,26 +80,61 @@ def build_dataset(tables: EntityTables, as_of: datetime.date, settings: CtrSetti
     rows = split_by_time(tables.interactions, as_of, settings.positive_rating, settings.validation_share)
     users = _numbers(rows.user_ids, tables.users["user_id"], "user")
     items = _numbers(rows.item_ids, tables.items["item_id"], "item")
-    train = rows.indices(TRAIN)
     num_users, num_items = tables.users.num_rows, tables.items.num_rows
-    seen_of_user = np.bincount(users[train], minlength=num_users)
-    seen_of_item = np.bincount(items[train], minlength=num_items)
-    history = histories(users, items, rows.times_us, rows.labels, settings.max_history)
+    seen_of_user = np.bincount(users[rows.train], minlength=num_users)
+    seen_of_item = np.bincount(items[rows.train], minlength=num_items)
     return CtrData(
         users=users,
         items=items,
-        history=np.where(history < 0, num_items, history),
+        history=histories(users, items, rows.times_us, rows.labels, settings.max_history, padding=num_items),
         times_us=rows.times_us,
         labels=rows.labels,
         is_cold=seen_of_user[users] < settings.cold_max_interactions,
-        train=train,
-        validation=rows.indices(VALIDATION),
-        test=rows.indices(TEST),
+        train=rows.train,
+        validation=rows.validation,
+        test=rows.test,
         user_fields=_fields(tables.users, "user_id", seen_of_user, settings),
         item_fields=_fields(tables.items, "item_id", seen_of_item, settings),
         num_users=num_users,
         num_items=num_items,
     )
+
+
+def histories(
+    users: np.ndarray, items: np.ndarray, times_us: np.ndarray, labels: np.ndarray, max_history: int, padding: int
+) -> np.ndarray:
+    """The user's newest positives strictly before each row's moment: the sequence that DIN attends over.
+
+    A row sees neither itself nor anything of its own moment or later, whatever part of the split those rows are in.
+
+    Parameters
+    ----------
+    users, items : int64 (n,) entity numbers from 0.
+    times_us : int64 (n,).
+    labels : (n,), 1 for a positive.
+
+    Returns
+    -------
+    int64 (n, max_history): item numbers, newest first, `padding` where there are no more.
+    """
+    keys, _ = keys_by_moment(users, times_us)
+    positives = np.flatnonzero(labels == 1)
+    positives = positives[np.argsort(keys[positives], kind="stable")]
+    positive_users, positive_items = users[positives], items[positives]
+    ends = np.searchsorted(keys[positives], keys, side="left")  # positives of earlier users, or earlier moments
+    result = np.full((len(users), max_history), padding, np.int64)
+    for back in range(max_history):
+        candidates = ends - 1 - back
+        is_own = candidates >= 0
+        is_own[is_own] = positive_users[candidates[is_own]] == users[is_own]
+        result[is_own, back] = positive_items[candidates[is_own]]
+    return result
+
+
+def keys_by_moment(numbers: np.ndarray, times_us: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Keys that sort rows by entity, then by time, and each row's moment: times as dense numbers, so that keys fit."""
+    moments = np.unique(times_us, return_inverse=True)[1]
+    return numbers.astype(np.int64) * (int(moments.max(initial=0)) + 1) + moments, moments
 
 
 def build_knowledge(

@@ -5,7 +5,7 @@ interval that is wider than the margin proves nothing either way, and the verdic
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
@@ -20,25 +20,18 @@ class Equivalence:
     Attributes
     ----------
     mean_difference : candidate minus reference, mean over pairs.
-    low, high : confidence interval of the mean difference (Student's t over pairs); nan with fewer than two pairs.
+    low, high : confidence interval of the mean difference (Student's t over pairs); None with fewer than two pairs.
     verdict : "equivalent": the interval lies within the margin; "worse" or "better": beyond it, on that side;
         "undecided": neither; more seeds, or more test rows, would tell.
     """
 
     num_pairs: int
     mean_difference: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     margin: float
     confidence: float
     verdict: str
-
-    def to_dict(self) -> dict:
-        """Plain values for a manifest; nan becomes None."""
-        return {
-            key: None if isinstance(value, float) and math.isnan(value) else value
-            for key, value in asdict(self).items()
-        }
 
 
 def compare_paired(
@@ -48,14 +41,13 @@ def compare_paired(
 
     Parameters
     ----------
-    reference, candidate : (num_pairs,), the same model and seed at the same place.
+    reference, candidate : (num_pairs,), at least one; the same model and seed at the same place.
     margin : a difference up to here does not matter.
     confidence : of the interval.
     """
     differences = np.asarray(candidate, np.float64) - np.asarray(reference, np.float64)
-    mean = float(differences.mean()) if len(differences) else math.nan
-    low = high = math.nan
-    verdict = UNDECIDED
+    mean, verdict = float(differences.mean()), UNDECIDED
+    low = high = None
     if len(differences) >= 2:
         standard_error = differences.std(ddof=1) / math.sqrt(len(differences))
         half_width = float(stats.t.ppf((1 + confidence) / 2, len(differences) - 1) * standard_error)

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.settings import CtrError
 from laserbatch.pipeline.encoding.schema import check_feature_schema, run_date
 
 SIDES = ("user", "item")

@@ -52,7 +52,6 @@ def attribute_fields(
     id_column: str,
     is_trained: np.ndarray,
     *,
-    min_seen: int = 1,
     num_bins: int = 10,
     max_distinct_share: float = 0.5,
 ) -> list[Field]:
@@ -66,7 +65,6 @@ def attribute_fields(
     table : one row an entity.
     id_column : left out.
     is_trained : bool (num_rows,), entities that occur in training rows; they alone decide vocabularies and bins.
-    min_seen : entities that must share a category for it to be known.
     """
     fields = []
     for name in table.schema.names:
@@ -79,9 +77,9 @@ def attribute_fields(
         if pt.is_integer(kind) or pt.is_floating(kind) or pt.is_decimal(kind):
             field = _binned(name, column, is_trained, num_bins)
         elif pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind):
-            field = _bag(name, column, is_trained, min_seen)
+            field = _bag(name, column, is_trained)
         elif pt.is_boolean(kind) or pt.is_string(kind) or pt.is_large_string(kind):
-            field = _category(name, column.cast(pa.string()), is_trained, min_seen, max_distinct_share)
+            field = _category(name, column.cast(pa.string()), is_trained, max_distinct_share)
         else:
             field = None
         if field is None:
@@ -91,20 +89,20 @@ def attribute_fields(
     return fields
 
 
-def _category(name: str, column: pa.Array, is_trained: np.ndarray, min_seen: int, max_share: float) -> Field | None:
+def _category(name: str, column: pa.Array, is_trained: np.ndarray, max_share: float) -> Field | None:
     trained = column.filter(pa.array(is_trained)).drop_null()
     num_distinct = pc.count_distinct(trained).as_py()
     if len(trained) >= MIN_ENTITIES_TO_JUDGE and num_distinct > max_share * len(trained):
         return None
-    vocabulary = _vocabulary(trained, min_seen)
+    vocabulary = _vocabulary(trained)
     codes = _codes(column, vocabulary)
     return Field(name, codes[:, None], NUM_RESERVED + len(vocabulary))
 
 
-def _bag(name: str, column: pa.Array, is_trained: np.ndarray, min_seen: int) -> Field | None:
+def _bag(name: str, column: pa.Array, is_trained: np.ndarray) -> Field | None:
     if not (pt.is_string(column.type.value_type) or pt.is_large_string(column.type.value_type)):
         return None
-    vocabulary = _vocabulary(column.filter(pa.array(is_trained)).flatten().drop_null(), min_seen)
+    vocabulary = _vocabulary(column.filter(pa.array(is_trained)).flatten().drop_null())
     rows = pc.list_parent_indices(column).to_numpy()
     elements = _codes(column.flatten(), vocabulary)
     slots = np.arange(len(rows)) - np.searchsorted(rows, rows)  # position of each element in its own list
@@ -122,10 +120,9 @@ def _binned(name: str, column: pa.Array, is_trained: np.ndarray, num_bins: int) 
     return Field(name, codes.astype(np.int64)[:, None], NUM_RESERVED + len(edges) + 1)
 
 
-def _vocabulary(values: pa.Array, min_seen: int) -> pa.Array:
-    """Values seen at least `min_seen` times, sorted, so that row order does not show."""
-    counted = pc.value_counts(values)
-    known = counted.field("values").filter(pc.greater_equal(counted.field("counts"), min_seen))
+def _vocabulary(values: pa.Array) -> pa.Array:
+    """Distinct values, sorted, so that row order does not show."""
+    known = pc.unique(values)
     return known.take(pc.sort_indices(known))
 
 

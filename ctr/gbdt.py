@@ -6,9 +6,8 @@ the user's history and to the user's knowledge. Rates before the row stand for t
 
 import numpy as np
 
-from laserbatch.ctr.dataset import CtrData, Knowledge
-from laserbatch.ctr.errors import CtrError
-from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.dataset import CtrData, Knowledge, keys_by_moment
+from laserbatch.ctr.settings import CtrError, CtrSettings
 
 NUM_COMPONENTS = 16  # leading principal components of the knowledge vectors that become columns
 MAX_ROUNDS, PATIENCE_ROUNDS = 400, 40
@@ -88,8 +87,7 @@ def fit_gbdt(matrix: np.ndarray, categorical: list[int], data: CtrData, settings
 
 def _rates_before(numbers: np.ndarray, data: CtrData) -> list[np.ndarray]:
     """Count, and smoothed share of positives, of an entity's rows strictly before each row's moment."""
-    moments = np.unique(data.times_us, return_inverse=True)[1]
-    keys = numbers * (int(moments.max()) + 1) + moments
+    keys, moments = keys_by_moment(numbers, data.times_us)
     order = np.argsort(keys, kind="stable")
     positives = np.concatenate([[0.0], np.cumsum(data.labels[order], dtype=np.float64)])
     ends = np.searchsorted(keys[order], keys, side="left")

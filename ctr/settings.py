@@ -1,10 +1,14 @@
-"""What CTR training can be told. Knows no tables and no models."""
+"""What CTR training can be told, and the one error of it that a user can fix."""
 
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 ModelName = Literal["din", "dcnv2", "gbdt"]
+
+
+class CtrError(Exception):
+    """Tables, features or settings from which no CTR model can be trained or judged."""
 
 
 class CtrSettings(BaseModel):

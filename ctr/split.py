@@ -10,9 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from laserbatch.ctr.errors import CtrError
-
-TRAIN, VALIDATION, TEST = 0, 1, 2
+from laserbatch.ctr.settings import CtrError
 
 
 @dataclass(frozen=True)
@@ -24,18 +22,16 @@ class Rows:
     user_ids, item_ids : pa.Array (n,), in the type that the tables have.
     times_us : int64 (n,), microseconds since 1970 UTC, non-decreasing.
     labels : float32 (n,), 1 for a positive.
-    part : uint8 (n,), TRAIN, VALIDATION or TEST; non-decreasing.
+    train, validation, test : int64 row indices, one after the other.
     """
 
     user_ids: pa.Array
     item_ids: pa.Array
     times_us: np.ndarray
     labels: np.ndarray
-    part: np.ndarray
-
-    def indices(self, part: int) -> np.ndarray:
-        """int64 indices of one part's rows."""
-        return np.flatnonzero(self.part == part)
+    train: np.ndarray
+    validation: np.ndarray
+    test: np.ndarray
 
 
 def split_by_time(
@@ -65,9 +61,9 @@ def split_by_time(
     times_us = rows["timestamp"].cast(pa.timestamp("us", "UTC")).cast(pa.int64()).to_numpy()
     ratings = rows["rating"].cast(pa.float64()).to_numpy()
     labels = (ratings >= positive_rating).astype(np.float32)
-    part = _parts(times_us, _end_of_day_us(as_of), validation_share)
-    _check(part, labels, as_of, positive_rating)
-    return Rows(rows["user_id"].combine_chunks(), rows["item_id"].combine_chunks(), times_us, labels, part)
+    parts = _parts(times_us, _end_of_day_us(as_of), validation_share)
+    _check(parts, labels, as_of, positive_rating)
+    return Rows(rows["user_id"].combine_chunks(), rows["item_id"].combine_chunks(), times_us, labels, **parts)
 
 
 def _end_of_day_us(day: datetime.date) -> int:
@@ -75,27 +71,26 @@ def _end_of_day_us(day: datetime.date) -> int:
     return int(next_day.timestamp()) * 1_000_000
 
 
-def _parts(times_us: np.ndarray, end_us: int, validation_share: float) -> np.ndarray:
-    num_train = int(np.searchsorted(times_us, end_us, side="left"))
-    part = np.full(len(times_us), TEST, np.uint8)
-    part[:num_train] = TRAIN
-    after = times_us[num_train:]
-    if len(after):
-        first_test_us = after[min(round(len(after) * validation_share), len(after) - 1)]
-        part[num_train:][after < first_test_us] = VALIDATION
-    return part
+def _parts(times_us: np.ndarray, end_us: int, validation_share: float) -> dict[str, np.ndarray]:
+    num_train = first_test = int(np.searchsorted(times_us, end_us, side="left"))
+    num_after = len(times_us) - num_train
+    if num_after:
+        first_test_us = times_us[num_train + min(round(num_after * validation_share), num_after - 1)]
+        first_test = int(np.searchsorted(times_us, first_test_us, side="left"))
+    train, validation, test = np.split(np.arange(len(times_us)), [num_train, first_test])
+    return {"train": train, "validation": validation, "test": test}
 
 
-def _check(part: np.ndarray, labels: np.ndarray, as_of: datetime.date, positive_rating: float) -> None:
-    if not (part == TRAIN).any():
+def _check(parts: dict[str, np.ndarray], labels: np.ndarray, as_of: datetime.date, positive_rating: float) -> None:
+    if not len(parts["train"]):
         raise CtrError(f"no interactions up to {as_of}: nothing to train on; give a later date")
-    if (part == TRAIN).all():
+    if len(parts["train"]) == len(labels):
         raise CtrError(
             f"no interactions after {as_of}: nothing can judge the models; give an earlier date, or wait until "
             "the tables hold the days after it"
         )
-    for name, number in (("training", TRAIN), ("validation", VALIDATION), ("test", TEST)):
-        of_part = labels[part == number]
+    for name, rows in parts.items():
+        of_part = labels[rows]
         if len(of_part) == 0 or of_part.min() == of_part.max():
             raise CtrError(
                 f"the {name} part around {as_of} has {int(of_part.sum())} positives among {len(of_part)} rows "

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import typer
 
-from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.settings import CtrError
 from laserbatch.jobs.console import ExitCode, logger, stderr
 from laserbatch.jobs.lazy_commands import LazyCommand, add_lazy_commands, lazy_group
 from laserbatch.pipeline.errors import PipelineError, RunFailed, WorkspaceBusy

@@ -3,7 +3,7 @@
 import datetime
 from typing import Any
 
-from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.settings import CtrError
 from laserbatch.jobs.build_pools import build_pools
 from laserbatch.jobs.console import say
 from laserbatch.jobs.ctr import ctr_table

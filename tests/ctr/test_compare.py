@@ -11,10 +11,9 @@ from ctr_world import AS_OF, make_features, make_world
 
 from laserbatch.ctr.compare import train_ctr
 from laserbatch.ctr.dataset import build_dataset
-from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import FeatureSet, read_feature_set
 from laserbatch.ctr.gbdt import fit_gbdt, gbdt_matrix
-from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.settings import CtrError, CtrSettings
 
 
 def small_world(**options):

@@ -10,8 +10,7 @@ from ctr_world import AS_OF, make_features
 
 from laserbatch.ctr.compare import build_network, train_ctr
 from laserbatch.ctr.dataset import Knowledge, build_dataset, build_knowledge
-from laserbatch.ctr.errors import CtrError
-from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.settings import CtrError, CtrSettings
 from laserbatch.ctr.train import fit
 
 SETTINGS = CtrSettings(num_seeds=1, max_epochs=4)

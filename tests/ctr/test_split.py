@@ -8,20 +8,20 @@ import pyarrow.compute as pc
 import pytest
 from ctr_world import AS_OF
 
-from laserbatch.ctr.errors import CtrError
-from laserbatch.ctr.split import TEST, TRAIN, VALIDATION, split_by_time
+from laserbatch.ctr.settings import CtrError
+from laserbatch.ctr.split import split_by_time
 
 
 def test_training_ends_with_the_last_moment_of_the_date(world):
     rows = split_by_time(world.interactions, AS_OF)
     midnight_us = int(datetime.datetime(2025, 3, 2, tzinfo=datetime.UTC).timestamp()) * 1_000_000
-    assert rows.times_us[rows.indices(TRAIN)].max() < midnight_us <= rows.times_us[rows.indices(VALIDATION)].min()
-    assert np.array_equal(rows.part, np.sort(rows.part))
+    assert rows.times_us[rows.train].max() < midnight_us <= rows.times_us[rows.validation].min()
+    assert np.array_equal(np.concatenate([rows.train, rows.validation, rows.test]), np.arange(len(rows.labels)))
 
 
 def test_validation_is_the_first_share_of_what_follows(world):
     rows = split_by_time(world.interactions, AS_OF, validation_share=0.3)
-    num_validation, num_test = len(rows.indices(VALIDATION)), len(rows.indices(TEST))
+    num_validation, num_test = len(rows.validation), len(rows.test)
     assert num_validation / (num_validation + num_test) == pytest.approx(0.3, abs=0.01)
 
 
@@ -36,7 +36,7 @@ def test_rows_of_one_moment_stay_in_one_part():
         }
     )
     rows = split_by_time(table, datetime.date(1970, 1, 1), validation_share=0.6)
-    assert rows.part.tolist() == [TRAIN] * 4 + [VALIDATION] * 6 + [TEST] * 6
+    assert [len(part) for part in (rows.train, rows.validation, rows.test)] == [4, 6, 6]
 
 
 def test_labels_follow_the_threshold(world):

@@ -9,8 +9,7 @@ from ctr_world import AS_OF
 from laserbatch.ctr import metrics
 from laserbatch.ctr.compare import build_network
 from laserbatch.ctr.dataset import Knowledge, build_dataset
-from laserbatch.ctr.errors import CtrError
-from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.settings import CtrError, CtrSettings
 from laserbatch.ctr.train import default_batch_size, fit, predict
 
 SETTINGS = CtrSettings(max_epochs=6, learning_rate=0.02, patience=1)

@@ -265,7 +265,7 @@ def ctr_row(model: str, variant: str, auc: float, cold: float, logloss: float, s
 def equivalence(differences: dict[str, list[float]]) -> dict:
     """The CTR section's `equivalence`, as the CTR package decides it from paired differences over seeds."""
     pairs = differences | {"all": [value for values in differences.values() for value in values]}
-    return {name: compare_paired(np.zeros(len(values)), np.array(values)).to_dict() for name, values in pairs.items()}
+    return {name: vars(compare_paired(np.zeros(len(values)), np.array(values))) for name, values in pairs.items()}
 
 
 def night_manifest() -> dict:

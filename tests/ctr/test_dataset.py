@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laserbatch.ctr.history import histories
+from laserbatch.ctr.dataset import histories
 
 
 def slow_histories(users, items, times_us, labels, max_history):
@@ -29,10 +29,10 @@ def slow_histories(users, items, times_us, labels, max_history):
 def test_histories_equal_the_obvious_ones(rows, max_history):
     rows.sort(key=lambda row: row[2])
     users, items, times_us, labels = (np.array(column) for column in zip(*rows, strict=True))
-    fast = histories(users, items, times_us, labels, max_history)
+    fast = histories(users, items, times_us, labels, max_history, padding=-1)
     assert np.array_equal(fast, slow_histories(users, items, times_us, labels, max_history))
 
 
 def test_a_row_sees_neither_itself_nor_its_moment():
     users, items, times_us = np.zeros(3, int), np.array([7, 8, 9]), np.array([10, 10, 11])
-    assert histories(users, items, times_us, np.ones(3), 2).tolist() == [[-1, -1], [-1, -1], [8, 7]]
+    assert histories(users, items, times_us, np.ones(3), 2, -1).tolist() == [[-1, -1], [-1, -1], [8, 7]]
