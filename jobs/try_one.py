@@ -29,7 +29,7 @@ from laserbatch.pipeline.planning.previous import PreviousKnowledge
 from laserbatch.pipeline.planning.prompting import prompt_renderer
 from laserbatch.pipeline.planning.routing import NO_ROUTE, entity_router
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.manifest import SampleSpan, make_run_id
+from laserbatch.pipeline.storage.manifest import make_run_id
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import Tables, read_tables
 from laserbatch.retrieval_pools.index.pool import Pool
@@ -95,13 +95,15 @@ def write_one(
     pool, version, route, previous_ids = _night_before(settings, tables, side, entity, date)
     request = GenerationRequest("try", rendered.token_ids, previous_ids, route.group, settings.decoding.max_new_tokens)
     budget = _budget(settings, engine, pool, previous_ids is not None)
-    written = _Writing(engine.tokenizer)
+    token_ids: list[int] = []
+    sources: list[int] = []
     with Live(text_panel([]), console=stdout, refresh_per_second=20, transient=True, auto_refresh=live) as view:
 
         def on_event(event: StepEvent) -> None:
-            written.add(event)
+            token_ids.extend(event.token_ids.tolist())
+            sources.extend(event.sources.tolist())
             if live:
-                view.update(text_panel(written.spans()))
+                view.update(text_panel(text_spans(engine.tokenizer, token_ids, sources)))
 
         start_s = time.perf_counter()
         drafter = drafter_from(settings.decoding, pool, budget)
@@ -148,20 +150,6 @@ def _budget(settings: Settings, engine: Engine, pool: Pool | None, is_changed: b
         return known or measure_step_cost(engine, pool, decoding.drafters, [decoding.batch_size])
 
     return side_budget(decoding, pool, budget_step_cost(decoding, measure), float(is_changed))
-
-
-class _Writing:
-    """The text so far, from the engine's events."""
-
-    def __init__(self, tokenizer) -> None:
-        self._tokenizer, self._token_ids, self._sources = tokenizer, [], []
-
-    def add(self, event: StepEvent) -> None:
-        self._token_ids += event.token_ids.tolist()
-        self._sources += event.sources.tolist()
-
-    def spans(self) -> list[SampleSpan]:
-        return text_spans(self._tokenizer, self._token_ids, self._sources)
 
 
 def _night_before(settings: Settings, tables: Tables, side: Side, entity: Entity, date: datetime.date):

@@ -87,13 +87,7 @@ def prompt_panel(tried: TriedEntity) -> Panel:
     cut = f", {counted(tried.num_history_dropped, 'older event')} cut" if tried.num_history_dropped else ""
     history = f", {counted(tried.num_history, 'event')} of history{cut}" if tried.num_history or cut else ""
     about = f"{tried.template}: {counted(tried.num_prompt_tokens, 'token')}{history}"
-    return Panel(
-        Text(visible(tried.prompt)),
-        title=_title(f"Prompt of {tried.side} {tried.entity_id}"),
-        subtitle=_title(about),
-        title_align="left",
-        subtitle_align="left",
-    )
+    return _panel(Text(visible(tried.prompt)), f"Prompt of {tried.side} {tried.entity_id}", about)
 
 
 def pool_line(tried: TriedEntity) -> Text:
@@ -116,7 +110,7 @@ def text_panel(spans: Sequence[SampleSpan]) -> Panel:
     for span in spans:
         text.append(visible(span.text), SOURCE_STYLES.get(span.source, "reverse"))
     content: RenderableType = text if spans else Text("(nothing written yet)", "dim")
-    return Panel(Group(content, Text(), legend()), title=_title("Text"), title_align="left")
+    return _panel(Group(content, Text(), legend()), "Text")
 
 
 def legend() -> Text:
@@ -142,13 +136,13 @@ def record_panel(tried: TriedEntity) -> Panel:
     """The parsed record, or why there is none."""
     if tried.fields is None:
         problem = visible(tried.problem or "the text could not be parsed")
-        return Panel(Text(f"No record: {problem}", "bold red"), title=_title("Record"), title_align="left")
+        return _panel(Text(f"No record: {problem}", "bold red"), "Record")
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=False)
     table.add_column()
     for name, value in tried.fields.items():
         table.add_row(Text(visible(name)), Text(visible(value)))
-    return Panel(table if tried.fields else Text("(no fields)", "dim"), title=_title("Record"), title_align="left")
+    return _panel(table if tried.fields else Text("(no fields)", "dim"), "Record")
 
 
 def verdict_line(tried: TriedEntity) -> Text:
@@ -178,5 +172,6 @@ def _picture(character: str) -> str:
     return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
 
 
-def _title(text: str) -> Text:
-    return Text(visible(text))
+def _panel(content: RenderableType, title: str, subtitle: str = "") -> Panel:
+    titles = {"title": Text(visible(title)), "subtitle": Text(visible(subtitle)) if subtitle else None}
+    return Panel(content, **titles, title_align="left", subtitle_align="left")
