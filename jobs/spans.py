@@ -5,9 +5,9 @@ before it (a leading space, the rest of a character).
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from laserbatch.jobs.night import Night
 from laserbatch.pipeline.decoding.model.identity import load_tokenizer
@@ -19,13 +19,6 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
 UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
-
-
-class Decoder(Protocol):
-    """The one method of a tokenizer that is used here."""
-
-    def decode(self, token_ids: Sequence[int], **options: object) -> str:
-        """Text of token ids."""
 
 
 def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) -> list[Sample]:
@@ -60,7 +53,7 @@ def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) 
 
 
 def text_spans(
-    tokenizer: Decoder, token_ids: Sequence[int] | np.ndarray, sources: Sequence[int] | np.ndarray
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int] | np.ndarray, sources: Sequence[int] | np.ndarray
 ) -> list[SampleSpan]:
     """Text of a generated sequence, cut where the source changes.
 
@@ -98,7 +91,7 @@ def text_spans(
     return joined
 
 
-def _token_texts(tokenizer: Decoder, ids: list[int]) -> list[str]:
+def _token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
     """The characters that each token completes.
 
     `[start, read)` is the context: ids whose text is written already, kept so that the next ones decode as they do
@@ -120,5 +113,5 @@ def _token_texts(tokenizer: Decoder, ids: list[int]) -> list[str]:
     return texts
 
 
-def _decode(tokenizer: Decoder, ids: list[int]) -> str:
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

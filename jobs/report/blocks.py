@@ -4,7 +4,7 @@ Plain values; the template decides how they look. Strings are data and are escap
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from markupsafe import Markup
 
@@ -33,7 +33,6 @@ class Figure:
     caption: str = ""
     legend: Sequence[LegendEntry] = ()
     wide: bool = False
-    kind: str = field(default="figure", init=False)
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,6 @@ class Table:
     caption: str = ""
     left: frozenset[int] = frozenset({0})
     strong_rows: frozenset[int] = frozenset()
-    kind: str = field(default="table", init=False)
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,6 @@ class Note:
 
     text: str
     wide: bool = True
-    kind: str = field(default="note", init=False)
 
 
 @dataclass(frozen=True)
@@ -67,14 +64,11 @@ class Sample:
     spans: Sequence[SampleSpan]
     prompt: str
     wide: bool = False
-    kind: str = field(default="sample", init=False)
 
 
 @dataclass(frozen=True)
 class SourceLegend:
     """The colours of sample texts."""
-
-    kind: str = field(default="source_legend", init=False)
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,6 @@ class Folded:
 
     title: str
     rows: Sequence[tuple[str, str]]
-    kind: str = field(default="folded", init=False)
 
 
 Block = Figure | Table | Note | Sample | SourceLegend | Folded

@@ -9,6 +9,7 @@ from manifest_fixture import Undrawn, manifest_of, night_manifest, night_of
 
 from laserbatch.jobs.generate import night_counts
 from laserbatch.jobs.report import charts
+from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.report.page import page_of, render_page
 from laserbatch.jobs.report.pools import how_built, interval
 from laserbatch.jobs.report.sides import SIDE_LABELS
@@ -234,7 +235,9 @@ def test_an_empty_side_is_named(manifest):
 def test_one_side_alone(manifest):
     for part in ("sides", "plain", "pools", "pools_built", "features"):
         del manifest[part]["item"]
-    tables = [block for block in [*blocks_of(manifest, "work"), *blocks_of(manifest, "speed")] if block.kind == "table"]
+    tables = [
+        block for block in [*blocks_of(manifest, "work"), *blocks_of(manifest, "speed")] if isinstance(block, Table)
+    ]
     assert {row[0] for table in tables for row in table.rows} == {"Users"}
 
 

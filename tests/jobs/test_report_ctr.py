@@ -4,6 +4,7 @@ import pytest
 from manifest_fixture import Undrawn, ctr_row, equivalence, manifest_of, night_manifest
 
 from laserbatch.jobs.report import charts
+from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.report.ctr_table import ALL_MODELS, comparisons, ctr_rows, ctr_section, is_own, own_gains
 from laserbatch.jobs.report.page import headline, key_figures
 from laserbatch.jobs.report.sides import sides_of
@@ -20,7 +21,7 @@ def sentence(manifest: dict) -> str:
 
 
 def table_of(manifest: dict):
-    return next(block for block in ctr_section(manifest_of(manifest)).blocks if block.kind == "table")
+    return next(block for block in ctr_section(manifest_of(manifest)).blocks if isinstance(block, Table))
 
 
 def test_rows_are_ordered_by_model_then_from_no_knowledge_to_the_runs_own():
