@@ -48,8 +48,8 @@ def write(entities: list[Entity]) -> list[Written]:
     rendered = [render_prompt(template, entity, tokenizer, 1_024) for entity in entities]
     order = np.argsort([len(prompt.token_ids) for prompt in rendered], kind="stable")
     written: dict[int, Written] = {}
-    for start in range(0, len(order), 32):
-        rows = order[start : start + 32].tolist()
+    for start in range(0, len(order), 16):
+        rows = order[start : start + 16].tolist()
         longest = max(len(rendered[row].token_ids) for row in rows)
         ids = torch.full((len(rows), longest), tokenizer.pad_token_id)
         for place, row in enumerate(rows):
