@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.pipeline.sample.columns import DAY_S, SIGN_UP_S, words
 from laserbatch.pipeline.sample.lore import (
     ABOUT_CATEGORY,
     ABOUT_ERA,
@@ -25,6 +24,8 @@ from laserbatch.pipeline.sample.lore import (
 )
 from laserbatch.pipeline.tables.schema import timestamps
 
+DAY_S = 86_400
+SIGN_UP_S = 6 * 3_600  # users and items appear before six in the morning, ratings come after
 NUM_ARCHETYPES = 12
 SHARE_COLD = 0.3  # users with at most three ratings by the last day
 SHARE_NEW_USERS = 0.04  # users who signed up on the last day
@@ -96,6 +97,11 @@ def user_table(users: Users, user_ids: pa.Array, first_s: int, rng: np.random.Ge
             "created_at": timestamps(pa.array(created_s)),
         }
     )
+
+
+def words(vocabulary: tuple[str, ...] | list[str], indices: np.ndarray) -> pa.Array:
+    """Words by index, string[n]."""
+    return pa.array(list(vocabulary), pa.string()).take(pa.array(indices))
 
 
 def _about(users: Users, rng: np.random.Generator) -> pa.Array:

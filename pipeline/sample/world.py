@@ -7,7 +7,7 @@ told only by the words of titles and by each user's sign-up statement: see `lore
 
 import datetime
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -16,26 +16,23 @@ import pyarrow.parquet as pq
 
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.sample.catalogue import Catalogue, WeightedGroups, make_catalogue
-from laserbatch.pipeline.sample.columns import DAY_S, LAST_DATE, SIGN_UP_S, first_second, ids, words
 from laserbatch.pipeline.sample.lore import CATEGORY_PATHS, ERAS, MOODS, THEMES, TOP_CATEGORIES
-from laserbatch.pipeline.sample.users import SHARE_COLD, Users, draw_archetypes, draw_users, user_table
+from laserbatch.pipeline.sample.users import (
+    DAY_S,
+    SHARE_COLD,
+    SIGN_UP_S,
+    Users,
+    draw_archetypes,
+    draw_users,
+    user_table,
+    words,
+)
 from laserbatch.pipeline.tables.schema import table_files, timestamps
 
+LAST_DATE = datetime.date(2025, 3, 1)  # the last day of the period; the future begins after it
 USERS_PER_CHUNK = 20_000
 SHARE_ACTIVE_LAST_DAY = 0.17  # of the users known before it
 MAX_COLD_RATINGS = 3
-
-
-@dataclass(frozen=True)
-class SampleWorld:
-    """What was written, and the dates that cut it."""
-
-    path: Path
-    num_users: int
-    num_items: int
-    num_interactions: int
-    last_date: datetime.date  # a night of this date sees everything but the future
-    end_date: datetime.date  # the last date of the future
 
 
 def write_sample_world(
@@ -46,7 +43,7 @@ def write_sample_world(
     future_days: int = 7,
     seed: int = 0,
     progress: Callable[[int], object] | None = None,
-) -> SampleWorld:
+) -> None:
     """Write `users.parquet`, `items.parquet` and `interactions.parquet` into a folder.
 
     The same arguments give the same bytes. Users who signed up, items that appeared and ratings given on the last
@@ -74,37 +71,28 @@ def write_sample_world(
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     catalogue = make_catalogue(num_items, days, np.random.default_rng([seed, 0]))
-    first_s = first_second(days)
-    item_ids = ids("i", np.arange(num_items))
+    first_day = LAST_DATE - datetime.timedelta(days=days - 1)
+    first_s = int(datetime.datetime.combine(first_day, datetime.time(), datetime.UTC).timestamp())
+    item_ids = _ids("i", np.arange(num_items))
     pq.write_table(_item_table(catalogue, item_ids, first_s, seed), out_dir / "items.parquet", compression="zstd")
 
     archetypes = draw_archetypes(np.random.default_rng([seed, 1]))
-    num_interactions = 0
-    user_writer = interaction_writer = None
-    try:
+    writers: dict[str, pq.ParquetWriter] = {}
+    with ExitStack() as stack:
         for chunk, start in enumerate(range(0, num_users, USERS_PER_CHUNK)):
             stop = min(start + USERS_PER_CHUNK, num_users)
             rng = np.random.default_rng([seed, 2, chunk])
             users = draw_users(stop - start, days, archetypes, rng)
-            user_ids = ids("u", np.arange(start, stop))
+            user_ids = _ids("u", np.arange(start, stop))
             known = user_table(users, user_ids, first_s, rng)
             interactions = _interaction_table(users, user_ids, item_ids, catalogue, days, future_days, first_s, rng)
-            if user_writer is None or interaction_writer is None:
-                user_writer = pq.ParquetWriter(out_dir / "users.parquet", known.schema, compression="zstd")
-                interaction_writer = pq.ParquetWriter(
-                    out_dir / "interactions.parquet", interactions.schema, compression="zstd"
-                )
-            user_writer.write_table(known)
-            interaction_writer.write_table(interactions)
-            num_interactions += interactions.num_rows
+            for name, rows in (("users", known), ("interactions", interactions)):
+                if name not in writers:
+                    writer = pq.ParquetWriter(out_dir / f"{name}.parquet", rows.schema, compression="zstd")
+                    writers[name] = stack.enter_context(writer)
+                writers[name].write_table(rows)
             if progress is not None:
                 progress(stop - start)
-    finally:
-        for writer in (user_writer, interaction_writer):
-            if writer is not None:
-                writer.close()
-    end_date = LAST_DATE + datetime.timedelta(days=future_days)
-    return SampleWorld(out_dir, num_users, num_items, num_interactions, LAST_DATE, end_date)
 
 
 def is_sample_world(folder: Path) -> bool:
@@ -112,6 +100,11 @@ def is_sample_world(folder: Path) -> bool:
     items = {"item_id", "title", "category", "creator", "era", "mood", "created_at"}
     expected = {"users": {"user_id", "region", "age_band", "about", "created_at"}, "items": items}
     return all(set(pq.read_schema(table_files(folder, name)[0]).names) == names for name, names in expected.items())
+
+
+def _ids(prefix: str, numbers: np.ndarray) -> pa.Array:
+    """Ids such as u0000012, string[n]."""
+    return pa.array([f"{prefix}{number:07d}" for number in numbers.tolist()], pa.string())
 
 
 def _item_table(catalogue: Catalogue, item_ids: pa.Array, first_s: int, seed: int) -> pa.Table:
