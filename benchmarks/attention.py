@@ -21,8 +21,7 @@ from itertools import product
 import numpy as np
 import torch
 import torch.nn.functional as F
-from command import benchmark_parser, scale_of
-from common import Spread, write_json
+from common import Spread, benchmark_parser, scale_of, write_json
 
 from laserbatch.pipeline.decoding.attention.packed_attention import (
     LaunchShape,
@@ -160,31 +159,10 @@ def sdpa_system(problem: Problem, gathers: bool) -> Callable[[], torch.Tensor]:
     return run
 
 
-def flex_system(problem: Problem) -> Callable[[], torch.Tensor]:
-    """torch's flex attention over contiguous keys, compiled on CUDA; its block mask is made before."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    slots, queries, sees = padded(problem)
-    keys, values = (memory[slots].transpose(1, 2).contiguous() for memory in (problem.keys, problem.values))
-    device = queries.device
-
-    def is_seen(b, h, q, k):
-        return sees[b, q, k]
-
-    mask = create_block_mask(is_seen, len(slots), None, queries.shape[2], slots.shape[1], device=device.type)
-    attention = flex_attention
-    if device.type == "cuda":
-        torch.compiler.reset()  # else the shapes before count, and after a few nothing more is compiled
-        attention = torch.compile(flex_attention, dynamic=False)
-    queries = queries.contiguous()
-    return lambda: packed_again(attention(queries, keys, values, block_mask=mask, enable_gqa=True))
-
-
 SYSTEMS: dict[str, Callable[[Problem], Callable[[], torch.Tensor]]] = {
     "kernel": kernel_system,
     "sdpa-gathered": lambda problem: sdpa_system(problem, gathers=True),
     "sdpa-contiguous": lambda problem: sdpa_system(problem, gathers=False),
-    "flex": flex_system,
 }
 
 
@@ -267,12 +245,7 @@ def describe(row: dict) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = benchmark_parser(
-        __doc__,
-        quick="fewer batches and repetitions",
-        smoke="only show that everything runs; any device",
-        writes="rows",
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--blocks", action="store_true", help="the kernel alone, under block sizes of a grid")
     options = parser.parse_args(words)
     on_cuda = torch.cuda.is_available()

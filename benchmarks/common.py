@@ -1,30 +1,104 @@
-"""What the benchmarks share: the machine and the command as they may be published, spreads, figures, JSON.
+"""What the benchmarks share: the command line, turns, medians and intervals, figures, the machine, the JSON.
 
-Knows neither engine nor tables. Nothing written here names a host, a user or a folder of the machine.
+Nothing written here names a host, a user or a folder of the machine.
 """
 
+import argparse
 import json
+import logging
 import os
 import platform
+import random
 import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+
+START_S = time.perf_counter()  # of this process, or nearly
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = REPOSITORY.parent / "shared"  # data and models lie beside the repository, never inside it
 DEFAULT_DATA = Path(os.environ.get("LASERBATCH_TEST_DATA", SHARED / "data"))
 DEFAULT_MODEL = Path(os.environ.get("LASERBATCH_TEST_MODELS", SHARED / "models")) / "bench-target"
 SAMPLE_MODEL = REPOSITORY / "models" / "sample"
+SEED = 20250301
+NUM_RESAMPLES, CONFIDENCE = 2000, 0.95
 
 _LIBRARIES = (
     "torch", "transformers", "triton", "numpy", "numba", "pyarrow", "ray", "lightgbm", "pygtrie", "arctic-inference",
     "laserbatch",
 )  # fmt: skip
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "data": {"type": Path, "default": DEFAULT_DATA, "help": "folder of public texts (reki/, goodreads/, ml-100k/)"},
+    "model": {"type": Path, "default": DEFAULT_MODEL, "help": "model folder"},
+    "device": {"default": "auto", "choices": ("auto", "cpu", "cuda"), "help": "auto: cuda where there is one"},
+    "dtype": {"default": "auto", "choices": ("auto", "float32", "bfloat16"), "help": "auto: bfloat16 on a GPU"},
+    "threads": {"type": int, "default": 2, "help": "torch threads of every system"},
+    "cache": {"type": Path, "default": REPOSITORY / ".night", "help": "where texts are kept by model"},
+}
+
+Item = TypeVar("Item")
+Scale = TypeVar("Scale")
+
+
+def benchmark_parser(about: str, *options: str) -> argparse.ArgumentParser:
+    """A parser with `--quick`, `--smoke` (`size` says which, or "full"), `--json`, and some of the shared options."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    size = parser.add_mutually_exclusive_group()
+    for name, meaning in (("quick", "less: under 5 minutes on 2 cores"), ("smoke", "does it run at all")):
+        size.add_argument(f"--{name}", dest="size", action="store_const", const=name, help=meaning)
+    parser.set_defaults(size="full")
+    parser.add_argument("--json", type=Path, help="write machine, command and what was measured here")
+    for name in options:
+        parser.add_argument(f"--{name}", **_OPTIONS[name])
+    return parser
+
+
+def scale_of(arguments: argparse.Namespace, full: Scale, quick: Scale, smoke: Scale) -> Scale:
+    """The scale that the options ask for."""
+    return {"full": full, "quick": quick, "smoke": smoke}[arguments.size]
+
+
+def begin(num_threads: int) -> None:
+    """Before anything is measured: torch's threads, and a log of what the benchmarks do."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(num_threads)
+    transformers.utils.logging.disable_progress_bar()
+    show_progress()
+
+
+def show_progress() -> None:
+    """Log what the benchmarks do, and warnings of everybody else."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("benchmarks").setLevel(logging.INFO)
+
+
+def existing(folders: Sequence[Path]) -> Iterator[Path]:
+    """Those of `folders` that are there; the others are named on standard error."""
+    for folder in folders:
+        if folder.is_dir():
+            yield folder
+        else:
+            print(f"left out, no such folder: {folder.name}", file=sys.stderr)
+
+
+def turns(items: Sequence[Item], seed: int = SEED) -> Iterator[list[Item]]:
+    """The items again and again, in an order that is drawn anew each time.
+
+    What slows a machine lasts for seconds, so it meets all of them; and nobody always comes after the one that fills
+    caches.
+    """
+    order = random.Random(seed)
+    while True:
+        yield order.sample(items, len(items))
 
 
 @dataclass(frozen=True)
@@ -42,6 +116,33 @@ class Spread:
 
     def __str__(self) -> str:
         return f"{self.median:.2f} ({self.min:.2f} to {self.max:.2f})"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A quantity with its 95 % bootstrap interval over texts."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: np.ndarray) -> "Interval":
+        """Of float64[1 + n]: what was measured, then what n resamples gave; those that are no number are left out."""
+        resampled = samples[1:][np.isfinite(samples[1:])]
+        tail = (1 - CONFIDENCE) / 2
+        low, high = np.quantile(resampled, [tail, 1 - tail]) if len(resampled) else (samples[0], samples[0])
+        return cls(float(samples[0]), float(low), float(high))
+
+
+def resampled_totals(by_text: Sequence[float]) -> np.ndarray:
+    """A quantity's sum over texts, then over as many texts drawn with replacement: float64[1 + NUM_RESAMPLES].
+
+    Draws depend on the number of texts alone, so that a ratio of two totals is paired text by text.
+    """
+    values = np.asarray(by_text, float)
+    chosen = np.random.default_rng(SEED).integers(len(values), size=(NUM_RESAMPLES, len(values)))
+    return np.append(values.sum(), values[chosen].sum(axis=1))
 
 
 @dataclass(frozen=True)
@@ -74,9 +175,35 @@ class Figure:
         return f"{verdict}  {self.name}: {self.measured:.2f} (wanted {self.comparison} {self.wanted:g})"
 
 
-def describe_figures(figures: Sequence[Figure]) -> str:
-    """The figures as lines, those that were not met first."""
-    return "\n".join(str(figure) for figure in sorted(figures, key=lambda figure: figure.met))
+def finish(json_path: Path | None, figures: Sequence[Figure], tables: Sequence[str], content: dict[str, Any]) -> None:
+    """Print figures, unmet ones first, tables and the time of the run; write them with `content` to `json_path`.
+
+    `met` is whether all figures are, unless `content` has its own.
+    """
+    wall_s = time.perf_counter() - START_S
+    lines = "\n".join(str(figure) for figure in sorted(figures, key=lambda figure: figure.met))
+    print(lines, *tables, f"{wall_s:.0f} s in all", sep="\n\n")
+    if json_path:
+        met = all(figure.met for figure in figures)
+        write_json(json_path, {"met": met, "figures": figures, **content, "wall_s": wall_s})
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a result file: command and machine first, then `content`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"command": command_line(), "machine": machine(), **content}
+    path.write_text(json.dumps(jsonable(document), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def jsonable(value: Any) -> Any:
+    """Dataclasses to dicts and floats to four significant digits, throughout."""
+    if hasattr(value, "__dataclass_fields__"):
+        return jsonable(asdict(value))
+    if isinstance(value, dict):
+        return {key: jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def machine() -> dict[str, Any]:
@@ -121,21 +248,3 @@ def publishable(word: str) -> str:
     if not path.is_absolute():
         return word
     return str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else path.name
-
-
-def jsonable(value: Any) -> Any:
-    """Dataclasses to dicts and floats to four significant digits, throughout."""
-    if hasattr(value, "__dataclass_fields__"):
-        return jsonable(asdict(value))
-    if isinstance(value, dict):
-        return {key: jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [jsonable(item) for item in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a result file: machine and command first, then `content`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    document = {"command": command_line(), "machine": machine(), **content}
-    path.write_text(json.dumps(jsonable(document), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

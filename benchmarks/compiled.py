@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-import transformers
-from command import add_device, add_models, benchmark_parser, existing, scale_of
-from common import DEFAULT_MODEL, Spread, write_json
+from common import DEFAULT_MODEL, Spread, begin, benchmark_parser, existing, scale_of, write_json
 from step_profile import TREE_NODES, engine_of, prompts_of, timed_steps
 
 from laserbatch.pipeline.decoding.drafters import NoDrafter
@@ -84,22 +81,15 @@ def measure_model(model_dir: Path, device: str, dtype: str, scale: Scale) -> lis
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = benchmark_parser(
-        __doc__,
-        quick="two batch sizes: under 5 minutes on 2 cores",
-        smoke="a handful of steps: does it run at all",
-        writes="rows",
-    )
-    add_models(parser, [DEFAULT_MODEL])
-    add_device(parser)
+    parser = benchmark_parser(__doc__, "device", "dtype", "threads")
+    parser.add_argument("--model", type=Path, nargs="+", default=[DEFAULT_MODEL], help="model folders")
     return parser.parse_args(words)
 
 
 def main() -> None:
     """Measure, print, and write the JSON."""
     arguments = parse_arguments()
-    torch.set_num_threads(arguments.threads)
-    transformers.utils.logging.disable_progress_bar()
+    begin(arguments.threads)
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     rows = [
         row

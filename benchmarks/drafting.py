@@ -5,36 +5,57 @@
 Texts that an LLM wrote are replayed against every drafter, text by text in turns. AAL is the mean number of accepted
 draft tokens of a step; the bonus token is not counted. Times that stand alone, beside no peer's, are taken several
 times, minutes apart, and the fastest counts: other tenants of a machine only ever add to one. Figures are reported, not
-judged: the exit code is 0 whether they are met or not. Owns the order of measuring and the printing; corpora, drafters
-and replays are beside it.
+judged: the exit code is 0 whether they are met or not.
 """
 
 import argparse
 import gc
-import itertools
 import logging
-import random
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import drafting_arctic
 import numpy as np
-from command import add_data, add_model, benchmark_parser, finish, scale_of, show_progress
-from common import SAMPLE_MODEL, Figure, Spread
-from drafting_arctic import Arctic, ArcticGrid
-from drafting_corpora import SEED, Corpus, CorpusSize, goodreads_corpus, reki_corpus
-from drafting_peers import Ours, PromptLookup, Trie
-from drafting_replay import Drafter, Replay, accepted_interval, accepted_ratio, mean_accepted, replay
-from drafting_steps import NUM_SEQUENCES, LiveSequence, live_sequences, measure_steps
+from common import (
+    SAMPLE_MODEL,
+    SEED,
+    Figure,
+    Interval,
+    Spread,
+    benchmark_parser,
+    finish,
+    resampled_totals,
+    scale_of,
+    show_progress,
+    turns,
+)
+from corpora import Corpus, CorpusSize, Document, goodreads_corpus, reki_corpus
+from drafters import (
+    INSTALL_ARCTIC,
+    MIN_PROBABILITY,
+    Arctic,
+    ArcticGrid,
+    Drafter,
+    Ours,
+    PromptLookup,
+    Replay,
+    SuffixDecodingCache,
+    Trie,
+    replay,
+    tuned_arctic,
+)
 from transformers import AutoTokenizer
 
+from laserbatch.retrieval_pools.query import draft_batch
 from laserbatch.retrieval_pools.settings import PoolSettings
 
-logger = logging.getLogger("drafting")
+logger = logging.getLogger("benchmarks")
 
 MAX_NODES = (16, 32, 64)
+NUM_SEQUENCES = 64  # of a step
+NUM_THREADS = (1, 2)
 LEAST_AAL_OVER_ARCTIC = 1.30
 MOST_DRAFT_US = {("goodreads", 32): 30.0}
 MOST_STEP_MS = 1.5
@@ -99,50 +120,49 @@ def measure_corpus(corpus: Corpus, scale: Scale, folder: Path) -> dict[str, list
     logger.info("%s: %d texts in the pool, %d held out", corpus.name, len(corpus.pool), len(corpus.held_out))
     Ours(corpus, folder / "warm-up", MAX_NODES[:1])  # compiles
     ours = Ours(corpus, folder / corpus.name, MAX_NODES)
-    logger.info("%s: escapes chosen by replay: %s", corpus.name, ours.escapes)
-    steady = [ours, PromptLookup()]
-    settings = {}
-    if drafting_arctic.is_installed():
-        settings = drafting_arctic.tuned(corpus, scale.arctic_grid, MAX_NODES, scale.num_arctic_texts[corpus.name])
+    steady, settings = [ours, PromptLookup(), Trie(corpus, corpus.pool)], {}
+    if SuffixDecodingCache is not None:
+        settings = tuned_arctic(corpus, scale.arctic_grid, MAX_NODES, scale.num_arctic_texts[corpus.name])
         logger.info("%s: options of arctic: %s", corpus.name, settings)
-    steady.append(Trie(corpus, corpus.pool))
-    names = ("figures", "rows", "ratios", "steps", "drafts", "min_support", "settings", "arctic_settings")
-    result: dict[str, list] = {name: [] for name in names}
-    sequences = live_sequences(corpus.held_out, SEED)
+    rows, ratios = [], []
+    sequences = live_sequences(corpus.held_out)
     steps, drafts = [step_rows(corpus, ours, sequences, scale)], [draft_rows(corpus, ours)]
     for k in MAX_NODES:
         arctic = [Arctic(corpus, corpus.pool, settings[k])] if settings else []
         measured = replay_in_turns([*steady, *arctic], corpus, k)
-        result["rows"] += [row_of(corpus, one) for one in measured]
-        result["rows"] += [] if settings else [missing_row(corpus, k)]
-        ratios = [ratio_of(corpus, measured[0], peer) for peer in measured[1:]]
-        result["ratios"] += ratios
-        result["figures"] += [figure for ratio in ratios for figure in figures_of_ratio(ratio)]
-        result["arctic_settings"] += [{"corpus": corpus.name, "k": k, **asdict(settings[k])}] if settings else []
+        rows += [row_of(corpus, one) for one in measured]
+        if not settings:
+            missing = f"not installed: {INSTALL_ARCTIC}"
+            rows.append({"drafter": Arctic.name, "corpus": corpus.name, "k": k, "missing": missing})
+        ratios += [ratio_of(corpus, measured[0], peer) for peer in measured[1:]]
         steps.append(step_rows(corpus, ours, sequences, scale))
         drafts.append(draft_rows(corpus, ours))
-    result["steps"], result["drafts"] = fastest_of(steps, "step_ms"), fastest_of(drafts, "draft_us")
-    result["min_support"] = support_rows(corpus, ours, scale, folder)
-    result["settings"] = [
-        {"corpus": corpus.name, "k": k, "pool_escape": escape, "calibration_s": ours.calibration_s}
-        for k, escape in ours.escapes.items()
-    ]
-    result["figures"] += figures_of_ours(corpus, ours, result["drafts"], result["steps"])
-    return result
+    result = {
+        "rows": rows,
+        "ratios": ratios,
+        "steps": fastest_of(steps, "step_ms"),
+        "drafts": fastest_of(drafts, "draft_us"),
+        "min_support": support_rows(corpus, ours, scale, folder),
+        "settings": [
+            {"corpus": corpus.name, "k": k, "pool_escape": escape, "calibration_s": ours.calibration_s}
+            for k, escape in ours.escapes.items()
+        ],
+        "arctic_settings": [{"corpus": corpus.name, "k": k, **asdict(one)} for k, one in settings.items()],
+    }
+    figures = [figure for ratio in ratios for figure in figures_of_ratio(ratio)]
+    return result | {"figures": figures + figures_of_ours(corpus, ours, result["drafts"], result["steps"])}
 
 
 def replay_in_turns(drafters: Sequence[Drafter], corpus: Corpus, max_nodes: int) -> list[Measured]:
-    """Every drafter along every held-out text, in all orders: nobody always comes after the one that fills caches."""
+    """Every drafter along every held-out text."""
     logger.info("%s: trees of %d tokens", corpus.name, max_nodes)
     for drafter in drafters:
         replay(drafter, corpus.tuning[0], max_nodes)
     replays: list[list[Replay]] = [[] for _ in drafters]
-    orders = list(itertools.permutations(range(len(drafters))))
-    random.Random(SEED).shuffle(orders)
     gc.collect()
     gc.disable()  # millions of the trie's nodes would be walked in the midst of anybody's draft
     try:
-        for document, order in zip(corpus.held_out, itertools.cycle(orders), strict=False):
+        for document, order in zip(corpus.held_out, turns(range(len(drafters))), strict=False):
             for place in order:
                 replays[place].append(replay(drafters[place], document, max_nodes))
     finally:
@@ -150,11 +170,23 @@ def replay_in_turns(drafters: Sequence[Drafter], corpus: Corpus, max_nodes: int)
     return [Measured(drafter, max_nodes, found) for drafter, found in zip(drafters, replays, strict=True)]
 
 
+def aal_samples(replays: Sequence[Replay]) -> np.ndarray:
+    """AAL over the steps of all texts, then of texts resampled: float64[1 + n]."""
+    accepted = resampled_totals([sum(one.num_accepted) for one in replays])
+    return accepted / resampled_totals([len(one.num_accepted) for one in replays])
+
+
+def aal_ratio(replays: Sequence[Replay], peer: Sequence[Replay]) -> Interval:
+    """AAL over a peer's on the same texts; both are resampled together."""
+    with np.errstate(divide="ignore", invalid="ignore"):  # of a peer that accepted nothing
+        return Interval.of(aal_samples(replays) / aal_samples(peer))
+
+
 def row_of(corpus: Corpus, measured: Measured) -> dict:
     """What the replays of one drafter say."""
     num_drafted = np.concatenate([one.num_drafted for one in measured.replays])
     num_accepted = np.concatenate([one.num_accepted for one in measured.replays])
-    aal = accepted_interval(measured.replays, SEED)
+    aal = Interval.of(aal_samples(measured.replays))
     draft_us = measured.draft_us
     return {
         "drafter": measured.drafter.name,
@@ -174,20 +206,10 @@ def row_of(corpus: Corpus, measured: Measured) -> dict:
     }
 
 
-def missing_row(corpus: Corpus, max_nodes: int) -> dict:
-    """The row of a peer that is not installed."""
-    return {
-        "drafter": Arctic.name,
-        "corpus": corpus.name,
-        "k": max_nodes,
-        "missing": f"not installed: {drafting_arctic.INSTALL}",
-    }
-
-
 def ratio_of(corpus: Corpus, ours: Measured, peer: Measured) -> dict:
     """Ours over a peer, on the same texts."""
     own_us, peer_us = ours.draft_us, peer.draft_us
-    aal = accepted_ratio(ours.replays, peer.replays, SEED)
+    aal = aal_ratio(ours.replays, peer.replays)
     return {
         "peer": peer.drafter.name,
         "corpus": corpus.name,
@@ -201,22 +223,37 @@ def ratio_of(corpus: Corpus, ours: Measured, peer: Measured) -> dict:
     }
 
 
-def step_rows(corpus: Corpus, ours: Ours, sequences: Sequence[LiveSequence], scale: Scale) -> list[dict]:
-    """Times of our steps, by size of tree and number of threads."""
-    return [
-        {"corpus": corpus.name, "k": k, "num_sequences": NUM_SEQUENCES, "num_threads": num_threads, "step_ms": step_ms}
-        for k in MAX_NODES
-        for num_threads, step_ms in measure_steps(ours.pools[k], sequences, k, scale.num_steps).items()
-    ]
+def live_sequences(documents: Sequence[Document]) -> tuple[list[np.ndarray], list[int]]:
+    """Tokens of the sequences of a step and how many of each are its prompt: held-out texts, each cut anywhere."""
+    rng = np.random.default_rng(SEED)
+    chosen = [documents[number % len(documents)] for number in range(NUM_SEQUENCES)]
+    contexts = [np.concatenate([one.prompt_ids, one.text_ids[: rng.integers(len(one.text_ids))]]) for one in chosen]
+    return contexts, [len(one.prompt_ids) for one in chosen]
+
+
+def step_rows(corpus: Corpus, ours: Ours, sequences: tuple[list[np.ndarray], list[int]], scale: Scale) -> list[dict]:
+    """Times of our steps, one call for all sequences, by size of tree and number of threads, which take turns."""
+    rows = []
+    for k in MAX_NODES:
+        times: dict[int, list[float]] = {num_threads: [] for num_threads in NUM_THREADS}
+        options = {"max_nodes": k, "min_probability": MIN_PROBABILITY, "use_previous": False}
+        for _ in range(scale.num_steps):
+            for num_threads, found in times.items():
+                start_s = time.perf_counter()
+                draft_batch(ours.pools[k], *sequences, **options, num_threads=num_threads)
+                found.append((time.perf_counter() - start_s) * 1e3)
+        row = {"corpus": corpus.name, "k": k, "num_sequences": NUM_SEQUENCES}
+        rows += [row | {"num_threads": number, "step_ms": Spread.of(found)} for number, found in times.items()]
+    return rows
 
 
 def draft_rows(corpus: Corpus, ours: Ours) -> list[dict]:
     """Times of our drafts along all held-out texts, no peer between them; where a time was asked for."""
     rows = []
-    for k in MAX_NODES:
-        if (corpus.name, k) in MOST_DRAFT_US:
+    for name, k in MOST_DRAFT_US:
+        if name == corpus.name:
             alone = Measured(ours, k, [replay(ours, document, k) for document in corpus.held_out])
-            rows.append({"corpus": corpus.name, "k": k, "draft_us": Spread.of(alone.draft_us.tolist())})
+            rows.append({"corpus": name, "k": k, "draft_us": Spread.of(alone.draft_us.tolist())})
     return rows
 
 
@@ -240,8 +277,8 @@ def support_rows(corpus: Corpus, ours: Ours, scale: Scale, folder: Path) -> list
     measured = replay_in_turns(list(drafters.values()), corpus, k)
     rows = []
     for least, one in zip(drafters, measured, strict=True):
-        ratio = accepted_ratio(one.replays, measured[0].replays, SEED)
-        row = {"corpus": corpus.name, "k": k, "min_support": least, "aal": mean_accepted(one.replays)}
+        ratio = aal_ratio(one.replays, measured[0].replays)
+        row = {"corpus": corpus.name, "k": k, "min_support": least, "aal": float(aal_samples(one.replays)[0])}
         rows.append(row | {"of_all": ratio.value, "of_all_low": ratio.low, "of_all_high": ratio.high})
     return rows
 
@@ -261,11 +298,8 @@ def figures_of_ours(corpus: Corpus, ours: Ours, drafts: list[dict], steps: list[
     """What was asked for of ours alone."""
     figures = []
     for row in drafts:
-        where, wanted_us = (
-            f"{corpus.name}, {len(corpus.pool):,} texts, K={row['k']}",
-            MOST_DRAFT_US[corpus.name, row["k"]],
-        )
-        figures.append(Figure.at_most(f"{where}: median microseconds a draft", row["draft_us"].median, wanted_us))
+        name = f"{corpus.name}, {len(corpus.pool):,} texts, K={row['k']}: median microseconds a draft"
+        figures.append(Figure.at_most(name, row["draft_us"].median, MOST_DRAFT_US[corpus.name, row["k"]]))
     for step in steps:
         if step["k"] in STEP_FIGURES:
             where = f"{corpus.name}, K={step['k']}, {step['num_sequences']} sequences, {step['num_threads']} thread(s)"
@@ -291,59 +325,44 @@ def describe_corpus(corpus: Corpus) -> dict:
     }
 
 
-def describe_rows(rows: list[dict]) -> str:
-    """The rows as a table for a terminal."""
-    head = (
-        f"{'corpus':10}{'K':>3}  {'drafter':14}{'AAL':>5} {'(95 %)':14}{'drafted':>7}{'precision':>10}"
-        f"{'median us':>10}{'mean':>8}{'p99':>9}{'build s':>8}{'MB':>7}"
-    )
-    return "\n".join([head, *map(_describe_row, rows)])
-
-
-def _describe_row(row: dict) -> str:
-    start = f"{row['corpus']:10}{row['k']:3}  {row['drafter']:14}"
-    if "missing" in row:
-        return start + row["missing"]
-    interval = f"({row['aal_low']:.2f}-{row['aal_high']:.2f})"
-    return (
-        f"{start}{row['aal']:5.2f} {interval:14}{row['drafted']:7.1f}{row['precision']:10.3f}"
-        f"{row['median_us']:10.1f}{row['mean_us']:8.1f}{row['p99_us']:9.1f}{row['build_s']:8.2f}"
-        f"{row['bytes'] / 1e6:7.1f}"
-    )
-
-
-def describe_ratios(ratios: list[dict]) -> str:
-    """Ours over each peer as a table for a terminal."""
-    head = f"{'corpus':10}{'K':>3}  {'ours over':14}{'AAL':>5} {'(95 %)':14}{'median us':>10}{'mean':>8}{'p99':>9}"
-    lines = [
-        f"{one['corpus']:10}{one['k']:3}  {one['peer']:14}{one['aal']:5.2f} "
-        f"{'({:.2f}-{:.2f})'.format(one['aal_low'], one['aal_high']):14}"
-        f"{one['median_us']:10.2f}{one['mean_us']:8.2f}{one['p99_us']:9.2f}"
-        for one in ratios
+def describe(content: dict[str, list]) -> list[str]:
+    """Tables for a terminal: every drafter, ours over each peer, and what a least support leaves."""
+    head = f"{'corpus':10}{'K':>3}  {'drafter':14}{'AAL':>5} {'(95 %)':14}"
+    times = f"{'median us':>10}{'mean':>8}{'p99':>9}"
+    rows = [f"{head}{times}{'drafted':>9}{'precision':>10}{'build s':>8}{'MB':>7}"]
+    for row in content["rows"]:
+        if "missing" in row:
+            rows.append(f"{row['corpus']:10}{row['k']:3}  {row['drafter']:14}{row['missing']}")
+        else:
+            more = f"{row['drafted']:9.1f}{row['precision']:10.3f}{row['build_s']:8.2f}{row['bytes'] / 1e6:7.1f}"
+            rows.append(_described(row, row["drafter"]) + more)
+    ratios = [head.replace("drafter", "ours / ") + times]
+    ratios += [_described(ratio, ratio["peer"]) for ratio in content["ratios"]]
+    supports = [
+        f"{row['corpus']}, min_support {row['min_support']}: AAL {row['aal']:.2f}, {row['of_all']:.2f} of all"
+        for row in content["min_support"]
     ]
-    return "\n".join([head, *lines])
+    return ["\n".join(lines) for lines in (rows, ratios, supports)]
+
+
+def _described(row: dict, name: str) -> str:
+    interval = f"({row['aal_low']:.2f}-{row['aal_high']:.2f})"
+    times = f"{row['median_us']:10.2f}{row['mean_us']:8.2f}{row['p99_us']:9.2f}"
+    return f"{row['corpus']:10}{row['k']:3}  {name:14}{row['aal']:5.2f} {interval:14}{times}"
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = benchmark_parser(
-        __doc__,
-        quick="fewer held-out texts: under 5 minutes on 2 cores",
-        smoke="a handful of texts: does it run at all",
-        writes="rows and figures",
-    )
-    add_model(parser, "whose tokenizer; absent: the sample model's")
-    add_data(parser)
-    return parser.parse_args(words)
+    """The command line; of the model only the tokenizer is used, where it is absent the sample model's."""
+    return benchmark_parser(__doc__, "model", "data").parse_args(words)
 
 
 def main() -> None:
     """Measure, print, and write the JSON."""
     arguments = parse_arguments()
-    show_progress("drafting")
+    show_progress()
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     model = arguments.model if arguments.model.is_dir() else SAMPLE_MODEL
-    unmeasured = [] if drafting_arctic.is_installed() else [f"beside arctic: {drafting_arctic.INSTALL}"]
+    unmeasured = [] if SuffixDecodingCache is not None else [f"beside arctic: {INSTALL_ARCTIC}"]
     for one in unmeasured:
         logger.warning("unmeasured %s", one)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -355,17 +374,9 @@ def main() -> None:
         parts = [measure_corpus(corpus, scale, Path(folder) / corpus.name) for corpus in corpora]
     content = {name: [one for part in parts for one in part[name]] for name in parts[0]}
     figures = content.pop("figures")
-    tables = [
-        describe_rows(content["rows"]),
-        describe_ratios(content["ratios"]),
-        "\n".join(
-            f"{row['corpus']}, min_support {row['min_support']}: AAL {row['aal']:.2f}, {row['of_all']:.2f} of all"
-            for row in content["min_support"]
-        ),
-    ]
-    described = {"tokenizer": model.name, "corpora": [describe_corpus(corpus) for corpus in corpora]}
+    content |= {"tokenizer": model.name, "corpora": [describe_corpus(corpus) for corpus in corpora]}
     met = not unmeasured and all(figure.met for figure in figures)
-    finish(arguments.json, figures, tables, {"met": met, "unmeasured": unmeasured, **content, **described})
+    finish(arguments.json, figures, describe(content), {"met": met, "unmeasured": unmeasured, **content})
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """Tokens per second of every way to draft, under fixed and adaptive budgets, beside transformers; on a CPU or a GPU.
 
-    python benchmarks/engine.py --quick --json engine.json --plot engine.html
+    python benchmarks/engine.py --quick --json engine.json --plot engine.svg
     python benchmarks/engine.py --ablations --json engine_ablations.json
     python benchmarks/engine.py --device cuda --geometry 8b-gqa --batch 1 64 256 --json engine_gpu.json
 
 All systems answer the same held-out prompts in turn, with the same weights; what is compared is the ratio within one
-repetition. Figures are reported, not judged: the exit code is 0 whether they are met or not. Owns how much is measured;
-turns, counted steps, systems, pools, rows, figures and the plot are beside it.
+repetition. Figures are reported, not judged: the exit code is 0 whether they are met or not.
 """
 
 import argparse
@@ -18,16 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from command import add_data, add_engine, add_model, benchmark_parser, finish, show_progress
-from common import SAMPLE_MODEL, write_json
-from engine_counted import counted
-from engine_figures import figures_of
-from engine_passes import Amount, measure
-from engine_plot import write_plot
+from common import SAMPLE_MODEL, begin, benchmark_parser, finish, write_json
+from engine_passes import Amount, counted, measure
 from engine_pools import GroupedPool, pools_of, unseen_prompts
-from engine_roofline import DeviceRates, measure_device
-from engine_rows import describe_rows, repeats_of_plain, row_of
+from engine_rows import describe_rows, figures_of, repeats_of_plain, row_of, write_plot
 from engine_systems import (
     ADAPTIVE,
     FIXED_BUDGETS,
@@ -35,22 +28,22 @@ from engine_systems import (
     Contestant,
     Engines,
     Peers,
+    VllmPeer,
     adaptive_budget,
     plain,
     pool_kinds,
     speculating,
     twins_of,
 )
-from engine_vllm import VLLM_SYSTEMS, VllmPeer
-from night_systems import MIN_ACCEPTANCE
-from night_tasks import Task, TaskSize, goodreads_items_task, reki_task, sample_tasks
-from widen import DTYPES, widened
-from widen_weights import GEOMETRIES
+from roofline import DeviceRates, measure_device
+from systems import MIN_ACCEPTANCE, VLLM_SYSTEMS
+from tasks import Task, TaskSize, tasks_of
+from widen import DTYPES, GEOMETRIES, widened
 
 from laserbatch.pipeline.decoding.budget import Budget
 from laserbatch.pipeline.decoding.engine import Engine
 
-logger = logging.getLogger("engine")
+logger = logging.getLogger("benchmarks")
 
 SWEPT = ("resd", "laser")  # measured with fixed budgets too, those of FIXED_BUDGETS
 PEER_CONTEXT = 1024  # tokens of a prompt and its answer, at most
@@ -78,6 +71,7 @@ class Scale:
     slow_long_prompts: int | None = None  # of batch 1, that `Contestant.is_slow` write; None: all
     slow_short_prompts: int | None = None
     num_slow_repetitions: int | None = None  # of these systems at any batch size
+    batches: tuple[int, ...] = ()  # those that are measured, of the ones that prompts are given for
 
     def amount_at(self, task: Task, batch: int) -> Amount:
         """How much of a task is measured; passes over short texts are short."""
@@ -126,12 +120,8 @@ SCALES = {
 }
 
 
-def tasks_of(model_dir: Path, data: Path, tokenizer, scale: Scale, names: Sequence[str] | None) -> list[Task]:
-    """The tasks that a model was trained for, before it was widened; `names` chooses among them."""
-    if model_dir.resolve() == SAMPLE_MODEL:
-        tasks = sample_tasks(tokenizer, replace(scale.short, num_pool=scale.long.num_pool))
-    else:
-        tasks = [reki_task(tokenizer, data, scale.long), goodreads_items_task(tokenizer, data, scale.short)]
+def chosen(tasks: Sequence[Task], names: Sequence[str] | None) -> list[Task]:
+    """The tasks named; None: all."""
     unknown = set(names or ()) - {task.name for task in tasks}
     if unknown:
         raise SystemExit(f"no task {', '.join(sorted(unknown))}; there are {', '.join(task.name for task in tasks)}")
@@ -200,7 +190,7 @@ def measure_batch(
 
 
 def measure_task(
-    task: Task, engines: Engines, peers: Peers, batches: Sequence[int], scale: Scale, cache: Path, rates: DeviceRates
+    task: Task, engines: Engines, peers: Peers, scale: Scale, cache: Path, rates: DeviceRates
 ) -> Iterator[list[dict]]:
     """The rows of one task, a batch size at a time."""
     with tempfile.TemporaryDirectory() as folder:
@@ -208,26 +198,21 @@ def measure_task(
         kinds = pool_kinds(scale.systems)
         pools = pools_of(_writer(engines), task, cache, Path(folder), kinds)
         task = replace(task, max_new_tokens=min(task.max_new_tokens, scale.max_new_tokens))
-        for batch in sorted(batches, reverse=True):
+        for batch in sorted(scale.batches, reverse=True):
             yield measure_batch(task, batch, engines, peers, pools, scale, rates)
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = benchmark_parser(
-        __doc__, quick="less: under 5 minutes on 2 cores", smoke="does it run at all", writes="rows and figures"
-    )
-    parser.add_argument("--plot", type=Path, help="write a page of charts here (HTML)")
-    add_model(parser, "model folder; the sample model if absent")
-    parser.add_argument("--geometry", choices=GEOMETRIES, help="widen it to this first (widen.py)")
+    parser = benchmark_parser(__doc__, "model", "data", "device", "dtype", "threads", "cache")
+    parser.add_argument("--plot", type=Path, help="draw the speeds here (svg, png or pdf)")
+    parser.add_argument("--geometry", choices=GEOMETRIES, help="widen the model to this first (widen.py)")
     parser.add_argument(
         "--assistant",
         type=Path,
         help="smaller model with the same tokenizer, for transformers; default: its own layers",
     )
     parser.add_argument("--peer", choices=VLLM_SYSTEMS, help="this beside our systems instead of transformers' own")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--batch", type=int, nargs="+", help="batch sizes; default: all of the device's")
     parser.add_argument("--task", nargs="+", help="tasks; default: all")
     parser.add_argument("--repetitions", type=int, help="default: as the size has it")
@@ -236,40 +221,42 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="every way to draft, verified both ways, each under the budget that it chooses and no other",
     )
-    add_data(parser)
-    add_engine(parser)
     return parser.parse_args(words)
 
 
-def main() -> None:
-    """Measure, print, and write the JSON and the page."""
-    arguments = parse_arguments()
-    show_progress("engine", "night")
-    torch.set_num_threads(arguments.threads)
-    transformers.utils.logging.disable_progress_bar()
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = arguments.dtype or ("float32" if device == "cpu" else "bfloat16")
+def scale_on(device: str, arguments: argparse.Namespace) -> Scale:
+    """How much is measured, as the options have it."""
     scale = SCALES[device][arguments.size]
     if arguments.ablations:
         scale = replace(scale, systems=tuple(SPECULATIONS), fixed_budgets=(), fixed_at={}, only_at={})
     if arguments.repetitions:
         scale = replace(scale, num_long_repetitions=arguments.repetitions, num_short_repetitions=arguments.repetitions)
-    batches = arguments.batch or BATCHES[device][arguments.size]
+    batches = tuple(arguments.batch or BATCHES[device][arguments.size])
     unknown = set(batches) - set(scale.long_prompts)
     if unknown:
-        raise SystemExit(
-            f"no batch size {min(unknown)} on {device}; there are {', '.join(map(str, scale.long_prompts))}"
-        )
-    trained_dir = model_dir = arguments.model if arguments.model.is_dir() else SAMPLE_MODEL
-    if arguments.geometry:
-        model_dir = widened(trained_dir, arguments.geometry, dtype, arguments.cache / "widened")
-    rates = measure_device(torch.device(device), DTYPES[dtype])
+        there = ", ".join(map(str, scale.long_prompts))
+        raise SystemExit(f"no batch size {min(unknown)} on {device}; there are {there}")
     if arguments.peer:
         if len(batches) != 1:
             raise SystemExit("--peer is loaded for one batch size: give one with --batch")
         only = {batches[0]: (*SWEPT, arguments.peer)}
         scale = replace(scale, systems=SWEPT, fixed_budgets=(), fixed_at={}, only_at=only)
-        peers = VllmPeer(model_dir, dtype, arguments.peer, batches[0], PEER_CONTEXT)
+    return replace(scale, batches=batches)
+
+
+def main() -> None:
+    """Measure, print, and write the JSON and the chart."""
+    arguments = parse_arguments()
+    begin(arguments.threads)
+    device = arguments.device if arguments.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = arguments.dtype if arguments.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
+    scale = scale_on(device, arguments)
+    trained_dir = model_dir = arguments.model if arguments.model.is_dir() else SAMPLE_MODEL
+    if arguments.geometry:
+        model_dir = widened(trained_dir, arguments.geometry, dtype, arguments.cache / "widened")
+    rates = measure_device(torch.device(device), DTYPES[dtype])
+    if arguments.peer:
+        peers = VllmPeer(model_dir, dtype, arguments.peer, scale.batches[0], PEER_CONTEXT)
     else:
         peers = Peers(model_dir, dtype, device, arguments.assistant)
     engines = Engines(model_dir, dtype, device)
@@ -285,14 +272,15 @@ def main() -> None:
             "rows": rows,
         }
 
-    for task in tasks_of(trained_dir, arguments.data, engines.tokenizer, scale, arguments.task):
-        for found in measure_task(task, engines, peers, batches, scale, arguments.cache, rates):
+    tasks = tasks_of(trained_dir, arguments.data, engines.tokenizer, scale.long, scale.short)
+    for task in chosen(tasks, arguments.task):
+        for found in measure_task(task, engines, peers, scale, arguments.cache, rates):
             rows += found
             if arguments.json:  # a run that is cut off has what it had measured
                 write_json(arguments.json, {"figures": figures_of(rows, device), **told(), "is_cut_off": True})
-    content = finish(arguments.json, figures_of(rows, device), [describe_rows(rows)], told())
+    finish(arguments.json, figures_of(rows, device), [describe_rows(rows)], told())
     if arguments.plot:
-        write_plot(content, arguments.plot)
+        write_plot(rows, arguments.plot)
 
 
 if __name__ == "__main__":

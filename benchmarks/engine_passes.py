@@ -1,26 +1,30 @@
-"""The order in which `engine.py` lets systems write, and how passes are compared. Knows no system's insides.
+"""The order in which `engine.py` lets systems write, and how passes are compared: by the clock and by counted steps.
 
-Whatever slows a machine lasts for seconds, so two systems are compared by what they took shortly after each other:
-alone (batch 1) they take turns prompt by prompt, else pass by pass, in an order that is drawn each time anew. Ratios
-are of one repetition and of the prompts that both wrote in it.
+Alone (batch 1) systems take turns prompt by prompt, else pass by pass. Ratios are of one repetition and of the prompts
+that both wrote in it. By counted steps nothing of a machine's noise is in a ratio: steps, their live texts and their
+trees are those that were counted; each costs what the curve of its live texts says, and prompts what their tokens add
+to a step, so that two systems are compared as exactly as one cost curve knows them.
 """
 
 import logging
-import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from common import Spread
+from common import Interval, Spread, resampled_totals, turns
 from engine_systems import Contestant
-from night_systems import Pass
+from systems import Pass
 
-logger = logging.getLogger("engine")
+from laserbatch.pipeline.decoding.budget import Budget, known_batch_size
+from laserbatch.pipeline.decoding.memory.prefix_index import PrefixIndex
+from laserbatch.retrieval_pools.step_cost import StepCost
+
+logger = logging.getLogger("benchmarks")
 
 WARM_UP_TOKENS = 8
-SEED = 0
+PREFILL_TOKENS = 256  # of a step that computes prompts: their cost per token is read off there
 
 Repetitions = list[tuple[Pass, ...]]  # of each repetition the passes over its prompts' parts
 
@@ -63,13 +67,12 @@ def measure(
     passes: dict[tuple, Repetitions] = {one.key: [] for one in contestants}
     for one in contestants:
         one.runner.run(prompts[:num_warm_up], batch, WARM_UP_TOKENS)  # compiles and touches everything once
-    order = random.Random(SEED)
+    orders = turns(contestants)
     for repetition in range(amount.num_repetitions):
         written: dict[tuple, list[Pass]] = {key: [] for key in passes}
         for number, part in parts:
-            taking_part = [one for one in contestants if amount.includes(one, repetition, number)]
-            for one in order.sample(taking_part, len(taking_part)):
-                if one.key not in passes:
+            for one in next(orders):
+                if one.key not in passes or not amount.includes(one, repetition, number):
                     continue
                 try:
                     written[one.key].append(one.runner.run(part, batch, max_new_tokens))
@@ -110,3 +113,90 @@ def over_best(own: Repetitions, others: Mapping[int, Repetitions]) -> tuple[int,
 
 def _left(values: list[float], place: int | None) -> list[float]:
     return [value for number, value in enumerate(values) if number != place] or values
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What texts take by their counted steps, in the order of their prompts, float64[num_texts] each.
+
+    The seconds of a step are shared by its texts.
+    """
+
+    num_tokens: np.ndarray
+    seconds: np.ndarray
+
+    @property
+    def tokens_per_s(self) -> float:
+        return float(self.num_tokens.sum() / self.seconds.sum())
+
+    def over(self, other: "Counted") -> Interval:
+        """Tokens per second over another's on the texts that both wrote; the interval is one of texts."""
+        num_texts = min(len(self.seconds), len(other.seconds))
+        own, others = (
+            resampled_totals(one.num_tokens[:num_texts]) / resampled_totals(one.seconds[:num_texts])
+            for one in (self, other)
+        )
+        return Interval.of(own / others)
+
+
+def counted(
+    step_cost: StepCost, batch: int, passes: Sequence[Pass], prompts: Sequence[np.ndarray], budget: Budget | None
+) -> Counted:
+    """Put the steps of passes of the engine over consecutive prompts through the cost of steps.
+
+    Parameters
+    ----------
+    batch : texts side by side; a text begins when there is room for it, in the order of prompts.
+    budget : None where there is none; it says whether a drafter was asked.
+    """
+    drafts = budget is not None and budget.max_draft_tokens > 0
+    full = known_batch_size(step_cost, batch)
+    without, with_prompts = step_cost.seconds(full, np.array([full, full + PREFILL_TOKENS]))
+    per_prompt_token = float(with_prompts - without) / PREFILL_TOKENS
+    seconds, first = [], 0
+    for one in passes:
+        num_texts = len(one.texts)
+        taken = _computed_prompt_tokens(prompts[first : first + num_texts], batch) * per_prompt_token
+        for live, num_drafted in _steps(one.tree_sizes, batch):
+            taken[live] += _step_seconds(step_cost, len(live), num_drafted, drafts) / len(live)
+        seconds.append(taken)
+        first += num_texts
+    num_tokens = [count for one in passes for count in one.text_tokens]
+    return Counted(np.array(num_tokens, float), np.concatenate(seconds))
+
+
+def _computed_prompt_tokens(prompts: Sequence[np.ndarray], batch: int) -> np.ndarray:
+    """Tokens of each prompt without the beginning that one of the last `batch` had too, which is there: int[n]."""
+    computed, newest = [], PrefixIndex()
+    for number, prompt in enumerate(prompts):
+        computed.append(len(prompt) - newest.longest(prompt)[0])
+        newest.put(number, prompt, None)
+        if len(newest) > batch:
+            newest.pop_first()
+    return np.array(computed)
+
+
+def _steps(tree_sizes: Sequence[Sequence[int]], batch: int) -> Iterator[tuple[list[int], int]]:
+    """Each step's live texts, and the draft tokens of all of them."""
+    waiting = iter(range(len(tree_sizes)))
+    live: dict[int, int] = {}  # the steps that each text has taken
+    while True:
+        while len(live) < batch and (text := next(waiting, None)) is not None:
+            live[text] = 0
+        if not live:
+            return
+        yield list(live), sum(tree_sizes[text][step] for text, step in live.items())
+        live = {text: step + 1 for text, step in live.items() if step + 1 < len(tree_sizes[text])}
+
+
+def _step_seconds(step_cost: StepCost, num_live: int, num_drafted: int, drafts: bool) -> float:
+    """Between the cost's batch sizes linear, at the same draft tokens of a text."""
+    known = step_cost.batch_sizes
+    nearest = {max([size for size in known if size <= num_live] or known[:1])}
+    nearest |= {min([size for size in known if size >= num_live] or known[-1:])}
+    seconds = []
+    for size in sorted(nearest):
+        of_one = num_drafted / num_live
+        step_s = float(step_cost.seconds(size, np.array([size * (1 + of_one)]))[0])
+        seconds.append(step_s + (float(step_cost.draft_seconds(size, np.array(of_one))) if drafts else 0.0))
+    return float(np.interp(num_live, sorted(nearest), seconds))

@@ -3,8 +3,7 @@
 Groups are k-means clusters of the prompts' tf-idf vectors, fitted to the pool's prompts; a measured prompt belongs to
 the nearest centre, so nothing of its own text is used. Every pool is calibrated as a night's is, its budgets too: some
 of its texts are held back from a second pool and replayed against it; and pilots write other prompts than those
-measured, whose texts are in no pool. Texts are generated once and kept on disk, by
-model (`night_pools.py`). Measures nothing.
+measured, whose texts are in no pool. Measures nothing.
 """
 
 import logging
@@ -13,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from night_pools import own_texts
-from night_tasks import SEED, Task
+from common import SEED
 from scipy.sparse import csr_array
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfTransformer
 from sklearn.preprocessing import normalize
+from tasks import Task, build, own_texts
 from threadpoolctl import threadpool_limits
 
 from laserbatch.pipeline.decoding.budget import Budget
@@ -28,12 +27,11 @@ from laserbatch.pipeline.decoding.planning.pilot_texts import PilotTexts
 from laserbatch.retrieval_pools.calibration.budget_replay import with_budgets
 from laserbatch.retrieval_pools.calibration.calibrate import calibrate, num_held_back, spread_positions
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
-from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.routing.collaborative import cluster_embeddings, default_num_groups
 from laserbatch.retrieval_pools.settings import PoolSettings
 
-logger = logging.getLogger("engine")
+logger = logging.getLogger("benchmarks")
 
 NUM_COMPONENTS = 32
 DRAFT_OPTIONS = DraftOptions(use_previous=False)
@@ -45,30 +43,19 @@ KINDS = {  # pool settings, and how its texts are grouped
 }
 
 
-@dataclass(frozen=True)
-class Groups:
-    """Names of the groups of prompts, by the prompts' bytes."""
-
-    of_prompt: dict[bytes, str]
-
-    def __call__(self, prompt: np.ndarray) -> str:
-        return self.of_prompt[prompt.tobytes()]
+Groups = dict[bytes, str]  # names of the groups of prompts, by the prompts' bytes
 
 
 @dataclass(frozen=True)
 class GroupedPool:
     """A calibrated pool and the groups of all prompts.
 
-    Parameters
-    ----------
-    pool : of all texts; calibrated, if there are enough.
-    group_of : None: every text counts the same.
-    pilot_parts : prompts of a pilot; see `run_pilot`.
-    gains : what pilots saw, which no batch size changes; by system, budget and part.
+    `groups` None: every text counts the same. `pilot_parts` are prompts of a pilot (see `run_pilot`); `gains` is what
+    pilots saw, which no batch size changes, by system, budget and part.
     """
 
     pool: Pool
-    group_of: Groups | None
+    groups: Groups | None
     pilot_parts: list[Sequence[np.ndarray]]
     gains: dict[tuple[str, Budget, int], PilotTexts] = field(default_factory=dict)
 
@@ -92,12 +79,10 @@ def pools_of(engine: Engine, task: Task, cache: Path, folder: Path, kinds: Seque
     """Pools of the task's texts, of the kinds named."""
     texts = own_texts(engine, task, cache)
     groupings = {None: None, "like": like_groups(task), "random": random_groups(task)}
-    pools = {}
-    for kind in kinds:
-        changes, grouping = KINDS[kind]
-        group_of = groupings[grouping]
-        pools[kind] = _calibrated(engine, task, texts, group_of, changes, folder / kind)
-    return pools
+    return {
+        kind: _calibrated(task, texts, groupings[KINDS[kind][1]], PoolSettings(**KINDS[kind][0]), folder / kind)
+        for kind in kinds
+    }
 
 
 def like_groups(task: Task) -> Groups:
@@ -124,7 +109,7 @@ def random_groups(task: Task) -> Groups:
 
 
 def _named(prompts: Sequence[np.ndarray], labels: Sequence[int]) -> Groups:
-    return Groups({prompt.tobytes(): f"g{label}" for prompt, label in zip(prompts, labels, strict=True)})
+    return {prompt.tobytes(): f"g{label}" for prompt, label in zip(prompts, labels, strict=True)}
 
 
 def _bags(prompts: Sequence[np.ndarray]) -> csr_array:
@@ -136,34 +121,27 @@ def _bags(prompts: Sequence[np.ndarray]) -> csr_array:
 
 
 def _calibrated(
-    engine: Engine, task: Task, texts: list[np.ndarray], group_of: Groups | None, changes: dict, folder: Path
+    task: Task, texts: list[np.ndarray], groups: Groups | None, settings: PoolSettings, folder: Path
 ) -> GroupedPool:
     """The pool of all texts, believing what replays say of one without some of them."""
     documents = [
-        ReplayText(prompt, text, None, group_of and group_of(prompt))
+        ReplayText(prompt, text, None, groups and groups[prompt.tobytes()])
         for prompt, text in zip(task.pool_prompts, texts, strict=True)
     ]
-    settings = PoolSettings(**changes)
-    pool = _built(engine, task, documents, settings, folder / "pool")
+    pool = _built(task, documents, settings, folder / "pool")
     num_wanted = num_held_back(len(documents), settings.calibration_texts)
     parts = pilot_parts(task.pilot_prompts)
     if num_wanted < 2:
-        return GroupedPool(pool, group_of, parts)
+        return GroupedPool(pool, groups, parts)
     held_back = set(spread_positions(len(documents), num_wanted).tolist())
     rest = [document for number, document in enumerate(documents) if number not in held_back]
-    without = _built(engine, task, rest, settings, folder / "without")
+    without = _built(task, rest, settings, folder / "without")
     replayed = [documents[number] for number in sorted(held_back)]
     calibration = calibrate(without, replayed, DRAFT_OPTIONS)
     calibration = with_budgets(calibration, without, replayed, DRAFT_OPTIONS)
-    return GroupedPool(pool.with_calibration(calibration), group_of, parts)
+    return GroupedPool(pool.with_calibration(calibration), groups, parts)
 
 
-def _built(engine: Engine, task: Task, documents: list[ReplayText], settings: PoolSettings, folder: Path) -> Pool:
-    return build_pool(
-        (PoolText(document.text_ids, document.group or "all") for document in documents),
-        folder,
-        side=task.side,
-        tokenizer_hash=engine.model_id,  # stands for its tokenizer: these pools live as long as the process
-        model_id=engine.model_id,
-        settings=settings,
-    )
+def _built(task: Task, documents: list[ReplayText], settings: PoolSettings, folder: Path) -> Pool:
+    groups = [document.group or "all" for document in documents]
+    return build([document.text_ids for document in documents], folder, task.side, groups, settings)

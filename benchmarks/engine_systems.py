@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from engine_pools import GroupedPool
-from engine_roofline import DeviceRates, WatchedSystem
-from night_systems import EngineSystem, TransformersGenerate
+from roofline import DeviceRates, WatchedSystem
+from systems import EngineSystem, TransformersGenerate, Vllm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from laserbatch.jobs.budgets import describe_budget
@@ -29,7 +30,7 @@ from laserbatch.pipeline.decoding.verifiers import verifier_from
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.step_cost import StepCost
 
-logger = logging.getLogger("engine")
+logger = logging.getLogger("benchmarks")
 
 PEER, LOOKUP, ASSISTED, PLAIN = (
     "transformers-generate",
@@ -45,8 +46,7 @@ LOOKUP_TOKENS = 10
 STEP_BATCHES = (1, 4, 16, 64)  # whose steps are timed beside those of the batch size itself
 
 
-@dataclass(frozen=True)
-class Speculation:
+class Speculation(NamedTuple):
     """One way to draft and verify: a kind of `engine_pools`, None for the own prompt and output alone."""
 
     pool: str | None
@@ -76,7 +76,7 @@ class Contestant:
 
     system: str
     budget: str | int | None
-    runner: TransformersGenerate | EngineSystem | WatchedSystem
+    runner: TransformersGenerate | Vllm | EngineSystem | WatchedSystem
     settled: Budget | None = None
 
     @property
@@ -95,13 +95,7 @@ class Contestant:
 
 
 class Engines:
-    """One loaded model behind engines of several batch sizes, one at a time: the KV cache of the last is let go.
-
-    Parameters
-    ----------
-    dtype : "float32" or "bfloat16".
-    device : "cpu" or "cuda".
-    """
+    """One loaded model behind engines of several batch sizes, one at a time: the KV cache of the last is let go."""
 
     def __init__(self, model_dir: Path, dtype: str, device: str) -> None:
         self._loaded: LoadedModel = load_model(model_dir, dtype, device)
@@ -141,12 +135,7 @@ class Engines:
 
 
 class Peers:
-    """The systems of transformers, over weights of their own.
-
-    Attributes
-    ----------
-    left_out : names of systems that cannot be measured, with the reason.
-    """
+    """The systems of transformers, over weights of their own; `left_out` says which cannot be measured, and why."""
 
     def __init__(self, model_dir: Path, dtype: str, device: str, assistant: Path | None) -> None:
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).to(device).eval()
@@ -167,6 +156,18 @@ class Peers:
         yield Contestant(PEER, None, self._generate)
         if batch == 1:
             yield from (Contestant(name, None, runner) for name, runner in self._one_by_one.items())
+
+
+class VllmPeer:
+    """vLLM in the place of `Peers`; one batch size a run, since it is loaded for that one."""
+
+    def __init__(self, model_dir: Path, dtype: str, system: str, batch: int, max_tokens: int) -> None:
+        self.left_out: dict[str, str] = {}
+        self._contestant = Contestant(system, None, Vllm(model_dir, dtype, system, batch, max_tokens))
+
+    def at_batch(self, batch: int) -> Iterator[Contestant]:
+        """The one system."""
+        yield self._contestant
 
 
 def adaptive_budget(
@@ -199,19 +200,19 @@ def speculating(
     speculation = SPECULATIONS[system]
     grouped = pools.get(speculation.pool)
     pool, sources = (None, OWN_TEXT) if grouped is None else (grouped.pool, WITH_POOL)
-    runner = _drafting(engine, pool, sources, grouped and grouped.group_of, settled, speculation.verifier)
+    runner = _drafting(engine, pool, sources, grouped and grouped.groups, settled, speculation.verifier)
     return Contestant(system, budget, runner, settled)
 
 
 def _drafting(
-    engine: Engine, pool: Pool | None, sources: tuple[str, ...], group_of, budget: Budget, verifier_name: str
+    engine: Engine, pool: Pool | None, sources: tuple[str, ...], groups, budget: Budget, verifier_name: str
 ) -> EngineSystem:
     drafter = NoDrafter()
     if budget.max_draft_tokens:
         limits = budget.max_draft_tokens, budget.min_acceptance
         drafter = RetrievalDrafter(pool, sources, *limits, engine.num_draft_threads)
     verifier = verifier_from(engine.settings.model_copy(update={"verifier": verifier_name}))
-    return EngineSystem(engine, drafter, verifier, budget, group_of)
+    return EngineSystem(engine, drafter, verifier, budget, groups)
 
 
 def _gain(
@@ -222,7 +223,7 @@ def _gain(
     if key not in grouped.gains:
         counts = StepCounts()
         verifier = SPECULATIONS[system].verifier
-        night = _drafting(engine, grouped.pool, WITH_POOL, grouped.group_of, budget, verifier)
+        night = _drafting(engine, grouped.pool, WITH_POOL, grouped.groups, budget, verifier)
         night.timed(grouped.pilot_parts[part], max_new_tokens, counts)
         grouped.gains[key] = counts.texts()
     return grouped.gains[key]

@@ -26,14 +26,12 @@ from unittest import mock
 
 import numpy as np
 import torch
-import transformers
-from command import add_data, add_model, benchmark_parser, finish, scale_of
-from common import Figure, Spread
-from drafting_corpora import Corpus, CorpusSize, goodreads_corpus, reki_corpus
-from night_pools import build
+from common import Figure, Spread, begin, benchmark_parser, finish, scale_of
+from corpora import Corpus, CorpusSize, goodreads_corpus, reki_corpus
 from step_profile import engine_of, profile
 from step_spans import HOST_PARTS
-from widen_weights import GEOMETRIES, Geometry
+from tasks import build
+from widen import GEOMETRIES, Geometry
 
 from laserbatch.pipeline.decoding import acceptance
 from laserbatch.pipeline.decoding.attention.step_buffers import PackedStep
@@ -332,14 +330,7 @@ def _measured(row: dict) -> str:
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = benchmark_parser(
-        __doc__,
-        quick="fewer sizes and turns: under 5 minutes on 2 cores",
-        smoke="a handful of steps: does it run at all",
-        writes="rows",
-    )
-    add_data(parser, holds="reki/ and goodreads/")
-    add_model(parser, "model folder, for its tokens")
+    parser = benchmark_parser(__doc__, "data", "model")
     parser.add_argument("--draft-threads", type=int, default=2, help="threads that draft side by side")
     return parser.parse_args(words)
 
@@ -347,8 +338,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure, print, and write the JSON."""
     arguments = parse_arguments()
-    torch.set_num_threads(1)
-    transformers.utils.logging.disable_progress_bar()
+    begin(num_threads=1)
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     loaded = load_model(arguments.model, "float32", "cpu")
     corpora = {
@@ -356,7 +346,7 @@ def main() -> None:
         SHORT: goodreads_corpus(loaded.tokenizer, arguments.data, CorpusSize(1024, 0, scale.num_pool_texts)),
     }
     with tempfile.TemporaryDirectory() as folder:
-        pools = {task: build(corpus.pool, Path(folder) / task, loaded, corpus.side) for task, corpus in corpora.items()}
+        pools = {task: build(corpus.pool, Path(folder) / task, corpus.side) for task, corpus in corpora.items()}
         rows = measure(loaded, corpora[LONG], pools[LONG], scale, arguments.draft_threads)
         streams = measure_streams(loaded, corpora, pools, scale, arguments.draft_threads)
     rates = {"gpu": GPU, "bytes_per_s": BYTES_PER_S, "flops_per_s": FLOPS_PER_S}

@@ -3,12 +3,12 @@
     python benchmarks/night.py --quick --json night.json
 
 All systems live in this process, hold the same float32 weights, use the same threads and answer the same held-out
-prompts in turn; what is compared is the ratio within one repetition. Figures are reported, not judged: the exit code
-is 0 whether they are met or not. Owns the measuring loop and the printing; tasks, systems and pools are beside it.
+prompts in turn; what is compared is the ratio within one repetition. Beside it stands what a pool of 15,000
+descriptions costs to build and to draft from. Figures are reported, not judged: the exit code is 0 whether they are met
+or not.
 """
 
 import argparse
-import itertools
 import logging
 import tempfile
 import time
@@ -16,20 +16,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import transformers
-from big_pool import measure_big_pool
-from command import add_data, add_engine, add_models, benchmark_parser, existing, finish, scale_of, show_progress
-from common import DEFAULT_MODEL, SAMPLE_MODEL, Figure, Spread
-from night_pools import build, own_texts
-from night_systems import MAX_DRAFT_TOKENS, EngineSystem, Pass, TransformersGenerate, load_engine
-from night_tasks import Task, TaskSize, goodreads_items_task, reki_task, sample_tasks
+import numpy as np
+import pyarrow.parquet as pq
+from common import (
+    DEFAULT_MODEL,
+    SAMPLE_MODEL,
+    Figure,
+    Spread,
+    begin,
+    benchmark_parser,
+    existing,
+    finish,
+    scale_of,
+    turns,
+)
+from systems import MAX_DRAFT_TOKENS, MIN_ACCEPTANCE, EngineSystem, Pass, TransformersGenerate, load_engine
+from tasks import GOODREADS_PROMPT, Task, TaskSize, build, chat_ids, own_texts, tasks_of
 
-logger = logging.getLogger("night")
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, replay
+from laserbatch.retrieval_pools.index.pool import Pool
+
+logger = logging.getLogger("benchmarks")
 
 BATCHES = (1, 16)
 LEAST_TOKENS_PER_STEP = {"reki": 7.0, "goodreads-items": 4.0}
 LEAST_SPEEDUP_AT_BATCH_1 = {"reki": 3.0, "goodreads-items": 2.0}
+MOST_REPLAY_ERROR = 2.0  # percent
+NUM_BIG_POOL, NUM_BIG_HELD_OUT = 15_000, 150
+BIG_MIN_PROBABILITY = 1e-3  # low enough for full trees; a run cuts earlier and drafts faster
 
 
 @dataclass(frozen=True)
@@ -51,35 +66,22 @@ QUICK = Scale({1: 4, 16: 16}, {1: 4, 16: 32}, num_long_pool=100, num_short_pool=
 SMOKE = Scale({1: 1, 16: 2}, {1: 2, 16: 4}, num_long_pool=4, num_short_pool=20, num_repetitions=1, min_seconds=0)
 
 
-def tasks_of(model_dir: Path, data: Path, tokenizer, scale: Scale) -> list[Task]:
-    """The tasks that a model was trained for: the sample model's own, or those of the public data."""
-    num_long, num_short = max(scale.long_prompts.values()), max(scale.short_prompts.values())
-    if model_dir.resolve() == SAMPLE_MODEL:
-        return sample_tasks(tokenizer, TaskSize(num_short, scale.num_long_pool))
-    return [
-        reki_task(tokenizer, data, TaskSize(num_long, scale.num_long_pool)),
-        goodreads_items_task(tokenizer, data, TaskSize(num_short, scale.num_short_pool)),
-    ]
-
-
-def measure(systems: dict[str, object], task: Task, batch: int, num_prompts: int, scale: Scale) -> list[dict]:
-    """Rows of one task at one batch size: every system over the same prompts, in rotation."""
+def measure(systems: dict[str, object], task: Task, batch: int, num_prompts: int, scale: Scale) -> dict[str, list]:
+    """Passes of every system over the same prompts, in turns."""
     prompts = task.held_out[:num_prompts]
     passes: dict[str, list[Pass]] = {name: [] for name in systems}
     for system in systems.values():
         system.run(prompts[:1], batch, 16)  # compiles and touches everything once
-    names = list(systems)
     start_s = time.perf_counter()
-    for repetition in itertools.count():
+    for repetition, order in enumerate(turns(list(systems))):
         if repetition >= scale.num_repetitions and time.perf_counter() - start_s >= scale.min_seconds:
-            break
-        shift = repetition % len(names)
-        for name in names[shift:] + names[:shift]:
+            return passes
+        for name in order:
             passes[name].append(systems[name].run(prompts, batch, task.max_new_tokens))
-    return [_row(name, task.name, batch, passes) for name in names]
 
 
-def _row(system: str, task: str, batch: int, passes: dict[str, list[Pass]]) -> dict:
+def row_of(system: str, task: str, batch: int, passes: dict[str, list[Pass]]) -> dict:
+    """What the passes of one system say, beside the others'."""
     own = passes[system]
     speed = Spread.of([one.tokens_per_s for one in own])
     plain_texts = passes["plain"][0].texts
@@ -105,6 +107,13 @@ def _ratios(passes: list[Pass], peers: list[Pass]) -> Spread:
     return Spread.of([one.tokens_per_s / peer.tokens_per_s for one, peer in zip(passes, peers, strict=True)])
 
 
+def replayed_accepted(pool: Pool, task: Task, plain: Pass) -> float:
+    """Accepted tokens of a step that a replay of plain texts on the pool predicts: what `pools simulate` counts by."""
+    prompts = task.held_out[: len(plain.texts)]
+    texts = [ReplayText(p, np.array(text, np.int32)) for p, text in zip(prompts, plain.texts, strict=True)]
+    return replay(pool, texts, DraftOptions(MAX_DRAFT_TOKENS, MIN_ACCEPTANCE, use_previous=False)).mean_accepted
+
+
 def figures_of(rows: list[dict]) -> list[Figure]:
     """What the rows say about the figures that were asked for."""
     figures = []
@@ -113,6 +122,10 @@ def figures_of(rows: list[dict]) -> list[Figure]:
         if row["system"] == "plain" and row["batch"] == 16:
             ratio = row["ratio_to_transformers"].median
             figures.append(Figure.at_least(f"{where}: plain over transformers-generate, tokens per second", ratio, 1.0))
+        if row.get("replayed_accepted"):
+            error = 100 * abs(row["replayed_accepted"] / row["accepted_per_step"] - 1)
+            name = f"{where}: greedy, accepted tokens that replays of plain texts predict, error in percent"
+            figures.append(Figure.at_most(name, error, MOST_REPLAY_ERROR))
         if row["system"] != "relaxed":
             continue
         if row["batch"] == 16 and (wanted := LEAST_TOKENS_PER_STEP.get(row["task"])):
@@ -127,13 +140,14 @@ def measure_model(model_dir: Path, data: Path, cache: Path, scale: Scale, num_th
     """All rows of one model."""
     engines = {batch: load_engine(model_dir, batch, num_threads) for batch in BATCHES}
     peer = TransformersGenerate.load(model_dir)
+    long = TaskSize(max(scale.long_prompts.values()), scale.num_long_pool)
+    short = TaskSize(max(scale.short_prompts.values()), scale.num_short_pool)
     rows = []
-    for task in tasks_of(model_dir, data, engines[16].tokenizer, scale):
+    for task in tasks_of(model_dir, data, engines[16].tokenizer, long, short):
         with tempfile.TemporaryDirectory() as folder:
-            pool = build(own_texts(engines[16], task, cache), Path(folder) / "pool", engines[16], task.side)
+            pool = build(own_texts(engines[16], task, cache), Path(folder) / "pool", task.side)
             num_prompts = scale.long_prompts if task.is_long else scale.short_prompts
-            for batch in BATCHES:
-                engine = engines[batch]
+            for batch, engine in engines.items():
                 systems = {
                     "transformers-generate": peer,
                     "plain": EngineSystem.of_pool(engine, None, "greedy"),
@@ -141,10 +155,53 @@ def measure_model(model_dir: Path, data: Path, cache: Path, scale: Scale, num_th
                     "relaxed": EngineSystem.of_pool(engine, pool, "relaxed"),
                 }
                 logger.info("%s: batch %d", task.name, batch)
-                rows += [
-                    {"model": model_dir.name, **row} for row in measure(systems, task, batch, num_prompts[batch], scale)
-                ]
+                passes = measure(systems, task, batch, num_prompts[batch], scale)
+                found = [{"model": model_dir.name, **row_of(name, task.name, batch, passes)} for name in systems]
+                if batch == max(BATCHES):
+                    greedy = passes["greedy"][0]
+                    found[2]["accepted_per_step"] = greedy.num_accepted / greedy.num_steps
+                    found[2]["replayed_accepted"] = replayed_accepted(pool, task, passes["plain"][0])
+                rows += found
     return rows
+
+
+def measure_big_pool(engine: Engine, data: Path) -> tuple[dict, list[Figure]]:
+    """Build time of a pool of 15,000 descriptions, and draft times along descriptions left out of it.
+
+    Texts are those published with goodreads, in the tokens of the engine's model. Compilation is done before.
+    """
+    knowledge = pq.read_table(data / "goodreads" / "item_knowledge.parquet").to_pylist()
+    knowledge = knowledge[: NUM_BIG_POOL + NUM_BIG_HELD_OUT]
+    titles = pq.read_table(data / "goodreads" / "items.parquet").to_pydict()
+    titles = dict(zip(titles["item_id"], titles["title"], strict=True))
+    tokenizer = engine.tokenizer
+    texts = [np.asarray(tokenizer(row["text"], add_special_tokens=False).input_ids, np.int32) for row in knowledge]
+    held_out = [
+        ReplayText(chat_ids(tokenizer, GOODREADS_PROMPT.format(title=titles[row["item_id"]])), text)
+        for row, text in zip(knowledge[NUM_BIG_POOL:], texts[NUM_BIG_POOL:], strict=True)
+    ]
+    options = DraftOptions(max_nodes=MAX_DRAFT_TOKENS, min_probability=BIG_MIN_PROBABILITY)
+    with tempfile.TemporaryDirectory() as folder:
+        replay(build(texts[:50], Path(folder) / "warm-up", "item"), held_out[:1], options)
+        start_s = time.perf_counter()
+        pool = build(texts[:NUM_BIG_POOL], Path(folder) / "pool", "item")
+        build_s = time.perf_counter() - start_s
+        replayed = replay(pool, held_out, options)
+    draft_us = Spread.of(replayed.draft_us)
+    measured = {
+        "num_texts": NUM_BIG_POOL,
+        "num_tokens": sum(map(len, texts[:NUM_BIG_POOL])),
+        "build_s": build_s,
+        "max_draft_tokens": MAX_DRAFT_TOKENS,
+        "num_drafts": replayed.num_steps,
+        "draft_us": draft_us,
+        "mean_num_drafted": float(np.mean(replayed.num_drafted)),
+        "mean_num_accepted": replayed.mean_accepted,
+    }
+    return measured, [
+        Figure.under(f"pool of {NUM_BIG_POOL:,} descriptions, build, seconds", build_s, 5.0),
+        Figure.under(f"draft of {MAX_DRAFT_TOKENS} tokens from it, median, microseconds", draft_us.median, 60.0),
+    ]
 
 
 def describe_rows(rows: list[dict]) -> str:
@@ -160,30 +217,22 @@ def describe_rows(rows: list[dict]) -> str:
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = benchmark_parser(
-        __doc__,
-        quick="fewer prompts and repetitions: under 5 minutes on 2 cores",
-        smoke="a handful of prompts: does it run at all",
-        writes="rows and figures",
-    )
-    add_models(parser, [DEFAULT_MODEL, SAMPLE_MODEL])
-    add_data(parser)
-    add_engine(parser)
+    parser = benchmark_parser(__doc__, "data", "threads", "cache")
+    default = [DEFAULT_MODEL, SAMPLE_MODEL]
+    parser.add_argument("--model", type=Path, nargs="+", default=default, help="model folders")
     return parser.parse_args(words)
 
 
 def main() -> None:
     """Measure, print, and write the JSON."""
     arguments = parse_arguments()
-    show_progress("night")
-    torch.set_num_threads(arguments.threads)
-    transformers.utils.logging.disable_progress_bar()
+    begin(arguments.threads)
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     rows, big_pool = [], None
     for model_dir in existing(arguments.model):
         rows += measure_model(model_dir, arguments.data, arguments.cache, scale, arguments.threads)
     figures = figures_of(rows)
-    if (arguments.data / "goodreads").is_dir() and arguments.model[0].is_dir():
+    if (arguments.data / "goodreads").is_dir() and arguments.model[0].is_dir() and arguments.size != "smoke":
         big_pool, pool_figures = measure_big_pool(load_engine(arguments.model[0], 1, arguments.threads), arguments.data)
         figures += pool_figures
     finish(arguments.json, figures, [describe_rows(rows)], {"rows": rows, "big_pool": big_pool})

@@ -19,11 +19,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from command import benchmark_parser, finish, scale_of, show_progress
-from common import REPOSITORY, Figure
+from common import REPOSITORY, Figure, benchmark_parser, finish, scale_of, show_progress
 from pool_scale_texts import TextFile, grammar_lines, recombined
 
-logger = logging.getLogger("pool_scale")
+logger = logging.getLogger("benchmarks")
 
 NUM_TEXTS = (1_000, 10_000, 100_000, 1_000_000)
 QUICK_NUM_TEXTS = NUM_TEXTS[:3]
@@ -219,12 +218,7 @@ def describe_row(row: dict) -> str:
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = benchmark_parser(
-        __doc__,
-        quick="up to 100,000 texts: under 5 minutes on 2 cores",
-        smoke="a thousand texts: does it run at all",
-        writes="rows and figures",
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--num-texts", type=int, nargs="+", help="these sizes instead")
     parser.add_argument("--memory-mb", type=int, help="limit of the bounded builds; without it an eighth of the need")
     return parser.parse_args(words)
@@ -233,7 +227,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure, print, and write the JSON."""
     arguments = parse_arguments()
-    show_progress("pool_scale")
+    show_progress()
     lines = grammar_lines(NUM_GRAMMAR_USERS)
     rows = []
     for num_texts in arguments.num_texts or scale_of(arguments, NUM_TEXTS, QUICK_NUM_TEXTS, SMOKE_NUM_TEXTS):

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from command import add_data, add_model, benchmark_parser, scale_of
-from common import REPOSITORY, write_json
+from common import REPOSITORY, benchmark_parser, scale_of, write_json
 from real_tables import NIGHT_1, NIGHT_2, date_after_share, keep_part, write_goodreads
 
 SETTINGS = Path(__file__).resolve().parent / "settings"
@@ -163,14 +162,7 @@ def _spread(row: dict, name: str) -> str:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = benchmark_parser(
-        __doc__,
-        quick="fewer entities: under 5 minutes on 2 cores",
-        smoke="a handful of entities: does it run at all",
-        writes="the record of every night",
-    )
-    add_model(parser, "model folder (bench-target)")
-    add_data(parser, "ml-100k/ and goodreads/")
+    parser = benchmark_parser(__doc__, "model", "data")
     parser.add_argument("--work", type=Path, help="keep tables and workspaces here; default: a temporary folder")
     return parser.parse_args()
 

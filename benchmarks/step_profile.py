@@ -20,15 +20,22 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
-from command import add_device, add_models, benchmark_parser, existing, finish, scale_of
-from common import DEFAULT_MODEL, REPOSITORY, SAMPLE_MODEL, Figure, Spread
-from engine_roofline import DeviceRates, Roofline, measure_device
-from night_pools import build
-from night_tasks import TaskSize, sample_tasks
+from common import (
+    DEFAULT_MODEL,
+    REPOSITORY,
+    SAMPLE_MODEL,
+    Figure,
+    Spread,
+    begin,
+    benchmark_parser,
+    existing,
+    finish,
+    scale_of,
+)
+from roofline import DeviceRates, Roofline, measure_device
 from step_spans import HOST_PARTS, PARTS, Spans, watched
-from widen import widened
-from widen_weights import GEOMETRIES
+from tasks import TaskSize, build, sample_tasks
+from widen import GEOMETRIES, widened
 
 from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, drafter_from
 from laserbatch.pipeline.decoding.engine import Engine, GenerationRequest
@@ -155,7 +162,7 @@ def measure_model(loaded: LoadedModel, name: str, rates: DeviceRates, scale: Sca
     texts = [result.token_ids for result in writer.generate(requests, NoDrafter(), Greedy())]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        pool = build(texts, Path(folder) / "pool", writer, "user")
+        pool = build(texts, Path(folder) / "pool", "user")
         del writer
         for batch in scale.batches:
             for kind, num_nodes in (("plain", 0), (f"trees of {TREE_NODES}", TREE_NODES)):
@@ -224,14 +231,8 @@ def describe_row(row: dict) -> str:
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = benchmark_parser(
-        __doc__,
-        quick="fewer steps: under 5 minutes on 2 cores",
-        smoke="a handful of steps: does it run at all",
-        writes="rows",
-    )
-    add_models(parser, [SAMPLE_MODEL, DEFAULT_MODEL])
-    add_device(parser)
+    parser = benchmark_parser(__doc__, "device", "dtype", "threads")
+    parser.add_argument("--model", type=Path, nargs="+", default=[SAMPLE_MODEL, DEFAULT_MODEL], help="model folders")
     parser.add_argument("--geometry", choices=GEOMETRIES, help="widen the models to this first (widen.py)")
     parser.add_argument("--batches", type=int, nargs="+", help="batch sizes, instead of the scale's own")
     return parser.parse_args(words)
@@ -240,8 +241,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure, print, and write the JSON."""
     arguments = parse_arguments()
-    torch.set_num_threads(arguments.threads)
-    transformers.utils.logging.disable_progress_bar()
+    begin(arguments.threads)
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     if arguments.batches:
         scale = replace(scale, batches=tuple(arguments.batches))

@@ -1,25 +1,34 @@
 """A small trained model in the geometry of a large one, computing the same function: decoding at its true cost.
 
-    python benchmarks/widen.py MODEL OUT --geometry 8b-gqa --dtype bfloat16
-    python benchmarks/widen.py MODEL OUT --geometry 8b-gqa --show
-
 Drafts are accepted as often as with the small model, and a forward reads and multiplies as much as the large one does;
 most of the numbers are zeros, which costs a processor the same time but less power. Logits are equal but for rounding
-(of the scaled weights too, in bfloat16, unless their scale is a power of two). Owns the command, the reading and the
-writing in shards, one of which is in memory at a time. Where weights go is in `widen_weights.py`.
+(of the scaled weights too, in bfloat16, unless their scale is a power of two). Weights are written in shards, one of
+which is in memory at a time.
+
+Every tensor of the larger model is zero but for the small one's values at chosen rows and columns. Hidden channels,
+heads and the MLP's units are padded at the end; layers that are added have zero projections into the stream. What
+normalisation and attention divide by grows with the padding, so weights that meet it are scaled:
+
+- RMSNorm: the mean of squares shrinks by d/D, so its weights by sqrt(d/D), and epsilon by d/D.
+- Attention divides by the root of the head's size, so queries grow by sqrt(size'/size). Channel i of a head goes to
+  i * size'/size, where the larger head turns at the same frequency (theta^(-2i/size)), its partner likewise.
+- A group of query heads that shares a key head is filled from its start; where target groups are smaller than the
+  source's, the key and value heads are repeated.
+- Tokens that are added get the embeddings of known ones, and logits that never win: the stream carries 2^-20 in a
+  channel of its own, which only the last normalisation lets through. Its square is far below the rounding of the sum.
 """
 
-import argparse
 import json
+import math
 import shutil
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from widen_weights import GEOMETRIES, Geometry, Widening
 
 from laserbatch.pipeline.decoding.model.load import find_weights
 from laserbatch.pipeline.errors import ModelError
@@ -31,6 +40,185 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
+NEVER_INPUT, NEVER_GAIN, NEVER_OUTPUT = 2.0**-20, 2.0**30, -(2.0**10)  # a logit of -2^20 over the stream's magnitude
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a decoder of the Llama kind. `vocab_size` None keeps the source's; embeddings are not tied."""
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int | None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a key head."""
+        return self.num_heads // self.num_kv_heads
+
+
+GEOMETRIES = {
+    one.name: one
+    for one in (
+        Geometry("1b", 2048, 8192, 16, 16, 4, 128, 128_256),  # Llama-3.2-1B with heads of 128, untied
+        Geometry("7b-mha", 4096, 11_008, 32, 32, 32, 128, 32_000),  # Vicuna-7B, Llama-2-7B
+        Geometry("8b-gqa", 4096, 14_336, 32, 32, 8, 128, 128_256),  # Llama-3-8B
+        Geometry("tiny", 320, 832, 7, 8, 8, 128, 8_320),  # for tests
+    )
+}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One axis of the larger tensor: its `size`, and which of its places (`targets`) hold which of the source's values.
+
+    `sources`, `targets` : int64[n].
+    """
+
+    size: int
+    sources: np.ndarray
+    targets: np.ndarray
+
+    @classmethod
+    def padded(cls, num_sources: int, size: int) -> "Placement":
+        """The source's values first, then nothing."""
+        return cls(size, np.arange(num_sources), np.arange(num_sources))
+
+
+class Widening:
+    """A source's place in a larger geometry.
+
+    Raises
+    ------
+    ValueError : it does not fit; the message names the size.
+    """
+
+    def __init__(self, source: Geometry, target: Geometry) -> None:
+        target = replace(target, vocab_size=target.vocab_size or source.vocab_size)
+        self.source, self.target = source, target
+        for name in ("hidden_size", "intermediate_size", "num_layers", "vocab_size", "head_size"):
+            small, large = getattr(source, name), getattr(target, name)
+            if large < small:
+                raise ValueError(f"geometry {target.name} has {name} {large}, the model {small}; choose a larger one")
+        if target.head_size % source.head_size:
+            raise ValueError(
+                f"geometry {target.name} has heads of {target.head_size}, no multiple of the model's "
+                f"{source.head_size}: their rotary frequencies would differ"
+            )
+        self.has_added_tokens = target.vocab_size > source.vocab_size
+        if self.has_added_tokens and target.hidden_size == source.hidden_size:
+            raise ValueError(
+                f"geometry {target.name} adds tokens and no hidden channel to keep them from being written; "
+                "give it a larger hidden_size"
+            )
+        self.hidden = Placement.padded(source.hidden_size, target.hidden_size)
+        self.units = Placement.padded(source.intermediate_size, target.intermediate_size)
+        self.queries, self.keys = self._place_heads()
+        self.norm_scale = math.sqrt(source.hidden_size / target.hidden_size)
+        self.query_scale = math.sqrt(target.head_size / source.head_size)
+
+    def _place_heads(self) -> tuple[Placement, Placement]:
+        """Rows of the query projection and of the key and value projections."""
+        source, target = self.source, self.target
+        query_heads, key_heads = [], []  # pairs (source head, target head)
+        for kv_head in range(source.num_kv_heads):
+            for start in range(0, source.group_size, target.group_size):
+                place = len(key_heads)
+                key_heads.append((kv_head, place))
+                for offset in range(min(target.group_size, source.group_size - start)):
+                    query_heads.append(
+                        (kv_head * source.group_size + start + offset, place * target.group_size + offset)
+                    )
+        if len(key_heads) > target.num_kv_heads:
+            raise ValueError(
+                f"geometry {target.name} has {target.num_kv_heads} key heads for {target.group_size} query heads each; "
+                f"the model needs {len(key_heads)} of them"
+            )
+        return self._rows(query_heads, target.num_heads), self._rows(key_heads, target.num_kv_heads)
+
+    def _rows(self, heads: list[tuple[int, int]], num_heads: int) -> Placement:
+        small, large = self.source.head_size, self.target.head_size
+        channels = np.arange(small)
+        of_source, of_target = np.array(heads).T
+        sources = of_source[:, None] * small + channels
+        targets = of_target[:, None] * large + channels * (large // small)
+        return Placement(num_heads * large, sources.ravel(), targets.ravel())
+
+    def tensors(self, weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and float32 tensors of the larger model, one at a time.
+
+        Parameters
+        ----------
+        weights : the source's, by their names in transformers; its output embeddings may be tied.
+        """
+        embeddings = weights["model.embed_tokens.weight"]
+        yield "model.embed_tokens.weight", self._input_embeddings(embeddings)
+        for layer in range(self.target.num_layers):
+            yield from self._layer(weights, layer)
+        yield "model.norm.weight", self._last_norm(weights["model.norm.weight"])
+        yield "lm_head.weight", self._output_embeddings(weights.get("lm_head.weight", embeddings))
+
+    def _layer(self, weights: dict[str, torch.Tensor], layer: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """An added layer has the tensors of the source's first one, all zero."""
+        is_added = layer >= self.source.num_layers
+        start = f"model.layers.{0 if is_added else layer}."
+        for name in sorted(name for name in weights if name.startswith(start)):
+            part = name.removeprefix(start)
+            rows, columns, scale = self._axes(part)
+            tensor = torch.zeros([axis.size for axis in (rows, columns) if axis is not None])
+            if not is_added:
+                _fill(tensor, weights[name].float() * scale, rows, columns)
+            yield f"model.layers.{layer}.{part}", tensor
+
+    def _axes(self, part: str) -> tuple[Placement, Placement | None, float]:
+        """Rows, columns (None of a vector) and scale of one of a layer's tensors."""
+        hidden, units, queries, keys = self.hidden, self.units, self.queries, self.keys
+        module, kind = part.rsplit(".", 1)
+        rows, columns, scale = {
+            "input_layernorm": (hidden, None, self.norm_scale),
+            "post_attention_layernorm": (hidden, None, self.norm_scale),
+            "self_attn.q_proj": (queries, hidden, self.query_scale),
+            "self_attn.k_proj": (keys, hidden, 1.0),
+            "self_attn.v_proj": (keys, hidden, 1.0),
+            "self_attn.o_proj": (hidden, queries, 1.0),
+            "mlp.gate_proj": (units, hidden, 1.0),
+            "mlp.up_proj": (units, hidden, 1.0),
+            "mlp.down_proj": (hidden, units, 1.0),
+        }[module]
+        return rows, None if kind == "bias" else columns, scale
+
+    def _input_embeddings(self, embeddings: torch.Tensor) -> torch.Tensor:
+        tensor = torch.zeros(self.target.vocab_size, self.target.hidden_size)
+        known = torch.arange(self.target.vocab_size) % len(embeddings)
+        tensor[:, : embeddings.shape[1]] = embeddings[known].float()
+        if self.has_added_tokens:
+            tensor[:, self.source.hidden_size] = NEVER_INPUT
+        return tensor
+
+    def _last_norm(self, weight: torch.Tensor) -> torch.Tensor:
+        tensor = torch.zeros(self.target.hidden_size)
+        _fill(tensor, weight.float() * self.norm_scale, self.hidden, None)
+        if self.has_added_tokens:
+            tensor[self.source.hidden_size] = NEVER_GAIN * self.norm_scale
+        return tensor
+
+    def _output_embeddings(self, embeddings: torch.Tensor) -> torch.Tensor:
+        tensor = torch.zeros(self.target.vocab_size, self.target.hidden_size)
+        tensor[: len(embeddings), : embeddings.shape[1]] = embeddings.float()
+        tensor[len(embeddings) :, self.source.hidden_size :][:, :1] = NEVER_OUTPUT
+        return tensor
+
+
+def _fill(tensor: torch.Tensor, values: torch.Tensor, rows: Placement, columns: Placement | None) -> None:
+    if columns is None:
+        tensor[rows.targets] = values[rows.sources]
+    else:
+        tensor[np.ix_(rows.targets, columns.targets)] = values[np.ix_(rows.sources, columns.sources)]
 
 
 def read_source(folder: Path) -> tuple[dict, Geometry]:
@@ -91,8 +279,8 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def widen(source_dir: Path, out_dir: Path, geometry: Geometry, dtype: str, shard_bytes: int = SHARD_BYTES) -> int:
-    """Write the larger model's folder; returns the number of its parameters.
+def widen(source_dir: Path, out_dir: Path, geometry: Geometry, dtype: str, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write the larger model's folder.
 
     Parameters
     ----------
@@ -127,7 +315,6 @@ def widen(source_dir: Path, out_dir: Path, geometry: Geometry, dtype: str, shard
         if file.is_file():
             shutil.copyfile(file, out_dir / file.name)  # without its permissions: sources may be read-only
     _write_json(out_dir / "config.json", widened_config(config, widening, dtype))
-    return num_parameters
 
 
 def widened(source_dir: Path, geometry: str, dtype: str, cache: Path) -> Path:
@@ -137,38 +324,6 @@ def widened(source_dir: Path, geometry: str, dtype: str, cache: Path) -> Path:
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
         widen(source_dir, folder, GEOMETRIES[geometry], dtype)
     return folder
-
-
-def count_parameters(source_dir: Path, geometry: Geometry) -> int:
-    """Parameters that `widen` would write, by their shapes alone."""
-    config, source = read_source(source_dir)
-    target = Widening(source, geometry).target
-    hidden, queries = target.hidden_size, target.num_heads * target.head_size
-    keys = target.num_kv_heads * target.head_size
-    layer = 2 * hidden * (queries + keys) + 3 * hidden * target.intermediate_size + 2 * hidden
-    if config["model_type"] == "qwen2" or config.get("attention_bias"):
-        layer += queries + 2 * keys
-    if config.get("attention_bias"):
-        layer += hidden
-    if config.get("mlp_bias"):
-        layer += 2 * target.intermediate_size + hidden
-    return target.num_layers * layer + hidden + 2 * target.vocab_size * hidden
-
-
-def describe(source_dir: Path, geometry: Geometry, dtype: str) -> str:
-    """What `widen` would write, for a terminal."""
-    _, source = read_source(source_dir)
-    target, itemsize = Widening(source, geometry).target, DTYPES[dtype].itemsize
-    num_parameters = count_parameters(source_dir, geometry)
-    return "\n".join(
-        [
-            f"{target.name}: {target.num_layers} layers of {target.hidden_size}, {target.num_heads} heads of "
-            f"{target.head_size}, {target.num_kv_heads} key heads, MLP of {target.intermediate_size}, "
-            f"{target.vocab_size:,} tokens",
-            f"{num_parameters:,} parameters, {num_parameters * itemsize:,} bytes in {dtype}",
-            f"{target.num_kv_values * itemsize:,} bytes of KV cache a token",
-        ]
-    )
 
 
 def _num_bytes(tensors: dict[str, torch.Tensor]) -> int:
@@ -187,32 +342,3 @@ def _write_shard(waiting: dict[str, torch.Tensor], shards: list[list[str]], out_
 
 def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="folder of the small model")
-    parser.add_argument("out", type=Path, help="folder to create")
-    parser.add_argument("--geometry", choices=GEOMETRIES, required=True, help="sizes of the large one")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="type of its weights")
-    parser.add_argument("--show", action="store_true", help="print parameters and bytes; write nothing")
-    return parser.parse_args(words)
-
-
-def main() -> None:
-    """Show or write."""
-    arguments = parse_arguments()
-    geometry = GEOMETRIES[arguments.geometry]
-    start_s = time.perf_counter()
-    try:
-        print(describe(arguments.model, geometry, arguments.dtype))
-        if not arguments.show:
-            widen(arguments.model, arguments.out, geometry, arguments.dtype)
-            print(f"written to {arguments.out} in {time.perf_counter() - start_s:.0f} s")
-    except (ModelError, ValueError, FileExistsError) as error:
-        raise SystemExit(str(error)) from None
-
-
-if __name__ == "__main__":
-    main()

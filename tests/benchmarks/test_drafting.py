@@ -1,22 +1,25 @@
 """The drafting benchmark: what a replay counts, that drafters forget held-out texts, and that the command runs."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))  # its modules find one another as neighbours of the command
-
-from drafting_arctic import Arctic, ArcticGrid, is_installed, tuned  # noqa: E402
-from drafting_corpora import Corpus, CorpusSize, Document, goodreads_corpus, reki_corpus  # noqa: E402
-from drafting_peers import Ours, PromptLookup, Trie  # noqa: E402
-from drafting_replay import Replay, accepted_interval, accepted_ratio, replay  # noqa: E402
+from common import SAMPLE_MODEL, Interval, Spread
+from corpora import Corpus, CorpusSize, Document, goodreads_corpus, reki_corpus
+from drafters import (
+    Arctic,
+    ArcticGrid,
+    Ours,
+    PromptLookup,
+    Replay,
+    SuffixDecodingCache,
+    Trie,
+    replay,
+    tuned_arctic,
+)
+from drafting import aal_ratio, aal_samples, fastest_of
 
 PHRASES = [[1, 2, 3, 4, 5], [1, 2, 6, 7], [3, 9, 9, 8], [10, 11, 12, 13, 14, 15]]
 MARK = np.array([30, 31], np.int32)
@@ -44,9 +47,9 @@ def drafters(corpus, tmp_path_factory) -> dict:
         "prompt-lookup": PromptLookup(),
         "pygtrie": Trie(corpus, corpus.pool),
     }
-    if is_installed():
+    if SuffixDecodingCache is not None:
         grid = ArcticGrid((8,), (8, 100), (0,), (0.01,))
-        made["arctic"] = Arctic(corpus, corpus.pool, tuned(corpus, grid, [16])[16])
+        made["arctic"] = Arctic(corpus, corpus.pool, tuned_arctic(corpus, grid, [16])[16])
     return made
 
 
@@ -86,19 +89,26 @@ def test_a_replayed_text_leaves_nothing_behind(drafter, corpus):
 
 def test_drafters_with_a_pool_beat_the_one_without(drafters, corpus):
     aal = {
-        name: accepted_interval([replay(one, document, 16) for document in corpus.held_out], 0).value
+        name: aal_samples([replay(one, document, 16) for document in corpus.held_out])[0]
         for name, one in drafters.items()
     }
     assert all(aal[name] > aal["prompt-lookup"] for name in aal if name != "prompt-lookup")
 
 
-def test_a_ratio_is_resampled_in_pairs():
-    replays = [Replay([1.0] * 3, [4] * 3, accepted) for accepted in ([1, 2, 3], [0, 0, 4], [5, 5, 5])]
+def test_aal_is_of_all_steps_and_a_ratio_is_resampled_in_pairs():
+    replays = [Replay([1.0] * 3, [4] * 3, accepted) for accepted in ([1, 2, 3], [0, 0, 4], [5, 5])]
     twice = [Replay(one.draft_us, one.num_drafted, [2 * n for n in one.num_accepted]) for one in replays]
-    ratio = accepted_ratio(twice, replays, seed=1)
-    assert ratio.value == ratio.low == ratio.high == 2.0
-    interval = accepted_interval(replays, seed=1)
+    assert aal_samples(replays)[0] == pytest.approx(20 / 8)
+    assert aal_ratio(twice, replays) == Interval(2.0, 2.0, 2.0)
+    interval = Interval.of(aal_samples(replays))
     assert interval.low < interval.value < interval.high
+    nothing = [Replay([1.0], [0], [0])] * 3
+    assert aal_ratio(replays, nothing).value == float("inf")
+
+
+def test_of_times_taken_again_the_fastest_is_told():
+    instalments = [[{"k": 16, "us": Spread.of(times)}] for times in ([3.0, 9.0, 4.0], [2.0, 2.5, 8.0], [5.0])]
+    assert fastest_of(instalments, "us") == [{"k": 16, "us": Spread(2.5, 2.0, 8.0), "us_of_each": [4.0, 2.5, 5.0]}]
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +134,7 @@ def data(tmp_path_factory) -> Path:
 def test_held_out_texts_are_in_no_pool(corpus_of, data):
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "sample")
+    tokenizer = AutoTokenizer.from_pretrained(SAMPLE_MODEL)
     corpus = corpus_of(tokenizer, data, CorpusSize(num_held_out=5, num_tuning=3, max_pool=100))
     pool = {text.tobytes() for text in corpus.pool}
     assert len(corpus.pool) == len(pool) == 29 - 5  # one of two equal texts is dropped
@@ -135,25 +145,14 @@ def test_held_out_texts_are_in_no_pool(corpus_of, data):
         assert document.prompt_ids[-len(corpus.answer_mark) :].tolist() == corpus.answer_mark.tolist()
 
 
-@pytest.mark.slow
-def test_the_command_runs_and_writes_what_it_measured(data, tmp_path):
-    out = tmp_path / "drafting.json"
-    words = ["--smoke", "--json", str(out), "--data", str(data), "--model", "absent"]
-    ran = subprocess.run(
-        [sys.executable, "benchmarks/drafting.py", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr
-    written = json.loads(out.read_text(encoding="utf-8"))
-    assert list(written)[:2] == ["command", "machine"]
+def test_the_command_runs_and_writes_what_it_measured(data, run_benchmark, capsys):
+    written = run_benchmark("drafting", "--smoke", "--data", data, "--model", "absent")
     assert written["tokenizer"] == "sample"
     assert {(row["drafter"], row["corpus"], row["k"]) for row in written["rows"]} == {
         (drafter, corpus, k) for drafter in DRAFTERS for corpus in ("reki", "goodreads") for k in (16, 32, 64)
     }
-    assert all(("missing" in row) == (row["drafter"] == "arctic" and not is_installed()) for row in written["rows"])
-    assert ("pip install" in ran.stderr) != is_installed()
-    assert str(tmp_path) not in out.read_text(encoding="utf-8")
-    verdicts = [line.split()[0] for line in ran.stdout.split("\n\n")[0].splitlines()]
+    is_missing = SuffixDecodingCache is None
+    assert all(("missing" in row) == (row["drafter"] == "arctic" and is_missing) for row in written["rows"])
+    assert bool(written["unmeasured"]) == is_missing
+    verdicts = [line.split()[0] for line in capsys.readouterr().out.split("\n\n")[0].splitlines()]
     assert verdicts == sorted(verdicts)  # "NOT" is before "met"

@@ -1,30 +1,19 @@
 """The benchmark of the engine: groups and pools it compares, what it counts, its figures, and that the command runs."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import engine as engine_command
+import engine_systems
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from common import Figure, Spread  # noqa: E402
-from engine import Scale as EngineScale  # noqa: E402
-from engine import contestants_at  # noqa: E402
-from engine_counted import Counted, counted  # noqa: E402
-from engine_figures import figures_of  # noqa: E402
-from engine_passes import Amount, measure, over_best, ratios  # noqa: E402
-from engine_plot import page_of  # noqa: E402
-from engine_pools import KINDS, like_groups, pools_of, random_groups, unseen_prompts  # noqa: E402
-from engine_roofline import DeviceRates, Roofline, measure_device  # noqa: E402
-from engine_rows import repeats_of_plain, row_of  # noqa: E402
-from engine_systems import (  # noqa: E402
+from common import SAMPLE_MODEL, Interval, Spread
+from engine import Scale, contestants_at
+from engine_passes import Amount, Counted, counted, measure, over_best, ratios
+from engine_pools import KINDS, like_groups, pools_of, random_groups, unseen_prompts
+from engine_rows import figures_of, repeats_of_plain, row_of, write_plot
+from engine_systems import (
     ADAPTIVE,
     ASSISTED,
     LOOKUP,
@@ -36,21 +25,20 @@ from engine_systems import (  # noqa: E402
     plain,
     twins_of,
 )
-from night_systems import EngineSystem, Pass, TransformersGenerate  # noqa: E402
-from night_tasks import Task, TaskSize, sample_tasks  # noqa: E402
+from roofline import DeviceRates, Roofline, measure_device
+from systems import EngineSystem, Pass, TransformersGenerate
+from tasks import Task, TaskSize, sample_tasks
+from transformers import AutoModelForCausalLM
 
-from laserbatch.jobs.report.page import render_page  # noqa: E402
-from laserbatch.pipeline.decoding.budget import Budget  # noqa: E402
-from laserbatch.retrieval_pools.calibration.estimates import Estimate  # noqa: E402
-from laserbatch.retrieval_pools.step_cost import DraftCost, StepCost, StepPoint  # noqa: E402
+from laserbatch.pipeline.decoding.budget import Budget
+from laserbatch.retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
 
-SAMPLE = ROOT / "models" / "sample"
 RATES = DeviceRates(1e10, 1e14)  # multiplying never takes longer
 
 
 @pytest.fixture(scope="module")
 def engines() -> Engines:
-    return Engines(SAMPLE, "float32", "cpu")
+    return Engines(SAMPLE_MODEL, "float32", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +61,10 @@ def test_like_prompts_share_a_group_and_measured_ones_join_the_nearest():
     pool = [[1, 2, 3, 10 + k] for k in range(20)] + [[4, 5, 6, 40 + k] for k in range(20)]
     task = task_of(pool, [[1, 2, 3, 99], [4, 5, 6, 98]])
     groups = like_groups(task)
-    of_first = {groups(prompt) for prompt in task.pool_prompts[:20]}
-    of_second = {groups(prompt) for prompt in task.pool_prompts[20:]}
+    of_first = {groups[prompt.tobytes()] for prompt in task.pool_prompts[:20]}
+    of_second = {groups[prompt.tobytes()] for prompt in task.pool_prompts[20:]}
     assert not of_first & of_second
-    assert groups(task.held_out[0]) in of_first and groups(task.held_out[1]) in of_second
+    assert groups[task.held_out[0].tobytes()] in of_first and groups[task.held_out[1].tobytes()] in of_second
     assert like_groups(task) == groups and random_groups(task) == random_groups(task)
 
 
@@ -100,11 +88,11 @@ def test_more_measured_prompts_come_after_those_of_the_pool_and_then_a_pilots(en
 
 def test_every_greedy_system_writes_the_plain_texts(engines, task, cache, tmp_path):
     pools = pools_of(engines.of_batch(4), task, cache, tmp_path, list(KINDS))
-    assert {name for name, one in pools.items() if one.group_of is None} == {"global"}
+    assert {name for name, one in pools.items() if one.groups is None} == {"global"}
     assert all(one.pool.manifest.num_texts == 56 for one in pools.values())
     assert all([len(part) for part in one.pilot_parts] == [3] for one in pools.values())
-    scale = EngineScale({}, {}, TaskSize(0, 0), TaskSize(0, 0), 1, 1, fixed_budgets=(2, 8))
-    contestants = contestants_at(task, 4, engines, Peers(SAMPLE, "float32", "cpu", None), pools, scale, RATES)
+    scale = Scale({}, {}, TaskSize(0, 0), TaskSize(0, 0), 1, 1, fixed_budgets=(2, 8))
+    contestants = contestants_at(task, 4, engines, Peers(SAMPLE_MODEL, "float32", "cpu", None), pools, scale, RATES)
     passes = measure(contestants, task.held_out, 4, task.max_new_tokens, Amount(4, 1, 4, 1), num_warm_up=1)
     counts = {
         one.key: counted(COST, 4, passes[one.key][0], task.held_out, one.settled)
@@ -124,7 +112,7 @@ def test_every_greedy_system_writes_the_plain_texts(engines, task, cache, tmp_pa
     assert {one["system"] for one in told} == {name for (name, _), row in rows.items() if row["max_draft_tokens"] == 0}
     assert all(one["ratio_to_plain"] == rows[one["system"], ADAPTIVE]["ratio_to_plain"] for one in told)
     fewer = replace(scale, systems=("resd", "crp"), only_at={4: ("crp",)})
-    found = contestants_at(task, 4, engines, Peers(SAMPLE, "float32", "cpu", None), pools, fewer, RATES)
+    found = contestants_at(task, 4, engines, Peers(SAMPLE_MODEL, "float32", "cpu", None), pools, fewer, RATES)
     assert [one.system for one in found] == [PLAIN, "crp"]
     best = rows["laser", ADAPTIVE]["best_fixed"]
     assert best in (2, 8) and rows["laser", best]["best_fixed"] is None
@@ -133,7 +121,7 @@ def test_every_greedy_system_writes_the_plain_texts(engines, task, cache, tmp_pa
 
 
 def test_prompt_lookup_counts_its_own_forwards(task):
-    model = AutoModelForCausalLM.from_pretrained(SAMPLE, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(SAMPLE_MODEL, dtype=torch.float32).eval()
     alone = TransformersGenerate(model).run(task.held_out, 1, 40)
     drafted = TransformersGenerate(model, prompt_lookup_num_tokens=10).run(task.held_out, 1, 40)
     assert drafted.texts == alone.texts and alone.num_steps == alone.num_tokens
@@ -244,17 +232,17 @@ def test_counted_steps_cost_what_their_live_texts_and_trees_do():
 def test_counted_ratios_are_of_the_texts_that_both_wrote():
     one = Counted(np.array([10.0, 10.0, 1.0]), np.array([1.0, 1.0, 9.0]))
     other = Counted(np.array([10.0, 10.0]), np.array([2.0, 2.0]))
-    assert one.over(other) == Estimate(2.0, 2.0, 2.0)
+    assert one.over(other) == Interval(2.0, 2.0, 2.0)
 
 
 def test_assisted_decoding_needs_the_same_tokenizer():
-    peers = Peers(SAMPLE, "float32", "cpu", SAMPLE)
+    peers = Peers(SAMPLE_MODEL, "float32", "cpu", SAMPLE_MODEL)
     assert [one.system for one in peers.at_batch(1)] == [PEER, LOOKUP, ASSISTED]
     assert [one.system for one in peers.at_batch(4)] == [PEER]
 
 
 def test_without_a_smaller_model_a_models_own_first_layers_assist_it(task):
-    systems = {one.system: one.runner for one in Peers(SAMPLE, "float32", "cpu", None).at_batch(1)}
+    systems = {one.system: one.runner for one in Peers(SAMPLE_MODEL, "float32", "cpu", None).at_batch(1)}
     plain, assisted = (systems[name].run(task.held_out[:2], 1, 12) for name in (PEER, ASSISTED))
     assert assisted.texts == plain.texts
     assert assisted.num_drafted > 0 and assisted.num_steps <= plain.num_steps == plain.num_tokens
@@ -312,7 +300,7 @@ def row(system: str, budget, ratio: float, **changes) -> dict:
 
 def test_figures_take_the_rows_that_were_asked_for():
     over_fixed = {"best_fixed": 8, "ratio_to_best_fixed": Spread.of([0.97])}
-    over_fixed |= {"counted_best_fixed": 16, "counted_to_best_fixed": Estimate(0.99, 0.9, 1.1)}
+    over_fixed |= {"counted_best_fixed": 16, "counted_to_best_fixed": Interval(0.99, 0.9, 1.1)}
     rows = [
         row(PEER, None, 0.8),
         row(PLAIN, None, 1.0, ratio_to_transformers=Spread.of([1.25])),
@@ -335,24 +323,22 @@ def test_figures_take_the_rows_that_were_asked_for():
     assert on_gpu["reki, batch 64: plain, share of the roofline"] is False
 
 
-def test_the_page_draws_every_task():
+def test_the_chart_has_a_panel_a_place(tmp_path):
     rows = [row(PLAIN, None, 1.0), row("laser", ADAPTIVE, 4.25), row("laser", 8, 3.5), row("resd", ADAPTIVE, 2.0)]
-    content = {"model": "m", "dtype": "float32", "rows": rows, "figures": [Figure.at_least("a", 1.0, 2.0)]}
-    page = render_page(page_of(content))
-    assert "Task reki" in page and "4.25" in page and "K=8" in page and "not met" in page
+    rows = [one | {"min_acceptance": 0.07} for one in rows]
+    write_plot([*rows, *(one | {"batch": 4} for one in rows)], tmp_path / "out.svg")
+    drawn = (tmp_path / "out.svg").read_text(encoding="utf-8")
+    assert "reki, batch 4" in drawn and "reki, batch 16" in drawn and "laser 8/0.07" in drawn and "laser 8" in drawn
 
 
-@pytest.mark.slow
-def test_the_command_measures_the_sample_model_where_no_other_is(tmp_path):
-    command = [sys.executable, ROOT / "benchmarks" / "engine.py", "--smoke", "--threads", "1", "--device", "cpu"]
-    command += ["--json", tmp_path / "out.json", "--plot", tmp_path / "out.html"]
-    command += ["--model", tmp_path / "none", "--cache", tmp_path / "cache", "--task", "sample-items"]
-    command += ["--geometry", "tiny"]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    content = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+def test_the_command_measures_the_sample_model_where_no_other_is(run_benchmark, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_systems, "measure_step_cost", lambda *_: COST)
+    monkeypatch.setattr(engine_command, "measure_device", lambda *_: RATES)
+    words = ["--threads", 1, "--device", "cpu", "--model", tmp_path / "none", "--cache", tmp_path / "cache"]
+    words += ["--task", "sample-items", "--geometry", "tiny", "--plot", tmp_path / "out.svg"]
+    content = run_benchmark("engine", "--smoke", *words)
     assert content["model"] == "sample-tiny-float32" and content["left_out"] == {}
     assert {one["system"] for one in content["rows"]} == {PEER, PLAIN, "resd", "laser"}
     assert {one["budget"] for one in content["rows"]} == {None, ADAPTIVE, 8}
     assert next(one for one in content["rows"] if one["system"] == PLAIN)["roofline_share"] > 0
-    assert "</svg>" in (tmp_path / "out.html").read_text(encoding="utf-8")
+    assert "</svg>" in (tmp_path / "out.svg").read_text(encoding="utf-8")

@@ -2,13 +2,9 @@
 
 import json
 import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import figures as figures_page
+import pytest
 from figures import BEGIN, END, HEADLINES, PAGE, README, RESULTS, headline, page, read_figures, with_headline
 
 

@@ -1,15 +1,11 @@
 """The runner of the GPU's stages: no part stops another, none outlasts its limit, and what each wrote is kept."""
 
-import sys
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import engine  # noqa: E402
-import step_profile  # noqa: E402
-from gpu import RESULT, STAGES, Part, describe, run_stage  # noqa: E402
+import engine
+import step_profile
+from common import REPOSITORY
+from gpu import RESULT, STAGES, Part, describe, run_stage
 
 WRITES = "import sys; open(sys.argv[1], 'w').write('{\"figures\": [%s]}')"
 FIGURE = '{"name": "speed", "met": false, "measured": 1, "comparison": ">=", "wanted": 2}'
@@ -51,6 +47,6 @@ def test_parts_name_files_and_options_that_are_there():
     }
     for words in {part.words for parts in STAGES.values() for part in parts}:
         files = [word for word in words if word.endswith(".py")]
-        assert files and all((ROOT / file).is_file() for file in files)
+        assert files and all((REPOSITORY / file).is_file() for file in files)
         if words[0] in parsers:
             parsers[words[0]](words[1:])  # ends the test where it does not know an option

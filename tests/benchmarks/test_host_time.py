@@ -1,14 +1,8 @@
 """The benchmark of the host's time: a step without a model is a step, and a GPU's least time is what it must read."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
-
-from drafting_corpora import Corpus, Document
+from corpora import Corpus, Document
 from host_time import (
     FLOPS_PER_S,
     LEAST_REST,
@@ -19,9 +13,9 @@ from host_time import (
     measure,
     measure_streams,
 )
-from night_pools import build
 from step_spans import HOST_PARTS
-from widen_weights import GEOMETRIES
+from tasks import build
+from widen import GEOMETRIES
 
 from laserbatch.pipeline.decoding.model.load import load_model
 
@@ -44,7 +38,7 @@ def corpus() -> Corpus:
 
 @pytest.fixture(scope="module")
 def pool(loaded, corpus, tmp_path_factory):
-    return build(corpus.pool, tmp_path_factory.mktemp("pools") / "pool", loaded, "user")
+    return build(corpus.pool, tmp_path_factory.mktemp("pools") / "pool", "user")
 
 
 def test_a_step_that_computes_nothing_still_drafts_accepts_and_commits(loaded, corpus, pool):

@@ -1,13 +1,7 @@
 """What `pool_scale.py` measures with: its texts, its eye on another process, its figures."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 from pool_scale import (
     OPENINGS,
     OPENINGS_FROM_DISK,

@@ -1,29 +1,22 @@
 """The profile of a step: nothing is counted twice, nothing is left out, and what was watched runs on unwatched."""
 
-import json
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from common import SAMPLE_MODEL
+from step_profile import engine_of, profile, prompts_of
+from step_spans import MODEL_PARTS, PARTS, Spans, watched
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))  # its modules find one another as neighbours of the command
-
-from step_profile import engine_of, profile, prompts_of  # noqa: E402
-from step_spans import MODEL_PARTS, PARTS, Spans, watched  # noqa: E402
-
-from laserbatch.pipeline.decoding.attention.packed_attention import packed_attention  # noqa: E402
-from laserbatch.pipeline.decoding.drafters import NoDrafter  # noqa: E402
-from laserbatch.pipeline.decoding.engine import Engine, GenerationRequest  # noqa: E402
-from laserbatch.pipeline.decoding.memory.token_store import TokenStore  # noqa: E402
-from laserbatch.pipeline.decoding.model.load import load_model  # noqa: E402
-from laserbatch.pipeline.decoding.model.model_runner import ModelRunner  # noqa: E402
-from laserbatch.pipeline.decoding.model.packed_forward import PackedForward  # noqa: E402
-from laserbatch.pipeline.decoding.verifiers import Greedy  # noqa: E402
+from laserbatch.pipeline.decoding.attention.packed_attention import packed_attention
+from laserbatch.pipeline.decoding.drafters import NoDrafter
+from laserbatch.pipeline.decoding.engine import Engine, GenerationRequest
+from laserbatch.pipeline.decoding.memory.token_store import TokenStore
+from laserbatch.pipeline.decoding.model.load import load_model
+from laserbatch.pipeline.decoding.model.model_runner import ModelRunner
+from laserbatch.pipeline.decoding.model.packed_forward import PackedForward
+from laserbatch.pipeline.decoding.verifiers import Greedy
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +83,10 @@ def test_steps_that_are_not_kept_are_not_counted(loaded):
     assert spans.num_steps == 0 and not spans.seconds
 
 
-@pytest.mark.slow
-def test_command_writes_every_row(tmp_path):
-    out = tmp_path / "profile.json"
-    command = [sys.executable, "benchmarks/step_profile.py", "--smoke", "--model", "models/sample", "--json", str(out)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    rows = json.loads(out.read_text())["rows"]
+def test_command_writes_every_row(run_benchmark):
+    rows = run_benchmark("step_profile", "--smoke", "--model", SAMPLE_MODEL, "--threads", 1, "--device", "cpu")["rows"]
     assert [(row["kind"], row["batch"]) for row in rows] == [
         ("plain", 1), ("trees of 16", 1), ("plain", 2), ("trees of 16", 2)
     ]  # fmt: skip
     assert rows[1]["drafted_tokens_a_text"] > 0
+    assert all(row["roofline_share"] > 0 and row["host_share_unwatched"] > 0 for row in rows)

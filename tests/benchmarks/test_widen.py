@@ -1,33 +1,27 @@
 """A widened model is the same function: equal logits and texts, whatever grew and however heads are grouped."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from common import DEFAULT_MODEL, SAMPLE_MODEL
+from systems import generate
 from transformers import AutoConfig, AutoModelForCausalLM
+from widen import GEOMETRIES, Geometry, read_source, widen
+from widen import widened as widened_folder
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+from laserbatch.pipeline.decoding.drafters import NoDrafter
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.verifiers import Greedy
+from laserbatch.pipeline.errors import ModelError
 
-from common import DEFAULT_MODEL  # noqa: E402
-from night_systems import generate  # noqa: E402
-from widen import count_parameters, describe, main, read_source, widen  # noqa: E402
-from widen_weights import GEOMETRIES, Geometry  # noqa: E402
-
-from laserbatch.pipeline.decoding.drafters import NoDrafter  # noqa: E402
-from laserbatch.pipeline.decoding.engine import Engine  # noqa: E402
-from laserbatch.pipeline.decoding.settings import DecodingSettings  # noqa: E402
-from laserbatch.pipeline.decoding.verifiers import Greedy  # noqa: E402
-from laserbatch.pipeline.errors import ModelError  # noqa: E402
-
-SAMPLE = ROOT / "models" / "sample"
 TINY = GEOMETRIES["tiny"]
 MODELS = [
-    SAMPLE,
+    SAMPLE_MODEL,
     pytest.param(DEFAULT_MODEL, marks=pytest.mark.skipif(not DEFAULT_MODEL.is_dir(), reason="no measuring model")),
 ]
 LARGEST_ERROR = 2e-5  # of the largest logit
@@ -64,8 +58,7 @@ def texts_of(folder: Path, prompts: list[np.ndarray]) -> list[list[int]]:
 def widened(request, tmp_path_factory) -> tuple[Path, Path]:
     """A model and the folder of the same in the tiny geometry, float32, in many shards."""
     out = tmp_path_factory.mktemp("widened") / "model"
-    num_parameters = widen(request.param, out, TINY, "float32", shard_bytes=4 << 20)
-    assert num_parameters == count_parameters(request.param, TINY)
+    widen(request.param, out, TINY, "float32", shard_bytes=4 << 20)
     return request.param, out
 
 
@@ -86,7 +79,8 @@ def test_the_folder_is_a_model_in_shards_with_its_tokenizer(widened):
     index = json.loads((out / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in out.glob("*.safetensors"))
     assert sorted(set(index["weight_map"].values())) == files and len(files) > 3
-    assert index["metadata"]["total_size"] == 4 * count_parameters(source, TINY)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert index["metadata"]["total_size"] == 4 * sum(parameter.numel() for parameter in model.parameters())
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
     config = AutoConfig.from_pretrained(out)
@@ -134,23 +128,38 @@ def write_random_model(model_type: str, sizes: Geometry, folder: Path) -> None:
 
 
 def test_known_geometries_have_the_sizes_that_their_names_promise():
-    billions = {name: count_parameters(SAMPLE, geometry) / 1e9 for name, geometry in GEOMETRIES.items()}
+    billions = {name: num_parameters(geometry) / 1e9 for name, geometry in GEOMETRIES.items()}
     assert billions["7b-mha"] == pytest.approx(6.738, abs=0.001)
     assert billions["8b-gqa"] == pytest.approx(8.030, abs=0.001)
     assert 1.2 < billions["1b"] < 1.6
-    assert "131,072 bytes of KV cache" in describe(SAMPLE, GEOMETRIES["8b-gqa"], "bfloat16")
+
+
+def num_parameters(sizes: Geometry) -> int:
+    """Of a Llama of these sizes, its embeddings not tied."""
+    heads, kv_heads = sizes.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
+    layer = sizes.hidden_size * (2 * heads + 2 * kv_heads + 3 * sizes.intermediate_size + 2)
+    return sizes.num_layers * layer + sizes.hidden_size * (1 + 2 * sizes.vocab_size)
+
+
+def test_a_widened_folder_is_written_once_and_again_where_it_was_cut_off(tmp_path):
+    folder = widened_folder(SAMPLE_MODEL, "tiny", "float32", tmp_path)
+    written = (folder / "config.json").stat().st_mtime_ns
+    assert widened_folder(SAMPLE_MODEL, "tiny", "float32", tmp_path) == folder
+    assert (folder / "config.json").stat().st_mtime_ns == written
+    (folder / "config.json").unlink()
+    assert (widened_folder(SAMPLE_MODEL, "tiny", "float32", tmp_path) / "config.json").is_file()
 
 
 def test_what_cannot_be_widened_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="key heads"):
-        widen(SAMPLE, tmp_path / "a", replace(TINY, num_heads=8, num_kv_heads=1), "float32")
+        widen(SAMPLE_MODEL, tmp_path / "a", replace(TINY, num_heads=8, num_kv_heads=1), "float32")
     with pytest.raises(ValueError, match="hidden_size 64, the model 192"):
-        widen(SAMPLE, tmp_path / "b", replace(TINY, hidden_size=64), "float32")
+        widen(SAMPLE_MODEL, tmp_path / "b", replace(TINY, hidden_size=64), "float32")
     with pytest.raises(ValueError, match="no multiple"):
-        widen(SAMPLE, tmp_path / "c", replace(TINY, head_size=96), "float32")
+        widen(SAMPLE_MODEL, tmp_path / "c", replace(TINY, head_size=96), "float32")
     with pytest.raises(ValueError, match="no hidden channel"):
-        widen(SAMPLE, tmp_path / "d", replace(TINY, hidden_size=192), "float32")
-    config = json.loads((SAMPLE / "config.json").read_text())
+        widen(SAMPLE_MODEL, tmp_path / "d", replace(TINY, hidden_size=192), "float32")
+    config = json.loads((SAMPLE_MODEL / "config.json").read_text())
     for change, message in (
         ({"model_type": "gemma3_text"}, "gemma3_text model"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "llama3 rotary"),
@@ -159,15 +168,7 @@ def test_what_cannot_be_widened_is_refused_by_name(tmp_path):
         other.mkdir()
         (other / "config.json").write_text(json.dumps(config | change))
         for name in ("model.safetensors", "tokenizer.json"):
-            (other / name).symlink_to(SAMPLE / name)
+            (other / name).symlink_to(SAMPLE_MODEL / name)
         with pytest.raises(ModelError, match=message):
             read_source(other)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gemma3_text", "llama3"]
-
-
-def test_show_writes_nothing(tmp_path, capsys, monkeypatch):
-    command = ["widen.py", str(SAMPLE), str(tmp_path / "out"), "--geometry", "8b-gqa", "--show"]
-    monkeypatch.setattr(sys, "argv", command)
-    main()
-    assert "8,030,261,248 parameters, 16,060,522,496 bytes in bfloat16" in capsys.readouterr().out
-    assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Ours and the peers of `drafting.py` that need no compiler, each behind the calls of `Drafter`.
+"""Ours and the peers of `drafting.py`, each behind the calls of `Drafter`, and replays of texts against any of them.
 
 All know the same: the pool's texts, where texts begin, the sequence's prompt and its output so far. A drafter that is
 given a pool's texts builds its pool when it is made, and measures nothing but that.
@@ -6,24 +6,91 @@ given a pool's texts builds its pool when it is made, and measures nothing but t
 
 import gc
 import heapq
+import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pygtrie
-from drafting_corpora import Corpus, Document
-from drafting_replay import Drafter
+from corpora import Corpus, Document
+from tasks import build
 
 from laserbatch.retrieval_pools.calibration.calibrate import calibrate
-from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
-from laserbatch.retrieval_pools.index.build import PoolText, build_pool
-from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, steps_along
 from laserbatch.retrieval_pools.query import draft
 from laserbatch.retrieval_pools.settings import PoolSettings
 
+try:
+    from arctic_inference.suffix_decoding import SuffixDecodingCache
+except ImportError:  # optional: without it nothing can be measured beside it, and the benchmark says so
+    SuffixDecodingCache = None
+
+INSTALL_ARCTIC = "pip install --no-deps arctic-inference==0.3.0"
 MIN_PROBABILITY = 1e-3  # low enough for full trees; a run cuts earlier and drafts faster
+
+
+class Drafter:
+    """What is measured: drafts for one sequence at a time, whose tokens stand in `tokens[:length]`.
+
+    `build_s` and `num_bytes` say what it took to have its pool in memory, or on disk where it lies there.
+    """
+
+    name: str
+    build_s: float = 0.0
+    num_bytes: int = 0
+
+    def begin(self, document: Document) -> None:
+        """Start a sequence: its prompt is known."""
+        self.tokens = np.concatenate([document.prompt_ids, document.text_ids])
+        self.num_prompt = self.length = len(document.prompt_ids)
+
+    def draft(self, max_nodes: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Token ids and parents of at most `max_nodes` likely next tokens; parents come first, -1 is the context."""
+        raise NotImplementedError
+
+    def advance(self, num_tokens: int) -> None:
+        """So many more tokens of the text are known."""
+        self.length += num_tokens
+
+    def end(self) -> None:
+        """Forget the sequence: nothing of a held-out text stays behind."""
+
+
+class Tree(NamedTuple):
+    """A draft of any drafter: parents come first, -1 is the context."""
+
+    token_ids: Sequence[int]
+    parents: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Drafts along one text: microseconds, tokens drafted and tokens accepted of each."""
+
+    draft_us: list[float]
+    num_drafted: list[int]
+    num_accepted: list[int]
+
+
+def replay(drafter: Drafter, document: Document, max_nodes: int) -> Replay:
+    """Draft along one text, as `retrieval_pools.calibration.replay` does.
+
+    Only the draft is timed; what a drafter does to learn the prompt and the accepted tokens is not.
+    """
+    result = Replay([], [], [])
+    num_tokens = len(document.text_ids)
+    drafter.begin(document)
+    for step in steps_along(document.text_ids, lambda _: Tree(*drafter.draft(max_nodes))):
+        result.draft_us.append(step.draft_us)
+        result.num_drafted.append(len(step.tree.token_ids))
+        result.num_accepted.append(len(step.path))
+        drafter.advance(min(len(step.path) + 1, num_tokens - step.position))
+    drafter.end()
+    return result
 
 
 class Ours(Drafter):
@@ -39,10 +106,10 @@ class Ours(Drafter):
         self, corpus: Corpus, folder: Path, max_nodes: Sequence[int], settings: PoolSettings | None = None
     ) -> None:
         start_s = time.perf_counter()
-        self.pool = _pool_of(corpus, corpus.pool, folder / "pool", settings)
+        self.pool = build(corpus.pool, folder / "pool", corpus.side, settings=settings)
         self.build_s = time.perf_counter() - start_s
         self.num_bytes = sum(path.stat().st_size for path in (folder / "pool").iterdir())
-        without_tuning = _pool_of(corpus, corpus.pool_without_tuning, folder / "without-tuning", settings)
+        without_tuning = build(corpus.pool_without_tuning, folder / "without-tuning", corpus.side, settings=settings)
         texts = [ReplayText(document.prompt_ids, document.text_ids) for document in corpus.tuning]
         start_s = time.perf_counter()
         calibrations = {
@@ -63,17 +130,6 @@ class Ours(Drafter):
             use_previous=False,
         )
         return tree.token_ids, tree.parents
-
-
-def _pool_of(corpus: Corpus, texts: Sequence[np.ndarray], folder: Path, settings: PoolSettings | None) -> Pool:
-    return build_pool(
-        (PoolText(token_ids=text) for text in texts),
-        folder,
-        side=corpus.side,
-        tokenizer_hash="benchmark",  # the pool lives as long as the process
-        model_id="benchmark",
-        settings=settings,
-    )
 
 
 class PromptLookup(Drafter):
@@ -201,3 +257,103 @@ def _resident_bytes() -> int:
     except OSError:
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class ArcticSettings:
+    """Options of Arctic's drafts, by its own names."""
+
+    max_tree_depth: int
+    max_spec_factor: float
+    max_spec_offset: float
+    min_token_prob: float
+
+
+class Arctic(Drafter):
+    """Arctic's SuffixDecoding in tree mode: one suffix tree of all responses and one of each live request.
+
+    Responses begin with the last tokens of their prompt, so that it knows how texts begin. Its size is what it
+    estimates for the tree of all responses.
+    """
+
+    name = "arctic"
+
+    def __init__(self, corpus: Corpus, texts: Sequence[np.ndarray], settings: ArcticSettings) -> None:
+        self.choose(settings)
+        self._num_mark = len(corpus.answer_mark)
+        start_s = time.perf_counter()
+        self._cache = SuffixDecodingCache(max_tree_depth=settings.max_tree_depth)
+        for number, text in enumerate(texts):
+            self._cache.start_request(number, corpus.answer_mark)
+            self._cache.add_active_response(number, np.concatenate([corpus.answer_mark, text]))
+            self._cache.stop_request(number)
+        self.build_s = time.perf_counter() - start_s
+        self.num_bytes = self._cache._global_tree.estimate_memory()
+        self._request = len(texts)
+
+    def choose(self, settings: ArcticSettings) -> None:
+        """Draft with these options from now on; the tree stays as deep as it was built."""
+        options = asdict(settings)
+        self._max_tree_depth = options.pop("max_tree_depth")
+        self._options = options  # of every call
+
+    def begin(self, document: Document) -> None:
+        super().begin(document)
+        self._cache.start_request(self._request, document.prompt_ids[: -self._num_mark])
+        self._cache.add_active_response(self._request, document.prompt_ids[-self._num_mark :])
+
+    def draft(self, max_nodes: int) -> tuple[list[int], list[int]]:
+        found = self._cache.speculate(
+            self._request,
+            self.tokens[max(0, self.length - self._max_tree_depth) : self.length],
+            max_spec_tokens=max_nodes,
+            use_tree_spec=True,
+            **self._options,
+        )
+        return found.token_ids, found.parents
+
+    def advance(self, num_tokens: int) -> None:
+        if num_tokens:
+            self._cache.add_active_response(self._request, self.tokens[self.length : self.length + num_tokens])
+        super().advance(num_tokens)
+
+    def end(self) -> None:
+        self._cache.stop_request(self._request)
+        self._cache.evict_cached_response(self._request)
+
+
+@dataclass(frozen=True)
+class ArcticGrid:
+    """The options that are tried, every one with every other."""
+
+    max_tree_depth: tuple[int, ...]
+    max_spec_factor: tuple[float, ...]
+    max_spec_offset: tuple[float, ...]
+    min_token_prob: tuple[float, ...]
+
+    def settings(self, max_tree_depth: int) -> list[ArcticSettings]:
+        """Those of one depth: one tree serves them all."""
+        others = itertools.product(self.max_spec_factor, self.max_spec_offset, self.min_token_prob)
+        return [ArcticSettings(max_tree_depth, *other) for other in others]
+
+
+def tuned_arctic(
+    corpus: Corpus, grid: ArcticGrid, max_nodes: Sequence[int], num_texts: int | None = None
+) -> dict[int, ArcticSettings]:
+    """The options with the largest AAL for each size of tree, on texts of the pool that are left out of it for this.
+
+    Parameters
+    ----------
+    num_texts : how many of the texts for tuning are replayed for each choice; None: all.
+    """
+    best: dict[int, tuple[float, ArcticSettings]] = {}
+    for depth in grid.max_tree_depth:
+        candidates = grid.settings(depth)
+        drafter = Arctic(corpus, corpus.pool_without_tuning, candidates[0])
+        for settings, k in itertools.product(candidates, max_nodes):
+            drafter.choose(settings)
+            replays = [replay(drafter, document, k) for document in corpus.tuning[:num_texts]]
+            aal = np.concatenate([one.num_accepted for one in replays]).mean()
+            if k not in best or aal > best[k][0]:
+                best[k] = aal, settings
+    return {k: settings for k, (_, settings) in best.items()}

@@ -1,11 +1,10 @@
-"""The four systems of `night.py`, each reduced to one call: a list of prompts in, one `Pass` out.
+"""What is measured, ours and peers, each reduced to one call: a list of prompts in, one `Pass` out.
 
-All hold the same weights and count the same tokens: everything the model wrote, end token included. Knows no task and
-keeps no time statistics. `engine.py` measures with them too.
+All hold the same weights and count the same tokens: everything the model wrote, end token included.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -30,6 +29,11 @@ from laserbatch.retrieval_pools.index.pool import Pool
 
 MAX_DRAFT_TOKENS = 16
 MIN_ACCEPTANCE = 0.07
+VLLM_SYSTEMS = {
+    "vllm": None,
+    "vllm-ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+}
+VLLM_MEMORY_SHARE = 0.45  # of the device: our engine works beside it
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,7 @@ class Pass:
 class TransformersGenerate:
     """`transformers.generate`, greedy, in static left-padded batches.
 
-    Parameters
-    ----------
-    model : of transformers, on its device.
-    options : more arguments of `generate`; with those of assisted decoding a batch is one prompt.
+    `options` are more arguments of `generate`; with those of assisted decoding a batch is one prompt.
     """
 
     def __init__(self, model, **options) -> None:
@@ -149,6 +150,45 @@ class TransformersGenerate:
         return output[:, width:].tolist()
 
 
+class Vllm:
+    """vLLM, plain or with its own n-gram drafts. Its cache of prompts is emptied before each pass, as ours is.
+
+    Parameters
+    ----------
+    system : a name of VLLM_SYSTEMS.
+    max_tokens : of a prompt and its answer.
+    """
+
+    def __init__(self, model_dir: Path, dtype: str, system: str, batch: int, max_tokens: int) -> None:
+        from vllm import LLM  # which nothing else here needs
+
+        self._llm = LLM(
+            model=str(model_dir),
+            dtype=dtype,
+            max_num_seqs=batch,
+            max_model_len=max_tokens,
+            gpu_memory_utilization=VLLM_MEMORY_SHARE,
+            speculative_config=VLLM_SYSTEMS[system],
+            disable_log_stats=True,
+        )
+
+    def run(self, prompts: Sequence[np.ndarray], batch: int, max_new_tokens: int) -> Pass:
+        """Answer all prompts."""
+        from vllm import SamplingParams
+
+        self._llm.reset_prefix_cache()
+        parameters = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, detokenize=False)
+        asked = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
+        start_s = time.perf_counter()
+        outputs = self._llm.generate(asked, parameters, use_tqdm=False)
+        wall_s = time.perf_counter() - start_s
+        written = [output.outputs[0] for output in outputs]
+        text_tokens = tuple(len(one.token_ids) for one in written)  # the end token is one of them
+        texts = tuple(tuple(one.token_ids[: len(one.token_ids) - (one.finish_reason == "stop")]) for one in written)
+        num_tokens = sum(text_tokens)
+        return Pass(wall_s, num_tokens, num_tokens, texts, text_tokens=text_tokens)
+
+
 class TimedDrafter:
     """Another drafter, with the seconds that it takes; like it, in one call for a step."""
 
@@ -172,7 +212,7 @@ class EngineSystem:
     Parameters
     ----------
     budget : how much of a draft is verified; None is that of the engine's settings.
-    group_of : the pool group that a prompt's drafts prefer; None: no group.
+    groups : the pool group that a prompt's drafts prefer, by its bytes; None: no group.
     """
 
     def __init__(
@@ -181,13 +221,13 @@ class EngineSystem:
         drafter: Drafter,
         verifier: Verifier,
         budget: Budget | None = None,
-        group_of: Callable[[np.ndarray], str] | None = None,
+        groups: Mapping[bytes, str] | None = None,
     ) -> None:
         self._engine = engine
         self._drafter = TimedDrafter(drafter)
         self._verifier = verifier
         self._budget = budget
-        self._group_of = group_of
+        self._groups = groups
 
     @classmethod
     def of_pool(cls, engine: Engine, pool: Pool | None, verifier_name: str) -> "EngineSystem":
@@ -210,7 +250,7 @@ class EngineSystem:
         on_event: Callable[[StepEvent], None] | None = None,
     ) -> Pass:
         """The same, with whatever prompts the engine has in its cache."""
-        groups = [self._group_of(prompt) if self._group_of else None for prompt in prompts]
+        groups = [self._groups[prompt.tobytes()] if self._groups else None for prompt in prompts]
         tree_sizes: list[list[int]] = [[] for _ in prompts]
 
         def watch(event: StepEvent) -> None:

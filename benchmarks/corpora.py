@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
-from night_tasks import GOODREADS_PROMPT, chat_ids
-
-SEED = 20250301
+from common import SEED
+from tasks import GOODREADS_PROMPT, chat_ids
 
 
 @dataclass(frozen=True)

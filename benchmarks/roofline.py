@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from night_systems import EngineSystem, Pass
+from systems import EngineSystem, Pass
 
 from laserbatch.pipeline.decoding.engine import Engine
 

@@ -1,26 +1,39 @@
-"""What the models are asked in `night.py`: held-out prompts to measure on, and other prompts to fill pools from.
+"""What models are asked: held-out prompts to measure on, and other prompts whose answers by the model fill pools.
 
 A pool holds the model's own texts on its pool prompts, never a text of a held-out prompt: the two lists are disjoint
-by prompt. Knows no engine and measures nothing.
+by prompt. Texts are generated once and kept on disk by model. Measures nothing.
 """
 
+import hashlib
 import itertools
+import logging
 import random
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
+from common import SAMPLE_MODEL, SEED
+from systems import generate
 
+from laserbatch.pipeline.decoding.drafters import NoDrafter
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.verifiers import Greedy
 from laserbatch.pipeline.knowledge.entities import iter_entities
 from laserbatch.pipeline.knowledge.prompts import load_template, render_prompt
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.tables.read import read_tables
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.settings import PoolSettings
 
-SEED = 20250301
+logger = logging.getLogger("benchmarks")
+
 GOODREADS_PROMPT = 'Describe the book "{title}" in one or two sentences.'
 
 
@@ -65,6 +78,13 @@ def chat_ids(tokenizer, text: str) -> np.ndarray:
         [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
     )
     return np.asarray(ids, np.int32)
+
+
+def tasks_of(model_dir: Path, data: Path, tokenizer, long: TaskSize, short: TaskSize) -> list[Task]:
+    """The tasks that a model was trained for: the sample model's own, or those of the public data."""
+    if model_dir.resolve() == SAMPLE_MODEL:
+        return sample_tasks(tokenizer, replace(short, num_pool=long.num_pool))
+    return [reki_task(tokenizer, data, long), goodreads_items_task(tokenizer, data, short)]
 
 
 def reki_task(tokenizer, data: Path, size: TaskSize) -> Task:
@@ -119,3 +139,43 @@ def _task(
     ends = [sum(parts[:number]) for number in range(len(parts) + 1)]
     measured, pool, more, pilot = (tuple(prompts[start:end]) for start, end in itertools.pairwise(ends))
     return Task(name, side, measured + more, pool, max_new_tokens, is_long, pilot)
+
+
+def own_texts(engine: Engine, task: Task, cache: Path) -> list[np.ndarray]:
+    """The model's plain greedy texts on the task's pool prompts, int32 token ids each.
+
+    Read from `cache` when the same model has answered the same prompts before.
+    """
+    digest = hashlib.sha256(b"".join(prompt.tobytes() + b"|" for prompt in task.pool_prompts))
+    digest.update(str(task.max_new_tokens).encode())
+    path = cache / engine.model_id / f"{task.name}-{digest.hexdigest()[:12]}.parquet"
+    if path.exists():
+        return [np.asarray(ids.values, np.int32) for ids in pq.read_table(path)["token_ids"]]
+    logger.info("%s: writing %d pool texts (kept for later runs)", task.name, len(task.pool_prompts))
+    texts: dict[str, np.ndarray] = {}
+    for result in generate(engine, task.pool_prompts, task.max_new_tokens, NoDrafter(), Greedy()):
+        texts[result.request_id] = result.token_ids
+        if len(texts) % 100 == 0:
+            logger.info("%s: %d of %d pool texts", task.name, len(texts), len(task.pool_prompts))
+    ordered = [texts[str(number)] for number in range(len(task.pool_prompts))]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"token_ids": pa.array(ordered, pa.list_(pa.int32()))}), path)
+    return ordered
+
+
+def build(
+    texts: Iterable[np.ndarray],
+    folder: Path,
+    side: str,
+    groups: Sequence[str] | None = None,
+    settings: PoolSettings | None = None,
+) -> Pool:
+    """A pool that lives as long as the process, of one group if `groups` does not name each text's."""
+    return build_pool(
+        (PoolText(text, groups[number] if groups else "all") for number, text in enumerate(texts)),
+        folder,
+        side=side,
+        tokenizer_hash="benchmark",
+        model_id="benchmark",
+        settings=settings or PoolSettings(),
+    )

@@ -1,0 +1,31 @@
+"""Benchmarks find one another as neighbours of the command; here they run in the tests' own process."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+
+@pytest.fixture
+def run_benchmark(tmp_path, monkeypatch):
+    """Runs a benchmark's command with the words given, and returns what it wrote as JSON."""
+    num_threads = torch.get_num_threads()
+
+    def run(name: str, *words: object) -> dict:
+        out = tmp_path / f"{name}.json"
+        monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", *map(str, words), "--json", str(out)])
+        assert not importlib.import_module(name).main()
+        written = out.read_text(encoding="utf-8")
+        assert str(tmp_path) not in written
+        result = json.loads(written)
+        assert list(result)[:2] == ["command", "machine"]
+        assert result["command"].startswith(f"python benchmarks/{name}.py")
+        return result
+
+    yield run
+    torch.set_num_threads(num_threads)
