@@ -1,6 +1,6 @@
 """All committed figures on one page, and the main ones in the README: written from `results/`, never by hand.
 
-Knows the names that the benchmarks give their figures; measures nothing.
+By hand is `results/tried.md`, at the end of the page: what was measured at older commits.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from typing import Any
 from common import REPOSITORY
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PAGE = RESULTS / "README.md"
+PAGE, TRIED = RESULTS / "README.md", RESULTS / "tried.md"
 README = REPOSITORY / "README.md"
 BEGIN, END = "<!-- figures: benchmarks/figures.py -->", "<!-- end of figures -->"
 
@@ -31,26 +31,18 @@ class Headline:
     figures: tuple[str, ...]
 
 
+OVER_PLAIN = "{{task}}, batch {batch}: {system}, adaptive, over plain, tokens per second"
+OVER_FIXED = "{{task}}, batch {batch}: laser, adaptive over K=*, the best fixed, tokens per second"
 HEADLINES = (
+    Headline("relaxed drafts over plain decoding, batch 1", "engine", (OVER_PLAIN.format(batch=1, system="laser"),)),
+    Headline("the same, batch 16", "engine", (OVER_PLAIN.format(batch=16, system="laser"),)),
     Headline(
-        "relaxed drafts over plain decoding, batch 1",
-        "engine",
-        ("{task}, batch 1: laser, adaptive, over plain, tokens per second",),
-    ),
-    Headline(
-        "the same, batch 16",
-        "engine",
-        ("{task}, batch 16: laser, adaptive, over plain, tokens per second",),
-    ),
-    Headline(
-        "lossless (greedy) drafts over plain decoding, batch 1",
-        "engine",
-        ("{task}, batch 1: resd, adaptive, over plain, tokens per second",),
+        "lossless (greedy) drafts over plain decoding, batch 1", "engine", (OVER_PLAIN.format(batch=1, system="resd"),)
     ),
     Headline(
         "the budget chosen by measurement over the best fixed tree, relaxed, batch 1 / 4 / 16",
         "engine",
-        tuple(f"{{task}}, batch {b}: laser, adaptive over K=*, the best fixed, tokens per second" for b in (1, 4, 16)),
+        tuple(OVER_FIXED.format(batch=batch) for batch in (1, 4, 16)),
     ),
     Headline(
         "plain decoding over `transformers.generate`, batch 16",
@@ -91,7 +83,7 @@ def read_figures(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def page(figures: dict[str, list[dict[str, Any]]]) -> str:
-    """The page of all figures, those that missed what was wanted first."""
+    """The page of all figures, those that missed what was wanted first, and then what was measured before."""
     lines = [
         "# Figures",
         "",
@@ -107,7 +99,7 @@ def page(figures: dict[str, list[dict[str, Any]]]) -> str:
             f"| {figure['comparison']} {figure['wanted']:g} |"
             for figure in sorted(of_file, key=lambda figure: figure["met"])
         ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", TRIED.read_text(encoding="utf-8")])
 
 
 def headline(figures: dict[str, list[dict[str, Any]]]) -> str:
