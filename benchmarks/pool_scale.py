@@ -2,8 +2,9 @@
 
     python benchmarks/pool_scale.py --quick --json pool_scale.json
 
-Every build is a process of its own, so that its memory is its own. No model runs. Figures are reported, not judged: the
-exit code is 0 whether they are met or not.
+Texts are the sample world's grammar, recombined line by line. Every build is a process of its own
+(`pool_scale_worker.py`), so that its memory is its own. No model runs. Figures are reported, not judged: the exit code
+is 0 whether they are met or not.
 """
 
 import argparse
@@ -16,37 +17,75 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from common import REPOSITORY, Figure, benchmark_parser, finish, scale_of, show_progress
-from pool_scale_texts import TextFile, grammar_lines, recombined
+import numpy as np
+from common import (
+    REPOSITORY,
+    SAMPLE_MODEL,
+    SEED,
+    Figure,
+    benchmark_parser,
+    finish,
+    scale_of,
+    show_progress,
+)
+from pool_scale_worker import TextFile
+from transformers import AutoTokenizer
+
+from laserbatch.models.sample_texts import write_user_text
+from laserbatch.pipeline.knowledge.entities import iter_entities
+from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
+from laserbatch.pipeline.tables.read import read_tables
 
 logger = logging.getLogger("benchmarks")
 
 NUM_TEXTS = (1_000, 10_000, 100_000, 1_000_000)
 QUICK_NUM_TEXTS = NUM_TEXTS[:3]
-SMOKE_NUM_TEXTS = (200, 1_000)
-NUM_GRAMMAR_USERS = 4_000
+SMOKE_NUM_TEXTS = (200,)
+NUM_GRAMMAR_USERS = {"full": 4_000, "quick": 4_000, "smoke": 40}
+MAX_HISTORY = 24
+MAX_LINES = 6  # of a text's eight: about a hundred tokens
 NUM_HELD_OUT = 100
 CHANGED_EVERY = 20  # 5 %
 ROUNDS = ((10_000, 5), (100_000, 3), (1_000_000, 2))  # of a full build and a merge in turn, up to so many texts
-OPEN_ROUNDS, OPEN_ROUNDS_FROM_DISK = 5, 2  # of all ways to open a pool in turn
+DRAFT_ROUNDS = 5  # in processes of their own: a machine that others use drafts at another speed every few seconds
 WATCH_S = 0.01
 LEAST_MTOKENS_PER_S = 1.0
 MOST_BYTES_PER_TOKEN = 10.0
 MOST_SHARE_OF_FULL = 0.25
 MOST_PEAK_MB = 4096
-KINDS = ("full", "bounded")
 MOST_DRAFT_US = 80.0
-OPENINGS = (  # of a pool right after its build: name, whether it is cold, whether its pages are asked for
-    ("resident", False, True),
-    ("mapped", False, False),
-)
-OPENINGS_FROM_DISK = (  # and when its files are out of the page cache
-    ("resident, from disk", True, True),
-    ("mapped, from disk", True, False),
-)
+
+
+def grammar_lines(num_users: int) -> list[list[np.ndarray]]:
+    """Token ids of every line of the users' texts: `lines[k]` has the k-th line of each."""
+    tokenizer = AutoTokenizer.from_pretrained(SAMPLE_MODEL)
+    rng = np.random.default_rng(SEED)
+    with tempfile.TemporaryDirectory() as folder:
+        write_sample_world(folder, num_users=num_users, num_items=1_000, future_days=0, seed=SEED)
+        users = list(iter_entities(read_tables(Path(folder), LAST_DATE), "user"))
+    texts = [write_user_text(user, user.history[-MAX_HISTORY:], rng).split("\n")[:MAX_LINES] for user in users]
+    return [
+        [np.asarray(ids, np.int32) for ids in tokenizer([text[k] + "\n" for text in texts]).input_ids]
+        for k in range(MAX_LINES)
+    ]
+
+
+def recombined(
+    lines: list[list[np.ndarray]], num_texts: int, seed: int, changed_every: int = 0
+) -> Iterator[np.ndarray]:
+    """So many texts, each with its first line from one user's text, its second from another's, and so on.
+
+    With `changed_every` each so many-th is another than without, and the others are the same.
+    """
+    chosen, others = np.random.default_rng([SEED, seed, 0]), np.random.default_rng([SEED, seed, 1])
+    for number in range(num_texts):
+        picks = chosen.integers(len(lines[0]), size=len(lines))
+        if changed_every and number % changed_every == 0:
+            picks = others.integers(len(lines[0]), size=len(lines))
+        yield np.concatenate([of_place[pick] for of_place, pick in zip(lines, picks.tolist(), strict=True)])
 
 
 def measure_size(lines: list, num_texts: int, memory_mb: int, num_rounds: int, folder: Path) -> list[dict]:
@@ -55,13 +94,11 @@ def measure_size(lines: list, num_texts: int, memory_mb: int, num_rounds: int, f
     texts = TextFile.write(folder / "texts", recombined(lines, num_texts, seed=1))
     today = TextFile.write(folder / "today", recombined(lines, num_texts, seed=1, changed_every=CHANGED_EVERY))
     held_out = TextFile.write(folder / "held_out", recombined(lines, NUM_HELD_OUT, seed=2))
-    rows = [measure_build("full", texts, folder / "full")]
-    rows[0]["drafts"] = measure_drafts(folder / "full", held_out, OPENINGS, OPEN_ROUNDS)
-    rows.append(measure_build("bounded", texts, folder / "bounded", memory_mb))
+    full = measure_build("full", texts, folder / "full")
+    full["drafts"] = [measure_drafts(folder / "full", held_out, DRAFT_ROUNDS if num_rounds > 1 else 1)]
+    bounded = measure_build("bounded", texts, folder / "bounded", memory_mb)
     require_same_files(folder / "full", folder / "bounded")
-    rows += measure_rounds(today, folder, num_rounds)
-    rows[0]["drafts"] += measure_drafts(folder / "full", held_out, OPENINGS_FROM_DISK, OPEN_ROUNDS_FROM_DISK)
-    return rows
+    return [full, bounded, *measure_rounds(today, folder, num_rounds)]
 
 
 def measure_build(
@@ -84,7 +121,7 @@ def measure_build(
 def measure_rounds(texts: TextFile, folder: Path, num_rounds: int) -> list[dict]:
     """A full build and a merge of the same texts in turn, so many times: of both the round of the median time.
 
-    Whatever slows a machine down for a while then slows both down. `share_of_full` is the median of the rounds' own.
+    `share_of_full` is the median of the rounds' own.
     """
     full, merged = [], []
     out_full, out_merged = folder / "today-full", folder / "today-merged"
@@ -106,20 +143,10 @@ def of_median_time(rounds: Sequence[dict]) -> dict:
     return by_time[len(rounds) // 2] | {"build_s_range": [by_time[0]["build_s"], by_time[-1]["build_s"]]}
 
 
-def measure_drafts(
-    pool: Path, held_out: TextFile, openings: Sequence[tuple[str, bool, bool]], num_rounds: int
-) -> list[dict]:
-    """Drafts from a pool however it is opened, each in a process of its own: in turn, every other round backwards.
-
-    A machine whose cores others use too drafts at another speed every few seconds: one process of each would compare
-    those moments.
-    """
+def measure_drafts(pool: Path, held_out: TextFile, num_rounds: int) -> dict:
+    """Drafts from a pool whose pages a worker has in memory."""
     task = {"measure": "drafts", "pool": str(pool), "texts": str(held_out.folder)}
-    opened = {name: [] for name, _, _ in openings}
-    for number in range(num_rounds):
-        for name, cold, asked in openings[:: 1 if number % 2 == 0 else -1]:
-            opened[name].append(watched(task | {"cold": cold, "resident": asked}))
-    return [{"opened": name} | medians_of(rows) for name, rows in opened.items()]
+    return {"opened": "resident"} | medians_of([watched(task) for _ in range(num_rounds)])
 
 
 def medians_of(rows: Sequence[dict]) -> dict:
@@ -171,8 +198,9 @@ def require_same_files(one: Path, other: Path) -> None:
 def figures_of(rows: Sequence[dict]) -> list[Figure]:
     """What was asked for, at the largest size and, for merging, at every size from 100,000 texts on."""
     largest = max(row["num_texts"] for row in rows)
-    full, bounded = (next(row for row in rows if row["num_texts"] == largest and row["kind"] == kind) for kind in KINDS)
-    where, resident = f"{largest:,} texts", full["drafts"][0]
+    at_largest = {row["kind"]: row for row in rows if row["num_texts"] == largest}
+    full, bounded = at_largest["full"], at_largest["bounded"]
+    where, draft_us = f"{largest:,} texts", full["drafts"][0]["draft_median_us"]
     figures = [
         Figure.at_least(f"{where}: million tokens a second built", full["mtokens_per_s"], LEAST_MTOKENS_PER_S),
         Figure.at_least(f"{where}, bounded: million tokens a second", bounded["mtokens_per_s"], LEAST_MTOKENS_PER_S),
@@ -182,19 +210,15 @@ def figures_of(rows: Sequence[dict]) -> list[Figure]:
             bounded["peak_own_mb"] - bounded["before_own_mb"],
             bounded["memory_mb"],
         ),
-        Figure.at_most(
-            f"{where}, {resident['opened']}: microseconds a draft, median", resident["draft_median_us"], MOST_DRAFT_US
-        ),
+        Figure.at_most(f"{where}, resident: microseconds a draft, median", draft_us, MOST_DRAFT_US),
         Figure.at_most(f"{where}: bytes a token on disk", full["bytes_per_token"], MOST_BYTES_PER_TOKEN),
     ]
-    merged = [row for row in rows if "share_of_full" in row and row["num_texts"] >= min(100_000, largest)]
+    merge = "texts, 5 % changed: time of a merge over a full build"
     return figures + [
-        Figure.at_most(
-            f"{row['num_texts']:,} texts, 5 % changed: time of a merge over a full build", row["share_of_full"],
-            MOST_SHARE_OF_FULL,
-        )
-        for row in merged
-    ]  # fmt: skip
+        Figure.at_most(f"{row['num_texts']:,} {merge}", row["share_of_full"], MOST_SHARE_OF_FULL)
+        for row in rows
+        if "share_of_full" in row and row["num_texts"] >= min(100_000, largest)
+    ]
 
 
 def describe_row(row: dict) -> str:
@@ -205,10 +229,10 @@ def describe_row(row: dict) -> str:
         f"{row['bytes_per_token']:7.2f} B/token"
     )
     for drafts in row.get("drafts", ()):
+        least, most = drafts["draft_median_us_range"]
         line += (
-            f"\n    {drafts['opened']:20} opened in {drafts['open_s']:.3f} s, drafts {drafts['draft_median_us']:.1f} us"
-            " ({:.1f} to {:.1f})".format(*drafts["draft_median_us_range"])
-            + f", p99 {drafts['draft_p99_us']:.1f}, longest {drafts['draft_max_us']:.0f}"
+            f"\n    {drafts['opened']}: opened in {drafts['open_s']:.3f} s, drafts {drafts['draft_median_us']:.1f} us"
+            f" ({least:.1f} to {most:.1f}), p99 {drafts['draft_p99_us']:.1f}, longest {drafts['draft_max_us']:.0f}"
         )
     if "share_of_full" not in row:
         return line
@@ -228,13 +252,13 @@ def main() -> None:
     """Measure, print, and write the JSON."""
     arguments = parse_arguments()
     show_progress()
-    lines = grammar_lines(NUM_GRAMMAR_USERS)
+    lines = grammar_lines(NUM_GRAMMAR_USERS[arguments.size])
     rows = []
     for num_texts in arguments.num_texts or scale_of(arguments, NUM_TEXTS, QUICK_NUM_TEXTS, SMOKE_NUM_TEXTS):
         limit_mb = arguments.memory_mb or max(16, num_texts // 2_500)
+        of_size = next((number for most, number in ROUNDS if num_texts <= most), ROUNDS[-1][1])
+        num_rounds = 1 if arguments.size == "smoke" else of_size
         with tempfile.TemporaryDirectory() as folder:
-            of_size = next((number for most, number in ROUNDS if num_texts <= most), ROUNDS[-1][1])
-            num_rounds = 1 if arguments.size == "smoke" else of_size
             rows += measure_size(lines, num_texts, limit_mb, num_rounds, Path(folder))
     finish(arguments.json, figures_of(rows), ["\n".join(map(describe_row, rows))], {"rows": rows})
 

@@ -1,34 +1,66 @@
-"""One measurement of `pool_scale.py`, in a process of its own: reads its task from the command line, prints JSON."""
+"""One measurement of `pool_scale.py`, in a process of its own: reads its task from the command line, prints JSON.
+
+It imports little, since its memory is measured too.
+"""
 
 import json
-import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from pool_scale_texts import TextFile
 
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, pool_steps
+from laserbatch.retrieval_pools.index.array_files import ArrayWriter, map_array
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
-from laserbatch.retrieval_pools.index.merge_runs import RunChunk, merge_runs, shared_with_previous
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.settings import PoolBuildSettings
 
-MAX_NODES = 32
-MIN_PROBABILITY = 1e-3
-SAMPLE_OPTIONS = {"side": "user", "tokenizer_hash": "benchmark", "model_id": "benchmark"}
+DRAFTS = DraftOptions(max_nodes=32, min_probability=1e-3)
+POOL = {"side": "user", "tokenizer_hash": "benchmark", "model_id": "benchmark"}
+NUM_GROUPS = 200
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """Texts on disk: `tokens.npy` end to end, and `lengths.npy`."""
+
+    folder: Path
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        """Token ids of one text after another, int32, mapped."""
+        tokens, place = map_array(self.folder / "tokens.npy"), 0
+        for length in np.load(self.folder / "lengths.npy").tolist():
+            yield tokens[place : place + length]
+            place += length
+
+    @classmethod
+    def write(cls, folder: Path, texts: Iterator[np.ndarray]) -> "TextFile":
+        """Texts into a new folder, one in memory at a time."""
+        folder.mkdir(parents=True)
+        lengths = []
+        with ArrayWriter(folder / "tokens.npy", np.int32) as writer:
+            for text in texts:
+                writer.write(text)
+                lengths.append(len(text))
+        np.save(folder / "lengths.npy", np.array(lengths, np.int32))
+        return cls(folder)
 
 
 def measure_build(texts: str, out: str, memory_mb: int | None, previous: str | None) -> dict:
     """Build a pool of a file's texts; the process tells its memory before and after, its parent watches it between."""
-    options = SAMPLE_OPTIONS | {"building": PoolBuildSettings(memory_mb=memory_mb)}
-    warm_up(options)
+    options = POOL | {"building": PoolBuildSettings(memory_mb=memory_mb)}
+    with tempfile.TemporaryDirectory() as folder:  # compiles all that a build and a merge call
+        few = [PoolText(np.arange(number, number + 30, dtype=np.int32) % 50) for number in range(40)]
+        pool = build_pool(few, Path(folder, "one"), **options)
+        build_pool([PoolText(few[0].token_ids[1:]), *few[::2]], Path(folder, "two"), previous=pool, **options)
     older = Pool.open(previous) if previous else None
     print(json.dumps({"before_own_mb": own_memory_mb()}), flush=True)
     counts = []
-    rows = (PoolText(text, f"g{number % 200}") for number, text in enumerate(TextFile(Path(texts))))
+    rows = (PoolText(text, f"g{number % NUM_GROUPS}") for number, text in enumerate(TextFile(Path(texts))))
     start_s = time.perf_counter()
     pool = build_pool(rows, out, previous=older, on_counts=counts.append, **options)
     build_s = time.perf_counter() - start_s
@@ -42,39 +74,23 @@ def measure_build(texts: str, out: str, memory_mb: int | None, previous: str | N
     }
 
 
-def warm_up(options: dict) -> None:
-    """Compile everything that a build calls."""
-    texts = [np.arange(number, number + 30, dtype=np.int32) % 50 for number in range(40)]
-    with tempfile.TemporaryDirectory() as folder:
-        rows = [PoolText(text) for text in texts]
-        pool = build_pool(rows, Path(folder, "one"), **options)
-        today = [PoolText(texts[0][1:]), *rows[::2], PoolText(texts[1][1:]), rows[-1]]
-        build_pool(today, Path(folder, "two"), previous=pool, **options)
-    orders = [np.array([place], np.int32) for place in (0, 1)]
-    runs = [[RunChunk(order, shared_with_previous(pool.index.tokens, order, pool.index.depth))] for order in orders]
-    list(merge_runs(pool.index.tokens, list(map(iter, runs)), pool.index.depth))
-
-
-def measure_drafts(pool: str, texts: str, cold: bool, resident: bool) -> dict:
-    """Microseconds a draft along texts that the pool does not hold; greedy replay, as `drafting.py` does.
-
-    Parameters
-    ----------
-    cold : take the pool's files out of the page cache first.
-    resident : open it as a worker does, which asks for its pages; without, each page is fetched when it is touched.
-    """
-    options = DraftOptions(MAX_NODES, MIN_PROBABILITY)
+def measure_drafts(pool: str, texts: str) -> dict:
+    """Microseconds a draft along texts that the pool does not hold; it is opened as a worker of a night opens it."""
     no_prompt = np.empty(0, np.int32)
-    rows = list(map(np.array, TextFile(Path(texts))))
-    compile_query(rows[0], options)
-    if cold:
-        drop_from_cache(Path(pool))
+    rows = [
+        ReplayText(no_prompt, np.array(text), None, f"g{number % NUM_GROUPS}")
+        for number, text in enumerate(TextFile(Path(texts)))
+    ]
+    with tempfile.TemporaryDirectory() as folder:  # compiles the query
+        list(pool_steps(build_pool([PoolText(rows[0].text_ids)], Path(folder, "pool"), **POOL), rows[0], DRAFTS))
     start_s = time.perf_counter()
-    opened = Pool.open(pool, max_resident_bytes=1 << 40 if resident else 0)
+    opened = Pool.open(pool, max_resident_bytes=1 << 40)
     open_s = time.perf_counter() - start_s
     draft_us, accepted = [], []
-    for number, text in enumerate(rows):
-        for step in pool_steps(opened, ReplayText(no_prompt, text, None, f"g{number % 200}"), options):
+    for number, row in enumerate(rows):
+        for step in pool_steps(
+            opened, ReplayText(row.prompt_ids, row.text_ids, None, f"g{number % NUM_GROUPS}"), DRAFTS
+        ):
             draft_us.append(step.draft_us)
             accepted.append(len(step.path))
     return {
@@ -85,22 +101,6 @@ def measure_drafts(pool: str, texts: str, cold: bool, resident: bool) -> dict:
         "draft_max_us": float(np.max(draft_us)),
         "aal": float(np.mean(accepted)),
     }
-
-
-def compile_query(text: np.ndarray, options: DraftOptions) -> None:
-    """Draft from a pool of one text, of the kind that the measured one is."""
-    with tempfile.TemporaryDirectory() as folder:
-        pool = build_pool([PoolText(text)], Path(folder, "pool"), **SAMPLE_OPTIONS)
-        for _ in pool_steps(pool, ReplayText(text[:0], text), options):
-            pass
-
-
-def drop_from_cache(folder: Path) -> None:
-    """Have the kernel forget what it holds of a folder's files; nobody else may have them mapped."""
-    for path in folder.iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())  # what is not on the disk yet is not let go
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def own_memory_mb() -> float:

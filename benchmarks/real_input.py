@@ -3,8 +3,7 @@
     python benchmarks/real_input.py --quick --json real_input.json
 
 Runs `laserbatch` as a user would, in its own processes, and reads what it says of itself: the manifests of the runs.
-Owns the order of commands and the record of a night; tables are made in `real_tables.py`, settings and prompt
-templates are in `settings/`.
+Settings and prompt templates are in `settings/`. Texts and order of reading are as published, times of day invented.
 """
 
 import argparse
@@ -14,15 +13,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import yaml
 from common import REPOSITORY, benchmark_parser, scale_of, write_json
-from real_tables import NIGHT_1, NIGHT_2, date_after_share, keep_part, write_goodreads
 
 SETTINGS = Path(__file__).resolve().parent / "settings"
 SHARE_BEFORE_DATE = 0.8  # of MovieLens' interactions; the rest judges the CTR models
+NIGHTS = (datetime.date(2025, 3, 1), datetime.date(2025, 3, 2))  # of goodreads
+MIN_HISTORY = 2  # books a reader keeps on the first night
 
 
 @dataclass(frozen=True)
@@ -40,13 +45,7 @@ SMOKE = Scale(goodreads=16, movielens_users=12, movielens_items=30)
 
 
 def laserbatch(*words: object) -> None:
-    """Run one command; its progress goes to standard error.
-
-    Raises
-    ------
-    SystemExit
-        The command failed.
-    """
+    """Run one command; its progress goes to standard error, and where it fails the benchmark ends."""
     command = [str(Path(sys.executable).with_name("laserbatch")), *map(str, words)]
     done = subprocess.run(command, stdout=subprocess.DEVNULL)
     if done.returncode:
@@ -76,13 +75,9 @@ def record_of(manifest: dict) -> dict:
 def _side(part: dict) -> dict:
     stats = part["stats"]
     num_texts, num_steps, wall_s = stats["num_texts"], stats["num_steps"], stats["wall_s"]
+    counts = ("num_entities", "num_generated", "num_carried_over", "num_quarantined", "quarantine_reasons", "routes")
     return {
-        "num_entities": part["num_entities"],
-        "num_generated": part["num_generated"],
-        "num_carried_over": part["num_carried_over"],
-        "num_quarantined": part["num_quarantined"],
-        "quarantine_reasons": part["quarantine_reasons"],
-        "routes": part["routes"],
+        **{name: part[name] for name in counts},
         "num_texts": num_texts,
         "num_tokens": stats["num_tokens"],
         "tokens_per_text": stats["num_tokens"] / num_texts if num_texts else None,
@@ -122,8 +117,75 @@ def run_goodreads(data: Path, model: Path, work: Path, scale: Scale) -> dict:
     work.mkdir(parents=True)
     write_goodreads(data, work / "tables", num_items=scale.goodreads, num_users=scale.goodreads)
     config = write_config("goodreads", work, model)
-    nights = [night(config, work / "workspace", date) for date in (NIGHT_1, NIGHT_2)]
-    return {"input": "goodreads", "nights": nights}
+    return {"input": "goodreads", "nights": [night(config, work / "workspace", date) for date in NIGHTS]}
+
+
+def date_after_share(tables: Path, share: float) -> datetime.date:
+    """The day by whose end about `share` of the interactions have happened; later ones are left for the CTR test."""
+    times = pq.read_table(tables / "interactions.parquet")["timestamp"].cast(pa.timestamp("us", "UTC"))
+    ordered = times.take(pc.sort_indices(times))
+    return ordered[int(share * len(ordered))].as_py().date()
+
+
+def keep_part(tables: Path, *, num_users: int, num_items: int) -> None:
+    """Cut imported tables to the most active users and their most rated items, in place: for a quick run."""
+    interactions = pq.read_table(tables / "interactions.parquet")
+    for name, column, num in (("items", "item_id", num_items), ("users", "user_id", num_users)):
+        kept = pa.array(most_frequent(interactions[column].to_pylist(), num), interactions[column].type)
+        interactions = interactions.filter(pc.is_in(interactions[column], value_set=kept))
+        entities = pq.read_table(tables / f"{name}.parquet")
+        pq.write_table(entities.filter(pc.is_in(entities[column], value_set=kept)), tables / f"{name}.parquet")
+    pq.write_table(interactions, tables / "interactions.parquet")
+
+
+def write_goodreads(data: Path, out: Path, *, num_items: int, num_users: int) -> None:
+    """Tables of goodreads in which the second day brings half of the books and each reader's last book.
+
+    The first half are the books most often finished before a reader's last one, the second half the most frequent
+    other last books, so that nobody has read a book before it appears. Histories are cut to these books; readers are
+    taken in the order of the file. The data has no times: a reader's books are a day apart, the last one on the
+    second day.
+    """
+    readers = pq.read_table(data / "goodreads" / "users.parquet").to_pylist()
+    titles = pq.read_table(data / "goodreads" / "items.parquet").to_pydict()
+    titles = dict(zip(titles["item_id"], titles["title"], strict=True))
+    first = most_frequent((book for row in readers for book in row["history"][:-1]), num_items // 2)
+    known = set(first)
+    second = most_frequent((row["history"][-1] for row in readers if row["history"][-1] not in known), num_items // 2)
+    chosen = list(_readers(readers, known, {*first, *second}))[:num_users]
+    if len(chosen) < num_users:
+        raise SystemExit(f"goodreads: {len(chosen)} readers of {MIN_HISTORY} books among {num_items}, not {num_users}")
+    day_1, day_2 = (datetime.datetime.combine(day, datetime.time(12), datetime.UTC) for day in NIGHTS)
+    created_at = [day_1 - datetime.timedelta(days=365)] * len(first) + [day_2] * len(second)
+    rows = [
+        (reader, book, day_1 - datetime.timedelta(days=len(books) - 1 - position))
+        for reader, books, _ in chosen
+        for position, book in enumerate(books)
+    ] + [(reader, last_book, day_2) for reader, _, last_book in chosen]
+    tables = {
+        "users": {"user_id": [reader for reader, _, _ in chosen]},
+        "items": {"item_id": first + second, "title": [titles[book] for book in first + second]},
+        "interactions": dict(zip(("user_id", "item_id", "timestamp"), map(list, zip(*rows, strict=True)), strict=True)),
+    }
+    tables["items"]["created_at"] = created_at
+    out.mkdir(parents=True)
+    for name, columns in tables.items():
+        pq.write_table(pa.table(columns), out / f"{name}.parquet")
+
+
+def most_frequent(values: Iterable, num: int) -> list:
+    """The most frequent values, the frequent first; of equally frequent ones those that are sorted first."""
+    counts = Counter(values)
+    return sorted(counts, key=lambda value: (-counts[value], value))[:num]
+
+
+def _readers(rows: list[dict], first: set[str], known: set[str]) -> Iterable[tuple[str, list[str], str]]:
+    """Readers, their books of the first night, and the one finished on the second day."""
+    for row in rows:
+        *earlier, last = dict.fromkeys(row["history"])  # a book read twice counts once
+        books = [book for book in earlier if book in first]
+        if len(books) >= MIN_HISTORY and last in known:
+            yield row["user_id"], books, last
 
 
 def describe(run: dict) -> str:
@@ -140,17 +202,13 @@ def describe(run: dict) -> str:
                 f"    {side}: {part['num_generated']} written, {part['num_carried_over']} carried over, "
                 f"{part['num_quarantined']} quarantined {part['quarantine_reasons'] or ''}; {speed}"
             )
-        lines += _ctr_lines(record["ctr"])
+        ctr = record["ctr"] or {"skipped": "not trained"}
+        for row in [] if ctr.get("skipped") else ctr["rows"]:
+            told = f"AUC {_spread(row, 'auc')}, LogLoss {_spread(row, 'logloss')}"
+            lines.append(f"    CTR: {row['model']:7} {row['variant']:8} {told}")
+        if ctr.get("skipped"):
+            lines.append(f"    CTR: {ctr['skipped']}")
     return "\n".join(lines)
-
-
-def _ctr_lines(ctr: dict | None) -> list[str]:
-    if not ctr or ctr.get("skipped"):
-        return [f"    CTR: {ctr['skipped'] if ctr else 'not trained'}"]
-    return [
-        f"    CTR: {row['model']:7} {row['variant']:8} AUC {_spread(row, 'auc')}, LogLoss {_spread(row, 'logloss')}"
-        for row in ctr["rows"]
-    ]
 
 
 def _spread(row: dict, name: str) -> str:

@@ -1,21 +1,19 @@
 """What `pool_scale.py` measures with: its texts, its eye on another process, its figures."""
 
 import numpy as np
+import pool_scale
 import pytest
 from pool_scale import (
-    OPENINGS,
-    OPENINGS_FROM_DISK,
     figures_of,
-    measure_build,
-    measure_drafts,
     measure_rounds,
     medians_of,
     memory_mb_of,
     of_median_time,
+    recombined,
     require_same_files,
     watched,
 )
-from pool_scale_texts import TextFile, recombined
+from pool_scale_worker import TextFile
 
 LINES = [[np.arange(10 * k, 10 * k + 3 + user % 4, dtype=np.int32) + user for user in range(30)] for k in range(4)]
 
@@ -26,43 +24,68 @@ def test_every_so_many_th_text_changes_and_no_other():
     assert [number for number, is_same in enumerate(same) if not is_same] == [0, 20, 40, 60, 80]
 
 
-def test_a_measurement_is_a_process_whose_files_and_memory_are_told(tmp_path):
-    texts = TextFile.write(tmp_path / "texts", recombined(LINES, 50, seed=1))
-    rows = []
-    for number, (kind, memory_mb) in enumerate((("full", None), ("bounded", 16))):
-        task = {"texts": str(texts.folder), "out": str(tmp_path / f"p{number}"), "memory_mb": memory_mb}
-        row = {"kind": kind, "memory_mb": memory_mb} | watched({"measure": "build", "previous": None, **task})
-        assert row["num_texts"] == row["num_texts_sorted"] == 50 and row["peak_mb"] > row["peak_own_mb"] > 1
-        rows.append(row | {"mtokens_per_s": 2.0, "bytes_per_token": row["bytes"] / row["num_tokens"]})
-    require_same_files(tmp_path / "p0", tmp_path / "p1")
-    task = {"measure": "drafts", "pool": str(tmp_path / "p0"), "texts": str(texts.folder)}
-    rows[0]["drafts"] = measure_drafts(tmp_path / "p0", texts, (*OPENINGS, *OPENINGS_FROM_DISK), 2)
-    assert [drafts["opened"] for drafts in rows[0]["drafts"]] == [
-        "resident", "mapped", "resident, from disk", "mapped, from disk"
-    ]  # fmt: skip
-    for drafts in rows[0]["drafts"]:
-        assert drafts["num_drafts"] > 50 and drafts["aal"] > 1 and drafts["open_s"] > 0
-        assert 0 < drafts["draft_median_us"] <= drafts["draft_p99_us"] <= drafts["draft_max_us"]
-        least, most = drafts["draft_median_us_range"]
-        assert least <= drafts["draft_median_us"] <= most
-    assert len({(drafts["num_drafts"], drafts["aal"]) for drafts in rows[0]["drafts"]}) == 1
-    assert len(figures_of(rows)) == 6
+def test_texts_are_read_as_they_were_written(tmp_path):
+    texts = list(recombined(LINES, 10, seed=1))
+    found = list(TextFile.write(tmp_path / "texts", iter(texts)))
+    assert all(np.array_equal(one, other) for one, other in zip(found, texts, strict=True))
+
+
+def test_the_command_builds_merges_and_drafts_in_processes_that_it_watches(run_benchmark, monkeypatch):
+    monkeypatch.setattr(pool_scale, "grammar_lines", lambda num_users: LINES)
+    result = run_benchmark("pool_scale", "--smoke", "--num-texts", 50, "--memory-mb", 16)
+    assert [row["kind"] for row in result["rows"]] == ["full", "bounded", "full, 5 % changed", "merged, 5 % changed"]
+    assert [row["num_texts_sorted"] for row in result["rows"]] == [50, 50, 50, 3]
+    for row in result["rows"]:
+        assert row["num_texts"] == 50 and row["peak_mb"] > row["peak_own_mb"] > row["before_own_mb"] - 1 > 1
+    (drafts,) = result["rows"][0]["drafts"]
+    assert drafts["opened"] == "resident" and drafts["num_drafts"] > 50 and drafts["aal"] > 1 and drafts["open_s"] > 0
+    assert 0 < drafts["draft_median_us"] <= drafts["draft_p99_us"] <= drafts["draft_max_us"]
+    assert len(result["figures"]) == 7
+
+
+def test_a_measurement_that_fails_ends_the_command():
     with pytest.raises(RuntimeError, match="exit code"):
-        watched(task | {"pool": str(tmp_path / "none"), "cold": False, "resident": True})
+        watched({"measure": "nothing of that name"})
     assert memory_mb_of(2**22 + 1) == (0.0, 0.0)
 
 
-def test_full_builds_and_merges_are_measured_in_turn(tmp_path):
-    texts, today = (
-        TextFile.write(tmp_path / str(every), recombined(LINES, 40, seed=1, changed_every=every)) for every in (0, 20)
-    )
-    measure_build("full", texts, tmp_path / "full")
-    full, merged = measure_rounds(today, tmp_path, num_rounds=2)
-    assert (full["num_texts_sorted"], merged["num_texts_sorted"]) == (40, 2)
-    for row in (full, merged):
-        least, most = row["build_s_range"]
-        assert least <= row["build_s"] == most
-    assert merged["share_of_full_range"][0] <= merged["share_of_full"] <= merged["share_of_full_range"][1]
+def test_full_builds_and_merges_are_measured_in_turn(tmp_path, monkeypatch):
+    seconds = iter([4.0, 1.0, 10.0, 5.0, 6.0, 3.0])
+    built = []
+
+    def build(kind, texts, out, memory_mb=None, previous=None):
+        built.append((kind, previous))
+        out.mkdir()
+        (out / "manifest.json").write_text("{}")
+        return {"kind": kind, "build_s": next(seconds)}
+
+    monkeypatch.setattr(pool_scale, "measure_build", build)
+    full, merged = measure_rounds(TextFile(tmp_path), tmp_path, num_rounds=3)
+    assert built == [("full, 5 % changed", None), ("merged, 5 % changed", tmp_path / "full")] * 3
+    assert (full["build_s"], full["build_s_range"]) == (6.0, [4.0, 10.0])
+    assert (merged["build_s"], merged["build_s_range"]) == (3.0, [1.0, 5.0])
+    assert (merged["share_of_full"], merged["share_of_full_range"]) == (0.5, [0.25, 0.5])
+
+
+def test_builds_that_differ_end_the_command(tmp_path):
+    for name, manifest in (("one", "{}"), ("other", '{"a": 1}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text(manifest)
+    with pytest.raises(RuntimeError, match="one and other differ"):
+        require_same_files(tmp_path / "one", tmp_path / "other")
+
+
+def test_figures_are_of_the_largest_size_and_of_merging():
+    def rows(num_texts: int, share: float) -> list[dict]:
+        row = {"num_texts": num_texts, "mtokens_per_s": 2.0, "peak_mb": 9.0, "peak_own_mb": 50.0, "before_own_mb": 20.0}
+        row |= {"memory_mb": 16, "bytes_per_token": 9.0, "drafts": [{"draft_median_us": 90.0}]}
+        return [row | {"kind": "full"}, row | {"kind": "bounded"}, row | {"kind": "merged", "share_of_full": share}]
+
+    found = {one.name: (one.measured, one.met) for one in figures_of([*rows(1_000, 0.9), *rows(100_000, 0.2)])}
+    assert len(found) == 7
+    assert found["100,000 texts, bounded to 16 MiB: MiB of its own beyond those before"] == (30.0, False)
+    assert found["100,000 texts, resident: microseconds a draft, median"] == (90.0, False)
+    assert found["100,000 texts, 5 % changed: time of a merge over a full build"] == (0.2, True)
 
 
 def test_of_an_odd_number_of_rounds_the_middle_one_is_told():
