@@ -101,7 +101,9 @@ def run(checkout: Path, benchmark: str, size: str, cache: Path, out: Path) -> No
         path = os.pathsep.join(filter(None, [folder, str(checkout.resolve()), os.environ.get("PYTHONPATH")]))
         unfinished = out.with_suffix(".unfinished")
         command = [sys.executable, f"benchmarks/{benchmark}.py", *words, "--json", str(unfinished.resolve())]
-        subprocess.run(command, check=True, cwd=checkout, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            command, check=True, cwd=checkout, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.DEVNULL
+        )
         unfinished.rename(out)
 
 

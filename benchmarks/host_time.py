@@ -19,14 +19,14 @@ import argparse
 import itertools
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import torch
-from common import Figure, Spread, begin, benchmark_parser, finish, scale_of
+from common import Figure, Spread, begin, benchmark_parser, finish, scale_of, turns
 from corpora import Corpus, CorpusSize, goodreads_corpus, reki_corpus
 from step_profile import engine_of, profile
 from step_spans import HOST_PARTS
@@ -229,45 +229,6 @@ def stream_turn(
     }
 
 
-def measure_streams(
-    loaded: LoadedModel, corpora: dict[str, Corpus], pools: dict[str, Pool], scale: Scale, num_threads: int
-) -> list[dict]:
-    """Rows of each task, batch size and draft size; turns of all draft sizes follow each other."""
-    rows = []
-    for task, batch in itertools.product(corpora, scale.batches):
-        asked = loaded, corpora[task], pools[task], batch
-        turns: dict[int, list[dict]] = {size: [] for size in scale.draft_sizes}
-        for _ in range(scale.num_stream_turns):
-            for size, found in turns.items():
-                found.append(stream_turn(*asked, size, batch * scale.stream_batches, num_threads))
-        for size, found in turns.items():
-            host = Spread.of([one["host_ms"] for one in found])
-            least = found[0]["least_ms"]
-            row = {
-                "task": task,
-                "batch": batch,
-                "draft_size": size,
-                "host_ms": host,
-                "results_ms": Spread.of([one["results_ms"] for one in found]),
-                "num_steps": found[0]["num_steps"],
-                "num_texts": found[0]["num_texts"],
-                "least_ms": least,
-                "host_share": {name: host.median / (host.median + ms) for name, ms in least.items()},
-            }
-            rows.append(row)
-            print(describe_stream(row), flush=True)
-    return rows
-
-
-def describe_stream(row: dict) -> str:
-    """A line for a terminal."""
-    shares = ", ".join(f"{name} {100 * row['host_share'][name]:.0f} %" for name in (JUDGED, "8b-gqa"))
-    return (
-        f"{row['task']}, {row['num_texts']} texts, batch {row['batch']:3}, drafts of {row['draft_size']:2}: "
-        f"host ms a step {row['host_ms']}, results {row['results_ms'].median:.2f}; {shares}"
-    )
-
-
 def least_ms(geometry: Geometry, num_tokens: int, num_cached: int) -> float:
     """Milliseconds of a forward over so many tokens and a cache of so many, all of them with logits."""
     heads, kv_heads = geometry.num_heads * geometry.head_size, geometry.num_kv_heads * geometry.head_size
@@ -277,37 +238,73 @@ def least_ms(geometry: Geometry, num_tokens: int, num_cached: int) -> float:
     return 1e3 * max(num_bytes / BYTES_PER_S, 2 * num_tokens * num_weights / FLOPS_PER_S)
 
 
+def in_turns(draft_sizes: Sequence[int], num_turns: int, run: Callable[[int], dict]) -> dict[int, list[dict]]:
+    """What runs of each draft size found; those of one turn follow each other."""
+    found: dict[int, list[dict]] = {size: [] for size in draft_sizes}
+    for _, order in zip(range(num_turns), turns(draft_sizes), strict=False):
+        for size in order:
+            found[size].append(run(size))
+    return found
+
+
 def measure(loaded: LoadedModel, corpus: Corpus, pool: Pool, scale: Scale, num_threads: int) -> list[dict]:
-    """Rows of each batch size and draft size; turns of all draft sizes follow each other."""
+    """Rows of full batches: each batch size and draft size."""
     rows = []
     for batch in scale.batches:
-        turns: dict[int, list[dict]] = {size: [] for size in scale.draft_sizes}
-        for _ in range(scale.num_turns + 1):
-            for size, found in turns.items():
-                found.append(host_parts(loaded, corpus, pool, batch, size, scale, num_threads))
-        for size, (_, *found) in turns.items():  # the first turn compiles
-            host = Spread.of([sum(one["parts_ms"].values()) for one in found])
-            num_tokens = round(batch * (1 + found[0]["drafted_tokens_a_text"]))
-            least = {name: least_ms(GEOMETRIES[name], num_tokens, found[0]["num_cached"]) for name in GEOMETRIES}
+
+        def run(size: int, batch: int = batch) -> dict:
+            return host_parts(loaded, corpus, pool, batch, size, scale, num_threads)
+
+        for size, (_, *found) in in_turns(scale.draft_sizes, 1 + scale.num_turns, run).items():  # the first compiles
+            first = found[0]
+            num_tokens = round(batch * (1 + first["drafted_tokens_a_text"]))
             row = {
                 "batch": batch,
                 "draft_size": size,
-                **{name: found[0][name] for name in ("drafted_tokens_a_text", "tokens_a_step", "num_cached")},
-                "host_ms": host,
+                **{name: first[name] for name in ("drafted_tokens_a_text", "tokens_a_step", "num_cached")},
+                "host_ms": Spread.of([sum(one["parts_ms"].values()) for one in found]),
                 "parts_ms": {p: float(np.median([one["parts_ms"][p] for one in found])) for p in HOST_PARTS},
-                "least_ms": least,
-                "host_share": {name: host.median / (host.median + ms) for name, ms in least.items()},
+                "least_ms": {name: least_ms(one, num_tokens, first["num_cached"]) for name, one in GEOMETRIES.items()},
             }
-            rows.append(row)
-            print(describe_row(row), flush=True)
+            rows.append(with_share(row))
+            print(describe_row(rows[-1]), flush=True)
     return rows
+
+
+def measure_streams(
+    loaded: LoadedModel, corpora: dict[str, Corpus], pools: dict[str, Pool], scale: Scale, num_threads: int
+) -> list[dict]:
+    """Rows of streams: each task, batch size and draft size."""
+    rows = []
+    for task, batch in itertools.product(corpora, scale.batches):
+
+        def run(size: int, task: str = task, batch: int = batch) -> dict:
+            num_texts = batch * scale.stream_batches
+            return stream_turn(loaded, corpora[task], pools[task], batch, size, num_texts, num_threads)
+
+        for size, found in in_turns(scale.draft_sizes, scale.num_stream_turns, run).items():
+            row = {"task": task, "batch": batch, "draft_size": size}
+            row |= {name: Spread.of([one[name] for one in found]) for name in ("host_ms", "results_ms")}
+            row |= {name: found[0][name] for name in ("num_steps", "num_texts", "least_ms")}
+            rows.append(with_share(row))
+            print(describe_row(rows[-1]), flush=True)
+    return rows
+
+
+def with_share(row: dict) -> dict:
+    """The row, and the host's share of a step in every geometry."""
+    host_ms = row["host_ms"].median
+    return row | {"host_share": {name: host_ms / (host_ms + ms) for name, ms in row["least_ms"].items()}}
 
 
 def describe_row(row: dict) -> str:
     """A line for a terminal."""
-    parts = ", ".join(f"{part} {ms:.2f}" for part, ms in row["parts_ms"].items())
+    parts = ", ".join(f"{part} {ms:.2f}" for part, ms in row.get("parts_ms", {}).items())
+    if "task" in row:
+        parts = f"{row['num_texts']} texts, results {row['results_ms'].median:.2f}"
     shares = ", ".join(f"{name} {100 * row['host_share'][name]:.0f} %" for name in (JUDGED, "8b-gqa"))
-    return f"batch {row['batch']:3}, drafts of {row['draft_size']:2}: host ms {row['host_ms']}: {parts}; {shares}"
+    where = f"{_measured(row)}, batch {row['batch']:3}, drafts of {row['draft_size']:2}"
+    return f"{where}: host ms a step {row['host_ms']}: {parts}; {shares}"
 
 
 def figures_of(rows: Sequence[dict]) -> list[Figure]:
