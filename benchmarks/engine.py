@@ -207,11 +207,6 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = benchmark_parser(__doc__, "model", "data", "device", "dtype", "threads", "cache")
     parser.add_argument("--plot", type=Path, help="draw the speeds here (svg, png or pdf)")
     parser.add_argument("--geometry", choices=GEOMETRIES, help="widen the model to this first (widen.py)")
-    parser.add_argument(
-        "--assistant",
-        type=Path,
-        help="smaller model with the same tokenizer, for transformers; default: its own layers",
-    )
     parser.add_argument("--peer", choices=VLLM_SYSTEMS, help="this beside our systems instead of transformers' own")
     parser.add_argument("--batch", type=int, nargs="+", help="batch sizes; default: all of the device's")
     parser.add_argument("--task", nargs="+", help="tasks; default: all")
@@ -258,7 +253,7 @@ def main() -> None:
     if arguments.peer:
         peers = VllmPeer(model_dir, dtype, arguments.peer, scale.batches[0], PEER_CONTEXT)
     else:
-        peers = Peers(model_dir, dtype, device, arguments.assistant)
+        peers = Peers(model_dir, dtype, device)
     engines = Engines(model_dir, dtype, device)
     rows: list[dict] = []
 
@@ -267,7 +262,6 @@ def main() -> None:
             "model": model_dir.name,
             "dtype": dtype,
             "device_rates": rates,
-            "left_out": peers.left_out,
             "repeats_of_plain": repeats_of_plain(rows),
             "rows": rows,
         }

@@ -15,7 +15,7 @@ import torch
 from engine_pools import GroupedPool
 from roofline import DeviceRates, WatchedSystem
 from systems import EngineSystem, TransformersGenerate, Vllm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from laserbatch.jobs.budgets import describe_budget
 from laserbatch.pipeline.decoding.budget import Budget, choose_budget
@@ -135,21 +135,16 @@ class Engines:
 
 
 class Peers:
-    """The systems of transformers, over weights of their own; `left_out` says which cannot be measured, and why."""
+    """The systems of transformers, over weights of their own; a model's first layers assist it."""
 
-    def __init__(self, model_dir: Path, dtype: str, device: str, assistant: Path | None) -> None:
+    def __init__(self, model_dir: Path, dtype: str, device: str) -> None:
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).to(device).eval()
-        self.left_out: dict[str, str] = {}
+        half = max(1, model.config.get_text_config().num_hidden_layers // 2)
         self._generate = TransformersGenerate(model)
-        self._one_by_one = {LOOKUP: TransformersGenerate(model, prompt_lookup_num_tokens=LOOKUP_TOKENS)}
-        if assistant is None:  # its own first layers then
-            half = max(1, model.config.get_text_config().num_hidden_layers // 2)
-            self._one_by_one[ASSISTED] = TransformersGenerate(model, assistant_early_exit=half)
-        elif not _have_one_tokenizer(model_dir, assistant):
-            self.left_out[ASSISTED] = f"{assistant.name} has another tokenizer than {model_dir.name}"
-        else:
-            small = AutoModelForCausalLM.from_pretrained(assistant, dtype=getattr(torch, dtype)).to(device).eval()
-            self._one_by_one[ASSISTED] = TransformersGenerate(model, assistant_model=small)
+        self._one_by_one = {
+            LOOKUP: TransformersGenerate(model, prompt_lookup_num_tokens=LOOKUP_TOKENS),
+            ASSISTED: TransformersGenerate(model, assistant_early_exit=half),
+        }
 
     def at_batch(self, batch: int) -> Iterator[Contestant]:
         """Those that work at a batch size: drafts of transformers are for one prompt at a time."""
@@ -162,7 +157,6 @@ class VllmPeer:
     """vLLM in the place of `Peers`; one batch size a run, since it is loaded for that one."""
 
     def __init__(self, model_dir: Path, dtype: str, system: str, batch: int, max_tokens: int) -> None:
-        self.left_out: dict[str, str] = {}
         self._contestant = Contestant(system, None, Vllm(model_dir, dtype, system, batch, max_tokens))
 
     def at_batch(self, batch: int) -> Iterator[Contestant]:
@@ -253,8 +247,3 @@ def pool_kinds(systems: Sequence[str]) -> list[str]:
     """Kinds of pools that systems draft from."""
     kinds = {SPECULATIONS[name].pool for name in systems if name in SPECULATIONS}
     return sorted(kind for kind in kinds if kind is not None)
-
-
-def _have_one_tokenizer(model_dir: Path, other: Path) -> bool:
-    vocabularies = [AutoTokenizer.from_pretrained(folder).get_vocab() for folder in (model_dir, other)]
-    return vocabularies[0] == vocabularies[1]
