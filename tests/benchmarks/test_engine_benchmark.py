@@ -34,6 +34,21 @@ from laserbatch.pipeline.decoding.budget import Budget
 from laserbatch.retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
 
 RATES = DeviceRates(1e10, 1e14)  # multiplying never takes longer
+COST = StepCost(
+    steps=tuple(
+        StepPoint(batch_size=size, num_tokens=number, seconds=1.0 + number * 0.001)
+        for size in (1, 4)
+        for number in (4, 400)
+    ),
+    draft=DraftCost(seconds_per_step=0.5),
+)
+
+
+@pytest.fixture(autouse=True)
+def known_costs(monkeypatch):
+    """Nothing of this machine is timed: steps cost nearly the same, whatever they draft."""
+    monkeypatch.setattr(engine_systems, "measure_step_cost", lambda *_: COST)
+    monkeypatch.setattr(engine_command, "measure_device", lambda *_: RATES)
 
 
 @pytest.fixture(scope="module")
@@ -196,16 +211,6 @@ def test_the_best_of_others_is_not_the_luckiest_of_a_repetition():
     assert over_best(own[:1], {8: sound[:1], 32: lucky[:1]})[0] == 8
 
 
-COST = StepCost(
-    steps=tuple(
-        StepPoint(batch_size=size, num_tokens=number, seconds=1.0 + number * 0.001)
-        for size in (1, 4)
-        for number in (4, 400)
-    ),
-    draft=DraftCost(seconds_per_step=0.5),
-)
-
-
 def test_counted_steps_cost_what_their_live_texts_and_trees_do():
     cost = StepCost(
         steps=tuple(
@@ -331,9 +336,7 @@ def test_the_chart_has_a_panel_a_place(tmp_path):
     assert "reki, batch 4" in drawn and "reki, batch 16" in drawn and "laser 8/0.07" in drawn and "laser 8" in drawn
 
 
-def test_the_command_measures_the_sample_model_where_no_other_is(run_benchmark, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_systems, "measure_step_cost", lambda *_: COST)
-    monkeypatch.setattr(engine_command, "measure_device", lambda *_: RATES)
+def test_the_command_measures_the_sample_model_where_no_other_is(run_benchmark, tmp_path):
     words = ["--threads", 1, "--device", "cpu", "--model", tmp_path / "none", "--cache", tmp_path / "cache"]
     words += ["--task", "sample-items", "--geometry", "tiny", "--plot", tmp_path / "out.svg"]
     content = run_benchmark("engine", "--smoke", *words)
