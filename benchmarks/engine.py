@@ -109,7 +109,7 @@ CUDA_QUICK = Scale(
     only_at=dict.fromkeys((1, 32, 64, 256), ("resd", "laser")),
 )  # fmt: skip
 SMOKE = Scale(
-    dict.fromkeys((1, 4, 16), 2), dict.fromkeys((1, 4, 16), 2), TaskSize(3, 60, 0, 4), TaskSize(6, 60, 0, 4), 1, 1,
+    dict.fromkeys((1, 4, 16), 2), dict.fromkeys((1, 4, 16), 2), TaskSize(3, 50, 0, 2), TaskSize(3, 50, 0, 2), 1, 1,
     ("resd", "laser"), (8,),
 )  # fmt: skip
 BATCHES = {"cpu": {"full": (1, 4, 16), "quick": (1, 4, 16), "smoke": (4,)}}

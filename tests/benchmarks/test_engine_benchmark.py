@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from common import SAMPLE_MODEL, Interval, Spread
-from engine import Scale, contestants_at
+from engine import ASKED, Scale, contestants_at
 from engine_passes import Amount, Counted, counted, measure, over_best, ratios
 from engine_pools import KINDS, like_groups, pools_of, random_groups, unseen_prompts
 from engine_rows import figures_of, repeats_of_plain, row_of, write_plot
@@ -58,8 +58,8 @@ def engines() -> Engines:
 
 @pytest.fixture(scope="module")
 def task(engines) -> Task:
-    items = sample_tasks(engines.tokenizer, TaskSize(4, 56, num_pilot=3))[1]
-    return replace(items, max_new_tokens=40)
+    items = sample_tasks(engines.tokenizer, TaskSize(4, 16, num_pilot=3))[1]
+    return replace(items, max_new_tokens=24)
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +102,11 @@ def test_more_measured_prompts_come_after_those_of_the_pool_and_then_a_pilots(en
 
 
 def test_every_greedy_system_writes_the_plain_texts(engines, task, cache, tmp_path):
+    task = replace(task, pilot_prompts=())  # the command's own test has a pilot, and pools that are calibrated
     pools = pools_of(engines.of_batch(4), task, cache, tmp_path, list(KINDS))
     assert {name for name, one in pools.items() if one.groups is None} == {"global"}
-    assert all(one.pool.manifest.num_texts == 56 for one in pools.values())
-    assert all([len(part) for part in one.pilot_parts] == [3] for one in pools.values())
-    scale = Scale({}, {}, TaskSize(0, 0), TaskSize(0, 0), 1, 1, fixed_budgets=(2, 8))
+    assert all(one.pool.manifest.num_texts == 16 for one in pools.values())
+    scale = Scale({}, {}, TaskSize(0, 0), TaskSize(0, 0), 1, 1, ASKED, fixed_budgets=(2, 8))
     contestants = contestants_at(task, 4, engines, Peers(SAMPLE_MODEL, "float32", "cpu"), pools, scale, RATES)
     passes = measure(contestants, task.held_out, 4, task.max_new_tokens, Amount(4, 1, 4, 1), num_warm_up=1)
     counts = {
@@ -137,8 +137,8 @@ def test_every_greedy_system_writes_the_plain_texts(engines, task, cache, tmp_pa
 
 def test_prompt_lookup_counts_its_own_forwards(task):
     model = AutoModelForCausalLM.from_pretrained(SAMPLE_MODEL, dtype=torch.float32).eval()
-    alone = TransformersGenerate(model).run(task.held_out, 1, 40)
-    drafted = TransformersGenerate(model, prompt_lookup_num_tokens=10).run(task.held_out, 1, 40)
+    alone = TransformersGenerate(model).run(task.held_out, 1, 24)
+    drafted = TransformersGenerate(model, prompt_lookup_num_tokens=10).run(task.held_out, 1, 24)
     assert drafted.texts == alone.texts and alone.num_steps == alone.num_tokens
     assert len(task.held_out) <= drafted.num_steps < drafted.num_tokens
     assert 0 < drafted.num_accepted <= drafted.num_drafted
@@ -264,7 +264,7 @@ def test_the_roofline_is_the_slower_of_reading_and_multiplying(engines, task):
     assert real.num_head_weights == 2371 * 192
     assert real.weight_bytes == 4 * (real.num_body_weights + real.num_head_weights)
     watched = plain(engine, RATES, engines.bytes_per_token).runner
-    runs = [watched.run(task.held_out[:2], 1, 40) for _ in range(2)]
+    runs = [watched.run(task.held_out[:2], 1, 24) for _ in range(2)]
     assert runs[0].texts == runs[1].texts
     least_s = runs[0].num_tokens * real.weight_bytes / RATES.bytes_per_s  # a forward a token, and the cache beside it
     counted_s = [share * run.wall_s for share, run in zip(watched.shares, runs, strict=True)]
@@ -338,9 +338,9 @@ def test_the_chart_has_a_panel_a_place(tmp_path):
 
 def test_the_command_measures_the_sample_model_where_no_other_is(run_benchmark, tmp_path):
     words = ["--threads", 1, "--device", "cpu", "--model", tmp_path / "none", "--cache", tmp_path / "cache"]
-    words += ["--task", "sample-items", "--geometry", "tiny", "--plot", tmp_path / "out.svg"]
+    words += ["--task", "sample-items", "--plot", tmp_path / "out.svg"]
     content = run_benchmark("engine", "--smoke", *words)
-    assert content["model"] == "sample-tiny-float32"
+    assert content["model"] == "sample"
     assert {one["system"] for one in content["rows"]} == {PEER, PLAIN, "resd", "laser"}
     assert {one["budget"] for one in content["rows"]} == {None, ADAPTIVE, 8}
     assert next(one for one in content["rows"] if one["system"] == PLAIN)["roofline_share"] > 0
