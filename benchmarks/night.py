@@ -63,7 +63,7 @@ FULL = Scale(
     {1: 8, 16: 32}, {1: 32, 16: 128}, num_long_pool=200, num_short_pool=1000, num_repetitions=5, min_seconds=30
 )
 QUICK = Scale({1: 4, 16: 16}, {1: 4, 16: 32}, num_long_pool=100, num_short_pool=500, num_repetitions=2, min_seconds=8)
-SMOKE = Scale({1: 1, 16: 2}, {1: 2, 16: 4}, num_long_pool=4, num_short_pool=20, num_repetitions=1, min_seconds=0)
+SMOKE = Scale({1: 1, 16: 2}, {1: 1, 16: 2}, num_long_pool=4, num_short_pool=4, num_repetitions=1, min_seconds=0)
 
 
 def measure(systems: dict[str, object], task: Task, batch: int, num_prompts: int, scale: Scale) -> dict[str, list]:
