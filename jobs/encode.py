@@ -4,11 +4,9 @@ Nothing but the knowledge files decides the bytes of the feature files: encoding
 were.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
-from laserbatch.jobs.console import progress as progress_bar
-from laserbatch.jobs.console import say
+from laserbatch.jobs.console import progress, say
 from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.encoding.features import KNOWLEDGE_COLUMNS, SideFeatures, build_features
 from laserbatch.pipeline.encoding.settings import EncodingSettings
@@ -20,22 +18,17 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 
 
 def encode_run(
-    run_dir: Path,
-    settings: EncodingSettings | None = None,
-    progress: Callable[[str], None] = say,
-    previous: RunFolder | None = None,
+    run_dir: Path, settings: EncodingSettings | None = None, previous: RunFolder | None = None
 ) -> dict[Side, FeatureFigures]:
     """Encode `knowledge/<side>/*.parquet` of a run into `features/<side>.parquet` and its centroids, atomically.
+
+    A side without a text has a file without a row.
 
     Parameters
     ----------
     run_dir : folder of a run, or its `plain` folder.
-    settings : the encoder and its clustering.
-    progress : is told what a person should know, a line at a time.
     previous : a finished run whose centroids, and vectors of texts that were carried over from it, are taken over
         where the encoder is the same.
-
-    A side without a text has a file without a row.
 
     Raises
     ------
@@ -53,14 +46,14 @@ def encode_run(
     figures: dict[Side, FeatureFigures] = {}
     for side in sides:
         knowledge = read_parquet(folder.knowledge_folder(side), columns=KNOWLEDGE_COLUMNS)
-        with progress_bar(f"encode {side} texts", knowledge.num_rows) as bar:
+        with progress(f"encode {side} texts", knowledge.num_rows) as bar:
             earlier = _earlier(previous, side, encoder.encoder_id)
             features = build_features(knowledge, side, encoder, settings, earlier, bar.advance)
             bar.advance(knowledge.num_rows - features.num_encoded)
         written = write_parquet(features.table, folder.features_path(side))
         centroids = write_parquet(features.centroids, folder.centroids_path(side))
         if features.num_truncated:
-            progress(f"{features.num_truncated} {side} texts are longer than the encoder takes and lost their end")
+            say(f"{features.num_truncated} {side} texts are longer than the encoder takes and lost their end")
         figures[side] = FeatureFigures(
             file=written.path.relative_to(folder.root).as_posix(),
             num_rows=written.num_rows,

