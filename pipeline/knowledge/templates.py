@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.sides import Side
@@ -18,8 +18,8 @@ from laserbatch.pipeline.validation import explain, read_yaml
 SHIPPED_TEMPLATES = Path(__file__).resolve().parents[2] / "configs" / "prompts"
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class _Frozen(BaseModel, frozen=True, extra="forbid"):
+    """A model whose unknown keys are refused."""
 
 
 def _only_fields(pattern: str, allowed: set[str]) -> str:

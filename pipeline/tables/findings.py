@@ -1,5 +1,6 @@
 """What is wrong with input tables: one finding a kind of fault and column, with its first row and number of rows."""
 
+import datetime
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
@@ -119,10 +120,12 @@ def _key(finding: Finding) -> tuple:
 
 
 def shown_value(scalar: pa.Scalar) -> object:
-    """A value for people: long text is cut, and what Python cannot hold is text."""
+    """A value for people: long text is cut, times are ISO text, and so is what Python cannot hold."""
     try:
         value = scalar.as_py()
     except (ValueError, OverflowError):  # a time that Python cannot hold
         value = f"{scalar.value} ({scalar.type})"
+    if isinstance(value, datetime.date):  # with a time or without
+        value = str(value)
     is_long = isinstance(value, str) and len(value) > MAX_SHOWN_CHARACTERS
     return value[:MAX_SHOWN_CHARACTERS] + "..." if is_long else value

@@ -7,14 +7,14 @@ import codecs
 from pathlib import Path, PurePath
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, Field, field_validator
 
 ColumnType = Literal["string", "int64", "float64", "bool"]
 IdType = Literal["keep", "string", "int64"]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class _Frozen(BaseModel, frozen=True, extra="forbid"):
+    """A model whose unknown keys are refused."""
 
 
 class TablesSettings(_Frozen):

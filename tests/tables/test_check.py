@@ -299,6 +299,8 @@ def test_odd_times_are_warnings(tmp_path):
     path = write_world(tmp_path, **interactions(timestamp=[-5, 0, ahead_s]))
     assert findings_of(path) == [("odd-timestamp", "timestamp", 2, True), ("odd-timestamp", "timestamp", 1, True)]
     require_sound(check_tables(path), path)
+    path = write_world(tmp_path, **interactions(timestamp=pa.array([0, 5, DAY_1_S], pa.timestamp("s", "UTC"))))
+    assert "2 rows, first row 0): the time is before 1971: '1970-01-01 00:00:00+00:00';" in str(check_tables(path)[0])
 
 
 @pytest.mark.parametrize(
