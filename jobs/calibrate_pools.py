@@ -52,13 +52,13 @@ def calibrate_side(
         return None, None
     drafted_from = _drafted_from(night, side, tokenizer_hash(night.settings.model_dir))
     if drafted_from is not None:
-        rows = _planned_rows(night, side, settings.calibration_texts)
+        rows = planned_rows(night, side, settings.calibration_texts)
         token_ids = run_texts.of_entities([row.entity_id for row in rows])
         texts = [_replayed(row, token_ids[row.entity_id], row.group) for row in rows if row.entity_id in token_ids]
         if len(texts) < MIN_TEXTS:  # too few were written tonight: what is known of that pool holds on
             return drafted_from.manifest.calibration, None
         return with_budgets(calibrate(drafted_from, texts, options), drafted_from, texts, options), None
-    rows = _planned_rows(night, side, num_held_back(len(run_texts), settings.calibration_texts))
+    rows = planned_rows(night, side, num_held_back(len(run_texts), settings.calibration_texts))
     held_back = {row.entity_id: row for row in rows}
     if len(rows) < 2:
         return None, None
@@ -111,7 +111,7 @@ def _estimating(settings: PoolSettings) -> dict:
     return settings.model_dump(exclude={"calibration_texts"})
 
 
-def _planned_rows(night: Night, side: Side, num_wanted: int) -> list[PlannedRow]:
+def planned_rows(night: Night, side: Side, num_wanted: int) -> list[PlannedRow]:
     """Rows that the run wrote texts for, spread evenly over its plan."""
     plan = load_plan(night.run.root, side)
     if plan is None:

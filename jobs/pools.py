@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 LAZY_COMMANDS = {
     "simulate": LazyCommand(
         "laserbatch.jobs.simulate:simulate",
-        "Predict from a night's texts what drafting will gain: budgets, groups, pool sizes, options. Runs no model.",
+        "Predict from a night's texts what drafting will gain: budgets, groups, pool sizes. Runs no model.",
     ),
 }
 

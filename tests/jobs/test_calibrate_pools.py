@@ -1,12 +1,10 @@
 """Calibrating while pools are built: what is replayed on a first night, on a second, and when there is too little."""
 
 import datetime
-import zlib
-from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
+from planted_night import write_night
 from typer.testing import CliRunner
 
 from laserbatch.jobs.build_pools import build_pools
@@ -16,11 +14,6 @@ from laserbatch.jobs.pools import app
 from laserbatch.jobs.settings import load_settings
 from laserbatch.pipeline.decoding.budget import Budget
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.knowledge.entities import iter_entities
-from laserbatch.pipeline.knowledge.prompts import RenderedPrompt
-from laserbatch.pipeline.planning.plan import save_plan
-from laserbatch.pipeline.planning.planner import plan_side
-from laserbatch.pipeline.planning.previous import PreviousKnowledge
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.retrieval_pools.sources import SOURCE_PREVIOUS
 
@@ -42,44 +35,6 @@ def opened(world, date, calibration_texts=400):
     return open_night(load_settings(path), date)
 
 
-def invented_text(seed: int, num_changed: int = 0) -> np.ndarray:
-    """A text whose next word is one of two; the same for the same seed but for its last words."""
-    rng = np.random.default_rng(seed)
-    tokens = [int(rng.integers(0, 50))]
-    for _ in range(39):
-        tokens.append((3 * tokens[-1] + 7 * int(rng.integers(0, 4) == 0)) % 50)
-    return np.array(tokens[: len(tokens) - num_changed] + [60 + seed % 7] * num_changed, np.int32)
-
-
-def write_night(night, num_changed: int = 0, previous: Path | None = None) -> pa.Table:
-    """A plan and a text for each item, as generation leaves them; of no user."""
-    entities = list(iter_entities(night.tables, "item"))
-    plan = plan_side(
-        "item",
-        entities,
-        pa.string(),
-        render=lambda entity: (RenderedPrompt(np.array([70, 71], np.int32), "", 0, 0), f"{night.date}"),
-        previous=PreviousKnowledge(previous),
-        shard_size=32,
-        batch_size=16,
-        run_dir=night.run.root,
-    )
-    save_plan(plan, night.run.root)
-    token_ids = [invented_text(zlib.crc32(entity.entity_id.encode()), num_changed) for entity in entities]
-    texts = pa.table(
-        {
-            "entity_id": [entity.entity_id for entity in entities],
-            "model_id": ["m"] * len(entities),
-            "run_id": [night.run.run_id] * len(entities),
-            "fingerprint": [f"{night.date}"] * len(entities),
-            "token_ids": pa.array(token_ids, pa.list_(pa.int32())),
-        }
-    )
-    night.run.write_shard("item", "00000", texts)
-    night.run.write_shard("user", "00000", texts.slice(0, 0))
-    return texts
-
-
 def test_a_first_night_replays_texts_held_back_and_its_pool_holds_all(world):
     night = opened(world, FIRST_DATE)
     num_texts = write_night(night).num_rows
@@ -88,14 +43,14 @@ def test_a_first_night_replays_texts_held_back_and_its_pool_holds_all(world):
     calibration = pool.manifest.calibration
     assert pool.manifest.num_texts == built["num_texts"] == num_texts
     assert calibration.num_texts == num_texts // 5
-    assert np.array_equal(pool.acceptance_table, calibration.table)
-    assert not any(cell.source == SOURCE_PREVIOUS for cell in calibration.cells)
+    assert np.array_equal(pool.curves, calibration.curves)
+    assert not any(one.source == SOURCE_PREVIOUS for one in calibration.sources)
     assert calibration.reliability.max_nodes == Budget().max_draft_tokens
     assert calibration.budgets == pool.budgets
     assert calibration.budgets.new.num_texts == num_texts // 5 and calibration.budgets.changed is None
     assert max(cell.tokens_per_step for cell in calibration.budgets.new.cells) > 1.5
     summary = built["calibration"]
-    assert summary["num_texts"] == calibration.num_texts and not {"cells", "budgets"} & set(summary)
+    assert summary["num_texts"] == calibration.num_texts and not {"sources", "budgets"} & set(summary)
     assert sorted(path.name for path in pool.folder.parent.iterdir()) == ["item", "router"]
 
 
@@ -111,7 +66,7 @@ def test_a_second_night_replays_what_it_wrote_against_the_pool_it_drafted_from(w
     new, changed = calibration.budgets.new, calibration.budgets.changed
     assert 0.4 * num_texts < changed.num_texts <= new.num_texts == num_texts // 2  # every other one is replayed
     assert changed.cells[-1].tokens_per_step > new.cells[-1].tokens_per_step
-    known = [cell for cell in calibration.cells if cell.source == SOURCE_PREVIOUS and cell.seen_bin is None]
+    known = [one for one in calibration.sources if one.source == SOURCE_PREVIOUS]
     assert known[0].num_accepted > 0.8 * known[0].num_tried > 1_000
 
 

@@ -1,0 +1,51 @@
+"""Nights whose plan and texts are planted: no model has run, and what drafting finds in them is known."""
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from laserbatch.pipeline.knowledge.entities import iter_entities
+from laserbatch.pipeline.knowledge.prompts import RenderedPrompt
+from laserbatch.pipeline.planning.plan import save_plan
+from laserbatch.pipeline.planning.planner import plan_side
+from laserbatch.pipeline.planning.previous import PreviousKnowledge
+
+
+def invented_text(seed: int, num_changed: int = 0) -> np.ndarray:
+    """A text whose next word is one of two; the same for the same seed but for its last words."""
+    rng = np.random.default_rng(seed)
+    tokens = [int(rng.integers(0, 50))]
+    for _ in range(39):
+        tokens.append((3 * tokens[-1] + 7 * int(rng.integers(0, 4) == 0)) % 50)
+    return np.array(tokens[: len(tokens) - num_changed] + [60 + seed % 7] * num_changed, np.int32)
+
+
+def write_night(night, num_changed: int = 0, previous: Path | None = None) -> pa.Table:
+    """A plan and a text for each item, as generation leaves them; of no user."""
+    entities = list(iter_entities(night.tables, "item"))
+    plan = plan_side(
+        "item",
+        entities,
+        pa.string(),
+        render=lambda entity: (RenderedPrompt(np.array([70, 71], np.int32), "", 0, 0), f"{night.date}"),
+        previous=PreviousKnowledge(previous),
+        shard_size=32,
+        batch_size=16,
+        run_dir=night.run.root,
+    )
+    save_plan(plan, night.run.root)
+    token_ids = [invented_text(zlib.crc32(entity.entity_id.encode()), num_changed) for entity in entities]
+    texts = pa.table(
+        {
+            "entity_id": [entity.entity_id for entity in entities],
+            "model_id": ["m"] * len(entities),
+            "run_id": [night.run.run_id] * len(entities),
+            "fingerprint": [f"{night.date}"] * len(entities),
+            "token_ids": pa.array(token_ids, pa.list_(pa.int32())),
+        }
+    )
+    night.run.write_shard("item", "00000", texts)
+    night.run.write_shard("user", "00000", texts.slice(0, 0))
+    return texts
