@@ -101,7 +101,7 @@ def _build(night: Night, side: Side, run_texts: RunTexts, router: Router, folder
 
 def _summary(calibration: Calibration, calibration_s: float) -> dict[str, Any]:
     """What the report shows of a calibration: all but its curves."""
-    curves = {"cells", "kinds", "paths", "budgets"}
+    curves = {"sources", "budgets"}
     return calibration.model_dump(mode="json", exclude=curves) | {"calibration_s": calibration_s}
 
 

@@ -25,8 +25,6 @@ from laserbatch.retrieval_pools.drafting.state import (
     NUM_SEQUENCE_COLUMNS,
     OUT_KIND,
     OUT_LOG_ACCEPTANCE,
-    OUT_MATCH_LENGTH,
-    OUT_NUM_SEEN,
     OUT_PARENT,
     OUT_RELATIVE_COUNT,
     OUT_SOURCE,
@@ -54,12 +52,10 @@ class Draft:
     parents : int32[n], index of the parent node, -1 for the last token of the context.
     log_acceptance : float32[n], log of the estimated probability that the text goes along the whole path to this node.
     source : int32[n], the source that most of the node's own probability comes from: a code of `sources`.
-    num_seen : int32[n], how often the longest context that the node's token is known behind was seen.
-    match_length : int32[n], tokens of that context, the node's path included.
     relative_count : float32[n], share of the node's token in what follows its parent, all contexts blended: what the
         pool's calibration makes the node's own probability of.
-    token_kind : int32[n], a kind of `calibration_table.token_kind`: where else the token stands, how frequent it and
-        the token before it are.
+    token_kind : int32[n], a kind of `drafting.estimate`: where else the token stands, how frequent it and the token
+        before it are.
     """
 
     __slots__ = ("_rows",)
@@ -85,14 +81,6 @@ class Draft:
     @property
     def source(self) -> np.ndarray:
         return self._rows[OUT_SOURCE]
-
-    @property
-    def num_seen(self) -> np.ndarray:
-        return self._rows[OUT_NUM_SEEN]
-
-    @property
-    def match_length(self) -> np.ndarray:
-        return self._rows[OUT_MATCH_LENGTH]
 
     @property
     def relative_count(self) -> np.ndarray:

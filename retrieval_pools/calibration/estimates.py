@@ -1,7 +1,7 @@
-"""Counts of replays, and what they say of other texts of the kind: means with their bootstrap intervals.
+"""Counts of replays by text, and what they say of other texts of the kind: values with their bootstrap intervals.
 
 Texts are resampled, not steps: the steps of a text are alike. All tallies of one `Bootstrap` are resampled by the same
-draws, so that a ratio of two is paired text by text. Knows no pool.
+draws, so that a ratio of two is paired text by text.
 """
 
 from collections.abc import Sequence
@@ -31,16 +31,6 @@ class Estimate:
         low, high = np.quantile(resampled, [tail, 1 - tail]) if len(resampled) else (samples[0], samples[0])
         return cls(float(samples[0]), float(low), float(high))
 
-    @property
-    def is_above_one(self) -> bool:
-        """Of a ratio: whether it is larger than 1 by more than chance."""
-        return self.low > 1
-
-    @property
-    def is_below_one(self) -> bool:
-        """Of a ratio: whether it is smaller than 1 by more than chance."""
-        return self.high < 1
-
 
 @dataclass(frozen=True)
 class Tally:
@@ -69,11 +59,6 @@ class Tally:
         return len(self.num_steps)
 
     @property
-    def mean_accepted(self) -> np.ndarray:
-        """AAL: accepted draft tokens of a step, the bonus token not counted."""
-        return self.num_accepted / self.num_steps
-
-    @property
     def mean_drafted(self) -> np.ndarray:
         """Draft tokens of a step."""
         return self.num_drafted / self.num_steps
@@ -81,25 +66,15 @@ class Tally:
     @property
     def tokens_per_step(self) -> np.ndarray:
         """What a text grows by in a step, bonus token included; 1 is plain decoding."""
-        return 1 + self.mean_accepted
+        return 1 + self.num_accepted / self.num_steps
 
-    def where(self, chosen: np.ndarray) -> "Tally":
-        """The texts that a mask or an index array chooses."""
+    def where(self, chosen: np.ndarray | slice) -> "Tally":
+        """Some of the texts."""
         return Tally(self.num_steps[chosen], self.num_drafted[chosen], self.num_accepted[chosen])
-
-    def weighted(self, weights: np.ndarray) -> "Tally":
-        """Every text counted so often: float64[num_texts]."""
-        return Tally(self.num_steps * weights, self.num_drafted * weights, self.num_accepted * weights)
 
 
 class Bootstrap:
-    """Draws with replacement from `num_texts` texts, the same for the same seed.
-
-    Parameters
-    ----------
-    num_texts : at least 1.
-    seed : of the draws.
-    """
+    """Draws with replacement from `num_texts` texts, at least 1; the same for the same seed."""
 
     def __init__(self, num_texts: int, seed: int) -> None:
         generator = np.random.default_rng(seed)
@@ -113,15 +88,3 @@ class Bootstrap:
     def sums(self, tally: Tally) -> Tally:
         """The same of every count of a tally."""
         return Tally(*map(self.totals, (tally.num_steps, tally.num_drafted, tally.num_accepted)))
-
-    def mean_accepted(self, tally: Tally) -> Estimate:
-        """AAL."""
-        return Estimate.of(self.sums(tally).mean_accepted)
-
-    def tokens_per_step(self, tally: Tally) -> Estimate:
-        """Tokens per step, bonus included."""
-        return Estimate.of(self.sums(tally).tokens_per_step)
-
-    def gain(self, tally: Tally, base: Tally) -> Estimate:
-        """Tokens per step over those of another setting on the same texts."""
-        return Estimate.of(self.sums(tally).tokens_per_step / self.sums(base).tokens_per_step)

@@ -67,14 +67,12 @@ class ReplayStep(Generic[AnyTree]):
     ----------
     position : tokens of the text that were known.
     tree : the draft.
-    num_verified : how many of its first nodes are verified.
-    path : its nodes that are accepted, from the root down, those that are not verified too.
+    path : its nodes that the text takes, from the root down, those that are not verified too.
     draft_us : microseconds that drafting took.
     """
 
     position: int
     tree: AnyTree
-    num_verified: int
     path: list[int]
     draft_us: float
 
@@ -86,24 +84,16 @@ class Nodes:
     Attributes
     ----------
     source : uint8[n], a code of `sources`.
-    num_seen : int32[n], how often the longest context that the node continues was seen.
-    match_length : int32[n], tokens of that context, path included.
-    depth : int32[n], 1 for a node that follows the context.
     relative_count : float32[n], share of the node's token among what follows its parent, before calibration.
-    token_kind : int32[n], see `calibration_table.token_kind`.
+    token_kind : int32[n], see `drafting.estimate`.
     log_acceptance : float32[n], the draft's own estimate, for the whole path.
-    is_verified : bool[n], false for what is looked at beyond the tree that a run would verify.
     is_parent_accepted, is_accepted : bool[n].
     """
 
     source: np.ndarray
-    num_seen: np.ndarray
-    match_length: np.ndarray
-    depth: np.ndarray
     relative_count: np.ndarray
     token_kind: np.ndarray
     log_acceptance: np.ndarray
-    is_verified: np.ndarray
     is_parent_accepted: np.ndarray
     is_accepted: np.ndarray
 
@@ -120,25 +110,18 @@ class Nodes:
         sizes = [len(step.tree) for step in steps]
         begins = np.cumsum([0, *sizes])
         num_nodes = root = int(begins[-1])  # the root of every tree comes last
-        tree_of = np.repeat(np.arange(len(steps)), sizes)
-        places = np.arange(num_nodes) - begins[tree_of]
         parents = _joined(steps, "parents")
-        parents = np.append(np.where(parents < 0, root, parents + begins[tree_of]), root)
+        parents = np.where(parents < 0, root, parents + np.repeat(begins[:-1], sizes))
         is_accepted = np.zeros(num_nodes + 1, bool)
         is_accepted[root] = True
         for begin, step in zip(begins.tolist(), steps, strict=False):
             is_accepted[[begin + node for node in step.path]] = True
-        num_verified = np.array([step.num_verified for step in steps])
         return cls(
             _joined(steps, "source").astype(np.uint8),
-            _joined(steps, "num_seen"),
-            _joined(steps, "match_length"),
-            _depths(parents)[:-1],
             _joined(steps, "relative_count"),
             _joined(steps, "token_kind"),
             _joined(steps, "log_acceptance"),
-            places < num_verified[tree_of],
-            is_accepted[parents[:-1]],
+            is_accepted[parents],
             is_accepted[:-1],
         )
 
@@ -157,13 +140,11 @@ class Replay:
     ----------
     num_drafted, num_accepted : tokens of the draft, and those of them that the text goes along.
     draft_us : microseconds of drafting.
-    accepted_source : the source of every accepted token, in the order of the text.
     """
 
     num_drafted: list[int] = field(default_factory=list)
     num_accepted: list[int] = field(default_factory=list)
     draft_us: list[float] = field(default_factory=list)
-    accepted_source: list[int] = field(default_factory=list)
 
     @property
     def num_steps(self) -> int:
@@ -180,7 +161,6 @@ class Replay:
         self.num_drafted.append(len(step.tree.token_ids))
         self.num_accepted.append(len(step.path))
         self.draft_us.append(step.draft_us)
-        self.accepted_source.extend(step.tree.source[step.path].tolist())
 
 
 def replay(pool: Pool | None, texts: Iterable[ReplayText], options: DraftOptions | None = None) -> Replay:
@@ -210,17 +190,6 @@ def replay_nodes(
 
 def _joined(steps: Sequence[ReplayStep[Draft]], name: str) -> np.ndarray:
     return np.concatenate([getattr(step.tree, name) for step in steps])
-
-
-def _depths(parents: np.ndarray) -> np.ndarray:
-    """Depth of each node, that of the root being 0: int32[n]. The root is its own parent and comes last."""
-    depths = np.zeros(len(parents), np.int32)
-    above, below = parents, np.arange(len(parents) - 1)
-    while len(below):
-        depths[below] += 1
-        below = below[above[below] != len(parents) - 1]
-        above = parents[above]
-    return depths
 
 
 def pool_steps(
@@ -271,7 +240,7 @@ def steps_along(
         draft_us = (time.perf_counter_ns() - start_ns) / 1e3
         path = accepted_path(tree, truth, position)
         first_nodes = len(tree.token_ids) if num_verified is None else num_verified(tree)
-        yield ReplayStep(position, tree, first_nodes, path, draft_us)
+        yield ReplayStep(position, tree, path, draft_us)
         position += sum(node < first_nodes for node in path) + 1
 
 
@@ -296,13 +265,9 @@ def _listed(values: Sequence[int]) -> Sequence[int]:
 
 _NO_NODES = Nodes(
     source=np.empty(0, np.uint8),
-    num_seen=np.empty(0, np.int32),
-    match_length=np.empty(0, np.int32),
-    depth=np.empty(0, np.int32),
     relative_count=np.empty(0, np.float32),
     token_kind=np.empty(0, np.int32),
     log_acceptance=np.empty(0, np.float32),
-    is_verified=np.empty(0, bool),
     is_parent_accepted=np.empty(0, bool),
     is_accepted=np.empty(0, bool),
 )

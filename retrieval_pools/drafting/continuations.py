@@ -2,13 +2,7 @@
 
 import numpy as np
 
-from laserbatch.retrieval_pools.drafting.estimate import (
-    before_bin,
-    conditional_acceptance,
-    kind_of,
-    most_acceptance,
-    on_knots,
-)
+from laserbatch.retrieval_pools.drafting.estimate import acceptance, before_bin, kind_of, most_acceptance
 from laserbatch.retrieval_pools.drafting.frontier import least_probability, push_path
 from laserbatch.retrieval_pools.drafting.intervals import num_samples_behind
 from laserbatch.retrieval_pools.drafting.levels import stand_at
@@ -55,7 +49,7 @@ def count_continuations(
             num_seen, escape = float(last), levels.escape[level] / length
         if num_runs == 0:
             continue
-        weight, num_known = 0.0, num_candidates
+        weight = 0.0
         for run in range(num_runs):
             weight += runs.weight[run]
         confidence = num_seen / (num_seen + escape * num_runs)
@@ -65,18 +59,17 @@ def count_continuations(
             if not runs.is_drafted[run]:
                 left += share * runs.weight[run]
                 continue
-            c, num_candidates = _candidate(candidates, num_candidates, runs.token[run], length)
+            c, num_candidates = _candidate(candidates, num_candidates, runs.token[run])
             if c >= 0:
                 _add_share(candidates, c, source, share * runs.weight[run])
                 if source == SOURCE_POOL and runs.begin[run] < runs.end[run]:
                     candidates.runs[c, level, 0], candidates.runs[c, level, 1] = runs.begin[run], runs.end[run]
                     candidates.has_run[c] |= 1 << level
-        candidates.num_seen[num_known:num_candidates] = np.int32(num_seen)
     return num_candidates
 
 
 @part
-def _candidate(candidates, num_candidates, token, length):
+def _candidate(candidates, num_candidates, token):
     """Place of a token among the candidates, and their number with it; place -1 when there is no room."""
     slot = (np.int64(token) * np.int64(0x9E3779B1) >> 12) & (NUM_SLOTS - 1)
     while candidates.slots[slot] > 0:
@@ -89,7 +82,6 @@ def _candidate(candidates, num_candidates, token, length):
     candidates.slots[slot] = num_candidates + 1
     candidates.slot_of[num_candidates] = slot
     candidates.token[num_candidates] = token
-    candidates.length[num_candidates] = length
     candidates.has_run[num_candidates] = 0
     candidates.total[num_candidates] = candidates.pool[num_candidates] = candidates.own[num_candidates] = 0.0
     return num_candidates, num_candidates + 1
@@ -106,12 +98,12 @@ def _add_share(candidates, c, source, share):
 
 @part
 def push_candidates(
-    frontier, size, candidates, num_candidates, node, depth, probability, min_probability, estimates, own, last_token,
+    frontier, size, candidates, num_candidates, node, probability, min_probability, estimates, own, last_token,
     draft_end,
 ):  # fmt: skip
     """Put the likely candidates of the node drafted last on the frontier, and clear them away for the next node.
 
-    `last_token` is the node's own. Bounds say without a look at the table what is out of the question. Returns the
+    `last_token` is the node's own. Bounds say without a look at the curves what is out of the question. Returns the
     frontier's new size.
     """
     before = before_bin(estimates.frequencies, last_token)
@@ -126,11 +118,8 @@ def push_candidates(
         if token == END and not draft_end:
             continue
         source = candidates.own_source[c] if candidates.own[c] >= candidates.pool[c] else SOURCE_POOL
-        length = candidates.length[c]
-        num_seen = candidates.num_seen[c]
-        acceptance = conditional_acceptance(estimates.table, source, num_seen, length, depth + 1, relative_count)
         kind = kind_of(own, estimates.frequencies, token, before)
-        path = probability * on_knots(estimates.kind_curves[source, kind], acceptance)
+        path = probability * acceptance(estimates.curves[source, kind], relative_count)
         if path >= min_probability:
             size = push_path(frontier, node, size, path, node, source, kind, candidates, c)
     return size

@@ -1,33 +1,57 @@
-"""From what is known of a node to the probability that it is accepted; `calibration_table` says the same slowly."""
+"""From a draft node's relative count to the probability that it is accepted when its parent is.
+
+There is a curve for each source and kind of token, given at COUNT_KNOTS; a path's probability is the product along it.
+`calibration/calibrate.py` fits the curves, and `tests/retrieval_pools/slow_drafts.py` reads them slowly.
+"""
 
 import numpy as np
 
-from laserbatch.retrieval_pools.drafting.calibration_table import (
-    BEFORE_BINS,
-    COUNT_KNOTS,
-    DEPTH_BINS,
-    IN_OUTPUT,
-    IN_PROMPT,
-    LARGEST_BINNED,
-    LARGEST_SEEN,
-    LENGTH_BINS,
-    LOWEST_EXPONENT,
-    NUM_BEFORE,
-    NUM_FREQUENCIES,
-    NUM_KNOTS,
-    SEEN_BINS,
-)
 from laserbatch.retrieval_pools.drafting.state import END, NUM_OWN_SLOTS, NUM_OWN_TOKENS, part
+from laserbatch.retrieval_pools.sources import NUM_SOURCES
 
+LOWEST_EXPONENT = -11  # of the lowest knot: less likely tokens are never drafted
+COUNT_KNOTS = np.array(
+    [mantissa * 2.0**exponent for exponent in range(LOWEST_EXPONENT, 0) for mantissa in (1.0, 1.5)] + [1.0], np.float32
+)
+NUM_KNOTS = len(COUNT_KNOTS)
+# The kind of a token: whether it stands in the prompt, whether in the output, how frequent it is in the pool, by the
+# least share of the pool's positions, as a power of two, of each bin but the first, and how frequent the token before
+# it is ("the" is followed otherwise than a name), in fewer bins.
+FREQUENCY_EXPONENTS = (-16, -14, -12, -10, -9, -8, -7, -6)
+NUM_FREQUENCIES = len(FREQUENCY_EXPONENTS) + 1
+BEFORE_BINS = np.array([0, 0, 0, 1, 2, 2, 3, 4, 5], np.uint8)  # by the bin of its frequency
+NUM_BEFORE = int(BEFORE_BINS[-1]) + 1
+IN_PROMPT, IN_OUTPUT = 1, 2  # bits
+NUM_KINDS = (IN_PROMPT + IN_OUTPUT + 1) * NUM_FREQUENCIES * NUM_BEFORE
+CURVES_SHAPE = (NUM_SOURCES, NUM_KINDS, NUM_KNOTS)
+IDENTITY_CURVES = np.broadcast_to(COUNT_KNOTS, CURVES_SHAPE).copy()  # relative counts are believed as they are
+IDENTITY_CURVES.flags.writeable = False
 # Knots are the floats whose mantissa has one bit at most: the upper bits of a float32 are the number of its knot.
 _MANTISSA_BITS = 22
 _FIRST_KNOT = (127 + LOWEST_EXPONENT) << 1
 _LOWEST = float(COUNT_KNOTS[0])
 
 
+def token_frequencies(num_occurrences: np.ndarray, num_positions: int) -> np.ndarray:
+    """The bin of how frequent each of n tokens is: uint8[n].
+
+    Parameters
+    ----------
+    num_occurrences : int64[n], in the pool.
+    num_positions : of the pool: its tokens and the ends of its texts.
+    """
+    least = [-(-max(num_positions, 1) // 2**-exponent) for exponent in FREQUENCY_EXPONENTS]
+    return np.searchsorted(least, num_occurrences, side="right").astype(np.uint8)
+
+
+def upper_bounds(curves: np.ndarray) -> np.ndarray:
+    """float32[num knots]: what no curve of `CURVES_SHAPE` makes more of than of relative counts up to each knot."""
+    return np.nextafter(np.maximum.accumulate(curves.reshape(-1, NUM_KNOTS).max(axis=0)), np.float32(2))
+
+
 @part
 def most_acceptance(bounds, relative_count):
-    """What no cell of the table and no kind of token gives more than; see `calibration_table.upper_bounds`."""
+    """What no curve gives more than; see `upper_bounds`."""
     x = np.float32(relative_count)
     if x >= 1:
         return bounds[bounds.shape[0] - 1]
@@ -35,18 +59,23 @@ def most_acceptance(bounds, relative_count):
 
 
 @part
-def conditional_acceptance(table, source, num_seen, match_length, depth, relative_count):
-    """Probability that a node is accepted when its parent is."""
-    lengths = table[source, SEEN_BINS[min(num_seen, LARGEST_SEEN)], LENGTH_BINS[min(match_length, LARGEST_BINNED)]]
-    return on_knots(lengths[DEPTH_BINS[min(depth, LARGEST_BINNED)]], relative_count)
+def acceptance(curve, relative_count):
+    """What a curve makes of a relative count: linear between the knots, to the origin below them."""
+    x = np.float32(relative_count)
+    if x >= 1:
+        return np.float64(curve[curve.shape[0] - 1])
+    if x < _LOWEST:
+        return np.float64(curve[0]) * (np.float64(x) / _LOWEST)
+    bits = x.view(np.int32)
+    k = (bits >> _MANTISSA_BITS) - _FIRST_KNOT
+    beyond = (bits & ((1 << _MANTISSA_BITS) - 1)) / float(1 << _MANTISSA_BITS)
+    low, high = np.float64(curve[k]), np.float64(curve[k + 1])
+    return low + beyond * (high - low)
 
 
 @part
 def kind_of(own, frequencies, token, before):
-    """The kind of a token; see `calibration_table.token_kind`. `own` knows where it stands.
-
-    `before` is the bin of the token before it; see `before_bin`.
-    """
+    """The kind of a token: `own` knows where it stands, `before` is the bin of the token before it (`before_bin`)."""
     return (_stands_in(own, token) * NUM_FREQUENCIES + _frequency(frequencies, token)) * NUM_BEFORE + before
 
 
@@ -93,33 +122,3 @@ def _own_slot(own, token):
     while (own[slot] != 0) & (own[slot] >> 2 != np.int64(token) + 1):  # one branch, not two
         slot = (slot + 1) & (NUM_OWN_SLOTS - 1)
     return slot
-
-
-@part
-def on_knots(values, x):
-    """A curve, given at COUNT_KNOTS."""
-    x = np.float32(x)
-    if x >= 1:
-        return np.float64(values[values.shape[0] - 1])
-    if x < _LOWEST:
-        return np.float64(values[0]) * (np.float64(x) / _LOWEST)
-    bits = x.view(np.int32)
-    k = (bits >> _MANTISSA_BITS) - _FIRST_KNOT
-    beyond = (bits & ((1 << _MANTISSA_BITS) - 1)) / float(1 << _MANTISSA_BITS)
-    low, high = np.float64(values[k]), np.float64(values[k + 1])
-    return low + beyond * (high - low)
-
-
-@part
-def least_product(path_curve, probability):
-    """The least product that a curve makes at least this probability of; infinite where there is none."""
-    k = 0
-    while k < NUM_KNOTS and path_curve[k] < probability:
-        k += 1
-    if k == NUM_KNOTS:
-        return np.inf
-    if k == 0:
-        return probability / np.float64(path_curve[0]) * _LOWEST
-    low, low_knot = np.float64(path_curve[k - 1]), np.float64(COUNT_KNOTS[k - 1])
-    beyond = (probability - low) / (np.float64(path_curve[k]) - low)
-    return low_knot + beyond * (np.float64(COUNT_KNOTS[k]) - low_knot)

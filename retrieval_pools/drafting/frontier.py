@@ -46,8 +46,7 @@ def push_path(frontier, num_drafted, size, probability, parent, source, kind, ca
         k -= 1
     frontier.probability[k], frontier.slots[k] = probability, slot
     frontier.token[slot], frontier.parent[slot] = token, parent
-    frontier.source[slot], frontier.kind[slot], frontier.length[slot] = source, kind, candidates.length[c]
-    frontier.num_seen[slot], frontier.relative_count[slot] = candidates.num_seen[c], candidates.total[c]
+    frontier.source[slot], frontier.kind[slot], frontier.relative_count[slot] = source, kind, candidates.total[c]
     frontier.has_run[slot] = candidates.has_run[c]
     for level in range(MAX_LEVELS):  # those that mean nothing too: faster than a look at which they are
         frontier.runs[slot, level, 0] = candidates.runs[c, level, 0]

@@ -9,24 +9,24 @@ from typing import NamedTuple
 import numpy as np
 
 from laserbatch.retrieval_pools.drafting.addresses import float32s_at, int32s_at, uint8s_at
-from laserbatch.retrieval_pools.drafting.calibration_table import KINDS_SHAPE, NUM_KNOTS, PATHS_SHAPE, TABLE_SHAPE
+from laserbatch.retrieval_pools.drafting.estimate import CURVES_SHAPE, NUM_KNOTS
 from laserbatch.retrieval_pools.drafting.state import Estimates, Index, part
 
 _Places = namedtuple(
     "_Places",
-    "tokens num_tokens order num_positions group_codes starts num_starts support frequencies table bounds "
-    "kind_curves path_curves depth num_samples num_group_samples max_match max_local_tokens num_context_lengths",
+    "tokens num_tokens order num_positions group_codes starts num_starts support frequencies bounds curves "
+    "depth num_samples num_group_samples max_match max_local_tokens num_context_lengths",
 )
 _Weights = namedtuple("_Weights", "inside outside of_unknown pool_escape previous_escape local_escape")
 PLACE, WEIGHT = _Places(*range(len(_Places._fields))), _Weights(*range(len(_Weights._fields)))
 
 
-_CURVES = ("table", "bounds", "kind_curves", "path_curves")
 _DTYPES = {  # int32 are all others
     "group_codes": (np.uint8, np.uint16),
     "support": (np.uint8,),
     "frequencies": (np.uint8,),
-    **dict.fromkeys(_CURVES, (np.float32,)),
+    "bounds": (np.float32,),
+    "curves": (np.float32,),
 }
 
 
@@ -53,7 +53,7 @@ class PoolHandle(NamedTuple):
         for name, array in arrays.items():
             assert array is None or (array.flags.c_contiguous and array.dtype in _DTYPES.get(name, (np.int32,))), name
         shapes = [array.shape for array in estimates]
-        assert shapes == [(len(index.starts) - 1,), TABLE_SHAPE, (NUM_KNOTS,), KINDS_SHAPE, PATHS_SHAPE], shapes
+        assert shapes == [(len(index.starts) - 1,), (NUM_KNOTS,), CURVES_SHAPE], shapes
         addresses = {name: 0 if array is None else array.ctypes.data for name, array in arrays.items()}
         places = np.array(_Places(**addresses, **sizes, depth=depth, **limits), np.int64)
         return cls(places, np.array(_Weights(**weights), np.float64), (index, estimates))
@@ -77,8 +77,6 @@ def estimates_at(places):
     """What makes probabilities of its counts."""
     return Estimates(
         uint8s_at(places[PLACE.frequencies], places[PLACE.num_starts] - 1),
-        float32s_at(places[PLACE.table], TABLE_SHAPE),
         float32s_at(places[PLACE.bounds], NUM_KNOTS),
-        float32s_at(places[PLACE.kind_curves], KINDS_SHAPE),
-        float32s_at(places[PLACE.path_curves], PATHS_SHAPE),
+        float32s_at(places[PLACE.curves], CURVES_SHAPE),
     )

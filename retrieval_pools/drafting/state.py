@@ -23,10 +23,8 @@ NUM_SEQUENCE_COLUMNS = 8
 CONTEXT_BEGIN, CONTEXT_END, NUM_PROMPT, PREVIOUS_BEGIN, PREVIOUS_END, GROUP, MAX_DEPTH, NUM_NODES = range(
     NUM_SEQUENCE_COLUMNS
 )
-NUM_OUTPUTS = 8
-OUT_TOKEN, OUT_PARENT, OUT_LOG_ACCEPTANCE, OUT_SOURCE, OUT_NUM_SEEN, OUT_MATCH_LENGTH, OUT_RELATIVE_COUNT, OUT_KIND = (
-    range(NUM_OUTPUTS)
-)
+NUM_OUTPUTS = 6
+OUT_TOKEN, OUT_PARENT, OUT_LOG_ACCEPTANCE, OUT_SOURCE, OUT_RELATIVE_COUNT, OUT_KIND = range(NUM_OUTPUTS)
 
 
 # How the parts of the query are compiled: each into its caller, since handing the arrays on costs more than most do.
@@ -53,13 +51,11 @@ class Index(NamedTuple):
 
 
 class Estimates(NamedTuple):
-    """What makes probabilities of counts; see `calibration_table`. `frequencies[token + 1]` is a token's bin."""
+    """What makes probabilities of counts; see `estimate`. `frequencies[token + 1]` is a token's bin."""
 
     frequencies: np.ndarray
-    table: np.ndarray
     bounds: np.ndarray
-    kind_curves: np.ndarray
-    path_curves: np.ndarray
+    curves: np.ndarray
 
 
 class Preference(NamedTuple):
@@ -131,10 +127,9 @@ class Lookup(NamedTuple):
 class Candidates(NamedTuple):
     """Possible next tokens of a node: `total[c]` is the relative count of `token[c]`, `pool[c]` the pool's part of it.
 
-    Each own text adds at most once: `own[c]` is the largest such part, `own_source[c]` whose it is. `length[c]` is the
-    longest context that knows the token, the path included, and `num_seen[c]` how often that was seen. `slots` is a
-    hash table from token to c + 1, `slot_of[c]` the place of c in it. `runs[c, level]` is the token's run at a level,
-    as in `Runs`, if bit `level` of `has_run[c]` is set.
+    Each own text adds at most once: `own[c]` is the largest such part, `own_source[c]` whose it is. `slots` is a hash
+    table from token to c + 1, `slot_of[c]` the place of c in it. `runs[c, level]` is the token's run at a level, as in
+    `Runs`, if bit `level` of `has_run[c]` is set.
     """
 
     token: np.ndarray
@@ -142,8 +137,6 @@ class Candidates(NamedTuple):
     pool: np.ndarray
     own: np.ndarray
     own_source: np.ndarray
-    length: np.ndarray
-    num_seen: np.ndarray
     slots: np.ndarray
     slot_of: np.ndarray
     runs: np.ndarray
@@ -176,8 +169,6 @@ class Frontier(NamedTuple):
     token: np.ndarray
     parent: np.ndarray
     source: np.ndarray
-    length: np.ndarray
-    num_seen: np.ndarray
     relative_count: np.ndarray
     kind: np.ndarray
     runs: np.ndarray

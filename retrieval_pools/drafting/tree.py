@@ -18,10 +18,9 @@ import numpy as np
 from numba import boolean, float64, int64, njit, types
 
 from laserbatch.retrieval_pools import fetch, settings, sources
-from laserbatch.retrieval_pools.drafting import calibration_table
 from laserbatch.retrieval_pools.drafting.addresses import int32s_at, uint8s_at, uint16s_at
 from laserbatch.retrieval_pools.drafting.continuations import count_continuations, push_candidates
-from laserbatch.retrieval_pools.drafting.estimate import least_product, note_own_tokens, on_knots
+from laserbatch.retrieval_pools.drafting.estimate import note_own_tokens
 from laserbatch.retrieval_pools.drafting.frontier import least_probability
 from laserbatch.retrieval_pools.drafting.levels import add_node, add_own_levels, add_pool_levels, stand_at_root
 from laserbatch.retrieval_pools.drafting.pool_handle import PLACE, WEIGHT, estimates_at, index_at
@@ -38,8 +37,6 @@ from laserbatch.retrieval_pools.drafting.state import (
     NUM_PROMPT,
     OUT_KIND,
     OUT_LOG_ACCEPTANCE,
-    OUT_MATCH_LENGTH,
-    OUT_NUM_SEEN,
     OUT_PARENT,
     OUT_RELATIVE_COUNT,
     OUT_SOURCE,
@@ -82,7 +79,7 @@ compiled_query = cache(compile_draft_trees)  # compiled when it is first needed
 
 def _stamp_of_this_folder() -> int:
     """Changes with any file here, which `draft_trees` closes over: else numba's cache would look at this file alone."""
-    others = (Path(module.__file__) for module in (sources, calibration_table, fetch, settings))
+    others = (Path(module.__file__) for module in (sources, fetch, settings))
     files = [*sorted(Path(__file__).parent.glob("*.py")), *others]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files))
     return int.from_bytes(digest.digest()[:7], "big")
@@ -152,9 +149,7 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
     count are float32s, written through `found_floats`.
     """
     lookup, levels, candidates, runs, frontier = scratch
-    path_curve = estimates.path_curves[1 if context.previous.shape[0] else 0]
-    least_asked = least_product(path_curve, options.min_probability)  # products are compared, and said as their worth
-    max_nodes, min_probability = options.max_nodes, max(least_asked, MIN_PROBABILITY)
+    max_nodes, min_probability = options.max_nodes, max(options.min_probability, MIN_PROBABILITY)
     num_levels = add_pool_levels(levels, lookup, index, preference, context, options)
     num_levels = add_own_levels(levels, num_levels, context, options)
     note_own_tokens(lookup.own, context, options.use_prompt, options.use_output)
@@ -172,8 +167,8 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
                 context,
             )  # fmt: skip
             size = push_candidates(
-                frontier, size, candidates, num_candidates, node, depth, probability, min_probability, estimates,
-                lookup.own, last_token, options.end_token_id >= 0,
+                frontier, size, candidates, num_candidates, node, probability, min_probability, estimates, lookup.own,
+                last_token, options.end_token_id >= 0,
             )  # fmt: skip
         if size == num_nodes:
             break
@@ -182,10 +177,8 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
         is_end = token == END
         found[OUT_TOKEN, num_nodes] = options.end_token_id if is_end else token
         found[OUT_PARENT, num_nodes] = parent - 1
-        found_floats[OUT_LOG_ACCEPTANCE, num_nodes] = np.log(on_knots(path_curve, probability))
+        found_floats[OUT_LOG_ACCEPTANCE, num_nodes] = np.log(probability)
         found[OUT_SOURCE, num_nodes] = frontier.source[slot]
-        found[OUT_NUM_SEEN, num_nodes] = frontier.num_seen[slot]
-        found[OUT_MATCH_LENGTH, num_nodes] = frontier.length[slot]
         found_floats[OUT_RELATIVE_COUNT, num_nodes] = frontier.relative_count[slot]
         found[OUT_KIND, num_nodes] = frontier.kind[slot]
         num_nodes += 1

@@ -17,7 +17,7 @@ from laserbatch.retrieval_pools.index.array_files import map_array
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.settings import PoolSettings
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 MANIFEST_NAME = "manifest.json"
 REBUILD = "Run `laserbatch pools rebuild`."
 

@@ -10,13 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from laserbatch.retrieval_pools.drafting.calibration_table import (
-    IDENTITY_KINDS,
-    IDENTITY_PATHS,
-    IDENTITY_TABLE,
-    KINDS_SHAPE,
-    PATHS_SHAPE,
-    TABLE_SHAPE,
+from laserbatch.retrieval_pools.drafting.estimate import (
+    CURVES_SHAPE,
+    IDENTITY_CURVES,
     token_frequencies,
     upper_bounds,
 )
@@ -52,9 +48,7 @@ class Pool:
     manifest : what it holds.
     index : its arrays, read-only; see `drafting.state.Index`.
     settings : how drafts are estimated; those of the manifest unless `with_settings` changed them.
-    acceptance_table : float32 `calibration_table.TABLE_SHAPE`, what relative counts are worth.
-    kind_curves : float32 `calibration_table.KINDS_SHAPE`, what those are worth for each kind of token.
-    path_curves : float32 `calibration_table.PATHS_SHAPE`, what products along a path are worth.
+    curves : float32 `estimate.CURVES_SHAPE`, what relative counts are worth for each source and kind of token.
     fitted_escape : the escape of the pool where the settings name none.
     budgets : what each draft budget gained in the replays of its calibration, where that is known.
     """
@@ -64,9 +58,7 @@ class Pool:
     index: Index
     settings: PoolSettings
     _group_codes: dict[str, int] = field(repr=False)
-    acceptance_table: np.ndarray = field(default_factory=lambda: IDENTITY_TABLE, repr=False)
-    kind_curves: np.ndarray = field(default_factory=lambda: IDENTITY_KINDS, repr=False)
-    path_curves: np.ndarray = field(default_factory=lambda: IDENTITY_PATHS, repr=False)
+    curves: np.ndarray = field(default_factory=lambda: IDENTITY_CURVES, repr=False)
     fitted_escape: float = DEFAULT_POOL_ESCAPE
     budgets: BudgetCurve | None = field(default=None, repr=False)
 
@@ -122,7 +114,7 @@ class Pool:
     @property
     def is_calibrated(self) -> bool:
         """Whether estimates are what replays found right, and not relative counts as they are."""
-        return self.acceptance_table is not IDENTITY_TABLE
+        return self.curves is not IDENTITY_CURVES
 
     @property
     def group_names(self) -> tuple[str, ...]:
@@ -146,50 +138,17 @@ class Pool:
     def with_calibration(self, calibration: Calibration | None) -> "Pool":
         """The same texts, whose drafts are estimated as replays found right; None: as if there had been none."""
         if calibration is None:
-            return replace(
-                self,
-                acceptance_table=IDENTITY_TABLE,
-                kind_curves=IDENTITY_KINDS,
-                path_curves=IDENTITY_PATHS,
-                fitted_escape=DEFAULT_POOL_ESCAPE,
-                budgets=None,
-            )
-        fitted = self.with_acceptance_table(calibration.table).with_kind_curves(calibration.kind_curves)
-        fitted = fitted.with_path_curves(calibration.path_curves)
+            return replace(self, curves=IDENTITY_CURVES, fitted_escape=DEFAULT_POOL_ESCAPE, budgets=None)
+        fitted = self.with_curves(calibration.curves)
         return replace(fitted, fitted_escape=calibration.pool_escape, budgets=calibration.budgets)
 
-    def with_curves_of(self, other: "Pool") -> "Pool":
-        """The same texts, estimated by another pool's curves; the escape is kept."""
-        return replace(
-            self,
-            acceptance_table=other.acceptance_table,
-            kind_curves=other.kind_curves,
-            path_curves=other.path_curves,
-        )
-
-    def with_acceptance_table(self, table: np.ndarray) -> "Pool":
-        """The same texts, whose drafts are estimated by another table: float32 `calibration_table.TABLE_SHAPE`."""
-        table = np.ascontiguousarray(table, np.float32)
-        if table.shape != TABLE_SHAPE:
-            raise PoolError(f"a table of acceptance has the shape {TABLE_SHAPE}, not {table.shape}.")
-        table.flags.writeable = False
-        return replace(self, acceptance_table=table)
-
-    def with_kind_curves(self, curves: np.ndarray) -> "Pool":
-        """The same texts, whose tokens are worth what other curves say: float32 `calibration_table.KINDS_SHAPE`."""
+    def with_curves(self, curves: np.ndarray) -> "Pool":
+        """The same texts, whose drafts are estimated by other curves: float32 `estimate.CURVES_SHAPE`."""
         curves = np.ascontiguousarray(curves, np.float32)
-        if curves.shape != KINDS_SHAPE:
-            raise PoolError(f"curves of kinds of tokens have the shape {KINDS_SHAPE}, not {curves.shape}.")
+        if curves.shape != CURVES_SHAPE:
+            raise PoolError(f"curves of acceptance have the shape {CURVES_SHAPE}, not {curves.shape}.")
         curves.flags.writeable = False
-        return replace(self, kind_curves=curves)
-
-    def with_path_curves(self, curves: np.ndarray) -> "Pool":
-        """The same texts, whose paths are estimated by other curves: float32 `calibration_table.PATHS_SHAPE`."""
-        curves = np.ascontiguousarray(curves, np.float32)
-        if curves.shape != PATHS_SHAPE:
-            raise PoolError(f"curves of paths have the shape {PATHS_SHAPE}, not {curves.shape}.")
-        curves.flags.writeable = False
-        return replace(self, path_curves=curves)
+        return replace(self, curves=curves)
 
     @cached_property
     def variant(self) -> Variant:
@@ -218,10 +177,8 @@ class Pool:
         inside, outside, of_unknown = (1.0, 0.0, 0.0) if s.scope == "group" else (s.group_weight, 1.0, 1.0)
         estimates = Estimates(
             token_frequencies(np.diff(self.index.starts), len(self.index.order)),
-            self.acceptance_table,
-            upper_bounds(self.acceptance_table, self.kind_curves),
-            self.kind_curves,
-            self.path_curves,
+            upper_bounds(self.curves),
+            self.curves,
         )
         limits = {
             "num_samples": s.num_samples,

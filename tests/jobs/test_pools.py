@@ -3,6 +3,7 @@
 import datetime
 import io
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -20,10 +21,10 @@ from laserbatch.pipeline.decoding.model.identity import tokenizer_hash
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.manifest import PoolsUsed
 from laserbatch.pipeline.storage.workspace import Workspace
-from laserbatch.retrieval_pools.drafting.calibration_table import COUNT_KNOTS
+from laserbatch.retrieval_pools.drafting.estimate import NUM_KINDS
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
-from laserbatch.retrieval_pools.index.calibration_record import Calibration, CalibrationCell, Reliability
+from laserbatch.retrieval_pools.index.calibration_record import Calibration, Reliability, SourceCurve
 from laserbatch.retrieval_pools.index.store import PoolStore
 from laserbatch.retrieval_pools.query import draft
 from laserbatch.retrieval_pools.routing.router import Router
@@ -141,24 +142,18 @@ def test_query_shows_calibrated_estimates_and_what_they_rest_on(world, tmp_path)
     manifest.write_text(json.dumps(data))
     found = json.loads(called(tmp_path / "calibrated", "query", "a qui", "--json", "--max-nodes", "1"))
     assert found["num_calibration_texts"] == 70
-    assert found["nodes"][0]["acceptance"] == pytest.approx(counts["nodes"][0]["acceptance"] / 2, rel=1e-4)
+    believed = counts["nodes"][0]["acceptance"]
+    assert found["nodes"][0]["acceptance"] == pytest.approx(believed / (2 - believed), rel=0.02)
     assert "3 item texts of pools 2025-03-02-bbbb, calibrated on 70 texts" in called(
         tmp_path / "calibrated", "query", "a qui"
     )
 
 
 def halving_calibration() -> Calibration:
-    """Replays that found every source half as good as it seemed."""
-    cells = [
-        CalibrationCell(
-            source=source,
-            seen_bin=None,
-            length_bin=None,
-            depth_bin=None,
-            num_tried=10,
-            num_accepted=5,
-            values=tuple((COUNT_KNOTS / 2).tolist()),
-            standard_errors=(0.01,) * len(COUNT_KNOTS),
+    """Replays that found the odds of every source half of what they seemed."""
+    sources = [
+        SourceCurve(
+            source=source, num_tried=10, num_accepted=5, offset=-math.log(2), low=1, high=1, of_kinds=(0,) * NUM_KINDS
         )
         for source in range(NUM_SOURCES)
     ]
@@ -169,8 +164,7 @@ def halving_calibration() -> Calibration:
         num_texts=70,
         num_tokens=700,
         num_nodes=40,
-        cells=cells,
-        paths=(),
+        sources=sources,
         reliability=held,
         uncalibrated=held,
     )

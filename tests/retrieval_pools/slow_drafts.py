@@ -12,17 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from laserbatch.retrieval_pools.drafting.calibration_table import (
-    IDENTITY_KINDS,
-    IDENTITY_PATHS,
-    IDENTITY_TABLE,
+from laserbatch.retrieval_pools.drafting.estimate import (
+    BEFORE_BINS,
+    COUNT_KNOTS,
+    FREQUENCY_EXPONENTS,
+    IDENTITY_CURVES,
     IN_OUTPUT,
     IN_PROMPT,
-    conditional_acceptance,
-    kind_acceptance,
-    least_product,
-    path_acceptance,
-    token_kind,
+    NUM_BEFORE,
+    NUM_FREQUENCIES,
 )
 from laserbatch.retrieval_pools.index.pool import DEFAULT_POOL_ESCAPE
 from laserbatch.retrieval_pools.settings import PoolSettings
@@ -112,7 +110,7 @@ class TokenKinds:
         return cls(prompt[-NUM_OWN_TOKENS:], output[-NUM_OWN_TOKENS:], occurrences)
 
     def kind(self, token: int, before: int) -> int:
-        """See `calibration_table.token_kind`."""
+        """See `drafting.estimate`."""
         stands_in = IN_PROMPT * (token in self.prompt) + IN_OUTPUT * (token in self.output) if token >= 0 else 0
         counts = self.num_occurrences
         return token_kind(stands_in, counts[token], counts[before], counts.total())
@@ -126,8 +124,6 @@ class ReferenceNode:
     parent: int
     probability: float
     source: int
-    num_seen: int
-    match_length: int
     relative_count: float
     token_kind: int
 
@@ -140,8 +136,6 @@ class _Path:
     token: int
     parent: int
     source: int
-    num_seen: int
-    match_length: int
     relative_count: float
     token_kind: int
     levels: list[Level]
@@ -151,7 +145,7 @@ class _Path:
 
     def drafted(self, token_id: int, probability: float) -> ReferenceNode:
         """Its last token as it is drafted: what is said of it instead of END and of the product along the path."""
-        own = self.source, self.num_seen, self.match_length, self.relative_count, self.token_kind
+        own = self.source, self.relative_count, self.token_kind
         return ReferenceNode(token_id, self.parent, probability, *own)
 
 
@@ -170,17 +164,14 @@ def draft_reference(
     use_previous: bool = True,
     end_token_id: int | None = None,
     max_depth: int = 64,
-    table: np.ndarray = IDENTITY_TABLE,
-    kind_curves: np.ndarray = IDENTITY_KINDS,
-    path_curves: np.ndarray = IDENTITY_PATHS,
+    curves: np.ndarray = IDENTITY_CURVES,
 ) -> list[ReferenceNode]:
     """What `query.draft` gives, with every occurrence counted. Texts are given without START and END.
 
     The frontier keeps no more paths than may still be drafted; the last of a full one says what is not worth asking
     for.
     """
-    path_curve = path_curves[int(bool(use_previous and previous))]
-    min_probability = max(least_product(path_curve, min_probability), MIN_PROBABILITY)
+    min_probability = max(min_probability, MIN_PROBABILITY)
     context = [START, *output]
     own_texts = {  # of equally long contexts the first is asked first
         SOURCE_PREVIOUS: [START, *previous, END] if use_previous and previous else [],
@@ -200,9 +191,8 @@ def draft_reference(
             room = max_nodes - len(nodes)
             least = frontier[-1].probability if len(frontier) == room else 0.0
             found = next_paths(
-                levels, node, depth, probability, max(least, min_probability), settings, table, kinds, kind_curves,
-                before,
-            )  # fmt: skip
+                levels, node, probability, max(least, min_probability), kinds, curves, before
+            )
             drafted = (path for path in found if path.token != END or end_token_id is not None)
             frontier += (path for path in drafted if path.probability >= min_probability)
             frontier = sorted(frontier, key=_Path.order)[:room]
@@ -213,7 +203,7 @@ def draft_reference(
         node, probability, before = len(nodes), path.probability, path.token
         depth = depth_of[path.parent] + 1
         depth_of[node] = depth
-        nodes.append(path.drafted(token_id, path_acceptance(path_curve, probability)))
+        nodes.append(path.drafted(token_id, probability))
         levels = None if path.token == END else [level.after(path.token) for level in path.levels]
     return nodes
 
@@ -221,18 +211,14 @@ def draft_reference(
 def next_paths(
     levels: list[Level],
     parent: int,
-    depth: int,
     probability: float,
     least_probability: float,
-    settings: PoolSettings,
-    table: np.ndarray,
     kinds: TokenKinds,
-    kind_curves: np.ndarray,
+    curves: np.ndarray,
     before: int,
 ) -> Iterator[_Path]:
-    """The paths that are one token longer than a parent's at `depth`: every level takes its share of what is left."""
+    """The paths that are one token longer than a parent's: every level takes its share of what is left."""
     shares: dict[int, Counter[int]] = {}  # token -> source -> share
-    longest: dict[int, tuple[int, int]] = {}  # token -> how often the longest context before it was seen; its length
     if probability < least_probability:
         return
     left = 1.0
@@ -254,14 +240,35 @@ def next_paths(
                 left += counted
                 continue
             shares.setdefault(token, Counter())[level.source] += counted
-            longest.setdefault(token, (num_seen, level.length))
     for token, by_source in shares.items():
         source = max(sorted(by_source), key=by_source.__getitem__)
         relative_count = sum(by_source.values())
         kind = kinds.kind(token, before)
-        own = conditional_acceptance(table, source, *longest[token], depth + 1, relative_count)
-        own = kind_acceptance(kind_curves[source, kind], own)
-        yield _Path(probability * own, token, parent, source, *longest[token], relative_count, kind, levels)
+        own = acceptance(curves[source, kind], relative_count)
+        yield _Path(probability * own, token, parent, source, relative_count, kind, levels)
+
+
+def token_kind(stands_in: int, num_occurrences: int, num_before: int, num_positions: int) -> int:
+    """The kind of a token.
+
+    Parameters
+    ----------
+    stands_in : IN_PROMPT and IN_OUTPUT, or one of them, or 0.
+    num_occurrences : of the token in the pool.
+    num_before : of the token before it; where a text begins, of the ends of texts.
+    num_positions : of the pool: its tokens and the ends of its texts.
+    """
+    frequency, before = (
+        sum((num << -exponent) >= max(num_positions, 1) for exponent in FREQUENCY_EXPONENTS)
+        for num in (num_occurrences, num_before)
+    )
+    return (stands_in * NUM_FREQUENCIES + frequency) * NUM_BEFORE + int(BEFORE_BINS[before])
+
+
+def acceptance(curve: np.ndarray, relative_count: float) -> float:
+    """A curve, given at COUNT_KNOTS: linear between them, to the origin below them."""
+    x, knots, values = np.float64(np.float32(relative_count)), COUNT_KNOTS.astype(float), curve.astype(float)
+    return float(values[0] * (x / knots[0])) if x < knots[0] else float(np.interp(x, knots, values))
 
 
 def all_levels(

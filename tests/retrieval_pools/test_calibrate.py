@@ -1,4 +1,4 @@
-"""Calibration: curves find what was planted, lean on coarser cells without data, and hold on texts never fitted to."""
+"""Calibration: curves find what was planted, lean on what is alike without data, and hold on texts never fitted to."""
 
 from dataclasses import replace
 
@@ -15,212 +15,87 @@ from laserbatch.pipeline.decoding.model.load import SAMPLE_MODEL
 from laserbatch.retrieval_pools.calibration.calibrate import (
     MIN_TEXTS,
     calibrate,
-    fit_path,
+    fit_sources,
     num_held_back,
     spread_positions,
 )
-from laserbatch.retrieval_pools.calibration.cell_fit import fit_cells, fit_table
-from laserbatch.retrieval_pools.calibration.kind_fit import fit_kinds
 from laserbatch.retrieval_pools.calibration.reliability import NUM_BINS, reliability, reliability_bins
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, Nodes, ReplayText, pool_steps, replay
-from laserbatch.retrieval_pools.drafting.calibration_table import (
-    COUNT_KNOTS,
-    IDENTITY_KINDS,
-    IDENTITY_PATHS,
-    IDENTITY_TABLE,
-    LENGTH_EDGES,
-    NUM_BEFORE,
-    TABLE_SHAPE,
-    conditional_acceptance,
-    kind_acceptance,
-    path_acceptance,
-)
+from laserbatch.retrieval_pools.drafting.estimate import COUNT_KNOTS, CURVES_SHAPE, IDENTITY_CURVES
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
-from laserbatch.retrieval_pools.index.calibration_record import Calibration, kinds_of, paths_of, table_of
+from laserbatch.retrieval_pools.index.calibration_record import Calibration, curves_of
 from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
-SHARES = np.linspace(0.05, 0.95, 19)
+SHARES = COUNT_KNOTS[6:-1].astype(float)  # curves are exact there
 
 
-def invented_nodes(num_nodes: int, acceptance, seed: int = 0, sources=(SOURCE_POOL, SOURCE_OUTPUT)) -> Nodes:
-    """Nodes that are accepted as often as `acceptance(source, match_length, depth, relative_count)` says."""
+def invented_nodes(num_nodes: int, acceptance, seed: int = 0, num_kinds: int = 1) -> Nodes:
+    """Nodes of pool and output that are accepted as often as `acceptance(source, kind, relative_count)` says."""
     rng = np.random.default_rng(seed)
-    source = rng.choice(np.array(sources, np.uint8), num_nodes)
-    num_seen = rng.integers(1, 4, num_nodes).astype(np.int32)
-    match_length = rng.integers(1, 30, num_nodes).astype(np.int32)
-    depth = rng.integers(1, 12, num_nodes).astype(np.int32)
+    source = rng.choice(np.array([SOURCE_POOL, SOURCE_OUTPUT], np.uint8), num_nodes)
+    kind = rng.integers(0, num_kinds, num_nodes).astype(np.int32)
     relative_count = rng.random(num_nodes, np.float32)
-    is_accepted = rng.random(num_nodes) < acceptance(source, match_length, depth, relative_count)
     return Nodes(
         source=source,
-        num_seen=num_seen,
-        match_length=match_length,
-        depth=depth,
         relative_count=relative_count,
-        token_kind=np.zeros(num_nodes, np.int32),
+        token_kind=kind,
         log_acceptance=np.log(relative_count + 1e-9),
         is_parent_accepted=np.ones(num_nodes, bool),
-        is_verified=np.ones(num_nodes, bool),
-        is_accepted=is_accepted,
+        is_accepted=rng.random(num_nodes) < acceptance(source, kind, relative_count),
     )
 
 
-def curve(table: np.ndarray, source: int, match_length: int, depth: int) -> np.ndarray:
-    return np.array([conditional_acceptance(table, source, 2, match_length, depth, share) for share in SHARES])
+def raised(acceptance: np.ndarray, factor: np.ndarray | float) -> np.ndarray:
+    """With odds that are so many times as large."""
+    return acceptance * factor / (1 - acceptance + acceptance * factor)
 
 
-def test_a_planted_acceptance_is_found_in_every_cell():
-    def planted(source, match_length, depth, count):
-        of_pool = np.where(match_length >= LENGTH_EDGES[-1], 0.2 + 0.7 * count, count / 2)
-        return np.where(source == SOURCE_OUTPUT, count**2, of_pool)
+def test_a_planted_acceptance_is_found_of_every_source_and_kind():
+    factors = np.array([0.3, 1.0, 4.0])
 
-    table = table_of(fit_cells(invented_nodes(1_500_000, planted)))
+    def planted(source, kind, count):
+        return raised(np.where(source == SOURCE_OUTPUT, count**2, count / (2 - count)), factors[kind])
+
+    curves = curves_of(fit_sources(invented_nodes(200_000, planted, num_kinds=3)))
     for source in (SOURCE_POOL, SOURCE_OUTPUT):
-        for match_length in range(1, 30):
-            difference = curve(table, source, match_length, 3) - planted(source, match_length, 3, SHARES)
-            assert np.abs(difference).max() < 0.06
-            assert np.abs(difference).mean() < 0.02
-
-
-def test_a_table_is_that_of_the_cells():
-    for sources in ((SOURCE_POOL, SOURCE_OUTPUT), (SOURCE_PROMPT,)):
-        nodes = invented_nodes(3_000, lambda source, length, depth, count: count / 2, sources=sources)
-        assert np.array_equal(fit_table(nodes), table_of(fit_cells(nodes)))
+        for kind in range(3):
+            assert np.abs(curves[source, kind, 6:-1] - planted(source, kind, SHARES)).max() < 0.03
+    assert curves.shape == CURVES_SHAPE and curves.dtype == np.float32
+    for source in (SOURCE_PREVIOUS, SOURCE_PROMPT):
+        assert np.array_equal(curves[source], IDENTITY_CURVES[source])  # a first night has no previous text
 
 
 def test_curves_never_fall_even_where_acceptance_does():
-    nodes = invented_nodes(20_000, lambda source, length, depth, count: 0.9 - 0.8 * count)
-    table = table_of(fit_cells(nodes))
-    assert (np.diff(table, axis=-1) >= 0).all()
-    assert table.min() > 0
-    assert table[[SOURCE_POOL, SOURCE_OUTPUT]].max() < 1  # nothing is certain
-    assert np.allclose(curve(table, SOURCE_POOL, 5, 3)[4:], 0.5, atol=0.15)  # the best that does not fall
+    curves = curves_of(fit_sources(invented_nodes(20_000, lambda source, kind, count: 0.9 - 0.8 * count)))
+    assert (np.diff(curves, axis=-1) >= 0).all()
+    assert curves.min() > 0
+    assert curves[[SOURCE_POOL, SOURCE_OUTPUT]].max() < 1  # nothing is certain
 
 
-def test_what_was_never_seen_leans_on_what_covers_it():
-    nodes = invented_nodes(60_000, lambda source, length, depth, count: count / 2, sources=(SOURCE_POOL,))
-    seen = replace(nodes, match_length=np.full(60_000, 1, np.int32), depth=np.full(60_000, 1, np.int32))
-    table = table_of(fit_cells(seen))
-    assert np.abs(curve(table, SOURCE_POOL, 1, 1) - SHARES / 2).max() < 0.05
-    assert np.abs(curve(table, SOURCE_POOL, 1, 9) - SHARES / 2).max() < 0.05  # that of the length
-    assert np.abs(curve(table, SOURCE_POOL, 20, 9) - SHARES / 2).max() < 0.05  # that of the source
-    for source in (SOURCE_PREVIOUS, SOURCE_PROMPT, SOURCE_OUTPUT):
-        assert np.array_equal(table[source], IDENTITY_TABLE[source])  # a first night has no previous text
-
-
-def test_few_nodes_hardly_move_a_curve_and_many_do():
-    usual = invented_nodes(200_000, lambda source, length, depth, count: count, sources=(SOURCE_POOL,))
-    usual = usual.where(usual.match_length >= LENGTH_EDGES[-1])
+def test_a_kind_leans_on_the_same_kind_of_another_source_and_few_of_it_hardly_move_it():
+    usual = invented_nodes(40_000, lambda source, kind, count: count, num_kinds=2)
+    usual = replace(usual, token_kind=np.where(usual.source == SOURCE_OUTPUT, usual.token_kind, 0).astype(np.int32))
+    likely = (usual.source == SOURCE_OUTPUT) & (usual.token_kind == 1)
+    usual = replace(usual, is_accepted=np.where(likely, True, usual.is_accepted))
+    curves = curves_of(fit_sources(usual))
+    before, alike = (np.interp(0.5, COUNT_KNOTS, curves[SOURCE_POOL, kind]) for kind in (0, 1))
+    assert before == pytest.approx(0.5, abs=0.03)
+    assert alike > 0.8  # no node of the pool was of that kind, those of the output were accepted
 
     def acceptance(num_nodes):
-        rare = invented_nodes(num_nodes, lambda source, length, depth, count: 1.0 + 0 * count, 1, (SOURCE_POOL,))
-        rare = replace(rare, match_length=np.full(num_nodes, 1, np.int32), depth=np.full(num_nodes, 1, np.int32))
-        return conditional_acceptance(table_of(fit_cells(Nodes.joined([usual, rare]))), SOURCE_POOL, 2, 1, 1, 0.5)
+        rare = invented_nodes(num_nodes, lambda source, kind, count: 1.0 + 0 * count, 1)
+        rare = replace(rare, token_kind=np.full(num_nodes, 7, np.int32))
+        curves = curves_of(fit_sources(Nodes.joined([usual.where(usual.token_kind == 0), rare])))
+        return float(np.interp(0.5, COUNT_KNOTS, curves[SOURCE_POOL, 7]))
 
-    found = {num_nodes: acceptance(num_nodes) for num_nodes in (1, 200, 20_000)}
-    assert found[1] < 0.55 < found[200] < found[20_000]
-    assert found[20_000] > 0.95
-
-
-def test_only_nodes_behind_accepted_parents_count():
-    nodes = invented_nodes(5_000, lambda source, length, depth, count: count)
-    lost = replace(nodes, is_parent_accepted=np.zeros(5_000, bool), is_accepted=np.zeros(5_000, bool))
-    assert fit_cells(Nodes.joined([nodes, lost])) == fit_cells(nodes)
-    assert fit_cells(lost) == ()
-    assert np.array_equal(table_of(()), IDENTITY_TABLE)
+    of_few, of_many = acceptance(1), acceptance(200)
+    assert of_few < 0.75 < 0.9 < of_many
 
 
-def test_cells_count_what_they_are_made_of_and_are_surer_with_more():
-    nodes = invented_nodes(30_000, lambda source, length, depth, count: count)
-    cells = fit_cells(nodes)
-    for num_bins in range(4):
-        level = [cell for cell in cells if num_known_bins(cell) == num_bins]
-        assert sum(cell.num_tried for cell in level) == 30_000
-        assert sum(cell.num_accepted for cell in level) == int(nodes.is_accepted.sum())
-    middle = np.searchsorted(COUNT_KNOTS, 0.5)
-    error_of = {
-        (cell.seen_bin, cell.length_bin, cell.depth_bin): cell.standard_errors[middle]
-        for cell in cells
-        if cell.source == SOURCE_POOL
-    }
-    assert error_of[None, None, None] < error_of[1, None, None] < error_of[1, 1, None] < error_of[1, 1, 1]
-
-
-def num_known_bins(cell) -> int:
-    return sum(number is not None for number in (cell.seen_bin, cell.length_bin, cell.depth_bin))
-
-
-def test_kinds_of_tokens_have_curves_over_what_the_cells_say():
-    nodes = invented_nodes(200_000, lambda source, length, depth, count: count / 2)
-    rng = np.random.default_rng(3)
-    kind = rng.integers(0, 3, len(nodes)).astype(np.int32)
-    acceptance = nodes.relative_count / 2 * np.array([0.5, 1.0, 1.5])[kind]  # the cells see their mean
-    nodes = replace(nodes, token_kind=kind, is_accepted=rng.random(len(nodes)) < acceptance)
-    estimates = nodes.relative_count.astype(np.float64) / 2
-    kinds = fit_kinds(estimates, nodes.is_accepted, np.ones(len(nodes)), nodes.source, kind)
-    assert [(one.source, one.kind) for one in kinds] == [
-        (source, kind) for source in (SOURCE_OUTPUT, SOURCE_POOL) for kind in range(3)
-    ]
-    assert sum(one.num_tried for one in kinds) == len(nodes)
-    curves = kinds_of(kinds)[SOURCE_POOL]
-    for of_kind, factor in enumerate([0.5, 1.0, 1.5]):
-        found = [kind_acceptance(curves[of_kind], share / 2) for share in SHARES]
-        assert np.abs(np.array(found) - SHARES / 2 * factor).max() < 0.05
-    assert (np.diff(curves, axis=-1) >= 0).all()
-    assert np.array_equal(curves[3], COUNT_KNOTS)  # never seen: the cells are believed
-    assert np.array_equal(kinds_of(()), IDENTITY_KINDS)
-
-
-def test_a_rare_kind_leans_on_those_that_only_the_token_before_tells_from_it():
-    rng = np.random.default_rng(5)
-    kind = np.concatenate([rng.integers(0, NUM_BEFORE - 1, 40_000), np.repeat([NUM_BEFORE - 1, NUM_BEFORE], 2)])
-    is_accepted = rng.random(len(kind)) < 0.8  # where the cells say 0.5
-    is_accepted[-4:] = [True, False] * 2
-    source = np.full(len(kind), SOURCE_POOL)
-    curves = kinds_of(fit_kinds(np.full(len(kind), 0.5), is_accepted, np.ones(len(kind)), source, kind))[SOURCE_POOL]
-    usual, alike, other = (kind_acceptance(curves[one], 0.5) for one in (0, NUM_BEFORE - 1, NUM_BEFORE))
-    assert usual == pytest.approx(0.8, abs=0.02)
-    assert 0.6 < alike < 0.75
-    assert other == pytest.approx(0.5, abs=0.02)
-
-
-def test_the_few_of_a_kind_that_a_run_drafts_count_more_than_the_others():
-    nodes = invented_nodes(20_000, lambda source, length, depth, count: count)
-    is_verified = np.arange(20_000) < 5_000
-    kinds = (
-        fit_kinds(np.full(20_000, 0.5), is_verified, np.where(is_verified, 1, weight), nodes.source, nodes.token_kind)
-        for weight in (1.0, 0.1)
-    )
-    low, high = (kind_acceptance(kinds_of(one)[SOURCE_POOL, 0], 0.5) for one in kinds)
-    assert low < 0.3 < 0.6 < high
-
-
-def products(num_nodes: int, acceptance, seed: int = 0) -> Nodes:
-    """Nodes whose paths are accepted as often as `acceptance(product)` says."""
-    nodes = invented_nodes(num_nodes, lambda source, length, depth, count: count, seed)
-    is_accepted = np.random.default_rng(seed + 1).random(num_nodes) < acceptance(nodes.relative_count)
-    return replace(nodes, log_acceptance=np.log(nodes.relative_count + 1e-9), is_accepted=is_accepted)
-
-
-def test_a_path_is_worth_what_the_share_of_such_paths_was():
-    found = fit_path(products(200_000, np.sqrt), True)
-    curve = paths_of((found,))[1]
-    for product in SHARES:
-        assert path_acceptance(curve, product) == pytest.approx(np.sqrt(product), abs=0.03)
-    assert (np.diff(found.values) >= 0).all() and found.values[0] > 0 and found.values[-1] < 1
-
-
-def test_some_thousand_paths_say_what_products_are_worth_on_the_whole():
-    few = [paths_of((fit_path(products(5_000, np.sqrt, seed), False),))[0] for seed in range(5)]
-    for product in SHARES:
-        assert np.mean([path_acceptance(one, product) for one in few]) == pytest.approx(np.sqrt(product), abs=0.05)
-
-
-def test_few_paths_leave_products_as_they_are():
-    assert np.allclose(fit_path(products(5, lambda product: 1.0 + 0 * product), False).values, COUNT_KNOTS, atol=0.1)
-    nothing = fit_path(products(5, np.sqrt).where(np.zeros(5, bool)), False)
-    assert np.allclose(nothing.values, COUNT_KNOTS, atol=2e-4)
-    assert np.array_equal(paths_of(()), IDENTITY_PATHS)
+def test_where_all_was_accepted_or_nothing_nothing_can_be_told_apart():
+    nodes = invented_nodes(50, lambda source, kind, count: 1.0 + 0 * count)
+    assert fit_sources(nodes) == fit_sources(nodes.where(np.zeros(50, bool))) == ()
+    assert np.array_equal(curves_of(()), IDENTITY_CURVES)
 
 
 def test_bins_are_those_of_a_plain_loop():
@@ -293,17 +168,6 @@ def test_estimates_hold_on_texts_that_nothing_was_fitted_to(pool, documents, cal
     assert calibration.uncalibrated.expected_calibration_error > calibration.reliability.expected_calibration_error
 
 
-def test_few_texts_are_all_checked_by_what_is_fitted_to_the_others(pool, documents):
-    few = documents[:180]
-    halves = [calibrate(pool, part) for part in (few[0::2], few[1::2])]
-    calibration = calibrate(pool, few)
-    checked = calibration.reliability
-    assert checked.num_texts == calibration.uncalibrated.num_texts == len(few)
-    assert checked.num_nodes > 1.5 * halves[0].reliability.num_nodes
-    assert checked.expected_calibration_error < calibration.uncalibrated.expected_calibration_error
-    assert checked.error_by_chance < halves[0].reliability.error_by_chance
-
-
 def test_trees_in_calibrated_order_are_accepted_further(pool, documents, calibration):
     options, other = DraftOptions(16, 1e-3), documents[200:400]
     calibrated = replay(pool.with_calibration(calibration), other, options)
@@ -322,29 +186,35 @@ def test_no_token_is_drafted_twice_behind_the_same(pool, documents, calibration)
 def test_a_calibration_says_what_it_was_made_of(documents, calibration):
     assert calibration.num_texts == 200
     assert calibration.num_tokens == sum(len(document.text_ids) for document in documents[:200])
-    assert calibration.reliability.num_texts == calibration.uncalibrated.num_texts == 100
+    assert calibration.reliability.num_texts == calibration.uncalibrated.num_texts == 200  # each half by the other
     assert sum(one.num_nodes for one in calibration.reliability.bins) == calibration.reliability.num_nodes
     assert 0 < calibration.reliability.error_by_chance < 0.03
-    assert calibration.table.shape == TABLE_SHAPE and calibration.table.dtype == np.float32
+    assert sum(one.num_tried for one in calibration.sources) == calibration.num_nodes
+    assert {one.source for one in calibration.sources} == {SOURCE_PROMPT, SOURCE_OUTPUT, SOURCE_POOL}
 
 
 def test_the_same_texts_give_the_same_calibration_also_from_json(pool, documents, calibration):
     assert calibrate(pool, documents[:200]) == calibration
     assert calibrate(pool.with_calibration(calibration), documents[:200]) == calibration  # starts anew
     again = Calibration.model_validate_json(calibration.model_dump_json())
-    assert again == calibration and np.array_equal(again.table, calibration.table)
+    assert again == calibration and np.array_equal(again.curves, calibration.curves)
 
 
-def test_paths_of_texts_with_an_earlier_one_have_a_curve_of_their_own(pool, documents, calibration):
-    without, with_previous = calibration.paths
-    assert without.num_nodes > without.num_accepted > 0 == with_previous.num_nodes
-    assert np.allclose(calibration.path_curves[1], COUNT_KNOTS, atol=2e-4)
-    half = [replace(one, previous_ids=one.text_ids) if k % 3 else one for k, one in enumerate(documents[:120])]
-    without, with_previous = calibrate(pool, half).paths
-    assert without.num_nodes > 0 and with_previous.num_accepted > 0.9 * with_previous.num_nodes  # they did not change
-    assert with_previous.values[-2] > COUNT_KNOTS[-2] and min(np.diff(with_previous.values)) >= 0
-    unused = calibrate(pool, half, DraftOptions(use_previous=False)).paths[1]
-    assert unused.num_nodes == 0
+def test_estimates_hold_of_texts_with_an_earlier_one_too(pool, documents):
+    rng = np.random.default_rng(2)
+
+    def earlier(text: np.ndarray) -> np.ndarray:
+        """Two of its words in three."""
+        return text[np.sort(rng.choice(len(text), 2 * len(text) // 3, replace=False))]
+
+    changed = [replace(one, previous_ids=earlier(one.text_ids)) for one in documents[:240]]
+    calibration = calibrate(pool, changed[:120])
+    assert SOURCE_PREVIOUS in {one.source for one in calibration.sources}
+    held, plain = (
+        reliability([(one, changed[120:])], DraftOptions()).expected_calibration_error
+        for one in (pool.with_calibration(calibration), pool)
+    )
+    assert held < 0.05 and held < plain
 
 
 def test_one_text_is_refused(pool, documents):

@@ -8,17 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from slow_drafts import ReferenceText, draft_reference
+from slow_drafts import ReferenceText, draft_reference, token_kind
 
-from laserbatch.retrieval_pools.drafting.calibration_table import (
-    IN_OUTPUT,
-    IN_PROMPT,
-    KINDS_SHAPE,
-    NUM_BEFORE,
-    PATHS_SHAPE,
-    TABLE_SHAPE,
-    token_kind,
-)
+from laserbatch.retrieval_pools.drafting.estimate import CURVES_SHAPE, IN_OUTPUT, IN_PROMPT, NUM_BEFORE
 from laserbatch.retrieval_pools.drafting.state import NUM_OWN_TOKENS
 from laserbatch.retrieval_pools.drafting.tree import Variant, compiled_query
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
@@ -90,26 +82,23 @@ def cases(draw):
     previous = draw(st.none() | TOKENS)
     group = draw(st.sampled_from([None, "a", "b", "unknown"]))
     seed = draw(st.sampled_from([None, 0, 1, 2]))  # None: the identity
-    table = None if seed is None else np.sort(np.random.default_rng(seed).random(TABLE_SHAPE, np.float32))
-    paths = None if seed is None else np.sort(np.random.default_rng(seed + 9).random(PATHS_SHAPE, np.float32))
-    kinds = None if seed is None else np.sort(np.random.default_rng(seed + 5).random(KINDS_SHAPE, np.float32))
-    return texts, options, draw(TOKENS), draw(TOKENS), previous, group, call, (table, kinds, paths)
+    curves = None if seed is None else np.sort(np.random.default_rng(seed).random(CURVES_SHAPE, np.float32))
+    return texts, options, draw(TOKENS), draw(TOKENS), previous, group, call, curves
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
 def test_query_drafts_what_the_reference_drafts(tmp_path_factory, case):
-    *case, (table, kind_curves, path_curves) = case
+    *case, curves = case
     texts, options, prompt, output, previous, group, call = case
     rows, groups, entities = zip(*texts, strict=True) if texts else ((), (), ())
     pool = pool_of(tmp_path_factory.mktemp("pool") / "p", rows, options, groups, entities)
-    if table is not None:
-        pool = pool.with_acceptance_table(table).with_kind_curves(kind_curves).with_path_curves(path_curves)
+    if curves is not None:
+        pool = pool.with_curves(curves)
     tree = draft(pool, ids(prompt + output), len(prompt), None if previous is None else ids(previous), group, **call)
     reference = draft_reference(
-        [ReferenceText(*text) for text in texts], options, prompt, output, previous, group, table=pool.acceptance_table,
-        kind_curves=pool.kind_curves, path_curves=pool.path_curves, **call,
-    )  # fmt: skip
+        [ReferenceText(*text) for text in texts], options, prompt, output, previous, group, curves=pool.curves, **call
+    )
     found = paths(rows_of(tree))
     expected = paths((n.token_id, n.parent, n.probability, n.source) for n in reference)
     assert len(found) == len(expected)
@@ -160,9 +149,9 @@ def test_a_kind_of_token_that_is_worth_more_comes_first(tmp_path):
     pool = pool_of(tmp_path / "p", [[1, 2], [1, 2], [1, 4]])
     context, num_prompt = ids([4, 1]), 1
     assert draft(pool, context, num_prompt, min_probability=0).token_ids.tolist() == [2, 4]
-    curves = np.full(KINDS_SHAPE, 0.1, np.float32)
+    curves = np.full(CURVES_SHAPE, 0.1, np.float32)
     curves[:, token_kind(IN_PROMPT, 1, 3, 9)] = 0.9
-    tree = draft(pool.with_kind_curves(curves), context, num_prompt, min_probability=0)
+    tree = draft(pool.with_curves(curves), context, num_prompt, min_probability=0)
     assert tree.token_ids.tolist() == [4, 2]
     assert np.allclose(np.exp(tree.log_acceptance), [0.9, 0.1])
 
@@ -327,7 +316,7 @@ def test_a_draft_leaves_nothing_behind_for_the_next(tmp_path):
 
 
 def test_a_copy_of_a_pool_drafts_when_the_pool_is_gone(tmp_path):
-    pool = pool_of(tmp_path / "p", [[1, 2, 3]] * 4).with_kind_curves(np.full(KINDS_SHAPE, 0.5))
+    pool = pool_of(tmp_path / "p", [[1, 2, 3]] * 4).with_curves(np.full(CURVES_SHAPE, 0.5))
     expected = draft(pool, ids([1, 2]), 0)._rows.tolist()
     places = pool.handle.places
     other = copy.deepcopy(pool)
@@ -374,7 +363,7 @@ def test_a_batch_drafts_what_each_sequence_is_drafted_alone(tmp_path_factory, ca
     alone = [draft(pool, *sequence, max_depth=max_depth, **call) for *sequence, max_depth in sequences]
     assert len(together) == len(alone)
     for one, other in zip(together, alone, strict=True):
-        for name in ("token_ids", "parents", "log_acceptance", "source", "match_length", "relative_count"):
+        for name in ("token_ids", "parents", "log_acceptance", "source", "relative_count", "token_kind"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
@@ -398,14 +387,14 @@ def test_a_batch_takes_arrays_of_any_kind_and_says_what_does_not_fit(tmp_path):
 def test_certain_continuations_are_drafted_once(tmp_path):
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 9, 20).tolist() for _ in range(50)]
-    certain = np.ones(TABLE_SHAPE, np.float32)  # every path is as probable as its parent
-    pool = pool_of(tmp_path / "p", texts).with_acceptance_table(certain)
+    certain = np.ones(CURVES_SHAPE, np.float32)  # every path is as probable as its parent
+    pool = pool_of(tmp_path / "p", texts).with_curves(certain)
     tree = draft(pool, ids([]), 0, max_nodes=64, min_probability=0)
     assert len(paths(rows_of(tree))) == 64  # asserts that no path comes twice
     assert (tree.parents < np.arange(64)).all()
     reference = draft_reference(
         [ReferenceText(text, "") for text in texts], pool.settings, [], [], None, None,
-        max_nodes=64, min_probability=0, table=certain,
+        max_nodes=64, min_probability=0, curves=certain,
     )  # fmt: skip
     assert [node.token_id for node in reference] == tree.token_ids.tolist()
 
