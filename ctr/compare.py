@@ -20,7 +20,6 @@ from laserbatch.ctr.din import DIN
 from laserbatch.ctr.equivalence import Equivalence, compare_paired
 from laserbatch.ctr.feature_set import FeatureSet
 from laserbatch.ctr.gbdt import fit_gbdt, gbdt_matrix
-from laserbatch.ctr.metrics import Metrics
 from laserbatch.ctr.settings import CtrError, CtrSettings
 from laserbatch.ctr.train import fit, predict
 
@@ -62,13 +61,12 @@ class CtrComparison:
     Attributes
     ----------
     rows : one a training.
-    split : rows of each part. num_cold : cold users' test rows.
+    split : rows of each part, and of the test part those of cold users.
     equivalence : the run's own texts against plain ones, for each model and for "all" together; empty without both.
     """
 
     rows: tuple[CtrRow, ...]
     split: dict[str, int]
-    num_cold: int
     equivalence: dict[str, Equivalence]
 
     def summary(self) -> list[dict]:
@@ -82,7 +80,7 @@ class CtrComparison:
         """Plain values: the `ctr` section of a run's manifest."""
         return {
             "skipped": None,
-            "split": {**self.split, "test_cold": self.num_cold},
+            "split": self.split,
             "rows": self.summary(),
             "seeds": [asdict(row) for row in self.rows],
             "equivalence": {name: asdict(verdict) for name, verdict in self.equivalence.items()},
@@ -123,7 +121,8 @@ def train_ctr(
                 if on_fit is not None:
                     on_fit(row)
     split = {name: len(getattr(data, name)) for name in ("train", "validation", "test")}
-    return CtrComparison(tuple(rows), split, int(data.is_cold[data.test].sum()), _equivalence(rows, settings))
+    split["test_cold"] = int(data.is_cold[data.test].sum())
+    return CtrComparison(tuple(rows), split, _equivalence(rows, settings))
 
 
 def _train_seeds(model: str, variant: str, data: CtrData, knowledge: Knowledge, settings: CtrSettings):
@@ -139,7 +138,7 @@ def _train_seeds(model: str, variant: str, data: CtrData, knowledge: Knowledge, 
             fitted = fit(network, data, settings, seed)
             best_epoch, validation_auc = fitted.best_epoch, fitted.validation_auc
             scores = predict(network, data, data.test)
-        judged = judge(data, scores)
+        judged = metrics.measure(data.labels[data.test], scores, data.is_cold[data.test])
         train_s = time.perf_counter() - start_s
         yield CtrRow(MODEL_TITLES[model], variant, seed, best_epoch, train_s, validation_auc, **asdict(judged))
 
@@ -159,11 +158,6 @@ def _device(name: str) -> torch.device:
             f"ctr.device is {name!r}; expected auto or cpu" + (", or cuda" if has_cuda else ": no CUDA device")
         )
     return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
-
-
-def judge(data: CtrData, scores: np.ndarray) -> Metrics:
-    """Metrics of the test rows' scores."""
-    return metrics.measure(data.labels[data.test], scores, data.is_cold[data.test])
 
 
 def _equivalence(rows: list[CtrRow], settings: CtrSettings) -> dict[str, Equivalence]:

@@ -34,18 +34,13 @@ class TriedEntity:
 
     Attributes
     ----------
-    side, entity_id : whose text it is.
     template : `name@version` of the prompt template.
     prompt : as the model got it, control tokens included.
-    num_prompt_tokens, num_history, num_history_dropped : what the prompt holds, and what was cut from it.
     pool_version, group, scheme : the pool, the group that the router chose, and by which scheme; None without a pool.
     num_calibration_texts : texts that the pool's estimates are calibrated on; 0: they are not.
-    spans : the text, cut by source.
-    num_tokens, num_steps, num_drafted, num_accepted : counts; `num_accepted` counts accepted draft tokens.
-    wall_s : seconds of decoding.
+    num_accepted : accepted draft tokens.
     finish_reason : "end_of_text", "stop" or "length".
-    fields : the parsed record; None when the text could not be parsed.
-    problem : why not.
+    fields : the parsed record; None when the text could not be parsed, and `problem` says why.
     """
 
     side: Side

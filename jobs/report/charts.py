@@ -53,10 +53,9 @@ def grouped_bars(
     y_name: str,
     show: Callable[[object], str],
     caption: str = "",
-    wide: bool = False,
 ) -> Figure:
     """Standing bars side by side, one group a category, each with its value (>= 0) on top; `show`: value to text."""
-    chart = _Chart(FULL_WIDTH if wide else HALF_WIDTH, 200)
+    chart = _Chart(HALF_WIDTH, 200)
     width = 0.8 / max(1, len(series))
     for number, one in enumerate(series):
         places = [group + width * (number + 0.5 - len(series) / 2) for group in range(len(categories))]
@@ -68,7 +67,7 @@ def grouped_bars(
     chart.axes.margins(y=0.12)
     chart.axes.grid(axis="y")
     chart.name_y(y_name)
-    return chart.figure(title, y_name, categories, series, show, caption, wide=wide)
+    return chart.figure(title, y_name, categories, series, show, caption)
 
 
 def lying_bars(
@@ -207,7 +206,6 @@ class _Chart:
         series: Sequence[Series],
         show: Callable[[object], str],
         caption: str,
-        wide: bool = False,
         legend: bool = True,
     ) -> Figure:
         """What is drawn, with its values in words and its legend."""
@@ -217,7 +215,7 @@ class _Chart:
             for place, category in enumerate(categories)
         ]
         entries = [LegendEntry(one.name, one.colour) for one in series] if legend else []
-        return Figure(title, self._svg(f"{title}; {measured}. {'; '.join(groups)}"), caption, entries, wide)
+        return Figure(title, self._svg(f"{title}; {measured}. {'; '.join(groups)}"), caption, entries)
 
     def _svg(self, label: str) -> Markup:
         import matplotlib.style
