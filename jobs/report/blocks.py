@@ -21,7 +21,6 @@ class LegendEntry:
 
     label: str
     colour: str
-    mark: str = "bar"
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,6 @@ class Figure:
     svg: Markup
     caption: str = ""
     legend: Sequence[LegendEntry] = ()
-    wide: bool = False
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from laserbatch.jobs.report.blocks import OTHER, Figure, LegendEntry
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-HALF_WIDTH, FULL_WIDTH = 420, 900  # user units; the page scales a chart to its column
+WIDTH = 420  # user units; the page scales a chart to its column
 INK, SOFT = "#17202b", "#566272"
 STYLE = Path(__file__).parent / "charts.mplstyle"
 MARKERS = "osD^v"
@@ -55,7 +55,7 @@ def grouped_bars(
     caption: str = "",
 ) -> Figure:
     """Standing bars side by side, one group a category, each with its value (>= 0) on top; `show`: value to text."""
-    chart = _Chart(HALF_WIDTH, 200)
+    chart = _Chart(WIDTH, 200)
     width = 0.8 / max(1, len(series))
     for number, one in enumerate(series):
         places = [group + width * (number + 0.5 - len(series) / 2) for group in range(len(categories))]
@@ -75,7 +75,7 @@ def lying_bars(
 ) -> Figure:
     """Lying bars, one a row, each with its name before and its value (>= 0) behind."""
     names, values = [name for name, _ in rows], [value for _, value in rows]
-    chart = _Chart(HALF_WIDTH, 24 * len(rows) + 34)
+    chart = _Chart(WIDTH, 24 * len(rows) + 34)
     chart.axes.barh(range(len(rows)), values, 0.66, color=colour)
     for row, value in enumerate(values):
         chart.text(value, row, show(value), (6, 0), va="center")
@@ -96,7 +96,7 @@ def stacked_shares(
         Series(one.name, [(value or 0) / whole for value, whole in zip(one.values, wholes, strict=True)], one.colour)
         for one in series
     ]
-    chart = _Chart(HALF_WIDTH, 44 * len(categories) + 44)
+    chart = _Chart(WIDTH, 44 * len(categories) + 44)
     starts = [0.0] * len(categories)
     for one in shares:
         chart.axes.barh(range(len(categories)), one.values, 0.7, left=starts, color=one.colour, edgecolor="white")
@@ -121,7 +121,7 @@ def lines(
     """Shares of one as lines through points; `diagonal`: both axes are shares, and where they are equal is drawn."""
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    chart = _Chart(HALF_WIDTH, 210)
+    chart = _Chart(WIDTH, 210)
     in_percent = PercentFormatter(1, symbol=" %")
     if diagonal:
         chart.axes.plot([0, 1], [0, 1], color=OTHER, linestyle=(0, (4, 4)), linewidth=1.5)
@@ -151,7 +151,7 @@ def lines(
 
 def dots(title: str, categories: Sequence[str], series: Sequence[Series], x_name: str, caption: str = "") -> Figure:
     """Values as points with their errors to each side: a group of rows a category, in it a row a series."""
-    chart = _Chart(HALF_WIDTH, (21 * len(series) + 12) * len(categories) + 50)
+    chart = _Chart(WIDTH, (21 * len(series) + 12) * len(categories) + 50)
     height = len(series) + 0.6
     for number, one in enumerate(series):
         for group, value in enumerate(one.values):
