@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import ray
 import torch
 
-from laserbatch.pipeline.distributed.settings import ClusterSettings
-from laserbatch.pipeline.distributed.worker import usable_cores
+from laserbatch.pipeline.distributed.settings import ClusterSettings, usable_cores
 from laserbatch.pipeline.errors import ConfigError
 
 WORKERS_A_NODE = 8  # without GPUs, by default: of the largest node, which others follow
@@ -92,18 +91,8 @@ def cluster_nodes() -> list[Node]:
 def require_own_gpu(granted: list, visible: str | None) -> None:
     """Refuse to share a GPU by accident: what Ray granted a worker must be all that CUDA shows it.
 
-    Ray sees to that by CUDA_VISIBLE_DEVICES in each worker's environment, unless it is told to leave that alone; then
-    every worker would load its model onto the first GPU.
-
-    Parameters
-    ----------
-    granted : the GPUs' ids, from Ray.
-    visible : the worker's CUDA_VISIBLE_DEVICES, None where it is not set.
-
-    Raises
-    ------
-    ConfigError
-        The worker sees other GPUs than its own.
+    Ray sees to that by `visible`, the worker's CUDA_VISIBLE_DEVICES, unless it is told to leave that alone; then every
+    worker would load its model onto the first GPU.
     """
     shown = [] if visible is None else visible.split(",")
     if shown != [str(gpu) for gpu in granted]:

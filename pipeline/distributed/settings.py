@@ -1,5 +1,7 @@
 """How many workers, on what, holding how many threads."""
 
+import os
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -17,3 +19,13 @@ class ClusterSettings(BaseModel):
     max_shard_attempts: int = Field(
         2, ge=1, description="A shard whose worker was lost this often is halved; a row alone goes to quarantine."
     )
+
+
+def workers_of_node(num_workers: int, num_threads: int) -> int:
+    """How many of a run's workers work on this machine, at most: as many as its cores have room for."""
+    return min(num_workers, max(1, usable_cores() // num_threads))
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

@@ -6,7 +6,6 @@ A shard goes in as a plan file and comes out as a knowledge file, quarantined ro
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from laserbatch.pipeline.decoding.planning.step_cost_cache import cached_step_co
 from laserbatch.pipeline.decoding.planning.step_timing import measure_step_cost, texts_of
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import Greedy, Verifier
+from laserbatch.pipeline.distributed.settings import workers_of_node
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.parsers import parse_knowledge
 from laserbatch.pipeline.knowledge.records import knowledge_schema
@@ -318,16 +318,6 @@ def sound_text(tokenizer, result: GenerationResult) -> str:
     if "\ufffd" in text and has_broken_characters(tokenizer, result.token_ids, is_cut):
         raise RowError("undecodable: the output is not valid UTF-8")
     return text
-
-
-def workers_of_node(num_workers: int, num_threads: int) -> int:
-    """How many of a run's workers work on this machine, at most: as many as its cores have room for."""
-    return min(num_workers, max(1, usable_cores() // num_threads))
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def usual_tokens(pool: Pool) -> int | None:

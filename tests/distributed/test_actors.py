@@ -14,11 +14,12 @@ import ray
 from laserbatch.jobs.settings import load_settings
 from laserbatch.pipeline.decoding.budget import Budget
 from laserbatch.pipeline.decoding.planning.step_cost_cache import known_step_cost
-from laserbatch.pipeline.distributed import actors, worker
+from laserbatch.pipeline.distributed import actors
+from laserbatch.pipeline.distributed import settings as distributed_settings
 from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
 from laserbatch.pipeline.distributed.cluster import ray_cluster
-from laserbatch.pipeline.distributed.settings import ClusterSettings
-from laserbatch.pipeline.distributed.worker import ShardWorker, WorkerSpec, workers_of_node
+from laserbatch.pipeline.distributed.settings import ClusterSettings, workers_of_node
+from laserbatch.pipeline.distributed.worker import ShardWorker, WorkerSpec
 from laserbatch.pipeline.errors import ModelError, RunFailed
 from laserbatch.pipeline.knowledge.entities import iter_entities
 from laserbatch.pipeline.planning.plan import load_plan, read_shard, save_plan
@@ -125,7 +126,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_when_the_worker_loads_it(world
 
 
 def test_workers_of_a_machine_are_no_more_than_its_cores_have_room_for(monkeypatch):
-    monkeypatch.setattr(worker, "usable_cores", lambda: 16)
+    monkeypatch.setattr(distributed_settings, "usable_cores", lambda: 16)
     assert [workers_of_node(*counts) for counts in ((1, 16), (4, 4), (40, 4), (2, 32))] == [1, 4, 4, 1]
 
 
