@@ -13,7 +13,7 @@ from laserbatch.jobs.night import Night
 from laserbatch.pipeline.decoding.model.identity import load_tokenizer
 from laserbatch.pipeline.planning.plan import SidePlan, read_shard
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.manifest import Sample, SampleSpan
+from laserbatch.pipeline.storage.manifest import SampleSpan, SampleText
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.sources import SOURCE_NAMES
@@ -21,7 +21,7 @@ from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
 
 
-def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) -> list[Sample]:
+def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) -> list[SampleText]:
     """Sample texts of a side: evenly spread over the plan's shards, the first row of each."""
     wanted = night.settings.night.num_report_samples
     if not plan.shards or not wanted:
@@ -40,7 +40,7 @@ def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) 
         planned = next(row for row in read_shard(folder.root / shard.path) if row.entity_id == record["entity_id"])
         spans = text_spans(tokenizer, record["token_ids"], record["token_sources"])
         samples.append(
-            Sample(
+            SampleText(
                 entity_id=record["entity_id"],
                 group=record["pool_group"],
                 prompt=tokenizer.decode(planned.prompt_ids.tolist(), skip_special_tokens=False),

@@ -30,7 +30,7 @@ def samples_section(sides: list[Side]) -> Section:
     return Section("samples", "Sample texts", lead, [SourceLegend(), *blocks])
 
 
-def _sample(side: Side, sample: recorded.Sample, wide: bool) -> Sample:
+def _sample(side: Side, sample: recorded.SampleText, wide: bool) -> Sample:
     facts = [f"pool group {sample.group}" if sample.group else "no pool group"]
     if sample.tokens_per_step is not None:
         facts.append(f"{decimal(sample.tokens_per_step)} tokens per step")

@@ -98,7 +98,7 @@ class SampleSpan:
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleText:
     """A text that the report shows."""
 
     entity_id: str | int
@@ -127,7 +127,7 @@ class SideFigures:
     shards: list[ShardFigures]
     stats: DecodingStats
     budget: dict[str, Any] | None = None
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[SampleText] = field(default_factory=list)
     stats_of_tonight: DecodingStats | None = None
 
 
@@ -250,19 +250,6 @@ class RunManifest:
             self.stages = [timed if stage.name == name else stage for stage in self.stages]
         else:
             self.stages = [*self.stages, timed]
-
-    @property
-    def data(self) -> dict[str, Any]:
-        return self.as_json()
-
-    def __getitem__(self, key: str) -> Any:
-        return self.as_json()[key]
-
-    def __setitem__(self, key: str, value: object) -> None:
-        setattr(self, key, value)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.as_json().get(key, default)
 
 
 _MANIFEST = TypeAdapter(RunManifest)

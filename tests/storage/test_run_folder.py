@@ -16,8 +16,8 @@ from laserbatch.pipeline.storage.manifest import (
     PoolFigures,
     PoolsUsed,
     RunManifest,
-    Sample,
     SampleSpan,
+    SampleText,
     ShardFigures,
     SideFigures,
     StageTime,
@@ -163,7 +163,7 @@ def test_a_manifest_comes_back(run):
     manifest = RunManifest.create(run.manifest_path, DATE, {"b": 1, "a": [2]}, "0.1.0", {"num_cpus": 2})
     counted = DecodingStats(1, 5, 2, num_accepted=3, wall_s=0.5, finish_reasons={"stop": 1})
     shard = ShardFigures("user-00000", "g", "knowledge/user/00000.parquet", 1, "ff", 0.5, counted)
-    sample = Sample(7, None, "prompt", "text", [SampleSpan("text", "pool")], 2.5)
+    sample = SampleText(7, None, "prompt", "text", [SampleSpan("text", "pool")], 2.5)
     manifest.sides = {"user": SideFigures(3, 1, 1, 1, 0, {"empty": 1}, {"none": 3}, [shard], counted, None, [sample])}
     manifest.pools = PoolsUsed("v", item=PoolFigures("v", 2, 9, {"g": {"num_texts": 2, "num_tokens": 9}}))
     manifest.add_stage("generate", 1.0)
