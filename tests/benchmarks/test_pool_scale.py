@@ -1,5 +1,7 @@
 """What `pool_scale.py` measures with: its texts, its eye on another process, its figures."""
 
+import sys
+
 import numpy as np
 import pool_scale
 import pytest
@@ -13,7 +15,7 @@ from pool_scale import (
     require_same_files,
     watched,
 )
-from pool_scale_worker import TextFile
+from pool_scale_worker import TextFile, measure_build, measure_drafts
 
 LINES = [[np.arange(10 * k, 10 * k + 3 + user % 4, dtype=np.int32) + user for user in range(30)] for k in range(4)]
 
@@ -30,23 +32,38 @@ def test_texts_are_read_as_they_were_written(tmp_path):
     assert all(np.array_equal(one, other) for one, other in zip(found, texts, strict=True))
 
 
-def test_the_command_builds_merges_and_drafts_in_processes_that_it_watches(run_benchmark, monkeypatch):
+def in_this_process(task: dict) -> dict:
+    """What `watched` returns, with no process and no memory watched."""
+    task = dict(task)
+    measure = {"build": measure_build, "drafts": measure_drafts}[task.pop("measure")]
+    return measure(**task) | {"before_own_mb": 1.0, "peak_own_mb": 2.0, "peak_mb": 3.0}
+
+
+def test_the_command_builds_merges_and_drafts(run_benchmark, monkeypatch):
     monkeypatch.setattr(pool_scale, "grammar_lines", lambda num_users: LINES)
+    monkeypatch.setattr(pool_scale, "watched", in_this_process)
     result = run_benchmark("pool_scale", "--smoke", "--num-texts", 50, "--memory-mb", 16)
     assert [row["kind"] for row in result["rows"]] == ["full", "bounded", "full, 5 % changed", "merged, 5 % changed"]
     assert [row["num_texts_sorted"] for row in result["rows"]] == [50, 50, 50, 3]
-    for row in result["rows"]:
-        assert row["num_texts"] == 50 and row["peak_mb"] > row["peak_own_mb"] > row["before_own_mb"] - 1 > 1
+    assert all(row["num_texts"] == 50 and row["mtokens_per_s"] > 0 for row in result["rows"])
     (drafts,) = result["rows"][0]["drafts"]
     assert drafts["opened"] == "resident" and drafts["num_drafts"] > 50 and drafts["aal"] > 1 and drafts["open_s"] > 0
     assert 0 < drafts["draft_median_us"] <= drafts["draft_p99_us"] <= drafts["draft_max_us"]
     assert len(result["figures"]) == 7
 
 
-def test_a_measurement_that_fails_ends_the_command():
-    with pytest.raises(RuntimeError, match="exit code"):
-        watched({"measure": "nothing of that name"})
+def test_a_measurement_is_a_process_whose_memory_is_told(tmp_path):
+    texts = TextFile.write(tmp_path / "texts", recombined(LINES, 50, seed=1))
+    task = {"measure": "build", "texts": str(texts.folder), "out": str(tmp_path / "pool")}
+    row = watched(task | {"memory_mb": None, "previous": None})
+    assert row["num_texts"] == 50 and row["peak_mb"] > row["peak_own_mb"] > row["before_own_mb"] - 1 > 1
     assert memory_mb_of(2**22 + 1) == (0.0, 0.0)
+
+
+def test_a_measurement_that_fails_ends_the_command(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "false")
+    with pytest.raises(RuntimeError, match="exit code 1"):
+        watched({"measure": "builds"})
 
 
 def test_full_builds_and_merges_are_measured_in_turn(tmp_path, monkeypatch):
