@@ -100,3 +100,9 @@ def test_nothing_is_unpickled_and_no_remote_code_is_run():
         assert not {"pickle", "dill", "joblib", "cloudpickle"} & tops(path), name
         assert "allow_pickle=True" not in text, name
         assert "trust_remote_code=True" not in text, name
+
+
+def test_no_two_files_of_tests_have_one_name():
+    """pytest imports them by their names alone."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert sorted(names) == sorted(set(names))
