@@ -32,6 +32,7 @@ from engine_systems import (
     adaptive_budget,
     plain,
     pool_kinds,
+    relaxed_pools,
     speculating,
     twins_of,
 )
@@ -40,14 +41,14 @@ from systems import MIN_ACCEPTANCE, VLLM_SYSTEMS
 from tasks import Task, TaskSize, tasks_of
 from widen import DTYPES, GEOMETRIES, widened
 
-from laserbatch.pipeline.decoding.budget import Budget
 from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.settings import Budget
 
 logger = logging.getLogger("benchmarks")
 
 SWEPT = ("resd", "laser")  # measured with fixed budgets too, those of FIXED_BUDGETS
 PEER_CONTEXT = 1024  # tokens of a prompt and its answer, at most
-WRITER_BATCH = {"cpu": 16, "cuda": 128}  # texts of pools and pilots are written so many at once
+WRITER_BATCH = {"cpu": 16, "cuda": 128}  # texts of pools are written so many at once
 
 
 @dataclass(frozen=True)
@@ -141,15 +142,12 @@ def contestants_at(
     step_cost = engines.step_cost(batch, next((grouped.pool for grouped in pools.values()), None))
     only = scale.only_at.get(batch)
     systems = [system for system in scale.systems if only is None or system in only]
-    settled = {
-        system: adaptive_budget(_writer(engines), step_cost, batch, pools, system, task.max_new_tokens)
-        for system in systems
-    }
     engine = engines.of_batch(batch)
     found = [one for one in peers.at_batch(batch) if only is None or one.system in only]
     found.append(plain(engine, rates, engines.bytes_per_token))
     for system in systems:
-        found.append(speculating(engine, pools, system, ADAPTIVE, settled[system]))
+        settled = adaptive_budget(step_cost, batch, pools, system)
+        found.append(speculating(engine, pools, system, ADAPTIVE, settled))
         for size in scale.budgets_at(batch) if system in SWEPT else ():
             found.append(speculating(engine, pools, system, size, Budget(size, MIN_ACCEPTANCE)))
     return found
@@ -198,6 +196,7 @@ def measure_task(
         kinds = pool_kinds(scale.systems)
         pools = pools_of(_writer(engines), task, cache, Path(folder), kinds)
         task = replace(task, max_new_tokens=min(task.max_new_tokens, scale.max_new_tokens))
+        pools |= relaxed_pools(_writer(engines), pools, task, scale.systems)
         for batch in sorted(scale.batches, reverse=True):
             yield measure_batch(task, batch, engines, peers, pools, scale, rates)
 

@@ -17,9 +17,10 @@ from common import Interval, Spread, resampled_totals, turns
 from engine_systems import Contestant
 from systems import Pass
 
-from laserbatch.pipeline.decoding.budget import Budget, known_batch_size
+from laserbatch.pipeline.budget.choice import known_batch_size
+from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.memory.prefix_index import PrefixIndex
-from laserbatch.retrieval_pools.step_cost import StepCost
+from laserbatch.pipeline.decoding.settings import Budget
 
 logger = logging.getLogger("benchmarks")
 

@@ -2,13 +2,13 @@
 
 Groups are k-means clusters of the prompts' tf-idf vectors, fitted to the pool's prompts; a measured prompt belongs to
 the nearest centre, so nothing of its own text is used. Every pool is calibrated as a night's is, its budgets too: some
-of its texts are held back from a second pool and replayed against it; and pilots write other prompts than those
-measured, whose texts are in no pool. Measures nothing.
+of its texts are held back from a second pool and replayed against it, as on the first night; pools of relaxed systems
+by other prompts' texts, which were written with relaxed drafts from them, as on later nights. Measures nothing.
 """
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +20,7 @@ from sklearn.preprocessing import normalize
 from tasks import Task, build, own_texts
 from threadpoolctl import threadpool_limits
 
-from laserbatch.pipeline.decoding.budget import Budget
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.planning.pilot import pilot_parts
-from laserbatch.pipeline.decoding.planning.pilot_texts import PilotTexts
 from laserbatch.retrieval_pools.calibration.budget_replay import with_budgets
 from laserbatch.retrieval_pools.calibration.calibrate import calibrate, num_held_back, spread_positions
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
@@ -50,25 +47,22 @@ Groups = dict[bytes, str]  # names of the groups of prompts, by the prompts' byt
 class GroupedPool:
     """A calibrated pool and the groups of all prompts.
 
-    `groups` None: every text counts the same. `pilot_parts` are prompts of a pilot (see `run_pilot`); `gains` is what
-    pilots saw, which no batch size changes, by system, budget and part.
+    `groups` None: every text counts the same.
     """
 
     pool: Pool
     groups: Groups | None
-    pilot_parts: list[Sequence[np.ndarray]]
-    gains: dict[tuple[str, Budget, int], PilotTexts] = field(default_factory=dict)
 
 
 def unseen_prompts(engine: Engine, task: Task, cache: Path) -> Task:
-    """The task without the measured and the pilot's prompts whose plain text stands in the pool word for word."""
+    """The task without the measured and the earlier prompts whose plain text stands in the pool word for word."""
     in_pool = {text.tobytes() for text in own_texts(engine, task, cache)}
 
     def unseen(prompts: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
         answered = own_texts(engine, replace(task, pool_prompts=prompts), cache)
         return tuple(p for p, text in zip(prompts, answered, strict=True) if text.tobytes() not in in_pool)
 
-    kept = replace(task, held_out=unseen(task.held_out), pilot_prompts=unseen(task.pilot_prompts))
+    kept = replace(task, held_out=unseen(task.held_out), earlier_prompts=unseen(task.earlier_prompts))
     num_left_out = len(task.held_out) - len(kept.held_out)
     if num_left_out:
         logger.info("%s: %d prompts left out, their texts are in the pool", task.name, num_left_out)
@@ -87,7 +81,7 @@ def pools_of(engine: Engine, task: Task, cache: Path, folder: Path, kinds: Seque
 
 def like_groups(task: Task) -> Groups:
     """Clusters of the pool's prompts; a measured prompt joins the nearest."""
-    prompts = (*task.pool_prompts, *task.held_out, *task.pilot_prompts)
+    prompts = (*task.pool_prompts, *task.held_out, *task.earlier_prompts)
     num_pool = len(task.pool_prompts)
     bags = _bags(prompts)
     num_components = max(1, min(NUM_COMPONENTS, num_pool - 1))
@@ -103,7 +97,7 @@ def like_groups(task: Task) -> Groups:
 
 def random_groups(task: Task) -> Groups:
     """As many groups as `like_groups` asks for, drawn by lot."""
-    prompts = (*task.pool_prompts, *task.held_out, *task.pilot_prompts)
+    prompts = (*task.pool_prompts, *task.held_out, *task.earlier_prompts)
     num_groups = default_num_groups(len(task.pool_prompts))
     return _named(prompts, np.random.default_rng(SEED).integers(0, num_groups, len(prompts)))
 
@@ -120,6 +114,18 @@ def _bags(prompts: Sequence[np.ndarray]) -> csr_array:
     return bags
 
 
+def calibrated_by(grouped: GroupedPool, prompts: Sequence[np.ndarray], texts: Sequence[Sequence[int]]) -> GroupedPool:
+    """The same pool, believing what replays of some prompts' texts say of it."""
+    group_of = (lambda prompt: None) if grouped.groups is None else (lambda prompt: grouped.groups[prompt.tobytes()])
+    replays = [
+        ReplayText(prompt, np.asarray(text, np.int32), None, group_of(prompt))
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    calibration = calibrate(grouped.pool, replays, DRAFT_OPTIONS)
+    calibration = with_budgets(calibration, grouped.pool, replays, DRAFT_OPTIONS)
+    return replace(grouped, pool=grouped.pool.with_calibration(calibration))
+
+
 def _calibrated(
     task: Task, texts: list[np.ndarray], groups: Groups | None, settings: PoolSettings, folder: Path
 ) -> GroupedPool:
@@ -130,16 +136,15 @@ def _calibrated(
     ]
     pool = _built(task, documents, settings, folder / "pool")
     num_wanted = num_held_back(len(documents), settings.calibration_texts)
-    parts = pilot_parts(task.pilot_prompts)
     if num_wanted < 2:
-        return GroupedPool(pool, groups, parts)
+        return GroupedPool(pool, groups)
     held_back = set(spread_positions(len(documents), num_wanted).tolist())
     rest = [document for number, document in enumerate(documents) if number not in held_back]
     without = _built(task, rest, settings, folder / "without")
     replayed = [documents[number] for number in sorted(held_back)]
     calibration = calibrate(without, replayed, DRAFT_OPTIONS)
     calibration = with_budgets(calibration, without, replayed, DRAFT_OPTIONS)
-    return GroupedPool(pool.with_calibration(calibration), groups, parts)
+    return GroupedPool(pool.with_calibration(calibration), groups)
 
 
 def _built(task: Task, documents: list[ReplayText], settings: PoolSettings, folder: Path) -> Pool:

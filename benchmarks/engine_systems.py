@@ -7,28 +7,25 @@ import gc
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from engine_pools import GroupedPool
+from engine_pools import GroupedPool, calibrated_by
 from roofline import DeviceRates, WatchedSystem
 from systems import EngineSystem, TransformersGenerate, Vllm
+from tasks import Task
 from transformers import AutoModelForCausalLM
 
-from laserbatch.jobs.budgets import describe_budget
-from laserbatch.pipeline.decoding.budget import Budget, choose_budget
+from laserbatch.pipeline.budget.choice import choose_budget
+from laserbatch.pipeline.budget.measuring import measure_step_cost
+from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
-from laserbatch.pipeline.decoding.planning.pilot import plan_pilot, run_pilot
-from laserbatch.pipeline.decoding.planning.pilot_texts import PilotTexts, StepCounts
-from laserbatch.pipeline.decoding.planning.step_timing import measure_step_cost
-from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import verifier_from
 from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger("benchmarks")
 
@@ -51,6 +48,11 @@ class Speculation(NamedTuple):
 
     pool: str | None
     verifier: str
+
+    @property
+    def pool_name(self) -> str | None:
+        """The pool as the verifier's nights leave it: see `relaxed_pools`."""
+        return self.pool if self.pool is None or self.verifier == "greedy" else f"{self.pool}, relaxed"
 
 
 SPECULATIONS = {
@@ -164,27 +166,30 @@ class VllmPeer:
         yield self._contestant
 
 
-def adaptive_budget(
-    writer: Engine,
-    step_cost: StepCost,
-    batch: int,
-    pools: dict[str, GroupedPool],
-    system: str,
-    max_new_tokens: int,
-) -> Budget:
-    """What one of SPECULATIONS chooses at a batch size; `writer` writes the pilot's texts, if there is one."""
-    speculation = SPECULATIONS[system]
-    grouped = pools.get(speculation.pool)
+def relaxed_pools(
+    writer: Engine, pools: dict[str, GroupedPool], task: Task, systems: Sequence[str]
+) -> dict[str, GroupedPool]:
+    """The pools of relaxed systems as a relaxed night leaves them: calibrated by texts that were drafted from them.
+
+    The same pools where the task has no such prompts.
+    """
+    found = {}
+    for one in dict.fromkeys(SPECULATIONS[system] for system in systems if system in SPECULATIONS):
+        if one.pool is None or one.verifier == "greedy":
+            continue
+        grouped = found[one.pool_name] = pools[one.pool]
+        if task.earlier_prompts:
+            night = _drafting(writer, grouped.pool, WITH_POOL, grouped.groups, Budget(), one.verifier)
+            texts = night.timed(task.earlier_prompts, task.max_new_tokens).texts
+            found[one.pool_name] = calibrated_by(grouped, task.earlier_prompts, texts)
+    return found
+
+
+def adaptive_budget(step_cost: StepCost, batch: int, pools: dict[str, GroupedPool], system: str) -> Budget:
+    """What one of SPECULATIONS chooses at a batch size."""
+    grouped = pools.get(SPECULATIONS[system].pool_name)
     pool, sources = (None, OWN_TEXT) if grouped is None else (grouped.pool, WITH_POOL)
-    asked = (step_cost, batch, pool, sources)
-    has_pilot = grouped is not None and grouped.pilot_parts[0]
-    plan = plan_pilot(*asked, is_relaxed=speculation.verifier == "relaxed") if has_pilot else None
-    if plan is None:
-        return choose_budget(*asked)
-    write = partial(_gain, writer, grouped, system, max_new_tokens)
-    settled = run_pilot(plan, write, len(grouped.pilot_parts))
-    logger.info("%s, batch %d: %s", system, batch, describe_budget(settled))
-    return settled
+    return choose_budget(step_cost, batch, pool, sources).budget
 
 
 def speculating(
@@ -192,7 +197,7 @@ def speculating(
 ) -> Contestant:
     """One of SPECULATIONS under a budget, which `settled` says in full."""
     speculation = SPECULATIONS[system]
-    grouped = pools.get(speculation.pool)
+    grouped = pools.get(speculation.pool_name)
     pool, sources = (None, OWN_TEXT) if grouped is None else (grouped.pool, WITH_POOL)
     runner = _drafting(engine, pool, sources, grouped and grouped.groups, settled, speculation.verifier)
     return Contestant(system, budget, runner, settled)
@@ -207,20 +212,6 @@ def _drafting(
         drafter = RetrievalDrafter(pool, sources, *limits, engine.num_draft_threads)
     verifier = verifier_from(engine.settings.model_copy(update={"verifier": verifier_name}))
     return EngineSystem(engine, drafter, verifier, budget, groups)
-
-
-def _gain(
-    engine: Engine, grouped: GroupedPool, system: str, max_new_tokens: int, budget: Budget, part: int
-) -> PilotTexts:
-    """What a part of the pilot's prompts gains from the pool; seen once for all batch sizes."""
-    key = system, budget, part
-    if key not in grouped.gains:
-        counts = StepCounts()
-        verifier = SPECULATIONS[system].verifier
-        night = _drafting(engine, grouped.pool, WITH_POOL, grouped.groups, budget, verifier)
-        night.timed(grouped.pilot_parts[part], max_new_tokens, counts)
-        grouped.gains[key] = counts.texts()
-    return grouped.gains[key]
 
 
 def twins_of(contestants: Sequence[Contestant]) -> dict[tuple, tuple]:

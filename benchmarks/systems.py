@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from laserbatch.pipeline.decoding.budget import Budget
 from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, draft_all, drafter_from
 from laserbatch.pipeline.decoding.engine import (
     Engine,
@@ -22,7 +21,7 @@ from laserbatch.pipeline.decoding.engine import (
     StepEvent,
 )
 from laserbatch.pipeline.decoding.packed_trees import PackedTrees
-from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import MAX_DEPTH, TokenTree
 from laserbatch.pipeline.decoding.verifiers import Verifier, verifier_from
 from laserbatch.retrieval_pools.index.pool import Pool

@@ -42,24 +42,24 @@ class TaskSize:
     """How many prompts are measured, and how many fill the pool.
 
     `num_more` are measured too and come after the pool's prompts, so that the pool has the same texts without them;
-    then come `num_pilot`, which only a pilot writes.
+    then come `num_earlier`, whose texts only relaxed pools are calibrated by.
     """
 
     num_held_out: int
     num_pool: int
     num_more: int = 0
-    num_pilot: int = 0
+    num_earlier: int = 0
 
     @property
     def total(self) -> int:
-        return self.num_held_out + self.num_pool + self.num_more + self.num_pilot
+        return self.num_held_out + self.num_pool + self.num_more + self.num_earlier
 
 
 @dataclass(frozen=True)
 class Task:
     """One kind of text.
 
-    `held_out`, `pool_prompts` and `pilot_prompts` are rendered prompts, int32 token ids each; `side` is the pool's
+    `held_out`, `pool_prompts` and `earlier_prompts` are rendered prompts, int32 token ids each; `side` is the pool's
     side. Of long texts (`is_long`: hundreds of tokens) fewer are measured.
     """
 
@@ -69,7 +69,7 @@ class Task:
     pool_prompts: tuple[np.ndarray, ...]
     max_new_tokens: int
     is_long: bool
-    pilot_prompts: tuple[np.ndarray, ...] = ()
+    earlier_prompts: tuple[np.ndarray, ...] = ()
 
 
 def chat_ids(tokenizer, text: str) -> np.ndarray:
@@ -135,10 +135,10 @@ def _chosen(name: str, candidates: list, size: TaskSize) -> list:
 def _task(
     name: str, side: str, prompts: list[np.ndarray], size: TaskSize, *, max_new_tokens: int, is_long: bool = False
 ) -> Task:
-    parts = (size.num_held_out, size.num_pool, size.num_more, size.num_pilot)
+    parts = (size.num_held_out, size.num_pool, size.num_more, size.num_earlier)
     ends = [sum(parts[:number]) for number in range(len(parts) + 1)]
-    measured, pool, more, pilot = (tuple(prompts[start:end]) for start, end in itertools.pairwise(ends))
-    return Task(name, side, measured + more, pool, max_new_tokens, is_long, pilot)
+    measured, pool, more, earlier = (tuple(prompts[start:end]) for start, end in itertools.pairwise(ends))
+    return Task(name, side, measured + more, pool, max_new_tokens, is_long, earlier)
 
 
 def own_texts(engine: Engine, task: Task, cache: Path) -> list[np.ndarray]:

@@ -1,6 +1,6 @@
 """The stage that writes texts: plan both sides, hand unfinished shards to the workers, gather what came of them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,16 +10,17 @@ import pyarrow as pa
 
 from laserbatch.jobs.budgets import night_budgets
 from laserbatch.jobs.console import progress, say
-from laserbatch.jobs.drift import note_step_costs, side_warnings
 from laserbatch.jobs.inputs import NEEDS_A_MODEL, needs_a_model
 from laserbatch.jobs.night import Night
+from laserbatch.jobs.side_warnings import side_warnings
 from laserbatch.jobs.spans import report_samples
-from laserbatch.pipeline.decoding.budget import PLAIN, Budget
+from laserbatch.pipeline.budget.choice import PLAIN
+from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.model.generation_rules import unused_settings
-from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
 from laserbatch.pipeline.distributed.cluster import ray_cluster
-from laserbatch.pipeline.distributed.worker import Scout, WorkerSpec
+from laserbatch.pipeline.distributed.worker import WorkerSpec
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.knowledge.entities import iter_entities
 from laserbatch.pipeline.planning.plan import KEPT_SHARD, Shard, SidePlan, drop_plan, load_plan, open_plan, read_shard
@@ -171,8 +172,6 @@ class _Pass:
                     require_usable_texts(night, plans[shard.side], finished[shard.side])
         num_workers = min(layout.num_workers, len(pending))
         night.manifest.workers = WorkerFigures(num_workers, layout.num_threads, layout.device)
-        records = [record for of_side in finished.values() for record in of_side.values()]
-        note_step_costs(night.workspace.step_costs_folder, records)
         return abandoned
 
     def _worker_spec(self) -> WorkerSpec:
@@ -260,7 +259,7 @@ def _told(reasons: dict[str, int]) -> str:
     return ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
 
 
-def _plainly(scout: Scout) -> dict[Side, Budget]:
+def _plainly(measure: Callable[[], StepCost]) -> dict[Side, Budget]:
     return dict.fromkeys(SIDES, PLAIN)
 
 

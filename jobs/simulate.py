@@ -23,7 +23,9 @@ from laserbatch.jobs.formatting import counted, decimal, percent
 from laserbatch.jobs.night import Night, open_run
 from laserbatch.jobs.settings import WORKSPACE, Settings, load_settings
 from laserbatch.jobs.simulate_texts import GroupOf, SideTexts, divided_texts, grouped, groups, pool_texts
-from laserbatch.pipeline.decoding.budget import Budget, known_batch_size
+from laserbatch.pipeline.budget.choice import known_batch_size
+from laserbatch.pipeline.budget.step_cost import StepCost, computed_step_cost, read_step_cost
+from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.retrieval_pools.calibration.budget_replay import with_budgets
@@ -33,7 +35,6 @@ from laserbatch.retrieval_pools.calibration.replay import replay
 from laserbatch.retrieval_pools.index.build import build_pool
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.step_cost import StepCost, computed_step_cost, read_step_cost
 
 SCHEMES = ("router", "collaborative", "attribute", "global", "random")
 TREE_SIZES = (4, 16, 64)
@@ -181,7 +182,7 @@ class _SideSimulation:
         """What a night of these settings would draft, by the calibration of the configured pool."""
         decoding = trial.settings(self._settings).decoding.model_copy(update={"batch_size": self._pace.batch_size})
         pool = self._pool(Trial({})).with_calibration(self._calibration)
-        return side_budget(decoding, pool, self._pace.step_cost, self._texts.share_changed)
+        return side_budget(decoding, pool, self._pace.step_cost, self._texts.share_changed).budget
 
     def _tally(self, trial: Trial) -> Tally:
         """Sums over the measured texts, and over resamples of them."""

@@ -15,12 +15,13 @@ from laserbatch.jobs.pools_view import num_calibration_texts
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
 from laserbatch.jobs.spans import text_spans
 from laserbatch.jobs.try_view import TriedEntity, print_tried, text_panel
-from laserbatch.pipeline.decoding.budget import Budget
+from laserbatch.pipeline.budget.kept_costs import known_step_cost
+from laserbatch.pipeline.budget.measuring import measure_step_cost
+from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.drafters import drafter_from
 from laserbatch.pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, StepEvent
 from laserbatch.pipeline.decoding.model.identity import tokenizer_hash
-from laserbatch.pipeline.decoding.planning.step_cost_cache import known_step_cost
-from laserbatch.pipeline.decoding.planning.step_timing import measure_step_cost
+from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.errors import RowError, TableError
 from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
 from laserbatch.pipeline.knowledge.parsers import parse_knowledge
@@ -35,7 +36,6 @@ from laserbatch.pipeline.tables.read import Tables, read_tables
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.store import PoolStore
 from laserbatch.retrieval_pools.routing.router import Router
-from laserbatch.retrieval_pools.step_cost import StepCost
 
 
 def try_one(
@@ -149,7 +149,7 @@ def _budget(settings: Settings, engine: Engine, pool: Pool | None, is_changed: b
         known = known_step_cost(folder, engine, 0 if pool is None else pool.manifest.num_tokens)
         return known or measure_step_cost(engine, pool, decoding.drafters, [decoding.batch_size])
 
-    return side_budget(decoding, pool, budget_step_cost(decoding, measure), float(is_changed))
+    return side_budget(decoding, pool, budget_step_cost(decoding, measure), float(is_changed)).budget
 
 
 def _night_before(settings: Settings, tables: Tables, side: Side, entity: Entity, date: datetime.date):

@@ -7,7 +7,6 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from laserbatch.jobs.drift import side_warnings
 from laserbatch.jobs.formatting import SOURCE_LABELS, count, counted, decimal, millions, rate, seconds, times
 from laserbatch.jobs.report.acceptance import acceptance_section
 from laserbatch.jobs.report.blocks import KeyFigure, Page, Phrase
@@ -17,6 +16,7 @@ from laserbatch.jobs.report.samples import provenance_section, samples_section
 from laserbatch.jobs.report.sides import Side, sides_of, speed_up, total
 from laserbatch.jobs.report.speed import speed_section
 from laserbatch.jobs.report.work import total_wall_s, work_section
+from laserbatch.jobs.side_warnings import side_warnings
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.manifest import RunManifest
 

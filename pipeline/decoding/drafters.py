@@ -6,10 +6,9 @@ and has it verified. Knows no model and no batch: what a sequence is offered doe
 
 from typing import Protocol
 
-from laserbatch.pipeline.decoding.budget import Budget
 from laserbatch.pipeline.decoding.packed_trees import PackedTrees
 from laserbatch.pipeline.decoding.sequence import Sequence
-from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, MAX_DEPTH, TokenTree
 
 __all__ = ["BatchDrafter", "Drafter", "NoDrafter", "RetrievalDrafter", "Sequence", "draft_all", "drafter_from"]

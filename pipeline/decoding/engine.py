@@ -23,7 +23,6 @@ import torch
 
 from laserbatch.pipeline.decoding.acceptance import Acceptance, verify
 from laserbatch.pipeline.decoding.batch import Batch, Concurrency, RequestLimits
-from laserbatch.pipeline.decoding.budget import Budget
 from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, draft_all
 from laserbatch.pipeline.decoding.endings import Ending, Endings
 from laserbatch.pipeline.decoding.feed import Feed, Pack
@@ -40,7 +39,7 @@ from laserbatch.pipeline.decoding.sequence import (
     Sequence,
     StepEvent,
 )
-from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import Verifier, verifier_from
 
 __all__ = ["Engine", "GenerationFailure", "GenerationRequest", "GenerationResult", "StepEvent"]

@@ -1,5 +1,7 @@
 """Options of decoding: which model, how texts are drafted and verified, and how much runs at once."""
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -54,13 +56,6 @@ class DecodingSettings(BaseModel):
         description="YAML or JSON with the measured cost of steps, which the draft budget is chosen by; null: measured "
         "when a run first needs it, and kept in the workspace.",
     )
-    num_pilot_texts: int | None = Field(
-        None,
-        ge=0,
-        description="Texts that are written under each of some budgets before one is chosen, at most; they are not "
-        "kept. More than 32 are written only under budgets that 32 cannot tell apart. 0: the pool's replays choose "
-        "alone. null: one of a hundred, at most 512; none where that is less than 16.",
-    )
     max_prefill_tokens: int | None = Field(
         None,
         ge=1,
@@ -86,3 +81,28 @@ class DecodingSettings(BaseModel):
         None, ge=1, description="Bound of the KV cache; null: half of the free memory on a CPU, most of it on CUDA."
     )
     num_threads: int | None = Field(None, ge=1, description="Threads of torch; the cluster section sets a worker's.")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of a draft is verified; `pipeline.budget` chooses it.
+
+    Attributes
+    ----------
+    max_draft_tokens : largest tree, 0 to 64; 0 decodes plainly.
+    min_acceptance : a token whose path is estimated less likely to be accepted is not drafted.
+    """
+
+    max_draft_tokens: int = 16
+    min_acceptance: float = 0.07
+
+    @classmethod
+    def of(cls, settings: DecodingSettings) -> "Budget":
+        """The settings' own numbers; where they leave the choice, those of the class: nothing is measured here."""
+        given = {"max_draft_tokens": settings.max_draft_tokens, "min_acceptance": settings.min_acceptance}
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def min_log_acceptance(self) -> float:
+        """Natural logarithm of `min_acceptance`."""
+        return math.log(self.min_acceptance) if self.min_acceptance > 0 else -math.inf

@@ -9,15 +9,14 @@ from dataclasses import dataclass, replace
 
 import ray
 
-from laserbatch.pipeline.decoding.budget import Budget
-from laserbatch.pipeline.decoding.planning.pilot_texts import PilotTexts
+from laserbatch.pipeline.budget.step_cost import StepCost
+from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes, require_own_gpu, told_nodes
-from laserbatch.pipeline.distributed.worker import Scout, ShardWorker, WorkerSpec
+from laserbatch.pipeline.distributed.worker import ShardWorker, WorkerSpec
 from laserbatch.pipeline.errors import RunFailed
-from laserbatch.pipeline.planning.plan import PlannedRow, Shard, split_shard
+from laserbatch.pipeline.planning.plan import Shard, split_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
-from laserbatch.retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ def run_shards(
     layout: WorkerLayout,
     max_shard_attempts: int,
     on_workers: Callable[[list], None] = lambda actors: None,
-    choose_budgets: Callable[[Scout], dict[Side, Budget]] = lambda scout: {},
+    choose_budgets: Callable[[Callable[[], StepCost]], dict[Side, Budget]] = lambda measure: {},
 ) -> Iterator[tuple[Shard, ShardRecord] | ShardAbandoned]:
     """Hand out shards to workers as they become free; yield each one's outcome as it comes.
 
@@ -54,8 +53,8 @@ def run_shards(
     Parameters
     ----------
     on_workers : called once with the actor handles (for tests that kill them).
-    choose_budgets : called once, with workers that can be asked; how much each side drafts. A side that is missing
-        drafts what the settings say.
+    choose_budgets : called once, with what has workers say what steps cost; how much each side drafts. A side that is
+        missing drafts what the settings say.
 
     Raises
     ------
@@ -64,7 +63,7 @@ def run_shards(
     """
     crew = _Crew(spec, replace(layout, num_workers=min(layout.num_workers, len(shards))), max_shard_attempts)
     on_workers(crew.actors)
-    budgets = choose_budgets(crew)
+    budgets = choose_budgets(crew.step_cost)
     queue, attempts = deque(shards), Counter()
     while queue or crew.is_at_work:
         while queue and crew.idle:
@@ -135,7 +134,7 @@ class _Member:
 class _Crew:
     """The workers of a run: those that were asked something, and those that wait for it.
 
-    Each loads its model first, and is given a shard when it has. Before the first shard it is a `Scout`.
+    Each loads its model first, and is given a shard when it has.
     """
 
     def __init__(self, spec: WorkerSpec, layout: WorkerLayout, max_attempts: int) -> None:
@@ -187,10 +186,6 @@ class _Crew:
         for other in self.idle[1:]:
             other.ask("step_cost", False)  # whether one of them is lost shows when it is given a shard
         return self._ask_one("step_cost", True)
-
-    def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> PilotTexts:
-        """Written by one of the workers."""
-        return self._ask_one("pilot", side, rows, budget)
 
     def dismiss(self) -> None:
         """End all workers."""
@@ -279,9 +274,6 @@ class _Worker:
 
     def step_cost(self, keeps: bool) -> StepCost:
         return self._worker.step_cost(keeps)
-
-    def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> PilotTexts:
-        return self._worker.pilot(side, rows, budget)
 
     @ray.method(concurrency_group="look")
     def num_forwards(self) -> int:

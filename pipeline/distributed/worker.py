@@ -7,15 +7,17 @@ A shard goes in as a plan file and comes out as a knowledge file, quarantined ro
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 
-from laserbatch.pipeline.decoding.budget import Budget
+from laserbatch.pipeline.budget.kept_costs import cached_step_cost, known_step_cost
+from laserbatch.pipeline.budget.measuring import measure_step_cost, texts_of
+from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.drafters import Drafter, drafter_from
 from laserbatch.pipeline.decoding.endings import has_broken_characters
 from laserbatch.pipeline.decoding.engine import (
@@ -23,15 +25,10 @@ from laserbatch.pipeline.decoding.engine import (
     GenerationFailure,
     GenerationRequest,
     GenerationResult,
-    StepEvent,
 )
 from laserbatch.pipeline.decoding.memory.room import host_memory
 from laserbatch.pipeline.decoding.model.identity import tokenizer_hash
-from laserbatch.pipeline.decoding.planning.pilot_texts import PilotTexts, StepCounts
-from laserbatch.pipeline.decoding.planning.run_forecast import written_seconds
-from laserbatch.pipeline.decoding.planning.step_cost_cache import cached_step_cost, kept_step_cost, known_step_cost
-from laserbatch.pipeline.decoding.planning.step_timing import measure_step_cost, texts_of
-from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import Greedy, Verifier
 from laserbatch.pipeline.distributed.settings import workers_of_node
 from laserbatch.pipeline.errors import RowError
@@ -43,10 +40,9 @@ from laserbatch.pipeline.planning.prompting import decoding_provenance
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import ModelFigures
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
-from laserbatch.pipeline.storage.run_folder import ExpectedTime, RunFolder, ShardInfo, ShardRecord
+from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo, ShardRecord
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -72,18 +68,6 @@ class WorkerSpec:
     step_cost_dir: Path  # where measured costs of steps are kept
     pool_dirs: dict[Side, Path] = field(default_factory=dict)  # frozen pools, where there are any
     pool_versions: dict[Side, str] = field(default_factory=dict)
-
-
-class Scout(Protocol):
-    """What can be asked of a worker before the first shard."""
-
-    def step_cost(self) -> StepCost:
-        """What steps cost on its machine."""
-        ...
-
-    def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> PilotTexts:
-        """What the texts of some rows take under a budget."""
-        ...
 
 
 class ShardWorker:
@@ -161,13 +145,6 @@ class ShardWorker:
         pool = self._largest_pool
         return self.spec.step_cost_dir, self.engine, 0 if pool is None else pool.manifest.num_tokens
 
-    def pilot(self, side: Side, rows: list[PlannedRow], budget: Budget) -> PilotTexts:
-        """What the texts of some rows take under a budget. The texts are not kept."""
-        counts = StepCounts()
-        for _ in self._generate(side, _numbered(rows), budget, counts):
-            pass
-        return counts.texts()
-
     def run(self, shard: Shard, budget: Budget | None = None) -> ShardRecord:
         """Generate one shard and write its files.
 
@@ -209,25 +186,8 @@ class ShardWorker:
             stats=stats,
             model=self._model,
             num_workers=self.spec.num_workers,
-            expected=self._expected(rows, results),
         )
         return RunFolder(self.spec.run_dir).write_shard(shard.side, shard.name, table, quarantined, info)
-
-    def _expected(self, rows: dict[str, PlannedRow], results: list[GenerationResult]) -> ExpectedTime | None:
-        """What texts should have taken, by what a step is known to cost on this machine."""
-        step_cost = kept_step_cost(*self._step_cost_place, self.spec.num_workers)
-        num_steps = [result.num_steps for result in results]
-        if step_cost is None or not results:
-            return None
-        seconds = written_seconds(
-            step_cost,
-            self.spec.decoding.batch_size,
-            [rows[result.request_id].prompt_ids for result in results],
-            num_steps,
-            sum(result.num_drafted for result in results) / sum(num_steps),
-            self.engine.max_prefill_tokens,
-        )
-        return ExpectedTime(step_cost.name, seconds)
 
     def _outcomes(
         self, side: Side, rows: dict[str, PlannedRow], budget: Budget | None
@@ -255,12 +215,7 @@ class ShardWorker:
                 yield outcome, "greedy"
 
     def _generate(
-        self,
-        side: Side,
-        rows: dict[str, PlannedRow],
-        budget: Budget | None,
-        on_event: Callable[[StepEvent], None] | None = None,
-        verifier: Verifier | None = None,
+        self, side: Side, rows: dict[str, PlannedRow], budget: Budget | None, verifier: Verifier | None = None
     ) -> Iterator[GenerationResult | GenerationFailure]:
         requests: Iterable[GenerationRequest] = (
             GenerationRequest(
@@ -273,7 +228,7 @@ class ShardWorker:
             for key, row in rows.items()
         )
         self.engine.forget_prompts()  # what was written before, for whatever purpose, must not matter
-        return self.engine.generate(requests, self.drafter(side, budget), verifier, on_event, budget)
+        return self.engine.generate(requests, self.drafter(side, budget), verifier, budget=budget)
 
     def _record(self, side: Side, row: PlannedRow, result: GenerationResult, verifier: str) -> dict[str, Any]:
         template = self._templates[side]

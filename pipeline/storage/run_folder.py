@@ -25,14 +25,6 @@ logger = logging.getLogger("laserbatch.storage")
 
 
 @dataclass(frozen=True)
-class ExpectedTime:
-    """Seconds that a shard should have taken, by a step cost of this name."""
-
-    step_cost: str
-    seconds: float
-
-
-@dataclass(frozen=True)
 class ShardInfo:
     """How a shard's texts were written: by which plan, model and number of workers, and what was counted."""
 
@@ -41,7 +33,6 @@ class ShardInfo:
     stats: DecodingStats
     model: ModelFigures
     num_workers: int
-    expected: ExpectedTime | None = None
 
 
 @dataclass(frozen=True)

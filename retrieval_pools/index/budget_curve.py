@@ -56,7 +56,7 @@ class ReplayedBudgets(BaseModel):
 
 
 class BudgetCurve(BaseModel):
-    """Greedy replays under every budget. Under a relaxed verifier more is accepted than this says.
+    """Replays under every budget. Where the texts were not written with relaxed drafts, a relaxed run accepts more.
 
     Attributes
     ----------

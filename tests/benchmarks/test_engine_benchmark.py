@@ -23,6 +23,7 @@ from engine_systems import (
     Engines,
     Peers,
     plain,
+    relaxed_pools,
     twins_of,
 )
 from roofline import DeviceRates, Roofline, measure_device
@@ -30,8 +31,8 @@ from systems import EngineSystem, Pass, TransformersGenerate
 from tasks import Task, TaskSize, sample_tasks
 from transformers import AutoModelForCausalLM
 
-from laserbatch.pipeline.decoding.budget import Budget
-from laserbatch.retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
+from laserbatch.pipeline.budget.step_cost import DraftCost, StepCost, StepPoint
+from laserbatch.pipeline.decoding.settings import Budget
 
 RATES = DeviceRates(1e10, 1e14)  # multiplying never takes longer
 COST = StepCost(
@@ -58,7 +59,7 @@ def engines() -> Engines:
 
 @pytest.fixture(scope="module")
 def task(engines) -> Task:
-    items = sample_tasks(engines.tokenizer, TaskSize(4, 16, num_pilot=3))[1]
+    items = sample_tasks(engines.tokenizer, TaskSize(4, 16, num_earlier=3))[1]
     return replace(items, max_new_tokens=24)
 
 
@@ -83,8 +84,8 @@ def test_like_prompts_share_a_group_and_measured_ones_join_the_nearest():
     assert like_groups(task) == groups and random_groups(task) == random_groups(task)
 
 
-@pytest.mark.parametrize("kind", ["held_out", "pilot_prompts"])
-def test_no_measured_text_and_none_of_a_pilot_is_in_the_pool(engines, task, cache, kind):
+@pytest.mark.parametrize("kind", ["held_out", "earlier_prompts"])
+def test_no_measured_text_and_none_of_an_earlier_night_is_in_the_pool(engines, task, cache, kind):
     engine = engines.of_batch(4)
     prompts = getattr(task, kind)
     twice = replace(task, pool_prompts=(*task.pool_prompts, prompts[1]))
@@ -93,19 +94,23 @@ def test_no_measured_text_and_none_of_a_pilot_is_in_the_pool(engines, task, cach
     assert {prompt.tobytes() for prompt in kept} <= {prompt.tobytes() for prompt in prompts}
 
 
-def test_more_measured_prompts_come_after_those_of_the_pool_and_then_a_pilots(engines):
+def test_more_measured_prompts_come_after_those_of_the_pool_and_then_an_earlier_nights(engines):
     without, more = (sample_tasks(engines.tokenizer, size)[1] for size in (TaskSize(2, 8), TaskSize(2, 5, 2, 1)))
     prompts = [prompt.tobytes() for prompt in (*without.held_out, *without.pool_prompts)]
     assert [prompt.tobytes() for prompt in more.pool_prompts] == prompts[2:7]
     assert [prompt.tobytes() for prompt in more.held_out] == prompts[:2] + prompts[7:9]
-    assert [prompt.tobytes() for prompt in more.pilot_prompts] == prompts[9:]
+    assert [prompt.tobytes() for prompt in more.earlier_prompts] == prompts[9:]
 
 
 def test_every_greedy_system_writes_the_plain_texts(engines, task, cache, tmp_path):
-    task = replace(task, pilot_prompts=())  # the command's own test has a pilot, and pools that are calibrated
     pools = pools_of(engines.of_batch(4), task, cache, tmp_path, list(KINDS))
     assert {name for name, one in pools.items() if one.groups is None} == {"global"}
     assert all(one.pool.manifest.num_texts == 16 for one in pools.values())
+    relaxed = relaxed_pools(engines.of_batch(4), pools, task, ["resd", "laser"])
+    assert relaxed.keys() == {"preference, relaxed"}
+    (after,), before = relaxed.values(), pools["preference"]
+    assert after.groups is before.groups and after.pool.budgets.new.num_texts == 3
+    pools |= relaxed
     scale = Scale({}, {}, TaskSize(0, 0), TaskSize(0, 0), 1, 1, ASKED, fixed_budgets=(2, 8))
     contestants = contestants_at(task, 4, engines, Peers(SAMPLE_MODEL, "float32", "cpu"), pools, scale, RATES)
     passes = measure(contestants, task.held_out, 4, task.max_new_tokens, Amount(4, 1, 4, 1), num_warm_up=1)

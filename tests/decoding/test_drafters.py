@@ -1,7 +1,7 @@
 import numpy as np
 from tiny_models import OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
-from laserbatch.pipeline.decoding.budget import PLAIN
+from laserbatch.pipeline.budget.choice import PLAIN
 from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter, draft_all, drafter_from
 from laserbatch.pipeline.decoding.packed_trees import PackedTrees
 from laserbatch.pipeline.decoding.sequence import GenerationRequest, Sequence

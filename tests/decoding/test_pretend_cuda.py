@@ -11,12 +11,12 @@ from pretend_cuda import DEVICE, PretendError, move, pretend_cuda
 from test_packed_forward import masked_attention
 from tiny_models import OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
+from laserbatch.pipeline.budget import measuring
 from laserbatch.pipeline.decoding.device_copy import to_device
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.memory.token_store import TokenStore
 from laserbatch.pipeline.decoding.model import model_runner
 from laserbatch.pipeline.decoding.model.load import prepare_model
-from laserbatch.pipeline.decoding.planning import step_timing
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import Greedy, ProbabilityThreshold, Relaxed, TopK
 
@@ -133,11 +133,11 @@ def test_drafts_take_several_threads_beside_a_device_and_one_beside_torchs(monke
 
 
 def test_step_costs_are_timed_on_a_device(monkeypatch):
-    monkeypatch.setattr(step_timing, "MIN_ROUNDS", 1)
-    monkeypatch.setattr(step_timing, "SECONDS", 0.0)
+    monkeypatch.setattr(measuring, "MIN_ROUNDS", 1)
+    monkeypatch.setattr(measuring, "SECONDS", 0.0)
     with pretend_cuda() as cuda, KERNEL:
         engine = engine_on_device(tiny_model())
-        cost = step_timing.measure_step_cost(engine, sources=(), batch_sizes=(2,))
+        cost = measuring.measure_step_cost(engine, sources=(), batch_sizes=(2,))
         assert cuda.num_replays > len(cost.steps) > 3
 
 

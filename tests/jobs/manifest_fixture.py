@@ -242,7 +242,6 @@ def budget(counted: dict) -> dict:
             "tokens_per_step": 1 + 0.97 * counted["num_accepted"] / counted["num_steps"],
             "mean_drafted": 0.9 * counted["num_drafted"] / counted["num_steps"],
             "speed_up": 1.84,
-            "run_speed_up": 1.37,
         },
     }
 

@@ -12,8 +12,7 @@ from laserbatch.jobs.calibrate_pools import draft_options, drafted_with
 from laserbatch.jobs.night import open_night
 from laserbatch.jobs.pools import app
 from laserbatch.jobs.settings import load_settings
-from laserbatch.pipeline.decoding.budget import Budget
-from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.retrieval_pools.sources import SOURCE_PREVIOUS
 

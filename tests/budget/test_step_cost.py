@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from laserbatch.pipeline.budget.step_cost import StepCost, computed_step_cost, read_step_cost
 from laserbatch.retrieval_pools.calibration.estimates import Tally
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.step_cost import StepCost, computed_step_cost, read_step_cost
 
 POINTS = [(8, 8, 0.01), (8, 24, 0.02), (8, 40, 0.06), (1, 1, 0.005), (1, 65, 0.006)]
 DATA = {"name": "a card", "steps": [{"batch_size": b, "num_tokens": n, "seconds": s} for b, n, s in POINTS]}

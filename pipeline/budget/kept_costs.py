@@ -1,8 +1,8 @@
 """The measured cost of steps, kept in a folder: the same model on the same machine is measured once in a while.
 
 So the budget that is chosen by it is the same the next time, and so are relaxed texts. One file for everything that a
-cost depends on; each can be read as any step cost can. What is old, was measured on a busy machine, or does not agree
-with what shards then took is measured again by the next run; so is what somebody deletes.
+cost depends on; each can be read as any step cost can. What is old or was measured on a busy machine is measured again
+by the next run; so is what somebody deletes.
 """
 
 import datetime
@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
+from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.storage.atomic import canonical_json, write_json
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.step_cost import StepCost, read_step_cost
 
 logger = logging.getLogger(__name__)
 
-VERSION = 5  # of how steps are measured
+VERSION = 6  # of how steps are measured
 
 
 def cached_step_cost(
@@ -49,40 +49,19 @@ def cached_step_cost(
 
 def known_step_cost(folder: Path, engine: Engine, num_pool_tokens: int, num_workers: int = 1) -> StepCost | None:
     """The cost that was measured here before; None where there is none that can be used, or that should be doubted."""
-    found = kept_step_cost(folder, engine, num_pool_tokens, num_workers)
-    doubt = None if found is None else found.doubt(datetime.date.today())
-    if doubt is not None:
-        logger.warning("the cost of steps has to be measured again: %s", doubt)
-    return found if doubt is None else None
-
-
-def kept_step_cost(folder: Path, engine: Engine, num_pool_tokens: int, num_workers: int = 1) -> StepCost | None:
-    """The same whether or not it should be doubted."""
     path, name = _place(folder, engine, num_pool_tokens, num_workers)
     if not path.exists():
         return None
     try:
         found = read_step_cost(path)
+        doubt = found.doubt(datetime.date.today())
+        if found.name != name:
+            doubt = f"{path} is {found.name!r}, expected {name!r}"
     except PoolError as error:
-        logger.warning("the cost of steps has to be measured again: %s", error)
-        return None
-    if found.name != name:
-        logger.warning("the cost of steps has to be measured again: %s is %r, expected %r", path, found.name, name)
-        return None
-    return found
-
-
-def note_taken(folder: Path, name: str, taken: float) -> str | None:
-    """Keep with a cost what shards took, of what they should have by it; why it is to be measured again, if it is."""
-    for path in folder.glob("*.json"):
-        try:
-            step_cost = read_step_cost(path)
-        except PoolError:  # measured again in any case
-            continue
-        if step_cost.name == name:
-            noted = step_cost.model_copy(update={"taken": taken})
-            write_json(noted.model_dump(mode="json"), path)
-            return noted.doubt(datetime.date.today())
+        doubt = str(error)
+    if doubt is None:
+        return found
+    logger.warning("the cost of steps has to be measured again: %s", doubt)
     return None
 
 

@@ -1,7 +1,7 @@
 """What a verify step costs, by its packed tokens: measured elsewhere and read from a file, or computed for a known GPU.
 
 A step of `batch_size` sequences packs each one's last token and its draft. Drafting pays where the tokens that a step
-gains outweigh what the draft adds to its cost. Knows no pool and no model.
+gains outweigh what the draft adds to its cost.
 """
 
 import datetime
@@ -22,11 +22,8 @@ if TYPE_CHECKING:  # the engine reads costs; it need not load what replays
 EXAMPLE = (
     "steps: [{batch_size: 16, num_tokens: 16, seconds: 0.0043}, {batch_size: 16, num_tokens: 256, seconds: 0.0064}]"
 )
-
-
 BUSY_SPREAD, BUSY_LOAD = 0.5, 2.0  # of a measurement; the run's own workers are a load of 1
 MAX_AGE_DAYS = 30  # drivers, kernels and neighbours change
-MOST_OFF = 1.5  # times that shards may take of what a cost says, or it of them
 
 
 class StepPoint(BaseModel):
@@ -65,7 +62,6 @@ class StepCost(BaseModel):
         None, ge=0, description="How far apart the middle half of like steps lay, of the median."
     )
     load: float | None = Field(None, ge=0, description="What ran on each core as the measurement began.")
-    taken: float | None = Field(None, gt=0, description="What a run's shards took, of what they should have by this.")
 
     @property
     def disturbance(self) -> str | None:
@@ -81,8 +77,6 @@ class StepCost(BaseModel):
         """Why it should be measured again; None where it may be used."""
         if self.measured_on is not None and (today - self.measured_on).days > MAX_AGE_DAYS:
             return f"it is of {self.measured_on}, more than {MAX_AGE_DAYS} days ago"
-        if self.taken is not None and not 1 / MOST_OFF <= self.taken <= MOST_OFF:
-            return f"a run's shards took {self.taken:.2f} times as long as it says"
         return self.disturbance
 
     @model_validator(mode="after")

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from laserbatch.pipeline.decoding.budget import PLAIN, Budget, choose_budget, with_forecast
-from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.budget.choice import PLAIN, choose_budget, given_budget, step_seconds
+from laserbatch.pipeline.budget.step_cost import DraftCost, StepCost, StepPoint
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.retrieval_pools.index.budget_curve import (
     DRAFT_TOKENS,
     MIN_ACCEPTANCES,
@@ -15,7 +16,6 @@ from laserbatch.retrieval_pools.index.budget_curve import (
     BudgetCurve,
     ReplayedBudgets,
 )
-from laserbatch.retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
 
 SOURCES = ("previous", "prompt", "output", "pool")
 FREE = {1: 0.01, 2: 0.01, 65: 0.01}
@@ -61,17 +61,17 @@ def pool_with(new=larger_is_better, changed=None, sources=SOURCES, is_calibrated
 
 def test_free_tokens_are_drafted_to_the_last_and_dear_ones_not_at_all():
     free = choose_budget(cost(FREE), 1, pool_with())
-    assert (free.max_draft_tokens, free.min_acceptance) == (64, MIN_ACCEPTANCES[0])
+    assert free.budget == Budget(64, MIN_ACCEPTANCES[0])
     assert free.forecast.speed_up == pytest.approx(free.forecast.tokens_per_step)
     dear = choose_budget(cost(STEEP), 1, pool_with())
-    assert dear == PLAIN and dear.forecast.speed_up == 1.0
+    assert dear.budget == PLAIN and dear.forecast.speed_up == 1.0
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 16])
 def test_the_best_budget_is_that_of_the_plain_formula_where_all_trees_are_alike(batch_size):
     curve = cost({1: 0.01, 9: 0.012, 65: 0.05}, batch_size, DraftCost(seconds=1e-5, seconds_per_token=1e-6))
     pool = pool_with(new=lambda size, least: 1 + np.log2(1 + size) * (1 - least) * 0.5)
-    chosen = choose_budget(curve, batch_size, pool)
+    chosen = choose_budget(curve, batch_size, pool).budget
 
     def speed(cell: BudgetCell) -> float:
         seconds = float(curve.seconds(batch_size, np.array(batch_size * (1 + cell.mean_drafted))))
@@ -92,51 +92,51 @@ def test_a_step_that_drafts_nothing_does_not_pay_for_one_that_drafts_much():
                      if least == 0.9 else shares(size))  # fmt: skip
     pool = SimpleNamespace(budgets=BudgetCurve(sources=SOURCES, new=curve), is_calibrated=True)
     chosen = choose_budget(cost(GEMV), 1, pool)
-    assert chosen.min_acceptance == 0.9
+    assert chosen.budget.min_acceptance == 0.9
     assert chosen.forecast.speed_up == pytest.approx(1.4 * 0.01 / (0.9 * 0.01 + 0.1 * 0.03))
 
 
 def test_the_time_of_drafting_decides_too():
     costly = DraftCost(seconds=0.1)
-    assert choose_budget(cost(FREE, draft=costly), 1, pool_with()) == PLAIN
+    assert choose_budget(cost(FREE, draft=costly), 1, pool_with()).budget == PLAIN
 
 
 def test_changed_texts_count_by_their_share():
     pool = pool_with(new=lambda size, least: 1.0, changed=larger_is_better)
-    assert choose_budget(cost(FREE), 1, pool, share_changed=0.0) == PLAIN
+    assert choose_budget(cost(FREE), 1, pool, share_changed=0.0).budget == PLAIN
     all_changed = choose_budget(cost(FREE), 1, pool, share_changed=1.0)
     some_changed = choose_budget(cost(FREE), 1, pool, share_changed=0.5)
-    assert all_changed == Budget(64, MIN_ACCEPTANCES[0])
-    assert some_changed.max_draft_tokens == 64
-    whole = larger_is_better(64, some_changed.min_acceptance)
+    assert all_changed.budget == Budget(64, MIN_ACCEPTANCES[0])
+    assert some_changed.budget.max_draft_tokens == 64
+    whole = larger_is_better(64, some_changed.budget.min_acceptance)
     assert some_changed.forecast.tokens_per_step == pytest.approx(1 / (0.5 + 0.5 / whole))
 
 
 def test_numbers_that_are_given_are_kept():
     for size, least in ((10, None), (None, 0.33), (10, 0.33)):
-        chosen = choose_budget(cost(FREE), 1, pool_with(), max_draft_tokens=size, min_acceptance=least)
+        chosen = choose_budget(cost(FREE), 1, pool_with(), max_draft_tokens=size, min_acceptance=least).budget
         assert size is None or chosen.max_draft_tokens == size
         assert least is None or chosen.min_acceptance == least
-    assert choose_budget(cost(FREE), 1, pool_with(), max_draft_tokens=0) == PLAIN
-    assert choose_budget(cost(FREE), 1, pool_with(), sources=()) == PLAIN
-    given = with_forecast(Budget(16, 0.07), pool_with())
-    assert given == Budget(16, 0.07)
+    assert choose_budget(cost(FREE), 1, pool_with(), max_draft_tokens=0).budget == PLAIN
+    assert choose_budget(cost(FREE), 1, pool_with(), sources=()).budget == PLAIN
+    given = given_budget(Budget(16, 0.07), pool_with())
+    assert given.budget == Budget(16, 0.07)
     assert given.forecast.tokens_per_step == pytest.approx(larger_is_better(16, 0.07))
 
 
 def test_where_nothing_was_replayed_only_what_is_likelier_than_its_price_is_drafted():
     cheap = choose_budget(cost({1: 0.01, 65: 0.01 * (1 + 64 * 0.04)}), 1)  # a token costs 0.04 steps
-    assert (cheap.max_draft_tokens, cheap.min_acceptance) == (16, 0.1)  # twice that, on the grid
+    assert cheap.budget == Budget(16, 0.1)  # twice that, on the grid
     calibrated = SimpleNamespace(budgets=None, is_calibrated=True)
     sure = choose_budget(cost({1: 0.01, 65: 0.01 * (1 + 64 * 0.04)}), 1, calibrated)
-    assert sure.min_acceptance == 0.05
-    assert choose_budget(cost(STEEP), 1) == PLAIN
+    assert sure.budget.min_acceptance == 0.05
+    assert choose_budget(cost(STEEP), 1).budget == PLAIN
     looking = DraftCost(seconds=0.001)  # a tenth of a step, for drafts that may find nothing
-    assert choose_budget(cost(FREE, draft=looking), 1) == PLAIN
+    assert choose_budget(cost(FREE, draft=looking), 1).budget == PLAIN
     empty, filled = (SimpleNamespace(budgets=None, is_calibrated=False, manifest=SimpleNamespace(num_texts=number))
                      for number in (0, 9))  # fmt: skip
-    assert choose_budget(cost(FREE, draft=looking), 1, empty) == PLAIN
-    assert choose_budget(cost(FREE, draft=looking), 1, filled).max_draft_tokens == 16
+    assert choose_budget(cost(FREE, draft=looking), 1, empty).budget == PLAIN
+    assert choose_budget(cost(FREE, draft=looking), 1, filled).budget.max_draft_tokens == 16
 
 
 def test_where_texts_are_few_the_dearest_number_of_draft_tokens_must_pay():
@@ -144,21 +144,30 @@ def test_where_texts_are_few_the_dearest_number_of_draft_tokens_must_pay():
     points = {16: 0.01, 17: 0.011, 32: 0.0111, 1040: 0.02}
     jump = StepCost(steps=[StepPoint(batch_size=16, num_tokens=n, seconds=seconds) for n, seconds in points.items()])
     filled = SimpleNamespace(budgets=None, is_calibrated=False, manifest=SimpleNamespace(num_texts=9))
-    assert choose_budget(jump, 16) == PLAIN
-    assert choose_budget(jump, 16, filled).max_draft_tokens == 16
+    assert choose_budget(jump, 16).budget == PLAIN
+    assert choose_budget(jump, 16, filled).budget.max_draft_tokens == 16
 
 
 def test_replays_of_other_sources_are_not_believed():
     pool = pool_with(sources=("output", "pool"))
-    assert choose_budget(cost(FREE), 1, pool).max_draft_tokens == 16
-    assert choose_budget(cost(FREE), 1, pool, ("pool", "output")).max_draft_tokens == 64
+    assert choose_budget(cost(FREE), 1, pool).budget.max_draft_tokens == 16
+    assert choose_budget(cost(FREE), 1, pool, ("pool", "output")).budget.max_draft_tokens == 64
 
 
 def test_a_batch_size_that_was_not_measured_takes_the_next_smaller_one():
     curve = StepCost(steps=(*cost(FREE, 4).steps, *cost(STEEP, 8).steps))
     assert choose_budget(curve, 6, pool_with()).forecast.batch_size == 4
-    assert choose_budget(curve, 100, pool_with()) == PLAIN
+    assert choose_budget(curve, 100, pool_with()).budget == PLAIN
     assert choose_budget(curve, 1, pool_with()).forecast.batch_size == 4
+
+
+def test_trees_of_a_batch_are_taken_as_they_fall_beside_others_of_the_mean_size():
+    """Half of the trees have no token and half have 64: alone a step has either, beside many about 32 a text."""
+    cell = BudgetCell(
+        max_draft_tokens=64, min_acceptance=0.1, tokens_per_step=2.0, size_shares=(0.5, 0, 0, 0, 0, 0, 0, 0.5)
+    )
+    assert step_seconds(cost(GEMV), 1, cell) == pytest.approx((0.01 + 0.03) / 2)
+    assert step_seconds(cost(GEMV, 16), 16, cell) == pytest.approx(0.03)
 
 
 def test_settings_without_numbers_are_the_usual_budget():

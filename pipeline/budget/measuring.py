@@ -16,17 +16,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from laserbatch.pipeline.decoding.budget import SOURCES, Budget
+from laserbatch.pipeline.budget.choice import SOURCES
+from laserbatch.pipeline.budget.step_cost import DraftCost, StepCost, StepPoint
 from laserbatch.pipeline.decoding.drafters import RetrievalDrafter, draft_all
 from laserbatch.pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, StepEvent
 from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, MAX_DEPTH, MAX_NODES, TokenTree
 from laserbatch.pipeline.decoding.verifiers import NodeVerdicts, verifier_from
 from laserbatch.retrieval_pools.calibration.calibrate import spread_positions
 from laserbatch.retrieval_pools.index.budget_curve import MIN_ACCEPTANCES, SIZE_KNOTS
 from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR
 from laserbatch.retrieval_pools.sources import SOURCE_POOL, SOURCE_TARGET
-from laserbatch.retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
 
 PROMPT_TOKENS = 320
 NEW_TOKENS = 256  # then a text starts again; drafts deeper than what is left of it are cut, and not timed

@@ -1,0 +1,197 @@
+"""The choice of a budget: how large a tree may get, and how likely a token's path must be accepted to be drafted.
+
+What a sequence is offered depends on this pair and on the sequence alone, so the pair is fixed for a run. It is chosen
+for the most tokens a second, from what a step costs here and what replays of the pool's texts gained. Ends of shards
+and prompts are not counted: with fewer texts side by side drafts gain more, and prompts take the same time either way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from laserbatch.pipeline.budget.step_cost import StepCost
+from laserbatch.pipeline.decoding.settings import Budget
+from laserbatch.retrieval_pools.index.budget_curve import MIN_ACCEPTANCES, SIZE_KNOTS, BudgetCell
+
+SOURCES = ("previous", "prompt", "output", "pool")
+PLAIN = Budget(0, 1.0)
+LEAST_GAIN = 1.02  # predicted, below which plain decoding is the safer choice
+AS_GOOD = 0.995  # of the best predicted speed
+# Uncalibrated estimates from a sequence's own texts held for 0.45 to 1 of what they said in most bands of two
+# collections of published texts; in a few for less.
+UNCHECKED_TRUST = 0.5
+UNCHECKED_SIZE = 16  # largest tree where nothing was replayed
+MOST_FOR_LOOKING = 0.01  # of a plain step, spent on drafts that find nothing
+
+
+@dataclass(frozen=True)
+class BudgetForecast:
+    """What a budget was chosen for.
+
+    Attributes
+    ----------
+    reason : how it was chosen, in a sentence.
+    step_cost : the name of the step cost, None where it did not matter.
+    batch_size : that of the forecast.
+    tokens_per_step, mean_drafted : of replays, bonus token included; None where nothing was replayed.
+    speed_up : tokens per second over plain decoding in full batches, prompts not counted; None likewise.
+    """
+
+    reason: str
+    step_cost: str | None = None
+    batch_size: int | None = None
+    tokens_per_step: float | None = None
+    mean_drafted: float | None = None
+    speed_up: float | None = None
+
+
+@dataclass(frozen=True)
+class ChosenBudget:
+    """A budget and why."""
+
+    budget: Budget
+    forecast: BudgetForecast
+
+
+def choose_budget(
+    step_cost: StepCost,
+    batch_size: int,
+    pool=None,
+    sources: Sequence[str] = SOURCES,
+    *,
+    share_changed: float = 0.0,
+    max_draft_tokens: int | None = None,
+    min_acceptance: float | None = None,
+) -> ChosenBudget:
+    """The budget that writes the most tokens a second. The same arguments give the same budget.
+
+    With the replays of a calibrated pool, speed is predicted for every budget of their grid and for none. Without them
+    a token is drafted where its acceptance is likelier than what it costs: the threshold is the price of a packed token
+    in plainly decoded ones (the Lagrange multiplier of tokens per second), and twice that where estimates were never
+    checked.
+
+    Parameters
+    ----------
+    step_cost : measured; of its batch sizes the largest that is not above `batch_size` is used.
+    batch_size : sequences written side by side.
+    pool : what is drafted from beside a sequence's own texts, or None.
+    sources : which of "previous", "prompt", "output" and "pool" may be drafted from.
+    share_changed : share of the sequences that have a previous text.
+    max_draft_tokens, min_acceptance : a number is kept, and the other one is chosen for it.
+    """
+    if not sources or max_draft_tokens == 0:
+        return ChosenBudget(PLAIN, BudgetForecast("drafting is off"))
+    batch_size = known_batch_size(step_cost, batch_size)
+    cells = _nearest(replayed_cells(pool, sources, share_changed), max_draft_tokens, min_acceptance)
+    if cells:
+        chosen = _fastest(step_cost, batch_size, cells)
+        gain = chosen.forecast.speed_up
+        if gain < LEAST_GAIN and min_acceptance is None:
+            reason = f"no budget of the replays is worth its cost: the best would be {gain:.2f} times plain"
+            return ChosenBudget(PLAIN, BudgetForecast(reason, step_cost.name, batch_size, 1.0, 0.0, 1.0))
+    else:
+        is_calibrated = pool is not None and "pool" in sources and pool.is_calibrated
+        has_texts = is_calibrated or (pool is not None and pool.manifest.num_texts > 0)
+        chosen = _worth_its_price(step_cost, batch_size, 1.0 if is_calibrated else UNCHECKED_TRUST, has_texts)
+        if chosen.budget == PLAIN and min_acceptance is None:
+            return chosen
+    given = {"max_draft_tokens": max_draft_tokens, "min_acceptance": min_acceptance}
+    budget = replace(chosen.budget, **{name: value for name, value in given.items() if value is not None})
+    return replace(chosen, budget=budget)
+
+
+def given_budget(
+    budget: Budget, pool=None, sources: Sequence[str] = SOURCES, share_changed: float = 0.0
+) -> ChosenBudget:
+    """A budget that somebody gave, with what replays say of the nearest one of their grid."""
+    cells = replayed_cells(pool, sources, share_changed)
+    if not cells or budget.max_draft_tokens == 0:
+        return ChosenBudget(budget, BudgetForecast("given in the configuration"))
+    (cell,) = _nearest(cells, budget.max_draft_tokens, budget.min_acceptance)
+    pace, drafted = cell.tokens_per_step, cell.mean_drafted
+    return ChosenBudget(
+        budget, BudgetForecast("given in the configuration", tokens_per_step=pace, mean_drafted=drafted)
+    )
+
+
+def known_batch_size(step_cost: StepCost, batch_size: int) -> int:
+    """Of the batch sizes that were measured the largest that is not above another one."""
+    return max([known for known in step_cost.batch_sizes if known <= batch_size] or step_cost.batch_sizes[:1])
+
+
+def plain_seconds(step_cost: StepCost, batch_size: int) -> float:
+    """A step of a full batch without drafts."""
+    return float(step_cost.seconds(batch_size, np.array([batch_size]))[0])
+
+
+def step_seconds(step_cost: StepCost, batch_size: int, cell: BudgetCell) -> float:
+    """Mean of a full batch's steps: one text's tree as large as it falls, beside others of the mean size.
+
+    A step's cost is not linear where a kernel changes, so that alone (batch 1) a mean would not do.
+    """
+    num_drafted = np.array(SIZE_KNOTS) + (batch_size - 1) * cell.mean_drafted
+    verified_s = float(np.array(cell.size_shares) @ step_cost.seconds(batch_size, batch_size + num_drafted))
+    return verified_s + float(step_cost.draft_seconds(batch_size, np.array(cell.mean_drafted)))
+
+
+def replayed_cells(pool, sources: Sequence[str], share_changed: float) -> list[BudgetCell]:
+    """What replays of texts as they are going to be written gained; none where nothing fits."""
+    curve = None if pool is None else pool.budgets
+    if curve is None or curve.new is None or set(curve.sources) != set(sources):
+        return []
+    if curve.changed is None:
+        return list(curve.new.cells)
+    return [_mixed(*cells, share_changed) for cells in zip(curve.new.cells, curve.changed.cells, strict=True)]
+
+
+def _mixed(new: BudgetCell, changed: BudgetCell, share_changed: float) -> BudgetCell:
+    """One budget over both kinds of texts; shares of texts are taken for those of tokens."""
+    steps = np.array([(1 - share_changed) / new.tokens_per_step, share_changed / changed.tokens_per_step])  # a token
+    shares = steps @ np.array([new.size_shares, changed.size_shares]) / steps.sum()
+    return new.model_copy(update={"tokens_per_step": 1 / steps.sum(), "size_shares": tuple(shares.tolist())})
+
+
+def _fastest(step_cost: StepCost, batch_size: int, cells: Sequence[BudgetCell]) -> ChosenBudget:
+    """Of budgets that are as good as the best, the one that drafts least: noise of a measurement decides less often."""
+    plain_s = plain_seconds(step_cost, batch_size)
+    speed_ups = [plain_s * cell.tokens_per_step / step_seconds(step_cost, batch_size, cell) for cell in cells]
+    among_best = [pair for pair in zip(cells, speed_ups, strict=True) if pair[1] >= max(speed_ups) * AS_GOOD]
+    cell, speed_up = min(among_best, key=lambda pair: pair[0].mean_drafted)
+    pace, drafted = cell.tokens_per_step, cell.mean_drafted
+    forecast = BudgetForecast("the fastest of the replays", step_cost.name, batch_size, pace, drafted, speed_up)
+    return ChosenBudget(Budget(cell.max_draft_tokens, cell.min_acceptance), forecast)
+
+
+def _nearest(
+    cells: Sequence[BudgetCell], max_draft_tokens: int | None, min_acceptance: float | None
+) -> list[BudgetCell]:
+    """The cells of given numbers, or of the grid's nearest; all of what is not given."""
+    for name, given in (("max_draft_tokens", max_draft_tokens), ("min_acceptance", min_acceptance)):
+        if given is not None and cells:
+            nearest = min((abs(getattr(cell, name) - given), getattr(cell, name)) for cell in cells)[1]
+            cells = [cell for cell in cells if getattr(cell, name) == nearest]
+    return list(cells)
+
+
+def _worth_its_price(step_cost: StepCost, batch_size: int, trust: float, has_texts: bool) -> ChosenBudget:
+    """Draft what is estimated likelier than it costs, whatever the size of the tree up to UNCHECKED_SIZE.
+
+    Without a pool's texts drafts may find nothing for whole texts, or one token for one text of a step: the price is
+    then that of whatever number of tokens is the dearest.
+    """
+    plain_s = plain_seconds(step_cost, batch_size)
+    totals = np.arange(1, UNCHECKED_SIZE * batch_size + 1)  # draft tokens of a step
+    if has_texts:
+        totals = totals[batch_size - 1 :: batch_size]
+    added_s = step_cost.seconds(batch_size, batch_size + totals) - plain_s
+    added_s = added_s + step_cost.draft_seconds(batch_size, totals / batch_size)
+    price = float((added_s * batch_size / (totals * plain_s)).max())
+    looking = float(step_cost.draft_seconds(batch_size, np.zeros(()))) / plain_s
+    affordable = [least for least in MIN_ACCEPTANCES if least >= price / trust]
+    checked = "" if trust == 1.0 else ", and estimates were never checked"
+    disturbed = "" if step_cost.disturbance is None else f", {step_cost.disturbance}"
+    facts = f"a draft token costs up to {price:.2f} plainly decoded ones{checked}{disturbed}"
+    if not affordable or (looking > MOST_FOR_LOOKING and not has_texts):
+        return ChosenBudget(PLAIN, BudgetForecast(f"not worth drafting: {facts}", step_cost.name, batch_size))
+    return ChosenBudget(Budget(UNCHECKED_SIZE, affordable[0]), BudgetForecast(facts, step_cost.name, batch_size))

@@ -1,1 +1,0 @@
-"""Before a run: what steps cost here, what budgets gain, how long all of it takes."""

@@ -1,0 +1,59 @@
+"""A night that accepts notably less than its budget was chosen for says so, in its summary and on its page."""
+
+import copy
+
+import pytest
+from manifest_fixture import Undrawn, figures_of, manifest_of, night_manifest, night_of
+
+from laserbatch.jobs.generate import night_counts
+from laserbatch.jobs.report import charts
+from laserbatch.jobs.report.page import page_of, render_page
+from laserbatch.jobs.side_warnings import MIN_STEPS, MOST_MISSING, side_warnings
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch):
+    monkeypatch.setattr(charts, "_Chart", Undrawn)
+
+
+@pytest.fixture
+def manifest() -> dict:
+    return night_manifest()
+
+
+def with_forecast(side_data: dict, share: float) -> dict:
+    """A side that accepted so much of what was forecast."""
+    side_data = copy.deepcopy(side_data)
+    stats = side_data["stats"]
+    side_data["budget"]["forecast"]["tokens_per_step"] = 1 + stats["num_accepted"] / stats["num_steps"] / share
+    return side_data
+
+
+@pytest.mark.parametrize(("share", "is_said"), [(1.3, False), (0.81, False), (0.79, True), (0.1, True)])
+def test_only_notably_less_than_forecast_is_said(manifest, share, is_said):
+    side = with_forecast(manifest["sides"]["user"], share)
+    counts = night_counts(night_of(side))["users"]
+    assert ("warning" in counts) is is_said
+    manifest["sides"]["user"] = side
+    page = render_page(page_of(manifest_of(manifest)))
+    assert ("laserbatch pools rebuild" in page) is is_said
+    assert "How much was drafted" in page and "the fastest of the replays" in page
+    if is_said:
+        assert f"{1 - share:.0%} less" in counts["warning"] and f"{MOST_MISSING:.0%}" in counts["warning"]
+
+
+def test_few_steps_say_nothing(manifest):
+    side = with_forecast(manifest["sides"]["user"], 0.1)
+    side["stats"] |= {"num_steps": MIN_STEPS - 1, "num_accepted": 1}
+    assert not side_warnings(figures_of(side))
+
+
+def test_no_forecast_and_no_drafts_say_nothing(manifest):
+    side = with_forecast(manifest["sides"]["user"], 0.1)
+    assert side_warnings(figures_of(side))
+    budget = side["budget"]
+    for without in (None, budget | {"max_draft_tokens": 0}, budget | {"forecast": None}):
+        assert not side_warnings(figures_of(side | {"budget": without}))
+    assert not side_warnings(figures_of(side | {"stats": side["stats"] | {"num_steps": 0}}))
+    del manifest["sides"]["user"]["budget"], manifest["sides"]["item"]["budget"]
+    assert "How much was drafted" not in render_page(page_of(manifest_of(manifest)))
