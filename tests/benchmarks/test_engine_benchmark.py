@@ -137,7 +137,7 @@ def test_every_greedy_system_writes_the_plain_texts(engines, task, cache, tmp_pa
     best = rows["laser", ADAPTIVE]["best_fixed"]
     assert best in (2, 8) and rows["laser", best]["best_fixed"] is None
     assert rows["laser", ADAPTIVE]["counted_best_fixed"] == 8  # steps that cost nearly the same, whatever they draft
-    assert 1 < rows["resd", 8]["counted_to_plain"].value < rows["resd", 8]["tokens_per_step"]  # drafting costs, too
+    assert 0.5 < rows["resd", 8]["counted_to_plain"].value < rows["resd", 8]["tokens_per_step"]  # drafting costs, too
 
 
 def test_prompt_lookup_counts_its_own_forwards(task):
