@@ -86,7 +86,6 @@ def cost_facts(engine: Engine, num_pool_tokens: int, num_workers: int = 1) -> di
         "batch_size": settings.batch_size,
         "kv_cache": settings.kv_cache,
         "attention": settings.attention,
-        "compile": settings.compile,
         "verifier": settings.verifier,
         "drafters": list(settings.drafters),
         "pool_scale": (num_pool_tokens.bit_length() + 1) // 2,  # a draft takes longer from a larger one

@@ -97,7 +97,7 @@ class Engine:
         settings = settings or DecodingSettings()
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
-        loaded = load_model(model_dir, settings.dtype, device, settings.adapter, settings.compile)
+        loaded = load_model(model_dir, settings.dtype, device, settings.adapter)
         return cls(loaded, settings, num_sharing)
 
     @property

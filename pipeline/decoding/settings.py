@@ -72,11 +72,6 @@ class DecodingSettings(BaseModel):
         description="triton: one kernel over ragged sequences, in CUDA graphs; needs CUDA and kv_cache tokens. torch: "
         "padded masks. auto: triton on CUDA where it is installed.",
     )
-    compile: Literal["auto", "on", "off"] = Field(
-        "off",
-        description="Join the small kernels between a layer's products (torch.compile); the first start of a worker "
-        "takes a minute more. auto: on CUDA, where there is a C compiler. Slower on a CPU, not measured on a GPU yet.",
-    )
     max_cache_tokens: int | None = Field(
         None, ge=1, description="Bound of the KV cache; null: half of the free memory on a CPU, most of it on CUDA."
     )

@@ -28,7 +28,6 @@ _ABSENT = object()
 step_plan: ContextVar[StepPlan | PackedPlan] = ContextVar("laserbatch_step_plan")
 
 
-@torch.compiler.disable  # of compiled layers too (`compiled_layers`), whoever registers it
 def tree_attention(
     module,
     query: torch.Tensor,

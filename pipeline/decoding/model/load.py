@@ -24,7 +24,6 @@ from laserbatch.pipeline.decoding.memory.room import (
     stored_weights,
 )
 from laserbatch.pipeline.decoding.model.adapters import find_adapter, merge_adapter
-from laserbatch.pipeline.decoding.model.compiled_layers import wants_compiling
 from laserbatch.pipeline.decoding.model.generation_rules import (
     NO_RULES,
     GenerationRules,
@@ -83,7 +82,6 @@ def load_model(
     dtype: str = "auto",
     device: str = "auto",
     adapter: str | Path | None = None,
-    compiles: str = "off",
     memory: Callable[[torch.device], Memory] = memory_of,
 ) -> LoadedModel:
     """Load a folder's model and tokenizer and check that the engine can run it.
@@ -94,7 +92,6 @@ def load_model(
     dtype : "auto" (float32 on a CPU, the weights' own on CUDA or where they are quantised), "float32" or "bfloat16".
     device : "auto" (CUDA where there is one), or a torch device.
     adapter : folder of a LoRA adapter to merge into the weights, or None.
-    compiles : "auto", "on" or "off", as `decoding.compile`.
     memory : what a device has.
 
     Raises
@@ -149,13 +146,11 @@ def load_model(
     require_whole_weights(path, loading_info)
     if adapter is not None:
         model = merge_adapter(model, adapter)
-    return prepare_model(model, tokenizer, model_id, wants_compiling(compiles, target))
+    return prepare_model(model, tokenizer, model_id)
 
 
-def prepare_model(model, tokenizer=None, model_id: str = "unnamed", compiles: bool = False) -> LoadedModel:
+def prepare_model(model, tokenizer=None, model_id: str = "unnamed") -> LoadedModel:
     """Check a transformers model that is in memory and make it ready; it is switched to our attention for good.
-
-    With `compiles` its layers are compiled, and a CPU's linear layers then stay in torch's layout.
 
     Raises
     ------
@@ -168,7 +163,7 @@ def prepare_model(model, tokenizer=None, model_id: str = "unnamed", compiles: bo
     quantization = quantization_of(model.config)
     splits_head = has_output_head(model, vocab_size)
     num_parameters = num_parameters_of(model.config) if quantization else _num_parameters(model)
-    bytes_per_token = check_equivalence(model, device, vocab_size, splits_head, compiles)
+    bytes_per_token = check_equivalence(model, device, vocab_size, splits_head)
     generation = getattr(model, "generation_config", None)
     rules = rules_of(generation.to_dict() if generation else {}, "the model's generation_config")
     config = model.config.get_text_config()

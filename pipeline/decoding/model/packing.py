@@ -17,7 +17,6 @@ from laserbatch.pipeline.decoding.attention.tree_attention import ATTENTION_NAME
 from laserbatch.pipeline.decoding.feed import Feed
 from laserbatch.pipeline.decoding.memory.kv_store import KVStore
 from laserbatch.pipeline.decoding.memory.token_store import TokenStore
-from laserbatch.pipeline.decoding.model.compiled_layers import compile_layers
 from laserbatch.pipeline.decoding.model.cpu_linear import pack_linear_layers
 from laserbatch.pipeline.decoding.model.model_runner import ModelRunner
 from laserbatch.pipeline.decoding.model.quantization import TOLERANCE, quantization_of
@@ -60,17 +59,10 @@ def refuse_by_config(config) -> None:
         )
 
 
-def check_equivalence(
-    model, device: torch.device, vocab_size: int, splits_head: bool = False, compiles: bool = False
-) -> int:
+def check_equivalence(model, device: torch.device, vocab_size: int, splits_head: bool = False) -> int:
     """Compare a packed forward of two sequences and a tree with plain causal runs; returns KV bytes per token.
 
     The model is made ready on the way: switched to our attention, and its linear layers packed for a CPU.
-
-    Parameters
-    ----------
-    compiles : have the model's layers compiled instead; where they do not compute the same, they go back to what they
-        were.
 
     Raises
     ------
@@ -97,14 +89,8 @@ def check_equivalence(
             raise ModelError(f"{name} cannot be packed: {error}") from error
         except Exception as error:
             raise ModelError(f"{name} cannot be run: {_first_line(error)}") from error
-        compiled = compile_layers(model) if compiles else None
-        if not compiles and quantization_of(model.config) is None:
+        if quantization_of(model.config) is None:
             pack_linear_layers(model)
-        if compiled is not None:
-            try:
-                return _compare(model, device, prompts, tree, plain, splits_head)
-            except ModelError as error:
-                compiled.restore(error)
         return _compare(model, device, prompts, tree, plain, splits_head)
 
 
