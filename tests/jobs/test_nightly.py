@@ -80,7 +80,7 @@ def two_nights(installed, tmp_path_factory) -> Path:
     The first was killed when it had finished a shard, and the same command was given again. `first.json` says what it
     found: shards and when they were written, before and after; `first.txt` what it said.
     """
-    folder = make_world(tmp_path_factory.mktemp("nights"), num_users=16, num_items=20)
+    folder = make_world(tmp_path_factory.mktemp("nights"), num_users=16, num_items=24)
     (folder / "cost.yaml").write_text(COST)
     config = write_config(folder, decoding=CHOSEN)
     command = ("nightly", "--config", str(config), "--date", FIRST_DATE)
