@@ -28,7 +28,7 @@ from engine_systems import (
 )
 from roofline import DeviceRates, Roofline, measure_device
 from systems import EngineSystem, Pass, TransformersGenerate
-from tasks import Task, TaskSize, sample_tasks
+from tasks import Task, TaskSize, sample_tasks, tasks_of
 from transformers import AutoModelForCausalLM
 
 from laserbatch.pipeline.budget.step_cost import DraftCost, StepCost, StepPoint
@@ -341,7 +341,11 @@ def test_the_chart_has_a_panel_a_place(tmp_path):
     assert "reki, batch 4" in drawn and "reki, batch 16" in drawn and "laser 8/0.07" in drawn and "laser 8" in drawn
 
 
-def test_the_command_measures_the_sample_model_where_no_other_is(run_benchmark, tmp_path):
+def test_the_command_measures_the_sample_model_where_no_other_is(run_benchmark, tmp_path, monkeypatch):
+    def short(*asked) -> list[Task]:
+        return [replace(task, max_new_tokens=16) for task in tasks_of(*asked)]
+
+    monkeypatch.setattr(engine_command, "tasks_of", short)
     words = ["--threads", 1, "--device", "cpu", "--model", tmp_path / "none", "--cache", tmp_path / "cache"]
     words += ["--task", "sample-items", "--plot", tmp_path / "out.svg"]
     content = run_benchmark("engine", "--smoke", *words)
