@@ -35,13 +35,15 @@ from widen import GEOMETRIES, Geometry
 
 from laserbatch.pipeline.decoding import acceptance
 from laserbatch.pipeline.decoding.attention.step_buffers import PackedStep
-from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, RetrievalDrafter
-from laserbatch.pipeline.decoding.engine import Engine, GenerationRequest
+from laserbatch.pipeline.decoding.drafters.drafter import Drafter, NoDrafter
+from laserbatch.pipeline.decoding.drafters.retrieval import RetrievalDrafter
+from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
 from laserbatch.pipeline.decoding.model.packed_forward import PackedForward
+from laserbatch.pipeline.decoding.requests import GenerationRequest
 from laserbatch.pipeline.decoding.row_verdicts import RowVerdicts
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.decoding.verifiers import Greedy
+from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 from laserbatch.retrieval_pools.index.pool import Pool
 
 SEED = 0

@@ -96,9 +96,9 @@ def watched(engine: Engine, drafter) -> Iterator[Spans]:
     land, are_kept = spans.timed(OTHER, engine._land), []
     launch = spans.timed(OTHER, engine._launch)
 
-    def launched(batch, *args):
-        are_kept.append(spans.keeps(batch.live))
-        return launch(batch, *args)
+    def launched(stream):
+        are_kept.append(spans.keeps(stream.scheduler.live))
+        return launch(stream)
 
     def landed(*args):
         try:
@@ -109,8 +109,7 @@ def watched(engine: Engine, drafter) -> Iterator[Spans]:
     for name in ("draft", "draft_batch"):
         if hasattr(drafter, name):
             watch(drafter, name, "draft")
-    if hasattr(engine, "_draft"):
-        watch(engine, "_draft", "draft")
+    watch(engine, "_trees", "draft")
     replace(engine, "_launch", launched)
     replace(engine, "_land", landed)
     watch(engine.runner, "forward", "packing")
@@ -121,7 +120,7 @@ def watched(engine: Engine, drafter) -> Iterator[Spans]:
         replace(packed, "_captures", False)  # nothing could be waited for in a capture, and no part of it be seen
     watch(engine_module, "verify", "paths")
     watch(acceptance_module, "judge_rows", "verification")
-    watch(engine, "_commit_all", "commit")
+    watch(engine, "_commit", "commit")
     watch(engine._endings, "check", "endings")
     output_layer = engine.runner.model.get_output_embeddings()
     for name, module in engine.runner.model.named_modules():

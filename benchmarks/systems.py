@@ -12,18 +12,15 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, draft_all, drafter_from
-from laserbatch.pipeline.decoding.engine import (
-    Engine,
-    GenerationFailure,
-    GenerationRequest,
-    GenerationResult,
-    StepEvent,
-)
+from laserbatch.pipeline.decoding.drafters.drafter import Drafter, NoDrafter, draft_all
+from laserbatch.pipeline.decoding.drafters.from_settings import drafter_from
+from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest, GenerationResult, StepEvent
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import MAX_DEPTH, TokenTree
-from laserbatch.pipeline.decoding.verifiers import Verifier, verifier_from
+from laserbatch.pipeline.decoding.verifiers.from_settings import verifier_from
+from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
 from laserbatch.retrieval_pools.index.pool import Pool
 
 MAX_DRAFT_TOKENS = 16

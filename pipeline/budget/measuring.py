@@ -18,12 +18,15 @@ import numpy as np
 
 from laserbatch.pipeline.budget.choice import SOURCES
 from laserbatch.pipeline.budget.step_cost import DraftCost, StepCost, StepPoint
-from laserbatch.pipeline.decoding.drafters import RetrievalDrafter, draft_all
-from laserbatch.pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, StepEvent
+from laserbatch.pipeline.decoding.drafters.drafter import draft_all
+from laserbatch.pipeline.decoding.drafters.retrieval import RetrievalDrafter
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest, StepEvent
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, MAX_DEPTH, MAX_NODES, TokenTree
-from laserbatch.pipeline.decoding.verifiers import NodeVerdicts, verifier_from
+from laserbatch.pipeline.decoding.verifiers.from_settings import verifier_from
+from laserbatch.pipeline.decoding.verifiers.verifier import NodeVerdicts
 from laserbatch.retrieval_pools.calibration.calibrate import spread_positions
 from laserbatch.retrieval_pools.index.budget_curve import MIN_ACCEPTANCES, SIZE_KNOTS
 from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR
@@ -223,7 +226,7 @@ def _time_drafts(engine: Engine, pool, sources: SequenceOf[str]) -> DraftCost:
     Each place of a text is asked about once, as in a run: what is asked again is found in the processor's cache.
     """
     num_threads = engine.num_draft_threads
-    narrow = RetrievalDrafter(pool, tuple(sources), max_nodes=1, min_probability=1.0, num_threads=num_threads)
+    narrow = RetrievalDrafter(pool, tuple(sources), max_nodes=1, min_acceptance=1.0, num_threads=num_threads)
     wide = RetrievalDrafter(pool, tuple(sources), MAX_NODES, MIN_ACCEPTANCES[0], num_threads)
     texts = texts_of(engine, pool)
     prompt = random_tokens(engine, min(PROMPT_TOKENS, engine.max_context // 2))

@@ -21,7 +21,10 @@ from laserbatch.pipeline.decoding.model.output_head import HeldLogits, StepLogit
 from laserbatch.pipeline.decoding.packed_trees import PackedTrees
 from laserbatch.pipeline.decoding.row_verdicts import judge_rows
 from laserbatch.pipeline.decoding.token_tree import TokenTree
-from laserbatch.pipeline.decoding.verifiers import Greedy, ProbabilityThreshold, TopK, Verifier
+from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
+from laserbatch.pipeline.decoding.verifiers.probability import ProbabilityThreshold
+from laserbatch.pipeline.decoding.verifiers.top_k import TopK
+from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
 
 ROUND_LOGITS = 1 << 18  # on a CPU this many numbers are computed and read in the time that a further round takes
 

@@ -18,18 +18,16 @@ import pyarrow as pa
 from laserbatch.pipeline.budget.kept_costs import cached_step_cost, known_step_cost
 from laserbatch.pipeline.budget.measuring import measure_step_cost, texts_of
 from laserbatch.pipeline.budget.step_cost import StepCost
-from laserbatch.pipeline.decoding.drafters import Drafter, drafter_from
+from laserbatch.pipeline.decoding.drafters.drafter import Drafter
+from laserbatch.pipeline.decoding.drafters.from_settings import drafter_from
 from laserbatch.pipeline.decoding.endings import has_broken_characters
-from laserbatch.pipeline.decoding.engine import (
-    Engine,
-    GenerationFailure,
-    GenerationRequest,
-    GenerationResult,
-)
+from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.memory.room import host_memory
 from laserbatch.pipeline.decoding.model.identity import tokenizer_hash
+from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.decoding.verifiers import Greedy, Verifier
+from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
+from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
 from laserbatch.pipeline.distributed.settings import workers_of_node
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.parsers import parse_knowledge

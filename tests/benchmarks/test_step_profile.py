@@ -10,13 +10,14 @@ from step_profile import engine_of, profile, prompts_of
 from step_spans import MODEL_PARTS, PARTS, Spans, watched
 
 from laserbatch.pipeline.decoding.attention.packed_attention import packed_attention
-from laserbatch.pipeline.decoding.drafters import NoDrafter
-from laserbatch.pipeline.decoding.engine import Engine, GenerationRequest
+from laserbatch.pipeline.decoding.drafters.drafter import NoDrafter
+from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.memory.token_store import TokenStore
 from laserbatch.pipeline.decoding.model.load import load_model
 from laserbatch.pipeline.decoding.model.model_runner import ModelRunner
 from laserbatch.pipeline.decoding.model.packed_forward import PackedForward
-from laserbatch.pipeline.decoding.verifiers import Greedy
+from laserbatch.pipeline.decoding.requests import GenerationRequest
+from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 
 
 @pytest.fixture(scope="module")

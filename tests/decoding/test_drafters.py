@@ -2,12 +2,15 @@ import numpy as np
 from tiny_models import OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
 from laserbatch.pipeline.budget.choice import PLAIN
-from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter, draft_all, drafter_from
+from laserbatch.pipeline.decoding.drafters.drafter import NoDrafter, draft_all
+from laserbatch.pipeline.decoding.drafters.from_settings import drafter_from
+from laserbatch.pipeline.decoding.drafters.retrieval import RetrievalDrafter
 from laserbatch.pipeline.decoding.packed_trees import PackedTrees
-from laserbatch.pipeline.decoding.sequence import GenerationRequest, Sequence
+from laserbatch.pipeline.decoding.requests import GenerationRequest
+from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import chain_tree
-from laserbatch.pipeline.decoding.verifiers import Greedy
+from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT, SOURCE_TARGET
 

@@ -20,10 +20,11 @@ from tiny_models import (
     tiny_prompts,
 )
 
-from laserbatch.pipeline.decoding.engine import Engine, GenerationFailure, GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import TokenTree
-from laserbatch.pipeline.decoding.verifiers import Greedy
+from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 
 MODEL = tiny_model()
 PROMPTS = tiny_prompts()

@@ -16,11 +16,13 @@ from tiny_models import (
     tiny_prompts,
 )
 
-from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
+from laserbatch.pipeline.decoding.drafters.drafter import NoDrafter
+from laserbatch.pipeline.decoding.drafters.retrieval import RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed
+from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
+from laserbatch.pipeline.decoding.verifiers.relaxed import Relaxed
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 
 MAX_NEW = 24

@@ -18,7 +18,7 @@ from tiny_models import (
 )
 from transformers import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor
 
-from laserbatch.pipeline.decoding.drafters import NoDrafter
+from laserbatch.pipeline.decoding.drafters.drafter import NoDrafter
 from laserbatch.pipeline.decoding.model.generation_rules import (
     NO_RULES,
     REFUSED,
@@ -31,7 +31,7 @@ from laserbatch.pipeline.decoding.model.load import SAMPLE_MODEL
 from laserbatch.pipeline.decoding.model.output_head import HeldLogits
 from laserbatch.pipeline.decoding.packed_trees import PackedTrees
 from laserbatch.pipeline.decoding.token_tree import TokenTree
-from laserbatch.pipeline.decoding.verifiers import Greedy
+from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 from laserbatch.pipeline.errors import ModelError
 
 VOCAB = 9

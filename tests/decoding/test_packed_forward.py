@@ -28,7 +28,7 @@ from laserbatch.pipeline.decoding.model.model_runner import ModelRunner
 from laserbatch.pipeline.decoding.model.output_head import OutputHead
 from laserbatch.pipeline.decoding.model.packed_forward import TOKEN_BUCKETS, Bucket, PackedForward, kernel_for
 from laserbatch.pipeline.decoding.packed_trees import PackedTrees
-from laserbatch.pipeline.decoding.verifiers import Greedy
+from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 from laserbatch.pipeline.errors import ModelError
 
 CPU = torch.device("cpu")

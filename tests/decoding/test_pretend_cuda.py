@@ -18,7 +18,10 @@ from laserbatch.pipeline.decoding.memory.token_store import TokenStore
 from laserbatch.pipeline.decoding.model import model_runner
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.decoding.verifiers import Greedy, ProbabilityThreshold, Relaxed, TopK
+from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
+from laserbatch.pipeline.decoding.verifiers.probability import ProbabilityThreshold
+from laserbatch.pipeline.decoding.verifiers.relaxed import Relaxed
+from laserbatch.pipeline.decoding.verifiers.top_k import TopK
 
 NUM_NEW = 16
 NUM_PROMPTS = 5

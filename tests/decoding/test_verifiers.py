@@ -10,14 +10,11 @@ from laserbatch.pipeline.decoding.model.output_head import HeldLogits
 from laserbatch.pipeline.decoding.packed_trees import PackedTrees
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, chain_tree
-from laserbatch.pipeline.decoding.verifiers import (
-    Greedy,
-    ProbabilityThreshold,
-    Relaxed,
-    TopK,
-    largest_beside,
-    verifier_from,
-)
+from laserbatch.pipeline.decoding.verifiers.from_settings import verifier_from
+from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
+from laserbatch.pipeline.decoding.verifiers.probability import ProbabilityThreshold
+from laserbatch.pipeline.decoding.verifiers.relaxed import Relaxed
+from laserbatch.pipeline.decoding.verifiers.top_k import TopK, largest_beside
 
 VOCAB = 7
 END = 3

@@ -1,11 +1,9 @@
-"""Which sequences are live and which wait: admission by what is expected to fit, and preemption where that was wrong.
+"""Which sequences are live and which wait, and what the live ones feed to a step.
 
 A request is admitted when its prompt and the rest it is expected to write fit beside what is expected of the live
 ones. Where memory runs out all the same, the youngest sequences give their slots back and wait again with what they
 have written; it is computed again, and their text goes on as it would have. Fewer sequences are then live until some
-have finished without that.
-
-Knows no model, draft or verifier.
+have finished without that. Prompts are prefilled in parts, so that the other texts go on growing.
 """
 
 import logging
@@ -15,9 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from laserbatch.pipeline.decoding.feed import Feed
 from laserbatch.pipeline.decoding.memory.kv_cache import MIN_SHARED_TOKENS, KVCache
 from laserbatch.pipeline.decoding.memory.prefix_index import PrefixIndex
-from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, Sequence
+from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest
+from laserbatch.pipeline.decoding.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -79,14 +79,19 @@ class Concurrency:
         return min(expected, sequence.max_new_tokens)
 
 
-class Batch:
+class Scheduler:
     """The live sequences of one stream of requests, and those that wait.
 
     `live` is in the order of rows, so that a step is packed in that order.
     """
 
     def __init__(
-        self, requests: Iterable[GenerationRequest], store: KVCache, concurrency: Concurrency, limits: RequestLimits
+        self,
+        requests: Iterable[GenerationRequest],
+        store: KVCache,
+        concurrency: Concurrency,
+        limits: RequestLimits,
+        max_prefill_tokens: int = 256,
     ) -> None:
         self.live: list[Sequence] = []
         self._requests = iter(requests)
@@ -96,6 +101,7 @@ class Batch:
         self._store = store
         self._concurrency = concurrency
         self._limits = limits
+        self._max_prefill_tokens = max_prefill_tokens
         self._num_admitted = 0
 
     def admit(self) -> Iterator[GenerationFailure]:
@@ -123,6 +129,25 @@ class Batch:
                 failure = self._refuse(waiting) or self._too_long(waiting)
             self._drop_first()
             yield failure
+
+    def feeds(self) -> tuple[list[Sequence], list[Feed], list[int]]:
+        """The sequences of the next step, what each feeds, and the places of those that write a token in it.
+
+        Prompts share the step's room for them, the oldest first; one that gets no room waits.
+        """
+        live = self.live
+        num_cached = self._store.lengths[[sequence.row for sequence in live]].tolist()
+        chains = [sequence.context[cached:] for sequence, cached in zip(live, num_cached, strict=True)]
+        is_whole = [True] * len(live)
+        room = self._max_prefill_tokens
+        for i in sorted((i for i, chain in enumerate(chains) if len(chain) > 1), key=lambda i: live[i].order):
+            # A prompt, or a preempted text: as much of it as there is room for.
+            is_whole[i] = len(chains[i]) <= room
+            chains[i] = chains[i][:room]
+            room -= len(chains[i])
+        members = [i for i, chain in enumerate(chains) if len(chain)]
+        feeds = [Feed(live[i].row, chains[i]) for i in members]
+        return [live[i] for i in members], feeds, [place for place, i in enumerate(members) if is_whole[i]]
 
     def preempt(self, num_sequences: int) -> list[Sequence]:
         """Take rows from the youngest sequences; they wait again, with their output so far."""

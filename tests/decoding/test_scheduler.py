@@ -13,12 +13,13 @@ from tiny_models import (
     tiny_prompts,
 )
 
-from laserbatch.pipeline.decoding.batch import Batch, Concurrency, RequestLimits
-from laserbatch.pipeline.decoding.engine import GenerationFailure, GenerationRequest
 from laserbatch.pipeline.decoding.memory.kv_store import KVStore
 from laserbatch.pipeline.decoding.memory.token_store import TokenStore
+from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest
+from laserbatch.pipeline.decoding.scheduler import Concurrency, RequestLimits, Scheduler
 from laserbatch.pipeline.decoding.sequence import Sequence
-from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed
+from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
+from laserbatch.pipeline.decoding.verifiers.relaxed import Relaxed
 
 MODEL = tiny_model()
 PROMPTS = tiny_prompts(12)
@@ -95,20 +96,20 @@ def test_relaxed_texts_are_unchanged_by_preemption():
 def test_the_youngest_are_preempted_and_come_back_first():
     store, concurrency = TokenStore(4), Concurrency(4)
     prompts = [np.array([20 + i, 30], np.int32) for i in range(8)]
-    batch = Batch(requests_for(prompts, 5), store, concurrency, RequestLimits(128, 96, 4))
-    assert list(batch.admit()) == [] and len(batch.live) == 4
-    batch.finish(batch.live[0])
-    assert list(batch.admit()) == []  # the fifth request is the youngest now, and has the lowest row
-    batch.live[-1].append([], [], 50)  # the fourth has written a token
-    names = [s.request.request_id for s in batch.preempt(2)]
-    assert names == ["3", "4"] and [s.request.request_id for s in batch.live] == ["1", "2"]
-    assert list(batch.admit()) == [] and len(batch.live) == 2  # no more than memory was found to hold
-    batch.finish(batch.live[0])
-    assert list(batch.admit()) == []
-    assert sorted(s.request.request_id for s in batch.live) == ["2", "3"]
-    back = next(s for s in batch.live if s.request.request_id == "3")
+    scheduler = Scheduler(requests_for(prompts, 5), store, concurrency, RequestLimits(128, 96, 4))
+    assert list(scheduler.admit()) == [] and len(scheduler.live) == 4
+    scheduler.finish(scheduler.live[0])
+    assert list(scheduler.admit()) == []  # the fifth request is the youngest now, and has the lowest row
+    scheduler.live[-1].append([], [], 50)  # the fourth has written a token
+    names = [s.request.request_id for s in scheduler.preempt(2)]
+    assert names == ["3", "4"] and [s.request.request_id for s in scheduler.live] == ["1", "2"]
+    assert list(scheduler.admit()) == [] and len(scheduler.live) == 2  # no more than memory was found to hold
+    scheduler.finish(scheduler.live[0])
+    assert list(scheduler.admit()) == []
+    assert sorted(s.request.request_id for s in scheduler.live) == ["2", "3"]
+    back = next(s for s in scheduler.live if s.request.request_id == "3")
     assert back.output_ids.tolist() == [50]
-    batch.close()
+    scheduler.close()
     assert store.num_live_rows == 0
 
 

@@ -1,0 +1,67 @@
+"""What a step accepted becomes part of the cache and of the texts."""
+
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from laserbatch.pipeline.decoding.acceptance import Acceptance
+from laserbatch.pipeline.decoding.endings import Ending, Endings
+from laserbatch.pipeline.decoding.memory.kv_cache import KVCache
+from laserbatch.pipeline.decoding.requests import StepEvent
+from laserbatch.pipeline.decoding.step import Step
+
+_NO_NODES = np.empty(0, np.int64)
+
+
+def commit(
+    step: Step,
+    accepted: list[Acceptance | None],
+    store: KVCache,
+    endings: Endings,
+    is_end: np.ndarray,
+    on_event: Callable[[StepEvent], None] | None,
+) -> dict[int, Ending]:
+    """Keep what was accepted; where that is None, nothing. Of the sequences that ended, by `id`, how.
+
+    Parameters
+    ----------
+    is_end : bool[vocab_size], the end tokens.
+    """
+    outcomes: dict[int, Ending] = {}
+    pack, trees = step.output.pack, step.trees
+    sound = np.array([i for i, acceptance in enumerate(accepted) if acceptance is not None], np.int64)
+    paths = [accepted[i].nodes for i in sound.tolist()]
+    lengths = [len(path) for path in paths]
+    nodes = np.concatenate([*paths, _NO_NODES]) + np.repeat(trees.starts[sound], lengths)
+    token_ids, sources = trees.token_ids[nodes], trees.source[nodes]
+    if len(sound):
+        is_kept = pack.kept(sound, nodes)
+        counts = np.add.reduceat(is_kept, pack.offsets, dtype=np.int64)[sound]
+        store.commit(pack.rows[sound], counts, pack.slots[is_kept])
+    parts = [slice(*ends) for ends in pairwise(accumulate(lengths, initial=0))]  # of each path, of the tokens
+    num_committed = pack.num_committed[sound].tolist()
+    for i, path, part, num_before in zip(sound.tolist(), paths, parts, num_committed, strict=True):
+        sequence = step.sequences[i]
+        if num_before < sequence.num_prompt:  # it was within its prompt
+            store.remember_prefix(sequence.row, sequence.prompt_ids[: store.lengths[sequence.row]])
+        if store.lengths[sequence.row] < len(sequence.context):  # it waits for the rest of a long prompt
+            continue
+        sequence.count(trees, i, path)
+        num_written, next_token = sequence.num_output, accepted[i].next_token
+        at_end = bool(is_end[next_token])
+        sequence.append(token_ids[part], sources[part], None if at_end else next_token)
+        ending = endings.check(sequence, sequence.num_output - num_written, at_end)
+        if ending is not None:
+            outcomes[id(sequence)] = ending
+        if on_event is not None:
+            new = slice(num_written, sequence.num_output)
+            event = StepEvent(
+                sequence.request.request_id,
+                sequence.output_ids[new].copy(),
+                sequence.sources[new].copy(),
+                int(trees.sizes[i]),
+                ending is not None,
+            )
+            on_event(event)
+    return outcomes

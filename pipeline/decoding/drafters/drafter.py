@@ -1,0 +1,41 @@
+"""What a drafter is: it proposes and never decides; the engine cuts its tree to the budget and has it verified.
+
+What a sequence is offered does not depend on what shares its batch.
+"""
+
+from typing import Protocol
+
+from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree
+
+
+class Drafter(Protocol):
+    """Proposes what may follow a sequence's last committed token."""
+
+    def draft(self, sequence: Sequence) -> TokenTree:
+        """A tree of at most `token_tree.MAX_NODES` tokens; may be empty. Must not change the sequence."""
+        ...
+
+
+class BatchDrafter(Drafter, Protocol):
+    """A drafter that has one call for all sequences of a step."""
+
+    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> PackedTrees:
+        """What `draft` gives for each, knowing how many tokens of it the sequence has room for."""
+        ...
+
+
+def draft_all(drafter: Drafter | BatchDrafter, sequences: list[Sequence], max_depths: list[int]) -> PackedTrees:
+    """A tree for each sequence, in one call where the drafter has one."""
+    together = getattr(drafter, "draft_all", None)
+    if together is None:
+        return PackedTrees.of([drafter.draft(one) for one in sequences])
+    return together(sequences, max_depths)
+
+
+class NoDrafter:
+    """Proposes nothing: plain decoding, one token a step."""
+
+    def draft(self, sequence: Sequence) -> TokenTree:
+        return EMPTY_TREE

@@ -1,0 +1,57 @@
+"""Drafts found in earlier texts (LASER, SIGIR 2025; SuffixDecoding)."""
+
+from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.token_tree import MAX_DEPTH, TokenTree
+
+
+class RetrievalDrafter:
+    """Proposes continuations found in earlier texts: a pool, the entity's previous text, its prompt and its output.
+
+    Parameters
+    ----------
+    pool : `retrieval_pools` pool, or None to draft from the sequence's own text alone.
+    sources : which of "previous", "prompt", "output", "pool" may be drafted from.
+    max_nodes : limit of a draft's tokens.
+    min_acceptance : nodes of a lower estimated path acceptance are not drafted.
+    num_threads : threads that draft side by side for many sequences; an engine says how many gain anything
+        (`Engine.num_draft_threads`).
+    """
+
+    def __init__(
+        self,
+        pool=None,
+        sources: tuple[str, ...] = ("previous", "prompt", "output", "pool"),
+        max_nodes: int = 16,
+        min_acceptance: float = 0.07,
+        num_threads: int = 1,
+    ) -> None:
+        from laserbatch.retrieval_pools.query import (
+            draft_batch,  # compiled code; a plain decoder need not load it
+        )
+
+        self._draft_batch = draft_batch
+        self._pool = pool if "pool" in sources else None
+        self._options = {
+            "max_nodes": max_nodes,
+            "min_probability": min_acceptance,
+            "use_previous": "previous" in sources,
+            "use_prompt": "prompt" in sources,
+            "use_output": "output" in sources,
+            "num_threads": num_threads,
+        }
+
+    def draft(self, sequence: Sequence) -> TokenTree:
+        return self.draft_all([sequence], [MAX_DEPTH])[0]
+
+    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> PackedTrees:
+        drafts = self._draft_batch(
+            self._pool,
+            [one.context for one in sequences],
+            [one.num_prompt for one in sequences],
+            [one.previous_ids for one in sequences],
+            [one.group for one in sequences],
+            max_depths,
+            **self._options,
+        )
+        return PackedTrees(*drafts.joined())

@@ -1,0 +1,1 @@
+"""Rules by which drafted tokens are accepted, one file a rule."""
