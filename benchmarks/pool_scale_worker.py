@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, pool_steps
-from laserbatch.retrieval_pools.index.array_files import ArrayWriter, map_array
+from laserbatch.retrieval_pools.index.arrays import ArrayWriter, map_array
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.settings import PoolBuildSettings

@@ -7,6 +7,7 @@ run's date are seen.
 
 import shutil
 import time
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import BuildCounts, build_pool
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.index.store import Collected, PoolStore
 from laserbatch.retrieval_pools.routing.leaves import EntityTexts
 from laserbatch.retrieval_pools.routing.router import Router, fit_routers
 
@@ -62,6 +64,24 @@ def build_pools(night: Night, anew: bool = False, make_current: bool = True) -> 
                 built[side] = {"version": version} | _build(night, side, run_texts, routers[side], folder / side, anew)
             shutil.rmtree(scratch)
     return built
+
+
+def collect_pools(store: PoolStore, keep: int, in_use: Collection[str], dry_run: bool = False) -> Collected:
+    """Remove what `PoolStore.collect` may, under the workspace's lock, and say so.
+
+    Parameters
+    ----------
+    keep : newest versions that stay.
+    in_use : versions that unfinished runs draft from.
+    dry_run : only say what would go.
+    """
+    collected = store.collect(keep, in_use, dry_run)
+    megabytes = f"{collected.num_bytes / 1e6:,.1f} MB"
+    if collected.versions or collected.num_leftovers:
+        parts = [f"pools {', '.join(collected.versions)}"] if collected.versions else []
+        parts += [f"{collected.num_leftovers} leftovers of dead builders"] if collected.num_leftovers else []
+        say(f"{'would remove' if dry_run else 'removed'} {' and '.join(parts)} ({megabytes})")
+    return collected
 
 
 def _build(night: Night, side: Side, run_texts: RunTexts, router: Router, folder: Path, anew: bool) -> dict[str, Any]:

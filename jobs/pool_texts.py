@@ -1,8 +1,7 @@
 """A run's texts as a pool takes them: in the order of the entity table, each with its group and its age.
 
 The order is the table's because it is the same every night: what has not changed then stands where it stood, and is not
-sorted again. Token ids are read in batches and lie in a file meanwhile; in memory are ids, places and dates. Knows
-nothing of how a pool is built.
+sorted again. Token ids are read in batches and lie in a file meanwhile; in memory are ids, places and dates.
 """
 
 import datetime
@@ -18,7 +17,7 @@ from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import Tables
-from laserbatch.retrieval_pools.index.array_files import ArrayWriter, map_array
+from laserbatch.retrieval_pools.index.arrays import ArrayWriter, map_array
 from laserbatch.retrieval_pools.index.texts import PoolText
 from laserbatch.retrieval_pools.routing.router import Route
 

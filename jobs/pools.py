@@ -11,7 +11,6 @@ import typer
 
 from laserbatch.jobs.console import say, stdout, summary
 from laserbatch.jobs.lazy_commands import LazyCommand, add_lazy_commands, lazy_group
-from laserbatch.jobs.pools_collect import collect_pools
 from laserbatch.jobs.pools_view import (
     DraftView,
     built_line,
@@ -184,6 +183,7 @@ def gc(
 
     Example: `laserbatch pools gc --keep 3 --dry-run`
     """
+    from laserbatch.jobs.build_pools import collect_pools
     from laserbatch.jobs.night import pools_in_use
 
     settings = load_settings(config, {"workspace": workspace})

@@ -4,13 +4,12 @@ import datetime
 from typing import Any
 
 from laserbatch.ctr.settings import CtrError
-from laserbatch.jobs.build_pools import build_pools
+from laserbatch.jobs.build_pools import build_pools, collect_pools
 from laserbatch.jobs.console import say
 from laserbatch.jobs.ctr import ctr_table
 from laserbatch.jobs.encode import encode_run
 from laserbatch.jobs.generate import generate_knowledge, generate_plain
 from laserbatch.jobs.night import Night, open_night, pools_in_use
-from laserbatch.jobs.pools_collect import collect_pools
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError

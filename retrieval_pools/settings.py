@@ -1,4 +1,4 @@
-"""The options of a pool: how it is indexed, drafted from, built and kept. Knows no table and no router."""
+"""The options of a pool: how it is indexed, drafted from, built and kept."""
 
 from typing import Literal
 
@@ -61,19 +61,6 @@ class PoolSettings(BaseModel):
         400, ge=0, description="Texts replayed at the build to learn how often drafts are accepted; 0: none."
     )
     max_local_tokens: int = Field(4096, ge=1, description="Tokens searched of each of the own texts.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _escape_is_of_each_token(cls, given: object) -> object:
-        if not isinstance(given, dict) or "pool_escape" not in given:
-            return given
-        if given["pool_escape"] is not None:
-            raise ValueError(
-                f"pool_escape ({given['pool_escape']}) was once the escape of a whole context and is now that of each "
-                "of its different next tokens, which is called pool_escape_per_token; leave both out, and replays "
-                "choose."
-            )
-        return {name: value for name, value in given.items() if name != "pool_escape"}  # null always let them choose
 
 
 class PoolBuildSettings(BaseModel):

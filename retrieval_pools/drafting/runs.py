@@ -3,6 +3,7 @@
 In the pool an interval is sorted by what follows, so the occurrences of a token are a run.
 """
 
+from laserbatch.retrieval_pools.compiled import fetch
 from laserbatch.retrieval_pools.drafting.intervals import (
     is_supported,
     num_group_samples_behind,
@@ -11,7 +12,6 @@ from laserbatch.retrieval_pools.drafting.intervals import (
 )
 from laserbatch.retrieval_pools.drafting.own_texts import own_token
 from laserbatch.retrieval_pools.drafting.state import NUM_RUNS, part
-from laserbatch.retrieval_pools.fetch import fetch
 
 
 @part

@@ -6,8 +6,8 @@ are fetched before the first is compared: a few waits in place of many. Knows no
 
 import numpy as np
 
+from laserbatch.retrieval_pools.compiled import fetch
 from laserbatch.retrieval_pools.drafting.state import called, part
-from laserbatch.retrieval_pools.fetch import fetch
 
 PROBE_BITS = 3
 NUM_PROBES = 1 << PROBE_BITS  # looked at together: what is left is divided by as many

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numba import boolean, float64, int64, njit, types
 
-from laserbatch.retrieval_pools import fetch, settings, sources
+from laserbatch.retrieval_pools import compiled, settings, sources
 from laserbatch.retrieval_pools.drafting.addresses import int32s_at, uint8s_at, uint16s_at
 from laserbatch.retrieval_pools.drafting.continuations import count_continuations, push_candidates
 from laserbatch.retrieval_pools.drafting.estimate import note_own_tokens
@@ -79,7 +79,7 @@ compiled_query = cache(compile_draft_trees)  # compiled when it is first needed
 
 def _stamp_of_this_folder() -> int:
     """Changes with any file here, which `draft_trees` closes over: else numba's cache would look at this file alone."""
-    others = (Path(module.__file__) for module in (sources, fetch, settings))
+    others = (Path(module.__file__) for module in (sources, compiled, settings))
     files = [*sorted(Path(__file__).parent.glob("*.py")), *others]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files))
     return int.from_bytes(digest.digest()[:7], "big")

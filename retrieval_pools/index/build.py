@@ -2,12 +2,13 @@
 
 Only permanent text belongs in a pool; what a sequence writes tonight is handed to each draft instead. The files depend
 on the texts and their order alone: neither on an older pool whose order was taken over, nor on the memory that was
-allowed, nor on the threads that share the work. Knows neither tables nor runs.
+allowed, nor on the threads that share the work.
 """
 
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.index.array_files import ArrayWriter, map_array, read_chunks
+from laserbatch.retrieval_pools.index.arrays import ArrayWriter, in_threads, map_array, read_chunks
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.index.eviction import choose_texts
 from laserbatch.retrieval_pools.index.layout import TextSpans, count_first_tokens, find_known_texts, values_by_place
@@ -30,12 +31,10 @@ from laserbatch.retrieval_pools.index.manifest import (
     describe_array,
     write_manifest,
 )
-from laserbatch.retrieval_pools.index.merge import chunks_of, merge_orders, move_order, sort_texts
-from laserbatch.retrieval_pools.index.merge_runs import RunChunk, merge_runs, shared_with_previous
+from laserbatch.retrieval_pools.index.merge import merge_into_older, merge_runs, move_order, sort_texts
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.support import supported_lengths
 from laserbatch.retrieval_pools.index.texts import LaidTexts, PoolText, lay_end_to_end
-from laserbatch.retrieval_pools.index.threads import in_threads
 from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings
 
 __all__ = ["BuildCounts", "PoolText", "build_pool", "sync_folder"]
@@ -100,10 +99,15 @@ def build_pool(
     settings = PoolSettings() if settings is None else settings
     building = PoolBuildSettings() if building is None else building
     out_dir = Path(out_dir)
-    with _published_folder(out_dir) as folder, _scratch_folder(folder) as scratch:
-        laid, num_left_out = _lay(texts, folder, scratch, vocab_size, settings, building)
-        order, num_sorted, num_runs = _order(laid, settings.index_depth, previous, building.memory_bytes, scratch)
-        _write_order(order, laid, folder)
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        raise PoolError(f"{out_dir} is there already; a pool is never changed. Give another folder or remove it.")
+    with staged_folder(out_dir) as folder:
+        with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as scratch:
+            laid, num_left_out = _lay(texts, folder, Path(scratch), vocab_size, settings, building)
+            order, num_sorted, num_runs = _order(
+                laid, settings.index_depth, previous, building.memory_bytes, Path(scratch)
+            )
+            _write_order(order, laid, folder)
         _write_rest(laid, settings, folder)
         names = array_names(settings)
         manifest = PoolManifest(
@@ -120,6 +124,9 @@ def build_pool(
             calibration=calibration,
         )
         write_manifest(manifest, folder)
+        sync_folder(folder)
+        os.replace(folder, out_dir)
+        sync(out_dir.parent)
     if on_counts is not None:
         on_counts(BuildCounts(num_sorted, num_runs, num_left_out))
     return Pool.open(out_dir)
@@ -154,23 +161,23 @@ def _order(
     """
     starts = laid.spans.starts
     is_new = np.ones(laid.spans.num_texts, bool)
-    moved: Iterator[np.ndarray] | None = None
+    older = None
     if previous is not None and previous.folder is not None and previous.index.depth == depth:
         old_spans = TextSpans.of_tokens(previous.index.tokens)
         known = find_known_texts(laid.tokens, starts, previous.index.tokens, old_spans)
         is_new[known[known >= 0]] = False
         new_starts = np.where(known >= 0, starts[known], -1).astype(np.int32)
-        moved = move_order(read_chunks(array_path(previous.folder, "order")), old_spans, new_starts)
+        older = move_order(read_chunks(array_path(previous.folder, "order")), old_spans, new_starts)
     max_positions = None if memory_bytes is None else max(int(memory_bytes / SORT_BYTES_PER_POSITION), 1)
     runs = list(_runs(np.flatnonzero(is_new), starts, max_positions))
     sort = partial(sort_texts, laid.tokens, starts, vocab_size=laid.vocab_size, depth=depth)
     if len(runs) == 1:
-        order = chunks_of(sort(runs[0]))
+        sorted_runs = [[sort(runs[0])]]
     else:
-        kept = [_kept(sort(texts), laid.tokens, depth, scratch / str(number)) for number, texts in enumerate(runs)]
-        order = (chunk.positions for chunk in merge_runs(laid.tokens, kept, depth))
-    if moved is not None:
-        order = merge_orders(laid.tokens, moved, order, depth)
+        sorted_runs = [_kept(sort(texts), scratch / f"{number}.npy") for number, texts in enumerate(runs)]
+    order = merge_runs(laid.tokens, sorted_runs, depth)
+    if older is not None:
+        order = merge_into_older(laid.tokens, older, order, depth)
     return order, int(np.count_nonzero(is_new)), len(runs)
 
 
@@ -188,14 +195,11 @@ def _runs(texts: np.ndarray, starts: np.ndarray, max_positions: int | None) -> I
         first = last
 
 
-def _kept(order: np.ndarray, tokens: np.ndarray, depth: int, folder: Path) -> Iterator[RunChunk]:
+def _kept(order: np.ndarray, file: Path) -> Iterator[np.ndarray]:
     """A sorted run on the disk until it is merged."""
-    folder.mkdir()
-    files = folder / "positions.npy", folder / "shared.npy"
-    for file, values in zip(files, (order, shared_with_previous(tokens, order, depth)), strict=True):
-        with ArrayWriter(file, values.dtype) as writer:
-            writer.write(values)
-    return map(RunChunk, *map(read_chunks, files))
+    with ArrayWriter(file, order.dtype) as writer:
+        writer.write(order)
+    return read_chunks(file)
 
 
 def _write_order(order: Iterator[np.ndarray], laid: LaidTexts, folder: Path) -> None:
@@ -223,46 +227,36 @@ def _write_rest(laid: LaidTexts, settings: PoolSettings, folder: Path) -> None:
         writer.write(lengths)
 
 
-@contextmanager
-def _scratch_folder(folder: Path) -> Iterator[Path]:
-    """A place for what is not published, gone when the block ends."""
-    scratch = folder / "scratch"
-    scratch.mkdir()
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+def temporary_beside(path: Path) -> Path:
+    """A name that nobody else has, for what is going to be renamed to `path`."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
 
 
 @contextmanager
-def _published_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path` that is synced and renamed to it at the end, or removed."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise PoolError(f"{path} is there already; a pool is never changed. Give another folder or remove it.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+def staged_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder beside `target`, to be renamed to it in the block; removed if it is still there."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = temporary_beside(target)
     try:
-        temporary.mkdir()
-        yield temporary
-        sync_folder(temporary)
-        os.replace(temporary, path)
-        _sync(path.parent)
+        staging.mkdir()
+        yield staging
     except OSError as error:
-        error.filename = str(error.filename or temporary).replace(str(temporary), str(path))
+        error.filename = str(error.filename or staging).replace(str(staging), str(target))
         raise
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
     """Wait until everything below a folder is on the disk."""
     walked = [(Path(root), names) for root, _, names in os.walk(folder)]
     for paths in ([root / name for root, names in walked for name in names], [root for root, _ in walked]):
-        for _ in in_threads(_sync, paths):
+        for _ in in_threads(sync, paths):
             pass
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or what a folder lists, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -8,13 +8,12 @@ less, 2^(-age / half-life): what only old nights wrote fades, what is still writ
 what is chosen and not of what is drafted: counts in the pool stay whole, so that queries cost the same and a pool is
 the same files however often it was merged.
 
-Texts are chosen greedily by what they add a token (threshold greedy: Badanidiyuru and Vondrak 2014). Knows neither
-orders nor files.
+Texts are chosen greedily by what they add a token (threshold greedy: Badanidiyuru and Vondrak 2014).
 """
 
 import numpy as np
-from numba import njit
 
+from laserbatch.retrieval_pools.compiled import cached
 from laserbatch.retrieval_pools.index.layout import TextSpans
 
 NGRAM_TOKENS = 3
@@ -62,7 +61,7 @@ def choose_texts(
     return np.flatnonzero(kept)
 
 
-@njit(cache=True)
+@cached()
 def _cell(tokens, position, num_cells):
     """Cell of the n-gram at a position, in a table whose size is a power of two."""
     value = np.uint64(0xCBF29CE484222325)
@@ -72,7 +71,7 @@ def _cell(tokens, position, num_cells):
     return np.int64(value & np.uint64(num_cells - 1))
 
 
-@njit(cache=True)
+@cached()
 def _count_wants(tokens, starts, wants, num_bits):
     """float32[cells]: how much the texts that hold an n-gram want it, each text once."""
     num_cells = 1 << num_bits
@@ -87,7 +86,7 @@ def _count_wants(tokens, starts, wants, num_bits):
     return wanted
 
 
-@njit(cache=True)
+@cached()
 def _choose(tokens, starts, wants, wanted, turns, max_tokens):
     num_cells = wanted.shape[0]
     num_texts = starts.shape[0] - 1
@@ -124,7 +123,7 @@ def _choose(tokens, starts, wants, wanted, turns, max_tokens):
     return kept
 
 
-@njit(cache=True)
+@cached()
 def _worth(tokens, starts, text, own_want, wanted, num_copies, seen_by, look):
     """What a text would add a token: for each of its n-grams what the pool's copies leave of others' wants."""
     worth = 0.0
@@ -136,7 +135,7 @@ def _worth(tokens, starts, text, own_want, wanted, num_copies, seen_by, look):
     return worth / (starts[text + 1] - starts[text])
 
 
-@njit(cache=True)
+@cached()
 def _add_copies(tokens, starts, text, num_copies, seen_by, look):
     for position in range(starts[text], starts[text + 1] - NGRAM_TOKENS + 2):
         cell = _cell(tokens, position, num_copies.shape[0])

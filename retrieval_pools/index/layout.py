@@ -1,17 +1,16 @@
 """Texts as they lie end to end in a token array, a separator before the first, between two, and behind the last.
 
-Owns which text a position belongs to, in tables of a few bytes a text, and what follows from a text being the same
-as in another array. Knows no order of suffixes, no file and no query.
+Which text a position belongs to, in tables of a few bytes a text, and what follows from a text being the same as in
+another array.
 """
 
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
-from laserbatch.retrieval_pools.fetch import fetch
+from laserbatch.retrieval_pools.compiled import cached, fetch
+from laserbatch.retrieval_pools.index.arrays import in_threads
 from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR
-from laserbatch.retrieval_pools.index.threads import in_threads
 
 _BLOCK_BITS = 4  # one entry for 16 positions, a quarter of a byte each: most are found in one step
 _AHEAD = 16  # places whose texts are asked for before they are needed, and as many whose blocks are
@@ -45,7 +44,7 @@ class TextSpans(NamedTuple):
         return len(self.starts) - 1
 
 
-@njit(cache=True)
+@cached()
 def text_at(spans, position):
     """The text that a position, or the separator before it, belongs to. Compiled code only."""
     text = spans.blocks[position >> _BLOCK_BITS]
@@ -54,7 +53,7 @@ def text_at(spans, position):
     return text
 
 
-@njit(cache=True)
+@cached()
 def fetch_text_at(spans, order, k):
     """Ask for what `text_at` reads of the places of an order that come after the k-th. Compiled code only.
 
@@ -67,7 +66,7 @@ def fetch_text_at(spans, order, k):
     return text
 
 
-@njit(cache=True, nogil=True)
+@cached(nogil=True)
 def values_by_place(order, spans, value_of_text):
     """The value of the text that each place of an order belongs to, in the dtype of `value_of_text`."""
     values = np.empty(order.shape[0], value_of_text.dtype)
@@ -77,7 +76,7 @@ def values_by_place(order, spans, value_of_text):
     return values
 
 
-@njit(cache=True)
+@cached()
 def count_first_tokens(tokens, vocab_size):
     """int32[vocab_size + 2], the `starts` of `suffix_order.SuffixOrder` for all positions but the last separator."""
     starts = np.zeros(vocab_size + 2, np.int32)
@@ -88,7 +87,7 @@ def count_first_tokens(tokens, vocab_size):
     return starts
 
 
-@njit(cache=True)
+@cached()
 def gather_texts(tokens, starts, texts):
     """Some texts end to end in an array of their own, separators around them: (tokens, their `starts` there)."""
     new_starts = np.zeros(texts.shape[0] + 1, np.int32)
@@ -118,22 +117,27 @@ def find_known_texts(tokens: np.ndarray, starts: np.ndarray, old_tokens: np.ndar
     -------
     int32[old.num_texts], the number that each older text has now, increasing where it is not -1: not known.
     """
-    both = (old_tokens, old.starts), (tokens, starts)
-    by_old_hash, by_hash = in_threads(lambda texts: _sorted_hashes(*texts), both)
-    same = _pair_equal(*by_old_hash, *by_hash)
+    both = in_threads(lambda texts: _text_keys(*texts), ((old_tokens, old.starts), (tokens, starts)))
+    _, old_texts, texts = np.intersect1d(*both, return_indices=True)
+    same = np.full(old.num_texts, -1, np.int32)
+    same[old_texts] = texts
     _keep_longest_increasing(same)
     _drop_unequal(same, old_tokens, old.starts, tokens, starts)
     return same
 
 
-def _sorted_hashes(tokens: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes of all texts, uint64 rising, and the texts that they are of; equal ones by number."""
+def _text_keys(tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """uint64[num_texts], another for each: the hash of its tokens, and how many equal texts are before it."""
     hashes = _text_hashes(tokens, starts)
-    texts = np.argsort(hashes, kind="stable")
-    return hashes[texts], texts
+    order = np.argsort(hashes, kind="stable")
+    risen = hashes[order]
+    num_before = np.arange(len(risen), dtype=np.uint64) - np.searchsorted(risen, risen).astype(np.uint64)
+    keys = np.empty_like(hashes)
+    keys[order] = risen + num_before * np.uint64(0xD1342543DE82EF95)
+    return keys
 
 
-@njit(cache=True)
+@cached()
 def _separators(tokens):
     num_separators = 0
     for i in range(tokens.shape[0]):
@@ -147,7 +151,7 @@ def _separators(tokens):
     return starts
 
 
-@njit(cache=True)
+@cached()
 def _first_texts(starts):
     blocks = np.zeros((starts[-1] >> _BLOCK_BITS) + 1, np.int32)
     text = 0
@@ -158,7 +162,7 @@ def _first_texts(starts):
     return blocks
 
 
-@njit(cache=True, nogil=True)
+@cached(nogil=True)
 def _text_hashes(tokens, starts):
     hashes = np.empty(starts.shape[0] - 1, np.uint64)
     for text in range(hashes.shape[0]):
@@ -170,21 +174,7 @@ def _text_hashes(tokens, starts):
     return hashes
 
 
-@njit(cache=True)
-def _pair_equal(old_hashes, old_texts, hashes, texts):
-    """int32[num_old]: the newer text with the same hash, the k-th for the k-th, or -1. Both come sorted by hash."""
-    same = np.full(old_hashes.shape[0], -1, np.int32)
-    k = 0
-    for j in range(old_hashes.shape[0]):
-        while k < hashes.shape[0] and hashes[k] < old_hashes[j]:
-            k += 1
-        if k < hashes.shape[0] and hashes[k] == old_hashes[j]:
-            same[old_texts[j]] = texts[k]
-            k += 1
-    return same
-
-
-@njit(cache=True)
+@cached()
 def _keep_longest_increasing(same):
     """Set to -1 what is not of a longest increasing subsequence (patience sorting, O(n log n))."""
     n = same.shape[0]
@@ -213,7 +203,7 @@ def _keep_longest_increasing(same):
             same[place] = -1
 
 
-@njit(cache=True)
+@cached()
 def _drop_unequal(same, old_tokens, old_starts, tokens, starts):
     """A hash may be that of two texts; nobody is to rely on it not being so."""
     for text in range(same.shape[0]):

@@ -1,7 +1,4 @@
-"""What is written down about a pool, and the check that its files are what was written down.
-
-Owns the format version and the names of the files. Knows nothing of what the arrays mean.
-"""
+"""What is written down about a pool, and the check that its files are what was written down."""
 
 import hashlib
 import json
@@ -13,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.index.array_files import map_array
+from laserbatch.retrieval_pools.index.arrays import map_array
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.settings import PoolSettings
 

@@ -20,6 +20,7 @@ from laserbatch.retrieval_pools.drafting.pool_handle import PoolHandle
 from laserbatch.retrieval_pools.drafting.state import EVERYONE, UNKNOWN, Estimates, Index
 from laserbatch.retrieval_pools.drafting.tree import Variant, compiled_query
 from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.arrays import make_resident
 from laserbatch.retrieval_pools.index.budget_curve import BudgetCurve
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.index.manifest import (
@@ -31,7 +32,6 @@ from laserbatch.retrieval_pools.index.manifest import (
     read_array,
     read_manifest,
 )
-from laserbatch.retrieval_pools.index.residence import make_resident
 from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR
 from laserbatch.retrieval_pools.settings import BUILT_SETTINGS, PoolSettings
 
@@ -74,7 +74,7 @@ class Pool:
         tokenizer_hash : of the tokenizer that is going to be used; None does not compare.
         verify : compare the files' checksums and count texts, which reads them; sizes and shapes are always compared.
         max_resident_bytes : a pool of so many bytes or fewer has its pages there before the first draft; see
-            `residence`. For who is going to draft much: it reads the files, from the disk where they are not cached.
+            `arrays.make_resident`. For who is going to draft much: it reads the files, from the disk if need be.
 
         Raises
         ------

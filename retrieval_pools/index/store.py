@@ -4,14 +4,13 @@
     <root>/<version>/user/       a pool; likewise item/; and whatever else the builder puts in (routers)
 
 A run opens its pools by version, so what is published meanwhile does not reach it. One builder at a time: whoever
-publishes holds the workspace's lock. Knows nothing of runs or of how a pool is built.
+publishes holds the workspace's lock.
 """
 
 from __future__ import annotations  # `list` is a method below
 
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.index.build import TEMPORARY_SUFFIX, sync_folder
+from laserbatch.retrieval_pools.index.build import TEMPORARY_SUFFIX, staged_folder, sync, sync_folder, temporary_beside
 from laserbatch.retrieval_pools.index.manifest import REBUILD, PoolManifest, Side, file_sha256, read_manifest
 from laserbatch.retrieval_pools.index.pool import Pool
 
@@ -151,7 +150,7 @@ class PoolStore:
         num_bytes = sum(_size_bytes(path) for path in [*(self.root / version for version in old), *leftovers])
         if not dry_run:
             for version in old:
-                removed = self._temporary(version)
+                removed = temporary_beside(self.root / version)
                 os.replace(self.root / version, removed)
                 shutil.rmtree(removed)
             for path in leftovers:
@@ -184,43 +183,31 @@ class PoolStore:
         """
         if not _VERSION.fullmatch(version) or version == CURRENT_NAME:
             raise PoolError(f"{version!r} cannot name pools; expected letters, digits, dots, dashes and underscores.")
-        self.root.mkdir(parents=True, exist_ok=True)
-        staging = self._temporary(version)
-        staging.mkdir()
-        try:
+        with staged_folder(self.root / version) as staging:
             yield staging, version
             sync_folder(staging)
             self._put(staging, version)
             if make_current:
                 self._point_to(version)
-        except OSError as error:
-            error.filename = str(error.filename or staging).replace(str(staging), str(self.root / version))
-            raise
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
 
     def _put(self, staging: Path, version: str) -> None:
         target = self.root / version
         if not target.exists():
             os.replace(staging, target)
         elif _content(staging) != _content(target):
-            replaced = self._temporary(version)
+            replaced = temporary_beside(self.root / version)
             os.replace(target, replaced)  # a death before the next line is mended by publishing again
             os.replace(staging, target)
             shutil.rmtree(replaced)
 
     def _point_to(self, version: str) -> None:
-        temporary = self._temporary(CURRENT_NAME)
+        temporary = temporary_beside(self.root / CURRENT_NAME)
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(version + "\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.root / CURRENT_NAME)
-        descriptor = os.open(self.root, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(self.root)
 
     def _describe(self, version: str, is_current: bool) -> PoolVersion:
         folder = self.root / version
@@ -242,9 +229,6 @@ class PoolStore:
 
     def _known(self) -> str:
         return f"there are: {', '.join(self._versions())}" if self._versions() else f"there are none. {REBUILD}"
-
-    def _temporary(self, name: str) -> Path:
-        return self.root / f".{name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY_SUFFIX}"
 
 
 def _content(folder: Path) -> dict[str, str]:

@@ -2,13 +2,14 @@
 
 Texts lie end to end, a separator before the first, between two, and behind the last. A position is ordered by the
 tokens from it up to the separator that ends its text, at most `depth` of them, so its place does not depend on which
-text comes next. A separator in the first place is the start of the text behind it. Knows no file and no query.
+text comes next. A separator in the first place is the start of the text behind it.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
+
+from laserbatch.retrieval_pools.compiled import cached
 
 SEPARATOR = -1  # smaller than every token id: a text that ends comes before one that goes on
 
@@ -49,7 +50,7 @@ def sort_suffixes(tokens: np.ndarray, vocab_size: int, depth: int) -> SuffixOrde
     return SuffixOrder(order, starts)
 
 
-@njit(cache=True)
+@cached()
 def _sort_by_first_token(tokens, vocab_size):
     n = tokens.shape[0] - 1
     starts = np.zeros(vocab_size + 2, np.int32)
@@ -66,7 +67,7 @@ def _sort_by_first_token(tokens, vocab_size):
     return order, starts
 
 
-@njit(cache=True)
+@cached()
 def _first_ranks(tokens, starts):
     """The rank of a position is the place in the order at which its class of equals begins."""
     rank = np.empty(tokens.shape[0] - 1, np.int32)
@@ -75,7 +76,7 @@ def _first_ranks(tokens, starts):
     return rank
 
 
-@njit(cache=True)
+@cached()
 def _tokens_to_separator(tokens):
     n = tokens.shape[0] - 1
     remaining = np.empty(n, np.int32)
@@ -87,7 +88,7 @@ def _tokens_to_separator(tokens):
     return remaining
 
 
-@njit(cache=True)
+@cached()
 def _sort_by_second_half(order, rank, remaining, length):
     """From sorted by `length` tokens to sorted by twice as many: take positions by their second half, fill classes."""
     n = order.shape[0]
@@ -105,7 +106,7 @@ def _sort_by_second_half(order, rank, remaining, length):
     return doubled
 
 
-@njit(cache=True)
+@cached()
 def _ranks_of_double(order, rank, remaining, length):
     n = order.shape[0]
     doubled = np.empty(n, np.int32)

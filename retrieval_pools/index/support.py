@@ -2,12 +2,12 @@
 
 An n-gram is supported when it stands in texts of at least `min_support` entities; so are then all its beginnings. One
 length a place of the order therefore says which n-grams that begin there are. A text's start and end are tokens of
-its n-grams. Knows no file and no query.
+its n-grams.
 """
 
 import numpy as np
-from numba import njit
 
+from laserbatch.retrieval_pools.compiled import cached
 from laserbatch.retrieval_pools.index.layout import TextSpans, text_at
 from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR
 
@@ -49,7 +49,7 @@ def supported_lengths(
     return support
 
 
-@njit(cache=True)
+@cached()
 def _shared_with_place_before(tokens, order, depth):
     """uint8[n]: how many first tokens a place has in common with the one before it, a text's end included."""
     shared = np.zeros(order.shape[0], np.uint8)
@@ -64,7 +64,7 @@ def _shared_with_place_before(tokens, order, depth):
     return shared
 
 
-@njit(cache=True)
+@cached()
 def _least_shared_in_windows(shared, order, spans, entity_codes, min_support):
     """What the shortest window that ends at a place and has enough entities shares; 0 where there is none."""
     n = shared.shape[0]
@@ -97,7 +97,7 @@ def _least_shared_in_windows(shared, order, spans, entity_codes, min_support):
     return support
 
 
-@njit(cache=True)
+@cached()
 def _hand_on(support, shared):
     """Give each place what its neighbours have and it shares: forwards, then backwards."""
     n = support.shape[0]

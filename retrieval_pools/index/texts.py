@@ -1,6 +1,6 @@
 """What goes into a pool: texts, checked as they come and laid end to end in a file.
 
-Only a block of texts is in memory at a time, and a few bytes for each text. Knows neither orders nor drafts.
+Only a block of texts is in memory at a time, and a few bytes for each text.
 """
 
 import itertools
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numba import njit
 
+from laserbatch.retrieval_pools.compiled import cached
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.index.array_files import ArrayWriter, map_array
+from laserbatch.retrieval_pools.index.arrays import ArrayWriter, map_array
 from laserbatch.retrieval_pools.index.layout import TextSpans
 from laserbatch.retrieval_pools.index.manifest import GroupCounts, group_code_dtype
 from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR
@@ -191,7 +191,7 @@ def _require_room(groups: _Codes, block: list[PoolText], first: int, ends: np.nd
             )
 
 
-@njit(cache=True)
+@cached()
 def _lay(tokens, lengths, laid):
     """Put a separator behind each text. Returns the smallest and the largest id, 0 and -1 where there is none."""
     smallest, largest = 0, -1

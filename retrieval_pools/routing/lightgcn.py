@@ -1,7 +1,7 @@
 """LightGCN, short: user and item embeddings from who interacted with what (the only module of the pools with torch).
 
 After He et al., "LightGCN: Simplifying and Powering Graph Convolution Network for Recommendation", SIGIR 2020.
-It knows no dates: the caller passes the interactions that may be known, already cut. The result depends on the set of
+The caller passes the interactions that may be known, already cut. The result depends on the set of
 (user, item) pairs, the settings, the seed and (in its last bits) torch's thread count, and on nothing else.
 """
 

@@ -23,17 +23,6 @@ def test_a_misspelled_key_is_named_with_the_nearest_valid_one(tmp_path):
         load_settings(config)
 
 
-def test_a_key_that_means_another_thing_now_is_refused_with_the_new_one(tmp_path):
-    match = r"pools: pool_escape \(12\.0\) was .* now .* called pool_escape_per_token; leave both out.*choose\.$"
-    with pytest.raises(ConfigError, match=match):
-        load_settings(write(tmp_path / "c.yaml", "pools: {pool_escape: 12.0}\n"))
-    nothing_said = write(tmp_path / "c.yaml", "pools: {pool_escape: null}\n")  # as `init` once wrote it
-    assert load_settings(nothing_said) == Settings()
-    assert load_settings(write(tmp_path / "c.yaml", "pools: {pool_escape_per_token: 2}\n")).pools.model_dump()[
-        "pool_escape_per_token"
-    ] == 2.0  # fmt: skip
-
-
 def test_a_misspelled_section_is_named(tmp_path):
     with pytest.raises(ConfigError, match="did you mean 'decoding'"):
         load_settings(write(tmp_path / "c.yaml", "decodng: {}\n"))

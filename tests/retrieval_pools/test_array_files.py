@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from laserbatch.retrieval_pools.index.array_files import BLOCK_BYTES, CHUNK_VALUES, ArrayWriter, map_array, read_chunks
+from laserbatch.retrieval_pools.index.arrays import BLOCK_BYTES, CHUNK_VALUES, ArrayWriter, map_array, read_chunks
 
 
 @pytest.mark.parametrize("dtype", ["<i4", "<u2", "|u1"])

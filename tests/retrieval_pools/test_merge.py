@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from laserbatch.retrieval_pools.index import merge
 from laserbatch.retrieval_pools.index.layout import (
     TextSpans,
     count_first_tokens,
@@ -14,9 +15,7 @@ from laserbatch.retrieval_pools.index.layout import (
     text_at,
     values_by_place,
 )
-from laserbatch.retrieval_pools.index.merge import chunks_of, merge_orders, move_order, sort_texts
-from laserbatch.retrieval_pools.index.merge_runs import RunChunk, merge_runs, shared_with_previous
-from laserbatch.retrieval_pools.index.places import find_places
+from laserbatch.retrieval_pools.index.merge import merge_into_older, merge_runs, move_order, sort_texts
 from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR, sort_suffixes
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=14)
@@ -33,10 +32,6 @@ def whole(chunks):
 
 def cut(order, size):
     return [order[k : k + size] for k in range(0, len(order), size)]
-
-
-def cut_run(order, shared, size):
-    return map(RunChunk, cut(order, size), cut(shared, size))
 
 
 def shared_slowly(tokens, order, depth):
@@ -61,16 +56,14 @@ def test_orders_of_parts_merge_to_the_order_of_all(texts, owner, depth, size, mo
     owner = np.array(owner[: len(texts)], np.int64)
     parts = [sort_texts(tokens, starts, np.flatnonzero(owner == k), 3, depth) for k in range(4)]
     expected = sort_suffixes(tokens, 3, depth).order.tolist()
-    runs = [cut_run(part, shared_with_previous(tokens, part, depth), size) for part in parts]
-    with patch(
-        "laserbatch.retrieval_pools.index.merge_runs.CHUNK_PLACES", most
-    ):  # so long are the chunks that come out
-        merged = list(merge_runs(tokens, runs, depth))
-    assert whole(chunk.positions for chunk in merged) == expected
+    with patch.object(merge, "CHUNK_PLACES", most):  # so long are the chunks that come out
+        merged = list(merge._merged(tokens, [cut(part, size) for part in parts], depth))
+        positions = [chunk.positions for chunk in merged]
+        assert whole(merge_runs(tokens, [cut(part, size) for part in parts], depth)) == expected == whole(positions)
     assert whole(chunk.shared for chunk in merged) == shared_slowly(tokens, expected, depth)
-    assert all(len(chunk.positions) <= max(most, size) for chunk in merged)
-    both = merge_orders(tokens, chunks_of(parts[0]), chunks_of(parts[1]), depth)
-    assert whole(both) == sort_texts(tokens, starts, np.flatnonzero(owner < 2), 3, depth).tolist()
+    assert all(len(chunk) <= max(most, size) for chunk in positions)
+    assert whole(merge_runs(tokens, [], depth)) == []
+    assert whole(merge_runs(tokens, [cut(parts[0], size)], depth)) == parts[0].tolist()
 
 
 @settings(max_examples=60)
@@ -84,25 +77,10 @@ def test_a_few_texts_merge_into_many(seed, num_new, vocab_size, depth, size, num
     new = np.sort(rng.choice(400, num_new, replace=False))
     many, few = (sort_texts(tokens, starts, part, vocab_size, depth) for part in (np.delete(np.arange(400), new), new))
     expected = sort_suffixes(tokens, vocab_size, depth).order.tolist()
-    with patch("laserbatch.retrieval_pools.index.threads._num_usable_cores", lambda: num_cores):
-        assert whole(merge_orders(tokens, cut(many, size), cut(few, size), depth)) == expected
-        assert whole(merge_orders(tokens, cut(few, size), cut(many, size), depth)) == expected
-
-
-@settings(max_examples=200)
-@given(seed=st.integers(0, 1 << 16), num=st.integers(1, 200), vocab_size=st.sampled_from([1, 2, 50]), depth=DEPTHS)
-def test_places_found_in_step_are_those_found_one_by_one(seed, num, vocab_size, depth):
-    rng = np.random.default_rng(seed)
-    tokens = lay_out([rng.integers(0, vocab_size, rng.integers(0, 9)).tolist() for _ in range(60)])
-    order = sort_suffixes(tokens, vocab_size, depth).order
-    is_few = np.isin(np.arange(len(order)), rng.choice(len(order), min(num, len(order) - 1), replace=False))
-    many, few = order[~is_few], order[is_few]
-    expected = np.cumsum(~is_few)[is_few]
-    begin, end = int(expected[0]), int(expected[-1])
-    for low, high in ((0, len(many)), (begin, end), (begin, len(many))):
-        places = np.full(len(few), -1)
-        find_places(tokens, many, low, high, few, depth, places)
-        assert places.tolist() == expected.tolist()
+    with patch("laserbatch.retrieval_pools.index.arrays._num_usable_cores", lambda: num_cores):
+        assert whole(merge_runs(tokens, [cut(many, size), cut(few, size)], depth)) == expected
+        assert whole(merge_into_older(tokens, cut(many, size), cut(few, size), depth)) == expected
+        assert whole(merge_into_older(tokens, cut(few, size), cut(many, size), depth)) == expected
 
 
 @settings(max_examples=200)
@@ -121,8 +99,8 @@ def test_an_order_of_moved_texts_and_one_of_new_texts_merge_to_the_order_of_all(
             new_starts[number] = starts[place]
     fresh = np.array([place for place, (number, _) in enumerate(today) if number is None], np.int64)
     moved = move_order(cut(sort_suffixes(before, 3, depth).order, 3), TextSpans.of_tokens(before), new_starts)
-    added = chunks_of(sort_texts(tokens, starts, fresh, 3, depth))
-    assert whole(merge_orders(tokens, moved, added, depth)) == sort_suffixes(tokens, 3, depth).order.tolist()
+    added = [sort_texts(tokens, starts, fresh, 3, depth)]
+    assert whole(merge_into_older(tokens, moved, added, depth)) == sort_suffixes(tokens, 3, depth).order.tolist()
 
 
 @settings(max_examples=200)

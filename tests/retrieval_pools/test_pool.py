@@ -162,16 +162,6 @@ def test_misspelled_and_impossible_settings_are_refused():
             PoolSettings(**wrong)
 
 
-def test_pool_from_before_its_escape_was_renamed_opens_unless_it_names_one(folder):
-    settings = json.loads((folder / "manifest.json").read_text())["settings"]
-    del settings["pool_escape_per_token"]
-    change_manifest(folder, settings=settings | {"pool_escape": None})
-    assert Pool.open(folder, verify=True).settings == PoolSettings()
-    change_manifest(folder, settings=settings | {"pool_escape": 12.0})
-    with pytest.raises(PoolError, match=r"pool_escape \(12\.0\) was once .*pool_escape_per_token.*pools rebuild"):
-        Pool.open(folder)
-
-
 def test_pool_from_before_min_support_opens(folder):
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())

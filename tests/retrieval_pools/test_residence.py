@@ -5,11 +5,10 @@ import sys
 import numpy as np
 import pytest
 
-from laserbatch.retrieval_pools.index import residence
-from laserbatch.retrieval_pools.index.array_files import map_array
+from laserbatch.retrieval_pools.index import arrays
+from laserbatch.retrieval_pools.index.arrays import make_resident, map_array
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.index.residence import make_resident
 from laserbatch.retrieval_pools.query import draft
 
 NUM_VALUES = 1 << 20
@@ -36,13 +35,13 @@ def test_pages_are_mapped_before_they_are_read(mapped):
 
 def test_what_is_larger_than_it_may_be_is_left_alone(mapped, monkeypatch):
     asked = []
-    monkeypatch.setattr(residence, "_ask_for", asked.append)
+    monkeypatch.setattr(arrays, "_advise", lambda file, advice: asked.append(advice) is None)
     assert not make_resident([mapped], mapped.nbytes) and not asked  # the file has a header too
-    assert make_resident([mapped], mapped.nbytes + (1 << 12)) and len(asked) == 1
+    assert make_resident([mapped], mapped.nbytes + (1 << 12)) and len(asked) == 2
 
 
 def test_pages_are_there_on_a_kernel_that_knows_no_such_advice(mapped, monkeypatch):
-    monkeypatch.setattr(residence, "_POPULATE_READ", 9999)
+    monkeypatch.setattr(arrays, "_POPULATE_READ", 9999)
     assert make_resident([mapped], 1 << 30)
     assert mapped[NUM_VALUES - 1] == NUM_VALUES - 1
 

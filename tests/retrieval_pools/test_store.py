@@ -222,6 +222,7 @@ input()
 def test_readers_of_one_machine_share_one_copy(tmp_path):
     rows = (PoolText(np.arange(1000, dtype=np.int32)) for _ in range(200))
     pool = build_pool(rows, tmp_path / "p", side="item", tokenizer_hash="t", model_id="m")
+    os.sync()  # what is not on the disk yet is no clean page
     size_kb = pool.manifest.size_bytes // 1024
     del pool  # this process may have mapped it too
     start = [sys.executable, "-c", READER, str(tmp_path / "p")]

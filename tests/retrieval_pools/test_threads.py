@@ -6,9 +6,9 @@ from unittest.mock import patch
 
 import pytest
 
-from laserbatch.retrieval_pools.index.threads import MAX_THREADS, in_threads
+from laserbatch.retrieval_pools.index.arrays import MAX_THREADS, in_threads
 
-CORES = "laserbatch.retrieval_pools.index.threads._num_usable_cores"
+CORES = "laserbatch.retrieval_pools.index.arrays._num_usable_cores"
 
 
 @pytest.mark.parametrize("num_cores", [1, 2, 3, 64])
