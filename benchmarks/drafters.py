@@ -21,7 +21,7 @@ from tasks import build
 
 from laserbatch.retrieval_pools.calibration.calibrate import calibrate
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, steps_along
-from laserbatch.retrieval_pools.query import draft
+from laserbatch.retrieval_pools.draft import draft
 from laserbatch.retrieval_pools.settings import PoolSettings
 
 try:

@@ -48,7 +48,7 @@ from drafters import (
 )
 from transformers import AutoTokenizer
 
-from laserbatch.retrieval_pools.query import draft_batch
+from laserbatch.retrieval_pools.draft import draft_batch
 from laserbatch.retrieval_pools.settings import PoolSettings
 
 logger = logging.getLogger("benchmarks")

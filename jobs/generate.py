@@ -35,8 +35,7 @@ from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
 from laserbatch.pipeline.storage.stats import DecodingStats, LengthHistogram
-from laserbatch.retrieval_pools.drafting.tree import compiled_query
-from laserbatch.retrieval_pools.index.pool import EMPTY_POOL
+from laserbatch.retrieval_pools.draft import draft
 
 MOST_UNUSABLE = 0.5  # of the first texts; where more fail, model and template do not fit each other
 
@@ -152,7 +151,7 @@ class _Pass:
         num_rows = sum(shard.num_rows for shard in pending)
         spec = self._worker_spec()
         if self.decoding.drafters:
-            _compile_queries(night)
+            draft(None, [], 0)  # compiled here, so that workers find it in numba's cache
         if not self.is_plain and (unused := unused_settings(night.settings.model_dir)) is not None:
             say(unused)
         say(f"{label}: {num_rows} texts in {len(pending)} shards; starting workers")
@@ -268,14 +267,6 @@ def _written_tonight(night: Night, side: Side) -> frozenset[object]:
     plan = load_plan(night.run.root, side)
     paths = [] if plan is None else [night.run.root / shard.path for shard in plan.shards]
     return frozenset(key for path in paths for key in read_parquet(path, ["entity_id"])["entity_id"].to_pylist())
-
-
-def _compile_queries(night: Night) -> None:
-    """Once here, so that workers find them in numba's cache instead of each compiling them."""
-    version = night.manifest.pools.version
-    pools = [] if version is None else [night.pools.open(version, side) for side in SIDES]
-    for variant in {pool.variant for pool in (EMPTY_POOL, *pools) if pool is not None}:  # a side may have no pool yet
-        compiled_query(variant)
 
 
 def _abandoned_rows(lost: ShardAbandoned, folder: RunFolder) -> Iterable[QuarantineRow]:

@@ -12,9 +12,9 @@ from rich.tree import Tree
 
 from laserbatch.jobs.formatting import counted, whole
 from laserbatch.jobs.report.pools import how_built
+from laserbatch.retrieval_pools.draft import Draft
 from laserbatch.retrieval_pools.index.manifest import PoolManifest
 from laserbatch.retrieval_pools.index.store import PoolVersion
-from laserbatch.retrieval_pools.query import Draft
 from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
 VISIBLE = str.maketrans({" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"})

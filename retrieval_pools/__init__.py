@@ -1,1 +1,5 @@
-"""Pools of earlier texts: built, routed, queried for drafts. No torch and no ray, but for grouping/lightgcn."""
+"""Pools of earlier texts, as a library: what is drafted from them, and for whom.
+
+`index.build.build_pool` makes a `index.pool.Pool` of texts, `index.store.PoolStore` keeps the versions of both sides,
+`draft.draft_batch` says what sequences are likely to go on with, and `routing.router.Router` names an entity's group.
+"""

@@ -10,7 +10,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 _HERE = Path(__file__).parent
-_SOURCES = sorted(path for pattern in ("*.py", "index/*.py") for path in _HERE.glob(pattern))
+_SOURCES = sorted(path for pattern in ("*.py", "index/*.py", "drafting/*.py") for path in _HERE.glob(pattern))
 _STAMP = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()
 
 
@@ -27,6 +27,14 @@ def cached(**options) -> Callable[[Callable], Callable]:
         return compiled
 
     return compile_when_called
+
+
+# Parts of a cached function. The first are compiled into their callers, since handing the arrays on costs more than
+# most do. They may not allocate (_nrt): where a function may, numba counts the references to every array that it
+# touches, which took a third of a draft's time.
+_options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy", "_nrt": False}
+part = njit(**_options, forceinline=True)
+called = njit(**_options)  # long parts, or called rarely
 
 
 @intrinsic

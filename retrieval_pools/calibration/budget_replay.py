@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, accepted_path
+from laserbatch.retrieval_pools.draft import draft
 from laserbatch.retrieval_pools.index.budget_curve import (
     DRAFT_TOKENS,
     KNOT_SHARES,
@@ -22,7 +23,6 @@ from laserbatch.retrieval_pools.index.budget_curve import (
 )
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.query import draft
 
 GRID = tuple((size, least) for size in DRAFT_TOKENS for least in MIN_ACCEPTANCES)
 MAX_TOKENS = 10_000  # replayed of each kind of text: a draft a token

@@ -13,8 +13,8 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from laserbatch.retrieval_pools.draft import Draft, draft
 from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.query import Draft, draft
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ReplayText:
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """How drafts are asked for; the options of `query.draft` by their names there."""
+    """How drafts are asked for; the options of `draft` by their names there."""
 
     max_nodes: int = 16
     min_probability: float = 0.07
@@ -195,7 +195,7 @@ def _joined(steps: Sequence[ReplayStep[Draft]], name: str) -> np.ndarray:
 def pool_steps(
     pool: Pool | None, text: ReplayText, options: DraftOptions | None = None, verified: DraftOptions | None = None
 ) -> Iterator[ReplayStep[Draft]]:
-    """The drafts along one text, as `query.draft` makes them for a sequence whose model writes that text.
+    """The drafts along one text, as `draft` makes them for a sequence whose model writes that text.
 
     Parameters
     ----------

@@ -1,1 +1,1 @@
-"""The compiled part of drafting; `query.draft` calls it. No Python objects, no state, no GIL."""
+"""From a context to a tree of likely continuations, compiled; `retrieval_pools.draft` is how it is called."""

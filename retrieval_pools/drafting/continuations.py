@@ -2,12 +2,13 @@
 
 import numpy as np
 
+from laserbatch.retrieval_pools.compiled import part
 from laserbatch.retrieval_pools.drafting.estimate import acceptance, before_bin, kind_of, most_acceptance
 from laserbatch.retrieval_pools.drafting.frontier import least_probability, push_path
 from laserbatch.retrieval_pools.drafting.intervals import num_samples_behind
 from laserbatch.retrieval_pools.drafting.levels import stand_at
 from laserbatch.retrieval_pools.drafting.runs import list_own_runs, list_pool_runs
-from laserbatch.retrieval_pools.drafting.state import END, LEAST_LEFT, NUM_CANDIDATES, NUM_SLOTS, part
+from laserbatch.retrieval_pools.drafting.state import END, LEAST_LEFT, NUM_CANDIDATES, NUM_SLOTS
 from laserbatch.retrieval_pools.sources import SOURCE_POOL
 
 

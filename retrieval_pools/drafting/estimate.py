@@ -6,7 +6,8 @@ There is a curve for each source and kind of token, given at COUNT_KNOTS; a path
 
 import numpy as np
 
-from laserbatch.retrieval_pools.drafting.state import END, NUM_OWN_SLOTS, NUM_OWN_TOKENS, part
+from laserbatch.retrieval_pools.compiled import part
+from laserbatch.retrieval_pools.drafting.state import END, NUM_OWN_SLOTS, NUM_OWN_TOKENS
 from laserbatch.retrieval_pools.sources import NUM_SOURCES
 
 LOWEST_EXPONENT = -11  # of the lowest knot: less likely tokens are never drafted

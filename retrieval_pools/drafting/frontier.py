@@ -4,7 +4,8 @@ What is drafted stays at the head of the list, and the list never grows beyond t
 path says what is not worth looking at.
 """
 
-from laserbatch.retrieval_pools.drafting.state import MAX_LEVELS, part
+from laserbatch.retrieval_pools.compiled import part
+from laserbatch.retrieval_pools.drafting.state import MAX_LEVELS
 
 
 @part

@@ -1,10 +1,8 @@
 """Intervals of a pool's order: where a context occurs, where it goes on with a token, how often, and for whom."""
 
-from numba import types
-from numba.extending import overload
-
+from laserbatch.retrieval_pools.compiled import part
 from laserbatch.retrieval_pools.drafting.search import ends_of_run
-from laserbatch.retrieval_pools.drafting.state import LEAST_SAMPLES_BITS, part
+from laserbatch.retrieval_pools.drafting.state import LEAST_SAMPLES_BITS
 
 
 @part
@@ -48,23 +46,16 @@ def sample_place(first, stride, k):
     return first + (((2 * k + 1) * stride) >> 17)
 
 
+@part
 def is_supported(index, place, num_tokens):
-    """Whether enough entities have the first `num_tokens` tokens at a place of the order.
-
-    Compiled code only. An index without support has None for it, which its type says: for it nothing is left of this.
-    """
-    return index.support is None or index.support[place] >= num_tokens
+    """Whether enough entities have the first `num_tokens` tokens at a place of the order."""
+    return index.support.shape[0] == 0 or index.support[place] >= num_tokens
 
 
-@overload(is_supported)
-def _is_supported(index, place, num_tokens):
-    if _keeps_all(index):
-        return lambda index, place, num_tokens: True
-    return lambda index, place, num_tokens: index.support[place] >= num_tokens
-
-
-def _keeps_all(index_type):
-    return isinstance(index_type.types[index_type.fields.index("support")], types.NoneType)
+@part
+def is_of_group(index, place, group):
+    """Whether a place of the order is of a text of a group."""
+    return (index.group_codes[place] if index.group_codes.shape[0] > 0 else index.wide_codes[place]) == group
 
 
 @part
@@ -77,7 +68,7 @@ def _num_inside(index, preference, first, last):
     stride = sample_stride(num_samples, size)
     num_inside = 0
     for k in range(num_samples):
-        if index.group_codes[sample_place(first, stride, k)] == preference.group:
+        if is_of_group(index, sample_place(first, stride, k), preference.group):
             num_inside += 1
     return num_inside * (size / num_samples)
 
@@ -93,25 +84,16 @@ def count_seen(index, preference, first, last):
 @part
 def has_next(index, preference, first, last, length):
     """Whether anything may be drafted behind the `length` tokens of an interval, as far as its samples tell."""
-    return count_seen(index, preference, first, last) > 0 and _is_next_supported(index, preference, first, last, length)
-
-
-def _is_next_supported(index, preference, first, last, length):
-    """Likewise, of an interval that is seen; compiled code only."""
+    is_seen = count_seen(index, preference, first, last) > 0
+    if not is_seen or index.support.shape[0] == 0:
+        return is_seen
     size, only_group = last - first, preference.outside <= 0
     num_samples = min(size, preference.num_group_samples if only_group else preference.num_samples)
     stride = sample_stride(num_samples, size)
     for k in range(num_samples):
         place = sample_place(first, stride, k)
-        if only_group and index.group_codes[place] != preference.group:
+        if only_group and not is_of_group(index, place, preference.group):
             continue
         if is_supported(index, place, length + 1):
             return True
     return False
-
-
-@overload(_is_next_supported)
-def _is_next_supported_of(index, preference, first, last, length):
-    if _keeps_all(index):
-        return lambda index, preference, first, last, length: True
-    return _is_next_supported

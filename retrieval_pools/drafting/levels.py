@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from laserbatch.retrieval_pools.compiled import part
 from laserbatch.retrieval_pools.drafting.intervals import (
     count_seen,
     has_next,
@@ -12,7 +13,7 @@ from laserbatch.retrieval_pools.drafting.intervals import (
 )
 from laserbatch.retrieval_pools.drafting.own_texts import last_position, match_own_text, own_token
 from laserbatch.retrieval_pools.drafting.search import find_interval
-from laserbatch.retrieval_pools.drafting.state import END, part
+from laserbatch.retrieval_pools.drafting.state import END
 from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
 

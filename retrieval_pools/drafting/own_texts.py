@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from laserbatch.retrieval_pools.drafting.state import END, NUM_LOCAL_POSITIONS, called, part
+from laserbatch.retrieval_pools.compiled import called, part
+from laserbatch.retrieval_pools.drafting.state import END, NUM_LOCAL_POSITIONS
 from laserbatch.retrieval_pools.sources import SOURCE_PREVIOUS, SOURCE_PROMPT
 
 

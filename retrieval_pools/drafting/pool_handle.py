@@ -8,14 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from laserbatch.retrieval_pools.drafting.addresses import float32s_at, int32s_at, uint8s_at
+from laserbatch.retrieval_pools.compiled import part
+from laserbatch.retrieval_pools.drafting.addresses import float32s_at, int32s_at, uint8s_at, uint16s_at
 from laserbatch.retrieval_pools.drafting.estimate import CURVES_SHAPE, NUM_KNOTS
-from laserbatch.retrieval_pools.drafting.state import Estimates, Index, part
+from laserbatch.retrieval_pools.drafting.state import CompiledIndex, Estimates, Index
 
 _Places = namedtuple(
     "_Places",
-    "tokens num_tokens order num_positions group_codes starts num_starts support frequencies bounds curves "
-    "depth num_samples num_group_samples max_match max_local_tokens num_context_lengths",
+    "tokens num_tokens order num_positions group_codes num_codes num_wide_codes starts num_starts support num_support "
+    "frequencies bounds curves depth num_samples num_group_samples max_match max_local_tokens num_context_lengths",
 )
 _Weights = namedtuple("_Weights", "inside outside of_unknown pool_escape previous_escape local_escape")
 PLACE, WEIGHT = _Places(*range(len(_Places._fields))), _Weights(*range(len(_Weights._fields)))
@@ -49,7 +50,15 @@ class PoolHandle(NamedTuple):
         """Of arrays that nobody changes, the numbers of `_Places` that are no array's, and those of `_Weights`."""
         arrays = {**index._asdict(), **estimates._asdict()}
         depth = arrays.pop("depth")
-        sizes = {"num_tokens": len(index.tokens), "num_positions": len(index.order), "num_starts": len(index.starts)}
+        is_wide = index.group_codes.dtype == np.uint16
+        sizes = {
+            "num_tokens": len(index.tokens),
+            "num_positions": len(index.order),
+            "num_codes": 0 if is_wide else len(index.order),
+            "num_wide_codes": len(index.order) if is_wide else 0,
+            "num_starts": len(index.starts),
+            "num_support": 0 if index.support is None else len(index.order),
+        }
         for name, array in arrays.items():
             assert array is None or (array.flags.c_contiguous and array.dtype in _DTYPES.get(name, (np.int32,))), name
         shapes = [array.shape for array in estimates]
@@ -60,14 +69,15 @@ class PoolHandle(NamedTuple):
 
 
 @part
-def index_at(places, group_codes, support):
-    """The index of a pool, whose arrays of many kinds are given."""
-    return Index(
+def index_at(places):
+    """The index of a pool."""
+    return CompiledIndex(
         int32s_at(places[PLACE.tokens], places[PLACE.num_tokens]),
         int32s_at(places[PLACE.order], places[PLACE.num_positions]),
-        group_codes,
+        uint8s_at(places[PLACE.group_codes], places[PLACE.num_codes]),
+        uint16s_at(places[PLACE.group_codes], places[PLACE.num_wide_codes]),
         int32s_at(places[PLACE.starts], places[PLACE.num_starts]),
-        support,
+        uint8s_at(places[PLACE.support], places[PLACE.num_support]),
         places[PLACE.depth],
     )
 

@@ -3,15 +3,16 @@
 In the pool an interval is sorted by what follows, so the occurrences of a token are a run.
 """
 
-from laserbatch.retrieval_pools.compiled import fetch
+from laserbatch.retrieval_pools.compiled import fetch, part
 from laserbatch.retrieval_pools.drafting.intervals import (
+    is_of_group,
     is_supported,
     num_group_samples_behind,
     sample_place,
     sample_stride,
 )
 from laserbatch.retrieval_pools.drafting.own_texts import own_token
-from laserbatch.retrieval_pools.drafting.state import NUM_RUNS, part
+from laserbatch.retrieval_pools.drafting.state import NUM_RUNS
 
 
 @part
@@ -94,7 +95,7 @@ def _list_group(runs, num_runs, index, preference, num_samples, first, size, off
     num_inside, run, end = 0, 0, num_runs  # runs up to `end` are sorted
     for k in range(num_samples):
         place = sample_place(first, stride, k)
-        if index.group_codes[place] != preference.group:
+        if not is_of_group(index, place, preference.group):
             continue
         num_inside += 1
         token = index.tokens[index.order[place] + offset]

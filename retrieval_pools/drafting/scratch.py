@@ -7,6 +7,7 @@ from collections import namedtuple
 
 import numpy as np
 
+from laserbatch.retrieval_pools.compiled import part
 from laserbatch.retrieval_pools.drafting.addresses import (
     float32s_at,
     float64s_at,
@@ -29,7 +30,6 @@ from laserbatch.retrieval_pools.drafting.state import (
     Lookup,
     Runs,
     Scratch,
-    part,
 )
 from laserbatch.retrieval_pools.settings import MAX_MATCH_TOKENS
 from laserbatch.retrieval_pools.sources import NUM_SOURCES

@@ -1,13 +1,12 @@
 """Searches that do not wait for memory step by step: of a large pool, every place that is looked at is far away.
 
 A bisection must have one token before it knows which is next. Here several places divide what is left, and all of them
-are fetched before the first is compared: a few waits in place of many. Knows no context and no draft.
+are fetched before the first is compared: a few waits in place of many.
 """
 
 import numpy as np
 
-from laserbatch.retrieval_pools.compiled import fetch
-from laserbatch.retrieval_pools.drafting.state import called, part
+from laserbatch.retrieval_pools.compiled import called, fetch, part
 
 PROBE_BITS = 3
 NUM_PROBES = 1 << PROBE_BITS  # looked at together: what is left is divided by as many

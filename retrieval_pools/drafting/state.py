@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 MAX_NODES = 64
 LEAST_LEFT = 1 / 32  # shorter contexts are asked while so much is left to them: whatever the budget, so that estimates
@@ -27,19 +26,11 @@ NUM_OUTPUTS = 6
 OUT_TOKEN, OUT_PARENT, OUT_LOG_ACCEPTANCE, OUT_SOURCE, OUT_RELATIVE_COUNT, OUT_KIND = range(NUM_OUTPUTS)
 
 
-# How the parts of the query are compiled: each into its caller, since handing the arrays on costs more than most do.
-# They may not allocate (_nrt): where a function may, numba counts the references to every array that it touches, which
-# took a third of a draft's time.
-_options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy"}
-part = njit(**_options, _nrt=False, forceinline=True)
-called = njit(**_options, _nrt=False)  # long parts, or called rarely
-
-
 class Index(NamedTuple):
     """The arrays of a pool: `group_codes[k]` belongs to the text of position `order[k]`; see `suffix_order`.
 
-    Likewise `support[k]`, how many tokens from `order[k]` on enough entities have (see `support.py`); None
-    where nothing is kept back.
+    Likewise `support[k]`, how many tokens from `order[k]` on enough entities have (see `support.py`); None where
+    nothing is kept back.
     """
 
     tokens: np.ndarray
@@ -47,6 +38,18 @@ class Index(NamedTuple):
     group_codes: np.ndarray
     starts: np.ndarray
     support: np.ndarray | None
+    depth: int
+
+
+class CompiledIndex(NamedTuple):
+    """The same in compiled code: `support` is empty where nothing is kept back, and one array of codes always is."""
+
+    tokens: np.ndarray
+    order: np.ndarray
+    group_codes: np.ndarray
+    wide_codes: np.ndarray
+    starts: np.ndarray
+    support: np.ndarray
     depth: int
 
 
@@ -79,7 +82,7 @@ class Context(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What holds of all sequences of a call; see `PoolSettings` and `query.draft`."""
+    """What holds of all sequences of a call; see `PoolSettings` and `draft`."""
 
     num_context_lengths: int
     pool_escape: float

@@ -8,17 +8,14 @@ is expanded next, until there are enough nodes or none is likely enough. `tests/
 the same slowly.
 """
 
-import hashlib
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
-from typing import Literal, NamedTuple
 
 import numpy as np
-from numba import boolean, float64, int64, njit, types
+from numba import types
 
-from laserbatch.retrieval_pools import compiled, settings, sources
-from laserbatch.retrieval_pools.drafting.addresses import int32s_at, uint8s_at, uint16s_at
+from laserbatch.retrieval_pools.compiled import cached, called, part
+from laserbatch.retrieval_pools.drafting.addresses import int32s_at
 from laserbatch.retrieval_pools.drafting.continuations import count_continuations, push_candidates
 from laserbatch.retrieval_pools.drafting.estimate import note_own_tokens
 from laserbatch.retrieval_pools.drafting.frontier import least_probability
@@ -47,86 +44,56 @@ from laserbatch.retrieval_pools.drafting.state import (
     Context,
     Options,
     Preference,
-    called,
-    part,
 )
 
-_uint8s = types.Array(types.uint8, 1, "C")
-_int32s = types.Array(types.int32, 1, "C", readonly=True)
-_int64s = types.Array(types.int64, 1, "C")
-_float64s = types.Array(types.float64, 1, "C")
-_sequences = types.Array(types.int64, 2, "C")
-_found = types.Array(types.int32, 3, "C")
-_pool_types = (_int64s, _float64s)
-_call_types = (_uint8s, _int32s, _int32s, _sequences, boolean, boolean, int64, float64, int64, _found)
 
+@cached(nogil=True, error_model="numpy", _nrt=False)
+def draft_trees(
+    places, weights, block, contexts, previous, sequences, use_output, use_prompt, max_nodes, min_probability,
+    end_token_id, found,
+):  # fmt: skip
+    """The most probable continuations of each sequence, best first, into `found`: (sequence, OUT_ constant, node).
 
-class Variant(NamedTuple):
-    """What the arrays of a pool are: each kind has machine code of its own, which knows nothing of the others."""
-
-    has_support: bool = False
-    num_code_bits: Literal[8, 16] = 8
-
-
-def compile_draft_trees(variant: Variant = Variant()) -> Callable:
-    """`draft_trees` in machine code: seconds the first time on a machine, milliseconds from numba's cache later."""
-    function = _draft_trees_of(_stamp_of_this_folder(), variant.has_support, variant.num_code_bits == 16)
-    return njit((*_pool_types, *_call_types), cache=True, nogil=True, error_model="numpy", _nrt=False)(function)
-
-
-compiled_query = cache(compile_draft_trees)  # compiled when it is first needed
-
-
-def _stamp_of_this_folder() -> int:
-    """Changes with any file here, which `draft_trees` closes over: else numba's cache would look at this file alone."""
-    others = (Path(module.__file__) for module in (sources, compiled, settings))
-    files = [*sorted(Path(__file__).parent.glob("*.py")), *others]
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files))
-    return int.from_bytes(digest.digest()[:7], "big")
-
-
-def _draft_trees_of(stamp: int, has_support: bool, has_wide_codes: bool) -> Callable:
-    def draft_trees(
-        places, weights, block, contexts, previous, sequences, use_output, use_prompt, max_nodes, min_probability,
-        end_token_id, found,
-    ):  # fmt: skip
-        """The most probable continuations of each sequence, best first, into `found`: (sequence, OUT_ constant, node).
-
-        `places` and `weights` are those of a `PoolHandle`, `block` a `new_scratch` that no one else uses meanwhile.
-        `sequences` has a row for each, the columns of which are the constants of `state`; how many nodes were drafted
-        is written into it.
-        """
-        _ = stamp  # see _stamp_of_this_folder
-        num_positions = places[PLACE.num_positions]
-        if has_wide_codes:  # known when this is compiled, as is the next
-            group_codes = uint16s_at(places[PLACE.group_codes], num_positions)
-        else:
-            group_codes = uint8s_at(places[PLACE.group_codes], num_positions)
-        support = uint8s_at(places[PLACE.support], num_positions) if has_support else None
-        index = index_at(places, group_codes, support)
-        estimates = estimates_at(places)
-        max_match = places[PLACE.max_match]
-        options = Options(
-            places[PLACE.num_context_lengths],
-            weights[WEIGHT.pool_escape], weights[WEIGHT.previous_escape], weights[WEIGHT.local_escape],
-            use_output, use_prompt, max_nodes, min_probability, end_token_id,
+    `places` and `weights` are those of a `PoolHandle`, `block` a `new_scratch` that no one else uses meanwhile.
+    `sequences` has a row for each, the columns of which are the constants of `state`; how many nodes were drafted
+    is written into it. Made ready by `compiled_draft_trees`.
+    """
+    index, estimates = index_at(places), estimates_at(places)
+    max_match = places[PLACE.max_match]
+    options = Options(
+        places[PLACE.num_context_lengths],
+        weights[WEIGHT.pool_escape], weights[WEIGHT.previous_escape], weights[WEIGHT.local_escape],
+        use_output, use_prompt, max_nodes, min_probability, end_token_id,
+    )  # fmt: skip
+    scratch = scratch_in(block, max_nodes, max_match)
+    # Of these too no index is below 0; see `addresses`.
+    contexts = int32s_at(np.int64(contexts.ctypes.data), contexts.shape[0])
+    previous = int32s_at(np.int64(previous.ctypes.data), previous.shape[0])
+    found_floats = found.view(np.float32)
+    for i in range(sequences.shape[0]):
+        one = sequences[i]
+        context = Context(
+            contexts[one[CONTEXT_BEGIN] : one[CONTEXT_END]], one[NUM_PROMPT],
+            previous[one[PREVIOUS_BEGIN] : one[PREVIOUS_END]], max_match, places[PLACE.max_local_tokens],
         )  # fmt: skip
-        scratch = scratch_in(block, max_nodes, max_match)
-        # Of these too no index is below 0; see `addresses`.
-        contexts = int32s_at(np.int64(contexts.ctypes.data), contexts.shape[0])
-        previous = int32s_at(np.int64(previous.ctypes.data), previous.shape[0])
-        found_floats = found.view(np.float32)
-        for i in range(sequences.shape[0]):
-            one = sequences[i]
-            preference = preference_of(one[GROUP], places, weights)
-            context = Context(
-                contexts[one[CONTEXT_BEGIN] : one[CONTEXT_END]], one[NUM_PROMPT],
-                previous[one[PREVIOUS_BEGIN] : one[PREVIOUS_END]], max_match, places[PLACE.max_local_tokens],
-            )  # fmt: skip
-            one[NUM_NODES] = draft_tree(
-                scratch, index, preference, context, options, one[MAX_DEPTH], estimates, found[i], found_floats[i]
-            )
+        one[NUM_NODES] = draft_tree(
+            scratch, index, preference_of(one[GROUP], places, weights), context, options, one[MAX_DEPTH], estimates,
+            found[i], found_floats[i],
+        )  # fmt: skip
 
+
+@cache
+def compiled_draft_trees() -> Callable:
+    """`draft_trees` in machine code, of one kind for all callers: read-only arrays would get their own.
+
+    It takes seconds the first time on a machine, milliseconds from numba's cache later.
+    """
+    tokens = types.Array(types.int32, 1, "C", readonly=True)
+    sequences, found = types.int64[:, ::1], types.int32[:, :, ::1]
+    pool, block = (types.int64[::1], types.float64[::1]), types.uint8[::1]
+    options = types.boolean, types.boolean, types.int64, types.float64, types.int64
+    draft_trees.compile((*pool, block, tokens, tokens, sequences, *options, found))
+    draft_trees.disable_compile()
     return draft_trees
 
 

@@ -1,9 +1,5 @@
-"""A pool: the texts of one side, indexed, in files that every process of a machine shares.
+"""A pool: the texts of one side, indexed, in files that every process of a machine shares."""
 
-Owns opening and what a query needs of a pool. Knows nothing of versions, runs or the model that wrote the texts.
-"""
-
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +14,6 @@ from laserbatch.retrieval_pools.drafting.estimate import (
 )
 from laserbatch.retrieval_pools.drafting.pool_handle import PoolHandle
 from laserbatch.retrieval_pools.drafting.state import EVERYONE, UNKNOWN, Estimates, Index
-from laserbatch.retrieval_pools.drafting.tree import Variant, compiled_query
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.arrays import make_resident
 from laserbatch.retrieval_pools.index.budget_curve import BudgetCurve
@@ -151,19 +146,8 @@ class Pool:
         return replace(self, curves=curves)
 
     @cached_property
-    def variant(self) -> Variant:
-        """Which machine code drafts from it."""
-        index = self.index
-        return Variant(index.support is not None, 8 * index.group_codes.itemsize)
-
-    @cached_property
-    def draft_trees(self) -> Callable:
-        """That machine code; see `drafting.tree`."""
-        return compiled_query(self.variant)
-
-    @cached_property
     def first_drafts(self) -> dict:
-        """What `query.draft` remembers of how texts begin."""
+        """What `draft` remembers of how texts begin."""
         return {}
 
     def group_code(self, group: str | None) -> int:

@@ -21,12 +21,12 @@ from laserbatch.pipeline.decoding.model.identity import tokenizer_hash
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.manifest import PoolsUsed
 from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.retrieval_pools.draft import draft
 from laserbatch.retrieval_pools.drafting.estimate import NUM_KINDS
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.calibration_record import Calibration, Reliability, SourceCurve
 from laserbatch.retrieval_pools.index.store import PoolStore
-from laserbatch.retrieval_pools.query import draft
 from laserbatch.retrieval_pools.routing.router import Router
 from laserbatch.retrieval_pools.routing.settings import RoutingSettings
 from laserbatch.retrieval_pools.settings import PoolSettings

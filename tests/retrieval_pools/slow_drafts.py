@@ -1,7 +1,7 @@
 """Drafting, said slowly: the same drafts as the compiled query, by looking at every position of every text.
 
 No index, no sampling, no heap: a pool is a list of texts, an occurrence is a (text, position), the frontier is a sorted
-list. The tests hold `query.draft` to this, and a reader may start here.
+list. The tests hold `draft` to this, and a reader may start here.
 """
 
 import math
@@ -166,7 +166,7 @@ def draft_reference(
     max_depth: int = 64,
     curves: np.ndarray = IDENTITY_CURVES,
 ) -> list[ReferenceNode]:
-    """What `query.draft` gives, with every occurrence counted. Texts are given without START and END.
+    """What `draft` gives, with every occurrence counted. Texts are given without START and END.
 
     The frontier keeps no more paths than may still be drafted; the last of a full one says what is not worth asking
     for.
@@ -190,9 +190,7 @@ def draft_reference(
         if levels is not None and depth < max_depth:
             room = max_nodes - len(nodes)
             least = frontier[-1].probability if len(frontier) == room else 0.0
-            found = next_paths(
-                levels, node, probability, max(least, min_probability), kinds, curves, before
-            )
+            found = next_paths(levels, node, probability, max(least, min_probability), kinds, curves, before)
             drafted = (path for path in found if path.token != END or end_token_id is not None)
             frontier += (path for path in drafted if path.probability >= min_probability)
             frontier = sorted(frontier, key=_Path.order)[:room]

@@ -6,11 +6,11 @@ import os
 import numpy as np
 import pytest
 
+from laserbatch.retrieval_pools.draft import draft
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.manifest import FORMAT_VERSION
 from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.query import draft
 from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings
 
 

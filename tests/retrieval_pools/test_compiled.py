@@ -17,9 +17,9 @@ def answer(x):
     return more(x)
 """
 CALLEE = """
-from numba import njit
+from package.compiled import part
 
-@njit
+@part
 def more(x):
     return x + {}
 """

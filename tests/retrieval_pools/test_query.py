@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slow_drafts import ReferenceText, draft_reference, token_kind
 
+from laserbatch.retrieval_pools.draft import SHARE, draft, draft_batch
 from laserbatch.retrieval_pools.drafting.estimate import CURVES_SHAPE, IN_OUTPUT, IN_PROMPT, NUM_BEFORE
 from laserbatch.retrieval_pools.drafting.state import NUM_OWN_TOKENS
-from laserbatch.retrieval_pools.drafting.tree import Variant, compiled_query
+from laserbatch.retrieval_pools.drafting.tree import draft_trees
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
-from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.query import SHARE, draft, draft_batch
+from laserbatch.retrieval_pools.index.pool import EMPTY_POOL, Pool
 from laserbatch.retrieval_pools.settings import PoolSettings
 from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
@@ -279,13 +279,9 @@ def test_arrays_of_any_kind_use_one_compilation(tmp_path):
     read_only.flags.writeable = False
     for context in (read_only, ids([1, 5, 2])[::2], np.array([1, 2], np.int64), [1, 2], ids([1, 2, 9])[:2]):
         assert draft(pool, context, 0, ids([1, 2, 3])).token_ids.tolist() == expected
-    assert len(compiled_query(Variant()).signatures) == 1
+    assert len(draft_trees.signatures) == 1
     with pytest.raises(ValueError, match="one row of integers"):
         draft(pool, np.array([[1]]), 0)
-
-
-def test_cache_of_the_compiled_query_sees_a_change_in_any_of_its_files():
-    assert "stamp" in compiled_query(Variant()).py_func.__code__.co_freevars
 
 
 def test_threads_draft_the_same_as_one(tmp_path):
@@ -330,7 +326,7 @@ def test_groups_may_be_more_than_a_byte_counts(tmp_path):
     texts = [[1, 2 + group] for group in range(num_groups)]
     settings = PoolSettings(scope="group", num_group_samples=num_groups)  # all are looked at
     pool = pool_of(tmp_path / "p", texts, settings, [f"g{group}" for group in range(num_groups)])
-    assert pool.variant.num_code_bits == 16
+    assert pool.index.group_codes.dtype == np.uint16
     for group in (0, 255, 256, 299):
         assert draft(pool, ids([1]), 0, None, f"g{group}").token_ids.tolist() == [2 + group]
 
@@ -399,26 +395,21 @@ def test_certain_continuations_are_drafted_once(tmp_path):
     assert [node.token_id for node in reference] == tree.token_ids.tolist()
 
 
-def test_first_drafts_are_remembered_for_who_asks_the_same(tmp_path):
+def test_a_prompt_says_nothing_of_how_a_text_begins_but_group_and_earlier_text_do(tmp_path):
     pool = pool_of(tmp_path / "p", [[1, 2], [1, 2], [3, 4]], groups=["a", "a", "b"])
     asked = {"max_nodes": 8, "min_probability": 0.0}
-    first = draft(pool, ids([7, 7]), 2, None, "a", **asked)
-    again = draft(pool, ids([8]), 1, None, "a", **asked)  # the prompt says nothing of how a text begins
-    assert again.token_ids.tolist() == first.token_ids.tolist()
-    assert first.token_ids.tolist()[0] == 1
+    first = draft(pool, ids([7, 7]), 2, None, "a", **asked).token_ids.tolist()
+    assert draft(pool, ids([8]), 1, None, "a", **asked).token_ids.tolist() == first
+    assert first[0] == 1
     assert draft(pool, ids([8]), 1, None, "b", **asked).token_ids.tolist()[0] == 3
     assert draft(pool, ids([8]), 1, None, "a", max_nodes=2, min_probability=0).token_ids.tolist() == [1, 2]
     assert draft(pool, ids([8]), 1, ids([9, 9]), "a", **asked).token_ids.tolist()[0] == 9
     walled = pool.with_settings(scope="group")
     assert draft(walled, ids([8]), 1, None, "a", **asked).token_ids.tolist() == [1, 2]
-    with pytest.raises(ValueError, match="read-only"):
-        first.token_ids[0] = 5
 
 
 def test_own_texts_are_searched_up_to_a_limit():
     prompt = [5, 6] + [0] * 50
     tree = draft(None, ids([*prompt, 5]), len(prompt))
     assert tree.token_ids.tolist()[:1] == [6]
-    from laserbatch.retrieval_pools.index.pool import EMPTY_POOL
-
     assert len(draft(EMPTY_POOL.with_settings(max_local_tokens=20), ids([*prompt, 5]), len(prompt))) == 0

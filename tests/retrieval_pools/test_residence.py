@@ -5,11 +5,11 @@ import sys
 import numpy as np
 import pytest
 
+from laserbatch.retrieval_pools.draft import draft
 from laserbatch.retrieval_pools.index import arrays
 from laserbatch.retrieval_pools.index.arrays import make_resident, map_array
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.query import draft
 
 NUM_VALUES = 1 << 20
 

@@ -7,11 +7,11 @@ import sys
 import numpy as np
 import pytest
 
+from laserbatch.retrieval_pools.draft import draft
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.manifest import FORMAT_VERSION
 from laserbatch.retrieval_pools.index.store import PoolStore
-from laserbatch.retrieval_pools.query import draft
 
 
 def publish(store, version, text=(1, 2, 3), sides=("user", "item")):

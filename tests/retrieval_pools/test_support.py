@@ -5,11 +5,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from laserbatch.retrieval_pools.draft import draft
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.layout import TextSpans
 from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR, sort_suffixes
 from laserbatch.retrieval_pools.index.support import supported_lengths
-from laserbatch.retrieval_pools.query import draft
 from laserbatch.retrieval_pools.settings import PoolSettings
 from laserbatch.retrieval_pools.sources import SOURCE_POOL
 

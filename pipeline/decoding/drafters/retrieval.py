@@ -26,7 +26,7 @@ class RetrievalDrafter:
         min_acceptance: float = 0.07,
         num_threads: int = 1,
     ) -> None:
-        from laserbatch.retrieval_pools.query import (
+        from laserbatch.retrieval_pools.draft import (
             draft_batch,  # compiled code; a plain decoder need not load it
         )
 

@@ -1,7 +1,6 @@
 """Drafting for one sequence or for all of a step: the call that the engine makes once a step.
 
-Compiles the query when it is first needed (once a machine: numba caches it on disk) and hands it flat arrays. Knows
-nothing of models, tokens' meaning, or how drafts are verified.
+What is compiled begins in `drafting/tree.py` and takes flat arrays.
 """
 
 import struct
@@ -32,6 +31,7 @@ from laserbatch.retrieval_pools.drafting.state import (
     PREVIOUS_BEGIN,
     PREVIOUS_END,
 )
+from laserbatch.retrieval_pools.drafting.tree import compiled_draft_trees
 from laserbatch.retrieval_pools.index.pool import EMPTY_POOL, Pool
 
 MAX_FIRST_DRAFTS = 4096  # remembered of a pool
@@ -262,7 +262,7 @@ def _pack_sequences(
 def _draft_many(pool: Pool, packed: tuple, options: tuple, found: np.ndarray, num_threads: int) -> None:
     """Fill in what is found for each of what `_pack_sequences` gave, on several threads where these are many."""
     contexts, previous, sequences = packed
-    compiled, (places, weights, _) = pool.draft_trees, pool.handle
+    compiled, (places, weights, _) = compiled_draft_trees(), pool.handle
     num_threads = min(num_threads, len(sequences) // SHARE)
     share = SHARE if num_threads > 1 else max(len(sequences), 1)
     starts = iter(range(0, len(sequences), share))
@@ -316,7 +316,7 @@ def _draft_one(pool, context, num_prompt, previous, group, max_depth, options) -
     row = mine.row
     _fill_row(row, 0, 0, len(context), num_prompt, 0, len(previous), pool.group_code(group), max_depth, 0)
     found = np.empty((1, NUM_OUTPUTS, options[2]), np.int32)
-    pool.draft_trees(places, weights, mine.scratch, context, previous, mine.sequences, *options, found)
+    compiled_draft_trees()(places, weights, mine.scratch, context, previous, mine.sequences, *options, found)
     found.setflags(write=False)  # it may be remembered
     return Draft(found[0, :, : row[NUM_NODES]])
 
