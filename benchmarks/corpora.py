@@ -1,6 +1,6 @@
 """Texts for `drafting.py`: what drafters may know, what they are tuned on, and what they are measured on.
 
-Held-out texts share neither prompt nor wording with a pool. Knows tokenizers and tables, no drafter.
+Held-out texts share neither prompt nor wording with a pool.
 """
 
 import random

@@ -1,6 +1,6 @@
 """What `engine.py` compares, by name, and how each is made: the peers, plain decoding, and every pool and verifier.
 
-Knows no task and measures nothing but what a step costs, which adaptive budgets are chosen by.
+Nothing is measured but what a step costs, which adaptive budgets are chosen by.
 """
 
 import gc

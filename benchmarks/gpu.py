@@ -4,7 +4,7 @@
 
 Every part is a process of its own with a time limit; none stops the others. Results are in the JSON as they come, so a
 run that is cut off has what it had done. `docs/gpu.md` says what a stage answers and how to read it. The exit code is 0
-where every part did what it should. Owns parts and their limits, and knows nothing of what they measure.
+where every part did what it should.
 """
 
 import argparse

@@ -2,8 +2,7 @@
 
 A span is two readings of the clock around a call that is there anyway, some hundred a step, so a step takes what it
 takes unwatched. On CUDA the device is waited for at both ends of a span and steps are not replayed from graphs, which
-hides what host and device do at once: parts are then right and their sum is more than an unwatched step. Knows the
-engine's seams, no task and no table.
+hides what host and device do at once: parts are then right and their sum is more than an unwatched step.
 """
 
 import functools

@@ -1,7 +1,4 @@
-"""The CTR table: every model, with every variant of knowledge, from every seed, judged on what came after the date.
-
-Knows no files and no settings but its own; `jobs.ctr` reads the tables and a run's features.
-"""
+"""The CTR table: every model, with every variant of knowledge, from every seed, judged on what came after the date."""
 
 import datetime
 import logging

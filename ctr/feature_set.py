@@ -1,4 +1,4 @@
-"""Feature tables of a run, read, checked and aligned with the entities. Knows no encoder and no text.
+"""Feature tables of a run, read, checked and aligned with the entities.
 
 The check of provenance is here: a feature made from a text of a later date than the run's has seen the test period.
 """

@@ -1,7 +1,7 @@
 """What every command shares towards the person who runs it: progress, summaries, errors as exit codes.
 
-Knows nothing of what the commands do. Progress and log lines go to standard error, summaries to standard output, so
-that `laserbatch ... --json | jq` works.
+Progress and log lines go to standard error, summaries to standard output, so that
+`laserbatch ... --json | jq` works.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""`laserbatch ctr train`: what the features of a run are worth to CTR models.
-
-Owns which files the comparison reads; splitting, training and judging are the `ctr` package.
-"""
+"""`laserbatch ctr train`: what the features of a run are worth to CTR models."""
 
 import datetime
 from collections.abc import Callable

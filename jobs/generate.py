@@ -34,7 +34,7 @@ from laserbatch.pipeline.storage.manifest import ShardFigures, SideFigures, Work
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
-from laserbatch.pipeline.storage.stats import DecodingStats, LengthHistogram
+from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.retrieval_pools.draft import draft
 
 MOST_UNUSABLE = 0.5  # of the first texts; where more fail, model and template do not fit each other
@@ -281,6 +281,6 @@ def _stats(records: Iterable[ShardRecord]) -> DecodingStats:
 
 
 def _shard_figures(shard: Shard, record: ShardRecord) -> ShardFigures:
-    stats = replace(record.info.stats, lengths=LengthHistogram())  # a manifest holds no histogram a shard
+    stats = record.info.stats
     name = f"{shard.side}-{shard.name}"
     return ShardFigures(name, shard.group, record.file, record.num_rows, record.sha256, stats.wall_s, stats)

@@ -1,4 +1,4 @@
-"""Pools on a terminal: versions, groups, and the draft tree of a query. Draws what it is given; opens nothing."""
+"""Pools on a terminal: versions, groups, and the draft tree of a query."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.pipeline.decoding.settings import DecodingSettings
@@ -20,7 +20,7 @@ from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
 from laserbatch.pipeline.tables.settings import TablesSettings
-from laserbatch.pipeline.validation import explain, read_yaml
+from laserbatch.pipeline.validation import Strict, explain, read_yaml
 from laserbatch.retrieval_pools.routing.settings import RoutingSettings
 from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings
 
@@ -42,10 +42,8 @@ _PATH_KEYS = (
 )
 
 
-class NightSettings(BaseModel):
+class NightSettings(Strict):
     """What a night does around generation."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     shard_size: int | None = Field(
         None,
@@ -60,10 +58,8 @@ class NightSettings(BaseModel):
     num_report_samples: int = Field(3, ge=0, description="Texts a side that the report shows.")
 
 
-class Settings(BaseModel):
+class Settings(Strict):
     """Everything a run is configured by."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     workspace: Path = Path("workspace")
     seed: int = 0

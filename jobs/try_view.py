@@ -1,6 +1,6 @@
 """`laserbatch try` on a terminal: one entity's prompt, its pool, its text with accepted spans coloured, its record.
 
-Draws what it is given; generates nothing. Everything that comes from tables or from a model is drawn as text: rich
+Everything that comes from tables or from a model is drawn as text: rich
 markup in it is not read, and control characters are shown, not sent to the terminal.
 """
 

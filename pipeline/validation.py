@@ -13,6 +13,10 @@ from laserbatch.pipeline.errors import ConfigError
 MAX_FOUND_CHARACTERS = 60
 
 
+class Strict(BaseModel, frozen=True, extra="forbid"):
+    """A model that cannot be changed, and whose unknown keys are refused."""
+
+
 def read_yaml(path: Path, what: str, advice: str) -> Any:
     """What a YAML file holds.
 

@@ -1,4 +1,4 @@
-"""The charts of a page, by matplotlib's SVG backend, in one style. Knows labels and numbers, nothing of manifests.
+"""The charts of a page, by matplotlib's SVG backend, in one style.
 
 The same data give the same bytes. A chart's label holds all of its values, for readers who do not see it. Text stays
 text: the page sets its font. A value of None is drawn as a dash, never as zero.

@@ -1,7 +1,4 @@
-"""The CTR comparison: what knowledge adds to each model, and whether the run's texts are as good as plain ones.
-
-Shows what the CTR package measured and decided; decides nothing itself.
-"""
+"""The CTR comparison: what knowledge adds to each model, and whether the run's texts are as good as plain ones."""
 
 import math
 from collections.abc import Mapping, Sequence

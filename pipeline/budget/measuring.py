@@ -3,8 +3,7 @@
 Steps are real ones (admit, forward, verify, commit) of texts that say nothing. Every second token of their drafts is
 accepted, whatever the model says: an accepted node costs more than a rejected one, since on a CPU only of what follows
 accepted ones logits are computed. Trees that were mostly rejected would make large ones seem cheap. Drafting is timed
-apart. A few seconds for a small model: repetitions are fewer where steps are long. Knows no run and keeps nothing;
-`cached_step_cost` does.
+apart. A few seconds for a small model: repetitions are fewer where steps are long.
 """
 
 import datetime

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from laserbatch.pipeline.validation import Strict
 from laserbatch.retrieval_pools.errors import PoolError
 
 if TYPE_CHECKING:  # the engine reads costs; it need not load what replays
@@ -26,33 +27,27 @@ BUSY_SPREAD, BUSY_LOAD = 0.5, 2.0  # of a measurement; the run's own workers are
 MAX_AGE_DAYS = 30  # drivers, kernels and neighbours change
 
 
-class StepPoint(BaseModel):
+class StepPoint(Strict):
     """One measured step."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     batch_size: int = Field(ge=1, description="Sequences in the step.")
     num_tokens: int = Field(ge=1, description="Packed tokens, the drafts of all sequences among them.")
     seconds: float = Field(gt=0, description="Duration of the whole step.")
 
 
-class DraftCost(BaseModel):
+class DraftCost(Strict):
     """What drafting takes beside the step that verifies: of one call for all its sequences."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     seconds_per_step: float = Field(0.0, ge=0, description="Of the call itself, however many sequences it is for.")
     seconds: float = Field(0.0, ge=0, description="Of each sequence, for a draft that finds nothing.")
     seconds_per_token: float = Field(0.0, ge=0, description="Of each draft token.")
 
 
-class StepCost(BaseModel):
+class StepCost(Strict):
     """Step durations by batch size and packed tokens; linear between the points of one batch size.
 
     Below a batch size's first point a step costs as much as that; beyond its last the last piece goes on.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field("step cost of a file", description="What was measured: shown beside every figure.")
     steps: tuple[StepPoint, ...] = Field(min_length=1, description="At least two points of each batch size.")

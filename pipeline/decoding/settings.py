@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from laserbatch.pipeline.validation import Strict
 
 DraftSource = Literal["previous", "prompt", "output", "pool"]
 
 
-class DecodingSettings(BaseModel):
+class DecodingSettings(Strict):
     """How texts are drafted, verified and written."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(
         "sample", description="Folder with safetensors weights, configuration and tokenizer; 'sample': the bundled one."

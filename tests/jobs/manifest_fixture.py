@@ -12,7 +12,6 @@ from pydantic import TypeAdapter
 from laserbatch.ctr.equivalence import compare_paired
 from laserbatch.jobs.report import charts
 from laserbatch.pipeline.storage.manifest import RunManifest, SideFigures
-from laserbatch.pipeline.storage.stats import LengthHistogram
 from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
 DEPTH = 16
@@ -94,7 +93,6 @@ def stats(
         "drafted_by_depth": drafted_by_depth if num_drafted else [],
         "accepted_by_depth": accepted_by_depth if num_drafted else [],
         "finish_reasons": {"end_of_text": num_texts - cut, "stop": 0, "length": cut},
-        "lengths": vars(LengthHistogram.of(lengths)),
     }
 
 

@@ -25,7 +25,7 @@ from laserbatch.pipeline.storage.manifest import (
 )
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons, quarantine_schema, quarantine_table
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo
-from laserbatch.pipeline.storage.stats import DecodingStats, LengthHistogram
+from laserbatch.pipeline.storage.stats import DecodingStats
 
 FAILED = QuarantineRow("u9", "user", "too-long", "900 tokens", "ff")
 
@@ -47,7 +47,7 @@ def run(tmp_path) -> RunFolder:
 
 
 def test_a_shard_comes_back_with_what_was_recorded(run):
-    counted = DecodingStats(2, 9, 4, wall_s=1.5, drafted_by_source={"pool": 3}, lengths=LengthHistogram(1, [0, 2]))
+    counted = DecodingStats(2, 9, 4, wall_s=1.5, drafted_by_source={"pool": 3})
     info = ShardInfo("ff", "g/0", counted, ModelFigures("m", "float32", "cpu", 9), 2)
     written = run.write_shard("user", "00000", knowledge("u1", "u2"), [FAILED], info)
     assert run.finished_shards("user") == {"00000": written}

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laserbatch.pipeline.decoding.requests import GenerationResult
-from laserbatch.pipeline.storage.stats import MOST_LENGTH_BINS, DecodingStats, LengthHistogram
+from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.retrieval_pools.sources import NUM_SOURCES
 
 counts = st.lists(st.integers(0, 50), min_size=0, max_size=6)
@@ -46,12 +46,3 @@ def test_a_night_without_texts_has_zero_counts():
     assert empty == DecodingStats()
     paces = empty.tokens_per_step, empty.acceptance_length, empty.drafted_per_step, empty.tokens_per_s
     assert paces == (None,) * 4
-
-
-@given(st.lists(st.integers(0, 5000), max_size=9), st.lists(st.integers(0, 300), max_size=9))
-def test_lengths_are_few_numbers_however_many_texts_there_are(first, second):
-    merged = LengthHistogram.total([LengthHistogram.of(first), LengthHistogram.of(second)])
-    assert merged == LengthHistogram.of(first + second)
-    assert sum(merged.counts) == len(first + second) and len(merged.counts) <= MOST_LENGTH_BINS
-    if max(first + second, default=0) < MOST_LENGTH_BINS:
-        assert merged.bin_width == 1
