@@ -30,7 +30,7 @@ except ImportError:  # optional: without it nothing can be measured beside it, a
     SuffixDecodingCache = None
 
 INSTALL_ARCTIC = "pip install --no-deps arctic-inference==0.3.0"
-MIN_PROBABILITY = 1e-3  # low enough for full trees; a run cuts earlier and drafts faster
+MIN_ACCEPTANCE = 1e-3  # low enough for full trees; a run cuts earlier and drafts faster
 
 
 class Drafter:
@@ -113,7 +113,7 @@ class Ours(Drafter):
         texts = [ReplayText(document.prompt_ids, document.text_ids) for document in corpus.tuning]
         start_s = time.perf_counter()
         calibrations = {
-            k: calibrate(without_tuning, texts, DraftOptions(max_nodes=k, min_probability=MIN_PROBABILITY))
+            k: calibrate(without_tuning, texts, DraftOptions(max_nodes=k, min_acceptance=MIN_ACCEPTANCE))
             for k in max_nodes
         }
         self.calibration_s = (time.perf_counter() - start_s) / len(max_nodes)
@@ -126,7 +126,7 @@ class Ours(Drafter):
             self.tokens[: self.length],
             self.num_prompt,
             max_nodes=max_nodes,
-            min_probability=MIN_PROBABILITY,
+            min_acceptance=MIN_ACCEPTANCE,
             use_previous=False,
         )
         return tree.token_ids, tree.parents

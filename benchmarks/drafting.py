@@ -34,7 +34,7 @@ from common import (
 from corpora import Corpus, CorpusSize, Document, goodreads_corpus, reki_corpus
 from drafters import (
     INSTALL_ARCTIC,
-    MIN_PROBABILITY,
+    MIN_ACCEPTANCE,
     Arctic,
     ArcticGrid,
     Drafter,
@@ -236,7 +236,7 @@ def step_rows(corpus: Corpus, ours: Ours, sequences: tuple[list[np.ndarray], lis
     rows = []
     for k in MAX_NODES:
         times: dict[int, list[float]] = {num_threads: [] for num_threads in NUM_THREADS}
-        options = {"max_nodes": k, "min_probability": MIN_PROBABILITY, "use_previous": False}
+        options = {"max_nodes": k, "min_acceptance": MIN_ACCEPTANCE, "use_previous": False}
         for _ in range(scale.num_steps):
             for num_threads, found in times.items():
                 start_s = time.perf_counter()

@@ -44,7 +44,7 @@ LEAST_TOKENS_PER_STEP = {"reki": 7.0, "goodreads-items": 4.0}
 LEAST_SPEEDUP_AT_BATCH_1 = {"reki": 3.0, "goodreads-items": 2.0}
 MOST_REPLAY_ERROR = 2.0  # percent
 NUM_BIG_POOL, NUM_BIG_HELD_OUT = 15_000, 150
-BIG_MIN_PROBABILITY = 1e-3  # low enough for full trees; a run cuts earlier and drafts faster
+BIG_MIN_ACCEPTANCE = 1e-3  # low enough for full trees; a run cuts earlier and drafts faster
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def measure_big_pool(engine: Engine, data: Path) -> tuple[dict, list[Figure]]:
         ReplayText(chat_ids(tokenizer, GOODREADS_PROMPT.format(title=titles[row["item_id"]])), text)
         for row, text in zip(knowledge[NUM_BIG_POOL:], texts[NUM_BIG_POOL:], strict=True)
     ]
-    options = DraftOptions(max_nodes=MAX_DRAFT_TOKENS, min_probability=BIG_MIN_PROBABILITY)
+    options = DraftOptions(max_nodes=MAX_DRAFT_TOKENS, min_acceptance=BIG_MIN_ACCEPTANCE)
     with tempfile.TemporaryDirectory() as folder:
         replay(build(texts[:50], Path(folder) / "warm-up", "item"), held_out[:1], options)
         start_s = time.perf_counter()

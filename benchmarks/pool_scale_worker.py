@@ -19,7 +19,7 @@ from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.settings import PoolBuildSettings
 
-DRAFTS = DraftOptions(max_nodes=32, min_probability=1e-3)
+DRAFTS = DraftOptions(max_nodes=32, min_acceptance=1e-3)
 POOL = {"side": "user", "tokenizer_hash": "benchmark", "model_id": "benchmark"}
 NUM_GROUPS = 200
 

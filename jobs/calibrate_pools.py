@@ -88,7 +88,7 @@ def draft_options(decoding: DecodingSettings, budget: Budget | None = None) -> D
     budget = budget or Budget.of(decoding)
     return DraftOptions(
         max_nodes=budget.max_draft_tokens or DraftOptions.max_nodes,
-        min_probability=budget.min_acceptance,
+        min_acceptance=budget.min_acceptance,
         use_prompt="prompt" in decoding.drafters,
         use_output="output" in decoding.drafters,
         use_previous="previous" in decoding.drafters,

@@ -133,7 +133,7 @@ def query(
     group: str | None = typer.Option(None, help="Draft for an entity of this group; without it texts count the same."),
     version: str | None = typer.Option(None, help="The version; without it the current one."),
     max_nodes: int = typer.Option(16, min=1, max=64, help="At most this many tokens are drafted."),
-    min_probability: float = typer.Option(0.02, min=0, max=1, help="Less likely paths are not drafted."),
+    min_acceptance: float = typer.Option(0.02, min=0, max=1, help="Less likely paths are not drafted."),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     as_json: bool = JSON,
@@ -145,7 +145,7 @@ def query(
     if side not in ("user", "item"):
         raise typer.BadParameter(f"--side is user or item, not {side!r}")
     settings = load_settings(config, {"workspace": workspace})
-    view = query_pool(settings, text, side, group, version, max_nodes, min_probability)
+    view = query_pool(settings, text, side, group, version, max_nodes, min_acceptance)
     if as_json:
         summary(view.data(), as_json=True)
     else:
@@ -204,7 +204,7 @@ def query_pool(
     group: str | None,
     version: str | None,
     max_nodes: int,
-    min_probability: float,
+    min_acceptance: float,
 ) -> DraftView:
     """Draft the continuation of a text from a version's pool.
 
@@ -224,7 +224,7 @@ def query_pool(
     _require_group(pool, group)
     tokenizer = load_tokenizer(settings.model_dir)
     context = _context(tokenizer, text)
-    found = draft(pool, context, 0, None, group, max_nodes=max_nodes, min_probability=min_probability,
+    found = draft(pool, context, 0, None, group, max_nodes=max_nodes, min_acceptance=min_acceptance,
                   use_prompt=False, use_output=False, use_previous=False)  # fmt: skip
     return DraftView.of(tokenizer, chosen.version, pool.manifest, group, text, context, found)
 

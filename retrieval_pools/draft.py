@@ -127,7 +127,7 @@ def draft(
     group: str | None = None,
     *,
     max_nodes: int = 16,
-    min_probability: float = 0.02,
+    min_acceptance: float = 0.02,
     use_prompt: bool = True,
     use_output: bool = True,
     use_previous: bool = True,
@@ -147,7 +147,7 @@ def draft(
     group : the sequence's group; one that the pool does not know counts nothing more (scope "side") or has no texts
         (scope "group"). None: all texts count the same.
     max_nodes : at most this many tokens are drafted, 0 to 64.
-    min_probability : paths estimated to be less likely are not drafted, nor those of a product of estimates below
+    min_acceptance : paths estimated to be less likely are not drafted, nor those of a product of estimates below
         1/2048.
     use_prompt, use_output, use_previous : which of the sequence's own texts may be drafted from.
     end_token_id : draft this token where texts are known to end. None: an end takes its share of the probability but is
@@ -165,7 +165,7 @@ def draft(
         raise ValueError(f"num_prompt is {num_prompt}; the context has {len(context)} tokens")
     pool = EMPTY_POOL if pool is None else pool
     previous = _int32_row(previous) if use_previous and previous is not None else _NO_TOKENS
-    options = use_output, use_prompt, max_nodes, min_probability, -1 if end_token_id is None else end_token_id
+    options = use_output, use_prompt, max_nodes, min_acceptance, -1 if end_token_id is None else end_token_id
     if num_prompt < len(context) or len(previous):
         return _draft_one(pool, _int32_row(context), num_prompt, previous, group, max_depth, options)
     # How texts begin depends on nothing else where there is no earlier one: drafted once, then remembered.
@@ -187,7 +187,7 @@ def draft_batch(
     max_depths: Sequence[int] | None = None,
     *,
     max_nodes: int = 16,
-    min_probability: float = 0.02,
+    min_acceptance: float = 0.02,
     use_prompt: bool = True,
     use_output: bool = True,
     use_previous: bool = True,
@@ -221,11 +221,11 @@ def draft_batch(
     sequences[is_first, MAX_DEPTH] = 0  # these are remembered by `draft`
 
     found = np.empty((num_sequences, NUM_OUTPUTS, max_nodes), np.int32)
-    options = use_output, use_prompt, max_nodes, min_probability, -1 if end_token_id is None else end_token_id
+    options = use_output, use_prompt, max_nodes, min_acceptance, -1 if end_token_id is None else end_token_id
     _draft_many(pool, packed, options, found, num_threads)
     for i in np.flatnonzero(is_first).tolist():
         first = draft(
-            pool, _NO_TOKENS, 0, None, groups[i], max_nodes=max_nodes, min_probability=min_probability,
+            pool, _NO_TOKENS, 0, None, groups[i], max_nodes=max_nodes, min_acceptance=min_acceptance,
             end_token_id=end_token_id, max_depth=max_depths[i],
         )  # fmt: skip
         sequences[i, NUM_NODES] = len(first)

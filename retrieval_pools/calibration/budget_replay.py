@@ -94,7 +94,7 @@ def replay_budgets(
     least = np.log([least for _, least in budgets], dtype=np.float32)
     widest = vars(options) | {
         "max_nodes": int(sizes.max()),
-        "min_probability": min(least for _, least in budgets),
+        "min_acceptance": min(least for _, least in budgets),
     }
     num_prompt, num_tokens = len(text.prompt_ids), len(text.text_ids)
     context = np.concatenate([text.prompt_ids, text.text_ids]).astype(np.int32)

@@ -62,7 +62,7 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
     options = DraftOptions() if options is None else options
     texts = _of_bounded_length(texts, MAX_TOKENS)
     plain = _with_best_escape(pool.with_calibration(None), texts, options)
-    widest = replace(options, max_nodes=MAX_NODES, min_probability=0.0)
+    widest = replace(options, max_nodes=MAX_NODES, min_acceptance=0.0)
     halves = texts[0::2], texts[1::2]
     nodes = [_behind_accepted(replay_nodes(plain, half, widest, options)) for half in halves]
     fitted = [plain.with_curves(curves_of(fit_sources(part))) for part in nodes]
@@ -134,7 +134,7 @@ def _with_best_escape(pool: Pool, texts: Sequence[ReplayText], options: DraftOpt
     """
     if pool.settings.pool_escape_per_token is not None:
         return pool
-    full = replace(options, min_probability=0.0)
+    full = replace(options, min_acceptance=0.0)
     texts = _of_bounded_length(texts, MAX_TOKENS // len(POOL_ESCAPES))
     tried = [pool.with_settings(pool_escape_per_token=escape) for escape in POOL_ESCAPES]
     return max(tried, key=lambda one: replay(one, texts, full).mean_accepted)  # of equals the lowest

@@ -32,7 +32,7 @@ def reliability(checks: Sequence[tuple[Pool, Sequence[ReplayText]]], options: Dr
         num_texts=len(of_texts),
         num_nodes=len(nodes),
         max_nodes=options.max_nodes,
-        min_probability=options.min_probability,
+        min_acceptance=options.min_acceptance,
         expected_calibration_error=round(error, DIGITS),
         error_by_chance=None if by_chance is None else round(by_chance, DIGITS),
         bins=bins,

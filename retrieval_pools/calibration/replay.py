@@ -40,7 +40,7 @@ class DraftOptions:
     """How drafts are asked for; the options of `draft` by their names there."""
 
     max_nodes: int = 16
-    min_probability: float = 0.07
+    min_acceptance: float = 0.07
     use_prompt: bool = True
     use_output: bool = True
     use_previous: bool = True
@@ -210,7 +210,7 @@ def pool_steps(
         return draft(pool, context[: num_prompt + position], num_prompt, text.previous_ids, text.group, **asked)
 
     def num_verified(tree: Draft) -> int:  # the most probable nodes come first
-        is_likely = np.exp(tree.log_acceptance) >= verified.min_probability
+        is_likely = np.exp(tree.log_acceptance) >= verified.min_acceptance
         return min(verified.max_nodes, int(np.count_nonzero(is_likely)))
 
     return steps_along(text.text_ids, draft_after, asked["end_token_id"], verified and num_verified)

@@ -4,7 +4,7 @@ import numpy as np
 
 from laserbatch.retrieval_pools.compiled import part
 from laserbatch.retrieval_pools.drafting.estimate import acceptance, before_bin, kind_of, most_acceptance
-from laserbatch.retrieval_pools.drafting.frontier import least_probability, push_path
+from laserbatch.retrieval_pools.drafting.frontier import least_acceptance, push_path
 from laserbatch.retrieval_pools.drafting.intervals import num_samples_behind
 from laserbatch.retrieval_pools.drafting.levels import stand_at
 from laserbatch.retrieval_pools.drafting.runs import list_own_runs, list_pool_runs
@@ -14,7 +14,7 @@ from laserbatch.retrieval_pools.sources import SOURCE_POOL
 
 @part
 def count_continuations(
-    candidates, runs, levels, num_levels, frontier, node, depth, probability, least_probability, index, preference,
+    candidates, runs, levels, num_levels, frontier, node, depth, probability, least_acceptance, index, preference,
     context,
 ):  # fmt: skip
     """Ask the levels in turn; each takes its share of what the longer contexts left. Returns the number of candidates.
@@ -24,7 +24,7 @@ def count_continuations(
     entities.
     """
     num_candidates = 0
-    if probability < least_probability:  # no path is more probable than its parent
+    if probability < least_acceptance:  # no path is more probable than its parent
         return num_candidates
     num_samples = num_samples_behind(preference, probability)
     left = 1.0
@@ -99,7 +99,7 @@ def _add_share(candidates, c, source, share):
 
 @part
 def push_candidates(
-    frontier, size, candidates, num_candidates, node, probability, min_probability, estimates, own, last_token,
+    frontier, size, candidates, num_candidates, node, probability, min_acceptance, estimates, own, last_token,
     draft_end,
 ):  # fmt: skip
     """Put the likely candidates of the node drafted last on the frontier, and clear them away for the next node.
@@ -111,8 +111,8 @@ def push_candidates(
     for c in range(num_candidates):
         candidates.slots[candidates.slot_of[c]] = 0
         relative_count = candidates.total[c]
-        if probability * most_acceptance(estimates.bounds, relative_count) < least_probability(
-            frontier, size, min_probability
+        if probability * most_acceptance(estimates.bounds, relative_count) < least_acceptance(
+            frontier, size, min_acceptance
         ):
             continue
         token = candidates.token[c]
@@ -121,6 +121,6 @@ def push_candidates(
         source = candidates.own_source[c] if candidates.own[c] >= candidates.pool[c] else SOURCE_POOL
         kind = kind_of(own, estimates.frequencies, token, before)
         path = probability * acceptance(estimates.curves[source, kind], relative_count)
-        if path >= min_probability:
+        if path >= min_acceptance:
             size = push_path(frontier, node, size, path, node, source, kind, candidates, c)
     return size

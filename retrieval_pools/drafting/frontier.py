@@ -20,11 +20,11 @@ def _comes_before(frontier, k, probability, token, parent):
 
 
 @part
-def least_probability(frontier, size, min_probability):
+def least_acceptance(frontier, size, min_acceptance):
     """What a path must reach to be drafted, as far as is known: less than the last one of a full list never is."""
     if size < frontier.slots.shape[0]:
-        return min_probability
-    return max(min_probability, frontier.probability[size - 1])
+        return min_acceptance
+    return max(min_acceptance, frontier.probability[size - 1])
 
 
 @part

@@ -7,7 +7,7 @@ import numpy as np
 MAX_NODES = 64
 LEAST_LEFT = 1 / 32  # shorter contexts are asked while so much is left to them: whatever the budget, so that estimates
 # do not depend on it and a smaller budget's tree is the beginning of a larger one's
-MIN_PROBABILITY = 1 / 2048  # the paths not yet drafted exclude each other, so no more than 2048 of them are as likely
+MIN_ACCEPTANCE = 1 / 2048  # the paths not yet drafted exclude each other, so no more than 2048 of them are as likely
 END = -1  # the separator: the text ends here
 LEAST_SAMPLES_BITS = 4  # behind unlikely paths a 16th of the samples is enough
 NUM_LOCAL_POSITIONS = 16  # occurrences of a context followed in each of the sequence's own texts, the latest ones
@@ -91,7 +91,7 @@ class Options(NamedTuple):
     use_output: bool
     use_prompt: bool
     max_nodes: int
-    min_probability: float
+    min_acceptance: float
     end_token_id: int
 
 

@@ -18,7 +18,7 @@ from laserbatch.retrieval_pools.compiled import cached, called, part
 from laserbatch.retrieval_pools.drafting.addresses import int32s_at
 from laserbatch.retrieval_pools.drafting.continuations import count_continuations, push_candidates
 from laserbatch.retrieval_pools.drafting.estimate import note_own_tokens
-from laserbatch.retrieval_pools.drafting.frontier import least_probability
+from laserbatch.retrieval_pools.drafting.frontier import least_acceptance
 from laserbatch.retrieval_pools.drafting.levels import add_node, add_own_levels, add_pool_levels, stand_at_root
 from laserbatch.retrieval_pools.drafting.pool_handle import PLACE, WEIGHT, estimates_at, index_at
 from laserbatch.retrieval_pools.drafting.scratch import scratch_in
@@ -29,7 +29,7 @@ from laserbatch.retrieval_pools.drafting.state import (
     EVERYONE,
     GROUP,
     MAX_DEPTH,
-    MIN_PROBABILITY,
+    MIN_ACCEPTANCE,
     NUM_NODES,
     NUM_PROMPT,
     OUT_KIND,
@@ -49,7 +49,7 @@ from laserbatch.retrieval_pools.drafting.state import (
 
 @cached(nogil=True, error_model="numpy", _nrt=False)
 def draft_trees(
-    places, weights, block, contexts, previous, sequences, use_output, use_prompt, max_nodes, min_probability,
+    places, weights, block, contexts, previous, sequences, use_output, use_prompt, max_nodes, min_acceptance,
     end_token_id, found,
 ):  # fmt: skip
     """The most probable continuations of each sequence, best first, into `found`: (sequence, OUT_ constant, node).
@@ -63,7 +63,7 @@ def draft_trees(
     options = Options(
         places[PLACE.num_context_lengths],
         weights[WEIGHT.pool_escape], weights[WEIGHT.previous_escape], weights[WEIGHT.local_escape],
-        use_output, use_prompt, max_nodes, min_probability, end_token_id,
+        use_output, use_prompt, max_nodes, min_acceptance, end_token_id,
     )  # fmt: skip
     scratch = scratch_in(block, max_nodes, max_match)
     # Of these too no index is below 0; see `addresses`.
@@ -116,7 +116,7 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
     count are float32s, written through `found_floats`.
     """
     lookup, levels, candidates, runs, frontier = scratch
-    max_nodes, min_probability = options.max_nodes, max(options.min_probability, MIN_PROBABILITY)
+    max_nodes, min_acceptance = options.max_nodes, max(options.min_acceptance, MIN_ACCEPTANCE)
     num_levels = add_pool_levels(levels, lookup, index, preference, context, options)
     num_levels = add_own_levels(levels, num_levels, context, options)
     note_own_tokens(lookup.own, context, options.use_prompt, options.use_output)
@@ -128,13 +128,13 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
     while num_nodes < max_nodes:
         depth = levels.depth[node]
         if not is_end and depth < max_depth:
-            least = least_probability(frontier, size, min_probability)
+            least = least_acceptance(frontier, size, min_acceptance)
             num_candidates = count_continuations(
                 candidates, runs, levels, num_levels, frontier, node, depth, probability, least, index, preference,
                 context,
             )  # fmt: skip
             size = push_candidates(
-                frontier, size, candidates, num_candidates, node, probability, min_probability, estimates, lookup.own,
+                frontier, size, candidates, num_candidates, node, probability, min_acceptance, estimates, lookup.own,
                 last_token, options.end_token_id >= 0,
             )  # fmt: skip
         if size == num_nodes:

@@ -67,7 +67,7 @@ class Reliability(BaseModel):
     Attributes
     ----------
     num_texts, num_nodes : texts replayed, tokens drafted for them.
-    max_nodes, min_probability : how they were drafted.
+    max_nodes, min_acceptance : how they were drafted.
     expected_calibration_error : mean over drafted tokens of the distance, within their bin, from the mean estimate of
         the whole path's acceptance to the share of paths accepted (Guo et al. 2017, Eq. 3; 20 bins of equal width).
     error_by_chance : what that error would be on average were estimates right, with so few texts, each of whose tokens
@@ -80,7 +80,7 @@ class Reliability(BaseModel):
     num_texts: int = Field(ge=1)
     num_nodes: int = Field(ge=0)
     max_nodes: int
-    min_probability: float
+    min_acceptance: float
     expected_calibration_error: float = Field(ge=0)
     error_by_chance: float | None = Field(None, ge=0)
     bins: tuple[ReliabilityBin, ...]

@@ -146,7 +146,7 @@ def calibration(seed: int, lift_percent: float) -> dict:
         bins.append({"mean_estimate": estimate, "share_accepted": min(1.0, max(0.0, share)), "num_nodes": num_nodes})
     num_nodes = sum(one["num_nodes"] for one in bins)
     error = sum(abs(one["mean_estimate"] - one["share_accepted"]) * one["num_nodes"] for one in bins) / num_nodes
-    checked = {"num_texts": 40, "num_nodes": num_nodes, "max_nodes": 16, "min_probability": 0.07}
+    checked = {"num_texts": 40, "num_nodes": num_nodes, "max_nodes": 16, "min_acceptance": 0.07}
     return {
         "num_texts": 80,
         "num_tokens": 9_120,

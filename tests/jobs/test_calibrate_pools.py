@@ -110,10 +110,10 @@ def test_replays_draft_by_the_budget_that_the_night_chose(world):
     write_night(night)
     build_pools(night)
     reliability = night.pools.open(night.run.run_id, "item").manifest.calibration.reliability
-    assert (reliability.max_nodes, reliability.min_probability) == (4, 0.3)
+    assert (reliability.max_nodes, reliability.min_acceptance) == (4, 0.3)
 
 
 def test_replays_draft_as_the_run_does():
     options = draft_options(DecodingSettings(max_draft_tokens=8, min_acceptance=0.2, drafters=("pool", "output")))
-    assert (options.max_nodes, options.min_probability) == (8, 0.2)
+    assert (options.max_nodes, options.min_acceptance) == (8, 0.2)
     assert (options.use_prompt, options.use_output, options.use_previous) == (False, True, False)

@@ -157,7 +157,7 @@ def halving_calibration() -> Calibration:
         )
         for source in range(NUM_SOURCES)
     ]
-    held = Reliability(num_texts=35, num_nodes=0, max_nodes=16, min_probability=0.07,
+    held = Reliability(num_texts=35, num_nodes=0, max_nodes=16, min_acceptance=0.07,
                        expected_calibration_error=0.0, bins=())  # fmt: skip
     return Calibration(
         pool_escape=1.0,

@@ -27,7 +27,7 @@ from laserbatch.retrieval_pools.settings import PoolSettings
 from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
 START = END = -1  # stands before and behind every text
-MIN_PROBABILITY = 1 / 2048
+MIN_ACCEPTANCE = 1 / 2048
 LEAST_LEFT = 1 / 32
 NUM_LOCAL_POSITIONS = 16
 NUM_OWN_TOKENS = 512
@@ -158,7 +158,7 @@ def draft_reference(
     group: str | None,
     *,
     max_nodes: int,
-    min_probability: float,
+    min_acceptance: float,
     use_prompt: bool = True,
     use_output: bool = True,
     use_previous: bool = True,
@@ -171,7 +171,7 @@ def draft_reference(
     The frontier keeps no more paths than may still be drafted; the last of a full one says what is not worth asking
     for.
     """
-    min_probability = max(min_probability, MIN_PROBABILITY)
+    min_acceptance = max(min_acceptance, MIN_ACCEPTANCE)
     context = [START, *output]
     own_texts = {  # of equally long contexts the first is asked first
         SOURCE_PREVIOUS: [START, *previous, END] if use_previous and previous else [],
@@ -190,9 +190,9 @@ def draft_reference(
         if levels is not None and depth < max_depth:
             room = max_nodes - len(nodes)
             least = frontier[-1].probability if len(frontier) == room else 0.0
-            found = next_paths(levels, node, probability, max(least, min_probability), kinds, curves, before)
+            found = next_paths(levels, node, probability, max(least, min_acceptance), kinds, curves, before)
             drafted = (path for path in found if path.token != END or end_token_id is not None)
-            frontier += (path for path in drafted if path.probability >= min_probability)
+            frontier += (path for path in drafted if path.probability >= min_acceptance)
             frontier = sorted(frontier, key=_Path.order)[:room]
         if not frontier:
             break
@@ -210,14 +210,14 @@ def next_paths(
     levels: list[Level],
     parent: int,
     probability: float,
-    least_probability: float,
+    least_acceptance: float,
     kinds: TokenKinds,
     curves: np.ndarray,
     before: int,
 ) -> Iterator[_Path]:
     """The paths that are one token longer than a parent's: every level takes its share of what is left."""
     shares: dict[int, Counter[int]] = {}  # token -> source -> share
-    if probability < least_probability:
+    if probability < least_acceptance:
         return
     left = 1.0
     for level in levels:

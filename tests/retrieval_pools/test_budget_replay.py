@@ -41,7 +41,7 @@ def pools(tmp_path_factory):
 def assert_as_one_at_a_time(pool, text: ReplayText, options: DraftOptions, budgets) -> None:
     counts = replay_budgets(pool, text, options, budgets)
     for number, (size, least) in enumerate(budgets):
-        slow = replay(pool, [text], replace(options, max_nodes=size, min_probability=least))
+        slow = replay(pool, [text], replace(options, max_nodes=size, min_acceptance=least))
         assert counts.num_steps[number] == slow.num_steps
         assert counts.num_drafted[number] == sum(slow.num_drafted)
         assert counts.num_accepted[number] == sum(slow.num_accepted)

@@ -163,7 +163,7 @@ def test_estimates_hold_on_texts_that_nothing_was_fitted_to(pool, documents, cal
         plain = reliability([(pool, other)], options)
         calibrated = reliability([(pool.with_calibration(calibration), other)], options)
         assert calibrated.expected_calibration_error < 0.03
-        if options.min_probability > 0:  # most paths of a tree without a threshold are never accepted, as anyone says
+        if options.min_acceptance > 0:  # most paths of a tree without a threshold are never accepted, as anyone says
             assert calibrated.expected_calibration_error < plain.expected_calibration_error
     assert calibration.reliability.expected_calibration_error < 0.03
     assert calibration.uncalibrated.expected_calibration_error > calibration.reliability.expected_calibration_error

@@ -72,7 +72,7 @@ def cases(draw):
     )
     call = {
         "max_nodes": draw(st.integers(0, 64)),
-        "min_probability": draw(st.sampled_from([0.0, 0.01, 0.1])),
+        "min_acceptance": draw(st.sampled_from([0.0, 0.01, 0.1])),
         "use_prompt": draw(st.booleans()),
         "use_output": draw(st.booleans()),
         "use_previous": draw(st.booleans()),
@@ -122,13 +122,13 @@ def _is_tie(case, one, other):
 
 def test_a_draft_says_where_its_tokens_stand_and_how_frequent_they_are(tmp_path):
     pool = pool_of(tmp_path / "p", [[1, 2, 3], [1, 4], [1, 5]])
-    tree = draft(pool, ids([4, 9, 5, 1]), 2, min_probability=0)  # prompt 4 9, output 5 1
+    tree = draft(pool, ids([4, 9, 5, 1]), 2, min_acceptance=0)  # prompt 4 9, output 5 1
     kinds = dict(zip(tree.token_ids.tolist(), tree.token_kind.tolist(), strict=True))
     assert kinds == {
         2: token_kind(0, 1, 3, 10), 3: token_kind(0, 1, 1, 10), 4: token_kind(IN_PROMPT, 1, 3, 10),
         5: token_kind(IN_OUTPUT, 1, 3, 10),
     }  # fmt: skip
-    without = draft(pool, ids([4, 9, 5, 1]), 2, min_probability=0, use_prompt=False, use_output=False)
+    without = draft(pool, ids([4, 9, 5, 1]), 2, min_acceptance=0, use_prompt=False, use_output=False)
     assert set(without.token_kind.tolist()) == {token_kind(0, 1, 3, 10), token_kind(0, 1, 1, 10)}
     own = draft(None, ids([7, 8, 8, 7]), 3)
     assert own.token_kind.tolist() == [token_kind(IN_PROMPT, 0, 0, 0)] * 2 and own.token_ids.tolist() == [8, 8]
@@ -136,22 +136,22 @@ def test_a_draft_says_where_its_tokens_stand_and_how_frequent_they_are(tmp_path)
 
 def test_a_draft_says_how_frequent_the_token_before_each_is(tmp_path):
     texts = [[1, 2, 3], *([1] for _ in range(7)), list(range(10, 4000))]
-    tree = draft(pool_of(tmp_path / "p", texts), ids([1]), 0, min_probability=0, max_nodes=2)
+    tree = draft(pool_of(tmp_path / "p", texts), ids([1]), 0, min_acceptance=0, max_nodes=2)
     num_positions = sum(len(text) + 1 for text in texts)
     assert tree.token_ids.tolist() == [2, 3]
     assert tree.token_kind.tolist() == [token_kind(0, 1, num_before, num_positions) for num_before in (8, 1)]
     assert [kind % NUM_BEFORE for kind in tree.token_kind.tolist()] == [2, 1]
-    begun = draft(pool_of(tmp_path / "q", texts), ids([]), 0, min_probability=0, max_nodes=1)
+    begun = draft(pool_of(tmp_path / "q", texts), ids([]), 0, min_acceptance=0, max_nodes=1)
     assert begun.token_kind.tolist() == [token_kind(0, 8, len(texts), num_positions)]
 
 
 def test_a_kind_of_token_that_is_worth_more_comes_first(tmp_path):
     pool = pool_of(tmp_path / "p", [[1, 2], [1, 2], [1, 4]])
     context, num_prompt = ids([4, 1]), 1
-    assert draft(pool, context, num_prompt, min_probability=0).token_ids.tolist() == [2, 4]
+    assert draft(pool, context, num_prompt, min_acceptance=0).token_ids.tolist() == [2, 4]
     curves = np.full(CURVES_SHAPE, 0.1, np.float32)
     curves[:, token_kind(IN_PROMPT, 1, 3, 9)] = 0.9
-    tree = draft(pool.with_curves(curves), context, num_prompt, min_probability=0)
+    tree = draft(pool.with_curves(curves), context, num_prompt, min_acceptance=0)
     assert tree.token_ids.tolist() == [4, 2]
     assert np.allclose(np.exp(tree.log_acceptance), [0.9, 0.1])
 
@@ -162,13 +162,13 @@ def test_tokens_are_looked_for_in_the_latest_of_prompt_and_output(tmp_path, num_
     pool = pool_of(tmp_path / "p", texts)
     prompt = [2, *range(1000, 1000 + num_later)]
     output = [3, *range(5000, 5000 + num_later), 1]
-    tree = draft(pool, ids(prompt + output), len(prompt), min_probability=0)
+    tree = draft(pool, ids(prompt + output), len(prompt), min_acceptance=0)
     kinds = dict(zip(tree.token_ids.tolist(), tree.token_kind.tolist(), strict=True))
     assert kinds[2] == token_kind(IN_PROMPT if num_later < NUM_OWN_TOKENS else 0, 1, 2, 6)
     assert kinds[3] == token_kind(IN_OUTPUT if num_later + 1 < NUM_OWN_TOKENS else 0, 1, 2, 6)
     reference = draft_reference(
         [ReferenceText(text, "") for text in texts], PoolSettings(), prompt, output, None, None, max_nodes=16,
-        min_probability=0.0,
+        min_acceptance=0.0,
     )  # fmt: skip
     assert {node.token_id: node.token_kind for node in reference} == kinds
 
@@ -190,9 +190,9 @@ def test_previous_text_is_drafted_from_its_beginning():
 
 def test_text_never_runs_into_the_next_one(tmp_path):
     pool = pool_of(tmp_path / "p", [[1, 2], [3, 4], [1, 2], [3, 4]])
-    assert draft(pool, ids([1]), 0, min_probability=0).token_ids.tolist() == [2]
-    assert len(draft(pool, ids([1, 2]), 0, min_probability=0)) == 0  # ends here, always
-    assert len(draft(pool, ids([2, 3]), 0, min_probability=0).token_ids) == 1  # 4 after 3; never "2 3" together
+    assert draft(pool, ids([1]), 0, min_acceptance=0).token_ids.tolist() == [2]
+    assert len(draft(pool, ids([1, 2]), 0, min_acceptance=0)) == 0  # ends here, always
+    assert len(draft(pool, ids([2, 3]), 0, min_acceptance=0).token_ids) == 1  # 4 after 3; never "2 3" together
 
 
 def test_end_is_drafted_only_when_its_token_is_given(tmp_path):
@@ -215,20 +215,20 @@ def test_group_is_preferred_and_wall_excludes_the_others(tmp_path):
 
 def test_equally_likely_tokens_come_in_the_order_of_their_ids(tmp_path):
     pool = pool_of(tmp_path / "p", [[9, 5], [9, 2], [9, 7], [9, 3]])
-    assert draft(pool, ids([9]), 0, min_probability=0).token_ids.tolist() == [2, 3, 5, 7]
-    assert draft(pool, ids([9]), 0, max_nodes=2, min_probability=0).token_ids.tolist() == [2, 3]
+    assert draft(pool, ids([9]), 0, min_acceptance=0).token_ids.tolist() == [2, 3, 5, 7]
+    assert draft(pool, ids([9]), 0, max_nodes=2, min_acceptance=0).token_ids.tolist() == [2, 3]
 
 
 def test_limits_hold(tmp_path):
     rng = np.random.default_rng(0)
     pool = pool_of(tmp_path / "p", [rng.integers(0, 40, 30).tolist() for _ in range(300)])
     for max_nodes in (0, 1, 16, 64):
-        tree = draft(pool, ids([1, 2]), 1, max_nodes=max_nodes, min_probability=0)
+        tree = draft(pool, ids([1, 2]), 1, max_nodes=max_nodes, min_acceptance=0)
         assert len(tree) == max_nodes
         assert (tree.parents < np.arange(max_nodes)).all()
-    tree = draft(pool, ids([1, 2]), 1, max_nodes=64, min_probability=0, max_depth=1)
+    tree = draft(pool, ids([1, 2]), 1, max_nodes=64, min_acceptance=0, max_depth=1)
     assert len(tree) > 16 and (tree.parents == -1).all()
-    tree = draft(pool, ids([1, 2]), 1, max_nodes=64, min_probability=0.02)
+    tree = draft(pool, ids([1, 2]), 1, max_nodes=64, min_acceptance=0.02)
     assert 0 < len(tree) < 64
     assert (np.exp(tree.log_acceptance) >= 0.0199).all()
     assert (tree.log_acceptance.dtype, tree.source.dtype) == (np.float32, np.int32)
@@ -255,7 +255,7 @@ def test_fewer_samples_behind_unlikely_paths_keep_the_probability_of_every_path(
     first, second = rng.choice([2, 3, 4], 3000, p=[0.7, 0.25, 0.05]), rng.choice([5, 6], 3000, p=[0.7, 0.3])
     pool = pool_of(tmp_path / "p", [[1, int(a), int(b), int(b) + 2] for a, b in zip(first, second, strict=True)])
     sampled, exact = (
-        draft(pool.with_settings(num_samples=number), ids([1]), 0, max_nodes=15, min_probability=0)
+        draft(pool.with_settings(num_samples=number), ids([1]), 0, max_nodes=15, min_acceptance=0)
         for number in (256, 200_000)
     )
     found, expected = paths(rows_of(sampled)), paths(rows_of(exact))
@@ -307,7 +307,7 @@ def test_a_draft_leaves_nothing_behind_for_the_next(tmp_path):
     other = pool_of(tmp_path / "other", [[1, 2, 3, 4]] * 5).with_settings(max_match_tokens=2)
     expected = draft(other, ids([1, 2]), 0)._rows.tolist()
     for max_nodes in (64, 3, 0, 17):
-        draft(pool, ids(rng.integers(0, 900, 600)), 300, max_nodes=max_nodes, min_probability=1e-4)
+        draft(pool, ids(rng.integers(0, 900, 600)), 300, max_nodes=max_nodes, min_acceptance=1e-4)
         assert draft(other, ids([1, 2]), 0)._rows.tolist() == expected
 
 
@@ -385,24 +385,24 @@ def test_certain_continuations_are_drafted_once(tmp_path):
     texts = [rng.integers(0, 9, 20).tolist() for _ in range(50)]
     certain = np.ones(CURVES_SHAPE, np.float32)  # every path is as probable as its parent
     pool = pool_of(tmp_path / "p", texts).with_curves(certain)
-    tree = draft(pool, ids([]), 0, max_nodes=64, min_probability=0)
+    tree = draft(pool, ids([]), 0, max_nodes=64, min_acceptance=0)
     assert len(paths(rows_of(tree))) == 64  # asserts that no path comes twice
     assert (tree.parents < np.arange(64)).all()
     reference = draft_reference(
         [ReferenceText(text, "") for text in texts], pool.settings, [], [], None, None,
-        max_nodes=64, min_probability=0, curves=certain,
+        max_nodes=64, min_acceptance=0, curves=certain,
     )  # fmt: skip
     assert [node.token_id for node in reference] == tree.token_ids.tolist()
 
 
 def test_a_prompt_says_nothing_of_how_a_text_begins_but_group_and_earlier_text_do(tmp_path):
     pool = pool_of(tmp_path / "p", [[1, 2], [1, 2], [3, 4]], groups=["a", "a", "b"])
-    asked = {"max_nodes": 8, "min_probability": 0.0}
+    asked = {"max_nodes": 8, "min_acceptance": 0.0}
     first = draft(pool, ids([7, 7]), 2, None, "a", **asked).token_ids.tolist()
     assert draft(pool, ids([8]), 1, None, "a", **asked).token_ids.tolist() == first
     assert first[0] == 1
     assert draft(pool, ids([8]), 1, None, "b", **asked).token_ids.tolist()[0] == 3
-    assert draft(pool, ids([8]), 1, None, "a", max_nodes=2, min_probability=0).token_ids.tolist() == [1, 2]
+    assert draft(pool, ids([8]), 1, None, "a", max_nodes=2, min_acceptance=0).token_ids.tolist() == [1, 2]
     assert draft(pool, ids([8]), 1, ids([9, 9]), "a", **asked).token_ids.tolist()[0] == 9
     walled = pool.with_settings(scope="group")
     assert draft(walled, ids([8]), 1, None, "a", **asked).token_ids.tolist() == [1, 2]

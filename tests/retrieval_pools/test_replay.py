@@ -92,7 +92,7 @@ def test_a_replay_knows_the_previous_text_and_the_prompt(pool, texts):
 
 def test_every_drafted_token_is_kept_with_what_became_of_it(pool, texts):
     held_out = [ReplayText(NO_TOKENS, text) for text in texts[:4]]
-    asked = DraftOptions(max_nodes=24, min_probability=0.0), DraftOptions(max_nodes=8, min_probability=0.1)
+    asked = DraftOptions(max_nodes=24, min_acceptance=0.0), DraftOptions(max_nodes=8, min_acceptance=0.1)
     expected, behind_verified = [], []
     for text in held_out:
         steps = list(pool_steps(pool, text, *asked))

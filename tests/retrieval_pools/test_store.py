@@ -115,8 +115,8 @@ def test_rebuilding_a_damaged_version_mends_it_under_open_pools(tmp_path):
     (tmp_path / "v1" / "item" / "manifest.json").write_text("{}")
     publish(store, "v1")
     assert store.list()[0].problem is None
-    assert draft(opened, np.array([1], np.int32), 0, min_probability=0).token_ids.tolist() == [2, 3]
-    assert draft(store.open("v1", "item"), np.array([1], np.int32), 0, min_probability=0).token_ids.tolist() == [2, 3]
+    assert draft(opened, np.array([1], np.int32), 0, min_acceptance=0).token_ids.tolist() == [2, 3]
+    assert draft(store.open("v1", "item"), np.array([1], np.int32), 0, min_acceptance=0).token_ids.tolist() == [2, 3]
 
 
 def test_open_pool_does_not_see_a_later_version(tmp_path):
@@ -124,7 +124,7 @@ def test_open_pool_does_not_see_a_later_version(tmp_path):
     publish(store, "v1")
     opened = store.open(store.current_version(), "item")
     publish(store, "v2", text=(1, 9))
-    assert draft(opened, np.array([1], np.int32), 0, min_probability=0).token_ids.tolist() == [2, 3]
+    assert draft(opened, np.array([1], np.int32), 0, min_acceptance=0).token_ids.tolist() == [2, 3]
 
 
 def test_pointer_to_nothing_says_what_to_do(tmp_path):

@@ -34,7 +34,7 @@ def pool_of(folder, owned, **options):
 def draft_all(pool, context, **options):
     """Every path that the pool alone drafts behind a context."""
     own = dict.fromkeys(("use_prompt", "use_output", "use_previous"), False)
-    tree = draft(pool, ids(context), 0, max_nodes=64, min_probability=0, end_token_id=END_TOKEN, **own | options)
+    tree = draft(pool, ids(context), 0, max_nodes=64, min_acceptance=0, end_token_id=END_TOKEN, **own | options)
     paths = []
     for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
         paths.append([*(paths[parent] if parent >= 0 else []), token])

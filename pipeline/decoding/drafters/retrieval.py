@@ -34,7 +34,7 @@ class RetrievalDrafter:
         self._pool = pool if "pool" in sources else None
         self._options = {
             "max_nodes": max_nodes,
-            "min_probability": min_acceptance,
+            "min_acceptance": min_acceptance,
             "use_previous": "previous" in sources,
             "use_prompt": "prompt" in sources,
             "use_output": "output" in sources,
