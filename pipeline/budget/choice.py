@@ -12,7 +12,7 @@ import numpy as np
 
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.settings import Budget
-from laserbatch.retrieval_pools.index.budget_curve import MIN_ACCEPTANCES, SIZE_KNOTS, BudgetCell
+from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS, BudgetCell
 
 SOURCES = ("previous", "prompt", "output", "pool")
 PLAIN = Budget(0, 1.0)

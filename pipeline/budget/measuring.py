@@ -27,7 +27,7 @@ from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, MAX_DEPTH, MAX_N
 from laserbatch.pipeline.decoding.verifiers.from_settings import verifier_from
 from laserbatch.pipeline.decoding.verifiers.verifier import NodeVerdicts
 from laserbatch.retrieval_pools.calibration.calibrate import spread_positions
-from laserbatch.retrieval_pools.index.budget_curve import MIN_ACCEPTANCES, SIZE_KNOTS
+from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS
 from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR
 from laserbatch.retrieval_pools.sources import SOURCE_POOL, SOURCE_TARGET
 

@@ -12,16 +12,16 @@ import numpy as np
 
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, accepted_path
 from laserbatch.retrieval_pools.draft import draft
-from laserbatch.retrieval_pools.index.budget_curve import (
+from laserbatch.retrieval_pools.index.calibration_record import (
     DRAFT_TOKENS,
     KNOT_SHARES,
     MIN_ACCEPTANCES,
     SIZE_KNOTS,
     BudgetCell,
     BudgetCurve,
+    Calibration,
     ReplayedBudgets,
 )
-from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.index.pool import Pool
 
 GRID = tuple((size, least) for size in DRAFT_TOKENS for least in MIN_ACCEPTANCES)

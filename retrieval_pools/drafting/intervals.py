@@ -1,8 +1,153 @@
-"""Intervals of a pool's order: where a context occurs, where it goes on with a token, how often, and for whom."""
+"""Intervals of a pool's order: where a context occurs, where it goes on with a token, how often, and for whom.
 
-from laserbatch.retrieval_pools.compiled import part
-from laserbatch.retrieval_pools.drafting.search import ends_of_run
+Searches do not wait for memory step by step: of a large pool, every place that is looked at is far away. A bisection
+must have one token before it knows which is next. Here several places divide what is left, and all of them are fetched
+before the first is compared: a few waits in place of many.
+"""
+
+import numpy as np
+
+from laserbatch.retrieval_pools.compiled import called, fetch, part
 from laserbatch.retrieval_pools.drafting.state import LEAST_SAMPLES_BITS
+
+PROBE_BITS = 3
+NUM_PROBES = 1 << PROBE_BITS  # looked at together: what is left is divided by as many
+
+
+@part
+def probe_place(low, size, k):
+    """The k-th of the places that divide `size` places from `low` on; of NUM_PROBES or fewer each one."""
+    return low + (((2 * k + 1) * size) >> (PROBE_BITS + 1))
+
+
+@part
+def ends_of_run(index, low, high, low_end, high_end, offset, token):
+    """Where the places whose next token, `offset` tokens on, is `token` begin and end.
+
+    Parameters
+    ----------
+    low, high : the first is in this range or at its end; none before it has `token` or a larger one.
+    low_end, high_end : likewise the first with a larger token.
+    """
+    while low < high or low_end < high_end:
+        size, size_end = high - low, high_end - low_end
+        num_below = num_not_above = 0
+        if size > 0:
+            for k in range(NUM_PROBES):
+                num_below += index.tokens[index.order[probe_place(low, size, k)] + offset] < token
+        if size_end > 0:
+            for k in range(NUM_PROBES):
+                num_not_above += index.tokens[index.order[probe_place(low_end, size_end, k)] + offset] <= token
+        low, high = _part_between(low, high, num_below)
+        low_end, high_end = _part_between(low_end, high_end, num_not_above)
+    return low, low_end
+
+
+@part
+def _part_between(low, high, num_before):
+    """What is left of a range when so many of its probes are before what is looked for."""
+    size = high - low
+    begin = probe_place(low, size, num_before - 1) + 1 if num_before > 0 else low
+    return begin, probe_place(low, size, num_before) if num_before < NUM_PROBES else high
+
+
+@part
+def _compare(index, position, context, known, length):
+    """How the tokens at `position` differ from the last `length` of `context`, of which the first `known` are equal.
+
+    Returns the sign of the first difference, and how many tokens are equal before it.
+    """
+    begin = context.shape[0] - length
+    for i in range(known, length):
+        difference = index.tokens[position + i] - context[begin + i]
+        if difference != 0:
+            return difference, i
+    return np.int32(0), length
+
+
+@part
+def _fetch_probes(index, low, size, known):
+    for k in range(NUM_PROBES):
+        fetch(index.tokens, index.order[probe_place(low, size, k)] + known)
+
+
+@part
+def _num_before(index, low, size, begin, end, context, known, length, beyond):
+    """How many of a range's probes are before those that begin with the context; with `beyond` 1, or begin with it.
+
+    The answer is from `begin` to `end`. Also returns how many tokens the nearest probe outside the context's own places
+    shares with it, `known` where none was compared.
+    """
+    shared = known
+    while begin < end:
+        middle = (begin + end) >> 1
+        sign, num_equal = _compare(index, index.order[probe_place(low, size, middle)], context, known, length)
+        if sign < beyond:
+            begin = middle + 1
+        else:
+            end = middle
+        if sign != 0:
+            shared = num_equal
+    return begin, shared
+
+
+@called
+def find_interval(index, context, length):
+    """Interval of the positions that begin with the last `length` tokens of `context`.
+
+    Both its ends are searched at once. Places between two that share tokens with the context share them too, so that
+    these are not compared again, and what is fetched is where the next difference may be.
+    """
+    first_token = context[context.shape[0] - length]
+    if first_token + 2 >= index.starts.shape[0]:
+        return 0, 0
+    low, high = np.int64(index.starts[first_token + 1]), np.int64(index.starts[first_token + 2])
+    if length == 1:
+        return low, high
+    known_before = known_behind = 1  # tokens shared by the nearest places outside what is left
+    while low < high:
+        size, known = high - low, min(known_before, known_behind)
+        _fetch_probes(index, low, size, known)
+        before, behind = 0, NUM_PROBES  # so many probes are known to be before it, the others from here on behind it
+        while before < behind:
+            middle = (before + behind) >> 1
+            sign, num_equal = _compare(index, index.order[probe_place(low, size, middle)], context, known, length)
+            if sign < 0:
+                before, known_before = middle + 1, num_equal
+            elif sign > 0:
+                behind, known_behind = middle, num_equal
+            else:
+                num_before, known_before = _num_before(
+                    index, low, size, before, middle, context, known_before, length, 0
+                )
+                num_to_end, known_behind = _num_before(
+                    index, low, size, middle + 1, behind, context, known_behind, length, 1
+                )
+                first, most = _part_between(low, high, num_before)
+                end, most_end = _part_between(low, high, num_to_end)
+                return _ends_of_context(index, first, most, end, most_end, context, length, known_before, known_behind)
+        low, high = _part_between(low, high, before)
+    return low, low
+
+
+@part
+def _ends_of_context(index, low, high, low_end, high_end, context, length, known_before, known_behind):
+    """Where the places that begin with the context begin and end: each in a range of its own, at both sides of one."""
+    while low < high or low_end < high_end:
+        size, size_end = high - low, high_end - low_end
+        if size > 0:
+            _fetch_probes(index, low, size, known_before)
+        if size_end > 0:
+            _fetch_probes(index, low_end, size_end, known_behind)
+        if size > 0:
+            num_before, known_before = _num_before(index, low, size, 0, NUM_PROBES, context, known_before, length, 0)
+            low, high = _part_between(low, high, num_before)
+        if size_end > 0:
+            num_before, known_behind = _num_before(
+                index, low_end, size_end, 0, NUM_PROBES, context, known_behind, length, 1
+            )
+            low_end, high_end = _part_between(low_end, high_end, num_before)
+    return low, low_end
 
 
 @part

@@ -5,14 +5,14 @@ import numpy as np
 from laserbatch.retrieval_pools.compiled import part
 from laserbatch.retrieval_pools.drafting.intervals import (
     count_seen,
+    find_interval,
     has_next,
     is_supported,
     narrow_interval,
     narrow_to_run,
     num_samples_behind,
 )
-from laserbatch.retrieval_pools.drafting.own_texts import last_position, match_own_text, own_token
-from laserbatch.retrieval_pools.drafting.search import find_interval
+from laserbatch.retrieval_pools.drafting.runs import last_position, match_own_text, own_token
 from laserbatch.retrieval_pools.drafting.state import END
 from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 

@@ -16,9 +16,8 @@ from numba import types
 
 from laserbatch.retrieval_pools.compiled import cached, called, part
 from laserbatch.retrieval_pools.drafting.addresses import int32s_at
-from laserbatch.retrieval_pools.drafting.continuations import count_continuations, push_candidates
+from laserbatch.retrieval_pools.drafting.continuations import count_continuations, least_acceptance, push_candidates
 from laserbatch.retrieval_pools.drafting.estimate import note_own_tokens
-from laserbatch.retrieval_pools.drafting.frontier import least_acceptance
 from laserbatch.retrieval_pools.drafting.levels import add_node, add_own_levels, add_pool_levels, stand_at_root
 from laserbatch.retrieval_pools.drafting.pool_handle import PLACE, WEIGHT, estimates_at, index_at
 from laserbatch.retrieval_pools.drafting.scratch import scratch_in

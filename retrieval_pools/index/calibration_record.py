@@ -1,16 +1,22 @@
-"""How often drafted tokens were really accepted, as a pool's manifest keeps it: curves, and how well they hold.
+"""What replays say of a pool's drafts, as its manifest keeps it: curves, how well they hold, what each budget gains.
 
-Values and their checks only; `calibrate.py` replays and fits, `drafting/estimate.py` says how a curve is read.
+Values and their checks only; `calibration/` replays and fits, `drafting/estimate.py` says how a curve is read.
 """
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from laserbatch.retrieval_pools.drafting.estimate import COUNT_KNOTS, IDENTITY_CURVES, NUM_KINDS
-from laserbatch.retrieval_pools.index.budget_curve import BudgetCurve
 from laserbatch.retrieval_pools.sources import NUM_SOURCES
 
 LEAST_ACCEPTANCE, MOST_ACCEPTANCE = 1e-4, 0.9999  # nothing is impossible, nothing certain: paths keep an order
+DRAFT_TOKENS = (1, 2, 4, 8, 16, 32, 64)
+MIN_ACCEPTANCES = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)
+SIZE_KNOTS = (0, *DRAFT_TOKENS)  # tree sizes between which a step's cost is about linear, so counts are kept at them
+# How much a tree of 0, 1, ... nodes counts for each knot: float64[largest + 1, num_knots].
+KNOT_SHARES = np.stack(
+    [np.interp(np.arange(SIZE_KNOTS[-1] + 1), SIZE_KNOTS, row) for row in np.eye(len(SIZE_KNOTS))], 1
+)
 
 
 class SourceCurve(BaseModel):
@@ -84,6 +90,63 @@ class Reliability(BaseModel):
     expected_calibration_error: float = Field(ge=0)
     error_by_chance: float | None = Field(None, ge=0)
     bins: tuple[ReliabilityBin, ...]
+
+
+class BudgetCell(BaseModel):
+    """One budget.
+
+    Attributes
+    ----------
+    max_draft_tokens, min_acceptance : largest tree, and the least estimated acceptance of a path in it.
+    tokens_per_step : what a text grew by in a step, bonus token included.
+    size_shares : of its steps, by the size of their trees, at each of SIZE_KNOTS: a tree between two knots counts for
+        each by its nearness. So the mean of anything linear between the knots is exact, the mean size too.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_draft_tokens: int = Field(ge=1, le=DRAFT_TOKENS[-1])
+    min_acceptance: float = Field(gt=0, le=1)
+    tokens_per_step: float = Field(ge=1)
+    size_shares: tuple[float, ...] = Field(min_length=len(SIZE_KNOTS), max_length=len(SIZE_KNOTS))
+
+    @property
+    def mean_drafted(self) -> float:
+        """Draft tokens of a step."""
+        return float(np.dot(SIZE_KNOTS, self.size_shares))
+
+
+class ReplayedBudgets(BaseModel):
+    """All budgets of the grid on the same texts.
+
+    Attributes
+    ----------
+    num_texts, num_tokens : that were replayed.
+    cells : by rising `max_draft_tokens`, then by rising `min_acceptance`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_texts: int = Field(ge=1)
+    num_tokens: int = Field(ge=0)
+    cells: tuple[BudgetCell, ...]
+
+
+class BudgetCurve(BaseModel):
+    """Replays under every budget. Where the texts were not written with relaxed drafts, a relaxed run accepts more.
+
+    Attributes
+    ----------
+    sources : what drafts came from, of "previous", "prompt", "output" and "pool".
+    new : texts without an earlier one of their entity. None: no text was replayed so.
+    changed : texts of entities that had one, which was drafted from too. None: there were too few.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sources: tuple[str, ...]
+    new: ReplayedBudgets | None
+    changed: ReplayedBudgets | None = None
 
 
 class Calibration(BaseModel):

@@ -16,8 +16,7 @@ from laserbatch.retrieval_pools.drafting.pool_handle import PoolHandle
 from laserbatch.retrieval_pools.drafting.state import EVERYONE, UNKNOWN, Estimates, Index
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.arrays import make_resident
-from laserbatch.retrieval_pools.index.budget_curve import BudgetCurve
-from laserbatch.retrieval_pools.index.calibration_record import Calibration
+from laserbatch.retrieval_pools.index.calibration_record import BudgetCurve, Calibration
 from laserbatch.retrieval_pools.index.manifest import (
     FORMAT_VERSION,
     REBUILD,

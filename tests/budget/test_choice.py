@@ -8,7 +8,7 @@ import pytest
 from laserbatch.pipeline.budget.choice import PLAIN, choose_budget, given_budget, step_seconds
 from laserbatch.pipeline.budget.step_cost import DraftCost, StepCost, StepPoint
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.retrieval_pools.index.budget_curve import (
+from laserbatch.retrieval_pools.index.calibration_record import (
     DRAFT_TOKENS,
     MIN_ACCEPTANCES,
     SIZE_KNOTS,

@@ -16,8 +16,8 @@ from laserbatch.pipeline.budget.kept_costs import cached_step_cost, known_step_c
 from laserbatch.pipeline.budget.measuring import measure_step_cost
 from laserbatch.pipeline.budget.step_cost import DraftCost, read_step_cost
 from laserbatch.pipeline.decoding.settings import Budget
-from laserbatch.retrieval_pools.index.budget_curve import SIZE_KNOTS
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.calibration_record import SIZE_KNOTS
 
 MODEL = tiny_model()
 

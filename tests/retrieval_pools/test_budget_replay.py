@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from laserbatch.retrieval_pools.calibration.budget_replay import GRID, budget_curve, replay_budgets
 from laserbatch.retrieval_pools.calibration.calibrate import calibrate
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, replay
-from laserbatch.retrieval_pools.index.budget_curve import DRAFT_TOKENS, MIN_ACCEPTANCES, SIZE_KNOTS
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.calibration_record import DRAFT_TOKENS, MIN_ACCEPTANCES, SIZE_KNOTS
 
 NO_TOKENS = np.empty(0, np.int32)
 

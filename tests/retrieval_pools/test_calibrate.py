@@ -14,12 +14,14 @@ from laserbatch.pipeline.decoding.model.identity import load_tokenizer
 from laserbatch.pipeline.decoding.model.load import SAMPLE_MODEL
 from laserbatch.retrieval_pools.calibration.calibrate import (
     MIN_TEXTS,
+    NUM_BINS,
     calibrate,
     fit_sources,
     num_held_back,
+    reliability,
+    reliability_bins,
     spread_positions,
 )
-from laserbatch.retrieval_pools.calibration.reliability import NUM_BINS, reliability, reliability_bins
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, Nodes, ReplayText, pool_steps, replay
 from laserbatch.retrieval_pools.drafting.estimate import COUNT_KNOTS, CURVES_SHAPE, IDENTITY_CURVES
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool

@@ -3,8 +3,13 @@
 import numpy as np
 from numba import njit
 
-from laserbatch.retrieval_pools.drafting.intervals import narrow_interval, narrow_to_run, sample_place, sample_stride
-from laserbatch.retrieval_pools.drafting.search import find_interval
+from laserbatch.retrieval_pools.drafting.intervals import (
+    find_interval,
+    narrow_interval,
+    narrow_to_run,
+    sample_place,
+    sample_stride,
+)
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 
 

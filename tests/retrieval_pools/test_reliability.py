@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from laserbatch.retrieval_pools.calibration.reliability import error_by_chance, reliability_bins
+from laserbatch.retrieval_pools.calibration.calibrate import error_by_chance, reliability_bins
 
 NUM_NODES = 60
 
