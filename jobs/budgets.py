@@ -1,9 +1,8 @@
 """A run's budgets: chosen once, before its first text, and written down for every later attempt."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.night import Night
@@ -12,6 +11,7 @@ from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.planning.plan import Shard, read_shard
 from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.manifest import BudgetFigures
 from laserbatch.retrieval_pools.index.pool import Pool
 
 NUM_SAMPLED_SHARDS = 8  # read to see how many entities have a previous text
@@ -25,8 +25,7 @@ def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], S
     shards : those that are going to be generated.
     measure : has a worker say what steps cost; called only where something has to be chosen by it.
     """
-    recorded = night.manifest.budgets
-    if not recorded:
+    if not night.manifest.budgets:
         shards = list(shards)
         decoding, version = night.settings.decoding, night.manifest.pools.version
         step_cost = budget_step_cost(decoding, measure)
@@ -35,12 +34,13 @@ def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], S
             pool = None if version is None else night.pools.open(version, side)
             share_changed = _share_changed(night, [shard for shard in shards if shard.side == side])
             chosen[side] = side_budget(decoding, pool, step_cost, share_changed)
-        recorded = {side: asdict(one.budget) | {"forecast": asdict(one.forecast)} for side, one in chosen.items()}
-        night.manifest.budgets = recorded
+        night.manifest.budgets = {
+            side: BudgetFigures(**asdict(one.budget), forecast=one.forecast) for side, one in chosen.items()
+        }
         night.manifest.save()
         for side, one in chosen.items():
             say(f"{side}s: {describe_budget(one)}")
-    return {side: budget_of(data) for side, data in recorded.items()}
+    return {side: budget_of(figures) for side, figures in night.manifest.budgets.items()}
 
 
 def budget_step_cost(decoding: DecodingSettings, measure: Callable[[], StepCost]) -> StepCost | None:
@@ -74,9 +74,9 @@ def side_budget(
     )
 
 
-def budget_of(data: Mapping[str, Any]) -> Budget:
-    """A budget as a manifest keeps it."""
-    return Budget(data["max_draft_tokens"], data["min_acceptance"])
+def budget_of(figures: BudgetFigures) -> Budget:
+    """The budget that a manifest keeps."""
+    return Budget(figures.max_draft_tokens, figures.min_acceptance)
 
 
 def describe_budget(chosen: ChosenBudget) -> str:

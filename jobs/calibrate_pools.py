@@ -80,7 +80,7 @@ def calibrate_side(
 def drafted_with(night: Night, side: Side) -> Budget | None:
     """The budget that a run's side was drafted with; None where nothing was drafted, or nothing was chosen."""
     recorded = night.manifest.budgets.get(side)
-    return budget_of(recorded) if recorded is not None and recorded["max_draft_tokens"] else None
+    return budget_of(recorded) if recorded is not None and recorded.max_draft_tokens else None
 
 
 def draft_options(decoding: DecodingSettings, budget: Budget | None = None) -> DraftOptions:

@@ -8,10 +8,10 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -117,6 +117,16 @@ def summary(data: Mapping, as_json: bool) -> None:
         else:
             table.add_row(_title(key), _shown(value))
     stdout.print(table)
+
+
+def text_table(words: Sequence[str], numbers: Sequence[str], title: str | None = None, **options: Any) -> Table:
+    """An empty table for the terminal: columns of words, set to the left, then of numbers, to the right."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), **options)
+    for name in words:
+        table.add_column(name)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
 
 
 def _title(key: str) -> str:

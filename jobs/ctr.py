@@ -1,20 +1,23 @@
 """`laserbatch ctr train`: what the features of a run are worth to CTR models."""
 
 import datetime
-from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import typer
+from pydantic import TypeAdapter
+from rich.text import Text
 
 from laserbatch.ctr.compare import CtrRow, train_ctr
 from laserbatch.ctr.dataset import EntityTables
 from laserbatch.ctr.feature_set import FeatureSet, read_feature_set
 from laserbatch.ctr.settings import CtrSettings
-from laserbatch.jobs.console import progress as progress_bar
-from laserbatch.jobs.console import say, summary
+from laserbatch.jobs.console import progress, stdout, summary, text_table
+from laserbatch.jobs.report.ctr_table import ctr_table
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
 from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.storage.manifest import CtrFigures
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -47,14 +50,12 @@ def train(
     night = open_run(load_settings(config, {"workspace": workspace}), run)
     settings = changed_settings(night.settings.ctr, models, seeds)
     later_tables = read_tables(tables or night.settings.tables.path, as_of=None)
-    section = ctr_table(night.run.root, later_tables, night.date, night.settings.decoding.verifier, settings)
+    figures = compare_ctr(night.run.root, later_tables, night.date, night.settings.decoding.verifier, settings)
     if as_json:
-        summary({"run_id": night.run.run_id, **section}, as_json=True)
+        summary({"run_id": night.run.run_id, **asdict(figures)}, as_json=True)
         return
-    rows = ctr_summary(section, as_json=False)
-    verdicts = {model: _shown_verdict(verdict) for model, verdict in section["equivalence"].items()}
-    against = {f"{night.settings.decoding.verifier} against plain": verdicts} if verdicts else {}
-    summary({"run_id": night.run.run_id, "rows": section["split"], "test": rows} | against, as_json=False)
+    summary({"run_id": night.run.run_id, "rows": figures.split}, as_json=False)
+    print_ctr(figures)
 
 
 def changed_settings(settings: CtrSettings, models: str | None, seeds: int | None) -> CtrSettings:
@@ -77,14 +78,9 @@ def changed_settings(settings: CtrSettings, models: str | None, seeds: int | Non
     return settings.model_copy(update=changes)
 
 
-def ctr_table(
-    run_dir: Path,
-    tables: EntityTables,
-    as_of: datetime.date,
-    verifier: str,
-    settings: CtrSettings | None = None,
-    progress: Callable[[str], None] = say,
-) -> dict[str, Any]:
+def compare_ctr(
+    run_dir: Path, tables: EntityTables, as_of: datetime.date, verifier: str, settings: CtrSettings | None = None
+) -> CtrFigures:
     """Compare CTR models without knowledge, with plainly decoded knowledge where the run has it, and with the run's.
 
     Parameters
@@ -93,12 +89,6 @@ def ctr_table(
     tables : the input tables, with what came after the run's date.
     as_of : the run's date; training ends with it.
     verifier : the run's: the name of its texts beside those of plain decoding.
-    progress : is told the verdict, a line.
-
-    Returns
-    -------
-    dict
-        The manifest's `ctr` section.
 
     Raises
     ------
@@ -108,16 +98,13 @@ def ctr_table(
     settings = settings or CtrSettings()
     variants = run_variants(RunFolder(Path(run_dir)), verifier)
     num_trainings = len(variants) * len(settings.models) * settings.num_seeds
-    with progress_bar("train CTR models", num_trainings) as bar:
+    with progress("train CTR models", num_trainings) as bar:
 
         def on_fit(row: CtrRow) -> None:
             bar.advance(1, f"{row.model}, {row.variant}: AUC {row.auc:.4f}")
 
         comparison = train_ctr(tables, variants, as_of, settings, on_fit)
-    section = comparison.to_manifest()
-    if "all" in section["equivalence"]:
-        progress(f"{verifier} against plain texts: {_shown_verdict(section['equivalence']['all'])}")
-    return section
+    return TypeAdapter(CtrFigures).validate_python(comparison.to_manifest())
 
 
 def run_variants(run: RunFolder, verifier: str) -> dict[str, FeatureSet | None]:
@@ -129,27 +116,18 @@ def run_variants(run: RunFolder, verifier: str) -> dict[str, FeatureSet | None]:
     return variants
 
 
-def ctr_summary(section: dict[str, Any], as_json: bool) -> dict[str, Any] | str:
-    """A comparison in a summary: all but the single trainings, or a line a model and variant; or why there is none."""
-    if as_json:
-        return {name: value for name, value in section.items() if name != "seeds"}
-    return {f"{row['model']}, {row['variant']}": _shown(row) for row in section["rows"]} or section["skipped"]
+def ctr_data(figures: CtrFigures) -> dict[str, Any]:
+    """A comparison for `--json`: all but the single trainings."""
+    return {name: value for name, value in asdict(figures).items() if name != "seeds"}
 
 
-def _shown(row: dict[str, Any]) -> str:
-    cells = []
-    for title, name in (("AUC", "auc"), ("LogLoss", "logloss"), ("AUC of cold users", "auc_cold")):
-        if row[name] is not None:
-            spread = f" ±{row[f'{name}_std']:.4f}" if row[f"{name}_std"] is not None else ""
-            cells.append(f"{title} {row[name]:.4f}{spread}")
-    return "  ".join(cells)
-
-
-def _shown_verdict(verdict: dict[str, Any]) -> str:
-    if verdict["low"] is None:
-        return f"{verdict['verdict']}: AUC {verdict['mean_difference']:+.4f}, one pair only"
-    return (
-        f"{verdict['verdict']}: AUC {verdict['mean_difference']:+.4f} "
-        f"({verdict['confidence']:.0%} interval {verdict['low']:+.4f} to {verdict['high']:+.4f}, "
-        f"margin {verdict['margin']}, {verdict['num_pairs']} pairs)"
-    )
+def print_ctr(figures: CtrFigures) -> None:
+    """Show the report's table of a comparison on the terminal, or why there is none."""
+    if figures.skipped:
+        stdout.print(f"CTR models were not trained: {figures.skipped}", markup=False, soft_wrap=True)
+        return
+    shown = ctr_table(figures)
+    table = text_table(shown.columns[:2], shown.columns[2:], shown.title, caption=shown.caption, caption_justify="left")
+    for row in shown.rows:
+        table.add_row(*map(Text, row))
+    stdout.print(table)

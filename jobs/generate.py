@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -12,7 +11,6 @@ from laserbatch.jobs.budgets import night_budgets
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.inputs import NEEDS_A_MODEL, needs_a_model
 from laserbatch.jobs.night import Night
-from laserbatch.jobs.side_warnings import side_warnings
 from laserbatch.jobs.spans import report_samples
 from laserbatch.pipeline.budget.choice import PLAIN
 from laserbatch.pipeline.budget.step_cost import StepCost
@@ -71,23 +69,6 @@ def generate_plain(night: Night) -> None:
     plain = night.settings.decoding.model_copy(update={"verifier": "greedy", "drafters": (), "max_draft_tokens": 0})
     with night.stage("generate plain"):
         night.manifest.plain = _Pass(night, night.run.plain, plain, is_plain=True).run()
-
-
-def night_counts(night: Night) -> dict[str, Any]:
-    """What generation did, a line a side."""
-    return {
-        f"{side}s": {
-            "num_entities": figures.num_entities,
-            "num_generated": figures.num_generated,
-            "num_carried_over": figures.num_carried_over,
-            "num_quarantined": figures.num_quarantined,
-            "num_tokens": figures.stats.num_tokens,
-            "tokens_per_step": figures.stats.tokens_per_step,
-            "tokens_per_s": figures.stats.tokens_per_s,
-        }
-        | ({"warning": "; ".join(warnings)} if (warnings := side_warnings(figures)) else {})
-        for side, figures in night.manifest.sides.items()
-    }
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from laserbatch.jobs.console import say, stdout, summary
-from laserbatch.jobs.ctr import ctr_summary
+from laserbatch.jobs.console import say, stdout, summary, text_table
+from laserbatch.jobs.ctr import ctr_data, print_ctr
 from laserbatch.jobs.encode import encode_run
-from laserbatch.jobs.generate import generate_knowledge, night_counts
+from laserbatch.jobs.generate import generate_knowledge
 from laserbatch.jobs.night import Night, open_night, open_run, parse_date
+from laserbatch.jobs.report.sides import side_warnings
 from laserbatch.jobs.run_night import run_night
 from laserbatch.jobs.settings import CONFIG, PACKAGE_ROOT, WORKSPACE, load_settings
 from laserbatch.pipeline.errors import TableError
@@ -53,11 +54,13 @@ def nightly(
             "published": night.workspace.published().run_id,
             **({"changed_since": list(night.changed_inputs)} if night.changed_inputs else {}),
             **night_counts(night),
-            "ctr": ctr_summary(night.manifest.ctr, as_json),
+            **({"ctr": ctr_data(night.manifest.ctr)} if as_json else {}),
             "report": str(night.run.report_path),
         },
         as_json,
     )
+    if not as_json:
+        print_ctr(night.manifest.ctr)
 
 
 def generate(
@@ -134,19 +137,34 @@ def demo(
     second = run_night(settings, LAST_DATE)
     if as_json:
         nights = {"first_night": night_counts(first), "second_night": night_counts(second)}
-        summary(nights | {"ctr": second.manifest.ctr}, as_json=True)
+        summary(nights | {"ctr": asdict(second.manifest.ctr)}, as_json=True)
         return
     stdout.print(nights_table([first, second]))
-    stdout.print(ctr_rows_table(second.manifest.ctr))
+    print_ctr(second.manifest.ctr)
     stdout.print(f"report: {second.run.report_path}", soft_wrap=True, markup=False)
+
+
+def night_counts(night: Night) -> dict[str, Any]:
+    """What generation did, a line a side."""
+    return {
+        f"{side}s": {
+            "num_entities": figures.num_entities,
+            "num_generated": figures.num_generated,
+            "num_carried_over": figures.num_carried_over,
+            "num_quarantined": figures.num_quarantined,
+            "num_tokens": figures.stats.num_tokens,
+            "tokens_per_step": figures.stats.tokens_per_step,
+            "tokens_per_s": figures.stats.tokens_per_s,
+        }
+        | ({"warning": "; ".join(warnings)} if (warnings := side_warnings(figures)) else {})
+        for side, figures in night.manifest.sides.items()
+    }
 
 
 def nights_table(nights: list[Night]) -> Table:
     """One row a night and side; plain decoding of the same entities, where it was run, beside it, and of all."""
-    table = Table(title="What the nights did", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     counts = ("entities", "generated", "carried over", "failed", "tokens/step", "tokens/s", "seconds")
-    for name in ("night", "side", *counts):
-        table.add_column(name, justify="right" if name in counts else "left")
+    table = text_table(("night", "side"), counts, title="What the nights did")
     for night in nights:
         for side, figures in night.manifest.sides.items():
             table.add_row(str(night.date), side, *_counts(figures), *_pace(figures.stats))
@@ -169,24 +187,5 @@ def _pace(stats: DecodingStats) -> list[str]:
     return [_number(stats.tokens_per_step, 2), _number(stats.tokens_per_s, 0), f"{stats.wall_s:.1f}"]
 
 
-def ctr_rows_table(ctr: dict[str, Any]) -> Table:
-    """The CTR comparison: mean and spread over seeds, on the test part."""
-    title = f"CTR on what came after: not trained, {ctr['skipped']}" if ctr["skipped"] else "CTR on what came after"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("model", "knowledge", "AUC", "LogLoss", "AUC, cold users"):
-        table.add_column(name, justify="left" if name in ("model", "knowledge") else "right")
-    for row in ctr["rows"]:
-        metrics = [_spread(row, name) for name in ("auc", "logloss", "auc_cold")]
-        table.add_row(row["model"], row["variant"], *metrics)
-    return table
-
-
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
-
-
-def _spread(row: dict[str, Any], name: str) -> str:
-    if row.get(name) is None:
-        return "-"
-    spread = row.get(f"{name}_std")
-    return f"{row[name]:.4f}" + (f" ±{spread:.4f}" if spread is not None else "")

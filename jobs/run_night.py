@@ -1,19 +1,18 @@
 """A night's stages in order, and what is published when. A night that was killed goes on where it stopped."""
 
 import datetime
-from typing import Any
 
 from laserbatch.ctr.settings import CtrError
 from laserbatch.jobs.build_pools import build_pools, collect_pools
 from laserbatch.jobs.console import say
-from laserbatch.jobs.ctr import ctr_table
+from laserbatch.jobs.ctr import compare_ctr
 from laserbatch.jobs.encode import encode_run
 from laserbatch.jobs.generate import generate_knowledge, generate_plain
 from laserbatch.jobs.night import Night, open_night, pools_in_use
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
-from laserbatch.pipeline.storage.manifest import PreviousNight, SideStats
+from laserbatch.pipeline.storage.manifest import CtrFigures, PreviousNight, SideStats
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import read_tables
 
@@ -49,16 +48,16 @@ def run_night(settings: Settings, date: datetime.date, force: bool = False, redo
         return night
 
 
-def _compare_ctr(night: Night) -> dict[str, Any]:
+def _compare_ctr(night: Night) -> CtrFigures:
     """The CTR comparison of a run, or why there is none."""
     if not night.settings.night.train_ctr:
-        return {"skipped": "night.train_ctr is false", "rows": []}
+        return CtrFigures(skipped="night.train_ctr is false")
     tables = read_tables(night.settings.tables.path, as_of=None)  # models are judged on what came after the date
     try:
-        return ctr_table(night.run.root, tables, night.date, night.settings.decoding.verifier, night.settings.ctr, say)
+        return compare_ctr(night.run.root, tables, night.date, night.settings.decoding.verifier, night.settings.ctr)
     except CtrError as error:
         say(f"CTR models are not trained: {error}")
-        return {"skipped": str(error), "rows": []}
+        return CtrFigures(skipped=str(error))
 
 
 def _close_failed(night: Night, reason: str) -> None:

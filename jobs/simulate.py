@@ -18,7 +18,7 @@ from rich.table import Table
 
 from laserbatch.jobs.budgets import side_budget
 from laserbatch.jobs.calibrate_pools import draft_options
-from laserbatch.jobs.console import progress, stdout, summary
+from laserbatch.jobs.console import progress, stdout, summary, text_table
 from laserbatch.jobs.formatting import counted, decimal, percent
 from laserbatch.jobs.night import Night, open_run
 from laserbatch.jobs.settings import WORKSPACE, Settings, load_settings
@@ -243,10 +243,8 @@ def _table(texts: SideTexts, outcomes: list[Outcome], pace: Pace) -> Table:
         f"of the night before; {len(texts.pool):,} in the pool, {len(texts.calibration):,} to calibrate with\n"
         f"batch {pace.batch_size:,}, step cost: {pace.step_cost.name}"
     )
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("setting")
-    for name in ("draft tokens", "tokens/step", "drafted/step", "times plain", "times configured"):
-        table.add_column(name, justify="right")
+    numbers = ("draft tokens", "tokens/step", "drafted/step", "times plain", "times configured")
+    table = text_table(("setting",), numbers, title)
     for one in outcomes:
         table.add_row(
             one.trial.words or "as configured",

@@ -10,13 +10,12 @@ from markupsafe import Markup
 from laserbatch.jobs.formatting import SOURCE_LABELS, count, counted, decimal, millions, rate, seconds, times
 from laserbatch.jobs.report.acceptance import acceptance_section
 from laserbatch.jobs.report.blocks import KeyFigure, Page, Phrase
-from laserbatch.jobs.report.ctr_table import ALL_MODELS, Gain, comparisons, ctr_rows, ctr_section, own_gains
+from laserbatch.jobs.report.ctr_table import ALL_MODELS, Gain, ctr_rows, ctr_section, own_gains
 from laserbatch.jobs.report.pools import pools_section
 from laserbatch.jobs.report.samples import provenance_section, samples_section
-from laserbatch.jobs.report.sides import Side, sides_of, speed_up, total
+from laserbatch.jobs.report.sides import Side, side_warnings, sides_of, speed_up, total
 from laserbatch.jobs.report.speed import speed_section
 from laserbatch.jobs.report.work import total_wall_s, work_section
-from laserbatch.jobs.side_warnings import side_warnings
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.manifest import RunManifest
 
@@ -60,7 +59,7 @@ def page_of(manifest: RunManifest) -> Page:
             speed_section(manifest, sides),
             acceptance_section(sides),
             pools_section(manifest, sides),
-            ctr_section(manifest),
+            ctr_section(manifest.ctr),
             samples_section(sides),
             *sections,
         ]
@@ -120,9 +119,9 @@ def headline(manifest: RunManifest, sides: list[Side]) -> list[Phrase]:
 
 def _judgement(manifest: RunManifest, sides: list[Side]) -> list[Phrase]:
     """What the CTR comparison has shown, and no more; nothing where no text could differ from plain decoding's."""
-    verdicts = {model: found["verdict"] for model, found in comparisons(manifest).items() if model != ALL_MODELS}
+    verdicts = {model: found.verdict for model, found in manifest.ctr.equivalence.items() if model != ALL_MODELS}
     if not verdicts:
-        gains = own_gains(ctr_rows(manifest))
+        gains = own_gains(ctr_rows(manifest.ctr))
         is_shown = gains and not any(gain.doubt for gain in gains)
         return [Phrase("AUC "), Phrase(_median(gains), True), Phrase(" from knowledge")] if is_shown else []
     if not any(side.figures.num_carried_over or side.figures.stats.num_drafted for side in sides):
@@ -162,16 +161,16 @@ def key_figures(manifest: RunManifest, sides: list[Side]) -> list[KeyFigure]:
 
 
 def _ctr_card(manifest: RunManifest) -> KeyFigure | None:
-    gains = own_gains(ctr_rows(manifest))
+    gains = own_gains(ctr_rows(manifest.ctr))
     if not gains:
         return None
     doubt = next((gain.doubt for gain in gains if gain.doubt), "")
     notes = [f"median of {counted(len(gains), 'model')}"]
     if doubt:
         notes = [f"{_median(gains)}, {notes[0]}, but {doubt}"]
-    overall = comparisons(manifest).get(ALL_MODELS)
+    overall = manifest.ctr.equivalence.get(ALL_MODELS)
     if overall is not None:
-        notes.append(f"{decimal(overall['mean_difference'], 4, signed=True)} against plain texts")
+        notes.append(f"{decimal(overall.mean_difference, 4, signed=True)} against plain texts")
     return KeyFigure("AUC from knowledge", "not shown" if doubt else _median(gains), notes)
 
 

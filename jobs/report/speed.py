@@ -115,19 +115,18 @@ def _forecast(sides: list[Side]) -> Table:
     """How much was drafted and why, with what was forecast of it beside what came."""
     rows = []
     for side in sides:
-        budget = side.figures.budget
-        forecast, drafts = budget.get("forecast") or {}, budget.get("max_draft_tokens")
+        budget, forecast = side.figures.budget, side.figures.budget.forecast
         rows.append(
             [
                 side.label,
-                count(drafts),
-                decimal(budget.get("min_acceptance")) if drafts else MISSING,
-                decimal(forecast.get("mean_drafted")),
+                count(budget.max_draft_tokens),
+                decimal(budget.min_acceptance) if budget.max_draft_tokens else MISSING,
+                decimal(forecast.mean_drafted),
                 decimal(side.tonight.drafted_per_step),
-                decimal(forecast.get("tokens_per_step")),
+                decimal(forecast.tokens_per_step),
                 decimal(side.tonight.tokens_per_step),
-                times(forecast.get("speed_up")) if drafts else MISSING,
-                str(forecast.get("reason") or ""),
+                times(forecast.speed_up) if budget.max_draft_tokens else MISSING,
+                forecast.reason,
             ]
         )
     words = (

@@ -12,6 +12,7 @@ import numpy as np
 
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.settings import Budget
+from laserbatch.pipeline.storage.manifest import BudgetForecast
 from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS, BudgetCell
 
 SOURCES = ("previous", "prompt", "output", "pool")
@@ -23,27 +24,6 @@ AS_GOOD = 0.995  # of the best predicted speed
 UNCHECKED_TRUST = 0.5
 UNCHECKED_SIZE = 16  # largest tree where nothing was replayed
 MOST_FOR_LOOKING = 0.01  # of a plain step, spent on drafts that find nothing
-
-
-@dataclass(frozen=True)
-class BudgetForecast:
-    """What a budget was chosen for.
-
-    Attributes
-    ----------
-    reason : how it was chosen, in a sentence.
-    step_cost : the name of the step cost, None where it did not matter.
-    batch_size : that of the forecast.
-    tokens_per_step, mean_drafted : of replays, bonus token included; None where nothing was replayed.
-    speed_up : tokens per second over plain decoding in full batches, prompts not counted; None likewise.
-    """
-
-    reason: str
-    step_cost: str | None = None
-    batch_size: int | None = None
-    tokens_per_step: float | None = None
-    mean_drafted: float | None = None
-    speed_up: float | None = None
 
 
 @dataclass(frozen=True)

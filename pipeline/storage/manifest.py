@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import Side
@@ -110,10 +110,40 @@ class SampleText:
 
 
 @dataclass(frozen=True)
+class BudgetForecast:
+    """What a budget was chosen for.
+
+    Attributes
+    ----------
+    reason : how it was chosen, in a sentence.
+    step_cost : the name of the step cost, None where it did not matter.
+    batch_size : that of the forecast.
+    tokens_per_step, mean_drafted : of replays, bonus token included; None where nothing was replayed.
+    speed_up : tokens per second over plain decoding in full batches, prompts not counted; None likewise.
+    """
+
+    reason: str
+    step_cost: str | None = None
+    batch_size: int | None = None
+    tokens_per_step: float | None = None
+    mean_drafted: float | None = None
+    speed_up: float | None = None
+
+
+@dataclass(frozen=True)
+class BudgetFigures:
+    """How much of a side is drafted, and why."""
+
+    max_draft_tokens: int
+    min_acceptance: float
+    forecast: BudgetForecast
+
+
+@dataclass(frozen=True)
 class SideFigures:
     """What was done of a side; counts are of entities.
 
-    `budget` is the draft budget and its forecast. Of plain decoding there are neither budget nor samples, but
+    Of plain decoding there are neither budget nor samples, but
     `stats_of_tonight`: of the entities that the night itself wrote about.
     """
 
@@ -126,7 +156,7 @@ class SideFigures:
     routes: dict[str, int]  # scheme -> entities
     shards: list[ShardFigures]
     stats: DecodingStats
-    budget: dict[str, Any] | None = None
+    budget: BudgetFigures | None = None
     samples: list[SampleText] = field(default_factory=list)
     stats_of_tonight: DecodingStats | None = None
 
@@ -144,6 +174,45 @@ class FeatureFigures:
     num_encoded: int
     num_truncated: int
     encoder: str
+
+
+@dataclass(frozen=True)
+class CtrScores:
+    """A CTR model with a variant of knowledge, on the test part: means over seeds, and their standard deviations."""
+
+    model: str
+    variant: str  # "none", "plain", or the verifier of the run's own texts
+    num_seeds: int
+    auc: float | None
+    auc_std: float | None
+    logloss: float | None
+    logloss_std: float | None
+    auc_cold: float | None
+    auc_cold_std: float | None
+
+
+@dataclass(frozen=True)
+class CtrVerdict:
+    """Whether the run's own texts are as good as plain ones, as `ctr.equivalence` judges their paired AUC."""
+
+    num_pairs: int
+    mean_difference: float
+    low: float | None
+    high: float | None
+    margin: float
+    confidence: float
+    verdict: str
+
+
+@dataclass(frozen=True)
+class CtrFigures:
+    """The CTR comparison, or why there is none; `equivalence` is by model and of "all", `seeds` every training."""
+
+    skipped: str | None = None
+    split: dict[str, int] = field(default_factory=dict)
+    rows: list[CtrScores] = field(default_factory=list)
+    equivalence: dict[str, CtrVerdict] = field(default_factory=dict)
+    seeds: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -165,7 +234,7 @@ class PreviousNight:
 class RunManifest:
     """A run's manifest; a stage sets what is its own, and `save` writes all of it.
 
-    `inputs`, `ctr`, `budgets` and `pools_built` are plain JSON, as those who make them say.
+    `inputs` and `pools_built` are plain JSON, as those who make them say.
     """
 
     path: Annotated[Path, Field(exclude=True)]
@@ -182,13 +251,13 @@ class RunManifest:
     previous_run_id: str | None = None
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
     pools: PoolsUsed = PoolsUsed()
-    budgets: dict[Side, dict[str, Any]] = field(default_factory=dict)
+    budgets: dict[Side, BudgetFigures] = field(default_factory=dict)
     model: ModelFigures | None = None
     workers: WorkerFigures | None = None
     sides: dict[Side, SideFigures] = field(default_factory=dict)
     plain: dict[Side, SideFigures] = field(default_factory=dict)
     features: dict[Side, FeatureFigures] = field(default_factory=dict)
-    ctr: dict[str, Any] | None = None
+    ctr: Annotated[CtrFigures, BeforeValidator(lambda value: value or {})] = CtrFigures()
     pools_built: dict[str, Any] = field(default_factory=dict)
     previous_night: PreviousNight | None = None
     stages: list[StageTime] = field(default_factory=list)

@@ -4,7 +4,7 @@ import pytest
 from ctr_world import AS_OF, make_features, make_world
 
 from laserbatch.ctr.settings import CtrError, CtrSettings
-from laserbatch.jobs.ctr import changed_settings, ctr_table, run_variants
+from laserbatch.jobs.ctr import changed_settings, compare_ctr, print_ctr, run_variants
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -22,17 +22,19 @@ def write_features(run: RunFolder, features):
     write_parquet(features.item, run.features_path("item"))
 
 
-def test_a_run_is_compared_with_and_without_its_plain_texts(world, tmp_path):
+def test_a_run_is_compared_with_and_without_its_plain_texts(world, tmp_path, capsys):
     run = RunFolder(tmp_path / "run")
     write_features(run, make_features(world))
     assert list(run_variants(run, "top_k")) == ["none", "top_k"]
-    rows = ctr_table(run.root, world, AS_OF, "greedy", SETTINGS)["rows"]
-    assert {row["variant"] for row in rows} == {"none", "greedy"}
+    rows = compare_ctr(run.root, world, AS_OF, "greedy", SETTINGS).rows
+    assert {row.variant for row in rows} == {"none", "greedy"}
     write_features(run.plain, make_features(world, seed=1))
-    lines = []
-    section = ctr_table(run.root, world, AS_OF, "greedy", SETTINGS, lines.append)
-    assert [row["variant"] for row in section["rows"]] == ["none", "plain", "greedy"]
-    assert len(lines) == 1 and "greedy against plain" in lines[0] and "2 pairs" in lines[0]
+    figures = compare_ctr(run.root, world, AS_OF, "greedy", SETTINGS)
+    assert [row.variant for row in figures.rows] == ["none", "plain", "greedy"] and len(figures.seeds) == 6
+    assert figures.equivalence["all"].num_pairs == 2
+    print_ctr(figures)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "LightGBM greedy" in said and "mean of the paired differences over seeds" in said
 
 
 def test_a_run_whose_texts_saw_the_test_period_is_refused(world, tmp_path):
@@ -40,12 +42,12 @@ def test_a_run_whose_texts_saw_the_test_period_is_refused(world, tmp_path):
     run = RunFolder(tmp_path / "run")
     write_features(run, make_features(world, run_id="2025-03-03-0123abcd"))
     with pytest.raises(CtrError, match="the test period would leak into training"):
-        ctr_table(run.root, world, AS_OF, "relaxed", SETTINGS)
+        compare_ctr(run.root, world, AS_OF, "relaxed", SETTINGS)
 
 
 def test_a_run_without_features_is_refused(world, tmp_path):
     with pytest.raises(CtrError, match="laserbatch encode"):
-        ctr_table(tmp_path, world, AS_OF, "relaxed", SETTINGS)
+        compare_ctr(tmp_path, world, AS_OF, "relaxed", SETTINGS)
 
 
 def test_the_command_line_changes_models_and_seeds():

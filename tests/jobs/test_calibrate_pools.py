@@ -14,6 +14,7 @@ from laserbatch.jobs.pools import app
 from laserbatch.jobs.settings import load_settings
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.sample.world import write_sample_world
+from laserbatch.pipeline.storage.manifest import BudgetFigures, BudgetForecast
 from laserbatch.retrieval_pools.sources import SOURCE_PREVIOUS
 
 FIRST_DATE, SECOND_DATE = datetime.date(2025, 2, 28), datetime.date(2025, 3, 1)
@@ -103,8 +104,8 @@ def test_replays_draft_by_the_budget_that_the_night_chose(world):
     night = opened(world, FIRST_DATE)
     assert drafted_with(night, "item") is None
     night.manifest.budgets = {
-        "user": {"max_draft_tokens": 0, "min_acceptance": 1.0, "forecast": None},
-        "item": {"max_draft_tokens": 4, "min_acceptance": 0.3, "forecast": None},
+        "user": BudgetFigures(0, 1.0, BudgetForecast("given")),
+        "item": BudgetFigures(4, 0.3, BudgetForecast("given")),
     }
     assert drafted_with(night, "user") is None  # nothing was drafted: replays draft as usual
     write_night(night)

@@ -177,8 +177,8 @@ def test_each_night_chose_its_budgets_by_what_steps_cost(two_nights):
         for side in SIDES:
             budget, stats = manifest.budgets[side], manifest.sides[side].stats
             assert manifest.sides[side].budget == budget
-            assert budget["forecast"]["step_cost"] == "invented"
-            assert 0 < stats.num_drafted <= budget["max_draft_tokens"] * stats.num_steps
+            assert budget.forecast.step_cost == "invented"
+            assert 0 < stats.num_drafted <= budget.max_draft_tokens * stats.num_steps
 
 
 def test_the_last_night_is_published_with_its_pools_and_report(two_nights):
@@ -187,7 +187,7 @@ def test_the_last_night_is_published_with_its_pools_and_report(two_nights):
     assert workspace.published().run_id == second.run_id
     assert PoolStore(workspace.pools_folder).current_version() == second.run_id
     assert "<html" in second.report_path.read_text(encoding="utf-8")
-    assert second.load_manifest().ctr["rows"]
+    assert second.load_manifest().ctr.rows
 
 
 def test_the_summary_is_json(two_nights):

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 from manifest_fixture import Undrawn, manifest_of, night_manifest, night_of
 
-from laserbatch.jobs.generate import night_counts
+from laserbatch.jobs.nightly import night_counts
 from laserbatch.jobs.report import charts
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.report.page import page_of, render_page

@@ -4,8 +4,7 @@ import pytest
 from manifest_fixture import Undrawn, ctr_row, equivalence, manifest_of, night_manifest
 
 from laserbatch.jobs.report import charts
-from laserbatch.jobs.report.blocks import Table
-from laserbatch.jobs.report.ctr_table import ALL_MODELS, comparisons, ctr_rows, ctr_section, is_own, own_gains
+from laserbatch.jobs.report.ctr_table import ALL_MODELS, ctr_rows, ctr_section, ctr_table, is_own, own_gains
 from laserbatch.jobs.report.page import headline, key_figures
 from laserbatch.jobs.report.sides import sides_of
 
@@ -21,29 +20,29 @@ def sentence(manifest: dict) -> str:
 
 
 def table_of(manifest: dict):
-    return next(block for block in ctr_section(manifest_of(manifest)).blocks if isinstance(block, Table))
+    return ctr_table(manifest_of(manifest).ctr)
 
 
 def test_rows_are_ordered_by_model_then_from_no_knowledge_to_the_runs_own():
     rows = [ctr_row("DIN", variant, 0.7, 0.6, 0.6, 0.001) for variant in ("top_k", "none", "plain")]
-    manifest = manifest_of(night_manifest() | {"ctr": {"rows": rows}})
-    assert [(row["variant"], is_own(row)) for row in ctr_rows(manifest)] == [
+    figures = manifest_of(night_manifest() | {"ctr": {"rows": rows}}).ctr
+    assert [(row.variant, is_own(row)) for row in ctr_rows(figures)] == [
         ("none", False), ("plain", False), ("top_k", True),
     ]  # fmt: skip
-    legend = ctr_section(manifest).blocks[0].legend
+    legend = ctr_section(figures).blocks[0].legend
     assert [entry.label for entry in legend] == ["no knowledge", "plain texts", "top-k texts"]
 
 
 def test_gain_is_the_difference_of_mean_auc():
-    gain = own_gains(ctr_rows(manifest_of(night_manifest())))[0]
+    gain = own_gains(ctr_rows(manifest_of(night_manifest()).ctr))[0]
     assert gain.auc == pytest.approx(0.7249 - 0.7112) and not gain.doubt
     rows = [row for row in night_manifest()["ctr"]["rows"] if row["variant"] != "none"]
-    assert own_gains(ctr_rows(manifest_of(night_manifest() | {"ctr": {"rows": rows}}))) == []
+    assert own_gains(ctr_rows(manifest_of(night_manifest() | {"ctr": {"rows": rows}}).ctr)) == []
 
 
 def test_verdicts_are_those_of_the_ctr_package():
-    found = comparisons(manifest_of(night_manifest()))
-    assert {model: item["verdict"] for model, item in found.items()} == {
+    found = manifest_of(night_manifest()).ctr.equivalence
+    assert {model: item.verdict for model, item in found.items()} == {
         "DIN": "equivalent", "DCNv2": "undecided", "LightGBM": "equivalent", ALL_MODELS: "equivalent",
     }  # fmt: skip
     rows = table_of(night_manifest()).rows

@@ -5,10 +5,10 @@ import copy
 import pytest
 from manifest_fixture import Undrawn, figures_of, manifest_of, night_manifest, night_of
 
-from laserbatch.jobs.generate import night_counts
+from laserbatch.jobs.nightly import night_counts
 from laserbatch.jobs.report import charts
 from laserbatch.jobs.report.page import page_of, render_page
-from laserbatch.jobs.side_warnings import MIN_STEPS, MOST_MISSING, side_warnings
+from laserbatch.jobs.report.sides import MIN_STEPS, MOST_MISSING, side_warnings
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_no_forecast_and_no_drafts_say_nothing(manifest):
     side = with_forecast(manifest["sides"]["user"], 0.1)
     assert side_warnings(figures_of(side))
     budget = side["budget"]
-    for without in (None, budget | {"max_draft_tokens": 0}, budget | {"forecast": None}):
+    for without in (None, budget | {"max_draft_tokens": 0}, budget | {"forecast": {"reason": "nothing was replayed"}}):
         assert not side_warnings(figures_of(side | {"budget": without}))
     assert not side_warnings(figures_of(side | {"stats": side["stats"] | {"num_steps": 0}}))
     del manifest["sides"]["user"]["budget"], manifest["sides"]["item"]["budget"]
