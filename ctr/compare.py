@@ -10,13 +10,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from laserbatch.ctr import metrics
 from laserbatch.ctr.dataset import CtrData, EntityTables, Knowledge, build_dataset, build_knowledge
-from laserbatch.ctr.dcnv2 import DCNv2
-from laserbatch.ctr.din import DIN
-from laserbatch.ctr.equivalence import Equivalence, compare_paired
 from laserbatch.ctr.feature_set import FeatureSet
 from laserbatch.ctr.gbdt import fit_gbdt, gbdt_matrix
+from laserbatch.ctr.judging import Equivalence, compare_paired, measure
+from laserbatch.ctr.networks import DIN, DCNv2
 from laserbatch.ctr.settings import CtrError, CtrSettings
 from laserbatch.ctr.train import fit, predict
 
@@ -37,7 +35,7 @@ class CtrRow:
     model : as people read it ("DIN").
     variant : which knowledge: "none", "plain", or, of the run's own, its verifier ("relaxed").
     best_epoch : epoch (of trees: round) that validation chose.
-    auc, logloss, auc_cold : see `metrics.Metrics`.
+    auc, logloss, auc_cold : see `judging.Metrics`.
     """
 
     model: str
@@ -135,7 +133,7 @@ def _train_seeds(model: str, variant: str, data: CtrData, knowledge: Knowledge, 
             fitted = fit(network, data, settings, seed)
             best_epoch, validation_auc = fitted.best_epoch, fitted.validation_auc
             scores = predict(network, data, data.test)
-        judged = metrics.measure(data.labels[data.test], scores, data.is_cold[data.test])
+        judged = measure(data.labels[data.test], scores, data.is_cold[data.test])
         train_s = time.perf_counter() - start_s
         yield CtrRow(MODEL_TITLES[model], variant, seed, best_epoch, train_s, validation_auc, **asdict(judged))
 

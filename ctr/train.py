@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from laserbatch.ctr import metrics
 from laserbatch.ctr.dataset import CtrData
+from laserbatch.ctr.judging import auc
 from laserbatch.ctr.settings import CtrSettings
 
 PREDICTION_BATCH = 8192
@@ -63,9 +63,9 @@ def fit(model: nn.Module, data: CtrData, settings: CtrSettings, seed: int) -> Fi
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-            auc = metrics.auc(data.labels[data.validation], predict(model, data, data.validation))
-            if auc > best.validation_auc:
-                best = Fit(epoch, epoch, auc)
+            found = auc(data.labels[data.validation], predict(model, data, data.validation))
+            if found > best.validation_auc:
+                best = Fit(epoch, epoch, found)
                 best_weights = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(best_weights)
     return Fit(best.best_epoch, epoch, best.validation_auc)

@@ -13,8 +13,7 @@ from pathlib import Path
 import typer
 
 from laserbatch.ctr.settings import CtrError
-from laserbatch.jobs.console import ExitCode, logger, stderr
-from laserbatch.jobs.lazy_commands import LazyCommand, add_lazy_commands, lazy_group
+from laserbatch.jobs.console import ExitCode, LazyCommand, add_lazy_commands, lazy_group, logger, stderr
 from laserbatch.pipeline.errors import PipelineError, RunFailed, WorkspaceBusy
 from laserbatch.retrieval_pools.errors import PoolError
 

@@ -1,4 +1,4 @@
-"""What every command shares towards the person who runs it: progress, summaries, errors as exit codes.
+"""What every command shares towards the person who runs it: progress, summaries, exit codes, help.
 
 Progress and log lines go to standard error, summaries to standard output, so that
 `laserbatch ... --json | jq` works.
@@ -10,12 +10,16 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import IntEnum
+from importlib import import_module
 from typing import Any, Protocol
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from typer.core import TyperGroup
 
 logger = logging.getLogger("laserbatch")
 stderr = Console(stderr=True, highlight=False)
@@ -141,3 +145,49 @@ def _shown(value: object) -> str:
     if isinstance(value, Mapping | list | tuple):
         return json.dumps(value, default=str, ensure_ascii=False)
     return str(value)
+
+
+@dataclass(frozen=True)
+class LazyCommand:
+    """A command whose module is imported when it is run: `--help` and completion do not wait for torch and Ray.
+
+    Parameters
+    ----------
+    target : "module:name" of a function, or of a Typer app with commands of its own.
+    short_help : the first line of the command's own help.
+    """
+
+    target: str
+    short_help: str
+
+    def load(self, name: str):
+        """The command itself, as Typer makes it."""
+        module, attribute = self.target.split(":")
+        found = getattr(import_module(module), attribute)
+        if isinstance(found, typer.Typer):
+            command = typer.main.get_command(found)
+        else:
+            alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+            alone.command(name)(found)
+            command = typer.main.get_command(alone)
+        command.name = name
+        return command
+
+
+def lazy_group(commands: dict[str, LazyCommand]) -> type[TyperGroup]:
+    """A group class that knows these commands by their lines and loads the one that is asked for; no other changes."""
+
+    class LazyGroup(TyperGroup):
+        def resolve_command(self, ctx, args):
+            name, command, rest = super().resolve_command(ctx, args)
+            if command is not None and name in commands:
+                command = commands[name].load(name)
+            return name, command, rest
+
+    return LazyGroup
+
+
+def add_lazy_commands(app: typer.Typer, commands: dict[str, LazyCommand]) -> None:
+    """Register the lines of the commands, in order; the app's class is `lazy_group(commands)`."""
+    for name, command in commands.items():
+        app.command(name, help=command.short_help)(lambda: None)

@@ -68,7 +68,8 @@ def _is_clicks(rows: pa.Table | pa.RecordBatch | None, column: str | None) -> bo
     """Whether the first ratings are 0 and 1 only, so that 1 is a positive."""
     if rows is None or column not in rows.schema.names:
         return False
-    return set(rows.column(column).unique().to_pylist()) <= {0, 1, None}
+    known = rows.column(column).drop_null().unique().to_pylist()
+    return {str(value).lower() for value in known} <= {"0", "1", "0.0", "1.0", "false", "true"}
 
 
 def _is_in_schema(folder: Path) -> bool:

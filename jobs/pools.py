@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from laserbatch.jobs.console import say, stdout, summary
-from laserbatch.jobs.lazy_commands import LazyCommand, add_lazy_commands, lazy_group
+from laserbatch.jobs.console import LazyCommand, add_lazy_commands, lazy_group, say, stdout, summary
 from laserbatch.jobs.pools_view import (
     DraftView,
     built_line,

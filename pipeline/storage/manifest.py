@@ -193,7 +193,7 @@ class CtrScores:
 
 @dataclass(frozen=True)
 class CtrVerdict:
-    """Whether the run's own texts are as good as plain ones, as `ctr.equivalence` judges their paired AUC."""
+    """Whether the run's own texts are as good as plain ones, as `ctr` judges their paired AUC."""
 
     num_pairs: int
     mean_difference: float

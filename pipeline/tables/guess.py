@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.csv as pacsv
-import pyarrow.parquet as pq
 
-from laserbatch.pipeline.errors import TableError, first_line
+from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.tables.settings import SourceFiles
+from laserbatch.pipeline.tables.source import read_source
 
 USER_ID = r"^(user|member|customer|reader|viewer|account|visitor)s?_?(id|no|key|code)?$|^uid$"
 ITEM_ID = r"^(item|product|movie|book|article|news|video|song|track|job|post|sku|asin)s?_?(id|no|key|code)?$|^iid$"
 TITLE = r"title|name|headline|label"
 TIME = r"time|date|^ts$|_at$|when"
 RATING = r"rating|stars|score|^grade$|click|like"
+NUM_ROWS = 20  # that a guess looks at
 PATH_SEPARATORS = (" > ", ">", "|", ";", "/")
 
 
@@ -41,22 +42,12 @@ def read_sources(folder: Path) -> list[SourceTable]:
     """Every Parquet or CSV file of a folder (of a folder of Parquet files, one), with its first rows."""
     sources = []
     for path in sorted(folder.iterdir()):
-        pattern, file = path.name, path
-        if path.is_dir():
-            parts = sorted(path.glob("*.parquet"))
-            if not parts:
-                continue
-            pattern, file = f"{path.name}/*.parquet", parts[0]
-        try:
-            if file.suffix == ".parquet":
-                sources.append(SourceTable(pattern, next(pq.ParquetFile(file).iter_batches(20), None)))
-            elif file.suffix in (".csv", ".tsv"):
-                options = pacsv.ParseOptions(delimiter="\t" if file.suffix == ".tsv" else ",")
-                batches = iter(pacsv.open_csv(file, parse_options=options))
-                sources.append(SourceTable(pattern, next(batches, None)))
-        except (pa.ArrowException, OSError) as error:
-            raise TableError(f"{file} cannot be read: {first_line(error)}") from None
-    sources = [SourceTable(s.name, pa.Table.from_batches([s.head]).slice(0, 20)) for s in sources if s.head is not None]
+        is_file = path.is_file() and path.suffix in (".parquet", ".csv", ".tsv")
+        if is_file or any(path.glob("*.parquet")):
+            files = SourceFiles(files=path.name if is_file else f"{path.name}/*.parquet")
+            first = next(read_source(files, folder, path.stem), None)
+            if first is not None:
+                sources.append(SourceTable(files.files, pa.Table.from_batches([first.rows]).slice(0, NUM_ROWS)))
     if not sources:
         raise TableError(f"{folder} holds no Parquet or CSV file with rows; expected users, items and interactions")
     return sources
@@ -127,6 +118,8 @@ def _in_most(values: list[str], mark: str) -> bool:
 
 def _time_unit(source: SourceTable, column: str) -> str:
     value = next((value for value in source.head[column].to_pylist() if value is not None), 0)
-    if not isinstance(value, int | float):
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
         return "iso"
-    return next((unit for unit, bound in (("s", 1e11), ("ms", 1e14), ("us", 1e17)) if value < bound), "ns")
+    return next((unit for unit, bound in (("s", 1e11), ("ms", 1e14), ("us", 1e17)) if number < bound), "ns")

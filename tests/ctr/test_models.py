@@ -5,13 +5,11 @@ import pytest
 import torch
 from ctr_world import AS_OF, make_features
 
-from laserbatch.ctr.adaptor import HybridExpertAdaptor
 from laserbatch.ctr.compare import build_network
 from laserbatch.ctr.dataset import Knowledge, build_dataset, build_knowledge
-from laserbatch.ctr.dcnv2 import CrossNetwork
-from laserbatch.ctr.din import LocalActivationUnit
 from laserbatch.ctr.fields import Field
-from laserbatch.ctr.layers import Dice, EntityEmbedding
+from laserbatch.ctr.layers import Dice, EntityEmbedding, HybridExpertAdaptor
+from laserbatch.ctr.networks import CrossNetwork, LocalActivationUnit
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.ctr.train import predict
 

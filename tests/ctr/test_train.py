@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ctr_world import AS_OF
 
-from laserbatch.ctr import metrics
+from laserbatch.ctr import judging
 from laserbatch.ctr.compare import build_network
 from laserbatch.ctr.dataset import Knowledge, build_dataset
 from laserbatch.ctr.settings import CtrError, CtrSettings
@@ -23,16 +23,16 @@ def data(world):
 def test_the_model_ends_with_the_weights_of_its_best_epoch(data):
     network = build_network("dcnv2", data, Knowledge(), SETTINGS, seed=0)
     fitted = fit(network, data, SETTINGS, seed=0)
-    auc = metrics.auc(data.labels[data.validation], predict(network, data, data.validation))
+    auc = judging.auc(data.labels[data.validation], predict(network, data, data.validation))
     assert auc == fitted.validation_auc
     assert fitted.num_epochs in (fitted.best_epoch, fitted.best_epoch + 1)
 
 
 def test_training_lowers_the_loss_on_its_own_rows(data):
     network = build_network("dcnv2", data, Knowledge(), SETTINGS, seed=0)
-    before = metrics.logloss(data.labels[data.train], predict(network, data, data.train))
+    before = judging.logloss(data.labels[data.train], predict(network, data, data.train))
     fit(network, data, SETTINGS, seed=0)
-    assert metrics.logloss(data.labels[data.train], predict(network, data, data.train)) < before - 0.02
+    assert judging.logloss(data.labels[data.train], predict(network, data, data.train)) < before - 0.02
 
 
 def test_seeds_differ_and_repeat(data):

@@ -9,7 +9,7 @@ import numpy as np
 from markupsafe import Markup, escape
 from pydantic import TypeAdapter
 
-from laserbatch.ctr.equivalence import compare_paired
+from laserbatch.ctr.judging import compare_paired
 from laserbatch.jobs.report import charts
 from laserbatch.pipeline.storage.manifest import RunManifest, SideFigures
 from laserbatch.retrieval_pools.sources import SOURCE_NAMES

@@ -1,4 +1,8 @@
-"""Deep Interest Network (Zhou et al., KDD 2018)."""
+"""DIN, the Deep Interest Network (Zhou et al., KDD 2018), and DCNv2, Deep & Cross version 2 (Wang et al., WWW 2021).
+
+Both map numbers of users and items (batch,) and of histories (batch, length) to logits (batch,). They are made of
+fields by entity number, and of a variant's vectors and cluster ids; `Knowledge()` for none.
+"""
 
 import torch
 from torch import nn
@@ -7,7 +11,7 @@ from laserbatch.ctr.dataset import CtrData, Knowledge
 from laserbatch.ctr.layers import Dice, RowInputs, mlp
 from laserbatch.ctr.settings import CtrSettings
 
-ATTENTION_SIZES = (32, 16)
+ATTENTION_SIZES = (32, 16)  # of DIN
 
 
 class LocalActivationUnit(nn.Module):
@@ -33,13 +37,7 @@ class LocalActivationUnit(nn.Module):
 
 
 class DIN(nn.Module):
-    """User, target and knowledge beside an attended history, into an MLP with Dice.
-
-    Parameters
-    ----------
-    data : fields by entity number.
-    knowledge : the variant's vectors and cluster ids; `Knowledge()` for none.
-    """
+    """User, target and knowledge beside an attended history, into an MLP with Dice."""
 
     def __init__(self, data: CtrData, knowledge: Knowledge, settings: CtrSettings) -> None:
         super().__init__()
@@ -49,10 +47,43 @@ class DIN(nn.Module):
         self.mlp = mlp(in_dim, settings.hidden_sizes, settings.dropout, Dice, out_dim=1)
 
     def forward(self, users: torch.Tensor, items: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
-        """users, items (batch,) and history (batch, length) numbers -> logits (batch,)."""
         target = self.inputs.item_embedding(items)  # v_A, (batch, item_dim)
         liked, rows = self.inputs.liked_items(history)  # e_1 .. e_H of every row: (num_liked, item_dim), (num_liked,)
         weights = self.activation_unit(liked, target, rows)
         interest = torch.zeros_like(target).index_add(0, rows, weights * liked)  # v_U(A), Eq. 3
         row = torch.cat([self.inputs(users, items, target), interest], dim=1)
         return self.mlp(row).squeeze(1)
+
+
+class CrossNetwork(nn.Module):
+    """x_{l+1} = x_0 * (W_l x_l + b_l) + x_l (Eq. 1): each layer raises the order of explicit feature crosses by one."""
+
+    def __init__(self, dim: int, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(num_layers))
+
+    def forward(self, x0: torch.Tensor) -> torch.Tensor:  # (batch, dim)
+        x = x0
+        for layer in self.layers:
+            x = x0 * layer(x) + x
+        return x
+
+
+class DCNv2(nn.Module):
+    """DCNv2 in its parallel structure, over user, target, knowledge and the mean of the history."""
+
+    def __init__(self, data: CtrData, knowledge: Knowledge, settings: CtrSettings) -> None:
+        super().__init__()
+        self.inputs = RowInputs(data, knowledge, settings)
+        in_dim = self.inputs.out_dim + self.inputs.item_dim
+        self.cross = CrossNetwork(in_dim, settings.num_cross_layers)
+        self.deep = mlp(in_dim, settings.hidden_sizes, settings.dropout)
+        self.logit = nn.Linear(in_dim + settings.hidden_sizes[-1], 1)
+
+    def forward(self, users: torch.Tensor, items: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
+        target = self.inputs.item_embedding(items)
+        liked, rows = self.inputs.liked_items(history)
+        lengths = rows.bincount(minlength=len(target)).clamp(min=1).unsqueeze(1)
+        mean_liked = torch.zeros_like(target).index_add(0, rows, liked) / lengths  # (batch, item_dim)
+        x0 = torch.cat([self.inputs(users, items, target), mean_liked], dim=1)
+        return self.logit(torch.cat([self.cross(x0), self.deep(x0)], dim=1)).squeeze(1)

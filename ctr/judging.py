@@ -1,7 +1,8 @@
-"""Are two kinds of text as good as each other? Paired differences over seeds, an interval, and a verdict.
+"""What predictions are worth, and whether two kinds of text are as good as each other.
 
-The same seed gives both variants the same row order, so that what a seed does to both cancels in the difference. An
-interval that is wider than the margin proves nothing either way, and the verdict says so.
+Of two kinds: paired differences over seeds, an interval, and a verdict. The same seed gives both the same row order, so
+that what a seed does to both cancels in the difference. An interval that is wider than the margin proves nothing either
+way, and the verdict says so.
 """
 
 import math
@@ -9,7 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
+from sklearn.metrics import log_loss, roc_auc_score
 
+MIN_ROWS_OF_A_SUBSET = 20  # an AUC over fewer rows says nothing
 EQUIVALENT, WORSE, BETTER, UNDECIDED = "equivalent", "worse", "better", "undecided"
 
 
@@ -32,6 +35,39 @@ class Equivalence:
     margin: float
     confidence: float
     verdict: str
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """How well scores order and predict labels.
+
+    Attributes
+    ----------
+    auc : area under the ROC curve.
+    logloss : mean binary cross-entropy, nats.
+    auc_cold : AUC over the rows of cold users; None when there are too few of them, or they lack a label.
+    """
+
+    auc: float
+    logloss: float
+    auc_cold: float | None
+
+
+def auc(labels: np.ndarray, scores: np.ndarray) -> float:
+    """Area under the ROC curve; labels are 0 and 1, and both are there."""
+    return float(roc_auc_score(labels, scores))
+
+
+def logloss(labels: np.ndarray, probabilities: np.ndarray) -> float:
+    """Mean binary cross-entropy, in nats; probabilities are kept 1e-7 away from 0 and 1."""
+    return float(log_loss(labels, np.clip(probabilities, 1e-7, 1 - 1e-7), labels=[0, 1]))
+
+
+def measure(labels: np.ndarray, probabilities: np.ndarray, is_cold: np.ndarray) -> Metrics:
+    """All metrics of one set of predictions; `is_cold` bool (n,), rows of cold users."""
+    says_something = is_cold.sum() >= MIN_ROWS_OF_A_SUBSET and len(np.unique(labels[is_cold])) == 2
+    cold_auc = auc(labels[is_cold], probabilities[is_cold]) if says_something else None
+    return Metrics(auc(labels, probabilities), logloss(labels, probabilities), cold_auc)
 
 
 def compare_paired(
