@@ -8,13 +8,12 @@ import jinja2
 from markupsafe import Markup
 
 from laserbatch.jobs.formatting import SOURCE_LABELS, count, counted, decimal, millions, rate, seconds, times
-from laserbatch.jobs.report.acceptance import acceptance_section
 from laserbatch.jobs.report.blocks import KeyFigure, Page, Phrase
 from laserbatch.jobs.report.ctr_table import ALL_MODELS, Gain, ctr_rows, ctr_section, own_gains
 from laserbatch.jobs.report.pools import pools_section
 from laserbatch.jobs.report.samples import provenance_section, samples_section
 from laserbatch.jobs.report.sides import Side, side_warnings, sides_of, speed_up, total
-from laserbatch.jobs.report.speed import speed_section
+from laserbatch.jobs.report.speed import acceptance_section, speed_section
 from laserbatch.jobs.report.work import total_wall_s, work_section
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.manifest import RunManifest
