@@ -171,12 +171,9 @@ def previous_run(workspace: Workspace, run_id: str) -> RunFolder | None:
 def open_run(settings: Settings, run_id: str | None) -> Night:
     """An existing run, for a stage that is called alone; the published one when no id is given."""
     workspace = Workspace.open(settings.workspace, create=False)
-    run = workspace.run(run_id) if run_id else workspace.published()
+    run = workspace.existing_run(run_id) if run_id else workspace.published()
     if run is None:
         raise WorkspaceError(f"{settings.workspace} has no published run yet; run `laserbatch nightly` first")
-    if not run.manifest_path.exists():
-        known = ", ".join(other.run_id for other in workspace.runs()) or "none"
-        raise WorkspaceError(f"no run {run.run_id} in {settings.workspace}; runs there: {known}")
     manifest = RunManifest.load(run.manifest_path)
     return Night(_settings_of(manifest, settings), workspace, manifest.date, run, manifest)
 

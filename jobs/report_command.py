@@ -43,13 +43,9 @@ def chosen_run(workspace: Workspace, run_id: str | None) -> RunFolder:
     WorkspaceError
         There is no such run, or none at all.
     """
+    if run_id is not None:
+        return workspace.existing_run(run_id)
     runs = [folder for folder in workspace.runs() if folder.manifest_path.exists()]
-    if run_id is None:
-        if not runs:
-            raise WorkspaceError(f"{workspace.root} holds no run yet; `laserbatch nightly` makes one.")
-        return workspace.published() or runs[-1]
-    found = next((folder for folder in runs if folder.run_id == run_id), None)
-    if found is None:
-        known = ", ".join(folder.run_id for folder in runs[-5:]) or "none"
-        raise WorkspaceError(f"{workspace.root} has no run {run_id}; its newest runs are: {known}.")
-    return found
+    if not runs:
+        raise WorkspaceError(f"{workspace.root} holds no run yet; `laserbatch nightly` makes one.")
+    return workspace.published() or runs[-1]

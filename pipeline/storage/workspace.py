@@ -76,6 +76,14 @@ class Workspace:
             raise WorkspaceError(f"{run_id!r} is not a run id; expected one like 2025-03-01-1a2b3c4d.")
         return RunFolder(self.root / "runs" / run_id)
 
+    def existing_run(self, run_id: str) -> RunFolder:
+        """A run that has a manifest. Raises WorkspaceError, which names the newest ones, where no run has that id."""
+        run = self.run(run_id)
+        if not run.manifest_path.exists():
+            known = ", ".join(other.run_id for other in self.runs()[-5:]) or "none"
+            raise WorkspaceError(f"{self.root} has no run {run_id}; its newest runs are: {known}.")
+        return run
+
     def runs(self) -> list[RunFolder]:
         """Every run, finished or not, in the order of their ids, which begin with their date."""
         return [RunFolder(path) for path in sorted((self.root / "runs").glob("*")) if path.is_dir()]
