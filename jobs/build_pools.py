@@ -21,6 +21,7 @@ from laserbatch.jobs.pool_texts import RunTexts, read_run_texts
 from laserbatch.pipeline.decoding.model.identity import tokenizer_hash
 from laserbatch.pipeline.planning.routing import entity_router
 from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.manifest import PoolBuilt
 from laserbatch.pipeline.storage.parquet import as_large
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import BuildCounts, build_pool
@@ -33,25 +34,18 @@ from laserbatch.retrieval_pools.routing.router import Router, fit_routers
 SCRATCH_NAME, HELD_BACK_NAME = "scratch", "without-held-back"
 
 
-def build_pools(night: Night, anew: bool = False, make_current: bool = True) -> dict[str, Any]:
-    """Build and publish the pools of a run.
+def build_pools(night: Night, anew: bool = False, make_current: bool = True) -> dict[Side, PoolBuilt]:
+    """Build and publish the pools of a run; what was built, by side.
 
     Parameters
     ----------
     anew : look at no earlier pool.
     make_current : whether the next run drafts from them.
-
-    Returns
-    -------
-    dict
-        The manifest's `pools_built`: a side's version, texts, tokens, seconds and groups; whether it was merged from
-        the current version's (`incremental`), how many texts had to be sorted (`num_texts_changed`) and how many a full
-        pool left out (`num_texts_left_out`); its calibration without the curves.
     """
     tables, routing = night.tables, night.settings.routing
     texts = {side: _entity_texts(night, side) for side in SIDES} if routing.attribute_grouping == "leaves" else None
     routers = fit_routers(tables.users, tables.items, tables.interactions, routing, night.settings.seed, texts)
-    built: dict[str, Any] = {}
+    built: dict[Side, PoolBuilt] = {}
     with night.pools.publish(night.run.run_id, make_current) as (folder, version):
         for side in SIDES:
             routers[side].save(folder / "router" / side)
@@ -61,7 +55,7 @@ def build_pools(night: Night, anew: bool = False, make_current: bool = True) -> 
             if run_texts is None:
                 say(f"no {side} texts: no {side} pool")
             else:
-                built[side] = {"version": version} | _build(night, side, run_texts, routers[side], folder / side, anew)
+                built[side] = _build(night, side, version, run_texts, routers[side], folder / side, anew)
             shutil.rmtree(scratch)
     return built
 
@@ -84,7 +78,9 @@ def collect_pools(store: PoolStore, keep: int, in_use: Collection[str], dry_run:
     return collected
 
 
-def _build(night: Night, side: Side, run_texts: RunTexts, router: Router, folder: Path, anew: bool) -> dict[str, Any]:
+def _build(
+    night: Night, side: Side, version: str, run_texts: RunTexts, router: Router, folder: Path, anew: bool
+) -> PoolBuilt:
     start_s = time.perf_counter()
     hash_of_tokenizer = tokenizer_hash(night.settings.model_dir)
     previous = None if anew else _previous_pool(night, side, hash_of_tokenizer)
@@ -107,16 +103,17 @@ def _build(night: Night, side: Side, run_texts: RunTexts, router: Router, folder
     calibration_s = time.perf_counter() - start_s
     pool = build(pool_texts(), folder, previous=pool_of_others or previous, calibration=calibration)
     shutil.rmtree(held_back_folder, ignore_errors=True)
-    return {
-        "num_texts": pool.manifest.num_texts,
-        "num_tokens": pool.manifest.num_tokens,
-        "incremental": previous is not None,
-        "num_texts_changed": sum(counts.num_texts_sorted for counts in done),
-        "num_texts_left_out": done[-1].num_texts_left_out,
-        "build_s": time.perf_counter() - start_s,
-        "groups": pool.manifest.groups,
-        "calibration": None if calibration is None else _summary(calibration, calibration_s),
-    }
+    return PoolBuilt(
+        version=version,
+        num_texts=pool.manifest.num_texts,
+        num_tokens=pool.manifest.num_tokens,
+        groups=pool.manifest.groups,
+        incremental=previous is not None,
+        num_texts_changed=sum(counts.num_texts_sorted for counts in done),
+        num_texts_left_out=done[-1].num_texts_left_out,
+        build_s=time.perf_counter() - start_s,
+        calibration=None if calibration is None else _summary(calibration, calibration_s),
+    )
 
 
 def _summary(calibration: Calibration, calibration_s: float) -> dict[str, Any]:

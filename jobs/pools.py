@@ -5,7 +5,7 @@ What is drawn is in `pools_view.py`; how pools are built from a run in `build_po
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -21,6 +21,7 @@ from laserbatch.jobs.pools_view import (
 )
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
 from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.manifest import PoolBuilt
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.pool import Pool
@@ -112,7 +113,9 @@ def show(
         raise PoolError(chosen.problem)
     built = _pools_built(Workspace.open(settings.workspace, create=False), chosen)
     if as_json:
-        summary(version_data(chosen) | {"built": built}, as_json=True)
+        names = ("incremental", "num_texts_changed", "num_texts_left_out", "build_s")
+        told = {side: {name: getattr(one, name) for name in names} for side, one in built.items()}
+        summary(version_data(chosen) | {"built": told}, as_json=True)
         return
     stdout.print(versions_table([chosen]))
     for side, manifest in chosen.pools.items():
@@ -268,17 +271,12 @@ def _build(settings: Settings, run_id: str | None, as_json: bool, anew: bool) ->
         stdout.print(versions_table([built]))
 
 
-def _pools_built(workspace: Workspace, chosen: PoolVersion) -> dict[Side, dict[str, Any]]:
+def _pools_built(workspace: Workspace, chosen: PoolVersion) -> dict[Side, PoolBuilt]:
     """How the run of a version built its pools, by side; without those of which its manifest says nothing."""
     for run in workspace.runs():
         if run.run_id == chosen.version and run.manifest_path.exists():
             built = run.load_manifest().pools_built
-            names = ("incremental", "num_texts_changed", "num_texts_left_out", "build_s")
-            return {
-                side: {name: built[side][name] for name in names}
-                for side in chosen.pools
-                if set(names) <= set(built.get(side) or {})
-            }
+            return {side: built[side] for side in chosen.pools if side in built}
     return {}
 
 

@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from laserbatch.jobs.formatting import counted, whole
+from laserbatch.jobs.formatting import counted
 from laserbatch.jobs.report.pools import how_built
+from laserbatch.pipeline.storage.manifest import PoolBuilt
 from laserbatch.retrieval_pools.draft import Draft
 from laserbatch.retrieval_pools.index.manifest import PoolManifest
 from laserbatch.retrieval_pools.index.store import PoolVersion
@@ -180,10 +181,9 @@ def groups_table(side: str, manifest: PoolManifest, num_groups: int, rules: Mapp
     return table
 
 
-def built_line(side: str, built: Mapping[str, Any]) -> Text:
+def built_line(side: str, built: PoolBuilt) -> Text:
     """How the run that a pool is of built it, in a sentence."""
-    left_out = whole(built.get("num_texts_left_out"))
-    room = f"{counted(left_out, 'text')} left out" if left_out else "no text left out"
+    room = f"{counted(built.num_texts_left_out, 'text')} left out" if built.num_texts_left_out else "no text left out"
     return Text(f"{side}: built {how_built(built)}; {room} by pool_building.max_tokens", style="dim")
 
 

@@ -9,7 +9,7 @@ from laserbatch.jobs.formatting import MISSING, ROUTE_LABELS, count, counted, de
 from laserbatch.jobs.report.blocks import OTHER, SIDE_COLOURS, Block, Figure, Note, Section, Table
 from laserbatch.jobs.report.charts import Series, lines, stacked_shares
 from laserbatch.jobs.report.sides import SIDE_LABELS, Side
-from laserbatch.pipeline.storage.manifest import PoolFigures, RunManifest
+from laserbatch.pipeline.storage.manifest import PoolBuilt, PoolFigures, RunManifest
 
 ROUTE_COLOURS = {
     "collaborative": "#0b4f8a",
@@ -29,7 +29,7 @@ def pools_section(manifest: RunManifest, sides: list[Side]) -> Section:
     lacking = [side.label for side in sides if side.name not in used]
     if lacking:
         blocks.append(Note(f"{' and '.join(lacking)} had no pool to draft from."))
-    calibrated = {name: pool["calibration"] for name, pool in built.items() if pool.get("calibration")}
+    calibrated = {name: pool.calibration for name, pool in built.items() if pool.calibration is not None}
     if calibrated:
         blocks.append(_reliability(calibrated))
     elif built:
@@ -37,8 +37,8 @@ def pools_section(manifest: RunManifest, sides: list[Side]) -> Section:
     rows = [
         _row(name, use, pool)
         for name in SIDE_LABELS
-        for use, pool in (("tonight", vars(used[name]) if name in used else {}), ("next night", built.get(name)))
-        if pool
+        for use, pool in (("tonight", used.get(name)), ("next night", built.get(name)))
+        if pool is not None
     ]
     if rows:
         blocks.append(_table(rows))
@@ -47,15 +47,10 @@ def pools_section(manifest: RunManifest, sides: list[Side]) -> Section:
     return Section("pools", "Router and pools", _lead(used), blocks)
 
 
-def how_built(pool: Mapping[str, Any]) -> str:
-    """How a manifest's `pools_built` says that a pool was made; empty where it does not."""
-    if "incremental" not in pool:
-        return ""
-    if not pool["incremental"]:
-        return "whole"
-    changed = pool.get("num_texts_changed")
-    sorted_texts = "" if changed is None else f", {counted(changed, 'text')} sorted"
-    return f"merged from the earlier version{sorted_texts}"
+def how_built(pool: PoolBuilt) -> str:
+    """How a pool was made, in a few words."""
+    sorted_texts = f"{counted(pool.num_texts_changed, 'text')} sorted"
+    return f"merged from the earlier version, {sorted_texts}" if pool.incremental else "whole"
 
 
 def _lead(used: Mapping[str, PoolFigures]) -> str:
@@ -112,22 +107,16 @@ def interval(share: float, num: int) -> tuple[float, float]:
     return min(found.low, share), max(found.high, share)
 
 
-def _row(name: str, use: str, pool: Mapping[str, Any]) -> list[str]:
-    checked = (pool.get("calibration") or {}).get("reliability") or {}
+def _row(name: str, use: str, pool: PoolFigures) -> list[str]:
+    counts = map(count, (pool.num_texts, pool.num_tokens, len(pool.groups)))
+    row = [SIDE_LABELS[name], use, pool.version, *counts]
+    if not isinstance(pool, PoolBuilt):
+        return [*row, *[MISSING] * 4]
+    checked = pool.calibration["reliability"] if pool.calibration is not None else {}
     error = decimal(checked.get("expected_calibration_error"), 3)
     if checked.get("error_by_chance") is not None:
         error += f" ({decimal(checked['error_by_chance'], 3)})"
-    return [
-        SIDE_LABELS[name],
-        use,
-        str(pool.get("version") or MISSING),
-        *(count(pool.get(key)) for key in ("num_texts", "num_tokens")),
-        count(len(pool.get("groups") or {})),
-        how_built(pool) or MISSING,
-        count(pool.get("num_texts_left_out")),
-        seconds(pool.get("build_s")),
-        error,
-    ]
+    return [*row, how_built(pool), count(pool.num_texts_left_out), seconds(pool.build_s), error]
 
 
 def _table(rows: list[list[str]]) -> Table:

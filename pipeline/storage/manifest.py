@@ -49,6 +49,24 @@ class PoolFigures:
 
 
 @dataclass(frozen=True)
+class PoolBuilt(PoolFigures):
+    """A pool that was built from a run's texts.
+
+    Attributes
+    ----------
+    incremental : whether it was merged from an earlier version's.
+    num_texts_changed, num_texts_left_out : texts that had to be sorted, and those that a full pool had no room for.
+    calibration : without its curves, as `retrieval_pools` says it, and the seconds that it took; None without replays.
+    """
+
+    incremental: bool
+    num_texts_changed: int
+    num_texts_left_out: int
+    build_s: float
+    calibration: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
 class PoolsUsed:
     """The pools that a run drafts from: chosen when it begins, and the same for every later attempt."""
 
@@ -234,7 +252,7 @@ class PreviousNight:
 class RunManifest:
     """A run's manifest; a stage sets what is its own, and `save` writes all of it.
 
-    `inputs` and `pools_built` are plain JSON, as those who make them say.
+    `inputs` are plain JSON, as those who make them say.
     """
 
     path: Annotated[Path, Field(exclude=True)]
@@ -258,7 +276,7 @@ class RunManifest:
     plain: dict[Side, SideFigures] = field(default_factory=dict)
     features: dict[Side, FeatureFigures] = field(default_factory=dict)
     ctr: Annotated[CtrFigures, BeforeValidator(lambda value: value or {})] = CtrFigures()
-    pools_built: dict[str, Any] = field(default_factory=dict)
+    pools_built: dict[Side, PoolBuilt] = field(default_factory=dict)
     previous_night: PreviousNight | None = None
     stages: list[StageTime] = field(default_factory=list)
 

@@ -60,7 +60,7 @@ def test_cold_entities_draft_from_the_leaf_that_their_pool_has(world):
     routing = "{attribute_grouping: leaves, min_interactions: 1000, num_groups: 4, min_group_size: 3}"
     night = opened(world, FIRST_DATE, routing)
     write_texts(night)
-    groups = set(build_pools(night)["item"]["groups"])
+    groups = set(build_pools(night)["item"].groups)
     assert groups == {"leaf/0", "leaf/1", "leaf/2", "leaf/3"}
     shown = CliRunner().invoke(app, ["show", "--config", str(world / "laserbatch.yaml")], catch_exceptions=False)
     assert "holds" in shown.stdout and "mood=" in shown.stdout
@@ -76,7 +76,7 @@ def test_cold_entities_draft_from_the_leaf_that_their_pool_has(world):
 def test_tonights_limits_decide_over_the_groups_of_last_nights_pools(world):
     night = opened(world, FIRST_DATE, "{min_interactions: 5}")
     write_texts(night)
-    assert any(group.startswith("collaborative") for group in build_pools(night)["item"]["groups"])
+    assert any(group.startswith("collaborative") for group in build_pools(night)["item"].groups)
     for min_interactions, expected in ((5, {"collaborative", "attribute"}), (1000, {"attribute"})):
         next_night = opened(world, SECOND_DATE, f"{{min_interactions: {min_interactions}}}")
         route = next_night.router("item")
@@ -95,15 +95,15 @@ def test_nights_pools_are_merged_from_the_current_version_and_equal_a_full_build
     night = opened(world, FIRST_DATE, "{}")
     write_texts(night)
     first = build_pools(night)["item"]
-    assert (first["incremental"], first["num_texts_changed"]) == (False, first["num_texts"])
+    assert (first.incremental, first.num_texts_changed) == (False, first.num_texts)
     again = build_pools(night)["item"]
-    assert (again["incremental"], again["num_texts_changed"]) == (True, 0)
+    assert (again.incremental, again.num_texts_changed) == (True, 0)
     changed(night, 10)
     merged = build_pools(night)["item"]
-    assert (merged["incremental"], merged["num_texts_changed"]) == (True, -(-merged["num_texts"] // 10))
+    assert (merged.incremental, merged.num_texts_changed) == (True, -(-merged.num_texts // 10))
     files = contents(night)
     full = build_pools(night, anew=True)["item"]
-    assert (full["incremental"], full["num_texts_changed"]) == (False, full["num_texts"])
+    assert (full.incremental, full.num_texts_changed) == (False, full.num_texts)
     assert contents(night) == files
     assert not any("texts.npy" in name or "scratch" in name for name in files)
 
@@ -138,7 +138,7 @@ def test_pools_that_cannot_be_used_are_not_drafted_from_and_cost_a_full_build_an
     assert current_pools(night.pools, 1, night.date, night.settings.routing) is None
     resumed = opened(world, SECOND_DATE, "{}").manifest.pools.version
     assert resumed == (night.run.run_id if damage == "pointer" else None)
-    assert build_pools(night)["item"]["incremental"] is (damage == "router")
+    assert build_pools(night)["item"].incremental is (damage == "router")
     said = " ".join(capsys.readouterr().err.split())
     assert ("not drafting from the pools" in said) is (damage != "pointer")
     assert ("the item pool is built anew" in said) is (damage != "router")
@@ -149,8 +149,8 @@ def test_pool_of_a_largest_size_leaves_texts_out(world):
     night = opened(world, FIRST_DATE, "{}\npool_building: {max_tokens: 400, half_life_nights: 2}")
     write_texts(night)
     built = build_pools(night)["item"]
-    assert (built["num_texts"], built["num_tokens"]) == (20, 400)
-    assert built["num_texts_left_out"] == night.run.read_knowledge("item").num_rows - 20
+    assert (built.num_texts, built.num_tokens) == (20, 400)
+    assert built.num_texts_left_out == night.run.read_knowledge("item").num_rows - 20
 
 
 def test_texts_come_in_the_order_of_the_table_with_their_ages(world, tmp_path):
