@@ -1,7 +1,4 @@
-"""Numbers and names as a reader wants them: separators, units, a sign that is a sign, a dash where there is no number.
-
-Functions take what JSON may hold (None, NaN, a string by mistake) and never raise.
-"""
+"""Numbers and names as a reader wants them: separators, units, a real minus sign, a dash where there is no number."""
 
 import math
 
@@ -24,38 +21,29 @@ ROUTE_LABELS = {
 }
 
 
-def finite(value: object) -> float | None:
-    """The value as a float; None when it is missing, not a number, NaN or infinite."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    number = float(value)
-    return number if math.isfinite(number) else None
+def finite(value: float | None) -> float | None:
+    """The value; None where it is missing, NaN or infinite."""
+    return None if value is None or not math.isfinite(value) else value
 
 
-def ratio(numerator: object, denominator: object) -> float | None:
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
     """`numerator / denominator`, or None where that is no number."""
     top, bottom = finite(numerator), finite(denominator)
     return None if top is None or not bottom else top / bottom
 
 
-def whole(value: object) -> int:
-    """A count; 0 where there is none."""
-    number = finite(value)
-    return 0 if number is None else round(number)
-
-
-def count(value: object) -> str:
+def count(value: float | None) -> str:
     """`12,345`."""
     number = finite(value)
     return MISSING if number is None else f"{number:,.0f}"
 
 
-def counted(value: object, singular: str, plural: str | None = None) -> str:
+def counted(value: float | None, singular: str, plural: str | None = None) -> str:
     """`1 text`, `2,000 texts`."""
-    return f"{count(value)} {singular if whole(value) == 1 else plural or singular + 's'}"
+    return f"{count(value)} {singular if value == 1 else plural or singular + 's'}"
 
 
-def decimal(value: object, digits: int = 2, *, signed: bool = False) -> str:
+def decimal(value: float | None, digits: int = 2, *, signed: bool = False) -> str:
     """`4.67`, and `+0.0120` or `−0.0004` when signed."""
     number = finite(value)
     if number is None:
@@ -66,7 +54,7 @@ def decimal(value: object, digits: int = 2, *, signed: bool = False) -> str:
     return ("+" if signed else "") + text
 
 
-def rate(value: object) -> str:
+def rate(value: float | None) -> str:
     """A rate to three digits or so: `8.4`, `84`, `1,234`."""
     number = finite(value)
     if number is None:
@@ -74,13 +62,13 @@ def rate(value: object) -> str:
     return decimal(number, 0 if abs(number) >= 100 else 1 if abs(number) >= 10 else 2)
 
 
-def times(value: object) -> str:
+def times(value: float | None) -> str:
     """A factor: `3.2×`."""
     number = finite(value)
     return MISSING if number is None else decimal(number, 0 if number >= 100 else 1 if number >= 1.1 else 2) + "×"
 
 
-def percent(value: object, digits: int = 0) -> str:
+def percent(value: float | None, digits: int = 0) -> str:
     """A share of one as `87 %`; shares that are small but not nothing keep a digit."""
     number = finite(value)
     if number is None:
@@ -90,7 +78,7 @@ def percent(value: object, digits: int = 0) -> str:
     return f"{decimal(100 * number, digits)} %"
 
 
-def seconds(value: object) -> str:
+def seconds(value: float | None) -> str:
     """`0.34 s`, `21.5 s`, `3 min 20 s`, `2 h 05 min`."""
     number = finite(value)
     if number is None:
@@ -104,7 +92,7 @@ def seconds(value: object) -> str:
     return f"{hours:,} h {rest:02d} min"
 
 
-def millions(value: object) -> str:
+def millions(value: float | None) -> str:
     """A parameter count: `2.5 M`, `8.0 B`."""
     number = finite(value)
     if number is None:

@@ -51,7 +51,7 @@ def grouped_bars(
     categories: Sequence[str],
     series: Sequence[Series],
     y_name: str,
-    show: Callable[[object], str],
+    show: Callable[[float | None], str],
     caption: str = "",
 ) -> Figure:
     """Standing bars side by side, one group a category, each with its value (>= 0) on top; `show`: value to text."""
@@ -71,7 +71,12 @@ def grouped_bars(
 
 
 def lying_bars(
-    title: str, rows: Sequence[tuple[str, float]], x_name: str, show: Callable[[object], str], colour: str, caption=""
+    title: str,
+    rows: Sequence[tuple[str, float]],
+    x_name: str,
+    show: Callable[[float | None], str],
+    colour: str,
+    caption="",
 ) -> Figure:
     """Lying bars, one a row, each with its name before and its value (>= 0) behind."""
     names, values = [name for name, _ in rows], [value for _, value in rows]
@@ -204,7 +209,7 @@ class _Chart:
         measured: str,
         categories: Sequence[str],
         series: Sequence[Series],
-        show: Callable[[object], str],
+        show: Callable[[float | None], str],
         caption: str,
         legend: bool = True,
     ) -> Figure:
