@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, accepted_path
-from laserbatch.retrieval_pools.draft import draft
+from laserbatch.retrieval_pools.draft import draft_batch
 from laserbatch.retrieval_pools.index.calibration_record import (
     DRAFT_TOKENS,
     KNOT_SHARES,
@@ -98,10 +98,11 @@ def replay_budgets(
     }
     num_prompt, num_tokens = len(text.prompt_ids), len(text.text_ids)
     context = np.concatenate([text.prompt_ids, text.text_ids]).astype(np.int32)
+    contexts = [context[: num_prompt + position] for position in range(num_tokens + 1)]
+    of_each = ([value] * len(contexts) for value in (num_prompt, text.previous_ids, text.group))
     truth = text.text_ids.tolist() + ([] if options.end_token_id is None else [options.end_token_id])
-    num_drafted, num_accepted = np.zeros((2, num_tokens + 1, len(budgets)), np.int64)
-    for position in range(num_tokens + 1):
-        tree = draft(pool, context[: num_prompt + position], num_prompt, text.previous_ids, text.group, **widest)
+    num_drafted, num_accepted = np.zeros((2, len(contexts), len(budgets)), np.int64)
+    for position, tree in enumerate(draft_batch(pool, contexts, *of_each, **widest)):
         likely = np.searchsorted(-tree.log_acceptance, -least, side="right")  # the most probable nodes come first
         num_drafted[position] = np.minimum(sizes, likely)
         num_accepted[position] = np.searchsorted(accepted_path(tree, truth, position), num_drafted[position])
