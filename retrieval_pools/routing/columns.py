@@ -68,15 +68,11 @@ def choose_columns(entities: pa.Table, names: Sequence[str] | None, num_bins: in
     """Columns to split by, in order: those named, or a guess.
 
     The guess: category paths (lists) in table order; then text and boolean columns of 2 to 256 values (and at least 4
-    rows a value), first those that tell most about the others (mutual information per bit of their own spread); then
-    numbers. Ids, titles and dates are never guessed.
+    rows a value), fewest values first; then numbers. Ids, titles and dates are never guessed.
 
     Parameters
     ----------
-    entities : pa.Table
-    names : sequence of str, or None to guess
-    num_bins : int
-        Quantile bins of a numeric column.
+    num_bins : quantile bins of a numeric column.
 
     Raises
     ------
@@ -110,37 +106,17 @@ def iter_attributes(entities: pa.Table, columns: Sequence[AttributeColumn]) -> I
 
 def _guess(entities: pa.Table) -> list[tuple[str, Kind]]:
     found: dict[str, list[str]] = {"path": [], "value": [], "number": []}
-    codes_by_name: dict[str, np.ndarray] = {}
+    num_values: dict[str, int] = {}
     for name in entities.column_names:
         kind = None if name in NEVER_GUESSED else _kind(entities[name].type)
         if kind == "value":
-            codes = _dictionary_codes(entities[name])
-            num_values = int(codes.max(initial=-1)) + 1
-            if not 2 <= num_values <= min(MAX_GUESSED_VALUES, max(2, entities.num_rows // 4)):
+            num_values[name] = pc.count_distinct(_plain(entities[name])).as_py()
+            if not 2 <= num_values[name] <= min(MAX_GUESSED_VALUES, max(2, entities.num_rows // 4)):
                 continue
-            codes_by_name[name] = codes + 1
         if kind is not None and entities[name].null_count < entities.num_rows:
             found[kind].append(name)
-    spread_shared = {
-        name: sum(_shared_bits(codes, other) for other_name, other in codes_by_name.items() if other_name != name)
-        / max(_entropy_bits(codes), 1e-9)
-        for name, codes in codes_by_name.items()
-    }
-    found["value"].sort(key=lambda name: (-round(spread_shared[name], 6), name))
+    found["value"].sort(key=lambda name: (num_values[name], name))
     return [(name, kind) for kind in ("path", "value", "number") for name in found[kind]]
-
-
-def _shared_bits(codes: np.ndarray, other: np.ndarray) -> float:
-    """Mutual information of two code arrays, less what chance alone gives so many values (Miller-Madow)."""
-    joint = codes * (int(other.max(initial=0)) + 1) + other
-    chance = (codes.max(initial=0) * other.max(initial=0)) / (2 * math.log(2) * max(len(codes), 1))
-    return max(0.0, _entropy_bits(codes) + _entropy_bits(other) - _entropy_bits(joint) - float(chance))
-
-
-def _entropy_bits(codes: np.ndarray) -> float:
-    counts = np.bincount(codes)
-    shares = counts[counts > 0] / max(len(codes), 1)
-    return float(-(shares * np.log2(shares)).sum())
 
 
 def _kind_of_named(entities: pa.Table, name: str) -> Kind:
@@ -171,18 +147,12 @@ def _kind(arrow_type: pa.DataType) -> Kind | None:
     return None
 
 
-def _dictionary_codes(values: pa.ChunkedArray) -> np.ndarray:
-    """Codes 0, 1, ... of the distinct values in order of appearance, -1 for null, int64 (n,)."""
-    if pa.types.is_dictionary(values.type):
-        values = values.cast(values.type.value_type)
-    distinct = pc.drop_null(pc.unique(values))
-    return pc.fill_null(pc.index_in(values, value_set=distinct), -1).to_numpy().astype(np.int64)
+def _plain(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    return values.cast(values.type.value_type) if pa.types.is_dictionary(values.type) else values
 
 
 def _quantile_edges(values: pa.ChunkedArray, num_bins: int) -> tuple[float, ...]:
-    if pa.types.is_dictionary(values.type):
-        values = values.cast(values.type.value_type)
-    numbers = pc.drop_null(values.cast(pa.float64(), safe=False)).to_numpy()
+    numbers = pc.drop_null(_plain(values).cast(pa.float64(), safe=False)).to_numpy()
     numbers = numbers[np.isfinite(numbers)]
     if len(numbers) == 0:
         return ()
