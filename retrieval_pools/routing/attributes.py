@@ -47,12 +47,8 @@ class AttributeGroups:
 
         Parameters
         ----------
-        entities : pa.Table
-            One row an entity; columns that are not attributes are ignored.
-        names : sequence of str or None
-        sizes : GroupSizes
-        num_bins : int
-            Quantile bins of a numeric column.
+        entities : one row an entity; columns that are not attributes are ignored.
+        num_bins : quantile bins of a numeric column.
 
         Raises
         ------
@@ -97,9 +93,7 @@ def split_groups(counts: Mapping[Prefix, int], sizes: GroupSizes) -> dict[Prefix
 
     Parameters
     ----------
-    counts : mapping of token tuples to int
-        Number of entities with exactly these tokens.
-    sizes : GroupSizes
+    counts : number of entities with exactly these tokens.
 
     Returns
     -------

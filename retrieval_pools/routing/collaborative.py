@@ -51,16 +51,10 @@ class CollaborativeGroups:
 
         Parameters
         ----------
-        side : str
-            "user" or "item".
-        ids : pa.Array
-            large_string or int64, the entities of this side.
-        interactions : pa.Table
-            `user_id` and `item_id`; every row counts, repeated pairs too.
-        settings : RoutingSettings
-        seed : int
-        embeddings : EntityEmbeddings, optional
-            Without them those of the settings' file are read, or LightGCN is trained.
+        side : "user" or "item".
+        ids : large_string or int64, the entities of this side.
+        interactions : `user_id` and `item_id`; every row counts, repeated pairs too.
+        embeddings : without them those of the settings' file are read, or LightGCN is trained.
 
         Raises
         ------
@@ -119,11 +113,8 @@ def cluster_embeddings(vectors: np.ndarray, num_groups: int, seed: int) -> np.nd
 
     Parameters
     ----------
-    vectors : float array (n, dim)
-        Need not be normalised. A zero vector stays zero.
-    num_groups : int
-        Wanted number of groups; fewer come out when there are fewer distinct vectors.
-    seed : int
+    vectors : float array (n, dim); need not be normalised. A zero vector stays zero.
+    num_groups : wanted number of groups; fewer come out when there are fewer distinct vectors.
 
     Returns
     -------

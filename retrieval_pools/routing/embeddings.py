@@ -62,11 +62,8 @@ def read_embeddings(path: Path, side: str, ids: pa.Array) -> EntityEmbeddings:
 
     Parameters
     ----------
-    path : Path
-    side : str
-        "user" or "item".
-    ids : pa.Array
-        Normalised ids of the entities; rows of others are checked and left out.
+    side : "user" or "item".
+    ids : normalised ids of the entities; rows of others are checked and left out.
 
     Returns
     -------

@@ -64,20 +64,13 @@ class LeafGroups:
 
         Parameters
         ----------
-        entities : pa.Table
-            One row an entity; columns that are not attributes are ignored.
-        ids : pa.Array (num_entities,)
-            Normalised ids of the rows.
-        texts : EntityTexts, optional
-            Of these entities; ids that `entities` lacks are passed over. Without texts there is one leaf.
-        names : sequence of str, or None to guess the columns
-        num_leaves : int
-            Leaves at most, and text clusters that the tree is to tell apart.
-        min_size : int
-            Texts a leaf has at least, and a value that a node names.
-        num_bins : int
-            Quantile bins of a numeric column.
-        seed : int
+        entities : one row an entity; columns that are not attributes are ignored.
+        ids : pa.Array (num_entities,), normalised ids of the rows.
+        texts : of these entities; ids that `entities` lacks are passed over. Without texts there is one leaf.
+        names : columns to split by; None guesses them.
+        num_leaves : leaves at most, and text clusters that the tree is to tell apart.
+        min_size : texts a leaf has at least, and a value that a node names.
+        num_bins : quantile bins of a numeric column.
 
         Raises
         ------
@@ -147,9 +140,7 @@ def cluster_positions(token_ids: pa.Array, num_clusters: int, seed: int) -> np.n
     Parameters
     ----------
     token_ids : Arrow lists of int32 (n,)
-    num_clusters : int
-        Wanted number; fewer come out when there are fewer distinct texts.
-    seed : int
+    num_clusters : wanted number; fewer come out when there are fewer distinct texts.
 
     Returns
     -------

@@ -40,11 +40,8 @@ def train_lightgcn(
 
     Parameters
     ----------
-    user_ids, item_ids : Arrow arrays (num_interactions,), string or int64, no nulls
-        The two ends of each interaction.
-    settings : LightGCNSettings, optional
-    seed : int
-        Of the initial embeddings and of the negative samples.
+    user_ids, item_ids : Arrow arrays (num_interactions,), string or int64, no nulls: the two ends of each interaction.
+    seed : of the initial embeddings and of the negative samples.
 
     Returns
     -------
@@ -94,7 +91,6 @@ def propagate(adjacency: torch.Tensor, layer_0: torch.Tensor, num_layers: int) -
     ----------
     adjacency : sparse CSR float32 (num_nodes, num_nodes), D^-1/2 A D^-1/2
     layer_0 : float32 (num_nodes, dim)
-    num_layers : int, K
 
     Returns
     -------

@@ -66,20 +66,14 @@ class Router:
 
         Parameters
         ----------
-        side : str
-            "user" or "item".
-        entities : pa.Table
-            `<side>_id` (string or integer, unique) and attribute columns; other columns do no harm.
-        interactions : pa.Table
-            `user_id` and `item_id`, already cut at the as-of date; ids that `entities` lacks shape the embeddings.
-        settings : RoutingSettings, optional
-        seed : int
-            Of the embeddings, of k-means and of the random scheme.
-        embeddings : EntityEmbeddings, optional
-            Vectors of this side from the user's own recommender, or of a LightGCN trained once for both sides;
+        side : "user" or "item".
+        entities : `<side>_id` (string or integer, unique) and attribute columns; other columns do no harm.
+        interactions : `user_id` and `item_id`, already cut at the as-of date; ids that `entities` lacks shape the
+            embeddings.
+        seed : of the embeddings, of k-means and of the random scheme.
+        embeddings : vectors of this side from the user's own recommender, or of a LightGCN trained once for both sides;
             without them the file that the settings name is read, or LightGCN is trained here.
-        texts : EntityTexts, optional
-            The newest of this side, for the attribute grouping "leaves"; without them it has one group.
+        texts : the newest of this side, for the attribute grouping "leaves"; without them it has one group.
 
         Raises
         ------
@@ -108,13 +102,9 @@ class Router:
 
         Parameters
         ----------
-        entity_id : str or int, as in the tables
-        attributes : mapping
-            Column names to values; what is missing, None or unknown shortens the prefix that is matched.
-        num_interactions : int
-            How many interactions the entity has now.
-        age_days : float, optional
-            Days since it was created; None, where that is not known, is enough.
+        attributes : column names to values; what is missing, None or unknown shortens the prefix that is matched.
+        num_interactions : how many interactions the entity has now.
+        age_days : days since it was created; None, where that is not known, is enough.
         """
         match self.settings.scheme:
             case "global":
@@ -157,9 +147,7 @@ class Router:
 
         Parameters
         ----------
-        folder : Path or str
-        limits : RoutingSettings, optional
-            Tonight's: their `min_interactions` and `min_age_days` decide in place of the saved ones.
+        limits : tonight's: their `min_interactions` and `min_age_days` decide in place of the saved ones.
 
         Raises
         ------
