@@ -44,11 +44,6 @@ class PoolSettings(BaseModel):
         description="Occurrences of a context counted where a draft begins, behind a path as many fewer as it is "
         "improbable, down to a 16th; more are sampled evenly.",
     )
-    num_group_samples: int = Field(
-        256,
-        ge=1,
-        description="Occurrences searched for the group's where nothing else counts; more are sampled evenly.",
-    )
     pool_escape_per_token: float | None = Field(
         None,
         gt=0,

@@ -68,10 +68,6 @@ class Tally:
         """What a text grows by in a step, bonus token included; 1 is plain decoding."""
         return 1 + self.num_accepted / self.num_steps
 
-    def where(self, chosen: np.ndarray | slice) -> "Tally":
-        """Some of the texts."""
-        return Tally(self.num_steps[chosen], self.num_drafted[chosen], self.num_accepted[chosen])
-
 
 class Bootstrap:
     """Draws with replacement from `num_texts` texts, at least 1; the same for the same seed."""

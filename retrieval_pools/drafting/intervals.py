@@ -174,12 +174,6 @@ def num_samples_behind(preference, probability):
 
 
 @part
-def num_group_samples_behind(preference, num_samples):
-    """Occurrences searched for the group's: those counted anyway; a number of their own where nothing else counts."""
-    return num_samples if preference.outside > 0 else preference.num_group_samples
-
-
-@part
 def sample_stride(num_samples, size):
     """Distance between `num_samples` places spread evenly over an interval, in units of 1 / 65536."""
     return 1 << 16 if num_samples >= size else (size << 16) // num_samples
@@ -209,7 +203,7 @@ def _num_inside(index, preference, first, last):
     size = last - first
     if size <= 0:
         return 0.0
-    num_samples = min(size, preference.num_group_samples)
+    num_samples = min(size, preference.num_samples)
     stride = sample_stride(num_samples, size)
     num_inside = 0
     for k in range(num_samples):
@@ -233,7 +227,7 @@ def has_next(index, preference, first, last, length):
     if not is_seen or index.support.shape[0] == 0:
         return is_seen
     size, only_group = last - first, preference.outside <= 0
-    num_samples = min(size, preference.num_group_samples if only_group else preference.num_samples)
+    num_samples = min(size, preference.num_samples)
     stride = sample_stride(num_samples, size)
     for k in range(num_samples):
         place = sample_place(first, stride, k)

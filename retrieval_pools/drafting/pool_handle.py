@@ -16,7 +16,7 @@ from laserbatch.retrieval_pools.drafting.state import CompiledIndex, Estimates, 
 _Places = namedtuple(
     "_Places",
     "tokens num_tokens order num_positions group_codes num_codes num_wide_codes starts num_starts support num_support "
-    "frequencies bounds curves depth num_samples num_group_samples max_match max_local_tokens num_context_lengths",
+    "frequencies bounds curves depth num_samples max_match max_local_tokens num_context_lengths",
 )
 _Weights = namedtuple("_Weights", "inside outside of_unknown pool_escape previous_escape local_escape")
 PLACE, WEIGHT = _Places(*range(len(_Places._fields))), _Weights(*range(len(_Weights._fields)))

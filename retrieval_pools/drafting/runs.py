@@ -9,7 +9,6 @@ from laserbatch.retrieval_pools.compiled import called, fetch, part
 from laserbatch.retrieval_pools.drafting.intervals import (
     is_of_group,
     is_supported,
-    num_group_samples_behind,
     sample_place,
     sample_stride,
 )
@@ -137,7 +136,7 @@ def _list_all(runs, index, weight, num_samples, first, size, offset):
 @part
 def _list_group(runs, num_runs, index, preference, num_samples, first, size, offset):
     """Make the group's occurrences count more, one after the other. Returns the number of runs, and of occurrences."""
-    num_samples = min(size, num_group_samples_behind(preference, num_samples))
+    num_samples = min(size, num_samples if preference.outside > 0 else preference.num_samples)
     scale = size / num_samples
     weight = scale * (preference.inside - preference.outside)
     stride = sample_stride(num_samples, size)

@@ -68,7 +68,6 @@ class Preference(NamedTuple):
     inside: float
     outside: float
     num_samples: int
-    num_group_samples: int
 
 
 class Context(NamedTuple):

@@ -104,7 +104,7 @@ def preference_of(group, places, weights):
         inside = outside = weights[WEIGHT.of_unknown]
     elif group != EVERYONE:
         inside, outside = weights[WEIGHT.inside], weights[WEIGHT.outside]
-    return Preference(group, inside, outside, places[PLACE.num_samples], places[PLACE.num_group_samples])
+    return Preference(group, inside, outside, places[PLACE.num_samples])
 
 
 @called

@@ -165,7 +165,6 @@ class Pool:
         )
         limits = {
             "num_samples": s.num_samples,
-            "num_group_samples": s.num_group_samples,
             "max_match": s.max_match_tokens,
             "max_local_tokens": s.max_local_tokens,
             "num_context_lengths": s.num_context_lengths,

@@ -30,7 +30,6 @@ def gain(counted: Tally, base: Tally) -> Estimate:
 def test_what_is_measured_is_of_all_steps_not_a_mean_of_texts():
     counted = tally([1, 9], [9, 0])
     assert tokens_per_step(counted).value == pytest.approx(1.9)
-    assert tokens_per_step(counted.where(slice(1, None))).value == 1
 
 
 def test_an_interval_holds_the_value_and_narrows_with_more_texts():

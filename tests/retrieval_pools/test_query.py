@@ -67,7 +67,6 @@ def cases(draw):
         max_match_tokens=draw(st.integers(1, 14)),
         num_context_lengths=draw(st.integers(1, 5)),
         num_samples=10_000,
-        num_group_samples=10_000,
         pool_escape_per_token=draw(st.sampled_from([None, 0.5, 2.0, 20.0])),
     )
     call = {
@@ -243,8 +242,8 @@ def test_sampling_keeps_the_probabilities_of_a_large_interval(tmp_path):
     texts = [[1, int(token)] for token in rng.choice([2, 3, 4], 3000, p=[0.6, 0.3, 0.1])]
     pool = pool_of(tmp_path / "p", texts, groups=[f"g{k % 5}" for k in range(3000)])
     for group, scope in ((None, "side"), ("g1", "side"), ("g1", "group")):
-        sampled = pool.with_settings(num_samples=64, scope=scope)
-        exact = pool.with_settings(num_samples=10_000, num_group_samples=10_000, scope=scope)
+        sampled = pool.with_settings(num_samples=64 if scope == "side" else 256, scope=scope)
+        exact = pool.with_settings(num_samples=10_000, scope=scope)
         one, other = draft(sampled, ids([1]), 0, None, group), draft(exact, ids([1]), 0, None, group)
         assert one.token_ids.tolist() == other.token_ids.tolist() == [2, 3, 4]
         np.testing.assert_allclose(np.exp(one.log_acceptance), np.exp(other.log_acceptance), atol=0.03)
@@ -324,7 +323,7 @@ def test_a_copy_of_a_pool_drafts_when_the_pool_is_gone(tmp_path):
 def test_groups_may_be_more_than_a_byte_counts(tmp_path):
     num_groups = 300
     texts = [[1, 2 + group] for group in range(num_groups)]
-    settings = PoolSettings(scope="group", num_group_samples=num_groups)  # all are looked at
+    settings = PoolSettings(scope="group", num_samples=num_groups)  # all are looked at
     pool = pool_of(tmp_path / "p", texts, settings, [f"g{group}" for group in range(num_groups)])
     assert pool.index.group_codes.dtype == np.uint16
     for group in (0, 255, 256, 299):

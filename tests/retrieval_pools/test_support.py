@@ -112,7 +112,7 @@ def test_no_draft_holds_what_too_few_entities_wrote(
     owned = common + [([*before, *secret, *after], entity) for entity in knowing for _ in range(3)]
     pool = pool_of(
         tmp_path_factory.mktemp("pool") / "p", owned, min_support=min_support, index_depth=depth, scope=scope,
-        max_match_tokens=max_match, num_context_lengths=num_lengths, num_samples=num_samples, num_group_samples=64,
+        max_match_tokens=max_match, num_context_lengths=num_lengths, num_samples=num_samples,
     )  # fmt: skip
     for start in (context, before, [*context, *before]):
         whole = [*start, *secret[:num_known]]
