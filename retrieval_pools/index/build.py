@@ -21,7 +21,7 @@ from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.arrays import ArrayWriter, in_threads, map_array, read_chunks
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.index.eviction import choose_texts
-from laserbatch.retrieval_pools.index.layout import TextSpans, find_known_texts, values_by_place
+from laserbatch.retrieval_pools.index.layout import TextSpans, count_first_tokens, find_known_texts, values_by_place
 from laserbatch.retrieval_pools.index.manifest import (
     FORMAT_VERSION,
     PoolManifest,
@@ -33,7 +33,6 @@ from laserbatch.retrieval_pools.index.manifest import (
 )
 from laserbatch.retrieval_pools.index.merge import merge_into_older, merge_runs, move_order, sort_texts
 from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.index.suffix_order import count_first_tokens
 from laserbatch.retrieval_pools.index.support import supported_lengths
 from laserbatch.retrieval_pools.index.texts import LaidTexts, PoolText, lay_end_to_end
 from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings

@@ -77,6 +77,17 @@ def values_by_place(order, spans, value_of_text):
 
 
 @cached()
+def count_first_tokens(tokens, vocab_size):
+    """int32[vocab_size + 2], the `starts` of `suffix_order.SuffixOrder` for all positions but the last separator."""
+    starts = np.zeros(vocab_size + 2, np.int32)
+    for i in range(tokens.shape[0] - 1):
+        starts[tokens[i] + 2] += 1
+    for t in range(vocab_size + 1):
+        starts[t + 1] += starts[t]
+    return starts
+
+
+@cached()
 def gather_texts(tokens, starts, texts):
     """Some texts end to end in an array of their own, separators around them: (tokens, their `starts` there)."""
     new_starts = np.zeros(texts.shape[0] + 1, np.int32)

@@ -51,20 +51,13 @@ def sort_suffixes(tokens: np.ndarray, vocab_size: int, depth: int) -> SuffixOrde
 
 
 @cached()
-def count_first_tokens(tokens, vocab_size):
-    """int32[vocab_size + 2], the `starts` of a `SuffixOrder` of all positions but the last separator."""
+def _sort_by_first_token(tokens, vocab_size):
+    n = tokens.shape[0] - 1
     starts = np.zeros(vocab_size + 2, np.int32)
-    for i in range(tokens.shape[0] - 1):
+    for i in range(n):
         starts[tokens[i] + 2] += 1
     for t in range(vocab_size + 1):
         starts[t + 1] += starts[t]
-    return starts
-
-
-@cached()
-def _sort_by_first_token(tokens, vocab_size):
-    n = tokens.shape[0] - 1
-    starts = count_first_tokens(tokens, vocab_size)
     free = starts.copy()
     order = np.empty(n, np.int32)
     for i in range(n):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from laserbatch.retrieval_pools.compiled import cached
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.arrays import ArrayWriter, map_array
 from laserbatch.retrieval_pools.index.layout import TextSpans
@@ -166,12 +167,12 @@ def _require_ids(values: np.ndarray, number: int, limit: int) -> None:
 
 def _write_rows(writer: ArrayWriter, rows: list[np.ndarray], lengths: np.ndarray, first: int, limit: int) -> int:
     """Write a block, a separator behind each row. Returns the largest id."""
-    joined = np.concatenate(rows)
-    largest = int(joined.max(initial=-1))
-    if joined.min(initial=0) < 0 or largest >= limit:
+    laid = np.empty(int(lengths.sum()) + len(rows), np.int32)
+    smallest, largest = _lay(np.concatenate(rows), lengths, laid)
+    if smallest < 0 or largest >= limit:
         for number, row in enumerate(rows, first):
             _require_ids(row, number, limit)
-    writer.write(np.insert(joined, np.cumsum(lengths), SEPARATOR))
+    writer.write(laid)
     return largest
 
 
@@ -188,6 +189,23 @@ def _require_room(groups: _Codes, block: list[PoolText], first: int, ends: np.nd
             raise PoolError(
                 f"text {number} is of a new group, {text.group!r}; a pool holds {MAX_GROUPS:,}. Make fewer."
             )
+
+
+@cached()
+def _lay(tokens, lengths, laid):
+    """Put a separator behind each text. Returns the smallest and the largest id, 0 and -1 where there is none."""
+    smallest, largest = 0, -1
+    read = written = 0
+    for text in range(lengths.shape[0]):
+        for _ in range(lengths[text]):
+            token = tokens[read]
+            smallest, largest = min(smallest, token), max(largest, token)
+            laid[written] = token
+            read += 1
+            written += 1
+        laid[written] = SEPARATOR
+        written += 1
+    return smallest, largest
 
 
 def _count_groups(names: list[str], codes: np.ndarray, lengths: np.ndarray) -> dict[str, GroupCounts]:

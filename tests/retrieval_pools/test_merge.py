@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from laserbatch.retrieval_pools.index import merge
 from laserbatch.retrieval_pools.index.layout import (
     TextSpans,
+    count_first_tokens,
     find_known_texts,
     text_at,
     values_by_place,
 )
 from laserbatch.retrieval_pools.index.merge import merge_into_older, merge_runs, move_order, sort_texts
-from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR, count_first_tokens, sort_suffixes
+from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR, sort_suffixes
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=14)
 DEPTHS = st.sampled_from([1, 2, 4, 16])
