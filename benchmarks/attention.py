@@ -8,7 +8,7 @@ system's result is compared with the slow version before it is timed. Without CU
 shows that everything runs, the kernel through Triton's interpreter (`TRITON_INTERPRET=1`).
 
 `--blocks` times the kernel alone under block sizes of a small grid, and names the best of all problems together: what
-`BLOCKS_OF_DEVICE` in `kernel_attention.py` should hold for this device.
+`BLOCKS_OF_DEVICE` in `triton_attention.py` should hold for this device.
 
 Nobody has run this on a GPU yet: no result of it is published.
 """
@@ -23,14 +23,9 @@ import torch
 import torch.nn.functional as F
 from common import Spread, benchmark_parser, scale_of, write_json
 
-from laserbatch.pipeline.decoding.attention.packed_attention import (
-    LaunchShape,
-    PackedIndex,
-    packed_attention,
-    visible_keys,
-)
-from laserbatch.pipeline.decoding.packed_trees import PackedTrees
-from laserbatch.pipeline.decoding.token_tree import TokenTree
+from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata, LaunchShape
+from laserbatch.pipeline.decoding.attention.torch_attention import Group, cut_groups, torch_attention
+from laserbatch.pipeline.decoding.token_tree import TokenTree, TreeBatch
 
 SEED = 0
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -59,15 +54,15 @@ class Problem:
     """One layer's attention in one step: queries, the store's keys and values, what is seen, and the right result."""
 
     query: torch.Tensor  # (num_tokens, num_heads, head_dim)
-    keys: torch.Tensor  # (num_slots, num_kv_heads, head_dim)
+    keys: torch.Tensor  # (num_kv_heads, num_slots, head_dim)
     values: torch.Tensor
-    index: PackedIndex
+    metadata: AttentionMetadata
     max_keys: int
     expected: torch.Tensor
 
     @property
     def num_sequences(self) -> int:
-        return len(self.index.num_committed)
+        return len(self.metadata.num_committed)
 
 
 def _random_tree(rng, num_nodes: int) -> TokenTree:
@@ -79,8 +74,8 @@ def _random_tree(rng, num_nodes: int) -> TokenTree:
 def make_problem(batch: int, tree: int, context: int, device: torch.device) -> Problem:
     """Random queries, keys and trees; every sequence has one chain token and `tree` drafted ones."""
     rng = np.random.default_rng(SEED)
-    committed = rng.integers(context * 4 // 5, context * 6 // 5 + 1, batch)
-    trees = PackedTrees.of([_random_tree(rng, tree) for _ in range(batch)])
+    committed = np.sort(rng.integers(context * 4 // 5, context * 6 // 5 + 1, batch))  # as groups have them
+    trees = TreeBatch.of([_random_tree(rng, tree) for _ in range(batch)])
     masks = trees.ancestors.reshape(batch, tree)
     sizes = committed + 1 + tree
     positions = committed[:, None] + np.pad(trees.depths.reshape(batch, tree), ((0, 0), (1, 0)))
@@ -88,49 +83,50 @@ def make_problem(batch: int, tree: int, context: int, device: torch.device) -> P
     def tensor(array, dtype=np.int32) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device)
 
-    index = PackedIndex(
+    metadata = AttentionMetadata(
         slots=tensor(rng.permutation(int(sizes.sum()))),
-        slot_starts=tensor(np.append(0, np.cumsum(sizes))),
+        cu_seqlens_k=tensor(np.append(0, np.cumsum(sizes))),
         num_committed=tensor(committed),
-        query_starts=tensor(np.arange(batch + 1) * (1 + tree)),
+        cu_seqlens_q=tensor(np.arange(batch + 1) * (1 + tree)),
         num_chain=tensor(np.ones(batch)),
         ancestors=tensor(np.concatenate((np.zeros((batch, 1), np.int64), masks), 1).reshape(-1), np.int64),
-        node_positions=tensor(positions.reshape(-1)),
+        positions=tensor(positions.reshape(-1)),
     )
     generator = torch.Generator().manual_seed(SEED)
-    shapes = ((batch * (1 + tree), NUM_HEADS), (int(sizes.sum()), NUM_KV_HEADS), (int(sizes.sum()), NUM_KV_HEADS))
+    shapes = ((batch * (1 + tree), NUM_HEADS), (NUM_KV_HEADS, int(sizes.sum())), (NUM_KV_HEADS, int(sizes.sum())))
     query, keys, values = (
         torch.randn(*shape, HEAD_DIM, generator=generator).to(device, torch.bfloat16) for shape in shapes
     )
-    expected = packed_attention(query, keys, values, index, HEAD_DIM**-0.5)
-    return Problem(query, keys, values, index, int(sizes.max()), expected)
+    exact = (tensor.float() for tensor in (query, keys, values))
+    expected = torch_attention(*exact, [one_group(metadata)], HEAD_DIM**-0.5, None, None, None).to(query.dtype)
+    return Problem(query, keys, values, metadata, int(sizes.max()), expected)
 
 
 def kernel_system(problem: Problem, **blocks) -> Callable[[], torch.Tensor]:
     """The Triton kernel, reading keys where they lie."""
-    from laserbatch.pipeline.decoding.attention.kernel_attention import tree_attention_kernel
+    from laserbatch.pipeline.decoding.attention.triton_attention import triton_attention
 
     shape = LaunchShape.of(problem.max_keys, len(problem.query), problem.num_sequences)
-    arguments = (problem.query, problem.keys, problem.values, problem.index, HEAD_DIM**-0.5)
-    return lambda: tree_attention_kernel(*arguments, shape=shape, **blocks)
+    arguments = (problem.query, problem.keys, problem.values, problem.metadata, HEAD_DIM**-0.5)
+    return lambda: triton_attention(*arguments, shape=shape, **blocks)
 
 
 def padded(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Slots int64[batch, max_keys], queries (batch, num_heads, num_new, head_dim), bool (batch, num_new, max_keys).
+    """Slots int64[batch, width], queries (batch, num_heads, num_new, head_dim), bool (batch, num_new, width).
 
-    What a sequence has less than the longest is slot 0, and not seen.
+    What a sequence has less than the longest repeats its last slot, and is not seen.
     """
-    batch, index = problem.num_sequences, problem.index
-    num_new = len(problem.query) // batch
-    starts = index.slot_starts.tolist()
-    slots = torch.zeros(batch, problem.max_keys, dtype=torch.int64, device=problem.query.device)
-    sees = torch.zeros(batch, num_new, problem.max_keys, dtype=torch.bool, device=problem.query.device)
-    for b in range(batch):
-        length = starts[b + 1] - starts[b]
-        slots[b, :length] = index.slots[starts[b] : starts[b + 1]]
-        sees[b, :, :length] = visible_keys(index, b)
-    queries = problem.query.view(batch, num_new, NUM_HEADS, HEAD_DIM).transpose(1, 2)
+    group, device = one_group(problem.metadata), problem.query.device
+    slots, sees = (torch.from_numpy(array).to(device) for array in (group.slots, group.sees))
+    queries = problem.query.view(len(slots), -1, NUM_HEADS, HEAD_DIM).transpose(1, 2)
     return slots, queries, sees
+
+
+def one_group(metadata: AttentionMetadata) -> Group:
+    """All sequences, padded to the longest."""
+    on_host = AttentionMetadata(**{name: tensor.cpu().numpy() for name, tensor in vars(metadata).items()})
+    (group,) = cut_groups(on_host, np.arange(len(on_host.num_chain)), call_cost=1 << 60)
+    return group
 
 
 def packed_again(out: torch.Tensor) -> torch.Tensor:
@@ -147,7 +143,7 @@ def sdpa_system(problem: Problem, gathers: bool) -> Callable[[], torch.Tensor]:
     mask = torch.where(sees, 0.0, torch.finfo(torch.bfloat16).min).to(torch.bfloat16)[:, None].repeat(1, 1, folded, 1)
 
     def gather(memory: torch.Tensor) -> torch.Tensor:
-        return memory.index_select(0, slots.view(-1)).view(*slots.shape, NUM_KV_HEADS, HEAD_DIM).transpose(1, 2)
+        return memory.index_select(1, slots.view(-1)).view(NUM_KV_HEADS, *slots.shape, HEAD_DIM).transpose(0, 1)
 
     contiguous = None if gathers else [gather(memory).contiguous() for memory in (problem.keys, problem.values)]
 
@@ -207,7 +203,7 @@ def measure(problem: Problem, name: str, scale: Scale, **options) -> dict:
 
 def blocks_grid() -> list:
     """Block sizes to try, the default first."""
-    from laserbatch.pipeline.decoding.attention.kernel_attention import DEFAULT_BLOCKS, Blocks
+    from laserbatch.pipeline.decoding.attention.triton_attention import DEFAULT_BLOCKS, Blocks
 
     tried = [
         Blocks(keys, rows, warps, stages)

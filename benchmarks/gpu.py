@@ -50,7 +50,7 @@ class Part:
 STAGES = {
     1: (
         Part("kernel, compiled", (*PYTEST, ON_GPU, "-k", "kernel or small_pack"), 240),
-        Part("kernel, as in the interpreter", (*PYTEST, "tests/decoding/test_tree_kernel.py"), 180),
+        Part("kernel, as in the interpreter", (*PYTEST, "tests/decoding/test_triton_attention.py"), 180),
         Part("texts of tiny models", (*PYTEST, ON_GPU, "-k", "greedy_texts"), 180),
         Part("texts of a trained model, graphs", (*PYTEST, ON_GPU, "-k", "trained or graphs"), 180),
         Part("other gpu tests", (*PYTEST, "tests/decoding", "-m", "gpu", "--ignore", ON_GPU), 120),

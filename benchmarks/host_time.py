@@ -34,14 +34,15 @@ from tasks import build
 from widen import GEOMETRIES, Geometry
 
 from laserbatch.pipeline.decoding import acceptance
-from laserbatch.pipeline.decoding.attention.step_buffers import PackedStep
+from laserbatch.pipeline.decoding.acceptance import RowVerdicts
+from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
+from laserbatch.pipeline.decoding.batch import Batch
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter, NoDrafter
 from laserbatch.pipeline.decoding.drafters.retrieval import RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.model.cuda_graphs import BufferedForward
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
-from laserbatch.pipeline.decoding.model.packed_forward import PackedForward
 from laserbatch.pipeline.decoding.requests import GenerationRequest
-from laserbatch.pipeline.decoding.row_verdicts import RowVerdicts
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 from laserbatch.retrieval_pools.index.pool import Pool
@@ -94,7 +95,7 @@ def judge_scripted(verifier, rows: Scripted, wanted: np.ndarray, parents: np.nda
     return RowVerdicts(choices, np.ones(len(wanted), bool), token_ids == choices[parents], np.zeros(len(parents)))
 
 
-class ScriptedForward(PackedForward):
+class ScriptedForward(BufferedForward):
     """Fills a GPU's buffers, and computes nothing. An engine has one for good.
 
     Parameters
@@ -109,12 +110,12 @@ class ScriptedForward(PackedForward):
 
     def __init__(self, engine: Engine, texts: dict[bytes, np.ndarray], end_id: int) -> None:
         super().__init__(
-            engine.loaded.model, engine.store, engine.device, None, selects_logits=True, pads=True, captures=False
+            engine.loaded.model, engine.cache, engine.device, None, selects_logits=True, pads=True, captures=False
         )
         self.steps: list[tuple[int, int]] = []
-        self._script = np.full((engine.store.max_rows, 2 * max(map(len, texts.values())) + 1024), end_id, np.int64)
+        self._script = np.full((engine.cache.max_rows, 2 * max(map(len, texts.values())) + 1024), end_id, np.int64)
         self._rows: list[int] = []  # of the step's sequences
-        acquire, forward = engine.store.acquire, engine.runner.forward
+        acquire, forward = engine.cache.acquire, engine.runner.forward
 
         def scripted_acquire(token_ids, *limits):
             lease = acquire(token_ids, *limits)
@@ -128,15 +129,14 @@ class ScriptedForward(PackedForward):
             self._rows = [feed.row for feed in feeds]
             return forward(feeds, trees)
 
-        engine.store.acquire, engine.runner.forward, engine.runner.packed = scripted_acquire, scripted_forward, self
+        engine.cache.acquire, engine.runner.forward, engine.runner.buffered = scripted_acquire, scripted_forward, self
 
-    def run(self, step: PackedStep) -> Scripted:
+    def run(self, batch: Batch, metadata: AttentionMetadata) -> Scripted:
         """What follows each token that is wanted, by its place in its row's text."""
-        self._run(step)
-        ragged = step.ragged
-        self.steps.append((step.num_tokens, int(ragged.num_committed.sum())))
-        row_of = np.repeat(self._rows, np.diff(ragged.query_starts))
-        return Scripted(self._script[row_of[step.keep], ragged.node_positions[step.keep] + 1])
+        self._run(batch, metadata)
+        self.steps.append((len(batch), int(batch.num_committed.sum())))
+        row_of = np.repeat(self._rows, batch.sizes)
+        return Scripted(self._script[row_of[batch.wanted], batch.positions[batch.wanted] + 1])
 
     def _forward(self, buffers, shape) -> None:
         return None
@@ -159,7 +159,7 @@ def host_parts(
     loaded: LoadedModel, corpus: Corpus, pool: Pool, batch: int, draft_size: int, scale: Scale, num_threads: int
 ) -> dict:
     """One turn: mean milliseconds of each part of a step; what a text's step drafts and writes; all cached tokens."""
-    engine = engine_of(loaded, batch, draft_size, kv_cache="tokens", max_cache_tokens=1 << 20)
+    engine = engine_of(loaded, batch, draft_size, max_cache_tokens=1 << 20)
     whole, begun = texts_of(corpus, batch)
     ScriptedForward(engine, {start.tobytes(): text for start, text in zip(begun, whole, strict=True)}, end_id=0)
     drafter = drafter_of(pool, draft_size, num_threads)
@@ -192,7 +192,7 @@ def stream_turn(
     end_id = int(loaded.tokenizer.eos_token_id)
     documents = [corpus.held_out[number % len(corpus.held_out)] for number in range(num_texts)]
     settings = DecodingSettings(
-        batch_size=batch, max_draft_tokens=draft_size, min_acceptance=0.0, kv_cache="tokens", max_cache_tokens=1 << 20
+        batch_size=batch, max_draft_tokens=draft_size, min_acceptance=0.0, max_cache_tokens=1 << 20
     )
     engine = Engine(replace(loaded, end_ids=(end_id,)), settings)
     texts = {one.prompt_ids.tobytes(): np.concatenate((one.prompt_ids, one.text_ids)) for one in documents}

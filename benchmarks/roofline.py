@@ -72,7 +72,7 @@ class Roofline:
 
         def watched(feeds, trees):
             output = forward(feeds, trees)
-            self.add(len(output.pack), output.rows.num_rows, int(output.pack.num_committed.sum()))
+            self.add(len(output.batch), output.rows.num_rows, int(output.batch.num_committed.sum()))
             return output
 
         engine.runner.forward = watched

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from laserbatch.pipeline.decoding import acceptance as acceptance_module
 from laserbatch.pipeline.decoding import engine as engine_module
-from laserbatch.pipeline.decoding.attention.tree_attention import ATTENTION_NAME, tree_attention
+from laserbatch.pipeline.decoding.attention.interface import ATTENTION_NAME, slot_attention
 from laserbatch.pipeline.decoding.engine import Engine
 
 OTHER = "other host"
@@ -113,10 +113,10 @@ def watched(engine: Engine, drafter) -> Iterator[Spans]:
     replace(engine, "_land", landed)
     watch(engine.runner, "forward", "packing")
     watch(engine.runner, "_run", "other model")
-    packed = engine.runner.packed
-    if packed is not None:
-        watch(packed, "run", "other model")
-        replace(packed, "_captures", False)  # nothing could be waited for in a capture, and no part of it be seen
+    buffered = engine.runner.buffered
+    if buffered is not None:
+        watch(buffered, "run", "other model")
+        replace(buffered, "_captures", False)  # nothing could be waited for in a capture, and no part of it be seen
     watch(engine_module, "verify", "paths")
     watch(acceptance_module, "judge_rows", "verification")
     watch(engine, "_commit", "commit")
@@ -126,8 +126,8 @@ def watched(engine: Engine, drafter) -> Iterator[Spans]:
         part = _part_of(name.rsplit(".", 1)[-1], module, module is output_layer)
         if part is not None:
             watch(module, "forward", part)
-    AttentionInterface.register(ATTENTION_NAME, spans.timed("attention", tree_attention))
-    undo.append(lambda: AttentionInterface.register(ATTENTION_NAME, tree_attention))
+    AttentionInterface.register(ATTENTION_NAME, spans.timed("attention", slot_attention))
+    undo.append(lambda: AttentionInterface.register(ATTENTION_NAME, slot_attention))
     try:
         yield spans
     finally:

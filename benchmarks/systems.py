@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter, NoDrafter, draft_all
 from laserbatch.pipeline.decoding.drafters.from_settings import drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.packed_trees import PackedTrees
 from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest, GenerationResult, StepEvent
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.decoding.token_tree import MAX_DEPTH, TokenTree
+from laserbatch.pipeline.decoding.token_tree import MAX_DEPTH, TokenTree, TreeBatch
 from laserbatch.pipeline.decoding.verifiers.from_settings import verifier_from
 from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
 from laserbatch.retrieval_pools.index.pool import Pool
@@ -195,7 +194,7 @@ class TimedDrafter:
     def draft(self, sequence: Sequence) -> TokenTree:
         return self.draft_all([sequence], [MAX_DEPTH])[0]
 
-    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> PackedTrees:
+    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> TreeBatch:
         start_s = time.perf_counter()
         trees = draft_all(self._drafter, sequences, max_depths)
         self.seconds += time.perf_counter() - start_s

@@ -30,7 +30,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from laserbatch.pipeline.decoding.model.load import find_weights
+from laserbatch.pipeline.decoding.model.folder import find_weights
 from laserbatch.pipeline.errors import ModelError
 
 MODEL_TYPES = ("llama", "qwen2")

@@ -12,7 +12,7 @@ import numpy as np
 from laserbatch.jobs.budgets import budget_of
 from laserbatch.jobs.night import Night
 from laserbatch.jobs.pool_texts import RunTexts
-from laserbatch.pipeline.decoding.model.identity import tokenizer_hash
+from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.planning.plan import PlannedRow, load_plan, read_shard
 from laserbatch.pipeline.sides import Side

@@ -215,7 +215,7 @@ def query_pool(
     PoolError
         There is no such version, side or group, or the pool is of another tokenizer or damaged.
     """
-    from laserbatch.pipeline.decoding.model.identity import load_tokenizer, tokenizer_hash
+    from laserbatch.pipeline.decoding.model.folder import load_tokenizer, tokenizer_hash
     from laserbatch.retrieval_pools.draft import draft
 
     store = _store(settings)

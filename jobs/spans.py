@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from laserbatch.jobs.night import Night
-from laserbatch.pipeline.decoding.model.identity import load_tokenizer
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.planning.plan import SidePlan, read_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import SampleSpan, SampleText

@@ -20,7 +20,7 @@ from laserbatch.pipeline.budget.measuring import measure_step_cost
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.drafters.from_settings import drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.model.identity import tokenizer_hash
+from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
 from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest, StepEvent
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.errors import RowError, TableError

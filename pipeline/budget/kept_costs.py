@@ -84,7 +84,6 @@ def cost_facts(engine: Engine, num_pool_tokens: int, num_workers: int = 1) -> di
         "num_threads": torch.get_num_threads(),
         "num_workers": num_workers,
         "batch_size": settings.batch_size,
-        "kv_cache": settings.kv_cache,
         "attention": settings.attention,
         "verifier": settings.verifier,
         "drafters": list(settings.drafters),

@@ -1,1 +1,1 @@
-"""The engine: drafts, one packed tree forward, verification. Knows no Ray, no Parquet, no users."""
+"""The engine: draft, forward, verify, commit."""

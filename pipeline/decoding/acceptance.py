@@ -1,14 +1,12 @@
 """Which path through each draft is committed, and the token that follows it.
 
-The rule's verdicts are made on the device, for all sequences at once (`row_verdicts`), and come to the host; there
-`select_paths` takes the trees of all sequences at once. Beside it stands `reference_accept`, the same for one sequence
-in plain Python.
+The rule's verdicts are made on the device, for all sequences at once (`judge_rows`), and come to the host: logits are
+computed, or copied, for a chunk of rows at a time, and what is left of them is a few numbers a row. There
+`select_paths` takes the trees of all sequences at once.
 
 The end-of-text rule holds whatever the verifier: nothing is accepted past a node where the target's own choice is an
 end token, and an end token is only ever the target's choice: it arrives as the bonus token. So relaxed lengths do not
 drift.
-
-Knows no sequences, pools or caches.
 """
 
 from dataclasses import dataclass
@@ -17,15 +15,14 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from laserbatch.pipeline.decoding.memory.device_memory import to_device
 from laserbatch.pipeline.decoding.model.output_head import HeldLogits, StepLogits
-from laserbatch.pipeline.decoding.packed_trees import PackedTrees
-from laserbatch.pipeline.decoding.row_verdicts import judge_rows
-from laserbatch.pipeline.decoding.token_tree import TokenTree
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
-from laserbatch.pipeline.decoding.verifiers.probability import ProbabilityThreshold
-from laserbatch.pipeline.decoding.verifiers.top_k import TopK
+from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
 
+# Rows whose logits are in memory at once: enough that an output layer's weights are read few times, and on a CPU few
+# enough that they stay in its cache.
+CHUNK_ROWS = {"cpu": 256, "cuda": 1024}
 ROUND_LOGITS = 1 << 18  # on a CPU this many numbers are computed and read in the time that a further round takes
 
 
@@ -47,7 +44,7 @@ class Acceptance:
 def verify(
     verifier: Verifier,
     logits: torch.Tensor | StepLogits,
-    trees: PackedTrees,
+    trees: TreeBatch,
     starts: np.ndarray,
     is_end: np.ndarray,
 ) -> list[Acceptance | None]:
@@ -93,7 +90,7 @@ class _Judged:
     bool, the rule's verdict and that of the end-of-text rule, and `log_probability`.
     """
 
-    def __init__(self, num_rows: int, trees: PackedTrees, starts: np.ndarray) -> None:
+    def __init__(self, num_rows: int, trees: TreeBatch, starts: np.ndarray) -> None:
         self._trees, self._starts = trees, starts
         self.choices = np.zeros(num_rows, np.int64)
         self.is_finite = np.ones(num_rows, bool)
@@ -147,7 +144,7 @@ class _Judged:
 
 
 def select_paths(
-    accepted: np.ndarray, log_probability: np.ndarray, trees: PackedTrees
+    accepted: np.ndarray, log_probability: np.ndarray, trees: TreeBatch
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """The longest accepted path of each tree, the more probable of equally long ones, the first of equals.
 
@@ -180,43 +177,61 @@ def select_paths(
     return [nodes[start:stop] for start, stop in pairwise([0, *stops])], last_nodes
 
 
-def reference_accept(rule: Verifier, logits: np.ndarray, tree: TokenTree, end_ids: set[int]) -> Acceptance:
-    """`verify` for one sequence, slow and obvious: every path from the root is tried.
+@dataclass(frozen=True)
+class RowVerdicts:
+    """On the host: of rows their argmax int64[n] and whether it is finite bool[n], of nodes a rule's verdicts."""
 
-    `logits` float32[n + 1, vocab_size]: after the last committed token, then after each node.
+    choices: np.ndarray
+    is_finite: np.ndarray
+    accepted: np.ndarray
+    log_probability: np.ndarray
+
+
+@torch.inference_mode()
+def judge_rows(
+    verifier: Verifier, rows: StepLogits, wanted: np.ndarray, parents: np.ndarray, token_ids: np.ndarray
+) -> RowVerdicts:
+    """What a rule says of drafted tokens, and the target's choices, from the logits of CHUNK_ROWS rows at a time.
+
+    Parameters
+    ----------
+    wanted : int64[n], the rows to look at.
+    parents, token_ids : int64[m], of each node the place of its parent's row in `wanted`, and its token.
     """
-    log_probs = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
-    log_probs -= logits.max(-1, keepdims=True)
+    size = CHUNK_ROWS["cpu" if rows.device.type == "cpu" else "cuda"]
+    if len(wanted) <= size:
+        by_chunk = [np.arange(len(parents))]
+    else:
+        order = np.argsort(parents, kind="stable")
+        by_chunk = np.split(order, np.searchsorted(parents[order], np.arange(size, len(wanted), size)))
+    choices, best, accepted, log_probability = [], [], [], []
+    for number, nodes in enumerate(by_chunk):
+        first = number * size
+        logits = rows.of(wanted[first : first + size])
+        choices.append(row_argmax(logits))
+        best.append(logits.gather(1, choices[-1][:, None])[:, 0])
+        if len(nodes):
+            used, at = np.unique(parents[nodes] - first, return_inverse=True)
+            sent = to_device(np.concatenate((used, at, token_ids[nodes])), logits.device)
+            used_rows, at, tokens = sent.split((len(used), len(nodes), len(nodes)))
+            followed, chosen = logits, choices[-1]
+            if len(used) < len(logits):
+                followed, chosen = logits.index_select(0, used_rows), chosen.index_select(0, used_rows)
+            verdicts = verifier(followed, chosen, at, tokens)
+            accepted.append(verdicts.accepted)
+            log_probability.append(verdicts.log_probability)
+    # What the host needs comes in one copy, and with it one synchronisation. float64 holds every token id.
+    parts = [part.double() for part in (*choices, *best, *accepted, *log_probability)]
+    found = torch.cat(parts).cpu().numpy()
+    num_rows, num_nodes = len(wanted), len(parents)
+    of_nodes = np.empty((2, num_nodes))
+    of_nodes[:, np.concatenate(by_chunk)] = found[2 * num_rows :].reshape(2, num_nodes)
+    chosen, is_finite = found[:num_rows].astype(np.int64), np.isfinite(found[num_rows : 2 * num_rows])
+    return RowVerdicts(chosen, is_finite, of_nodes[0] > 0, of_nodes[1])
 
-    def accepts(node: int) -> bool:
-        row = int(tree.parents[node]) + 1
-        token, choice = int(tree.token_ids[node]), int(logits[row].argmax())
-        if choice in end_ids or token in end_ids:
-            return False
-        if token == choice:
-            return True
-        in_top_k = logits[row, token] >= sorted(logits[row])[-min(getattr(rule, "k", 1), logits.shape[1])]
-        probable = log_probs[row, token] > np.log(max(getattr(rule, "min_probability", 0.0), 1e-300))
-        match rule:
-            case Greedy():
-                return False
-            case TopK():
-                return bool(rule.k > 1 and in_top_k)
-            case ProbabilityThreshold():
-                return bool(probable)
-        return bool(rule.k > 1 and in_top_k and probable)
 
-    best: tuple[int, float] = (0, 0.0)
-    best_path: list[int] = []
-    for node in range(len(tree)):
-        path = [node]
-        while tree.parents[path[0]] >= 0:
-            path.insert(0, int(tree.parents[path[0]]))
-        if all(accepts(n) for n in path):
-            score = 0.0
-            if not isinstance(rule, Greedy):
-                score = sum(float(log_probs[int(tree.parents[n]) + 1, tree.token_ids[n]]) for n in path)
-            if len(path) > best[0] or (len(path) == best[0] and score > best[1]):
-                best, best_path = (len(path), score), path
-    last = best_path[-1] + 1 if best_path else 0
-    return Acceptance(np.array(best_path, np.int64), int(logits[last].argmax()))
+def row_argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Index of each row's first largest logit: int64[num_rows]."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        return torch.from_numpy(logits.numpy().argmax(-1))  # vectorised, which torch's is not: a tenth of its time
+    return logits.argmax(-1)

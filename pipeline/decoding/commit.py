@@ -17,7 +17,7 @@ _NO_NODES = np.empty(0, np.int64)
 def commit(
     step: Step,
     accepted: list[Acceptance | None],
-    store: KVCache,
+    cache: KVCache,
     endings: Endings,
     is_end: np.ndarray,
     on_event: Callable[[StepEvent], None] | None,
@@ -29,23 +29,23 @@ def commit(
     is_end : bool[vocab_size], the end tokens.
     """
     outcomes: dict[int, Ending] = {}
-    pack, trees = step.output.pack, step.trees
+    batch, trees = step.output.batch, step.trees
     sound = np.array([i for i, acceptance in enumerate(accepted) if acceptance is not None], np.int64)
     paths = [accepted[i].nodes for i in sound.tolist()]
     lengths = [len(path) for path in paths]
     nodes = np.concatenate([*paths, _NO_NODES]) + np.repeat(trees.starts[sound], lengths)
     token_ids, sources = trees.token_ids[nodes], trees.source[nodes]
     if len(sound):
-        is_kept = pack.kept(sound, nodes)
-        counts = np.add.reduceat(is_kept, pack.offsets, dtype=np.int64)[sound]
-        store.commit(pack.rows[sound], counts, pack.slots[is_kept])
+        is_kept = batch.kept(sound, nodes)
+        counts = np.add.reduceat(is_kept, batch.offsets, dtype=np.int64)[sound]
+        cache.commit(batch.rows[sound], counts, batch.slot_mapping[is_kept])
     parts = [slice(*ends) for ends in pairwise(accumulate(lengths, initial=0))]  # of each path, of the tokens
-    num_committed = pack.num_committed[sound].tolist()
+    num_committed = batch.num_committed[sound].tolist()
     for i, path, part, num_before in zip(sound.tolist(), paths, parts, num_committed, strict=True):
         sequence = step.sequences[i]
         if num_before < sequence.num_prompt:  # it was within its prompt
-            store.remember_prefix(sequence.row, sequence.prompt_ids[: store.lengths[sequence.row]])
-        if store.lengths[sequence.row] < len(sequence.context):  # it waits for the rest of a long prompt
+            cache.remember_prefix(sequence.row, sequence.prompt_ids[: cache.lengths[sequence.row]])
+        if cache.lengths[sequence.row] < len(sequence.context):  # it waits for the rest of a long prompt
             continue
         sequence.count(trees, i, path)
         num_written, next_token = sequence.num_output, accepted[i].next_token

@@ -1,7 +1,6 @@
 """When a text ends: an end token, a stop string, or its limit.
 
-Stop strings are looked for in the decoded text, of which only the end is decoded again at each token. Knows tokens
-and a tokenizer; no model, no batch.
+Stop strings are looked for in the decoded text, of which only the end is decoded again at each token.
 """
 
 import codecs

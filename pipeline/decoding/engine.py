@@ -21,17 +21,16 @@ from laserbatch.pipeline.decoding.acceptance import Acceptance, verify
 from laserbatch.pipeline.decoding.commit import commit
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter, NoDrafter, draft_all
 from laserbatch.pipeline.decoding.endings import Ending, Endings
-from laserbatch.pipeline.decoding.memory.kv_cache import cache_bound
-from laserbatch.pipeline.decoding.memory.kv_store import KVStore
-from laserbatch.pipeline.decoding.memory.token_store import TokenStore
+from laserbatch.pipeline.decoding.memory.device_memory import cache_bound
+from laserbatch.pipeline.decoding.memory.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
-from laserbatch.pipeline.decoding.model.model_runner import ModelRunner
-from laserbatch.pipeline.decoding.packed_trees import PackedTrees, prune_all
+from laserbatch.pipeline.decoding.model.runner import ModelRunner
 from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest, GenerationResult, StepEvent
 from laserbatch.pipeline.decoding.scheduler import Concurrency, RequestLimits, Scheduler
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.step import Step, Stream
+from laserbatch.pipeline.decoding.token_tree import TreeBatch, prune
 from laserbatch.pipeline.decoding.verifiers.from_settings import verifier_from
 from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
 
@@ -62,11 +61,10 @@ class Engine:
         self.device = loaded.device
         on_cuda = self.device.type == "cuda"
         max_tokens = self.settings.max_cache_tokens or cache_bound(self.device, loaded.bytes_per_token, num_sharing)
-        holds_rows = self.settings.kv_cache == "rows" or (self.settings.kv_cache == "auto" and not on_cuda)
-        self.store = (KVStore if holds_rows else TokenStore)(self.settings.batch_size, max_tokens)
+        self.cache = KVCache(self.settings.batch_size, max_tokens)
         self.concurrency = Concurrency(self.settings.batch_size)
         self.max_prefill_tokens = self.settings.max_prefill_tokens or PREFILL_TOKENS["cuda" if on_cuda else "cpu"]
-        self.runner = ModelRunner(loaded.model, self.store, self.device, self.settings.attention, loaded.splits_head)
+        self.runner = ModelRunner(loaded.model, self.cache, self.device, self.settings.attention, loaded.splits_head)
         self.num_forwards = 0  # of all streams
         self._endings = Endings(self.tokenizer, self.settings.stop_strings)
         self._is_end = np.zeros(self.vocab_size, bool)
@@ -119,7 +117,7 @@ class Engine:
         drafter = drafter or NoDrafter()
         verifier = verifier or verifier_from(self.settings)
         limits = RequestLimits(self.max_context, self.vocab_size, budget.max_draft_tokens)
-        scheduler = Scheduler(requests, self.store, self.concurrency, limits, self.max_prefill_tokens)
+        scheduler = Scheduler(requests, self.cache, self.concurrency, limits, self.max_prefill_tokens)
         stream = Stream(scheduler, drafter, verifier, budget, on_event)
         ended: deque[tuple[Sequence, Ending | GenerationFailure]] = deque()  # whose results are not yielded yet
         try:
@@ -141,7 +139,7 @@ class Engine:
     def _launch(self, stream: Stream) -> Step | None:
         """Draft and begin the forward, which on CUDA is only queued; None: no room even for one sequence."""
         step = self._draft(stream)
-        while not self.store.make_room(step.num_tokens):
+        while not self.cache.make_room(step.num_tokens):
             if len(stream.scheduler.live) == 1:
                 return None
             stream.scheduler.preempt(1)
@@ -155,7 +153,7 @@ class Engine:
     def _land(self, step: Step | None, stream: Stream) -> dict[int, Ending | GenerationFailure]:
         """Verify and commit. Of the sequences that ended, by `id`, what came of them."""
         if step is None:
-            return recovery.fail_alone(self.store, stream.scheduler.live[0])
+            return recovery.fail_alone(self.cache, stream.scheduler.live[0])
         try:
             if step.error is not None:
                 raise step.error
@@ -172,14 +170,14 @@ class Engine:
         trees = self._trees([sequences[place] for place in writing], stream.drafter, stream.budget)
         return Step(sequences, feeds, trees.spread(writing, len(sequences)))
 
-    def _trees(self, sequences: list[Sequence], drafter: Drafter, budget: Budget) -> PackedTrees:
+    def _trees(self, sequences: list[Sequence], drafter: Drafter, budget: Budget) -> TreeBatch:
         """The drafter's trees, cut to the budget: draft tokens, room left, estimated acceptance."""
         places = [place for place, sequence in enumerate(sequences) if sequence.num_left > 1]
         if not places or budget.max_draft_tokens == 0:
-            return PackedTrees.empty(len(sequences))
+            return TreeBatch.empty(len(sequences))
         drafting = [sequences[place] for place in places]
         max_depths = [sequence.num_left - 1 for sequence in drafting]  # the step's last token is the target's own
-        trees = prune_all(
+        trees = prune(
             draft_all(drafter, drafting, max_depths),
             max_nodes=budget.max_draft_tokens,
             max_depths=max_depths,
@@ -204,7 +202,7 @@ class Engine:
         self, step: Step, accepted: list[Acceptance | None], stream: Stream
     ) -> dict[int, Ending | GenerationFailure]:
         """Keep what was accepted, in the cache and in the texts; of the sequences that ended, what came of them."""
-        outcomes = commit(step, accepted, self.store, self._endings, self._is_end, stream.on_event)
+        outcomes = commit(step, accepted, self.cache, self._endings, self._is_end, stream.on_event)
         return outcomes | recovery.without_drafts(self, step, accepted, stream)
 
     def _results(self, ended) -> Iterator[GenerationResult | GenerationFailure]:
@@ -225,5 +223,5 @@ class Engine:
         So sums are rounded in the same way whatever came before; within a stream prompts share what they can, and texts
         are admitted by how long its own were.
         """
-        self.store.forget_ended()
+        self.cache.forget_ended()
         self.concurrency.forget_lengths()

@@ -7,11 +7,12 @@ import torch
 
 from laserbatch.pipeline.decoding.acceptance import Acceptance
 from laserbatch.pipeline.decoding.endings import Ending
-from laserbatch.pipeline.decoding.memory.kv_cache import KVCache, is_out_of_memory
-from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+from laserbatch.pipeline.decoding.memory.device_memory import is_out_of_memory
+from laserbatch.pipeline.decoding.memory.kv_cache import KVCache
 from laserbatch.pipeline.decoding.requests import GenerationFailure
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.step import Step, Stream
+from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
 from laserbatch.pipeline.errors import first_line
 
@@ -23,7 +24,7 @@ Outcomes = dict[int, Ending | GenerationFailure]  # of the sequences that ended,
 class Hops(Protocol):
     """What is asked of an engine: its memory, and the hops of a step after the draft."""
 
-    store: KVCache
+    cache: KVCache
     device: torch.device
 
     def _forward(self, step: Step) -> None: ...
@@ -38,13 +39,13 @@ def recover(engine: Hops, step: Step, stream: Stream, error: Exception) -> Outco
     scheduler = stream.scheduler
     if is_out_of_memory(error) and len(scheduler.live) > 1:
         scheduler.preempt(len(scheduler.live) // 2)
-        engine.store.drop_unused()
+        engine.cache.drop_unused()
         _free_memory(engine.device)
         return {}
     _free_memory(engine.device)
     logger.warning("a step of %d sequences failed (%s); trying them one at a time", len(step.sequences), error)
     alone = [
-        Step([sequence], [feed], PackedTrees.of([tree]))
+        Step([sequence], [feed], TreeBatch.of([tree]))
         for sequence, feed, tree in zip(step.sequences, step.feeds, step.trees, strict=True)
     ]
     return _one_by_one(engine, alone, stream)
@@ -59,25 +60,24 @@ def without_drafts(engine: Hops, step: Step, accepted: list[Acceptance | None], 
     for i, (sequence, feed) in enumerate(zip(step.sequences, step.feeds, strict=True)):
         if accepted[i] is not None:
             continue
-        engine.store.erase(sequence.row)
         if step.trees.sizes[i]:
-            alone.append(Step([sequence], [feed], PackedTrees.empty(1)))
+            alone.append(Step([sequence], [feed], TreeBatch.empty(1)))
         else:
             reason = "not-finite: the model's logits are not finite"
             outcomes[id(sequence)] = GenerationFailure(sequence.request.request_id, reason)
     return outcomes | _one_by_one(engine, alone, stream)
 
 
-def fail_alone(store: KVCache, sequence: Sequence) -> Outcomes:
+def fail_alone(cache: KVCache, sequence: Sequence) -> Outcomes:
     """A lone sequence has no room, since memory for what its limit promised could not be had.
 
     Raises
     ------
     RuntimeError : another stream of the same engine holds the room.
     """
-    if store.num_live_rows > 1:
+    if cache.num_live_rows > 1:
         raise RuntimeError("the engine's KV cache is held by another, unfinished generate()")
-    reason = f"too-long: prompt and answer exceed the KV cache of {store.max_tokens} tokens"
+    reason = f"too-long: prompt and answer exceed the KV cache of {cache.max_tokens} tokens"
     return {id(sequence): GenerationFailure(sequence.request.request_id, reason)}
 
 

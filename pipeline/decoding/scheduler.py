@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from laserbatch.pipeline.decoding.feed import Feed
+from laserbatch.pipeline.decoding.batch import Feed
 from laserbatch.pipeline.decoding.memory.kv_cache import MIN_SHARED_TOKENS, KVCache
 from laserbatch.pipeline.decoding.memory.prefix_index import PrefixIndex
 from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest
@@ -88,7 +88,7 @@ class Scheduler:
     def __init__(
         self,
         requests: Iterable[GenerationRequest],
-        store: KVCache,
+        cache: KVCache,
         concurrency: Concurrency,
         limits: RequestLimits,
         max_prefill_tokens: int = 256,
@@ -98,7 +98,7 @@ class Scheduler:
         self._next: GenerationRequest | None = None  # pulled and not admitted yet
         self._preempted: list[Sequence] = []  # the oldest first
         self._within_prompts: PrefixIndex[Sequence] = PrefixIndex()  # live ones that may be, by row
-        self._store = store
+        self._cache = cache
         self._concurrency = concurrency
         self._limits = limits
         self._max_prefill_tokens = max_prefill_tokens
@@ -112,7 +112,7 @@ class Scheduler:
         RuntimeError : another stream of the same engine holds all rows.
         """
         for sequence in self._within_prompts.values():
-            if self._store.lengths[sequence.row] >= sequence.num_prompt - 1:
+            if self._cache.lengths[sequence.row] >= sequence.num_prompt - 1:
                 self._within_prompts.pop(sequence.row)
         while len(self.live) < self._concurrency.limit and (waiting := self._peek()) is not None:
             failure = self._refuse(waiting)
@@ -124,7 +124,7 @@ class Scheduler:
                     continue
                 if self.live:
                     return
-                if self._store.num_live_rows:
+                if self._cache.num_live_rows:
                     raise RuntimeError("every row of the engine is held by another, unfinished generate()")
                 failure = self._refuse(waiting) or self._too_long(waiting)
             self._drop_first()
@@ -136,7 +136,7 @@ class Scheduler:
         Prompts share the step's room for them, the oldest first; one that gets no room waits.
         """
         live = self.live
-        num_cached = self._store.lengths[[sequence.row for sequence in live]].tolist()
+        num_cached = self._cache.lengths[[sequence.row for sequence in live]].tolist()
         chains = [sequence.context[cached:] for sequence, cached in zip(live, num_cached, strict=True)]
         is_whole = [True] * len(live)
         room = self._max_prefill_tokens
@@ -172,7 +172,7 @@ class Scheduler:
         self.live.remove(sequence)
         if sequence.row in self._within_prompts:
             self._within_prompts.pop(sequence.row)
-        self._store.release(sequence.row)
+        self._cache.release(sequence.row)
 
     def _peek(self) -> Sequence | GenerationRequest | None:
         """What is admitted next; a request is pulled only when asked for."""
@@ -198,7 +198,7 @@ class Scheduler:
         rest = max(0, self._concurrency.expected_output(sequence) - sequence.num_output)
         most = sequence.num_prompt + sequence.max_new_tokens + limits.max_draft_tokens
         expected = min(most, len(sequence.context) + rest + limits.max_draft_tokens)
-        lease = self._store.acquire(sequence.context, most, expected)
+        lease = self._cache.acquire(sequence.context, most, expected)
         if lease is None:
             return False
         sequence.row = lease.row
@@ -212,7 +212,7 @@ class Scheduler:
         """Whether a live sequence is computing a prefix that would otherwise be computed twice; worth a step."""
         token_ids = _known_ids(waiting)[:-1]
         gain = self._within_prompts.longest(token_ids)[0] - MIN_SHARED_TOKENS
-        return gain >= 0 and gain >= self._store.longest_prefix(token_ids)
+        return gain >= 0 and gain >= self._cache.longest_prefix(token_ids)
 
     def _refuse(self, waiting: Sequence | GenerationRequest) -> GenerationFailure | None:
         limits = self._limits
@@ -228,7 +228,7 @@ class Scheduler:
         elif prompt.min() < 0 or prompt.max() >= limits.vocab_size:
             bad = int(prompt[(prompt < 0) | (prompt >= limits.vocab_size)][0])
             reason = f"bad-token: the prompt holds token {bad}, the vocabulary has {limits.vocab_size}"
-        elif not self._store.fits(
+        elif not self._cache.fits(
             min(len(prompt) + request.max_new_tokens, limits.max_context) + limits.max_draft_tokens
         ):
             return self._too_long(waiting)
@@ -238,7 +238,7 @@ class Scheduler:
 
     def _too_long(self, waiting: Sequence | GenerationRequest) -> GenerationFailure:
         request = waiting.request if isinstance(waiting, Sequence) else waiting
-        reason = f"too-long: prompt and answer exceed the KV cache of {self._store.max_tokens} tokens"
+        reason = f"too-long: prompt and answer exceed the KV cache of {self._cache.max_tokens} tokens"
         return GenerationFailure(request.request_id, reason)
 
 

@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from laserbatch.pipeline.decoding.packed_trees import PackedTrees
 from laserbatch.pipeline.decoding.requests import GenerationRequest, GenerationResult
-from laserbatch.pipeline.decoding.token_tree import MAX_DEPTH
+from laserbatch.pipeline.decoding.token_tree import MAX_DEPTH, TreeBatch
 from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_TARGET
 
 COUNTED_TOGETHER = 64  # drafts of a text: a call for each took longer than all else that is done with it
@@ -26,7 +25,7 @@ class Sequence:
         self.num_steps = self.num_drafted = self.num_accepted = 0
         self._by_source = np.zeros((2, NUM_SOURCES), np.int64)  # drafted tokens, and of them the accepted ones
         self._by_depth = np.zeros((2, MAX_DEPTH), np.int64)
-        self._uncounted: list[tuple[PackedTrees, int, np.ndarray]] = []  # drafts that these sums do not have yet
+        self._uncounted: list[tuple[TreeBatch, int, np.ndarray]] = []  # drafts that these sums do not have yet
         self._tokens = np.empty(self.num_prompt + max_new_tokens, np.int32)
         self._tokens[: self.num_prompt] = request.prompt_ids
         self._sources = np.empty(max_new_tokens, np.uint8)
@@ -80,7 +79,7 @@ class Sequence:
         self._length = end
         self.num_steps += 1
 
-    def count(self, trees: PackedTrees, number: int, path: np.ndarray) -> None:
+    def count(self, trees: TreeBatch, number: int, path: np.ndarray) -> None:
         """One of a step's drafts and, int64[num_accepted], its nodes that were accepted."""
         size = int(trees.sizes[number])
         if size:

@@ -62,15 +62,10 @@ class DecodingSettings(Strict):
         description="Prompt tokens of one step; longer prompts go in parts, so that others go on meanwhile. null: 256 "
         "on a CPU, 2048 on CUDA.",
     )
-    kv_cache: Literal["auto", "rows", "tokens"] = Field(
-        "auto",
-        description="rows: a contiguous range for each text, as wide as the longest, fastest on a CPU; tokens: memory "
-        "follows the tokens in use, prompts' beginnings are held once. auto: rows on a CPU, tokens on CUDA.",
-    )
     attention: Literal["auto", "torch", "triton"] = Field(
         "auto",
-        description="triton: one kernel over ragged sequences, in CUDA graphs; needs CUDA and kv_cache tokens. torch: "
-        "padded masks. auto: triton on CUDA where it is installed.",
+        description="triton: one kernel over ragged sequences, in CUDA graphs; needs CUDA. torch: padded masks. auto: "
+        "triton on CUDA where it is installed.",
     )
     max_cache_tokens: int | None = Field(
         None, ge=1, description="Bound of the KV cache; null: half of the free memory on a CPU, most of it on CUDA."

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from laserbatch.pipeline.decoding.batch import Feed
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter
-from laserbatch.pipeline.decoding.feed import Feed
-from laserbatch.pipeline.decoding.model.model_runner import StepOutput
-from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+from laserbatch.pipeline.decoding.model.runner import StepOutput
 from laserbatch.pipeline.decoding.requests import StepEvent
 from laserbatch.pipeline.decoding.scheduler import Scheduler
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.settings import Budget
+from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
 
 
@@ -34,7 +34,7 @@ class Step:
 
     sequences: list[Sequence]
     feeds: list[Feed]
-    trees: PackedTrees
+    trees: TreeBatch
     output: StepOutput | None = None
     error: Exception | None = None
     number: int = 0

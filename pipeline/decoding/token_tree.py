@@ -1,9 +1,8 @@
-"""A draft for one sequence: a small tree of tokens below its last committed token.
+"""Drafts: a small tree of tokens below a sequence's last committed token, and the trees of a step laid end to end."""
 
-Knows numbers only: no model, no pool, no batch.
-"""
-
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -34,11 +33,6 @@ class TokenTree:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    @property
-    def depths(self) -> np.ndarray:
-        """int32[n]: 1 for a child of the last committed token."""
-        return node_depths(self.parents)
-
 
 EMPTY_TREE = TokenTree(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8))
 
@@ -50,45 +44,154 @@ def chain_tree(token_ids, source: int = SOURCE_TARGET) -> TokenTree:
     return TokenTree(ids, np.arange(-1, n - 1, dtype=np.int32), np.zeros(n, np.float32), np.full(n, source, np.uint8))
 
 
-def node_depths(parents: np.ndarray) -> np.ndarray:
-    """Depth of each node, from int32[n] parents that precede their children: int32[n], 1 for a root's child.
+class TreeBatch:
+    """Arrays over the n nodes of several trees, one tree after another.
 
-    Slow and obvious; `PackedTrees.depths` is the same for many trees.
+    `sizes` and `starts` int64[num_trees]: a tree's nodes, and the first of them here. Of nodes, as the trees have them:
+    `token_ids` and `parents` int32[n], `log_acceptance` float32[n], `source` uint8[n].
     """
-    depths = []
-    for parent in parents.tolist():
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return np.array(depths, np.int32)
+
+    def __init__(
+        self,
+        sizes: np.ndarray,
+        token_ids: np.ndarray,
+        parents: np.ndarray,
+        log_acceptance: np.ndarray,
+        source: np.ndarray,
+    ) -> None:
+        self.sizes = sizes
+        self.starts = np.cumsum(sizes) - sizes
+        self.token_ids, self.parents, self.log_acceptance, self.source = token_ids, parents, log_acceptance, source
+
+    @classmethod
+    def of(cls, trees: Sequence[TokenTree]) -> "TreeBatch":
+        """Trees in their order.
+
+        Raises
+        ------
+        ValueError : a tree's arrays differ in length. A drafter's own mistake.
+        """
+        for tree in trees:
+            if not len(tree.token_ids) == len(tree.parents) == len(tree.log_acceptance) == len(tree.source):
+                raise ValueError(
+                    f"a draft's arrays differ in length: {len(tree)} tokens, {len(tree.parents)} parents, "
+                    f"{len(tree.log_acceptance)} log_acceptance, {len(tree.source)} source"
+                )
+        if not any(map(len, trees)):
+            return cls.empty(len(trees))
+        return cls(
+            np.array([len(tree) for tree in trees], np.int64),
+            np.concatenate([tree.token_ids for tree in trees]),
+            np.concatenate([tree.parents for tree in trees]),
+            np.concatenate([tree.log_acceptance for tree in trees]),
+            np.concatenate([tree.source for tree in trees]),
+        )
+
+    @classmethod
+    def empty(cls, num_trees: int) -> "TreeBatch":
+        """Trees without nodes: plain decoding."""
+        nothing = EMPTY_TREE
+        sizes = np.zeros(num_trees, np.int64)
+        return cls(sizes, nothing.token_ids, nothing.parents, nothing.log_acceptance, nothing.source)
+
+    def __len__(self) -> int:
+        """Nodes of all trees."""
+        return len(self.token_ids)
+
+    @property
+    def num_trees(self) -> int:
+        return len(self.sizes)
+
+    def nodes_of(self, number: int) -> slice:
+        """A tree's nodes."""
+        start = int(self.starts[number])
+        return slice(start, start + int(self.sizes[number]))
+
+    def __getitem__(self, number: int) -> TokenTree:
+        """One tree, a view."""
+        nodes = self.nodes_of(number)
+        return TokenTree(self.token_ids[nodes], self.parents[nodes], self.log_acceptance[nodes], self.source[nodes])
+
+    def __iter__(self) -> Iterator[TokenTree]:
+        return map(self.__getitem__, range(self.num_trees))
+
+    def spread(self, places: Sequence[int], num_trees: int) -> "TreeBatch":
+        """So many trees, of which those at some rising places are these; the others have no nodes."""
+        if len(places) == num_trees:
+            return self
+        sizes = np.zeros(num_trees, np.int64)
+        sizes[places] = self.sizes
+        return TreeBatch(sizes, self.token_ids, self.parents, self.log_acceptance, self.source)
+
+    @cached_property
+    def tree_of(self) -> np.ndarray:
+        """int64[n]: the number of a node's tree."""
+        return np.repeat(np.arange(self.num_trees), self.sizes)
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """int64[n]: a node's index in its tree."""
+        return np.arange(len(self)) - self.starts[self.tree_of]
+
+    @cached_property
+    def depths(self) -> np.ndarray:
+        """int64[n]: 1 for a node that follows the last committed token."""
+        return self.along_paths(np.add, np.ones(len(self), np.int64))
+
+    @cached_property
+    def ancestors(self) -> np.ndarray:
+        """int64[n]: bit j is set for node j of the same tree if that is the node itself or above it."""
+        assert self.sizes.max(initial=0) <= MAX_NODES, "a tree's nodes do not fit a mask"
+        own = np.left_shift(np.uint64(1), self.places.astype(np.uint64))
+        return self.along_paths(np.bitwise_or, own).view(np.int64)
+
+    def along_paths(self, join: np.ufunc, values: np.ndarray) -> np.ndarray:
+        """For each node, its value [n] joined with those of all nodes above it: `np.add`, `np.logical_and`, ..."""
+        joined = np.empty(len(self) + 1, values.dtype)
+        joined[:-1], joined[-1] = values, join.identity
+        for above in self._levels_up:  # each time, of twice as many levels
+            joined = join(joined, joined[above])
+        return joined[:-1]
+
+    @cached_property
+    def _levels_up(self) -> list[np.ndarray]:
+        """Each int64[n + 1]: the node 1, 2, 4, ... levels above a node, n where there is none."""
+        num_nodes = len(self)
+        above = np.full(num_nodes + 1, num_nodes)
+        above[:-1] = np.where(self.parents < 0, num_nodes, self.starts[self.tree_of] + self.parents)
+        found = []
+        while above.min() < num_nodes:
+            found.append(above)
+            above = above[above]
+        return found
 
 
-def prune(tree: TokenTree, *, max_nodes: int, max_depth: int, min_log_acceptance: float, vocab_size: int) -> TokenTree:
-    """The part of a draft worth verifying: nodes over a limit go, and all below them.
+def prune(
+    trees: TreeBatch, *, max_nodes: int, max_depths: Sequence[int], min_log_acceptance: float, vocab_size: int
+) -> TreeBatch:
+    """The part of drafts worth verifying: nodes over a limit go, and all below them.
 
-    Nodes are dropped that are deeper than `max_depth`, less likely than `min_log_acceptance`, or not of the vocabulary;
-    of the rest the first `max_nodes` in the tree's own order stay.
+    Nodes are dropped that are deeper than their tree's one of `max_depths`, less likely than `min_log_acceptance`, or
+    not of the vocabulary; of the rest the first `max_nodes` of each tree in its own order stay.
 
     Raises
     ------
-    ValueError : a parent does not precede its child, or the arrays differ in length. A drafter's own mistake.
+    ValueError : a parent does not precede its child. A drafter's own mistake.
     """
-    num_nodes = len(tree)
-    if num_nodes == 0 or max_nodes <= 0 or max_depth <= 0:
-        return EMPTY_TREE
-    if not len(tree.parents) == len(tree.log_acceptance) == len(tree.source) == num_nodes:
-        raise ValueError(f"a draft's arrays differ in length: {num_nodes} tokens, {len(tree.parents)} parents")
-    parents = tree.parents
-    if (parents >= np.arange(num_nodes)).any() or (parents < ROOT).any():
-        raise ValueError(f"a draft's parents must precede their children, found {parents.tolist()}")
-    keep = (tree.token_ids >= 0) & (tree.token_ids < vocab_size) & (tree.log_acceptance >= min_log_acceptance)
-    keep &= tree.depths <= max_depth
-    if num_nodes <= max_nodes and keep.all():
-        return tree
-    new_index = [0] * num_nodes  # of a kept node, its place in the result
-    kept: list[int] = []
-    for i, (ok, parent) in enumerate(zip(keep.tolist(), parents.tolist(), strict=True)):
-        alive = ok and len(kept) < max_nodes and (parent < 0 or new_index[parent] >= 0)
-        new_index[i] = len(kept) if alive else ROOT
-        if alive:
-            kept.append(i)
-    new_parents = np.array([ROOT if parents[i] < 0 else new_index[parents[i]] for i in kept], np.int32)
-    return TokenTree(tree.token_ids[kept], new_parents, tree.log_acceptance[kept], tree.source[kept])
+    if len(trees) == 0:
+        return trees
+    if (trees.parents >= trees.places).any() or trees.parents.min() < ROOT:
+        raise ValueError(f"a draft's parents must precede their children, found {trees.parents.tolist()}")
+    keep = (trees.token_ids >= 0) & (trees.token_ids < vocab_size) & (trees.log_acceptance >= min_log_acceptance)
+    keep &= trees.depths <= np.asarray(max_depths)[trees.tree_of]
+    if keep.all() and trees.sizes.max() <= max_nodes:
+        return trees
+    keep = trees.along_paths(np.logical_and, keep)
+    number = np.cumsum(keep) - 1  # of a kept node among those of all trees, then of its own
+    first = np.cumsum(np.bincount(trees.tree_of, keep, trees.num_trees)).astype(np.int64)
+    number -= np.append(0, first[:-1])[trees.tree_of]
+    keep &= number < max_nodes  # parents come first, so those of kept nodes are kept
+    above = number[np.maximum(trees.starts[trees.tree_of] + trees.parents, 0)]
+    parents = np.where(trees.parents == ROOT, ROOT, above).astype(np.int32)
+    sizes = np.bincount(trees.tree_of[keep], minlength=trees.num_trees)
+    return TreeBatch(sizes, trees.token_ids[keep], parents[keep], trees.log_acceptance[keep], trees.source[keep])

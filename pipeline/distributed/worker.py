@@ -22,8 +22,8 @@ from laserbatch.pipeline.decoding.drafters.drafter import Drafter
 from laserbatch.pipeline.decoding.drafters.from_settings import drafter_from
 from laserbatch.pipeline.decoding.endings import has_broken_characters
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.memory.room import host_memory
-from laserbatch.pipeline.decoding.model.identity import tokenizer_hash
+from laserbatch.pipeline.decoding.memory.device_memory import host_memory
+from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
 from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from laserbatch.pipeline.decoding.model.identity import load_tokenizer, model_identity
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer, model_identity
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.knowledge.entities import Entity
 from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, fingerprint, render_prompt

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 from common import SAMPLE_MODEL
+from reference import reference_attention
 from step_profile import engine_of, profile, prompts_of
 from step_spans import MODEL_PARTS, PARTS, Spans, watched
 
-from laserbatch.pipeline.decoding.attention.packed_attention import packed_attention
 from laserbatch.pipeline.decoding.drafters.drafter import NoDrafter
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.memory.token_store import TokenStore
+from laserbatch.pipeline.decoding.memory.kv_cache import KVCache
+from laserbatch.pipeline.decoding.model.cuda_graphs import BufferedForward
 from laserbatch.pipeline.decoding.model.load import load_model
-from laserbatch.pipeline.decoding.model.model_runner import ModelRunner
-from laserbatch.pipeline.decoding.model.packed_forward import PackedForward
+from laserbatch.pipeline.decoding.model.runner import ModelRunner
 from laserbatch.pipeline.decoding.requests import GenerationRequest
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 
@@ -65,13 +65,13 @@ def test_parts_make_up_the_step_and_the_engine_is_left_as_it_was(loaded):
 def test_steps_of_the_kernel_are_the_models_time_not_packing(loaded):
     """As on CUDA, where another function runs the model and graphs would be captured."""
     engine = engine_of(loaded, 2, 0)
-    engine.store = TokenStore(2)
-    runner = engine.runner = ModelRunner(loaded.model, engine.store, engine.device)
-    runner.packed = PackedForward(
-        loaded.model, engine.store, engine.device, packed_attention, runner._selects_logits, pads=True, captures=True
+    engine.cache = KVCache(2)
+    runner = engine.runner = ModelRunner(loaded.model, engine.cache, engine.device)
+    runner.buffered = BufferedForward(
+        loaded.model, engine.cache, engine.device, reference_attention, runner._selects_logits, pads=True, captures=True
     )
     row = profile(engine, NoDrafter(), prompts_of(loaded.tokenizer, 2), num_steps=3, is_plain=True)
-    assert runner.packed is not None and runner.packed._captures and "run" not in vars(runner.packed)
+    assert runner.buffered is not None and runner.buffered._captures and "run" not in vars(runner.buffered)
     assert all(row["parts_ms"][part] > 0 for part in MODEL_PARTS)
     assert row["parts_ms"]["packing"] < 0.2 * row["step_ms"]
 

@@ -8,9 +8,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from laserbatch.pipeline.decoding.attention.kernel_attention import block_keys
-from laserbatch.pipeline.decoding.attention.packed_attention import PART_KEYS
-from laserbatch.pipeline.decoding.attention.tree_kernel import attend, combine
+from laserbatch.pipeline.decoding.attention.metadata import PART_KEYS
+from laserbatch.pipeline.decoding.attention.triton_attention import block_keys
+from laserbatch.pipeline.decoding.attention.triton_kernel import attend, combine
 
 POINTERS = {"ancestors_ptr": "*i64", "log_sum_ptr": "*fp32", "parts_ptr": "*fp32"}
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # that one block of threads can have

@@ -1,24 +1,23 @@
-"""Random packs: sequences of any committed length with chains and trees, their keys scattered over a store."""
+"""Random packs: sequences of any committed length with chains and trees, their keys scattered over a cache."""
 
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from laserbatch.pipeline.decoding import feed
-from laserbatch.pipeline.decoding.attention.packed_attention import PackedIndex
-from laserbatch.pipeline.decoding.packed_trees import PackedTrees
-from laserbatch.pipeline.decoding.token_tree import TokenTree
+from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
+from laserbatch.pipeline.decoding.batch import Batch
+from laserbatch.pipeline.decoding.token_tree import TokenTree, TreeBatch
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Queries (N, num_heads, d), a store's keys and values (num_slots, num_kv_heads, d), and which token sees what."""
+    """Queries (N, num_heads, d), a cache's keys and values (num_kv_heads, num_slots, d), and which token sees what."""
 
     query: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
-    index: PackedIndex
+    metadata: AttentionMetadata
 
 
 def random_parents(rng, num_nodes: int) -> np.ndarray:
@@ -31,19 +30,19 @@ def random_tree(rng, num_nodes: int, vocab_size: int) -> TokenTree:
     return TokenTree(tokens, random_parents(rng, num_nodes), zeros, zeros.astype(np.uint8))
 
 
-def keep(store, pack: feed.Pack, paths: list[np.ndarray]) -> None:
+def keep(cache, batch: Batch, paths: list[np.ndarray]) -> None:
     """Commit each feed's chain and a path of its tree."""
-    nodes = np.concatenate([start + path for start, path in zip(pack.trees.starts, paths, strict=True)])
-    kept = pack.kept(np.arange(len(pack.feeds)), nodes)
-    store.commit(pack.rows, pack.num_chain + [len(path) for path in paths], pack.slots[kept])
+    nodes = np.concatenate([start + path for start, path in zip(batch.trees.starts, paths, strict=True)])
+    kept = batch.kept(np.arange(len(batch.feeds)), nodes)
+    cache.commit(batch.rows, batch.num_chain + [len(path) for path in paths], batch.slot_mapping[kept])
 
 
-def random_index(rng, lengths: list[tuple[int, int, int]], num_slots: int, device="cpu") -> PackedIndex:
+def random_metadata(rng, lengths: list[tuple[int, int, int]], num_slots: int, device="cpu") -> AttentionMetadata:
     """Sequences of (committed, chain, tree) tokens; committed ones may share slots, as prompts of one prefix do."""
     slots, ancestors, positions = [], [], []
     for committed, chain, tree in lengths:
         slots.append(rng.choice(num_slots, committed + chain + tree, replace=False))
-        trees = PackedTrees.of([random_tree(rng, tree, 2)])
+        trees = TreeBatch.of([random_tree(rng, tree, 2)])
         ancestors += [np.zeros(chain, np.int64), trees.ancestors]
         positions += [committed + np.arange(chain), committed + chain - 1 + trees.depths]
     committed, chain, tree = np.array(lengths).T
@@ -54,14 +53,14 @@ def random_index(rng, lengths: list[tuple[int, int, int]], num_slots: int, devic
     def tensor(array, dtype=np.int32) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device)
 
-    return PackedIndex(
+    return AttentionMetadata(
         slots=tensor(np.concatenate(slots)),
-        slot_starts=tensor(starts(committed + chain + tree)),
+        cu_seqlens_k=tensor(starts(committed + chain + tree)),
         num_committed=tensor(committed),
-        query_starts=tensor(starts(chain + tree)),
+        cu_seqlens_q=tensor(starts(chain + tree)),
         num_chain=tensor(chain),
         ancestors=tensor(np.concatenate(ancestors), np.int64),
-        node_positions=tensor(np.concatenate(positions)),
+        positions=tensor(np.concatenate(positions)),
     )
 
 
@@ -85,7 +84,7 @@ def random_pack(
     num_tokens = sum(chain + tree for _, chain, tree in lengths)
     return Pack(
         random(num_heads, num_tokens, head_dim).transpose(0, 1),
-        random(num_kv_heads, num_slots, head_dim).transpose(0, 1),
-        random(num_slots, num_kv_heads, value_dim or head_dim),
-        random_index(rng, lengths, num_slots, device),
+        random(num_kv_heads, num_slots, head_dim),
+        random(num_slots, num_kv_heads, value_dim or head_dim).transpose(0, 1),
+        random_metadata(rng, lengths, num_slots, device),
     )

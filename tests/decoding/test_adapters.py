@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from laserbatch.pipeline.decoding.model.adapters import find_adapter, merge_adapter
-from laserbatch.pipeline.decoding.model.identity import model_identity
-from laserbatch.pipeline.decoding.model.load import SAMPLE_MODEL, load_model, model_id_of
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, model_id_of, model_identity
+from laserbatch.pipeline.decoding.model.load import load_model
 from laserbatch.pipeline.errors import ModelError
 
 RANK, ALPHA = 4, 8

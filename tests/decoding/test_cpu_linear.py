@@ -8,7 +8,7 @@ from tiny_models import ARCHITECTURES, tiny_model
 from torch import nn
 
 from laserbatch.pipeline.decoding.model import cpu_linear
-from laserbatch.pipeline.decoding.model.cpu_linear import PackedLinear, compiled_size, pack_linear_layers
+from laserbatch.pipeline.decoding.model.cpu_linear import OneDnnLinear, compiled_size, relayout_linear_layers
 
 if not torch.backends.mkldnn.is_available():
     pytest.skip("torch was built without oneDNN", allow_module_level=True)
@@ -28,8 +28,8 @@ class Projections(nn.Module):
 def test_packed_layers_equal_plain_ones(has_bias, num_tokens):
     plain = Projections(has_bias)
     packed = copy.deepcopy(plain)
-    assert pack_linear_layers(packed) == 3
-    assert isinstance(packed.q_proj, PackedLinear)
+    assert relayout_linear_layers(packed) == 3
+    assert isinstance(packed.q_proj, OneDnnLinear)
     inputs = torch.randn(1, num_tokens, 48)
     for name in ("q_proj", "k_proj", "v_proj"):
         torch.testing.assert_close(getattr(packed, name)(inputs), getattr(plain, name)(inputs))
@@ -39,7 +39,7 @@ def test_packed_layers_equal_plain_ones(has_bias, num_tokens):
 def test_layers_of_one_product_may_be_called_in_any_order_with_any_input():
     plain = Projections(False)
     packed = copy.deepcopy(plain)
-    pack_linear_layers(packed)
+    relayout_linear_layers(packed)
     inputs = [torch.randn(1, 5, 48) for _ in range(2)]
     for name, which in (("v_proj", 0), ("q_proj", 1), ("k_proj", 0), ("k_proj", 1), ("v_proj", 1), ("q_proj", 0)):
         found = getattr(packed, name)(inputs[which])
@@ -50,7 +50,7 @@ def test_layers_of_one_product_may_be_called_in_any_order_with_any_input():
 def test_a_token_has_the_same_result_alone_and_among_others():
     layer = nn.Module()
     layer.lm_head = nn.Linear(256, 1024, bias=False)
-    pack_linear_layers(layer)
+    relayout_linear_layers(layer)
     inputs = torch.randn(1, 33, 256)
     together = layer.lm_head(inputs)
     for token in (0, 7, 32):
@@ -67,7 +67,7 @@ def test_products_are_of_few_sizes_that_are_little_larger():
 @pytest.mark.parametrize("num_tokens", [67, 75, 131, 300])
 @torch.no_grad()
 def test_a_rounded_product_gives_each_token_the_same_bits(num_tokens):
-    layer = PackedLinear([nn.Linear(192, 480), nn.Linear(192, 64)])
+    layer = OneDnnLinear([nn.Linear(192, 480), nn.Linear(192, 64)])
     inputs = torch.randn(1, num_tokens, 192)
     assert compiled_size(num_tokens) > num_tokens
     exact = torch.ops.mkldnn._linear_pointwise.default(inputs, layer.weight, layer.bias, "none", [], "")
@@ -83,7 +83,7 @@ def test_a_packed_model_computes_the_same(architecture):
     num_linear = sum(type(module) is nn.Linear for module in model.modules())
     input_ids = torch.arange(18, 40)[None]
     expected = model(input_ids=input_ids).logits
-    assert pack_linear_layers(model) == num_linear > 0
+    assert relayout_linear_layers(model) == num_linear > 0
     assert not any(type(module) is nn.Linear for module in model.modules())
     torch.testing.assert_close(model(input_ids=input_ids).logits, expected, atol=1e-3, rtol=1e-3)
 
@@ -91,15 +91,15 @@ def test_a_packed_model_computes_the_same(architecture):
 def test_tied_embeddings_stay_and_other_types_are_left_alone():
     tied = tiny_model(tie_word_embeddings=True)
     embeddings = tied.get_input_embeddings().weight
-    pack_linear_layers(tied)
+    relayout_linear_layers(tied)
     assert tied.get_input_embeddings().weight is embeddings and embeddings.layout == torch.strided
-    assert pack_linear_layers(tiny_model().to(torch.bfloat16)) == 0
+    assert relayout_linear_layers(tiny_model().to(torch.bfloat16)) == 0
 
 
 @torch.no_grad()
 def test_layers_stay_where_results_differ(monkeypatch):
-    monkeypatch.setattr(PackedLinear, "_product", lambda self, inputs: inputs.new_zeros(*inputs.shape[:-1], 112))
+    monkeypatch.setattr(OneDnnLinear, "_product", lambda self, inputs: inputs.new_zeros(*inputs.shape[:-1], 112))
     layers = Projections(False)
-    assert pack_linear_layers(layers) == 0
+    assert relayout_linear_layers(layers) == 0
     assert type(layers.q_proj) is nn.Linear
     assert cpu_linear.TOLERANCE < 1

@@ -5,11 +5,10 @@ from laserbatch.pipeline.budget.choice import PLAIN
 from laserbatch.pipeline.decoding.drafters.drafter import NoDrafter, draft_all
 from laserbatch.pipeline.decoding.drafters.from_settings import drafter_from
 from laserbatch.pipeline.decoding.drafters.retrieval import RetrievalDrafter
-from laserbatch.pipeline.decoding.packed_trees import PackedTrees
 from laserbatch.pipeline.decoding.requests import GenerationRequest
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.decoding.token_tree import chain_tree
+from laserbatch.pipeline.decoding.token_tree import TreeBatch, chain_tree
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT, SOURCE_TARGET
@@ -25,7 +24,7 @@ def sequence_of(prompt, output=(), previous=None) -> Sequence:
 def test_sequence_shows_what_was_committed():
     sequence = sequence_of([1, 2, 3], [4, 5])
     sequence.append(np.array([6, 7], np.int32), np.full(2, SOURCE_POOL), 9)
-    sequence.count(PackedTrees.of([chain_tree([1]), chain_tree([6, 7, 8], SOURCE_POOL)]), 1, np.array([0, 1]))
+    sequence.count(TreeBatch.of([chain_tree([1]), chain_tree([6, 7, 8], SOURCE_POOL)]), 1, np.array([0, 1]))
     assert sequence.context.tolist() == [1, 2, 3, 4, 5, 6, 7, 9]
     assert sequence.prompt_ids.tolist() == [1, 2, 3] and sequence.output_ids.tolist() == [4, 5, 6, 7, 9]
     assert sequence.sources.tolist() == [SOURCE_TARGET] * 2 + [SOURCE_POOL] * 2 + [SOURCE_TARGET]
@@ -63,7 +62,8 @@ def test_a_step_drafts_at_once_what_each_sequence_is_drafted_and_no_deeper_than_
     for one, other in zip(draft_all(drafter, sequences, [64] * 3), map(drafter.draft, sequences), strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist() and one.parents.tolist() == other.parents.tolist()
         assert one.source.dtype == np.uint8
-    assert [max(tree.depths, default=0) for tree in draft_all(drafter, sequences, [1, 2, 0])] == [1, 2, 0]
+    depths = [TreeBatch.of([tree]).depths for tree in draft_all(drafter, sequences, [1, 2, 0])]
+    assert [max(own, default=0) for own in depths] == [1, 2, 0]
     assert list(draft_all(NoDrafter(), sequences, [64] * 3).sizes) == [0, 0, 0]
 
 

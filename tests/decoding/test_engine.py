@@ -139,7 +139,7 @@ def test_a_sequence_that_breaks_the_model_fails_alone(drafter):
     failure = found.pop("poisoned")
     assert failure.reason == "model-error: RuntimeError: out of memory, say"
     assert {int(i): r.token_ids.tolist() for i, r in found.items()} == dict(enumerate(texts))
-    assert engine.store.num_live_rows == 0
+    assert engine.cache.num_live_rows == 0
 
 
 def test_logits_that_are_not_finite_fail_alone():
@@ -154,9 +154,8 @@ def test_logits_that_are_not_finite_fail_alone():
     assert [found[str(i)].token_ids.tolist() for i in range(len(PROMPTS))] == plain_texts(MODEL, PROMPTS, 6)
 
 
-@pytest.mark.parametrize("kv_cache", ["rows", "tokens"])
-def test_what_was_not_finite_does_not_reach_the_next_text_of_its_row(kv_cache):
-    engine = tiny_engine(MODEL, batch_size=1, kv_cache=kv_cache)
+def test_what_was_not_finite_does_not_reach_the_next_text_of_its_row():
+    engine = tiny_engine(MODEL, batch_size=1)
     with torch.no_grad():
         engine.runner.model.get_input_embeddings().weight[1] = float("nan")
     poisoned = GenerationRequest("poisoned", np.array([25, 30, 31, 32, 33, 34, 1, 1, 1, 1], np.int32))
@@ -165,10 +164,9 @@ def test_what_was_not_finite_does_not_reach_the_next_text_of_its_row(kv_cache):
     assert first.reason.startswith("not-finite") and second.token_ids.tolist() == plain_texts(MODEL, short, 6)[0]
 
 
-@pytest.mark.parametrize("kv_cache", ["rows", "tokens"])
-def test_a_part_of_a_prompt_that_is_not_finite_is_not_shared(kv_cache):
+def test_a_part_of_a_prompt_that_is_not_finite_is_not_shared():
     """Attention to a masked NaN is NaN: what stands before it in the same part is spoiled too."""
-    engine = tiny_engine(MODEL, batch_size=3, max_prefill_tokens=16, kv_cache=kv_cache)
+    engine = tiny_engine(MODEL, batch_size=3, max_prefill_tokens=16)
     with torch.no_grad():
         engine.runner.model.get_input_embeddings().weight[1] = float("nan")
     template = np.arange(20, 50, dtype=np.int32)
@@ -188,9 +186,8 @@ class PoisonDrafter:
         return TokenTree(tokens, parents, np.zeros(3, np.float32), np.zeros(3, np.uint8))
 
 
-@pytest.mark.parametrize("kv_cache", ["rows", "tokens"])
-def test_a_draft_that_is_not_finite_does_not_fail_its_text(kv_cache):
-    engine = tiny_engine(MODEL, batch_size=3, kv_cache=kv_cache)
+def test_a_draft_that_is_not_finite_does_not_fail_its_text():
+    engine = tiny_engine(MODEL, batch_size=3)
     with torch.no_grad():
         engine.runner.model.get_input_embeddings().weight[1] = float("nan")
     found = by_id(engine.generate(requests_for(PROMPTS, 6), PoisonDrafter(), Greedy()))
@@ -202,15 +199,14 @@ def test_stream_closed_early_gives_its_rows_back():
     results = engine.generate(requests_for(PROMPTS, 6))
     next(results)
     results.close()
-    assert engine.store.num_live_rows == engine.store.num_committed_slots == 0
+    assert engine.cache.num_live_rows == engine.cache.num_committed_slots == 0
     assert len(list(engine.generate(requests_for(PROMPTS, 6)))) == len(PROMPTS)
 
 
-@pytest.mark.parametrize("kv_cache", ["rows", "tokens"])
-def test_streams_of_one_engine_may_take_turns(kv_cache):
+def test_streams_of_one_engine_may_take_turns():
     """One is asked for its next text while another stands between its forward and its verification."""
     expected = plain_texts(MODEL, PROMPTS, 9)
-    engine = tiny_engine(MODEL, batch_size=len(PROMPTS), kv_cache=kv_cache)
+    engine = tiny_engine(MODEL, batch_size=len(PROMPTS))
     engine.concurrency.limit = 2
     requests = [  # which end one after another
         replace(request, max_new_tokens=3 + 2 * (number % 4)) for number, request in enumerate(requests_for(PROMPTS, 9))

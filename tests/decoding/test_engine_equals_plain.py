@@ -26,8 +26,8 @@ from laserbatch.pipeline.decoding.verifiers.relaxed import Relaxed
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 
 MAX_NEW = 24
-BATCHES = [(size, "rows") for size in range(1, 10)] + [(size, "tokens") for size in (1, 4, 9)]
-ALONE = {(1, "rows"), (4, "rows"), (9, "rows"), (4, "tokens")}  # a text alone, a queue of others, all nine at once
+BATCHES = range(1, 10)
+ALONE = {1, 4, 9}  # a text alone, a queue of others, all nine at once
 
 
 class MixedDrafter:
@@ -56,15 +56,15 @@ def test_greedy_verification_equals_generate(architecture, tmp_path):
         RetrievalDrafter(pool, ("pool",)), RetrievalDrafter(pool),
     ]  # fmt: skip
     mixed = MixedDrafter(drafters)
-    for batch_size, kv_cache in BATCHES:
-        engine = tiny_engine(model, batch_size=batch_size, kv_cache=kv_cache)
-        for drafter in [mixed, *drafters] if (batch_size, kv_cache) in ALONE else [mixed]:
+    for batch_size in BATCHES:
+        engine = tiny_engine(model, batch_size=batch_size)
+        for drafter in [mixed, *drafters] if batch_size in ALONE else [mixed]:
             requests = requests_for(prompts, MAX_NEW, previous)
             results = {int(r.request_id): r for r in engine.generate(requests, drafter, Greedy())}
             for j, text in enumerate(expected):
-                assert results[j].token_ids.tolist() == text, (type(drafter).__name__, batch_size, kv_cache, j)
+                assert results[j].token_ids.tolist() == text, (type(drafter).__name__, batch_size, j)
                 assert results[j].finish_reason == ("length" if len(text) == MAX_NEW else "end_of_text")
-            assert engine.store.num_live_rows == engine.store.num_committed_slots == 0
+            assert engine.cache.num_live_rows == engine.cache.num_committed_slots == 0
 
 
 @pytest.mark.parametrize("architecture", IN_USE)
@@ -76,10 +76,10 @@ def test_architectures_in_use_write_what_generate_writes(architecture):
     assert len({tuple(text) for text in expected}) > 2, "the random model says too little to test with"
     loaded = prepare_model(model)
     drafted = MixedDrafter([NonsenseDrafter(), OracleDrafter(expected)])
-    for drafter, kv_cache in ((drafted, "rows"), (drafted, "tokens"), (NoDrafter(), "rows")):
-        engine = Engine(loaded, DecodingSettings(batch_size=4, kv_cache=kv_cache))
+    for drafter in (drafted, NoDrafter()):
+        engine = Engine(loaded, DecodingSettings(batch_size=4))
         results = engine.generate(requests_for(prompts, 12), drafter, Greedy())
-        assert {int(r.request_id): r.token_ids.tolist() for r in results} == dict(enumerate(expected)), kv_cache
+        assert {int(r.request_id): r.token_ids.tolist() for r in results} == dict(enumerate(expected))
 
 
 def test_oracle_drafts_save_steps():
@@ -97,13 +97,12 @@ def test_oracle_drafts_save_steps():
         assert (result.sources != 0).sum() == result.num_accepted
 
 
-@pytest.mark.parametrize("kv_cache", ["rows", "tokens"])
 @pytest.mark.parametrize("prefill", [5, 2048])
-def test_long_prompts_are_prefilled_in_parts(prefill, kv_cache):
+def test_long_prompts_are_prefilled_in_parts(prefill):
     model = tiny_model()
     prompts = tiny_prompts()
     expected = plain_texts(model, prompts, MAX_NEW)
-    engine = tiny_engine(model, batch_size=3, max_prefill_tokens=prefill, kv_cache=kv_cache)
+    engine = tiny_engine(model, batch_size=3, max_prefill_tokens=prefill)
     results = engine.generate(requests_for(prompts, MAX_NEW), OracleDrafter(expected), Greedy())
     assert {int(r.request_id): r.token_ids.tolist() for r in results} == dict(enumerate(expected))
 
@@ -114,7 +113,7 @@ def test_relaxed_texts_do_not_depend_on_batch_or_order():
     rng = np.random.default_rng(0)
     texts = []
     for batch_size in (1, 2, 5, 9):
-        engine = tiny_engine(model, batch_size=batch_size, kv_cache="tokens" if batch_size == 5 else "rows")
+        engine = tiny_engine(model, batch_size=batch_size)
         requests = requests_for(prompts, MAX_NEW)
         rng.shuffle(requests)
         results = list(engine.generate(requests, NonsenseDrafter(40), Relaxed(20, 0.01)))

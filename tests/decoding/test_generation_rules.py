@@ -19,6 +19,7 @@ from tiny_models import (
 from transformers import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor
 
 from laserbatch.pipeline.decoding.drafters.drafter import NoDrafter
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, model_identity
 from laserbatch.pipeline.decoding.model.generation_rules import (
     NO_RULES,
     REFUSED,
@@ -26,26 +27,23 @@ from laserbatch.pipeline.decoding.model.generation_rules import (
     rules_of,
     unused_settings,
 )
-from laserbatch.pipeline.decoding.model.identity import model_identity
-from laserbatch.pipeline.decoding.model.load import SAMPLE_MODEL
 from laserbatch.pipeline.decoding.model.output_head import HeldLogits
-from laserbatch.pipeline.decoding.packed_trees import PackedTrees
-from laserbatch.pipeline.decoding.token_tree import TokenTree
+from laserbatch.pipeline.decoding.token_tree import TokenTree, TreeBatch
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 from laserbatch.pipeline.errors import ModelError
 
 VOCAB = 9
 
 
-@pytest.mark.parametrize("batch_size, kv_cache", [(4, "rows"), (9, "tokens")])
-def test_texts_under_a_repetition_penalty_are_those_of_generate(batch_size, kv_cache):
+@pytest.mark.parametrize("batch_size", [4, 9])
+def test_texts_under_a_repetition_penalty_are_those_of_generate(batch_size):
     model, prompts = tiny_model("qwen2"), tiny_prompts()
     without = plain_texts(model, prompts, 24)
     model.generation_config.repetition_penalty = 1.3
     model.generation_config.suppress_tokens = [without[0][0], 10_000]
     expected = plain_texts(model, prompts, 24)
     assert sum(one != other for one, other in zip(expected, without, strict=True)) > 4
-    engine = tiny_engine(model, batch_size=batch_size, kv_cache=kv_cache, max_prefill_tokens=9)
+    engine = tiny_engine(model, batch_size=batch_size, max_prefill_tokens=9)
     for drafter in (NoDrafter(), NonsenseDrafter(), OracleDrafter(expected)):
         results = list(engine.generate(requests_for(prompts, 24), drafter, Greedy()))
         assert {int(r.request_id): r.token_ids.tolist() for r in results} == dict(enumerate(expected))
@@ -67,7 +65,7 @@ def test_each_node_is_penalised_for_its_own_path(forest, seed):
     num_rows = sum(len(draft) + 1 for draft in drafts)
     logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(num_rows, VOCAB)).astype(np.float32))
     rules = GenerationRules(1.7, (3,))
-    found = rules.on(HeldLogits(logits), contexts, PackedTrees.of(drafts)).of(np.arange(num_rows)[::-1].copy())
+    found = rules.on(HeldLogits(logits), contexts, TreeBatch.of(drafts)).of(np.arange(num_rows)[::-1].copy())
     paths = []
     for draft, context in zip(drafts, contexts, strict=True):
         paths.append(context.tolist())
@@ -85,7 +83,7 @@ def test_each_node_is_penalised_for_its_own_path(forest, seed):
 def test_nothing_is_done_for_neutral_rules():
     rows = HeldLogits(torch.zeros(1, 2))
     neutral = rules_of({"repetition_penalty": 1, "suppress_tokens": [], "min_length": 0, "top_p": 0.8}, "file")
-    assert neutral.on(rows, [np.zeros(1, np.int32)], PackedTrees.empty(1)) is rows
+    assert neutral.on(rows, [np.zeros(1, np.int32)], TreeBatch.empty(1)) is rows
 
 
 def test_what_would_change_greedy_decoding_is_refused_by_name():

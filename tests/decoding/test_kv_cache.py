@@ -1,34 +1,213 @@
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from laserbatch.pipeline.decoding.memory import kv_cache
-from laserbatch.pipeline.decoding.memory.kv_cache import cache_bound, common_prefix, is_out_of_memory
-from laserbatch.pipeline.decoding.memory.room import Memory, memory_of
+from laserbatch.pipeline.decoding.memory.kv_cache import GROWTH_STEP, MIN_SHARED_TOKENS, KVCache
 
-
-def test_common_prefix_counts_equal_leading_tokens():
-    a = np.array([1, 2, 3, 4], np.int32)
-    assert common_prefix(a, a) == common_prefix(a, np.append(a, 5)) == 4
-    assert common_prefix(a, np.array([1, 2, 9, 4], np.int32)) == 2
-    assert common_prefix(a, a[:0]) == 0
+TEMPLATE = list(range(50, 70))
 
 
-def test_the_cache_may_take_part_of_what_is_free():
-    cpu = torch.device("cpu")
-    assert 0 < cache_bound(cpu, 1 << 20) < memory_of(cpu).free_bytes / (1 << 20)
+def marks_of(tokens, positions) -> torch.Tensor:
+    """Keys of two heads that say which token they belong to: (2, num_tokens, 1)."""
+    marks = torch.tensor([t * 1000.0 + p for t, p in zip(tokens, positions, strict=True)])
+    return torch.stack((marks, marks + 0.5))[:, :, None]
 
 
-@pytest.mark.parametrize(("device", "num_sharing", "expected"), [("cpu", 1, 500), ("cpu", 4, 125), ("cuda", 4, 800)])
-def test_engines_of_a_machine_share_its_memory_but_no_gpu(monkeypatch, device, num_sharing, expected):
-    memory = Memory(device, free_bytes=1000 * 64, total_bytes=2000 * 64)
-    monkeypatch.setattr(kv_cache, "memory_of", lambda device: memory)
-    assert cache_bound(torch.device(device), 64, num_sharing) == expected
+def write(cache: KVCache, slots, tokens, positions) -> None:
+    index = torch.from_numpy(np.asarray(slots, np.int64))
+    keys = marks_of(tokens, positions)
+    for layer in range(2):
+        cache.write(layer, index, keys + 0.25 * layer, -keys - 0.25 * layer)
 
 
-def test_out_of_memory_is_told_from_other_errors():
-    with pytest.raises(RuntimeError) as refused:
-        torch.empty(1 << 60, dtype=torch.uint8)
-    assert is_out_of_memory(refused.value)
-    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert not is_out_of_memory(RuntimeError("shapes differ")) and not is_out_of_memory(ValueError())
+def write_all(cache: KVCache, row: int, tokens: list[int]) -> None:
+    """Compute and keep the rest of a prompt."""
+    length = int(cache.lengths[row])
+    slots = cache.reserve([row], [len(tokens) - length])
+    write(cache, slots, tokens[length:], range(length, len(tokens)))
+    cache.commit([row], [len(slots)], slots)
+    cache.remember_prefix(row, np.array(tokens, np.int32))
+
+
+def admit(cache: KVCache, prompt: list[int], num_tokens: int = 100) -> tuple[int, int]:
+    lease = cache.acquire(np.array(prompt, np.int32), num_tokens)
+    write_all(cache, lease.row, prompt)
+    return lease.row, lease.num_shared
+
+
+def check(cache: KVCache, live: dict[int, list[int]]) -> None:
+    """The cache against the texts it should hold: contents, owners, counts and what is free."""
+    holders: Counter = Counter()
+    text_of_slot: dict[int, tuple] = {}
+    for row, text in live.items():
+        slots = cache.slots_of(row).tolist()
+        assert len(slots) == len(set(slots)) == len(text) == cache.lengths[row]
+        for position, slot in enumerate(slots):
+            holders[slot] += 1
+            # Two rows may name one slot for one and the same beginning alone.
+            assert text_of_slot.setdefault(slot, tuple(text[: position + 1])) == tuple(text[: position + 1])
+        for layer, memory in cache.layers.items():
+            expected = marks_of(text, range(len(text))) + 0.25 * layer
+            assert torch.equal(memory.keys[:, slots], expected)
+            assert torch.equal(memory.values[:, slots], -expected)
+    remembered = Counter(slot for p in (*cache._prefixes.values(), *cache._ended.values()) for slot in p.slots.tolist())
+    assert Counter(dict(enumerate(cache._row_counts.tolist()))) == holders
+    assert Counter(dict(enumerate(cache._prefix_counts.tolist()))) == remembered
+    free = np.flatnonzero(cache._is_free).tolist() + cache._reserved.tolist()
+    assert sorted([*free, *(holders.keys() | remembered.keys())]) == list(range(cache.capacity))
+    assert cache.num_live_rows == len(live) and cache.num_committed_slots == len(holders)
+    assert cache.max_tokens is None or cache.capacity <= cache.max_tokens
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_slots_hold_their_texts_and_nothing_leaks(data):
+    """Random admissions, steps of several rows, preemptions and ends, against a dictionary of lists."""
+    max_tokens = data.draw(st.sampled_from([None, 60, 120, 1500]))
+    cache = KVCache(4, max_tokens)
+    live: dict[int, list[int]] = {}
+    waiting: list[list[int]] = []
+    for _ in range(data.draw(st.integers(1, 30))):
+        actions = ["admit", "return", "step", "step", "step", "preempt", "leave", "retry", "forget"]
+        action = data.draw(st.sampled_from(actions))
+        if action in ("admit", "return"):
+            if action == "return" and waiting:
+                text = waiting.pop()
+            else:
+                shared = data.draw(st.integers(0, len(TEMPLATE)))
+                text = TEMPLATE[:shared] + data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
+            cached = cache.longest_prefix(np.array(text[:-1], np.int32))
+            lease = cache.acquire(np.array(text, np.int32), 60, data.draw(st.integers(1, 60)))
+            if lease is None:
+                assert live, "an empty cache has room"
+                continue
+            assert lease.row not in live and lease.num_shared == cached < len(text)
+            live[lease.row] = text[: lease.num_shared]
+            check(cache, live)
+            if cache.make_room(len(text) - lease.num_shared):
+                write_all(cache, lease.row, text)
+                live[lease.row] = text
+            else:
+                cache.release(lease.row)
+                del live[lease.row]
+        elif action == "step" and live:
+            rows = data.draw(st.lists(st.sampled_from(sorted(live)), unique=True, min_size=1))
+            counts = [data.draw(st.integers(1, 6)) for _ in rows]
+            if not cache.make_room(sum(counts)):
+                with pytest.raises(MemoryError):
+                    cache.reserve(rows, counts)
+                continue
+            reserved = cache.reserve(rows, counts)
+            assert len(set(reserved.tolist())) == len(reserved) == sum(counts)
+            slots = np.split(reserved, np.cumsum(counts)[:-1])
+            kept_slots = []
+            for row, own, count in zip(rows, slots, counts, strict=True):
+                assert len(own) == count
+                tokens = data.draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
+                kept = sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1)))
+                positions = [0] * count
+                for depth, node in enumerate(kept):
+                    positions[node] = len(live[row]) + depth
+                write(cache, own, tokens, positions)
+                kept_slots.append(own[kept])
+                live[row] = live[row] + [tokens[node] for node in kept]
+            cache.commit(rows, [len(kept) for kept in kept_slots], np.concatenate(kept_slots))
+        elif action in ("preempt", "leave") and live:
+            row = data.draw(st.sampled_from(sorted(live)))
+            cache.release(row)
+            text = live.pop(row)
+            if action == "preempt":
+                waiting.append(text)
+        elif action == "retry" and live and cache.make_room(3):
+            cache.reserve(sorted(live)[:1], [3])  # a forward that failed: nothing was kept
+        elif action == "forget":
+            cache.forget_ended()
+            assert not cache._ended
+        check(cache, live)
+    for row in list(live):
+        cache.release(row)
+    check(cache, {})
+    assert len(cache._ended) <= cache.max_rows
+
+
+def test_template_is_held_once():
+    cache = KVCache(4)
+    rows = [admit(cache, [*TEMPLATE, 100 + i])[0] for i in range(4)]
+    assert cache.num_committed_slots == len(TEMPLATE) + 4
+    first = cache.slots_of(rows[0])[: len(TEMPLATE)].tolist()
+    assert all(cache.slots_of(row)[: len(TEMPLATE)].tolist() == first for row in rows)
+
+
+def test_whole_prompt_is_never_shared():
+    cache = KVCache(2)
+    admit(cache, TEMPLATE)
+    assert admit(cache, TEMPLATE)[1] == len(TEMPLATE) - 1
+
+
+def test_short_common_prefixes_are_not_shared():
+    cache = KVCache(2)
+    short = TEMPLATE[: MIN_SHARED_TOKENS - 1]
+    admit(cache, [*short, 1, 2, 3])
+    assert admit(cache, [*short, 4, 5])[1] == 0
+
+
+def test_least_recently_used_prompt_goes_first():
+    cache = KVCache(3, max_tokens=60)
+    prompts = [[start + i for i in range(20)] for start in (100, 200, 300)]
+    for prompt in prompts[:2]:
+        cache.release(admit(cache, prompt, 20)[0])
+    cache.release(admit(cache, [*prompts[0], 1], 21)[0])  # the first is used again
+    admit(cache, prompts[2], 20)
+    assert cache.longest_prefix(np.array(prompts[0], np.int32)) == 20
+    assert cache.longest_prefix(np.array(prompts[1], np.int32)) == 0
+
+
+def test_ended_prompts_make_room_before_memory_grows():
+    cache = KVCache(4)
+    for i in range(200):
+        cache.release(admit(cache, [1000 * i + j for j in range(200)], 220)[0])
+    assert cache.capacity == GROWTH_STEP
+
+
+def test_memory_follows_live_tokens_not_the_longest():
+    cache = KVCache(16)
+    rows = [admit(cache, [1000 * i + j for j in range(50)])[0] for i in range(15)]
+    admit(cache, list(range(10**6, 10**6 + 3000)), 4000)
+    assert cache.num_committed_slots == 15 * 50 + 3000
+    assert cache.capacity <= 2 * cache.num_committed_slots
+    for row in rows:
+        cache.release(row)
+    assert cache.num_committed_slots == 3000
+
+
+def test_admission_counts_what_is_expected_of_live_rows():
+    cache = KVCache(8, max_tokens=300)
+    prompts = [np.arange(1000 * i, 1000 * i + 50, dtype=np.int32) for i in range(8)]
+    assert cache.acquire(prompts[0], 250, 100) is not None
+    assert cache.acquire(prompts[1], 250, 100) is not None
+    assert cache.acquire(prompts[2], 250, 120) is None  # 100 + 100 + 120 > 300
+    assert cache.acquire(prompts[2], 250, 100) is not None
+    assert cache.fits(300) and not cache.fits(301)
+
+
+def test_growth_that_the_device_refuses_lowers_the_bound(monkeypatch, caplog):
+    cache = KVCache(4)
+    row, _ = admit(cache, TEMPLATE)
+    resize = KVCache._resize
+
+    def refuse(self, capacity):
+        if capacity > 1500:
+            raise torch.OutOfMemoryError("no more")
+        resize(self, capacity)
+
+    monkeypatch.setattr(KVCache, "_resize", refuse)
+    assert cache.make_room(1200)  # less than doubled, but enough
+    held = cache.capacity
+    assert not cache.make_room(1600) and cache.max_tokens == cache.capacity == held
+    assert "cannot be had" in caplog.text
+    assert not cache.fits(held + 1)
+    check(cache, {row: TEMPLATE})

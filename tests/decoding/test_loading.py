@@ -8,7 +8,7 @@ from tiny_models import IN_USE, VOCAB, byte_tokenizer, plain_texts, requests_for
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.model import packing
+from laserbatch.pipeline.decoding.model import checks
 from laserbatch.pipeline.decoding.model.load import load_model, prepare_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
@@ -167,7 +167,7 @@ def test_layers_with_other_results_packed_for_the_processor_are_refused(monkeypa
     def spoil(model):
         model.model.layers[1].mlp.down_proj.weight.data.mul_(1.5)
 
-    monkeypatch.setattr(packing, "pack_linear_layers", spoil)
+    monkeypatch.setattr(checks, "relayout_linear_layers", spoil)
     with pytest.raises(ModelError, match="other logits packed"):
         prepare_model(tiny_model())
 

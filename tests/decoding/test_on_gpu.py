@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from packs import random_pack
+from reference import reference_attention
 from tiny_models import (
     ARCHITECTURES,
     NonsenseDrafter,
@@ -23,7 +24,6 @@ from tiny_models import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from laserbatch.pipeline.decoding.attention.packed_attention import packed_attention
 from laserbatch.pipeline.decoding.drafters.retrieval import RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.settings import DecodingSettings
@@ -43,12 +43,12 @@ WORST_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 def relative_error(pack, **options) -> float:
     """Of the kernel, against the slow version in float64 on the same numbers; NaN where it wrote one."""
-    from laserbatch.pipeline.decoding.attention.kernel_attention import tree_attention_kernel
+    from laserbatch.pipeline.decoding.attention.triton_attention import triton_attention
 
     scale = pack.query.shape[-1] ** -0.5
-    found = tree_attention_kernel(pack.query, pack.keys, pack.values, pack.index, scale, **options).double()
+    found = triton_attention(pack.query, pack.keys, pack.values, pack.metadata, scale, **options).double()
     exact = (tensor.double() for tensor in (pack.query, pack.keys, pack.values))
-    expected = packed_attention(*exact, pack.index, scale, **options)
+    expected = reference_attention(*exact, pack.metadata, scale, **options)
     return float((found - expected).norm() / expected.norm())
 
 
@@ -116,11 +116,11 @@ def test_texts_are_the_same_with_graphs_and_without(shared_models, shared_data):
     for captures in (True, False):
         settings = DecodingSettings(dtype="bfloat16", batch_size=16, max_draft_tokens=8, min_acceptance=0.0)
         engine = Engine.from_pretrained(model_dir, settings, device="cuda")
-        assert engine.runner.packed is not None, "the engine has no kernel here"
-        engine.runner.packed._captures = captures
+        assert engine.runner.buffered is not None, "the engine has no kernel here"
+        engine.runner.buffered._captures = captures
         drafter = RetrievalDrafter(None, ("prompt", "output"), 8, 0.0)
         results = list(engine.generate(requests_for(prompts, 200), drafter, Relaxed()))
         texts.append({r.request_id: r.token_ids.tolist() for r in results})
-        graphs = [bucket.graph for bucket in engine.runner.packed.buckets.values()]
+        graphs = [bucket.graph for bucket in engine.runner.buffered.buckets.values()]
         assert any(graph is not None for graph in graphs) == captures
     assert texts[0] == texts[1]

@@ -6,11 +6,11 @@ import torch
 from tiny_models import ARCHITECTURES, VOCAB, tiny_model
 from torch import nn
 
-from laserbatch.pipeline.decoding.feed import Feed
-from laserbatch.pipeline.decoding.memory.kv_store import KVStore
+from laserbatch.pipeline.decoding.batch import Feed
+from laserbatch.pipeline.decoding.memory.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.load import prepare_model
-from laserbatch.pipeline.decoding.model.model_runner import ModelRunner
 from laserbatch.pipeline.decoding.model.output_head import HeldLogits, OutputHead, has_output_head
+from laserbatch.pipeline.decoding.model.runner import ModelRunner
 
 CPU = torch.device("cpu")
 
@@ -53,11 +53,11 @@ def test_rows_of_a_step_equal_those_of_a_step_with_logits(architecture):
     prepare_model(model)
     outputs = []
     for splits_head in (False, True):
-        runner = ModelRunner(model, KVStore(2), CPU, splits_head=splits_head)
-        rows = [runner.store.acquire(np.arange(5, dtype=np.int32), 32).row for _ in range(2)]
+        runner = ModelRunner(model, KVCache(2), CPU, splits_head=splits_head)
+        rows = [runner.cache.acquire(np.arange(5, dtype=np.int32), 32).row for _ in range(2)]
         feeds = [Feed(row, np.arange(size, dtype=np.int32)) for row, size in zip(rows, (7, 4), strict=True)]
         outputs.append(runner.forward(feeds))
-        runner.store.commit(rows, outputs[-1].pack.sizes, outputs[-1].pack.slots)
+        runner.cache.commit(rows, outputs[-1].batch.sizes, outputs[-1].batch.slot_mapping)
         outputs.append(runner.forward([Feed(row, np.array([9], np.int32)) for row in rows]))
     for whole, split in (outputs[::2], outputs[1::2]):
         assert split.rows.num_rows == whole.rows.num_rows

@@ -1,15 +1,20 @@
 """The index of prefixes against a look at each of them."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laserbatch.pipeline.decoding.memory.kv_cache import common_prefix
 from laserbatch.pipeline.decoding.memory.prefix_index import PrefixIndex
 
 TOKENS = st.sampled_from([0, 1, 2, 255, 256, 2**16, 2**31 - 1])  # whose bytes sort otherwise than they do
 TEXTS = st.lists(TOKENS, max_size=6)
+
+
+def common_prefix(one: list[int], other: list[int]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def ids(tokens: list[int]) -> np.ndarray:
@@ -30,7 +35,7 @@ def test_the_most_alike_text_is_found_whatever_comes_and_goes(changes, asked):
         assert len(index) == len(texts) and list(index.values()) == list(texts.values())
         assert all(other in index and index[other] == held for other, held in texts.items())
         for wanted in asked:
-            most = max((common_prefix(ids(held), ids(wanted)) for held in texts.values()), default=0)
+            most = max((common_prefix(held, wanted) for held in texts.values()), default=0)
             num_shared, found = index.longest(ids(wanted))
             assert num_shared == most
             assert (found is None) == (most == 0) and (found is None or found[:most] == wanted[:most])

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 from pretend_cuda import DEVICE, PretendError, move, pretend_cuda
-from test_packed_forward import masked_attention
+from test_cuda_graphs import masked_attention
 from tiny_models import OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
 from laserbatch.pipeline.budget import measuring
-from laserbatch.pipeline.decoding.device_copy import to_device
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.memory.token_store import TokenStore
-from laserbatch.pipeline.decoding.model import model_runner
+from laserbatch.pipeline.decoding.memory.device_memory import to_device
+from laserbatch.pipeline.decoding.model import runner
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
@@ -25,9 +24,7 @@ from laserbatch.pipeline.decoding.verifiers.top_k import TopK
 
 NUM_NEW = 16
 NUM_PROMPTS = 5
-KERNEL = mock.patch.object(
-    model_runner, "kernel_for", lambda choice, device: None if choice == "torch" else masked_attention
-)
+KERNEL = mock.patch.object(runner, "kernel_for", lambda choice, device: None if choice == "torch" else masked_attention)
 
 
 def engine_on_device(model, **settings) -> Engine:
@@ -63,7 +60,7 @@ def test_a_step_waits_for_the_device_once_and_texts_are_plain_ones(architecture,
     expected = plain_texts(model, prompts, NUM_NEW)
     with pretend_cuda() as cuda, KERNEL, caplog.at_level(logging.WARNING):
         engine = engine_on_device(model)
-        assert isinstance(engine.store, TokenStore) and engine.runner.packed is not None
+        assert engine.runner.buffered is not None
         steps = watch_steps(engine, cuda)
         for _ in range(4):  # a bucket's first step is eager, its second is captured
             results = engine.generate(requests_for(prompts, NUM_NEW), OracleDrafter(expected), Greedy())

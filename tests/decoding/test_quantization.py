@@ -9,8 +9,9 @@ from tiny_models import requests_for
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.memory.room import stored_weights
-from laserbatch.pipeline.decoding.model.load import SAMPLE_MODEL, load_model, resolve_dtype
+from laserbatch.pipeline.decoding.memory.device_memory import stored_weights
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
+from laserbatch.pipeline.decoding.model.load import load_model, resolve_dtype
 from laserbatch.pipeline.decoding.model.quantization import (
     PACKAGES,
     num_parameters_of,

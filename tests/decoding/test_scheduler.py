@@ -13,8 +13,7 @@ from tiny_models import (
     tiny_prompts,
 )
 
-from laserbatch.pipeline.decoding.memory.kv_store import KVStore
-from laserbatch.pipeline.decoding.memory.token_store import TokenStore
+from laserbatch.pipeline.decoding.memory.kv_cache import KVCache
 from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest
 from laserbatch.pipeline.decoding.scheduler import Concurrency, RequestLimits, Scheduler
 from laserbatch.pipeline.decoding.sequence import Sequence
@@ -70,14 +69,14 @@ def test_preempted_texts_are_unchanged(max_tokens, drafter, caplog):
     rng = np.random.default_rng(max_tokens)
     seen = []
     for batch_size in (2, 6, 12):
-        settings = {"kv_cache": "tokens", "max_cache_tokens": max_tokens, "max_prefill_tokens": 7}
+        settings = {"max_cache_tokens": max_tokens, "max_prefill_tokens": 7}
         engine = optimist(tiny_engine(MODEL, batch_size=batch_size, max_draft_tokens=8, **settings))
         seen.append(preemptions(engine))
         requests = requests_for(PROMPTS, MAX_NEW)
         rng.shuffle(requests)  # any order of admission
         assert texts_of(engine.generate(requests, drafter, Greedy())) == dict(enumerate(EXPECTED))
-        assert engine.store.num_live_rows == engine.store.num_committed_slots == 0
-        assert engine.store.capacity <= max_tokens
+        assert engine.cache.num_live_rows == engine.cache.num_committed_slots == 0
+        assert engine.cache.capacity <= max_tokens
     assert any(seen) and "going on with" in caplog.text
 
 
@@ -85,7 +84,7 @@ def test_relaxed_texts_are_unchanged_by_preemption():
     """What is drafted decides relaxed texts: a preempted one must be offered the same drafts at the same tokens."""
     model = tiny_model(initializer_range=0.12)
     found = []
-    for settings in ({"batch_size": 1}, {"batch_size": 8, "kv_cache": "tokens", "max_cache_tokens": 120}):
+    for settings in ({"batch_size": 1}, {"batch_size": 8, "max_cache_tokens": 120}):
         engine = optimist(tiny_engine(model, max_draft_tokens=16, max_prefill_tokens=9, **settings))
         seen = preemptions(engine)
         results = list(engine.generate(requests_for(PROMPTS, MAX_NEW), NonsenseDrafter(40), Relaxed(20, 0.01)))
@@ -94,9 +93,9 @@ def test_relaxed_texts_are_unchanged_by_preemption():
 
 
 def test_the_youngest_are_preempted_and_come_back_first():
-    store, concurrency = TokenStore(4), Concurrency(4)
+    cache, concurrency = KVCache(4), Concurrency(4)
     prompts = [np.array([20 + i, 30], np.int32) for i in range(8)]
-    scheduler = Scheduler(requests_for(prompts, 5), store, concurrency, RequestLimits(128, 96, 4))
+    scheduler = Scheduler(requests_for(prompts, 5), cache, concurrency, RequestLimits(128, 96, 4))
     assert list(scheduler.admit()) == [] and len(scheduler.live) == 4
     scheduler.finish(scheduler.live[0])
     assert list(scheduler.admit()) == []  # the fifth request is the youngest now, and has the lowest row
@@ -110,7 +109,7 @@ def test_the_youngest_are_preempted_and_come_back_first():
     back = next(s for s in scheduler.live if s.request.request_id == "3")
     assert back.output_ids.tolist() == [50]
     scheduler.close()
-    assert store.num_live_rows == 0
+    assert cache.num_live_rows == 0
 
 
 def test_concurrency_recovers_as_texts_end():
@@ -136,13 +135,12 @@ def test_texts_of_a_warm_up_do_not_say_how_long_those_after_it_are():
     assert engine.concurrency.expected_output(Sequence(request, MAX_NEW)) == MAX_NEW
 
 
-@pytest.mark.parametrize("kv_cache", ["rows", "tokens"])
-def test_a_forward_that_runs_out_of_memory_is_done_by_fewer(kv_cache, caplog):
+def test_a_forward_that_runs_out_of_memory_is_done_by_fewer(caplog):
     def refuse_many(module, arguments):
         if arguments[0].shape[1] > 20:
             raise torch.OutOfMemoryError("CUDA out of memory, say")
 
-    engine = tiny_engine(MODEL, batch_size=8, kv_cache=kv_cache, max_prefill_tokens=12, max_draft_tokens=4)
+    engine = tiny_engine(MODEL, batch_size=8, max_prefill_tokens=12, max_draft_tokens=4)
     engine.runner.model.get_input_embeddings().register_forward_pre_hook(refuse_many)
     found = texts_of(engine.generate(requests_for(PROMPTS, MAX_NEW), OracleDrafter(EXPECTED), Greedy()))
     assert found == dict(enumerate(EXPECTED))
@@ -165,39 +163,35 @@ def refuse_large_tensors(monkeypatch, most_bytes: int) -> list[tuple]:
     return refused
 
 
-@pytest.mark.parametrize(("store_type", "most_bytes"), [(KVStore, 80_000), (TokenStore, 8_000)])
-def test_memory_that_cannot_be_had_lowers_concurrency(store_type, most_bytes, monkeypatch, caplog):
-    kv_cache = "rows" if store_type is KVStore else "tokens"
-    engine = optimist(tiny_engine(MODEL, batch_size=8, kv_cache=kv_cache, max_prefill_tokens=16, max_draft_tokens=0))
-    monkeypatch.setattr("laserbatch.pipeline.decoding.memory.token_store.GROWTH_STEP", 16)
-    failed = refuse_large_tensors(monkeypatch, most_bytes)
+def test_memory_that_cannot_be_had_lowers_concurrency(monkeypatch, caplog):
+    engine = optimist(tiny_engine(MODEL, batch_size=8, max_prefill_tokens=16, max_draft_tokens=0))
+    monkeypatch.setattr("laserbatch.pipeline.decoding.memory.kv_cache.GROWTH_STEP", 16)
+    failed = refuse_large_tensors(monkeypatch, 8_000)
     assert texts_of(engine.generate(requests_for(PROMPTS, MAX_NEW))) == dict(enumerate(EXPECTED))
-    assert failed and engine.store.max_tokens <= 4 * 256
+    assert failed and engine.cache.max_tokens <= 4 * 256
     assert "cannot be had" in caplog.text
 
 
-@pytest.mark.parametrize("kv_cache", ["rows", "tokens"])
-def test_a_first_forward_that_memory_is_too_small_for_is_done_by_fewer(kv_cache, monkeypatch):
-    engine = tiny_engine(MODEL, batch_size=8, kv_cache=kv_cache, max_draft_tokens=0)
-    monkeypatch.setattr("laserbatch.pipeline.decoding.memory.token_store.GROWTH_STEP", 16)
-    most_bytes = 3 * 256 * 64 if kv_cache == "rows" else 48 * 64
-    failed = refuse_large_tensors(monkeypatch, most_bytes)
+def test_a_first_forward_that_memory_is_too_small_for_is_done_by_fewer(monkeypatch):
+    engine = tiny_engine(MODEL, batch_size=8, max_draft_tokens=0)
+    monkeypatch.setattr("laserbatch.pipeline.decoding.memory.kv_cache.GROWTH_STEP", 16)
+    failed = refuse_large_tensors(monkeypatch, 48 * 64)
     prompts = [np.full(12, 20 + i, np.int32) for i in range(8)]  # none waits for another
     assert texts_of(engine.generate(requests_for(prompts, 6))) == dict(enumerate(plain_texts(MODEL, prompts, 6)))
-    assert failed and failed[0][0] >= (8 if kv_cache == "rows" else 96) and engine.store.num_live_rows == 0
+    assert failed and failed[0][1] >= 96 and engine.cache.num_live_rows == 0
 
 
 def test_a_text_for_which_memory_cannot_be_had_fails_alone(monkeypatch):
-    engine = tiny_engine(MODEL, batch_size=2, kv_cache="tokens", max_draft_tokens=0)
-    monkeypatch.setattr("laserbatch.pipeline.decoding.memory.token_store.GROWTH_STEP", 16)
-    resize = TokenStore._resize
+    engine = tiny_engine(MODEL, batch_size=2, max_draft_tokens=0)
+    monkeypatch.setattr("laserbatch.pipeline.decoding.memory.kv_cache.GROWTH_STEP", 16)
+    resize = KVCache._resize
 
     def small(self, capacity):
         if capacity > 64:
             raise MemoryError
         resize(self, capacity)
 
-    monkeypatch.setattr(TokenStore, "_resize", small)
+    monkeypatch.setattr(KVCache, "_resize", small)
     long = GenerationRequest("99", np.full(60, 20, np.int32), None, None, 30)
     results = list(engine.generate([*requests_for(PROMPTS[:2], MAX_NEW), long, *requests_for(PROMPTS, MAX_NEW)[2:4]]))
     failed = [r for r in results if isinstance(r, GenerationFailure)]
@@ -206,7 +200,7 @@ def test_a_text_for_which_memory_cannot_be_had_fails_alone(monkeypatch):
 
 
 def test_admission_goes_by_the_length_of_earlier_texts():
-    engine = tiny_engine(MODEL, batch_size=12, kv_cache="tokens", max_cache_tokens=200, max_draft_tokens=0)
+    engine = tiny_engine(MODEL, batch_size=12, max_cache_tokens=200, max_draft_tokens=0)
     steps = feeds_of(engine)
     prompts = [np.full(10, 20 + i, np.int32) for i in range(8)]
     previous = [np.full(3, 9, np.int32)] * 8
@@ -217,13 +211,12 @@ def test_admission_goes_by_the_length_of_earlier_texts():
     assert careful == 2 and max(len(step) for step in steps) == 8
 
 
-@pytest.mark.parametrize("kv_cache", ["rows", "tokens"])
-def test_a_long_prompt_delays_no_one_by_more_than_its_part(kv_cache):
+def test_a_long_prompt_delays_no_one_by_more_than_its_part():
     """Every live text grows in every step while a long prompt is computed, in as many steps as it has parts."""
     part = 8
     short = [np.array([20 + i, 30, 40], np.int32) for i in range(3)]
     long = np.arange(100, dtype=np.int32) % 60 + 18
-    engine = tiny_engine(MODEL, batch_size=4, kv_cache=kv_cache, max_prefill_tokens=part, max_draft_tokens=0)
+    engine = tiny_engine(MODEL, batch_size=4, max_prefill_tokens=part, max_draft_tokens=0)
     steps = feeds_of(engine)
     requests = [*requests_for(short, MAX_NEW), GenerationRequest("9", long, None, None, 4)]
     found = texts_of(engine.generate(requests))
@@ -247,24 +240,13 @@ def test_prompts_share_a_step_the_oldest_first():
     assert order == [0, 1, 2]
 
 
-@pytest.mark.parametrize("kv_cache", ["rows", "tokens"])
-def test_a_template_is_computed_once_when_all_come_at_once(kv_cache):
+def test_a_template_is_computed_once_when_all_come_at_once():
     template = np.arange(18, 78, dtype=np.int32)
     prompts = [np.concatenate((template, [20 + i, 30])).astype(np.int32) for i in range(6)]
-    engine = tiny_engine(MODEL, batch_size=6, kv_cache=kv_cache, max_prefill_tokens=16, max_draft_tokens=0)
+    engine = tiny_engine(MODEL, batch_size=6, max_prefill_tokens=16, max_draft_tokens=0)
     steps = feeds_of(engine)
     assert texts_of(engine.generate(requests_for(prompts, 1))) == dict(enumerate(plain_texts(MODEL, prompts, 1)))
     assert sum(count for step in steps for _, count in step) == 60 + 6 * 2
     steps.clear()
     list(engine.generate(requests_for(prompts, 1)))
     assert sum(count for step in steps for _, count in step) <= 6 * 2  # found again
-
-
-def test_rows_and_tokens_write_the_same():
-    previous = [np.array([*text[:7], 1, *text[8:]], np.int32) for text in EXPECTED]
-    texts = []
-    for kv_cache in ("rows", "tokens"):
-        engine = tiny_engine(MODEL, batch_size=5, kv_cache=kv_cache)
-        results = engine.generate(requests_for(PROMPTS, MAX_NEW, previous), NonsenseDrafter(30), Relaxed(20, 0.01))
-        texts.append({r.request_id: (r.token_ids.tolist(), r.num_steps) for r in results})
-    assert texts[0] == texts[1]

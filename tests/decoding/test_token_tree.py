@@ -2,10 +2,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from packs import random_tree
 
-from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, chain_tree, node_depths, prune
+from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, TreeBatch, chain_tree, prune
 
-LOOSE = {"max_nodes": 64, "max_depth": 64, "min_log_acceptance": -np.inf, "vocab_size": 100}
+LOOSE = {"max_nodes": 64, "min_log_acceptance": -np.inf, "vocab_size": 100}
 
 
 @st.composite
@@ -23,33 +24,84 @@ def path(tree, node):
     return [] if node < 0 else [*path(tree, int(tree.parents[node])), node]
 
 
-@given(trees())
-def test_depths_follow_the_parents(tree):
-    assert node_depths(tree.parents).tolist() == [len(path(tree, i)) for i in range(len(tree))]
+@given(st.lists(trees(), max_size=5), st.integers(0, 2**32 - 1))
+def test_a_batch_of_trees_says_of_each_what_it_says_alone(forest, seed):
+    batch = TreeBatch.of(forest)
+    values = np.random.default_rng(seed).integers(0, 9, len(batch))
+    sums = batch.along_paths(np.add, values)
+    every = batch.along_paths(np.logical_and, values > 2)
+    assert len(batch) == sum(map(len, forest)) and batch.sizes.tolist() == list(map(len, forest))
+    for number, (start, tree) in enumerate(zip(batch.starts.tolist(), forest, strict=True)):
+        own = slice(start, start + len(tree))
+        assert batch.token_ids[own].tolist() == tree.token_ids.tolist()
+        assert batch.parents[own].tolist() == tree.parents.tolist()
+        assert batch.depths[own].tolist() == [len(path(tree, node)) for node in range(len(tree))]
+        assert (batch.tree_of[own] == number).all() and batch.places[own].tolist() == list(range(len(tree)))
+        for node in range(len(tree)):
+            above = path(tree, node)
+            assert int(batch.ancestors[start + node]) == sum(1 << place for place in above)
+            assert sums[start + node] == sum(values[start + place] for place in above)
+            assert every[start + node] == all(values[start + place] > 2 for place in above)
 
 
-@given(trees(), st.integers(0, 12), st.integers(0, 4), st.floats(-4, 0))
-def test_pruned_tree_holds_whole_paths_within_the_limits(tree, max_nodes, max_depth, floor):
-    pruned = prune(tree, max_nodes=max_nodes, max_depth=max_depth, min_log_acceptance=floor, vocab_size=100)
-
-    def allowed(node):
-        return (
-            all(0 <= tree.token_ids[n] < 100 and tree.log_acceptance[n] >= floor for n in path(tree, node))
-            and len(path(tree, node)) <= max_depth
-        )
-
-    kept = [node for node in range(len(tree)) if allowed(node)][:max_nodes]
-    texts = [tree.token_ids[path(tree, node)].tolist() for node in kept]
-    assert [pruned.token_ids[path(pruned, i)].tolist() for i in range(len(pruned))] == texts
+def test_the_largest_and_the_deepest_tree_fit():
+    rng = np.random.default_rng(0)
+    batch = TreeBatch.of([chain_tree(range(64)), random_tree(rng, 64, 9)])
+    assert batch.depths[:64].tolist() == list(range(1, 65))
+    assert batch.ancestors[63] == -1  # all 64 bits
 
 
-def test_draft_within_its_limits_is_left_alone():
-    tree = chain_tree([1, 2, 3])
-    assert prune(tree, **LOOSE) is tree
-    assert prune(EMPTY_TREE, **LOOSE) is EMPTY_TREE
+def test_no_trees_have_no_nodes():
+    for batch in (TreeBatch.of([]), TreeBatch.of([chain_tree([]), chain_tree([])])):
+        assert len(batch) == len(batch.depths) == len(batch.ancestors) == 0
 
 
-def test_child_before_its_parent_is_a_drafters_mistake():
+@given(
+    st.lists(st.tuples(trees(), st.integers(0, 12)), max_size=5),
+    st.sampled_from([0, 3, 64]),
+    st.sampled_from([-1.0, -np.inf]),
+    st.sampled_from([90, 101]),
+)
+def test_pruned_trees_hold_whole_paths_within_the_limits(drafts, max_nodes, floor, vocab_size):
+    limits = {"max_nodes": max_nodes, "min_log_acceptance": floor, "vocab_size": vocab_size}
+    found = prune(TreeBatch.of([tree for tree, _ in drafts]), max_depths=[depth for _, depth in drafts], **limits)
+    assert found.num_trees == len(drafts)
+    for pruned, (tree, depth) in zip(found, drafts, strict=True):
+
+        def is_allowed(node, tree=tree, depth=depth):
+            above = path(tree, node)
+            fits = all(0 <= tree.token_ids[n] < vocab_size and tree.log_acceptance[n] >= floor for n in above)
+            return fits and len(above) <= depth
+
+        kept = [node for node in range(len(tree)) if is_allowed(node)][:max_nodes]
+        assert [path_ids(pruned, i) for i in range(len(pruned))] == [path_ids(tree, node) for node in kept]
+        np.testing.assert_array_equal(pruned.log_acceptance, tree.log_acceptance[kept])
+        np.testing.assert_array_equal(pruned.source, tree.source[kept])
+
+
+def path_ids(tree, node) -> list[int]:
+    return tree.token_ids[path(tree, node)].tolist()
+
+
+def test_many_trees_within_their_limits_are_left_alone():
+    given_trees = TreeBatch.of([chain_tree([1, 2, 3]), EMPTY_TREE, chain_tree([4])])
+    assert prune(given_trees, max_depths=[3, 0, 1], **LOOSE) is given_trees
+    deep = prune(given_trees, max_depths=[2, 0, 0], **LOOSE)
+    assert [tree.token_ids.tolist() for tree in deep] == [[1, 2], [], []]
+
+
+def test_a_drafters_mistakes_are_named():
     bad = TokenTree(np.array([1, 2], np.int32), np.array([1, -1], np.int32), np.zeros(2), np.zeros(2, np.uint8))
     with pytest.raises(ValueError, match="precede"):
-        prune(bad, **LOOSE)
+        prune(TreeBatch.of([chain_tree([1]), bad]), max_depths=[64, 64], **LOOSE)
+    short = TokenTree(np.array([1, 2], np.int32), np.array([-1], np.int32), np.zeros(2), np.zeros(2, np.uint8))
+    with pytest.raises(ValueError, match="differ in length: 2 tokens, 1 parents"):
+        TreeBatch.of([chain_tree([1]), short])
+
+
+def test_trees_among_others_without_nodes():
+    trees = TreeBatch.of([chain_tree([1, 2]), chain_tree([3])])
+    spread = trees.spread([1, 3], 4)
+    assert [tree.token_ids.tolist() for tree in spread] == [[], [1, 2], [], [3]] and spread.num_trees == 4
+    assert spread.depths.tolist() == [1, 2, 1]
+    assert trees.spread([0, 1], 2) is trees

@@ -3,13 +3,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import reference_accept
 from test_token_tree import trees
 
-from laserbatch.pipeline.decoding.acceptance import reference_accept, verify
+from laserbatch.pipeline.decoding.acceptance import verify
 from laserbatch.pipeline.decoding.model.output_head import HeldLogits
-from laserbatch.pipeline.decoding.packed_trees import PackedTrees
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, chain_tree
+from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, TreeBatch, chain_tree
 from laserbatch.pipeline.decoding.verifiers.from_settings import verifier_from
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 from laserbatch.pipeline.decoding.verifiers.probability import ProbabilityThreshold
@@ -34,7 +34,7 @@ def test_every_rule_agrees_with_its_plain_reference(forest, rule, seed, scale):
     forest = [TokenTree(np.abs(t.token_ids), t.parents, t.log_acceptance, t.source) for t in forest]
     logits = [(rng.normal(size=(len(t) + 1, VOCAB)) * scale).astype(np.float32) for t in forest]
     starts = np.cumsum([0] + [len(part) for part in logits[:-1]])
-    found = verify(rule, torch.from_numpy(np.concatenate(logits)), PackedTrees.of(forest), starts, IS_END)
+    found = verify(rule, torch.from_numpy(np.concatenate(logits)), TreeBatch.of(forest), starts, IS_END)
     for tree, part, acceptance in zip(forest, logits, found, strict=True):
         expected = reference_accept(rule, part, tree, {END})
         assert acceptance.nodes.tolist() == expected.nodes.tolist()
@@ -53,7 +53,7 @@ def test_relaxed_needs_both_rank_and_probability():
     unlikely = peaked([0.9, 0.04, 0.02, 0.01, 0.01, 0.01, 0.01], [1 / 7] * 7)
     third = peaked([0.4, 0.2, 0.3, 0.04, 0.02, 0.02, 0.02], [1 / 7] * 7)
     accepted = [
-        verify(Relaxed(), x, PackedTrees.of([tree]), np.array([0]), IS_END)[0].num_accepted
+        verify(Relaxed(), x, TreeBatch.of([tree]), np.array([0]), IS_END)[0].num_accepted
         for x in (likely, unlikely, third)
     ]
     assert accepted == [1, 0, 0]
@@ -61,13 +61,13 @@ def test_relaxed_needs_both_rank_and_probability():
 
 def test_nothing_is_accepted_where_the_target_wants_to_end():
     logits = peaked([0.02, 0.4, 0.02, 0.5, 0.02, 0.02, 0.02], [1 / 7] * 7)  # the end token is likeliest, then token 1
-    acceptance = verify(Relaxed(), logits, PackedTrees.of([chain_tree([1])]), np.array([0]), IS_END)[0]
+    acceptance = verify(Relaxed(), logits, TreeBatch.of([chain_tree([1])]), np.array([0]), IS_END)[0]
     assert acceptance.num_accepted == 0 and acceptance.next_token == END
 
 
 def test_end_token_is_not_accepted_as_a_second_choice():
     logits = peaked([0.02, 0.5, 0.02, 0.4, 0.02, 0.02, 0.02], [1 / 7] * 7)
-    acceptance = verify(Relaxed(), logits, PackedTrees.of([chain_tree([END])]), np.array([0]), IS_END)[0]
+    acceptance = verify(Relaxed(), logits, TreeBatch.of([chain_tree([END])]), np.array([0]), IS_END)[0]
     assert acceptance.num_accepted == 0 and acceptance.next_token == 1
 
 
@@ -77,16 +77,16 @@ def test_longest_path_wins_then_the_more_probable():
     parents = np.array([-1, -1, 0, 1], np.int32)
     tree = TokenTree(np.array([0, 1, 2, 5], np.int32), parents, np.zeros(4, np.float32), np.zeros(4, np.uint8))
     logits = peaked(row, follow, follow, [1 / 7] * 7, [1 / 7] * 7)
-    acceptance = verify(ProbabilityThreshold(0.1), logits, PackedTrees.of([tree]), np.array([0]), IS_END)[0]
+    acceptance = verify(ProbabilityThreshold(0.1), logits, TreeBatch.of([tree]), np.array([0]), IS_END)[0]
     assert acceptance.nodes.tolist() == [0, 2]  # 0.3 * 0.5 against 0.35 * 0.25
 
 
 def test_logits_that_are_not_finite_are_no_acceptance():
     logits = torch.zeros(3, VOCAB)
     logits[0, 0] = float("nan")
-    found = verify(Greedy(), logits, PackedTrees.of([EMPTY_TREE, chain_tree([0])]), np.array([0, 1]), IS_END)
+    found = verify(Greedy(), logits, TreeBatch.of([EMPTY_TREE, chain_tree([0])]), np.array([0, 1]), IS_END)
     assert found[0] is None and found[1] is not None
-    assert verify(Greedy(), logits, PackedTrees.of([EMPTY_TREE]), np.array([0]), IS_END) == [None]
+    assert verify(Greedy(), logits, TreeBatch.of([EMPTY_TREE]), np.array([0]), IS_END) == [None]
 
 
 def test_nothing_is_accepted_past_a_draft_that_is_not_finite():
@@ -96,7 +96,7 @@ def test_nothing_is_accepted_past_a_draft_that_is_not_finite():
     logits = peaked(row, row, row, row)
     logits[1] = float("nan")  # after the target's own choice
     greedy, relaxed = (
-        verify(rule, logits, PackedTrees.of([tree]), np.array([0]), IS_END)[0] for rule in (Greedy(), TopK(2))
+        verify(rule, logits, TreeBatch.of([tree]), np.array([0]), IS_END)[0] for rule in (Greedy(), TopK(2))
     )
     assert (greedy.nodes.tolist(), greedy.next_token) == ([], 0)
     assert (relaxed.nodes.tolist(), relaxed.next_token) == ([1, 2], 0)
@@ -149,9 +149,9 @@ def test_judging_in_rounds_and_in_chunks_says_what_judging_at_once_says(forest, 
     for most_logits, most_rows in ((1 << 60, 1 << 60), (level, chunk)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("laserbatch.pipeline.decoding.acceptance.ROUND_LOGITS", most_logits)
-            patch.setattr("laserbatch.pipeline.decoding.row_verdicts.CHUNK_ROWS", {"cpu": most_rows})
+            patch.setattr("laserbatch.pipeline.decoding.acceptance.CHUNK_ROWS", {"cpu": most_rows})
             rows = CountingRows(logits)
-            found.append((verify(rule, rows, PackedTrees.of(forest), starts, IS_END), rows.num_asked))
+            found.append((verify(rule, rows, TreeBatch.of(forest), starts, IS_END), rows.num_asked))
     (at_once, num_all), (by_level, num_asked) = found
     assert num_all == num_rows >= num_asked
     for one, other in zip(at_once, by_level, strict=True):
@@ -163,7 +163,7 @@ def test_nothing_is_looked_at_behind_what_was_not_accepted(monkeypatch):
     monkeypatch.setattr("laserbatch.pipeline.decoding.acceptance.ROUND_LOGITS", 0)
     rows = CountingRows(peaked(*[[0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]] * 12))
     forest = [chain_tree([0, 0, 1, 0, 0, 0, 0]), chain_tree([1, 0, 0])]  # of the first two are accepted, else none
-    found = verify(Greedy(), rows, PackedTrees.of(forest), np.array([0, 8]), IS_END)
+    found = verify(Greedy(), rows, TreeBatch.of(forest), np.array([0, 8]), IS_END)
     assert [one.num_accepted for one in found] == [2, 0]
     assert rows.num_asked == 2 + 4  # the second round is for the first tree alone
 
@@ -173,7 +173,7 @@ def test_a_long_accepted_path_takes_few_rounds(monkeypatch, num_at_first, num_ca
     """Of 4, 8, 16 and all that is left; where the vocabulary is too large for one row, of 1, 2, 4, 8, ..."""
     monkeypatch.setattr("laserbatch.pipeline.decoding.acceptance.ROUND_LOGITS", num_at_first * len(IS_END))
     rows = CountingRows(peaked(*[[0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]] * 41))
-    [found] = verify(Greedy(), rows, PackedTrees.of([chain_tree([0] * 40)]), np.array([0]), IS_END)
+    [found] = verify(Greedy(), rows, TreeBatch.of([chain_tree([0] * 40)]), np.array([0]), IS_END)
     assert found.num_accepted == 40
     assert rows.num_asked == 41 and rows.num_calls == num_calls
 

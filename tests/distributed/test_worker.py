@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from test_actors import planned
 
-from laserbatch.pipeline.decoding.model.identity import load_tokenizer, tokenizer_hash
-from laserbatch.pipeline.decoding.model.load import SAMPLE_MODEL
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, load_tokenizer, tokenizer_hash
 from laserbatch.pipeline.distributed import worker
 from laserbatch.pipeline.distributed.worker import ShardWorker, sound_text
 from laserbatch.pipeline.errors import RowError

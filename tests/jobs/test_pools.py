@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from laserbatch.jobs.night import current_pools, describe_pools
 from laserbatch.jobs.pools import app
 from laserbatch.jobs.pools_view import DraftView, draft_tree, visible
-from laserbatch.pipeline.decoding.model.identity import tokenizer_hash
+from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.manifest import PoolsUsed
 from laserbatch.pipeline.storage.workspace import Workspace

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from laserbatch.models.sample_exercises import make_example
 from laserbatch.models.train_sample import world_entities
-from laserbatch.pipeline.decoding.model.identity import load_tokenizer
-from laserbatch.pipeline.decoding.model.load import SAMPLE_MODEL
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, load_tokenizer
 from laserbatch.retrieval_pools.calibration.calibrate import (
     MIN_TEXTS,
     NUM_BINS,

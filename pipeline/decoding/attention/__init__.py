@@ -1,1 +1,1 @@
-"""Attention of a packed step: the plan of what sees what, and each way to compute it."""
+"""Attention over slots of the KV cache: what sees what, and three ways to compute it."""

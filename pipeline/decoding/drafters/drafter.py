@@ -5,9 +5,8 @@ What a sequence is offered does not depend on what shares its batch.
 
 from typing import Protocol
 
-from laserbatch.pipeline.decoding.packed_trees import PackedTrees
 from laserbatch.pipeline.decoding.sequence import Sequence
-from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree
+from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, TreeBatch
 
 
 class Drafter(Protocol):
@@ -21,16 +20,16 @@ class Drafter(Protocol):
 class BatchDrafter(Drafter, Protocol):
     """A drafter that has one call for all sequences of a step."""
 
-    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> PackedTrees:
+    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> TreeBatch:
         """What `draft` gives for each, knowing how many tokens of it the sequence has room for."""
         ...
 
 
-def draft_all(drafter: Drafter | BatchDrafter, sequences: list[Sequence], max_depths: list[int]) -> PackedTrees:
+def draft_all(drafter: Drafter | BatchDrafter, sequences: list[Sequence], max_depths: list[int]) -> TreeBatch:
     """A tree for each sequence, in one call where the drafter has one."""
     together = getattr(drafter, "draft_all", None)
     if together is None:
-        return PackedTrees.of([drafter.draft(one) for one in sequences])
+        return TreeBatch.of([drafter.draft(one) for one in sequences])
     return together(sequences, max_depths)
 
 

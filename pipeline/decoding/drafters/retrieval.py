@@ -1,8 +1,7 @@
 """Drafts found in earlier texts (LASER, SIGIR 2025; SuffixDecoding)."""
 
-from laserbatch.pipeline.decoding.packed_trees import PackedTrees
 from laserbatch.pipeline.decoding.sequence import Sequence
-from laserbatch.pipeline.decoding.token_tree import MAX_DEPTH, TokenTree
+from laserbatch.pipeline.decoding.token_tree import MAX_DEPTH, TokenTree, TreeBatch
 
 
 class RetrievalDrafter:
@@ -44,7 +43,7 @@ class RetrievalDrafter:
     def draft(self, sequence: Sequence) -> TokenTree:
         return self.draft_all([sequence], [MAX_DEPTH])[0]
 
-    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> PackedTrees:
+    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> TreeBatch:
         drafts = self._draft_batch(
             self._pool,
             [one.context for one in sequences],
@@ -54,4 +53,4 @@ class RetrievalDrafter:
             max_depths,
             **self._options,
         )
-        return PackedTrees(*drafts.joined())
+        return TreeBatch(*drafts.joined())

@@ -1,21 +1,31 @@
-"""What the engine asks of a KV cache, and how much memory one may take.
+"""The KV cache: memory of single tokens that the engine owns, whatever the longest sequence.
 
-Two hold to it: `kv_store.KVStore`, contiguous rows that attention views (a CPU), and `token_store.TokenStore`, single
-tokens that attention gathers, whose memory follows the live tokens (CUDA).
+A live sequence has a row: a list of slots in text order, anywhere in memory. Where there is room they lie in runs,
+which are read the fastest: a row goes on behind its last slot, or in a block of slots that are all free. What a forward
+writes is kept only once it is committed: committing an accepted branch keeps its slots, those of the rejected nodes are
+free again. A prompt's prefix is computed once: sequences that share it name the same slots, which are counted, not
+copied. Prompts of sequences that ended stay shareable until their place is needed, those that ended first going first
+(what a later one shared with them stays with it). Memory grows by doubling, up to a bound.
 
-Knows no model and no sequence.
+Keys and values are shaped by the first write to each layer.
 """
 
+import itertools
+import logging
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from laserbatch.pipeline.decoding.memory.room import memory_of
+from laserbatch.pipeline.decoding.memory.device_memory import is_out_of_memory
+from laserbatch.pipeline.decoding.memory.prefix_index import PrefixIndex
+
+logger = logging.getLogger(__name__)
 
 MIN_SHARED_TOKENS = 8  # a shorter common prefix costs more to share than to compute
-CACHE_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the memory that is free after loading; others want some of a machine's
+GROWTH_STEP = 1024  # capacities are multiples of this, below the bound
+BLOCK_SLOTS = 64  # a row that cannot go on behind its last slot looks for so many free ones that lie together
+MIN_EXPECTED_REST = 16  # tokens that a live sequence is expected to need still, at least
 
 
 @dataclass(frozen=True)
@@ -26,89 +36,279 @@ class RowLease:
     num_shared: int
 
 
-class KVCache(Protocol):
-    """Rows, each the cached text of one live sequence; what is written is kept only once it is committed.
+@dataclass
+class LayerMemory:
+    """Keys and values of one layer: (num_kv_heads, capacity + 1, head_dim), the last slot being scratch."""
 
-    `max_tokens`: bound of the memory, or None; lowered when memory cannot be had. `lengths` int64[max_rows]: committed
-    tokens of each row.
-    """
-
-    max_tokens: int | None
-    lengths: np.ndarray
-
-    @property
-    def num_live_rows(self) -> int: ...
-
-    def fits(self, num_tokens: int) -> bool:
-        """Whether a sequence of `num_tokens` could be held at all, were it alone."""
-
-    def acquire(self, token_ids: np.ndarray, num_tokens: int, num_expected: int) -> RowLease | None:
-        """Give a row to a sequence of at most `num_tokens` tokens, probably `num_expected`; None while none is free.
-
-        `num_shared` is less than the length of `token_ids`: the last one is always computed, for its logits.
-        """
-
-    def longest_prefix(self, token_ids: np.ndarray) -> int:
-        """How many leading tokens `acquire` would find cached."""
-
-    def make_room(self, num_tokens: int) -> bool:
-        """Whether the next forward can write this many tokens; finished prompts go, and memory grows, as needed."""
-
-    def reserve(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """So many slots of each row, one row's after another's: int64[sum of counts], for the next forward to write.
-
-        They are free until committed.
-        """
-
-    def commit(self, rows: np.ndarray, counts: np.ndarray, slots: np.ndarray) -> None:
-        """Keep what was written to so many `slots` of each row, in text order: it continues the row's sequence."""
-
-    def remember_prefix(self, row: int, token_ids: np.ndarray) -> None:
-        """State that a row's text begins with these tokens, so that others may share them."""
-
-    def release(self, row: int) -> None:
-        """End a sequence. The prefix that was remembered stays shareable while nothing else needs its place."""
-
-    def forget_ended(self) -> None:
-        """Share nothing any more of sequences that have ended."""
-
-    def erase(self, row: int) -> None:
-        """What was written to a live row and not committed may not be finite: nobody may read over it any more."""
-
-    def drop_unused(self) -> None:
-        """Give all memory back if no live row has a token in it: after a first forward that it was too much for."""
-
-    def flat_index(self, rows: np.ndarray, slots: np.ndarray, num_kv_heads: int) -> np.ndarray:
-        """Where `write` puts tokens, int64, for rows and slots int64[num_tokens]."""
-
-    def write(self, layer: int, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):
-        """Store a layer's new keys and values, (num_kv_heads, num_tokens, head_dim); the layer's memory."""
-
-    def bytes_per_token(self) -> int:
-        """Memory of one token over all layers that were written so far."""
+    keys: torch.Tensor
+    values: torch.Tensor
 
 
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Number of leading tokens that two int32 arrays share."""
-    n = min(len(a), len(b))
-    differs = np.flatnonzero(a[:n] != b[:n])
-    return int(differs[0]) if len(differs) else n
+@dataclass
+class _Prefix:
+    """Tokens whose keys and values lie in `slots`, int32 both."""
+
+    token_ids: np.ndarray
+    slots: np.ndarray
 
 
-def cache_bound(device: torch.device, bytes_per_token: int, num_sharing: int = 1) -> int:
-    """Tokens that the cache may hold on a device, from the memory that is free now.
+_NO_PREFIX = _Prefix(np.empty(0, np.int32), np.empty(0, np.int32))
+
+
+class KVCache:
+    """Token slots over all layers, of up to `max_rows` live sequences.
 
     Parameters
     ----------
-    num_sharing : engines of one machine, which take equal parts of its memory. A GPU is never shared.
+    max_rows : sequences that can be live at once; also how many ended prompts are kept.
+    max_tokens : bound on slots, or None.
     """
-    on_cuda = device.type == "cuda"
-    free_bytes = memory_of(device).free_bytes // (1 if on_cuda else num_sharing)
-    return max(1, int(free_bytes * CACHE_SHARE["cuda" if on_cuda else "cpu"]) // max(1, bytes_per_token))
 
+    def __init__(self, max_rows: int, max_tokens: int | None = None) -> None:
+        self.max_rows = max_rows
+        self.max_tokens = max_tokens
+        self.capacity = 0
+        self.layers: dict[int, LayerMemory] = {}
+        self.lengths = np.zeros(max_rows, np.int64)  # number of committed tokens of each row
+        self.num_committed_slots = 0  # that live rows hold, a shared one counted once
+        self._table = np.zeros((max_rows, 0), np.int32)  # of each row, its slots in text order
+        self._live = np.zeros(max_rows, bool)
+        self._expected = np.zeros(max_rows, np.int64)  # length that each live row is expected to reach
+        self._row_counts = np.zeros(0, np.int32)  # live rows that hold each slot
+        self._prefix_counts = np.zeros(0, np.int32)  # remembered prefixes that hold each slot
+        self._is_free = np.zeros(1, bool)  # of each slot, whether nobody holds it; the scratch slot is never free
+        self.num_free = 0
+        self._reserved = np.empty(0, np.int64)  # not free for as long as a forward runs
+        self._prefixes: PrefixIndex[_Prefix] = PrefixIndex()  # of live rows, by row
+        self._ended: PrefixIndex[_Prefix] = PrefixIndex()  # of rows that ended
+        self._ended_names = itertools.count()
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, torch's of any device included."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    @property
+    def num_live_rows(self) -> int:
+        return int(self._live.sum())
+
+    @property
+    def scratch_slot(self) -> int:
+        """A slot that no sequence ever holds, for padding to write to; another one after the memory has grown."""
+        return self.capacity
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens` could be held at all, were it alone."""
+        return self.max_tokens is None or num_tokens <= self.max_tokens
+
+    def acquire(self, token_ids: np.ndarray, num_tokens: int, num_expected: int | None = None) -> RowLease | None:
+        """Give a row to a sequence of at most `num_tokens` tokens, probably `num_expected`.
+
+        None while there is none free, or no room for what is expected of all. `num_shared` is less than the text's
+        length: its last token is always computed, for its logits.
+        """
+        num_expected = num_tokens if num_expected is None else num_expected
+        shared, donor = self._longest_prefix(token_ids[:-1])
+        slots = donor.slots[:shared]
+        num_held = int((self._row_counts[slots] > 0).sum())
+        if self._live.all() or not self._expects_room(num_expected - num_held):
+            return None
+        row = int(np.flatnonzero(~self._live)[0])
+        self._live[row] = True
+        self._expected[row] = num_expected
+        self._widen_table(shared)
+        self._table[row, :shared] = slots
+        self.lengths[row] = shared
+        self.num_committed_slots += shared - num_held
+        self._row_counts[slots] += 1
+        self._prefix_counts[slots] += 1
+        self._remember(row, _Prefix(np.array(token_ids[:shared], np.int32), slots.copy()))
+        return RowLease(row, shared)
+
+    def longest_prefix(self, token_ids: np.ndarray) -> int:
+        """How many leading tokens are cached."""
+        return self._longest_prefix(token_ids)[0]
+
+    def slots_of(self, row: int) -> np.ndarray:
+        """Slots of a row's committed tokens in text order: int32 view."""
+        return self._table[row, : self.lengths[row]]
+
+    def make_room(self, num_tokens: int) -> bool:
+        """Whether this many slots are free, after forgetting ended prompts and growing as far as that is needed."""
+        self._give_back_reserved()
+        while self.num_free < num_tokens and self._ended:
+            self._forget(self._ended.pop_first())
+        return self.num_free >= num_tokens or self._grow(num_tokens - self.num_free)
+
+    def reserve(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Free slots, int64[sum of counts]: for the next forward to write, free until committed.
+
+        Raises
+        ------
+        MemoryError : there are not as many, which `make_room` would have said.
+        """
+        total = int(np.sum(counts))
+        if not self.make_room(total):
+            raise MemoryError(f"the KV cache of {self.max_tokens} tokens has no room for {total} more")
+        self._widen_table(1)
+        lengths, first = self.lengths[rows], np.cumsum(counts) - counts
+        starts = np.where(lengths > 0, self._table[rows, lengths - 1].astype(np.int64) + 1, self.capacity)
+        slots = np.arange(total) + np.repeat(starts - first, counts)
+        goes_on = np.logical_and.reduceat(self._is_free[np.minimum(slots, self.capacity)], first)
+        if len(rows) > 1:  # rows that have only shared tokens may end in the same slot
+            alone = np.zeros(len(rows), bool)
+            alone[np.unique(starts, return_index=True)[1]] = True
+            goes_on &= alone
+        if goes_on.all():
+            self._is_free[slots] = False
+        else:
+            self._is_free[slots[np.repeat(goes_on, counts)]] = False
+            for i in np.flatnonzero(~goes_on).tolist():
+                own = self._new_run(int(counts[i]))
+                slots[first[i] : first[i] + counts[i]] = own
+                self._is_free[own] = False
+        self.num_free -= total
+        self._reserved = slots
+        return slots
+
+    def commit(self, rows: np.ndarray, counts: np.ndarray, slots: np.ndarray) -> None:
+        """Keep what was written to so many `slots` of each row, in text order; other reserved slots are free again."""
+        lengths = self.lengths[rows]
+        columns = np.arange(len(slots)) + np.repeat(lengths - (np.cumsum(counts) - counts), counts)
+        self._widen_table(int((lengths + counts).max()))
+        self._table[np.repeat(rows, counts), columns] = slots
+        self.lengths[rows] = lengths + counts
+        self.num_committed_slots += len(slots)
+        self._row_counts[slots] += 1
+        assert (self._row_counts[slots] == 1).all(), "a slot was committed twice"
+        self._reserved = self._reserved[self._row_counts[self._reserved] == 0]
+        self._give_back_reserved()
+
+    def remember_prefix(self, row: int, token_ids: np.ndarray) -> None:
+        """State that a row's text begins with these tokens, so that later ones may share their slots."""
+        assert len(token_ids) <= self.lengths[row]
+        known = self._prefixes[row]
+        new = self._table[row, len(known.slots) : len(token_ids)].copy()
+        self._prefix_counts[new] += 1
+        self._remember(row, _Prefix(np.array(token_ids, np.int32), np.concatenate((known.slots, new))))
+
+    def release(self, row: int) -> None:
+        """End a sequence. Its remembered prefix stays shareable until its place is needed."""
+        assert self._live[row], "a row was released twice"
+        slots = self.slots_of(row)
+        self._row_counts[slots] -= 1
+        unheld = slots[self._row_counts[slots] == 0]
+        self.num_committed_slots -= len(unheld)
+        self._push(unheld[self._prefix_counts[unheld] == 0])
+        self._live[row] = False
+        self.lengths[row] = self._expected[row] = 0
+        ended = self._prefixes.pop(row)
+        self._ended.put(next(self._ended_names), ended.token_ids, ended)
+        if len(self._ended) > self.max_rows:
+            self._forget(self._ended.pop_first())
+
+    def forget_ended(self) -> None:
+        """Share nothing any more of sequences that have ended; their slots are free."""
+        while self._ended:
+            self._forget(self._ended.pop_first())
+
+    def drop_unused(self) -> None:
+        """Give all memory back if no live row has a token in it: after a first forward that it was too much for."""
+        if not self._row_counts.any():
+            self._ended = PrefixIndex()
+            self.layers.clear()
+            self.capacity = self.num_free = 0
+            self._row_counts = self._prefix_counts = np.empty(0, np.int32)
+            self._is_free, self._reserved = np.zeros(1, bool), np.empty(0, np.int64)
+
+    @torch.inference_mode()  # as the forwards that write here
+    def write(self, layer: int, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> LayerMemory:
+        """Store new keys and values, (num_kv_heads, num_tokens, head_dim) each, at an index on their device."""
+        cache = self.layers.get(layer)
+        if cache is None:
+            empty = [new.new_zeros(new.shape[0], self.capacity + 1, new.shape[2]) for new in (keys, values)]
+            cache = self.layers[layer] = LayerMemory(*empty)
+        cache.keys.index_copy_(1, index, keys)
+        cache.values.index_copy_(1, index, values)
+        return cache
+
+    def bytes_per_token(self) -> int:
+        """Memory of one slot over all layers that were written so far."""
+        tensors = [t for cache in self.layers.values() for t in (cache.keys, cache.values)]
+        return sum(t[:, 0].numel() * t.element_size() for t in tensors)
+
+    def _expects_room(self, num_tokens: int) -> bool:
+        """Whether so many more tokens fit beside what the live rows are expected to grow to."""
+        if self.max_tokens is None or not self._live.any():
+            return True
+        rest = np.maximum(self._expected - self.lengths, MIN_EXPECTED_REST)[self._live].sum()
+        return self.num_committed_slots + int(rest) + num_tokens <= self.max_tokens
+
+    def _longest_prefix(self, token_ids: np.ndarray) -> tuple[int, _Prefix]:
+        """Longest cached prefix of a text, and whose it is; a live row's where it is as long."""
+        live, ended = self._prefixes.longest(token_ids), self._ended.longest(token_ids)
+        num_shared, donor = ended if ended[0] > live[0] else live
+        return (0, _NO_PREFIX) if donor is None or num_shared < MIN_SHARED_TOKENS else (num_shared, donor)
+
+    def _remember(self, row: int, prefix: _Prefix) -> None:
+        self._prefixes.put(row, prefix.token_ids, prefix)
+
+    def _forget(self, prefix: _Prefix) -> None:
+        """Free the slots that only this prefix still held."""
+        slots = prefix.slots
+        self._prefix_counts[slots] -= 1
+        unheld = (self._prefix_counts[slots] == 0) & (self._row_counts[slots] == 0)
+        self._push(slots[unheld])
+
+    def _give_back_reserved(self) -> None:
+        self._push(self._reserved)
+        self._reserved = self._reserved[:0]
+
+    def _push(self, slots: np.ndarray) -> None:
+        self._is_free[slots] = True
+        self.num_free += len(slots)
+
+    def _new_run(self, num_tokens: int) -> np.ndarray:
+        """Free slots for so many tokens, int64: one after another in free blocks, or the first that there are."""
+        blocks = self._is_free[: self.capacity // BLOCK_SLOTS * BLOCK_SLOTS].reshape(-1, BLOCK_SLOTS).all(1)
+        num_blocks = -(-num_tokens // BLOCK_SLOTS)
+        free_before = np.append(0, np.cumsum(blocks))
+        found = np.flatnonzero(free_before[num_blocks:] - free_before[: len(free_before) - num_blocks] == num_blocks)
+        if len(found):
+            return found[0] * BLOCK_SLOTS + np.arange(num_tokens)
+        return np.flatnonzero(self._is_free)[:num_tokens]
+
+    def _widen_table(self, width: int) -> None:
+        if width > self._table.shape[1]:
+            new = max(width, 2 * self._table.shape[1]) - self._table.shape[1]
+            self._table = np.pad(self._table, ((0, 0), (0, new)))
+
+    def _grow(self, num_tokens: int) -> bool:
+        """Add at least so many slots, if the bound and the device allow it; if the device does not, the bound sinks."""
+        least = self.capacity + num_tokens
+        bound = self.max_tokens if self.max_tokens is not None else 2 * least + GROWTH_STEP
+        if least > bound:
+            return False
+        rounded = -(-max(least, 2 * self.capacity) // GROWTH_STEP) * GROWTH_STEP
+        for capacity in (min(rounded, bound), least):
+            try:
+                self._resize(capacity)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                continue
+            new = capacity - self.capacity
+            self._is_free, self._row_counts, self._prefix_counts = (
+                np.pad(array, (0, new)) for array in (self._is_free, self._row_counts, self._prefix_counts)
+            )
+            self._push(np.arange(self.capacity, capacity))
+            self.capacity = capacity
+            return True
+        logger.warning("memory for a KV cache of %d tokens cannot be had; it stays at %d", least, self.capacity)
+        self.max_tokens = self.capacity
+        return False
+
+    @torch.inference_mode()
+    def _resize(self, capacity: int) -> None:
+        for cache in self.layers.values():  # one tensor at a time, so that little is held twice
+            for name in ("keys", "values"):
+                old = getattr(cache, name)
+                if old.shape[1] <= capacity:
+                    grown = old.new_zeros(old.shape[0], capacity + 1, old.shape[2])
+                    grown[:, : old.shape[1]] = old
+                    setattr(cache, name, grown)

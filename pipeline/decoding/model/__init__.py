@@ -1,1 +1,1 @@
-"""From a model folder to forwards over packed steps."""
+"""From a model folder to forwards over batches."""

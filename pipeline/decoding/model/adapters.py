@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from laserbatch.pipeline.errors import ModelError
+from laserbatch.pipeline.errors import ModelError, first_line
 
 INSTALL_PEFT = "pip install 'laserbatch[lora]'"
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -52,7 +52,7 @@ def merge_adapter(model, folder: str | Path):
     try:
         config = PeftConfig.from_pretrained(str(config_file.parent))
     except Exception as error:
-        raise ModelError(f"{config_file} cannot be read: {_first_line(error)}") from error
+        raise ModelError(f"{config_file} cannot be read: {first_line(error)}") from error
     if not isinstance(config, LoraConfig):
         raise ModelError(f"{config_file} describes a {config.peft_type} adapter; only LoRA ones can be merged")
     config.inference_mode = True
@@ -81,7 +81,7 @@ def _merge_checked(wrapped, weights_file: Path, tolerance: float):
     try:
         merged = wrapped.merge_and_unload(safe_merge=True)  # refuses weights that are not finite
     except Exception as error:
-        raise ModelError(f"{weights_file} cannot be merged: {_first_line(error)}") from error
+        raise ModelError(f"{weights_file} cannot be merged: {first_line(error)}") from error
     found = merged(input_ids=ids, use_cache=False).logits.float()
     error = float((expected - found).norm() / expected.norm().clamp_min(1e-12))
     if not error <= tolerance:
@@ -95,9 +95,4 @@ def _merge_checked(wrapped, weights_file: Path, tolerance: float):
 def _mismatch(error: Exception) -> str:
     """Of torch's report on a state that does not fit, the line that names the first tensor."""
     lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
-    return lines[0] if lines else _first_line(error)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    return lines[0] if lines else first_line(error)

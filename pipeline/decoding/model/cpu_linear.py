@@ -7,8 +7,7 @@ the product. The function is the same; rounding is not.
 oneDNN compiles a product anew for each number of tokens, which takes longer than the product itself, and keeps some
 thousand of them. Steps with drafts have ever other numbers of tokens; so they are rounded up to few.
 
-Where the operators are missing, or a layer's results are not those of torch, layers stay as they are. Knows no model
-but by the names of its layers.
+Where the operators are missing, or a layer's results are not those of torch, layers stay as they are.
 """
 
 import logging
@@ -26,7 +25,7 @@ SIZES_PER_DOUBLING = 32  # numbers of tokens between one power of two and the ne
 TOLERANCE = 1e-4  # relative error of a layer above which it stays as it is
 
 
-class PackedLinear(nn.Module):
+class OneDnnLinear(nn.Module):
     """Linear layers of one input, as one product over weights in oneDNN's layout.
 
     `weight` float32[sum of out_features, in_features] is opaque: it has a size and no data to read.
@@ -35,8 +34,8 @@ class PackedLinear(nn.Module):
     def __init__(self, layers: list[nn.Linear]) -> None:
         super().__init__()
         weights = [layer.weight.detach() for layer in layers]
-        packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights), LAYOUT_TOKENS)
-        self.weight = nn.Parameter(packed, requires_grad=False)
+        relaid = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights), LAYOUT_TOKENS)
+        self.weight = nn.Parameter(relaid, requires_grad=False)
         bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.out_features = [layer.out_features for layer in layers]
@@ -69,15 +68,15 @@ class PackedLinear(nn.Module):
 
 
 class PartOfLinear(nn.Module):
-    """A layer whose weights lie in another's `PackedLinear`."""
+    """A layer whose weights lie in another's `OneDnnLinear`."""
 
-    def __init__(self, packed: PackedLinear, index: int) -> None:
+    def __init__(self, relaid: OneDnnLinear, index: int) -> None:
         super().__init__()
-        self._packed = (packed,)  # in a tuple, so that its weights are not registered twice
+        self._relaid = (relaid,)  # in a tuple, so that its weights are not registered twice
         self._index = index
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self._packed[0].part(inputs, self._index)
+        return self._relaid[0].part(inputs, self._index)
 
 
 def compiled_size(num_tokens: int) -> int:
@@ -86,30 +85,30 @@ def compiled_size(num_tokens: int) -> int:
     return -(-num_tokens // step) * step
 
 
-def pack_linear_layers(model: nn.Module) -> int:
-    """Replace a model's float32 linear layers on a CPU by packed ones, for good; returns how many were.
+def relayout_linear_layers(model: nn.Module) -> int:
+    """Replace a model's float32 linear layers on a CPU by ones in that layout, for good; returns how many were.
 
     Weights that other modules share (tied embeddings) stay with them.
     """
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return 0
-    num_packed = 0
+    num_relaid = 0
     for module in list(model.modules()):
-        linear = {name: child for name, child in module.named_children() if _can_be_packed(child)}
+        linear = {name: child for name, child in module.named_children() if _can_be_relaid(child)}
         groups = [names for names in SAME_INPUT if _is_group([linear.get(name) for name in names])]
         groups += [(name,) for name in linear if not any(name in names for names in groups)]
         for names in groups:
             layers = [linear[name] for name in names]
-            packed = _packed(layers)
-            if packed is None:
-                return num_packed
+            relaid = _relaid(layers)
+            if relaid is None:
+                return num_relaid
             for index, name in enumerate(names):
-                setattr(module, name, PartOfLinear(packed, index) if index else packed)
-            num_packed += len(names)
-    return num_packed
+                setattr(module, name, PartOfLinear(relaid, index) if index else relaid)
+            num_relaid += len(names)
+    return num_relaid
 
 
-def _can_be_packed(module: nn.Module) -> bool:
+def _can_be_relaid(module: nn.Module) -> bool:
     """Whether a module is a plain linear layer, watched by nobody."""
     if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
         return False
@@ -122,13 +121,13 @@ def _is_group(layers: list[nn.Linear | None]) -> bool:
 
 
 @torch.no_grad()
-def _packed(layers: list[nn.Linear]) -> PackedLinear | None:
+def _relaid(layers: list[nn.Linear]) -> OneDnnLinear | None:
     """Layers as one; None where that does not work here."""
     inputs = torch.linspace(-1, 1, 2 * layers[0].in_features).view(1, 2, -1)
     expected = [layer(inputs) for layer in layers]
     try:
-        packed = PackedLinear(layers)
-        found = [packed.part(inputs, index) for index in range(len(layers))]
+        relaid = OneDnnLinear(layers)
+        found = [relaid.part(inputs, index) for index in range(len(layers))]
     except (RuntimeError, NotImplementedError) as error:
         logger.info("linear layers stay in torch's layout: %s", str(error).splitlines()[0])
         return None
@@ -136,4 +135,4 @@ def _packed(layers: list[nn.Linear]) -> PackedLinear | None:
         if not float((one - other).norm()) <= TOLERANCE * float(one.norm()):
             logger.warning("linear layers in oneDNN's layout give other results here; they stay in torch's")
             return None
-    return packed
+    return relaid

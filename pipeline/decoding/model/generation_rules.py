@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from laserbatch.pipeline.decoding.device_copy import to_device
+from laserbatch.pipeline.decoding.memory.device_memory import to_device
 from laserbatch.pipeline.decoding.model.output_head import StepLogits
-from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.errors import ModelError
 
 # Each with its neutral value, beside null.
@@ -50,7 +50,7 @@ class GenerationRules:
         """Whether anything is."""
         return self != NO_RULES
 
-    def on(self, rows: StepLogits, contexts: Sequence[np.ndarray], trees: PackedTrees) -> StepLogits:
+    def on(self, rows: StepLogits, contexts: Sequence[np.ndarray], trees: TreeBatch) -> StepLogits:
         """A step's logits as these rules change them; `rows` themselves where they change nothing.
 
         Parameters
@@ -68,7 +68,7 @@ class RuledLogits:
     """Rows of a step after GenerationRules, each by the tokens of its own path: context, ancestors, node."""
 
     def __init__(
-        self, rules: GenerationRules, rows: StepLogits, contexts: Sequence[np.ndarray], trees: PackedTrees
+        self, rules: GenerationRules, rows: StepLogits, contexts: Sequence[np.ndarray], trees: TreeBatch
     ) -> None:
         self._rules, self._rows = rules, rows
         self.device, self.num_rows = rows.device, rows.num_rows

@@ -1,11 +1,9 @@
 """From a model folder to a model that the engine can run, or a clear reason why not.
 
 Weights are safetensors, files are local, no code of the folder is run. A model is refused before it is loaded when it
-does not fit the memory (`memory`), and after it when its attention cannot be packed (`packing`).
+does not fit the memory (`device_memory`), and after it when its attention cannot be packed (`checks`).
 """
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from laserbatch.pipeline.decoding.memory.room import (
+from laserbatch.pipeline.decoding.memory.device_memory import (
     MIN_CACHE_TOKENS,
     Memory,
     cache_bytes_per_token,
@@ -23,16 +21,16 @@ from laserbatch.pipeline.decoding.memory.room import (
     require_memory,
     stored_weights,
 )
-from laserbatch.pipeline.decoding.model.adapters import find_adapter, merge_adapter
+from laserbatch.pipeline.decoding.model.adapters import merge_adapter
+from laserbatch.pipeline.decoding.model.checks import check_equivalence, refuse_by_config
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, find_weights, model_id_of
 from laserbatch.pipeline.decoding.model.generation_rules import (
     NO_RULES,
     GenerationRules,
-    folder_rules,
     rules_of,
     unused_settings,
 )
 from laserbatch.pipeline.decoding.model.output_head import has_output_head
-from laserbatch.pipeline.decoding.model.packing import check_equivalence, refuse_by_config
 from laserbatch.pipeline.decoding.model.quantization import (
     is_unpacked_when_run,
     num_parameters_of,
@@ -40,26 +38,20 @@ from laserbatch.pipeline.decoding.model.quantization import (
     resident_bytes,
     why_not_loaded,
 )
-from laserbatch.pipeline.errors import ModelError
+from laserbatch.pipeline.errors import ModelError, first_line
 from laserbatch.pipeline.whole_weights import require_whole_weights
 
 logger = logging.getLogger(__name__)
 
-SAMPLE_MODEL = Path(__file__).resolve().parents[3] / "models" / "sample"
-logger = logging.getLogger(__name__)
-
-_HASHED_BYTES = 1 << 20  # of each end of a weights file
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready for packed steps.
+    """A model that is ready to run.
 
     `end_ids`: every token that ends a text; `max_context`: positions the model has; `bytes_per_token`: of its KV cache.
     `num_parameters` are those of the plain model, `weight_bytes` what its weights take in memory; `quantization` names
-    the method by which they are packed, None where they are not. `splits_head`: logits can be computed apart from the
-    model's body. `rules`: what its generation configuration does to logits.
+    the method by which they are stored in fewer bits, None where they are not. `splits_head`: logits can be computed
+    apart from the model's body. `rules`: what its generation configuration does to logits.
     """
 
     model: torch.nn.Module
@@ -110,7 +102,7 @@ def load_model(
         config = AutoConfig.from_pretrained(path, **local)
     except Exception as error:
         raise ModelError(
-            f"{path}/config.json names no model that this version of transformers knows ({_first_line(error)}); "
+            f"{path}/config.json names no model that this version of transformers knows ({first_line(error)}); "
             "models with code of their own are not run"
         ) from error
     refuse_by_config(config)
@@ -125,7 +117,7 @@ def load_model(
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **local)
     except Exception as error:
-        raise ModelError(f"the tokenizer in {path} cannot be read: {_first_line(error)}") from error
+        raise ModelError(f"the tokenizer in {path} cannot be read: {first_line(error)}") from error
     shows_progress = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -139,7 +131,7 @@ def load_model(
             raise ModelError(
                 f"the weights in {path} cannot be loaded: {why_not_loaded(quantization, error)}"
             ) from error
-        raise ModelError(f"the weights in {path} cannot be loaded: {_first_line(error)}") from error
+        raise ModelError(f"the weights in {path} cannot be loaded: {first_line(error)}") from error
     finally:
         if shows_progress:
             transformers_logging.enable_progress_bar()
@@ -182,57 +174,6 @@ def prepare_model(model, tokenizer=None, model_id: str = "unnamed") -> LoadedMod
         splits_head=splits_head,
         rules=rules,
     )
-
-
-def find_weights(path: Path) -> list[Path]:
-    """The safetensors files of a model folder.
-
-    Raises
-    ------
-    ModelError : no folder, no configuration, no tokenizer, or no (complete) safetensors weights.
-    """
-    if not path.is_dir():
-        raise ModelError(f"there is no model folder {path}; give the path of a folder with config.json and weights")
-    if not (path / "config.json").is_file():
-        raise ModelError(f"{path} holds no config.json; it is not a model folder of transformers")
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        weights = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    else:
-        weights = sorted(path.glob("*.safetensors"))
-    missing = [w.name for w in weights if not w.is_file()]
-    if missing or not weights:
-        others = sorted(p.name for p in path.glob("*.bin"))
-        found = f"; found {', '.join(others)}, which is not read: convert it to safetensors" if others else ""
-        raise ModelError(f"{path} holds no weights ({', '.join(missing) or 'model.safetensors'} expected){found}")
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        raise ModelError(f"{path} holds no tokenizer; one of {', '.join(_TOKENIZER_FILES)} is expected")
-    return weights
-
-
-def model_id_of(path: Path, weights: list[Path], adapter: str | Path | None = None) -> str:
-    """Folder name and a short hash of the configuration, of what generation_config.json does to texts, and of each
-    weights file's size, first and last MiB.
-
-    An adapter's name and files are part of it: with another adapter it is another model.
-    """
-    digest = hashlib.sha256((path / "config.json").read_bytes())
-    if done := folder_rules(path):
-        digest.update(json.dumps(done, sort_keys=True).encode())
-    name = path.resolve().name
-    if adapter is not None:
-        config_file, adapter_weights = find_adapter(adapter)
-        digest.update(config_file.read_bytes())
-        weights = [*weights, adapter_weights]
-        name = f"{name}+{Path(adapter).resolve().name}"
-    for file in weights:
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(_HASHED_BYTES))
-            stream.seek(max(0, size - _HASHED_BYTES))
-            digest.update(stream.read())
-    return f"{name}-{digest.hexdigest()[:12]}"
 
 
 def resolve_device(device: str) -> torch.device:
@@ -294,8 +235,3 @@ def end_tokens(model, tokenizer, vocab_size: int) -> tuple[int, ...]:
     if outside:
         logger.warning("end tokens %s are outside the vocabulary of %d: no text ends with them", outside, vocab_size)
     return tuple(sorted(int(i) for i in ids if 0 <= i < vocab_size))
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -3,8 +3,6 @@
 A causal language model is a body, which gives hidden states, and a head: an output layer and what some models do with
 its result. The head here is the model's own forward, over a body that returns what it is given; so no model's scaling
 or capping of logits is written again. Models that cannot be taken apart so compute their logits whole.
-
-Knows no draft, no verifier and no store.
 """
 
 import copy
@@ -17,7 +15,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from laserbatch.pipeline.decoding.device_copy import to_device
+from laserbatch.pipeline.decoding.memory.device_memory import to_device
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,8 @@ import copy
 import torch
 from transformers import AutoModelForCausalLM
 
+from laserbatch.pipeline.errors import first_line
+
 PACKAGES = {
     "torchao": "torchao",
     "compressed-tensors": "compressed-tensors",
@@ -40,8 +42,7 @@ def quantization_of(config) -> str | None:
 
 def why_not_loaded(method: str, error: Exception) -> str:
     """What to say of a quantised checkpoint that could not be loaded."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    reason = f"its weights are quantised with {method}, which does not load here ({lines[0][:200]})"
+    reason = f"its weights are quantised with {method}, which does not load here ({first_line(error)})"
     if isinstance(error, ImportError):
         return f"{reason}; install what it needs: pip install {PACKAGES.get(method, method)}"
     return f"{reason}; use the unquantised checkpoint, or a machine that has what it needs"

@@ -2,7 +2,7 @@
 
 A model is refused by its configuration where a short test would not notice, else by a probe: every layer must call our
 attention function, and a small packed tree forward must give the logits of plain causal runs on the same weights. The
-probe runs what the engine will run, packed linear layers included, and past windows that are shortened for it.
+probe runs what the engine will run, linear layers in their layout included, and past windows that are shortened for it.
 """
 
 import inspect
@@ -13,18 +13,16 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from laserbatch.pipeline.decoding.attention.tree_attention import ATTENTION_NAME
-from laserbatch.pipeline.decoding.feed import Feed
-from laserbatch.pipeline.decoding.memory.kv_store import KVStore
-from laserbatch.pipeline.decoding.memory.token_store import TokenStore
-from laserbatch.pipeline.decoding.model.cpu_linear import pack_linear_layers
-from laserbatch.pipeline.decoding.model.model_runner import ModelRunner
+from laserbatch.pipeline.decoding.attention.interface import ATTENTION_NAME
+from laserbatch.pipeline.decoding.batch import Feed
+from laserbatch.pipeline.decoding.memory.kv_cache import KVCache
+from laserbatch.pipeline.decoding.model.cpu_linear import relayout_linear_layers
 from laserbatch.pipeline.decoding.model.quantization import TOLERANCE, quantization_of
-from laserbatch.pipeline.decoding.packed_trees import PackedTrees
-from laserbatch.pipeline.decoding.token_tree import TokenTree
-from laserbatch.pipeline.errors import ModelError
+from laserbatch.pipeline.decoding.model.runner import ModelRunner
+from laserbatch.pipeline.decoding.token_tree import TokenTree, TreeBatch
+from laserbatch.pipeline.errors import ModelError, first_line
 
-_POSITION_DEPENDENT_ROPE = ("dynamic", "longrope")  # take the longest position of the whole pack
+_POSITION_DEPENDENT_ROPE = ("dynamic", "longrope")  # take the longest position of the whole batch
 # Relative error of packed against plain logits above which a model is refused. Broken masks or positions give 0.1 to 1.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 _PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -37,7 +35,7 @@ def refuse_by_config(config) -> None:
 
     Raises
     ------
-    ModelError : rotary embeddings or attention that depend on what else is in the pack, or on sparse or other layers.
+    ModelError : rotary embeddings or attention that depend on what else is in the batch, or on sparse or other layers.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
@@ -62,7 +60,7 @@ def refuse_by_config(config) -> None:
 def check_equivalence(model, device: torch.device, vocab_size: int, splits_head: bool = False) -> int:
     """Compare a packed forward of two sequences and a tree with plain causal runs; returns KV bytes per token.
 
-    The model is made ready on the way: switched to our attention, and its linear layers packed for a CPU.
+    The model is made ready on the way: switched to our attention, and its linear layers laid out for a CPU.
 
     Raises
     ------
@@ -88,9 +86,9 @@ def check_equivalence(model, device: torch.device, vocab_size: int, splits_head:
         except ModelError as error:
             raise ModelError(f"{name} cannot be packed: {error}") from error
         except Exception as error:
-            raise ModelError(f"{name} cannot be run: {_first_line(error)}") from error
+            raise ModelError(f"{name} cannot be run: {first_line(error)}") from error
         if quantization_of(model.config) is None:
-            pack_linear_layers(model)
+            relayout_linear_layers(model)
         return _compare(model, device, prompts, tree, plain, splits_head)
 
 
@@ -131,18 +129,18 @@ def _compare(
     """The packed run of `check_equivalence`, and its comparison with the plain one."""
     name = model.config.model_type
     try:
-        store = (TokenStore if device.type == "cuda" else KVStore)(2)
-        runner = ModelRunner(model, store, device, splits_head=splits_head)
-        rows = [store.acquire(prompt, 32).row for prompt in prompts]
+        cache = KVCache(2)
+        runner = ModelRunner(model, cache, device, splits_head=splits_head)
+        rows = [cache.acquire(prompt, 32).row for prompt in prompts]
         parts = list(zip(rows, prompts, _FIRST_PARTS, strict=True))
         first = runner.forward([Feed(row, prompt[:size]) for row, prompt, size in parts])
-        store.commit(rows, first.pack.sizes, first.pack.slots)
+        cache.commit(rows, first.batch.sizes, first.batch.slot_mapping)
         second = [Feed(row, prompt[size:]) for row, prompt, size in parts]
-        out = runner.forward(second, PackedTrees.of([tree]).spread([0], 2))
+        out = runner.forward(second, TreeBatch.of([tree]).spread([0], 2))
     except ModelError as error:
         raise ModelError(f"{name} cannot be packed: {error}") from error
     except Exception as error:
-        raise ModelError(f"{name} cannot be run packed: {_first_line(error)}") from error
+        raise ModelError(f"{name} cannot be run packed: {first_line(error)}") from error
     _require_every_layer(name, runner.last_plan.layers_seen, model.config.get_text_config().num_hidden_layers)
     logits = out.logits
     packed = [logits[6], logits[3], logits[out.starts[1]]]
@@ -151,7 +149,7 @@ def _compare(
         tolerance = TOLERANCE if quantization_of(model.config) else _TOLERANCE.get(expected.dtype, 1e-3)
         if not error <= tolerance:
             raise ModelError(f"{name} gives other logits packed than alone (relative error {error:.1e}); not supported")
-    return store.bytes_per_token()
+    return cache.bytes_per_token()
 
 
 def _require_every_layer(name: str, seen: list[int], num_layers: int) -> None:
@@ -164,8 +162,3 @@ def _require_every_layer(name: str, seen: list[int], num_layers: int) -> None:
             f"{name} cannot be packed: {len(seen)} of its {num_layers} layers use transformers' attention interface; "
             "every layer must"
         )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -1,7 +1,4 @@
-"""What sequences add to a forward, and the pack that they make: one row of tokens.
-
-Knows where a store has room; no model.
-"""
+"""What sequences add to a forward, and the batch that they make: one row of tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from laserbatch.pipeline.decoding.memory.kv_cache import KVCache
-from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+from laserbatch.pipeline.decoding.token_tree import TreeBatch
 
 
 @dataclass(frozen=True)
@@ -24,33 +21,24 @@ class Feed:
     chain_ids: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
-class PackedFeed:
-    """A feed in its place: its row's slots int64[size], and tokens [offset, offset + size) of the pack."""
-
-    feed: Feed
-    slots: np.ndarray
-    offset: int
-    size: int
-
-
-class Pack:
+class Batch:
     """The N tokens of B feeds and their `trees`, end to end: of each feed its chain, then the nodes of its tree.
 
     Of feeds, int64[B]: `rows`, `num_committed` tokens of the row before them, `num_chain` tokens, `sizes` with those of
-    the tree, `offsets` in the pack. Of tokens: `feed_of` int64[N], `is_node` bool[N] (of a
-    tree), `token_ids` int32[N], absolute `positions` int32[N], and `slots` int64[N] of their row, reserved.
+    the tree, `offsets` in the batch. Of tokens: `feed_of` int64[N], `is_node` bool[N] (of a
+    tree), `token_ids` int32[N], absolute `positions` int32[N], and `slot_mapping` int64[N], the slots of the cache
+    that were reserved for them.
     """
 
-    def __init__(self, feeds: Sequence[Feed], trees: PackedTrees, store: KVCache) -> None:
+    def __init__(self, feeds: Sequence[Feed], trees: TreeBatch, cache: KVCache) -> None:
         self.feeds = feeds
         self.trees = trees
         self.rows = np.array([feed.row for feed in feeds])
         self.num_chain = np.array([len(feed.chain_ids) for feed in feeds])
-        self.num_committed = store.lengths[self.rows]
+        self.num_committed = cache.lengths[self.rows]
         self.sizes = self.num_chain + self.trees.sizes
         self.offsets = np.cumsum(self.sizes) - self.sizes
-        self.slots = store.reserve(self.rows, self.sizes)
+        self.slot_mapping = cache.reserve(self.rows, self.sizes)
 
         self.feed_of = np.repeat(np.arange(len(feeds)), self.sizes)
         places = np.arange(len(self.feed_of)) - self.offsets[self.feed_of]  # within the feed
@@ -78,13 +66,6 @@ class Pack:
         """int64[B]: the first of each feed's in `wanted`."""
         counts = self.trees.sizes + 1
         return np.cumsum(counts) - counts
-
-    @cached_property
-    def parts(self) -> list[PackedFeed]:
-        """The feeds one by one."""
-        slots = np.split(self.slots, self.offsets[1:])
-        places = zip(self.feeds, slots, self.offsets.tolist(), self.sizes.tolist(), strict=True)
-        return [PackedFeed(*place) for place in places]
 
     def kept(self, feeds: np.ndarray, nodes: np.ndarray) -> np.ndarray:
         """Which tokens stay where some feeds, int64[n], keep their chain and some nodes, of all trees': bool[N]."""

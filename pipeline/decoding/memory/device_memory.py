@@ -1,21 +1,24 @@
-"""Whether a model fits the memory it is to be loaded into, said before it is loaded.
+"""The memory of a device: what is free, whether a model fits it before it is loaded, how much a KV cache may take.
 
-What is needed is read from the headers of the weights' files; what is there is asked of the GPU and of the system. A
-model that needs several GPUs is refused: nothing here splits one. Knows files and figures: no model, no engine.
+What a model needs is read from the headers of the weights' files; what is there is asked of the GPU and of the system.
+A model that needs several GPUs is refused: nothing here splits one.
 """
 
 import json
 import logging
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from laserbatch.pipeline.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
+CACHE_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the memory that is free after loading; others want some of a machine's
 MIN_CACHE_TOKENS = 2048  # of KV cache, without which loading is not worth while: one text or two
 _BUSY_SHARE = 0.9  # a GPU with less of its memory free is in use by another process
 _HEADER_LENGTH_BYTES = 8
@@ -58,7 +61,7 @@ def stored_weights(files: list[Path]) -> StoredWeights:
                 if name != "__metadata__":
                     first, last = tensor["data_offsets"]
                     num_bytes += last - first
-                    num_values += _product(tensor["shape"])
+                    num_values += math.prod(tensor["shape"])
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"the weights in {file} cannot be loaded: not a safetensors file ({error})") from error
     return StoredWeights(num_bytes, num_values)
@@ -128,6 +131,35 @@ def host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -
     return Memory("cpu", free, total)
 
 
+def cache_bound(device: torch.device, bytes_per_token: int, num_sharing: int = 1) -> int:
+    """Tokens that the cache may hold on a device, from the memory that is free now.
+
+    Parameters
+    ----------
+    num_sharing : engines of one machine, which take equal parts of its memory. A GPU is never shared.
+    """
+    on_cuda = device.type == "cuda"
+    free_bytes = memory_of(device).free_bytes // (1 if on_cuda else num_sharing)
+    return max(1, int(free_bytes * CACHE_SHARE["cuda" if on_cuda else "cpu"]) // max(1, bytes_per_token))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, torch's of any device included."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A tensor of the array on a device.
+
+    On CUDA it comes from pinned memory and is not waited for: a copy from ordinary memory would first let the device
+    finish the forward that it is computing. That branch has not been run on a GPU yet.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def _available(meminfo: Path) -> int | None:
     """MemAvailable in bytes, where the system says it."""
     try:
@@ -152,13 +184,6 @@ def _file_cache(stat: Path) -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith(("active_file ", "inactive_file ")))
-
-
-def _product(shape: list[int]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
 
 
 def _gb(num_bytes: int) -> str:

@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packs import Pack, random_pack
+from reference import reference_attention as slow_attention
 
-from laserbatch.pipeline.decoding.attention.packed_attention import PART_KEYS, LaunchShape
-from laserbatch.pipeline.decoding.attention.packed_attention import packed_attention as slow_attention
+from laserbatch.pipeline.decoding.attention.metadata import PART_KEYS, LaunchShape
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch for CUDA and with the dev extra")
-from laserbatch.pipeline.decoding.attention import kernel_attention, packed_attention
-from laserbatch.pipeline.decoding.attention.kernel_attention import block_rows, tree_attention_kernel
+from laserbatch.pipeline.decoding.attention import metadata
+from laserbatch.pipeline.decoding.attention import triton_attention as launcher
+from laserbatch.pipeline.decoding.attention.triton_attention import block_rows, triton_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # A prompt's part, a tree on a text, plain decoding, the largest tree, and a first token.
@@ -27,14 +28,14 @@ SHORTER = [(0, 21, 0), (37, 1, 9), (61, 1, 0), (5, 3, 20), (0, 1, 2)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and not kernel_attention.INTERPRETED,
+    DEVICE == "cpu" and not launcher.INTERPRETED,
     reason="no CUDA, and triton was imported before TRITON_INTERPRET=1 was set",
 )
 
 
 def assert_equal_to_the_slow_one(pack: Pack, shape: LaunchShape | None = None, **options) -> None:
-    found = tree_attention_kernel(pack.query, pack.keys, pack.values, pack.index, 0.3, shape=shape, **options)
-    expected = slow_attention(pack.query, pack.keys, pack.values, pack.index, 0.3, **options)
+    found = triton_attention(pack.query, pack.keys, pack.values, pack.metadata, 0.3, shape=shape, **options)
+    expected = slow_attention(pack.query, pack.keys, pack.values, pack.metadata, 0.3, **options)
     assert found.dtype == pack.query.dtype and found.shape == expected.shape
     tolerance = TOLERANCE[pack.query.dtype]
     torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
@@ -43,7 +44,7 @@ def assert_equal_to_the_slow_one(pack: Pack, shape: LaunchShape | None = None, *
 @pytest.fixture(params=[PART_KEYS, 32], ids=["one-part", "many-parts"])
 def part_keys(request, monkeypatch) -> int:
     """Short parts, so that small packs have several."""
-    for module in (packed_attention, kernel_attention):
+    for module in (metadata, launcher):
         monkeypatch.setattr(module, "PART_KEYS", request.param)
     return request.param
 
@@ -93,15 +94,15 @@ def test_any_ragged_pack_in_any_launch_shape(lengths, tile_tokens, num_parts, wi
 def test_padding_tokens_and_sequences_get_zeros_and_change_nothing(part_keys):
     pack = random_pack(LENGTHS, device=DEVICE)
     num_tokens = len(pack.query)
-    index = vars(pack.index)
-    ends = {"slot_starts": 3, "query_starts": 3}
+    index = vars(pack.metadata)
+    ends = {"cu_seqlens_k": 3, "cu_seqlens_q": 3}
     padded = {name: torch.cat((t, t[-1:].repeat(ends[name]))) if name in ends else t for name, t in index.items()}
-    for name, count in {"num_committed": 3, "num_chain": 3, "ancestors": 11, "node_positions": 11, "slots": 90}.items():
+    for name, count in {"num_committed": 3, "num_chain": 3, "ancestors": 11, "positions": 11, "slots": 90}.items():
         padded[name] = torch.cat((index[name], index[name].new_zeros(count)))
     query = torch.cat((pack.query, torch.full_like(pack.query[:11], torch.nan)))
-    index = type(pack.index)(**padded)
-    for attention in (slow_attention, tree_attention_kernel):
-        plain = attention(pack.query, pack.keys, pack.values, pack.index, 0.3)
+    index = type(pack.metadata)(**padded)
+    for attention in (slow_attention, triton_attention):
+        plain = attention(pack.query, pack.keys, pack.values, pack.metadata, 0.3)
         found = attention(query, pack.keys, pack.values, index, 0.3)
         torch.testing.assert_close(found[:num_tokens], plain, rtol=1e-6, atol=1e-6)
         assert (found[num_tokens:] == 0).all()
@@ -109,21 +110,21 @@ def test_padding_tokens_and_sequences_get_zeros_and_change_nothing(part_keys):
 
 def test_a_result_does_not_depend_on_what_shares_the_pack(part_keys):
     pack = random_pack(SHORTER, device=DEVICE)
-    starts, slot_starts = pack.index.query_starts.tolist(), pack.index.slot_starts.tolist()
-    together = tree_attention_kernel(pack.query, pack.keys, pack.values, pack.index, 0.3, shape=LaunchShape(8, 16))
+    starts, slot_starts = pack.metadata.cu_seqlens_q.tolist(), pack.metadata.cu_seqlens_k.tolist()
+    together = triton_attention(pack.query, pack.keys, pack.values, pack.metadata, 0.3, shape=LaunchShape(8, 16))
     for b in range(len(SHORTER)):
         tokens, slots = slice(starts[b], starts[b + 1]), slice(slot_starts[b], slot_starts[b + 1])
-        alone = type(pack.index)(
-            slots=pack.index.slots[slots],
-            slot_starts=pack.index.slot_starts[b : b + 2] - slot_starts[b],
-            num_committed=pack.index.num_committed[b : b + 1],
-            query_starts=pack.index.query_starts[b : b + 2] - starts[b],
-            num_chain=pack.index.num_chain[b : b + 1],
-            ancestors=pack.index.ancestors[tokens],
-            node_positions=pack.index.node_positions[tokens],
+        alone = type(pack.metadata)(
+            slots=pack.metadata.slots[slots],
+            cu_seqlens_k=pack.metadata.cu_seqlens_k[b : b + 2] - slot_starts[b],
+            num_committed=pack.metadata.num_committed[b : b + 1],
+            cu_seqlens_q=pack.metadata.cu_seqlens_q[b : b + 2] - starts[b],
+            num_chain=pack.metadata.num_chain[b : b + 1],
+            ancestors=pack.metadata.ancestors[tokens],
+            positions=pack.metadata.positions[tokens],
         )
         shape = LaunchShape(8, 16)
-        found = tree_attention_kernel(pack.query[tokens], pack.keys, pack.values, alone, 0.3, shape=shape)
+        found = triton_attention(pack.query[tokens], pack.keys, pack.values, alone, 0.3, shape=shape)
         assert torch.equal(found, together[tokens])
 
 

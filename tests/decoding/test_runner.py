@@ -1,29 +1,15 @@
-import itertools
-
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from packs import keep
 from tiny_models import VOCAB, tiny_model
 
-from laserbatch.pipeline.decoding.attention import row_plan
-from laserbatch.pipeline.decoding.attention.tree_attention import reference_attention
-from laserbatch.pipeline.decoding.feed import Feed
-from laserbatch.pipeline.decoding.memory.kv_store import KVStore
-from laserbatch.pipeline.decoding.memory.token_store import TokenStore
+from laserbatch.pipeline.decoding.attention import plan, torch_attention
+from laserbatch.pipeline.decoding.batch import Feed
+from laserbatch.pipeline.decoding.memory.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.load import prepare_model
-from laserbatch.pipeline.decoding.model.model_runner import ModelRunner
-from laserbatch.pipeline.decoding.packed_trees import PackedTrees
-from laserbatch.pipeline.decoding.token_tree import TokenTree
-
-
-def test_written_out_attention_equals_the_fused_one():
-    torch.manual_seed(0)
-    queries, keys, values = torch.randn(3, 2, 8, 16), torch.randn(3, 2, 20, 16), torch.randn(3, 2, 20, 16)
-    mask = torch.where(torch.rand(3, 1, 8, 20) < 0.7, 0.0, torch.finfo(torch.float32).min)
-    fused = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=0.3)
-    torch.testing.assert_close(reference_attention(queries, keys, values, mask, 0.3), fused)
+from laserbatch.pipeline.decoding.model.runner import ModelRunner
+from laserbatch.pipeline.decoding.token_tree import TokenTree, TreeBatch
 
 
 def random_tree(rng, num_nodes: int) -> TokenTree:
@@ -38,37 +24,36 @@ def path_to(tree: TokenTree, node: int) -> list[int]:
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt_neox", "gpt_oss", "olmo2"])
 @pytest.mark.parametrize(
-    ("store_type", "call_cost", "block_tokens"),
-    [
-        *itertools.product([KVStore, TokenStore], [0, 1000, 10**9], [row_plan.BLOCK_TOKENS]),
-        (KVStore, 0, 3),
-        (KVStore, 8, 3),
-    ],
+    ("call_cost", "block_tokens", "most_loop_tokens"),
+    [(0, 128, 0), (1000, 128, 0), (10**9, 128, 0), (0, 3, 0), (8, 3, 4), (1000, 128, 65)],
 )
-def test_every_node_gets_the_logits_of_its_own_path(architecture, store_type, call_cost, block_tokens, monkeypatch):
-    """Ragged trees of sequences with holes in their rows, in any grouping, against plain causal runs."""
-    monkeypatch.setattr(row_plan, "BLOCK_TOKENS", block_tokens)
+def test_every_node_gets_the_logits_of_its_own_path(
+    architecture, call_cost, block_tokens, most_loop_tokens, monkeypatch
+):
+    """Ragged trees of several sequences, by loops or in any grouping, against plain causal runs."""
+    monkeypatch.setattr(torch_attention, "BLOCK_TOKENS", block_tokens)
+    monkeypatch.setattr(plan, "MOST_LOOP_TOKENS", most_loop_tokens)
+    monkeypatch.setitem(plan.CALL_COST, "cpu", call_cost)
     sizes = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": None}
     model = tiny_model(architecture, **(sizes if architecture == "gpt_oss" else {}))
     reference = tiny_model(architecture, **(sizes if architecture == "gpt_oss" else {}))
     prepare_model(model)
     rng = np.random.default_rng(1)
-    store = store_type(5)
-    runner = ModelRunner(model, store, torch.device("cpu"))
-    runner._call_cost = call_cost
+    cache = KVCache(5)
+    runner = ModelRunner(model, cache, torch.device("cpu"))
     texts: dict[int, list[int]] = {}
     pending: dict[int, list[int]] = {}
     for length in (3, 14, 8, 5):
         prompt = rng.integers(0, VOCAB, length).astype(np.int32)
-        row = store.acquire(prompt, 80, 20).row
+        row = cache.acquire(prompt, 80, 20).row
         texts[row], pending[row] = [], prompt.tolist()
-    store.release(1)  # a hole between live rows
+    cache.release(1)  # a hole between live rows
     del texts[1], pending[1]
     for _ in range(4):
         trees = {row: random_tree(rng, int(rng.integers(0, 9))) for row in texts}
         rows = list(rng.permutation(list(texts)))
         feeds = [Feed(int(row), np.array(pending[row], np.int32)) for row in rows]
-        out = runner.forward(feeds, PackedTrees.of([trees[row] for row in rows]))
+        out = runner.forward(feeds, TreeBatch.of([trees[row] for row in rows]))
         kept_nodes = []
         for i, row in enumerate(rows):
             chain, tree = pending[row], trees[row]
@@ -82,4 +67,4 @@ def test_every_node_gets_the_logits_of_its_own_path(architecture, store_type, ca
             kept_nodes.append(np.array(kept, np.int64))
             texts[row] = texts[row] + chain + tree.token_ids[kept].tolist()
             pending[row] = [int(rng.integers(0, VOCAB))]
-        keep(store, out.pack, kept_nodes)
+        keep(cache, out.batch, kept_nodes)

@@ -8,10 +8,13 @@ import torch
 from tiny_models import byte_tokenizer, tiny_model
 from transformers import AutoConfig
 
-from laserbatch.pipeline.decoding.memory.room import (
+from laserbatch.pipeline.decoding.memory import device_memory
+from laserbatch.pipeline.decoding.memory.device_memory import (
     Memory,
+    cache_bound,
     cache_bytes_per_token,
     host_memory,
+    is_out_of_memory,
     memory_of,
     require_memory,
     stored_weights,
@@ -126,3 +129,23 @@ def test_weights_keep_their_own_type_on_a_gpu(folder):
     assert asked == ["cuda"]
     with pytest.raises(ModelError, match="does not fit cpu"):  # on its way to the GPU
         require_room(folder, [folder / "model.safetensors"], config, "auto", torch.device("cuda"), roomy_gpu)
+
+
+def test_the_cache_may_take_part_of_what_is_free():
+    cpu = torch.device("cpu")
+    assert 0 < cache_bound(cpu, 1 << 20) < memory_of(cpu).free_bytes / (1 << 20)
+
+
+@pytest.mark.parametrize(("device", "num_sharing", "expected"), [("cpu", 1, 500), ("cpu", 4, 125), ("cuda", 4, 800)])
+def test_engines_of_a_machine_share_its_memory_but_no_gpu(monkeypatch, device, num_sharing, expected):
+    memory = Memory(device, free_bytes=1000 * 64, total_bytes=2000 * 64)
+    monkeypatch.setattr(device_memory, "memory_of", lambda device: memory)
+    assert cache_bound(torch.device(device), 64, num_sharing) == expected
+
+
+def test_out_of_memory_is_told_from_other_errors():
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(refused.value)
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("shapes differ")) and not is_out_of_memory(ValueError())

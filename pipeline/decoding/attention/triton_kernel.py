@@ -1,15 +1,15 @@
-"""Triton kernels of the attention that `packed_attention` describes, for CUDA; `kernel_attention` launches them.
+"""Triton kernels of the attention that `metadata` describes, for CUDA; `triton_attention` launches them.
 
-One program takes a few neighbouring packed tokens of a sequence with all the query heads that share a key-value head,
+One program takes a few neighbouring new tokens of a sequence with all the query heads that share a key-value head,
 so that a key is loaded once for all of them, and walks over its part of the sequence's keys with an online softmax
 (FlashAttention-2). Where a sequence has more keys than one part, a second kernel combines the parts by their
 log-sum-exp (flash-decoding). Parts are cut at fixed lengths: what a sequence gets does not depend on what shares its
-pack.
+batch.
 
-Tested against `packed_attention` through Triton's interpreter on a CPU, and compiled for compute capabilities 8.0 and
-9.0. They have not been run on a GPU yet: block sizes are chosen by reasoning, not by measurement.
+Tested against a slow, obvious version through Triton's interpreter on a CPU, and compiled for compute capabilities 8.0
+and 9.0. They have not been run on a GPU yet: block sizes are chosen by reasoning, not by measurement.
 
-Knows arrays only; import it only where Triton can be imported.
+Import it only where Triton can be imported.
 """
 
 import triton
@@ -27,9 +27,9 @@ def attend(
     out_ptr,  # (N, num_heads, value_dim), or of parts: (N, num_heads, num_parts, value_dim) in float32
     log_sum_ptr,  # (N, num_heads, num_parts) float32, of parts only
     slots_ptr,
-    slot_starts_ptr,
+    cu_seqlens_k_ptr,
     num_committed_ptr,
-    query_starts_ptr,
+    cu_seqlens_q_ptr,
     num_chain_ptr,
     ancestors_ptr,
     positions_ptr,
@@ -62,7 +62,7 @@ def attend(
     BLOCK_TOKENS: tl.constexpr = BLOCK_ROWS // FOLDED
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
-    sequence, query_start, num_new, first = _own_tile(query_starts_ptr, num_sequences, BLOCK_TOKENS)
+    sequence, query_start, num_new, first = _own_tile(cu_seqlens_q_ptr, num_sequences, BLOCK_TOKENS)
     if first >= num_new:
         return
 
@@ -94,7 +94,7 @@ def attend(
     query = _load_rows(query_ptr, query_place, real, dim, HEAD_DIM, IN_FLOAT32)
     position = tl.load(positions_ptr + token, mask=real, other=0)
     ancestors = tl.load(ancestors_ptr + token, mask=real, other=0)
-    own_slots_ptr = slots_ptr + tl.load(slot_starts_ptr + sequence).to(tl.int64)
+    own_slots_ptr = slots_ptr + tl.load(cu_seqlens_k_ptr + sequence).to(tl.int64)
     key_positions_ptr = positions_ptr + query_start - committed  # of new keys
 
     highest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
@@ -132,8 +132,8 @@ def attend(
 
 
 @triton.jit
-def _own_tile(query_starts_ptr, num_sequences, BLOCK_TOKENS: tl.constexpr):
-    """The program's sequence, the pack's number of its first new token, how many it has, and the tile's first of them.
+def _own_tile(cu_seqlens_q_ptr, num_sequences, BLOCK_TOKENS: tl.constexpr):
+    """The program's sequence, the batch's number of its first new token, how many it has, and the tile's first of them.
 
     Sequence b has the tiles from query_starts[b] // BLOCK_TOKENS + b on, as many as it can need.
     """
@@ -142,14 +142,14 @@ def _own_tile(query_starts_ptr, num_sequences, BLOCK_TOKENS: tl.constexpr):
     high = num_sequences
     while low < high:
         middle = (low + high) // 2
-        first_tile = tl.load(query_starts_ptr + middle) // BLOCK_TOKENS + middle
+        first_tile = tl.load(cu_seqlens_q_ptr + middle) // BLOCK_TOKENS + middle
         if first_tile <= tile:
             low = middle + 1
         else:
             high = middle
     sequence = low - 1
-    query_start = tl.load(query_starts_ptr + sequence)
-    num_new = tl.load(query_starts_ptr + sequence + 1) - query_start
+    query_start = tl.load(cu_seqlens_q_ptr + sequence)
+    num_new = tl.load(cu_seqlens_q_ptr + sequence + 1) - query_start
     return sequence, query_start, num_new, (tile - query_start // BLOCK_TOKENS - sequence) * BLOCK_TOKENS
 
 
@@ -209,7 +209,7 @@ def combine(
     log_sum_ptr,
     sink_ptr,
     out_ptr,
-    query_starts_ptr,
+    cu_seqlens_q_ptr,
     num_sequences,
     num_heads,
     NUM_PARTS: tl.constexpr,
@@ -220,7 +220,7 @@ def combine(
     """One token's head: its parts' results, weighted by their share of the softmax's sum."""
     token = tl.program_id(0)
     head = tl.program_id(1)
-    if token >= tl.load(query_starts_ptr + num_sequences):  # padding: its parts were never written
+    if token >= tl.load(cu_seqlens_q_ptr + num_sequences):  # padding: its parts were never written
         return
     place = token.to(tl.int64) * num_heads + head
     part = tl.arange(0, NUM_PARTS)

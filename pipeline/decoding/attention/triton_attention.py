@@ -1,9 +1,9 @@
-"""Launches the kernels of `tree_kernel` on a packed step.
+"""Launches the kernels of `triton_kernel` on a batch.
 
 Nothing is read from the device, so that a captured launch can be replayed on new index tensors. Padding sequences and
 tokens cost programs that end at once.
 
-Import it only where Triton can be imported. Knows no model, no store and no draft.
+Import it only where Triton can be imported.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from functools import cache
 import torch
 import triton
 
-from laserbatch.pipeline.decoding.attention.packed_attention import PART_KEYS, LaunchShape, PackedIndex
-from laserbatch.pipeline.decoding.attention.tree_kernel import attend, combine
+from laserbatch.pipeline.decoding.attention.metadata import PART_KEYS, AttentionMetadata, LaunchShape
+from laserbatch.pipeline.decoding.attention.triton_kernel import attend, combine
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ BLOCKS_OF_DEVICE: dict[str, Blocks] = {}
 INTERPRETED = triton.knobs.runtime.interpret  # as it was when the kernels were defined
 
 
-def tree_attention_kernel(
+def triton_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    index: PackedIndex,
+    metadata: AttentionMetadata,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -48,7 +48,7 @@ def tree_attention_kernel(
     shape: LaunchShape | None = None,
     blocks: Blocks | None = None,
 ) -> torch.Tensor:
-    """`packed_attention`, fused. The last dimension of query, keys and values must be contiguous.
+    """The contract of `metadata`, fused. The last dimension of query, keys and values must be contiguous.
 
     Parameters
     ----------
@@ -60,10 +60,10 @@ def tree_attention_kernel(
     (N, num_heads, value_dim), zeros for padding.
     """
     num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads, value_dim = keys.shape[1], values.shape[2]
-    num_folded, num_sequences = num_heads // num_kv_heads, len(index.num_committed)
+    num_kv_heads, value_dim = keys.shape[0], values.shape[2]
+    num_folded, num_sequences = num_heads // num_kv_heads, len(metadata.num_committed)
     if shape is None:
-        max_keys = int((index.slot_starts[1:] - index.slot_starts[:-1]).max())
+        max_keys = int((metadata.cu_seqlens_k[1:] - metadata.cu_seqlens_k[:-1]).max())
         shape = LaunchShape.of(max_keys, num_tokens, num_sequences)
     assert query.stride(2) == keys.stride(2) == values.stride(2) == 1, "a head's dimensions are not contiguous"
     out = query.new_zeros(num_tokens, num_heads, value_dim)
@@ -83,9 +83,9 @@ def tree_attention_kernel(
     }
     attend[(num_tiles, num_kv_heads, shape.num_parts)](
         *(query, keys, values, sinks_or_any, parts, log_sums),
-        *(index.slots, index.slot_starts, index.num_committed, index.query_starts, index.num_chain),
-        *(index.ancestors, index.node_positions, num_sequences, num_heads),
-        *(*query.stride()[:2], *keys.stride()[:2], *values.stride()[:2]),
+        *(metadata.slots, metadata.cu_seqlens_k, metadata.num_committed, metadata.cu_seqlens_q, metadata.num_chain),
+        *(metadata.ancestors, metadata.positions, num_sequences, num_heads),
+        *(*query.stride()[:2], keys.stride(1), keys.stride(0), values.stride(1), values.stride(0)),
         *(scale, softcap or 0.0, window or 0),
         PART=PART_KEYS,
         FOLDED=num_folded,
@@ -102,7 +102,7 @@ def tree_attention_kernel(
     )
     if shape.num_parts > 1:
         combine[(num_tokens, num_heads)](
-            parts, log_sums, sinks_or_any, out, index.query_starts, num_sequences, num_heads, **whole
+            parts, log_sums, sinks_or_any, out, metadata.cu_seqlens_q, num_sequences, num_heads, **whole
         )
     return out
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from packs import keep, random_tree
+from reference import reference_attention
 from tiny_models import (
     ARCHITECTURES,
     VOCAB,
@@ -19,15 +20,14 @@ from tiny_models import (
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from laserbatch.pipeline.decoding.attention.packed_attention import LaunchShape, PackedIndex, packed_attention
-from laserbatch.pipeline.decoding.feed import Feed
-from laserbatch.pipeline.decoding.memory.kv_store import KVStore
-from laserbatch.pipeline.decoding.memory.token_store import TokenStore
+from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata, LaunchShape
+from laserbatch.pipeline.decoding.batch import Feed
+from laserbatch.pipeline.decoding.memory.kv_cache import KVCache
+from laserbatch.pipeline.decoding.model.cuda_graphs import TOKEN_BUCKETS, Bucket, BufferedForward, kernel_for
 from laserbatch.pipeline.decoding.model.load import prepare_model
-from laserbatch.pipeline.decoding.model.model_runner import ModelRunner
 from laserbatch.pipeline.decoding.model.output_head import OutputHead
-from laserbatch.pipeline.decoding.model.packed_forward import TOKEN_BUCKETS, Bucket, PackedForward, kernel_for
-from laserbatch.pipeline.decoding.packed_trees import PackedTrees
+from laserbatch.pipeline.decoding.model.runner import ModelRunner
+from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 from laserbatch.pipeline.errors import ModelError
 
@@ -35,45 +35,49 @@ CPU = torch.device("cpu")
 GPT_OSS = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": None}
 
 
-def masked_attention(query, keys, values, index: PackedIndex, scale, window=None, softcap=None, sinks=None, shape=None):
-    """`packed_attention` as one masked product over all slots, that reads nothing on the host: it can be captured."""
-    num_heads, folded = query.shape[1], query.shape[1] // keys.shape[1]
-    tokens, places = (torch.arange(count, device=query.device) for count in (len(query), len(index.slots)))
-    last = len(index.num_committed) - 1
-    own = torch.searchsorted(index.query_starts, tokens, right=True).sub(1).clamp(max=last)
-    held = torch.searchsorted(index.slot_starts, places, right=True).sub(1).clamp(max=last)
-    place = places - index.slot_starts[held]  # within its sequence
-    new = place - index.num_committed[held]  # below 0: a committed token
-    node = new - index.num_chain[held]
-    new_token = (index.query_starts[held] + new).clamp(0, len(query) - 1)
-    position = torch.where(new < 0, place, index.node_positions[new_token])
-    ancestor = (index.ancestors[:, None] >> node.clamp(0, 63)) & 1 > 0
-    sees = torch.where(node >= 0, ancestor, place <= index.node_positions[:, None])
-    sees &= (own[:, None] == held) & (places < index.slot_starts[-1]) & (tokens < index.query_starts[-1])[:, None]
+def masked_attention(
+    query, keys, values, metadata: AttentionMetadata, scale, window=None, softcap=None, sinks=None, shape=None
+):
+    """One masked product over all slots, that reads nothing on the host: it can be captured."""
+    num_heads, folded = query.shape[1], query.shape[1] // len(keys)
+    tokens, places = (torch.arange(count, device=query.device) for count in (len(query), len(metadata.slots)))
+    last = len(metadata.num_committed) - 1
+    own = torch.searchsorted(metadata.cu_seqlens_q, tokens, right=True).sub(1).clamp(max=last)
+    held = torch.searchsorted(metadata.cu_seqlens_k, places, right=True).sub(1).clamp(max=last)
+    place = places - metadata.cu_seqlens_k[held]  # within its sequence
+    new = place - metadata.num_committed[held]  # below 0: a committed token
+    node = new - metadata.num_chain[held]
+    new_token = (metadata.cu_seqlens_q[held] + new).clamp(0, len(query) - 1)
+    position = torch.where(new < 0, place, metadata.positions[new_token])
+    ancestor = (metadata.ancestors[:, None] >> node.clamp(0, 63)) & 1 > 0
+    sees = torch.where(node >= 0, ancestor, place <= metadata.positions[:, None])
+    sees &= (
+        (own[:, None] == held) & (places < metadata.cu_seqlens_k[-1]) & (tokens < metadata.cu_seqlens_q[-1])[:, None]
+    )
     if window is not None:
-        sees &= index.node_positions[:, None] - position < window
-    own_keys = keys[index.slots.long()].repeat_interleave(folded, 1)
-    scores = torch.einsum("qhd,khd->hqk", query, own_keys) * scale
+        sees &= metadata.positions[:, None] - position < window
+    own_keys = keys[:, metadata.slots.long()].repeat_interleave(folded, 0)
+    scores = torch.einsum("qhd,hkd->hqk", query, own_keys) * scale
     scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
     scores = torch.where(sees, scores, -torch.inf)
     sink = query.new_full((num_heads,), -torch.inf) if sinks is None else sinks
     scores = torch.cat((scores, sink[:, None, None].expand(-1, len(query), 1)), -1)
     weights = torch.softmax(scores, -1).nan_to_num(0.0)[..., :-1]
-    return torch.einsum("hqk,khd->qhd", weights, values[index.slots.long()].repeat_interleave(folded, 1))
+    return torch.einsum("hqk,hkd->qhd", weights, values[:, metadata.slots.long()].repeat_interleave(folded, 0))
 
 
 def is_interpreted() -> bool:
     """Whether kernels run on this CPU; skips the test where triton is not installed."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from laserbatch.pipeline.decoding.attention.kernel_attention import INTERPRETED
+    from laserbatch.pipeline.decoding.attention.triton_attention import INTERPRETED
 
     return INTERPRETED
 
 
-def packed_runner(model, attention, max_rows=6, **options) -> ModelRunner:
-    runner = ModelRunner(model, TokenStore(max_rows), CPU)
+def buffered_runner(model, attention, max_rows=6, **options) -> ModelRunner:
+    runner = ModelRunner(model, KVCache(max_rows), CPU)
     options = {"pads": False, "captures": False} | options
-    runner.packed = PackedForward(model, runner.store, CPU, attention, runner._selects_logits, **options)
+    runner.buffered = BufferedForward(model, runner.cache, CPU, attention, runner._selects_logits, **options)
     return runner
 
 
@@ -84,15 +88,15 @@ def assert_equal_logits(runners: list[ModelRunner], num_steps: int = 5, seed: in
     for step in range(num_steps):
         for length in (3, 14, 8)[: 3 if step == 0 else int(step % 3 == 1)]:
             prompt = rng.integers(0, VOCAB, length).astype(np.int32)
-            (row,) = {runner.store.acquire(prompt, 60).row for runner in runners}
-            pending[row] = prompt[-(length - int(runners[0].store.lengths[row])) :].tolist()
+            (row,) = {runner.cache.acquire(prompt, 60).row for runner in runners}
+            pending[row] = prompt[-(length - int(runners[0].cache.lengths[row])) :].tolist()
         feeds, trees = [], []
         for row in pending:
             in_parts = len(pending[row]) > 10
             chain = np.array(pending[row][:5] if in_parts else pending[row], np.int32)
             trees.append(random_tree(rng, 0 if in_parts else int(rng.integers(0, 9)), VOCAB))
             feeds.append(Feed(row, chain))
-        outputs = [runner.forward(feeds, PackedTrees.of(trees)) for runner in runners]
+        outputs = [runner.forward(feeds, TreeBatch.of(trees)) for runner in runners]
         num_kept = sum(1 + len(tree) for tree in trees)
         for output in outputs[1:]:
             close = {"rtol": tolerance, "atol": tolerance}
@@ -106,12 +110,12 @@ def assert_equal_logits(runners: list[ModelRunner], num_steps: int = 5, seed: in
             rest = pending[feed.row][len(feed.chain_ids) :]
             pending[feed.row] = rest or [int(rng.integers(0, VOCAB))]
         for runner, output in zip(runners, outputs, strict=True):
-            keep(runner.store, output.pack, kept_nodes)
+            keep(runner.cache, output.batch, kept_nodes)
         if step % 3 == 2:
             ended = next(iter(pending))
             del pending[ended]
             for runner in runners:
-                runner.store.release(ended)
+                runner.cache.release(ended)
 
 
 def prepared(architecture: str = "llama"):
@@ -121,32 +125,33 @@ def prepared(architecture: str = "llama"):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt_neox", "gpt_oss"])
-def test_packed_forward_padded_or_not_equals_groups_over_both_stores(architecture):
+def test_buffered_forwards_padded_or_not_equal_eager_ones(architecture):
     model = prepared(architecture)
-    rows = ModelRunner(model, KVStore(6), CPU)
-    groups = ModelRunner(model, TokenStore(6), CPU)
-    packed = packed_runner(model, packed_attention)
-    padded = packed_runner(model, packed_attention, pads=True)
-    split = packed_runner(model, packed_attention, pads=True, head=OutputHead(model))
-    assert_equal_logits([rows, groups, packed, padded, split])
-    assert padded.packed.buckets and not packed.packed.buckets
+    eager = ModelRunner(model, KVCache(6), CPU)
+    plain = buffered_runner(model, reference_attention)
+    padded = buffered_runner(model, reference_attention, pads=True)
+    split = buffered_runner(model, reference_attention, pads=True, head=OutputHead(model))
+    assert_equal_logits([eager, plain, padded, split])
+    assert padded.buffered.buckets and not plain.buffered.buckets
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_padded_steps_equal_unpadded_ones_over_many_steps(seed):
     model = prepared()
-    padded = packed_runner(model, packed_attention, pads=True)
-    assert_equal_logits([packed_runner(model, packed_attention), padded], num_steps=12, seed=seed)
-    assert len(padded.packed.buckets) > 1
+    padded = buffered_runner(model, reference_attention, pads=True)
+    assert_equal_logits([buffered_runner(model, reference_attention), padded], num_steps=12, seed=seed)
+    assert len(padded.buffered.buckets) > 1
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gpt_oss"])
 def test_masked_attention_of_these_tests_equals_the_slow_one(architecture):
     model = prepared(architecture)
-    assert_equal_logits([packed_runner(model, packed_attention), packed_runner(model, masked_attention, pads=True)])
+    assert_equal_logits(
+        [buffered_runner(model, reference_attention), buffered_runner(model, masked_attention, pads=True)]
+    )
 
 
-class TracedForward(PackedForward):
+class TracedForward(BufferedForward):
     """Captures a bucket as a trace of tensor operations, replayed without the model's Python, as a CUDA graph is."""
 
     num_captured = num_replayed = 0
@@ -165,26 +170,26 @@ class TracedForward(PackedForward):
 def test_a_captured_step_replayed_on_new_buffers_equals_an_eager_one(architecture, splits_head):
     """All that differs between two steps of a bucket comes from its buffers and from the store's memory."""
     model = prepared(architecture)
-    runner = packed_runner(model, masked_attention, pads=True)
+    runner = buffered_runner(model, masked_attention, pads=True)
     head = OutputHead(model) if splits_head else None
     options = {"pads": True, "captures": True, "head": head}
-    traced = TracedForward(model, runner.store, CPU, masked_attention, runner._selects_logits, **options)
-    runner.packed = traced
+    traced = TracedForward(model, runner.cache, CPU, masked_attention, runner._selects_logits, **options)
+    runner.buffered = traced
     with torch.no_grad():
-        assert_equal_logits([packed_runner(model, packed_attention), runner], num_steps=14)
+        assert_equal_logits([buffered_runner(model, reference_attention), runner], num_steps=14)
     assert traced.num_replayed > traced.num_captured > 0
 
 
 def test_captured_steps_are_dropped_when_the_store_has_grown():
     model = prepared()
-    runner = packed_runner(model, masked_attention, pads=True)
-    traced = TracedForward(model, runner.store, CPU, masked_attention, runner._selects_logits, pads=True, captures=True)
-    runner.packed = traced
-    row = runner.store.acquire(np.array([1, 2], np.int32), 60).row
+    runner = buffered_runner(model, masked_attention, pads=True)
+    traced = TracedForward(model, runner.cache, CPU, masked_attention, runner._selects_logits, pads=True, captures=True)
+    runner.buffered = traced
+    row = runner.cache.acquire(np.array([1, 2], np.int32), 60).row
     feed = Feed(row, np.array([1], np.int32))
     first = [runner.forward([feed]).logits.clone() for _ in range(3)][-1]
     assert (traced.num_captured, traced.num_replayed) == (1, 2)
-    assert runner.store.make_room(runner.store.capacity + 1)
+    assert runner.cache.make_room(runner.cache.capacity + 1)
     again = runner.forward([feed]).logits
     assert (traced.num_captured, traced.num_replayed) == (2, 3)
     torch.testing.assert_close(again, first)
@@ -193,14 +198,14 @@ def test_captured_steps_are_dropped_when_the_store_has_grown():
 def test_a_step_whose_memory_was_given_back_is_not_captured():
     """The forward that makes the cache anew must not be recorded: each replay would empty it."""
     model = prepared()
-    runner = packed_runner(model, masked_attention, pads=True)
-    traced = TracedForward(model, runner.store, CPU, masked_attention, runner._selects_logits, pads=True, captures=True)
-    runner.packed = traced
-    row = runner.store.acquire(np.array([1, 2], np.int32), 60).row
+    runner = buffered_runner(model, masked_attention, pads=True)
+    traced = TracedForward(model, runner.cache, CPU, masked_attention, runner._selects_logits, pads=True, captures=True)
+    runner.buffered = traced
+    row = runner.cache.acquire(np.array([1, 2], np.int32), 60).row
     feed = Feed(row, np.array([1], np.int32))
     first = [runner.forward([feed]).logits.clone() for _ in range(2)][-1]
-    runner.store.drop_unused()
-    assert not runner.store.layers and traced.num_captured == 1
+    runner.cache.drop_unused()
+    assert not runner.cache.layers and traced.num_captured == 1
     for num_captured in (1, 2):
         torch.testing.assert_close(runner.forward([feed]).logits, first)
         assert traced.num_captured == num_captured
@@ -221,16 +226,16 @@ class RefusesDeviceReads(TorchDispatchMode):
 def test_a_models_step_reads_nothing_from_the_device(architecture):
     """Else its capture would fail and every step of it would run without a graph."""
     model = prepared(architecture)
-    runner = packed_runner(model, masked_attention, pads=True)
-    feed = Feed(runner.store.acquire(np.array([1, 2], np.int32), 60).row, np.array([1], np.int32))
+    runner = buffered_runner(model, masked_attention, pads=True)
+    feed = Feed(runner.cache.acquire(np.array([1, 2], np.int32), 60).row, np.array([1], np.int32))
     expected = runner.forward([feed]).logits.clone()
-    forward = runner.packed._forward
+    forward = runner.buffered._forward
 
     def watched(buffers, shape):
         with RefusesDeviceReads():
             return forward(buffers, shape)
 
-    runner.packed._forward = watched
+    runner.buffered._forward = watched
     torch.testing.assert_close(runner.forward([feed]).logits, expected)
 
 
@@ -243,9 +248,9 @@ def test_reads_from_the_device_would_be_refused():
 
 def test_without_a_device_capture_fails_once_and_steps_go_on(caplog):
     model = prepared()
-    capturing = packed_runner(model, masked_attention, pads=True, captures=True)
+    capturing = buffered_runner(model, masked_attention, pads=True, captures=True)
     with caplog.at_level(logging.WARNING):
-        assert_equal_logits([packed_runner(model, packed_attention), capturing], num_steps=12)
+        assert_equal_logits([buffered_runner(model, reference_attention), capturing], num_steps=12)
     assert sum("CUDA graphs cannot be captured" in message for message in caplog.messages) == 1
 
 
@@ -254,38 +259,33 @@ def test_a_kernel_that_fails_is_given_up_with_a_warning(caplog, fault):
     def broken(*arguments, **options):
         if fault == "raises":
             raise RuntimeError("no kernel image")
-        return torch.roll(packed_attention(*arguments, **options), 1, 0)
+        return torch.roll(reference_attention(*arguments, **options), 1, 0)
 
     model = prepared()
-    runner = packed_runner(model, broken)
+    runner = buffered_runner(model, broken)
     with caplog.at_level(logging.WARNING):
-        assert_equal_logits([ModelRunner(model, TokenStore(6), CPU), runner])
-    assert runner.packed is None
+        assert_equal_logits([ModelRunner(model, KVCache(6), CPU), runner])
+    assert runner.buffered is None
     assert sum("the attention kernel failed" in message for message in caplog.messages) == 1
 
 
 def test_prompts_and_large_steps_are_not_padded():
     model = prepared()
-    runner = packed_runner(model, packed_attention, pads=True)
-    row = runner.store.acquire(np.arange(90, dtype=np.int32), 100).row
+    runner = buffered_runner(model, reference_attention, pads=True)
+    row = runner.cache.acquire(np.arange(90, dtype=np.int32), 100).row
     runner.forward([Feed(row, np.arange(80, dtype=np.int32))])
-    assert not runner.packed.buckets
+    assert not runner.buffered.buckets
     most = TOKEN_BUCKETS[-1]
-    steps = [np.zeros(size) for size in (most, most + 1)]
-    sizes = [runner.packed._padded_tokens(type("Step", (), {"keep": s, "num_tokens": len(s)})) for s in steps]
-    assert sizes == [most, None]
+    assert [runner.buffered._padded_tokens(size, size) for size in (most, most + 1)] == [most, None]
 
 
 def test_a_kernel_is_only_used_where_it_can_be():
     assert kernel_for("torch", CPU) is None
     assert kernel_for("auto", CPU) is None
     model = tiny_model()
-    if is_interpreted():
-        with pytest.raises(ModelError, match="kv_cache"):
-            ModelRunner(model, KVStore(2), CPU, "triton")
-    else:
+    if not is_interpreted():
         with pytest.raises(ModelError, match="needs CUDA"):
-            ModelRunner(model, TokenStore(2), CPU, "triton")
+            ModelRunner(model, KVCache(2), CPU, "triton")
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
@@ -293,10 +293,10 @@ def test_models_run_through_the_kernel(architecture):
     if not is_interpreted():
         pytest.skip("triton was imported before TRITON_INTERPRET=1 was set")
     model = prepared(architecture)
-    runner = ModelRunner(model, TokenStore(6), CPU, "triton")
-    runner.packed._pads = True
-    assert_equal_logits([ModelRunner(model, TokenStore(6), CPU), runner], num_steps=3, tolerance=1e-4)
-    assert runner.packed.buckets
+    runner = ModelRunner(model, KVCache(6), CPU, "triton")
+    runner.buffered._pads = True
+    assert_equal_logits([ModelRunner(model, KVCache(6), CPU), runner], num_steps=3, tolerance=1e-4)
+    assert runner.buffered.buckets
 
 
 @pytest.mark.gpu
@@ -306,10 +306,10 @@ def test_cuda_graphs_of_the_kernel_equal_groups(architecture):
     device = torch.device("cuda")
     model = tiny_model(architecture, **(GPT_OSS if architecture == "gpt_oss" else {})).to(device)
     prepare_model(model)
-    groups, graphs = (ModelRunner(model, TokenStore(6), device, name) for name in ("torch", "triton"))
-    split = ModelRunner(model, TokenStore(6), device, "triton", splits_head=True)
+    groups, graphs = (ModelRunner(model, KVCache(6), device, name) for name in ("torch", "triton"))
+    split = ModelRunner(model, KVCache(6), device, "triton", splits_head=True)
     assert_equal_logits([groups, graphs, split], num_steps=30, tolerance=1e-4)
-    assert any(bucket.graph is not None for bucket in graphs.packed.buckets.values()) or architecture == "gpt_oss"
+    assert any(bucket.graph is not None for bucket in graphs.buffered.buckets.values()) or architecture == "gpt_oss"
 
 
 def test_the_engine_writes_plain_texts_through_the_kernel():
@@ -317,7 +317,7 @@ def test_the_engine_writes_plain_texts_through_the_kernel():
         pytest.skip("triton was imported before TRITON_INTERPRET=1 was set")
     model, prompts = tiny_model(), tiny_prompts(4)
     texts = plain_texts(model, prompts, 8)
-    engine = tiny_engine(model, kv_cache="tokens", attention="triton", batch_size=3)
+    engine = tiny_engine(model, attention="triton", batch_size=3)
     results = {r.request_id: r for r in engine.generate(requests_for(prompts, 8), OracleDrafter(texts), Greedy())}
     assert [results[str(i)].token_ids.tolist() for i in range(4)] == texts
     assert sum(result.num_accepted for result in results.values()) > 0

@@ -1,0 +1,100 @@
+"""Which keys each new token of a batch sees: the attention contract, said in index arrays.
+
+A batch is the new tokens of several sequences, one sequence after another. A sequence's new tokens are a causal chain
+(a part of its prompt, or its last committed token) and a draft tree below it. Keys and values lie in the KV cache,
+anywhere: the slots name them.
+
+The contract is implemented by `triton_attention` (CUDA), `numba_attention` (a CPU, few new tokens a sequence) and
+`torch_attention` (any device, padded), each
+
+    attention(query, keys, values, metadata, scale, window, softcap, sinks) -> (N, num_heads, value_dim)
+
+    query : (N, num_heads, head_dim), after rotary embedding.
+    keys, values : (num_kv_heads, num_slots, head_dim or value_dim); query head h reads key-value head
+        `h // (num_heads / num_kv_heads)`.
+    scale : factor of the scores.
+    window : a token sees those less than this many positions before it; None: all.
+    softcap : scores are bounded to softcap * tanh(score / softcap); None: they are not.
+    sinks : (num_heads,), a score that takes part in each softmax and brings no value; None: there is none.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from laserbatch.pipeline.decoding.batch import Batch
+from laserbatch.pipeline.decoding.memory.kv_cache import KVCache
+
+PART_KEYS = 256
+MOST_TILE_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """A batch of B sequences and N new tokens; arrays of numpy on the host, or tensors on one device.
+
+    `slots` int32[total]: of each sequence the slots of its committed tokens in text order, then those of its new tokens
+    in the batch's order; sequence b's are `slots[cu_seqlens_k[b] : cu_seqlens_k[b + 1]]`, int32[B + 1], of which the
+    first `num_committed[b]` are committed, int32[B]. Its new tokens are `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]`,
+    int32[B + 1], the first `num_chain[b]` of them its chain, int32[B], the rest its tree.
+
+    A new token sees all that is committed. `ancestors` int64[N]: of a tree node, bit j says that it sees node j of its
+    own tree, its own bit included; 0 in a chain. `positions` int32[N], absolute; committed token i is at position i,
+    and the chain goes on from there. Arrays may be longer than needed: tokens from `cu_seqlens_q[B]` on are padding,
+    and their result is zero.
+    """
+
+    slots: np.ndarray | torch.Tensor
+    cu_seqlens_k: np.ndarray | torch.Tensor
+    num_committed: np.ndarray | torch.Tensor
+    cu_seqlens_q: np.ndarray | torch.Tensor
+    num_chain: np.ndarray | torch.Tensor
+    ancestors: np.ndarray | torch.Tensor
+    positions: np.ndarray | torch.Tensor
+
+
+def attention_metadata(batch: Batch, cache: KVCache) -> AttentionMetadata:
+    """The arrays of a batch over a cache, on the host."""
+    ends = np.cumsum(batch.num_committed + batch.sizes)
+    slots = np.empty(ends[-1], np.int32)
+    first_new = ends - batch.sizes
+    slots[np.arange(len(batch)) + (first_new - batch.offsets)[batch.feed_of]] = batch.slot_mapping
+    committed = zip(batch.rows.tolist(), (first_new - batch.num_committed).tolist(), first_new.tolist(), strict=True)
+    for row, start, end in committed:
+        slots[start:end] = cache.slots_of(row)
+    ancestors = np.zeros(len(batch), np.int64)
+    if len(batch.trees):
+        ancestors[batch.is_node] = batch.trees.ancestors
+    return AttentionMetadata(
+        slots=slots,
+        cu_seqlens_k=np.append(0, ends).astype(np.int32),
+        num_committed=batch.num_committed.astype(np.int32),
+        cu_seqlens_q=np.append(batch.offsets, len(batch)).astype(np.int32),
+        num_chain=batch.num_chain.astype(np.int32),
+        ancestors=ancestors,
+        positions=batch.positions,
+    )
+
+
+@dataclass(frozen=True)
+class LaunchShape:
+    """What the Triton kernel's launch depends on beside tensors: steps of one shape can replay a captured launch.
+
+    `num_parts`: into how many parts of PART_KEYS keys the longest sequence is cut, a power of two, maybe more than
+    needed; 1 takes all keys in one go, however many. `tile_tokens`: a sequence's tokens that go together, a power of 4.
+    """
+
+    num_parts: int
+    tile_tokens: int
+
+    @classmethod
+    def of(cls, max_keys: int, num_tokens: int, num_sequences: int) -> "LaunchShape":
+        """For sequences of up to `max_keys` keys, new tokens included."""
+        num_parts = 1
+        while num_parts * PART_KEYS < max_keys:
+            num_parts *= 2
+        tile_tokens = 1
+        while tile_tokens < MOST_TILE_TOKENS and tile_tokens * num_sequences < num_tokens:
+            tile_tokens *= 4
+        return cls(num_parts, tile_tokens)

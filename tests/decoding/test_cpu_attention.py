@@ -1,0 +1,113 @@
+"""Compiled loops and torch's padded attention against the slow, obvious version, on any ragged batch."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packs import Pack, random_pack
+from reference import reference_attention
+
+from laserbatch.pipeline.decoding.attention import numba_attention
+from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
+from laserbatch.pipeline.decoding.attention.plan import MOST_LOOP_TOKENS, EagerAttention
+
+# A prompt's part, a tree on a text, plain decoding, the largest tree, a prompt of several blocks, and a first token.
+LENGTHS = [(0, 21, 0), (37, 1, 9), (61, 1, 0), (5, 1, 64), (7, 300, 0), (0, 1, 2)]
+
+
+def on_host(metadata: AttentionMetadata) -> AttentionMetadata:
+    return AttentionMetadata(**{one.name: getattr(metadata, one.name).numpy() for one in fields(metadata)})
+
+
+def assert_equal_to_the_slow_one(pack: Pack, call_cost: int = 1000, sinks=None, **options) -> None:
+    attention = EagerAttention(on_host(pack.metadata), call_cost)
+    keys, values = pack.keys.contiguous(), pack.values.contiguous()
+    masks = {"window": None, "softcap": None} | options
+    found = attention(pack.query, keys, values, 0.3, masks["window"], masks["softcap"], sinks)
+    expected = reference_attention(pack.query, keys, values, pack.metadata, 0.3, sinks=sinks, **options)
+    tolerance = 2e-2 if pack.query.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("num_heads, num_kv_heads", [(2, 2), (4, 2), (7, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_attention_in_every_head_grouping_and_window(num_heads, num_kv_heads, dtype, window):
+    assert_equal_to_the_slow_one(random_pack(LENGTHS, num_heads, num_kv_heads, dtype=dtype), window=window)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("call_cost", [0, 1000, 10**9])
+def test_attention_with_softcap_and_sinks_in_any_grouping(window, softcap, has_sinks, call_cost):
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(2)) if has_sinks else None
+    pack = random_pack(LENGTHS, seed=1)
+    assert_equal_to_the_slow_one(pack, call_cost, sinks, window=window, softcap=softcap)
+
+
+@settings(max_examples=25, derandomize=True)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20), st.integers(0, 40)), min_size=1, max_size=5),
+    dims=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    window=st.one_of(st.none(), st.integers(1, 30)),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+def test_any_ragged_batch_on_any_number_of_threads(lengths, dims, window, threads, seed):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(numba_attention, "LEAST_SCORES", 1)
+        assert_equal_to_the_slow_one(random_pack(lengths, 4, 2, *dims, seed=seed), window=window)
+    assert torch.get_num_threads() == threads
+    torch.set_num_threads(before)
+
+
+def test_a_result_does_not_depend_on_what_shares_the_batch():
+    pack = random_pack(LENGTHS)
+    metadata, query = on_host(pack.metadata), pack.query
+    keys, values = pack.keys.contiguous(), pack.values.contiguous()
+    together = EagerAttention(metadata, 1000)(query, keys, values, 0.3, None, None, None)
+    for b in range(len(LENGTHS)):
+        tokens = slice(*metadata.cu_seqlens_q[b : b + 2].tolist())
+        if tokens.stop - tokens.start > MOST_LOOP_TOKENS:
+            continue
+        alone = AttentionMetadata(
+            slots=metadata.slots[slice(*metadata.cu_seqlens_k[b : b + 2].tolist())],
+            cu_seqlens_k=metadata.cu_seqlens_k[b : b + 2] - metadata.cu_seqlens_k[b],
+            num_committed=metadata.num_committed[b : b + 1],
+            cu_seqlens_q=metadata.cu_seqlens_q[b : b + 2] - metadata.cu_seqlens_q[b],
+            num_chain=metadata.num_chain[b : b + 1],
+            ancestors=metadata.ancestors[tokens],
+            positions=metadata.positions[tokens],
+        )
+        found = EagerAttention(alone, 1000)(query[tokens], keys, values, 0.3, None, None, None)
+        assert torch.equal(found, together[tokens])
+
+
+@pytest.mark.parametrize("spoiled", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_so_in_its_own_sequence_alone(spoiled):
+    pack = random_pack([(37, 1, 9), (61, 1, 0)])
+    metadata, keys = on_host(pack.metadata), pack.keys.contiguous()
+    own = set(metadata.slots[: metadata.cu_seqlens_k[1]].tolist())
+    slot = next(slot for slot in metadata.slots[:37].tolist() if slot not in metadata.slots[47:].tolist())
+    assert slot in own
+    keys[:, slot] = spoiled
+    found = EagerAttention(metadata, 1000)(pack.query, keys, pack.values.contiguous(), 0.3, None, None, None)
+    assert not found[:10].isfinite().any() and found[10:].isfinite().all()
+
+
+def test_exponents_are_those_of_numpy():
+    scores = np.concatenate((np.linspace(-300, 0, 12_001), [-np.inf, -3e38])).astype(np.float32)
+    expected = np.exp(scores.astype(np.float64))
+    weights, bits = scores.copy(), np.empty(len(scores), np.int32)
+    numba_attention._exponents(weights, bits)
+    found = weights[:-2].astype(np.float64) * bits[:-2].view(np.float32)
+    np.testing.assert_allclose(found[scores[:-2] > -10], expected[:-2][scores[:-2] > -10], rtol=1e-6)
+    np.testing.assert_allclose(found, expected[:-2], rtol=1e-5, atol=2e-38)
+    numba_attention._normalise(weights, bits.view(np.float32))
+    np.testing.assert_allclose(weights, expected / expected.sum(), rtol=1e-5, atol=1e-38)
