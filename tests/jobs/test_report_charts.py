@@ -120,6 +120,6 @@ def test_numbers_as_text(shown, expected):
 
 
 @pytest.mark.parametrize("show", ["count", "decimal", "rate", "times", "percent", "seconds", "millions"])
-@pytest.mark.parametrize("value", [None, math.nan, math.inf, "7", True])
+@pytest.mark.parametrize("value", [None, math.nan, math.inf])
 def test_what_is_no_number_is_a_dash(show, value):
     assert getattr(formatting, show)(value) == formatting.MISSING
