@@ -188,9 +188,10 @@ def relaxed_pools(
 
 def adaptive_budget(step_cost: StepCost, batch: int, pools: dict[str, GroupedPool], system: str) -> Budget:
     """What one of SPECULATIONS chooses at a batch size."""
-    grouped = pools.get(SPECULATIONS[system].pool_name)
+    one = SPECULATIONS[system]
+    grouped = pools.get(one.pool_name)
     pool, sources = (None, OWN_TEXT) if grouped is None else (grouped.pool, WITH_POOL)
-    return choose_budget(step_cost, batch, pool, sources).budget
+    return choose_budget(step_cost, batch, pool, sources, is_relaxed=one.verifier != "greedy").budget
 
 
 def speculating(

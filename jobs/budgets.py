@@ -69,6 +69,7 @@ def side_budget(
         pool,
         decoding.drafters,
         share_changed=share_changed,
+        is_relaxed=decoding.verifier != "greedy",
         max_draft_tokens=decoding.max_draft_tokens,
         min_acceptance=decoding.min_acceptance,
     )

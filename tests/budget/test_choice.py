@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from laserbatch.pipeline.budget.choice import PLAIN, choose_budget, given_budget, step_seconds
+from laserbatch.pipeline.budget.choice import MOST_RELAXED_ACCEPTANCE, PLAIN, choose_budget, given_budget, step_seconds
 from laserbatch.pipeline.budget.step_cost import DraftCost, StepCost, StepPoint
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.retrieval_pools.index.calibration_record import (
@@ -65,6 +65,13 @@ def test_free_tokens_are_drafted_to_the_last_and_dear_ones_not_at_all():
     assert free.forecast.speed_up == pytest.approx(free.forecast.tokens_per_step)
     dear = choose_budget(cost(STEEP), 1, pool_with())
     assert dear.budget == PLAIN and dear.forecast.speed_up == 1.0
+
+
+def test_a_relaxed_rule_is_offered_more_than_replays_would_have():
+    pool = pool_with(new=lambda size, least: 1 + least)
+    assert choose_budget(cost(FREE), 1, pool).budget.min_acceptance == MIN_ACCEPTANCES[-1]
+    assert choose_budget(cost(FREE), 1, pool, is_relaxed=True).budget.min_acceptance == MOST_RELAXED_ACCEPTANCE
+    assert choose_budget(cost(FREE), 1, pool, is_relaxed=True, min_acceptance=0.5).budget.min_acceptance == 0.5
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 16])
