@@ -84,7 +84,8 @@ def test_what_drafting_gains_is_said_of_budgets_groups_and_pool_sizes(world, cap
         assert outcome(found, routing__scheme=scheme)["tokens_per_step"]["value"] > 1
     walls = outcome(found, pools__scope="group")
     assert walls["over_configured"]["high"] < 1  # a wall keeps out texts that are as good as any
-    assert outcome(found, 0.25)["tokens_per_step"]["value"] < outcome(found, 0.5)["tokens_per_step"]["value"]
+    smaller = outcome(found, 0.25)["over_configured"]
+    assert smaller["low"] <= 1 <= smaller["high"] < 1.05  # own previous texts are what is drafted from here
     assert found["recommendation"] is None  # of equally frequent words any is as good
 
 
