@@ -1,85 +1,51 @@
-"""The CTR table: every model, with every variant of knowledge, from every seed, judged on what came after the date."""
+"""The CTR table: every model, with every variant of knowledge, from every seed, judged on what came after the date.
+
+Whether the run's own texts are as good as plain ones is told by paired differences over seeds, an interval, and a
+verdict. The same seed gives both the same row order, so that what a seed does to both cancels in the difference. An
+interval that is wider than the margin proves nothing either way, and the verdict says so.
+"""
 
 import datetime
 import logging
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
+from scipy import stats
+from sklearn.metrics import log_loss, roc_auc_score
 
 from laserbatch.ctr.dataset import CtrData, EntityTables, Knowledge, build_dataset, build_knowledge
 from laserbatch.ctr.feature_set import FeatureSet
 from laserbatch.ctr.gbdt import fit_gbdt, gbdt_matrix
-from laserbatch.ctr.judging import Equivalence, compare_paired, measure
-from laserbatch.ctr.networks import DIN, DCNv2
-from laserbatch.ctr.settings import CtrError, CtrSettings
-from laserbatch.ctr.train import fit, predict
+from laserbatch.ctr.networks import DIN, DCNv2, fit, predict
+from laserbatch.ctr.settings import CtrSettings
+from laserbatch.pipeline.storage.manifest import CtrFigures, CtrScores, CtrVerdict
 
 logger = logging.getLogger(__name__)
 
 MODEL_TITLES = {"din": "DIN", "dcnv2": "DCNv2", "gbdt": "LightGBM"}
 NETWORKS = {"din": DIN, "dcnv2": DCNv2}
 REFERENCES = ("none", "plain")  # variants that a run's own is compared with
-SUMMARISED = ("auc", "logloss", "auc_cold")
+MIN_ROWS_OF_A_SUBSET = 20  # an AUC over fewer rows says nothing
 
 
 @dataclass(frozen=True)
 class CtrRow:
-    """One training, judged on the test part.
+    """One training, judged on the test part."""
 
-    Attributes
-    ----------
-    model : as people read it ("DIN").
-    variant : which knowledge: "none", "plain", or, of the run's own, its verifier ("relaxed").
-    best_epoch : epoch (of trees: round) that validation chose.
-    auc, logloss, auc_cold : see `judging.Metrics`.
-    """
-
-    model: str
-    variant: str
+    model: str  # as people read it ("DIN")
+    variant: str  # which knowledge: "none", "plain", or, of the run's own, its verifier ("relaxed")
     seed: int
-    best_epoch: int
+    best_epoch: int  # epoch (of trees: round) that validation chose
     train_s: float
     validation_auc: float
     auc: float
-    logloss: float
-    auc_cold: float | None
-
-
-@dataclass(frozen=True)
-class CtrComparison:
-    """The whole table.
-
-    Attributes
-    ----------
-    rows : one a training.
-    split : rows of each part, and of the test part those of cold users.
-    equivalence : the run's own texts against plain ones, for each model and for "all" together; empty without both.
-    """
-
-    rows: tuple[CtrRow, ...]
-    split: dict[str, int]
-    equivalence: dict[str, Equivalence]
-
-    def summary(self) -> list[dict]:
-        """A row for each model and variant: means, and sample standard deviations over seeds (None with one seed)."""
-        grouped: dict[tuple[str, str], list[CtrRow]] = {}
-        for row in self.rows:
-            grouped.setdefault((row.model, row.variant), []).append(row)
-        return [_summarised(model, variant, rows) for (model, variant), rows in grouped.items()]
-
-    def to_manifest(self) -> dict:
-        """Plain values: the `ctr` section of a run's manifest."""
-        return {
-            "skipped": None,
-            "split": self.split,
-            "rows": self.summary(),
-            "seeds": [asdict(row) for row in self.rows],
-            "equivalence": {name: asdict(verdict) for name, verdict in self.equivalence.items()},
-        }
+    logloss: float  # mean binary cross-entropy, nats
+    auc_cold: float | None  # of cold users; None when there are too few of them, or they lack a label
 
 
 def train_ctr(
@@ -88,27 +54,23 @@ def train_ctr(
     as_of: datetime.date,
     settings: CtrSettings | None = None,
     on_fit: Callable[[CtrRow], None] | None = None,
-) -> CtrComparison:
+) -> CtrFigures:
     """Train and judge every model with every variant of knowledge.
+
+    Raises CtrError where nothing follows the date, one label is missing, or features are of a later date (a leak).
 
     Parameters
     ----------
     tables : users, items and interactions, those after `as_of` too.
-    features : `{"none": None, "plain": ..., "relaxed": ...}`; variants are compared in this order. The run's own
-        has the name of its verifier.
+    features : `{"none": None, "plain": ..., "relaxed": ...}`; the run's own has the name of its verifier.
     as_of : the date of the run that made the features.
     on_fit : called after each training.
-
-    Raises
-    ------
-    CtrError
-        Nothing follows the date, one label is missing, or features are of a later date (a leak).
     """
     settings = settings or CtrSettings()
     data = build_dataset(tables, as_of, settings)
     rows = []
-    for variant, feature_set in features.items():
-        knowledge = build_knowledge(tables, data, feature_set, as_of, settings)
+    for variant, of_variant in features.items():
+        knowledge = None if of_variant is None else build_knowledge(tables, data, of_variant, as_of, settings)
         for model in settings.models:
             for row in _train_seeds(model, variant, data, knowledge, settings):
                 rows.append(row)
@@ -117,10 +79,17 @@ def train_ctr(
                     on_fit(row)
     split = {name: len(getattr(data, name)) for name in ("train", "validation", "test")}
     split["test_cold"] = int(data.is_cold[data.test].sum())
-    return CtrComparison(tuple(rows), split, _equivalence(rows, settings))
+    return CtrFigures(
+        split=split,
+        rows=_summary(rows),
+        equivalence=_equivalence(rows, settings),
+        seeds=[asdict(row) for row in rows],
+    )
 
 
-def _train_seeds(model: str, variant: str, data: CtrData, knowledge: Knowledge, settings: CtrSettings):
+def _train_seeds(
+    model: str, variant: str, data: CtrData, knowledge: Knowledge | None, settings: CtrSettings
+) -> Iterator[CtrRow]:
     matrix, categorical = gbdt_matrix(data, knowledge) if model == "gbdt" else (None, None)
     for seed in range(settings.seed, settings.seed + settings.num_seeds):
         start_s = time.perf_counter()
@@ -135,45 +104,75 @@ def _train_seeds(model: str, variant: str, data: CtrData, knowledge: Knowledge, 
             scores = predict(network, data, data.test)
         judged = measure(data.labels[data.test], scores, data.is_cold[data.test])
         train_s = time.perf_counter() - start_s
-        yield CtrRow(MODEL_TITLES[model], variant, seed, best_epoch, train_s, validation_auc, **asdict(judged))
+        yield CtrRow(MODEL_TITLES[model], variant, seed, best_epoch, train_s, validation_auc, **judged)
 
 
-def build_network(model: str, data: CtrData, knowledge: Knowledge, settings: CtrSettings, seed: int) -> torch.nn.Module:
-    """A network with seeded weights, on the device that the settings name."""
+def build_network(
+    model: str, data: CtrData, knowledge: Knowledge | None, settings: CtrSettings, seed: int
+) -> torch.nn.Module:
+    """A network with seeded weights, on the GPU where there is one."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         network = NETWORKS[model](data, knowledge, settings)
-    return network.to(_device(settings.device))
+    return network.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _device(name: str) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if name not in ("auto", "cpu", "cuda") or (name == "cuda" and not has_cuda):
-        raise CtrError(
-            f"ctr.device is {name!r}; expected auto or cpu" + (", or cuda" if has_cuda else ": no CUDA device")
-        )
-    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
-
-
-def _equivalence(rows: list[CtrRow], settings: CtrSettings) -> dict[str, Equivalence]:
-    auc_of = {(row.model, row.seed, row.variant): row.auc for row in rows}
-    pairs: dict[str, list[tuple[float, float]]] = {}
-    for (model, seed, variant), auc in auc_of.items():
-        if variant not in REFERENCES and (model, seed, "plain") in auc_of:
-            pair = auc_of[model, seed, "plain"], auc
-            pairs.setdefault(model, []).append(pair)
-            pairs.setdefault("all", []).append(pair)
-    compared = {name: np.array(of_model) for name, of_model in pairs.items()}
+def measure(labels: np.ndarray, probabilities: np.ndarray, is_cold: np.ndarray) -> dict[str, float | None]:
+    """`auc`, `logloss` and `auc_cold` of one set of predictions; `is_cold` bool (n,), rows of cold users."""
+    says_something = is_cold.sum() >= MIN_ROWS_OF_A_SUBSET and len(np.unique(labels[is_cold])) == 2
     return {
-        name: compare_paired(array[:, 0], array[:, 1], settings.equivalence_margin, settings.confidence)
-        for name, array in compared.items()
+        "auc": float(roc_auc_score(labels, probabilities)),
+        "logloss": float(log_loss(labels, np.clip(probabilities, 1e-7, 1 - 1e-7), labels=[0, 1])),
+        "auc_cold": float(roc_auc_score(labels[is_cold], probabilities[is_cold])) if says_something else None,
     }
 
 
-def _summarised(model: str, variant: str, rows: list[CtrRow]) -> dict:
-    summary: dict = {"model": model, "variant": variant, "num_seeds": len(rows)}
-    for name in SUMMARISED:
-        values = [getattr(row, name) for row in rows if getattr(row, name) is not None]  # of all seeds, or of none
-        summary[name] = statistics.fmean(values) if values else None
-        summary[f"{name}_std"] = statistics.stdev(values) if len(values) > 1 else None
+def compare_paired(differences: np.ndarray, margin: float = 0.002, confidence: float = 0.95) -> CtrVerdict:
+    """A verdict on paired measurements, higher being better: "equivalent", "worse", "better" or "undecided".
+
+    `differences` (num_pairs,) are a candidate's minus the reference's of the same model and seed; one up to `margin`
+    does not matter. The interval is Student's t over pairs; there is none of a single pair.
+    """
+    mean, verdict = float(np.mean(differences)), "undecided"
+    low = high = None
+    if len(differences) >= 2:
+        standard_error = np.std(differences, ddof=1) / math.sqrt(len(differences))
+        half_width = float(stats.t.ppf((1 + confidence) / 2, len(differences) - 1) * standard_error)
+        low, high = mean - half_width, mean + half_width
+        if -margin <= low and high <= margin:
+            verdict = "equivalent"
+        elif high < -margin:
+            verdict = "worse"
+        elif low > margin:
+            verdict = "better"
+    return CtrVerdict(len(differences), mean, low, high, margin, confidence, verdict)
+
+
+def _equivalence(rows: list[CtrRow], settings: CtrSettings) -> dict[str, CtrVerdict]:
+    """The run's own texts against plain ones, for each model and for "all" together; empty without both."""
+    plain = {(row.model, row.seed): row.auc for row in rows if row.variant == "plain"}
+    differences: dict[str, list[float]] = {}
+    for row in rows:
+        if row.variant not in REFERENCES and (row.model, row.seed) in plain:
+            for name in (row.model, "all"):
+                differences.setdefault(name, []).append(row.auc - plain[row.model, row.seed])
+    return {
+        name: compare_paired(np.array(of_model), settings.equivalence_margin, settings.confidence)
+        for name, of_model in differences.items()
+    }
+
+
+def _summary(rows: list[CtrRow]) -> list[CtrScores]:
+    """A row for each model and variant: means, and sample standard deviations over seeds (None with one seed)."""
+    grouped: dict[tuple[str, str], list[CtrRow]] = {}
+    for row in rows:
+        grouped.setdefault((row.model, row.variant), []).append(row)
+    summary = []
+    for (model, variant), of_both in grouped.items():
+        scores: dict[str, float | None] = {}
+        for name in ("auc", "logloss", "auc_cold"):
+            values = [getattr(row, name) for row in of_both if getattr(row, name) is not None]  # of all seeds, or none
+            scores[name] = statistics.fmean(values) if values else None
+            scores[f"{name}_std"] = statistics.stdev(values) if len(values) > 1 else None
+        summary.append(CtrScores(model, variant, len(of_both), **scores))
     return summary

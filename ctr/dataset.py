@@ -20,7 +20,7 @@ from laserbatch.ctr.split import split_by_time
 
 
 class EntityTables(Protocol):
-    """What is needed of the input tables: `users`, `items` and `interactions`, as pyarrow tables."""
+    """What is needed of the input tables."""
 
     users: pa.Table
     items: pa.Table
@@ -29,28 +29,18 @@ class EntityTables(Protocol):
 
 @dataclass(frozen=True)
 class CtrData:
-    """Everything but knowledge, the same for every variant, model and seed.
+    """Everything but knowledge, the same for every variant, model and seed; rows are in chronological order."""
 
-    Attributes
-    ----------
-    users, items : int64 (n,) entity numbers, rows of the entity tables; rows are in chronological order.
-    history : int64 (n, max_history) item numbers, newest first; `num_items` where there are no more.
-    times_us : int64 (n,). labels : float32 (n,).
-    is_cold : bool (n,), rows of users with little behaviour up to the date.
-    train, validation, test : int64 row indices.
-    user_fields, item_fields : codes by entity number.
-    """
-
-    users: np.ndarray
+    users: np.ndarray  # int64 (n,) entity numbers, rows of the entity tables
     items: np.ndarray
-    history: np.ndarray
-    times_us: np.ndarray
-    labels: np.ndarray
-    is_cold: np.ndarray
-    train: np.ndarray
+    history: np.ndarray  # int64 (n, max_history) item numbers, newest first; `num_items` where there are no more
+    times_us: np.ndarray  # int64 (n,)
+    labels: np.ndarray  # float32 (n,)
+    is_cold: np.ndarray  # bool (n,), rows of users with little behaviour up to the date
+    train: np.ndarray  # int64 row indices
     validation: np.ndarray
     test: np.ndarray
-    user_fields: tuple[Field, ...]
+    user_fields: tuple[Field, ...]  # codes by entity number
     item_fields: tuple[Field, ...]
     num_users: int
     num_items: int
@@ -58,24 +48,16 @@ class CtrData:
 
 @dataclass(frozen=True)
 class Knowledge:
-    """One variant's features, in the order of the entity tables; None where a side has none."""
+    """One variant's features, in the order of the entity tables."""
 
-    user: SideVectors | None = None
-    item: SideVectors | None = None
+    user: SideVectors
+    item: SideVectors
 
 
 def build_dataset(tables: EntityTables, as_of: datetime.date, settings: CtrSettings) -> CtrData:
-    """Split the interactions and turn ids, attributes and histories into numbers.
+    """Split the interactions at the run's date and turn ids, attributes and histories into numbers.
 
-    Parameters
-    ----------
-    tables : `users` (user_id, attributes), `items` (item_id, attributes), `interactions`.
-    as_of : the run's date; training ends with it.
-
-    Raises
-    ------
-    CtrError
-        As `split_by_time`, or an interaction of an unknown entity.
+    Raises CtrError as `split_by_time` does, and on an interaction of an unknown entity.
     """
     rows = split_by_time(tables.interactions, as_of, settings.positive_rating, settings.validation_share)
     users = _numbers(rows.user_ids, tables.users["user_id"], "user")
@@ -106,16 +88,7 @@ def histories(
     """The user's newest positives strictly before each row's moment: the sequence that DIN attends over.
 
     A row sees neither itself nor anything of its own moment or later, whatever part of the split those rows are in.
-
-    Parameters
-    ----------
-    users, items : int64 (n,) entity numbers from 0.
-    times_us : int64 (n,).
-    labels : (n,), 1 for a positive.
-
-    Returns
-    -------
-    int64 (n, max_history): item numbers, newest first, `padding` where there are no more.
+    Arguments and result are as `CtrData` has them; `padding` stands where there are no more.
     """
     keys, _ = keys_by_moment(users, times_us)
     positives = np.flatnonzero(labels == 1)
@@ -138,23 +111,14 @@ def keys_by_moment(numbers: np.ndarray, times_us: np.ndarray) -> tuple[np.ndarra
 
 
 def build_knowledge(
-    tables: EntityTables, data: CtrData, features: FeatureSet | None, as_of: datetime.date, settings: CtrSettings
+    tables: EntityTables, data: CtrData, features: FeatureSet, as_of: datetime.date, settings: CtrSettings
 ) -> Knowledge:
-    """Features aligned with the entities, after the check that they are not of a later date.
-
-    Raises
-    ------
-    CtrError
-        Features of a later date, of another id type, or of another schema version.
-    """
-    if features is None:
-        return Knowledge()
+    """Features aligned with the entities. Raises CtrError when they are of a later date, or of another id type."""
     check_provenance(features, as_of)
     sides, is_trained = {}, {}
     for side, table, numbers in (("user", tables.users, data.users), ("item", tables.items, data.items)):
-        if getattr(features, side) is not None:
-            sides[side] = align(getattr(features, side), side, table[f"{side}_id"].combine_chunks())
-            is_trained[side] = np.bincount(numbers[data.train], minlength=table.num_rows) > 0
+        sides[side] = align(features[side], side, table[f"{side}_id"].combine_chunks())
+        is_trained[side] = np.bincount(numbers[data.train], minlength=table.num_rows) > 0
     return Knowledge(**reduce_vectors(sides, is_trained, settings.vector_dim))
 
 

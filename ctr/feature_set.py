@@ -17,70 +17,38 @@ from laserbatch.ctr.settings import CtrError
 from laserbatch.pipeline.encoding.schema import check_feature_schema, run_date
 
 SIDES = ("user", "item")
-
-
-@dataclass(frozen=True)
-class FeatureSet:
-    """Features of both sides, as `pipeline.encoding.schema` describes them; a side may be missing."""
-
-    user: pa.Table | None = None
-    item: pa.Table | None = None
+FeatureSet = dict[str, pa.Table]  # features of both sides, as `pipeline.encoding.schema` describes them
 
 
 @dataclass(frozen=True)
 class SideVectors:
-    """Features of one side, one row an entity of the entity table.
+    """Features of one side, one row an entity of the entity table."""
 
-    Attributes
-    ----------
-    vectors : float32 (num_entities, dim), zeros where there is none.
-    cluster_codes : int64 (num_entities,): 0 none, then 1 + cluster id.
-    num_cluster_codes : codes are below this.
-    """
-
-    vectors: np.ndarray
-    cluster_codes: np.ndarray
-    num_cluster_codes: int
+    vectors: np.ndarray  # float32 (num_entities, dim), zeros where there is none
+    cluster_codes: np.ndarray  # int64 (num_entities,): 0 none, then 1 + cluster id
+    num_cluster_codes: int  # codes are below this
 
 
 def read_feature_set(folder: Path) -> FeatureSet:
-    """Read `user.parquet` and `item.parquet` of a folder.
-
-    Raises
-    ------
-    CtrError
-        Neither is there, or one is no feature table of this version.
-    """
+    """Read `user.parquet` and `item.parquet`. Raises CtrError when one is not there, or of another version."""
     tables = {}
     for side in SIDES:
         path = folder / f"{side}.parquet"
-        if path.is_file():
-            with pq.ParquetFile(path) as file:
-                try:
-                    check_feature_schema(file.schema_arrow, side)
-                except ValueError as error:
-                    raise CtrError(f"{path}: {error}") from None
-                # In batches: vectors of one chunk could not hold more than 2^31 numbers.
-                tables[side] = pa.Table.from_batches(file.iter_batches(), file.schema_arrow)
-    if not tables:
-        raise CtrError(
-            f"{folder}: neither user.parquet nor item.parquet; encode the run first with `laserbatch encode`"
-        )
-    return FeatureSet(**tables)
+        if not path.is_file():
+            raise CtrError(f"{path} is not there; encode the run first with `laserbatch encode`")
+        with pq.ParquetFile(path) as file:
+            try:
+                check_feature_schema(file.schema_arrow, side)
+            except ValueError as error:
+                raise CtrError(f"{path}: {error}") from None
+            # In batches: vectors of one chunk could not hold more than 2^31 numbers.
+            tables[side] = pa.Table.from_batches(file.iter_batches(), file.schema_arrow)
+    return tables
 
 
 def check_provenance(features: FeatureSet, as_of: datetime.date) -> None:
-    """Refuse features whose text may have seen interactions after `as_of`.
-
-    Raises
-    ------
-    CtrError
-        A row's run is of a later date, or of no date.
-    """
-    for side in SIDES:
-        table = getattr(features, side)
-        if table is None:
-            continue
+    """Refuse features whose text may have seen interactions after `as_of`: a row's run is of a later or no date."""
+    for side, table in features.items():
         for run_id in pc.unique(table["run_id"]).to_pylist():
             try:
                 made_on = run_date(run_id)
@@ -95,13 +63,7 @@ def check_provenance(features: FeatureSet, as_of: datetime.date) -> None:
 
 
 def align(features: pa.Table, side: str, entity_ids: pa.Array) -> SideVectors:
-    """Features in the order of the entities, vectors as they are.
-
-    Parameters
-    ----------
-    features : a feature table of the side.
-    entity_ids : (num_entities,) ids of the entity table.
-    """
+    """A side's feature table in the order of the ids of the entity table, vectors as they are."""
     ids = features[f"{side}_id"].combine_chunks()
     if ids.type != entity_ids.type:
         raise CtrError(f"{side} features have ids of type {ids.type}, the table of {side}s {entity_ids.type}")
@@ -123,17 +85,9 @@ def reduce_vectors(
 ) -> dict[str, SideVectors]:
     """Centre each side's vectors and keep their coordinates on the largest principal directions of both together.
 
-    One basis for both sides, so that what a user's text and an item's text share stays comparable.
-
-    Parameters
-    ----------
-    sides : vectors of equal dim, zeros where an entity has none; those rows stay zeros.
-    is_trained : bool (num_entities,) of each side, entities of training rows; they alone decide means and directions.
-    max_dim : coordinates kept.
-
-    Returns
-    -------
-    The sides with float32 (num_entities, min(max_dim, dim)) vectors, of mean square one.
+    One basis for both sides, so that what a user's text and an item's text share stays comparable. Entities of training
+    rows alone (`is_trained`, bool (num_entities,) of each side) decide means and directions. Vectors become float32
+    (num_entities, min(max_dim, dim)), of mean square one; rows of zeros stay zeros.
     """
     centred, fitted = {}, []
     for side, aligned in sides.items():

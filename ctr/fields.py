@@ -20,27 +20,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Field:
-    """One categorical input of a side.
-
-    Attributes
-    ----------
-    name : the column's.
-    codes : int64 (num_entities, num_slots); a scalar column has one slot, a list column as many as its longest list.
-    num_codes : codes are below this.
-    """
+    """One categorical input of a side: a column's."""
 
     name: str
-    codes: np.ndarray
-    num_codes: int
+    codes: np.ndarray  # int64 (num_entities, num_slots); of a list column as many slots as its longest list
+    num_codes: int  # codes are below this
 
 
 def id_field(name: str, num_seen: np.ndarray, min_seen: int) -> Field:
-    """Field of an entity's own id: known when training has it at least `min_seen` times.
-
-    Parameters
-    ----------
-    num_seen : int64 (num_entities,), training interactions of each entity.
-    """
+    """Field of an entity's own id, known from `min_seen` training interactions on; `num_seen` int64 (num_entities,)."""
     is_known = num_seen >= min_seen
     codes = np.full(len(num_seen), UNKNOWN, np.int64)
     codes[is_known] = NUM_RESERVED + np.arange(is_known.sum())
@@ -48,40 +36,27 @@ def id_field(name: str, num_seen: np.ndarray, min_seen: int) -> Field:
 
 
 def attribute_fields(
-    table: pa.Table,
-    id_column: str,
-    is_trained: np.ndarray,
-    *,
-    num_bins: int = 10,
-    max_distinct_share: float = 0.5,
+    table: pa.Table, id_column: str, is_trained: np.ndarray, *, num_bins: int = 10, max_distinct_share: float = 0.5
 ) -> list[Field]:
-    """Fields of an entity table's attribute columns.
+    """Fields of an entity table's attribute columns, in the types that tables are read in.
 
     Strings and booleans become categories, lists of strings bags of their elements (a path's levels), numbers quantile
     bins. Timestamps, and text columns whose values are nearly all distinct (titles, descriptions), are left out.
 
-    Parameters
-    ----------
-    table : one row an entity.
-    id_column : left out.
-    is_trained : bool (num_rows,), entities that occur in training rows; they alone decide vocabularies and bins.
+    `is_trained` bool (num_rows,): entities that occur in training rows; they alone decide vocabularies and bins.
     """
     fields = []
     for name in table.schema.names:
         if name == id_column:
             continue
         column = table[name].combine_chunks()
-        if pt.is_dictionary(column.type):
-            column = column.cast(column.type.value_type)
-        kind = column.type
+        kind, field = column.type, None
         if pt.is_integer(kind) or pt.is_floating(kind) or pt.is_decimal(kind):
             field = _binned(name, column, is_trained, num_bins)
-        elif pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind):
+        elif kind == pa.list_(pa.string()):
             field = _bag(name, column, is_trained)
-        elif pt.is_boolean(kind) or pt.is_string(kind) or pt.is_large_string(kind):
+        elif pt.is_boolean(kind) or pt.is_string(kind):
             field = _category(name, column.cast(pa.string()), is_trained, max_distinct_share)
-        else:
-            field = None
         if field is None:
             logger.info("column %s (%s) is no CTR field", name, kind)
         else:
@@ -99,9 +74,7 @@ def _category(name: str, column: pa.Array, is_trained: np.ndarray, max_share: fl
     return Field(name, codes[:, None], NUM_RESERVED + len(vocabulary))
 
 
-def _bag(name: str, column: pa.Array, is_trained: np.ndarray) -> Field | None:
-    if not (pt.is_string(column.type.value_type) or pt.is_large_string(column.type.value_type)):
-        return None
+def _bag(name: str, column: pa.Array, is_trained: np.ndarray) -> Field:
     vocabulary = _vocabulary(column.filter(pa.array(is_trained)).flatten().drop_null())
     rows = pc.list_parent_indices(column).to_numpy()
     elements = _codes(column.flatten(), vocabulary)

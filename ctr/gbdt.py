@@ -13,13 +13,8 @@ NUM_COMPONENTS = 16  # leading principal components of the knowledge vectors tha
 MAX_ROUNDS, PATIENCE_ROUNDS = 400, 40
 
 
-def gbdt_matrix(data: CtrData, knowledge: Knowledge) -> tuple[np.ndarray, list[int]]:
-    """Columns of every row, and which of them are categories.
-
-    Returns
-    -------
-    float32 (n, num_columns) and the numbers of its categorical columns.
-    """
+def gbdt_matrix(data: CtrData, knowledge: Knowledge | None) -> tuple[np.ndarray, list[int]]:
+    """Every row's columns, float32 (n, num_columns), and the numbers of those that are categories."""
     columns: list[np.ndarray] = []
     categorical: list[int] = []
     for fields, numbers in ((data.user_fields, data.users), (data.item_fields, data.items)):
@@ -30,26 +25,20 @@ def gbdt_matrix(data: CtrData, knowledge: Knowledge) -> tuple[np.ndarray, list[i
         columns += _rates_before(numbers, data)
     columns.append((data.history < data.num_items).sum(axis=1))
     columns += [_share_of_history_alike(field.codes, data) for field in data.item_fields[1:]]
-    for side, numbers in ((knowledge.user, data.users), (knowledge.item, data.items)):
-        if side is not None:
+    if knowledge is not None:
+        for side, numbers in ((knowledge.user, data.users), (knowledge.item, data.items)):
             categorical.append(len(columns))
             columns.append(side.cluster_codes[numbers])
             columns += list(side.vectors[:, :NUM_COMPONENTS].T[:, numbers])
-    if knowledge.item is not None:
         padded = np.vstack([knowledge.item.vectors, np.zeros_like(knowledge.item.vectors[:1])])
         liked = sum(padded[data.history[:, back]] for back in range(data.history.shape[1]))
         columns.append(_cosine(liked, padded[data.items]))
-    if knowledge.user is not None and knowledge.item is not None:
         columns.append(_cosine(knowledge.user.vectors[data.users], knowledge.item.vectors[data.items]))
     return np.column_stack(columns).astype(np.float32), categorical
 
 
 def fit_gbdt(matrix: np.ndarray, categorical: list[int], data: CtrData, settings: CtrSettings, seed: int):
-    """Train on the training rows, stopped by validation AUC.
-
-    Returns
-    -------
-    The booster; its `best_iteration` is the round that validation chose.
+    """A booster trained on the training rows; its `best_iteration` is the round that validation chose by AUC.
 
     Raises
     ------

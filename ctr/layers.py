@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from laserbatch.ctr.dataset import CtrData, Knowledge
+from laserbatch.ctr.feature_set import SideVectors
 from laserbatch.ctr.fields import NUM_RESERVED, Field
 from laserbatch.ctr.settings import CtrSettings
 
@@ -15,10 +16,7 @@ EMBEDDING_STD = 0.2  # products of small embeddings have small gradients: with 0
 class EntityEmbedding(nn.Module):
     """Embedding of an entity's fields, by entity number; a bag of several codes is their mean.
 
-    Parameters
-    ----------
-    fields : codes by entity number. One more, all-absent entity (zeros) is added behind the last: history padding.
-    embedding_dim : of each field.
+    One more, all-absent entity (zeros) is added behind the last: history padding.
     """
 
     def __init__(self, fields: tuple[Field, ...], embedding_dim: int) -> None:
@@ -97,37 +95,30 @@ class ExpertGroup(nn.Module):
 
 
 class HybridExpertAdaptor(nn.Module):
-    """KAR's adaptor (Xi et al. 2024): frozen knowledge vectors of one or two kinds to inputs of a CTR model.
+    """KAR's adaptor (Xi et al. 2024): frozen knowledge vectors of users and of items to inputs of a CTR model.
 
-    Each kind of knowledge (of users, of items) has its dedicated experts; the shared ones serve both. A kind's softmax
-    gate weighs its dedicated and the shared experts. Where there are both kinds we add the product of the two adapted
-    vectors, so that a small model need not learn to multiply.
-
-    Parameters
-    ----------
-    vectors : a float32 (num_entities, dim) table for each kind, of equal dim; zeros where an entity has none.
+    Each kind of knowledge has its dedicated experts; the shared ones serve both. A kind's softmax gate weighs its
+    dedicated and the shared experts. We add the product of the two adapted vectors, so that a small model need not
+    learn to multiply. `vectors` float32 (num_entities, dim) of each kind are zeros where an entity has none.
     """
 
-    def __init__(self, vectors: list[np.ndarray], settings: CtrSettings) -> None:
+    def __init__(self, vectors: tuple[np.ndarray, np.ndarray], settings: CtrSettings) -> None:
         super().__init__()
-        kinds = range(len(vectors))
         in_dim = vectors[0].shape[1]
         shape = (in_dim, settings.expert_hidden_dim, settings.expert_dim)
-        for kind in kinds:
-            self.register_buffer(f"vectors_{kind}", torch.from_numpy(vectors[kind]), persistent=False)
+        for kind, of_kind in enumerate(vectors):
+            self.register_buffer(f"vectors_{kind}", torch.from_numpy(of_kind), persistent=False)
         self.shared = ExpertGroup(settings.num_shared_experts, *shape)
-        self.dedicated = nn.ModuleList(ExpertGroup(settings.num_dedicated_experts, *shape) for _ in kinds)
+        self.dedicated = nn.ModuleList(ExpertGroup(settings.num_dedicated_experts, *shape) for _ in vectors)
         self.dropout = nn.Dropout(settings.knowledge_dropout)
         num_experts = settings.num_shared_experts + settings.num_dedicated_experts
-        self.gates = nn.ModuleList(nn.Linear(in_dim, num_experts) for _ in kinds)
-        self.out_dim = settings.expert_dim * (len(vectors) + (len(vectors) == 2))
+        self.gates = nn.ModuleList(nn.Linear(in_dim, num_experts) for _ in vectors)
+        self.out_dim = settings.expert_dim * 3
 
-    def forward(self, numbers: list[torch.Tensor]) -> torch.Tensor:
-        """Entity numbers (batch,) of each kind -> (batch, out_dim)."""
-        adapted = [self._gather(kind, of_kind) for kind, of_kind in enumerate(numbers)]
-        if len(adapted) == 2:
-            adapted.append(adapted[0] * adapted[1])
-        return torch.cat(adapted, dim=1)
+    def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        """Numbers of users and items (batch,) -> (batch, out_dim)."""
+        user, item = self._gather(0, users), self._gather(1, items)
+        return torch.cat([user, item, user * item], dim=1)
 
     def _gather(self, kind: int, numbers: torch.Tensor) -> torch.Tensor:
         distinct, position = numbers.unique(return_inverse=True)  # each entity once, then gathered
@@ -144,19 +135,18 @@ class HybridExpertAdaptor(nn.Module):
 class RowInputs(nn.Module):
     """What every model sees of a row besides its history: fields of user and item, cluster ids, adapted knowledge."""
 
-    def __init__(self, data: CtrData, knowledge: Knowledge, settings: CtrSettings) -> None:
+    def __init__(self, data: CtrData, knowledge: Knowledge | None, settings: CtrSettings) -> None:
         super().__init__()
-        self.user_embedding = EntityEmbedding(
-            (*data.user_fields, *_cluster_field("user", knowledge.user)), settings.embedding_dim
-        )
-        self.item_embedding = EntityEmbedding(
-            (*data.item_fields, *_cluster_field("item", knowledge.item)), settings.embedding_dim
-        )
-        vectors = [side.vectors for side in (knowledge.user, knowledge.item) if side is not None]
-        self.adaptor = HybridExpertAdaptor(vectors, settings) if vectors else None
-        self.has_user_vectors, self.has_item_vectors = knowledge.user is not None, knowledge.item is not None
-        knowledge_dim = self.adaptor.out_dim if self.adaptor is not None else 0
+        user_fields, item_fields, vectors = data.user_fields, data.item_fields, None
+        if knowledge is not None:
+            user_fields += (_cluster_field(knowledge.user),)
+            item_fields += (_cluster_field(knowledge.item),)
+            vectors = knowledge.user.vectors, knowledge.item.vectors
+        self.user_embedding = EntityEmbedding(user_fields, settings.embedding_dim)
+        self.item_embedding = EntityEmbedding(item_fields, settings.embedding_dim)
+        self.adaptor = None if vectors is None else HybridExpertAdaptor(vectors, settings)
         self.item_dim = self.item_embedding.out_dim
+        knowledge_dim = 0 if self.adaptor is None else self.adaptor.out_dim
         self.out_dim = self.user_embedding.out_dim + self.item_dim + knowledge_dim
         self.num_items = data.num_items
 
@@ -172,14 +162,11 @@ class RowInputs(nn.Module):
         """Numbers of users and items (batch,), embedded target (batch, item_dim) -> (batch, out_dim)."""
         parts = [self.user_embedding(users), target]
         if self.adaptor is not None:
-            numbers = [users] * self.has_user_vectors + [items] * self.has_item_vectors
-            parts.append(self.adaptor(numbers))
+            parts.append(self.adaptor(users, items))
         return torch.cat(parts, dim=1)
 
 
-def _cluster_field(side: str, vectors) -> tuple[Field, ...]:
+def _cluster_field(side: SideVectors) -> Field:
     """The cluster id as one more field; clusters are never unknown, so code 1 is unused."""
-    if vectors is None:
-        return ()
-    codes = np.where(vectors.cluster_codes > 0, vectors.cluster_codes - 1 + NUM_RESERVED, 0)
-    return (Field(f"{side}_cluster", codes[:, None], vectors.num_cluster_codes - 1 + NUM_RESERVED),)
+    codes = np.where(side.cluster_codes > 0, side.cluster_codes - 1 + NUM_RESERVED, 0)
+    return Field("cluster", codes[:, None], side.num_cluster_codes - 1 + NUM_RESERVED)

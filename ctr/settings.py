@@ -46,10 +46,6 @@ class CtrSettings(BaseModel):
     knowledge_dropout: float = Field(0.3, ge=0, lt=1, description="Of adapted knowledge vectors.")
     dropout: float = Field(0.3, ge=0, lt=1)
 
-    device: str = Field("auto", description="auto, cpu or cuda, for the networks.")
-    batch_size: int | None = Field(
-        None, ge=2, description="Null: about 40 steps an epoch, from 512 to 8,192 rows each."
-    )
     learning_rate: float = Field(3e-3, gt=0)
     weight_decay: float = Field(1e-3, ge=0, description="L2 through Adam; ids remember what this makes them forget.")
     max_epochs: int = Field(15, ge=1)

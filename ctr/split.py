@@ -15,21 +15,13 @@ from laserbatch.ctr.settings import CtrError
 
 @dataclass(frozen=True)
 class Rows:
-    """Interactions in chronological order.
+    """Interactions in chronological order."""
 
-    Attributes
-    ----------
-    user_ids, item_ids : pa.Array (n,), in the type that the tables have.
-    times_us : int64 (n,), microseconds since 1970 UTC, non-decreasing.
-    labels : float32 (n,), 1 for a positive.
-    train, validation, test : int64 row indices, one after the other.
-    """
-
-    user_ids: pa.Array
+    user_ids: pa.Array  # (n,)
     item_ids: pa.Array
-    times_us: np.ndarray
-    labels: np.ndarray
-    train: np.ndarray
+    times_us: np.ndarray  # int64 (n,), since 1970 UTC, non-decreasing
+    labels: np.ndarray  # float32 (n,), 1 for a positive
+    train: np.ndarray  # int64 row indices
     validation: np.ndarray
     test: np.ndarray
 
@@ -37,19 +29,10 @@ class Rows:
 def split_by_time(
     interactions: pa.Table, as_of: datetime.date, positive_rating: float = 4.0, validation_share: float = 0.3
 ) -> Rows:
-    """Label and split interactions.
+    """Label and split interactions; rows of one moment stay in one part.
 
-    Parameters
-    ----------
-    interactions : `user_id`, `item_id`, `timestamp` (timestamp[us, UTC]), `rating`.
-    as_of : training ends with this day (UTC).
-    positive_rating : label 1 from this rating on.
-    validation_share : first part of what comes after `as_of`; rows of one moment stay in one part.
-
-    Raises
-    ------
-    CtrError
-        Nothing precedes or follows the date, or a part has rows of one label only, so that no AUC exists.
+    Training ends with the day `as_of` (UTC); `validation_share` is the first part of what comes after it. Raises
+    CtrError where nothing precedes or follows the date, or a part has rows of one label only, so that no AUC exists.
     """
     if "rating" not in interactions.schema.names:
         raise CtrError(

@@ -18,12 +18,9 @@ NUM_SAMPLED_SHARDS = 8  # read to see how many entities have a previous text
 
 
 def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], StepCost]) -> dict[Side, Budget]:
-    """The budget of each side: that of the manifest if there is one, else chosen and saved there.
+    """The budget of each side, for shards to be generated: that of the manifest, else chosen and saved there.
 
-    Parameters
-    ----------
-    shards : those that are going to be generated.
-    measure : has a worker say what steps cost; called only where something has to be chosen by it.
+    `measure` has a worker say what steps cost; it is called only where something has to be chosen by it.
     """
     if not night.manifest.budgets:
         shards = list(shards)
@@ -44,13 +41,7 @@ def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], S
 
 
 def budget_step_cost(decoding: DecodingSettings, measure: Callable[[], StepCost]) -> StepCost | None:
-    """The configured cost of steps, or the measured one; None where the configuration leaves nothing to choose.
-
-    Raises
-    ------
-    PoolError
-        The configured file cannot be read.
-    """
+    """The configured cost of steps, or the measured one; None where the configuration leaves nothing to choose."""
     is_given = decoding.max_draft_tokens is not None and decoding.min_acceptance is not None
     if is_given or not decoding.drafters or decoding.max_draft_tokens == 0:
         return None

@@ -4,7 +4,6 @@ import errno
 import json
 import logging
 import os
-import shutil
 import sys
 import traceback
 from importlib.metadata import version
@@ -62,7 +61,6 @@ app = typer.Typer(
 )
 add_lazy_commands(app, COMMANDS)
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-NOT_ALLOWED = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 def _say_version(asked: bool) -> None:
@@ -105,23 +103,10 @@ def line_of(error: Exception) -> str:
     if not isinstance(error, OSError):
         return str(error)
     reason = os.strerror(error.errno) if error.errno else str(error)
-    path = error.filename or "a file"
+    advice = "Check the path, and that it may be written"
     if error.errno in NO_ROOM:
-        return (
-            f"{path} cannot be written: {reason}{_free(error.filename)}. Make room, then give the same command again: "
-            "it goes on with what is finished"
-        )
-    if error.errno in NOT_ALLOWED:
-        return f"{path}: {reason}. Allow it, then give the same command again, or give another path"
-    return f"{path}: {reason}. Check the path"
-
-
-def _free(path: str | None) -> str:
-    """How much room there is where a file was to be written."""
-    if path is None:
-        return ""
-    folder = next(parent for parent in Path(path).absolute().parents if parent.exists())
-    return f", {shutil.disk_usage(folder).free / 1e6:,.1f} MB are free in {folder}"
+        advice = "Make room, then give the same command again: it goes on with what is finished"
+    return f"{error.filename or 'a file'}: {reason}. {advice}"
 
 
 def end_of(error: BaseException) -> int:

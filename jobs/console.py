@@ -1,7 +1,6 @@
 """What every command shares towards the person who runs it: progress, summaries, exit codes, help.
 
-Progress and log lines go to standard error, summaries to standard output, so that
-`laserbatch ... --json | jq` works.
+Progress and log lines go to standard error, summaries to standard output: `laserbatch ... --json | jq` works.
 """
 
 import json
@@ -13,13 +12,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from laserbatch.jobs.report.blocks import Table as ReportTable
 
 logger = logging.getLogger("laserbatch")
 stderr = Console(stderr=True, highlight=False)
@@ -41,59 +44,38 @@ class ExitCode(IntEnum):
     NOT_READ = 141
 
 
-class ProgressBar(Protocol):
-    """One running count."""
+class ProgressBar:
+    """One running count: a bar on a terminal; in a log a line when it starts, one every few seconds, one at its end."""
+
+    def __init__(self, terminal: Progress, label: str, total: int | None) -> None:
+        self._terminal, self._task = terminal, terminal.add_task(label, total=total, detail="")
+        self._told_s = time.monotonic()
+        self.tell()
 
     def advance(self, num_done: int = 1, detail: str = "") -> None:
         """Add to the count; `detail` replaces the text behind the bar."""
+        self._terminal.update(self._task, advance=num_done, **({"detail": detail} if detail else {}))
+        if time.monotonic() - self._told_s >= PLAIN_LINE_EVERY_S:
+            self.tell()
 
-
-class _TerminalBar:
-    def __init__(self, progress: Progress, task_id) -> None:
-        self._progress, self._task_id = progress, task_id
-
-    def advance(self, num_done: int = 1, detail: str = "") -> None:
-        self._progress.update(self._task_id, advance=num_done, **({"detail": detail} if detail else {}))
-
-
-class _LineBar:
-    """Plain lines for a log: one when it starts, one every few seconds, one when it ends."""
-
-    def __init__(self, label: str, total: int | None) -> None:
-        self._label, self._total, self._done, self._detail = label, total, 0, ""
-        self._start_s = self._last_s = time.monotonic()
-
-    def advance(self, num_done: int = 1, detail: str = "") -> None:
-        self._done += num_done
-        self._detail = detail or self._detail
-        if time.monotonic() - self._last_s >= PLAIN_LINE_EVERY_S:
-            self._print()
-
-    def _print(self) -> None:
-        self._last_s = time.monotonic()
-        count = f"{self._done}/{self._total}" if self._total is not None else str(self._done)
-        print(f"{self._label}: {count}  {self._last_s - self._start_s:.0f} s  {self._detail}".rstrip(), file=sys.stderr)
-        sys.stderr.flush()
+    def tell(self) -> None:
+        """Where it stands, as a line of a log."""
+        self._told_s = time.monotonic()
+        if self._terminal.disable:
+            task = self._terminal.tasks[self._task]
+            done = f"{task.completed:.0f}" + ("" if task.total is None else f"/{task.total:.0f}")
+            say(f"{task.description}: {done}  {task.elapsed:.0f} s  {task.fields['detail']}".rstrip())
 
 
 @contextmanager
 def progress(label: str, total: int | None = None) -> Iterator[ProgressBar]:
-    """A progress bar on a terminal, plain lines elsewhere.
-
-    Parameters
-    ----------
-    label : what is being done.
-    total : how many steps there are; None when unknown.
-    """
-    if not stderr.is_terminal:
-        bar = _LineBar(label, total)
-        bar._print()
-        yield bar
-        bar._print()
-        return
+    """A progress bar for what is being done, of so many steps; None when their number is unknown."""
     columns = (TextColumn("{task.description:<22}"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[detail]}"), console=stderr) as terminal:
-        yield _TerminalBar(terminal, terminal.add_task(label, total=total, detail=""))
+    columns += (TimeRemainingColumn(), TextColumn("{task.fields[detail]}"))
+    with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as terminal:
+        bar = ProgressBar(terminal, label, total)
+        yield bar
+        bar.tell()
 
 
 def say(line: str) -> None:
@@ -102,13 +84,7 @@ def say(line: str) -> None:
 
 
 def summary(data: Mapping, as_json: bool) -> None:
-    """Print what a command did.
-
-    Parameters
-    ----------
-    data : plain values; nested mappings become indented rows. Keys are identifiers, shown with spaces.
-    as_json : print one JSON object instead of a table.
-    """
+    """Print what a command did, as one JSON object or as a table; nested mappings become indented rows."""
     if as_json:
         print(json.dumps(data, indent=2, default=str, ensure_ascii=False))
         return
@@ -133,6 +109,16 @@ def text_table(words: Sequence[str], numbers: Sequence[str], title: str | None =
     return table
 
 
+def print_table(shown: "ReportTable") -> None:
+    """Show a table of a report on the terminal."""
+    table = text_table((), (), shown.title, caption=shown.caption, caption_justify="left")
+    for name in shown.rows[0]:
+        table.add_column(name, justify="left" if name in shown.words else "right")
+    for row in shown.rows:
+        table.add_row(*map(Text, row.values()))
+    stdout.print(table)
+
+
 def _title(key: str) -> str:
     return key.removeprefix("num_").replace("_", " ")
 
@@ -149,16 +135,10 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class LazyCommand:
-    """A command whose module is imported when it is run: `--help` and completion do not wait for torch and Ray.
+    """A command whose module is imported when it is run: `--help` and completion do not wait for torch and Ray."""
 
-    Parameters
-    ----------
-    target : "module:name" of a function, or of a Typer app with commands of its own.
-    short_help : the first line of the command's own help.
-    """
-
-    target: str
-    short_help: str
+    target: str  # "module:name" of a function, or of a Typer app with commands of its own
+    short_help: str  # the first line of the command's own help
 
     def load(self, name: str):
         """The command itself, as Typer makes it."""

@@ -3,22 +3,22 @@
 import datetime
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer
-from pydantic import TypeAdapter
-from rich.text import Text
 
 from laserbatch.ctr.compare import CtrRow, train_ctr
 from laserbatch.ctr.dataset import EntityTables
 from laserbatch.ctr.feature_set import FeatureSet, read_feature_set
-from laserbatch.ctr.settings import CtrSettings
-from laserbatch.jobs.console import progress, stdout, summary, text_table
+from laserbatch.ctr.settings import CtrSettings, ModelName
+from laserbatch.jobs.console import print_table, progress, stdout, summary
+from laserbatch.jobs.night import open_run
 from laserbatch.jobs.report.ctr_table import ctr_table
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.manifest import CtrFigures
 from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.tables.read import read_tables
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -44,9 +44,6 @@ def train(
 
     Example: `laserbatch ctr train --workspace workspace --models din,dcnv2 --seeds 3`
     """
-    from laserbatch.jobs.night import open_run
-    from laserbatch.pipeline.tables.read import read_tables
-
     night = open_run(load_settings(config, {"workspace": workspace}), run)
     settings = changed_settings(night.settings.ctr, models, seeds)
     later_tables = read_tables(tables or night.settings.tables.path, as_of=None)
@@ -59,22 +56,12 @@ def train(
 
 
 def changed_settings(settings: CtrSettings, models: str | None, seeds: int | None) -> CtrSettings:
-    """The settings with what the command line says otherwise.
-
-    Raises
-    ------
-    ConfigError
-        A model that is not one of ours.
-    """
-    changes: dict[str, Any] = {}
+    """The settings with what the command line says otherwise. Raises ConfigError on a model that is not one of ours."""
+    changes: dict[str, Any] = {} if seeds is None else {"num_seeds": seeds}
     if models is not None:
-        names = tuple(name.strip().lower() for name in models.split(",") if name.strip())
-        unknown = [name for name in names if name not in ("din", "dcnv2", "gbdt")]
-        if unknown or not names:
+        changes["models"] = tuple(name.strip().lower() for name in models.split(","))
+        if not set(changes["models"]) <= set(get_args(ModelName)):
             raise ConfigError(f"--models: {models!r} is not a list of models; expected some of din, dcnv2, gbdt")
-        changes["models"] = names
-    if seeds is not None:
-        changes["num_seeds"] = seeds
     return settings.model_copy(update=changes)
 
 
@@ -83,17 +70,8 @@ def compare_ctr(
 ) -> CtrFigures:
     """Compare CTR models without knowledge, with plainly decoded knowledge where the run has it, and with the run's.
 
-    Parameters
-    ----------
-    run_dir : folder of a run with `features/`, perhaps with `plain/features/`.
-    tables : the input tables, with what came after the run's date.
-    as_of : the run's date; training ends with it.
-    verifier : the run's: the name of its texts beside those of plain decoding.
-
-    Raises
-    ------
-    CtrError
-        There are no features, nothing came after the date, or the features are of a later date (a leak).
+    `tables` have what came after the run's date; `verifier` is the name of the run's own texts beside plain ones.
+    Raises CtrError where there are no features, or as `train_ctr` does.
     """
     settings = settings or CtrSettings()
     variants = run_variants(RunFolder(Path(run_dir)), verifier)
@@ -103,22 +81,14 @@ def compare_ctr(
         def on_fit(row: CtrRow) -> None:
             bar.advance(1, f"{row.model}, {row.variant}: AUC {row.auc:.4f}")
 
-        comparison = train_ctr(tables, variants, as_of, settings, on_fit)
-    return TypeAdapter(CtrFigures).validate_python(comparison.to_manifest())
+        return train_ctr(tables, variants, as_of, settings, on_fit)
 
 
 def run_variants(run: RunFolder, verifier: str) -> dict[str, FeatureSet | None]:
     """The variants of knowledge that a run can compare: none, plain (where it was decoded), and its own."""
-    variants: dict[str, FeatureSet | None] = {"none": None}
-    if run.plain.features_path("user").parent.is_dir():
-        variants["plain"] = read_feature_set(run.plain.features_path("user").parent)
-    variants[verifier] = read_feature_set(run.features_path("user").parent)
-    return variants
-
-
-def ctr_data(figures: CtrFigures) -> dict[str, Any]:
-    """A comparison for `--json`: all but the single trainings."""
-    return {name: value for name, value in asdict(figures).items() if name != "seeds"}
+    folders = {"plain": run.plain.features_path("user").parent, verifier: run.features_path("user").parent}
+    found = {name: read_feature_set(folder) for name, folder in folders.items() if name != "plain" or folder.is_dir()}
+    return {"none": None, **found}
 
 
 def print_ctr(figures: CtrFigures) -> None:
@@ -126,8 +96,4 @@ def print_ctr(figures: CtrFigures) -> None:
     if figures.skipped:
         stdout.print(f"CTR models were not trained: {figures.skipped}", markup=False, soft_wrap=True)
         return
-    shown = ctr_table(figures)
-    table = text_table(shown.columns[:2], shown.columns[2:], shown.title, caption=shown.caption, caption_justify="left")
-    for row in shown.rows:
-        table.add_row(*map(Text, row))
-    stdout.print(table)
+    print_table(ctr_table(figures))

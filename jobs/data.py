@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from laserbatch.jobs.console import ExitCode, progress, say, summary
+from laserbatch.jobs.inputs import check_inputs
+from laserbatch.jobs.settings import load_settings
 from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.sample.world import write_sample_world
+from laserbatch.pipeline.storage.atomic import atomic_folder
+from laserbatch.pipeline.tables.findings import count_faults
+from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
+from laserbatch.pipeline.tables.movielens import import_movielens
+from laserbatch.pipeline.tables.read import describe
+from laserbatch.pipeline.tables.schema import require_only_tables
+from laserbatch.pipeline.tables.source import source_files
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Sample, import and check input tables.")
 
@@ -70,11 +80,6 @@ def import_(
 
     Example: laserbatch data import table exports/ tables/ --mapping mapping.yaml
     """  # fmt: skip
-    from laserbatch.pipeline.storage.atomic import atomic_folder
-    from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
-    from laserbatch.pipeline.tables.movielens import import_movielens
-    from laserbatch.pipeline.tables.source import source_files
-
     if (mapping is not None) != (source_format is SourceFormat.TABLE):
         raise typer.BadParameter("--mapping goes with the format `table`, which needs it, and with no other")
     loaded, read, dropped = None, [source], {}
@@ -107,9 +112,6 @@ def sample(
 
     Example: laserbatch data sample world/ --num-users 1000 --seed 7
     """
-    from laserbatch.pipeline.sample.world import write_sample_world
-    from laserbatch.pipeline.storage.atomic import atomic_folder
-
     with atomic_folder(_replaceable(out), overwrite) as folder, progress("sample world", num_users) as bar:
         write_sample_world(folder, num_users, num_items, days, seed=seed, progress=bar.advance)
     _report_check(out, as_json, {})
@@ -117,8 +119,6 @@ def sample(
 
 def _replaceable(out: Path, read: Iterable[Path] = ()) -> Path:
     """OUT without links, which may be replaced: nothing that is read lies in it, nor anything but tables."""
-    from laserbatch.pipeline.tables.schema import require_only_tables
-
     target = out.resolve()
     for path in read:
         if path.resolve().is_relative_to(target):
@@ -129,21 +129,14 @@ def _replaceable(out: Path, read: Iterable[Path] = ()) -> Path:
 
 
 def _report_check(path: Path, as_json: bool, written: dict | None = None, config: Path | None = None) -> None:
-    """Check tables and print the summary. Ends the command with its exit code where they have faults.
+    """Check tables and print the summary; ends the command with its exit code where they have faults.
 
-    Parameters
-    ----------
-    written : what else there is to say of tables that were just written, whose rows are counted, faults or not.
+    `written` is what else there is to say of tables that were just written, whose rows are counted, faults or not.
     """
-    from laserbatch.jobs.inputs import check_inputs
-    from laserbatch.jobs.settings import load_settings
-    from laserbatch.pipeline.tables.findings import count_faults
-    from laserbatch.pipeline.tables.read import describe
-
     findings = check_inputs(path, load_settings(config))
     num_faults = count_faults(findings)
-    num_warnings = sum(finding.is_warning for finding in findings)
-    outcome: dict = {"path": str(path), "num_faults": num_faults, "num_warnings": num_warnings}
+    outcome: dict = {"path": str(path), "num_faults": num_faults}
+    outcome["num_warnings"] = sum(finding.is_warning for finding in findings)
     if not num_faults or written is not None:
         outcome |= {f"num_{name}": entry["num_rows"] for name, entry in describe(path).items()}
     outcome |= written or {}

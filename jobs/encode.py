@@ -1,7 +1,6 @@
 """The stage that encodes: texts of a run to vectors and cluster ids, one Parquet file a side.
 
-Nothing but the knowledge files decides the bytes of the feature files: encoding a run again writes them again as they
-were.
+Encoding a run again writes the same bytes.
 """
 
 from pathlib import Path
@@ -22,20 +21,14 @@ def encode_run(
 ) -> dict[Side, FeatureFigures]:
     """Encode `knowledge/<side>/*.parquet` of a run into `features/<side>.parquet` and its centroids, atomically.
 
-    A side without a text has a file without a row.
+    A side without a text has a file without a row. Raises ModelError where the encoder is missing or not the expected
+    one, WorkspaceError where the run has no texts at all.
 
     Parameters
     ----------
     run_dir : folder of a run, or its `plain` folder.
     previous : a finished run whose centroids, and vectors of texts that were carried over from it, are taken over
         where the encoder is the same.
-
-    Raises
-    ------
-    ModelError
-        The encoder is missing or not the expected one.
-    WorkspaceError
-        The run has no texts at all.
     """
     settings = settings or EncodingSettings()
     folder = RunFolder(Path(run_dir))

@@ -43,10 +43,7 @@ Finished = dict[str, ShardRecord]  # shards of a side by name
 def generate_knowledge(night: Night) -> None:
     """The night's texts, into its run folder. Does nothing when they are all there.
 
-    Raises
-    ------
-    RunFailed
-        More rows are in quarantine than the settings allow; the manifest holds what was done.
+    Raises RunFailed where more rows are in quarantine than the settings allow; the manifest holds what was done.
     """
     with night.stage("generate"):
         night.manifest.sides = _Pass(night, night.run, night.settings.decoding).run()
@@ -262,6 +259,5 @@ def _stats(records: Iterable[ShardRecord]) -> DecodingStats:
 
 
 def _shard_figures(shard: Shard, record: ShardRecord) -> ShardFigures:
-    stats = record.info.stats
-    name = f"{shard.side}-{shard.name}"
+    stats, name = record.info.stats, f"{shard.side}-{shard.name}"
     return ShardFigures(name, shard.group, record.file, record.num_rows, record.sha256, stats.wall_s, stats)

@@ -19,7 +19,7 @@ from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.tables.findings import count_faults
 from laserbatch.pipeline.tables.guess import guess_mapping, read_sources
-from laserbatch.pipeline.tables.schema import TABLE_NAMES, table_files
+from laserbatch.pipeline.tables.schema import REQUIRED_COLUMNS, table_files
 
 
 def init(
@@ -74,16 +74,10 @@ def _is_clicks(rows: pa.Table | pa.RecordBatch | None, column: str | None) -> bo
 
 def _is_in_schema(folder: Path) -> bool:
     try:
-        for name in TABLE_NAMES:
-            table_files(folder, name)
+        found = {name: pq.read_schema(table_files(folder, name)[0]).names for name in REQUIRED_COLUMNS}
     except TableError:
         return False
-    found = {name: pq.read_schema(table_files(folder, name)[0]).names for name in TABLE_NAMES}
-    return (
-        "user_id" in found["users"]
-        and {"item_id", "title"} <= set(found["items"])
-        and {"user_id", "item_id", "timestamp"} <= set(found["interactions"])
-    )
+    return all(set(columns) <= set(found[name]) for name, columns in REQUIRED_COLUMNS.items())
 
 
 def _configuration(tables: Path, note: str, is_clicks: bool) -> str:

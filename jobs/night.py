@@ -92,17 +92,12 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False, red
     The workspace's lock must be held. The inputs are checked before anything is written. Files of a finished run never
     change: what does its night again is another edition, a run of its own.
 
+    Raises as `checked_inputs` does, and WorkspaceError where the unfinished run was started from other inputs.
+
     Parameters
     ----------
     force : generate unchanged entities too, in another edition where a run is there.
     redo : do a finished night again, in another edition, if its inputs have changed since.
-
-    Raises
-    ------
-    ConfigError, TableError, PoolError
-        As `checked_inputs` says.
-    WorkspaceError
-        The unfinished run was started from other inputs.
     """
     inputs, tables = checked_inputs(settings, date)
     if needs_a_model(settings, settings.tables.path):
@@ -112,24 +107,15 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False, red
     run = workspace.run(make_run_id(date, settings.of_output(), edition))
     manifest = RunManifest.load(run.manifest_path) if run.is_finished or run.manifest_path.exists() else None
     changed = [] if manifest is None else changed_inputs(manifest.inputs, inputs)
-    is_done_again = manifest is not None and (
-        force or (redo and changed) if run.is_finished else force and not manifest.force
-    )
-    if is_done_again:
-        edition, manifest, changed = edition + 1, None, []
-        run = workspace.run(make_run_id(date, settings.of_output(), edition))
+    if manifest is not None and (force or (redo and changed) if run.is_finished else force and not manifest.force):
+        edition, manifest = edition + 1, None
     if manifest is None:
-        manifest = RunManifest.create(
-            run.manifest_path, date, settings.of_output(), version("laserbatch"), describe_machine(), edition
-        )
-        previous = previous_run(workspace, run.run_id)
-        pools = current_pools(PoolStore(workspace.pools_folder), settings.pools.min_support, date, settings.routing)
-        manifest.force = force
-        manifest.previous_run_id = previous.run_id if previous is not None else None
-        manifest.inputs = inputs
-        manifest.pools = describe_pools(pools)
-        manifest.save()
-    elif not run.is_finished:
+        night = new_night(settings, workspace, date, edition)
+        night.manifest.force, night.manifest.inputs = force, inputs
+        night.manifest.save()
+        night.tables = tables
+        return night
+    if not run.is_finished:
         if changed:
             raise WorkspaceError(
                 f"run {run.run_id} was started from other inputs ({', '.join(changed)} changed since); "
@@ -142,6 +128,18 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False, red
         manifest.status = "running"
     night = Night(settings, workspace, date, run, manifest, tuple(changed))
     night.tables = tables
+    return night
+
+
+def new_night(settings: Settings, workspace: Workspace, date: datetime.date, edition: int = 1) -> Night:
+    """A night that has not begun, with the run and the pools that it would build on; nothing is written."""
+    output = settings.of_output()
+    run = workspace.run(make_run_id(date, output, edition))
+    manifest = RunManifest.create(run.manifest_path, date, output, version("laserbatch"), describe_machine(), edition)
+    previous = previous_run(workspace, run.run_id)
+    manifest.previous_run_id = previous.run_id if previous is not None else None
+    night = Night(settings, workspace, date, run, manifest)
+    manifest.pools = describe_pools(current_pools(night.pools, settings.pools.min_support, date, settings.routing))
     return night
 
 
@@ -198,7 +196,6 @@ def current_pools(
     """The pools that a run may draft from: the current ones, or the newest that are not of a later date than its own.
 
     None when they were built to give more away, are damaged or of another format: a night is then slower, not late.
-    Of `min_support` pools keep what they were built with; a version's name begins with its date.
     """
     try:
         version = store.current_version()

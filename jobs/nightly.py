@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.table import Table
 
-from laserbatch.jobs.console import say, stdout, summary, text_table
-from laserbatch.jobs.ctr import ctr_data, print_ctr
+from laserbatch.jobs.console import print_table, say, stdout, summary
+from laserbatch.jobs.ctr import print_ctr
 from laserbatch.jobs.encode import encode_run
+from laserbatch.jobs.formatting import count, decimal
 from laserbatch.jobs.generate import generate_knowledge
 from laserbatch.jobs.night import Night, open_night, open_run, parse_date
+from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.report.sides import side_warnings
 from laserbatch.jobs.run_night import run_night
 from laserbatch.jobs.settings import CONFIG, PACKAGE_ROOT, WORKSPACE, load_settings
@@ -25,19 +26,22 @@ from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import describe
 from laserbatch.pipeline.tables.schema import require_only_tables
 
+DATE = typer.Option(..., help="The night: what was known at the end of this day is used.")
+RAY_ADDRESS = typer.Option(None, help="Use this Ray cluster; without it a local one is started.")
+JSON = typer.Option(False, "--json", help="Print the summary as JSON.")
 DEMO_SEED = 7  # a world on which nothing was trained or chosen: neither the sample model nor a CTR setting
 
 
 def nightly(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
-    date: str = typer.Option(..., help="The night: what was known at the end of this day is used."),
+    date: str = DATE,
     force: bool = typer.Option(False, help="Generate unchanged entities too, in a run of its own."),
     redo: bool = typer.Option(
         False, help="Do a finished date whose tables changed since again, in a run of its own; the unchanged is kept."
     ),
-    ray_address: str | None = typer.Option(None, help="Use this Ray cluster; without it a local one is started."),
-    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+    ray_address: str | None = RAY_ADDRESS,
+    as_json: bool = JSON,
 ) -> None:
     """Run a whole night: generate, encode, compare, publish, build pools, report.
 
@@ -54,7 +58,7 @@ def nightly(
             "published": night.workspace.published().run_id,
             **({"changed_since": list(night.changed_inputs)} if night.changed_inputs else {}),
             **night_counts(night),
-            **({"ctr": ctr_data(night.manifest.ctr)} if as_json else {}),
+            **({"ctr": asdict(night.manifest.ctr)} if as_json else {}),
             "report": str(night.run.report_path),
         },
         as_json,
@@ -66,10 +70,10 @@ def nightly(
 def generate(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
-    date: str = typer.Option(..., help="The night: what was known at the end of this day is used."),
+    date: str = DATE,
     force: bool = typer.Option(False, help="Generate unchanged entities too."),
-    ray_address: str | None = typer.Option(None, help="Use this Ray cluster; without it a local one is started."),
-    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+    ray_address: str | None = RAY_ADDRESS,
+    as_json: bool = JSON,
 ) -> None:
     """Generate the knowledge of a date; nothing is published.
 
@@ -90,7 +94,7 @@ def encode(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     run: str | None = typer.Option(None, help="A run id. Default: the published run."),
-    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+    as_json: bool = JSON,
 ) -> None:
     """Encode the texts of a run into feature tables, by the run's own settings.
 
@@ -111,7 +115,7 @@ def demo(
     folder: Path = typer.Option(Path("demo"), help="Where the world and the workspace go; it may exist."),
     num_users: int = typer.Option(400, help="Users of the sample world."),
     num_items: int = typer.Option(300, help="Items of the sample world."),
-    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+    as_json: bool = JSON,
 ) -> None:
     """Two nights on a sample world, with the bundled model: the second is faster because the first happened.
 
@@ -139,53 +143,43 @@ def demo(
         nights = {"first_night": night_counts(first), "second_night": night_counts(second)}
         summary(nights | {"ctr": asdict(second.manifest.ctr)}, as_json=True)
         return
-    stdout.print(nights_table([first, second]))
+    print_table(nights_table([first, second]))
     print_ctr(second.manifest.ctr)
     stdout.print(f"report: {second.run.report_path}", soft_wrap=True, markup=False)
 
 
 def night_counts(night: Night) -> dict[str, Any]:
     """What generation did, a line a side."""
-    return {
-        f"{side}s": {
-            "num_entities": figures.num_entities,
-            "num_generated": figures.num_generated,
-            "num_carried_over": figures.num_carried_over,
-            "num_quarantined": figures.num_quarantined,
-            "num_tokens": figures.stats.num_tokens,
-            "tokens_per_step": figures.stats.tokens_per_step,
-            "tokens_per_s": figures.stats.tokens_per_s,
-        }
-        | ({"warning": "; ".join(warnings)} if (warnings := side_warnings(figures)) else {})
-        for side, figures in night.manifest.sides.items()
-    }
+    counts = {}
+    for side, figures in night.manifest.sides.items():
+        names = ("num_entities", "num_generated", "num_carried_over", "num_quarantined")
+        counts[f"{side}s"] = {name: getattr(figures, name) for name in names}
+        counts[f"{side}s"] |= {n: getattr(figures.stats, n) for n in ("num_tokens", "tokens_per_step", "tokens_per_s")}
+        if warnings := side_warnings(figures):
+            counts[f"{side}s"]["warning"] = "; ".join(warnings)
+    return counts
 
 
 def nights_table(nights: list[Night]) -> Table:
-    """One row a night and side; plain decoding of the same entities, where it was run, beside it, and of all."""
-    counts = ("entities", "generated", "carried over", "failed", "tokens/step", "tokens/s", "seconds")
-    table = text_table(("night", "side"), counts, title="What the nights did")
+    """One row a night and side; plain decoding of the same texts, where it was run, below."""
+    rows = []
     for night in nights:
-        for side, figures in night.manifest.sides.items():
-            table.add_row(str(night.date), side, *_counts(figures), *_pace(figures.stats))
+        rows += [_row(str(night.date), side, one.stats, one) for side, one in night.manifest.sides.items()]
         for side, figures in night.manifest.plain.items():
-            stats = figures.stats_of_tonight
-            if stats.num_texts:
-                of_same = ["-", f"{stats.num_texts:,}", "-", "-"]
-                table.add_row(f"{night.date} plain, these texts", side, *of_same, *_pace(stats))
-        for side, figures in night.manifest.plain.items():
-            table.add_row(f"{night.date} plain, all texts", side, *_counts(figures), *_pace(figures.stats))
-    return table
+            if figures.stats_of_tonight.num_texts:
+                rows.append(_row(f"{night.date} plain, these texts", side, figures.stats_of_tonight))
+    return Table("What the nights did", rows, ("night", "side"))
 
 
-def _counts(figures: SideFigures) -> list[str]:
-    counts = (figures.num_entities, figures.num_generated, figures.num_carried_over, figures.num_quarantined)
-    return [f"{count:,}" for count in counts]
-
-
-def _pace(stats: DecodingStats) -> list[str]:
-    return [_number(stats.tokens_per_step, 2), _number(stats.tokens_per_s, 0), f"{stats.wall_s:.1f}"]
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
+def _row(night: str, side: str, stats: DecodingStats, figures: SideFigures | None = None) -> dict[str, str]:
+    return {
+        "night": night,
+        "side": side,
+        "entities": count(figures and figures.num_entities),
+        "generated": count(stats.num_texts if figures is None else figures.num_generated),
+        "carried over": count(figures and figures.num_carried_over),
+        "failed": count(figures and figures.num_quarantined),
+        "tokens/step": decimal(stats.tokens_per_step),
+        "tokens/s": decimal(stats.tokens_per_s, 0),
+        "seconds": decimal(stats.wall_s, 1),
+    }

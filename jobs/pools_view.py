@@ -11,7 +11,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from laserbatch.jobs.formatting import counted
-from laserbatch.jobs.report.pools import how_built
+from laserbatch.jobs.report.drafts import how_built
 from laserbatch.pipeline.storage.manifest import PoolBuilt
 from laserbatch.retrieval_pools.draft import Draft
 from laserbatch.retrieval_pools.index.manifest import PoolManifest

@@ -12,6 +12,7 @@ from typing import Any
 import typer
 import yaml
 from pydantic import BaseModel, Field, ValidationError
+from pydantic_core import to_jsonable_python
 
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.pipeline.decoding.settings import DecodingSettings
@@ -88,16 +89,10 @@ class Settings(Strict):
 def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) -> Settings:
     """Settings from a YAML file, None for the defaults.
 
-    `overrides` are `{"section.key": value}` from the command line; None values are ignored.
-
-    Raises
-    ------
-    ConfigError
-        The file is missing or not YAML, a key is unknown, or a value is not what the key takes.
+    `overrides` are `{"section.key": value}` from the command line; None values are ignored. Raises ConfigError where
+    the file is missing or not YAML, a key is unknown, or a value is not what the key takes.
     """
     data = _read_yaml(path) if path is not None else {}
-    if path is not None:
-        _anchor_paths(data, path.resolve().parent)
     for dotted, value in (overrides or {}).items():
         if value is None:
             continue
@@ -116,11 +111,12 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     data = read_yaml(path, "configuration", "`laserbatch init TABLES` writes one")
-    if data is None:
-        return {}
+    data = {} if data is None else data
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected sections (`decoding:`, `pools:`, ...), found a {type(data).__name__}")
-    return _without_empty_sections(data, Settings)
+    data = _without_empty_sections(data, Settings)
+    _anchor_paths(data, path.resolve().parent)
+    return data
 
 
 def _without_empty_sections(data: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
@@ -167,9 +163,6 @@ def commented_yaml(model: type[BaseModel], values: Mapping[str, Any], indent: in
 
 
 def _inline(value: Any) -> str:
-    if isinstance(value, tuple):
-        value = list(value)
-    elif not isinstance(value, list | dict | str | int | float | bool | None):
-        value = str(value)  # a path
-    dumped = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
+    plain = to_jsonable_python(value)
+    dumped = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=10**6)
     return dumped.removesuffix("...\n").strip()

@@ -1,27 +1,30 @@
-"""`laserbatch try`: one entity's prompt, pool, and text as it is written. Writes nothing to disk."""
+"""`laserbatch try`: one entity's prompt, pool and text, drawn as text alone. Writes nothing to disk."""
 
 import datetime
+import re
 import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import typer
-from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
 
 from laserbatch.jobs.budgets import budget_step_cost, side_budget
 from laserbatch.jobs.console import say, stdout, summary
+from laserbatch.jobs.formatting import ROUTE_LABELS, SOURCE_LABELS, counted, decimal, percent, rate, ratio
 from laserbatch.jobs.inputs import NEEDS_A_MODEL, needs_a_model, require_template_columns
-from laserbatch.jobs.night import current_pools, parse_date, previous_run
-from laserbatch.jobs.pools_view import num_calibration_texts
-from laserbatch.jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
+from laserbatch.jobs.night import Night, new_night, parse_date
+from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
 from laserbatch.jobs.spans import text_spans
-from laserbatch.jobs.try_view import TriedEntity, print_tried, text_panel
 from laserbatch.pipeline.budget.kept_costs import known_step_cost
 from laserbatch.pipeline.budget.measuring import measure_step_cost
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.drafters.from_settings import drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
-from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest, StepEvent
+from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.errors import RowError, TableError
 from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
@@ -29,14 +32,46 @@ from laserbatch.pipeline.knowledge.parsers import parse_knowledge
 from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.planning.previous import PreviousKnowledge
 from laserbatch.pipeline.planning.prompting import prompt_renderer
-from laserbatch.pipeline.planning.routing import NO_ROUTE, entity_router
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.manifest import make_run_id
+from laserbatch.pipeline.storage.manifest import SampleSpan
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import Tables, read_tables
 from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.index.store import PoolStore
-from laserbatch.retrieval_pools.routing.router import Router
+
+# Underlines differ too, so that the spans can be told apart without colours. The model's own tokens stay unmarked.
+SOURCE_STYLES = {
+    "pool": "#101820 on #f2c4dd",
+    "previous": "#101820 on #a9d3f2 underline",
+    "prompt": "#101820 on #f7d48a underline2",
+    "output": "#101820 on #9edcc5 italic",
+    "target": "",
+}
+
+
+@dataclass(frozen=True)
+class TriedEntity:
+    """One entity, tried."""
+
+    side: Side
+    entity_id: object
+    template: str  # name@version
+    prompt: str
+    num_prompt_tokens: int
+    num_history: int
+    num_history_dropped: int
+    pool_version: str | None  # None where there is no pool
+    group: str | None  # that the router chose
+    scheme: str | None
+    text: str
+    spans: list[SampleSpan]
+    num_tokens: int
+    num_steps: int
+    num_drafted: int
+    num_accepted: int
+    wall_s: float
+    finish_reason: str  # "end_of_text", "stop" or "length"
+    fields: Mapping[str, str] | None  # None when the text could not be parsed, and `problem` says why
+    problem: str | None = None
 
 
 def try_one(
@@ -61,23 +96,20 @@ def try_one(
     entity = find_entity(tables, side, user if item is None else item)
     if needs_a_model(settings, settings.tables.path):
         say(NEEDS_A_MODEL)
-    today = datetime.datetime.now(datetime.UTC).date()
-    tried = write_one(settings, tables, side, entity, night_date or today, live=not as_json and stdout.is_terminal)
+    workspace = Workspace(settings.workspace)
+    if (settings.workspace / "workspace.json").exists():
+        workspace = Workspace.open(settings.workspace, create=False)
+    night = new_night(settings, workspace, night_date or datetime.datetime.now(datetime.UTC).date())
+    night.tables = tables
+    tried = write_one(night, side, entity)
     if as_json:
-        data = {name: value for name, value in vars(tried).items() if name != "spans"}
-        summary(data | {"text": "".join(s.text for s in tried.spans), "spans": [vars(s) for s in tried.spans]}, True)
-        return
-    print_tried(stdout, tried)
+        summary(asdict(tried), as_json=True)
+    else:
+        print_tried(tried)
 
 
 def find_entity(tables: Tables, side: Side, text: str | None) -> Entity:
-    """The entity whose id, as text, is the given one; without one the table's first.
-
-    Raises
-    ------
-    TableError
-        There is none.
-    """
+    """The entity whose id, as text, is the given one; without one the table's first. Raises TableError if not there."""
     ids = tables.entities(side)[f"{side}_id"].to_pylist()
     entity_id = next((known for known in ids if text is None or str(known) == text), None)
     if entity_id is None:
@@ -86,30 +118,22 @@ def find_entity(tables: Tables, side: Side, text: str | None) -> Entity:
     return next(iter_entities(tables, side, [entity_id]))
 
 
-def write_one(
-    settings: Settings, tables: Tables, side: Side, entity: Entity, date: datetime.date, live: bool
-) -> TriedEntity:
-    """Generate one entity's text as tonight would, showing it as it grows."""
+def write_one(night: Night, side: Side, entity: Entity) -> TriedEntity:
+    """Generate one entity's text as a night would."""
+    settings, version = night.settings, night.manifest.pools.version
     rendered, _ = prompt_renderer(side, settings.knowledge, settings.decoding, settings.model_dir)(entity)
     template = load_template(settings.knowledge.template_of(side), settings.knowledge.template_dir)
     engine = Engine.from_pretrained(settings.model_dir, settings.decoding)
-    pool, version, route, previous_ids = _night_before(settings, tables, side, entity, date)
+    previous = PreviousKnowledge(None if night.previous is None else night.previous.knowledge_folder(side))
+    row = previous.row_of(entity.entity_id)
+    previous_ids = None if row is None else previous.token_ids([row])[row]
+    pool = None if version is None else night.pools.open(version, side, tokenizer_hash(settings.model_dir))
+    route = night.router(side)(entity)
     request = GenerationRequest("try", rendered.token_ids, previous_ids, route.group, settings.decoding.max_new_tokens)
-    budget = _budget(settings, engine, pool, previous_ids is not None)
-    token_ids: list[int] = []
-    sources: list[int] = []
-    with Live(text_panel([]), console=stdout, refresh_per_second=20, transient=True, auto_refresh=live) as view:
-
-        def on_event(event: StepEvent) -> None:
-            token_ids.extend(event.token_ids.tolist())
-            sources.extend(event.sources.tolist())
-            if live:
-                view.update(text_panel(text_spans(engine.tokenizer, token_ids, sources)))
-
-        start_s = time.perf_counter()
-        drafter = drafter_from(settings.decoding, pool, budget)
-        outcome = next(engine.generate([request], drafter, on_event=on_event, budget=budget))
-        wall_s = time.perf_counter() - start_s
+    budget = _budget(night, engine, pool, previous_ids is not None)
+    start_s = time.perf_counter()
+    outcome = next(engine.generate([request], drafter_from(settings.decoding, pool, budget), budget=budget))
+    wall_s = time.perf_counter() - start_s
     if isinstance(outcome, GenerationFailure):
         raise TableError(f"{side} {entity.entity_id} cannot be written: {outcome.reason}")
     fields, problem = None, None
@@ -128,7 +152,7 @@ def write_one(
         pool_version=version,
         group=route.group or None,
         scheme=route.scheme,
-        num_calibration_texts=0 if pool is None else num_calibration_texts(pool.manifest),
+        text=outcome.text,
         spans=text_spans(engine.tokenizer, outcome.token_ids, outcome.sources),
         num_tokens=len(outcome.token_ids),
         num_steps=outcome.num_steps,
@@ -141,10 +165,9 @@ def write_one(
     )
 
 
-def _budget(settings: Settings, engine: Engine, pool: Pool | None, is_changed: bool) -> Budget:
-    """What tonight's run would draft of a side whose entities are all like this one."""
-    decoding = settings.decoding
-    folder = Workspace(settings.workspace).step_costs_folder
+def _budget(night: Night, engine: Engine, pool: Pool | None, is_changed: bool) -> Budget:
+    """What a night would draft of a side whose entities are all like this one."""
+    decoding, folder = night.settings.decoding, night.workspace.step_costs_folder
 
     def measure() -> StepCost:
         known = known_step_cost(folder, engine, 0 if pool is None else pool.manifest.num_tokens)
@@ -153,20 +176,57 @@ def _budget(settings: Settings, engine: Engine, pool: Pool | None, is_changed: b
     return side_budget(decoding, pool, budget_step_cost(decoding, measure), float(is_changed)).budget
 
 
-def _night_before(settings: Settings, tables: Tables, side: Side, entity: Entity, date: datetime.date):
-    """What the workspace has to draft from: pool, its version, the entity's route in it, and its own last text."""
-    if not (settings.workspace / "workspace.json").exists():
-        return None, None, NO_ROUTE, None
-    workspace = Workspace.open(settings.workspace, create=False)
-    last = previous_run(workspace, make_run_id(date, settings.of_output()))
-    previous = PreviousKnowledge(None if last is None else last.knowledge_folder(side))
-    row = previous.row_of(entity.entity_id)
-    previous_ids = None if row is None else previous.token_ids([row])[row]
-    store = PoolStore(workspace.pools_folder)
-    current = current_pools(store, settings.pools.min_support, date, settings.routing)
-    if current is None:
-        return None, None, NO_ROUTE, previous_ids
-    router = Router.load(current.folder / "router" / side, settings.routing)
-    route = entity_router(router, tables, side, date)(entity)
-    pool = store.open(current.version, side, tokenizer_hash(settings.model_dir))
-    return pool, current.version, route, previous_ids
+def print_tried(tried: TriedEntity) -> None:
+    """Draw a tried entity on the terminal, from its prompt to whether a night would keep it."""
+    cut = f", {counted(tried.num_history_dropped, 'older event')} cut" if tried.num_history_dropped else ""
+    about = f"{tried.template}: {counted(tried.num_prompt_tokens, 'token')}, {tried.num_history} of history{cut}"
+    pool = "No pool yet: drafts come from the prompt, the output and the entity's own earlier text."
+    if tried.pool_version is not None:
+        scheme = ROUTE_LABELS.get(tried.scheme or "none", tried.scheme)
+        pool = f"Pool {tried.pool_version}, group {tried.group or 'none'} ({scheme})"
+    text = Text.assemble(*((_visible(span.text), SOURCE_STYLES[span.source]) for span in tried.spans))
+    legend = Text("  ").join(Text(f" {SOURCE_LABELS[name]} ", style) for name, style in SOURCE_STYLES.items())
+    per_step, accepted = ratio(tried.num_accepted, tried.num_steps), ratio(tried.num_accepted, tried.num_drafted)
+    counts = (
+        f"{counted(tried.num_tokens, 'token')} in {counted(tried.num_steps, 'step')}: "
+        f"{decimal(None if per_step is None else per_step + 1)} tokens per step (accepted draft tokens + 1); "
+        f"{percent(accepted)} of {counted(tried.num_drafted, 'draft token')} accepted; "
+        f"{rate(ratio(tried.num_tokens, tried.wall_s))} tokens/s"
+    )
+    stdout.print(
+        _panel(_visible(tried.prompt), f"Prompt of {tried.side} {tried.entity_id}", about),
+        Text(_visible(pool)),
+        _panel(Text("\n\n").join([text, legend]), "Text"),
+        Text(counts),
+    )
+    if tried.fields is not None:
+        fields = "\n".join(f"{name}: {value}" for name, value in tried.fields.items())
+        stdout.print(_panel(_visible(fields), "Record"))
+    stdout.print(_verdict(tried))
+
+
+def _verdict(tried: TriedEntity) -> Text:
+    """Whether a night would keep the text, and what to do where something is wrong with it."""
+    is_cut = tried.finish_reason == "length"
+    if tried.fields is None:
+        where = ", and it was cut at the token limit" if is_cut else ""
+        return Text(
+            f"A night would put {tried.side} {_visible(str(tried.entity_id))} in quarantine: nothing could be parsed "
+            f"of this text{where} ({_visible(str(tried.problem))}). Try another decoding.model or "
+            f"knowledge.{tried.side}_template.",
+            "bold red",
+        )
+    if is_cut:
+        return Text("It was parsed, but cut at the token limit: raise decoding.max_new_tokens.", "bold yellow")
+    return Text("It was parsed and ended by itself: a night would keep it.", "bold green")
+
+
+def _visible(text: str) -> str:
+    """The text without what controls a terminal; line ends and tabs stay."""
+    return re.sub(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]", "\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
+
+
+def _panel(content: str | Text, title: str, subtitle: str = "") -> Panel:
+    text = Text(content) if isinstance(content, str) else content
+    about = Text(_visible(subtitle)) if subtitle else None
+    return Panel(text, title=Text(_visible(title)), subtitle=about, title_align="left", subtitle_align="left")

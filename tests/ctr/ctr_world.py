@@ -111,7 +111,7 @@ def make_features(world: World, run_id=RUN_ID, noise=0.0, seed=0) -> FeatureSet:
             pa.array(["f"] * table.num_rows),
         ]
         sides[side] = pa.Table.from_arrays(columns, schema=feature_schema(side, columns[0].type, DIM))
-    return FeatureSet(**sides)
+    return sides
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:

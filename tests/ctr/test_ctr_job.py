@@ -18,8 +18,8 @@ def world():
 
 
 def write_features(run: RunFolder, features):
-    write_parquet(features.user, run.features_path("user"))
-    write_parquet(features.item, run.features_path("item"))
+    write_parquet(features["user"], run.features_path("user"))
+    write_parquet(features["item"], run.features_path("item"))
 
 
 def test_a_run_is_compared_with_and_without_its_plain_texts(world, tmp_path, capsys):

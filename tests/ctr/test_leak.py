@@ -9,9 +9,9 @@ import pytest
 from ctr_world import AS_OF, make_features
 
 from laserbatch.ctr.compare import build_network, train_ctr
-from laserbatch.ctr.dataset import Knowledge, build_dataset, build_knowledge
+from laserbatch.ctr.dataset import build_dataset, build_knowledge
+from laserbatch.ctr.networks import fit
 from laserbatch.ctr.settings import CtrError, CtrSettings
-from laserbatch.ctr.train import fit
 
 SETTINGS = CtrSettings(num_seeds=1, max_epochs=4)
 
@@ -33,15 +33,13 @@ def with_other_future(world, part, data):
     return dataclasses.replace(world, interactions=interactions)
 
 
-def trace(world, features=None):
+def trace(world, features):
     """Everything that training is made of."""
     data = build_dataset(world, AS_OF, SETTINGS)
-    knowledge = build_knowledge(world, data, features, AS_OF, SETTINGS)
     arrays = [array[data.train] for array in (data.users, data.items, data.history, data.labels, data.times_us)]
     arrays += [data.train] + [field.codes for field in (*data.user_fields, *data.item_fields)]
-    arrays += [
-        array for side in (knowledge.user, knowledge.item) if side for array in (side.vectors, side.cluster_codes)
-    ]
+    knowledge = build_knowledge(world, data, features, AS_OF, SETTINGS)
+    arrays += [array for side in (knowledge.user, knowledge.item) for array in (side.vectors, side.cluster_codes)]
     return [(array.dtype.str, array.shape, array.tobytes()) for array in arrays]
 
 
@@ -73,7 +71,7 @@ def test_early_stopping_never_sees_the_test_part(world, model):
     changed = build_dataset(with_other_future(world, "test", data), AS_OF, SETTINGS)
     outcomes = []
     for of_world in (data, changed):
-        network = build_network(model, of_world, Knowledge(), SETTINGS, seed=0)
+        network = build_network(model, of_world, None, SETTINGS, seed=0)
         outcomes.append((fit(network, of_world, SETTINGS, seed=0), network.state_dict()))
     (first, first_weights), (second, second_weights) = outcomes
     assert first == second
@@ -88,11 +86,11 @@ def test_features_of_a_later_run_are_refused(world):
 
 def test_one_row_of_a_later_run_is_enough_to_be_refused(world):
     features = make_features(world)
-    run_ids = features.user["run_id"].to_pylist()
+    run_ids = features["user"]["run_id"].to_pylist()
     run_ids[17] = "2025-03-02-0123abcd"
-    user = features.user.set_column(3, features.user.schema.field("run_id"), pa.array(run_ids))
+    user = features["user"].set_column(3, features["user"].schema.field("run_id"), pa.array(run_ids))
     with pytest.raises(CtrError, match="2025-03-02"):
-        train_ctr(world, {"relaxed": dataclasses.replace(features, user=user)}, AS_OF, SETTINGS)
+        train_ctr(world, {"relaxed": features | {"user": user}}, AS_OF, SETTINGS)
 
 
 def test_features_of_no_date_are_refused(world):

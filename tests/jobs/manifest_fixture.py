@@ -9,8 +9,8 @@ import numpy as np
 from markupsafe import Markup, escape
 from pydantic import TypeAdapter
 
-from laserbatch.ctr.judging import compare_paired
-from laserbatch.jobs.report import charts
+from laserbatch.ctr.compare import compare_paired
+from laserbatch.jobs.report import blocks
 from laserbatch.pipeline.storage.manifest import RunManifest, SideFigures
 from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
@@ -46,10 +46,10 @@ History, oldest first:
 """
 
 
-class Undrawn(charts._Chart):
+class Undrawn(blocks._Chart):
     """A chart that is not drawn, only told: a page of them takes milliseconds."""
 
-    def __init__(self, width: float, height: float) -> None:
+    def __init__(self, height: float) -> None:
         self.axes = MagicMock()
 
     def _svg(self, label: str) -> Markup:
@@ -262,7 +262,7 @@ def ctr_row(model: str, variant: str, auc: float, cold: float, logloss: float, s
 def equivalence(differences: dict[str, list[float]]) -> dict:
     """The CTR section's `equivalence`, as the CTR package decides it from paired differences over seeds."""
     pairs = differences | {"all": [value for values in differences.values() for value in values]}
-    return {name: vars(compare_paired(np.zeros(len(values)), np.array(values))) for name, values in pairs.items()}
+    return {name: vars(compare_paired(np.array(values))) for name, values in pairs.items()}
 
 
 def night_manifest() -> dict:

@@ -122,16 +122,22 @@ def failing(run, monkeypatch):
     ("error", "code", "line"),
     [
         (TableError("users, row 3"), 3, "users, row 3"),
-        (OSError(errno.ENOSPC, "full", "{folder}/new/a"), 3, "/new/a cannot be written: No space left on device, "),
-        (OSError(errno.EROFS, "no", "/a/b"), 3, "/a/b: Read-only file system. Allow it, then give the same command"),
+        (
+            OSError(errno.ENOSPC, "full", "/a/b"),
+            3,
+            "/a/b: No space left on device. Make room, then give the same command again",
+        ),
+        (
+            OSError(errno.EROFS, "no", "/a/b"),
+            3,
+            "/a/b: Read-only file system. Check the path, and that it may be written",
+        ),
         (NotADirectoryError(errno.ENOTDIR, "no", "/a/b"), 3, "/a/b: Not a directory. Check the path"),
         (ZeroDivisionError("of what\nand why"), 1, "unexpected ZeroDivisionError: of what (test_cli.py, line "),
         (KeyboardInterrupt(), 130, "interrupted; the same command goes on with what is finished"),
     ],
 )
-def test_a_failure_is_one_line_and_with_json_one_object(failing, tmp_path, error, code, line):
-    if isinstance(error, OSError):
-        error.filename = error.filename.format(folder=tmp_path)
+def test_a_failure_is_one_line_and_with_json_one_object(failing, error, code, line):
     done = failing(error)
     assert done.returncode == code
     assert line in done.stderr and len(done.stderr.splitlines()) == 1
@@ -139,7 +145,6 @@ def test_a_failure_is_one_line_and_with_json_one_object(failing, tmp_path, error
     assert told == {"error": done.stderr.removeprefix("laserbatch: ").strip(), "exit_code": code} | {
         "kind": type(error).__name__
     }
-    assert (f"MB are free in {tmp_path}. Make room" in done.stderr) == ("No space" in line)
 
 
 def test_wrong_usage_is_an_object_with_json_too(run):
@@ -190,7 +195,10 @@ def test_a_workspace_below_a_file_is_refused(world, nightly):
     (world / "file").write_text("")
     done = nightly(write_config(world, "below.yaml", workspace="file/workspace"))
     assert done.returncode == 3
-    assert done.stderr == f"laserbatch: {world}/file/workspace: Not a directory. Check the path\n"
+    assert (
+        done.stderr
+        == f"laserbatch: {world}/file/workspace: Not a directory. Check the path, and that it may be written\n"
+    )
 
 
 def test_a_model_folder_without_weights_is_refused_before_any_work(world, tmp_path, nightly):

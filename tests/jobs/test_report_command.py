@@ -35,12 +35,6 @@ def test_published_run_is_drawn_by_default(workspace):
     assert "2025-02-28-9c0de4f1" in workspace.run("2025-02-28-9c0de4f1").report_path.read_text(encoding="utf-8")
 
 
-def test_newest_run_is_drawn_when_none_is_published(workspace):
-    (workspace.root / "published.json").unlink()
-    report(None, workspace.root, None, None, False)
-    assert workspace.run("2025-03-01-1a2b3c4d").report_path.exists()
-
-
 def test_run_and_file_can_be_chosen(workspace, tmp_path):
     report(None, workspace.root, "2025-03-01-1a2b3c4d", tmp_path / "out" / "night.html", False)
     assert "Night of 1 March 2025" in (tmp_path / "out" / "night.html").read_text(encoding="utf-8")
@@ -56,7 +50,7 @@ def test_unknown_run_is_named_with_those_that_are_there(workspace):
 
 def test_workspace_without_runs_is_refused(tmp_path):
     Workspace.open(tmp_path / "ws")
-    with pytest.raises(WorkspaceError, match="holds no run yet"):
+    with pytest.raises(WorkspaceError, match="has no published run yet; name one with --run"):
         report(None, tmp_path / "ws", None, None, False)
 
 

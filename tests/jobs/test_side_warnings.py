@@ -6,14 +6,14 @@ import pytest
 from manifest_fixture import Undrawn, figures_of, manifest_of, night_manifest, night_of
 
 from laserbatch.jobs.nightly import night_counts
-from laserbatch.jobs.report import charts
-from laserbatch.jobs.report.page import page_of, render_page
+from laserbatch.jobs.report import blocks
+from laserbatch.jobs.report.page import render_page
 from laserbatch.jobs.report.sides import MIN_STEPS, MOST_MISSING, side_warnings
 
 
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch):
-    monkeypatch.setattr(charts, "_Chart", Undrawn)
+    monkeypatch.setattr(blocks, "_Chart", Undrawn)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_only_notably_less_than_forecast_is_said(manifest, share, is_said):
     counts = night_counts(night_of(side))["users"]
     assert ("warning" in counts) is is_said
     manifest["sides"]["user"] = side
-    page = render_page(page_of(manifest_of(manifest)))
+    page = render_page(manifest_of(manifest))
     assert ("laserbatch pools rebuild" in page) is is_said
     assert "How much was drafted" in page and "the fastest of the replays" in page
     if is_said:
@@ -56,4 +56,4 @@ def test_no_forecast_and_no_drafts_say_nothing(manifest):
         assert not side_warnings(figures_of(side | {"budget": without}))
     assert not side_warnings(figures_of(side | {"stats": side["stats"] | {"num_steps": 0}}))
     del manifest["sides"]["user"]["budget"], manifest["sides"]["item"]["budget"]
-    assert "How much was drafted" not in render_page(page_of(manifest_of(manifest)))
+    assert "How much was drafted" not in render_page(manifest_of(manifest))

@@ -103,10 +103,3 @@ def test_joined_spans_are_the_decoded_text(byte_tokenizer, data, text):
 
 def test_no_tokens_give_no_spans(byte_tokenizer):
     assert text_spans(byte_tokenizer, [], []) == []
-
-
-def test_unequal_lengths_and_unknown_sources_are_refused(byte_tokenizer):
-    with pytest.raises(ValueError, match="2 token ids with 1 sources"):
-        text_spans(byte_tokenizer, [1, 2], [0])
-    with pytest.raises(ValueError, match=r"\[9\] are unknown"):
-        text_spans(byte_tokenizer, [1], [9])

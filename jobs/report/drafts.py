@@ -1,0 +1,145 @@
+"""Where drafts came from and which were accepted; which groups entities were sent to; pools used and built."""
+
+from laserbatch.jobs.formatting import (
+    MISSING,
+    ROUTE_LABELS,
+    SOURCE_LABELS,
+    count,
+    counted,
+    decimal,
+    percent,
+    ratio,
+    seconds,
+)
+from laserbatch.jobs.report.blocks import PLAIN, Block, Figure, Note, Section, Series, Table, stacked_shares
+from laserbatch.jobs.report.sides import SIDE_LABELS, Side
+from laserbatch.pipeline.storage.manifest import PoolBuilt, PoolFigures, RunManifest
+from laserbatch.pipeline.storage.stats import DecodingStats
+
+SOURCE_COLOURS = {"pool": "#cc79a7", "previous": "#0072b2", "prompt": "#e69f00", "output": "#009e73"}
+ROUTE_COLOURS = {
+    "collaborative": "#0b4f8a",
+    "attribute": "#7fb2de",
+    "random": "#e69f00",
+    "global": "#f0d58a",
+    "none": "#d5dae0",
+}
+
+
+def drafts_section(manifest: RunManifest, sides: list[Side]) -> Section:
+    """The section "Drafts and pools"."""
+    written = [side for side in sides if side.tonight]
+    has_drafts = any(side.tonight.num_drafted for side in written)
+    routed = [side for side in sides if any(side.figures.routes.values())]
+    reason = "nothing was drafted" if written else "no text was generated"
+    blocks: list[Block] = [
+        _origins(written) if has_drafts else Note(f"There is no acceptance to show: {reason} tonight."),
+        _routes(routed) if routed else Note("No entity was routed to a pool tonight."),
+    ]
+    if has_drafts:
+        blocks.append(_by_source(written))
+    used = {name: pool for name in SIDE_LABELS if (pool := getattr(manifest.pools, name)) is not None}
+    built = manifest.pools_built
+    if lacking := [side.label for side in sides if side.name not in used]:
+        blocks.append(Note(f"{' and '.join(lacking)} had no pool to draft from."))
+    if not built:
+        blocks.append(Note("No pool was built from tonight's texts."))
+    elif all(pool.calibration is None for pool in built.values()):
+        blocks.append(Note("The pools built tonight are not calibrated: too few texts, or no replays wanted."))
+    rows = [
+        _pool_row(name, use, pools[name])
+        for name in SIDE_LABELS
+        for use, pools in (("tonight", used), ("next night", built))
+        if name in pools
+    ]
+    if rows:
+        caption = (
+            "Left out: the texts that draft least, for which pool_building.max_tokens leaves no room. Error: mean "
+            "distance between estimated and realised acceptance, on texts that estimates were not fitted to; by "
+            "chance: what it would be on average, were estimates right."
+        )
+        blocks.append(Table("Pools, in numbers", rows, ("Side", "Use", "Version", "Built"), caption))
+    return Section("drafts", "Drafts and pools", blocks)
+
+
+def how_built(pool: PoolBuilt) -> str:
+    """How a pool was made, in a few words."""
+    sorted_texts = f"{counted(pool.num_texts_changed, 'text')} sorted"
+    return f"merged from the earlier version, {sorted_texts}" if pool.incremental else "whole"
+
+
+def _origins(sides: list[Side]) -> Figure:
+    by_source = [side.tonight.accepted_by_source for side in sides]
+    drafted = [
+        Series(SOURCE_LABELS[name], [counts.get(name, 0) for counts in by_source], colour)
+        for name, colour in SOURCE_COLOURS.items()
+        if any(_is_used(side.tonight, name) for side in sides)
+    ]
+    wholes = [side.tonight.num_tokens for side in sides]
+    own = [whole - sum(of_side) for whole, *of_side in zip(wholes, *(one.values for one in drafted), strict=True)]
+    return stacked_shares(
+        "Where the written tokens came from",
+        [side.label for side in sides],
+        [*drafted, Series(SOURCE_LABELS["target"], own, PLAIN)],
+        "share of the side's written tokens",
+        "“The model itself”: bonus tokens and corrections, one a step.",
+    )
+
+
+def _by_source(sides: list[Side]) -> Table:
+    rows = []
+    for side in sides:
+        for name in SOURCE_COLOURS:
+            if _is_used(side.tonight, name):
+                drafted = side.tonight.drafted_by_source.get(name, 0)
+                accepted = side.tonight.accepted_by_source.get(name, 0)
+                rows.append(
+                    {
+                        "Side": side.label,
+                        "Source": SOURCE_LABELS[name],
+                        "Drafted": count(drafted),
+                        "Accepted": count(accepted),
+                        "Accepted of drafted": percent(ratio(accepted, drafted)),
+                    }
+                )
+    caption = "A draft is a tree, of which one path at most is accepted: shares are of all its tokens."
+    return Table("Drafted and accepted by source", rows, ("Side", "Source"), caption)
+
+
+def _is_used(stats: DecodingStats, source: str) -> bool:
+    return bool(stats.drafted_by_source.get(source) or stats.accepted_by_source.get(source))
+
+
+def _routes(sides: list[Side]) -> Figure:
+    routes = [side.figures.routes for side in sides]
+    return stacked_shares(
+        "Where the router sent entities",
+        [side.label for side in sides],
+        [
+            Series(label, [counts.get(name, 0) for counts in routes], ROUTE_COLOURS[name])
+            for name, label in ROUTE_LABELS.items()
+            if any(counts.get(name) for counts in routes)
+        ],
+        "share of the side's entities",
+        "Collaborative: known well enough for a cluster of tastes. Attribute: the others, and cold ones.",
+    )
+
+
+def _pool_row(name: str, use: str, pool: PoolFigures) -> dict[str, str]:
+    is_built = isinstance(pool, PoolBuilt)
+    checked = pool.calibration["reliability"] if is_built and pool.calibration is not None else {}
+    error = decimal(checked.get("expected_calibration_error"), 3)
+    if checked.get("error_by_chance") is not None:
+        error += f" ({decimal(checked['error_by_chance'], 3)})"
+    return {
+        "Side": SIDE_LABELS[name],
+        "Use": use,
+        "Version": pool.version,
+        "Texts": count(pool.num_texts),
+        "Tokens": count(pool.num_tokens),
+        "Groups": count(len(pool.groups)),
+        "Built": how_built(pool) if is_built else MISSING,
+        "Texts left out": count(pool.num_texts_left_out) if is_built else MISSING,
+        "Build time": seconds(pool.build_s) if is_built else MISSING,
+        "Error (by chance)": error,
+    }
