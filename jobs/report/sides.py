@@ -58,7 +58,7 @@ def speed_up(sides: list[Side], over: str) -> float | None:
     """Tonight's tokens per second over those of "plain" or "previous_night", on the sides that both did."""
     both = [side for side in sides if side.tonight and getattr(side, over)]
     mine, other = total(side.tonight for side in both), total(getattr(side, over) for side in both)
-    return mine.tokens_per_s / other.tokens_per_s if mine and mine.tokens_per_s and other.tokens_per_s else None
+    return ratio(mine.tokens_per_s, other.tokens_per_s) if mine and other else None
 
 
 def side_warnings(side: SideFigures) -> list[str]:

@@ -8,8 +8,8 @@ import pyarrow.compute as pc
 import pytest
 from ctr_world import AS_OF
 
+from laserbatch.ctr.dataset import split_by_time
 from laserbatch.ctr.settings import CtrError
-from laserbatch.ctr.split import split_by_time
 
 
 def test_training_ends_with_the_last_moment_of_the_date(world):
