@@ -8,7 +8,7 @@ system's result is compared with the slow version before it is timed. Without CU
 shows that everything runs, the kernel through Triton's interpreter (`TRITON_INTERPRET=1`).
 
 `--blocks` times the kernel alone under block sizes of a small grid, and names the best of all problems together: what
-`BLOCKS_OF_DEVICE` in `triton_attention.py` should hold for this device.
+the defaults of `Blocks` in `triton_attention.py` should be for such devices.
 
 Nobody has run this on a GPU yet: no result of it is published.
 """

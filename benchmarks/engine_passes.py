@@ -19,7 +19,7 @@ from systems import Pass
 
 from laserbatch.pipeline.budget.choice import known_batch_size
 from laserbatch.pipeline.budget.step_cost import StepCost
-from laserbatch.pipeline.decoding.memory.prefix_index import PrefixIndex
+from laserbatch.pipeline.decoding.prefix_index import PrefixIndex
 from laserbatch.pipeline.decoding.settings import Budget
 
 logger = logging.getLogger("benchmarks")

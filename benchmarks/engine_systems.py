@@ -23,9 +23,9 @@ from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.drafters.drafter import NoDrafter
 from laserbatch.pipeline.decoding.drafters.retrieval import RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.from_settings import verifier_from
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.decoding.verifiers.from_settings import verifier_from
 from laserbatch.retrieval_pools.index.pool import Pool
 
 logger = logging.getLogger("benchmarks")

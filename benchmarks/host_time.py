@@ -42,7 +42,7 @@ from laserbatch.pipeline.decoding.drafters.retrieval import RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.cuda_graphs import BufferedForward
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
-from laserbatch.pipeline.decoding.requests import GenerationRequest
+from laserbatch.pipeline.decoding.sequence import GenerationRequest
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 from laserbatch.retrieval_pools.index.pool import Pool
@@ -109,9 +109,7 @@ class ScriptedForward(BufferedForward):
     """
 
     def __init__(self, engine: Engine, texts: dict[bytes, np.ndarray], end_id: int) -> None:
-        super().__init__(
-            engine.loaded.model, engine.cache, engine.device, None, selects_logits=True, pads=True, captures=False
-        )
+        super().__init__(engine.runner.head, engine.cache, engine.device, None)
         self.steps: list[tuple[int, int]] = []
         self._script = np.full((engine.cache.max_rows, 2 * max(map(len, texts.values())) + 1024), end_id, np.int64)
         self._rows: list[int] = []  # of the step's sequences

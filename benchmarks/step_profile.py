@@ -38,10 +38,10 @@ from tasks import TaskSize, build, sample_tasks
 from widen import GEOMETRIES, widened
 
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter, NoDrafter
-from laserbatch.pipeline.decoding.drafters.from_settings import drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.from_settings import drafter_from
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
-from laserbatch.pipeline.decoding.requests import GenerationRequest
+from laserbatch.pipeline.decoding.sequence import GenerationRequest
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 from laserbatch.pipeline.decoding.verifiers.relaxed import Relaxed

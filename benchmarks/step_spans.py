@@ -92,8 +92,8 @@ def watched(engine: Engine, drafter) -> Iterator[Spans]:
     def watch(owner, name: str, part: str) -> None:
         replace(owner, name, spans.timed(part, getattr(owner, name)))
 
-    land, are_kept = spans.timed(OTHER, engine._land), []
-    launch = spans.timed(OTHER, engine._launch)
+    land, are_kept = spans.timed(OTHER, engine.land), []
+    launch = spans.timed(OTHER, engine.launch)
 
     def launched(stream):
         are_kept.append(spans.keeps(stream.scheduler.live))
@@ -109,8 +109,8 @@ def watched(engine: Engine, drafter) -> Iterator[Spans]:
         if hasattr(drafter, name):
             watch(drafter, name, "draft")
     watch(engine, "_trees", "draft")
-    replace(engine, "_launch", launched)
-    replace(engine, "_land", landed)
+    replace(engine, "launch", launched)
+    replace(engine, "land", landed)
     watch(engine.runner, "forward", "packing")
     watch(engine.runner, "_run", "other model")
     buffered = engine.runner.buffered

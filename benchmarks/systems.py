@@ -13,12 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter, NoDrafter, draft_all
-from laserbatch.pipeline.decoding.drafters.from_settings import drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest, GenerationResult, StepEvent
+from laserbatch.pipeline.decoding.from_settings import drafter_from, verifier_from
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult, StepEvent
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import MAX_DEPTH, TokenTree, TreeBatch
-from laserbatch.pipeline.decoding.verifiers.from_settings import verifier_from
 from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
 from laserbatch.retrieval_pools.index.pool import Pool
 

@@ -14,7 +14,6 @@ from laserbatch.jobs.night import Night
 from laserbatch.jobs.spans import report_samples
 from laserbatch.pipeline.budget.choice import PLAIN
 from laserbatch.pipeline.budget.step_cost import StepCost
-from laserbatch.pipeline.decoding.model.generation_rules import unused_settings
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
 from laserbatch.pipeline.distributed.cluster import ray_cluster
@@ -130,8 +129,6 @@ class _Pass:
         spec = self._worker_spec()
         if self.decoding.drafters:
             draft(None, [], 0)  # compiled here, so that workers find it in numba's cache
-        if not self.is_plain and (unused := unused_settings(night.settings.model_dir)) is not None:
-            say(unused)
         say(f"{label}: {num_rows} texts in {len(pending)} shards; starting workers")
         with ray_cluster(night.settings.cluster) as layout, progress(label, num_rows) as bar:
             choose = _plainly if self.is_plain else partial(night_budgets, night, pending)

@@ -18,13 +18,12 @@ from laserbatch.jobs.inputs import NEEDS_A_MODEL, needs_a_model, require_templat
 from laserbatch.jobs.night import Night, new_night, parse_date
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
 from laserbatch.jobs.spans import text_spans
-from laserbatch.pipeline.budget.kept_costs import known_step_cost
-from laserbatch.pipeline.budget.measuring import measure_step_cost
+from laserbatch.pipeline.budget.measuring import KeptCost, measure_step_cost
 from laserbatch.pipeline.budget.step_cost import StepCost
-from laserbatch.pipeline.decoding.drafters.from_settings import drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.from_settings import drafter_from
 from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
-from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.errors import RowError, TableError
 from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
@@ -170,7 +169,7 @@ def _budget(night: Night, engine: Engine, pool: Pool | None, is_changed: bool) -
     decoding, folder = night.settings.decoding, night.workspace.step_costs_folder
 
     def measure() -> StepCost:
-        known = known_step_cost(folder, engine, 0 if pool is None else pool.manifest.num_tokens)
+        known = KeptCost(folder, engine, 0 if pool is None else pool.manifest.num_tokens).read()
         return known or measure_step_cost(engine, pool, decoding.drafters, [decoding.batch_size])
 
     return side_budget(decoding, pool, budget_step_cost(decoding, measure), float(is_changed)).budget

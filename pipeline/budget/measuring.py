@@ -1,45 +1,121 @@
-"""What a step costs here: the engine's own steps, timed with drafts of every size at several batch sizes.
+"""What a step costs here: the engine's own steps, timed with drafts of every size at several batch sizes, and kept.
 
-Steps are real ones (admit, forward, verify, commit) of texts that say nothing. Every second token of their drafts is
+Steps are real ones (draft, forward, verify, commit) of texts that say nothing. Every second token of their drafts is
 accepted, whatever the model says: an accepted node costs more than a rejected one, since on a CPU only of what follows
 accepted ones logits are computed. Trees that were mostly rejected would make large ones seem cheap. Drafting is timed
 apart. A few seconds for a small model: repetitions are fewer where steps are long.
+
+The same model on the same machine is measured once in a while, so that the budget that is chosen by it is the same the
+next time, and so are relaxed texts.
 """
 
 import datetime
+import hashlib
+import importlib.metadata
 import itertools
+import logging
 import os
+import platform
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import torch
 
 from laserbatch.pipeline.budget.choice import SOURCES
-from laserbatch.pipeline.budget.step_cost import DraftCost, StepCost, StepPoint
+from laserbatch.pipeline.budget.step_cost import DraftCost, StepCost, StepPoint, read_step_cost
 from laserbatch.pipeline.decoding.drafters.drafter import draft_all
 from laserbatch.pipeline.decoding.drafters.retrieval import RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest, StepEvent
-from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.from_settings import verifier_from
+from laserbatch.pipeline.decoding.scheduler import Concurrency
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, Sequence
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, MAX_DEPTH, MAX_NODES, TokenTree
-from laserbatch.pipeline.decoding.verifiers.from_settings import verifier_from
 from laserbatch.pipeline.decoding.verifiers.verifier import NodeVerdicts
+from laserbatch.pipeline.errors import ConfigError, RunFailed
+from laserbatch.pipeline.storage.atomic import canonical_json, write_json
 from laserbatch.retrieval_pools.calibration.calibrate import spread_positions
 from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS
 from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR
 from laserbatch.retrieval_pools.sources import SOURCE_POOL, SOURCE_TARGET
 
+logger = logging.getLogger(__name__)
+
+VERSION = 7  # of how steps are measured
 PROMPT_TOKENS = 320
 NEW_TOKENS = 256  # then a text starts again; drafts deeper than what is left of it are cut, and not timed
 MIN_ROUNDS, MAX_ROUNDS = 4, 15  # each two steps of every size, of which the second is timed
 WARM_UP_ROUNDS = {"cpu": 1, "cuda": 2}  # before them; on CUDA a step's first run compiles and its second is captured
 SECONDS = 2.0  # for one batch size, after which no further round begins
+MOST_TRIES = 3  # of a step, where a text's end cut a draft
 NUM_DRAFTS = 48  # sequences of a step whose drafting is timed
 NUM_DRAFT_ROUNDS = 7
 SEED = 0
-PATIENCE = 8  # short steps in a row, while prompts are computed, before the batch is taken to be full
+PATIENCE = 8  # short steps in a row before the batch is taken to be full
+
+
+class KeptCost:
+    """The file in a folder where the cost of an engine's steps is kept, one for everything that a cost depends on.
+
+    Parameters
+    ----------
+    num_pool_tokens : of the pool that drafting is timed with; 0 without one.
+    num_workers : engines that work side by side, and are measured so.
+    """
+
+    def __init__(self, folder: Path, engine: Engine, num_pool_tokens: int, num_workers: int = 1) -> None:
+        on_cuda = engine.device.type == "cuda"
+        facts = {
+            "version": VERSION,
+            "model_id": engine.model_id,
+            "device": torch.cuda.get_device_name(engine.device) if on_cuda else _processor(),
+            "dtype": str(next(engine.runner.model.parameters()).dtype).removeprefix("torch."),
+            "num_threads": torch.get_num_threads(),
+            "num_workers": num_workers,
+            "batch_size": engine.settings.batch_size,
+            "attention": engine.settings.attention,
+            "verifier": engine.settings.verifier,
+            "drafters": list(engine.settings.drafters),
+            "pool_scale": (num_pool_tokens.bit_length() + 1) // 2,  # a draft takes longer from a larger one
+            "libraries": {lib: importlib.metadata.version(lib) for lib in ("torch", "transformers", "numpy", "numba")},
+        }
+        digest = hashlib.sha256(canonical_json(facts).encode()).hexdigest()[:12]
+        self.path = folder / f"{digest}.json"
+        self._name = f"measured {digest}: {facts['model_id']} on {facts['device']}"
+
+    def read(self) -> StepCost | None:
+        """The cost that was measured here before; None where there is none that can be used, or that is in doubt."""
+        if not self.path.exists():
+            return None
+        try:
+            found = read_step_cost(self.path)
+            doubt = found.doubt(datetime.date.today())
+            if found.name != self._name:
+                doubt = f"{self.path} is {found.name!r}, expected {self._name!r}"
+        except ConfigError as error:
+            doubt = str(error)
+        if doubt is None:
+            return found
+        logger.warning("the cost of steps has to be measured again: %s", doubt)
+        return None
+
+    def write(self, step_cost: StepCost) -> StepCost:
+        """Keep a cost; returns it as it will be read."""
+        kept = step_cost.model_copy(update={"name": self._name})
+        write_json(kept.model_dump(mode="json"), self.path)
+        return kept
+
+
+def _processor() -> str:
+    """The CPU's name where the system says it, and how many cores there are."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
 def measure_step_cost(
@@ -52,6 +128,10 @@ def measure_step_cost(
     pool, sources : what drafting is timed with.
     batch_sizes : 1, 2, 4, ... and the engine's own by default. Where the KV cache holds fewer sequences, steps of as
         many as it holds are timed instead.
+
+    Raises
+    ------
+    RunFailed : the engine cannot write the texts whose steps are timed.
     """
     if batch_sizes is None:
         largest = engine.settings.batch_size
@@ -80,24 +160,17 @@ def _time_steps(engine: Engine, batch_size: int) -> tuple[int, dict[int, float],
     from sklearn.isotonic import isotonic_regression  # takes a second to load; costs that are known need it not
 
     steps = _TimedSteps(engine, batch_size)
-    texts = engine.generate(steps, steps, steps, steps.on_event, budget=Budget(MAX_NODES, 0.0))
     try:
-        for outcome in texts:
-            steps.num_live -= isinstance(outcome, GenerationFailure)
-    except _Enough:
-        pass
+        steps.take_rounds()
     finally:
-        texts.close()
-    typical = {
-        drafts.num_tokens(steps.batch_size): undisturbed_seconds(seconds)
-        for drafts, seconds in steps.seconds.items()
-        if seconds
-    }
+        steps.stream.scheduler.close()
+    kept = {drafts.num_tokens(steps.batch_size): seconds for drafts, seconds in steps.seconds.items() if seconds}
+    numbers = sorted(kept)
     # A larger step costs no less: where it seems to, that is noise.
-    rising = isotonic_regression([typical[num_drafted] for num_drafted in sorted(typical)])
-    quartiles = [np.quantile(seconds, (0.25, 0.5, 0.75)) for seconds in steps.seconds.values() if seconds]
+    rising = isotonic_regression([undisturbed_seconds(kept[number]) for number in numbers])
+    quartiles = [np.quantile(seconds, (0.25, 0.5, 0.75)) for seconds in kept.values()]
     spreads = [float((high - low) / middle) for low, middle, high in quartiles]
-    return steps.batch_size, dict(zip(sorted(typical), rising.tolist(), strict=True)), spreads
+    return steps.batch_size, dict(zip(numbers, rising.tolist(), strict=True)), spreads
 
 
 def undisturbed_seconds(durations: SequenceOf[float]) -> float:
@@ -123,45 +196,25 @@ class _Drafts:
 _ROUND = (*map(_Drafts, SIZE_KNOTS), _Drafts(1, is_alone=True))
 
 
-class _Enough(Exception):
-    """All steps that are wanted were timed."""
-
-
 class _TimedSteps:
-    """Requests, drafter, verifier and clock of a measurement in one: they have to agree on whose turn it is.
-
-    As an iterator it gives a request whenever fewer than `batch_size` texts are live, and the engine asks at each step.
-    """
+    """Requests, drafter and verifier of a measurement in one, and the seconds of its steps."""
 
     def __init__(self, engine: Engine, batch_size: int) -> None:
         self.batch_size = batch_size
-        self.num_live = 0
         self.seconds: dict[_Drafts, list[float]] = {drafts: [] for drafts in _ROUND}
+        self._engine = engine
         self._prompt = random_tokens(engine, min(PROMPT_TOKENS, engine.max_context // 2))
         deepest = max(1, min(NEW_TOKENS, engine.max_context - len(self._prompt)) // 4)
         self._trees = {size: _tree(engine, size, deepest) for size in SIZE_KNOTS}
         self._rule = verifier_from(engine.settings)
-        self._names = itertools.count()
-        self._rng = np.random.default_rng(SEED)
-        self._round: list[tuple[_Drafts, bool]] = []  # and whether that step is timed, the next one last
-        self._drafts, self._is_timed = _ROUND[0], False
-        self._num_rounds = -1 - WARM_UP_ROUNDS["cuda" if engine.device.type == "cuda" else "cpu"]
-        self._stepped: set[str] = set()  # texts that took the current step
-        self._num_drafted = 0  # tokens, of these texts
-        self._has_asked = False  # whether one of the current step's texts was drafted for
-        self._num_left_to_retry = 0  # steps of the round
+        self._drafts, self._has_asked = _ROUND[0], False
+        self._concurrency = Concurrency(batch_size)
+        self.stream = engine.begin(self._requests(), self, self, Budget(MAX_NODES, 0.0), None, self._concurrency)
         self._num_short = 0  # steps in a row of fewer texts than are wanted
-        self._began_s: float | None = None
-        self._first_s = 0.0  # when the first round began
 
-    def __iter__(self) -> "_TimedSteps":
-        return self
-
-    def __next__(self) -> GenerationRequest:
-        if self.num_live >= self.batch_size:
-            raise StopIteration
-        self.num_live += 1
-        return GenerationRequest(str(next(self._names)), self._prompt, max_new_tokens=NEW_TOKENS)
+    def _requests(self) -> Iterator[GenerationRequest]:
+        for number in itertools.count():
+            yield GenerationRequest(str(number), self._prompt, max_new_tokens=NEW_TOKENS)
 
     def draft(self, sequence: Sequence) -> TokenTree:
         is_first, self._has_asked = not self._has_asked, True
@@ -175,48 +228,41 @@ class _TimedSteps:
         log_probability = self._rule(logits, choices, parents, token_ids).log_probability
         return NodeVerdicts((token_ids % 2 == 0) & (not self._drafts.is_alone), log_probability)
 
-    def on_event(self, event: StepEvent) -> None:
-        if event.request_id in self._stepped:  # a second step began, and the first one was of fewer texts
-            self._num_short += 1
-            if self._num_short > PATIENCE:
-                self.batch_size = len(self._stepped)
-            self._begin(None)
-        self._stepped.add(event.request_id)
-        self.num_live -= event.is_last  # its result comes a step later
-        self._num_drafted += event.num_drafted
-        if len(self._stepped) < self.batch_size:
-            return
-        now_s = time.perf_counter()
-        is_as_planned = self._num_drafted == self._drafts.num_tokens(self.batch_size)
-        if not is_as_planned and self._is_timed and self._num_left_to_retry > 0:  # a text's end cut a draft
-            self._num_left_to_retry -= 1
-            self._add(self._drafts)
-        if self._began_s is not None and is_as_planned and self._is_timed and self._num_rounds >= 0:
-            self.seconds[self._drafts].append(now_s - self._began_s)
-        self._num_short = 0
-        self._next_drafts(now_s)
-        self._begin(time.perf_counter())
+    def take_rounds(self) -> None:
+        """Every size in each round, in another order; as in a run, a timed step finds caches as one like it left."""
+        rng, began_s = np.random.default_rng(SEED), 0.0
+        while self.take(_ROUND[0]) is None:  # prompts are computed
+            pass
+        for number in range(-WARM_UP_ROUNDS["cuda" if self._engine.device.type == "cuda" else "cpu"], MAX_ROUNDS):
+            if number == 0:
+                began_s = time.perf_counter()
+            if number >= MIN_ROUNDS and time.perf_counter() - began_s > SECONDS:
+                return
+            for place in rng.permutation(len(_ROUND)):
+                tries = (self.take(_ROUND[place]) and self.take(_ROUND[place]) for _ in range(MOST_TRIES))
+                seconds = next(filter(None, tries), None)
+                if number >= 0 and seconds is not None:
+                    self.seconds[_ROUND[place]].append(seconds)
 
-    def _begin(self, began_s: float | None) -> None:
-        self._stepped.clear()
-        self._num_drafted, self._has_asked, self._began_s = 0, False, began_s
-
-    def _next_drafts(self, now_s: float) -> None:
-        if not self._round:
-            self._num_rounds += 1
-            if self._num_rounds <= 0:
-                self._first_s = now_s
-            late = now_s - self._first_s > SECONDS and self._num_rounds >= MIN_ROUNDS
-            if late or self._num_rounds >= MAX_ROUNDS:
-                raise _Enough
-            self._num_left_to_retry = len(_ROUND)
-            for place in self._rng.permutation(len(_ROUND)):
-                self._add(_ROUND[place])
-        self._drafts, self._is_timed = self._round.pop()
-
-    def _add(self, drafts: _Drafts) -> None:
-        """Two steps at the end of the round: as in a run, the timed one finds caches as one like it leaves them."""
-        self._round[:0] = [(drafts, True), (drafts, False)]
+    def take(self, drafts: _Drafts) -> float | None:
+        """Seconds of a step with such drafts; None where it was another one: of a prompt, cut, or of fewer texts."""
+        scheduler, self._drafts, self._has_asked = self.stream.scheduler, drafts, False
+        failures = list(itertools.islice(scheduler.admit(), 1))
+        start_s = time.perf_counter()
+        step = self._engine.launch(self.stream)
+        ended = self._engine.land(step, self.stream)
+        seconds = time.perf_counter() - start_s
+        failures += [outcome for _, outcome in ended if isinstance(outcome, GenerationFailure)]
+        if failures:
+            raise RunFailed(
+                f"steps cannot be timed: {failures[0].reason}; give decoding.max_draft_tokens and "
+                "decoding.min_acceptance: then nothing is measured"
+            )
+        num_texts = len(step.sequences)
+        self._num_short = self._num_short + 1 if num_texts < self.batch_size else 0
+        if self._num_short > PATIENCE and step.num_tokens == num_texts + drafts.num_tokens(num_texts):
+            self.batch_size = self._concurrency.most = self._concurrency.limit = num_texts
+        return seconds if step.num_tokens == self.batch_size + drafts.num_tokens(self.batch_size) else None
 
 
 def _time_drafts(engine: Engine, pool, sources: SequenceOf[str]) -> DraftCost:

@@ -1,21 +1,15 @@
-"""What a verify step costs, by its packed tokens: measured elsewhere and read from a file, or computed for a known GPU.
-
-A step of `batch_size` sequences packs each one's last token and its draft. Drafting pays where the tokens that a step
-gains outweigh what the draft adds to its cost.
-"""
+"""What a verify step costs, by its packed tokens: measured, read from a file, or computed for a known GPU."""
 
 import datetime
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from laserbatch.pipeline.validation import Strict
-from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.validation import Strict, explain, read_yaml
 
 if TYPE_CHECKING:  # the engine reads costs; it need not load what replays
     from laserbatch.retrieval_pools.calibration.estimates import Tally
@@ -44,10 +38,7 @@ class DraftCost(Strict):
 
 
 class StepCost(Strict):
-    """Step durations by batch size and packed tokens; linear between the points of one batch size.
-
-    Below a batch size's first point a step costs as much as that; beyond its last the last piece goes on.
-    """
+    """Step durations by batch size and packed tokens: linear between points, flat before the first, and going on."""
 
     name: str = Field("step cost of a file", description="What was measured: shown beside every figure.")
     steps: tuple[StepPoint, ...] = Field(min_length=1, description="At least two points of each batch size.")
@@ -61,11 +52,12 @@ class StepCost(Strict):
     @property
     def disturbance(self) -> str | None:
         """What says that the machine was busy with something else during the measurement; None where nothing does."""
-        if (self.spread or 0) <= BUSY_SPREAD and (self.load or 0) <= BUSY_LOAD:
+        spread, load = self.spread or 0, self.load or 0
+        if spread <= BUSY_SPREAD and load <= BUSY_LOAD:
             return None
         return (
-            f"measured while the machine was busy: the middle half of like steps lay {self.spread or 0:.0%} of their "
-            f"median apart, and each core had {self.load or 0:.1f} processes to run"
+            f"measured while the machine was busy: the middle half of like steps lay {spread:.0%} of their median "
+            f"apart, and each core had {load:.1f} processes to run"
         )
 
     def doubt(self, today: datetime.date) -> str | None:
@@ -91,17 +83,13 @@ class StepCost(Strict):
         return tuple(sorted({point.batch_size for point in self.steps}))
 
     def seconds(self, batch_size: int, num_tokens: np.ndarray) -> np.ndarray:
-        """Duration of steps of so many packed tokens, float64 of the shape of `num_tokens`.
-
-        Raises
-        ------
-        PoolError
-            There is no curve of this batch size.
-        """
+        """Duration of steps of so many packed tokens; raises ConfigError where the batch size was not measured."""
         points = self._points(batch_size)
         if not points:
             known = ", ".join(map(str, self.batch_sizes))
-            raise PoolError(f"the step cost {self.name!r} has no batch size {batch_size}; it has {known}. Measure it.")
+            raise ConfigError(
+                f"the step cost {self.name!r} has no batch size {batch_size}; it has {known}. Measure it."
+            )
         x = np.array([point.num_tokens for point in points], float)
         y = np.array([point.seconds for point in points])
         slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
@@ -114,7 +102,7 @@ class StepCost(Strict):
         return batch_size * sums.tokens_per_step / seconds
 
     def draft_seconds(self, batch_size: int, mean_drafted: np.ndarray) -> np.ndarray:
-        """Seconds that drafting adds to a step: float64 of the shape of `mean_drafted`, draft tokens a sequence."""
+        """Seconds that drafting adds to a step, by draft tokens a sequence."""
         of_one = self.draft.seconds + self.draft.seconds_per_token * np.asarray(mean_drafted)
         return self.draft.seconds_per_step + batch_size * of_one
 
@@ -130,23 +118,14 @@ class StepCost(Strict):
 def read_step_cost(path: Path) -> StepCost:
     """A step cost from YAML or JSON.
 
-    Raises
-    ------
-    PoolError
-        The file is not there, is neither, or does not hold what `StepCost` describes; the message has an example.
+    Raises ConfigError: the file is not there, is neither, or does not hold what `StepCost` describes.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except OSError as error:
-        raise PoolError(f"{path} cannot be read ({error.strerror}); expected a step cost such as `{EXAMPLE}`") from None
-    except (ValueError, yaml.YAMLError) as error:
-        raise PoolError(f"{path} is neither YAML nor JSON: {error}; expected such as `{EXAMPLE}`") from None
+    data = read_yaml(path, "step cost", f"expected such as `{EXAMPLE}`")
     try:
         return StepCost.model_validate(data)
     except ValidationError as error:
-        found = "; ".join(f"{'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}" for item in error.errors()[:5])
-        raise PoolError(f"{path} is not a step cost: {found}. Expected such as `{EXAMPLE}`") from None
+        found = explain(error, StepCost)
+        raise ConfigError(f"{path} is not a step cost: {found}. Expected such as `{EXAMPLE}`") from None
 
 
 def computed_step_cost(batch_sizes: Sequence[int] = (1, 16, 64, 256)) -> StepCost:

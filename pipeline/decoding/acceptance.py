@@ -15,8 +15,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from laserbatch.pipeline.decoding.memory.device_memory import to_device
-from laserbatch.pipeline.decoding.model.output_head import HeldLogits, StepLogits
+from laserbatch.pipeline.decoding.device_memory import to_device
+from laserbatch.pipeline.decoding.model.output_head import StepLogits
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
 
@@ -36,17 +36,9 @@ class Acceptance:
     nodes: np.ndarray
     next_token: int
 
-    @property
-    def num_accepted(self) -> int:
-        return len(self.nodes)
-
 
 def verify(
-    verifier: Verifier,
-    logits: torch.Tensor | StepLogits,
-    trees: TreeBatch,
-    starts: np.ndarray,
-    is_end: np.ndarray,
+    verifier: Verifier, rows: StepLogits, trees: TreeBatch, starts: np.ndarray, is_end: np.ndarray
 ) -> list[Acceptance | None]:
     """Accept the best path of each sequence's draft.
 
@@ -56,8 +48,8 @@ def verify(
 
     Parameters
     ----------
-    logits : (num_rows, vocab_size) on any device, or what computes them; of sequence i, row `starts[i]` follows its
-        last committed token and row `starts[i] + 1 + j` follows node j of tree i.
+    rows : of sequence i, row `starts[i]` follows its last committed token and row `starts[i] + 1 + j` follows node j of
+        tree i.
     is_end : bool[vocab_size], the end tokens.
 
     Returns
@@ -65,7 +57,6 @@ def verify(
     One `Acceptance` a sequence, None where the target's logits after its last committed token are not finite. Nodes
     after which they are not are not accepted.
     """
-    rows = HeldLogits(logits) if isinstance(logits, torch.Tensor) else logits
     if len(trees) == 0:  # plain decoding
         nothing = np.empty(0, np.int64)
         found = judge_rows(verifier, rows, starts, nothing, nothing)
@@ -84,17 +75,13 @@ def verify(
 
 
 class _Judged:
-    """What is known so far of a step's rows and nodes, all trees' nodes one after another.
-
-    `choices` int64[num_rows]; `is_finite` bool[num_rows], true of rows that were not looked at; of nodes `allowed`
-    bool, the rule's verdict and that of the end-of-text rule, and `log_probability`.
-    """
+    """What is known so far of a step's rows and of the nodes of all its trees."""
 
     def __init__(self, num_rows: int, trees: TreeBatch, starts: np.ndarray) -> None:
         self._trees, self._starts = trees, starts
         self.choices = np.zeros(num_rows, np.int64)
-        self.is_finite = np.ones(num_rows, bool)
-        self.allowed = np.zeros(len(trees), bool)
+        self.is_finite = np.ones(num_rows, bool)  # true of rows that were not looked at
+        self.allowed = np.zeros(len(trees), bool)  # by the rule, and by that of the end of a text
         self.log_probability = np.zeros(len(trees))
         self._token_ids = trees.token_ids.astype(np.int64)
         first_of = starts[trees.tree_of] + 1
@@ -135,12 +122,8 @@ class _Judged:
         is_accepted = self.allowed & self.is_finite[self._row_of]
         paths, last_nodes = select_paths(is_accepted, self.log_probability, self._trees)
         next_tokens = self.choices[self._starts + 1 + last_nodes].tolist()
-        return [
-            Acceptance(path, next_token) if is_sound else None
-            for path, next_token, is_sound in zip(
-                paths, next_tokens, self.is_finite[self._starts].tolist(), strict=True
-            )
-        ]
+        found = zip(paths, next_tokens, self.is_finite[self._starts].tolist(), strict=True)
+        return [Acceptance(path, next_token) if is_sound else None for path, next_token, is_sound in found]
 
 
 def select_paths(
@@ -148,9 +131,7 @@ def select_paths(
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """The longest accepted path of each tree, the more probable of equally long ones, the first of equals.
 
-    Parameters
-    ----------
-    accepted, log_probability : [n], of the trees' nodes.
+    `accepted`, `log_probability` : [n], of the trees' nodes.
 
     Returns
     -------

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from laserbatch.pipeline.decoding.memory.kv_cache import KVCache
+from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 
 
@@ -25,9 +25,8 @@ class Batch:
     """The N tokens of B feeds and their `trees`, end to end: of each feed its chain, then the nodes of its tree.
 
     Of feeds, int64[B]: `rows`, `num_committed` tokens of the row before them, `num_chain` tokens, `sizes` with those of
-    the tree, `offsets` in the batch. Of tokens: `feed_of` int64[N], `is_node` bool[N] (of a
-    tree), `token_ids` int32[N], absolute `positions` int32[N], and `slot_mapping` int64[N], the slots of the cache
-    that were reserved for them.
+    the tree, `offsets` in the batch. Of tokens: `feed_of` int64[N], `is_node` bool[N] (of a tree), `token_ids`
+    int32[N], absolute `positions` int32[N], and `slot_mapping` int64[N], the slots of the cache reserved for them.
     """
 
     def __init__(self, feeds: Sequence[Feed], trees: TreeBatch, cache: KVCache) -> None:

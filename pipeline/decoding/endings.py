@@ -23,13 +23,7 @@ class Ending:
 
 
 class Endings:
-    """The rules by which texts end.
-
-    Parameters
-    ----------
-    tokenizer : with `decode`; only needed for stop strings.
-    stop_strings : a text is cut before the first of them that appears, special tokens' names being text here.
-    """
+    """The rules by which texts end; one is cut before the first stop string, special tokens' names being text there."""
 
     def __init__(self, tokenizer, stop_strings: tuple[str, ...] = ()) -> None:
         self._tokenizer = tokenizer
@@ -46,10 +40,9 @@ class Endings:
                 stop = self._find_stop(sequence.output_ids[:length])
                 if stop is not None:
                     return stop
-        if not at_end_token and sequence.num_left > 0:
-            return None
-        reason = "end_of_text" if at_end_token else "length"
-        return Ending(reason, sequence.num_output)
+        if at_end_token or sequence.num_left == 0:
+            return Ending("end_of_text" if at_end_token else "length", sequence.num_output)
+        return None
 
     def text(self, token_ids: np.ndarray, without_special: bool = True) -> str:
         """Decoded text of output tokens; empty where there is no tokenizer."""

@@ -1,10 +1,8 @@
 """The engine: texts for a stream of requests, drafted and verified, as many at once as fit.
 
 One step is four hops for all live sequences: draft, forward, verify, commit. Requests are pulled as there is room for
-them, and results are yielded as they finish. On CUDA a step waits for the device once, where verdicts come to the host:
-launches and what verification sends are queued behind the forward. Committing, endings, admission, drafting and packing
-come between that and the next launch, with the device idle. Results of a step are decoded and yielded behind the next
-launch, so that the device computes while the caller has them.
+them, and results are yielded as they finish. On CUDA a step waits for the device once, where verdicts come to the host;
+results are decoded and yielded behind the next launch, so that the device computes while the caller has them.
 
 A text depends on its own request alone: not on what shares its batch, nor on the order of requests (but for rounding,
 which the shape of a forward can change).
@@ -18,20 +16,25 @@ import torch
 
 from laserbatch.pipeline.decoding import recovery
 from laserbatch.pipeline.decoding.acceptance import Acceptance, verify
-from laserbatch.pipeline.decoding.commit import commit
+from laserbatch.pipeline.decoding.device_memory import cache_bound
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter, NoDrafter, draft_all
 from laserbatch.pipeline.decoding.endings import Ending, Endings
-from laserbatch.pipeline.decoding.memory.device_memory import cache_bound
-from laserbatch.pipeline.decoding.memory.kv_cache import KVCache
+from laserbatch.pipeline.decoding.from_settings import verifier_from
+from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
+from laserbatch.pipeline.decoding.model.output_head import PenalisedLogits
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
-from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest, GenerationResult, StepEvent
 from laserbatch.pipeline.decoding.scheduler import Concurrency, RequestLimits, Scheduler
-from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.sequence import (
+    GenerationFailure,
+    GenerationRequest,
+    GenerationResult,
+    Sequence,
+    StepEvent,
+)
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.decoding.step import Step, Stream
+from laserbatch.pipeline.decoding.step import Step, Stream, commit
 from laserbatch.pipeline.decoding.token_tree import TreeBatch, prune
-from laserbatch.pipeline.decoding.verifiers.from_settings import verifier_from
 from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
 
 # Prompt tokens of one step. A CPU computes them fastest in parts of this size (per token 2 times faster than 2048), and
@@ -41,14 +44,7 @@ MOST_DRAFT_THREADS = 4  # two were measured (`benchmarks/drafting.py`: two third
 
 
 class Engine:
-    """A loaded model with its KV store.
-
-    Use `Engine.from_pretrained`; the constructor takes a model that is already prepared.
-
-    Parameters
-    ----------
-    num_sharing : engines of this machine that share its main memory.
-    """
+    """A loaded model with its KV cache; `num_sharing` engines of this machine share its main memory."""
 
     def __init__(self, loaded: LoadedModel, settings: DecodingSettings | None = None, num_sharing: int = 1) -> None:
         self.settings = settings or DecodingSettings()
@@ -64,7 +60,7 @@ class Engine:
         self.cache = KVCache(self.settings.batch_size, max_tokens)
         self.concurrency = Concurrency(self.settings.batch_size)
         self.max_prefill_tokens = self.settings.max_prefill_tokens or PREFILL_TOKENS["cuda" if on_cuda else "cpu"]
-        self.runner = ModelRunner(loaded.model, self.cache, self.device, self.settings.attention, loaded.splits_head)
+        self.runner = ModelRunner(loaded.model, self.cache, self.device, self.settings.attention)
         self.num_forwards = 0  # of all streams
         self._endings = Endings(self.tokenizer, self.settings.stop_strings)
         self._is_end = np.zeros(self.vocab_size, bool)
@@ -76,9 +72,7 @@ class Engine:
     ) -> "Engine":
         """Load a model folder ("sample": the bundled one) and set torch's number of threads.
 
-        Raises
-        ------
-        pipeline.errors.ModelError : the folder holds no model that the engine can run.
+        Raises ModelError: the folder holds no model that the engine can run.
         """
         settings = settings or DecodingSettings()
         if settings.num_threads is not None:
@@ -88,11 +82,7 @@ class Engine:
 
     @property
     def num_draft_threads(self) -> int:
-        """Threads that a drafter should take for the engine's steps.
-
-        Beside a GPU the processor's cores are free while drafts are made; on a CPU torch's threads stay busy for a
-        while after each of its operations, and others gain nothing.
-        """
+        """Threads that a drafter should take: on a CPU torch's stay busy for a while, and others gain nothing."""
         return min(MOST_DRAFT_THREADS, torch.get_num_threads()) if self.device.type == "cuda" else 1
 
     def generate(
@@ -113,12 +103,9 @@ class Engine:
         on_event : called after each step of each text.
         budget : how much of a draft is verified; None is that of the settings.
         """
-        budget = budget or Budget.of(self.settings)
-        drafter = drafter or NoDrafter()
         verifier = verifier or verifier_from(self.settings)
-        limits = RequestLimits(self.max_context, self.vocab_size, budget.max_draft_tokens)
-        scheduler = Scheduler(requests, self.cache, self.concurrency, limits, self.max_prefill_tokens)
-        stream = Stream(scheduler, drafter, verifier, budget, on_event)
+        stream = self.begin(requests, drafter or NoDrafter(), verifier, budget or Budget.of(self.settings), on_event)
+        scheduler = stream.scheduler
         ended: deque[tuple[Sequence, Ending | GenerationFailure]] = deque()  # whose results are not yielded yet
         try:
             while True:
@@ -127,16 +114,27 @@ class Engine:
                 yield from scheduler.admit()
                 if not scheduler.live:
                     return
-                step = self._launch(stream)
+                step = self.launch(stream)
                 yield from self._results(ended)
-                outcomes = self._land(step, stream)
-                for sequence in [one for one in scheduler.live if id(one) in outcomes]:
-                    scheduler.finish(sequence)
-                    ended.append((sequence, outcomes[id(sequence)]))
+                ended += self.land(step, stream)
         finally:
             scheduler.close()
 
-    def _launch(self, stream: Stream) -> Step | None:
+    def begin(
+        self,
+        requests: Iterable[GenerationRequest],
+        drafter: Drafter,
+        verifier: Verifier,
+        budget: Budget,
+        on_event: Callable[[StepEvent], None] | None = None,
+        concurrency: Concurrency | None = None,
+    ) -> Stream:
+        """A stream of texts as `generate` writes it: its scheduler's `admit`, `launch` and `land`, again and again."""
+        limits = RequestLimits(self.max_context, self.vocab_size, budget.max_draft_tokens)
+        scheduler = Scheduler(requests, self.cache, concurrency or self.concurrency, limits, self.max_prefill_tokens)
+        return Stream(scheduler, drafter, verifier, budget, on_event)
+
+    def launch(self, stream: Stream) -> Step | None:
         """Draft and begin the forward, which on CUDA is only queued; None: no room even for one sequence."""
         step = self._draft(stream)
         while not self.cache.make_room(step.num_tokens):
@@ -150,10 +148,16 @@ class Engine:
             step.error = error
         return step
 
-    def _land(self, step: Step | None, stream: Stream) -> dict[int, Ending | GenerationFailure]:
-        """Verify and commit. Of the sequences that ended, by `id`, what came of them."""
-        if step is None:
-            return recovery.fail_alone(self.cache, stream.scheduler.live[0])
+    def land(self, step: Step | None, stream: Stream) -> list[tuple[Sequence, Ending | GenerationFailure]]:
+        """Verify and commit. The sequences that ended, which are live no more, and what came of each."""
+        scheduler = stream.scheduler
+        outcomes = recovery.fail_alone(self.cache, scheduler.live[0]) if step is None else self._outcomes(step, stream)
+        ended = [(one, outcomes[id(one)]) for one in scheduler.live if id(one) in outcomes]
+        for sequence, _ in ended:
+            scheduler.finish(sequence)
+        return ended
+
+    def _outcomes(self, step: Step, stream: Stream) -> recovery.Outcomes:
         try:
             if step.error is not None:
                 raise step.error
@@ -194,13 +198,12 @@ class Engine:
 
     def _verify(self, step: Step, verifier: Verifier) -> list[Acceptance | None]:
         """Accept drafts. Like the forward before it this changes nothing, so that both can be tried again."""
-        output = step.output
-        rows = self.loaded.rules.on(output.rows, [sequence.context for sequence in step.sequences], step.trees)
-        return verify(verifier, rows, step.trees, output.starts, self._is_end)
+        rows, penalty = step.output.rows, self.loaded.repetition_penalty
+        if penalty != 1.0:
+            rows = PenalisedLogits(penalty, rows, [sequence.context for sequence in step.sequences], step.trees)
+        return verify(verifier, rows, step.trees, step.output.batch.wanted_starts, self._is_end)
 
-    def _commit(
-        self, step: Step, accepted: list[Acceptance | None], stream: Stream
-    ) -> dict[int, Ending | GenerationFailure]:
+    def _commit(self, step: Step, accepted: list[Acceptance | None], stream: Stream) -> recovery.Outcomes:
         """Keep what was accepted, in the cache and in the texts; of the sequences that ended, what came of them."""
         outcomes = commit(step, accepted, self.cache, self._endings, self._is_end, stream.on_event)
         return outcomes | recovery.without_drafts(self, step, accepted, stream)
@@ -218,10 +221,6 @@ class Engine:
             yield sequence.result(outcome.reason, outcome.num_tokens, text)
 
     def forget_prompts(self) -> None:
-        """Compute the prompts that follow anew, whatever earlier ones they begin like, and expect them as long as any.
-
-        So sums are rounded in the same way whatever came before; within a stream prompts share what they can, and texts
-        are admitted by how long its own were.
-        """
+        """Share no earlier prompts and expect no earlier texts' lengths: sums are then rounded alike whatever came."""
         self.cache.forget_ended()
         self.concurrency.forget_lengths()

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from laserbatch.pipeline.decoding.batch import Feed
-from laserbatch.pipeline.decoding.memory.kv_cache import MIN_SHARED_TOKENS, KVCache
-from laserbatch.pipeline.decoding.memory.prefix_index import PrefixIndex
-from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest
-from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.kv_cache import MIN_SHARED_TOKENS, KVCache
+from laserbatch.pipeline.decoding.prefix_index import PrefixIndex
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +37,11 @@ class Concurrency:
     """
 
     def __init__(self, most: int) -> None:
-        self.most = most
-        self.limit = most
+        self.most = self.limit = most
         self._num_ended = 0  # since the limit last changed
         self.forget_lengths()
 
     def forget_lengths(self) -> None:
-        """Expect of texts to come nothing that earlier ones were."""
         self._num_texts = self._num_tokens = 0
 
     def lower(self, num_live: int) -> None:
@@ -70,12 +67,11 @@ class Concurrency:
 
     def expected_output(self, sequence: Sequence) -> int:
         """Tokens that a text will probably have: as the entity's previous one, else as the mean of this engine's."""
+        expected = sequence.max_new_tokens
         if sequence.previous_ids is not None and len(sequence.previous_ids):
             expected = len(sequence.previous_ids)
         elif self._num_texts:
             expected = -(-self._num_tokens // self._num_texts)
-        else:
-            expected = sequence.max_new_tokens
         return min(expected, sequence.max_new_tokens)
 
 
@@ -94,41 +90,37 @@ class Scheduler:
         max_prefill_tokens: int = 256,
     ) -> None:
         self.live: list[Sequence] = []
-        self._requests = iter(requests)
-        self._next: GenerationRequest | None = None  # pulled and not admitted yet
-        self._preempted: list[Sequence] = []  # the oldest first
+        self._requests = enumerate(requests)
+        self._waiting: list[Sequence] = []  # preempted ones, the oldest first, then the one that was pulled last
         self._within_prompts: PrefixIndex[Sequence] = PrefixIndex()  # live ones that may be, by row
         self._cache = cache
         self._concurrency = concurrency
         self._limits = limits
         self._max_prefill_tokens = max_prefill_tokens
-        self._num_admitted = 0
 
     def admit(self) -> Iterator[GenerationFailure]:
         """Give rows to waiting sequences, preempted ones first, while there is room; yields those that cannot be done.
 
-        Raises
-        ------
-        RuntimeError : another stream of the same engine holds all rows.
+        Raises RuntimeError: another stream of the same engine holds all rows.
         """
         for sequence in self._within_prompts.values():
             if self._cache.lengths[sequence.row] >= sequence.num_prompt - 1:
                 self._within_prompts.pop(sequence.row)
-        while len(self.live) < self._concurrency.limit and (waiting := self._peek()) is not None:
-            failure = self._refuse(waiting)
-            if failure is None:
+        while len(self.live) < self._concurrency.limit and (waiting := self._first_waiting()) is not None:
+            reason = self._why_refused(waiting)
+            if reason is None:
                 if self.live and self._peer_computes_prefix(waiting):
                     return
                 if self._acquire(waiting):
-                    self._drop_first()
+                    self._waiting.pop(0)
                     continue
                 if self.live:
                     return
                 if self._cache.num_live_rows:
                     raise RuntimeError("every row of the engine is held by another, unfinished generate()")
-                failure = self._refuse(waiting) or self._too_long(waiting)
-            self._drop_first()
-            yield failure
+                reason = self._too_long()
+            self._waiting.pop(0)
+            yield GenerationFailure(waiting.request.request_id, reason)
 
     def feeds(self) -> tuple[list[Sequence], list[Feed], list[int]]:
         """The sequences of the next step, what each feeds, and the places of those that write a token in it.
@@ -154,7 +146,7 @@ class Scheduler:
         youngest = sorted(self.live, key=lambda sequence: sequence.order)[-num_sequences:]
         for sequence in youngest:
             self._leave(sequence)
-            insort(self._preempted, sequence, key=lambda other: other.order)
+            insort(self._waiting, sequence, key=lambda other: other.order)
         self._concurrency.lower(len(self.live))
         return youngest
 
@@ -174,73 +166,53 @@ class Scheduler:
             self._within_prompts.pop(sequence.row)
         self._cache.release(sequence.row)
 
-    def _peek(self) -> Sequence | GenerationRequest | None:
+    def _first_waiting(self) -> Sequence | None:
         """What is admitted next; a request is pulled only when asked for."""
-        if self._preempted:
-            return self._preempted[0]
-        if self._next is None:
-            self._next = next(self._requests, None)
-        return self._next
+        if not self._waiting and (pulled := next(self._requests, None)) is not None:
+            order, request = pulled
+            room = self._limits.max_context - len(request.prompt_ids)
+            sequence = Sequence(request, max(0, min(request.max_new_tokens, room)))
+            sequence.order = order
+            self._waiting.append(sequence)
+        return self._waiting[0] if self._waiting else None
 
-    def _drop_first(self) -> None:
-        if self._preempted:
-            self._preempted.pop(0)
-        else:
-            self._next = None
+    def _most_tokens(self, sequence: Sequence) -> int:
+        return sequence.num_prompt + sequence.max_new_tokens + self._limits.max_draft_tokens
 
-    def _acquire(self, waiting: Sequence | GenerationRequest) -> bool:
+    def _acquire(self, sequence: Sequence) -> bool:
         """Make a waiting one live, if there is a row for it."""
-        limits, sequence = self._limits, waiting
-        if isinstance(waiting, GenerationRequest):
-            max_new_tokens = min(waiting.max_new_tokens, limits.max_context - len(waiting.prompt_ids))
-            sequence = Sequence(waiting, max_new_tokens)
-            sequence.order = self._num_admitted
         rest = max(0, self._concurrency.expected_output(sequence) - sequence.num_output)
-        most = sequence.num_prompt + sequence.max_new_tokens + limits.max_draft_tokens
-        expected = min(most, len(sequence.context) + rest + limits.max_draft_tokens)
-        lease = self._cache.acquire(sequence.context, most, expected)
+        expected = len(sequence.context) + rest + self._limits.max_draft_tokens
+        lease = self._cache.acquire(sequence.context, min(self._most_tokens(sequence), expected))
         if lease is None:
             return False
         sequence.row = lease.row
-        self._num_admitted += isinstance(waiting, GenerationRequest)
         insort(self.live, sequence, key=lambda other: other.row)
         if lease.num_shared < sequence.num_prompt - 1:
             self._within_prompts.put(sequence.row, sequence.prompt_ids, sequence)
         return True
 
-    def _peer_computes_prefix(self, waiting: Sequence | GenerationRequest) -> bool:
+    def _peer_computes_prefix(self, sequence: Sequence) -> bool:
         """Whether a live sequence is computing a prefix that would otherwise be computed twice; worth a step."""
-        token_ids = _known_ids(waiting)[:-1]
+        token_ids = sequence.context[:-1]
         gain = self._within_prompts.longest(token_ids)[0] - MIN_SHARED_TOKENS
         return gain >= 0 and gain >= self._cache.longest_prefix(token_ids)
 
-    def _refuse(self, waiting: Sequence | GenerationRequest) -> GenerationFailure | None:
-        limits = self._limits
-        request = waiting.request if isinstance(waiting, Sequence) else waiting
+    def _why_refused(self, sequence: Sequence) -> str | None:
+        """Why a sequence can never be done; None: it can."""
+        request, limits = sequence.request, self._limits
         prompt = np.asarray(request.prompt_ids)
         if len(prompt) == 0:
-            reason = "empty: the prompt has no tokens"
-        elif request.max_new_tokens < 1:
-            reason = f"bad-limit: max_new_tokens is {request.max_new_tokens}, at least 1 is expected"
-        elif len(prompt) > limits.max_context - 1:
-            most = limits.max_context - 1
-            reason = f"too-long: the prompt has {len(prompt)} tokens, the model's context allows {most}"
-        elif prompt.min() < 0 or prompt.max() >= limits.vocab_size:
+            return "empty: the prompt has no tokens"
+        if request.max_new_tokens < 1:
+            return f"bad-limit: max_new_tokens is {request.max_new_tokens}, at least 1 is expected"
+        if len(prompt) >= limits.max_context:
+            allowed = limits.max_context - 1
+            return f"too-long: the prompt has {len(prompt)} tokens, the model's context allows {allowed}"
+        if prompt.min() < 0 or prompt.max() >= limits.vocab_size:
             bad = int(prompt[(prompt < 0) | (prompt >= limits.vocab_size)][0])
-            reason = f"bad-token: the prompt holds token {bad}, the vocabulary has {limits.vocab_size}"
-        elif not self._cache.fits(
-            min(len(prompt) + request.max_new_tokens, limits.max_context) + limits.max_draft_tokens
-        ):
-            return self._too_long(waiting)
-        else:
-            return None
-        return GenerationFailure(request.request_id, reason)
+            return f"bad-token: the prompt holds token {bad}, the vocabulary has {limits.vocab_size}"
+        return self._too_long() if self._most_tokens(sequence) > self._cache.max_tokens else None
 
-    def _too_long(self, waiting: Sequence | GenerationRequest) -> GenerationFailure:
-        request = waiting.request if isinstance(waiting, Sequence) else waiting
-        reason = f"too-long: prompt and answer exceed the KV cache of {self._cache.max_tokens} tokens"
-        return GenerationFailure(request.request_id, reason)
-
-
-def _known_ids(waiting: Sequence | GenerationRequest) -> np.ndarray:
-    return waiting.context if isinstance(waiting, Sequence) else waiting.prompt_ids
+    def _too_long(self) -> str:
+        return f"too-long: prompt and answer exceed the KV cache of {self._cache.max_tokens} tokens"

@@ -1,27 +1,92 @@
-"""A text being written: its prompt, its output so far, and the counts its result will carry."""
+"""A text: what is asked for, what is written of it so far, and what comes of it."""
+
+from dataclasses import dataclass
 
 import numpy as np
 
-from laserbatch.pipeline.decoding.requests import GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.token_tree import MAX_DEPTH, TreeBatch
 from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_TARGET
 
 COUNTED_TOGETHER = 64  # drafts of a text: a call for each took longer than all else that is done with it
 
 
-class Sequence:
-    """A live text. Drafters read `prompt_ids`, `output_ids`, `context`, `previous_ids` and `group`.
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One text to write.
 
-    `scratch` is a dictionary in which a drafter may keep what it wants for this sequence; it dies with it.
+    Parameters
+    ----------
+    request_id : comes back with the result.
+    prompt_ids : int32[n], n >= 1.
+    previous_ids : int32[m], this entity's earlier text, to draft from; or None.
+    group : name of the pool group to prefer, or None.
+    max_new_tokens : limit of this text's tokens.
     """
+
+    request_id: str
+    prompt_ids: np.ndarray
+    previous_ids: np.ndarray | None = None
+    group: str | None = None
+    max_new_tokens: int = 512
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """A finished text.
+
+    `token_ids` int32[k] without the end token; `text`, their decoded text, cut before a stop string (empty where the
+    engine has no tokenizer); `sources` uint8[k], a code of `retrieval_pools.sources` a token; `finish_reason`
+    "end_of_text", "stop" or "length". Of `num_drafted` draft tokens `num_accepted` became part of the text, by source
+    int64[NUM_SOURCES] and by depth int64[MAX_DEPTH] (index 0 is depth 1). Tokens per step is
+    `(num_accepted + num_steps) / num_steps`, the bonus token of each step counted.
+    """
+
+    request_id: str
+    token_ids: np.ndarray
+    sources: np.ndarray
+    text: str
+    finish_reason: str
+    num_steps: int
+    num_drafted: int
+    num_accepted: int
+    drafted_by_source: np.ndarray
+    accepted_by_source: np.ndarray
+    drafted_by_depth: np.ndarray
+    accepted_by_depth: np.ndarray
+
+
+@dataclass(frozen=True)
+class GenerationFailure:
+    """A request that could not be done; `reason` begins with a stable word ("too-long", "bad-token", ...)."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """What one step added to one text: int32[a] tokens and their sources, of `num_drafted` drafted.
+
+    `is_last` : the text has ended, though a stop string may cut it before these tokens.
+    """
+
+    request_id: str
+    token_ids: np.ndarray
+    sources: np.ndarray
+    num_drafted: int
+    is_last: bool = False
+
+
+class Sequence:
+    """A text being written. Drafters read `prompt_ids`, `output_ids`, `context`, `previous_ids` and `group`."""
 
     def __init__(self, request: GenerationRequest, max_new_tokens: int) -> None:
         self.request = request
+        self.previous_ids, self.group = request.previous_ids, request.group
         self.num_prompt = len(request.prompt_ids)
         self.max_new_tokens = max_new_tokens
-        self.scratch: dict = {}
-        self.row = -1  # of the KV store, once it has one
-        self.order = -1  # of admission; kept when it is preempted
+        self.row = -1  # of the KV cache, once it has one
+        self.order = -1  # in which it was asked for
         self.num_steps = self.num_drafted = self.num_accepted = 0
         self._by_source = np.zeros((2, NUM_SOURCES), np.int64)  # drafted tokens, and of them the accepted ones
         self._by_depth = np.zeros((2, MAX_DEPTH), np.int64)
@@ -48,14 +113,6 @@ class Sequence:
     def sources(self) -> np.ndarray:
         """uint8 view: where each output token came from."""
         return self._sources[: self._length - self.num_prompt]
-
-    @property
-    def previous_ids(self) -> np.ndarray | None:
-        return self.request.previous_ids
-
-    @property
-    def group(self) -> str | None:
-        return self.request.group
 
     @property
     def num_output(self) -> int:

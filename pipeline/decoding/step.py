@@ -1,17 +1,24 @@
-"""A step under way, and the stream of texts that it belongs to."""
+"""A step under way, its stream of texts, and how what it accepted becomes part of the cache and of the texts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
+import numpy as np
+
+from laserbatch.pipeline.decoding.acceptance import Acceptance
 from laserbatch.pipeline.decoding.batch import Feed
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter
+from laserbatch.pipeline.decoding.endings import Ending, Endings
+from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.runner import StepOutput
-from laserbatch.pipeline.decoding.requests import StepEvent
 from laserbatch.pipeline.decoding.scheduler import Scheduler
-from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.sequence import Sequence, StepEvent
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
+
+_NO_NODES = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -42,3 +49,47 @@ class Step:
     @property
     def num_tokens(self) -> int:
         return len(self.trees) + sum(len(feed.chain_ids) for feed in self.feeds)
+
+
+def commit(
+    step: Step,
+    accepted: list[Acceptance | None],
+    cache: KVCache,
+    endings: Endings,
+    is_end: np.ndarray,
+    on_event: Callable[[StepEvent], None] | None,
+) -> dict[int, Ending]:
+    """Keep what was accepted; where that is None, nothing. Of the sequences that ended, by `id`, how.
+
+    `is_end` : bool[vocab_size], the end tokens.
+    """
+    outcomes: dict[int, Ending] = {}
+    batch, trees = step.output.batch, step.trees
+    sound = np.array([i for i, acceptance in enumerate(accepted) if acceptance is not None], np.int64)
+    paths = [accepted[i].nodes for i in sound.tolist()]
+    lengths = [len(path) for path in paths]
+    nodes = np.concatenate([*paths, _NO_NODES]) + np.repeat(trees.starts[sound], lengths)
+    token_ids, sources = trees.token_ids[nodes], trees.source[nodes]
+    if len(sound):
+        is_kept = batch.kept(sound, nodes)
+        counts = np.add.reduceat(is_kept, batch.offsets, dtype=np.int64)[sound]
+        cache.commit(batch.rows[sound], counts, batch.slot_mapping[is_kept])
+    parts = [slice(*ends) for ends in pairwise(accumulate(lengths, initial=0))]  # of each path, of the tokens
+    num_committed = batch.num_committed[sound].tolist()
+    for i, path, part, num_before in zip(sound.tolist(), paths, parts, num_committed, strict=True):
+        sequence = step.sequences[i]
+        if num_before < sequence.num_prompt:  # it was within its prompt
+            cache.remember_prefix(sequence.row, sequence.prompt_ids[: cache.lengths[sequence.row]])
+        if cache.lengths[sequence.row] < len(sequence.context):  # it waits for the rest of a long prompt
+            continue
+        sequence.count(trees, i, path)
+        num_written, next_token = sequence.num_output, accepted[i].next_token
+        at_end = bool(is_end[next_token])
+        sequence.append(token_ids[part], sources[part], None if at_end else next_token)
+        ending = endings.check(sequence, sequence.num_output - num_written, at_end)
+        if ending is not None:
+            outcomes[id(sequence)] = ending
+        if on_event is not None:
+            new = (every[num_written:].copy() for every in (sequence.output_ids, sequence.sources))
+            on_event(StepEvent(sequence.request.request_id, *new, int(trees.sizes[i]), ending is not None))
+    return outcomes

@@ -51,26 +51,14 @@ class TreeBatch:
     `token_ids` and `parents` int32[n], `log_acceptance` float32[n], `source` uint8[n].
     """
 
-    def __init__(
-        self,
-        sizes: np.ndarray,
-        token_ids: np.ndarray,
-        parents: np.ndarray,
-        log_acceptance: np.ndarray,
-        source: np.ndarray,
-    ) -> None:
+    def __init__(self, sizes, token_ids, parents, log_acceptance, source) -> None:
         self.sizes = sizes
         self.starts = np.cumsum(sizes) - sizes
         self.token_ids, self.parents, self.log_acceptance, self.source = token_ids, parents, log_acceptance, source
 
     @classmethod
     def of(cls, trees: Sequence[TokenTree]) -> "TreeBatch":
-        """Trees in their order.
-
-        Raises
-        ------
-        ValueError : a tree's arrays differ in length. A drafter's own mistake.
-        """
+        """Trees in their order. Raises ValueError: a tree's arrays differ in length. A drafter's own mistake."""
         for tree in trees:
             if not len(tree.token_ids) == len(tree.parents) == len(tree.log_acceptance) == len(tree.source):
                 raise ValueError(
@@ -79,20 +67,14 @@ class TreeBatch:
                 )
         if not any(map(len, trees)):
             return cls.empty(len(trees))
-        return cls(
-            np.array([len(tree) for tree in trees], np.int64),
-            np.concatenate([tree.token_ids for tree in trees]),
-            np.concatenate([tree.parents for tree in trees]),
-            np.concatenate([tree.log_acceptance for tree in trees]),
-            np.concatenate([tree.source for tree in trees]),
-        )
+        names = ("token_ids", "parents", "log_acceptance", "source")
+        joined = (np.concatenate([getattr(tree, name) for tree in trees]) for name in names)
+        return cls(np.array([len(tree) for tree in trees], np.int64), *joined)
 
     @classmethod
     def empty(cls, num_trees: int) -> "TreeBatch":
         """Trees without nodes: plain decoding."""
-        nothing = EMPTY_TREE
-        sizes = np.zeros(num_trees, np.int64)
-        return cls(sizes, nothing.token_ids, nothing.parents, nothing.log_acceptance, nothing.source)
+        return cls(np.zeros(num_trees, np.int64), *vars(EMPTY_TREE).values())
 
     def __len__(self) -> int:
         """Nodes of all trees."""
@@ -174,9 +156,7 @@ def prune(
     Nodes are dropped that are deeper than their tree's one of `max_depths`, less likely than `min_log_acceptance`, or
     not of the vocabulary; of the rest the first `max_nodes` of each tree in its own order stay.
 
-    Raises
-    ------
-    ValueError : a parent does not precede its child. A drafter's own mistake.
+    Raises ValueError: a parent does not precede its child. A drafter's own mistake.
     """
     if len(trees) == 0:
         return trees

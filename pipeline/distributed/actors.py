@@ -58,8 +58,7 @@ def run_shards(
 
     Raises
     ------
-    RunFailed
-        No worker finds a place, or all of them are lost before they are ready.
+    RunFailed : no worker finds a place, or all of them are lost before they are ready.
     """
     crew = _Crew(spec, replace(layout, num_workers=min(layout.num_workers, len(shards))), max_shard_attempts)
     on_workers(crew.actors)
@@ -94,7 +93,7 @@ def run_shards(
 
 
 class _WorkerLost(Exception):
-    """A worker died or hangs. The first word is a stable one, as the reason of a quarantined row has it."""
+    """A worker died or hangs. Its first word is stable, as the reason of a quarantined row has it."""
 
 
 class _Member:
@@ -108,7 +107,6 @@ class _Member:
         self._went_on_s = time.monotonic()
 
     def ask(self, method: str, *arguments) -> ray.ObjectRef:
-        """Have the actor do something."""
         self._went_on_s = time.monotonic()
         return getattr(self.actor, method).remote(*arguments)
 
@@ -132,10 +130,7 @@ class _Member:
 
 
 class _Crew:
-    """The workers of a run: those that were asked something, and those that wait for it.
-
-    Each loads its model first, and is given a shard when it has.
-    """
+    """The workers of a run: those that were asked something, at first to load their model, and idle ones."""
 
     def __init__(self, spec: WorkerSpec, layout: WorkerLayout, max_attempts: int) -> None:
         self.idle: list[_Member] = []
@@ -152,7 +147,6 @@ class _Crew:
 
     @property
     def actors(self) -> list:
-        """Of all workers."""
         return [member.actor for member in (*self.idle, *(member for member, _ in self._asked.values()))]
 
     @property
@@ -161,7 +155,6 @@ class _Crew:
         return any(shard is not None for _, shard in self._asked.values())
 
     def hand_out(self, shard: Shard, budget: Budget | None) -> None:
-        """Give a shard to an idle worker."""
         member = self.idle.pop()
         self._asked[member.ask("run", shard, budget)] = member, shard
 
@@ -185,21 +178,12 @@ class _Crew:
             self.next_answer()
         for other in self.idle[1:]:
             other.ask("step_cost", False)  # whether one of them is lost shows when it is given a shard
-        return self._ask_one("step_cost", True)
-
-    def dismiss(self) -> None:
-        """End all workers."""
-        for actor in self.actors:
-            ray.kill(actor)
-
-    def _ask_one(self, method: str, *arguments):
-        """What an idle worker answers; another one, if it is lost."""
         for _ in range(self._max_attempts):
             while not self.idle:
                 self.next_answer()
             member = self.idle[0]
             try:
-                return self._answer(self._wait({member.ask(method, *arguments): member}), member)
+                return self._answer(self._wait({member.ask("step_cost", True): member}), member)
             except _WorkerLost as lost:
                 logger.warning("a worker was lost while it measured for the draft budget: %s", lost)
                 self.idle.remove(member)
@@ -208,6 +192,10 @@ class _Crew:
             f"{self._max_attempts} workers died while they measured for the draft budget; lower decoding.batch_size if "
             "memory ran out, or give decoding.max_draft_tokens and decoding.min_acceptance: then nothing is measured"
         )
+
+    def dismiss(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
 
     def _hire(self) -> None:
         member = _Member(self._actor_class.remote(self._spec))
@@ -221,9 +209,7 @@ class _Crew:
         if was_ready or self._num_spare > 0:
             self._hire()
         elif not self._asked and not self.idle:
-            raise RunFailed(
-                f"all workers were lost while they loaded the model and wrote a first text; the last: {lost}"
-            )
+            raise RunFailed(f"all workers were lost while they loaded the model and wrote a text; the last: {lost}")
 
     def _wait(self, asked: Mapping[ray.ObjectRef, _Member]) -> ray.ObjectRef:
         """Which of the answers is the next to be there, or will not come since its worker hangs."""

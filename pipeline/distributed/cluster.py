@@ -18,7 +18,7 @@ WORKERS_A_NODE = 8  # without GPUs, by default: of the largest node, which other
 
 @dataclass(frozen=True)
 class Node:
-    """What a machine of the cluster has."""
+    """A machine of the cluster."""
 
     num_cpus: int
     num_gpus: int = 0
@@ -38,7 +38,7 @@ class WorkerLayout:
 
     @property
     def need(self) -> str:
-        """What each worker asks its node for."""
+        """Of each worker, in words."""
         return f"{self.num_threads} CPUs" + (" and a GPU" if self.num_gpus else "")
 
 
@@ -47,10 +47,7 @@ def worker_layout(settings: ClusterSettings, nodes: Sequence[Node]) -> WorkerLay
 
     A worker lies on one node, so its threads follow from what each node has and not from their sum.
 
-    Raises
-    ------
-    ConfigError
-        The nodes have no room for what the settings ask for.
+    Raises ConfigError: the nodes have no room for what the settings ask for.
     """
     on_gpu = any(node.num_gpus for node in nodes)
     most_threads = max([1, *(node.num_cpus for node in nodes)])
@@ -89,13 +86,8 @@ def cluster_nodes() -> list[Node]:
 
 
 def require_own_gpu(granted: list, visible: str | None) -> None:
-    """Refuse to share a GPU by accident: what Ray granted a worker must be all that CUDA shows it.
-
-    Ray sees to that by `visible`, the worker's CUDA_VISIBLE_DEVICES, unless it is told to leave that alone; then every
-    worker would load its model onto the first GPU.
-    """
-    shown = [] if visible is None else visible.split(",")
-    if shown != [str(gpu) for gpu in granted]:
+    """Refuse to share a GPU by accident: what Ray granted a worker must be all that CUDA_VISIBLE_DEVICES names."""
+    if (visible or "").split(",") != [str(gpu) for gpu in granted]:
         raise ConfigError(
             f"Ray granted a worker GPU {', '.join(map(str, granted)) or 'none'}, but CUDA_VISIBLE_DEVICES shows it "
             f"{visible or 'all'}, so that workers would share one; unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
@@ -131,7 +123,7 @@ def ray_cluster(settings: ClusterSettings) -> Iterator[WorkerLayout]:
 
 
 def _root_reason(error: BaseException) -> str:
-    """Ray wraps the reason in others, and an error of its core in a traceback that is text."""
+    """Of what Ray wraps in others, and of an error of its core in a traceback that is text."""
     while error.__cause__ is not None:
         error = error.__cause__
     told = str(error).strip()

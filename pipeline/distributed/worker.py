@@ -1,30 +1,28 @@
 """One worker: a model, the night's frozen pools, and one shard after another.
 
-A shard goes in as a plan file and comes out as a knowledge file, quarantined rows and counts. `actors.py` wraps
-it for Ray; tests call it directly.
+A shard goes in as a plan file and comes out as a knowledge file, quarantined rows and counts. `actors.py` wraps it for
+Ray.
 """
 
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from laserbatch.pipeline.budget.kept_costs import cached_step_cost, known_step_cost
-from laserbatch.pipeline.budget.measuring import measure_step_cost, texts_of
+from laserbatch.pipeline.budget.measuring import KeptCost, measure_step_cost, texts_of
 from laserbatch.pipeline.budget.step_cost import StepCost
+from laserbatch.pipeline.decoding.device_memory import host_memory
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter
-from laserbatch.pipeline.decoding.drafters.from_settings import drafter_from
 from laserbatch.pipeline.decoding.endings import has_broken_characters
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.memory.device_memory import host_memory
+from laserbatch.pipeline.decoding.from_settings import drafter_from
 from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
-from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
@@ -69,13 +67,7 @@ class WorkerSpec:
 
 
 class ShardWorker:
-    """Generates the knowledge of shards.
-
-    Raises
-    ------
-    ModelError, PoolError
-        When the model or a pool cannot be used.
-    """
+    """Generates the knowledge of shards. Raises ModelError, PoolError: the model or a pool cannot be used."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
@@ -88,7 +80,9 @@ class ShardWorker:
             side: Pool.open(path, expected, max_resident_bytes=int(RESIDENT_SHARE * host_memory().free_bytes))
             for side, path in spec.pool_dirs.items()
         }
-        self._usual_tokens = {side: usual_tokens(pool) for side, pool in self._pools.items()}
+        # The length that nearly all texts of a pool do not exceed.
+        filled = {side: pool for side, pool in self._pools.items() if pool.manifest.num_texts}
+        self._usual_tokens = {side: pool.length_of(USUAL_SHARE) for side, pool in filled.items()}
         loaded = self.engine.loaded
         packed = f" ({loaded.quantization} weights)" if loaded.quantization else ""
         self._model = ModelFigures(
@@ -104,10 +98,7 @@ class ShardWorker:
         return drafter_from(self.spec.decoding, self._pools.get(side), budget, self.engine.num_draft_threads)
 
     def warm_up(self) -> None:
-        """Draft and write a batch of short texts for each side, and keep none of them.
-
-        Else the first shard pays for compiled code that is loaded and for memory that is touched for the first time.
-        """
+        """Write a batch of short texts for each side and keep none: code is loaded before a shard."""
         for side in self._templates:
             text = texts_of(self.engine, self._pools.get(side))[0]
             requests = (
@@ -125,38 +116,20 @@ class ShardWorker:
     def step_cost(self, keeps: bool = True) -> StepCost:
         """What steps cost on this machine, drafting from the larger pool; measured the first time.
 
-        Parameters
-        ----------
-        keeps : whether what was measured is kept. Of several workers that measure side by side one keeps it.
+        `keeps` : whether what was measured is kept. Of several workers that measure side by side one keeps it.
         """
-        measure = partial(measure_step_cost, self.engine, self._largest_pool, self.spec.decoding.drafters)
-        if keeps:
-            return cached_step_cost(*self._step_cost_place, measure, self.spec.num_workers)
-        return known_step_cost(*self._step_cost_place, self.spec.num_workers) or measure()
-
-    @property
-    def _largest_pool(self) -> Pool | None:
-        return max(self._pools.values(), key=lambda pool: pool.manifest.num_tokens, default=None)
-
-    @property
-    def _step_cost_place(self) -> tuple[Path, Engine, int]:
-        pool = self._largest_pool
-        return self.spec.step_cost_dir, self.engine, 0 if pool is None else pool.manifest.num_tokens
+        pool = max(self._pools.values(), key=lambda pool: pool.manifest.num_tokens, default=None)
+        num_pool_tokens = 0 if pool is None else pool.manifest.num_tokens
+        kept = KeptCost(self.spec.step_cost_dir, self.engine, num_pool_tokens, self.spec.num_workers)
+        if (known := kept.read()) is not None:
+            return known
+        found = measure_step_cost(self.engine, pool, self.spec.decoding.drafters)
+        return kept.write(found) if keeps else found
 
     def run(self, shard: Shard, budget: Budget | None = None) -> ShardRecord:
-        """Generate one shard and write its files.
-
-        Parameters
-        ----------
-        budget : how much is drafted; None is that of the settings.
-
-        Returns
-        -------
-        ShardRecord
-            What was written, with counts; also on disk, next to the shard's knowledge file.
-        """
+        """Generate one shard and write its files, drafting by a budget; None is that of the settings."""
         start_s = time.perf_counter()
-        rows = _numbered(read_shard(self.spec.run_dir / shard.path))
+        rows = {str(number): row for number, row in enumerate(read_shard(self.spec.run_dir / shard.path))}
         records: dict[str, dict[str, Any]] = {}
         results: list[GenerationResult] = []
         quarantined: list[QuarantineRow] = []
@@ -195,19 +168,17 @@ class ShardWorker:
         It may have missed its end, and then drafts itself, again and again; plain decoding would seldom have. Where
         many reach the limit, it is the limit that is short for them, and they stay.
         """
-        verifier, run_on = self.spec.decoding.verifier, []
+        verifier, usual, run_on = self.spec.decoding.verifier, self._usual_tokens.get(side), []
         for outcome in self._generate(side, rows, budget):
-            if verifier != "greedy" and has_run_on(outcome, self._usual_tokens.get(side)):
+            is_cut = isinstance(outcome, GenerationResult) and outcome.finish_reason == "length"
+            if verifier != "greedy" and is_cut and usual is not None and len(outcome.token_ids) > usual:
                 run_on.append(outcome)
             else:
                 yield outcome, verifier
         if len(run_on) > max(1, MOST_RUN_ON * len(rows)):
-            for outcome in run_on:
-                yield outcome, verifier
+            yield from ((outcome, verifier) for outcome in run_on)
         elif run_on:
-            logger.info(
-                "%s: %d texts ran on to their limit and are written again, verified greedily", side, len(run_on)
-            )
+            logger.info("%s: %d texts ran on to their limit and are written again, greedily", side, len(run_on))
             again = {outcome.request_id: rows[outcome.request_id] for outcome in run_on}
             for outcome in self._generate(side, again, budget, verifier=Greedy()):
                 yield outcome, "greedy"
@@ -215,15 +186,9 @@ class ShardWorker:
     def _generate(
         self, side: Side, rows: dict[str, PlannedRow], budget: Budget | None, verifier: Verifier | None = None
     ) -> Iterator[GenerationResult | GenerationFailure]:
-        requests: Iterable[GenerationRequest] = (
-            GenerationRequest(
-                request_id=key,
-                prompt_ids=row.prompt_ids,
-                previous_ids=row.previous_ids,
-                group=row.group,
-                max_new_tokens=self.spec.decoding.max_new_tokens,
-            )
-            for key, row in rows.items()
+        most = self.spec.decoding.max_new_tokens
+        requests = (
+            GenerationRequest(key, row.prompt_ids, row.previous_ids, row.group, most) for key, row in rows.items()
         )
         self.engine.forget_prompts()  # what was written before, for whatever purpose, must not matter
         return self.engine.generate(requests, self.drafter(side, budget), verifier, budget=budget)
@@ -262,27 +227,10 @@ class ShardWorker:
 def sound_text(tokenizer, result: GenerationResult) -> str:
     """A text without the last character where the token limit cut that in two.
 
-    Raises
-    ------
-    RowError : another character is broken, which is the model's doing; a U+FFFD that it quotes is not.
+    Raises RowError: another character is broken, which is the model's doing; a U+FFFD that it quotes is not.
     """
     text = result.text.rstrip("\ufffd") if result.finish_reason == "length" else result.text
     is_cut = result.finish_reason != "end_of_text"
     if "\ufffd" in text and has_broken_characters(tokenizer, result.token_ids, is_cut):
         raise RowError("undecodable: the output is not valid UTF-8")
     return text
-
-
-def usual_tokens(pool: Pool) -> int | None:
-    """The length that nearly all texts of a pool do not exceed; None where there are none."""
-    return pool.length_of(USUAL_SHARE) if pool.manifest.num_texts else None
-
-
-def has_run_on(outcome: GenerationResult | GenerationFailure, usual: int | None) -> bool:
-    """Whether a text was cut by its limit where other nights' texts were not."""
-    is_cut = isinstance(outcome, GenerationResult) and outcome.finish_reason == "length"
-    return is_cut and usual is not None and len(outcome.token_ids) > usual
-
-
-def _numbered(rows: Iterable[PlannedRow]) -> dict[str, PlannedRow]:
-    return {str(number): row for number, row in enumerate(rows)}

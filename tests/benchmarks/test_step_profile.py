@@ -12,11 +12,11 @@ from step_spans import MODEL_PARTS, PARTS, Spans, watched
 
 from laserbatch.pipeline.decoding.drafters.drafter import NoDrafter
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.memory.kv_cache import KVCache
+from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.cuda_graphs import BufferedForward
 from laserbatch.pipeline.decoding.model.load import load_model
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
-from laserbatch.pipeline.decoding.requests import GenerationRequest
+from laserbatch.pipeline.decoding.sequence import GenerationRequest
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 
 
@@ -67,9 +67,8 @@ def test_steps_of_the_kernel_are_the_models_time_not_packing(loaded):
     engine = engine_of(loaded, 2, 0)
     engine.cache = KVCache(2)
     runner = engine.runner = ModelRunner(loaded.model, engine.cache, engine.device)
-    runner.buffered = BufferedForward(
-        loaded.model, engine.cache, engine.device, reference_attention, runner._selects_logits, pads=True, captures=True
-    )
+    runner.buffered = BufferedForward(runner.head, engine.cache, engine.device, reference_attention)
+    runner.buffered._captures = True
     row = profile(engine, NoDrafter(), prompts_of(loaded.tokenizer, 2), num_steps=3, is_plain=True)
     assert runner.buffered is not None and runner.buffered._captures and "run" not in vars(runner.buffered)
     assert all(row["parts_ms"][part] > 0 for part in MODEL_PARTS)

@@ -5,6 +5,7 @@ import json
 import logging
 import re
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,10 +13,9 @@ from tiny_models import plain_texts, requests_for, tiny_engine, tiny_model, tiny
 
 from laserbatch.pipeline.budget import measuring
 from laserbatch.pipeline.budget.choice import SOURCES
-from laserbatch.pipeline.budget.kept_costs import cached_step_cost, known_step_cost
-from laserbatch.pipeline.budget.measuring import measure_step_cost
+from laserbatch.pipeline.budget.measuring import KeptCost, measure_step_cost
 from laserbatch.pipeline.budget.step_cost import DraftCost, read_step_cost
-from laserbatch.pipeline.decoding.settings import Budget
+from laserbatch.pipeline.errors import RunFailed
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.calibration_record import SIZE_KNOTS
 
@@ -69,20 +69,15 @@ def test_a_cache_that_holds_fewer_texts_is_timed_with_as_many_as_it_holds():
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_half_of_every_tree_is_accepted(batch_size):
-    engine = tiny_engine(MODEL, batch_size=batch_size)
-    steps = measuring._TimedSteps(engine, batch_size)
+    steps = measuring._TimedSteps(tiny_engine(MODEL, batch_size=batch_size), batch_size)
     num_written: dict[int, list[int]] = {}
 
     def note(event):
         if not steps._drafts.is_alone and event.num_drafted == steps._drafts.size:
             num_written.setdefault(event.num_drafted, []).append(len(event.token_ids))
-        steps.on_event(event)
 
-    texts = engine.generate(steps, steps, steps, on_event=note, budget=Budget(64, 0.0))
-    with pytest.raises(measuring._Enough):
-        for _ in texts:
-            steps.num_live -= 1
-    texts.close()
+    steps.stream = replace(steps.stream, on_event=note)
+    steps.take_rounds()
     # A few end early, where the model would end the text.
     assert {size: np.median(num_written[size]) for size in (2, 4, 8, 16)} == {2: 2, 4: 3, 8: 5, 16: 9}
 
@@ -90,21 +85,19 @@ def test_half_of_every_tree_is_accepted(batch_size):
 def test_the_first_step_of_every_size_warms_up(monkeypatch):
     monkeypatch.setattr(measuring, "MAX_ROUNDS", 3)
     monkeypatch.setattr(measuring, "SECONDS", 60.0)
-    engine = tiny_engine(MODEL, batch_size=1)
-    steps = measuring._TimedSteps(engine, 1)
+    steps = measuring._TimedSteps(tiny_engine(MODEL, batch_size=1), 1)
     num_steps = Counter()
-
-    def count(event):
-        num_steps[event.num_drafted] += 1
-        steps.on_event(event)
-
-    texts = engine.generate(steps, steps, on_event=count, budget=Budget(64, 0.0))
-    with pytest.raises(measuring._Enough):
-        for _ in texts:
-            steps.num_live -= 1
+    steps.stream = replace(steps.stream, on_event=lambda event: num_steps.update([event.num_drafted]))
+    steps.take_rounds()
     num_timed = {drafts: len(seconds) for drafts, seconds in steps.seconds.items()}
     assert num_timed == dict.fromkeys(measuring._ROUND, 3)
-    assert all(num_steps[size] > 3 for size in SIZE_KNOTS)
+    assert all(num_steps[size] > 6 for size in SIZE_KNOTS)
+
+
+def test_an_engine_that_cannot_write_the_texts_says_why():
+    engine = tiny_engine(MODEL, max_cache_tokens=100)
+    with pytest.raises(RunFailed, match=r"steps cannot be timed: too-long: .*give decoding\.max_draft_tokens"):
+        measure_step_cost(engine, batch_sizes=[1])
 
 
 def test_steps_that_something_else_made_longer_do_not_count():
@@ -150,26 +143,21 @@ def test_drafting_is_timed_as_the_engine_drafts_one_call_for_all(tmp_path, monke
         assert found.seconds_per_token == pytest.approx(2, rel=0.2)
 
 
-def test_the_same_machine_and_model_are_measured_once(tmp_path):
+def test_a_cost_is_kept_for_the_same_machine_and_model(tmp_path):
     engine = tiny_engine(MODEL, batch_size=2)
-    calls = []
-
-    def measure():
-        calls.append(1)
-        return calm(engine, batch_sizes=[2])
-
-    first = cached_step_cost(tmp_path, engine, 0, measure)
-    assert cached_step_cost(tmp_path, engine, 0, measure) == first
-    assert len(calls) == 1
-    (path,) = tmp_path.glob("*.json")
-    assert read_step_cost(path) == first  # as `pools simulate --step-cost` reads it
-    cached_step_cost(tmp_path, engine, 1000, measure)
-    cached_step_cost(tmp_path, engine, 1_000_000, measure)  # a draft takes longer from a larger pool
-    cached_step_cost(tmp_path, engine, 1001, measure)
-    cached_step_cost(tmp_path, tiny_engine(MODEL, batch_size=3), 0, measure)
-    assert len(calls) == 4
-    cached_step_cost(tmp_path, engine, 0, measure, num_workers=2)  # two side by side are slower than one
-    assert len(calls) == 5
+    kept = KeptCost(tmp_path, engine, 0)
+    assert kept.read() is None
+    first = kept.write(calm(engine, batch_sizes=[2]))
+    assert KeptCost(tmp_path, engine, 0).read() == first
+    assert read_step_cost(kept.path) == first  # as `pools simulate --step-cost` reads it
+    others = [
+        KeptCost(tmp_path, engine, 1000),
+        KeptCost(tmp_path, engine, 1_000_000),  # a draft takes longer from a larger pool
+        KeptCost(tmp_path, tiny_engine(MODEL, batch_size=3), 0),
+        KeptCost(tmp_path, engine, 0, num_workers=2),  # two side by side are slower than one
+    ]
+    assert len({kept.path, *(other.path for other in others)}) == 5
+    assert KeptCost(tmp_path, engine, 1001).path == others[0].path
 
 
 @pytest.mark.parametrize(
@@ -183,12 +171,12 @@ def test_the_same_machine_and_model_are_measured_once(tmp_path):
 def test_a_cost_that_is_old_or_was_disturbed_is_measured_again(tmp_path, said, reason, caplog):
     engine = tiny_engine(MODEL, batch_size=1)
     sound = calm(engine)
-    cached_step_cost(tmp_path, engine, 0, lambda: sound.model_copy(update=said))
+    kept = KeptCost(tmp_path, engine, 0)
+    kept.write(sound.model_copy(update=said))
     with caplog.at_level(logging.WARNING):
-        assert known_step_cost(tmp_path, engine, 0) is None
+        assert kept.read() is None
     assert re.search(reason, caplog.text)
-    kept = cached_step_cost(tmp_path, engine, 0, lambda: sound)
-    assert known_step_cost(tmp_path, engine, 0) == kept
+    assert kept.write(sound) == kept.read()
 
 
 def test_a_measurement_says_when_it_was_and_what_disturbed_it(monkeypatch):
@@ -201,13 +189,11 @@ def test_a_measurement_says_when_it_was_and_what_disturbed_it(monkeypatch):
 @pytest.mark.parametrize("spoil", ["{", "{}", "another"])
 def test_a_file_that_is_damaged_or_of_something_else_is_measured_again(tmp_path, spoil, caplog):
     engine = tiny_engine(MODEL, batch_size=1)
-    cached_step_cost(tmp_path, engine, 0, lambda: calm(engine))
-    (path,) = tmp_path.glob("*.json")
+    kept = KeptCost(tmp_path, engine, 0)
+    kept.write(calm(engine))
     if spoil == "another":
-        spoil = json.dumps(json.loads(path.read_text()) | {"name": "another machine"})
-    path.write_text(spoil)
+        spoil = json.dumps(json.loads(kept.path.read_text()) | {"name": "another machine"})
+    kept.path.write_text(spoil)
     with caplog.at_level(logging.WARNING):
-        assert known_step_cost(tmp_path, engine, 0) is None
+        assert kept.read() is None
     assert "measured again" in caplog.text
-    again = cached_step_cost(tmp_path, engine, 0, lambda: calm(engine))
-    assert known_step_cost(tmp_path, engine, 0) == again

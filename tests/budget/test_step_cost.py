@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from laserbatch.pipeline.budget.step_cost import StepCost, computed_step_cost, read_step_cost
+from laserbatch.pipeline.errors import ConfigError
 from laserbatch.retrieval_pools.calibration.estimates import Tally
-from laserbatch.retrieval_pools.errors import PoolError
 
 POINTS = [(8, 8, 0.01), (8, 24, 0.02), (8, 40, 0.06), (1, 1, 0.005), (1, 65, 0.006)]
 DATA = {"name": "a card", "steps": [{"batch_size": b, "num_tokens": n, "seconds": s} for b, n, s in POINTS]}
@@ -49,29 +49,29 @@ def test_a_file_is_read_as_yaml_or_json(tmp_path, suffix):
     [
         ("steps: []", "at least 1"),
         ("- 1", "not a step cost"),
-        ("steps: [{batch_size: 1, num_tokens: 1}]", "steps.0.seconds: Field required"),
+        ("steps: [{batch_size: 1, num_tokens: 1}]", "steps.0.seconds: the key is missing"),
         ("steps: [{batch_size: 1, num_tokens: 1, seconds: 0}]", "greater than 0"),
-        ("steps: [{batch: 1, num_tokens: 1, seconds: 1}]", "steps.0.batch: Extra inputs"),
+        ("steps: [{batch: 1, num_tokens: 1, seconds: 1}]", "steps.0.batch: no such key; did you mean 'batch_size'"),
+        ("name: one\nname: other", "the key name twice, in lines 1 and 2"),
         ("steps: [{batch_size: 4, num_tokens: 1, seconds: 1}]", "batch_size 4 has one point"),
         (
             "steps: [{batch_size: 4, num_tokens: 1, seconds: 1}, {batch_size: 4, num_tokens: 1, seconds: 2}]",
             "two points",
         ),
-        ("steps: [", "neither YAML nor JSON"),
+        ("steps: [", "is not YAML"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_with_an_example(tmp_path, text, message):
+def test_what_is_wrong_with_a_file_is_said(tmp_path, text, message):
     path = tmp_path / "cost.yaml"
     path.write_text(text)
-    with pytest.raises(PoolError, match=message) as raised:
+    with pytest.raises(ConfigError, match=message):
         read_step_cost(path)
-    assert "num_tokens: 256" in str(raised.value)
 
 
 def test_a_file_that_is_not_there_and_a_batch_that_was_not_measured_are_named(tmp_path):
-    with pytest.raises(PoolError, match=r"nowhere\.yaml cannot be read"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml is not there; expected such as .*num_tokens: 256"):
         read_step_cost(tmp_path / "nowhere.yaml")
-    with pytest.raises(PoolError, match="'a card' has no batch size 64; it has 1, 8"):
+    with pytest.raises(ConfigError, match="'a card' has no batch size 64; it has 1, 8"):
         StepCost.model_validate(DATA).seconds(64, np.array([64]))
 
 

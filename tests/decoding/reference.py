@@ -1,5 +1,7 @@
 """Slow, obvious versions of what production does fast: attention over slots, and acceptance of a draft."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -10,6 +12,26 @@ from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 from laserbatch.pipeline.decoding.verifiers.probability import ProbabilityThreshold
 from laserbatch.pipeline.decoding.verifiers.top_k import TopK
 from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
+
+
+@dataclass(frozen=True)
+class HeldLogits:
+    """Rows of a step whose logits are there already: (num_rows, vocab_size)."""
+
+    logits: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.logits.device
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.logits)
+
+    def of(self, rows: np.ndarray) -> torch.Tensor:
+        if len(rows) == self.num_rows and (rows == np.arange(self.num_rows)).all():
+            return self.logits  # not a copy, as of a model's
+        return self.logits[rows]
 
 
 def visible_keys(metadata: AttentionMetadata, sequence: int, window: int | None = None) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Compiled loops and torch's padded attention against the slow, obvious version, on any ragged batch."""
 
 from dataclasses import fields
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from packs import Pack, random_pack
 from reference import reference_attention
 
 from laserbatch.pipeline.decoding.attention import numba_attention
+from laserbatch.pipeline.decoding.attention.interface import CALL_COST, MOST_LOOP_TOKENS, EagerAttention
 from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
-from laserbatch.pipeline.decoding.attention.plan import MOST_LOOP_TOKENS, EagerAttention
 
+CPU = torch.device("cpu")
 # A prompt's part, a tree on a text, plain decoding, the largest tree, a prompt of several blocks, and a first token.
 LENGTHS = [(0, 21, 0), (37, 1, 9), (61, 1, 0), (5, 1, 64), (7, 300, 0), (0, 1, 2)]
 
@@ -23,10 +25,11 @@ def on_host(metadata: AttentionMetadata) -> AttentionMetadata:
 
 
 def assert_equal_to_the_slow_one(pack: Pack, call_cost: int = 1000, sinks=None, **options) -> None:
-    attention = EagerAttention(on_host(pack.metadata), call_cost)
+    attention = EagerAttention(on_host(pack.metadata), CPU)
     keys, values = pack.keys.contiguous(), pack.values.contiguous()
     masks = {"window": None, "softcap": None} | options
-    found = attention(pack.query, keys, values, 0.3, masks["window"], masks["softcap"], sinks)
+    with mock.patch.dict(CALL_COST, cpu=call_cost):
+        found = attention(pack.query, keys, values, 0.3, masks["window"], masks["softcap"], sinks)
     expected = reference_attention(pack.query, keys, values, pack.metadata, 0.3, sinks=sinks, **options)
     tolerance = 2e-2 if pack.query.dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
@@ -71,7 +74,7 @@ def test_a_result_does_not_depend_on_what_shares_the_batch():
     pack = random_pack(LENGTHS)
     metadata, query = on_host(pack.metadata), pack.query
     keys, values = pack.keys.contiguous(), pack.values.contiguous()
-    together = EagerAttention(metadata, 1000)(query, keys, values, 0.3, None, None, None)
+    together = EagerAttention(metadata, CPU)(query, keys, values, 0.3, None, None, None)
     for b in range(len(LENGTHS)):
         tokens = slice(*metadata.cu_seqlens_q[b : b + 2].tolist())
         if tokens.stop - tokens.start > MOST_LOOP_TOKENS:
@@ -85,7 +88,7 @@ def test_a_result_does_not_depend_on_what_shares_the_batch():
             ancestors=metadata.ancestors[tokens],
             positions=metadata.positions[tokens],
         )
-        found = EagerAttention(alone, 1000)(query[tokens], keys, values, 0.3, None, None, None)
+        found = EagerAttention(alone, CPU)(query[tokens], keys, values, 0.3, None, None, None)
         assert torch.equal(found, together[tokens])
 
 
@@ -97,7 +100,7 @@ def test_what_is_not_finite_stays_so_in_its_own_sequence_alone(spoiled):
     slot = next(slot for slot in metadata.slots[:37].tolist() if slot not in metadata.slots[47:].tolist())
     assert slot in own
     keys[:, slot] = spoiled
-    found = EagerAttention(metadata, 1000)(pack.query, keys, pack.values.contiguous(), 0.3, None, None, None)
+    found = EagerAttention(metadata, CPU)(pack.query, keys, pack.values.contiguous(), 0.3, None, None, None)
     assert not found[:10].isfinite().any() and found[10:].isfinite().all()
 
 

@@ -3,10 +3,9 @@ from tiny_models import OracleDrafter, plain_texts, requests_for, tiny_engine, t
 
 from laserbatch.pipeline.budget.choice import PLAIN
 from laserbatch.pipeline.decoding.drafters.drafter import NoDrafter, draft_all
-from laserbatch.pipeline.decoding.drafters.from_settings import drafter_from
 from laserbatch.pipeline.decoding.drafters.retrieval import RetrievalDrafter
-from laserbatch.pipeline.decoding.requests import GenerationRequest
-from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.from_settings import drafter_from
+from laserbatch.pipeline.decoding.sequence import GenerationRequest, Sequence
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import TreeBatch, chain_tree
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy

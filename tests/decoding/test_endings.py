@@ -10,8 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from laserbatch.pipeline.decoding.endings import Endings, has_broken_characters
-from laserbatch.pipeline.decoding.requests import GenerationRequest
-from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.sequence import GenerationRequest, Sequence
 from laserbatch.retrieval_pools.sources import SOURCE_TARGET
 
 

@@ -21,7 +21,7 @@ from tiny_models import (
 )
 
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import TokenTree
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import HeldLogits
 from test_token_tree import trees
 from tiny_models import (
     NonsenseDrafter,
@@ -16,18 +17,11 @@ from tiny_models import (
     tiny_model,
     tiny_prompts,
 )
-from transformers import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from laserbatch.pipeline.decoding.drafters.drafter import NoDrafter
-from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, model_identity
-from laserbatch.pipeline.decoding.model.generation_rules import (
-    NO_RULES,
-    REFUSED,
-    GenerationRules,
-    rules_of,
-    unused_settings,
-)
-from laserbatch.pipeline.decoding.model.output_head import HeldLogits
+from laserbatch.pipeline.decoding.model.folder import REFUSED, SAMPLE_MODEL, model_identity, repetition_penalty_of
+from laserbatch.pipeline.decoding.model.output_head import PenalisedLogits
 from laserbatch.pipeline.decoding.token_tree import TokenTree, TreeBatch
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 from laserbatch.pipeline.errors import ModelError
@@ -40,7 +34,6 @@ def test_texts_under_a_repetition_penalty_are_those_of_generate(batch_size):
     model, prompts = tiny_model("qwen2"), tiny_prompts()
     without = plain_texts(model, prompts, 24)
     model.generation_config.repetition_penalty = 1.3
-    model.generation_config.suppress_tokens = [without[0][0], 10_000]
     expected = plain_texts(model, prompts, 24)
     assert sum(one != other for one, other in zip(expected, without, strict=True)) > 4
     engine = tiny_engine(model, batch_size=batch_size, max_prefill_tokens=9)
@@ -64,8 +57,8 @@ def test_each_node_is_penalised_for_its_own_path(forest, seed):
     contexts = [np.array(context, np.int32) for _, context in forest]
     num_rows = sum(len(draft) + 1 for draft in drafts)
     logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(num_rows, VOCAB)).astype(np.float32))
-    rules = GenerationRules(1.7, (3,))
-    found = rules.on(HeldLogits(logits), contexts, TreeBatch.of(drafts)).of(np.arange(num_rows)[::-1].copy())
+    rows = PenalisedLogits(1.7, HeldLogits(logits), contexts, TreeBatch.of(drafts))
+    found = rows.of(np.arange(num_rows)[::-1].copy())
     paths = []
     for draft, context in zip(drafts, contexts, strict=True):
         paths.append(context.tolist())
@@ -76,48 +69,36 @@ def test_each_node_is_penalised_for_its_own_path(forest, seed):
     for row, path in enumerate(paths):
         ids = torch.tensor([path])
         expected = RepetitionPenaltyLogitsProcessor(1.7)(ids, logits[row : row + 1].clone())
-        expected = SuppressTokensLogitsProcessor([3])(ids, expected)
         torch.testing.assert_close(found[num_rows - 1 - row], expected[0], rtol=0, atol=0)
 
 
-def test_nothing_is_done_for_neutral_rules():
-    rows = HeldLogits(torch.zeros(1, 2))
-    neutral = rules_of({"repetition_penalty": 1, "suppress_tokens": [], "min_length": 0, "top_p": 0.8}, "file")
-    assert neutral.on(rows, [np.zeros(1, np.int32)], TreeBatch.empty(1)) is rows
-
-
 def test_what_would_change_greedy_decoding_is_refused_by_name():
-    assert rules_of(REFUSED, "file") == rules_of(dict.fromkeys(REFUSED), "file") == NO_RULES
+    neutral = {"repetition_penalty": 1, "top_p": 0.8}
+    for config in (REFUSED, dict.fromkeys(REFUSED), neutral):
+        assert repetition_penalty_of(config, "file") == 1.0
     for key in REFUSED:
         with pytest.raises(ModelError, match=rf"file sets {key} to 3, .* remove the key from the file"):
-            rules_of({key: 3}, "file")
+            repetition_penalty_of({key: 3}, "file")
     for penalty in (0, "1.1"):
         with pytest.raises(ModelError, match=r"repetition_penalty to .*; expected a number above 0"):
-            rules_of({"repetition_penalty": penalty}, "file")
+            repetition_penalty_of({"repetition_penalty": penalty}, "file")
 
 
-def test_what_is_done_is_part_of_the_identity_and_what_is_not_used_is_named(tmp_path):
+def test_what_is_done_is_part_of_the_identity(tmp_path):
     folder = shutil.copytree(SAMPLE_MODEL, tmp_path / "sample")
     file = folder / "generation_config.json"
     plain, own = model_identity(folder), json.loads(file.read_text())
-    assert unused_settings(folder) is None
     neutral = own | {"repetition_penalty": 1.0, "do_sample": True, "temperature": 0.7, "top_p": 0.8}
     identities = {}
     for name, config in {
         "neutral": neutral,
         "penalty": own | {"repetition_penalty": 1.1},
-        "suppressed": own | {"suppress_tokens": [7]},
         "ends": own | {"eos_token_id": [own["eos_token_id"], 7]},
     }.items():
         file.write_text(json.dumps(config))
         identities[name] = model_identity(folder)
-        if name == "neutral":
-            assert unused_settings(folder) == (
-                f"{file}: not used, since decoding is greedy up to decoding.max_new_tokens: do_sample true, "
-                "temperature 0.7, top_p 0.8"
-            )
     assert identities.pop("neutral") == plain
-    assert len({plain, *identities.values()}) == 4
+    assert len({plain, *identities.values()}) == 3
     file.unlink()
     assert model_identity(folder) == plain
     file.write_text("{")

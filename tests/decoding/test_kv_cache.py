@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laserbatch.pipeline.decoding.memory.kv_cache import GROWTH_STEP, MIN_SHARED_TOKENS, KVCache
+from laserbatch.pipeline.decoding.kv_cache import GROWTH_STEP, MIN_SHARED_TOKENS, UNBOUNDED, KVCache
 
 TEMPLATE = list(range(50, 70))
 
@@ -60,14 +60,14 @@ def check(cache: KVCache, live: dict[int, list[int]]) -> None:
     free = np.flatnonzero(cache._is_free).tolist() + cache._reserved.tolist()
     assert sorted([*free, *(holders.keys() | remembered.keys())]) == list(range(cache.capacity))
     assert cache.num_live_rows == len(live) and cache.num_committed_slots == len(holders)
-    assert cache.max_tokens is None or cache.capacity <= cache.max_tokens
+    assert cache.capacity <= cache.max_tokens
 
 
 @settings(max_examples=150)
 @given(st.data())
 def test_slots_hold_their_texts_and_nothing_leaks(data):
     """Random admissions, steps of several rows, preemptions and ends, against a dictionary of lists."""
-    max_tokens = data.draw(st.sampled_from([None, 60, 120, 1500]))
+    max_tokens = data.draw(st.sampled_from([UNBOUNDED, 60, 120, 1500]))
     cache = KVCache(4, max_tokens)
     live: dict[int, list[int]] = {}
     waiting: list[list[int]] = []
@@ -81,7 +81,7 @@ def test_slots_hold_their_texts_and_nothing_leaks(data):
                 shared = data.draw(st.integers(0, len(TEMPLATE)))
                 text = TEMPLATE[:shared] + data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
             cached = cache.longest_prefix(np.array(text[:-1], np.int32))
-            lease = cache.acquire(np.array(text, np.int32), 60, data.draw(st.integers(1, 60)))
+            lease = cache.acquire(np.array(text, np.int32), data.draw(st.integers(1, 60)))
             if lease is None:
                 assert live, "an empty cache has room"
                 continue
@@ -187,11 +187,10 @@ def test_memory_follows_live_tokens_not_the_longest():
 def test_admission_counts_what_is_expected_of_live_rows():
     cache = KVCache(8, max_tokens=300)
     prompts = [np.arange(1000 * i, 1000 * i + 50, dtype=np.int32) for i in range(8)]
-    assert cache.acquire(prompts[0], 250, 100) is not None
-    assert cache.acquire(prompts[1], 250, 100) is not None
-    assert cache.acquire(prompts[2], 250, 120) is None  # 100 + 100 + 120 > 300
-    assert cache.acquire(prompts[2], 250, 100) is not None
-    assert cache.fits(300) and not cache.fits(301)
+    assert cache.acquire(prompts[0], 100) is not None
+    assert cache.acquire(prompts[1], 100) is not None
+    assert cache.acquire(prompts[2], 120) is None  # 100 + 100 + 120 > 300
+    assert cache.acquire(prompts[2], 100) is not None
 
 
 def test_growth_that_the_device_refuses_lowers_the_bound(monkeypatch, caplog):
@@ -209,5 +208,4 @@ def test_growth_that_the_device_refuses_lowers_the_bound(monkeypatch, caplog):
     held = cache.capacity
     assert not cache.make_room(1600) and cache.max_tokens == cache.capacity == held
     assert "cannot be had" in caplog.text
-    assert not cache.fits(held + 1)
     check(cache, {row: TEMPLATE})

@@ -136,7 +136,7 @@ DECODER = {"decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim":
         ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "0 of its 2 layers"),
         ("bert", SMALL | {"intermediate_size": 48}, "keeps no keys and values of earlier tokens"),
         ("xmod", SMALL | {"intermediate_size": 48, "pad_token_id": 0}, "cannot be run: .*language"),
-        ("diffllama", GROUPED, "layer 0 attends more than once"),
+        ("diffllama", GROUPED, "a layer attends more than once"),
         ("doge", GROUPED, "takes a mask of its own"),
         ("lfm2", GROUPED | {"layer_types": ["conv", "full_attention"]}, "layers of conv, which cannot be packed"),
         ("llama4_text", {"attn_temperature_tuning": True}, "scales attention by a token's place in the forward"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laserbatch.pipeline.decoding.memory.prefix_index import PrefixIndex
+from laserbatch.pipeline.decoding.prefix_index import PrefixIndex
 
 TOKENS = st.sampled_from([0, 1, 2, 255, 256, 2**16, 2**31 - 1])  # whose bytes sort otherwise than they do
 TEXTS = st.lists(TOKENS, max_size=6)

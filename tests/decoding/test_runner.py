@@ -4,9 +4,9 @@ import torch
 from packs import keep
 from tiny_models import VOCAB, tiny_model
 
-from laserbatch.pipeline.decoding.attention import plan, torch_attention
+from laserbatch.pipeline.decoding.attention import interface, torch_attention
 from laserbatch.pipeline.decoding.batch import Feed
-from laserbatch.pipeline.decoding.memory.kv_cache import KVCache
+from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
 from laserbatch.pipeline.decoding.token_tree import TokenTree, TreeBatch
@@ -32,8 +32,8 @@ def test_every_node_gets_the_logits_of_its_own_path(
 ):
     """Ragged trees of several sequences, by loops or in any grouping, against plain causal runs."""
     monkeypatch.setattr(torch_attention, "BLOCK_TOKENS", block_tokens)
-    monkeypatch.setattr(plan, "MOST_LOOP_TOKENS", most_loop_tokens)
-    monkeypatch.setitem(plan.CALL_COST, "cpu", call_cost)
+    monkeypatch.setattr(interface, "MOST_LOOP_TOKENS", most_loop_tokens)
+    monkeypatch.setitem(interface.CALL_COST, "cpu", call_cost)
     sizes = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": None}
     model = tiny_model(architecture, **(sizes if architecture == "gpt_oss" else {}))
     reference = tiny_model(architecture, **(sizes if architecture == "gpt_oss" else {}))
@@ -45,7 +45,7 @@ def test_every_node_gets_the_logits_of_its_own_path(
     pending: dict[int, list[int]] = {}
     for length in (3, 14, 8, 5):
         prompt = rng.integers(0, VOCAB, length).astype(np.int32)
-        row = cache.acquire(prompt, 80, 20).row
+        row = cache.acquire(prompt, 20).row
         texts[row], pending[row] = [], prompt.tolist()
     cache.release(1)  # a hole between live rows
     del texts[1], pending[1]
@@ -61,7 +61,7 @@ def test_every_node_gets_the_logits_of_its_own_path(
                 full = texts[row] + chain + tree.token_ids[path_to(tree, node)].tolist()
                 with torch.no_grad():
                     expected = reference(input_ids=torch.tensor([full]), use_cache=False).logits[0, -1]
-                found = out.logits[out.starts[i] + 1 + node]
+                found = out.logits[out.batch.wanted_starts[i] + 1 + node]
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
             kept = path_to(tree, int(rng.integers(-1, len(tree))))
             kept_nodes.append(np.array(kept, np.int64))

@@ -13,10 +13,9 @@ from tiny_models import (
     tiny_prompts,
 )
 
-from laserbatch.pipeline.decoding.memory.kv_cache import KVCache
-from laserbatch.pipeline.decoding.requests import GenerationFailure, GenerationRequest
+from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.scheduler import Concurrency, RequestLimits, Scheduler
-from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, Sequence
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 from laserbatch.pipeline.decoding.verifiers.relaxed import Relaxed
 
@@ -165,7 +164,7 @@ def refuse_large_tensors(monkeypatch, most_bytes: int) -> list[tuple]:
 
 def test_memory_that_cannot_be_had_lowers_concurrency(monkeypatch, caplog):
     engine = optimist(tiny_engine(MODEL, batch_size=8, max_prefill_tokens=16, max_draft_tokens=0))
-    monkeypatch.setattr("laserbatch.pipeline.decoding.memory.kv_cache.GROWTH_STEP", 16)
+    monkeypatch.setattr("laserbatch.pipeline.decoding.kv_cache.GROWTH_STEP", 16)
     failed = refuse_large_tensors(monkeypatch, 8_000)
     assert texts_of(engine.generate(requests_for(PROMPTS, MAX_NEW))) == dict(enumerate(EXPECTED))
     assert failed and engine.cache.max_tokens <= 4 * 256
@@ -174,7 +173,7 @@ def test_memory_that_cannot_be_had_lowers_concurrency(monkeypatch, caplog):
 
 def test_a_first_forward_that_memory_is_too_small_for_is_done_by_fewer(monkeypatch):
     engine = tiny_engine(MODEL, batch_size=8, max_draft_tokens=0)
-    monkeypatch.setattr("laserbatch.pipeline.decoding.memory.kv_cache.GROWTH_STEP", 16)
+    monkeypatch.setattr("laserbatch.pipeline.decoding.kv_cache.GROWTH_STEP", 16)
     failed = refuse_large_tensors(monkeypatch, 48 * 64)
     prompts = [np.full(12, 20 + i, np.int32) for i in range(8)]  # none waits for another
     assert texts_of(engine.generate(requests_for(prompts, 6))) == dict(enumerate(plain_texts(MODEL, prompts, 6)))
@@ -183,7 +182,7 @@ def test_a_first_forward_that_memory_is_too_small_for_is_done_by_fewer(monkeypat
 
 def test_a_text_for_which_memory_cannot_be_had_fails_alone(monkeypatch):
     engine = tiny_engine(MODEL, batch_size=2, max_draft_tokens=0)
-    monkeypatch.setattr("laserbatch.pipeline.decoding.memory.kv_cache.GROWTH_STEP", 16)
+    monkeypatch.setattr("laserbatch.pipeline.decoding.kv_cache.GROWTH_STEP", 16)
     resize = KVCache._resize
 
     def small(self, capacity):

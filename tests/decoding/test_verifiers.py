@@ -3,14 +3,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import reference_accept
+from reference import HeldLogits, reference_accept
 from test_token_tree import trees
 
-from laserbatch.pipeline.decoding.acceptance import verify
-from laserbatch.pipeline.decoding.model.output_head import HeldLogits
+from laserbatch.pipeline.decoding import acceptance as acceptances
+from laserbatch.pipeline.decoding.acceptance import Acceptance
+from laserbatch.pipeline.decoding.from_settings import verifier_from
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, TreeBatch, chain_tree
-from laserbatch.pipeline.decoding.verifiers.from_settings import verifier_from
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 from laserbatch.pipeline.decoding.verifiers.probability import ProbabilityThreshold
 from laserbatch.pipeline.decoding.verifiers.relaxed import Relaxed
@@ -39,7 +39,10 @@ def test_every_rule_agrees_with_its_plain_reference(forest, rule, seed, scale):
         expected = reference_accept(rule, part, tree, {END})
         assert acceptance.nodes.tolist() == expected.nodes.tolist()
         assert acceptance.next_token == expected.next_token
-        assert acceptance.num_accepted == len(expected.nodes)
+
+
+def verify(rule, logits, trees, starts, is_end) -> list[Acceptance | None]:
+    return acceptances.verify(rule, HeldLogits(logits), trees, starts, is_end)
 
 
 def peaked(*rows) -> torch.Tensor:
@@ -53,7 +56,7 @@ def test_relaxed_needs_both_rank_and_probability():
     unlikely = peaked([0.9, 0.04, 0.02, 0.01, 0.01, 0.01, 0.01], [1 / 7] * 7)
     third = peaked([0.4, 0.2, 0.3, 0.04, 0.02, 0.02, 0.02], [1 / 7] * 7)
     accepted = [
-        verify(Relaxed(), x, TreeBatch.of([tree]), np.array([0]), IS_END)[0].num_accepted
+        len(verify(Relaxed(), x, TreeBatch.of([tree]), np.array([0]), IS_END)[0].nodes)
         for x in (likely, unlikely, third)
     ]
     assert accepted == [1, 0, 0]
@@ -62,13 +65,13 @@ def test_relaxed_needs_both_rank_and_probability():
 def test_nothing_is_accepted_where_the_target_wants_to_end():
     logits = peaked([0.02, 0.4, 0.02, 0.5, 0.02, 0.02, 0.02], [1 / 7] * 7)  # the end token is likeliest, then token 1
     acceptance = verify(Relaxed(), logits, TreeBatch.of([chain_tree([1])]), np.array([0]), IS_END)[0]
-    assert acceptance.num_accepted == 0 and acceptance.next_token == END
+    assert len(acceptance.nodes) == 0 and acceptance.next_token == END
 
 
 def test_end_token_is_not_accepted_as_a_second_choice():
     logits = peaked([0.02, 0.5, 0.02, 0.4, 0.02, 0.02, 0.02], [1 / 7] * 7)
     acceptance = verify(Relaxed(), logits, TreeBatch.of([chain_tree([END])]), np.array([0]), IS_END)[0]
-    assert acceptance.num_accepted == 0 and acceptance.next_token == 1
+    assert len(acceptance.nodes) == 0 and acceptance.next_token == 1
 
 
 def test_longest_path_wins_then_the_more_probable():
@@ -151,7 +154,7 @@ def test_judging_in_rounds_and_in_chunks_says_what_judging_at_once_says(forest, 
             patch.setattr("laserbatch.pipeline.decoding.acceptance.ROUND_LOGITS", most_logits)
             patch.setattr("laserbatch.pipeline.decoding.acceptance.CHUNK_ROWS", {"cpu": most_rows})
             rows = CountingRows(logits)
-            found.append((verify(rule, rows, TreeBatch.of(forest), starts, IS_END), rows.num_asked))
+            found.append((acceptances.verify(rule, rows, TreeBatch.of(forest), starts, IS_END), rows.num_asked))
     (at_once, num_all), (by_level, num_asked) = found
     assert num_all == num_rows >= num_asked
     for one, other in zip(at_once, by_level, strict=True):
@@ -163,8 +166,8 @@ def test_nothing_is_looked_at_behind_what_was_not_accepted(monkeypatch):
     monkeypatch.setattr("laserbatch.pipeline.decoding.acceptance.ROUND_LOGITS", 0)
     rows = CountingRows(peaked(*[[0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]] * 12))
     forest = [chain_tree([0, 0, 1, 0, 0, 0, 0]), chain_tree([1, 0, 0])]  # of the first two are accepted, else none
-    found = verify(Greedy(), rows, TreeBatch.of(forest), np.array([0, 8]), IS_END)
-    assert [one.num_accepted for one in found] == [2, 0]
+    found = acceptances.verify(Greedy(), rows, TreeBatch.of(forest), np.array([0, 8]), IS_END)
+    assert [len(one.nodes) for one in found] == [2, 0]
     assert rows.num_asked == 2 + 4  # the second round is for the first tree alone
 
 
@@ -173,8 +176,8 @@ def test_a_long_accepted_path_takes_few_rounds(monkeypatch, num_at_first, num_ca
     """Of 4, 8, 16 and all that is left; where the vocabulary is too large for one row, of 1, 2, 4, 8, ..."""
     monkeypatch.setattr("laserbatch.pipeline.decoding.acceptance.ROUND_LOGITS", num_at_first * len(IS_END))
     rows = CountingRows(peaked(*[[0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]] * 41))
-    [found] = verify(Greedy(), rows, TreeBatch.of([chain_tree([0] * 40)]), np.array([0]), IS_END)
-    assert found.num_accepted == 40
+    [found] = acceptances.verify(Greedy(), rows, TreeBatch.of([chain_tree([0] * 40)]), np.array([0]), IS_END)
+    assert len(found.nodes) == 40
     assert rows.num_asked == 41 and rows.num_calls == num_calls
 
 

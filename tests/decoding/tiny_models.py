@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.load import prepare_model
-from laserbatch.pipeline.decoding.requests import GenerationRequest
+from laserbatch.pipeline.decoding.sequence import GenerationRequest
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, chain_tree
 from laserbatch.retrieval_pools.sources import SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT

@@ -12,8 +12,8 @@ import pytest
 import ray
 
 from laserbatch.jobs.settings import load_settings
-from laserbatch.pipeline.budget.kept_costs import known_step_cost
-from laserbatch.pipeline.budget.step_cost import read_step_cost
+from laserbatch.pipeline.budget.measuring import KeptCost
+from laserbatch.pipeline.budget.step_cost import StepCost, StepPoint
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed import actors
 from laserbatch.pipeline.distributed import settings as distributed_settings
@@ -87,11 +87,18 @@ def pids_of(actors) -> list[int]:
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_killed_workers_shard_is_done_again_by_another_under_the_budget_that_was_chosen(cluster, world, tmp_path):
+    calm_shards, calm = planned(world, tmp_path / "calm")
+    alone = ShardWorker(calm)
+    for shard in calm_shards:
+        alone.run(shard, Budget(2, 0.1))
+
     shards, spec = planned(world, tmp_path / "killed")
-    pids, measured = [], []
+    steps = tuple(StepPoint(batch_size=4, num_tokens=number, seconds=1.0) for number in (4, 8))
+    kept = KeptCost(spec.step_cost_dir, alone.engine, 0, cluster.num_workers).write(StepCost(steps=steps))
+    pids, known = [], []
 
     def choose(measure):
-        measured.append(measure())
+        known.append(measure())
         return {"item": Budget(2, 0.1)}
 
     outcomes = run_shards(shards, spec, cluster, 3, lambda actors: pids.extend(pids_of(actors)), choose)
@@ -99,21 +106,12 @@ def test_a_killed_workers_shard_is_done_again_by_another_under_the_budget_that_w
     for pid in pids:  # both: whichever of them was at work, its shard is in flight
         os.kill(pid, signal.SIGKILL)
     done += list(outcomes)
+    assert known == [kept], "it was measured again"
     assert sorted(shard.name for shard, _ in done) == [shard.name for shard in shards]
     for _, record in done:
         stats = record.info.stats
         assert 0 < stats.num_drafted <= 2 * stats.num_steps
-
-    assert [known.batch_sizes[-1] for known in measured] == [spec.decoding.batch_size]
-    (path,) = spec.step_cost_dir.glob("*.json")
-    assert read_step_cost(path) == measured[0]
-
-    calm_shards, calm = planned(world, tmp_path / "calm")
-    alone = ShardWorker(calm)
-    for shard in calm_shards:
-        alone.run(shard, Budget(2, 0.1))
     assert texts(tmp_path / "killed") == texts(tmp_path / "calm")
-    assert known_step_cost(spec.step_cost_dir, alone.engine, False) is None  # measured beside another worker
 
 
 def test_a_model_that_cannot_be_loaded_is_refused_when_the_worker_loads_it(world, tmp_path):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from test_actors import planned
 
+from laserbatch.pipeline.budget.step_cost import StepCost, StepPoint
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, load_tokenizer, tokenizer_hash
 from laserbatch.pipeline.distributed import worker
 from laserbatch.pipeline.distributed.worker import ShardWorker, sound_text
@@ -97,3 +98,14 @@ def test_a_relaxed_text_that_ran_on_is_written_again_as_a_greedy_one(tmp_path, m
     assert stats.num_rewritten == (4 if ran_on else 0)
     assert {json.loads(row["decoding_json"])["verifier"] for row in rows} == {"greedy" if ran_on else "relaxed"}
     assert ([row["text"] for row in rows] == [row["text"] for row in greedy_rows]) == ran_on
+
+
+def test_a_step_cost_is_measured_where_none_is_kept_and_kept_by_one_worker(tmp_path, monkeypatch):
+    write_sample_world(tmp_path / "tables", num_users=4, num_items=20)
+    _, spec = planned(tmp_path / "tables", tmp_path / "run")
+    steps = tuple(StepPoint(batch_size=4, num_tokens=number, seconds=1.0) for number in (4, 8))
+    calls = []
+    monkeypatch.setattr(worker, "measure_step_cost", lambda *given: calls.append(given) or StepCost(steps=steps))
+    one = ShardWorker(spec)
+    assert one.step_cost(keeps=False).steps == steps and not spec.step_cost_dir.exists()
+    assert one.step_cost() == one.step_cost() and len(calls) == 2

@@ -14,10 +14,10 @@ from laserbatch.jobs.settings import load_settings
 from laserbatch.pipeline.budget.choice import PLAIN, ChosenBudget
 from laserbatch.pipeline.budget.step_cost import StepCost, StepPoint
 from laserbatch.pipeline.decoding.settings import Budget
+from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.planning.plan import Shard
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.manifest import BudgetForecast
-from laserbatch.retrieval_pools.errors import PoolError
 
 DATE = datetime.date(2025, 3, 1)
 CHEAP = StepCost(
@@ -75,7 +75,7 @@ def test_a_cost_that_was_measured_elsewhere_is_read_beside_the_configuration(wor
     night = opened(world, "{step_cost: cost.json}")
     night_budgets(night, [], never)
     assert night.manifest.budgets["item"].forecast.step_cost == "invented"
-    with pytest.raises(PoolError, match=r"absent\.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"absent\.json is not there"):
         night_budgets(opened(world, "{step_cost: absent.json}"), [], never)
 
 

@@ -144,7 +144,7 @@ def test_held_back_texts_are_in_no_pool_and_the_same_for_a_seed(world, monkeypat
     ("arguments", "message"),
     [
         (("--run", "2020-01-01-nothing"), "no run 2020-01-01-nothing"),
-        (("--step-cost", "nowhere.yaml"), "nowhere.yaml cannot be read"),
+        (("--step-cost", "nowhere.yaml"), "nowhere.yaml is not there"),
         (("--step-cost", "{world}/cost.yaml", "--batch-size", "64"), "has no batch size 64; it has 8"),
     ],
 )

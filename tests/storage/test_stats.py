@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laserbatch.pipeline.decoding.requests import GenerationResult
+from laserbatch.pipeline.decoding.sequence import GenerationResult
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.retrieval_pools.sources import NUM_SOURCES
 

@@ -1,20 +1,56 @@
 """Our attention as a function of transformers' attention interface, so that its models run unmodified.
 
 What a forward needs to know comes through a context variable, not keyword arguments, which some models drop. No mask
-function is registered under our name, so transformers builds no mask of its own.
+function is registered under our name, so transformers builds no mask of its own. What attends is chosen here: a kernel,
+which is compared with torch's attention before it is believed, compiled loops, or torch.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cached_property
 
+import numpy as np
 import torch
 from transformers import AttentionInterface
 
-from laserbatch.pipeline.decoding.attention.plan import StepPlan
+from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata, LaunchShape
+from laserbatch.pipeline.decoding.attention.torch_attention import CALL_COST, Group, cut_groups, torch_attention
+from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.errors import ModelError
 
 ATTENTION_NAME = "laserbatch_slots"
+# Relative error of what is computed in another way, above which it is wrong. Broken masks or positions give 0.1 to 1.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
+MOST_LOOP_TOKENS = 65  # new tokens of a sequence, its last token and the largest tree; torch is faster at longer chains
 _ABSENT = object()
-step_plan: ContextVar[StepPlan] = ContextVar("laserbatch_step_plan")
+
+
+@dataclass
+class StepPlan:
+    """One forward over a cache: where its N tokens are written, int64[N], and what attends.
+
+    `attention(query, keys, values, scale, window, softcap, sinks)` is the contract of `metadata`, of this step.
+    """
+
+    cache: KVCache
+    slot_mapping: torch.Tensor
+    attention: Callable[..., torch.Tensor]
+    layers_seen: list[int] = field(default_factory=list)
+
+
+_step_plan: ContextVar[StepPlan] = ContextVar("laserbatch_step_plan")
+
+
+@contextmanager
+def planned(plan: StepPlan) -> Iterator[None]:
+    """A model's forward within the block follows this plan."""
+    token = _step_plan.set(plan)
+    try:
+        yield
+    finally:
+        _step_plan.reset(token)
 
 
 def slot_attention(
@@ -32,9 +68,12 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer in a batch of packed sequences, in the form of transformers' attention interface.
 
+    A layer's new keys go into the cache, and its tokens read them by slot.
+
     Parameters
     ----------
     query : (1, num_heads, num_tokens, head_dim), after rotary embedding; key and value with their own head counts.
+    scaling : None is 1 / sqrt(head_dim).
     sliding_window : a token sees those less than this many positions before it; None: all of them. Of a model that does
         not say it, it is the layer's attribute.
     softcap, s_aux : Gemma's bounded scores and GPT-OSS's attention sinks.
@@ -46,15 +85,100 @@ def slot_attention(
     Raises
     ------
     ModelError : the model masks or biases scores in a way of its own.
+    KernelError : the attention gives other results than torch's.
     """
-    plan = step_plan.get()
+    plan = _step_plan.get()
     window = getattr(module, "sliding_window", None) if sliding_window is _ABSENT else sliding_window
     unknown = [name for name, value in others.items() if isinstance(value, torch.Tensor) and name != "position_ids"]
     if unknown or attention_mask is not None:
         raise ModelError(f"its attention takes {', '.join(unknown) or 'a mask of its own'}, which is not done packed")
     assert query.shape[0] == 1, "not a packed batch"
-    out = plan.attend(module.layer_idx, query[0], key[0], value[0], scaling, window, softcap, s_aux)
+    plan.layers_seen.append(module.layer_idx)
+    memory = plan.cache.write(module.layer_idx, plan.slot_mapping, key[0], value[0])
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = plan.attention(query[0].transpose(0, 1), memory.keys, memory.values, scale, window, softcap, s_aux)
     return out[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, slot_attention)
+
+
+@dataclass
+class EagerAttention:
+    """A step's attention without a kernel: compiled loops on a CPU where they serve, else torch's."""
+
+    metadata: AttentionMetadata
+    device: torch.device
+    _tasks: dict = field(default_factory=dict)
+
+    def __call__(self, query, keys, values, scale, window, softcap, sinks) -> torch.Tensor:
+        on_loops = query.device.type == "cpu" and query.dtype == torch.float32 and softcap is None and sinks is None
+        if not on_loops or not len(self._short):
+            return torch_attention(query, keys, values, self.groups, scale, window, softcap, sinks)
+        from laserbatch.pipeline.decoding.attention.numba_attention import Tasks, numba_attention
+
+        num_folded = query.shape[1] // keys.shape[0]
+        if num_folded not in self._tasks:
+            self._tasks[num_folded] = Tasks.of(self.metadata, self._short, num_folded)
+        result = numba_attention(query, keys, values, self.metadata, self._tasks[num_folded], scale, window)
+        if self._long_groups:
+            torch_attention(query, keys, values, self._long_groups, scale, window, None, None, result)
+        return result
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """All sequences."""
+        return self._groups_of(np.arange(len(self.metadata.num_chain)))
+
+    @cached_property
+    def _short(self) -> np.ndarray:
+        """int64[n]: the sequences that the loops serve."""
+        return np.flatnonzero(np.diff(self.metadata.cu_seqlens_q) <= MOST_LOOP_TOKENS)
+
+    @cached_property
+    def _long_groups(self) -> list[Group]:
+        others = np.flatnonzero(np.diff(self.metadata.cu_seqlens_q) > MOST_LOOP_TOKENS)
+        return self._groups_of(others) if len(others) else []
+
+    def _groups_of(self, sequences: np.ndarray) -> list[Group]:
+        return cut_groups(self.metadata, sequences, CALL_COST["cpu" if self.device.type == "cpu" else "cuda"])
+
+
+class KernelError(RuntimeError):
+    """A kernel does not compute what it should."""
+
+
+@dataclass(frozen=True)
+class CheckedKernel:
+    """A step's attention by a kernel, which is compared with torch's once for each kind of layer not yet in `checked`.
+
+    `metadata` is on the kernel's device, `eager` of the same step; the kernel pads, torch does not.
+    """
+
+    kernel: Callable[..., torch.Tensor]
+    metadata: AttentionMetadata
+    shape: LaunchShape
+    eager: EagerAttention
+    checked: set[tuple]
+
+    def __call__(self, query, keys, values, scale, window, softcap, sinks) -> torch.Tensor:
+        result = self.kernel(query, keys, values, self.metadata, scale, window, softcap, sinks, shape=self.shape)
+        kind = (*query.shape[1:], len(values), values.shape[2], window, softcap, sinks is None, query.dtype)
+        is_capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()  # nothing can be read from the device
+        if kind in self.checked or is_capturing:
+            return result
+        num_tokens = len(self.eager.metadata.positions)
+        expected = torch_attention(query, keys, values, self.eager.groups, scale, window, softcap, sinks)[:num_tokens]
+        if not expected.isfinite().all():  # the model's own fault, which verification reports
+            return result
+        error = relative_error(result[:num_tokens], expected)
+        if not error <= TOLERANCE[query.dtype]:
+            raise KernelError(f"relative error {error:.1e} in a layer of {query.shape[1]} heads")
+        self.checked.add(kind)
+        return result
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of tensors of one shape, in the mean square; NaN where one holds it."""
+    found, expected = found.float(), expected.float()
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-12))

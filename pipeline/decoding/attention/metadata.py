@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from laserbatch.pipeline.decoding.batch import Batch
-from laserbatch.pipeline.decoding.memory.kv_cache import KVCache
+from laserbatch.pipeline.decoding.kv_cache import KVCache
 
 PART_KEYS = 256
 MOST_TILE_TOKENS = 64

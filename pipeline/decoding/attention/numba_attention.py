@@ -1,10 +1,8 @@
 """Attention on a CPU as compiled loops over the slots of each sequence: for trees and single tokens alike.
 
 Nothing is gathered and nothing is padded. A task is a few neighbouring tokens of a sequence with all the query heads
-that share a key-value head; the tasks of a step are divided among torch's threads. On one core the loops take what
-torch's fused attention takes over contiguous keys for trees of 8 to 16, and less for fewer tokens.
-
-The contract is that of `metadata`, without softcap and sinks. Import it only where it is used: numba takes a while.
+that share a key-value head; the tasks of a step are divided among torch's threads. The contract is that of `metadata`,
+without softcap and sinks. Import it only where it is used: numba takes a while.
 """
 
 from dataclasses import dataclass
@@ -26,10 +24,7 @@ _LOG2E = np.float32(1.4426950408889634)
 
 @dataclass(frozen=True)
 class Tasks:
-    """The tokens [first, last) of the batch that go together, and their sequence; `num_scores` query-key pairs in all.
-
-    Shapes: int64[num_tasks] each.
-    """
+    """Tokens [first, last) of the batch that go together, their sequence, int64[num_tasks] all; and query-key pairs."""
 
     sequences: np.ndarray
     first: np.ndarray
@@ -172,7 +167,6 @@ def _score_single(rows, keys, slots, scores):
 
 @njit(fastmath=_SUMS)
 def _weigh_single(weights, values, slots, sums):
-    """The same as `_weigh` for few rows."""
     for i in range(len(slots)):
         value = values[slots[i]]
         for row in range(len(weights)):

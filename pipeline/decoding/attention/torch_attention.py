@@ -2,8 +2,7 @@
 
 A batch's sequences are cut into groups; each is one attention call, padded to its longest. Query heads that share a
 key-value head are folded into the query length, so that no key is repeated for them. A single sequence's run of slots
-is read where it lies, else keys are gathered. Index and mask tensors are made once a step, on first use. The contract
-is that of `metadata`.
+is read where it lies, else keys are gathered. The contract is that of `metadata`.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
-from laserbatch.pipeline.decoding.memory.device_memory import to_device
+from laserbatch.pipeline.decoding.device_memory import to_device
 
 WIDTH_STEP = 16  # attention widths are rounded up to this many keys: aligned, and fewer distinct shapes
 # Cost of an attention call, and of a padded query, in the time that one key takes with one query; measured on a CPU

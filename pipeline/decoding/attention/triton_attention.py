@@ -7,7 +7,6 @@ Import it only where Triton can be imported.
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -30,9 +29,7 @@ class Blocks:
     num_stages: int = 3
 
 
-DEFAULT_BLOCKS = Blocks()
-# By torch's name of a device, as `benchmarks/attention.py --blocks` found them there; others have the default.
-BLOCKS_OF_DEVICE: dict[str, Blocks] = {}
+DEFAULT_BLOCKS = Blocks()  # by reasoning; `benchmarks/attention.py --blocks` measures others
 INTERPRETED = triton.knobs.runtime.interpret  # as it was when the kernels were defined
 
 
@@ -46,14 +43,11 @@ def triton_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     shape: LaunchShape | None = None,
-    blocks: Blocks | None = None,
+    blocks: Blocks = DEFAULT_BLOCKS,
 ) -> torch.Tensor:
     """The contract of `metadata`, fused. The last dimension of query, keys and values must be contiguous.
 
-    Parameters
-    ----------
-    shape : None reads the longest sequence's length from the device, which waits for it.
-    blocks : None takes the device's own.
+    `shape` : None reads the longest sequence's length from the device, which waits for it.
 
     Returns
     -------
@@ -72,7 +66,6 @@ def triton_attention(
         parts = query.new_empty(num_tokens, num_heads, shape.num_parts, value_dim, dtype=torch.float32)
         log_sums = query.new_empty(num_tokens, num_heads, shape.num_parts, dtype=torch.float32)
     sinks_or_any = out if sinks is None else sinks
-    blocks = blocks or _blocks_of(query.device)
     num_rows = block_rows(shape, num_folded, blocks)
     num_tiles = num_tokens // (num_rows // num_folded) + num_sequences
     whole = {
@@ -116,13 +109,6 @@ def block_rows(shape: LaunchShape, num_folded: int, blocks: Blocks = DEFAULT_BLO
 def block_keys(head_dim: int, dtype: torch.dtype, blocks: Blocks = DEFAULT_BLOCKS) -> int:
     """Keys of one step of a program: of wide heads fewer, so that they fit the shared memory."""
     return blocks.keys if _block(head_dim) * dtype.itemsize <= 256 else max(16, blocks.keys // 2)
-
-
-@cache
-def _blocks_of(device: torch.device) -> Blocks:
-    return (
-        BLOCKS_OF_DEVICE.get(torch.cuda.get_device_name(device), DEFAULT_BLOCKS) if not INTERPRETED else DEFAULT_BLOCKS
-    )
 
 
 def _block(dim: int) -> int:

@@ -8,8 +8,6 @@ batch.
 
 Tested against a slow, obvious version through Triton's interpreter on a CPU, and compiled for compute capabilities 8.0
 and 9.0. They have not been run on a GPU yet: block sizes are chosen by reasoning, not by measurement.
-
-Import it only where Triton can be imported.
 """
 
 import triton
@@ -20,44 +18,18 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def attend(
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    sink_ptr,
+    query_ptr, key_ptr, value_ptr, sink_ptr,
     out_ptr,  # (N, num_heads, value_dim), or of parts: (N, num_heads, num_parts, value_dim) in float32
     log_sum_ptr,  # (N, num_heads, num_parts) float32, of parts only
-    slots_ptr,
-    cu_seqlens_k_ptr,
-    num_committed_ptr,
-    cu_seqlens_q_ptr,
-    num_chain_ptr,
-    ancestors_ptr,
-    positions_ptr,
-    num_sequences,
-    num_heads,
-    query_stride_token,
-    query_stride_head,
-    key_stride_slot,
-    key_stride_head,
-    value_stride_slot,
-    value_stride_head,
-    scale,
-    softcap,
-    window,
-    NUM_PARTS: tl.constexpr,
-    PART: tl.constexpr,
-    FOLDED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    IN_FLOAT32: tl.constexpr,
-):
+    slots_ptr, cu_seqlens_k_ptr, num_committed_ptr, cu_seqlens_q_ptr, num_chain_ptr, ancestors_ptr, positions_ptr,
+    num_sequences, num_heads,
+    query_stride_token, query_stride_head, key_stride_slot, key_stride_head, value_stride_slot, value_stride_head,
+    scale, softcap, window,
+    NUM_PARTS: tl.constexpr, PART: tl.constexpr, FOLDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, IN_FLOAT32: tl.constexpr,
+):  # fmt: skip
     """A tile of one sequence's new tokens, in one key-value head, over one part of the keys."""
     BLOCK_TOKENS: tl.constexpr = BLOCK_ROWS // FOLDED
     kv_head = tl.program_id(1)
@@ -156,9 +128,7 @@ def _own_tile(cu_seqlens_q_ptr, num_sequences, BLOCK_TOKENS: tl.constexpr):
 @triton.jit
 def _load_rows(ptr, place, exists, dim, DIM: tl.constexpr, IN_FLOAT32: tl.constexpr):
     """Vectors of DIM numbers that begin at `place`: (rows, block of DIM), zeros where there are none."""
-    rows = tl.load(
-        ptr + place[:, None] + dim[None, :], mask=exists[:, None] & (dim < DIM)[None, :], other=0.0
-    )  # fmt: skip
+    rows = tl.load(ptr + place[:, None] + dim[None, :], mask=exists[:, None] & (dim < DIM)[None, :], other=0.0)
     if IN_FLOAT32:
         rows = rows.to(tl.float32)
     return rows
@@ -205,18 +175,9 @@ def _share_beside_sink(sink_ptr, exists, log_sum):
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def combine(
-    parts_ptr,
-    log_sum_ptr,
-    sink_ptr,
-    out_ptr,
-    cu_seqlens_q_ptr,
-    num_sequences,
-    num_heads,
-    NUM_PARTS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
+    parts_ptr, log_sum_ptr, sink_ptr, out_ptr, cu_seqlens_q_ptr, num_sequences, num_heads,
+    NUM_PARTS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
     """One token's head: its parts' results, weighted by their share of the softmax's sum."""
     token = tl.program_id(0)
     head = tl.program_id(1)

@@ -1,7 +1,4 @@
-"""What a drafter is: it proposes and never decides; the engine cuts its tree to the budget and has it verified.
-
-What a sequence is offered does not depend on what shares its batch.
-"""
+"""What a drafter is: it proposes and never decides; the engine cuts its tree to the budget and has it verified."""
 
 from typing import Protocol
 
@@ -10,23 +7,18 @@ from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, TreeB
 
 
 class Drafter(Protocol):
-    """Proposes what may follow a sequence's last committed token."""
+    """Proposes what may follow a sequence's last committed token, whatever shares its batch."""
 
     def draft(self, sequence: Sequence) -> TokenTree:
         """A tree of at most `token_tree.MAX_NODES` tokens; may be empty. Must not change the sequence."""
         ...
 
 
-class BatchDrafter(Drafter, Protocol):
-    """A drafter that has one call for all sequences of a step."""
+def draft_all(drafter: Drafter, sequences: list[Sequence], max_depths: list[int]) -> TreeBatch:
+    """A tree for each sequence, in one call where the drafter has a method of this name.
 
-    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> TreeBatch:
-        """What `draft` gives for each, knowing how many tokens of it the sequence has room for."""
-        ...
-
-
-def draft_all(drafter: Drafter | BatchDrafter, sequences: list[Sequence], max_depths: list[int]) -> TreeBatch:
-    """A tree for each sequence, in one call where the drafter has one."""
+    `max_depths` : of each sequence, how many tokens of a draft it has room for.
+    """
     together = getattr(drafter, "draft_all", None)
     if together is None:
         return TreeBatch.of([drafter.draft(one) for one in sequences])

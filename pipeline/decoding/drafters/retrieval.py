@@ -11,10 +11,8 @@ class RetrievalDrafter:
     ----------
     pool : `retrieval_pools` pool, or None to draft from the sequence's own text alone.
     sources : which of "previous", "prompt", "output", "pool" may be drafted from.
-    max_nodes : limit of a draft's tokens.
-    min_acceptance : nodes of a lower estimated path acceptance are not drafted.
-    num_threads : threads that draft side by side for many sequences; an engine says how many gain anything
-        (`Engine.num_draft_threads`).
+    max_nodes, min_acceptance : limit of a draft's tokens, and of the estimated acceptance of a node's path.
+    num_threads : threads that draft side by side (`Engine.num_draft_threads` says how many gain anything).
     """
 
     def __init__(
@@ -25,9 +23,7 @@ class RetrievalDrafter:
         min_acceptance: float = 0.07,
         num_threads: int = 1,
     ) -> None:
-        from laserbatch.retrieval_pools.draft import (
-            draft_batch,  # compiled code; a plain decoder need not load it
-        )
+        from laserbatch.retrieval_pools.draft import draft_batch  # compiled code; a plain decoder need not load it
 
         self._draft_batch = draft_batch
         self._pool = pool if "pool" in sources else None

@@ -2,10 +2,8 @@
 
 torch multiplies float32 matrices with MKL, in the weights' own layout. Weights in oneDNN's layout take a third to a
 half of the time for a few tokens on AMD processors, and a token's result does not depend on how many others are in
-the product. The function is the same; rounding is not.
-
-oneDNN compiles a product anew for each number of tokens, which takes longer than the product itself, and keeps some
-thousand of them. Steps with drafts have ever other numbers of tokens; so they are rounded up to few.
+the product. oneDNN compiles a product anew for each number of tokens, which takes longer than the product itself, and
+keeps some thousand of them; so the ever other numbers of steps with drafts are rounded up to few.
 
 Where the operators are missing, or a layer's results are not those of torch, layers stay as they are.
 """
@@ -15,6 +13,9 @@ import logging
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from laserbatch.pipeline.decoding.attention.interface import relative_error
+from laserbatch.pipeline.errors import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +27,7 @@ TOLERANCE = 1e-4  # relative error of a layer above which it stays as it is
 
 
 class OneDnnLinear(nn.Module):
-    """Linear layers of one input, as one product over weights in oneDNN's layout.
-
-    `weight` float32[sum of out_features, in_features] is opaque: it has a size and no data to read.
-    """
+    """Linear layers of one input, as one product over weights in oneDNN's layout, which has no data to read."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         super().__init__()
@@ -86,10 +84,7 @@ def compiled_size(num_tokens: int) -> int:
 
 
 def relayout_linear_layers(model: nn.Module) -> int:
-    """Replace a model's float32 linear layers on a CPU by ones in that layout, for good; returns how many were.
-
-    Weights that other modules share (tied embeddings) stay with them.
-    """
+    """Replace a model's float32 linear layers on a CPU for good; returns how many were. Tied embeddings stay."""
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return 0
     num_relaid = 0
@@ -129,10 +124,9 @@ def _relaid(layers: list[nn.Linear]) -> OneDnnLinear | None:
         relaid = OneDnnLinear(layers)
         found = [relaid.part(inputs, index) for index in range(len(layers))]
     except (RuntimeError, NotImplementedError) as error:
-        logger.info("linear layers stay in torch's layout: %s", str(error).splitlines()[0])
+        logger.info("linear layers stay in torch's layout: %s", first_line(error))
         return None
-    for one, other in zip(expected, found, strict=True):
-        if not float((one - other).norm()) <= TOLERANCE * float(one.norm()):
-            logger.warning("linear layers in oneDNN's layout give other results here; they stay in torch's")
-            return None
-    return relaid
+    if all(relative_error(*pair) <= TOLERANCE for pair in zip(found, expected, strict=True)):
+        return relaid
+    logger.warning("linear layers in oneDNN's layout give other results here; they stay in torch's")
+    return None

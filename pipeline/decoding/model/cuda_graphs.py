@@ -4,9 +4,8 @@ A step of few tokens is padded to a bucket, whose buffers stay where they are. O
 eagerly, its second is captured, and later ones are replayed. Large steps, and those that want few of their logits
 (prompts), run eagerly in buffers of their own. The path is the same without capture, which is how it is tested.
 
-Where the output head can be taken apart, a graph ends with hidden states: logits, which at a vocabulary of 152k are
-0.3 GB of each graph of 1024 tokens, are computed from them when they are looked at (`output_head`). Else graphs copy
-their logits to one place that all of them share.
+A graph ends with hidden states: logits, which at a vocabulary of 152k are 0.3 GB of each graph of 1024 tokens, are
+computed from them when they are looked at (`output_head`).
 
 Capture and replay (`_capture`, `_replay`) have not been run on a GPU yet. What goes wrong there must not stop a night:
 the kernel is compared with torch's attention once for each kind of layer, and a capture that fails leaves the eager
@@ -16,86 +15,129 @@ steps.
 import importlib.util
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from laserbatch.pipeline.decoding.attention.interface import step_plan
+from laserbatch.pipeline.decoding.attention.interface import CheckedKernel, EagerAttention, StepPlan, planned
 from laserbatch.pipeline.decoding.attention.metadata import PART_KEYS, AttentionMetadata, LaunchShape
-from laserbatch.pipeline.decoding.attention.plan import CheckedKernel, StepPlan
 from laserbatch.pipeline.decoding.batch import Batch
-from laserbatch.pipeline.decoding.memory.kv_cache import KVCache
-from laserbatch.pipeline.decoding.model.output_head import HeldLogits, HiddenRows, OutputHead, StepLogits
-from laserbatch.pipeline.decoding.model.step_buffers import StepBuffers
+from laserbatch.pipeline.decoding.kv_cache import KVCache
+from laserbatch.pipeline.decoding.model.output_head import HiddenRows, OutputHead, StepLogits
 from laserbatch.pipeline.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
 TOKEN_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-LEAST_WANTED = 0.5  # share of a step's tokens whose logits are wanted, below which computing all of them is a waste
+LEAST_WANTED = 0.5  # share of a step's tokens whose logits are wanted, below which it is taken for prompts
+ALIGNMENT = 16  # bytes; Triton compiles a kernel anew for pointers that are less aligned
+
+
+class StepBuffers:
+    """The numbers of a step of at most so many tokens, sequences and slots, in one buffer that one copy brings over.
+
+    What is over is padding, written so that it reads token 0, attends to nothing and stores its keys in the scratch
+    slot. `token_ids`, `positions`, `slot_mapping` int64[num_tokens] and `metadata` view one tensor; `eager` is the
+    attention without a kernel of the batch that they hold.
+
+    On CUDA the copy is made from pinned memory and not waited for; an event keeps the next step from overwriting
+    numbers that are still being copied. That branch has not been run on a GPU yet.
+    """
+
+    eager: EagerAttention
+
+    def __init__(self, num_tokens: int, num_sequences: int, num_slots: int, device: torch.device) -> None:
+        # Slots last, so that only those in use are copied.
+        sizes = {
+            "token_ids": (np.int64, num_tokens),
+            "positions": (np.int64, num_tokens),
+            "slot_mapping": (np.int64, num_tokens),
+            "ancestors": (np.int64, num_tokens),
+            "metadata_positions": (np.int32, num_tokens),
+            "cu_seqlens_k": (np.int32, num_sequences + 1),
+            "cu_seqlens_q": (np.int32, num_sequences + 1),
+            "num_committed": (np.int32, num_sequences),
+            "num_chain": (np.int32, num_sequences),
+            "slots": (np.int32, num_slots),
+        }
+        places, end = {}, 0
+        for name, (dtype, count) in sizes.items():
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            end = start + np.dtype(dtype).itemsize * count
+            places[name] = slice(start, end)
+        on_cuda = device.type == "cuda"
+        self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=on_cuda)
+        self._device = torch.zeros(end, dtype=torch.uint8, device=device)
+        self._copied = torch.cuda.Event() if on_cuda else None
+        self._slots_start = places["slots"].start
+        self._arrays = {name: self._host.numpy()[place].view(sizes[name][0]) for name, place in places.items()}
+        types = {np.int64: torch.int64, np.int32: torch.int32}
+        views = {name: self._device[place].view(types[sizes[name][0]]) for name, place in places.items()}
+        self.token_ids, self.positions, self.slot_mapping = map(views.pop, ("token_ids", "positions", "slot_mapping"))
+        self.metadata = AttentionMetadata(positions=views.pop("metadata_positions"), **views)
+
+    def fill(self, batch: Batch, metadata: AttentionMetadata, scratch_slot: int) -> None:
+        """Write a batch's numbers and padding, and send them to the device; what `scratch_slot` holds is never read."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._put("token_ids", batch.token_ids, 0)
+        self._put("positions", batch.positions, 0)
+        self._put("slot_mapping", batch.slot_mapping, scratch_slot)
+        self._put("ancestors", metadata.ancestors, 0)
+        self._put("metadata_positions", metadata.positions, 0)
+        self._put("cu_seqlens_k", metadata.cu_seqlens_k, metadata.cu_seqlens_k[-1])
+        self._put("cu_seqlens_q", metadata.cu_seqlens_q, metadata.cu_seqlens_q[-1])
+        self._put("num_committed", metadata.num_committed, 0)
+        self._put("num_chain", metadata.num_chain, 0)
+        self._arrays["slots"][: len(metadata.slots)] = metadata.slots
+        used = slice(0, self._slots_start + metadata.slots.itemsize * len(metadata.slots))
+        self._device[used].copy_(self._host[used], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        self.eager = EagerAttention(metadata, self._device.device)
+
+    def _put(self, name: str, values: np.ndarray, padding: int) -> None:
+        array = self._arrays[name]
+        array[: len(values)] = values
+        array[len(values) :] = padding
 
 
 @dataclass
 class Bucket:
-    """Buffers of steps of one size, and on CUDA their captured graph and what it leaves: hidden states, or logits."""
+    """Buffers of steps of one size, and on CUDA their captured graph and the hidden states that it leaves."""
 
     buffers: StepBuffers
     has_run: bool = False
     graph: "torch.cuda.CUDAGraph | None" = None
-    result: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
 
 
 class BufferedForward:
-    """Runs batches through one model over one cache.
+    """Runs batches through one model, whose layers call our attention, over one cache.
 
-    Parameters
-    ----------
-    model : of transformers, switched to our attention.
-    kernel : attention as `attention.metadata` has it, with a further argument `shape`.
-    selects_logits : whether the model's forward takes `logits_to_keep`.
-    pads : whether steps are padded to buckets.
-    captures : whether buckets are captured in CUDA graphs; needs CUDA.
-    head : the model in two parts, where it can be had.
+    `kernel` : attention as `attention.metadata` has it, with a further argument `shape`.
     """
 
     def __init__(
-        self,
-        model,
-        cache: KVCache,
-        device: torch.device,
-        kernel: Callable[..., torch.Tensor],
-        selects_logits: bool,
-        pads: bool,
-        captures: bool,
-        head: OutputHead | None = None,
+        self, head: OutputHead, cache: KVCache, device: torch.device, kernel: Callable[..., torch.Tensor]
     ) -> None:
         self.buckets: dict[tuple[int, LaunchShape], Bucket] = {}
-        self._model = model
+        self._head = head
         self._cache = cache
         self._device = device
         self._kernel = kernel
-        self._selects_logits = selects_logits
-        self._head = head
-        self._shared: torch.Tensor | None = None  # (most tokens of a bucket, vocab_size), which graphs copy logits to
-        self._pads = pads
-        self._captures = captures
+        self._captures = device.type == "cuda"
         self._checked: set[tuple] = set()  # kinds of layers of which the kernel was compared with torch's attention
         self._memory: list[int] = []  # where the cache's layers lay when graphs were captured
 
     @torch.inference_mode()
     def run(self, batch: Batch, metadata: AttentionMetadata) -> StepLogits:
         """Logits of the batch's wanted tokens, in their order. Valid until the next step."""
-        with self._current_device():
-            result = self._run(batch, metadata)
-        if self._head is None:
-            return HeldLogits(result[: len(batch.wanted)])
-        return HiddenRows(self._head, result, batch.wanted)
-
-    def _current_device(self) -> AbstractContextManager:
-        """Triton launches on the current device, and streams and events are made there: let it be the model's."""
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+        # Triton launches on the current device, and streams and events are made there: let it be the model's.
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            return HiddenRows(self._head, self._run(batch, metadata), batch.wanted)
 
     def _run(self, batch: Batch, metadata: AttentionMetadata) -> torch.Tensor:
         """What `_forward` gives, maybe with padding behind it."""
@@ -103,7 +145,7 @@ class BufferedForward:
         shape = LaunchShape.of(int(np.diff(metadata.cu_seqlens_k).max()), num_tokens, num_sequences)
         num_padded = self._padded_tokens(num_tokens, len(batch.wanted))
         if num_padded is None:
-            buffers = StepBuffers(num_tokens, num_sequences, len(metadata.slots), len(batch.wanted), self._device)
+            buffers = StepBuffers(num_tokens, num_sequences, len(metadata.slots), self._device)
             buffers.fill(batch, metadata, self._cache.scratch_slot)
             return self._forward(buffers, shape)
         bucket = self.buckets.get((num_padded, shape))
@@ -111,32 +153,29 @@ class BufferedForward:
             # A sequence has a token at least, so there are never more sequences than tokens.
             most_sequences = min(num_padded, self._cache.max_rows)
             num_slots = most_sequences * shape.num_parts * PART_KEYS
-            bucket = Bucket(StepBuffers(num_padded, most_sequences, num_slots, num_padded, self._device))
+            bucket = Bucket(StepBuffers(num_padded, most_sequences, num_slots, self._device))
             self.buckets[num_padded, shape] = bucket
         bucket.buffers.fill(batch, metadata, self._cache.scratch_slot)
         return self._run_bucket(bucket, shape)
 
     def _padded_tokens(self, num_tokens: int, num_wanted: int) -> int | None:
         """The bucket's number of tokens, None where a step is better run as it is."""
-        if not self._pads or num_wanted < LEAST_WANTED * num_tokens:
+        if num_wanted < LEAST_WANTED * num_tokens:
             return None
         return next((size for size in TOKEN_BUCKETS if size >= num_tokens), None)
 
     def _run_bucket(self, bucket: Bucket, shape: LaunchShape) -> torch.Tensor:
         """What `_forward` gives for a filled bucket."""
-        if not self._captures or not bucket.has_run:  # the first run compiles kernels, which a capture must not
-            bucket.has_run = True
-            result = self._forward(bucket.buffers, shape)
-            if self._captures and self._head is None and self._shared is None:
-                self._shared = result.new_empty(TOKEN_BUCKETS[-1], result.shape[1])
-            return result
+        is_first, bucket.has_run = not bucket.has_run, True
         memory = [t.data_ptr() for layer in self._cache.layers.values() for t in (layer.keys, layer.values)]
-        if not memory:  # it was given back: a capture would make the cache anew, and empty it at each replay
+        # The first run compiles kernels, which a capture must not. Without memory (it was given back) a capture would
+        # make the cache anew, and empty it at each replay.
+        if is_first or not memory or not self._captures:
             return self._forward(bucket.buffers, shape)
         if memory != self._memory:  # the cache has grown: what was captured reads freed memory
             self._memory = memory
             for other in self.buckets.values():
-                other.graph = other.result = None
+                other.graph = other.hidden = None
         if bucket.graph is None:
             try:
                 self._capture(bucket, shape)
@@ -158,37 +197,24 @@ class BufferedForward:
             torch.cuda.stream(torch.cuda.current_stream(self._device)),
             torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
         ):  # one pool: only one bucket's intermediate results live at a time
-            result = self._forward(bucket.buffers, shape)
-            if self._head is None:
-                result = self._shared[: len(result)].copy_(result)  # its own memory is free for other graphs again
-        bucket.graph, bucket.result = graph, result
+            hidden = self._forward(bucket.buffers, shape)
+        bucket.graph, bucket.hidden = graph, hidden
 
     def _replay(self, bucket: Bucket) -> torch.Tensor:
         bucket.graph.replay()
-        return bucket.result
+        return bucket.hidden
 
     def _forward(self, buffers: StepBuffers, shape: LaunchShape) -> torch.Tensor:
-        """The model over filled buffers: hidden states of all tokens, or logits of the tokens `buffers.wanted`."""
+        """Hidden states of the tokens in filled buffers."""
         attention = CheckedKernel(self._kernel, buffers.metadata, shape, buffers.eager, self._checked)
-        plan = StepPlan(self._cache, buffers.slot_mapping, attention)
-        input_ids, position_ids = buffers.token_ids[None], buffers.positions[None]
-        token = step_plan.set(plan)
-        try:
-            if self._head is not None:
-                return self._head.hidden_of(input_ids, position_ids)
-            arguments = {"logits_to_keep": buffers.wanted} if self._selects_logits else {}
-            logits = self._model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **arguments).logits[0]
-        finally:
-            step_plan.reset(token)
-        return logits if self._selects_logits else logits.index_select(0, buffers.wanted)
+        with planned(StepPlan(self._cache, buffers.slot_mapping, attention)):
+            return self._head.hidden_of(buffers.token_ids[None], buffers.positions[None])
 
 
 def kernel_for(choice: str, device: torch.device) -> Callable[..., torch.Tensor] | None:
     """The attention kernel that the setting `decoding.attention` asks for; None is torch's padded attention.
 
-    Raises
-    ------
-    ModelError : "triton" was asked for, and there is no CUDA device or no triton.
+    Raises ModelError: "triton" was asked for, and there is no CUDA device or no triton.
     """
     if choice == "torch" or (choice == "auto" and device.type != "cuda"):
         return None

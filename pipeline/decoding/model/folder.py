@@ -1,26 +1,44 @@
-"""What can be said of a model folder without loading its weights: its files, its tokenizer, its identity."""
+"""What can be said of a model folder without running it: files, tokenizer, identity, how weights are stored, and what
+its generation_config.json asks of greedy decoding.
 
+End tokens end texts (`load.end_tokens`) and a `repetition_penalty` is applied, as `transformers.generate` does it.
+Whatever else would change which token is the likeliest is refused: REFUSED. What names another way of decoding
+(sampling) or another limit is not used. What is done is part of a model's identity, and with it of its texts'
+fingerprints; a neutral value is as none.
+"""
+
+import copy
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from laserbatch.pipeline.decoding.model.adapters import find_adapter
-from laserbatch.pipeline.decoding.model.generation_rules import folder_rules
-from laserbatch.pipeline.errors import ModelError
+from laserbatch.pipeline.errors import ModelError, first_line
 
 SAMPLE_MODEL = Path(__file__).resolve().parents[3] / "models" / "sample"
 _HASHED_BYTES = 1 << 20  # of each end of a weights file
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_MOST_NAMED = 3
+# Each with its neutral value, beside null.
+REFUSED = {
+    "min_length": 0, "min_new_tokens": 0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0, "bad_words_ids": [], "sequence_bias": {}, "begin_suppress_tokens": [],
+    "suppress_tokens": [], "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None, "guidance_scale": 1.0, "watermarking_config": None,
+    "token_healing": False, "stop_strings": [], "max_time": None, "dola_layers": None, "constraints": None,
+    "force_words_ids": None,
+}  # fmt: skip
 
 
 def find_weights(path: Path) -> list[Path]:
     """The safetensors files of a model folder.
 
-    Raises
-    ------
-    ModelError : no folder, no configuration, no tokenizer, or no (complete) safetensors weights.
+    Raises ModelError: no folder, no configuration, no tokenizer, or no (complete) safetensors weights.
     """
     if not path.is_dir():
         raise ModelError(f"there is no model folder {path}; give the path of a folder with config.json and weights")
@@ -69,16 +87,13 @@ def model_id_of(path: Path, weights: list[Path], adapter: str | Path | None = No
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder.
 
-    Raises
-    ------
-    ModelError
-        The folder is no model folder, or its tokenizer cannot be read.
+    Raises ModelError: the folder is no model folder, or its tokenizer cannot be read.
     """
     find_weights(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise ModelError(f"the tokenizer in {folder} cannot be read: {error}") from error
+        raise ModelError(f"the tokenizer in {folder} cannot be read: {first_line(error)}") from error
 
 
 def model_identity(folder: Path, adapter: str | Path | None = None) -> str:
@@ -93,3 +108,100 @@ def tokenizer_hash(folder: Path) -> str:
         if (folder / name).is_file():
             digest.update((folder / name).read_bytes())
     return digest.hexdigest()
+
+
+def quantization_of(config) -> str | None:
+    """The method by which a configuration says its weights are stored in fewer bits; None for plain weights."""
+    found = getattr(config, "quantization_config", None)
+    if not found:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    # Older configurations of bitsandbytes name no method.
+    return "bitsandbytes" if method is None else str(getattr(method, "value", method))
+
+
+def num_parameters_of(config) -> int:
+    """Parameters of the plain model that a configuration describes: packed values cannot be counted one by one."""
+    plain = copy.deepcopy(config)
+    if hasattr(plain, "quantization_config"):
+        del plain.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(plain)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def require_whole_weights(folder: Path, loading_info: dict, unused: tuple[str, ...] = ()) -> None:
+    """Refuse a model some of whose weights are missing, or have another shape than its configuration says.
+
+    transformers fills what is missing with random numbers.
+
+    Parameters
+    ----------
+    loading_info : of `from_pretrained(output_loading_info=True, ignore_mismatched_sizes=True)`.
+    unused : beginnings of names that may be missing, since nothing reads them.
+
+    Raises
+    ------
+    ModelError : naming the first of them.
+    """
+    missing = sorted(name for name in loading_info["missing_keys"] if not name.startswith(unused))
+    others = [f"{name} {tuple(found)} where config.json says {tuple(expected)}"
+              for name, found, expected in sorted(loading_info["mismatched_keys"])]  # fmt: skip
+    for names, problem in ((missing, "lack"), (others, "have other shapes than expected:")):
+        if names:
+            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            raise ModelError(
+                f"the weights in {folder} {problem} {', '.join(names[:_MOST_NAMED])}{more}; copy the whole checkpoint "
+                "again, or correct config.json (tie_word_embeddings says whether the output layer has weights)"
+            )
+
+
+def repetition_penalty_of(config: Mapping[str, Any], source: str | Path) -> float:
+    """The penalty that a generation configuration asks for, 1 for none.
+
+    Raises ModelError: it asks for what is not done; `source` is where it stands.
+    """
+    for key, neutral in REFUSED.items():
+        if config.get(key) not in (None, neutral):
+            raise ModelError(
+                f"{source} sets {key} to {_shown(config[key])}, which changes greedy decoding and is not done here; "
+                f"remove the key from the file{' and set decoding.stop_strings' if key == 'stop_strings' else ''}"
+            )
+    penalty = config.get("repetition_penalty")
+    penalty = 1.0 if penalty is None else penalty
+    if not isinstance(penalty, int | float) or not penalty > 0:
+        raise ModelError(f"{source} sets repetition_penalty to {_shown(penalty)}; expected a number above 0 (1: none)")
+    return float(penalty)
+
+
+def folder_rules(folder: Path) -> dict[str, Any]:
+    """What of a folder's generation_config.json is done and differs from neutral values and from its config.json.
+
+    Raises ModelError: it is no JSON object, or as `repetition_penalty_of`.
+    """
+    file = folder / "generation_config.json"
+    if not file.is_file():  # config.json, where old models have it, is part of the identity as a whole
+        return {}
+    config = _read(file)
+    penalty = repetition_penalty_of(config, file)
+    done = {} if penalty == 1.0 else {"repetition_penalty": penalty}
+    own, other = (_ids(values.get("eos_token_id")) for values in (config, _read(folder / "config.json")))
+    return done | ({"eos_token_id": own} if own and own != other else {})
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{file} is not JSON ({error}); fetch it again") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{file} holds no JSON object; fetch it again")
+    return config
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    return sorted(set(value if isinstance(value, list) else [] if value is None else [value]))
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=str)[:80]

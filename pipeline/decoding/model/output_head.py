@@ -2,74 +2,31 @@
 
 A causal language model is a body, which gives hidden states, and a head: an output layer and what some models do with
 its result. The head here is the model's own forward, over a body that returns what it is given; so no model's scaling
-or capping of logits is written again. Models that cannot be taken apart so compute their logits whole.
+or capping of logits is written again. A model that cannot be taken apart so is refused as it is loaded (`checks`).
 """
 
 import copy
-import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import nn
-from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from laserbatch.pipeline.decoding.memory.device_memory import to_device
-
-logger = logging.getLogger(__name__)
-
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.01}  # relative, of logits in two steps
-PROBE_TOKENS = 8
-
-
-class StepLogits(Protocol):
-    """The tokens of a step whose logits may be asked for: `num_rows` of them, on `device`."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def num_rows(self) -> int: ...
-
-    def of(self, rows: np.ndarray) -> torch.Tensor:
-        """Logits of some rows, int64[n]: (n, vocab_size)."""
-        ...
-
-
-@dataclass(frozen=True)
-class HeldLogits:
-    """Logits that are there already: (num_rows, vocab_size)."""
-
-    logits: torch.Tensor
-
-    @property
-    def device(self) -> torch.device:
-        return self.logits.device
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.logits)
-
-    def of(self, rows: np.ndarray) -> torch.Tensor:
-        if len(rows) == self.num_rows and (rows == np.arange(self.num_rows)).all():
-            return self.logits
-        return self.logits.index_select(0, to_device(rows, self.device))
+from laserbatch.pipeline.decoding.device_memory import to_device
+from laserbatch.pipeline.decoding.token_tree import TreeBatch
 
 
 class OutputHead:
-    """A causal language model in two parts that share its weights.
-
-    Parameters
-    ----------
-    model : of transformers; layers that are replaced later are not seen.
-    """
+    """A causal language model of transformers in two parts that share its weights."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._body = getattr(model, model.base_model_prefix)
+        name = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
+        self._body = getattr(model, name)
         # A copy of the model's own attributes, so that only the copy has another body.
         self._head = copy.copy(model)
-        self._head.__dict__["_modules"] = dict(model._modules) | {model.base_model_prefix: _GivenStates()}
+        self._head.__dict__["_modules"] = dict(model._modules) | {name: _GivenStates()}
 
     def hidden_of(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of a forward of the body: (num_tokens, hidden_size) for ids (1, num_tokens)."""
@@ -101,35 +58,65 @@ class HiddenRows:
 
     @torch.inference_mode()
     def of(self, rows: np.ndarray) -> torch.Tensor:
+        """Logits of some rows, int64[n]: (n, vocab_size)."""
         tokens = self.keep[rows]
         if len(tokens) == len(self.hidden) and (tokens == np.arange(len(tokens))).all():
             return self.head.logits_of(self.hidden)
         return self.head.logits_of(self.hidden.index_select(0, to_device(tokens, self.device)))
 
 
+class _States(BaseModelOutputWithPast):
+    """A body's result; what bodies of other models' results have beside hidden states is None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 class _GivenStates(nn.Module):
-    """Stands where a body was: its hidden states are its inputs. Its result has the fields of every body's."""
+    """Stands where a body was: its hidden states are its inputs."""
 
-    def forward(self, *_, inputs_embeds: torch.Tensor, **__) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, *_, inputs_embeds: torch.Tensor, **__) -> _States:
+        return _States(last_hidden_state=inputs_embeds)
 
 
-@torch.inference_mode()
-def has_output_head(model: nn.Module, vocab_size: int) -> bool:
-    """Whether a model, with attention of its own still, gives the same logits by `OutputHead` as by itself."""
-    prefix = getattr(model, "base_model_prefix", "")
-    if not prefix or not isinstance(getattr(model, prefix, None), nn.Module):
-        return False
-    device = next(model.parameters()).device
-    input_ids = torch.arange(1, PROBE_TOKENS + 1, device=device)[None] % vocab_size
-    try:
-        expected = model(input_ids=input_ids, use_cache=False).logits[0].float()
-        head = OutputHead(model)
-        found = head.logits_of(head.hidden_of(input_ids)).float()
-    except Exception as error:  # whatever a model's own code says to a body that is not its own
-        logger.info("logits are computed with the model's body: %s: %s", type(error).__name__, error)
-        return False
-    if found.shape != expected.shape:
-        return False
-    error = float((found - expected).norm() / expected.norm().clamp_min(1e-12))
-    return error <= TOLERANCE.get(model.dtype, 1e-5)
+class PenalisedLogits:
+    """Rows of a step: logits of what a row's path has already are divided by a penalty, negative ones multiplied.
+
+    A path is the context, the ancestors and the node itself.
+
+    Parameters
+    ----------
+    rows : of each sequence one after its last committed token, then one after each node of its tree.
+    contexts : each sequence's prompt and committed tokens, int32.
+    """
+
+    def __init__(self, penalty: float, rows: HiddenRows, contexts: Sequence[np.ndarray], trees: TreeBatch) -> None:
+        self._penalty, self._rows = penalty, rows
+        self.device, self.num_rows = rows.device, rows.num_rows
+        # What is shorter repeats its first token, which is penalised once all the same.
+        context_ids = np.empty((len(contexts), max(map(len, contexts))), np.int64)
+        for own, context in zip(context_ids, contexts, strict=True):
+            own[: len(context)], own[len(context) :] = context, context[0]
+        self._context_of = np.repeat(np.arange(len(contexts)), trees.sizes + 1)  # of each row
+        self._path_ids = np.repeat(context_ids[self._context_of, :1], trees.sizes.max(), axis=1)
+        if len(trees):
+            number = np.arange(trees.sizes.max())
+            is_above = (trees.ancestors[:, None] >> number) & 1 > 0
+            nodes = np.minimum(trees.starts[trees.tree_of, None] + number, len(trees) - 1)
+            rows_of_nodes = np.arange(len(trees)) + trees.tree_of + 1
+            unpenalised = self._path_ids[rows_of_nodes]
+            self._path_ids[rows_of_nodes] = np.where(is_above, trees.token_ids[nodes], unpenalised)
+        self._context_ids = to_device(context_ids, self.device)
+
+    @torch.inference_mode()
+    def of(self, rows: np.ndarray) -> torch.Tensor:
+        """Logits of some rows, int64[n]: float32 (n, vocab_size), as `generate` has them."""
+        logits = self._rows.of(rows).float()
+        of_context = self._context_ids.index_select(0, to_device(self._context_of[rows], self.device))
+        token_ids = torch.cat((of_context, to_device(self._path_ids[rows], self.device)), 1)
+        scores = logits.gather(1, token_ids)
+        scores = torch.where(scores < 0, scores * self._penalty, scores / self._penalty)
+        return logits.scatter(1, token_ids, scores)
+
+
+StepLogits = HiddenRows | PenalisedLogits  # of `num_rows` tokens of a step, on `device`; `of` gives those of some rows

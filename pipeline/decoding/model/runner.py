@@ -4,21 +4,19 @@ A sequence feeds a chain (its committed tokens that are not cached yet, at least
 Logits can be had of the chain's last token and of every node of the tree, and of nothing else.
 """
 
-import inspect
 import logging
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from laserbatch.pipeline.decoding.attention.interface import step_plan
+from laserbatch.pipeline.decoding.attention.interface import EagerAttention, StepPlan, planned
 from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata, attention_metadata
-from laserbatch.pipeline.decoding.attention.plan import EagerAttention, StepPlan
 from laserbatch.pipeline.decoding.batch import Batch, Feed
-from laserbatch.pipeline.decoding.memory.device_memory import is_out_of_memory, to_device
-from laserbatch.pipeline.decoding.memory.kv_cache import KVCache
+from laserbatch.pipeline.decoding.device_memory import is_out_of_memory, to_device
+from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.cuda_graphs import BufferedForward, kernel_for
-from laserbatch.pipeline.decoding.model.output_head import HeldLogits, HiddenRows, OutputHead, StepLogits
+from laserbatch.pipeline.decoding.model.output_head import HiddenRows, OutputHead, StepLogits
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 
 logger = logging.getLogger(__name__)
@@ -28,17 +26,12 @@ logger = logging.getLogger(__name__)
 class StepOutput:
     """Result of one forward.
 
-    `rows` gives logits of the batch's wanted tokens, until the next forward. Of feed i, rows `starts[i]` (after the
-    chain) and those of its tree's nodes behind it are its own.
+    `rows` gives logits of the batch's wanted tokens, until the next forward. Of feed i, rows `batch.wanted_starts[i]`
+    (after the chain) and those of its tree's nodes behind it are its own.
     """
 
     rows: StepLogits
     batch: Batch
-
-    @property
-    def starts(self) -> np.ndarray:
-        """int64[number of feeds]."""
-        return self.batch.wanted_starts
 
     @property
     def logits(self) -> torch.Tensor:
@@ -49,34 +42,22 @@ class StepOutput:
 class ModelRunner:
     """Runs batches through a transformers model whose attention is ours, over one KV cache.
 
-    Parameters
-    ----------
-    attention : "torch", "triton" or "auto", as `decoding.attention`.
-    splits_head : whether logits are computed apart from the model's body, when they are asked for
-        (`output_head.has_output_head`); else with it.
+    `attention` : "torch", "triton" or "auto", as `decoding.attention`.
 
     Raises
     ------
     pipeline.errors.ModelError : "triton" cannot be had.
     """
 
-    def __init__(
-        self, model, cache: KVCache, device: torch.device, attention: str = "torch", splits_head: bool = False
-    ) -> None:
+    def __init__(self, model, cache: KVCache, device: torch.device, attention: str = "torch") -> None:
         self.model = model
         self.cache = cache
         self.device = device
         self.last_plan: StepPlan | None = None  # of the newest forward without a kernel, for checks
-        self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._head = OutputHead(model) if splits_head else None
+        self.head = OutputHead(model)
         self._attention = attention
-        self.buffered: BufferedForward | None = None  # takes the forwards, where there is a kernel
-        kernel = kernel_for(attention, device)
-        if kernel is not None:
-            on_cuda, selects = device.type == "cuda", self._selects_logits
-            self.buffered = BufferedForward(
-                model, cache, device, kernel, selects, pads=on_cuda, captures=on_cuda, head=self._head
-            )
+        kernel = kernel_for(attention, device)  # takes the forwards, where there is one
+        self.buffered = None if kernel is None else BufferedForward(self.head, cache, device, kernel)
 
     def forward(self, feeds: list[Feed], trees: TreeBatch | None = None) -> StepOutput:
         """Run the model over all feeds at once. Nothing is committed: the caller commits the slots it keeps.
@@ -99,19 +80,10 @@ class ModelRunner:
     def _run(self, batch: Batch, metadata: AttentionMetadata) -> StepLogits:
         """The model without a kernel."""
         input_ids, position_ids = self._on_device(batch.token_ids)[None], self._on_device(batch.positions)[None]
-        attention = EagerAttention.on(metadata, self.device)
+        attention = EagerAttention(metadata, self.device)
         plan = self.last_plan = StepPlan(self.cache, self._on_device(batch.slot_mapping), attention)
-        wanted = batch.wanted
-        token = step_plan.set(plan)
-        try:
-            if self._head is not None:
-                return HiddenRows(self._head, self._head.hidden_of(input_ids, position_ids), wanted)
-            selects = self._selects_logits and len(wanted) < len(batch)
-            arguments = {"logits_to_keep": self._on_device(wanted)} if selects else {}
-            logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **arguments).logits[0]
-        finally:
-            step_plan.reset(token)
-        return HeldLogits(logits if len(logits) == len(wanted) else logits.index_select(0, self._on_device(wanted)))
+        with planned(plan):
+            return HiddenRows(self.head, self.head.hidden_of(input_ids, position_ids), batch.wanted)
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return to_device(array.astype(np.int64, copy=False), self.device)

@@ -1,8 +1,7 @@
 """What a verifier is: a small pure function of the target's logits and the drafted tokens, over all sequences' nodes.
 
-It is computed on the device; `acceptance` applies it to a step and chooses the path that is committed. Every rule
-accepts the target's own choice (its argmax), so with k = 1, or a threshold no other token reaches, the relaxed rules
-are greedy verification.
+Every rule accepts the target's own choice (its argmax), so with k = 1, or a threshold no other token reaches, the
+relaxed rules are greedy verification.
 """
 
 from dataclasses import dataclass
@@ -24,8 +23,6 @@ class NodeVerdicts:
 
 
 class Verifier(Protocol):
-    """A rule with its settings."""
-
     def __call__(
         self, logits: torch.Tensor, choices: torch.Tensor, parents: torch.Tensor, token_ids: torch.Tensor
     ) -> NodeVerdicts:

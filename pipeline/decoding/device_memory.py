@@ -5,7 +5,6 @@ A model that needs several GPUs is refused: nothing here splits one.
 """
 
 import json
-import logging
 import math
 import os
 from dataclasses import dataclass
@@ -16,13 +15,9 @@ import torch
 
 from laserbatch.pipeline.errors import ModelError
 
-logger = logging.getLogger(__name__)
-
 CACHE_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the memory that is free after loading; others want some of a machine's
 MIN_CACHE_TOKENS = 2048  # of KV cache, without which loading is not worth while: one text or two
-_BUSY_SHARE = 0.9  # a GPU with less of its memory free is in use by another process
 _HEADER_LENGTH_BYTES = 8
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -45,9 +40,7 @@ class StoredWeights:
 def stored_weights(files: list[Path]) -> StoredWeights:
     """Sizes of all tensors in safetensors files; no tensor is read.
 
-    Raises
-    ------
-    ModelError : a file is no safetensors file.
+    Raises ModelError: a file is no safetensors file.
     """
     num_bytes = num_values = 0
     for file in files:
@@ -82,61 +75,63 @@ def cache_bytes_per_token(config, dtype: torch.dtype) -> int:
 def require_memory(folder: Path, weights_bytes: int, cache_bytes: int, memory: Memory) -> None:
     """Refuse a model that does not fit, before the system ends the process for it.
 
-    Raises
-    ------
-    ModelError : naming what is needed, what is there and what to do.
+    Raises ModelError: naming what is needed, what is there and what to do.
     """
     needed = weights_bytes + cache_bytes
     if needed <= memory.free_bytes:
-        if memory.free_bytes < _BUSY_SHARE * memory.total_bytes:
-            logger.warning(
-                "other processes hold %s of %s's %s; the cache is cut to what is left",
-                _gb(memory.total_bytes - memory.free_bytes), memory.name, _gb(memory.total_bytes),
-            )  # fmt: skip
         return
-    on_gpu = memory.name != "cpu"
+    advice = "use a quantised checkpoint (fp8, int8, int4) or a smaller model; none is split over several GPUs"
     if needed <= memory.total_bytes:
-        advice = "end the processes that hold the rest" + (
-            ", or name another GPU in CUDA_VISIBLE_DEVICES" if on_gpu else ", or start fewer workers"
-        )
-    else:
-        advice = "use a quantised checkpoint (fp8, int8, int4) or a smaller model" + (
-            "; a model is not split over several GPUs" if on_gpu else ", or a machine with more memory"
-        )
+        advice = "end what holds the rest, name another GPU in CUDA_VISIBLE_DEVICES, or start fewer workers"
+    needed_gb, weights_gb, cache_gb, total_gb, free_gb = (
+        f"{num_bytes / 1e9:.1f} GB"
+        for num_bytes in (needed, weights_bytes, cache_bytes, memory.total_bytes, memory.free_bytes)
+    )
     raise ModelError(
-        f"{folder} does not fit {memory.name}: it needs {_gb(needed)} (weights {_gb(weights_bytes)}, the least cache "
-        f"{_gb(cache_bytes)}), of {_gb(memory.total_bytes)} there are {_gb(memory.free_bytes)} free; {advice}"
+        f"{folder} does not fit {memory.name}: it needs {needed_gb} (weights {weights_gb}, the least cache "
+        f"{cache_gb}), of {total_gb} there are {free_gb} free; {advice}"
     )
 
 
 def memory_of(device: torch.device) -> Memory:
     """Free and total memory of a CUDA device, or of the machine (the container's share, where it has less)."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return Memory(str(device), free, total)
+        return Memory(str(device), *torch.cuda.mem_get_info(device))
     return host_memory()
 
 
-def host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> Memory:
+def host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> Memory:
     """Memory of the machine that can be had without ending anything: file caches count as free."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = os.sysconf("SC_PHYS_PAGES") * page
-    free = _available(meminfo) or (
-        os.sysconf("SC_AVPHYS_PAGES") * page if "SC_AVPHYS_PAGES" in os.sysconf_names else total
-    )
-    limit = _number(cgroup / "memory.max")
-    if limit is not None and limit < total:
-        used = (_number(cgroup / "memory.current") or 0) - _file_cache(cgroup / "memory.stat")
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = _numbers(meminfo).get("MemAvailable:", total // 1024) * 1024
+    limit = _numbers(cgroup / "memory.max").get("", total)
+    if limit < total:
+        held = _numbers(cgroup / "memory.stat")
+        used = (
+            _numbers(cgroup / "memory.current").get("", 0) - held.get("active_file", 0) - held.get("inactive_file", 0)
+        )
         total, free = limit, min(free, limit - max(0, used))
     return Memory("cpu", free, total)
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """What a file of the system says, a name and a number each line, or a number alone; nothing without the file."""
+    try:
+        lines = file.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return {}
+    found = {}
+    for words in map(str.split, lines):
+        *name, number = words[:2] or [""]
+        if number.isdigit():
+            found["".join(name)] = int(number)
+    return found
 
 
 def cache_bound(device: torch.device, bytes_per_token: int, num_sharing: int = 1) -> int:
     """Tokens that the cache may hold on a device, from the memory that is free now.
 
-    Parameters
-    ----------
-    num_sharing : engines of one machine, which take equal parts of its memory. A GPU is never shared.
+    `num_sharing` : engines of one machine, which take equal parts of its memory. A GPU is never shared.
     """
     on_cuda = device.type == "cuda"
     free_bytes = memory_of(device).free_bytes // (1 if on_cuda else num_sharing)
@@ -158,33 +153,3 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-def _available(meminfo: Path) -> int | None:
-    """MemAvailable in bytes, where the system says it."""
-    try:
-        lines = meminfo.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _number(file: Path) -> int | None:
-    """The number in a file of the control group, None for `max` or no such file."""
-    try:
-        text = file.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _file_cache(stat: Path) -> int:
-    try:
-        lines = stat.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("active_file ", "inactive_file ")))
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB"

@@ -6,8 +6,6 @@ writes is kept only once it is committed: committing an accepted branch keeps it
 free again. A prompt's prefix is computed once: sequences that share it name the same slots, which are counted, not
 copied. Prompts of sequences that ended stay shareable until their place is needed, those that ended first going first
 (what a later one shared with them stays with it). Memory grows by doubling, up to a bound.
-
-Keys and values are shaped by the first write to each layer.
 """
 
 import itertools
@@ -17,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from laserbatch.pipeline.decoding.memory.device_memory import is_out_of_memory
-from laserbatch.pipeline.decoding.memory.prefix_index import PrefixIndex
+from laserbatch.pipeline.decoding.device_memory import is_out_of_memory
+from laserbatch.pipeline.decoding.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +24,7 @@ MIN_SHARED_TOKENS = 8  # a shorter common prefix costs more to share than to com
 GROWTH_STEP = 1024  # capacities are multiples of this, below the bound
 BLOCK_SLOTS = 64  # a row that cannot go on behind its last slot looks for so many free ones that lie together
 MIN_EXPECTED_REST = 16  # tokens that a live sequence is expected to need still, at least
+UNBOUNDED = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class _Prefix:
     slots: np.ndarray
 
 
-_NO_PREFIX = _Prefix(np.empty(0, np.int32), np.empty(0, np.int32))
+_NO_SLOTS = np.empty(0, np.int32)
 
 
 class KVCache:
@@ -61,27 +60,30 @@ class KVCache:
     Parameters
     ----------
     max_rows : sequences that can be live at once; also how many ended prompts are kept.
-    max_tokens : bound on slots, or None.
+    max_tokens : bound on slots.
     """
 
-    def __init__(self, max_rows: int, max_tokens: int | None = None) -> None:
+    def __init__(self, max_rows: int, max_tokens: int = UNBOUNDED) -> None:
         self.max_rows = max_rows
         self.max_tokens = max_tokens
-        self.capacity = 0
-        self.layers: dict[int, LayerMemory] = {}
         self.lengths = np.zeros(max_rows, np.int64)  # number of committed tokens of each row
         self.num_committed_slots = 0  # that live rows hold, a shared one counted once
         self._table = np.zeros((max_rows, 0), np.int32)  # of each row, its slots in text order
         self._live = np.zeros(max_rows, bool)
         self._expected = np.zeros(max_rows, np.int64)  # length that each live row is expected to reach
+        self._prefixes: PrefixIndex[_Prefix] = PrefixIndex()  # of live rows, by row
+        self._ended_names = itertools.count()
+        self._forget_slots()
+
+    def _forget_slots(self) -> None:
+        """No slot is there any more, and nothing is held in one."""
+        self.capacity = self.num_free = 0
+        self.layers: dict[int, LayerMemory] = {}
         self._row_counts = np.zeros(0, np.int32)  # live rows that hold each slot
         self._prefix_counts = np.zeros(0, np.int32)  # remembered prefixes that hold each slot
         self._is_free = np.zeros(1, bool)  # of each slot, whether nobody holds it; the scratch slot is never free
-        self.num_free = 0
         self._reserved = np.empty(0, np.int64)  # not free for as long as a forward runs
-        self._prefixes: PrefixIndex[_Prefix] = PrefixIndex()  # of live rows, by row
         self._ended: PrefixIndex[_Prefix] = PrefixIndex()  # of rows that ended
-        self._ended_names = itertools.count()
 
     @property
     def num_live_rows(self) -> int:
@@ -92,19 +94,13 @@ class KVCache:
         """A slot that no sequence ever holds, for padding to write to; another one after the memory has grown."""
         return self.capacity
 
-    def fits(self, num_tokens: int) -> bool:
-        """Whether a sequence of `num_tokens` could be held at all, were it alone."""
-        return self.max_tokens is None or num_tokens <= self.max_tokens
-
-    def acquire(self, token_ids: np.ndarray, num_tokens: int, num_expected: int | None = None) -> RowLease | None:
-        """Give a row to a sequence of at most `num_tokens` tokens, probably `num_expected`.
+    def acquire(self, token_ids: np.ndarray, num_expected: int) -> RowLease | None:
+        """Give a row to a sequence that will probably have `num_expected` tokens.
 
         None while there is none free, or no room for what is expected of all. `num_shared` is less than the text's
         length: its last token is always computed, for its logits.
         """
-        num_expected = num_tokens if num_expected is None else num_expected
-        shared, donor = self._longest_prefix(token_ids[:-1])
-        slots = donor.slots[:shared]
+        shared, slots = self._longest_prefix(token_ids[:-1])
         num_held = int((self._row_counts[slots] > 0).sum())
         if self._live.all() or not self._expects_room(num_expected - num_held):
             return None
@@ -117,7 +113,7 @@ class KVCache:
         self.num_committed_slots += shared - num_held
         self._row_counts[slots] += 1
         self._prefix_counts[slots] += 1
-        self._remember(row, _Prefix(np.array(token_ids[:shared], np.int32), slots.copy()))
+        self._remember(row, token_ids[:shared], slots.copy())
         return RowLease(row, shared)
 
     def longest_prefix(self, token_ids: np.ndarray) -> int:
@@ -132,15 +128,13 @@ class KVCache:
         """Whether this many slots are free, after forgetting ended prompts and growing as far as that is needed."""
         self._give_back_reserved()
         while self.num_free < num_tokens and self._ended:
-            self._forget(self._ended.pop_first())
+            self._forget_first()
         return self.num_free >= num_tokens or self._grow(num_tokens - self.num_free)
 
     def reserve(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Free slots, int64[sum of counts]: for the next forward to write, free until committed.
 
-        Raises
-        ------
-        MemoryError : there are not as many, which `make_room` would have said.
+        Raises MemoryError: there are not as many, which `make_room` would have said.
         """
         total = int(np.sum(counts))
         if not self.make_room(total):
@@ -185,7 +179,7 @@ class KVCache:
         known = self._prefixes[row]
         new = self._table[row, len(known.slots) : len(token_ids)].copy()
         self._prefix_counts[new] += 1
-        self._remember(row, _Prefix(np.array(token_ids, np.int32), np.concatenate((known.slots, new))))
+        self._remember(row, token_ids, np.concatenate((known.slots, new)))
 
     def release(self, row: int) -> None:
         """End a sequence. Its remembered prefix stays shareable until its place is needed."""
@@ -200,21 +194,17 @@ class KVCache:
         ended = self._prefixes.pop(row)
         self._ended.put(next(self._ended_names), ended.token_ids, ended)
         if len(self._ended) > self.max_rows:
-            self._forget(self._ended.pop_first())
+            self._forget_first()
 
     def forget_ended(self) -> None:
         """Share nothing any more of sequences that have ended; their slots are free."""
         while self._ended:
-            self._forget(self._ended.pop_first())
+            self._forget_first()
 
     def drop_unused(self) -> None:
         """Give all memory back if no live row has a token in it: after a first forward that it was too much for."""
         if not self._row_counts.any():
-            self._ended = PrefixIndex()
-            self.layers.clear()
-            self.capacity = self.num_free = 0
-            self._row_counts = self._prefix_counts = np.empty(0, np.int32)
-            self._is_free, self._reserved = np.zeros(1, bool), np.empty(0, np.int64)
+            self._forget_slots()
 
     @torch.inference_mode()  # as the forwards that write here
     def write(self, layer: int, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> LayerMemory:
@@ -234,23 +224,23 @@ class KVCache:
 
     def _expects_room(self, num_tokens: int) -> bool:
         """Whether so many more tokens fit beside what the live rows are expected to grow to."""
-        if self.max_tokens is None or not self._live.any():
+        if not self._live.any():
             return True
         rest = np.maximum(self._expected - self.lengths, MIN_EXPECTED_REST)[self._live].sum()
         return self.num_committed_slots + int(rest) + num_tokens <= self.max_tokens
 
-    def _longest_prefix(self, token_ids: np.ndarray) -> tuple[int, _Prefix]:
-        """Longest cached prefix of a text, and whose it is; a live row's where it is as long."""
+    def _longest_prefix(self, token_ids: np.ndarray) -> tuple[int, np.ndarray]:
+        """Longest cached prefix of a text, and its slots; a live row's where it is as long."""
         live, ended = self._prefixes.longest(token_ids), self._ended.longest(token_ids)
         num_shared, donor = ended if ended[0] > live[0] else live
-        return (0, _NO_PREFIX) if donor is None or num_shared < MIN_SHARED_TOKENS else (num_shared, donor)
+        return (num_shared, donor.slots[:num_shared]) if num_shared >= MIN_SHARED_TOKENS else (0, _NO_SLOTS)
 
-    def _remember(self, row: int, prefix: _Prefix) -> None:
-        self._prefixes.put(row, prefix.token_ids, prefix)
+    def _remember(self, row: int, token_ids: np.ndarray, slots: np.ndarray) -> None:
+        self._prefixes.put(row, token_ids, _Prefix(np.array(token_ids, np.int32), slots))
 
-    def _forget(self, prefix: _Prefix) -> None:
-        """Free the slots that only this prefix still held."""
-        slots = prefix.slots
+    def _forget_first(self) -> None:
+        """Free the slots that only the first prefix to end still held."""
+        slots = self._ended.pop_first().slots
         self._prefix_counts[slots] -= 1
         unheld = (self._prefix_counts[slots] == 0) & (self._row_counts[slots] == 0)
         self._push(slots[unheld])
@@ -274,18 +264,17 @@ class KVCache:
         return np.flatnonzero(self._is_free)[:num_tokens]
 
     def _widen_table(self, width: int) -> None:
-        if width > self._table.shape[1]:
-            new = max(width, 2 * self._table.shape[1]) - self._table.shape[1]
-            self._table = np.pad(self._table, ((0, 0), (0, new)))
+        held = self._table.shape[1]
+        if width > held:
+            self._table = np.pad(self._table, ((0, 0), (0, max(width - held, held))))
 
     def _grow(self, num_tokens: int) -> bool:
         """Add at least so many slots, if the bound and the device allow it; if the device does not, the bound sinks."""
         least = self.capacity + num_tokens
-        bound = self.max_tokens if self.max_tokens is not None else 2 * least + GROWTH_STEP
-        if least > bound:
+        if least > self.max_tokens:
             return False
         rounded = -(-max(least, 2 * self.capacity) // GROWTH_STEP) * GROWTH_STEP
-        for capacity in (min(rounded, bound), least):
+        for capacity in (min(rounded, self.max_tokens), least):
             try:
                 self._resize(capacity)
             except Exception as error:

@@ -1,1 +1,0 @@
-"""Memory of a device: what a model takes of it, and the KV caches."""
