@@ -221,7 +221,7 @@ def require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, Sh
         f"Look at one with `laserbatch try`, and change decoding.model or knowledge.{plan.side}_template; after a "
         "change inside their files `laserbatch nightly --force` begins anew"
     )
-    if needs_a_model(night.settings, night.settings.tables.path):
+    if needs_a_model(night.settings):
         advice = NEEDS_A_MODEL[0].upper() + NEEDS_A_MODEL[1:]
     raise RunFailed(
         f"{num_failed} of the first {num_rows} {plan.side}s failed, so the others are not written: {_told(reasons)}. "

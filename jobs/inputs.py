@@ -31,27 +31,18 @@ NEEDS_A_MODEL = (
 )
 
 
-def needs_a_model(settings: Settings, tables: Path) -> bool:
+def needs_a_model(settings: Settings) -> bool:
     """Whether a configuration has the bundled model write about tables that are not its sample world."""
-    return settings.decoding.model == SAMPLE_MODEL and not is_sample_world(tables)
+    return settings.decoding.model == SAMPLE_MODEL and not is_sample_world(settings.tables.path)
 
 
 def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, dict[str, Any]], Tables]:
-    """Check everything that a run of this date reads: its tables, the function that routes, embeddings.
+    """Check all that a run of this date reads; returns the manifest's `inputs`, and the tables as known on the date.
 
-    Returns the manifest's `inputs`, and the tables as they are known on the date. `inputs` has by table, and as
-    `user_embeddings` and `item_embeddings` where they are configured, the file's name, rows and SHA-256; of a table
-    also the SHA-256 of what of it is known on the date (`known_sha256`), of embeddings how many ids are of no entity
-    that is known then.
-
-    Raises
-    ------
-    ConfigError
-        There is no path of tables, or a template is not one or names a column that the tables do not have.
-    TableError
-        The input tables are not what they should be; every finding is named. Or neither a user nor an item is known.
-    PoolError
-        A file of embeddings is not what it should be.
+    `inputs` has by table, and as `user_embeddings` and `item_embeddings` where they are configured, the file's name,
+    rows and SHA-256; of a table also the SHA-256 of what of it is known on the date (`known_sha256`), of embeddings how
+    many ids are of no entity that is known then. Raises ConfigError, TableError or PoolError, which name all faults of
+    settings and templates, of the tables, or of a file of embeddings.
     """
     if settings.tables.path is None:
         raise ConfigError("no input tables: set tables.path in the configuration; `laserbatch init TABLES` writes one")
@@ -72,12 +63,9 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
 
 
 def check_inputs(path: Path, settings: Settings) -> list[Finding]:
-    """What is wrong with the tables of a folder, for runs of these settings; where nothing is, the templates' columns.
+    """What is wrong with the tables of a folder, for runs of these settings.
 
-    Raises
-    ------
-    ConfigError
-        A template is not one, or names a column that the tables do not have.
+    Raises ConfigError where nothing is, but a template is not one, or names a column that the tables do not have.
     """
     positive_rating = settings.ctr.positive_rating if settings.night.train_ctr else None
     findings = check_tables(path, positive_rating, settings.night.max_failed_share)
@@ -112,13 +100,11 @@ def require_template_columns(path: Path, settings: Settings, side: Side) -> None
 
 def changed_inputs(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Names of the inputs that say something else of the date than they did; what only came later is no change."""
-
-    def is_same(name: str) -> bool:
-        old, new = before.get(name, {}), now[name]
-        keys = ("sha256", "known_sha256")
-        return any(old.get(key) is not None and old[key] == new.get(key) for key in keys)
-
-    return [name for name in now if not is_same(name)]
+    return [
+        name
+        for name, new in now.items()
+        if not any(key in new and before.get(name, {}).get(key) == new[key] for key in ("sha256", "known_sha256"))
+    ]
 
 
 def _content_sha256(table: pa.Table) -> str:

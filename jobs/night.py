@@ -100,7 +100,7 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False, red
     redo : do a finished night again, in another edition, if its inputs have changed since.
     """
     inputs, tables = checked_inputs(settings, date)
-    if needs_a_model(settings, settings.tables.path):
+    if needs_a_model(settings):
         say(NEEDS_A_MODEL)
     workspace = Workspace.open(settings.workspace)
     edition = _newest_edition(workspace, settings, date)

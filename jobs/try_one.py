@@ -93,7 +93,7 @@ def try_one(
     tables = read_tables(settings.tables.path, as_of=night_date)
     require_template_columns(settings.tables.path, settings, side)
     entity = find_entity(tables, side, user if item is None else item)
-    if needs_a_model(settings, settings.tables.path):
+    if needs_a_model(settings):
         say(NEEDS_A_MODEL)
     workspace = Workspace(settings.workspace)
     if (settings.workspace / "workspace.json").exists():

@@ -55,6 +55,6 @@ def test_the_bundled_model_knows_the_sample_world_alone(tmp_path, capsys):
     pq.write_table(items.rename_columns([*items.column_names[:-1], "posted"]), tmp_path / "tables" / "items.parquet")
     said = run_init(capsys, tmp_path / "tables", tmp_path / "other.yaml")
     assert "safetensors" in said["model"]
-    assert needs_a_model(Settings(), tmp_path / "tables")
-    own = Settings().decoding.model_copy(update={"model": "qwen"})
-    assert not needs_a_model(Settings(decoding=own), tmp_path / "tables")
+    tables = {"path": tmp_path / "tables"}
+    assert needs_a_model(Settings(tables=tables))
+    assert not needs_a_model(Settings(tables=tables, decoding={"model": "qwen"}))
