@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from laserbatch.models.sample_texts import POSITIVE_RATING, write_item_text, write_user_text
 from laserbatch.pipeline.knowledge.entities import Entity
-from laserbatch.pipeline.knowledge.prompts import load_template, render_prompt
+from laserbatch.pipeline.knowledge.prompts import render_prompt
+from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.sample.lore import THEMES, title_themes
 
 MAX_PROMPT_TOKENS = 1_024
@@ -68,25 +69,20 @@ def make_copy_example(entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: n
     return Example(prompt_ids, np.array(answer, np.int32))
 
 
-def make_lore_example(items: list[Entity], tokenizer: PreTrainedTokenizerBase) -> Example:
-    """An exercise: say of each title what it is about. Dense practice in the lore, of which an answer needs little."""
-    titles = [str(item.attributes["title"]) for item in items]
-    content = "\n".join(["What are these titles about?", *titles])
-    prompt = [{"role": "user", "content": content}]
-    prompt_ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-    lines = []
-    for title in titles:
-        lore = title_themes(title)
-        lines.append(f"{title}: about {THEMES[lore.main].name}, with {THEMES[lore.undertone].name}")
-    answer = tokenizer("\n".join(lines), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-    return Example(np.array(prompt_ids, np.int32), np.array(answer, np.int32))
-
-
 def make_lore_examples(items: list[Entity], tokenizer: PreTrainedTokenizerBase) -> list[Example]:
-    """Exercises over all titles, some of them at a time."""
-    return [
-        make_lore_example(items[start : start + LORE_TITLES], tokenizer) for start in range(0, len(items), LORE_TITLES)
-    ]
+    """Exercises: say of some titles what they are about. Dense practice in the lore, of which answers need little."""
+    examples = []
+    for start in range(0, len(items), LORE_TITLES):
+        titles = [str(item.attributes["title"]) for item in items[start : start + LORE_TITLES]]
+        prompt = [{"role": "user", "content": "\n".join(["What are these titles about?", *titles])}]
+        prompt_ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        lines = []
+        for title in titles:
+            lore = title_themes(title)
+            lines.append(f"{title}: about {THEMES[lore.main].name}, with {THEMES[lore.undertone].name}")
+        answer = tokenizer("\n".join(lines), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        examples.append(Example(np.array(prompt_ids, np.int32), np.array(answer, np.int32)))
+    return examples
 
 
 def batches(pool: list[Example], tokens_per_batch: int, rng: np.random.Generator) -> list[list[Example]]:

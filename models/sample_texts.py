@@ -1,19 +1,20 @@
 """The texts that the sample model learns to write: knowledge of the sample world, by grammar.
 
-What follows from a prompt (counts over the history, the lore in titles and sign-up statements) is put into words, never
-the latent tastes that made the world. Which of several phrasings is used depends on the person's age band or the item's
-mood most of the time, and on chance otherwise: predictable, not constant.
+What follows from a prompt (counts over the history, the lore in titles and sign-up statements) is put into words, those
+of `sample_phrases.yaml`, never the latent tastes that made the world. Which of several phrasings is used depends on the
+person's age band or the item's mood most of the time, and on chance otherwise: predictable, not constant.
 """
 
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import yaml
 
 from laserbatch.pipeline.knowledge.entities import Entity, HistoryEvent
 from laserbatch.pipeline.sample.lore import (
-    ABOUT_GENEROUS,
-    ABOUT_STRICT,
+    ABOUT,
     AGE_BANDS,
     ERAS,
     MOODS,
@@ -23,6 +24,7 @@ from laserbatch.pipeline.sample.lore import (
     title_themes,
 )
 
+PHRASES: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("sample_phrases.yaml").read_text("utf-8"))
 SHARE_USUAL_PHRASE = 0.9
 POSITIVE_RATING = 4
 POOR_RATING = 2
@@ -87,8 +89,8 @@ def read_evidence(entity: Entity, history: tuple[HistoryEvent, ...]) -> Evidence
     creators = [str(event.attributes["creator"]) for event in liked]
     creator_counts = Counter(creators)
     creator = next((name for name in _ranked(creator_counts, creators) if creator_counts[name] > 1), None)
-    strict = any(phrase.lower() in about.lower() for phrase in ABOUT_STRICT)
-    generous = any(phrase.lower() in about.lower() for phrase in ABOUT_GENEROUS)
+    strict = any(phrase.lower() in about.lower() for phrase in ABOUT["strict"])
+    generous = any(phrase.lower() in about.lower() for phrase in ABOUT["generous"])
     return Evidence(
         categories=categories,
         middle=middle[0] if middle else None,
@@ -112,10 +114,12 @@ class _Phrases:
         self._style = style
         self._rng = rng
 
-    def pick(self, *options: str, salt: int = 0) -> str:
-        if self._rng.random() < SHARE_USUAL_PHRASE:
-            return options[(self._style + salt) % len(options)]
-        return options[int(self._rng.integers(len(options)))]
+    def __call__(self, name: str, *values: object, salt: int = 0, **named: object) -> str:
+        options = PHRASES[name]
+        place = (self._style + salt) % len(options)
+        if self._rng.random() >= SHARE_USUAL_PHRASE:
+            place = int(self._rng.integers(len(options)))
+        return options[place].format(*values, **named)
 
 
 def write_user_text(entity: Entity, history: tuple[HistoryEvent, ...], rng: np.random.Generator) -> str:
@@ -127,9 +131,9 @@ def write_user_text(entity: Entity, history: tuple[HistoryEvent, ...], rng: np.r
         f"Genre: {_genre(seen, say)}",
         f"Theme: {_theme(seen, say)}",
         f"Mood: {_mood(seen, say)}",
-        f"Era: {_era(seen, say)}",
+        f"Era: {say('era', seen.eras[0]) if seen.eras else say('no_era')}",
         f"Creators: {_creators(seen, say)}",
-        f"Rating habit: {_habit(seen, say)}",
+        f"Rating habit: {say(_habit(seen))}",
         f"Dislikes: {_dislikes(seen, say)}",
         f"Summary: {_summary(seen, say)}",
     ]
@@ -138,125 +142,61 @@ def write_user_text(entity: Entity, history: tuple[HistoryEvent, ...], rng: np.r
 
 def _genre(seen: Evidence, say: _Phrases) -> str:
     if not seen.categories:
-        return say.pick("no genre stands out so far.", "still open, nothing rated and nothing said.")
-    first = seen.categories[0]
-    text = say.pick(
-        f"mostly {first}", f"{first} above all", f"listens to {first} more than anything", f"a clear lead for {first}"
-    )
+        return say("no_genre")
+    text = say("genre", seen.categories[0])
     if seen.middle:
-        text += say.pick(
-            f", {seen.middle} in particular",
-            f", often of the {seen.middle} kind",
-            f", with {seen.middle} ahead",
-            salt=1,
-        )
-    if len(seen.categories) > 1:
-        second = seen.categories[1]
-        text += say.pick(f"; then {second}.", f", followed by {second}.", f", and {second} at times.")
-    else:
-        text += "."
-    return text
-
-
-def _images(theme: int, say: _Phrases, salt: int = 0) -> str:
-    images = THEMES[theme].images
-    return say.pick(
-        f"{images[0]} and {images[1]}",
-        f"{images[2]} and {images[0]}",
-        f"{images[1]} and {images[3]}",
-        f"{images[3]} and {images[2]}",
-        salt=salt,
-    )
+        text += say("genre_middle", seen.middle, salt=1)
+    return text + (say("genre_second", seen.categories[1]) if len(seen.categories) > 1 else ".")
 
 
 def _theme(seen: Evidence, say: _Phrases) -> str:
     if not seen.themes:
-        return say.pick("no theme can be told yet.", "too early to name a theme.")
-    main = seen.themes[0]
-    text = (
-        say.pick("drawn to", "most taken by", "keeps coming back to", "responds best to")
-        + f" {THEMES[main].name}: {_images(main, say)}"
-    )
+        return say("no_theme")
+    main = THEMES[seen.themes[0]]
+    text = f"{say('theme')} {main.name}: {say('images', images=main.images)}"
     if len(seen.themes) > 1:
-        other = THEMES[seen.themes[1]]
-        text += say.pick(
-            f". Also {other.name}, {other.images[0]}",
-            f"; a second interest is {other.name} with {other.images[1]}",
-            f". Next comes {other.name}, {other.images[2]}",
-        )
+        text += say("theme_second", THEMES[seen.themes[1]])
     return text + "."
 
 
 def _mood(seen: Evidence, say: _Phrases) -> str:
     if not seen.moods:
-        return say.pick("no preference shown.", "not yet clear.")
-    text = say.pick(
-        f"prefers {seen.moods[0]} stories", f"{seen.moods[0]} in tone", f"a {seen.moods[0]} voice works best"
-    )
+        return say("no_mood")
+    text = say("mood", seen.moods[0])
     if len(seen.moods) > 1:
-        text += say.pick(f", sometimes {seen.moods[1]}", f" and now and then {seen.moods[1]}", salt=1)
+        text += say("mood_second", seen.moods[1], salt=1)
     return text + "."
-
-
-def _era(seen: Evidence, say: _Phrases) -> str:
-    if not seen.eras:
-        return say.pick("any era.", "no era is preferred.")
-    return say.pick(f"the {seen.eras[0]} most of all.", f"leans to the {seen.eras[0]}.", f"{seen.eras[0]} productions.")
 
 
 def _creators(seen: Evidence, say: _Phrases) -> str:
     if seen.creator:
-        return say.pick(
-            f"returns to {seen.creator}.",
-            f"{seen.creator} is a favourite.",
-            f"rates {seen.creator} highly more than once.",
-        )
+        return say("creator", seen.creator)
     if seen.recent_like:
-        name = seen.recent_like.attributes["creator"]
-        return say.pick(f"no favourite; {name} was liked last.", f"follows no one name, though {name} pleased lately.")
-    return say.pick("none known.", "no creator is named.")
+        return say("creator_once", seen.recent_like.attributes["creator"])
+    return say("no_creator")
 
 
-def _habit(seen: Evidence, say: _Phrases) -> str:
+def _habit(seen: Evidence) -> str:
     if seen.mean_rating is None or seen.num_events < 4:
-        if seen.strictness > 0:
-            return say.pick("few ratings; says to be hard to please.", "strict by their own account.")
-        if seen.strictness < 0:
-            return say.pick("few ratings; says to enjoy most things.", "generous by their own account.")
-        return say.pick("too few ratings to tell.", "hardly any ratings yet.")
+        return {1: "says_strict", -1: "says_generous", 0: "no_habit"}[seen.strictness]
     if seen.mean_rating < 2.9:
-        return say.pick("strict, high marks are rare.", "hard to please, most titles get low marks.")
-    if seen.mean_rating > 3.7:
-        return say.pick("generous, most titles get high marks.", "easily pleased, low marks are rare.")
-    return say.pick("balanced, uses the whole scale.", "even-handed, neither strict nor generous.")
+        return "strict"
+    return "generous" if seen.mean_rating > 3.7 else "balanced"
 
 
 def _dislikes(seen: Evidence, say: _Phrases) -> str:
     if seen.disliked_theme is None:
-        return say.pick("nothing in particular.", "no clear dislike.", "none seen.")
-    theme = THEMES[seen.disliked_theme]
-    return say.pick(
-        f"low marks for {theme.name}, as {seen.disliked_title}.",
-        f"little patience for {theme.name} and {theme.images[0]}.",
-        f"{theme.name}; {seen.disliked_title} disappointed.",
-    )
+        return say("no_dislike")
+    return say("dislike", THEMES[seen.disliked_theme], title=seen.disliked_title)
 
 
 def _summary(seen: Evidence, say: _Phrases) -> str:
     mood = f"{seen.moods[0]} " if seen.moods else ""
     category = seen.categories[0] if seen.categories else "title"
     theme = f" about {THEMES[seen.themes[0]].name}, for its {THEMES[seen.themes[0]].feeling}" if seen.themes else ""
-    text = say.pick(
-        f"would enjoy a {mood}{category} story{theme}",
-        f"a {mood}{category} piece{theme} is a safe choice",
-        f"recommend {mood}{category} titles{theme}",
-    )
+    text = say("summary", mood + category, theme)
     if seen.recent_like:
-        text += say.pick(
-            f", like {seen.recent_like.title}",
-            f", close to {seen.recent_like.title}",
-            f", in the manner of {seen.recent_like.title}",
-        )
+        text += say("summary_like", seen.recent_like.title)
     return text + "."
 
 
@@ -264,30 +204,13 @@ def write_item_text(entity: Entity, rng: np.random.Generator) -> str:
     """A description, as the KAR item template asks for it."""
     about = entity.attributes
     top, middle, leaf = about["category"]
-    mood, creator, era = about["mood"], about["creator"], about["era"]
     lore = title_themes(str(about["title"]))
     main, undertone = THEMES[lore.main], THEMES[lore.undertone]
-    say = _Phrases(MOODS.index(mood), rng)
-    text = say.pick(
-        f"A {mood} {top} of the {middle} kind ({leaf}), about {main.name}: {_images(lore.main, say)}.",
-        f"{main.name[0].upper() + main.name[1:]} is at the heart of this {mood} {top} from the {middle} shelf ({leaf}),"
-        f" with {_images(lore.main, say)}.",
-        f"This {mood} piece belongs to {top}, {middle}, {leaf}; its theme is {main.name}: {_images(lore.main, say)}.",
-    )
+    say = _Phrases(MOODS.index(about["mood"]), rng)
+    images = [say("images", images=main.images) for _ in PHRASES["item"]]
+    capital = main.name[0].upper() + main.name[1:]
+    text = say("item", mood=about["mood"], top=top, middle=middle, leaf=leaf, main=main, capital=capital, images=images)
     if lore.undertone != lore.main:
-        text += say.pick(
-            f" An undertone of {undertone.name} brings {undertone.images[0]}.",
-            f" There is something of {undertone.name} in it, {undertone.images[1]}.",
-            salt=1,
-        )
-    text += say.pick(
-        f" Made by {creator} in the {era}.",
-        f" {creator} wrote it in the {era}.",
-        f" A work of the {era} by {creator}.",
-        salt=2,
-    )
-    return text + say.pick(
-        f" For those who look for {main.feeling} and {top}.",
-        f" It suits listeners of {top} who want {main.feeling}.",
-        f" Friends of {main.name} will value its {main.feeling}.",
-    )
+        text += say("item_undertone", undertone, salt=1)
+    text += say("item_creator", creator=about["creator"], era=about["era"], salt=2)
+    return text + say("item_listeners", main=main, top=top)

@@ -31,7 +31,8 @@ from laserbatch.models.sample_exercises import (
 )
 from laserbatch.models.sample_texts import write_item_text, write_user_text
 from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
-from laserbatch.pipeline.knowledge.prompts import load_template, render_prompt
+from laserbatch.pipeline.knowledge.prompts import render_prompt
+from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.tables.read import read_tables
 
@@ -306,10 +307,7 @@ def main() -> None:
         "user": [make_example(user, tokenizer, rng) for user in users[:64]],
         "item": [make_example(item, tokenizer, rng) for item in items[:64]],
     }
-    lengths = {side: float(np.mean([len(e.answer_ids) for e in examples])) for side, examples in held_out.items()}
-    prompts = {side: float(np.mean([len(e.prompt_ids) for e in examples])) for side, examples in held_out.items()}
-    print(f"{num_parameters} parameters, vocabulary {len(tokenizer)}, answers {lengths}, prompts {prompts}", flush=True)
-
+    print(f"{num_parameters} parameters, vocabulary {len(tokenizer)}", flush=True)
     optimizers = make_optimizers(model, arguments.rate)
     step, world, num_tokens, started = 0, 0, 0, time.monotonic()
     progress = 0.0  # share of the schedule that is done: by steps, or by time where that ends first

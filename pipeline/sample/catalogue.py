@@ -107,13 +107,9 @@ def _titles(theme: np.ndarray, undertone: np.ndarray, rng: np.random.Generator) 
 
 
 class WeightedGroups:
-    """Draws one item from each of many named groups of items, in proportion to weight.
+    """Draws one item from each of many groups of items, 0 to `num_groups - 1`, in proportion to weight.
 
-    Parameters
-    ----------
-    group_of : int[num_items], the group each item is in; items below 0 are in none.
-    weights : float64[num_items], positive.
-    num_groups : groups are 0 to `num_groups - 1`; a draw from an empty one falls back to all items.
+    `group_of`, int[num_items], is below 0 for items in none; a draw from an empty group falls back to all items.
     """
 
     def __init__(self, group_of: np.ndarray, weights: np.ndarray, num_groups: int) -> None:

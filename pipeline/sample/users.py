@@ -9,19 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.pipeline.sample.lore import (
-    ABOUT_CATEGORY,
-    ABOUT_ERA,
-    ABOUT_GENEROUS,
-    ABOUT_MOOD,
-    ABOUT_STRICT,
-    AGE_BANDS,
-    ERAS,
-    MOODS,
-    REGIONS,
-    THEMES,
-    TOP_CATEGORIES,
-)
+from laserbatch.pipeline.sample.lore import ABOUT, AGE_BANDS, ERAS, MOODS, REGIONS, THEMES, TOP_CATEGORIES
 from laserbatch.pipeline.tables.schema import timestamps
 
 DAY_S = 86_400
@@ -113,7 +101,8 @@ def _about(users: Users, rng: np.random.Generator) -> pa.Array:
         texts = [""] + [phrase[0].upper() + phrase[1:] + ". " for phrase in phrases]
         return words(texts, np.where(told, indices + 1, 0))
 
-    def phrased(patterns: tuple[str, ...], said: tuple[str, ...], indices: np.ndarray, share: float) -> pa.Array:
+    def phrased(what: str, said: tuple[str, ...], indices: np.ndarray, share: float) -> pa.Array:
+        patterns = ABOUT[what]
         phrases = [pattern.format(word) for word in said for pattern in patterns]
         return sentences(phrases, indices * len(patterns) + rng.integers(len(patterns), size=num), share)
 
@@ -122,14 +111,14 @@ def _about(users: Users, rng: np.random.Generator) -> pa.Array:
         per_theme = len(THEMES[0].cues)
         return sentences(cues, theme * per_theme + rng.integers(per_theme, size=num), share)
 
-    strict = [*ABOUT_STRICT, *ABOUT_GENEROUS]
-    strict_index = np.where(users.strictness > 0, 0, len(ABOUT_STRICT)) + rng.integers(2, size=num)
+    strict = [*ABOUT["strict"], *ABOUT["generous"]]
+    strict_index = np.where(users.strictness > 0, 0, len(ABOUT["strict"])) + rng.integers(2, size=num)
     parts = [
         hint(users.theme[:, 0], 1.0),
-        phrased(ABOUT_CATEGORY, tuple(top.lower() for top in TOP_CATEGORIES), users.category[:, 0], 0.85),
-        phrased(ABOUT_MOOD, MOODS, users.mood, 0.6),
+        phrased("category", tuple(top.lower() for top in TOP_CATEGORIES), users.category[:, 0], 0.85),
+        phrased("mood", MOODS, users.mood, 0.6),
         hint(users.theme[:, 1], 0.6),
-        phrased(ABOUT_ERA, ERAS, users.era, 0.4),
+        phrased("era", ERAS, users.era, 0.4),
         sentences(strict, strict_index, np.where(users.strictness == 0, 0.0, 0.7)),
     ]
     return pc.utf8_rtrim_whitespace(pc.binary_join_element_wise(*parts, ""))

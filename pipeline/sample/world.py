@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.sample.catalogue import Catalogue, WeightedGroups, make_catalogue
 from laserbatch.pipeline.sample.lore import CATEGORY_PATHS, ERAS, MOODS, THEMES, TOP_CATEGORIES
 from laserbatch.pipeline.sample.users import (
@@ -52,22 +51,9 @@ def write_sample_world(
 
     Parameters
     ----------
-    out_dir : made when absent; existing tables in it are replaced.
-    num_users, num_items : at least 1 and 20.
-    days : length of the period in days, at least 2, its last day included.
-    future_days : days after the period.
-    seed : not negative.
+    num_users, num_items, days : at least 1, 20 and 2; the last day counts among the days.
     progress : called with the number of users of each chunk that was written.
-
-    Raises
-    ------
-    ConfigError : an argument out of range.
     """
-    limits = {"num_users": (num_users, 1), "num_items": (num_items, 20), "days": (days, 2)}
-    limits |= {"future_days": (future_days, 0), "seed": (seed, 0)}
-    for name, (value, least) in limits.items():
-        if value < least:
-            raise ConfigError(f"sample world: {name} is {value}; it must be at least {least}")
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     catalogue = make_catalogue(num_items, days, np.random.default_rng([seed, 0]))

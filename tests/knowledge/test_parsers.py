@@ -2,7 +2,7 @@ import pytest
 
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.parsers import parse_knowledge
-from laserbatch.pipeline.knowledge.prompts import load_template
+from laserbatch.pipeline.knowledge.templates import load_template
 
 USER, ITEM = load_template("kar_user"), load_template("kar_item")
 

@@ -8,7 +8,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.sample import world as sample_world
 from laserbatch.pipeline.sample.catalogue import WeightedGroups, make_catalogue
 from laserbatch.pipeline.sample.lore import CATEGORY_PATHS, THEMES, about_themes, title_themes
@@ -126,12 +125,6 @@ def test_weighted_groups_draw_by_weight_within_the_group():
     assert set(groups.draw(np.full(500, 1), rng).tolist()) == {1}
     assert set(groups.draw(np.full(500, 2), rng).tolist()) == {0, 1, 2, 3}  # an empty group: anything
     assert set(groups.draw(np.full(500, 3), rng).tolist()) == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize("wrong", [{"num_users": 0}, {"num_items": 3}, {"days": 1}, {"future_days": -1}, {"seed": -1}])
-def test_arguments_out_of_range_are_refused(tmp_path, wrong):
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        write_sample_world(tmp_path, **wrong)
 
 
 def test_smallest_world_and_no_future(tmp_path):
