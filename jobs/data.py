@@ -1,7 +1,6 @@
 """`laserbatch data`: make, import and check input tables."""
 
 from collections.abc import Iterable
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +14,6 @@ from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.atomic import atomic_folder
 from laserbatch.pipeline.tables.findings import count_faults
 from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
-from laserbatch.pipeline.tables.movielens import import_movielens
 from laserbatch.pipeline.tables.read import describe
 from laserbatch.pipeline.tables.schema import require_only_tables
 from laserbatch.pipeline.tables.source import source_files
@@ -24,15 +22,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Sample, impo
 
 NUM_LINES_OF_FINDINGS = 200
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
-
-
-class SourceFormat(StrEnum):
-    """What `data import` reads."""
-
-    MOVIELENS_100K = "movielens-100k"
-    MOVIELENS_1M = "movielens-1m"
-    MOVIELENS_10M = "movielens-10m"
-    TABLE = "table"
 
 
 @app.command()
@@ -54,45 +43,26 @@ def check(
 
 @app.command(name="import")
 def import_(
-    source_format: Annotated[
-        SourceFormat,
-        typer.Argument(
-            metavar="FORMAT", help="movielens-100k, movielens-1m, movielens-10m, or table (any Parquet or CSV)."
-        ),
-    ],
     source: Annotated[Path, typer.Argument(help="Folder with the files to read.")],
     out: Annotated[Path, typer.Argument(help="Folder to write the tables to.")],
     mapping: Annotated[
-        Path | None,
-        typer.Option(
-            help="For `table`: YAML that says which column becomes which; configs/import_example.yaml explains it."
-        ),
-    ] = None,
+        Path, typer.Option(help="YAML that says which column becomes which; configs/import_example.yaml explains it.")
+    ],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is there.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make tables from the files of MovieLens, or from any Parquet or CSV by a column mapping, and check them.
+    """Make tables from any Parquet or CSV files by a column mapping, and check them.
 
     OUT appears whole or not at all. --overwrite replaces a folder of tables, and nothing else. Exit code 3 when a file
     cannot be read, or the result has faults (it is kept).
 
-    Example: laserbatch data import movielens-1m ml-1m/ tables/
-
-    Example: laserbatch data import table exports/ tables/ --mapping mapping.yaml
-    """  # fmt: skip
-    if (mapping is not None) != (source_format is SourceFormat.TABLE):
-        raise typer.BadParameter("--mapping goes with the format `table`, which needs it, and with no other")
-    loaded, read, dropped = None, [source], {}
-    if mapping is not None:
-        loaded = load_mapping(mapping)
-        parts = [part for part in (loaded.users, loaded.items, loaded.interactions) if part is not None]
-        read += [path for part in parts for path in source_files(part, source)]
-    target = _replaceable(out, read)
+    Example: laserbatch data import exports/ tables/ --mapping mapping.yaml
+    """
+    loaded = load_mapping(mapping)
+    parts = [part for part in (loaded.users, loaded.items, loaded.interactions) if part is not None]
+    target = _replaceable(out, [source, *(path for part in parts for path in source_files(part, source))])
     with atomic_folder(target, overwrite) as folder, progress("importing rows") as bar:
-        if loaded is not None:
-            dropped = import_mapped(loaded, source, folder, bar.advance)
-        else:
-            import_movielens(source_format.value, source, folder, bar.advance)
+        dropped = import_mapped(loaded, source, folder, bar.advance)
     _report_check(out, as_json, {"rows left out": dropped} if dropped else {})
 
 

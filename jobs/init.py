@@ -53,7 +53,7 @@ def init(
     mapping = guess_mapping(sources)
     events = mapping["interactions"]
     is_clicks = any(s.name == events["files"] and _is_clicks(s.head, events.get("rating")) for s in sources)
-    command = f"laserbatch data import table {tables} {out.with_name('tables')} --mapping {mapping_path}"
+    command = f"laserbatch data import {tables} {out.with_name('tables')} --mapping {mapping_path}"
     head = "# Guessed from the names of files and columns: read it, correct it, then run\n#   " + command + "\n"
     head += "# configs/import_example.yaml explains every key.\n"
     write_text(head + yaml.safe_dump(mapping, sort_keys=False, allow_unicode=True), mapping_path)

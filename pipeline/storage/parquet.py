@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from laserbatch.pipeline.errors import WorkspaceError, first_line
@@ -22,67 +21,38 @@ class WrittenFile:
 
     path: Path
     num_rows: int
-    num_bytes: int
     sha256: str  # hex digest of its contents
 
 
 def write_parquet(
-    rows: pa.Table | pa.RecordBatchReader | Iterable[pa.Table], path: Path | str, schema: pa.Schema | None = None
+    rows: pa.Table | pa.RecordBatchReader | Iterable[pa.Table | pa.RecordBatch],
+    path: Path | str,
+    schema: pa.Schema | None = None,
 ) -> WrittenFile:
-    """Write rows atomically. Equal rows give equal bytes, however they are chunked in memory.
+    """Write rows atomically. Equal rows give equal bytes, however they are cut into pieces.
 
-    Parameters
-    ----------
-    rows : a table, or pieces of one, of which two row groups at most are held in memory.
-    path : the file to create or replace; its folder is created.
-    schema : of the file, its metadata is kept; None: that of `rows`, which is a table or a reader then.
+    Of pieces two row groups at most are held in memory. `schema` is the file's, its metadata is kept; None: that of
+    `rows`, which is a table or a reader then.
     """
-    with parquet_stream(path, schema or rows.schema) as stream:
-        for piece in [rows] if isinstance(rows, pa.Table) else rows:
-            stream.write(piece)
-    return stream.written
-
-
-class ParquetStream:
-    """A Parquet file that is being written piece by piece; pieces are regrouped into row groups of one size.
-
-    So the bytes depend on the rows alone, not on how they were cut when handed over. `written` is there at the end.
-    """
-
-    written: WrittenFile
-
-    def __init__(self, writer: pq.ParquetWriter, schema: pa.Schema) -> None:
-        self._writer, self._schema = writer, schema
-        self._pending = schema.empty_table()
-        self.num_rows = 0
-
-    def write(self, rows: pa.Table | pa.RecordBatch) -> None:
-        """Append rows of the stream's schema."""
-        table = rows if isinstance(rows, pa.Table) else pa.Table.from_batches([rows])
-        self.num_rows += table.num_rows
-        self._pending = pa.concat_tables([self._pending, table.select(self._schema.names).cast(self._schema)])
-        self._write_groups(ROW_GROUP_ROWS)
-
-    def _write_groups(self, least_rows: int) -> None:
-        while self._pending.num_rows >= least_rows:
-            group = self._pending.slice(0, ROW_GROUP_ROWS).combine_chunks()
-            self._writer.write_table(group, row_group_size=ROW_GROUP_ROWS)
-            self._pending = self._pending.slice(ROW_GROUP_ROWS)
-
-
-@contextmanager
-def parquet_stream(path: Path | str, schema: pa.Schema) -> Iterator[ParquetStream]:
-    """Write a table that does not fit in memory: `with parquet_stream(path, schema) as stream: stream.write(rows)`.
-
-    The file appears when the block ends without an error. At most two row groups are held in memory.
-    """
-    path = Path(path)
+    path, schema, num_rows = Path(path), schema or rows.schema, 0
     with atomic_path(path) as temporary:
         with pq.ParquetWriter(temporary, schema, **_WRITER_OPTIONS) as writer:
-            stream = ParquetStream(writer, schema)
-            yield stream
-            stream._write_groups(least_rows=1)
-        stream.written = WrittenFile(path, stream.num_rows, temporary.stat().st_size, sha256_file(temporary))
+            for group in _row_groups([rows] if isinstance(rows, pa.Table) else rows, schema):
+                writer.write_table(group, row_group_size=ROW_GROUP_ROWS)
+                num_rows += group.num_rows
+        return WrittenFile(path, num_rows, sha256_file(temporary))
+
+
+def _row_groups(pieces: Iterable[pa.Table | pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.Table]:
+    pending = schema.empty_table()
+    for piece in pieces:
+        table = piece if isinstance(piece, pa.Table) else pa.Table.from_batches([piece])
+        pending = pa.concat_tables([pending, table.select(schema.names).cast(schema)])
+        while pending.num_rows >= ROW_GROUP_ROWS:
+            yield pending.slice(0, ROW_GROUP_ROWS).combine_chunks()
+            pending = pending.slice(ROW_GROUP_ROWS)
+    if pending.num_rows:
+        yield pending.combine_chunks()
 
 
 def as_large(table: pa.Table) -> pa.Table:
@@ -100,26 +70,11 @@ def _large_type(kind: pa.DataType) -> pa.DataType:
     return pa.large_string() if pa.types.is_string(kind) else kind
 
 
-def in_order_of(table: pa.Table, column: str) -> Iterator[pa.Table]:
-    """The rows of a table in the order of a column, some at a time."""
-    order, large = pc.sort_indices(table[column]), as_large(table)
-    for start in range(0, len(order), ROW_GROUP_ROWS):
-        yield large.take(order.slice(start, ROW_GROUP_ROWS))
-
-
 def read_parquet(path: Path | str, columns: Sequence[str] | None = None, schema: pa.Schema | None = None) -> pa.Table:
     """Read one Parquet file, or a folder's `*.parquet` files in name order as one table.
 
-    Parameters
-    ----------
-    path : a file, or a folder.
-    columns : the columns to read; None reads all.
-    schema : of the empty table to return when there are no files; None makes that an error.
-
-    Raises
-    ------
-    WorkspaceError
-        Nothing is there, a file is damaged, or lacks a column; the message names the file.
+    `schema` is that of the empty table to return where there are no files; None makes that an error. Raises
+    WorkspaceError, which names the file, where one is damaged or lacks a column.
     """
     path = Path(path)
     files = sorted(path.glob("*.parquet")) if path.is_dir() else [path] if path.exists() else []
@@ -135,51 +90,35 @@ def read_parquet(path: Path | str, columns: Sequence[str] | None = None, schema:
 
 
 def iter_parquet(path: Path | str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """The rows that `read_parquet` gives, in batches: one row group at most is in memory.
-
-    A folder that is not there has no rows.
-
-    Raises
-    ------
-    WorkspaceError
-        A file is damaged, or lacks a column; the message names the file. No file gives no batch.
-    """
+    """The rows that `read_parquet` gives, in batches: one row group at most is in memory. No file gives no batch."""
     path = Path(path)
     for file in [path] if path.is_file() else sorted(path.glob("*.parquet")):
         with _opened(file, columns or ()) as opened:
-            try:
-                yield from opened.iter_batches(columns=columns, batch_size=ROW_GROUP_ROWS)
-            except (pa.ArrowException, OSError) as error:
-                raise _damaged(file, error) from None
+            yield from opened.iter_batches(columns=columns, batch_size=ROW_GROUP_ROWS)
 
 
 def _read_file(path: Path, columns: Sequence[str] | None) -> pa.Table:
     with _opened(path, columns or ()) as file:
-        try:
-            # By row group: lists of one column in one chunk could not hold more than 2^31 values.
-            groups = [file.read_row_group(number, columns=columns) for number in range(file.num_row_groups)]
-            return pa.concat_tables(groups) if groups else file.read(columns=columns)
-        except (pa.ArrowException, OSError) as error:
-            raise _damaged(path, error) from None
+        # By row group: lists of one column in one chunk could not hold more than 2^31 values.
+        groups = [file.read_row_group(number, columns=columns) for number in range(file.num_row_groups)]
+        return pa.concat_tables(groups) if groups else file.read(columns=columns)
 
 
 @contextmanager
 def _opened(path: Path, columns: Sequence[str]) -> Iterator[pq.ParquetFile]:
-    # ParquetFile, not read_table: the latter reads `date=...` in a folder's name as a partition column.
+    """A file to read in the block, whose damage is named."""
     try:
-        file = pq.ParquetFile(path, page_checksum_verification=True)
+        # ParquetFile, not read_table: the latter reads `date=...` in a folder's name as a partition column.
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            names = file.schema_arrow.names
+            missing = [name for name in columns if name not in names]
+            if missing:
+                raise WorkspaceError(
+                    f"{path} lacks the column {missing[0]!r}; it has {', '.join(names)}. Write it again."
+                )
+            yield file
     except (pa.ArrowException, OSError) as error:
-        raise _damaged(path, error) from None
-    with file:
-        names = file.schema_arrow.names
-        missing = [name for name in columns if name not in names]
-        if missing:
-            raise WorkspaceError(f"{path} lacks the column {missing[0]!r}; it has {', '.join(names)}. Write it again.")
-        yield file
-
-
-def _damaged(path: Path, error: Exception) -> WorkspaceError:
-    return WorkspaceError(
-        f"{path} is damaged or not a Parquet file: {first_line(error)}. Restore it from a copy, or take it away: the "
-        "next night writes again what only it held."
-    )
+        raise WorkspaceError(
+            f"{path} is damaged or not a Parquet file: {first_line(error)}. Restore it from a copy, or take it away: "
+            "the next night writes again what only it held."
+        ) from None

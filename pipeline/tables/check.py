@@ -26,6 +26,7 @@ from laserbatch.pipeline.tables.schema import (
     is_text,
     plain_type,
     table_files,
+    tables_folder,
 )
 
 BATCH_ROWS = 256 * 1024
@@ -35,25 +36,17 @@ NUM_FINDINGS_IN_ERROR = 3
 def check_tables(
     path: Path | str, positive_rating: float | None = None, max_failed_share: float = 0.0
 ) -> list[Finding]:
-    """Everything that is wrong with the tables of a folder.
+    """Everything that is wrong with the tables of a folder; a run can start when all are warnings.
 
     Parameters
     ----------
-    path : folder with users, items and interactions.
     positive_rating : ratings on both sides of it are expected; None expects nothing of them.
     max_failed_share : so many of the items may lack a title.
-
-    Returns
-    -------
-    list of Finding
-        A run can start when all are warnings. What is wrong with the tables raises nothing.
     """
-    path = Path(path)
-    if not path.is_dir():
-        found = f"{path} is not a folder" if path.exists() else f"{path} is not there"
-        expected = "a folder with the tables users, items and interactions"
-        return [Finding("missing-table", "tables", found, expected, "check the path")]
-    findings = Findings()
+    try:
+        path, findings = tables_folder(path), Findings()
+    except FaultyTable as error:
+        return [error.finding]
     known_ids = {table: _check_entities(path, table, findings, max_failed_share) for table in ID_COLUMNS}
     _check_interactions(path, known_ids, findings, positive_rating)
     return findings.to_list()
@@ -135,7 +128,7 @@ def _check_interactions(
                 comparable[column] = table
                 continue
             found = f"the column is of type {kind}, but of type {known.type} in {table}"
-            advice = "write ids of one type, or set `ids` in the mapping of `laserbatch data import table`"
+            advice = "write ids of one type, or set `ids` in the mapping of `laserbatch data import`"
             findings.add(Finding("types-differ", "interactions", found, "one type", advice, column, part.name))
         for first_row, batch in _checked_batches(part, findings):
             for column, table in comparable.items():
@@ -174,7 +167,7 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
     except FaultyTable as error:
         findings.add(error.finding)
         return
-    columns: dict[str, tuple[str, str | None]] = {}  # the first file that has it, and its type there
+    kinds: dict[str, dict[str, str | None]] = {}  # of each file, by column
     num_rows = 0
     for file_path in files:
         name = file_path.relative_to(path).as_posix()
@@ -192,33 +185,28 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
         if any(fault.kind == "duplicate-column" for fault in faults):
             yield _Part(table, name)
             continue
-        _compare_columns(table, name, file.schema_arrow, columns, findings)
+        read = [field for field in file.schema_arrow if role_of(table, field.name) is not None]
+        kinds[name] = {field.name: _compared_type(table, field) for field in read}
+        for difference in _differences(table, name, kinds):
+            findings.add(difference)
         usable = frozenset(file.schema_arrow.names).difference(fault.column for fault in faults)
         yield _Part(table, name, file, file.schema_arrow, usable)
     if num_rows == 0:
         findings.add(Finding("empty-table", table, "the table has no rows", "at least one", "write the table again"))
 
 
-def _compare_columns(
-    table: str, name: str, schema: pa.Schema, columns: dict[str, tuple[str, str | None]], findings: Findings
-) -> None:
-    """Report where a file's columns differ from those of the files before it, and add its own to them."""
+def _differences(table: str, name: str, kinds: dict[str, dict[str, str | None]]) -> Iterator[Finding]:
+    """How the columns of a file, which is the last of `kinds`, and their types differ from those before it."""
     advice = "write all files of a table alike"
-    read = [field for field in schema if role_of(table, field.name) is not None]
-    optional = {field.name for field in read} ^ columns.keys() if columns else set()
-    for column in sorted(optional.difference(REQUIRED_COLUMNS[table])):
-        is_new = column not in columns
-        other = next(iter(columns.values()))[0] if is_new else columns[column][0]
-        found = f"the column is not in {other}" if is_new else f"the column is missing, but it is in {other}"
-        findings.add(Finding("columns-differ", table, found, "the same columns", advice, column, name))
-    for field in read:
-        kind = _compared_type(table, field)
-        first_name, first_kind = columns.setdefault(field.name, (name, kind))
-        if first_kind is None:
-            columns[field.name] = name, kind
-        elif kind not in (None, first_kind):
-            found = f"the column holds {kind}, but {first_kind} in {first_name}"
-            findings.add(Finding("types-differ", table, found, "one type", advice, field.name, name))
+    first = next(iter(kinds))
+    for column in sorted((kinds[name].keys() ^ kinds[first].keys()).difference(REQUIRED_COLUMNS[table])):
+        found = f"the column is {'not in' if column in kinds[name] else 'missing, but it is in'} {first}"
+        yield Finding("columns-differ", table, found, "the same columns", advice, column, name)
+    for column, kind in kinds[name].items():
+        other = next(other for other, of_other in kinds.items() if of_other.get(column) or other == name)
+        if kind not in (None, kinds[other][column]):
+            found = f"the column holds {kind}, but {kinds[other][column]} in {other}"
+            yield Finding("types-differ", table, found, "one type", advice, column, name)
 
 
 def _compared_type(table: str, field: pa.Field) -> str | None:
@@ -242,10 +230,7 @@ def _checked_batches(part: _Part, findings: Findings) -> Iterator[tuple[int, dic
             values = {name: _decoded(batch.column(name)) for name in batch.schema.names}
             for column, array in values.items():
                 for rule in role_of(part.table, column).rules:
-                    finding = Finding(rule.kind, part.table, rule.found, rule.expected,
-                                      rule.advice.format(column=column), column, part.name,
-                                      is_warning=rule.is_warning)  # fmt: skip
-                    findings.add_rows(finding, rule.rows(array), first_row, array)
+                    rule.check(part.table, column, part.name, first_row, array, findings)
             yield first_row, values
             first_row += batch.num_rows
     except (pa.ArrowException, OSError) as error:

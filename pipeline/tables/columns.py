@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.tables import schema as sc
-from laserbatch.pipeline.tables.findings import Finding
+from laserbatch.pipeline.tables.findings import Finding, Findings
 
 # Times outside 1900 to 2200 are in another unit: milliseconds read as seconds are tens of thousands of years away.
 EARLIEST_S, LATEST_S = -2_208_988_800, 7_258_118_400
@@ -30,23 +30,23 @@ _TIME_PATTERN = r"^\s*(\d+|\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}(:\d{2}(\.\d+)?)?\s*
 class Rule:
     """What each value of a column must obey.
 
-    Attributes
-    ----------
-    kind, found, expected, advice, is_warning : as in `Finding`; `{column}` in the advice is the column's name.
-    broken : from values, dictionaries decoded, to bool[n]; null counts as obeyed. A column of times or ratings may
-        hold text: it is of the wrong type, and the rows that would not even convert are found.
+    A column of times or ratings may hold text: it is of the wrong type, and the rows that would not even convert are
+    found.
     """
 
-    kind: str
+    kind: str  # this and what follows as in `Finding`; `{column}` in the advice is the column's name
     found: str
     expected: str
     advice: str
-    broken: Callable[[pa.Array], pa.Array]
+    broken: Callable[[pa.Array], pa.Array]  # from values, dictionaries decoded, to bool[n]; null counts as obeyed
     is_warning: bool = False
 
-    def rows(self, values: pa.Array) -> np.ndarray:
-        """The rows that break it, int64[n]."""
-        return np.flatnonzero(pc.fill_null(self.broken(values), False).to_numpy(zero_copy_only=False))
+    def check(self, table: str, column: str, file: str, first_row: int, values: pa.Array, findings: Findings) -> None:
+        """Add the rows that break it, of values that begin at a row of a file."""
+        rows = np.flatnonzero(pc.fill_null(self.broken(values), False).to_numpy(zero_copy_only=False))
+        advice = self.advice.format(column=column)
+        finding = Finding(self.kind, table, self.found, self.expected, advice, column, file, is_warning=self.is_warning)
+        findings.add_rows(finding, rows, first_row, values)
 
 
 def blank(values: pa.Array) -> pa.Array:
@@ -91,15 +91,11 @@ def _out_of_range(values: pa.Array) -> pa.Array:
     return pc.or_(pc.less(seconds, EARLIEST_S), pc.greater(seconds, LATEST_S))
 
 
-def _before_1971(values: pa.Array) -> pa.Array:
-    seconds = _seconds(values)
-    return pc.and_(pc.less(seconds, YEAR_S), pc.greater_equal(seconds, EARLIEST_S))
-
-
-def _far_ahead(values: pa.Array) -> pa.Array:
+def _odd(values: pa.Array) -> pa.Array:
     seconds = _seconds(values)
     ahead_s = datetime.datetime.now(datetime.UTC).timestamp() + YEAR_S
-    return pc.and_(pc.greater(seconds, ahead_s), pc.less_equal(seconds, LATEST_S))
+    is_odd = pc.or_(pc.less(seconds, YEAR_S), pc.greater(seconds, ahead_s))
+    return pc.and_not(is_odd, _out_of_range(values))
 
 
 def _null_in_list(values: pa.Array) -> pa.Array:
@@ -110,36 +106,25 @@ def _null_in_list(values: pa.Array) -> pa.Array:
 
 
 _TIME_EXPECTED = "a timestamp, or int64 unix seconds"
-_NAME_THE_UNIT = "name the right unit in `laserbatch data import table`, or let it be if it is meant"
 _KNOWN_TIME = Rule("bad-timestamp", "the time is null:", _TIME_EXPECTED, "correct it, or drop the row", pc.is_null)
 _TIME_RULES = (
     Rule("bad-timestamp", "the text is no time:", _TIME_EXPECTED, "correct it, or drop the row", _no_time),
     Rule("bad-timestamp", "the time is out of range:", "a time between 1900 and 2200; integers are seconds since 1970",
-         "divide milliseconds by 1000, or name the unit in `laserbatch data import table`", _out_of_range),
-    Rule("odd-timestamp", "the time is before 1971:", "a time of this age", _NAME_THE_UNIT, _before_1971, True),
-    Rule("odd-timestamp", "the time is more than a year ahead:", "a time of this age", _NAME_THE_UNIT, _far_ahead,
-         True),
+         "divide milliseconds by 1000, or name the unit in `laserbatch data import`", _out_of_range),
+    Rule("odd-timestamp", "the time is before 1971 or more than a year ahead:", "a time of this age",
+         "name the right unit in `laserbatch data import`, or let it be if it is meant", _odd, True),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a column is there for.
+    """What a column is there for."""
 
-    Attributes
-    ----------
-    expected : the types that it may have, in words.
-    accepts : whether it may be of a type.
-    plain : its values in the type that they are read as.
-    rules : for each of its values.
-    advice : what to do about another type; `{column}` is its name, `{id_type}` what an id of that type becomes.
-    """
-
-    expected: str
+    expected: str  # the types that it may have, in words
     accepts: Callable[[pa.DataType], bool]
-    plain: Callable[[pa.ChunkedArray], pa.ChunkedArray]
+    plain: Callable[[pa.ChunkedArray], pa.ChunkedArray]  # its values in the type that they are read as
     rules: tuple[Rule, ...]
-    advice: str
+    advice: str  # about another type; `{column}` is its name, `{id_type}` what an id of that type becomes
 
 
 ID = Role(
@@ -149,10 +134,10 @@ ID = Role(
     rules=(
         Rule("null-id", "the id is null or empty:", "an id", "fill it in, or drop the row", blank),
         Rule("bad-id", "the id is too large:", f"at most {MAX_ID}",
-             "write the ids as text (`laserbatch data import table` does with `ids: {{{column}: string}}`)",
+             "write the ids as text (`laserbatch data import` does with `ids: {{{column}: string}}`)",
              _too_large),
     ),
-    advice="write it so; `laserbatch data import table` does with `ids: {{{column}: {id_type}}}` in its mapping",
+    advice="write it so; `laserbatch data import` does with `ids: {{{column}: {id_type}}}` in its mapping",
 )  # fmt: skip
 TITLE = Role(
     expected="a string",
@@ -162,14 +147,14 @@ TITLE = Role(
         Rule("null-title", "the title is empty:", "a title",
              "fill it in, or drop the item; a run quarantines up to night.max_failed_share of the items", blank, True),
     ),
-    advice="`laserbatch data import table` converts it",
+    advice="`laserbatch data import` converts it",
 )  # fmt: skip
 TIME = Role(
     expected=_TIME_EXPECTED,
     accepts=sc.is_time_type,
     plain=sc.timestamps,
     rules=(_KNOWN_TIME, *_TIME_RULES),
-    advice="`laserbatch data import table` converts it, if its mapping names the `unit`",
+    advice="`laserbatch data import` converts it, if its mapping names the `unit`",
 )
 CREATED = replace(TIME, accepts=lambda kind: sc.is_time_type(kind) or pt.is_null(kind), rules=_TIME_RULES)
 RATING = Role(
@@ -180,7 +165,7 @@ RATING = Role(
         Rule("bad-rating", "the rating is no number:", "a number",
              "correct it, drop the row, or leave the whole column out", _no_number),
     ),
-    advice="`laserbatch data import table` converts it",
+    advice="`laserbatch data import` converts it",
 )  # fmt: skip
 ATTRIBUTE = Role(
     expected="a scalar or a list of strings",
@@ -190,7 +175,7 @@ ATTRIBUTE = Role(
         Rule("null-in-list", "the list has nulls in it:", "strings only", "take the nulls out of the list",
              _null_in_list),
     ),
-    advice="leave it out (`laserbatch data import table` with the `attributes` that you want), or write its parts as "
+    advice="leave it out (`laserbatch data import` with the `attributes` that you want), or write its parts as "
     "columns of their own",
 )  # fmt: skip
 
@@ -207,17 +192,12 @@ def role_of(table: str, column: str) -> Role | None:
 
 
 def schema_findings(table: str, file: str, schema: pa.Schema) -> list[Finding]:
-    """What is wrong with the columns of one file: missing ones, those of a wrong type, and those that are there twice.
-
-    Parameters
-    ----------
-    file : its name, for the message.
-    """
+    """What is wrong with the columns of one file: which are missing, of a wrong type, or there twice."""
     findings = []
     for column in sc.REQUIRED_COLUMNS[table]:
         if column not in schema.names:
             found = f"the column is missing; there are {', '.join(schema.names) or 'none'}"
-            advice = "rename the column that holds it, or map it with `laserbatch data import table`"
+            advice = "rename the column that holds it, or map it with `laserbatch data import`"
             findings.append(Finding("missing-column", table, found, "it to be there", advice, column, file))
     for field in schema:
         role = role_of(table, field.name)

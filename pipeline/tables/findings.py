@@ -72,7 +72,7 @@ def unreadable(table: str, file: str, error: Exception) -> Finding:
 
 
 class Findings:
-    """Findings in the order they were made; rows that break one rule in one column are one finding."""
+    """Findings in the order they were made; rows of a table that break one rule in one column are one finding."""
 
     def __init__(self) -> None:
         self._found: dict[tuple, Finding] = {}
@@ -84,15 +84,7 @@ class Findings:
             self._found[_key(finding)] = replace(known, num_files=known.num_files + 1)
 
     def add_rows(self, finding: Finding, rows: np.ndarray, first_row: int, column: pa.Array) -> None:
-        """Add what is wrong with some rows.
-
-        Parameters
-        ----------
-        finding : what is wrong, without row and value.
-        rows : int64[n], row numbers within `column`.
-        first_row : the number of the column's first row within its file.
-        column : the values.
-        """
+        """Add what is wrong with some rows, int64[n], of a column that begins at `first_row` of its file."""
         if not len(rows):
             return
         row = int(rows[0])

@@ -54,13 +54,7 @@ def read_sources(folder: Path) -> list[SourceTable]:
 
 
 def guess_mapping(sources: list[SourceTable]) -> dict:
-    """A mapping for `data import table`, guessed from names.
-
-    Raises
-    ------
-    TableError
-        No file looks like interactions or like items; the message lists what was seen.
-    """
+    """A mapping for `data import`, guessed from names; TableError where no file looks like interactions or items."""
     interactions = next((s for s in sources if s.find(USER_ID) and s.find(ITEM_ID) and s.find(TIME)), None)
     rest = [source for source in sources if source is not interactions]
     items = next((s for s in rest if s.find(ITEM_ID) and s.find(TITLE)), None) or next(
@@ -71,7 +65,7 @@ def guess_mapping(sources: list[SourceTable]) -> dict:
         seen = "; ".join(f"{source.name}: {', '.join(source.head.column_names)}" for source in sources)
         wanted = "items (an id and a title)" if interactions else "interactions (a user id, an item id and a time)"
         raise TableError(f"no file looks like {wanted}; see configs/import_example.yaml. Found: {seen}")
-    mapping: dict = {"ids": {}}
+    mapping: dict = {}
     if users is not None:
         user_id = users.find(USER_ID) or users.find(r"id$") or users.head.column_names[0]
         mapping["users"] = {"files": users.name, "id": user_id, "attributes": _attributes(users, {user_id})}
@@ -86,16 +80,8 @@ def guess_mapping(sources: list[SourceTable]) -> dict:
         "timestamp": {"column": interactions.find(TIME), "unit": _time_unit(interactions, interactions.find(TIME))},
         "drop_unknown": True,
     }
-    for name, owner in (("user_id", users), ("item_id", items)):
-        holders = [(interactions, mapping["interactions"][name])]
-        holders += [(owner, mapping[f"{name.removesuffix('_id')}s"]["id"])] if owner is not None else []
-        are_integers = all(
-            source.name.endswith(".parquet") and pa.types.is_integer(source.head[column].type)
-            for source, column in holders
-        )
-        mapping["ids"][name] = "int64" if are_integers else "string"  # of a CSV, 007 is a text
-    of_events = mapping["interactions"]
-    rating = interactions.find(RATING, (of_events["user_id"], of_events["item_id"], of_events["timestamp"]["column"]))
+    taken = (mapping["interactions"]["user_id"], mapping["interactions"]["item_id"], interactions.find(TIME))
+    rating = interactions.find(RATING, taken)
     if rating is not None:
         mapping["interactions"]["rating"] = rating
     return mapping
@@ -107,13 +93,10 @@ def _attributes(source: SourceTable, used: set[str]) -> dict:
         if column in used:
             continue
         values = [value for value in source.head[column].to_pylist() if isinstance(value, str) and value]
-        separator = next((mark for mark in PATH_SEPARATORS if _in_most(values, mark)), None)
+        in_most = (mark for mark in PATH_SEPARATORS if sum(mark in value for value in values) > len(values) / 2)
+        separator = next(in_most, None)
         attributes[column] = {"column": column, "separator": separator} if separator else column
     return attributes
-
-
-def _in_most(values: list[str], mark: str) -> bool:
-    return sum(mark in value for value in values) > len(values) / 2
 
 
 def _time_unit(source: SourceTable, column: str) -> str:

@@ -5,20 +5,22 @@ The source is read in batches and written as it is read, so tables larger than m
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import ValidationError
 
 from laserbatch.pipeline.errors import ConfigError, TableError
-from laserbatch.pipeline.storage.parquet import parquet_stream, write_parquet
+from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.tables.columns import blank
 from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS
 from laserbatch.pipeline.tables.settings import (
     EntityMapping,
-    IdTypes,
     ImportMapping,
     InteractionMapping,
     ItemMapping,
@@ -29,16 +31,11 @@ from laserbatch.pipeline.tables.source import SourceBatch, read_source
 from laserbatch.pipeline.validation import explain, nearest, read_yaml
 
 Progress = Callable[[int, str], object]
+ColumnsOf = Callable[[SourceBatch, str, Any], dict[str, pa.Array]]  # of a batch for a table, as its mapping says
 
 
 def load_mapping(path: Path | str) -> ImportMapping:
-    """Read a mapping.
-
-    Raises
-    ------
-    ConfigError
-        The file is missing, is not YAML, or has a key or value that it should not have.
-    """
+    """Read a mapping; ConfigError where it is missing, no YAML, or has a key or value that it should not have."""
     data = read_yaml(Path(path), "mapping", "copy configs/import_example.yaml and adapt it")
     try:
         return ImportMapping.model_validate(data)
@@ -50,58 +47,67 @@ def load_mapping(path: Path | str) -> ImportMapping:
 def import_mapped(
     mapping: ImportMapping, source: Path | str, out: Path | str, progress: Progress | None = None
 ) -> dict[str, int]:
-    """Make the three tables from foreign files.
+    """Make the three tables from the files of a folder.
 
-    Parameters
-    ----------
-    mapping : which column becomes which.
-    source : the folder that the mapping's file names are relative to.
-    out : folder to write `users.parquet`, `items.parquet` and `interactions.parquet` to.
-    progress : called with the number of rows that were read, and their table.
-
-    Returns
-    -------
-    dict
-        The rows that the mapping's rules left out, by table and rule: "interactions of unknown user_id".
-
-    Raises
-    ------
-    TableError
-        A file or column is not there, or a value cannot be converted; the message names file, column, row and value.
+    `progress` is called with the number of rows that were read, and their table. Returns how many rows the mapping's
+    rules left out, by table and rule: "interactions of unknown user_id". Raises TableError, which names file, column,
+    row and value, where a file or column is not there, or a value cannot be converted.
     """
-    work, out = Import(mapping.ids, Path(source), Path(out), progress), Path(out)
-    known = {"item_id": work.write_entities("items", mapping.items)}
+    work = _Import(mapping, Path(source), Path(out), progress)
+    known = {"item_id": work.write("items", mapping.items, work.entity_columns)["item_id"]}
     if mapping.users is not None:
-        known = {"user_id": work.write_entities("users", mapping.users)} | known
-    users = work.write_interactions(mapping.interactions, known)
+        known = {"user_id": work.write("users", mapping.users, work.entity_columns)["user_id"]} | known
+    written = work.write("interactions", mapping.interactions, work.interaction_columns, known)
     if mapping.users is None:
-        write_parquet(pa.table({"user_id": users}), out / "users.parquet")
+        users = written["user_id"].drop_null()
+        write_parquet(pa.table({"user_id": users.take(pc.sort_indices(users))}), Path(out, "users.parquet"))
     return dict(work.dropped)
 
 
-class Import:
+@dataclass
+class _Import:
     """One import under way; `dropped` counts the rows that were left out, by table and rule."""
 
-    def __init__(self, ids: IdTypes, source: Path, out: Path, progress: Progress | None) -> None:
-        self._ids, self._source, self._out, self._progress = ids, source, out, progress
-        self.dropped: Counter[str] = Counter()
+    mapping: ImportMapping
+    source: Path
+    out: Path
+    progress: Progress | None
+    dropped: Counter[str] = field(default_factory=Counter)
 
-    def write_entities(self, table: str, wanted: EntityMapping) -> pa.Array:
-        """Write users or items; returns their ids."""
-        ids: list[pa.Array] = []
+    def write(
+        self, table: str, wanted: SourceFiles, columns_of: ColumnsOf, known: Mapping[str, pa.Array] | None = None
+    ) -> dict[str, pa.Array]:
+        """Write a table; returns the ids in it by column. `known` are those that its rows may be about."""
+        ids: dict[str, list[pa.Array]] = {}
 
         def batches() -> Iterator[tuple[Path, pa.RecordBatch]]:
-            for batch in self._read(wanted, table):
-                rows = self._without_blanks(self._entity_columns(batch, table, wanted), wanted, table)
-                ids.append(rows[ID_COLUMNS[table]])
+            for batch in read_source(wanted, self.source, table):
+                rows = pa.RecordBatch.from_pydict(columns_of(batch, table, wanted))
+                rows = self._with_known(self._without_blanks(rows, wanted, table), wanted, known or {}, batch.file)
+                for column in ID_COLUMNS.values():
+                    if column in rows.schema.names:
+                        seen = ids.setdefault(column, [])
+                        seen.append(pc.unique(rows[column]))
+                        if sum(map(len, seen)) > 2 * len(seen[0]):
+                            seen[:] = [pc.unique(pa.chunked_array(seen))]
                 yield batch.file, rows
+                if self.progress is not None:
+                    self.progress(batch.rows.num_rows, table)
 
-        self._write(table, batches())
-        return pc.unique(pa.chunked_array(ids))
+        parts = batches()
+        first_file, first = next(parts, (None, None))
+        if first is None:
+            raise TableError(
+                f"table {table}: its source files have no rows; expected at least one. Check `files` in the mapping."
+            )
+        others = (_alike(rows, file, first.schema, first_file, table) for file, rows in parts)
+        write_parquet(chain([first], others), self.out / f"{table}.parquet", first.schema)
+        return {column: pc.unique(pa.chunked_array(seen)) for column, seen in ids.items()}
 
-    def _entity_columns(self, batch: SourceBatch, table: str, wanted: EntityMapping) -> dict[str, pa.Array]:
+    def entity_columns(self, batch: SourceBatch, table: str, wanted: EntityMapping) -> dict[str, pa.Array]:
+        """The columns of users or items."""
         id_column = ID_COLUMNS[table]
-        columns = {id_column: batch.ids(wanted.id, getattr(self._ids, id_column))}
+        columns = {id_column: batch.ids(wanted.id, getattr(self.mapping.ids, id_column))}
         taken = {wanted.id, wanted.created_at and wanted.created_at.column}
         if isinstance(wanted, ItemMapping):
             columns["title"] = batch.typed(wanted.title, pa.string())
@@ -119,56 +125,36 @@ class Import:
             columns[CREATED_AT] = batch.timed(wanted.created_at)
         return columns
 
-    def write_interactions(self, wanted: InteractionMapping, known: dict[str, pa.Array]) -> pa.Array:
-        """Write the interactions; returns the sorted user ids that were written.
+    def interaction_columns(self, batch: SourceBatch, table: str, wanted: InteractionMapping) -> dict[str, pa.Array]:
+        """The columns of interactions."""
+        columns = {
+            "user_id": batch.ids(wanted.user_id, self.mapping.ids.user_id),
+            "item_id": batch.ids(wanted.item_id, self.mapping.ids.item_id),
+            "timestamp": batch.timed(wanted.timestamp),
+        }
+        return columns | ({"rating": batch.typed(wanted.rating, pa.float64())} if wanted.rating is not None else {})
 
-        Parameters
-        ----------
-        known : the ids of the entity tables, by column.
-        """
-        users = None
-
-        def batches() -> Iterator[tuple[Path, pa.RecordBatch]]:
-            nonlocal users
-            for batch in self._read(wanted, "interactions"):
-                columns = {
-                    "user_id": batch.ids(wanted.user_id, self._ids.user_id),
-                    "item_id": batch.ids(wanted.item_id, self._ids.item_id),
-                    "timestamp": batch.timed(wanted.timestamp),
-                }
-                if wanted.rating is not None:
-                    columns["rating"] = batch.typed(wanted.rating, pa.float64())
-                rows = self._without_blanks(columns, wanted, "interactions")
-                for column, ids in known.items():
-                    if rows[column].type != ids.type:
-                        raise TableError(
-                            f"{batch.file}: {column} is {rows[column].type}, but {ids.type} in the table that "
-                            f"lists them. Set `ids: {{{column}: {ids.type}}}` in the mapping."
-                        )
-                    if wanted.drop_unknown:
-                        is_known = pc.is_in(rows[column], value_set=ids)
-                        rows = self._kept(rows, is_known, f"interactions of unknown {column}")
-                new = pc.unique(rows["user_id"]).drop_null()
-                users = new if users is None else pc.unique(pa.concat_arrays([users, new]))
-                yield batch.file, rows
-
-        self._write("interactions", batches())
-        return users.take(pc.sort_indices(users))
-
-    def _read(self, files: SourceFiles, table: str) -> Iterator[SourceBatch]:
-        for batch in read_source(files, self._source, table):
-            yield batch
-            if self._progress is not None:
-                self._progress(batch.rows.num_rows, table)
-
-    def _without_blanks(self, columns: dict[str, pa.Array], files: SourceFiles, table: str) -> pa.RecordBatch:
-        rows = pa.RecordBatch.from_pydict(columns)
+    def _without_blanks(self, rows: pa.RecordBatch, files: SourceFiles, table: str) -> pa.RecordBatch:
         for column in files.drop_without:
-            if column not in columns:
+            names = rows.schema.names
+            if column not in names:
                 raise ConfigError(
-                    f"the mapping, {table}.drop_without: the table has no column {column!r}; {nearest(column, columns)}"
+                    f"the mapping, {table}.drop_without: the table has no column {column!r}; {nearest(column, names)}"
                 )
             rows = self._kept(rows, pc.invert(blank(rows[column])), f"{table} without {column}")
+        return rows
+
+    def _with_known(
+        self, rows: pa.RecordBatch, wanted: SourceFiles, known: Mapping[str, pa.Array], file: Path
+    ) -> pa.RecordBatch:
+        for column, ids in known.items():
+            if rows[column].type != ids.type:
+                raise TableError(
+                    f"{file}: {column} is {rows[column].type}, but {ids.type} in the table that lists them. "
+                    f"Set `ids: {{{column}: {ids.type}}}` in the mapping."
+                )
+            if wanted.drop_unknown:
+                rows = self._kept(rows, pc.is_in(rows[column], ids), f"interactions of unknown {column}")
         return rows
 
     def _kept(self, rows: pa.RecordBatch, mask: pa.Array, rule: str) -> pa.RecordBatch:
@@ -176,34 +162,16 @@ class Import:
         self.dropped[rule] += rows.num_rows - kept.num_rows
         return kept
 
-    def _write(self, table: str, batches: Iterator[tuple[Path, pa.RecordBatch]]) -> None:
-        first_file, first = next(batches, (None, None))
-        if first is None:
-            raise TableError(
-                f"table {table}: its source files have no rows; expected at least one. Check `files` in the mapping."
-            )
-        with parquet_stream(self._out / f"{table}.parquet", first.schema) as stream:
-            stream.write(first)
-            for file, rows in batches:
-                _require_alike(table, first_file, first.schema, file, rows)
-                stream.write(rows)
 
-
-def _require_alike(table: str, first_file: Path, first: pa.Schema, file: Path, rows: pa.RecordBatch) -> None:
-    """Raise TableError where a batch has other columns than the first, or values that its types do not hold."""
-    differing = set(rows.schema.names) ^ set(first.names)
-    if differing:
-        column = min(differing)
-        has, lacks = (first_file, file) if column in first.names else (file, first_file)
-        raise TableError(
-            f"table {table}: {has} has a column {column!r}, {lacks} has none. Write the files alike, or name "
-            "the `attributes` that all have in the mapping."
-        )
-    for field in first:
+def _alike(rows: pa.RecordBatch, file: Path, first: pa.Schema, first_file: Path, table: str) -> pa.RecordBatch:
+    """The rows; raises TableError where they have other columns than the first, or values not of its types."""
+    for column in dict.fromkeys([*first.names, *rows.schema.names]):
         try:
-            rows[field.name].cast(field.type)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            rows[column].cast(first.field(column).type)
+        except (KeyError, pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            kinds = [known.field(column).type if column in known.names else "not" for known in (rows.schema, first)]
             raise TableError(
-                f"table {table}: column {field.name!r} is {rows[field.name].type} in {file}, {field.type} in "
-                f"{first_file}. Give it one `type` (of ids: in `ids`) in the mapping."
+                f"table {table}: column {column!r} is {kinds[0]} in {file}, {kinds[1]} in {first_file}. Write the "
+                "files alike, give it one `type` (of ids: in `ids`) in the mapping, or name the `attributes` of all."
             ) from None
+    return rows

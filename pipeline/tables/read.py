@@ -32,18 +32,11 @@ from laserbatch.pipeline.tables.schema import (
 
 @dataclass(frozen=True)
 class Tables:
-    """The three input tables in plain types.
+    """The three input tables in plain types: ids are string or int64, times timestamp[us, UTC]."""
 
-    Attributes
-    ----------
-    users : `user_id` (string or int64), attributes, optional `created_at` timestamp[us, UTC]; in file order.
-    items : `item_id`, `title`, attributes, optional `created_at`; in file order.
-    interactions : `user_id`, `item_id`, `timestamp` timestamp[us, UTC], optional `rating`; sorted by time, user, item.
-    """
-
-    users: pa.Table
+    users: pa.Table  # in file order; items too
     items: pa.Table
-    interactions: pa.Table
+    interactions: pa.Table  # sorted by time, user, item
 
     def entities(self, side: Side) -> pa.Table:
         """The users or the items."""
@@ -51,23 +44,10 @@ class Tables:
 
 
 def read_tables(path: Path | str | None, as_of: datetime.date | None = None) -> Tables:
-    """Read the tables, as known at the end of a day.
+    """Read the tables of a folder, as known at the end of a day (UTC).
 
-    Parameters
-    ----------
-    path : folder with users, items and interactions, each `<name>.parquet` or `<name>/*.parquet`.
-    as_of : keep interactions before the end of this day (UTC), and entities created before it or with no `created_at`;
-        None keeps everything.
-
-    Returns
-    -------
-    Tables
-        Ids keep their kind: strings are string, integers int64.
-
-    Raises
-    ------
-    TableError
-        The path is None or no folder; a table or column is missing, has a wrong type, or its file cannot be read.
+    Kept are interactions before its end, and entities created before it or with no `created_at`; without a day all.
+    Raises TableError where a table or column is missing, has a wrong type, or its file cannot be read.
     """
     path, cutoff = tables_folder(path), None
     if as_of is not None:
@@ -115,18 +95,9 @@ def _read_part(file: Path, name: str, cutoff: pa.Scalar | None) -> pa.Table:
 
 
 def describe(path: Path | str | None) -> dict[str, dict]:
-    """What the tables are, for the manifest's `inputs`.
+    """What the tables are, for the manifest's `inputs`: by table `path` in the folder, `num_rows`, and `sha256`.
 
-    Returns
-    -------
-    dict
-        By table: `path` (relative to the folder), `num_rows`, and `sha256` of the file's contents; of several files,
-        the SHA-256 of their names and digests.
-
-    Raises
-    ------
-    TableError
-        A table is missing, or a file cannot be read.
+    The hash is of the file's contents; of several files, of their names and digests.
     """
     path, described = tables_folder(path), {}
     for name in TABLE_NAMES:

@@ -39,11 +39,12 @@ def tables_folder(path: Path | str | None) -> Path:
             "no input tables are named; set `tables.path` to a folder with users, items and interactions. "
             "`laserbatch data sample` makes one to try."
         )
-    if not Path(path).is_dir():
-        raise TableError(
-            f"{path} is not a folder; expected one with users, items and interactions. Check `tables.path`."
-        )
-    return Path(path)
+    path = Path(path)
+    if not path.is_dir():
+        found = f"{path} is not a folder" if path.exists() else f"{path} is not there"
+        expected = "a folder with the tables users, items and interactions"
+        raise FaultyTable(Finding("missing-table", "tables", found, expected, "check the path"))
+    return path
 
 
 def require_only_tables(folder: Path) -> None:
@@ -58,15 +59,7 @@ def require_only_tables(folder: Path) -> None:
 def table_files(root: Path | str, table: str) -> list[Path]:
     """The Parquet files of a table, in name order.
 
-    Parameters
-    ----------
-    root : the folder of the tables.
-    table : "users", "items" or "interactions".
-
-    Raises
-    ------
-    FaultyTable
-        There is neither `<table>.parquet` nor a folder `<table>` with Parquet files, or there are both.
+    Raises FaultyTable where there is neither `<table>.parquet` nor a folder `<table>` with Parquet files, or both.
     """
     file, folder = Path(root, f"{table}.parquet"), Path(root, table)
     if file.is_dir():  # Spark and others make a folder named users.parquet
@@ -87,8 +80,7 @@ def table_files(root: Path | str, table: str) -> list[Path]:
 
 def attribute_columns(schema: pa.Schema, table: str) -> list[str]:
     """Names of an entity table's attributes: every column but its id, title and created_at."""
-    taken = {*REQUIRED_COLUMNS[table], CREATED_AT}
-    return [name for name in schema.names if name not in taken]
+    return [name for name in schema.names if name not in (*REQUIRED_COLUMNS[table], CREATED_AT)]
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -138,14 +130,8 @@ def is_number_type(kind: pa.DataType) -> bool:
     return pt.is_integer(kind) or pt.is_floating(kind) or pt.is_decimal(kind) or pt.is_boolean(kind)
 
 
-def plain_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A column in its plain type; NaN among floats becomes null, and a column of nulls alone stays one.
-
-    Raises
-    ------
-    pa.ArrowInvalid
-        A value does not fit, which only more than 2 GiB of text in one chunk can cause.
-    """
+def plain_column(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
+    """A column in its plain type; NaN among floats becomes null, and a column of nulls alone stays one."""
     if pt.is_null(column.type):
         return column  # in another file of the table it may have a type
     if pt.is_dictionary(column.type):
@@ -164,10 +150,7 @@ def plain_ids(column: pa.ChunkedArray) -> pa.ChunkedArray:
 def timestamps(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
     """Times as timestamp[us, UTC], from timestamps (without a zone: UTC), dates, or integer unix seconds.
 
-    Raises
-    ------
-    pa.ArrowInvalid
-        A value lies outside what 64 bits of microseconds can hold.
+    Raises ArrowInvalid for a value outside what 64 bits of microseconds can hold.
     """
     if pt.is_integer(column.type):
         column = column.cast(pa.int64()).cast(pa.timestamp("s"))

@@ -1,6 +1,6 @@
 """Settings of the input tables: where they are, and the mapping by which foreign files become them.
 
-The mapping is read from a YAML file; `configs/import_example.yaml` explains each key.
+The mapping is read from a YAML file; `configs/import_example.yaml` explains each key to its writer.
 """
 
 import codecs
@@ -11,7 +11,6 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from laserbatch.pipeline.validation import Strict
 
-ColumnType = Literal["string", "int64", "float64", "bool"]
 IdType = Literal["keep", "string", "int64"]
 
 
@@ -24,19 +23,18 @@ class TablesSettings(Strict):
 class SourceColumn(Strict):
     """Where one attribute comes from."""
 
-    column: str = Field(description="Column of the source file.")
-    type: ColumnType | None = Field(None, description="Convert to this; null keeps Parquet's type, and text in a CSV.")
-    separator: str | None = Field(None, min_length=1, description="Split text into a list of strings, broad to narrow.")
-    null_values: list[str] = Field([], description="Texts that mean that nothing is known.")
+    column: str
+    type: Literal["string", "int64", "float64", "bool"] | None = None  # None keeps Parquet's type, and text in a CSV
+    separator: str | None = Field(None, min_length=1)  # of a text that is split into a list of strings
+    null_values: list[str] = Field([])  # texts that mean that nothing is known
+    words: dict[str, str] = Field({})  # what codes stand for
 
 
 class SourceTime(Strict):
     """Where a time comes from, and how it is written."""
 
-    column: str = Field(description="Column of the source file.")
-    unit: str = Field(
-        "s", description="s, ms, us or ns since 1970; iso (2024-05-31T23:59:00Z); or a format like %d/%m/%Y."
-    )
+    column: str
+    unit: str = "s"  # s, ms, us or ns since 1970; iso; or a format like %d/%m/%Y
 
     @field_validator("unit")
     @classmethod
@@ -60,15 +58,11 @@ Time = Annotated[SourceTime, BeforeValidator(_by_name)]
 class SourceFiles(Strict):
     """The files of one table: Parquet by their suffix, anything else is read as CSV."""
 
-    files: str = Field(description="A file name or a pattern such as part-*.parquet, inside the source folder.")
-    delimiter: str | None = Field(
-        None, min_length=1, max_length=1, description="Of a CSV; null: tab for .tsv, else comma."
-    )
-    encoding: str = Field("utf-8", description="Of a CSV.")
-    column_names: list[str] | None = Field(None, description="Of a CSV without a header line.")
-    drop_without: list[str] = Field(
-        [], description="Leave out rows in which one of these columns of the table is null or blank; they are counted."
-    )
+    files: str  # a name or a pattern inside the source folder
+    delimiter: str | None = Field(None, min_length=1)  # of a CSV; None: tab for .tsv, else comma
+    encoding: str = "utf-8"
+    column_names: list[str] | None = None  # of a CSV without a header line
+    drop_without: list[str] = Field([])  # rows in which one of these columns of the table is null or blank are left out
 
     @field_validator("files")
     @classmethod
@@ -89,27 +83,25 @@ class SourceFiles(Strict):
 class EntityMapping(SourceFiles):
     """How the users or the items table is made."""
 
-    id: str = Field(description="Column that becomes user_id or item_id.")
-    attributes: dict[str, Column] | None = Field(None, description="Name: source column; null: all other columns.")
-    created_at: Time | None = Field(None, description="When the user or item appeared.")
+    id: str
+    attributes: dict[str, Column] | None = None  # None: all other columns
+    created_at: Time | None = None
 
 
 class ItemMapping(EntityMapping):
     """How the items table is made."""
 
-    title: str = Field(description="Column that becomes title.")
+    title: str
 
 
 class InteractionMapping(SourceFiles):
     """How the interactions table is made."""
 
-    user_id: str = Field(description="Column that becomes user_id.")
-    item_id: str = Field(description="Column that becomes item_id.")
-    timestamp: Time = Field(description="When it happened; a bare column name means unix seconds.")
-    rating: str | None = Field(None, description="Column that becomes rating.")
-    drop_unknown: bool = Field(
-        False, description="Leave out rows of users or items that are in no table; they are counted."
-    )
+    user_id: str
+    item_id: str
+    timestamp: Time
+    rating: str | None = None
+    drop_unknown: bool = False  # whether rows of users or items that are in no table are left out
 
 
 class IdTypes(Strict):

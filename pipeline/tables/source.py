@@ -10,19 +10,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
+import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError, first_line
-from laserbatch.pipeline.tables.columns import ATTRIBUTE, ID
-from laserbatch.pipeline.tables.convert import ConversionFault, to_path, to_time, to_type, without
-from laserbatch.pipeline.tables.schema import id_type, plain_type
+from laserbatch.pipeline.tables.columns import ATTRIBUTE, EARLIEST_S, ID, LATEST_S
+from laserbatch.pipeline.tables.findings import shown_value
+from laserbatch.pipeline.tables.schema import TIMESTAMP_TYPE, UNITS_PER_SECOND, id_type, plain_column, plain_type
+from laserbatch.pipeline.tables.schema import timestamps as known_times
 from laserbatch.pipeline.tables.settings import SourceColumn, SourceFiles, SourceTime
 from laserbatch.pipeline.validation import nearest
 
 BATCH_ROWS = 128 * 1024
 _TYPES = {"string": pa.string(), "int64": pa.int64(), "float64": pa.float64(), "bool": pa.bool_()}
+_EXPECTED = {pa.int64(): "an integer below 2**63", pa.float64(): "a number", pa.bool_(): "true or false"}
+_ZONE_PATTERN = r":\d{2}(\.\d+)?\s*(Z|[+-]\d{2}(:?\d{2})?)$"
+ALL_UNITS = f"{', '.join(UNITS_PER_SECOND)}, iso, or a format like %d/%m/%Y"
+_NO_TEXT = pa.scalar(None, pa.string())
 
 
 @dataclass(frozen=True)
@@ -61,11 +69,17 @@ class SourceBatch:
                 f"{ATTRIBUTE.expected}. Leave it out by naming the `attributes` that you want in the mapping, or "
                 "write its parts as columns of their own."
             )
-        kind = _TYPES[wanted.type] if wanted.type else plain_type(column.type)
+        kind = pa.string() if wanted.words else plain_type(column.type)
+        kind = _TYPES[wanted.type] if wanted.type else kind
 
         def convert(values: pa.Array) -> pa.Array:
-            known = without(values, wanted.null_values) if wanted.null_values else values
-            return to_path(known, wanted.separator) if wanted.separator is not None else to_type(known, kind)
+            if wanted.null_values or wanted.words:
+                codes, words, nulls = list(wanted.words), list(wanted.words.values()), wanted.null_values
+                values = pc.utf8_trim_whitespace(to_type(values, pa.string()))
+                values = pc.if_else(pc.is_in(values, pa.array(nulls, pa.string())), _NO_TEXT, values)
+                found = pc.index_in(values, pa.array(codes, pa.string()))
+                values = pc.coalesce(pa.array(words, pa.string()).take(found), values)
+            return to_path(values, wanted.separator) if wanted.separator is not None else to_type(values, kind)
 
         return self._converted(wanted.column, convert)
 
@@ -121,18 +135,115 @@ def _parquet(path: Path) -> Iterator[pa.RecordBatch]:
 def _csv(path: Path, files: SourceFiles) -> Iterator[pa.RecordBatch]:
     """A CSV as text columns: nothing is guessed, so the zip code 01234 stays one."""
     delimiter = files.delimiter or ("\t" if ".tsv" in path.suffixes else ",")
-    names = files.column_names or _header(path, delimiter, files.encoding)
+    is_long = len(delimiter) > 1  # MovieLens' `::`
+    if is_long:
+        with pa.input_stream(str(path)) as raw:
+            held = pa.py_buffer(raw.read().replace(delimiter.encode(files.encoding), b"\x1f"))
+        delimiter = "\x1f"
+
+    def opened() -> pa.NativeFile:
+        return pa.BufferReader(held) if is_long else pa.input_stream(str(path))
+
+    names = files.column_names or _header(opened(), delimiter, files.encoding)
     read = pacsv.ReadOptions(encoding=files.encoding, column_names=files.column_names)
-    parse = pacsv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    quote = False if is_long else '"'
+    parse = pacsv.ParseOptions(delimiter=delimiter, quote_char=quote, newlines_in_values=not is_long)
     text = pacsv.ConvertOptions(
         column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True, null_values=[""]
     )
-    with pacsv.open_csv(path, read_options=read, parse_options=parse, convert_options=text) as reader:
+    with pacsv.open_csv(opened(), read_options=read, parse_options=parse, convert_options=text) as reader:
         yield from reader
 
 
-def _header(path: Path, delimiter: str, encoding: str) -> list[str]:
+def _header(raw: pa.NativeFile, delimiter: str, encoding: str) -> list[str]:
     if codecs.lookup(encoding).name == "utf-8":
         encoding = "utf-8-sig"  # what Excel writes begins with a mark that is part of no name
-    with pa.input_stream(str(path)) as raw, io.TextIOWrapper(raw, encoding=encoding, newline="") as lines:
+    with raw, io.TextIOWrapper(raw, encoding=encoding, newline="") as lines:
         return next(csv.reader(lines, delimiter=delimiter), [])
+
+
+class ConversionFault(Exception):
+    """A value of a column, by its row within it, is not what was expected."""
+
+    def __init__(self, row: int, value: object, expected: str) -> None:
+        super().__init__(f"row {row}: {value!r} is not {expected}")
+        self.row, self.value, self.expected = row, value, expected
+
+
+def to_type(column: pa.Array, kind: pa.DataType, expected: str | None = None) -> pa.Array:
+    """The column as int64, float64, bool or string; text is trimmed before. ConversionFault for "12a" and the like."""
+    column = plain_column(column)  # pandas writes a missing integer as NaN, which is null here
+    if column.type == kind:
+        return column
+    trimmed = pc.utf8_trim_whitespace(column) if column.type == pa.string() else column
+    return _each(trimmed, column, lambda values: values.cast(kind), expected or _EXPECTED.get(kind, f"a {kind}"))
+
+
+def to_path(column: pa.Array, separator: str) -> pa.Array:
+    """Text split at a separator into list<string>; parts are trimmed and empty ones left out. Null stays null."""
+    text = to_type(column, pa.string())
+    parts = pc.split_pattern(text, separator)
+    trimmed, rows = pc.utf8_trim_whitespace(pc.list_flatten(parts)), pc.list_parent_indices(parts)
+    is_kept = pc.not_equal(trimmed, "")
+    num_parts = np.bincount(rows.filter(is_kept).to_numpy(), minlength=len(text))
+    offsets = pa.array(np.concatenate([[0], np.cumsum(num_parts)]), pa.int32())
+    return pa.ListArray.from_arrays(offsets, trimmed.filter(is_kept), mask=pc.is_null(text))
+
+
+def to_time(column: pa.Array, unit: str) -> pa.Array:
+    """The column as timestamp[us, UTC]; ConversionFault for what cannot be read so.
+
+    Timestamps and dates are taken as they are; numbers, and text that holds numbers, count `unit`s ("s", "ms", "us",
+    "ns") since 1970; "iso" is text like 2024-05-31T23:59:00Z (no zone: UTC); else `unit` is a strptime format.
+    """
+    column = plain_column(column)
+    if pt.is_timestamp(column.type) or pt.is_date(column.type):
+        return _each(column, column, known_times, "a time that 64 bits of microseconds hold")
+    if unit in UNITS_PER_SECOND:
+        expected = f"a time between 1900 and 2200 in {unit} since 1970, or another `unit`: {ALL_UNITS}"
+        numbers = to_type(column, pa.float64() if _has_fractions(column) else pa.int64(), expected)
+        return _each(numbers, column, lambda values: _from_epoch(values, unit), expected)
+    text = pc.utf8_trim_whitespace(to_type(column, pa.string()))
+    if unit == "iso":
+        return _each(text, column, _from_iso, "an ISO 8601 time such as 2024-05-31T23:59:00Z")
+    return _each(
+        text, column, lambda values: pc.strptime(values, unit, "us").cast(TIMESTAMP_TYPE), f"a time of the form {unit}"
+    )
+
+
+def _has_fractions(column: pa.Array) -> bool:
+    if column.type == pa.string():
+        return bool(pc.any(pc.match_substring(column, ".")).as_py())
+    return not pt.is_integer(column.type)
+
+
+def _from_epoch(values: pa.Array, unit: str) -> pa.Array:
+    seconds = pc.divide(values.cast(pa.float64(), safe=False), float(UNITS_PER_SECOND[unit]))
+    if pc.any(pc.or_(pc.less(seconds, EARLIEST_S), pc.greater(seconds, LATEST_S))).as_py():
+        raise pa.ArrowInvalid("out of range")
+    if pt.is_floating(values.type):
+        return pc.round(pc.multiply(values, 1e6 / UNITS_PER_SECOND[unit])).cast(pa.int64()).cast(TIMESTAMP_TYPE)
+    return values.cast(pa.timestamp(unit, tz="UTC")).cast(TIMESTAMP_TYPE, safe=unit != "ns")
+
+
+def _from_iso(values: pa.Array) -> pa.Array:
+    has_zone = pc.match_substring_regex(values, _ZONE_PATTERN)
+    zoned = pc.if_else(has_zone, values, _NO_TEXT).cast(TIMESTAMP_TYPE)
+    local = pc.if_else(has_zone, _NO_TEXT, values).cast(pa.timestamp("us"))
+    return pc.coalesce(zoned, local.cast(TIMESTAMP_TYPE))
+
+
+def _each(column: pa.Array, shown: pa.Array, convert: Callable[[pa.Array], pa.Array], expected: str) -> pa.Array:
+    """Convert a column at once; when that fails, find the first row that does by halving."""
+    try:
+        return convert(column)
+    except pa.ArrowInvalid:
+        start, length = 0, len(column)
+        while length > 1:
+            half = length // 2
+            try:
+                convert(column.slice(start, half))
+                start, length = start + half, length - half
+            except pa.ArrowInvalid:
+                length = half
+        raise ConversionFault(start, shown_value(shown[start]), expected) from None

@@ -58,7 +58,7 @@ def test_check_lists_faults_and_ends_with_3(run, tmp_path):
 
 
 def test_import_makes_tables_and_does_not_overwrite_unasked(run, tmp_path, exports):
-    arguments = ["import", "table", exports, tmp_path / "out", "--mapping", exports / "mapping.yaml", "--json"]
+    arguments = ["import", exports, tmp_path / "out", "--mapping", exports / "mapping.yaml", "--json"]
     result = run(*arguments)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["num_interactions"] == 1
@@ -67,7 +67,7 @@ def test_import_makes_tables_and_does_not_overwrite_unasked(run, tmp_path, expor
 
 
 def test_nothing_but_tables_is_ever_replaced(run, tmp_path, exports):
-    arguments = ["import", "table", exports, "--mapping", exports / "mapping.yaml", "--overwrite"]
+    arguments = ["import", exports, "--mapping", exports / "mapping.yaml", "--overwrite"]
     before = sorted(tmp_path.rglob("*"))
     for out in (exports, tmp_path, exports / ".." / "exports"):
         assert "is what is imported" in str(run(*arguments, out).exception)
@@ -82,28 +82,28 @@ def test_tables_that_a_mapping_reads_are_not_replaced_by_what_it_makes_of_them(r
     (exports / "mapping.yaml").write_text(MAPPING.replace("log.csv", "tables/interactions.parquet"))
     (exports / "tables").mkdir()
     pq.write_table(pa.table({"user": ["u"], "item": ["i1"], "time": [1]}), exports / "tables" / "interactions.parquet")
-    arguments = ["import", "table", exports, exports / "tables", "--mapping", exports / "mapping.yaml", "--overwrite"]
+    arguments = ["import", exports, exports / "tables", "--mapping", exports / "mapping.yaml", "--overwrite"]
     assert "interactions.parquet is what is imported" in str(run(*arguments).exception)
 
 
 def test_a_link_to_a_folder_of_tables_is_filled_where_it_points(run, tmp_path, exports):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    arguments = ["import", "table", exports, tmp_path / "link", "--mapping", exports / "mapping.yaml", "--overwrite"]
+    arguments = ["import", exports, tmp_path / "link", "--mapping", exports / "mapping.yaml", "--overwrite"]
     assert [run(*arguments).exit_code for _ in range(2)] == [0, 0]
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "items.parquet").exists()
 
 
 def test_a_failed_import_leaves_nothing(run, tmp_path, exports):
     (exports / "log.csv").write_text("user,item,time\nu1,i1,soon\n")
-    result = run("import", "table", exports, tmp_path / "out", "--mapping", exports / "mapping.yaml")
+    result = run("import", exports, tmp_path / "out", "--mapping", exports / "mapping.yaml")
     assert isinstance(result.exception, TableError)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exports"]
 
 
 def test_imported_tables_with_faults_are_kept_and_end_with_3(run, tmp_path, exports):
     (exports / "log.csv").write_text("user,item,time\nu1,i2,1740787200\n")
-    result = run("import", "table", exports, tmp_path / "out", "--mapping", exports / "mapping.yaml", "--json")
+    result = run("import", exports, tmp_path / "out", "--mapping", exports / "mapping.yaml", "--json")
     assert result.exit_code == 3
     assert json.loads(result.stdout)["findings"][0]["value"] == "i2"
     assert (tmp_path / "out" / "users.parquet").exists()
@@ -112,7 +112,7 @@ def test_imported_tables_with_faults_are_kept_and_end_with_3(run, tmp_path, expo
 def test_rows_that_an_import_leaves_out_are_said(run, tmp_path, exports):
     (exports / "mapping.yaml").write_text(MAPPING.replace("time}", "time, drop_unknown: true}"))
     (exports / "log.csv").write_text("user,item,time\nu1,i2,1740787200\nu1,i1,1740787200\n")
-    result = run("import", "table", exports, tmp_path / "out", "--mapping", exports / "mapping.yaml", "--json")
+    result = run("import", exports, tmp_path / "out", "--mapping", exports / "mapping.yaml", "--json")
     assert json.loads(result.stdout)["rows left out"] == {"interactions of unknown item_id": 1}
 
 
@@ -125,13 +125,6 @@ def test_check_goes_by_the_configuration_that_is_named(run, tmp_path):
     assert [finding["kind"] for finding in json.loads(result.stdout)["findings"]] == ["one-class"]
     config.write_text("knowledge: {user_template: kar_item}\n")
     assert "is for items; name one for users" in str(run("check", tmp_path / "tables", "--config", config).exception)
-
-
-def test_a_mapping_goes_with_the_format_table_alone(run, tmp_path, exports):
-    assert run("import", "table", exports, tmp_path / "out").exit_code == 2
-    assert (
-        run("import", "movielens-1m", exports, tmp_path / "out", "--mapping", exports / "mapping.yaml").exit_code == 2
-    )
 
 
 @pytest.mark.parametrize("command", ["check", "import", "sample"])

@@ -34,7 +34,6 @@ def test_a_job_board_is_guessed_with_its_types_and_clicks(job_board, tmp_path, c
     said = run_init(capsys, job_board, tmp_path / "night.yaml")
     assert "decoding.model" in said["model"]
     mapping = yaml.safe_load((tmp_path / "mapping.yaml").read_text())
-    assert mapping["ids"] == {"user_id": "int64", "item_id": "int64"}
     assert mapping["items"]["id"] == "job_id"
     events = mapping["interactions"]
     assert events["timestamp"] == {"column": "clicked_at", "unit": "ms"} and events["rating"] == "clicked"

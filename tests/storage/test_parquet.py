@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage import parquet as storage
-from laserbatch.pipeline.storage.parquet import parquet_stream, read_parquet, write_parquet
+from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 
 text = st.text(st.characters(exclude_categories=["Cs"]))
 int64 = st.integers(-(2**63), 2**63 - 1)
@@ -37,9 +37,7 @@ def test_rows_come_back_and_bytes_do_not_depend_on_chunks(tmp_path_factory, rows
     assert read_parquet(whole.path).equals(table)
     assert write_parquet(chunked, folder / "chunked.parquet").sha256 == whole.sha256
     assert whole.num_rows == table.num_rows
-    with parquet_stream(folder / "stream.parquet", schema) as stream:
-        for piece in cut(table, points):
-            stream.write(piece)
+    write_parquet(iter(cut(table, points)), folder / "stream.parquet", schema)
     assert read_parquet(folder / "stream.parquet").equals(table)
 
 
@@ -47,19 +45,19 @@ def test_stream_cuts_row_groups_by_count_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "ROW_GROUP_ROWS", 10)
     table = pa.table({"a": list(range(47))})
     for name, points in (("a", []), ("b", [3, 4, 25, 25, 40]), ("c", [10, 20, 30, 40])):
-        with parquet_stream(tmp_path / f"{name}.parquet", table.schema) as stream:
-            for piece in cut(table, points):
-                stream.write(piece)
+        write_parquet(iter(cut(table, points)), tmp_path / f"{name}.parquet", table.schema)
     contents = {path.read_bytes() for path in tmp_path.iterdir()}
     assert len(contents) == 1
     assert read_parquet(tmp_path / "a.parquet").equals(table)
 
 
 def test_an_interrupted_stream_leaves_nothing(tmp_path):
-    schema = pa.schema([("a", pa.int64())])
-    with pytest.raises(RuntimeError), parquet_stream(tmp_path / "a.parquet", schema) as stream:
-        stream.write(pa.table({"a": [1]}))
+    def pieces():
+        yield pa.table({"a": [1]})
         raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_parquet(pieces(), tmp_path / "a.parquet", pa.schema([("a", pa.int64())]))
     assert not list(tmp_path.iterdir())
 
 
