@@ -43,12 +43,7 @@ class WorkspaceBusy(WorkspaceError):
 
 
 class RowError(PipelineError):
-    """One row cannot be done.
-
-    Parameters
-    ----------
-    reason : short text for the quarantine file; begins with a stable word ("too-long", "unparsable", "undecodable").
-    """
+    """One row cannot be done; the reason begins with a stable word: "too-long", "unparsable", "undecodable"."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

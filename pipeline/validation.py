@@ -17,62 +17,41 @@ class Strict(BaseModel, frozen=True, extra="forbid"):
     """A model that cannot be changed, and whose unknown keys are refused."""
 
 
+class _KeyTwice(yaml.YAMLError):
+    """A key stands twice in one mapping: which, and in what lines."""
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if name in lines:
+                raise _KeyTwice(f"{key.value} twice, in lines {lines[name]} and {line}")
+            lines[name] = line
+        return node
+
+
 def read_yaml(path: Path, what: str, advice: str) -> Any:
-    """What a YAML file holds.
+    """What a YAML file holds; `what` it is and `advice` where it is not there are for the message.
 
-    Parameters
-    ----------
-    what, advice : what it is, and what to do where it is not there; for the message.
-
-    Raises
-    ------
-    ConfigError
-        It is not there, cannot be read, is not YAML, or has a key twice, of which YAML would keep the last.
+    Raises ConfigError where it cannot be read, is not YAML, or has a key twice, of which YAML would keep the last.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        twice = _key_twice(yaml.compose(text, yaml.SafeLoader))
-        if twice is not None:
-            raise ConfigError(f"the {what} {path} has {twice}; keep one of them")
-        return yaml.safe_load(text)
+        return yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except FileNotFoundError:
         raise ConfigError(f"the {what} {path} is not there; {advice}") from None
     except OSError as error:
         raise ConfigError(f"the {what} {path} cannot be read ({error.strerror}); {advice}") from None
+    except _KeyTwice as error:
+        raise ConfigError(f"the {what} {path} has the key {error}; keep one of them") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"the {what} {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
 
 
-def _key_twice(root: yaml.Node | None) -> str | None:
-    """The first key that stands twice in one mapping, with both lines, or None."""
-    waiting, seen = [(root, "")], set()
-    while waiting:
-        node, place = waiting.pop()
-        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
-            continue
-        seen.add(id(node))  # an alias is the node that it names
-        if isinstance(node, yaml.SequenceNode):
-            waiting.extend((part, place) for part in reversed(node.value))
-            continue
-        lines: dict[tuple[str, str], int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            line, name = key.start_mark.line + 1, (key.tag, key.value)
-            if name in lines:
-                return f"the key {place}{key.value} twice, in lines {lines[name]} and {line}"
-            lines[name] = line
-        waiting.extend((value, f"{place}{key.value}.") for key, value in reversed(node.value))
-    return None
-
-
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """What is wrong, each with its key, what was found and what was expected; of unknown keys the nearest valid one.
-
-    Parameters
-    ----------
-    model : what was validated.
-    """
+    """What is wrong, each with its key, what was found and what was expected; of unknown keys the nearest valid one."""
     faults = error.errors(include_url=False)
     unknown = [fault for fault in faults if fault["type"] == "extra_forbidden"]
     return "; ".join(_sentence(fault, model) for fault in unknown or faults)  # a misspelled key is also a missing one

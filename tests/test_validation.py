@@ -10,8 +10,8 @@ from laserbatch.pipeline.validation import read_yaml
     ("text", "said"),
     [
         ("a: 1\nb: 2\na: 3\n", "the key a twice, in lines 1 and 3; keep one of them"),
-        ("a:\n  b: 1\n  c: {d: 1, d: 2}\n", "the key a.c.d twice, in lines 3 and 3"),
-        ("a: [{b: 1}, {b: 2, b: 3}]\n", "the key a.b twice, in lines 1 and 1"),
+        ("a:\n  b: 1\n  c: {d: 1, d: 2}\n", "the key d twice, in lines 3 and 3"),
+        ("a: [{b: 1}, {b: 2, b: 3}]\n", "the key b twice, in lines 1 and 1"),
     ],
 )
 def test_a_key_twice_is_refused_by_name_and_line(tmp_path, text, said):

