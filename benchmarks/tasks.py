@@ -23,8 +23,8 @@ from laserbatch.pipeline.decoding.drafters.drafter import NoDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 from laserbatch.pipeline.knowledge.entities import iter_entities
-from laserbatch.pipeline.knowledge.prompts import load_template, render_prompt
-from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
+from laserbatch.pipeline.knowledge.prompts import render_prompt
+from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, load_template
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.tables.read import read_tables

@@ -19,7 +19,7 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.night import Night
 from laserbatch.jobs.pool_texts import RunTexts, read_run_texts
 from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
-from laserbatch.pipeline.planning.routing import entity_router
+from laserbatch.pipeline.planning.planner import entity_router
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.manifest import PoolBuilt
 from laserbatch.pipeline.storage.parquet import as_large

@@ -20,17 +20,14 @@ from laserbatch.pipeline.distributed.cluster import ray_cluster
 from laserbatch.pipeline.distributed.worker import WorkerSpec
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.knowledge.entities import iter_entities
+from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.planning.plan import KEPT_SHARD, Shard, SidePlan, drop_plan, load_plan, open_plan, read_shard
-from laserbatch.pipeline.planning.planner import FIRST_TEXTS, plan_side
-from laserbatch.pipeline.planning.previous import PreviousKnowledge
-from laserbatch.pipeline.planning.prompting import prompt_renderer
-from laserbatch.pipeline.planning.routing import no_route
+from laserbatch.pipeline.planning.planner import FIRST_TEXTS, no_route, plan_side, prompt_renderer
 from laserbatch.pipeline.sides import SIDES, Side
-from laserbatch.pipeline.storage.completeness import require_every_entity
-from laserbatch.pipeline.storage.manifest import ShardFigures, SideFigures, WorkerFigures
+from laserbatch.pipeline.storage.manifest import ShardRecord, SideFigures, WorkerFigures
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons
-from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
+from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.retrieval_pools.draft import draft
 
@@ -100,7 +97,7 @@ class _Pass:
                     side,
                     iter_entities(night.tables, side),
                     entities.schema.field(f"{side}_id").type,
-                    render=prompt_renderer(side, settings.knowledge, self.decoding, settings.model_dir),
+                    prompt_of=prompt_renderer(side, settings.knowledge, self.decoding, settings.model_dir),
                     previous=self._previous(side),
                     batch_size=self.decoding.batch_size,
                     run_dir=self.folder.root,
@@ -176,7 +173,7 @@ class _Pass:
         quarantine = folder.read_quarantine(side, ["entity_id", "reason"])
         num_kept = self._keep_stale(side, quarantine["entity_id"]) if quarantine.num_rows else 0
         try:
-            require_every_entity(folder, side, entity_ids)
+            folder.require_every_entity(side, entity_ids)
         except WorkspaceError:
             drop_plan(folder.root, side)
             raise
@@ -191,7 +188,7 @@ class _Pass:
             num_kept=num_kept,
             quarantine_reasons=count_reasons(quarantine),
             routes=plan.routes,
-            shards=[_shard_figures(shard, record) for shard, record in written],
+            shards=[record for _, record in written],
             stats=_stats(record for _, record in written),
             budget=None if self.is_plain else night.manifest.budgets.get(side),
             samples=[] if self.is_plain else report_samples(night, folder, side, plan),
@@ -253,8 +250,3 @@ def _stats(records: Iterable[ShardRecord]) -> DecodingStats:
     # Workers run side by side: of the night's time a shard takes its own divided by their number.
     infos = (record.info for record in records)
     return DecodingStats.total(replace(info.stats, wall_s=info.stats.wall_s / info.num_workers) for info in infos)
-
-
-def _shard_figures(shard: Shard, record: ShardRecord) -> ShardFigures:
-    stats, name = record.info.stats, f"{shard.side}-{shard.name}"
-    return ShardFigures(name, shard.group, record.file, record.num_rows, record.sha256, stats.wall_s, stats)

@@ -19,7 +19,7 @@ from laserbatch.jobs.inputs import NEEDS_A_MODEL, changed_inputs, checked_inputs
 from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.knowledge.entities import Entity
-from laserbatch.pipeline.planning.routing import entity_router, no_route
+from laserbatch.pipeline.planning.planner import entity_router, no_route
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import PoolFigures, PoolsUsed, RunManifest, make_run_id
 from laserbatch.pipeline.storage.run_folder import RunFolder

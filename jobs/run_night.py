@@ -16,7 +16,7 @@ from laserbatch.pipeline.encoding.features import KNOWLEDGE_COLUMNS, SideFeature
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
-from laserbatch.pipeline.storage.manifest import CtrFigures, FeatureFigures, PreviousNight, SideStats
+from laserbatch.pipeline.storage.manifest import CtrFigures, FeatureFigures, PreviousNight
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -139,7 +139,7 @@ def close(night: Night) -> None:
     if night.previous is not None:
         try:
             earlier = night.previous.load_manifest()
-            sides = {side: SideStats(figures.stats) for side, figures in earlier.sides.items()}
+            sides = {side: figures.stats for side, figures in earlier.sides.items()}
             manifest.previous_night = PreviousNight(earlier.run_id, sides)
         except WorkspaceError as error:
             say(f"not compared with the night before: {error}")

@@ -19,7 +19,7 @@ from laserbatch.jobs.night import Night
 from laserbatch.jobs.pool_texts import read_run_texts
 from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
-from laserbatch.pipeline.planning.routing import entity_router
+from laserbatch.pipeline.planning.planner import entity_router
 from laserbatch.pipeline.sides import Side
 from laserbatch.retrieval_pools.calibration.calibrate import num_held_back
 from laserbatch.retrieval_pools.calibration.replay import ReplayText

@@ -28,9 +28,9 @@ from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.errors import RowError, TableError
 from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
 from laserbatch.pipeline.knowledge.parsers import parse_knowledge
+from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.knowledge.templates import load_template
-from laserbatch.pipeline.planning.previous import PreviousKnowledge
-from laserbatch.pipeline.planning.prompting import prompt_renderer
+from laserbatch.pipeline.planning.planner import prompt_renderer
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import SampleSpan
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -120,7 +120,8 @@ def find_entity(tables: Tables, side: Side, text: str | None) -> Entity:
 def write_one(night: Night, side: Side, entity: Entity) -> TriedEntity:
     """Generate one entity's text as a night would."""
     settings, version = night.settings, night.manifest.pools.version
-    rendered, _ = prompt_renderer(side, settings.knowledge, settings.decoding, settings.model_dir)(entity)
+    _, render = prompt_renderer(side, settings.knowledge, settings.decoding, settings.model_dir)(entity)
+    rendered = render()
     template = load_template(settings.knowledge.template_of(side), settings.knowledge.template_dir)
     engine = Engine.from_pretrained(settings.model_dir, settings.decoding)
     previous = PreviousKnowledge(None if night.previous is None else night.previous.knowledge_folder(side))

@@ -158,7 +158,7 @@ def _ctr_figure(manifest: RunManifest) -> KeyFigure:
 
 
 def _wall_s(manifest: RunManifest) -> float:
-    return sum(stage.wall_s for stage in manifest.stages)
+    return sum(manifest.stages.values())
 
 
 def _warnings(manifest: RunManifest, sides: list[Side]) -> list[str]:

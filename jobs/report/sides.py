@@ -40,7 +40,7 @@ def sides_of(manifest: RunManifest) -> list[Side]:
     sides = []
     for name in SIDES:
         if name in manifest.sides:
-            previous_night = before[name].stats if name in before else None
+            previous_night = before.get(name)
             plain = manifest.plain.get(name)
             of_same = plain and (_counted(plain.stats_of_tonight) or _counted(plain.stats))
             figures = manifest.sides[name]

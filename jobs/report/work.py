@@ -44,7 +44,7 @@ def work_section(manifest: RunManifest, sides: list[Side]) -> Section:
             )
         )
     if manifest.stages:
-        names, times = [stage.name for stage in manifest.stages], [stage.wall_s for stage in manifest.stages]
+        names, times = list(manifest.stages), list(manifest.stages.values())
         caption = "In the order of the run; a resumed run's times are added up."
         blocks.append(bars("Time by stage", names, [Series("", times, TONIGHT)], "wall time", seconds, caption))
     else:

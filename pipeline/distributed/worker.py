@@ -32,7 +32,7 @@ from laserbatch.pipeline.knowledge.parsers import parse_knowledge
 from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.planning.plan import PlannedRow, Shard, read_shard
-from laserbatch.pipeline.planning.prompting import decoding_provenance
+from laserbatch.pipeline.planning.planner import decoding_provenance
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import ModelFigures
 from laserbatch.pipeline.storage.quarantine import QuarantineRow

@@ -23,26 +23,17 @@ _LOOKS_LIKE_CONTROL = re.compile(r"^(<.+>|\[.+\])$", re.DOTALL)
 
 @dataclass(frozen=True)
 class ChatSkeleton:
-    """What a chat template writes around the contents.
+    """What a chat template writes around the contents."""
 
-    Parameters
-    ----------
-    pieces : token ids (tuple of int) of fixed text, or the name of the content that goes there.
-    texts : the same pieces as text, for people; names of contents as they are.
-    merges_system : the model's template takes no system message, so it goes before the user's.
-    """
-
-    pieces: tuple[tuple[int, ...] | str, ...]
-    texts: tuple[str, ...]
-    merges_system: bool
+    pieces: tuple[tuple[int, ...] | str, ...]  # token ids of fixed text, or the name of the content that goes there
+    texts: tuple[str, ...]  # the same pieces as text, for people; names of contents as they are
+    merges_system: bool  # the model's template takes no system message, so it goes before the user's
 
 
 def chat_skeleton(tokenizer: PreTrainedTokenizerBase, with_system: bool, chat_options: dict) -> ChatSkeleton:
     """Skeleton of one turn that ends where the model's answer begins; cached by tokenizer.
 
-    Raises
-    ------
-    ModelError : the tokenizer's chat template fails, or loses or repeats a content.
+    Raises ModelError where the tokenizer's chat template fails, or loses or repeats a content.
     """
     return _skeleton(tokenizer, with_system, json.dumps(chat_options, sort_keys=True))
 
@@ -50,7 +41,10 @@ def chat_skeleton(tokenizer: PreTrainedTokenizerBase, with_system: bool, chat_op
 @lru_cache(maxsize=32)
 def _skeleton(tokenizer: PreTrainedTokenizerBase, with_system: bool, chat_options: str) -> ChatSkeleton:
     if not tokenizer.chat_template:
-        _say_plain()
+        logger.warning(
+            "the model's tokenizer has no chat template, so prompts are plain text after its begin-of-text token; if "
+            "the model was trained on chats, put its chat_template.jinja into the model's folder"
+        )
         bos = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
         return ChatSkeleton(
             (bos, "user", tuple(_encode(tokenizer, "\n\n"))), (tokenizer.bos_token or "", "user", "\n\n"), True
@@ -80,14 +74,6 @@ def _skeleton(tokenizer: PreTrainedTokenizerBase, with_system: bool, chat_option
     return ChatSkeleton(tuple(pieces), tuple(texts), merges_system)
 
 
-@lru_cache(maxsize=1)  # once a process
-def _say_plain() -> None:
-    logger.warning(
-        "the model's tokenizer has no chat template, so prompts are plain text after its begin-of-text token; if the "
-        "model was trained on chats, put its chat_template.jinja into the model's folder"
-    )
-
-
 def _apply(tokenizer: PreTrainedTokenizerBase, contents: dict[str, str], roles: list[str], chat_options: str) -> str:
     messages = [{"role": role, "content": contents[role]} for role in roles]
     try:
@@ -101,12 +87,7 @@ def _apply(tokenizer: PreTrainedTokenizerBase, contents: dict[str, str], roles: 
 
 
 def encode_content(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text in which nothing is control, whatever it looks like.
-
-    Raises
-    ------
-    RowError : the tokenizer cannot write the text without a control token.
-    """
+    """Token ids of a text in which nothing is control, whatever it looks like; RowError where that cannot be."""
     ids = _encode(tokenizer, text)
     control = _control_tokens(tokenizer)
     if control.keys().isdisjoint(ids):

@@ -19,34 +19,22 @@ _ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class HistoryEvent:
-    """One rated (or just seen) item.
-
-    Parameters
-    ----------
-    attributes : the item's, None values dropped, title not among them.
-    rating : None where the table has none.
-    """
+    """One rated (or just seen) item."""
 
     item_id: str | int
     title: str
-    attributes: dict[str, object]
+    attributes: dict[str, object]  # the item's, None values dropped, title not among them
     rating: float | None
 
 
 @dataclass(frozen=True)
 class Entity:
-    """One user or item.
-
-    Parameters
-    ----------
-    attributes : column -> value, None values dropped; an item's title is one of them, `created_at` is not.
-    history : oldest first; empty for items.
-    """
+    """One user or item."""
 
     side: Side
     entity_id: str | int
-    attributes: dict[str, object]
-    history: tuple[HistoryEvent, ...] = ()
+    attributes: dict[str, object]  # None values dropped; an item's title is one of them, `created_at` is not
+    history: tuple[HistoryEvent, ...] = ()  # oldest first; empty for items
 
 
 def iter_entities(

@@ -12,16 +12,9 @@ _HEADING = re.compile(r"^\**([^:\n]{1,60}?)\**[ \t]*\n")
 
 
 def parse_knowledge(template: PromptTemplate, text: str) -> dict[str, str]:
-    """The answer's fields.
+    """The answer's fields: aspect -> text for the `aspects` parser, in the order written; {"text": text} for `free`.
 
-    Returns
-    -------
-    Aspect -> text for the `aspects` parser, in the order written; {"text": text} for the `free` one.
-
-    Raises
-    ------
-    RowError : reason "unparsable: ..." for an empty text, or one without a numbered aspect where the template asks
-        for them.
+    Raises RowError, "unparsable: ...", for an empty text, or one without a numbered aspect where they are asked for.
     """
     if not text.strip():
         raise RowError("unparsable: the text is empty")

@@ -13,30 +13,23 @@ from functools import cache
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from laserbatch.pipeline.errors import ConfigError, RowError
+from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.chat_format import chat_skeleton, encode_content
 from laserbatch.pipeline.knowledge.entities import Entity, HistoryEvent
-from laserbatch.pipeline.knowledge.templates import Columns, HistoryLines, PromptTemplate, load_template
+from laserbatch.pipeline.knowledge.templates import Columns, HistoryLines, PromptTemplate
 
-__all__ = ["RenderedPrompt", "fingerprint", "load_template", "render_prompt"]
+LAYOUT_VERSION = 1  # another one where the same template and values become another prompt: fingerprints hold it
+_Event = tuple[str, str | None, str | None]  # title, attributes and rating as text; None where there are none
 
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """A prompt, ready for the model.
+    """A prompt, ready for the model."""
 
-    Parameters
-    ----------
-    token_ids : int32[n].
-    text : the same for people, control tokens written out.
-    num_history : events shown.
-    num_history_dropped : older events left out for the budget or the template's `max_events`.
-    """
-
-    token_ids: np.ndarray
-    text: str
-    num_history: int
-    num_history_dropped: int
+    token_ids: np.ndarray  # int32[n]
+    text: str  # the same for people, control tokens written out
+    num_history: int  # events shown
+    num_history_dropped: int  # older ones, left out for the token limit or the template's `max_events`
 
 
 def render_prompt(
@@ -53,15 +46,8 @@ def render_prompt(
     RowError : reason "no-title" for an item without one; "too-long" when it does not fit without any history;
         "undecodable" when the text cannot be written in plain tokens.
     """
-    if template.side != entity.side:
-        raise ConfigError(
-            f"the prompt template {template.identity} is for {template.side}s; name one for {entity.side}s as "
-            f"knowledge.{entity.side}_template"
-        )
-    if entity.side == "item" and not str(entity.attributes.get("title", "")).strip():
-        raise RowError("no-title: the item has no title, so there is nothing to ask about")
     skeleton = chat_skeleton(tokenizer, template.system is not None, template.chat_options)
-    head, events, tail = _blocks(template, entity)
+    head, events, tail = _values(template, entity)
 
     @cache
     def encoded(num_shown: int) -> RenderedPrompt:
@@ -92,33 +78,28 @@ def render_prompt(
     return encoded(num_shown)
 
 
-def fingerprint(
-    rendered: RenderedPrompt, template: PromptTemplate, model_id: str, decoding_settings: dict[str, object]
-) -> str:
-    """SHA-256, as 32 hexadecimal digits, of all that decides a text apart from the drafts.
+def fingerprint(template: PromptTemplate, entity: Entity, shared: str) -> str:
+    """SHA-256, as 32 hexadecimal digits, of all that decides a text apart from the drafts; nothing is tokenised.
 
-    An entity whose fingerprint is the same as before keeps its text.
+    An entity whose fingerprint is the same as before keeps its text. What the template shows of the entity counts
+    before histories are cut to the tokens that a prompt may have: equal fingerprints mean equal prompts.
 
     Parameters
     ----------
-    rendered : the prompt; its token ids count, which hold the tokenizer and the chat template.
-    model_id : changes with the weights.
-    decoding_settings : what of decoding can change a text (verifier, its limits, length, stop strings, dtype); a JSON
-        object in which the order of keys means nothing.
+    shared : a hash of what else decides it: template, tokenizer, the limit, model, decoding.
+
+    Raises
+    ------
+    RowError : reason "no-title" for an item without one.
     """
-    described = json.dumps(
-        {"template": template.identity, "parser": template.parser, "model": model_id, "decoding": decoding_settings},
-        sort_keys=True,
-        separators=(",", ":"),
-    )
-    digest = hashlib.sha256(described.encode())
-    digest.update(b"\0")
-    digest.update(np.ascontiguousarray(rendered.token_ids, "<i4").tobytes())
-    return digest.hexdigest()[:32]
+    values = json.dumps([LAYOUT_VERSION, shared, _values(template, entity)])
+    return hashlib.sha256(values.encode()).hexdigest()[:32]
 
 
-def _blocks(template: PromptTemplate, entity: Entity) -> tuple[str, tuple[HistoryEvent, ...], str]:
-    """Text before the history, the history's newest events oldest first, text after it."""
+def _values(template: PromptTemplate, entity: Entity) -> tuple[str, list[_Event], str]:
+    """Text before the history, the values of its newest events oldest first, text after it."""
+    if entity.side == "item" and not str(entity.attributes.get("title", "")).strip():
+        raise RowError("no-title: the item has no title, so there is nothing to ask about")
     head = [template.instruction.strip()] if template.instruction.strip() else []
     columns = template.attributes
     shown = columns.shown(entity.attributes)
@@ -128,16 +109,24 @@ def _blocks(template: PromptTemplate, entity: Entity) -> tuple[str, tuple[Histor
             for name in shown
         ]
         head.append("\n".join(([columns.heading] if columns.heading else []) + lines))
-    newest: tuple[HistoryEvent, ...] = ()
+    events = []
     if template.history is not None:
         newest = entity.history[max(0, len(entity.history) - template.history.max_events) :]
-    return "\n".join(head), newest, (template.request or "").strip()
+        events = [_event(event, template.history) for event in newest]
+    return "\n".join(head), events, (template.request or "").strip()
 
 
-def _content(template: PromptTemplate, head: str, events: tuple[HistoryEvent, ...], tail: str) -> str:
+def _event(event: HistoryEvent, columns: HistoryLines) -> _Event:
+    values = [_value(event.attributes[name], columns) for name in columns.shown(event.attributes)]
+    attributes = columns.separator.join(values) if values else None
+    rating = None if event.rating is None else f"{event.rating:g}"
+    return _plain(event.title, columns.max_value_chars), attributes, rating
+
+
+def _content(template: PromptTemplate, head: str, events: list[_Event], tail: str) -> str:
     parts = [head] if head else []
     if template.history is not None:
-        lines = [_event(number, event, template.history) for number, event in enumerate(events, start=1)]
+        lines = [_line(number, event, template.history) for number, event in enumerate(events, start=1)]
         if template.history.heading:
             parts.append(template.history.heading)
         parts.extend(lines or [template.history.none])
@@ -146,14 +135,12 @@ def _content(template: PromptTemplate, head: str, events: tuple[HistoryEvent, ..
     return "\n".join(parts)
 
 
-def _event(number: int, event: HistoryEvent, columns: HistoryLines) -> str:
-    values = [_value(event.attributes[name], columns) for name in columns.shown(event.attributes)]
-    pattern = columns.line_unrated if event.rating is None else columns.line
-    if not values:
+def _line(number: int, event: _Event, columns: HistoryLines) -> str:
+    title, attributes, rating = event
+    pattern = columns.line_unrated if rating is None else columns.line
+    if attributes is None:
         pattern = pattern.replace(columns.separator + "{attributes}", "")
-    rating = "" if event.rating is None else f"{event.rating:g}"
-    title = _plain(event.title, columns.max_value_chars)
-    return pattern.format(number=number, title=title, attributes=columns.separator.join(values), rating=rating)
+    return pattern.format(number=number, title=title, attributes=attributes or "", rating=rating or "")
 
 
 def _value(value: object, columns: Columns) -> str:

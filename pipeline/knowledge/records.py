@@ -1,22 +1,25 @@
-"""The record that a night keeps of each text, as an Arrow schema.
+"""The record that a night keeps of each text: its Arrow schema, and those of the night before by entity.
 
 One row an entity and side. The text and its token ids are both kept: the ids are what tomorrow's pools are built
 from, and they need not be recoverable from the text. Nothing here depends on the clock, so that the same night
 run twice writes the same bytes.
 """
 
-import pyarrow as pa
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
 
-RECORD_VERSION = 4  # 1 and 2 had no is_stale; 2 and 3 could have alternative_ids
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from laserbatch.pipeline.storage.parquet import iter_parquet
+
+RECORD_VERSION = 4
 
 
 def knowledge_schema(entity_id_type: pa.DataType) -> pa.Schema:
-    """Arrow schema of knowledge files, whose `entity_id` keeps the type it has in the input table.
-
-    Parameters
-    ----------
-    entity_id_type : `pa.string()` or `pa.int64()`.
-    """
+    """Arrow schema of knowledge files, whose `entity_id` keeps the type it has in the input table."""
     return pa.schema(
         [
             pa.field("entity_id", entity_id_type, nullable=False),
@@ -48,20 +51,66 @@ def knowledge_schema(entity_id_type: pa.DataType) -> pa.Schema:
     )
 
 
-def as_current(table: pa.Table, entity_id_type: pa.DataType, is_stale: bool) -> pa.Table:
-    """Knowledge records of this or an earlier version in the form of this one; what was not recorded then is null.
+class PreviousKnowledge:
+    """Records by their row: the place in their files one after another. Texts and tokens stay on disk until needed.
 
     Parameters
     ----------
-    table : rows of knowledge files.
-    entity_id_type : that the result is to have.
-    is_stale : what the result says of every row, whatever it was before.
+    folder : of knowledge files; None, or none in it, on the first night.
     """
-    schema = knowledge_schema(entity_id_type)
-    if "is_stale" in table.column_names:
-        table = table.drop_columns(["is_stale"])
-    table = table.append_column("is_stale", pa.repeat(is_stale, table.num_rows))
-    for field in schema:
-        if field.nullable and field.name not in table.column_names:
-            table = table.append_column(field, pa.nulls(table.num_rows, field.type))
-    return table.select(schema.names).cast(schema)
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        batches = list(self._batches(["entity_id", "fingerprint"]))
+        self.num_rows = sum(batch.num_rows for batch in batches)
+        self._entity_ids = [batch["entity_id"] for batch in batches]
+        self._fingerprints = pa.chunked_array([batch["fingerprint"] for batch in batches], pa.string())
+
+    @cached_property
+    def _row_of(self) -> dict[object, int]:
+        ids = (key for part in self._entity_ids for key in part.to_pylist())
+        return {key: row for row, key in enumerate(ids)}
+
+    def row_of(self, entity_id: object) -> int | None:
+        """Row of the entity's record, or None."""
+        return self._row_of.get(entity_id)
+
+    def fingerprint(self, row: int) -> str:
+        """What the record of that row was generated from."""
+        return self._fingerprints[row].as_py()
+
+    def rows_of(self, entity_ids: pa.ChunkedArray) -> list[int]:
+        """Rows of the entities that have a record, ascending."""
+        known = pa.chunked_array(self._entity_ids) if self._entity_ids else entity_ids[:0]
+        if known.type != entity_ids.type:
+            return []
+        return np.flatnonzero(pc.is_in(known, value_set=entity_ids).to_numpy()).tolist()
+
+    def token_ids(self, rows: Iterable[int]) -> dict[int, np.ndarray]:
+        """Token ids of the texts of some rows, int32."""
+        rows = sorted(rows)
+        ids = (value.values for batch in self._taken(rows, ["token_ids"]) for value in batch["token_ids"])
+        return {row: np.asarray(values, np.int32) for row, values in zip(rows, ids, strict=True)}
+
+    def records(self, rows: list[int], entity_id_type: pa.DataType, is_stale: bool) -> pa.RecordBatchReader:
+        """Records of some rows, ascending, a few in memory at a time; `is_stale` is what they are to say."""
+        schema = knowledge_schema(entity_id_type)
+        names = [name for name in schema.names if name != "is_stale"]
+        columns = (
+            {name: batch[name] for name in names} | {"is_stale": pa.repeat(is_stale, len(batch))}
+            for batch in self._taken(rows, names)
+        )
+        batches = (pa.record_batch(part).select(schema.names).cast(schema) for part in columns)
+        return pa.RecordBatchReader.from_batches(schema, batches)
+
+    def _taken(self, rows: list[int], columns: list[str]) -> Iterator[pa.RecordBatch]:
+        is_taken, start = np.zeros(self.num_rows, bool), 0
+        is_taken[rows] = True
+        for batch in self._batches(columns) if rows else ():
+            mask = is_taken[start : start + batch.num_rows]
+            start += batch.num_rows
+            if mask.any():
+                yield batch.filter(pa.array(mask))  # `take` of a whole side fails where it has 2 GiB of text
+
+    def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        return iter(()) if self._folder is None else iter_parquet(self._folder, columns)

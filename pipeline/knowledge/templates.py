@@ -133,17 +133,12 @@ class KnowledgeSettings(Strict):
 
 @lru_cache(maxsize=64)
 def load_template(name: str, folder: str | Path | None = None) -> PromptTemplate:
-    """Load a template by name: `<folder>/<name>.yaml` where there is one, else the one that ships.
-
-    Raises
-    ------
-    ConfigError : no such template, or a file that is not one.
-    """
+    """Load a template by name: `<folder>/<name>.yaml` where there is one, else the one that ships."""
     folders = [SHIPPED_TEMPLATES] if folder is None else [Path(folder), SHIPPED_TEMPLATES]
     paths = (place / f"{name}.yaml" for place in folders)
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
-        known = ", ".join(template_names(folder))
+        known = ", ".join(sorted({path.stem for place in folders for path in place.glob("*.yaml")}))
         raise ConfigError(f"there is no prompt template {name!r}; templates are: {known}. Name one of these.")
     try:
         template = PromptTemplate.model_validate(read_yaml(path, "prompt template", "name another"))
@@ -152,11 +147,3 @@ def load_template(name: str, folder: str | Path | None = None) -> PromptTemplate
     if template.name != name:
         raise ConfigError(f"prompt template {path} calls itself {template.name!r}; its name must be that of its file")
     return template
-
-
-def template_names(folder: str | Path | None = None) -> list[str]:
-    """Names of all templates: those that ship and those of a folder of the user's own."""
-    names = {path.stem for path in SHIPPED_TEMPLATES.glob("*.yaml")}
-    if folder is not None and Path(folder).is_dir():
-        names |= {path.stem for path in Path(folder).glob("*.yaml")}
-    return sorted(names)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from pydantic import TypeAdapter, ValidationError
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import Side
@@ -64,6 +65,9 @@ class SidePlan:
     num_refused: int  # that cannot even be asked about
     routes: dict[str, int]  # scheme -> entities, over all of them
     shards: tuple[Shard, ...]
+
+
+_PLAN = TypeAdapter(SidePlan)
 
 
 def open_plan(
@@ -150,9 +154,8 @@ def load_plan(run_dir: Path, side: Side) -> SidePlan | None:
     if not path.exists():
         return None
     try:
-        data = read_json(path)
-        plan = SidePlan(**data | {"shards": tuple(Shard(**shard) for shard in data.get("shards", ()))})
-    except (WorkspaceError, TypeError) as error:
+        plan = _PLAN.validate_python(read_json(path))
+    except (WorkspaceError, ValidationError) as error:
         logger.warning("the plan %s cannot be used and is made again: %s", path, error)
         return None
     num_planned = plan.num_carried_over + plan.num_refused + sum(shard.num_rows for shard in plan.shards)

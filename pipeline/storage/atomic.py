@@ -62,10 +62,7 @@ def atomic_path(path: Path | str) -> Iterator[Path]:
 def atomic_folder(path: Path | str, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder to fill, which becomes `path` when the block ends without an error.
 
-    Raises
-    ------
-    PipelineError
-        `path` is there and not empty, and `overwrite` is False; or it is a file, or the current folder.
+    Raises PipelineError where `path` is not empty and `overwrite` False, a file, or the current folder.
     """
     path = Path(path)
     if Path.cwd().is_relative_to(path.resolve()):
@@ -133,13 +130,14 @@ def read_json(path: Path | str, otherwise: str = "") -> dict:
     path = Path(path)
     try:
         data = json.loads(path.read_bytes())
+        if not isinstance(data, dict):
+            raise ValueError(f"it holds a {type(data).__name__}")
     except FileNotFoundError:
         raise WorkspaceError(f"{path} is missing; expected the JSON file that a run writes there.") from None
     except ValueError as error:
-        raise WorkspaceError(f"{path} is damaged: {error}; expected JSON. Restore it from a copy{otherwise}.") from None
-    if not isinstance(data, dict):
-        kind = type(data).__name__
-        raise WorkspaceError(f"{path} holds a JSON {kind}; expected an object. Restore it from a copy{otherwise}.")
+        raise WorkspaceError(
+            f"{path} is damaged: {error}; expected a JSON object. Restore it from a copy{otherwise}."
+        ) from None
     return data
 
 

@@ -31,14 +31,6 @@ def make_run_id(date: datetime.date, settings: Mapping, edition: int = 1) -> str
 
 
 @dataclass(frozen=True)
-class StageTime:
-    """How long a stage took, over all attempts at the run."""
-
-    name: str
-    wall_s: float
-
-
-@dataclass(frozen=True)
 class PoolFigures:
     """A pool that a run drafts from; `groups` has the numbers of texts and tokens of each."""
 
@@ -50,20 +42,13 @@ class PoolFigures:
 
 @dataclass(frozen=True)
 class PoolBuilt(PoolFigures):
-    """A pool that was built from a run's texts.
+    """A pool that was built from a run's texts."""
 
-    Attributes
-    ----------
-    incremental : whether it was merged from an earlier version's.
-    num_texts_changed, num_texts_left_out : texts that had to be sorted, and those that a full pool had no room for.
-    calibration : without its curves, as `retrieval_pools` says it, and the seconds that it took; None without replays.
-    """
-
-    incremental: bool
-    num_texts_changed: int
-    num_texts_left_out: int
+    incremental: bool  # whether it was merged from an earlier version's
+    num_texts_changed: int  # that had to be sorted
+    num_texts_left_out: int  # for which a full pool had no room
     build_s: float
-    calibration: dict[str, Any] | None
+    calibration: dict[str, Any] | None  # without its curves, as `retrieval_pools` says it; None without replays
 
 
 @dataclass(frozen=True)
@@ -95,16 +80,27 @@ class WorkerFigures:
 
 
 @dataclass(frozen=True)
-class ShardFigures:
-    """A finished shard; `file` is relative to the run's folder."""
+class ShardInfo:
+    """How a shard's texts were written: by which plan, model and number of workers, and what was counted."""
 
-    shard_id: str
+    planned_sha256: str
     group: str
-    file: str
-    num_rows: int
-    sha256: str
-    wall_s: float
     stats: DecodingStats
+    model: ModelFigures
+    num_workers: int
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """A finished shard, as its JSON file says; the rows that failed lie beside it."""
+
+    name: str  # of the files, without suffix: "00000"
+    file: str  # of its knowledge, relative to the run folder
+    num_rows: int
+    sha256: str  # of the knowledge file
+    num_quarantined: int = 0
+    quarantine_sha256: str | None = None
+    info: ShardInfo | None = None  # None where its texts needed no model
 
 
 @dataclass(frozen=True)
@@ -129,23 +125,14 @@ class SampleText:
 
 @dataclass(frozen=True)
 class BudgetForecast:
-    """What a budget was chosen for.
+    """What a budget was chosen for; None where nothing was replayed."""
 
-    Attributes
-    ----------
-    reason : how it was chosen, in a sentence.
-    step_cost : the name of the step cost, None where it did not matter.
-    batch_size : that of the forecast.
-    tokens_per_step, mean_drafted : of replays, bonus token included; None where nothing was replayed.
-    speed_up : tokens per second over plain decoding in full batches, prompts not counted; None likewise.
-    """
-
-    reason: str
-    step_cost: str | None = None
+    reason: str  # how it was chosen, in a sentence
+    step_cost: str | None = None  # the name of the step cost; None where it did not matter
     batch_size: int | None = None
-    tokens_per_step: float | None = None
+    tokens_per_step: float | None = None  # bonus token included
     mean_drafted: float | None = None
-    speed_up: float | None = None
+    speed_up: float | None = None  # tokens per second over plain decoding in full batches, prompts not counted
 
 
 @dataclass(frozen=True)
@@ -159,11 +146,7 @@ class BudgetFigures:
 
 @dataclass(frozen=True)
 class SideFigures:
-    """What was done of a side; counts are of entities.
-
-    Of plain decoding there are neither budget nor samples, but
-    `stats_of_tonight`: of the entities that the night itself wrote about.
-    """
+    """What was done of a side; counts are of entities. Of plain decoding there are neither budget nor samples."""
 
     num_entities: int
     num_generated: int
@@ -172,11 +155,11 @@ class SideFigures:
     num_kept: int  # of those in quarantine, with the text of an earlier night
     quarantine_reasons: dict[str, int]
     routes: dict[str, int]  # scheme -> entities
-    shards: list[ShardFigures]
+    shards: list[ShardRecord]
     stats: DecodingStats
     budget: BudgetFigures | None = None
     samples: list[SampleText] = field(default_factory=list)
-    stats_of_tonight: DecodingStats | None = None
+    stats_of_tonight: DecodingStats | None = None  # of plain decoding: of the entities that the night wrote about
 
 
 @dataclass(frozen=True)
@@ -234,26 +217,16 @@ class CtrFigures:
 
 
 @dataclass(frozen=True)
-class SideStats:
-    """What of a side is compared with the night after."""
-
-    stats: DecodingStats
-
-
-@dataclass(frozen=True)
 class PreviousNight:
-    """The run that a run was built on."""
+    """The run that a run was built on, and what of it is compared with the night after."""
 
     run_id: str
-    sides: dict[Side, SideStats]
+    sides: dict[Side, DecodingStats]
 
 
 @dataclass(kw_only=True)
 class RunManifest:
-    """A run's manifest; a stage sets what is its own, and `save` writes all of it.
-
-    `inputs` are plain JSON, as those who make them say.
-    """
+    """A run's manifest; a stage sets what is its own, and `save` writes all of it."""
 
     path: Annotated[Path, Field(exclude=True)]
     format_version: int = MANIFEST_VERSION
@@ -278,12 +251,12 @@ class RunManifest:
     ctr: Annotated[CtrFigures, BeforeValidator(lambda value: value or {})] = CtrFigures()
     pools_built: dict[Side, PoolBuilt] = field(default_factory=dict)
     previous_night: PreviousNight | None = None
-    stages: list[StageTime] = field(default_factory=list)
+    stages: dict[str, float] = field(default_factory=dict)  # wall time in seconds, over all attempts
 
     @classmethod
     def create(
         cls,
-        path: Path | str,
+        path: Path,
         date: datetime.date,
         settings: Mapping,
         laserbatch_version: str,
@@ -292,7 +265,7 @@ class RunManifest:
     ) -> "RunManifest":
         """A manifest with its head filled in; not saved yet. `settings` and `machine` are plain JSON."""
         return cls(
-            path=Path(path),
+            path=path,
             run_id=make_run_id(date, settings, edition),
             date=date,
             settings=dict(settings),
@@ -330,13 +303,8 @@ class RunManifest:
         write_json(self.as_json(), self.path)
 
     def add_stage(self, name: str, wall_s: float) -> None:
-        """Record a stage's wall time in seconds; a stage that ran before (a resumed run) adds up."""
-        before = sum(stage.wall_s for stage in self.stages if stage.name == name)
-        timed = StageTime(name, before + wall_s)
-        if before:
-            self.stages = [timed if stage.name == name else stage for stage in self.stages]
-        else:
-            self.stages = [*self.stages, timed]
+        """Record a stage's wall time; a stage that ran before (a resumed run) adds up."""
+        self.stages[name] = self.stages.get(name, 0.0) + wall_s
 
 
 _MANIFEST = TypeAdapter(RunManifest)

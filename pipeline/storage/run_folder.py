@@ -10,42 +10,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import TypeAdapter, ValidationError
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import read_json, remove_leftovers, sha256_file, write_json, write_text
-from laserbatch.pipeline.storage.manifest import ModelFigures, RunManifest
-from laserbatch.pipeline.storage.parquet import WrittenFile, in_order_of, iter_parquet, read_parquet, write_parquet
+from laserbatch.pipeline.storage.manifest import RunManifest, ShardInfo, ShardRecord
+from laserbatch.pipeline.storage.parquet import WrittenFile, iter_parquet, read_parquet, write_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, quarantine_schema, quarantine_table
-from laserbatch.pipeline.storage.stats import DecodingStats
 
 logger = logging.getLogger("laserbatch.storage")
 
-
-@dataclass(frozen=True)
-class ShardInfo:
-    """How a shard's texts were written: by which plan, model and number of workers, and what was counted."""
-
-    planned_sha256: str
-    group: str
-    stats: DecodingStats
-    model: ModelFigures
-    num_workers: int
-
-
-@dataclass(frozen=True)
-class ShardRecord:
-    """A finished shard, as its JSON file says; the rows that failed lie beside it."""
-
-    name: str  # of the files, without suffix: "00000"
-    file: str  # of its knowledge, relative to the run folder
-    num_rows: int
-    sha256: str  # of the knowledge file
-    num_quarantined: int = 0
-    quarantine_sha256: str | None = None
-    info: ShardInfo | None = None  # None where its texts needed no model
+NUM_NAMED = 5  # of the ids that a message tells
 
 
 _SHARD_RECORD = TypeAdapter(ShardRecord)
@@ -201,12 +180,47 @@ class RunFolder:
         for record in finished:
             if record.num_quarantined:
                 parts.append(read_parquet(self._shard_quarantine_path(side, record.name)))
-        merged = in_order_of(pa.concat_tables(parts), "entity_id")
+        merged = pa.concat_tables(parts).sort_by("entity_id")
         return write_parquet(merged, self.quarantine_path(side), quarantine_schema(entity_id_type))
 
     def read_quarantine(self, side: Side, columns: Sequence[str] | None = None) -> pa.Table:
         """The merged quarantine of a side; no rows when nothing was merged yet."""
         return read_parquet(self.quarantine_path(side), columns, schema=quarantine_schema(pa.string()))
+
+    def require_every_entity(self, side: Side, entity_ids: pa.ChunkedArray) -> None:
+        """Each entity has a record that is not stale, or else a row in quarantine, once; who has a stale one has both.
+
+        `entity_ids` are those of the side's table as the run sees it, each once. Raises WorkspaceError, which names
+        the first ids, where it is not so.
+        """
+        parts: dict[str, list[pa.Array]] = {"fresh": [], "stale": []}
+        for batch in self.iter_knowledge(side, ("entity_id", "is_stale")):
+            parts["fresh"].append(batch["entity_id"].filter(pc.invert(batch["is_stale"])))
+            parts["stale"].append(batch["entity_id"].filter(batch["is_stale"]))
+        ids = {name: pa.chunked_array(chunks, entity_ids.type) for name, chunks in parts.items()}
+        ids["quarantined"] = self.read_quarantine(side, ["entity_id"])["entity_id"]
+        rows = {name: pc.index_in(part, value_set=entity_ids) for name, part in ids.items()}
+        num_fresh, num_stale, num_quarantined = (
+            np.bincount(part.drop_null().to_numpy(), minlength=len(entity_ids)) for part in rows.values()
+        )
+        faults = {
+            "neither in its knowledge nor in quarantine": num_fresh + num_quarantined == 0,
+            "there more than once": (num_fresh + num_quarantined > 1) | (num_stale > 1),
+            "there with an old text but not in quarantine": num_stale > num_quarantined,
+        }
+        found = [(fault, entity_ids.filter(pa.array(is_so))) for fault, is_so in faults.items()]
+        found += [("not in the table", ids[name].filter(part.is_null())) for name, part in rows.items()]
+        told = []
+        for fault, some in found:
+            if len(some):
+                named = ", ".join(map(str, some[:NUM_NAMED])) + (", ..." if len(some) > NUM_NAMED else "")
+                told.append(f"{len(some)} are {fault} ({named})")
+        if told:
+            raise WorkspaceError(
+                f"{self.root}: of {len(entity_ids)} {side}s {'; '.join(told)}. Nothing is published. Run the same "
+                "command again: what is lost is planned and written again, the rest stays. If this comes back, delete "
+                "the folder."
+            )
 
     def finish(self) -> None:
         """Write `_SUCCESS`. Call it last: nothing of the run may change afterwards."""

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,9 @@ class DecodingStats:
         """Of the engine's results for the texts of one shard."""
 
         def by_source(name: str) -> dict[str, int]:
-            counts = _sum_arrays(getattr(result, name) for result in results)
-            return dict(zip(SOURCE_NAMES, counts + [0] * (len(SOURCE_NAMES) - len(counts)), strict=True))
+            return dict(
+                zip_longest(SOURCE_NAMES, _sum_arrays(getattr(result, name) for result in results), fillvalue=0)
+            )
 
         return cls(
             num_texts=len(results),
@@ -62,24 +64,17 @@ class DecodingStats:
     @classmethod
     def total(cls, parts: Iterable["DecodingStats"]) -> "DecodingStats":
         """Of several passes together."""
-        parts = list(parts)
-
-        def summed(name: str) -> int | float:
-            return sum(getattr(part, name) for part in parts)
-
-        def by_name(name: str) -> dict[str, int]:
-            counts = Counter()
-            for part in parts:
-                counts.update(getattr(part, name))
-            return dict(counts)
-
-        numbers = ("num_texts", "num_tokens", "num_steps", "num_drafted", "num_accepted", "num_rewritten", "wall_s")
-        return cls(
-            **{name: summed(name) for name in numbers},
-            **{name: by_name(name) for name in ("drafted_by_source", "accepted_by_source", "finish_reasons")},
-            drafted_by_depth=_sum_arrays(part.drafted_by_depth for part in parts),
-            accepted_by_depth=_sum_arrays(part.accepted_by_depth for part in parts),
-        )
+        parts, totals = [cls(), *parts], {}
+        for name, none in vars(cls()).items():
+            values = [getattr(part, name) for part in parts]
+            if isinstance(none, dict):
+                counts = Counter()
+                for value in values:
+                    counts.update(value)
+                totals[name] = dict(counts)
+            else:
+                totals[name] = _sum_arrays(values) if isinstance(none, list) else sum(values)
+        return cls(**totals)
 
     @property
     def acceptance_length(self) -> float | None:

@@ -1,7 +1,6 @@
 """A workspace: the folder that keeps every night, one writer at a time, and one published run."""
 
 import fcntl
-import json
 import logging
 import os
 import re
@@ -32,10 +31,7 @@ class Workspace:
     def open(cls, root: Path | str, create: bool = True) -> "Workspace":
         """Open a workspace, or with `create` make one where the folder is not there or empty.
 
-        Raises
-        ------
-        WorkspaceError
-            It is of another version, is not a workspace (a folder with other things in it), or is not there.
+        Raises WorkspaceError for one of another version, a folder with other things in it, or none.
         """
         root = Path(root)
         version_file = root / "workspace.json"
@@ -47,7 +43,7 @@ class Workspace:
                     "Use the laserbatch that made it, or give a new folder."
                 )
             return cls(root)
-        if root.exists() and not root.is_dir():
+        if root.is_file():
             raise WorkspaceError(f"{root} is a file; expected a workspace folder. Give another path.")
         if root.is_dir() and any(not name.name.startswith(".") for name in root.iterdir()):
             raise WorkspaceError(
@@ -55,9 +51,7 @@ class Workspace:
                 f"or write {_VERSION_TEXT} to workspace.json if that was lost."
             )
         if not create:
-            raise WorkspaceError(
-                f"{root} is not a workspace: nothing is there. Check the path, or run `laserbatch nightly`."
-            )
+            raise WorkspaceError(f"{root} is no workspace: nothing is there. Check it, or run `laserbatch nightly`.")
         root.mkdir(parents=True, exist_ok=True)
         write_json({"format_version": WORKSPACE_VERSION}, version_file)
         return cls(root)
@@ -125,55 +119,31 @@ class Workspace:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise WorkspaceBusy(self._busy_message(_read_holder(descriptor))) from None
+                holder = _holder(descriptor) or "another process"
+                raise WorkspaceBusy(
+                    f"the workspace {self.root} is in use by {holder}, or by workers that it left; wait for it to end "
+                    "and run this again."
+                ) from None
             except OSError as error:
                 raise WorkspaceError(
                     f"{self.root} cannot be locked ({error}); expected a file system that supports flock. "
                     "Put the workspace on a local disk or on NFS 4."
                 ) from None
-            left_by = _read_holder(descriptor)
+            left_by = _holder(descriptor)
             if left_by:
-                logger.warning("the lock of %s was left by pid %s on %s, which is gone; taking it over",
-                               self.root, left_by.get("pid"), left_by.get("host"))  # fmt: skip
+                logger.warning("the lock of %s was left by %s, which is gone; taking it over", self.root, left_by)
+            os.ftruncate(descriptor, 0)
             with suppress(OSError):  # on a full disk: who holds it is for people, and `pools gc` is to make room
-                _write_holder(descriptor, {"pid": os.getpid(), "host": socket.gethostname()})
+                os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
             try:
                 yield
             finally:
-                _write_holder(descriptor, {})
+                os.ftruncate(descriptor, 0)
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
         finally:
             os.close(descriptor)
 
-    def _busy_message(self, holder: dict) -> str:
-        pid, host = holder.get("pid"), holder.get("host")
-        if pid is None:
-            return f"the workspace {self.root} is in use by another process; wait for it to end and run this again."
-        gone = host == socket.gethostname() and not _is_alive(pid)
-        whose = f"a child of pid {pid}, itself gone," if gone else f"pid {pid}"
-        return f"the workspace {self.root} is in use by {whose} on {host}; wait for it to end and run this again."
 
-
-def _read_holder(descriptor: int) -> dict:
-    text = os.pread(descriptor, 4096, 0)
-    try:
-        holder = json.loads(text) if text else {}
-    except ValueError:  # its writer was killed in between
-        return {}
-    return holder if isinstance(holder, dict) else {}
-
-
-def _write_holder(descriptor: int, holder: dict) -> None:
-    os.ftruncate(descriptor, 0)
-    if holder:
-        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+def _holder(descriptor: int) -> str:
+    """What the file says of who holds the lock; nothing where a writer was killed in between."""
+    return os.pread(descriptor, 300, 0).decode(errors="replace").strip("\0")

@@ -48,7 +48,7 @@ def test_a_record_says_what_was_written_and_how_fast():
     stats = {"num_texts": 2, "num_steps": 10, "num_tokens": 30, "num_accepted": 20, "wall_s": 3.0}
     side = {"num_entities": 3, "num_generated": 2, "num_carried_over": 1, "num_quarantined": 0, "routes": {}}
     side |= {"quarantine_reasons": {}, "stats": stats | {"accepted_by_source": {}, "finish_reasons": {}}}
-    manifest = {"sides": {"user": side}, "stages": [{"name": "generate", "wall_s": 4.0}], "pools_built": 1}
+    manifest = {"sides": {"user": side}, "stages": {"generate": 4.0}, "pools_built": 1}
     record = record_of(manifest) | {"date": "2025-03-01", "wall_s": 9.0}
     found = record["sides"]["user"]
     assert (found["tokens_per_text"], found["tokens_per_step"], found["tokens_per_s"]) == (15.0, 3.0, 10.0)

@@ -23,10 +23,9 @@ from laserbatch.pipeline.distributed.settings import ClusterSettings, workers_of
 from laserbatch.pipeline.distributed.worker import ShardWorker, WorkerSpec
 from laserbatch.pipeline.errors import ModelError, RunFailed
 from laserbatch.pipeline.knowledge.entities import iter_entities
+from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.planning.plan import load_plan, read_shard, save_plan
-from laserbatch.pipeline.planning.planner import plan_side
-from laserbatch.pipeline.planning.previous import PreviousKnowledge
-from laserbatch.pipeline.planning.prompting import prompt_renderer
+from laserbatch.pipeline.planning.planner import plan_side, prompt_renderer
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo
 from laserbatch.pipeline.storage.stats import DecodingStats
@@ -56,7 +55,7 @@ def planned(world: Path, run_dir: Path):
         "item",
         iter_entities(tables, "item"),
         tables.items.schema.field("item_id").type,
-        render=prompt_renderer("item", settings.knowledge, settings.decoding, settings.model_dir),
+        prompt_of=prompt_renderer("item", settings.knowledge, settings.decoding, settings.model_dir),
         previous=PreviousKnowledge(None),
         shard_size=4,
         batch_size=4,

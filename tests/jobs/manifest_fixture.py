@@ -162,19 +162,19 @@ def side_of(
 ) -> dict:
     """One side of a manifest, in two shards."""
     quarantined = sum(reasons.values())
+    model = {"id": "sample-1a2b3c4d", "dtype": "float32", "device": "cpu", "num_parameters": 5_240_000}
+    info = {"planned_sha256": "5c" * 32, "group": "collaborative/0", "model": model, "num_workers": 2}
     half = {
-        "shard_id": f"{side}-00000",
-        "group": "collaborative/0",
+        "name": "00000",
         "num_rows": num_generated // 2,
-        "wall_s": counted["wall_s"] * 0.52,
         "file": f"knowledge/{side}/00000.parquet",
         "sha256": "5b" * 32,
-        "stats": counted,
+        "info": info | {"stats": counted | {"wall_s": counted["wall_s"] * 0.52}},
     }
     other = half | {
-        "shard_id": f"{side}-00001",
+        "name": "00001",
         "num_rows": num_generated - num_generated // 2,
-        "wall_s": counted["wall_s"] * 0.48,
+        "info": info | {"stats": counted | {"wall_s": counted["wall_s"] * 0.48}},
     }
     return {
         "num_entities": num_entities,
@@ -346,13 +346,7 @@ def night_manifest() -> dict:
                 ],
             ),
         },
-        "stages": [
-            {"name": "generate", "wall_s": 42.6},
-            {"name": "generate plain", "wall_s": 131.8},
-            {"name": "encode", "wall_s": 8.0},
-            {"name": "ctr", "wall_s": 61.7},
-            {"name": "pools", "wall_s": 0.94},
-        ],
+        "stages": {"generate": 42.6, "generate plain": 131.8, "encode": 8.0, "ctr": 61.7, "pools": 0.94},
         "plain": {
             "user": plain_side("user", 236, 167, 0, 412, 0, seed=5),
             "item": plain_side("item", 176, 103, 0, 433, 0, seed=6),
@@ -386,8 +380,8 @@ def night_manifest() -> dict:
         "previous_night": {
             "run_id": "2025-02-28-9c0de4f1",
             "sides": {
-                "user": {"stats": stats("user", 380, 166, 1.22, 742, 8.2, seed=7)},
-                "item": {"stats": stats("item", 262, 103, 1.05, 716, 7.9, seed=8)},
+                "user": stats("user", 380, 166, 1.22, 742, 8.2, seed=7),
+                "item": stats("item", 262, 103, 1.05, 716, 7.9, seed=8),
             },
         },
         "pools_built": {

@@ -8,9 +8,9 @@ import pyarrow as pa
 
 from laserbatch.pipeline.knowledge.entities import iter_entities
 from laserbatch.pipeline.knowledge.prompts import RenderedPrompt
+from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.planning.plan import save_plan
 from laserbatch.pipeline.planning.planner import plan_side
-from laserbatch.pipeline.planning.previous import PreviousKnowledge
 
 
 def invented_text(seed: int, num_changed: int = 0) -> np.ndarray:
@@ -29,7 +29,7 @@ def write_night(night, num_changed: int = 0, previous: Path | None = None) -> pa
         "item",
         entities,
         pa.string(),
-        render=lambda entity: (RenderedPrompt(np.array([70, 71], np.int32), "", 0, 0), f"{night.date}"),
+        prompt_of=lambda entity: (f"{night.date}", lambda: RenderedPrompt(np.array([70, 71], np.int32), "", 0, 0)),
         previous=PreviousKnowledge(previous),
         shard_size=32,
         batch_size=16,

@@ -132,7 +132,7 @@ def test_data_are_escaped_wherever_they_come_from(manifest):
     manifest["settings"]["decoding"]["verifier"] = manifest["ctr"]["rows"][0]["model"] = manifest["ctr"]["rows"][0][
         "variant"
     ] = HOSTILE
-    manifest["stages"].append({"name": HOSTILE, "wall_s": 1.0})
+    manifest["stages"][HOSTILE] = 1.0
     manifest["inputs"]["users"]["path"] = HOSTILE
     user = manifest["sides"]["user"]
     user["quarantine_reasons"] = {HOSTILE: 1}

@@ -4,7 +4,7 @@ from small_tokenizers import KINDS, SPECIAL, byte_level, make_user, wrap
 from tokenizers import AddedToken, Tokenizer, models
 
 from laserbatch.pipeline.errors import ModelError, RowError
-from laserbatch.pipeline.knowledge.chat_format import _say_plain, chat_skeleton, encode_content
+from laserbatch.pipeline.knowledge.chat_format import chat_skeleton, encode_content
 from laserbatch.pipeline.knowledge.entities import Entity
 from laserbatch.pipeline.knowledge.prompts import render_prompt
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
@@ -56,9 +56,8 @@ def test_a_system_message_that_has_no_place_goes_before_the_users(kind):
 
 
 def test_without_a_chat_template_a_prompt_begins_with_the_begin_token_and_that_is_said_once(caplog):
-    _say_plain.cache_clear()
+    plain = wrap(byte_level(), None)
     for _ in range(2):
-        plain = wrap(byte_level(), None)
         rendered = render_prompt(TEMPLATE, Entity("item", 1, {"title": "A"}), plain, 10_000)
     assert caplog.text.count("no chat template, so prompts are plain text") == 1
     assert rendered.token_ids[0] == plain.bos_token_id

@@ -3,10 +3,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import KINDS, make_user
 
-from laserbatch.pipeline.errors import ConfigError, RowError
+from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.entities import Entity, HistoryEvent
-from laserbatch.pipeline.knowledge.prompts import load_template, render_prompt
-from laserbatch.pipeline.knowledge.templates import PromptTemplate
+from laserbatch.pipeline.knowledge.prompts import render_prompt
+from laserbatch.pipeline.knowledge.templates import PromptTemplate, load_template
 
 TOKENIZER = KINDS["thinking"]()
 USER = PromptTemplate.model_validate(
@@ -99,8 +99,3 @@ def test_shipped_templates_render_with_every_tokenizer(any_tokenizer):
     for entity in (make_user(3), item):
         rendered = render_prompt(load_template(f"kar_{entity.side}"), entity, any_tokenizer, 10_000)
         assert rendered.token_ids.dtype == "int32" and "The Salt Harbour" in rendered.text
-
-
-def test_template_and_entity_must_be_of_one_side():
-    with pytest.raises(ConfigError, match=r"is for users; name one for items as knowledge.item_template"):
-        render_prompt(USER, Entity("item", 1, {"title": "A"}), TOKENIZER, 100)

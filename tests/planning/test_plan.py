@@ -7,13 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laserbatch.pipeline.errors import RowError
+from laserbatch.pipeline.knowledge import records as earlier_records
 from laserbatch.pipeline.knowledge.entities import Entity
 from laserbatch.pipeline.knowledge.prompts import RenderedPrompt
-from laserbatch.pipeline.knowledge.records import knowledge_schema
-from laserbatch.pipeline.planning import previous as previous_records
+from laserbatch.pipeline.knowledge.records import PreviousKnowledge, knowledge_schema
 from laserbatch.pipeline.planning.plan import load_plan, read_shard, save_plan
 from laserbatch.pipeline.planning.planner import FIRST_TEXTS, default_shard_size, plan_side
-from laserbatch.pipeline.planning.previous import PreviousKnowledge
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.routing.router import Route
@@ -32,11 +31,13 @@ def records(fingerprints: dict[str, str]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=knowledge_schema(pa.string()))
 
 
-def render(entity):
-    if entity.attributes.get("bad"):
-        raise RowError("too-long: of no use")
-    ids = np.arange(3, dtype=np.int32)
-    return RenderedPrompt(ids, "prompt", 0, 0), f"fingerprint-{entity.attributes['version']}"
+def prompt_of(entity):
+    def render():
+        if entity.attributes.get("bad"):
+            raise RowError("too-long: of no use")
+        return RenderedPrompt(np.arange(3, dtype=np.int32), "prompt", 0, 0)
+
+    return f"fingerprint-{entity.attributes['version']}", render
 
 
 def plan(entities, run_dir, previous=None, force=False, shard_size=4, apart=()):
@@ -44,7 +45,7 @@ def plan(entities, run_dir, previous=None, force=False, shard_size=4, apart=()):
         "user",
         entities,
         pa.string(),
-        render=render,
+        prompt_of=prompt_of,
         route=lambda entity: Route(f"g{len(entity.entity_id) % 3}", "attribute"),
         previous=PreviousKnowledge(None if previous is None else previous_folder(previous, run_dir)),
         force=force,
@@ -80,7 +81,7 @@ def test_every_entity_is_in_exactly_one_shard(tmp_path_factory, ids, shard_size)
 
 def test_unchanged_entities_are_carried_over_and_changed_ones_bring_their_old_text(tmp_path):
     previous = records({"a": "fingerprint-1", "b": "fingerprint-0", "gone": "fingerprint-1"})
-    planned = plan(users(["a", "b", "new"]), tmp_path, previous)
+    planned = plan(users(["a"], bad=True) + users(["b", "new"]), tmp_path, previous)  # `bad` if it were rendered
     assert planned.num_carried_over == 1
     carried = RunFolder(tmp_path).read_knowledge("user")
     assert carried["entity_id"].to_pylist() == ["a"]
@@ -94,10 +95,10 @@ def test_unchanged_entities_are_carried_over_and_changed_ones_bring_their_old_te
 def test_rows_of_an_earlier_version_are_carried_over_in_the_form_of_this_one(tmp_path):
     table = records({"a": "fingerprint-1", "b": "fingerprint-1"})
     alternatives = pa.array([[7, -1], None], pa.list_(pa.int32()))  # which versions 2 and 3 could have
-    plan(users(["a", "b"]), tmp_path, table.append_column("alternative_ids", alternatives))
+    old = table.drop_columns(["is_stale"]).append_column("alternative_ids", alternatives)  # 1 and 2 had no is_stale
+    plan(users(["a", "b"]), tmp_path, old.replace_schema_metadata({"laserbatch.version": "2"}))
     carried = RunFolder(tmp_path).read_knowledge("user")
-    assert carried["entity_id"].to_pylist() == ["a", "b"]
-    assert carried.column_names == table.column_names
+    assert carried.equals(table) and carried.schema.metadata == knowledge_schema(pa.string()).metadata
 
 
 def test_force_generates_unchanged_entities(tmp_path):
@@ -134,7 +135,7 @@ def test_a_plan_comes_back_from_disk_as_it_was(tmp_path):
 def test_integer_ids_stay_integers(tmp_path, ids):
     entities = [Entity("user", key, {"version": "1"}) for key in ids]
     planned = plan_side(
-        "user", entities, pa.int64(), render=render, route=lambda entity: Route("", "none"),
+        "user", entities, pa.int64(), prompt_of=prompt_of, route=lambda entity: Route("", "none"),
         previous=PreviousKnowledge(None), force=False, shard_size=2, batch_size=1, run_dir=tmp_path,
     )  # fmt: skip
     rows = [row for shard in planned.shards for row in read_shard(tmp_path / shard.path)]
@@ -179,7 +180,7 @@ def test_more_than_2_gib_of_text_is_carried_over_a_part_at_a_time(tmp_path, monk
     with pytest.raises(pa.ArrowInvalid, match="offset overflow"):
         pa.Table.from_batches(batches).take([7])
     read = lambda path, columns: (batch.select(columns or batch.schema.names) for batch in batches)  # noqa: E731
-    monkeypatch.setattr(previous_records, "iter_parquet", read)
+    monkeypatch.setattr(earlier_records, "iter_parquet", read)
     previous = PreviousKnowledge(tmp_path)
     written = RunFolder(tmp_path / "run").write_shard("user", "carried", previous.records([7], pa.string(), False))
     assert written.num_rows == 1

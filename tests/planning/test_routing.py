@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from laserbatch.pipeline.knowledge.entities import iter_entities
-from laserbatch.pipeline.planning.routing import ages_days, entity_router
+from laserbatch.pipeline.planning.planner import ages_days, entity_router
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.tables.read import read_tables
 

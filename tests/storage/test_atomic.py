@@ -76,7 +76,7 @@ def test_damaged_json_is_named(tmp_path):
     with pytest.raises(WorkspaceError, match=r"a\.json is damaged"):
         read_json(path)
     path.write_text("[1]")
-    with pytest.raises(WorkspaceError, match="expected an object"):
+    with pytest.raises(WorkspaceError, match="holds a list; expected a JSON object"):
         read_json(path)
     with pytest.raises(WorkspaceError, match="missing"):
         read_json(tmp_path / "b.json")

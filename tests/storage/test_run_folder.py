@@ -19,9 +19,7 @@ from laserbatch.pipeline.storage.manifest import (
     RunManifest,
     SampleSpan,
     SampleText,
-    ShardFigures,
     SideFigures,
-    StageTime,
     make_run_id,
 )
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons, quarantine_schema, quarantine_table
@@ -163,7 +161,8 @@ DATE = datetime.date(2025, 3, 1)
 def test_a_manifest_comes_back(run):
     manifest = RunManifest.create(run.manifest_path, DATE, {"b": 1, "a": [2]}, "0.1.0", {"num_cpus": 2})
     counted = DecodingStats(1, 5, 2, num_accepted=3, wall_s=0.5, finish_reasons={"stop": 1})
-    shard = ShardFigures("user-00000", "g", "knowledge/user/00000.parquet", 1, "ff", 0.5, counted)
+    info = ShardInfo("ff", "g", counted, ModelFigures("m", "float32", "cpu", 9), 2)
+    shard = run.write_shard("user", "00000", knowledge(7), info=info)
     sample = SampleText(7, None, "prompt", "text", [SampleSpan("text", "pool")], 2.5)
     manifest.sides = {"user": SideFigures(3, 1, 1, 1, 0, {"empty": 1}, {"none": 3}, [shard], counted, None, [sample])}
     manifest.pools = PoolsUsed("v", item=PoolFigures("v", 2, 9, {"g": {"num_texts": 2, "num_tokens": 9}}))
@@ -173,7 +172,7 @@ def test_a_manifest_comes_back(run):
     manifest.save()
     loaded = run.load_manifest()
     assert loaded == manifest
-    assert loaded.stages == [StageTime("generate", 1.5), StageTime("encode", 2.0)]
+    assert loaded.stages == {"generate": 1.5, "encode": 2.0}
     assert (loaded.run_id, loaded.status) == (make_run_id(DATE, {"a": [2], "b": 1}), "running")
     assert loaded.ctr == CtrFigures()
 
@@ -194,8 +193,8 @@ def test_a_manifest_of_another_version_is_refused(run):
 
 def test_a_manifest_that_says_something_else_is_refused_by_the_key(run):
     manifest = RunManifest.create(run.manifest_path, DATE, {}, "9", {})
-    write_json(manifest.as_json() | {"stages": [{"name": "encode", "wall_s": "long"}]}, run.manifest_path)
-    with pytest.raises(WorkspaceError, match=r"manifest\.json is not .*: stages\.0\.wall_s: .* a valid number"):
+    write_json(manifest.as_json() | {"stages": {"encode": "long"}}, run.manifest_path)
+    with pytest.raises(WorkspaceError, match=r"manifest\.json is not .*: stages\.encode: .* a valid number"):
         run.load_manifest()
 
 
