@@ -51,7 +51,7 @@ class Workspace:
                 f"or write {_VERSION_TEXT} to workspace.json if that was lost."
             )
         if not create:
-            raise WorkspaceError(f"{root} is no workspace: nothing is there. Check it, or run `laserbatch nightly`.")
+            raise WorkspaceError(f"{root} is not a workspace: nothing is there. Check it or run `laserbatch nightly`.")
         root.mkdir(parents=True, exist_ok=True)
         write_json({"format_version": WORKSPACE_VERSION}, version_file)
         return cls(root)
