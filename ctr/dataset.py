@@ -202,7 +202,5 @@ def _numbers(ids: pa.Array, known: pa.ChunkedArray, side: str) -> np.ndarray:
 
 
 def _fields(table: pa.Table, id_column: str, num_seen: np.ndarray, settings: CtrSettings) -> tuple[Field, ...]:
-    attributes = attribute_fields(
-        table, id_column, num_seen > 0, num_bins=settings.num_bins, max_distinct_share=settings.max_distinct_share
-    )
-    return (id_field(id_column, num_seen, settings.min_id_interactions), *attributes)
+    own = id_field(id_column, num_seen, settings.min_id_interactions)
+    return (own, *attribute_fields(table, id_column, num_seen > 0))

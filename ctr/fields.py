@@ -13,6 +13,8 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 ABSENT, UNKNOWN, NUM_RESERVED = 0, 1, 2
+NUM_BINS = 10  # quantiles of a number
+MAX_DISTINCT_SHARE = 0.5  # a text column with more distinct values is no category
 MIN_ENTITIES_TO_JUDGE = 20  # with fewer, "nearly all values distinct" says nothing
 
 logger = logging.getLogger(__name__)
@@ -35,9 +37,7 @@ def id_field(name: str, num_seen: np.ndarray, min_seen: int) -> Field:
     return Field(name, codes[:, None], NUM_RESERVED + int(is_known.sum()))
 
 
-def attribute_fields(
-    table: pa.Table, id_column: str, is_trained: np.ndarray, *, num_bins: int = 10, max_distinct_share: float = 0.5
-) -> list[Field]:
+def attribute_fields(table: pa.Table, id_column: str, is_trained: np.ndarray) -> list[Field]:
     """Fields of an entity table's attribute columns, in the types that tables are read in.
 
     Strings and booleans become categories, lists of strings bags of their elements (a path's levels), numbers quantile
@@ -52,11 +52,11 @@ def attribute_fields(
         column = table[name].combine_chunks()
         kind, field = column.type, None
         if pt.is_integer(kind) or pt.is_floating(kind) or pt.is_decimal(kind):
-            field = _binned(name, column, is_trained, num_bins)
+            field = _binned(name, column, is_trained)
         elif kind == pa.list_(pa.string()):
             field = _bag(name, column, is_trained)
         elif pt.is_boolean(kind) or pt.is_string(kind):
-            field = _category(name, column.cast(pa.string()), is_trained, max_distinct_share)
+            field = _category(name, column.cast(pa.string()), is_trained)
         if field is None:
             logger.info("column %s (%s) is no CTR field", name, kind)
         else:
@@ -64,10 +64,10 @@ def attribute_fields(
     return fields
 
 
-def _category(name: str, column: pa.Array, is_trained: np.ndarray, max_share: float) -> Field | None:
+def _category(name: str, column: pa.Array, is_trained: np.ndarray) -> Field | None:
     trained = column.filter(pa.array(is_trained)).drop_null()
     num_distinct = pc.count_distinct(trained).as_py()
-    if len(trained) >= MIN_ENTITIES_TO_JUDGE and num_distinct > max_share * len(trained):
+    if len(trained) >= MIN_ENTITIES_TO_JUDGE and num_distinct > MAX_DISTINCT_SHARE * len(trained):
         return None
     vocabulary = _vocabulary(trained)
     codes = _codes(column, vocabulary)
@@ -84,11 +84,11 @@ def _bag(name: str, column: pa.Array, is_trained: np.ndarray) -> Field:
     return Field(name, codes, NUM_RESERVED + len(vocabulary))
 
 
-def _binned(name: str, column: pa.Array, is_trained: np.ndarray, num_bins: int) -> Field:
+def _binned(name: str, column: pa.Array, is_trained: np.ndarray) -> Field:
     values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)  # null becomes nan
     is_present = np.isfinite(values)
     trained = values[is_trained & is_present]
-    edges = np.unique(np.quantile(trained, np.arange(1, num_bins) / num_bins)) if len(trained) else np.zeros(0)
+    edges = np.unique(np.quantile(trained, np.arange(1, NUM_BINS) / NUM_BINS)) if len(trained) else np.zeros(0)
     codes = np.where(is_present, NUM_RESERVED + np.searchsorted(edges, values, side="right"), ABSENT)
     return Field(name, codes.astype(np.int64)[:, None], NUM_RESERVED + len(edges) + 1)
 

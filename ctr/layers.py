@@ -10,6 +10,9 @@ from laserbatch.ctr.feature_set import SideVectors
 from laserbatch.ctr.fields import NUM_RESERVED, Field
 from laserbatch.ctr.settings import CtrSettings
 
+NUM_EXPERTS = 2  # of each kind of knowledge, and as many shared ones
+EXPERT_HIDDEN_DIM, EXPERT_DIM = 128, 32
+KNOWLEDGE_DROPOUT = 0.3  # of adapted knowledge vectors
 EMBEDDING_STD = 0.2  # products of small embeddings have small gradients: with 0.05 crosses take ten epochs to appear
 
 
@@ -102,18 +105,17 @@ class HybridExpertAdaptor(nn.Module):
     learn to multiply. `vectors` float32 (num_entities, dim) of each kind are zeros where an entity has none.
     """
 
-    def __init__(self, vectors: tuple[np.ndarray, np.ndarray], settings: CtrSettings) -> None:
+    def __init__(self, vectors: tuple[np.ndarray, np.ndarray]) -> None:
         super().__init__()
         in_dim = vectors[0].shape[1]
-        shape = (in_dim, settings.expert_hidden_dim, settings.expert_dim)
+        shape = (NUM_EXPERTS, in_dim, EXPERT_HIDDEN_DIM, EXPERT_DIM)
         for kind, of_kind in enumerate(vectors):
             self.register_buffer(f"vectors_{kind}", torch.from_numpy(of_kind), persistent=False)
-        self.shared = ExpertGroup(settings.num_shared_experts, *shape)
-        self.dedicated = nn.ModuleList(ExpertGroup(settings.num_dedicated_experts, *shape) for _ in vectors)
-        self.dropout = nn.Dropout(settings.knowledge_dropout)
-        num_experts = settings.num_shared_experts + settings.num_dedicated_experts
-        self.gates = nn.ModuleList(nn.Linear(in_dim, num_experts) for _ in vectors)
-        self.out_dim = settings.expert_dim * 3
+        self.shared = ExpertGroup(*shape)
+        self.dedicated = nn.ModuleList(ExpertGroup(*shape) for _ in vectors)
+        self.dropout = nn.Dropout(KNOWLEDGE_DROPOUT)
+        self.gates = nn.ModuleList(nn.Linear(in_dim, 2 * NUM_EXPERTS) for _ in vectors)
+        self.out_dim = 3 * EXPERT_DIM
 
     def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         """Numbers of users and items (batch,) -> (batch, out_dim)."""
@@ -144,7 +146,7 @@ class RowInputs(nn.Module):
             vectors = knowledge.user.vectors, knowledge.item.vectors
         self.user_embedding = EntityEmbedding(user_fields, settings.embedding_dim)
         self.item_embedding = EntityEmbedding(item_fields, settings.embedding_dim)
-        self.adaptor = None if vectors is None else HybridExpertAdaptor(vectors, settings)
+        self.adaptor = None if vectors is None else HybridExpertAdaptor(vectors)
         self.item_dim = self.item_embedding.out_dim
         knowledge_dim = 0 if self.adaptor is None else self.adaptor.out_dim
         self.out_dim = self.user_embedding.out_dim + self.item_dim + knowledge_dim

@@ -19,6 +19,7 @@ from laserbatch.ctr.layers import Dice, RowInputs, mlp
 from laserbatch.ctr.settings import CtrSettings
 
 ATTENTION_SIZES = (32, 16)  # of DIN
+NUM_CROSS_LAYERS = 2  # of DCNv2
 PREDICTION_BATCH = 8192
 
 
@@ -84,7 +85,7 @@ class DCNv2(nn.Module):
         super().__init__()
         self.inputs = RowInputs(data, knowledge, settings)
         in_dim = self.inputs.out_dim + self.inputs.item_dim
-        self.cross = CrossNetwork(in_dim, settings.num_cross_layers)
+        self.cross = CrossNetwork(in_dim, NUM_CROSS_LAYERS)
         self.deep = mlp(in_dim, settings.hidden_sizes, settings.dropout)
         self.logit = nn.Linear(in_dim + settings.hidden_sizes[-1], 1)
 

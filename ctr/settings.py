@@ -30,20 +30,10 @@ class CtrSettings(BaseModel):
 
     min_id_interactions: int = Field(3, ge=1, description="Ids seen less often in training share a bucket.")
     max_history: int = Field(20, ge=1, description="Newest positives of the user that a row sees.")
-    num_bins: int = Field(10, ge=2, description="Quantile bins of a number, from training rows.")
-    max_distinct_share: float = Field(
-        0.5, gt=0, le=1, description="A text column with more distinct values is no category."
-    )
 
     embedding_dim: int = Field(8, ge=1)
     hidden_sizes: tuple[int, ...] = Field((64, 32), min_length=1)
-    num_cross_layers: int = Field(2, ge=1)
     vector_dim: int = Field(32, ge=2, description="Knowledge vectors are reduced to this, on training entities, once.")
-    num_shared_experts: int = Field(2, ge=1)
-    num_dedicated_experts: int = Field(2, ge=1)
-    expert_hidden_dim: int = Field(128, ge=1)
-    expert_dim: int = Field(32, ge=1)
-    knowledge_dropout: float = Field(0.3, ge=0, lt=1, description="Of adapted knowledge vectors.")
     dropout: float = Field(0.3, ge=0, lt=1)
 
     learning_rate: float = Field(3e-3, gt=0)

@@ -6,10 +6,10 @@ import pyarrow as pa
 from laserbatch.ctr.fields import ABSENT, NUM_RESERVED, UNKNOWN, attribute_fields, id_field
 
 
-def fields_of(columns, is_trained=None, **options):
+def fields_of(columns, is_trained=None):
     table = pa.table({"item_id": [f"i{n}" for n in range(len(next(iter(columns.values()))))], **columns})
     trained = np.ones(table.num_rows, bool) if is_trained is None else np.array(is_trained)
-    return {field.name: field for field in attribute_fields(table, "item_id", trained, **options)}
+    return {field.name: field for field in attribute_fields(table, "item_id", trained)}
 
 
 def test_rare_and_unseen_ids_share_the_unknown_bucket():
@@ -40,10 +40,10 @@ def test_a_path_is_a_bag_of_its_levels():
 
 def test_numbers_fall_into_quantile_bins_of_the_trained():
     values = pa.array([*range(100), 10_000, None], pa.int64())
-    field = fields_of({"year": values}, [True] * 100 + [False] * 2, num_bins=4)["year"]
+    field = fields_of({"year": values}, [True] * 100 + [False] * 2)["year"]
     codes = field.codes[:, 0]
-    assert np.bincount(codes[:100])[NUM_RESERVED:].tolist() == [25, 25, 25, 25]
-    assert codes[100] == NUM_RESERVED + 3 and codes[101] == ABSENT
+    assert np.bincount(codes[:100])[NUM_RESERVED:].tolist() == [10] * 10
+    assert codes[100] == NUM_RESERVED + 9 and codes[101] == ABSENT
     assert codes.max() < field.num_codes
 
 

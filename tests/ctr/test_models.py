@@ -8,7 +8,7 @@ from ctr_world import AS_OF, make_features
 from laserbatch.ctr.compare import build_network
 from laserbatch.ctr.dataset import build_dataset, build_knowledge
 from laserbatch.ctr.fields import Field
-from laserbatch.ctr.layers import Dice, EntityEmbedding, HybridExpertAdaptor
+from laserbatch.ctr.layers import EXPERT_DIM, Dice, EntityEmbedding, HybridExpertAdaptor
 from laserbatch.ctr.networks import CrossNetwork, LocalActivationUnit, predict
 from laserbatch.ctr.settings import CtrSettings
 
@@ -73,10 +73,9 @@ def test_entity_embedding_is_the_mean_over_a_bag_and_zero_for_padding():
 
 
 def test_adaptor_weighs_shared_and_dedicated_experts_by_its_gate():
-    settings = CtrSettings(num_shared_experts=2, num_dedicated_experts=1, expert_hidden_dim=8, expert_dim=4)
     vectors = [np.random.default_rng(0).normal(size=(9, 6)).astype(np.float32) for _ in range(2)]
     vectors[0][3] = 0
-    adaptor = HybridExpertAdaptor(vectors, settings)
+    adaptor = HybridExpertAdaptor(vectors)
 
     def slow(kind, number):
         v = torch.from_numpy(vectors[kind][number])
@@ -93,7 +92,7 @@ def test_adaptor_weighs_shared_and_dedicated_experts_by_its_gate():
     adaptor.eval()
     assert torch.allclose(adaptor(torch.tensor([5]), torch.tensor([2]))[0], expected, atol=1e-6)
     assert torch.allclose(adaptor(torch.tensor([5] * 12), torch.tensor([2] * 12))[7], expected, atol=1e-6)
-    assert (adaptor(torch.tensor([3]), torch.tensor([2]))[0, :4] == 0).all()
+    assert (adaptor(torch.tensor([3]), torch.tensor([2]))[0, :EXPERT_DIM] == 0).all()
 
 
 @pytest.mark.parametrize("model", ["din", "dcnv2"])
