@@ -76,20 +76,20 @@ def commit(
         cache.commit(batch.rows[sound], counts, batch.slot_mapping[is_kept])
     parts = [slice(*ends) for ends in pairwise(accumulate(lengths, initial=0))]  # of each path, of the tokens
     num_committed = batch.num_committed[sound].tolist()
-    for i, path, part, num_before in zip(sound.tolist(), paths, parts, num_committed, strict=True):
+    for i, part, num_before in zip(sound.tolist(), parts, num_committed, strict=True):
         sequence = step.sequences[i]
         if num_before < sequence.num_prompt:  # it was within its prompt
             cache.remember_prefix(sequence.row, sequence.prompt_ids[: cache.lengths[sequence.row]])
         if cache.lengths[sequence.row] < len(sequence.context):  # it waits for the rest of a long prompt
             continue
-        sequence.count(trees, i, path)
+        drafted = trees.source[trees.nodes_of(i)]
         num_written, next_token = sequence.num_output, accepted[i].next_token
         at_end = bool(is_end[next_token])
-        sequence.append(token_ids[part], sources[part], None if at_end else next_token)
+        sequence.append(token_ids[part], sources[part], None if at_end else next_token, drafted)
         ending = endings.check(sequence, sequence.num_output - num_written, at_end)
         if ending is not None:
             outcomes[id(sequence)] = ending
         if on_event is not None:
             new = (every[num_written:].copy() for every in (sequence.output_ids, sequence.sources))
-            on_event(StepEvent(sequence.request.request_id, *new, int(trees.sizes[i]), ending is not None))
+            on_event(StepEvent(sequence.request.request_id, *new, len(drafted), ending is not None))
     return outcomes

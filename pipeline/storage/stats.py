@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ class DecodingStats:
     num_rewritten : texts that were written again, since they had run on; what came before is not counted.
     wall_s : seconds that a worker spent; of a run, those of each shard divided by how many worked side by side.
     drafted_by_source, accepted_by_source : draft tokens by the name of their source.
-    drafted_by_depth, accepted_by_depth : draft tokens by their place in a draft, the first at index 0.
     """
 
     num_texts: int = 0
@@ -33,8 +31,6 @@ class DecodingStats:
     wall_s: float = 0.0
     drafted_by_source: dict[str, int] = field(default_factory=dict)
     accepted_by_source: dict[str, int] = field(default_factory=dict)
-    drafted_by_depth: list[int] = field(default_factory=list)
-    accepted_by_depth: list[int] = field(default_factory=list)
     finish_reasons: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -42,9 +38,8 @@ class DecodingStats:
         """Of the engine's results for the texts of one shard."""
 
         def by_source(name: str) -> dict[str, int]:
-            return dict(
-                zip_longest(SOURCE_NAMES, _sum_arrays(getattr(result, name) for result in results), fillvalue=0)
-            )
+            counts = sum((getattr(result, name) for result in results), np.zeros(len(SOURCE_NAMES), np.int64))
+            return dict(zip(SOURCE_NAMES, counts.tolist(), strict=True))
 
         return cls(
             num_texts=len(results),
@@ -56,8 +51,6 @@ class DecodingStats:
             wall_s=wall_s,
             drafted_by_source=by_source("drafted_by_source"),
             accepted_by_source=by_source("accepted_by_source"),
-            drafted_by_depth=_sum_arrays(result.drafted_by_depth for result in results),
-            accepted_by_depth=_sum_arrays(result.accepted_by_depth for result in results),
             finish_reasons=dict(Counter(result.finish_reason for result in results)),
         )
 
@@ -73,7 +66,7 @@ class DecodingStats:
                     counts.update(value)
                 totals[name] = dict(counts)
             else:
-                totals[name] = _sum_arrays(values) if isinstance(none, list) else sum(values)
+                totals[name] = sum(values)
         return cls(**totals)
 
     @property
@@ -95,13 +88,3 @@ class DecodingStats:
     def drafted_per_step(self) -> float | None:
         """Draft tokens offered a step; None without a step."""
         return self.num_drafted / self.num_steps if self.num_steps else None
-
-
-def _sum_arrays(arrays: Iterable[Sequence[int]]) -> list[int]:
-    """Element-wise sum of count arrays of any lengths, without trailing zeros."""
-    total = np.zeros(0, np.int64)
-    for array in arrays:
-        if len(array) > len(total):
-            total = np.pad(total, (0, len(array) - len(total)))
-        total[: len(array)] += np.asarray(array, np.int64)
-    return np.trim_zeros(total, "b").tolist()

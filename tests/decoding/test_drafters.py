@@ -22,15 +22,14 @@ def sequence_of(prompt, output=(), previous=None) -> Sequence:
 
 def test_sequence_shows_what_was_committed():
     sequence = sequence_of([1, 2, 3], [4, 5])
-    sequence.append(np.array([6, 7], np.int32), np.full(2, SOURCE_POOL), 9)
-    sequence.count(TreeBatch.of([chain_tree([1]), chain_tree([6, 7, 8], SOURCE_POOL)]), 1, np.array([0, 1]))
+    sequence.append(np.array([6, 7], np.int32), np.full(2, SOURCE_POOL), 9, chain_tree([6, 7, 8], SOURCE_POOL).source)
     assert sequence.context.tolist() == [1, 2, 3, 4, 5, 6, 7, 9]
     assert sequence.prompt_ids.tolist() == [1, 2, 3] and sequence.output_ids.tolist() == [4, 5, 6, 7, 9]
     assert sequence.sources.tolist() == [SOURCE_TARGET] * 2 + [SOURCE_POOL] * 2 + [SOURCE_TARGET]
     assert (sequence.num_steps, sequence.num_drafted, sequence.num_accepted, sequence.num_left) == (3, 3, 2, 95)
     result = sequence.result("length", 5, "")
-    assert result.accepted_by_depth[:4].tolist() == [1, 1, 0, 0]
-    assert result.drafted_by_source.tolist() == [3 * (code == SOURCE_POOL) for code in range(NUM_SOURCES)]
+    for counts, number in ((result.drafted_by_source, 3), (result.accepted_by_source, 2)):
+        assert counts.tolist() == [number * (code == SOURCE_POOL) for code in range(NUM_SOURCES)]
 
 
 def test_nothing_is_drafted_where_nothing_is_asked_for():

@@ -240,7 +240,6 @@ def test_draft_limits_hold():
     engine = tiny_engine(MODEL, max_draft_tokens=3)
     for result in engine.generate(requests_for(PROMPTS, 12), OracleDrafter(texts), Greedy()):
         assert result.num_drafted <= 3 * result.num_steps
-        assert result.drafted_by_depth[3:].sum() == 0
     engine = tiny_engine(MODEL, min_acceptance=0.9)
     for result in engine.generate(requests_for(PROMPTS, 12), NonsenseDrafter(), Greedy()):
         assert result.num_drafted <= result.num_steps * 2

@@ -14,7 +14,6 @@ from laserbatch.jobs.report import blocks
 from laserbatch.pipeline.storage.manifest import RunManifest, SideFigures
 from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
-DEPTH = 16
 SHARES = {  # of accepted draft tokens, by source
     "user": {"previous": 0.52, "prompt": 0.06, "output": 0.08, "pool": 0.34},
     "item": {"previous": 0.18, "prompt": 0.17, "output": 0.05, "pool": 0.60},
@@ -72,11 +71,6 @@ def stats(
     num_steps = round(num_tokens / (acceptance_length + 1))
     num_accepted = num_tokens - num_steps if acceptance_length else 0
     num_drafted = round(num_steps * drafted_per_step)
-    keep = acceptance_length / (acceptance_length + 1.15) if acceptance_length else 0
-    decay = [keep**depth for depth in range(1, DEPTH + 1)]
-    accepted_by_depth = [round(num_accepted * share / sum(decay)) if acceptance_length else 0 for share in decay]
-    width = [1 / (1 + 0.22 * depth) for depth in range(DEPTH)]
-    drafted_by_depth = [round(num_drafted * share / sum(width)) for share in width]
     accepted = {name: round(num_accepted * SHARES[side].get(name, 0)) for name in SOURCE_NAMES}
     drafted = {name: round(num_drafted * (SHARES[side].get(name, 0) * 0.7 + 0.075)) for name in SOURCE_NAMES}
     cut = max(0, num_texts // 120)
@@ -90,8 +84,6 @@ def stats(
         "num_rewritten": 0,
         "drafted_by_source": drafted | {"target": 0} if num_drafted else dict.fromkeys(SOURCE_NAMES, 0),
         "accepted_by_source": accepted | {"target": num_steps},
-        "drafted_by_depth": drafted_by_depth if num_drafted else [],
-        "accepted_by_depth": accepted_by_depth if num_drafted else [],
         "finish_reasons": {"end_of_text": num_texts - cut, "stop": 0, "length": cut},
     }
 

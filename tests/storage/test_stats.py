@@ -9,7 +9,6 @@ from laserbatch.pipeline.decoding.sequence import GenerationResult
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.retrieval_pools.sources import NUM_SOURCES
 
-counts = st.lists(st.integers(0, 50), min_size=0, max_size=6)
 sources = st.lists(st.integers(0, 50), min_size=NUM_SOURCES, max_size=NUM_SOURCES)
 
 
@@ -27,8 +26,6 @@ def results(draw):
         num_accepted=draw(st.integers(0, 99)),
         drafted_by_source=np.array(draw(sources), np.int64),
         accepted_by_source=np.array(draw(sources), np.int64),
-        drafted_by_depth=np.array(draw(counts), np.int64),
-        accepted_by_depth=np.array(draw(counts), np.int64),
     )
 
 
