@@ -24,9 +24,9 @@ from laserbatch.jobs.night import Night, open_run
 from laserbatch.jobs.settings import WORKSPACE, Settings, load_settings
 from laserbatch.jobs.simulate_texts import GroupOf, SideTexts, divided_texts, grouped, groups, pool_texts
 from laserbatch.pipeline.budget.choice import known_batch_size
-from laserbatch.pipeline.budget.step_cost import StepCost, computed_step_cost, read_step_cost
+from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
 from laserbatch.pipeline.decoding.settings import Budget
-from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.retrieval_pools.calibration.budget_replay import with_budgets
 from laserbatch.retrieval_pools.calibration.calibrate import calibrate
@@ -96,7 +96,7 @@ def simulate(
     step_cost: Path | None = typer.Option(
         None,
         help="YAML or JSON with measured steps: {steps: [{batch_size, num_tokens, seconds}, ...]}; without it that of "
-        "the configuration, or the newest that a night measured, or else a computed one.",
+        "the configuration, or the newest that a night measured.",
     ),
     batch_size: int | None = typer.Option(None, min=1, help="Batch size to predict for; else the configured one."),
     as_json: bool = typer.Option(False, "--json", help="Print every figure as JSON."),
@@ -218,12 +218,12 @@ class _SideSimulation:
 
 
 def _pace(night: Night, settings: Settings, path: Path | None, batch_size: int | None) -> Pace:
-    """The cost of the given file, or the configured one, or the newest that a night measured; else a computed one."""
+    """The cost of the given file, or the configured one, or the newest that a night measured."""
     wanted = batch_size or settings.decoding.batch_size
     measured = sorted(night.workspace.step_costs_folder.glob("*.json"), key=lambda kept: kept.stat().st_mtime)
     path = path or settings.decoding.step_cost or (measured[-1] if measured else None)
     if path is None:
-        return Pace(computed_step_cost((wanted,)), wanted)
+        raise ConfigError("no night has measured what a step costs here; give one with --step-cost FILE")
     step_cost = read_step_cost(Path(path))
     if batch_size is not None:
         step_cost.plain_tokens_per_s(batch_size)  # refuses one that was not measured

@@ -1,7 +1,6 @@
-"""What a verify step costs, by its packed tokens: measured, read from a file, or computed for a known GPU."""
+"""What a verify step costs, by its packed tokens: measured here, or elsewhere and read from a file."""
 
 import datetime
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,22 +125,3 @@ def read_step_cost(path: Path) -> StepCost:
     except ValidationError as error:
         found = explain(error, StepCost)
         raise ConfigError(f"{path} is not a step cost: {found}. Expected such as `{EXAMPLE}`") from None
-
-
-def computed_step_cost(batch_sizes: Sequence[int] = (1, 16, 64, 256)) -> StepCost:
-    """A roofline, computed and not measured: the slower of reading weights and KV cache, and of multiplying.
-
-    For a model of 8 billion parameters with grouped queries in bfloat16 on one H200 (85 % of 4.8 TB/s, 65 % of
-    989 TFLOP/s), 800 tokens of context a sequence. Launches, attention's own work and sampling are left out.
-    """
-    num_parameters, kv_bytes_per_token, context_tokens = 8e9, 131_072, 800
-    bytes_per_s, flops_per_s = 0.85 * 4.8e12, 0.65 * 989e12
-    points = []
-    for batch_size in batch_sizes:
-        read_s = (2 * num_parameters + batch_size * context_tokens * kv_bytes_per_token) / bytes_per_s
-        tokens_of_equal_cost = read_s * flops_per_s / (2 * num_parameters)
-        knee = max(batch_size + 1, round(tokens_of_equal_cost))
-        for num_tokens in (batch_size, knee, knee + 64 * batch_size):
-            seconds = max(read_s, 2 * num_parameters * num_tokens / flops_per_s)
-            points.append(StepPoint(batch_size=batch_size, num_tokens=num_tokens, seconds=seconds))
-    return StepCost(name="computed, not measured: one H200, 8 B parameters, 800 tokens of context", steps=points)

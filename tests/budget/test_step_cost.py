@@ -1,11 +1,11 @@
-"""Step costs: read, interpolated, refused with what to do; the computed one breaks even where the arithmetic says."""
+"""Step costs: read, interpolated, refused with what to do."""
 
 import json
 
 import numpy as np
 import pytest
 
-from laserbatch.pipeline.budget.step_cost import StepCost, computed_step_cost, read_step_cost
+from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.retrieval_pools.calibration.estimates import Tally
 
@@ -73,14 +73,3 @@ def test_a_file_that_is_not_there_and_a_batch_that_was_not_measured_are_named(tm
         read_step_cost(tmp_path / "nowhere.yaml")
     with pytest.raises(ConfigError, match="'a card' has no batch size 64; it has 1, 8"):
         StepCost.model_validate(DATA).seconds(64, np.array([64]))
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "num_drafted", "break_even"),
-    [(16, 7, 1.0), (16, 63, 5.9), (64, 3, 1.15), (64, 63, 18.4), (256, 7, 4.87), (256, 63, 39)],
-)
-def test_the_computed_cost_breaks_even_where_a_roofline_does(batch_size, num_drafted, break_even):
-    cost = computed_step_cost((batch_size,))
-    drafting, plain = cost.seconds(batch_size, np.array([batch_size * (1 + num_drafted), batch_size]))
-    assert drafting / plain == pytest.approx(break_even, rel=0.01)
-    assert "not measured" in cost.name

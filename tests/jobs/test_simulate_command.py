@@ -167,7 +167,8 @@ def test_a_workspace_without_a_run_or_with_few_texts_says_what_to_do(world, tmp_
     shutil.copy(config, tmp_path / "few" / "laserbatch.yaml")
     planted(tmp_path / "few", FIRST_DATE)
     monkeypatch.setattr(simulate_texts, "MIN_TEXTS", 6)
-    done = run_here(capfd, "pools", "simulate", "--config", str(tmp_path / "few" / "laserbatch.yaml"))
+    given = "--config", str(tmp_path / "few" / "laserbatch.yaml"), "--step-cost", str(world / "cost.yaml")
+    done = run_here(capfd, "pools", "simulate", *given)
     assert done.returncode == 3
     assert "wrote too few texts on either side" in done.stderr
 
