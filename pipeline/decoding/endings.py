@@ -3,12 +3,9 @@
 Stop strings are looked for in the decoded text, of which only the end is decoded again at each token.
 """
 
-import codecs
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from laserbatch.pipeline.decoding.sequence import Sequence
 
@@ -79,26 +76,3 @@ def byte_ids(tokenizer) -> frozenset[int]:
     """The tokens that stand for one byte each and are decoded together with their neighbours (byte fallback)."""
     names = {f"<0x{byte:02X}>" for byte in range(256)}
     return frozenset(token_id for name, token_id in tokenizer.get_vocab().items() if name in names)
-
-
-def has_broken_characters(tokenizer, token_ids: Iterable[int], is_cut: bool) -> bool:
-    """Whether tokens stand for bytes that are no UTF-8; a U+FFFD that is quoted is a character like any other.
-
-    `is_cut` : the text did not end by itself, and its last character may be incomplete.
-    """
-    own, of_bytes, parts = byte_ids(tokenizer), {}, []
-    if "ByteLevel" in str(tokenizer.backend_tokenizer.decoder):
-        of_bytes = {character: byte for byte, character in bytes_to_unicode().items()}
-    for token_id in map(int, token_ids):
-        name = tokenizer.convert_ids_to_tokens(token_id)
-        if token_id in own:
-            parts.append(bytes.fromhex(name[3:5]))
-        elif all(character in of_bytes for character in name):
-            parts.append(bytes(of_bytes[character] for character in name))
-        else:
-            parts.append(name.encode())
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(b"".join(parts), final=not is_cut)
-    except UnicodeDecodeError:
-        return True
-    return False

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from laserbatch.pipeline.budget.measuring import KeptCost, measure_step_cost, texts_of
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.device_memory import host_memory
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter
-from laserbatch.pipeline.decoding.endings import has_broken_characters
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.from_settings import drafter_from
 from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
@@ -195,7 +195,7 @@ class ShardWorker:
 
     def _record(self, side: Side, row: PlannedRow, result: GenerationResult, verifier: str) -> dict[str, Any]:
         template = self._templates[side]
-        text = sound_text(self.engine.tokenizer, result)
+        text = sound_text(self.engine.tokenizer, result, row.prompt_ids)
         fields = parse_knowledge(template, text)
         return {
             "entity_id": row.entity_id,
@@ -224,13 +224,12 @@ class ShardWorker:
         }
 
 
-def sound_text(tokenizer, result: GenerationResult) -> str:
+def sound_text(tokenizer, result: GenerationResult, prompt_ids: np.ndarray) -> str:
     """A text without the last character where the token limit cut that in two.
 
-    Raises RowError: another character is broken, which is the model's doing; a U+FFFD that it quotes is not.
+    Raises RowError: another character is broken, which is the model's doing; a U+FFFD of its prompt is quoted.
     """
     text = result.text.rstrip("\ufffd") if result.finish_reason == "length" else result.text
-    is_cut = result.finish_reason != "end_of_text"
-    if "\ufffd" in text and has_broken_characters(tokenizer, result.token_ids, is_cut):
+    if "\ufffd" in text and "\ufffd" not in tokenizer.decode(prompt_ids.tolist()):
         raise RowError("undecodable: the output is not valid UTF-8")
     return text

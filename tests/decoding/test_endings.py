@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from tiny_models import byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from laserbatch.pipeline.decoding.endings import Endings, has_broken_characters
+from laserbatch.pipeline.decoding.endings import Endings
 from laserbatch.pipeline.decoding.sequence import GenerationRequest, Sequence
 from laserbatch.retrieval_pools.sources import SOURCE_TARGET
 
@@ -123,19 +122,3 @@ def test_special_tokens_are_found_and_are_no_text(stop, expected):
     turn = FALLBACK.convert_tokens_to_ids("<turn>")
     ending, _ = written([257, turn, ord("<"), turn, 256, 257], [], (stop,), tokenizer=FALLBACK)
     assert (ending.reason, ending.text) == ("stop", expected)
-
-
-@pytest.mark.parametrize("tokenizer", [TOKENIZER, FALLBACK])
-def test_only_bytes_that_are_no_text_are_broken_characters(tokenizer):
-    def ids_of(data: bytes) -> np.ndarray:
-        names = [f"<0x{byte:02X}>" for byte in data]
-        if tokenizer is TOKENIZER:
-            names = [bytes_to_unicode()[byte] for byte in data]
-        return np.array(tokenizer.convert_tokens_to_ids(names))
-
-    quoted, cut = "b字\ufffd".encode(), "b\ufffd字".encode()[:-1]
-    assert "\ufffd" in tokenizer.decode(ids_of(quoted).tolist())
-    assert not has_broken_characters(tokenizer, ids_of(quoted), is_cut=False)
-    assert [has_broken_characters(tokenizer, ids_of(cut), is_cut=is_cut) for is_cut in (True, False)] == [False, True]
-    assert has_broken_characters(tokenizer, ids_of(cut + b"#"), is_cut=True)
-    assert not has_broken_characters(FALLBACK, np.array([257, 259, 260]), is_cut=False)  # a token of its own

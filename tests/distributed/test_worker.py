@@ -36,21 +36,21 @@ def test_a_worker_that_was_warmed_up_writes_the_same_texts(tmp_path):
 def test_a_quoted_replacement_character_is_kept_and_a_broken_one_is_not(finish_reason):
     tokenizer = load_tokenizer(SAMPLE_MODEL)
     cut = tokenizer.encode("字", add_special_tokens=False)[:1]
-    quoted = tokenizer.encode("of \ufffd and", add_special_tokens=False)
+    quoted, plain = (tokenizer.encode(text, add_special_tokens=False) for text in ("of \ufffd and", "of it and"))
 
-    def text_of(token_ids: list[int]) -> str:
+    def text_of(token_ids: list[int], prompt_ids: list[int]) -> str:
         text = tokenizer.decode(token_ids)
         assert "\ufffd" in text
-        return sound_text(tokenizer, SimpleNamespace(finish_reason=finish_reason, text=text, token_ids=token_ids))
+        return sound_text(tokenizer, SimpleNamespace(finish_reason=finish_reason, text=text), np.array(prompt_ids))
 
-    assert text_of(quoted) == "of \ufffd and"
+    assert text_of(quoted, quoted) == "of \ufffd and"
     with pytest.raises(RowError, match="undecodable"):
-        text_of(quoted + cut + quoted)
+        text_of(plain + cut + plain, plain)
     if finish_reason == "length":
-        assert text_of(quoted + cut) == "of \ufffd and"
+        assert text_of(plain + cut, plain) == "of it and"
     else:
         with pytest.raises(RowError, match="undecodable"):
-            text_of(quoted + cut)
+            text_of(plain + cut, plain)
 
 
 def recorded(forward, seen: list, feeds, trees):
