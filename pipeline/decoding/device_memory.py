@@ -4,7 +4,6 @@ What a model needs is read from the headers of the weights' files; what is there
 A model that needs several GPUs is refused: nothing here splits one.
 """
 
-import json
 import math
 import os
 from dataclasses import dataclass
@@ -12,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
 
 from laserbatch.pipeline.errors import ModelError
 
 CACHE_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the memory that is free after loading; others want some of a machine's
 MIN_CACHE_TOKENS = 2048  # of KV cache, without which loading is not worth while: one text or two
-_HEADER_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -29,35 +28,17 @@ class Memory:
     total_bytes: int
 
 
-@dataclass(frozen=True)
-class StoredWeights:
-    """What the headers of safetensors files say: bytes as stored, and the number of values in them."""
-
-    num_bytes: int
-    num_values: int
-
-
-def stored_weights(files: list[Path]) -> StoredWeights:
-    """Sizes of all tensors in safetensors files; no tensor is read.
-
-    Raises ModelError: a file is no safetensors file.
-    """
-    num_bytes = num_values = 0
+def num_stored_values(files: list[Path]) -> int:
+    """Values of all tensors in safetensors files; no tensor is read. Raises ModelError: a file is none."""
+    num_values = 0
     for file in files:
         try:
-            with file.open("rb") as stream:
-                length = int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
-                if length > file.stat().st_size:
-                    raise ValueError("its header is longer than the file")
-                header = json.loads(stream.read(length))
-            for name, tensor in header.items():
-                if name != "__metadata__":
-                    first, last = tensor["data_offsets"]
-                    num_bytes += last - first
-                    num_values += math.prod(tensor["shape"])
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            with safe_open(file, "pt") as weights:
+                names = weights.keys()
+                num_values += sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
+        except Exception as error:
             raise ModelError(f"the weights in {file} cannot be loaded: not a safetensors file ({error})") from error
-    return StoredWeights(num_bytes, num_values)
+    return num_values
 
 
 def cache_bytes_per_token(config, dtype: torch.dtype) -> int:

@@ -102,5 +102,5 @@ def test_what_is_done_is_part_of_the_identity(tmp_path):
     file.unlink()
     assert model_identity(folder) == plain
     file.write_text("{")
-    with pytest.raises(ModelError, match=r"generation_config\.json is not JSON"):
+    with pytest.raises(ModelError, match=r"generation_config\.json holds no JSON object"):
         model_identity(folder)

@@ -191,12 +191,9 @@ def folder_rules(folder: Path) -> dict[str, Any]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{file} is not JSON ({error}); fetch it again") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{file} holds no JSON object; fetch it again")
-    return config
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{file} holds no JSON object ({error}); fetch it again") from error
 
 
 def _ids(value: int | list[int] | None) -> list[int]:

@@ -16,8 +16,8 @@ from laserbatch.pipeline.decoding.device_memory import (
     MIN_CACHE_TOKENS,
     cache_bytes_per_token,
     memory_of,
+    num_stored_values,
     require_memory,
-    stored_weights,
 )
 from laserbatch.pipeline.decoding.model.adapters import merge_adapter
 from laserbatch.pipeline.decoding.model.checks import check_equivalence, refuse_by_config
@@ -164,16 +164,16 @@ def require_room(path: Path, weights: list[Path], config, dtype: torch.dtype | s
 
     Raises ModelError: naming what is needed and what there is.
     """
-    quantization, stored = quantization_of(config), stored_weights(weights)
+    quantization, num_values = quantization_of(config), num_stored_values(weights)
     own = config.get_text_config().dtype or config.dtype or torch.float32
     kept = own if dtype == "auto" else dtype
     # Their libraries unpack these when they first run: they save disk, not memory.
     is_unpacked = quantization == "compressed-tensors" or (quantization == "fp8" and target.type == "cpu")
-    num_bytes = stored.num_bytes
+    num_bytes = sum(file.stat().st_size for file in weights)
     if is_unpacked:
         num_bytes = num_parameters_of(config) * kept.itemsize
     elif quantization is None and dtype != "auto":
-        num_bytes = stored.num_values * kept.itemsize
+        num_bytes = num_values * kept.itemsize
     cache_bytes = MIN_CACHE_TOKENS * cache_bytes_per_token(config, kept)
     require_memory(path, num_bytes, cache_bytes, memory_of(target))
     if target.type != "cpu":
