@@ -2,12 +2,13 @@
 
 import copy
 import re
+from types import SimpleNamespace
 from html.parser import HTMLParser
 
 import pytest
 from manifest_fixture import Undrawn, manifest_of, night_manifest, night_of
 
-from laserbatch.jobs.nightly import night_counts
+from laserbatch.jobs.nightly import night_counts, nights_table
 from laserbatch.jobs.report import blocks
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.report.drafts import how_built
@@ -277,6 +278,16 @@ def test_texts_that_end_at_their_limit_are_warned_of(manifest):
     assert "Users: 84.7 % of the texts end at the token limit" in outline(manifest).text
     (counts,) = night_counts(night_of(manifest["sides"]["user"])).values()
     assert "raise decoding.max_new_tokens" in counts["warning"]
+
+
+def test_the_demos_table_has_plain_decoding_of_the_same_texts_below_each_night(manifest):
+    for side in SIDE_LABELS:
+        manifest["plain"][side]["stats_of_tonight"] = copy.deepcopy(manifest["plain"][side]["stats"])
+    night = manifest_of(manifest)
+    rows = nights_table([SimpleNamespace(manifest=night, date=night.date)]).rows
+    assert [(row["night"], row["entities"], row["tokens/s"]) for row in rows if row["side"] == "user"] == [
+        ("2025-03-01", "400", "1,496"), ("2025-03-01 plain, these texts", "–", "412"),
+    ]  # fmt: skip
 
 
 def test_what_is_said_of_pools_does_not_contradict_what_was_drafted(manifest):

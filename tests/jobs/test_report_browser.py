@@ -66,4 +66,4 @@ def test_page_prints_on_a_few_sheets(tmp_path):
     browse(tmp_path, f"--print-to-pdf={tmp_path / 'report.pdf'}", (tmp_path / "report.html").as_uri())
     printed = (tmp_path / "report.pdf").read_bytes()
     assert printed.startswith(b"%PDF")
-    assert 3 <= len(re.findall(rb"/Type\s*/Page\b", printed)) <= 9
+    assert 4 <= len(re.findall(rb"/Type\s*/Page\b", printed)) <= 9
