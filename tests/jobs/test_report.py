@@ -2,8 +2,8 @@
 
 import copy
 import re
-from types import SimpleNamespace
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 from manifest_fixture import Undrawn, manifest_of, night_manifest, night_of
