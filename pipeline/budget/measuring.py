@@ -306,20 +306,17 @@ def texts_of(engine: Engine, pool) -> list[np.ndarray]:
 
 def _midway(prompt: np.ndarray, texts: list[np.ndarray], share: float) -> list[Sequence]:
     """A sequence for each text, of which a share is written; its previous text is the same one."""
-    sequences = []
-    for text in texts:
-        sequence = Sequence(GenerationRequest("", prompt, text), len(text))
-        written = max(1, int(share * len(text)))
-        sequence.append(text[:written], np.full(written, SOURCE_TARGET, np.uint8), None)
-        sequences.append(sequence)
+    sequences = [Sequence(GenerationRequest("", prompt, text), len(text)) for text in texts]
+    for sequence, text in zip(sequences, texts, strict=True):
+        written = text[: max(1, int(share * len(text)))]
+        sequence.append(written, np.full(len(written), SOURCE_TARGET, np.uint8), None)
     return sequences
 
 
 def _timed_drafts(drafter: RetrievalDrafter, sequences: list[Sequence]) -> tuple[float, int]:
     """Seconds of one call for all sequences, and the tokens that it drafts."""
-    max_depths = [MAX_DEPTH] * len(sequences)
     start_s = time.perf_counter()
-    trees = draft_all(drafter, sequences, max_depths)
+    trees = draft_all(drafter, sequences, [MAX_DEPTH] * len(sequences))
     return time.perf_counter() - start_s, len(trees)
 
 

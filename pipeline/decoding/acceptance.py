@@ -1,12 +1,9 @@
 """Which path through each draft is committed, and the token that follows it.
 
-The rule's verdicts are made on the device, for all sequences at once (`judge_rows`), and come to the host: logits are
-computed, or copied, for a chunk of rows at a time, and what is left of them is a few numbers a row. There
-`select_paths` takes the trees of all sequences at once.
-
-The end-of-text rule holds whatever the verifier: nothing is accepted past a node where the target's own choice is an
-end token, and an end token is only ever the target's choice: it arrives as the bonus token. So relaxed lengths do not
-drift.
+The rule's verdicts are made on the device, for all sequences at once (`judge_rows`), and come to the host as a few
+numbers a row; there `select_paths` takes the trees of all sequences at once. Whatever the rule, nothing is accepted
+past a node where the target's own choice is an end token, and an end token is only ever the target's choice, as the
+bonus token: so relaxed lengths do not drift.
 """
 
 from dataclasses import dataclass
@@ -52,10 +49,8 @@ def verify(
         tree i.
     is_end : bool[vocab_size], the end tokens.
 
-    Returns
-    -------
-    One `Acceptance` a sequence, None where the target's logits after its last committed token are not finite. Nodes
-    after which they are not are not accepted.
+    Returns None for a sequence where the target's logits after its last committed token are not finite. Nodes after
+    which they are not are not accepted.
     """
     if len(trees) == 0:  # plain decoding
         nothing = np.empty(0, np.int64)
@@ -131,11 +126,8 @@ def select_paths(
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """The longest accepted path of each tree, the more probable of equally long ones, the first of equals.
 
-    `accepted`, `log_probability` : [n], of the trees' nodes.
-
-    Returns
-    -------
-    int64[num_accepted] for each tree: node indices from the root; and int64[num_trees], the last of them, -1 for none.
+    From [n] of the trees' nodes int64[num_accepted] for each tree: node indices from the root; and int64[num_trees],
+    the last of them, -1 for none.
     """
     num_trees, tree_of = len(trees.sizes), trees.tree_of
     length = np.where(trees.along_paths(np.logical_and, accepted), trees.depths, 0)

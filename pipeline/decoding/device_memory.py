@@ -1,8 +1,4 @@
-"""The memory of a device: what is free, whether a model fits it before it is loaded, how much a KV cache may take.
-
-What a model needs is read from the headers of the weights' files; what is there is asked of the GPU and of the system.
-A model that needs several GPUs is refused: nothing here splits one.
-"""
+"""The memory of a device: what is free, whether a model fits it before it is loaded, how much a KV cache may take."""
 
 import math
 import os

@@ -269,7 +269,7 @@ class KVCache:
             self._table = np.pad(self._table, ((0, 0), (0, max(width - held, held))))
 
     def _grow(self, num_tokens: int) -> bool:
-        """Add at least so many slots, if the bound and the device allow it; if the device does not, the bound sinks."""
+        """Add at least so many slots, if bound and device allow it; if the device does not, the bound sinks."""
         least = self.capacity + num_tokens
         if least > self.max_tokens:
             return False

@@ -75,13 +75,7 @@ class DecodingSettings(Strict):
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of a draft is verified; `pipeline.budget` chooses it.
-
-    Attributes
-    ----------
-    max_draft_tokens : largest tree, 0 to 64; 0 decodes plainly.
-    min_acceptance : a token whose path is estimated less likely to be accepted is not drafted.
-    """
+    """How much of a draft is verified: the largest tree, and the least estimated acceptance of a token's path."""
 
     max_draft_tokens: int = 16
     min_acceptance: float = 0.07
@@ -94,5 +88,4 @@ class Budget:
 
     @property
     def min_log_acceptance(self) -> float:
-        """Natural logarithm of `min_acceptance`."""
         return math.log(self.min_acceptance) if self.min_acceptance > 0 else -math.inf

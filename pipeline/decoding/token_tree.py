@@ -6,8 +6,6 @@ from functools import cached_property
 
 import numpy as np
 
-from laserbatch.retrieval_pools.sources import SOURCE_TARGET
-
 MAX_NODES = 64  # a node's ancestors fit one 64-bit mask
 MAX_DEPTH = MAX_NODES
 ROOT = -1  # parent of a node that follows the last committed token
@@ -35,13 +33,6 @@ class TokenTree:
 
 
 EMPTY_TREE = TokenTree(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8))
-
-
-def chain_tree(token_ids, source: int = SOURCE_TARGET) -> TokenTree:
-    """One branch: each token follows the one before it, with log acceptance 0."""
-    ids = np.asarray(token_ids, np.int32)
-    n = len(ids)
-    return TokenTree(ids, np.arange(-1, n - 1, dtype=np.int32), np.zeros(n, np.float32), np.full(n, source, np.uint8))
 
 
 class TreeBatch:

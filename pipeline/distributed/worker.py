@@ -114,10 +114,7 @@ class ShardWorker:
                 pass
 
     def step_cost(self, keeps: bool = True) -> StepCost:
-        """What steps cost on this machine, drafting from the larger pool; measured the first time.
-
-        `keeps` : whether what was measured is kept. Of several workers that measure side by side one keeps it.
-        """
+        """What steps cost here, drafting from the larger pool; of workers that measure side by side one keeps it."""
         pool = max(self._pools.values(), key=lambda pool: pool.manifest.num_tokens, default=None)
         num_pool_tokens = 0 if pool is None else pool.manifest.num_tokens
         kept = KeptCost(self.spec.step_cost_dir, self.engine, num_pool_tokens, self.spec.num_workers)

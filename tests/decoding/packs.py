@@ -8,6 +8,7 @@ import torch
 from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
 from laserbatch.pipeline.decoding.batch import Batch
 from laserbatch.pipeline.decoding.token_tree import TokenTree, TreeBatch
+from laserbatch.retrieval_pools.sources import SOURCE_TARGET
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,13 @@ class Pack:
 
 def random_parents(rng, num_nodes: int) -> np.ndarray:
     return np.array([rng.integers(-1, i) if i else -1 for i in range(num_nodes)], np.int32)
+
+
+def chain_tree(token_ids, source: int = SOURCE_TARGET) -> TokenTree:
+    """One branch: each token follows the one before it, with log acceptance 0."""
+    ids = np.asarray(token_ids, np.int32)
+    n = len(ids)
+    return TokenTree(ids, np.arange(-1, n - 1, dtype=np.int32), np.zeros(n, np.float32), np.full(n, source, np.uint8))
 
 
 def random_tree(rng, num_nodes: int, vocab_size: int) -> TokenTree:

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from packs import random_tree
+from packs import chain_tree, random_tree
 
-from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, TreeBatch, chain_tree, prune
+from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, TreeBatch, prune
 
 LOOSE = {"max_nodes": 64, "min_log_acceptance": -np.inf, "vocab_size": 100}
 

@@ -3,6 +3,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packs import chain_tree
 from reference import HeldLogits, reference_accept
 from test_token_tree import trees
 
@@ -10,7 +11,7 @@ from laserbatch.pipeline.decoding import acceptance as acceptances
 from laserbatch.pipeline.decoding.acceptance import Acceptance
 from laserbatch.pipeline.decoding.from_settings import verifier_from
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, TreeBatch, chain_tree
+from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, TreeBatch
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 from laserbatch.pipeline.decoding.verifiers.probability import ProbabilityThreshold
 from laserbatch.pipeline.decoding.verifiers.relaxed import Relaxed

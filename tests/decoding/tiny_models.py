@@ -4,6 +4,7 @@ import copy
 
 import numpy as np
 import torch
+from packs import chain_tree
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -11,7 +12,7 @@ from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.sequence import GenerationRequest
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, chain_tree
+from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree
 from laserbatch.retrieval_pools.sources import SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
 VOCAB = 96

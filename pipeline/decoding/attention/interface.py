@@ -66,7 +66,7 @@ def slot_attention(
     s_aux: torch.Tensor | None = None,
     **others,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer in a batch of packed sequences, in the form of transformers' attention interface.
+    """Attention of one layer in a batch of packed sequences: (1, num_tokens, num_heads, value_dim) and None.
 
     A layer's new keys go into the cache, and its tokens read them by slot.
 
@@ -74,18 +74,10 @@ def slot_attention(
     ----------
     query : (1, num_heads, num_tokens, head_dim), after rotary embedding; key and value with their own head counts.
     scaling : None is 1 / sqrt(head_dim).
-    sliding_window : a token sees those less than this many positions before it; None: all of them. Of a model that does
-        not say it, it is the layer's attribute.
+    sliding_window : of a model that does not say it, it is the layer's attribute.
     softcap, s_aux : Gemma's bounded scores and GPT-OSS's attention sinks.
 
-    Returns
-    -------
-    (1, num_tokens, num_heads, value_dim) and None.
-
-    Raises
-    ------
-    ModelError : the model masks or biases scores in a way of its own.
-    KernelError : the attention gives other results than torch's.
+    Raises ModelError: the model masks or biases scores in a way of its own.
     """
     plan = _step_plan.get()
     window = getattr(module, "sliding_window", None) if sliding_window is _ABSENT else sliding_window

@@ -1,9 +1,7 @@
-"""Launches the kernels of `triton_kernel` on a batch.
+"""Launches the kernels of `triton_kernel` on a batch. Import it only where Triton can be imported.
 
 Nothing is read from the device, so that a captured launch can be replayed on new index tensors. Padding sequences and
 tokens cost programs that end at once.
-
-Import it only where Triton can be imported.
 """
 
 from dataclasses import dataclass
@@ -17,11 +15,7 @@ from laserbatch.pipeline.decoding.attention.triton_kernel import attend, combine
 
 @dataclass(frozen=True)
 class Blocks:
-    """How large one program of `attend` is: which sizes are the fastest depends on the device.
-
-    `keys` of one step of a program, `rows` (tokens x folded heads) of one program, at most; Triton's `num_warps` and
-    `num_stages`.
-    """
+    """How large one program of `attend` is: keys of one of its steps, rows (tokens x folded heads) at most."""
 
     keys: int = 32
     rows: int = 64

@@ -1,15 +1,11 @@
 """A model's forward through static buffers, with a kernel's attention; on CUDA small steps are replayed as CUDA graphs.
 
 A step of few tokens is padded to a bucket, whose buffers stay where they are. On CUDA a bucket's first step runs
-eagerly, its second is captured, and later ones are replayed. Large steps, and those that want few of their logits
-(prompts), run eagerly in buffers of their own. The path is the same without capture, which is how it is tested.
-
-A graph ends with hidden states: logits, which at a vocabulary of 152k are 0.3 GB of each graph of 1024 tokens, are
-computed from them when they are looked at (`output_head`).
+eagerly, its second is captured, and later ones are replayed, up to hidden states. Large steps, and those that want few
+of their logits (prompts), run eagerly in buffers of their own. The path is the same without capture.
 
 Capture and replay (`_capture`, `_replay`) have not been run on a GPU yet. What goes wrong there must not stop a night:
-the kernel is compared with torch's attention once for each kind of layer, and a capture that fails leaves the eager
-steps.
+the kernel is compared with torch's attention once for each kind of layer, and a capture that fails leaves eager steps.
 """
 
 import importlib.util
@@ -40,10 +36,8 @@ class StepBuffers:
 
     What is over is padding, written so that it reads token 0, attends to nothing and stores its keys in the scratch
     slot. `token_ids`, `positions`, `slot_mapping` int64[num_tokens] and `metadata` view one tensor; `eager` is the
-    attention without a kernel of the batch that they hold.
-
-    On CUDA the copy is made from pinned memory and not waited for; an event keeps the next step from overwriting
-    numbers that are still being copied. That branch has not been run on a GPU yet.
+    attention without a kernel of the batch that they hold. On CUDA the copy is made from pinned memory and not waited
+    for; an event keeps the next step from overwriting numbers that are still being copied.
     """
 
     eager: EagerAttention
@@ -186,10 +180,9 @@ class BufferedForward:
         return self._replay(bucket)
 
     def _capture(self, bucket: Bucket, shape: LaunchShape) -> None:
-        """Record the step's launches; nothing is computed yet.
+        """Record the step's launches; nothing is computed yet, and only calls of this thread are refused meanwhile.
 
-        Only calls of this thread are refused meanwhile: others have nothing to do with the graph. Where the capture
-        fails torch leaves its stream the current one, so that the stream before it is put back here.
+        Where the capture fails torch leaves its stream the current one, so that the stream before is put back here.
         """
         graph = torch.cuda.CUDAGraph()
         pool = next((other.graph.pool() for other in self.buckets.values() if other.graph is not None), None)

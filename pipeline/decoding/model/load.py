@@ -61,19 +61,12 @@ class LoadedModel:
 def load_model(
     folder: str | Path, dtype: str = "auto", device: str = "auto", adapter: str | Path | None = None
 ) -> LoadedModel:
-    """Load a folder's model and tokenizer and check that the engine can run it.
+    """Load a folder's model ("sample": the bundled one) and tokenizer and check that the engine can run it.
 
-    Parameters
-    ----------
-    folder : path, or "sample" for the bundled model.
-    dtype : "auto" (float32 on a CPU, the weights' own on CUDA or where they are quantised), "float32" or "bfloat16".
-    device : "auto" (CUDA where there is one), or a torch device.
-    adapter : folder of a LoRA adapter to merge into the weights, or None.
+    `dtype` and `adapter` as `decoding` has them, `device` "auto" (CUDA where there is one) or a torch device.
 
-    Raises
-    ------
-    ModelError : the folder, its weights or its tokenizer are missing or unreadable, they do not fit the memory, the
-        adapter is not the model's, or the model cannot be packed.
+    Raises ModelError: folder, weights or tokenizer are missing or unreadable, they do not fit the memory, the adapter
+    is not the model's, or the model cannot be packed.
     """
     path = SAMPLE_MODEL if str(folder) == "sample" else Path(folder)
     weights = find_weights(path)

@@ -82,12 +82,8 @@ class _GivenStates(nn.Module):
 class PenalisedLogits:
     """Rows of a step: logits of what a row's path has already are divided by a penalty, negative ones multiplied.
 
-    A path is the context, the ancestors and the node itself.
-
-    Parameters
-    ----------
-    rows : of each sequence one after its last committed token, then one after each node of its tree.
-    contexts : each sequence's prompt and committed tokens, int32.
+    A path is the context (int32, prompt and committed tokens), the ancestors and the node itself. There is a row of
+    each sequence after its last committed token, then one after each node of its tree.
     """
 
     def __init__(self, penalty: float, rows: HiddenRows, contexts: Sequence[np.ndarray], trees: TreeBatch) -> None:
