@@ -14,8 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from manifest_fixture import Undrawn
 from night_world import run_here, write_here
 
+from laserbatch.jobs.report import blocks
 from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.knowledge.records import knowledge_schema
 
@@ -78,7 +80,7 @@ def first_world() -> World:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """A configuration and templates; workers in this process, the encoder loaded once."""
+    """A configuration and templates; workers in this process, the encoder loaded once, charts not drawn."""
     (tmp_path / "prompts").mkdir()
     for name, template in TEMPLATES.items():
         head = {"name": name, "version": 1, "framework": "kar", "parser": "free", "instruction": "Describe."}
@@ -86,6 +88,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
     write_here(monkeypatch)
     monkeypatch.setattr(TextEncoder, "load", functools.cache(TextEncoder.load))
+    monkeypatch.setattr(blocks, "_Chart", Undrawn)
     return tmp_path
 
 
@@ -102,7 +105,7 @@ class Fortnight:
                           "max_prompt_tokens": 200},
             "decoding": {"max_new_tokens": 12, "batch_size": 8, "max_draft_tokens": 4, "min_acceptance": 0.1},
             "night": {"max_failed_share": 0.5, "num_report_samples": 1, "compare_with_plain": True},
-            "encoding": {"num_clusters": 2},
+            "encoding": {"num_clusters": 2, "max_batch_tokens": 512},  # a forward pads to as many
             "ctr": {"models": ["gbdt"], "num_seeds": 1},
         }  # fmt: skip
         self.published: str | None = None
