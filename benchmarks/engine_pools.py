@@ -21,8 +21,7 @@ from tasks import Task, build, own_texts
 from threadpoolctl import threadpool_limits
 
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.retrieval_pools.calibration.budget_replay import with_budgets
-from laserbatch.retrieval_pools.calibration.calibrate import calibrate, num_held_back, spread_positions
+from laserbatch.retrieval_pools.calibration.calibrate import calibrate, num_held_back, spread_positions, with_budgets
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.routing.collaborative import cluster_embeddings, default_num_groups

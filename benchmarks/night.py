@@ -34,7 +34,7 @@ from systems import MAX_DRAFT_TOKENS, MIN_ACCEPTANCE, EngineSystem, Pass, Transf
 from tasks import GOODREADS_PROMPT, Task, TaskSize, build, chat_ids, own_texts, tasks_of
 
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, replay
+from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, pool_steps, replay
 from laserbatch.retrieval_pools.index.pool import Pool
 
 logger = logging.getLogger("benchmarks")
@@ -186,17 +186,17 @@ def measure_big_pool(engine: Engine, data: Path) -> tuple[dict, list[Figure]]:
         start_s = time.perf_counter()
         pool = build(texts[:NUM_BIG_POOL], Path(folder) / "pool", "item")
         build_s = time.perf_counter() - start_s
-        replayed = replay(pool, held_out, options)
-    draft_us = Spread.of(replayed.draft_us)
+        steps = [step for text in held_out for step in pool_steps(pool, text, options)]
+    draft_us = Spread.of([step.draft_us for step in steps])
     measured = {
         "num_texts": NUM_BIG_POOL,
         "num_tokens": sum(map(len, texts[:NUM_BIG_POOL])),
         "build_s": build_s,
         "max_draft_tokens": MAX_DRAFT_TOKENS,
-        "num_drafts": replayed.num_steps,
+        "num_drafts": len(steps),
         "draft_us": draft_us,
-        "mean_num_drafted": float(np.mean(replayed.num_drafted)),
-        "mean_num_accepted": replayed.mean_accepted,
+        "mean_num_drafted": float(np.mean([len(step.tree) for step in steps])),
+        "mean_num_accepted": float(np.mean([len(step.path) for step in steps])),
     }
     return measured, [
         Figure.under(f"pool of {NUM_BIG_POOL:,} descriptions, build, seconds", build_s, 5.0),

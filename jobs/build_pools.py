@@ -14,10 +14,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from laserbatch.jobs.calibrate_pools import calibrate_side
 from laserbatch.jobs.console import say
 from laserbatch.jobs.night import Night
-from laserbatch.jobs.pool_texts import RunTexts, read_run_texts
+from laserbatch.jobs.pool_texts import RunTexts, calibrate_side, read_run_texts
 from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
 from laserbatch.pipeline.planning.planner import entity_router
 from laserbatch.pipeline.sides import SIDES, Side
@@ -34,12 +33,11 @@ from laserbatch.retrieval_pools.routing.router import Router, fit_routers
 SCRATCH_NAME, HELD_BACK_NAME = "scratch", "without-held-back"
 
 
-def build_pools(night: Night, anew: bool = False, make_current: bool = True) -> dict[Side, PoolBuilt]:
+def build_pools(night: Night, make_current: bool = True) -> dict[Side, PoolBuilt]:
     """Build and publish the pools of a run; what was built, by side.
 
     Parameters
     ----------
-    anew : look at no earlier pool.
     make_current : whether the next run drafts from them.
     """
     tables, routing = night.tables, night.settings.routing
@@ -55,7 +53,7 @@ def build_pools(night: Night, anew: bool = False, make_current: bool = True) -> 
             if run_texts is None:
                 say(f"no {side} texts: no {side} pool")
             else:
-                built[side] = _build(night, side, version, run_texts, routers[side], folder / side, anew)
+                built[side] = _build(night, side, version, run_texts, routers[side], folder / side)
             shutil.rmtree(scratch)
     return built
 
@@ -78,12 +76,10 @@ def collect_pools(store: PoolStore, keep: int, in_use: Collection[str], dry_run:
     return collected
 
 
-def _build(
-    night: Night, side: Side, version: str, run_texts: RunTexts, router: Router, folder: Path, anew: bool
-) -> PoolBuilt:
+def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: Router, folder: Path) -> PoolBuilt:
     start_s = time.perf_counter()
     hash_of_tokenizer = tokenizer_hash(night.settings.model_dir)
-    previous = None if anew else _previous_pool(night, side, hash_of_tokenizer)
+    previous = _previous_pool(night, side, hash_of_tokenizer)
     route = entity_router(router, night.tables, side, night.date)
     done: list[BuildCounts] = []
     build = partial(

@@ -28,7 +28,7 @@ from laserbatch.pipeline.tables.read import Tables, read_tables
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.store import PoolStore, PoolVersion
 from laserbatch.retrieval_pools.routing.router import Route, Router
-from laserbatch.retrieval_pools.routing.settings import RoutingSettings
+from laserbatch.retrieval_pools.settings import RoutingSettings
 
 
 @dataclass

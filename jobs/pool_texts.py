@@ -1,7 +1,12 @@
-"""A run's texts as a pool takes them: in the order of the entity table, each with its group and its age.
+"""A run's texts as a pool takes them, and the calibration of that pool by replaying some of them.
 
-The order is the table's because it is the same every night: what has not changed then stands where it stood, and is not
-sorted again. Token ids are read in batches and lie in a file meanwhile; in memory are ids, places and dates.
+The order is that of the entity table because it is the same every night: what has not changed then stands where it
+stood, and is not sorted again. Token ids are read in batches and lie in a file meanwhile; in memory are ids, places and
+dates.
+
+Where tonight's run drafted from a pool, the texts that it wrote are replayed against that one: prompts, groups and
+previous texts are those that the run had. On a first night some of its texts are held back and replayed against a pool
+of the others.
 """
 
 import datetime
@@ -13,13 +18,29 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from laserbatch.jobs.budgets import budget_of
+from laserbatch.jobs.night import Night
+from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
+from laserbatch.pipeline.planning.plan import PlannedRow, load_plan, read_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import Tables
+from laserbatch.retrieval_pools.calibration.calibrate import (
+    MIN_TEXTS,
+    calibrate,
+    num_held_back,
+    spread_positions,
+    with_budgets,
+)
+from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
 from laserbatch.retrieval_pools.index.arrays import ArrayWriter, map_array
+from laserbatch.retrieval_pools.index.calibration_record import Calibration
+from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.texts import PoolText
 from laserbatch.retrieval_pools.routing.router import Route
+from laserbatch.retrieval_pools.settings import PoolSettings
 
 TOKENS_NAME = "texts.npy"
 _DATE_LENGTH = len("2025-03-01")  # what a run's id begins with
@@ -109,3 +130,107 @@ def _dates(run_ids: pa.Array) -> np.ndarray:
         except ValueError:
             known.append(np.datetime64("NaT", "D"))
     return np.array(known, "datetime64[D]")[distinct.indices.to_numpy()]
+
+
+def calibrate_side(
+    night: Night,
+    side: Side,
+    run_texts: RunTexts,
+    pool_texts: Callable[[], Iterator[PoolText]],
+    build: Callable[[Iterator[PoolText]], Pool],
+) -> tuple[Calibration | None, Pool | None]:
+    """Replay some texts of a side; None where there are too few, or none are wanted. The same run, the same result.
+
+    Parameters
+    ----------
+    run_texts : the texts of the run.
+    pool_texts : those of the coming pool, from the first.
+    build : makes a pool of those that are not held back.
+
+    Returns
+    -------
+    Calibration, or None
+    Pool, or None
+        That pool, if there had to be one: all that the coming pool has but the texts held back.
+    """
+    settings, options = night.settings.pools, draft_options(night.settings.decoding, drafted_with(night, side))
+    if not settings.calibration_texts:
+        return None, None
+    drafted_from = _drafted_from(night, side, tokenizer_hash(night.settings.model_dir))
+    if drafted_from is not None:
+        rows = planned_rows(night, side, settings.calibration_texts)
+        token_ids = run_texts.of_entities([row.entity_id for row in rows])
+        texts = [_replayed(row, token_ids[row.entity_id], row.group) for row in rows if row.entity_id in token_ids]
+        if len(texts) < MIN_TEXTS:  # too few were written tonight: what is known of that pool holds on
+            return drafted_from.manifest.calibration, None
+        return with_budgets(calibrate(drafted_from, texts, options), drafted_from, texts, options), None
+    rows = planned_rows(night, side, num_held_back(len(run_texts), settings.calibration_texts))
+    held_back = {row.entity_id: row for row in rows}
+    if len(rows) < 2:
+        return None, None
+    texts = []
+
+    def other_texts() -> Iterator[PoolText]:
+        for text in pool_texts():
+            row = held_back.get(text.entity)
+            if row is None:
+                yield text
+            else:
+                texts.append(_replayed(row, text.token_ids, text.group))
+
+    pool = build(other_texts())
+    if len(texts) < 2:
+        return None, pool
+    return with_budgets(calibrate(pool, texts, options), pool, texts, options), pool
+
+
+def drafted_with(night: Night, side: Side) -> Budget | None:
+    """The budget that a run's side was drafted with; None where nothing was drafted, or nothing was chosen."""
+    recorded = night.manifest.budgets.get(side)
+    return budget_of(recorded) if recorded is not None and recorded.max_draft_tokens else None
+
+
+def draft_options(decoding: DecodingSettings, budget: Budget | None = None) -> DraftOptions:
+    """How a run of these settings drafts; `budget` None is that of the settings."""
+    budget = budget or Budget.of(decoding)
+    return DraftOptions(
+        max_nodes=budget.max_draft_tokens or DraftOptions.max_nodes,
+        min_acceptance=budget.min_acceptance,
+        use_prompt="prompt" in decoding.drafters,
+        use_output="output" in decoding.drafters,
+        use_previous="previous" in decoding.drafters,
+    )
+
+
+def _drafted_from(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | None:
+    """The pool that the run drafted from, if it is still there and the coming one estimates alike."""
+    version = night.manifest.pools.version
+    if version is None or version not in {known.version for known in night.pools.list() if known.problem is None}:
+        return None
+    pool = night.pools.open(version, side, hash_of_tokenizer)
+    if pool is None or _estimating(pool.settings) != _estimating(night.settings.pools):
+        return None
+    return pool
+
+
+def _estimating(settings: PoolSettings) -> dict:
+    return settings.model_dump(exclude={"calibration_texts"})
+
+
+def planned_rows(night: Night, side: Side, num_wanted: int) -> list[PlannedRow]:
+    """Rows that the run wrote texts for, spread evenly over its plan."""
+    plan = load_plan(night.run.root, side)
+    if plan is None:
+        return []
+    starts = np.cumsum([0, *(shard.num_rows for shard in plan.shards)])
+    positions = spread_positions(int(starts[-1]), num_wanted, night.settings.seed)
+    shard_of = np.searchsorted(starts, positions, side="right") - 1
+    rows = []
+    for number in np.unique(shard_of):
+        shard_rows = read_shard(night.run.root / plan.shards[number].path)
+        rows += [shard_rows[position - starts[number]] for position in positions[shard_of == number]]
+    return rows
+
+
+def _replayed(row: PlannedRow, token_ids: np.ndarray, group: str | None) -> ReplayText:
+    return ReplayText(row.prompt_ids, token_ids, row.previous_ids, group or None)

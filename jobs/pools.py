@@ -5,32 +5,27 @@ What is drawn is in `pools_view.py`; how pools are built from a run in `build_po
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
 import typer
 
 from laserbatch.jobs.console import LazyCommand, add_lazy_commands, lazy_group, say, stdout, summary
 from laserbatch.jobs.pools_view import (
-    DraftView,
-    built_line,
+    calibrated_on,
     calibration_line,
+    draft_nodes,
     draft_tree,
     groups_table,
     version_data,
     versions_table,
 )
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
-from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.manifest import PoolBuilt
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.store import PoolStore, PoolVersion
 from laserbatch.retrieval_pools.routing.leaves import read_rules
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
+NUM_GROUPS = 20  # shown a side, the largest first
 LAZY_COMMANDS = {
     "simulate": LazyCommand(
         "laserbatch.jobs.simulate:simulate",
@@ -51,25 +46,31 @@ JSON = typer.Option(False, "--json", help="Print the result as JSON.")
 
 
 @app.command()
-def build(
-    config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, run: str | None = RUN, as_json: bool = JSON
-) -> None:
-    """Build the pools of a run, unless they are there; the next run drafts from them if that run is finished.
-
-    Example: `laserbatch pools build --config laserbatch.yaml`
-    """
-    _build(load_settings(config, {"workspace": workspace}), run, as_json, anew=False)
-
-
-@app.command()
 def rebuild(
     config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, run: str | None = RUN, as_json: bool = JSON
 ) -> None:
-    """Build the pools of a run again: after an update, or when they are damaged.
+    """Build the pools of a run, again if they are there; the next run drafts from them if that run is finished.
 
     Example: `laserbatch pools rebuild --config laserbatch.yaml`
     """
-    _build(load_settings(config, {"workspace": workspace}), run, as_json, anew=True)
+    from laserbatch.jobs.build_pools import build_pools
+    from laserbatch.jobs.night import open_run
+
+    settings = load_settings(config, {"workspace": workspace})
+    with Workspace.open(settings.workspace, create=False).lock():
+        night = open_run(settings, run)
+        name, is_finished = night.run.run_id, night.run.is_finished
+        build_pools(night, make_current=is_finished)
+        if not is_finished:
+            say(
+                f"run {name} is not finished, so the next run does not draft from its pools; finish it with "
+                f"`laserbatch nightly --date {night.date}`, or choose them with `laserbatch pools use {name}`"
+            )
+    built = _version(_store(settings), name)
+    if as_json:
+        summary(version_data(built), as_json=True)
+    else:
+        stdout.print(versions_table([built]))
 
 
 @app.command(name="list")
@@ -83,7 +84,7 @@ def list_versions(config: Path | None = CONFIG, workspace: Path | None = WORKSPA
     if as_json:
         summary({"versions": [version_data(version) for version in versions]}, as_json=True)
     elif not versions:
-        say(f"no pools in {store.root} yet; `laserbatch nightly` builds them, or `laserbatch pools build`")
+        say(f"no pools in {store.root} yet; `laserbatch nightly` builds them, or `laserbatch pools rebuild`")
     else:
         stdout.print(versions_table(versions))
         for version in versions:
@@ -97,32 +98,24 @@ def show(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     verify: bool = typer.Option(False, help="Compare every file with its checksum."),
-    num_groups: int = typer.Option(20, min=1, help="Groups shown a side, the largest first."),
     as_json: bool = JSON,
 ) -> None:
     """Show a version: its pools, their settings and their groups.
 
     Example: `laserbatch pools show --config laserbatch.yaml --verify`
     """
-    settings = load_settings(config, {"workspace": workspace})
-    store = _store(settings)
+    store = _store(load_settings(config, {"workspace": workspace}))
     chosen = _version(store, version)
     if verify:
         store.verify(chosen.version)
     if chosen.problem is not None:
         raise PoolError(chosen.problem)
-    built = _pools_built(Workspace.open(settings.workspace, create=False), chosen)
     if as_json:
-        names = ("incremental", "num_texts_changed", "num_texts_left_out", "build_s")
-        told = {side: {name: getattr(one, name) for name in names} for side, one in built.items()}
-        summary(version_data(chosen) | {"built": told}, as_json=True)
+        summary(version_data(chosen), as_json=True)
         return
     stdout.print(versions_table([chosen]))
     for side, manifest in chosen.pools.items():
-        rules = read_rules(chosen.folder / "router" / side)
-        stdout.print(groups_table(side, manifest, num_groups, rules))
-        if side in built:
-            stdout.print(built_line(side, built[side]))
+        stdout.print(groups_table(side, manifest, NUM_GROUPS, read_rules(chosen.folder / "router" / side)))
         stdout.print(calibration_line(side, manifest))
     if verify:
         say("every file has the checksum that its manifest says")
@@ -144,14 +137,35 @@ def query(
 
     Example: `laserbatch pools query "The book is" --side item --max-nodes 12`
     """
+    from laserbatch.pipeline.decoding.model.folder import load_tokenizer, tokenizer_hash
+    from laserbatch.retrieval_pools.draft import draft
+
     if side not in ("user", "item"):
         raise typer.BadParameter(f"--side is user or item, not {side!r}")
     settings = load_settings(config, {"workspace": workspace})
-    view = query_pool(settings, text, side, group, version, max_nodes, min_acceptance)
+    store = _store(settings)
+    chosen = _version(store, version)
+    pool = store.open(chosen.version, side, tokenizer_hash(settings.model_dir), verify=True)
+    if pool is None:
+        raise PoolError(f"the pools {chosen.version} have none of the {side} side; give --side")
+    if group is not None and group not in pool.manifest.groups:
+        names = list(pool.manifest.groups)
+        raise PoolError(f"the pool has no group {group!r}; it has {len(names)}: {', '.join(map(repr, names[:5]))}, ...")
+    tokenizer = load_tokenizer(settings.model_dir)
+    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] if text else []
+    context = np.array(ids, np.int32)
+    found = draft(pool, context, 0, None, group, max_nodes=max_nodes, min_acceptance=min_acceptance,
+                  use_prompt=False, use_output=False)  # fmt: skip
+    nodes, known = draft_nodes(tokenizer, context, found), pool.manifest.calibration
     if as_json:
-        summary(view.data(), as_json=True)
+        described = {"version": chosen.version, "side": side, "group": group, "text": text}
+        counts = {"num_context_tokens": len(context), "num_calibration_texts": 0 if known is None else known.num_texts}
+        expected = {"expected_num_accepted": sum(node["acceptance"] for node in nodes)}
+        summary(described | counts | expected | {"nodes": nodes}, as_json=True)
     else:
-        stdout.print(draft_tree(view))
+        whose = f"{pool.manifest.num_texts:,} {side} texts of pools {chosen.version}"
+        in_group = f", group {group}" if group is not None else ""
+        stdout.print(draft_tree(nodes, text, f"{whose}{in_group}, {calibrated_on(pool.manifest)}"))
 
 
 @app.command()
@@ -199,91 +213,10 @@ def gc(
         say("nothing to remove")
 
 
-def query_pool(
-    settings: Settings,
-    text: str,
-    side: Side,
-    group: str | None,
-    version: str | None,
-    max_nodes: int,
-    min_acceptance: float,
-) -> DraftView:
-    """Draft the continuation of a text from a version's pool.
-
-    Raises
-    ------
-    PoolError
-        There is no such version, side or group, or the pool is of another tokenizer or damaged.
-    """
-    from laserbatch.pipeline.decoding.model.folder import load_tokenizer, tokenizer_hash
-    from laserbatch.retrieval_pools.draft import draft
-
-    store = _store(settings)
-    chosen = _version(store, version)
-    pool = store.open(chosen.version, side, tokenizer_hash(settings.model_dir), verify=True)
-    if pool is None:
-        raise PoolError(f"the pools {chosen.version} have none of the {side} side; give --side")
-    _require_group(pool, group)
-    tokenizer = load_tokenizer(settings.model_dir)
-    context = _context(tokenizer, text)
-    found = draft(pool, context, 0, None, group, max_nodes=max_nodes, min_acceptance=min_acceptance,
-                  use_prompt=False, use_output=False, use_previous=False)  # fmt: skip
-    return DraftView.of(tokenizer, chosen.version, pool.manifest, group, text, context, found)
-
-
-def _context(tokenizer: "PreTrainedTokenizerBase", text: str):
-    import numpy as np
-
-    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] if text else []
-    return np.array(ids, np.int32)
-
-
-def _require_group(pool: Pool, group: str | None) -> None:
-    if group is not None and group not in pool.group_names:
-        some = ", ".join(repr(name) for name in pool.group_names[:5])
-        raise PoolError(f"the pool has no group {group!r}; it has {len(pool.group_names)}: {some}, ...")
-
-
-def _build(settings: Settings, run_id: str | None, as_json: bool, anew: bool) -> None:
-    from laserbatch.jobs.build_pools import build_pools
-    from laserbatch.jobs.night import open_run
-
-    store = _store(settings)
-    with Workspace.open(settings.workspace, create=False).lock():
-        night = open_run(settings, run_id)
-        name, is_finished = night.run.run_id, night.run.is_finished
-        there = next((known for known in store.list() if known.version == name), None)
-        if there is None or there.problem is not None or anew:
-            build_pools(night, anew, make_current=is_finished)
-        else:
-            if is_finished:
-                store.use(name)
-            say(f"the pools of run {name} are there already; `laserbatch pools rebuild` builds them again")
-        if not is_finished:
-            say(
-                f"run {name} is not finished, so the next run does not draft from its pools; finish it with "
-                f"`laserbatch nightly --date {night.date}`, or choose them with `laserbatch pools use {name}`"
-            )
-    built = _version(store, name)
-    if as_json:
-        summary(version_data(built), as_json=True)
-    else:
-        stdout.print(versions_table([built]))
-
-
-def _pools_built(workspace: Workspace, chosen: PoolVersion) -> dict[Side, PoolBuilt]:
-    """How the run of a version built its pools, by side; without those of which its manifest says nothing."""
-    for run in workspace.runs():
-        if run.run_id == chosen.version and run.manifest_path.exists():
-            built = run.load_manifest().pools_built
-            return {side: built[side] for side in chosen.pools if side in built}
-    return {}
-
-
 def _version(store: PoolStore, version: str | None) -> PoolVersion:
     name = store.current_version() if version is None else version
     if name is None:
-        raise PoolError(f"no pools in {store.root} yet; run `laserbatch nightly` or `laserbatch pools build`")
+        raise PoolError(f"no pools in {store.root} yet; run `laserbatch nightly` or `laserbatch pools rebuild`")
     store.folder(name)  # refuses one that is not there
     return next(known for known in store.list() if known.version == name)
 

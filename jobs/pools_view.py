@@ -1,7 +1,6 @@
 """Pools on a terminal: versions, groups, and the draft tree of a query."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,8 +10,6 @@ from rich.text import Text
 from rich.tree import Tree
 
 from laserbatch.jobs.formatting import counted
-from laserbatch.jobs.report.drafts import how_built
-from laserbatch.pipeline.storage.manifest import PoolBuilt
 from laserbatch.retrieval_pools.draft import Draft
 from laserbatch.retrieval_pools.index.manifest import PoolManifest
 from laserbatch.retrieval_pools.index.store import PoolVersion
@@ -28,105 +25,24 @@ class Tokenizer(Protocol):
     def convert_ids_to_tokens(self, token_id: int) -> str: ...
 
 
-@dataclass(frozen=True)
-class DraftNode:
-    """A drafted token.
+def draft_nodes(tokenizer: Tokenizer, context: np.ndarray, draft: Draft) -> list[dict[str, Any]]:
+    """What was drafted behind int32[n] tokens, with words for ids.
 
-    Attributes
-    ----------
-    piece : what it adds to the text.
-    parent : index of the node before it, -1 for the text's last token.
-    acceptance : estimated probability that the whole path to it is accepted.
+    `piece` is what a token adds to the text, `parent` the node before it, -1 for the context's last token, `acceptance`
+    the estimated probability that the whole path to it is accepted.
     """
-
-    token_id: int
-    piece: str
-    parent: int
-    depth: int
-    acceptance: float
-    source: str
-
-
-@dataclass(frozen=True)
-class DraftView:
-    """What a query drafted, with words for ids."""
-
-    version: str
-    manifest: PoolManifest
-    group: str | None
-    text: str
-    num_context_tokens: int
-    nodes: list[DraftNode]
-
-    @classmethod
-    def of(
-        cls,
-        tokenizer: Tokenizer,
-        version: str,
-        manifest: PoolManifest,
-        group: str | None,
-        text: str,
-        context: np.ndarray,
-        draft: Draft,
-    ) -> "DraftView":
-        """Put a draft into words; a piece is what its token adds to the text before it."""
-        paths: list[list[int]] = []
-        nodes: list[DraftNode] = []
-        rows = zip(*(array.tolist() for array in (draft.token_ids, draft.parents, draft.source)), strict=True)
-        for (token_id, parent, source), acceptance in zip(rows, np.exp(draft.log_acceptance).tolist(), strict=True):
-            before = paths[parent] if parent >= 0 else context.tolist()
-            paths.append([*before, token_id])
-            depth = nodes[parent].depth + 1 if parent >= 0 else 1
-            piece = _piece(tokenizer, before, token_id)
-            nodes.append(DraftNode(token_id, piece, parent, depth, acceptance, SOURCE_NAMES[source]))
-        return cls(version, manifest, group, text, len(context), nodes)
-
-    @property
-    def expected_num_accepted(self) -> float:
-        """Expected number of accepted tokens: the sum over nodes, each accepted when its whole path is."""
-        return sum(node.acceptance for node in self.nodes)
-
-    def data(self) -> dict[str, Any]:
-        """For `--json`."""
-        return {
-            "version": self.version,
-            "side": self.manifest.side,
-            "group": self.group,
-            "text": self.text,
-            "num_context_tokens": self.num_context_tokens,
-            "num_calibration_texts": num_calibration_texts(self.manifest),
-            "expected_num_accepted": self.expected_num_accepted,
-            "nodes": [vars(node) for node in self.nodes],
-        }
-
-
-def draft_tree(view: DraftView) -> RenderableType:
-    """The draft as a tree; tokens without an alternative stand on one line, each with its estimated acceptance."""
-    manifest = view.manifest
-    whose = f"{manifest.num_texts:,} {manifest.side} texts of pools {view.version}"
-    group = f", group {view.group}" if view.group is not None else ""
-    title = Text(f"{whose}{group}, {calibrated_on(num_calibration_texts(manifest))}", style="dim")
-    tree = Tree(Text("…" + visible(view.text[-60:]) if view.text else "the beginning of a text", style="bold"))
-    children: dict[int, list[int]] = {}
-    for k, node in enumerate(view.nodes):
-        children.setdefault(node.parent, []).append(k)
-    _add_branches(tree, view.nodes, children, -1)
-    expected = f"{len(view.nodes)} tokens drafted, {view.expected_num_accepted:.2f} expected to be accepted"
-    none = "the pool knows nothing to follow this" if not view.nodes else expected
-    return Group(title, tree, Text(none, style="dim"))
-
-
-def _add_branches(tree: Tree, nodes: list[DraftNode], children: dict[int, list[int]], parent: int) -> None:
-    for k in children.get(parent, []):
-        line = Text()
-        last = k
-        while True:
-            line.append(visible(nodes[last].piece), style="bold" if nodes[last].acceptance >= 0.1 else "")
-            line.append(f" {nodes[last].acceptance:.0%}  ", style="cyan" if nodes[last].acceptance >= 0.1 else "dim")
-            if len(children.get(last, [])) != 1:
-                break
-            last = children[last][0]
-        _add_branches(tree.add(line), nodes, children, last)
+    paths: list[list[int]] = []
+    nodes = []
+    rows = zip(*(array.tolist() for array in (draft.token_ids, draft.parents, draft.source)), strict=True)
+    for (token_id, parent, source), acceptance in zip(rows, np.exp(draft.log_acceptance).tolist(), strict=True):
+        before = paths[parent] if parent >= 0 else context.tolist()
+        paths.append([*before, token_id])
+        piece, depth = _piece(tokenizer, before, token_id), len(paths[-1]) - len(context)
+        nodes.append(
+            {"token_id": token_id, "piece": piece, "parent": parent, "depth": depth, "acceptance": acceptance,
+             "source": SOURCE_NAMES[source]}
+        )  # fmt: skip
+    return nodes
 
 
 def _piece(tokenizer: Tokenizer, before: list[int], token_id: int) -> str:
@@ -135,6 +51,33 @@ def _piece(tokenizer: Tokenizer, before: list[int], token_id: int) -> str:
     if whole.startswith(start) and len(whole) > len(start) and "\ufffd" not in whole[len(start) :]:
         return whole[len(start) :]
     return f"<{tokenizer.convert_ids_to_tokens(token_id)}>"  # a part of a character
+
+
+def draft_tree(nodes: list[dict[str, Any]], text: str, title: str) -> RenderableType:
+    """The draft as a tree; tokens without an alternative stand on one line, each with its estimated acceptance."""
+    tree = Tree(Text("…" + visible(text[-60:]) if text else "the beginning of a text", style="bold"))
+    children: dict[int, list[int]] = {}
+    for k, node in enumerate(nodes):
+        children.setdefault(node["parent"], []).append(k)
+    _add_branches(tree, nodes, children, -1)
+    num_accepted = sum(node["acceptance"] for node in nodes)
+    expected = f"{len(nodes)} tokens drafted, {num_accepted:.2f} expected to be accepted"
+    none = "the pool knows nothing to follow this" if not nodes else expected
+    return Group(Text(title, style="dim"), tree, Text(none, style="dim"))
+
+
+def _add_branches(tree: Tree, nodes: list[dict[str, Any]], children: dict[int, list[int]], parent: int) -> None:
+    for k in children.get(parent, []):
+        line = Text()
+        last = k
+        while True:
+            is_likely = nodes[last]["acceptance"] >= 0.1
+            line.append(visible(nodes[last]["piece"]), style="bold" if is_likely else "")
+            line.append(f" {nodes[last]['acceptance']:.0%}  ", style="cyan" if is_likely else "dim")
+            if len(children.get(last, [])) != 1:
+                break
+            last = children[last][0]
+        _add_branches(tree.add(line), nodes, children, last)
 
 
 def visible(text: str) -> str:
@@ -170,10 +113,8 @@ def groups_table(side: str, manifest: PoolManifest, num_groups: int, rules: Mapp
     table = Table(
         title=f"{side}: groups{left_out}", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
     )
-    for name in ("group", "texts", "tokens", "share"):
-        table.add_column(name, justify="left" if name == "group" else "right")
-    if rules:
-        table.add_column("holds")
+    for name in ("group", "texts", "tokens", "share", *(["holds"] if rules else [])):
+        table.add_column(name, justify="left" if name in ("group", "holds") else "right")
     for name, counts in ordered[:num_groups]:
         share = counts["num_tokens"] / max(1, manifest.num_tokens)
         cells = [f"{counts['num_texts']:,}", f"{counts['num_tokens']:,}", f"{share:.1%}"]
@@ -181,35 +122,19 @@ def groups_table(side: str, manifest: PoolManifest, num_groups: int, rules: Mapp
     return table
 
 
-def built_line(side: str, built: PoolBuilt) -> Text:
-    """How the run that a pool is of built it, in a sentence."""
-    room = f"{counted(built.num_texts_left_out, 'text')} left out" if built.num_texts_left_out else "no text left out"
-    return Text(f"{side}: built {how_built(built)}; {room} by pool_building.max_tokens", style="dim")
-
-
-def num_calibration_texts(manifest: PoolManifest) -> int:
-    """Texts that a pool's estimates are calibrated on; 0: they are not."""
-    return 0 if manifest.calibration is None else manifest.calibration.num_texts
-
-
-def calibrated_on(num_texts: int) -> str:
+def calibrated_on(manifest: PoolManifest) -> str:
     """What estimated acceptance rests on, in a few words."""
-    return f"calibrated on {counted(num_texts, 'text')}" if num_texts else "not calibrated"
+    known = manifest.calibration
+    return f"calibrated on {counted(known.num_texts, 'text')}" if known is not None else "not calibrated"
 
 
 def calibration_line(side: str, manifest: PoolManifest) -> Text:
     """How far estimated acceptance can be believed, in a sentence."""
-    calibration = manifest.calibration
-    if calibration is None:
-        return Text(f"{side}: not calibrated: relative counts are taken for acceptance", style="dim")
-    error, before = (one.expected_calibration_error for one in (calibration.reliability, calibration.uncalibrated))
-    by_chance = calibration.reliability.error_by_chance
-    of_few = "" if by_chance is None else f" ({by_chance:.3f} of right estimates, by chance)"
-    return Text(
-        f"{side}: calibrated on {calibration.num_texts:,} replayed texts ({calibration.num_tokens:,} tokens); expected "
-        f"calibration error {error:.3f} on texts not fitted to{of_few}, {before:.3f} without calibration",
-        style="dim",
-    )
+    said = f"{side}: {calibrated_on(manifest)}"
+    if manifest.calibration is not None:
+        error = manifest.calibration.reliability.expected_calibration_error
+        said += f"; calibration error {error:.3f} on texts not fitted to"
+    return Text(said, style="dim")
 
 
 def version_data(version: PoolVersion) -> dict[str, Any]:

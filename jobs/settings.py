@@ -22,8 +22,7 @@ from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
 from laserbatch.pipeline.tables.settings import TablesSettings
 from laserbatch.pipeline.validation import Strict, explain, read_yaml
-from laserbatch.retrieval_pools.routing.settings import RoutingSettings
-from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings
+from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings, RoutingSettings
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent  # configs/ and models/ lie beside the packages
 SAMPLE_MODEL = "sample"

@@ -1,13 +1,25 @@
-"""How the loops of the pools are compiled: by numba, kept on disk, and anew when any of their sources has changed."""
+"""How the loops of the pools are compiled: by numba, kept on disk, and anew when any of their sources has changed.
+
+And arrays by their addresses, in compiled code: numba takes longer to unpack one array argument than to draft a node,
+longest where it is read-only, as all of a pool's are. Whoever hands over an address keeps the array alive. These arrays
+have no index below 0: of all others numba asks at every access whether it counts from the end, which was a tenth of a
+draft's time.
+"""
 
 import hashlib
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import from_dtype, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.core.base import BaseContext
+from numba.core.datamodel import models, register_default
+from numba.core.typing import Signature, signature
+from numba.extending import intrinsic, lower_builtin
+from numba.np.arrayobj import getitem_array_tuple, getitem_arraynd_intp, populate_array, setitem_array
 
 _HERE = Path(__file__).parent
 _SOURCES = sorted(path for pattern in ("*.py", "index/*.py", "drafting/*.py") for path in _HERE.glob(pattern))
@@ -51,3 +63,120 @@ def fetch(typing_context, values, place):
         return context.get_dummy_value()
 
     return types.void(values, types.intp), emit
+
+
+class _FromStart(types.Array):
+    """An array in C order, all indices of which are 0 or above; so are those of the rows that are taken from it."""
+
+    def __init__(self, dtype: types.Type, ndim: int) -> None:
+        super().__init__(dtype, ndim, "C", name=f"from_start({dtype}, {ndim}d)")
+
+    def copy(self, dtype=None, ndim=None, layout=None, readonly=None) -> types.Array:
+        if (layout or "C") != "C":
+            return super().copy(dtype, ndim, layout, readonly)
+        return _FromStart(self.dtype if dtype is None else dtype, self.ndim if ndim is None else ndim)
+
+
+register_default(_FromStart)(models.ArrayModel)
+
+
+@lower_builtin(operator.getitem, _FromStart, types.Integer)
+def _get_one(context, builder, called_as, arguments):
+    return getitem_arraynd_intp(context, builder, *_unsigned(context, builder, called_as, arguments))
+
+
+@lower_builtin(operator.getitem, _FromStart, types.BaseTuple)
+def _get_by_tuple(context, builder, called_as, arguments):
+    return getitem_array_tuple(context, builder, *_unsigned(context, builder, called_as, arguments))
+
+
+@lower_builtin(operator.setitem, _FromStart, types.Integer, types.Any)
+@lower_builtin(operator.setitem, _FromStart, types.BaseTuple, types.Any)
+def _set(context, builder, called_as, arguments):
+    return setitem_array(context, builder, *_unsigned(context, builder, called_as, arguments))
+
+
+def _unsigned(
+    context: BaseContext, builder: ir.IRBuilder, called_as: Signature, arguments: tuple[ir.Value, ...]
+) -> tuple[Signature, tuple[ir.Value, ...]]:
+    """A call whose index is one that cannot be below 0: its signature and its arguments."""
+    kind, index = called_as.args[1], arguments[1]
+    if isinstance(kind, types.BaseTuple):
+        kinds, values = kind.types, cgutils.unpack_tuple(builder, index, count=len(kind))
+        values = [_widened(context, builder, one, value) for one, value in zip(kinds, values, strict=True)]
+        kind = types.Tuple([types.uintp if isinstance(one, types.Integer) else one for one in kinds])
+        index = context.make_tuple(builder, kind, values)
+    else:
+        kind, index = types.uintp, _widened(context, builder, kind, index)
+    return (
+        signature(called_as.return_type, called_as.args[0], kind, *called_as.args[2:]),
+        (arguments[0], index, *arguments[2:]),
+    )
+
+
+def _widened(context: BaseContext, builder: ir.IRBuilder, kind: types.Type, value: ir.Value) -> ir.Value:
+    return context.cast(builder, value, kind, types.intp) if isinstance(kind, types.Integer) else value
+
+
+def _array_at(dtype: types.Type) -> Callable:
+    @intrinsic
+    def array_at(typing_context, address, shape):
+        """The array of a shape, a number or a tuple of them, that lies there in C order."""
+        is_row = isinstance(shape, types.Integer)
+        kinds = (shape,) if is_row else tuple(shape)
+
+        def emit(context, builder, signature, arguments):
+            sizes = (arguments[1],) if is_row else cgutils.unpack_tuple(builder, arguments[1])
+            sizes = [context.cast(builder, size, kind, types.intp) for size, kind in zip(sizes, kinds, strict=True)]
+            return _emit_array(context, builder, signature.return_type, arguments[0], sizes)
+
+        return _FromStart(dtype, len(kinds))(types.int64, shape), emit
+
+    return array_at
+
+
+uint8s_at, uint16s_at = _array_at(types.uint8), _array_at(types.uint16)
+int32s_at, float32s_at = _array_at(types.int32), _array_at(types.float32)
+
+
+def arrays_at(layout: np.dtype, whole: type[tuple], parts: Sequence[type[tuple]]) -> Callable:
+    """A compiled function from an address to the arrays that lie there, by the fields of a dtype of dtypes of arrays.
+
+    It returns `whole`, a named tuple of `parts`, each a named tuple of arrays.
+    """
+    inner = list(layout.fields.values())
+    kinds = [
+        types.NamedTuple([_FromStart(from_dtype(array.base), array.ndim) for array, _ in fields.fields.values()], part)
+        for part, (fields, _) in zip(parts, inner, strict=True)
+    ]
+
+    @intrinsic
+    def views(typing_context, address):
+        def emit(context, builder, signature, arguments):
+            found = []
+            for kind, (fields, begin) in zip(kinds, inner, strict=True):
+                arrays = []
+                for array, (dtype, offset) in zip(kind.types, fields.fields.values(), strict=True):
+                    place = builder.add(arguments[0], context.get_constant(types.int64, begin + offset))
+                    sizes = [context.get_constant(types.intp, size) for size in dtype.shape]
+                    arrays.append(_emit_array(context, builder, array, place, sizes))
+                found.append(context.make_tuple(builder, kind, arrays))
+            return context.make_tuple(builder, signature.return_type, found)
+
+        return types.NamedTuple(kinds, whole)(types.int64), emit
+
+    return views
+
+
+def _emit_array(
+    context: BaseContext, builder: ir.IRBuilder, kind: types.Array, address: ir.Value, sizes: list[ir.Value]
+) -> ir.Value:
+    item = context.get_data_type(kind.dtype)
+    num_bytes = context.get_constant(types.intp, context.get_abi_sizeof(item))
+    strides = [num_bytes]
+    for size in reversed(sizes[1:]):
+        strides.insert(0, builder.mul(strides[0], size))
+    array = context.make_array(kind)(context, builder)
+    data = builder.inttoptr(address, item.as_pointer())
+    populate_array(array, data=data, shape=sizes, strides=strides, itemsize=num_bytes, meminfo=None)
+    return array._getvalue()

@@ -11,30 +11,11 @@ from functools import cache
 
 import numpy as np
 
-from laserbatch.retrieval_pools.drafting.scratch import new_scratch
-from laserbatch.retrieval_pools.drafting.state import (
-    CONTEXT_BEGIN,
-    CONTEXT_END,
-    GROUP,
-    MAX_DEPTH,
-    MAX_NODES,
-    NUM_NODES,
-    NUM_OUTPUTS,
-    NUM_PROMPT,
-    NUM_SEQUENCE_COLUMNS,
-    OUT_KIND,
-    OUT_LOG_ACCEPTANCE,
-    OUT_PARENT,
-    OUT_RELATIVE_COUNT,
-    OUT_SOURCE,
-    OUT_TOKEN,
-    PREVIOUS_BEGIN,
-    PREVIOUS_END,
-)
+from laserbatch.retrieval_pools.drafting import state
+from laserbatch.retrieval_pools.drafting.state import MAX_NODES, new_scratch
 from laserbatch.retrieval_pools.drafting.tree import compiled_draft_trees
 from laserbatch.retrieval_pools.index.pool import EMPTY_POOL, Pool
 
-MAX_FIRST_DRAFTS = 4096  # remembered of a pool
 SHARE = 8  # sequences that a thread drafts at a time; fewer take less time than it takes to wake up
 UNLIMITED_DEPTH = MAX_NODES
 _NO_TOKENS = np.empty(0, np.int32)
@@ -54,8 +35,7 @@ class Draft:
     source : int32[n], the source that most of the node's own probability comes from: a code of `sources`.
     relative_count : float32[n], share of the node's token in what follows its parent, all contexts blended: what the
         pool's calibration makes the node's own probability of.
-    token_kind : int32[n], a kind of `drafting.estimate`: where else the token stands, how frequent it and the token
-        before it are.
+    token_kind : int32[n], a kind of `drafting.estimate`: where else the token stands, and how frequent it is.
     """
 
     __slots__ = ("_rows",)
@@ -68,34 +48,34 @@ class Draft:
 
     @property
     def token_ids(self) -> np.ndarray:
-        return self._rows[OUT_TOKEN]
+        return self._rows[state.OUT_TOKEN]
 
     @property
     def parents(self) -> np.ndarray:
-        return self._rows[OUT_PARENT]
+        return self._rows[state.OUT_PARENT]
 
     @property
     def log_acceptance(self) -> np.ndarray:
-        return self._rows[OUT_LOG_ACCEPTANCE].view(np.float32)
+        return self._rows[state.OUT_LOG_ACCEPTANCE].view(np.float32)
 
     @property
     def source(self) -> np.ndarray:
-        return self._rows[OUT_SOURCE]
+        return self._rows[state.OUT_SOURCE]
 
     @property
     def relative_count(self) -> np.ndarray:
-        return self._rows[OUT_RELATIVE_COUNT].view(np.float32)
+        return self._rows[state.OUT_RELATIVE_COUNT].view(np.float32)
 
     @property
     def token_kind(self) -> np.ndarray:
-        return self._rows[OUT_KIND]
+        return self._rows[state.OUT_KIND]
 
 
 class Drafts(Sequence[Draft]):
     """What `draft_batch` found for several sequences, all of it in one array."""
 
     def __init__(self, found: np.ndarray, num_nodes: np.ndarray) -> None:
-        self._found = found  # int32[num_sequences, NUM_OUTPUTS, max_nodes], of which the first `num_nodes` are
+        self._found = found  # int32[num_sequences, state.NUM_OUTPUTS, max_nodes], of which the first `num_nodes` are
         self._num_nodes = num_nodes
 
     def __len__(self) -> int:
@@ -114,7 +94,8 @@ class Drafts(Sequence[Draft]):
         """
         is_node = np.arange(self._found.shape[2]) < self._num_nodes[:, None]
         token_ids, parents, log_acceptance, source = (
-            self._found[:, output][is_node] for output in (OUT_TOKEN, OUT_PARENT, OUT_LOG_ACCEPTANCE, OUT_SOURCE)
+            self._found[:, output][is_node]
+            for output in (state.OUT_TOKEN, state.OUT_PARENT, state.OUT_LOG_ACCEPTANCE, state.OUT_SOURCE)
         )
         return self._num_nodes, token_ids, parents, log_acceptance.view(np.float32), source.astype(np.uint8)
 
@@ -131,12 +112,9 @@ def draft(
     use_prompt: bool = True,
     use_output: bool = True,
     use_previous: bool = True,
-    end_token_id: int | None = None,
     max_depth: int = UNLIMITED_DEPTH,
 ) -> Draft:
     """What a sequence is likely to go on with. Deterministic; safe to call from several threads; frees the GIL.
-
-    The arrays of a draft are read-only: it may be shared with other callers.
 
     Parameters
     ----------
@@ -150,8 +128,6 @@ def draft(
     min_acceptance : paths estimated to be less likely are not drafted, nor those of a product of estimates below
         1/2048.
     use_prompt, use_output, use_previous : which of the sequence's own texts may be drafted from.
-    end_token_id : draft this token where texts are known to end. None: an end takes its share of the probability but is
-        not drafted.
     max_depth : at most so many tokens follow each other.
 
     Raises
@@ -159,23 +135,18 @@ def draft(
     ValueError
         `max_nodes` is above 64, `num_prompt` is longer than the context, or an array does not hold integers in one row.
     """
-    if not 0 <= max_nodes <= MAX_NODES:
-        raise ValueError(f"max_nodes is {max_nodes}; a tree has 0 to {MAX_NODES} nodes")
     if not 0 <= num_prompt <= len(context):
         raise ValueError(f"num_prompt is {num_prompt}; the context has {len(context)} tokens")
     pool = EMPTY_POOL if pool is None else pool
+    context = _int32_row(context)
     previous = _int32_row(previous) if use_previous and previous is not None else _NO_TOKENS
-    options = use_output, use_prompt, max_nodes, min_acceptance, -1 if end_token_id is None else end_token_id
-    if num_prompt < len(context) or len(previous):
-        return _draft_one(pool, _int32_row(context), num_prompt, previous, group, max_depth, options)
-    # How texts begin depends on nothing else where there is no earlier one: drafted once, then remembered.
-    asked = group, max_depth, *options[2:]
-    found = pool.first_drafts.get(asked)
-    if found is None:
-        found = _draft_one(pool, _NO_TOKENS, 0, _NO_TOKENS, group, max_depth, options)
-        if len(pool.first_drafts) < MAX_FIRST_DRAFTS:
-            pool.first_drafts[asked] = found
-    return found
+    options = _options(use_output, use_prompt, max_nodes, min_acceptance)
+    places, weights, _ = pool.handle
+    mine = _workspace
+    _fill_row(mine.row, 0, 0, len(context), num_prompt, 0, len(previous), pool.group_code(group), max_depth, 0)
+    found = np.empty((1, state.NUM_OUTPUTS, max_nodes), np.int32)
+    compiled_draft_trees()(places, weights, mine.scratch, context, previous, mine.sequences, *options, found)
+    return Draft(found[0, :, : mine.row[state.NUM_NODES]])
 
 
 def draft_batch(
@@ -191,7 +162,6 @@ def draft_batch(
     use_prompt: bool = True,
     use_output: bool = True,
     use_previous: bool = True,
-    end_token_id: int | None = None,
     num_threads: int = 1,
 ) -> Drafts:
     """What `draft` says of each of many sequences, asked at once: a step of the engine.
@@ -207,31 +177,41 @@ def draft_batch(
     ValueError
         As `draft`, or there is not one of each for every sequence.
     """
-    if not 0 <= max_nodes <= MAX_NODES:
-        raise ValueError(f"max_nodes is {max_nodes}; a tree has 0 to {MAX_NODES} nodes")
     num_sequences = len(contexts)
     pool = EMPTY_POOL if pool is None else pool
     previous = [None] * num_sequences if previous is None or not use_previous else previous
     groups = [None] * num_sequences if groups is None else groups
     max_depths = [UNLIMITED_DEPTH] * num_sequences if max_depths is None else max_depths
-    packed = _pack_sequences(pool, contexts, num_prompts, previous, groups, max_depths)
-    sequences = packed[-1]
-    num_written = sequences[:, CONTEXT_END] - sequences[:, CONTEXT_BEGIN] - sequences[:, NUM_PROMPT]
-    is_first = (num_written == 0) & (sequences[:, PREVIOUS_BEGIN] == sequences[:, PREVIOUS_END])
-    sequences[is_first, MAX_DEPTH] = 0  # these are remembered by `draft`
+    options = _options(use_output, use_prompt, max_nodes, min_acceptance)
+    packed_contexts, packed_previous, sequences = _pack_sequences(
+        pool, contexts, num_prompts, previous, groups, max_depths
+    )
+    found = np.empty((num_sequences, state.NUM_OUTPUTS, max_nodes), np.int32)
+    compiled, (places, weights, _) = compiled_draft_trees(), pool.handle
+    num_threads = min(num_threads, num_sequences // SHARE)
+    share = SHARE if num_threads > 1 else max(num_sequences, 1)
+    starts = iter(range(0, num_sequences, share))
 
-    found = np.empty((num_sequences, NUM_OUTPUTS, max_nodes), np.int32)
-    options = use_output, use_prompt, max_nodes, min_acceptance, -1 if end_token_id is None else end_token_id
-    _draft_many(pool, packed, options, found, num_threads)
-    for i in np.flatnonzero(is_first).tolist():
-        first = draft(
-            pool, _NO_TOKENS, 0, None, groups[i], max_nodes=max_nodes, min_acceptance=min_acceptance,
-            end_token_id=end_token_id, max_depth=max_depths[i],
-        )  # fmt: skip
-        sequences[i, NUM_NODES] = len(first)
-        found[i, :, : len(first)] = first._rows
-    found.flags.writeable = False
-    return Drafts(found, sequences[:, NUM_NODES].copy())
+    def draft_shares() -> None:
+        for start in starts:  # each thread takes the next share that is left
+            part = slice(start, start + share)
+            compiled(
+                places, weights, _workspace.scratch, packed_contexts, packed_previous, sequences[part], *options,
+                found[part],
+            )  # fmt: skip
+
+    others = [_threads(num_threads).submit(draft_shares) for _ in range(1, num_threads)]
+    draft_shares()
+    for other in others:
+        other.result()
+    return Drafts(found, sequences[:, state.NUM_NODES].copy())
+
+
+def _options(use_output: bool, use_prompt: bool, max_nodes: int, min_acceptance: float):
+    """As `tree.draft_trees` takes them."""
+    if not 0 <= max_nodes <= MAX_NODES:
+        raise ValueError(f"max_nodes is {max_nodes}; a tree has 0 to {MAX_NODES} nodes")
+    return use_output, use_prompt, max_nodes, min_acceptance
 
 
 def _pack_sequences(
@@ -247,35 +227,16 @@ def _pack_sequences(
     numbers = list(map(len, (contexts, num_prompts, previous, groups, max_depths)))
     if len(set(numbers)) > 1:
         raise ValueError(f"contexts, num_prompts, previous, groups, max_depths are {numbers}; as many of each expected")
-    sequences = np.zeros((num_sequences, NUM_SEQUENCE_COLUMNS), np.int64)
-    packed_contexts = _pack(contexts, sequences[:, CONTEXT_BEGIN : CONTEXT_END + 1])
-    packed_previous = _pack(previous, sequences[:, PREVIOUS_BEGIN : PREVIOUS_END + 1])
-    sequences[:, NUM_PROMPT] = num_prompts
-    sequences[:, GROUP] = list(map(pool.group_code, groups))
-    sequences[:, MAX_DEPTH] = max_depths
-    num_known = sequences[:, CONTEXT_END] - sequences[:, CONTEXT_BEGIN]
-    if num_sequences and ((num_known < sequences[:, NUM_PROMPT]).any() or sequences[:, NUM_PROMPT].min() < 0):
-        raise ValueError(f"num_prompts are {list(num_prompts)}; the contexts have {list(map(len, contexts))} tokens")
+    sequences = np.zeros((num_sequences, state.NUM_SEQUENCE_COLUMNS), np.int64)
+    packed_contexts = _pack(contexts, sequences[:, state.CONTEXT_BEGIN : state.CONTEXT_END + 1])
+    packed_previous = _pack(previous, sequences[:, state.PREVIOUS_BEGIN : state.PREVIOUS_END + 1])
+    sequences[:, state.NUM_PROMPT] = num_prompts = np.asarray(num_prompts, np.int64)
+    sequences[:, state.GROUP] = list(map(pool.group_code, groups))
+    sequences[:, state.MAX_DEPTH] = max_depths
+    num_known = sequences[:, state.CONTEXT_END] - sequences[:, state.CONTEXT_BEGIN]
+    if ((num_known < num_prompts) | (num_prompts < 0)).any():
+        raise ValueError(f"num_prompts are {num_prompts.tolist()}; the contexts have {list(map(len, contexts))} tokens")
     return packed_contexts, packed_previous, sequences
-
-
-def _draft_many(pool: Pool, packed: tuple, options: tuple, found: np.ndarray, num_threads: int) -> None:
-    """Fill in what is found for each of what `_pack_sequences` gave, on several threads where these are many."""
-    contexts, previous, sequences = packed
-    compiled, (places, weights, _) = compiled_draft_trees(), pool.handle
-    num_threads = min(num_threads, len(sequences) // SHARE)
-    share = SHARE if num_threads > 1 else max(len(sequences), 1)
-    starts = iter(range(0, len(sequences), share))
-
-    def draft_shares() -> None:
-        for start in starts:  # each thread takes the next share that is left
-            part = slice(start, start + share)
-            compiled(places, weights, _workspace.scratch, contexts, previous, sequences[part], *options, found[part])
-
-    others = [_threads(num_threads).submit(draft_shares) for _ in range(1, num_threads)]
-    draft_shares()
-    for other in others:
-        other.result()
 
 
 def _pack(rows: Sequence[np.ndarray | None], bounds: np.ndarray) -> np.ndarray:
@@ -302,23 +263,12 @@ class _Workspace(threading.local):
 
     def __init__(self) -> None:
         self.scratch = new_scratch()
-        self.sequences = np.zeros((1, NUM_SEQUENCE_COLUMNS), np.int64)
+        self.sequences = np.zeros((1, state.NUM_SEQUENCE_COLUMNS), np.int64)
         self.row = memoryview(self.sequences).cast("B").cast("q")
 
 
 _workspace = _Workspace()
-_fill_row = struct.Struct(f"{NUM_SEQUENCE_COLUMNS}q").pack_into
-
-
-def _draft_one(pool, context, num_prompt, previous, group, max_depth, options) -> Draft:
-    places, weights, _ = pool.handle
-    mine = _workspace
-    row = mine.row
-    _fill_row(row, 0, 0, len(context), num_prompt, 0, len(previous), pool.group_code(group), max_depth, 0)
-    found = np.empty((1, NUM_OUTPUTS, options[2]), np.int32)
-    compiled_draft_trees()(places, weights, mine.scratch, context, previous, mine.sequences, *options, found)
-    found.setflags(write=False)  # it may be remembered
-    return Draft(found[0, :, : row[NUM_NODES]])
+_fill_row = struct.Struct(f"{state.NUM_SEQUENCE_COLUMNS}q").pack_into
 
 
 def _int32_row(tokens: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
-"""The options of a pool: how it is indexed, drafted from, built and kept."""
+"""The options of pools: how they are indexed, drafted from, built and kept, and how entities are put into groups."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -7,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 MAX_MATCH_TOKENS = 32
 MAX_CONTEXT_LENGTHS = 8
 BUILT_SETTINGS = ("index_depth", "min_support")  # what a pool's files depend on
+Scheme = Literal["router", "collaborative", "attribute", "random", "global"]
+AttributeGrouping = Literal["path", "leaves"]
 
 
 class PoolSettings(BaseModel):
@@ -59,12 +62,7 @@ class PoolSettings(BaseModel):
 
 
 class PoolBuildSettings(BaseModel):
-    """How pools are built, how large they may be, and how long they are kept.
-
-    Above `max_tokens` a side's pool leaves out the texts that draft least, see `eviction`; with `half_life_nights` a
-    text's worth halves with every so many nights since it was written, so that old nights' texts leave first. Nothing
-    else fades: a text that is in a pool counts in full, however old, and drafting costs the same.
-    """
+    """How pools are built, how large they may be, and how long they are kept."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -72,10 +70,7 @@ class PoolBuildSettings(BaseModel):
         2048, ge=16, description="Memory that sorting may take; more texts are sorted in runs on disk. null: no limit."
     )
     max_tokens: int | None = Field(
-        None, ge=1, description="Tokens that a side's pool may have; beyond, what drafts least is left out. null: all."
-    )
-    half_life_nights: float | None = Field(
-        None, gt=0, description="Nights in which a text's worth halves when texts are left out. null: age is no matter."
+        None, ge=1, description="Tokens that a side's pool may have; beyond, the oldest are left out. null: all."
     )
     keep_versions: int = Field(3, ge=1, description="Newest pool versions kept after a night; those in use stay too.")
 
@@ -84,8 +79,63 @@ class PoolBuildSettings(BaseModel):
         """`memory_mb` in bytes."""
         return None if self.memory_mb is None else self.memory_mb << 20
 
+
+class RoutingSettings(BaseModel):
+    """How the entities of one side are put into groups. Every option has a default that works.
+
+    `scheme` is "router" (collaborative where interactions suffice, else attributes) or a baseline of the LASER
+    paper: "collaborative", "attribute", "random" (RRP) or "global" (GRP, ReSD).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    scheme: Scheme = "router"
+    min_interactions: int = Field(5, ge=1, description="Interactions an entity needs for a collaborative group.")
+    min_age_days: float | None = Field(
+        None,
+        ge=0,
+        description="Days since created_at that it needs too; null: age does not matter. No created_at is old enough.",
+    )
+    num_groups: int | None = Field(
+        None,
+        ge=1,
+        description="Collaborative groups, random groups or leaves; unset: half the square root of the entities.",
+    )
+    user_embeddings: Path | None = Field(
+        None,
+        description="Parquet file of your own vectors of users, in place of LightGCN's: columns user_id and vector (a "
+        "list of floats). Users without a vector are grouped by attributes.",
+    )
+    item_embeddings: Path | None = Field(None, description="The same for items: columns item_id and vector.")
+    attribute_grouping: AttributeGrouping = Field(
+        "path",
+        description="path: attributes split one after the other, found again by the longest known prefix; leaves: of "
+        "one tree that predicts from attributes which texts are alike.",
+    )
+    user_attributes: tuple[str, ...] | None = Field(None, description="Columns to split users by; unset: guessed.")
+    item_attributes: tuple[str, ...] | None = Field(None, description="Columns to split items by; unset: guessed.")
+    max_group_size: int | None = Field(
+        None, ge=1, description="A larger group by path is split; unset: four square roots of the entities."
+    )
+    min_group_size: int | None = Field(
+        None,
+        ge=1,
+        description="A smaller group by path joins its parent, a leaf has this many texts; unset: a tenth of "
+        "max_group_size.",
+    )
+    num_bins: int = Field(4, ge=2, le=64, description="Quantile bins of a numeric attribute.")
+
     @model_validator(mode="after")
-    def _half_life_needs_a_size(self) -> "PoolBuildSettings":
-        if self.half_life_nights is not None and self.max_tokens is None:
-            raise ValueError("half_life_nights says which texts leave a full pool first; give max_tokens too")
+    def _sizes_in_order(self) -> "RoutingSettings":
+        smallest, largest = self.min_group_size, self.max_group_size
+        if smallest is not None and largest is not None and smallest > largest:
+            raise ValueError(f"min_group_size {smallest} is above max_group_size {largest}; lower the first")
         return self
+
+    def attributes_of(self, side: str) -> tuple[str, ...] | None:
+        """Columns that `side` ("user" or "item") is to be split by, or None for "guess them"."""
+        return self.user_attributes if side == "user" else self.item_attributes
+
+    def embeddings_of(self, side: str) -> Path | None:
+        """File of the user's own vectors of `side`, or None for "train LightGCN"."""
+        return self.user_embeddings if side == "user" else self.item_embeddings

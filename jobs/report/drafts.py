@@ -54,9 +54,8 @@ def drafts_section(manifest: RunManifest, sides: list[Side]) -> Section:
     ]
     if rows:
         caption = (
-            "Left out: the texts that draft least, for which pool_building.max_tokens leaves no room. Error: mean "
-            "distance between estimated and realised acceptance, on texts that estimates were not fitted to; by "
-            "chance: what it would be on average, were estimates right."
+            "Left out: the oldest texts, for which pool_building.max_tokens leaves no room. Error: mean distance "
+            "between estimated and realised acceptance, on texts that estimates were not fitted to."
         )
         blocks.append(Table("Pools, in numbers", rows, ("Side", "Use", "Version", "Built"), caption))
     return Section("drafts", "Drafts and pools", blocks)
@@ -128,9 +127,6 @@ def _routes(sides: list[Side]) -> Figure:
 def _pool_row(name: str, use: str, pool: PoolFigures) -> dict[str, str]:
     is_built = isinstance(pool, PoolBuilt)
     checked = pool.calibration["reliability"] if is_built and pool.calibration is not None else {}
-    error = decimal(checked.get("expected_calibration_error"), 3)
-    if checked.get("error_by_chance") is not None:
-        error += f" ({decimal(checked['error_by_chance'], 3)})"
     return {
         "Side": SIDE_LABELS[name],
         "Use": use,
@@ -141,5 +137,5 @@ def _pool_row(name: str, use: str, pool: PoolFigures) -> dict[str, str]:
         "Built": how_built(pool) if is_built else MISSING,
         "Texts left out": count(pool.num_texts_left_out) if is_built else MISSING,
         "Build time": seconds(pool.build_s) if is_built else MISSING,
-        "Error (by chance)": error,
+        "Error": decimal(checked.get("expected_calibration_error"), 3),
     }

@@ -40,7 +40,7 @@ from laserbatch.pipeline.errors import ConfigError, RunFailed
 from laserbatch.pipeline.storage.atomic import canonical_json, write_json
 from laserbatch.retrieval_pools.calibration.calibrate import spread_positions
 from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS
-from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR
+from laserbatch.retrieval_pools.index.texts import SEPARATOR
 from laserbatch.retrieval_pools.sources import SOURCE_POOL, SOURCE_TARGET
 
 logger = logging.getLogger(__name__)

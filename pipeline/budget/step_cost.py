@@ -11,7 +11,7 @@ from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.validation import Strict, explain, read_yaml
 
 if TYPE_CHECKING:  # the engine reads costs; it need not load what replays
-    from laserbatch.retrieval_pools.calibration.estimates import Tally
+    from laserbatch.retrieval_pools.calibration.replay import Tally
 
 EXAMPLE = (
     "steps: [{batch_size: 16, num_tokens: 16, seconds: 0.0043}, {batch_size: 16, num_tokens: 256, seconds: 0.0064}]"

@@ -1,6 +1,9 @@
 """Calibrating a pool: texts that it does not hold are replayed, and acceptance is fitted to what became of the drafts.
 
-The caller holds the texts back.
+Then they are replayed under many draft budgets at once. Drafts come best first, so what a smaller budget drafts is the
+beginning of what a larger one does: one draft at each position of a text serves them all, and where every budget's walk
+along the text goes is read off. `replay.replay`, one budget at a time, says the same slowly. The caller holds the texts
+back.
 """
 
 from collections.abc import Sequence
@@ -8,13 +11,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from laserbatch.retrieval_pools.calibration.replay import DraftOptions, Nodes, ReplayText, replay, replay_nodes
+from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, accepted_path, replay, replay_nodes
+from laserbatch.retrieval_pools.draft import draft_batch
 from laserbatch.retrieval_pools.drafting.estimate import NUM_KINDS
 from laserbatch.retrieval_pools.drafting.state import MAX_NODES
 from laserbatch.retrieval_pools.index.calibration_record import (
+    DRAFT_TOKENS,
+    KNOT_SHARES,
+    MIN_ACCEPTANCES,
+    SIZE_KNOTS,
+    BudgetCell,
+    BudgetCurve,
     Calibration,
     Reliability,
-    ReliabilityBin,
+    ReplayedBudgets,
     SourceCurve,
     beta_features,
     curves_of,
@@ -29,6 +39,9 @@ TEXTS_PER_HELD_BACK = 5  # at most one text of so many is held back
 INVERSE_PRIOR = 10.0  # variance of what is fitted, before any node; with 1 texts were accepted up to 1 % less far
 NUM_BINS = 20  # of estimates that are checked
 DIGITS = 5  # of what the manifest keeps
+GRID = tuple((size, least) for size in DRAFT_TOKENS for least in MIN_ACCEPTANCES)
+MAX_BUDGET_TOKENS = 10_000  # replayed of each kind of text under all budgets: a draft a token
+MIN_CHANGED_TEXTS = 10
 
 
 def num_held_back(num_texts: int, num_wanted: int) -> int:
@@ -71,9 +84,10 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
     plain = _with_best_escape(pool.with_calibration(None), texts, options)
     widest = replace(options, max_nodes=MAX_NODES, min_acceptance=0.0)
     halves = texts[0::2], texts[1::2]
-    nodes = [_behind_accepted(replay_nodes(plain, half, widest, options)) for half in halves]
+    nodes = [replay_nodes(plain, half, widest, options) for half in halves]
+    nodes = [part[part["is_parent_accepted"]] for part in nodes]
     fitted = [plain.with_curves(curves_of(fit_sources(part))) for part in nodes]
-    all_nodes = Nodes.joined(nodes)
+    all_nodes = np.concatenate(nodes)
     return Calibration(
         pool_escape=plain.settings.pool_escape_per_token,
         num_texts=len(texts),
@@ -81,12 +95,11 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
         num_nodes=len(all_nodes),
         sources=fit_sources(all_nodes),
         reliability=reliability(list(zip(fitted, reversed(halves), strict=True)), options),
-        uncalibrated=reliability([(plain, texts)], options),
     )
 
 
-def fit_sources(nodes: Nodes) -> tuple[SourceCurve, ...]:
-    """The curve of each source that drafted: one logistic regression over all nodes, whose parents are accepted.
+def fit_sources(nodes: np.ndarray) -> tuple[SourceCurve, ...]:
+    """The curve of each source that drafted: one logistic regression over NODE[n], whose parents are accepted.
 
     A source and a kind of token have a number each, and so has a kind of a source, all held towards 0: what there are
     few nodes of is as its kind is elsewhere. Odds that a curve would let fall with the count are the same for all.
@@ -94,11 +107,11 @@ def fit_sources(nodes: Nodes) -> tuple[SourceCurve, ...]:
     from scipy.sparse import csr_matrix, hstack
     from sklearn.linear_model import LogisticRegression  # takes a second to load; who drafts needs it not
 
-    if len(np.unique(nodes.is_accepted)) < 2:
+    if len(np.unique(nodes["is_accepted"])) < 2:
         return ()  # nothing can be told apart
-    sources, kinds = nodes.source.astype(np.int64), nodes.token_kind.astype(np.int64)
+    sources, kinds = nodes["source"].astype(np.int64), nodes["token_kind"].astype(np.int64)
     of_counts = np.zeros((len(nodes), NUM_SOURCES, 3))
-    of_counts[np.arange(len(nodes)), sources] = beta_features(nodes.relative_count)
+    of_counts[np.arange(len(nodes)), sources] = beta_features(nodes["relative_count"])
 
     def one_hot(place: np.ndarray, size: int) -> csr_matrix:
         return csr_matrix((np.ones(len(place)), (np.arange(len(place)), place)), (len(place), size))
@@ -112,7 +125,7 @@ def fit_sources(nodes: Nodes) -> tuple[SourceCurve, ...]:
         format="csr",
     )
     regression = LogisticRegression(C=INVERSE_PRIOR, fit_intercept=False, tol=1e-3, max_iter=200)
-    regression.fit(features, nodes.is_accepted)
+    regression.fit(features, nodes["is_accepted"])
     numbers = np.round(regression.coef_[0], DIGITS)
     beta, of_kinds, of_each = np.split(numbers, [3 * NUM_SOURCES, 3 * NUM_SOURCES + NUM_KINDS])
     beta, of_each = beta.reshape(NUM_SOURCES, 3), of_each.reshape(NUM_SOURCES, NUM_KINDS)
@@ -120,7 +133,7 @@ def fit_sources(nodes: Nodes) -> tuple[SourceCurve, ...]:
         SourceCurve(
             source=source,
             num_tried=int((sources == source).sum()),
-            num_accepted=int(nodes.is_accepted[sources == source].sum()),
+            num_accepted=int(nodes["is_accepted"][sources == source].sum()),
             offset=beta[source, 0],
             low=beta[source, 1],
             high=beta[source, 2],
@@ -138,69 +151,21 @@ def reliability(checks: Sequence[tuple[Pool, Sequence[ReplayText]]], options: Dr
     checks : pools, and texts that neither each nor its curves have seen; one text at least.
     options : how they are drafted.
     """
-    of_texts = [replay_nodes(pool, [text], options) for pool, texts in checks for text in texts]
-    nodes = Nodes.joined(of_texts)
-    bins = reliability_bins(_estimates(nodes), nodes.is_accepted)
-    error = sum(abs(one.mean_estimate - one.share_accepted) * one.num_nodes for one in bins) / max(1, len(nodes))
-    by_chance = error_by_chance([_estimates(of_text) for of_text in of_texts], [one.is_accepted for one in of_texts])
+    nodes = np.concatenate([replay_nodes(pool, texts, options) for pool, texts in checks])
+    error = calibration_error(np.exp(nodes["log_acceptance"].astype(np.float64)), nodes["is_accepted"])
     return Reliability(
-        num_texts=len(of_texts),
+        num_texts=sum(len(texts) for _, texts in checks),
         num_nodes=len(nodes),
         max_nodes=options.max_nodes,
         min_acceptance=options.min_acceptance,
         expected_calibration_error=round(error, DIGITS),
-        error_by_chance=None if by_chance is None else round(by_chance, DIGITS),
-        bins=bins,
     )
 
 
-def reliability_bins(estimates: np.ndarray, is_accepted: np.ndarray) -> tuple[ReliabilityBin, ...]:
-    """Estimates in bins of equal width over [0, 1], float64[n], with what became of them, bool[n]."""
-    bin_of = _bins_of(estimates)
-    counts = np.bincount(bin_of, minlength=NUM_BINS)
-    sums = np.bincount(bin_of, estimates, NUM_BINS)
-    accepted = np.bincount(bin_of, is_accepted, NUM_BINS)
-    return tuple(
-        ReliabilityBin(
-            mean_estimate=round(float(sums[k] / counts[k]), DIGITS),
-            share_accepted=round(float(accepted[k] / counts[k]), DIGITS),
-            num_nodes=int(counts[k]),
-        )
-        for k in np.flatnonzero(counts)
-    )
-
-
-def error_by_chance(estimates: Sequence[np.ndarray], is_accepted: Sequence[np.ndarray]) -> float | None:
-    """The expected calibration error that estimates would show on average if they were right: what few texts add.
-
-    Of a bin's gap, the sum over texts of accepted less estimated, the variance is told by how much texts differ, since
-    the tokens of one stand and fall together; of a normal distribution of mean 0 and that variance the mean distance
-    from 0 is taken. Estimates that are right on average but not for each text also raise it.
-
-    Parameters
-    ----------
-    estimates, is_accepted : float64[n] and bool[n] of each text's nodes.
-
-    Returns
-    -------
-    float or None
-        None for fewer than two texts, which tell nothing of how they differ.
-    """
-    num_texts, num_nodes = len(estimates), sum(map(len, estimates))
-    if num_texts < 2:
-        return None
-    gaps = np.array(
-        [
-            np.bincount(_bins_of(estimate), accepted - estimate, NUM_BINS)
-            for estimate, accepted in zip(estimates, is_accepted, strict=True)
-        ]
-    )  # (num_texts, NUM_BINS)
-    deviations = np.sqrt(num_texts * gaps.var(axis=0, ddof=1))
-    return float(np.sqrt(2 / np.pi) * deviations.sum() / max(1, num_nodes))
-
-
-def _behind_accepted(nodes: Nodes) -> Nodes:
-    return nodes.where(nodes.is_parent_accepted)
+def calibration_error(estimates: np.ndarray, is_accepted: np.ndarray) -> float:
+    """Mean distance, in bins of equal width over [0, 1], of float64[n] estimates from the share of bool[n] accepted."""
+    bin_of = np.minimum((estimates * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+    return float(np.abs(np.bincount(bin_of, is_accepted - estimates)).sum() / max(1, len(estimates)))
 
 
 def _with_best_escape(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> Pool:
@@ -223,9 +188,95 @@ def _of_bounded_length(texts: Sequence[ReplayText], max_tokens: int) -> Sequence
     return [texts[position] for position in spread_positions(len(texts), num_kept)]
 
 
-def _estimates(nodes: Nodes) -> np.ndarray:
-    return np.exp(nodes.log_acceptance.astype(np.float64))
+def budget_curve(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | None = None) -> BudgetCurve:
+    """Replay texts under every budget of the grid. The same inputs give the same result.
+
+    Parameters
+    ----------
+    pool : calibrated, as it will be drafted from; it must not hold the texts.
+    texts : at least one. Of long ones some are left out: about MAX_BUDGET_TOKENS of each kind are replayed.
+    options : which sources are drafted from; its budget is not looked at.
+    """
+    options = DraftOptions() if options is None else options
+    new = [replace(text, previous_ids=None) for text in texts]
+    changed = [text for text in texts if text.previous_ids is not None] if options.use_previous else []
+    used = {"previous": options.use_previous, "prompt": options.use_prompt, "output": options.use_output, "pool": True}
+    return BudgetCurve(
+        sources=tuple(name for name, is_used in used.items() if is_used),
+        new=_replayed(pool, new, options),
+        changed=_replayed(pool, changed, options) if len(changed) >= MIN_CHANGED_TEXTS else None,
+    )
 
 
-def _bins_of(estimates: np.ndarray) -> np.ndarray:
-    return np.minimum((estimates * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+def with_budgets(
+    calibration: Calibration, pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | None = None
+) -> Calibration:
+    """A calibration that also says what each budget gains, replayed on the texts that it was fitted to.
+
+    Curves of a few hundred numbers are fitted to tens of thousands of nodes, so that the texts hardly know them.
+    """
+    curve = budget_curve(pool.with_calibration(calibration), texts, options)
+    return calibration.model_copy(update={"budgets": curve})
+
+
+def replay_budgets(
+    pool: Pool | None, text: ReplayText, options: DraftOptions, budgets: Sequence[tuple[int, float]] = GRID
+) -> np.ndarray:
+    """Steps along one text under each of the budgets, by the size of their trees: float64[num_budgets, num_knots].
+
+    Parameters
+    ----------
+    options : all but its budget is used.
+    budgets : largest tree and least acceptance of each.
+
+    A step counts 1 in all, as in `BudgetCell`; each but the last ends with a token that was not drafted.
+    """
+    sizes = np.array([size for size, _ in budgets])
+    least = np.log([least for _, least in budgets], dtype=np.float32)
+    widest = vars(options) | {
+        "max_nodes": int(sizes.max()),
+        "min_acceptance": min(least for _, least in budgets),
+    }
+    num_prompt, num_tokens = len(text.prompt_ids), len(text.text_ids)
+    context = np.concatenate([text.prompt_ids, text.text_ids]).astype(np.int32)
+    contexts = [context[: num_prompt + position] for position in range(num_tokens + 1)]
+    of_each = ([value] * len(contexts) for value in (num_prompt, text.previous_ids, text.group))
+    truth = text.text_ids.tolist()
+    num_drafted, num_accepted = np.zeros((2, len(contexts), len(budgets)), np.int64)
+    for position, tree in enumerate(draft_batch(pool, contexts, *of_each, **widest)):
+        likely = np.searchsorted(-tree.log_acceptance, -least, side="right")  # the most probable nodes come first
+        num_drafted[position] = np.minimum(sizes, likely)
+        num_accepted[position] = np.searchsorted(accepted_path(tree, truth, position), num_drafted[position])
+    walkers, position = np.arange(len(budgets)), np.zeros(len(budgets), np.int64)
+    num_at_knots = np.zeros((len(budgets), len(SIZE_KNOTS)))
+    while len(walkers):
+        num_at_knots[walkers] += KNOT_SHARES[num_drafted[position, walkers]]
+        position = position + num_accepted[position, walkers] + 1
+        on_the_way = position < len(contexts)
+        walkers, position = walkers[on_the_way], position[on_the_way]
+    return num_at_knots
+
+
+def _replayed(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> ReplayedBudgets | None:
+    num_tokens = sum(len(text.text_ids) for text in texts)
+    stride = max(1, -(-num_tokens // MAX_BUDGET_TOKENS))
+    texts = texts[::stride]
+    if not texts:
+        return None
+    num_at_knots = sum(replay_budgets(pool, text, options) for text in texts)
+    num_steps, num_tokens = num_at_knots.sum(axis=1), sum(len(text.text_ids) for text in texts)
+    tokens_per_step = (num_tokens + len(texts)) / num_steps  # every text's end is written too
+    shares = num_at_knots / num_steps[:, None]
+    return ReplayedBudgets(
+        num_texts=len(texts),
+        num_tokens=num_tokens,
+        cells=tuple(
+            BudgetCell(
+                max_draft_tokens=size,
+                min_acceptance=least,
+                tokens_per_step=round(float(pace), DIGITS),
+                size_shares=tuple(np.round(share, DIGITS).tolist()),
+            )
+            for (size, least), pace, share in zip(GRID, tokens_per_step, shares, strict=True)
+        ),
+    )

@@ -3,18 +3,29 @@
 A draft is compared with how the text really goes on, as a greedy verifier would whose model had written that text: the
 longest path of the tree that agrees is accepted, one more token is the verifier's own (the bonus), and the next draft
 starts behind it. A relaxed verifier also takes tokens that the text does not have, so a night that verifies so accepts
-more than a replay of its texts. Knows no corpus, no tables and no prompt template.
+more than a replay of its texts.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from laserbatch.retrieval_pools.draft import Draft, draft
 from laserbatch.retrieval_pools.index.pool import Pool
+
+NODE = np.dtype(
+    [
+        ("source", np.uint8),  # a code of `sources`
+        ("relative_count", np.float32),  # share of the token among what follows its parent, before calibration
+        ("token_kind", np.int32),  # see `drafting.estimate`
+        ("log_acceptance", np.float32),  # the draft's own estimate, for the whole path
+        ("is_parent_accepted", bool),
+        ("is_accepted", bool),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,6 @@ class DraftOptions:
     use_prompt: bool = True
     use_output: bool = True
     use_previous: bool = True
-    end_token_id: int | None = None
 
 
 class Tree(Protocol):
@@ -56,11 +66,8 @@ class Tree(Protocol):
     def parents(self) -> Sequence[int]: ...
 
 
-AnyTree = TypeVar("AnyTree", bound=Tree)
-
-
 @dataclass(frozen=True)
-class ReplayStep(Generic[AnyTree]):
+class ReplayStep:
     """One draft along a text.
 
     Attributes
@@ -72,109 +79,54 @@ class ReplayStep(Generic[AnyTree]):
     """
 
     position: int
-    tree: AnyTree
+    tree: Tree
     path: list[int]
     draft_us: float
 
 
 @dataclass(frozen=True)
-class Nodes:
-    """Drafted tokens and what became of them, in the order of drafting; arrays of one length.
+class Tally:
+    """Counts of replays by text, float64[num_texts] each; sums over resampled texts have the same form.
 
     Attributes
     ----------
-    source : uint8[n], a code of `sources`.
-    relative_count : float32[n], share of the node's token among what follows its parent, before calibration.
-    token_kind : int32[n], see `drafting.estimate`.
-    log_acceptance : float32[n], the draft's own estimate, for the whole path.
-    is_parent_accepted, is_accepted : bool[n].
+    num_steps : verify steps, the one that only ends the text among them.
+    num_drafted, num_accepted : draft tokens, and those of them that the text goes along.
     """
 
-    source: np.ndarray
-    relative_count: np.ndarray
-    token_kind: np.ndarray
-    log_acceptance: np.ndarray
-    is_parent_accepted: np.ndarray
-    is_accepted: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def where(self, chosen: np.ndarray) -> "Nodes":
-        """The nodes that a mask or an index array chooses."""
-        return Nodes(**{name: values[chosen] for name, values in vars(self).items()})
-
-    @classmethod
-    def of_steps(cls, steps: Sequence[ReplayStep[Draft]]) -> "Nodes":
-        """The nodes of drafts, one behind the other; of one draft at least."""
-        sizes = [len(step.tree) for step in steps]
-        begins = np.cumsum([0, *sizes])
-        num_nodes = root = int(begins[-1])  # the root of every tree comes last
-        parents = _joined(steps, "parents")
-        parents = np.where(parents < 0, root, parents + np.repeat(begins[:-1], sizes))
-        is_accepted = np.zeros(num_nodes + 1, bool)
-        is_accepted[root] = True
-        for begin, step in zip(begins.tolist(), steps, strict=False):
-            is_accepted[[begin + node for node in step.path]] = True
-        return cls(
-            _joined(steps, "source").astype(np.uint8),
-            _joined(steps, "relative_count"),
-            _joined(steps, "token_kind"),
-            _joined(steps, "log_acceptance"),
-            is_accepted[parents],
-            is_accepted[:-1],
-        )
-
-    @classmethod
-    def joined(cls, parts: Sequence["Nodes"]) -> "Nodes":
-        """Several, one behind the other; at least one."""
-        names = vars(parts[0])
-        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
-
-
-@dataclass(frozen=True)
-class Replay:
-    """The drafts along one text or several, one value a step.
-
-    Attributes
-    ----------
-    num_drafted, num_accepted : tokens of the draft, and those of them that the text goes along.
-    draft_us : microseconds of drafting.
-    """
-
-    num_drafted: list[int] = field(default_factory=list)
-    num_accepted: list[int] = field(default_factory=list)
-    draft_us: list[float] = field(default_factory=list)
+    num_steps: np.ndarray
+    num_drafted: np.ndarray
+    num_accepted: np.ndarray
 
     @property
-    def num_steps(self) -> int:
-        """Drafts, each verified by one forward pass of the model."""
-        return len(self.num_drafted)
+    def mean_drafted(self) -> np.ndarray:
+        """Draft tokens of a step."""
+        return self.num_drafted / self.num_steps
+
+    @property
+    def tokens_per_step(self) -> np.ndarray:
+        """What a text grows by in a step, bonus token included; 1 is plain decoding."""
+        return 1 + self.num_accepted / self.num_steps
 
     @property
     def mean_accepted(self) -> float:
-        """AAL: accepted draft tokens of a step, the bonus token not counted; 0 without steps."""
-        return float(np.mean(self.num_accepted)) if self.num_accepted else 0.0
-
-    def add(self, step: ReplayStep[Draft]) -> None:
-        """Count one more step."""
-        self.num_drafted.append(len(step.tree.token_ids))
-        self.num_accepted.append(len(step.path))
-        self.draft_us.append(step.draft_us)
+        """AAL over the steps of all texts: accepted draft tokens of a step, the bonus token not counted."""
+        return float(self.num_accepted.sum() / max(1, self.num_steps.sum()))
 
 
-def replay(pool: Pool | None, texts: Iterable[ReplayText], options: DraftOptions | None = None) -> Replay:
-    """Draft along texts and count. The same inputs give the same counts; only times differ.
+def replay(pool: Pool | None, texts: Iterable[ReplayText], options: DraftOptions | None = None) -> Tally:
+    """Draft along texts and count. The same inputs give the same counts.
 
     Parameters
     ----------
     pool : what is drafted from beside a text's own prompt, output and previous text; the text must not be in it.
     """
-    result = Replay()
+    counts = []
     for text in texts:
-        for step in pool_steps(pool, text, options):
-            result.add(step)
-    return result
+        steps = list(pool_steps(pool, text, options))
+        num_drafted, num_accepted = sum(len(one.tree) for one in steps), sum(len(one.path) for one in steps)
+        counts.append((len(steps), num_drafted, num_accepted))
+    return Tally(*np.array(counts, float).reshape(-1, 3).T)
 
 
 def replay_nodes(
@@ -182,19 +134,26 @@ def replay_nodes(
     texts: Iterable[ReplayText],
     options: DraftOptions | None = None,
     verified: DraftOptions | None = None,
-) -> Nodes:
-    """Draft along texts and keep every drafted token with what became of it; `verified` as in `pool_steps`."""
-    parts = [Nodes.of_steps(list(pool_steps(pool, text, options, verified))) for text in texts]
-    return Nodes.joined([_NO_NODES, *parts])
+) -> np.ndarray:
+    """Draft along texts and keep every drafted token with what became of it: NODE[n]; `verified` as in `pool_steps`."""
+    drafts = (_nodes(step) for text in texts for step in pool_steps(pool, text, options, verified))
+    return np.concatenate([np.empty(0, NODE), *drafts])
 
 
-def _joined(steps: Sequence[ReplayStep[Draft]], name: str) -> np.ndarray:
-    return np.concatenate([getattr(step.tree, name) for step in steps])
+def _nodes(step: ReplayStep) -> np.ndarray:
+    tree: Draft = step.tree
+    is_accepted = np.zeros(len(tree) + 1, bool)
+    is_accepted[[*step.path, -1]] = True  # the root comes last: it is the parent -1
+    nodes = np.empty(len(tree), NODE)
+    for name in ("source", "relative_count", "token_kind", "log_acceptance"):
+        nodes[name] = getattr(tree, name)
+    nodes["is_parent_accepted"], nodes["is_accepted"] = is_accepted[tree.parents], is_accepted[:-1]
+    return nodes
 
 
 def pool_steps(
     pool: Pool | None, text: ReplayText, options: DraftOptions | None = None, verified: DraftOptions | None = None
-) -> Iterator[ReplayStep[Draft]]:
+) -> Iterator[ReplayStep]:
     """The drafts along one text, as `draft` makes them for a sequence whose model writes that text.
 
     Parameters
@@ -213,26 +172,24 @@ def pool_steps(
         is_likely = np.exp(tree.log_acceptance) >= verified.min_acceptance
         return min(verified.max_nodes, int(np.count_nonzero(is_likely)))
 
-    return steps_along(text.text_ids, draft_after, asked["end_token_id"], verified and num_verified)
+    return steps_along(text.text_ids, draft_after, verified and num_verified)
 
 
 def steps_along(
     text_ids: np.ndarray,
-    draft_after: Callable[[int], AnyTree],
-    end_token_id: int | None = None,
-    num_verified: Callable[[AnyTree], int] | None = None,
-) -> Iterator[ReplayStep[AnyTree]]:
+    draft_after: Callable[[int], Tree],
+    num_verified: Callable[[Tree], int] | None = None,
+) -> Iterator[ReplayStep]:
     """Draft along a text with any drafter. Every step ends with a bonus token, the last one with the end token.
 
     Parameters
     ----------
     text_ids : int[n], without its end token.
     draft_after : a draft when so many tokens of the text are known; it alone is timed. It is asked for rising numbers.
-    end_token_id : the end token, where it may be drafted too; it is accepted behind the text.
     num_verified : how many of a draft's first nodes are verified; the next draft starts behind what is accepted of
         those. None: all.
     """
-    truth = text_ids.tolist() + ([] if end_token_id is None else [end_token_id])
+    truth = text_ids.tolist()
     position = 0
     while position <= len(text_ids):
         start_ns = time.perf_counter_ns()
@@ -248,26 +205,13 @@ def accepted_path(tree: Tree, truth: Sequence[int], position: int = 0) -> list[i
     """Nodes of the longest path of a draft that a text takes from `position` on."""
     path: list[int] = []
     wanted, parent = position, -1
-    nodes = zip(_listed(tree.token_ids), _listed(tree.parents), strict=True)
-    for node, (token, above) in enumerate(nodes):
+    token_ids, parents = (  # lists are walked faster
+        values.tolist() if isinstance(values, np.ndarray) else values for values in (tree.token_ids, tree.parents)
+    )
+    for node, (token, above) in enumerate(zip(token_ids, parents, strict=True)):
         if wanted == len(truth):
             break
         if above == parent and token == truth[wanted]:
             path.append(node)
             wanted, parent = wanted + 1, node
     return path
-
-
-def _listed(values: Sequence[int]) -> Sequence[int]:
-    """An array as a list, which is walked faster."""
-    return values.tolist() if isinstance(values, np.ndarray) else values
-
-
-_NO_NODES = Nodes(
-    source=np.empty(0, np.uint8),
-    relative_count=np.empty(0, np.float32),
-    token_kind=np.empty(0, np.int32),
-    log_acceptance=np.empty(0, np.float32),
-    is_parent_accepted=np.empty(0, bool),
-    is_accepted=np.empty(0, bool),
-)

@@ -8,7 +8,7 @@ not worth looking at.
 import numpy as np
 
 from laserbatch.retrieval_pools.compiled import part
-from laserbatch.retrieval_pools.drafting.estimate import acceptance, before_bin, kind_of, most_acceptance
+from laserbatch.retrieval_pools.drafting.estimate import acceptance, kind_of, most_acceptance
 from laserbatch.retrieval_pools.drafting.intervals import num_samples_behind
 from laserbatch.retrieval_pools.drafting.levels import stand_at
 from laserbatch.retrieval_pools.drafting.runs import list_own_runs, list_pool_runs
@@ -103,30 +103,27 @@ def _add_share(candidates, c, source, share):
 
 @part
 def push_candidates(
-    frontier, size, candidates, num_candidates, node, probability, min_acceptance, estimates, own, last_token,
-    draft_end,
+    frontier, size, candidates, num_candidates, node, probability, max_nodes, min_acceptance, estimates, own,
 ):  # fmt: skip
     """Put the likely candidates of the node drafted last on the frontier, and clear them away for the next node.
 
-    `last_token` is the node's own. Bounds say without a look at the curves what is out of the question. Returns the
+    Bounds say without a look at the curves what is out of the question. Returns the
     frontier's new size.
     """
-    before = before_bin(estimates.frequencies, last_token)
     for c in range(num_candidates):
         candidates.slots[candidates.slot_of[c]] = 0
         relative_count = candidates.total[c]
-        if probability * most_acceptance(estimates.bounds, relative_count) < least_acceptance(
-            frontier, size, min_acceptance
-        ):
+        least = least_acceptance(frontier, size, max_nodes, min_acceptance)
+        if probability * most_acceptance(estimates.bounds, relative_count) < least:
             continue
         token = candidates.token[c]
-        if token == END and not draft_end:
+        if token == END:  # it takes its share of the probability, but is never drafted
             continue
         source = candidates.own_source[c] if candidates.own[c] >= candidates.pool[c] else SOURCE_POOL
-        kind = kind_of(own, estimates.frequencies, token, before)
+        kind = kind_of(own, estimates.frequencies, token)
         path = probability * acceptance(estimates.curves[source, kind], relative_count)
         if path >= min_acceptance:
-            size = push_path(frontier, node, size, path, node, source, kind, candidates, c)
+            size = _push_path(frontier, max_nodes, size, path, node, source, kind, candidates, c)
     return size
 
 
@@ -142,29 +139,29 @@ def _comes_before(frontier, k, probability, token, parent):
 
 
 @part
-def least_acceptance(frontier, size, min_acceptance):
+def least_acceptance(frontier, size, max_nodes, min_acceptance):
     """What a path must reach to be drafted, as far as is known: less than the last one of a full list never is."""
-    if size < frontier.slots.shape[0]:
+    if size < max_nodes:
         return min_acceptance
     return max(min_acceptance, frontier.probability[size - 1])
 
 
 @part
-def push_path(frontier, num_drafted, size, probability, parent, source, kind, candidates, c):
-    """Put a path to candidate c in its place in a list of `size`; the last one falls out of a full one.
+def _push_path(frontier, max_nodes, size, probability, parent, source, kind, candidates, c):
+    """Put a path from the node drafted last to candidate c in its place in a list of `size`; a full one drops its last.
 
     A node that is drafted stays where it is, even if the path beyond it is as probable and its token smaller. Returns
     the new size.
     """
     k, slot, token = size, size, candidates.token[c]
-    if size == frontier.slots.shape[0]:
+    if size == max_nodes:
         k -= 1
         if _comes_before(frontier, k, probability, token, parent):
             return size
         slot = frontier.slots[k]
     else:
         size += 1
-    while k > num_drafted and not _comes_before(frontier, k - 1, probability, token, parent):
+    while k > parent and not _comes_before(frontier, k - 1, probability, token, parent):
         frontier.probability[k], frontier.slots[k] = frontier.probability[k - 1], frontier.slots[k - 1]
         k -= 1
     frontier.probability[k], frontier.slots[k] = probability, slot

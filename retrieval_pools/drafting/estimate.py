@@ -7,7 +7,6 @@ There is a curve for each source and kind of token, given at COUNT_KNOTS; a path
 import numpy as np
 
 from laserbatch.retrieval_pools.compiled import part
-from laserbatch.retrieval_pools.drafting.state import END, NUM_OWN_SLOTS, NUM_OWN_TOKENS
 from laserbatch.retrieval_pools.sources import NUM_SOURCES
 
 LOWEST_EXPONENT = -11  # of the lowest knot: less likely tokens are never drafted
@@ -15,15 +14,14 @@ COUNT_KNOTS = np.array(
     [mantissa * 2.0**exponent for exponent in range(LOWEST_EXPONENT, 0) for mantissa in (1.0, 1.5)] + [1.0], np.float32
 )
 NUM_KNOTS = len(COUNT_KNOTS)
-# The kind of a token: whether it stands in the prompt, whether in the output, how frequent it is in the pool, by the
-# least share of the pool's positions, as a power of two, of each bin but the first, and how frequent the token before
-# it is ("the" is followed otherwise than a name), in fewer bins.
+# The kind of a token: whether it stands in the prompt, whether in the output, and how frequent it is in the pool, by
+# the least share of the pool's positions, as a power of two, of each bin but the first.
 FREQUENCY_EXPONENTS = (-16, -14, -12, -10, -9, -8, -7, -6)
 NUM_FREQUENCIES = len(FREQUENCY_EXPONENTS) + 1
-BEFORE_BINS = np.array([0, 0, 0, 1, 2, 2, 3, 4, 5], np.uint8)  # by the bin of its frequency
-NUM_BEFORE = int(BEFORE_BINS[-1]) + 1
 IN_PROMPT, IN_OUTPUT = 1, 2  # bits
-NUM_KINDS = (IN_PROMPT + IN_OUTPUT + 1) * NUM_FREQUENCIES * NUM_BEFORE
+NUM_OWN_TOKENS = 512  # of the prompt and of the output, the latest ones, in which a token is looked for
+NUM_OWN_SLOTS = 2048  # of the hash table of these; a power of two
+NUM_KINDS = (IN_PROMPT + IN_OUTPUT + 1) * NUM_FREQUENCIES
 CURVES_SHAPE = (NUM_SOURCES, NUM_KINDS, NUM_KNOTS)
 IDENTITY_CURVES = np.broadcast_to(COUNT_KNOTS, CURVES_SHAPE).copy()  # relative counts are believed as they are
 IDENTITY_CURVES.flags.writeable = False
@@ -75,20 +73,10 @@ def acceptance(curve, relative_count):
 
 
 @part
-def kind_of(own, frequencies, token, before):
-    """The kind of a token: `own` knows where it stands, `before` is the bin of the token before it (`before_bin`)."""
-    return (_stands_in(own, token) * NUM_FREQUENCIES + _frequency(frequencies, token)) * NUM_BEFORE + before
-
-
-@part
-def before_bin(frequencies, token):
-    """How frequent a token is, as that matters to the one behind it."""
-    return np.int64(BEFORE_BINS[_frequency(frequencies, token)])
-
-
-@part
-def _frequency(frequencies, token):
-    return np.int64(frequencies[token + 1]) if END <= token < frequencies.shape[0] - 1 else np.int64(0)
+def kind_of(own, frequencies, token):
+    """The kind of a token: `own` knows where it stands."""
+    frequency = np.int64(frequencies[token + 1]) if token < frequencies.shape[0] - 1 else np.int64(0)
+    return (own[_own_slot(own, token)] & 3) * NUM_FREQUENCIES + frequency
 
 
 @part
@@ -109,11 +97,6 @@ def _note(own, token, bit):
     if token >= 0:
         slot = _own_slot(own, token)
         own[slot] = (np.int64(token) + 1) << 2 | (own[slot] & 3) | bit
-
-
-@part
-def _stands_in(own, token):
-    return own[_own_slot(own, token)] & 3 if token >= 0 else 0
 
 
 @part

@@ -14,42 +14,26 @@ from functools import cache
 import numpy as np
 from numba import types
 
-from laserbatch.retrieval_pools.compiled import cached, called, part
-from laserbatch.retrieval_pools.drafting.addresses import int32s_at
+from laserbatch.retrieval_pools.compiled import cached, called, int32s_at, part
+from laserbatch.retrieval_pools.drafting import state
 from laserbatch.retrieval_pools.drafting.continuations import count_continuations, least_acceptance, push_candidates
 from laserbatch.retrieval_pools.drafting.estimate import note_own_tokens
 from laserbatch.retrieval_pools.drafting.levels import add_node, add_own_levels, add_pool_levels, stand_at_root
-from laserbatch.retrieval_pools.drafting.pool_handle import PLACE, WEIGHT, estimates_at, index_at
-from laserbatch.retrieval_pools.drafting.scratch import scratch_in
 from laserbatch.retrieval_pools.drafting.state import (
-    CONTEXT_BEGIN,
-    CONTEXT_END,
-    END,
-    EVERYONE,
-    GROUP,
-    MAX_DEPTH,
-    MIN_ACCEPTANCE,
-    NUM_NODES,
-    NUM_PROMPT,
-    OUT_KIND,
-    OUT_LOG_ACCEPTANCE,
-    OUT_PARENT,
-    OUT_RELATIVE_COUNT,
-    OUT_SOURCE,
-    OUT_TOKEN,
-    PREVIOUS_BEGIN,
-    PREVIOUS_END,
-    UNKNOWN,
+    PLACE,
+    WEIGHT,
     Context,
     Options,
     Preference,
+    estimates_at,
+    index_at,
+    scratch_at,
 )
 
 
 @cached(nogil=True, error_model="numpy", _nrt=False)
 def draft_trees(
-    places, weights, block, contexts, previous, sequences, use_output, use_prompt, max_nodes, min_acceptance,
-    end_token_id, found,
+    places, weights, block, contexts, previous, sequences, use_output, use_prompt, max_nodes, min_acceptance, found,
 ):  # fmt: skip
     """The most probable continuations of each sequence, best first, into `found`: (sequence, OUT_ constant, node).
 
@@ -62,22 +46,22 @@ def draft_trees(
     options = Options(
         places[PLACE.num_context_lengths],
         weights[WEIGHT.pool_escape], weights[WEIGHT.previous_escape], weights[WEIGHT.local_escape],
-        use_output, use_prompt, max_nodes, min_acceptance, end_token_id,
+        use_output, use_prompt, max_nodes, min_acceptance,
     )  # fmt: skip
-    scratch = scratch_in(block, max_nodes, max_match)
-    # Of these too no index is below 0; see `addresses`.
+    scratch = scratch_at(np.int64(block.ctypes.data))
+    # Of these too no index is below 0; see `compiled`.
     contexts = int32s_at(np.int64(contexts.ctypes.data), contexts.shape[0])
     previous = int32s_at(np.int64(previous.ctypes.data), previous.shape[0])
     found_floats = found.view(np.float32)
     for i in range(sequences.shape[0]):
         one = sequences[i]
         context = Context(
-            contexts[one[CONTEXT_BEGIN] : one[CONTEXT_END]], one[NUM_PROMPT],
-            previous[one[PREVIOUS_BEGIN] : one[PREVIOUS_END]], max_match, places[PLACE.max_local_tokens],
+            contexts[one[state.CONTEXT_BEGIN] : one[state.CONTEXT_END]], one[state.NUM_PROMPT],
+            previous[one[state.PREVIOUS_BEGIN] : one[state.PREVIOUS_END]], max_match, places[PLACE.max_local_tokens],
         )  # fmt: skip
-        one[NUM_NODES] = draft_tree(
-            scratch, index, preference_of(one[GROUP], places, weights), context, options, one[MAX_DEPTH], estimates,
-            found[i], found_floats[i],
+        one[state.NUM_NODES] = draft_tree(
+            scratch, index, preference_of(one[state.GROUP], places, weights), context, options, one[state.MAX_DEPTH],
+            estimates, found[i], found_floats[i],
         )  # fmt: skip
 
 
@@ -90,7 +74,7 @@ def compiled_draft_trees() -> Callable:
     tokens = types.Array(types.int32, 1, "C", readonly=True)
     sequences, found = types.int64[:, ::1], types.int32[:, :, ::1]
     pool, block = (types.int64[::1], types.float64[::1]), types.uint8[::1]
-    options = types.boolean, types.boolean, types.int64, types.float64, types.int64
+    options = types.boolean, types.boolean, types.int64, types.float64
     draft_trees.compile((*pool, block, tokens, tokens, sequences, *options, found))
     draft_trees.disable_compile()
     return draft_trees
@@ -98,11 +82,11 @@ def compiled_draft_trees() -> Callable:
 
 @part
 def preference_of(group, places, weights):
-    """How much each occurrence counts for a sequence of a group: a code, EVERYONE or UNKNOWN."""
+    """How much each occurrence counts for a sequence of a group: a code, state.EVERYONE or state.UNKNOWN."""
     inside = outside = 1.0
-    if group == UNKNOWN:
+    if group == state.UNKNOWN:
         inside = outside = weights[WEIGHT.of_unknown]
-    elif group != EVERYONE:
+    elif group != state.EVERYONE:
         inside, outside = weights[WEIGHT.inside], weights[WEIGHT.outside]
     return Preference(group, inside, outside, places[PLACE.num_samples])
 
@@ -115,39 +99,37 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
     count are float32s, written through `found_floats`.
     """
     lookup, levels, candidates, runs, frontier = scratch
-    max_nodes, min_acceptance = options.max_nodes, max(options.min_acceptance, MIN_ACCEPTANCE)
+    max_nodes, min_acceptance = options.max_nodes, max(options.min_acceptance, state.MIN_ACCEPTANCE)
     num_levels = add_pool_levels(levels, lookup, index, preference, context, options)
     num_levels = add_own_levels(levels, num_levels, context, options)
-    note_own_tokens(lookup.own, context, options.use_prompt, options.use_output)
+    is_first = context.tokens.shape[0] == context.num_prompt and context.previous.shape[0] == 0
+    # How texts begin is what their pool says: that a token stands in the prompt tells less of it than later.
+    note_own_tokens(lookup.own, context, options.use_prompt and not is_first, options.use_output)
     node, probability, size, num_nodes = 0, 1.0, 0, 0  # node 0 is the root, node n the n-th drafted
-    num_known = context.tokens.shape[0]
-    last_token = context.tokens[num_known - 1] if num_known > context.num_prompt else END
     stand_at_root(levels, num_levels)
-    is_end = False
     while num_nodes < max_nodes:
         depth = levels.depth[node]
-        if not is_end and depth < max_depth:
-            least = least_acceptance(frontier, size, min_acceptance)
+        if depth < max_depth:
+            least = least_acceptance(frontier, size, max_nodes, min_acceptance)
             num_candidates = count_continuations(
                 candidates, runs, levels, num_levels, frontier, node, depth, probability, least, index, preference,
                 context,
             )  # fmt: skip
             size = push_candidates(
-                frontier, size, candidates, num_candidates, node, probability, min_acceptance, estimates, lookup.own,
-                last_token, options.end_token_id >= 0,
+                frontier, size, candidates, num_candidates, node, probability, max_nodes, min_acceptance, estimates,
+                lookup.own,
             )  # fmt: skip
         if size == num_nodes:
             break
         probability, slot = frontier.probability[num_nodes], frontier.slots[num_nodes]
         token, parent = frontier.token[slot], frontier.parent[slot]
-        is_end = token == END
-        found[OUT_TOKEN, num_nodes] = options.end_token_id if is_end else token
-        found[OUT_PARENT, num_nodes] = parent - 1
-        found_floats[OUT_LOG_ACCEPTANCE, num_nodes] = np.log(probability)
-        found[OUT_SOURCE, num_nodes] = frontier.source[slot]
-        found_floats[OUT_RELATIVE_COUNT, num_nodes] = frontier.relative_count[slot]
-        found[OUT_KIND, num_nodes] = frontier.kind[slot]
+        found[state.OUT_TOKEN, num_nodes] = token
+        found[state.OUT_PARENT, num_nodes] = parent - 1
+        found_floats[state.OUT_LOG_ACCEPTANCE, num_nodes] = np.log(probability)
+        found[state.OUT_SOURCE, num_nodes] = frontier.source[slot]
+        found_floats[state.OUT_RELATIVE_COUNT, num_nodes] = frontier.relative_count[slot]
+        found[state.OUT_KIND, num_nodes] = frontier.kind[slot]
         num_nodes += 1
-        node, last_token = num_nodes, token
+        node = num_nodes
         add_node(levels, node, parent, frontier.has_run[slot])
     return num_nodes

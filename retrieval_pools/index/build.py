@@ -20,8 +20,6 @@ import numpy as np
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.arrays import ArrayWriter, in_threads, map_array, read_chunks
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
-from laserbatch.retrieval_pools.index.eviction import choose_texts
-from laserbatch.retrieval_pools.index.layout import TextSpans, count_first_tokens, find_known_texts, values_by_place
 from laserbatch.retrieval_pools.index.manifest import (
     FORMAT_VERSION,
     PoolManifest,
@@ -31,16 +29,24 @@ from laserbatch.retrieval_pools.index.manifest import (
     describe_array,
     write_manifest,
 )
-from laserbatch.retrieval_pools.index.merge import merge_into_older, merge_runs, move_order, sort_texts
+from laserbatch.retrieval_pools.index.order import count_first_tokens, merge_runs, sort_texts
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.support import supported_lengths
-from laserbatch.retrieval_pools.index.texts import LaidTexts, PoolText, lay_end_to_end
+from laserbatch.retrieval_pools.index.texts import (
+    MAX_POSITIONS,
+    LaidTexts,
+    PoolText,
+    find_known_texts,
+    lay_end_to_end,
+    values_by_position,
+)
 from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings
 
 __all__ = ["BuildCounts", "PoolText", "build_pool", "sync_folder"]
 
 SORT_BYTES_PER_POSITION = 36  # of memory, while a run of texts is sorted
 TEMPORARY_SUFFIX = ".tmp"
+_GONE = np.iinfo(np.int32).min  # moves every position below 0
 
 
 @dataclass(frozen=True)
@@ -107,8 +113,7 @@ def build_pool(
             order, num_sorted, num_runs = _order(
                 laid, settings.index_depth, previous, building.memory_bytes, Path(scratch)
             )
-            _write_order(order, laid, folder)
-        _write_rest(laid, settings, folder)
+            _write_arrays(order, laid, settings, folder, Path(scratch))
         names = array_names(settings)
         manifest = PoolManifest(
             format_version=FORMAT_VERSION,
@@ -116,7 +121,7 @@ def build_pool(
             tokenizer_hash=tokenizer_hash,
             model_id=model_id,
             vocab_size=laid.vocab_size,
-            num_texts=laid.spans.num_texts,
+            num_texts=laid.num_texts,
             num_tokens=laid.num_tokens,
             groups=laid.groups,
             settings=settings,
@@ -133,59 +138,55 @@ def build_pool(
 
 
 def _lay(
-    texts: Iterable[PoolText],
-    folder: Path,
-    scratch: Path,
-    vocab_size: int | None,
-    settings: PoolSettings,
+    texts: Iterable[PoolText], folder: Path, scratch: Path, vocab_size: int | None, settings: PoolSettings,
     building: PoolBuildSettings,
-) -> tuple[LaidTexts, int]:
-    """`tokens`, of all texts or of those that draft most; and how many were left out."""
+) -> tuple[LaidTexts, int]:  # fmt: skip
+    """`tokens`, of all texts or of the youngest; and how many were left out."""
     path = array_path(folder, "tokens")
     lay = partial(lay_end_to_end, path=path, vocab_size=vocab_size, with_entities=settings.min_support > 1)
     laid = lay(texts)
     if building.max_tokens is None or laid.num_tokens <= building.max_tokens:
         return laid, 0
-    limits = (building.max_tokens, building.half_life_nights, building.memory_bytes)
-    kept = choose_texts(laid.tokens, laid.spans, laid.ages_nights, *limits)
+    kept = laid.youngest(building.max_tokens)
     os.replace(path, array_path(scratch, "tokens"))  # stays mapped
-    return lay(laid.texts(kept)), laid.spans.num_texts - len(kept)
+    return lay(laid.texts(kept)), laid.num_texts - len(kept)
 
 
 def _order(
     laid: LaidTexts, depth: int, previous: Pool | None, memory_bytes: int | None, scratch: Path
 ) -> tuple[Iterator[np.ndarray], int, int]:
-    """The order of all positions as a stream: what an older pool knows of it, and the sorted rest.
+    """The order of all positions as a stream: what an older pool knows of it is one of the runs that are merged.
 
     And how many texts were sorted, in how many runs.
     """
-    starts = laid.spans.starts
-    is_new = np.ones(laid.spans.num_texts, bool)
-    older = None
+    starts = laid.starts
+    is_new = np.ones(laid.num_texts, bool)
+    runs = []
     if previous is not None and previous.folder is not None and previous.index.depth == depth:
-        old_spans = TextSpans.of_tokens(previous.index.tokens)
-        known = find_known_texts(laid.tokens, starts, previous.index.tokens, old_spans)
+        old_starts = previous.text_starts
+        known = find_known_texts(laid.tokens, starts, previous.index.tokens, old_starts)
         is_new[known[known >= 0]] = False
-        new_starts = np.where(known >= 0, starts[known], -1).astype(np.int32)
-        older = move_order(read_chunks(array_path(previous.folder, "order")), old_spans, new_starts)
-    max_positions = None if memory_bytes is None else max(int(memory_bytes / SORT_BYTES_PER_POSITION), 1)
-    runs = list(_runs(np.flatnonzero(is_new), starts, max_positions))
-    sort = partial(sort_texts, laid.tokens, starts, vocab_size=laid.vocab_size, depth=depth)
-    if len(runs) == 1:
-        sorted_runs = [[sort(runs[0])]]
-    else:
-        sorted_runs = [_kept(sort(texts), scratch / f"{number}.npy") for number, texts in enumerate(runs)]
-    order = merge_runs(laid.tokens, sorted_runs, depth)
-    if older is not None:
-        order = merge_into_older(laid.tokens, older, order, depth)
-    return order, int(np.count_nonzero(is_new)), len(runs)
+        moved_by = np.where(known >= 0, starts[known] - old_starts[:-1], _GONE).astype(np.int32)
+        moved_by = values_by_position(moved_by, old_starts, scratch / "moved-by.npy")
+
+        def moved(chunk: np.ndarray) -> np.ndarray:
+            places = chunk + moved_by[chunk]
+            return places[places >= 0]
+
+        runs.append(in_threads(moved, read_chunks(array_path(previous.folder, "order"))))
+    num_older = len(runs)
+    for texts in _bounded(np.flatnonzero(is_new), starts, memory_bytes):
+        order = sort_texts(laid.tokens, starts, texts, vocab_size=laid.vocab_size, depth=depth)
+        file = scratch / f"{len(runs)}.npy"  # on the disk until it is merged
+        with ArrayWriter(file, order.dtype) as writer:
+            writer.write(order)
+        runs.append(read_chunks(file))
+    return merge_runs(laid.tokens, runs, depth), int(np.count_nonzero(is_new)), len(runs) - num_older
 
 
-def _runs(texts: np.ndarray, starts: np.ndarray, max_positions: int | None) -> Iterator[np.ndarray]:
-    """Texts in runs of at most so many positions, each of one text at least."""
-    if max_positions is None:
-        yield from [texts] if len(texts) else []
-        return
+def _bounded(texts: np.ndarray, starts: np.ndarray, memory_bytes: int | None) -> Iterator[np.ndarray]:
+    """Texts in runs that can be sorted in so much memory, each of one text at least."""
+    max_positions = MAX_POSITIONS if memory_bytes is None else max(int(memory_bytes / SORT_BYTES_PER_POSITION), 1)
     ends = np.cumsum(starts[texts + 1].astype(np.int64) - starts[texts])
     first = 0
     while first < len(texts):
@@ -195,36 +196,26 @@ def _runs(texts: np.ndarray, starts: np.ndarray, max_positions: int | None) -> I
         first = last
 
 
-def _kept(order: np.ndarray, file: Path) -> Iterator[np.ndarray]:
-    """A sorted run on the disk until it is merged."""
-    with ArrayWriter(file, order.dtype) as writer:
-        writer.write(order)
-    return read_chunks(file)
-
-
-def _write_order(order: Iterator[np.ndarray], laid: LaidTexts, folder: Path) -> None:
-    """`order` and, place by place, `group_codes`."""
+def _write_arrays(
+    order: Iterator[np.ndarray], laid: LaidTexts, settings: PoolSettings, folder: Path, scratch: Path
+) -> None:
+    """`order` and, place by place, `group_codes` and `support`; `starts`."""
     with (
         ArrayWriter(array_path(folder, "order"), np.int32) as places,
         ArrayWriter(array_path(folder, "group_codes"), laid.group_codes.dtype) as codes,
     ):
-        with_codes = in_threads(lambda chunk: (chunk, values_by_place(chunk, laid.spans, laid.group_codes)), order)
-        for chunk, codes_of_chunk in with_codes:
+        code_at = values_by_position(laid.group_codes, laid.starts, scratch / "codes.npy")
+        for chunk, codes_of_chunk in in_threads(lambda chunk: (chunk, code_at[chunk]), order):
             places.write(chunk)
             codes.write(codes_of_chunk)
-
-
-def _write_rest(laid: LaidTexts, settings: PoolSettings, folder: Path) -> None:
     with ArrayWriter(array_path(folder, "starts"), np.int32) as writer:
         writer.write(count_first_tokens(laid.tokens, laid.vocab_size))
-    if settings.min_support == 1:
-        return
-    order = map_array(array_path(folder, "order"))
-    lengths = supported_lengths(
-        laid.tokens, order, laid.spans, laid.entity_codes, settings.min_support, settings.index_depth
-    )
-    with ArrayWriter(array_path(folder, "support"), np.uint8) as writer:
-        writer.write(lengths)
+    if settings.min_support > 1:
+        order_file = map_array(array_path(folder, "order"))
+        entity_at = values_by_position(laid.entity_codes, laid.starts, scratch / "entities.npy")
+        lengths = supported_lengths(laid.tokens, order_file, entity_at, settings.min_support, settings.index_depth)
+        with ArrayWriter(array_path(folder, "support"), np.uint8) as writer:
+            writer.write(lengths)
 
 
 def temporary_beside(path: Path) -> Path:

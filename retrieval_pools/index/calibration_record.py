@@ -57,16 +57,6 @@ def beta_features(relative_counts: np.ndarray) -> np.ndarray:
     return np.stack([np.ones_like(inside), np.log(inside), -np.log1p(-inside)], axis=-1)
 
 
-class ReliabilityBin(BaseModel):
-    """Drafted tokens of about the same estimated acceptance: its mean, and the share that was accepted."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    mean_estimate: float
-    share_accepted: float
-    num_nodes: int = Field(ge=1)
-
-
 class Reliability(BaseModel):
     """How well estimates hold on texts that nothing was fitted to.
 
@@ -76,9 +66,6 @@ class Reliability(BaseModel):
     max_nodes, min_acceptance : how they were drafted.
     expected_calibration_error : mean over drafted tokens of the distance, within their bin, from the mean estimate of
         the whole path's acceptance to the share of paths accepted (Guo et al. 2017, Eq. 3; 20 bins of equal width).
-    error_by_chance : what that error would be on average were estimates right, with so few texts, each of whose tokens
-        stand and fall together; None where it is not known.
-    bins : those that hold a node, by rising estimate.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -88,8 +75,6 @@ class Reliability(BaseModel):
     max_nodes: int
     min_acceptance: float
     expected_calibration_error: float = Field(ge=0)
-    error_by_chance: float | None = Field(None, ge=0)
-    bins: tuple[ReliabilityBin, ...]
 
 
 class BudgetCell(BaseModel):
@@ -162,7 +147,6 @@ class Calibration(BaseModel):
         whose parent was accepted.
     sources : a source that drafted nothing has no curve and is not calibrated.
     reliability : of curves that are fitted to one half of the texts, on the other half; both ways.
-    uncalibrated : the same without curves.
     budgets : what each draft budget gained; None in a calibration that has none.
     """
 
@@ -174,7 +158,6 @@ class Calibration(BaseModel):
     num_nodes: int = Field(ge=0)
     sources: tuple[SourceCurve, ...]
     reliability: Reliability
-    uncalibrated: Reliability
     budgets: BudgetCurve | None = None
 
     @property

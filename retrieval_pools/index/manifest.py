@@ -14,20 +14,14 @@ from laserbatch.retrieval_pools.index.arrays import map_array
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.settings import PoolSettings
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 MANIFEST_NAME = "manifest.json"
 REBUILD = "Run `laserbatch pools rebuild`."
 
 Side = Literal["user", "item"]
 ArrayName = Literal["tokens", "order", "group_codes", "starts", "support"]
 DType = Literal["<i4", "<u2", "|u1"]
-ARRAY_DTYPES: dict[ArrayName, tuple[DType, ...]] = {
-    "tokens": ("<i4",),
-    "order": ("<i4",),
-    "group_codes": ("|u1", "<u2"),  # the first while there are 256 groups or fewer
-    "starts": ("<i4",),
-    "support": ("|u1",),
-}
+ARRAY_NAMES: tuple[ArrayName, ...] = ("tokens", "order", "group_codes", "starts", "support")
 
 
 class GroupCounts(TypedDict):
@@ -77,7 +71,7 @@ class PoolManifest(BaseModel):
 
 def array_names(settings: PoolSettings) -> tuple[ArrayName, ...]:
     """The arrays that a pool of these settings has; `support` only where something may not be drafted."""
-    return tuple(name for name in ARRAY_DTYPES if name != "support" or settings.min_support > 1)
+    return tuple(name for name in ARRAY_NAMES if name != "support" or settings.min_support > 1)
 
 
 def array_path(folder: Path, name: ArrayName) -> Path:
@@ -118,16 +112,14 @@ def read_manifest(folder: Path) -> PoolManifest:
 
 
 def group_code_dtype(num_groups: int) -> np.dtype:
-    """The dtype of a pool's `group_codes`."""
-    narrow, wide = ARRAY_DTYPES["group_codes"]
-    return np.dtype(narrow if num_groups <= 256 else wide)
+    """The dtype of a pool's `group_codes`: a byte while there are few."""
+    return np.dtype(np.uint8 if num_groups <= 256 else np.uint16)
 
 
 def describe_array(name: ArrayName, folder: Path) -> ArrayFile:
     """What the manifest says of an array that was written to the pool's folder; its file is read once."""
     path = array_path(folder, name)
-    array = map_array(path)
-    return ArrayFile(dtype=array.dtype.str, length=len(array), size_bytes=path.stat().st_size, sha256=file_sha256(path))
+    return _described(path, map_array(path), file_sha256(path))
 
 
 def read_array(folder: Path, name: ArrayName, manifest: PoolManifest, verify: bool) -> np.ndarray:
@@ -142,27 +134,22 @@ def read_array(folder: Path, name: ArrayName, manifest: PoolManifest, verify: bo
     PoolError
         The file is missing, or is not what the manifest says.
     """
-    path = array_path(folder, name)
-    expected = manifest.arrays.get(name)
-    if expected is None:
-        raise PoolError(f"{folder / MANIFEST_NAME} says nothing of {path.name}. {REBUILD}")
-    if not path.is_file():
-        raise PoolError(f"{path} is missing; the pool's manifest expects {expected.length:,} values. {REBUILD}")
-    size_bytes = path.stat().st_size
-    if size_bytes != expected.size_bytes:
-        raise PoolError(f"{path} is damaged: {size_bytes:,} bytes, expected {expected.size_bytes:,}. {REBUILD}")
-    if verify and (found := file_sha256(path)) != expected.sha256:
-        raise PoolError(f"{path} is damaged: SHA-256 {found[:12]}..., expected {expected.sha256[:12]}.... {REBUILD}")
+    path, expected = array_path(folder, name), manifest.arrays.get(name)
     try:
         array = map_array(path)
+        sha256 = file_sha256(path) if verify or expected is None else expected.sha256
+        found = _described(path, array, sha256)
+    except FileNotFoundError:
+        raise PoolError(f"{path} is missing. {REBUILD}") from None
     except (ValueError, EOFError) as error:
         raise PoolError(f"{path} is damaged: {error}. {REBUILD}") from None
-    if array.dtype.str != expected.dtype or array.shape != (expected.length,):
-        found, wanted = f"{array.dtype.str}{list(array.shape)}", f"{expected.dtype}[{expected.length}]"
-        raise PoolError(f"{path} is damaged: {found}, expected {wanted}. {REBUILD}")
-    if expected.dtype not in ARRAY_DTYPES[name]:
-        raise PoolError(f"{path} has {expected.dtype}; expected {' or '.join(ARRAY_DTYPES[name])}. {REBUILD}")
+    if found != expected:
+        raise PoolError(f"{path} is damaged: {found}; the manifest says {expected}. {REBUILD}")
     return array
+
+
+def _described(path: Path, array: np.ndarray, sha256: str) -> ArrayFile:
+    return ArrayFile(dtype=array.dtype.str, length=len(array), size_bytes=path.stat().st_size, sha256=sha256)
 
 
 def file_sha256(path: Path) -> str:

@@ -6,14 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from laserbatch.retrieval_pools.drafting.estimate import (
-    CURVES_SHAPE,
-    IDENTITY_CURVES,
-    token_frequencies,
-    upper_bounds,
-)
-from laserbatch.retrieval_pools.drafting.pool_handle import PoolHandle
-from laserbatch.retrieval_pools.drafting.state import EVERYONE, UNKNOWN, Estimates, Index
+from laserbatch.retrieval_pools.drafting.estimate import CURVES_SHAPE, IDENTITY_CURVES
+from laserbatch.retrieval_pools.drafting.state import EVERYONE, UNKNOWN, Index, PoolHandle
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.arrays import make_resident
 from laserbatch.retrieval_pools.index.calibration_record import BudgetCurve, Calibration
@@ -26,7 +20,7 @@ from laserbatch.retrieval_pools.index.manifest import (
     read_array,
     read_manifest,
 )
-from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR
+from laserbatch.retrieval_pools.index.texts import SEPARATOR
 from laserbatch.retrieval_pools.settings import BUILT_SETTINGS, PoolSettings
 
 DEFAULT_POOL_ESCAPE = 1.0  # Witten and Bell's
@@ -51,7 +45,6 @@ class Pool:
     manifest: PoolManifest
     index: Index
     settings: PoolSettings
-    _group_codes: dict[str, int] = field(repr=False)
     curves: np.ndarray = field(default_factory=lambda: IDENTITY_CURVES, repr=False)
     fitted_escape: float = DEFAULT_POOL_ESCAPE
     budgets: BudgetCurve | None = field(default=None, repr=False)
@@ -97,8 +90,7 @@ class Pool:
         for array in index[:-1]:
             if array is not None:
                 array.flags.writeable = False
-        codes = {name: code for code, name in enumerate(manifest.groups)}
-        pool = cls(folder, manifest, index, manifest.settings, codes)
+        pool = cls(folder, manifest, index, manifest.settings)
         return pool if manifest.calibration is None else pool.with_calibration(manifest.calibration)
 
     def __getstate__(self) -> dict:
@@ -111,14 +103,14 @@ class Pool:
         return self.curves is not IDENTITY_CURVES
 
     @property
-    def group_names(self) -> tuple[str, ...]:
-        """Names of the groups that have texts here, in the order of their codes."""
-        return tuple(self.manifest.groups)
+    def text_starts(self) -> np.ndarray:
+        """int32[num_texts + 1]: the separator before each text, and the last one; they stand first in the order."""
+        last = np.array([len(self.index.tokens) - 1], np.int32)
+        return np.append(np.sort(self.index.order[: self.index.starts[1]]), last)
 
     def length_of(self, share: float) -> int:
         """Tokens that a share of the texts, 0 to 1, do not exceed; 0 without texts."""
-        separators = np.sort(self.index.order[: self.index.starts[1]])
-        lengths = np.diff(separators, append=len(self.index.tokens) - 1) - 1
+        lengths = np.diff(self.text_starts) - 1
         return int(np.quantile(lengths, share, method="inverted_cdf")) if len(lengths) else 0
 
     def with_settings(self, **changes) -> "Pool":
@@ -145,9 +137,8 @@ class Pool:
         return replace(self, curves=curves)
 
     @cached_property
-    def first_drafts(self) -> dict:
-        """What `draft` remembers of how texts begin."""
-        return {}
+    def _group_codes(self) -> dict[str, int]:
+        return {name: code for code, name in enumerate(self.manifest.groups)}
 
     def group_code(self, group: str | None) -> int:
         """A group as `drafting.tree` knows it: `drafting.state.EVERYONE` for none, UNKNOWN for one without texts."""
@@ -156,28 +147,7 @@ class Pool:
     @cached_property
     def handle(self) -> PoolHandle:
         """All that `drafting.tree` needs to know of a pool, its groups' weights among it."""
-        s = self.settings
-        inside, outside, of_unknown = (1.0, 0.0, 0.0) if s.scope == "group" else (s.group_weight, 1.0, 1.0)
-        estimates = Estimates(
-            token_frequencies(np.diff(self.index.starts), len(self.index.order)),
-            upper_bounds(self.curves),
-            self.curves,
-        )
-        limits = {
-            "num_samples": s.num_samples,
-            "max_match": s.max_match_tokens,
-            "max_local_tokens": s.max_local_tokens,
-            "num_context_lengths": s.num_context_lengths,
-        }
-        weights = {
-            "inside": inside,
-            "outside": outside,
-            "of_unknown": of_unknown,
-            "pool_escape": s.pool_escape_per_token or self.fitted_escape,
-            "previous_escape": s.previous_escape,
-            "local_escape": s.local_escape,
-        }
-        return PoolHandle.of(self.index, estimates, limits, weights)
+        return PoolHandle.of(self.index, self.curves, self.settings, self.fitted_escape)
 
 
 def _check_arrays_fit(folder: Path, manifest: PoolManifest, index: Index) -> None:

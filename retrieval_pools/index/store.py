@@ -67,32 +67,17 @@ class PoolStore:
     root: Path
 
     def current_version(self) -> str | None:
-        """The version that a run should open; None before the first is published.
-
-        Raises
-        ------
-        PoolError
-            The pointer names a version that is not there.
-        """
-        pointer = self.root / CURRENT_NAME
-        if not pointer.is_file():
-            return None
-        version = pointer.read_text(encoding="utf-8").strip()
-        if version not in self._versions():
+        """The version that a run should open, None before the first; PoolError where it is not there."""
+        version = self._pointed_to()
+        if version is not None and version not in self._versions():
             raise PoolError(
-                f"{pointer} names the pools {version!r}, which are not there; {self._known()}. "
+                f"{self.root / CURRENT_NAME} names the pools {version!r}, which are not there; {self._known()}. "
                 "Choose one with `laserbatch pools use VERSION`, or run `laserbatch pools rebuild`."
             )
         return version
 
     def folder(self, version: str) -> Path:
-        """Folder of a version.
-
-        Raises
-        ------
-        PoolError
-            There is no such version.
-        """
+        """Folder of a version; PoolError where there is none."""
         if version not in self._versions():
             raise PoolError(f"there are no pools {version!r} in {self.root}; {self._known()}")
         return self.root / version
@@ -103,29 +88,16 @@ class PoolStore:
         return Pool.open(folder, tokenizer_hash, verify=verify) if folder.is_dir() else None
 
     def verify(self, version: str) -> tuple[Side, ...]:
-        """The sides that have a pool, every file of which was compared with its checksum: that reads them all.
-
-        Raises
-        ------
-        PoolError
-            There is no such version, or one of its pools is damaged or of another format.
-        """
+        """The sides that have a pool, every file of which was compared with its checksum; PoolError if one differs."""
         return tuple(side for side in SIDES if self.open(version, side, verify=True) is not None)
 
     def list(self) -> list[PoolVersion]:
         """Every version, in the order of their names, which begin with the run's date."""
-        pointer = self.root / CURRENT_NAME
-        current = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
+        current = self._pointed_to()
         return [self._describe(version, version == current) for version in self._versions()]
 
     def use(self, version: str) -> None:
-        """Make a version the one that the next run opens. One in use by a run goes on being used by it.
-
-        Raises
-        ------
-        PoolError
-            There is no such version, or one of its pools is damaged.
-        """
+        """Make a version that is whole the one that the next run opens; a run that is under way keeps its own."""
         self.verify(version)
         self._point_to(version)
 
@@ -141,8 +113,7 @@ class PoolStore:
         dry_run : remove nothing, only say what.
         """
         versions = self._versions()
-        pointer = self.root / CURRENT_NAME
-        current = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
+        current = self._pointed_to()
         newest = [version for version in reversed(versions) if version != current]
         kept = {current, *in_use, *newest[: keep - (current in versions)]}
         old = tuple(version for version in versions if version not in kept)
@@ -176,10 +147,8 @@ class PoolStore:
 
         Raises
         ------
-        PoolError
-            The name cannot be one.
-        OSError
-            The disk is full; the published versions are untouched.
+        PoolError, OSError
+            The name cannot be one; the disk is full, and the published versions are untouched.
         """
         if not _VERSION.fullmatch(version) or version == CURRENT_NAME:
             raise PoolError(f"{version!r} cannot name pools; expected letters, digits, dots, dashes and underscores.")
@@ -199,6 +168,10 @@ class PoolStore:
             os.replace(target, replaced)  # a death before the next line is mended by publishing again
             os.replace(staging, target)
             shutil.rmtree(replaced)
+
+    def _pointed_to(self) -> str | None:
+        pointer = self.root / CURRENT_NAME
+        return pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
 
     def _point_to(self, version: str) -> None:
         temporary = temporary_beside(self.root / CURRENT_NAME)

@@ -1,10 +1,13 @@
-"""What goes into a pool: texts, checked as they come and laid end to end in a file.
+"""What goes into a pool: texts, checked as they come and laid end to end in a file; known ones found in an older one.
 
-Only a block of texts is in memory at a time, and a few bytes for each text.
+A separator stands before the first text, between two, and behind the last. `starts`, int32[num_texts + 1], are the
+positions of the separators: that before each text, and the last one. Only a block of texts is in memory at a time, and
+a few bytes for each text.
 """
 
 import itertools
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +17,113 @@ import numpy as np
 from laserbatch.retrieval_pools.compiled import cached
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.arrays import ArrayWriter, map_array
-from laserbatch.retrieval_pools.index.layout import TextSpans
 from laserbatch.retrieval_pools.index.manifest import GroupCounts, group_code_dtype
-from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR
 
+SEPARATOR = -1  # smaller than every token id: a text that ends comes before one that goes on
 MAX_GROUPS = 1 << 16
 MAX_POSITIONS = (1 << 31) - 1
 _BLOCK_TEXTS = 1024
-_INT32 = np.dtype(np.int32)
 _SEPARATOR = np.array([SEPARATOR], np.int32)
+
+
+def values_by_position(values: np.ndarray, starts: np.ndarray, file: Path) -> np.ndarray:
+    """A value of each text for each of its positions, the separator before it among them; written to a file, mapped."""
+    lengths = np.diff(starts)
+    with ArrayWriter(file, values.dtype) as writer:
+        for first in range(0, len(values), _BLOCK_TEXTS):
+            block = slice(first, first + _BLOCK_TEXTS)
+            writer.write(np.repeat(values[block], lengths[block]))
+    return map_array(file)
+
+
+@cached()
+def gather_texts(tokens, starts, texts):
+    """Some texts end to end in an array of their own, separators around them: (tokens, their `starts` there)."""
+    new_starts = np.zeros(texts.shape[0] + 1, np.int32)
+    for k in range(texts.shape[0]):
+        new_starts[k + 1] = new_starts[k] + starts[texts[k] + 1] - starts[texts[k]]
+    gathered = np.empty(new_starts[-1] + 1, np.int32)
+    for k in range(texts.shape[0]):
+        gathered[new_starts[k] : new_starts[k + 1]] = tokens[starts[texts[k]] : starts[texts[k] + 1]]
+    gathered[-1] = SEPARATOR
+    return gathered, new_starts
+
+
+def find_known_texts(
+    tokens: np.ndarray, starts: np.ndarray, old_tokens: np.ndarray, old_starts: np.ndarray
+) -> np.ndarray:
+    """Which texts of an older array stand in a newer one too, in the same sequence.
+
+    Texts are told by their tokens. Where the two arrays have them in different sequences, a longest common subsequence
+    is known (of equal texts the k-th is taken for the k-th), so that positions move by a monotone map.
+
+    Parameters
+    ----------
+    tokens, starts : the newer array and its separators.
+    old_tokens, old_starts : likewise of the older array.
+
+    Returns
+    -------
+    int32[number of older texts], the number that each older text has now, increasing where it is not -1: not known.
+    """
+    keys = _text_keys(old_tokens, old_starts), _text_keys(tokens, starts)
+    _, old_texts, texts = np.intersect1d(*keys, return_indices=True)
+    same = np.full(len(old_starts) - 1, -1, np.int32)
+    same[old_texts] = texts
+    _keep_longest_increasing(same)
+    _drop_unequal(same, old_tokens, old_starts, tokens, starts)
+    return same
+
+
+def _text_keys(tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """uint64[num_texts], another for each: the hash of its tokens, and how many equal texts are before it."""
+    hashes = _text_hashes(tokens, starts)
+    order = np.argsort(hashes, kind="stable")
+    risen = hashes[order]
+    num_before = np.arange(len(risen), dtype=np.uint64) - np.searchsorted(risen, risen).astype(np.uint64)
+    keys = np.empty_like(hashes)
+    keys[order] = risen + num_before * np.uint64(0xD1342543DE82EF95)
+    return keys
+
+
+@cached()
+def _text_hashes(tokens, starts):
+    hashes = np.empty(starts.shape[0] - 1, np.uint64)
+    for text in range(hashes.shape[0]):
+        value = np.uint64(0xCBF29CE484222325)
+        for i in range(starts[text] + 1, starts[text + 1]):
+            value = (value ^ np.uint64(tokens[i])) * np.uint64(0x9E3779B97F4A7C15)
+            value ^= value >> np.uint64(29)
+        hashes[text] = value
+    return hashes
+
+
+def _keep_longest_increasing(same: np.ndarray) -> None:
+    """Set to -1 what is not of a longest increasing subsequence (patience sorting, O(n log n))."""
+    values = same.tolist()
+    last_values, last_places = [], []  # by length less one: the smallest last value, and its place
+    before = {}
+    for place in np.flatnonzero(same >= 0).tolist():
+        length = bisect_left(last_values, values[place])
+        before[place] = last_places[length - 1] if length else None
+        last_values[length : length + 1] = [values[place]]
+        last_places[length : length + 1] = [place]
+    same[:] = -1
+    place = last_places[-1] if last_places else None
+    while place is not None:
+        same[place] = values[place]
+        place = before[place]
+
+
+@cached()
+def _drop_unequal(same, old_tokens, old_starts, tokens, starts):
+    """A hash may be that of two texts; nobody is to rely on it not being so."""
+    for text in range(same.shape[0]):
+        if same[text] >= 0:
+            older = old_tokens[old_starts[text] : old_starts[text + 1]]
+            newer = tokens[starts[same[text]] : starts[same[text] + 1]]
+            if older.shape[0] != newer.shape[0] or (older != newer).any():
+                same[text] = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +135,7 @@ class PoolText:
     token_ids : int32[n], n >= 0, without the end token: where a text ends is known by itself.
     group : the group of the entity that it was written for.
     entity : that entity, for `min_support`: its texts count once. None: an entity with this one text.
-    age_nights : nights since it was written, for `half_life_nights`.
+    age_nights : nights since it was written: the oldest leave a full pool.
     """
 
     token_ids: np.ndarray
@@ -50,6 +151,7 @@ class LaidTexts:
     Parameters
     ----------
     tokens : int32[num_positions], mapped: separator, text, separator, text, ..., separator.
+    starts : int32[num_texts + 1], the separators' positions.
     group_codes : uint8[num_texts] or, with more than 256 groups, uint16.
     entity_codes : int32[num_texts], or None when nobody asked for them.
     ages_nights : float32[num_texts].
@@ -57,7 +159,7 @@ class LaidTexts:
     """
 
     tokens: np.ndarray
-    spans: TextSpans
+    starts: np.ndarray
     group_codes: np.ndarray
     entity_codes: np.ndarray | None
     ages_nights: np.ndarray
@@ -65,13 +167,23 @@ class LaidTexts:
     vocab_size: int
 
     @property
+    def num_texts(self) -> int:
+        return len(self.starts) - 1
+
+    @property
     def num_tokens(self) -> int:
         """The texts' own tokens, without separators."""
-        return len(self.tokens) - 1 - self.spans.num_texts
+        return len(self.tokens) - len(self.starts)
+
+    def youngest(self, max_tokens: int) -> np.ndarray:
+        """Numbers of the youngest texts that have so many tokens at most, increasing; of equally old ones the first."""
+        turns = np.argsort(self.ages_nights, kind="stable")
+        lengths = np.diff(self.starts).astype(np.int64) - 1
+        return np.sort(turns[np.cumsum(lengths[turns]) <= max_tokens])
 
     def texts(self, chosen: np.ndarray) -> Iterator[PoolText]:
         """The texts of some numbers again, in their order."""
-        names, starts = list(self.groups), self.spans.starts
+        names, starts = list(self.groups), self.starts
         for text in chosen.tolist():
             its_own = slice(starts[text] + 1, starts[text + 1])
             entity = None if self.entity_codes is None else int(self.entity_codes[text])
@@ -97,7 +209,7 @@ def lay_end_to_end(
         tokens than a pool holds.
     """
     limit = MAX_POSITIONS - 2 if vocab_size is None else vocab_size
-    groups, entities = _Codes("H"), _Codes("i")
+    groups, entities = _Codes(), _Codes()
     lengths, ages = array("i"), array("f")
     num_positions, largest_id = 1, -1
     source = iter(texts)
@@ -105,13 +217,17 @@ def lay_end_to_end(
         tokens.write(_SEPARATOR)
         while block := list(itertools.islice(source, _BLOCK_TEXTS)):
             first = len(lengths)
-            rows = _rows([text.token_ids for text in block], first, limit)
-            block_lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-            _require_room(groups, block, first, num_positions + np.cumsum(block_lengths + 1))
-            num_positions += int(block_lengths.sum()) + len(rows)
-            largest_id = max(largest_id, _write_rows(tokens, rows, block_lengths, first, limit))
-            lengths.extend(block_lengths.tolist())
+            rows = [_row(text, number, limit) for number, text in enumerate(block, first)]
+            lengths.extend(map(len, rows))
+            num_positions += sum(map(len, rows)) + len(rows)
+            if num_positions > MAX_POSITIONS:
+                raise PoolError(f"a pool holds {MAX_POSITIONS:,} tokens; there are more before text {len(lengths)}.")
+            laid = np.concatenate([part for row in rows for part in (row, _SEPARATOR)])
+            largest_id = max(largest_id, int(laid.max()))
+            tokens.write(laid)
             groups.add([text.group for text in block])
+            if len(groups.code_of) > MAX_GROUPS:
+                raise PoolError(f"a pool holds {MAX_GROUPS:,} groups; there are more before text {len(lengths)}.")
             ages.extend([text.age_nights for text in block])
             if with_entities:
                 named = ((k,) if text.entity is None else text.entity for k, text in enumerate(block, first))
@@ -121,7 +237,7 @@ def lay_end_to_end(
     codes = np.array(groups.codes, group_code_dtype(len(groups.code_of)))
     return LaidTexts(
         map_array(path),
-        TextSpans.of_starts(starts),
+        starts,
         codes,
         np.array(entities.codes, np.int32) if with_entities else None,
         np.array(ages, np.float32),
@@ -133,79 +249,27 @@ def lay_end_to_end(
 class _Codes:
     """Numbers for names, in the order in which they came, and the number of each text."""
 
-    def __init__(self, type_code: str) -> None:
+    def __init__(self) -> None:
         self.code_of: dict[object, int] = {}
-        self.codes = array(type_code)
+        self.codes = array("i")
 
     def add(self, names: list) -> None:
         code_of = self.code_of
         self.codes.extend([code_of.setdefault(name, len(code_of)) for name in names])
 
 
-def _rows(token_ids: list[np.ndarray], first: int, limit: int) -> list[np.ndarray]:
-    """Token ids below `limit` as int32 rows; `first` is the number of the first text."""
-    usual = {type(row) for row in token_ids} == {np.ndarray} and {row.dtype for row in token_ids} == {_INT32}
-    if usual and {row.ndim for row in token_ids} == {1}:
-        return token_ids
-    rows = []
-    for number, values in enumerate(map(np.asarray, token_ids), first):
-        if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
-            raise PoolError(f"text {number} is not a row of token ids: shape {values.shape} of {values.dtype}.")
-        _require_ids(values, number, limit)
-        rows.append(values.astype(np.int32))
-    return rows
-
-
-def _require_ids(values: np.ndarray, number: int, limit: int) -> None:
-    smallest, largest = (int(values.min()), int(values.max())) if values.size else (0, -1)
-    if smallest < 0 or largest >= limit:
+def _row(text: PoolText, number: int, limit: int) -> np.ndarray:
+    """A text's token ids as int32, checked."""
+    row = np.asarray(text.token_ids)
+    if row.ndim != 1 or (row.size and row.dtype.kind not in "iu"):
+        raise PoolError(f"text {number} is not a row of token ids: shape {row.shape} of {row.dtype}.")
+    smallest, largest = row.min(initial=0), row.max(initial=0)
+    if smallest < 0 or (row.size and largest >= limit):
         raise PoolError(
             f"text {number} has the token id {smallest if smallest < 0 else largest}; expected 0 to {limit - 1}. "
             "Build the pool from texts of the same tokenizer."
         )
-
-
-def _write_rows(writer: ArrayWriter, rows: list[np.ndarray], lengths: np.ndarray, first: int, limit: int) -> int:
-    """Write a block, a separator behind each row. Returns the largest id."""
-    laid = np.empty(int(lengths.sum()) + len(rows), np.int32)
-    smallest, largest = _lay(np.concatenate(rows), lengths, laid)
-    if smallest < 0 or largest >= limit:
-        for number, row in enumerate(rows, first):
-            _require_ids(row, number, limit)
-    writer.write(laid)
-    return largest
-
-
-def _require_room(groups: _Codes, block: list[PoolText], first: int, ends: np.ndarray) -> None:
-    if ends[-1] > MAX_POSITIONS:
-        number = first + int(np.searchsorted(ends, MAX_POSITIONS, side="right"))
-        raise PoolError(f"text {number} is one too many: a pool holds {MAX_POSITIONS:,} tokens. Split the texts.")
-    if len(groups.code_of) + len(block) <= MAX_GROUPS:
-        return
-    known = set(groups.code_of)
-    for number, text in enumerate(block, first):
-        known.add(text.group)
-        if len(known) > MAX_GROUPS:
-            raise PoolError(
-                f"text {number} is of a new group, {text.group!r}; a pool holds {MAX_GROUPS:,}. Make fewer."
-            )
-
-
-@cached()
-def _lay(tokens, lengths, laid):
-    """Put a separator behind each text. Returns the smallest and the largest id, 0 and -1 where there is none."""
-    smallest, largest = 0, -1
-    read = written = 0
-    for text in range(lengths.shape[0]):
-        for _ in range(lengths[text]):
-            token = tokens[read]
-            smallest, largest = min(smallest, token), max(largest, token)
-            laid[written] = token
-            read += 1
-            written += 1
-        laid[written] = SEPARATOR
-        written += 1
-    return smallest, largest
+    return row.astype(np.int32, copy=False)
 
 
 def _count_groups(names: list[str], codes: np.ndarray, lengths: np.ndarray) -> dict[str, GroupCounts]:

@@ -1,35 +1,188 @@
 """Groups of entities with like attributes: a hierarchy split where it is too big, found again by longest prefix.
 
-The groups are prefixes of the entities' attribute tokens (columns.py), so a group's name reads as a path:
+A row's values become words ("tokens"): a category path gives one token a level ("Mystery", "Harbour"), a scalar
+`column=value`, a number the name of its quantile bin ("age=25..35"); nulls, empty strings, missing columns and values
+of another kind give none. The groups are prefixes of the entities' tokens, so a group's name reads as a path:
 "attribute/Mystery/Harbour", "attribute/gender=F/age=25..35"; the root is "attribute". Every prefix on the way to a
 group is a group itself: it holds what its subgroups do not, and catches values never seen.
 """
 
+import math
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pygtrie
 
-from laserbatch.retrieval_pools.routing.columns import AttributeColumn, choose_columns, iter_attributes, tokens_of
+from laserbatch.retrieval_pools.errors import PoolError
 
+MAX_PATH_LEVELS = 8  # deeper levels of a category path are not looked at
+MAX_GUESSED_VALUES = 256  # a text column with more distinct values is not guessed to be an attribute
+ROWS_AT_ONCE = 8192  # that are Python objects at one time
+NEVER_GUESSED = frozenset({"user_id", "item_id", "title", "name", "created_at"})
 ATTRIBUTE_FILE = "attribute_groups.parquet"
 ROOT_GROUP = "attribute"
+
+Kind = Literal["path", "value", "number"]
 Prefix = tuple[str, ...]
 
 GROUP_SCHEMA = pa.schema([("prefix", pa.list_(pa.string())), ("group", pa.string()), ("num_entities", pa.int64())])
 
 
 @dataclass(frozen=True)
-class GroupSizes:
-    """A group of more than `max_size` entities is split; a part of fewer than `min_size` stays with its parent."""
+class AttributeColumn:
+    """One column to split by: `edges` are the inner bin edges of a number, `labelled` says whether tokens name it."""
 
-    max_size: int
-    min_size: int
+    name: str
+    kind: Kind
+    edges: tuple[float, ...] = ()
+    labelled: bool = True
+
+    def tokens(self, value: object) -> tuple[str, ...]:
+        """Tokens of one value, broad to narrow; none for a null, an empty text or a value of another kind."""
+        if self.kind == "path":
+            return self._path_tokens(value if isinstance(value, list | tuple) else (value,))
+        if self.kind == "number":
+            is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+            return (self.bin_names[bisect_right(self.edges, value)],) if is_number else ()
+        text = _text(value)
+        return (self._token(text),) if text else ()
+
+    @cached_property
+    def bin_names(self) -> tuple[str, ...]:
+        """The tokens of a number's bins, lowest first."""
+        shown = [f"{edge:g}" for edge in self.edges]
+        return tuple(self._token(f"{low}..{high}") for low, high in zip(["", *shown], [*shown, ""], strict=True))
+
+    def _path_tokens(self, levels: Sequence[object]) -> tuple[str, ...]:
+        tokens: list[str] = []
+        for level in levels[:MAX_PATH_LEVELS]:
+            text = _text(level) if isinstance(level, str | bool) else ""
+            if not text:
+                break  # what lies below an unknown level has no known parent
+            tokens.append(self._token(text))
+        return tuple(tokens)
+
+    def _token(self, text: str) -> str:
+        return f"{_quote(self.name)}={_quote(text)}" if self.labelled else _quote(text)
+
+
+def choose_columns(entities: pa.Table, names: Sequence[str] | None, num_bins: int) -> tuple[AttributeColumn, ...]:
+    """Columns to split by, in order: those named, or a guess.
+
+    The guess: category paths (lists) in table order; then text and boolean columns of 2 to 256 values (and at least 4
+    rows a value), fewest values first; then numbers. Ids, titles and dates are never guessed.
+
+    Parameters
+    ----------
+    num_bins : quantile bins of a numeric column.
+
+    Raises
+    ------
+    PoolError
+        A named column is not there, or is of a type that cannot be grouped by.
+    """
+    chosen = _guess(entities) if names is None else [(name, _kind_of_named(entities, name)) for name in names]
+    columns, has_plain_path = [], False
+    for name, kind in chosen:
+        edges = _quantile_edges(entities[name], num_bins) if kind == "number" else ()
+        labelled = kind != "path" or has_plain_path  # the first path's tokens stand alone: "Mystery"
+        has_plain_path |= kind == "path"
+        columns.append(AttributeColumn(name, kind, edges, labelled))
+    return tuple(columns)
+
+
+def tokens_of(columns: Sequence[AttributeColumn], attributes: dict[str, object]) -> tuple[str, ...]:
+    """All tokens of one entity, in the order of the columns."""
+    return tuple(token for column in columns for token in column.tokens(attributes.get(column.name)))
+
+
+def iter_attributes(entities: pa.Table, columns: Sequence[AttributeColumn]) -> Iterator[dict[str, object]]:
+    """Values of each row by column name; columns that the table lacks are left out."""
+    known = [column.name for column in columns if column.name in entities.column_names]
+    if not known:
+        yield from ({} for _ in range(entities.num_rows))
+        return
+    for batch in entities.select(known).to_batches(max_chunksize=ROWS_AT_ONCE):
+        yield from batch.to_pylist()
+
+
+def _guess(entities: pa.Table) -> list[tuple[str, Kind]]:
+    found: dict[str, list[str]] = {"path": [], "value": [], "number": []}
+    num_values: dict[str, int] = {}
+    for name in entities.column_names:
+        kind = None if name in NEVER_GUESSED else _kind(entities[name].type)
+        if kind == "value":
+            num_values[name] = pc.count_distinct(_plain(entities[name])).as_py()
+            if not 2 <= num_values[name] <= min(MAX_GUESSED_VALUES, max(2, entities.num_rows // 4)):
+                continue
+        if kind is not None and entities[name].null_count < entities.num_rows:
+            found[kind].append(name)
+    found["value"].sort(key=lambda name: (num_values[name], name))
+    return [(name, kind) for kind in ("path", "value", "number") for name in found[kind]]
+
+
+def _kind_of_named(entities: pa.Table, name: str) -> Kind:
+    if name not in entities.column_names:
+        raise PoolError(
+            f"cannot group by attribute {name!r}: the table has columns {', '.join(entities.column_names)}; "
+            "correct user_attributes or item_attributes in the routing settings"
+        )
+    kind = _kind(entities[name].type)
+    if kind is None:
+        raise PoolError(
+            f"cannot group by attribute {name!r} of type {entities[name].type}: expected text, a boolean, a number or "
+            "a list of strings; name another column in the routing settings"
+        )
+    return kind
+
+
+def _kind(arrow_type: pa.DataType) -> Kind | None:
+    types = pa.types
+    if types.is_dictionary(arrow_type):
+        return _kind(arrow_type.value_type)
+    if types.is_list(arrow_type) or types.is_large_list(arrow_type) or types.is_fixed_size_list(arrow_type):
+        return "path" if _kind(arrow_type.value_type) == "value" else None
+    if types.is_integer(arrow_type) or types.is_floating(arrow_type):
+        return "number"
+    if types.is_string(arrow_type) or types.is_large_string(arrow_type) or types.is_boolean(arrow_type):
+        return "value"
+    return None
+
+
+def _plain(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    return values.cast(values.type.value_type) if pa.types.is_dictionary(values.type) else values
+
+
+def _quantile_edges(values: pa.ChunkedArray, num_bins: int) -> tuple[float, ...]:
+    numbers = pc.drop_null(_plain(values).cast(pa.float64(), safe=False)).to_numpy()
+    numbers = numbers[np.isfinite(numbers)]
+    if len(numbers) == 0:
+        return ()
+    # Rounded to what a bin's name shows, so that two bins never share a name.
+    quantiles = np.quantile(numbers, np.arange(1, num_bins) / num_bins)
+    edges = {float(f"{quantile:g}") for quantile in quantiles.tolist()}
+    return tuple(sorted(edge for edge in edges if edge > numbers.min()))
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, str | Real) else ""
+
+
+def _quote(text: str) -> str:
+    """Keeps `/` and `=` for what they mean in a group's name."""
+    return text.replace("%", "%25").replace("/", "%2F").replace("=", "%3D")
 
 
 @dataclass(frozen=True)
@@ -41,23 +194,11 @@ class AttributeGroups:
 
     @classmethod
     def fit(
-        cls, entities: pa.Table, names: Sequence[str] | None, sizes: GroupSizes, num_bins: int = 4
+        cls, entities: pa.Table, columns: tuple[AttributeColumn, ...], max_size: int, min_size: int
     ) -> "AttributeGroups":
-        """Split `entities` by the columns `names` in their order (None: guessed).
-
-        Parameters
-        ----------
-        entities : one row an entity; columns that are not attributes are ignored.
-        num_bins : quantile bins of a numeric column.
-
-        Raises
-        ------
-        PoolError
-            A named column is missing or of a type that cannot be grouped by.
-        """
-        columns = choose_columns(entities, names, num_bins)
+        """Split `entities`, one row each, by columns in their order; sizes as in `split_groups`."""
         counts = Counter(tokens_of(columns, attributes) for attributes in iter_attributes(entities, columns))
-        return cls(columns, split_groups(counts, sizes))
+        return cls(columns, split_groups(counts, max_size, min_size))
 
     @property
     def groups(self) -> list[str]:
@@ -88,12 +229,13 @@ class AttributeGroups:
         return pygtrie.Trie({prefix: group_name(prefix) for prefix in self.num_entities})
 
 
-def split_groups(counts: Mapping[Prefix, int], sizes: GroupSizes) -> dict[Prefix, int]:
+def split_groups(counts: Mapping[Prefix, int], max_size: int, min_size: int) -> dict[Prefix, int]:
     """The prefixes that become groups, each with the number of entities for which it is the longest.
 
     Parameters
     ----------
     counts : number of entities with exactly these tokens.
+    max_size, min_size : a group of more entities is split; a part of fewer stays with its parent.
 
     Returns
     -------
@@ -112,8 +254,8 @@ def split_groups(counts: Mapping[Prefix, int], sizes: GroupSizes) -> dict[Prefix
     while waiting:
         prefix = waiting.pop()
         parts = []
-        if totals[prefix] > sizes.max_size:
-            parts = sorted(child for child in children[prefix] if totals[child] >= sizes.min_size)
+        if totals[prefix] > max_size:
+            parts = sorted(child for child in children[prefix] if totals[child] >= min_size)
         groups[prefix] = totals[prefix] - sum(totals[part] for part in parts)
         waiting.extend(reversed(parts))
     return groups

@@ -1,8 +1,8 @@
 """LightGCN, short: user and item embeddings from who interacted with what (the only module of the pools with torch).
 
 After He et al., "LightGCN: Simplifying and Powering Graph Convolution Network for Recommendation", SIGIR 2020.
-The caller passes the interactions that may be known, already cut. The result depends on the set of
-(user, item) pairs, the settings, the seed and (in its last bits) torch's thread count, and on nothing else.
+It is short because its embeddings only feed k-means. The result depends on the set of (user, item) pairs, the seed and
+(in its last bits) torch's thread count, and on nothing else.
 """
 
 import warnings
@@ -14,9 +14,14 @@ import pyarrow.compute as pc
 import torch
 from torch.nn import functional
 
-from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings
-from laserbatch.retrieval_pools.routing.settings import LightGCNSettings
+from laserbatch.retrieval_pools.routing.collaborative import EntityEmbeddings
 
+DIM = 64
+NUM_LAYERS = 3  # K of He et al.
+MAX_STEPS = 40  # each over the whole graph
+LEARNING_RATE = 0.03
+L2 = 0.02  # weight of the mean squared layer-0 embedding in the loss
+MIN_IMPROVEMENT = 0.02  # of the mean loss of five steps over that of the five before, else training stops
 MAX_PAIRS_PER_STEP = 1 << 17  # bounds memory on large graphs; smaller ones use every pair in every step
 PLATEAU_STEPS = 5
 
@@ -33,8 +38,8 @@ class LightGCNEmbeddings:
 def train_lightgcn(
     user_ids: pa.Array | pa.ChunkedArray,
     item_ids: pa.Array | pa.ChunkedArray,
-    settings: LightGCNSettings | None = None,
     seed: int = 0,
+    max_steps: int = MAX_STEPS,
 ) -> LightGCNEmbeddings:
     """Train on implicit feedback: a pair that occurs, however often and in whatever order, is one edge.
 
@@ -42,18 +47,18 @@ def train_lightgcn(
     ----------
     user_ids, item_ids : Arrow arrays (num_interactions,), string or int64, no nulls: the two ends of each interaction.
     seed : of the initial embeddings and of the negative samples.
+    max_steps : of the optimiser, at most.
 
     Returns
     -------
     LightGCNEmbeddings
         float32 vectors (num_users, dim) and (num_items, dim) of every id that occurs.
     """
-    settings = settings or LightGCNSettings()
     users, user_index = _sorted_ids(user_ids)
     items, item_index = _sorted_ids(item_ids)
     num_users, num_items = len(users), len(items)
     if num_users == 0:
-        empty = np.empty((0, settings.dim), np.float32)
+        empty = np.empty((0, DIM), np.float32)
         return LightGCNEmbeddings(EntityEmbeddings(users, empty), EntityEmbeddings(items, empty), ())
     pairs = np.unique(user_index * num_items + item_index)  # sorted, each once
     users_of_pairs = torch.from_numpy(pairs // num_items)  # (num_pairs,)
@@ -61,24 +66,24 @@ def train_lightgcn(
     adjacency = _normalised_adjacency(users_of_pairs, items_of_pairs, num_users, num_items)
 
     generator = torch.Generator().manual_seed(seed)
-    layer_0 = torch.randn(num_users + num_items, settings.dim, generator=generator) * 0.1
-    optimizer = torch.optim.Adam([layer_0], lr=settings.learning_rate)
+    layer_0 = torch.randn(num_users + num_items, DIM, generator=generator) * 0.1
+    optimizer = torch.optim.Adam([layer_0], lr=LEARNING_RATE)
     losses: list[float] = []
-    while len(losses) < settings.max_steps and not _on_plateau(losses, settings.min_improvement):
+    while len(losses) < max_steps and not _on_plateau(losses):
         batch = slice(None)
         if len(pairs) > MAX_PAIRS_PER_STEP:
             batch = torch.randint(len(pairs), (MAX_PAIRS_PER_STEP,), generator=generator)
         batch_users, positives = users_of_pairs[batch], items_of_pairs[batch] + num_users
         negatives = torch.randint(num_items, positives.shape, generator=generator) + num_users
-        final = propagate(adjacency, layer_0, settings.num_layers).requires_grad_()
+        final = propagate(adjacency, layer_0, NUM_LAYERS).requires_grad_()
         loss = bpr_loss(final, batch_users, positives, negatives)
         loss.backward()
         # The propagation is linear and symmetric, so its gradient is the propagation of the gradient.
-        layer_0.grad = propagate(adjacency, final.grad, settings.num_layers) + settings.l2 / len(layer_0) * layer_0
+        layer_0.grad = propagate(adjacency, final.grad, NUM_LAYERS) + L2 / len(layer_0) * layer_0
         optimizer.step()
         losses.append(loss.item())
 
-    vectors = propagate(adjacency, layer_0, settings.num_layers).numpy()
+    vectors = propagate(adjacency, layer_0, NUM_LAYERS).numpy()
     return LightGCNEmbeddings(
         EntityEmbeddings(users, vectors[:num_users]), EntityEmbeddings(items, vectors[num_users:]), tuple(losses)
     )
@@ -126,11 +131,11 @@ def _normalised_adjacency(users: torch.Tensor, items: torch.Tensor, num_users: i
         return torch.sparse_coo_tensor(torch.stack([rows, columns]), weights, (num_nodes, num_nodes)).to_sparse_csr()
 
 
-def _on_plateau(losses: list[float], min_improvement: float) -> bool:
-    if len(losses) < 2 * PLATEAU_STEPS or min_improvement == 0:
+def _on_plateau(losses: list[float]) -> bool:
+    if len(losses) < 2 * PLATEAU_STEPS:
         return False
     before, latest = np.mean(losses[-2 * PLATEAU_STEPS : -PLATEAU_STEPS]), np.mean(losses[-PLATEAU_STEPS:])
-    return bool(latest > before * (1 - min_improvement)) and bool(latest < 0.65)  # 0.69 at the start: not yet learning
+    return bool(latest > before * (1 - MIN_IMPROVEMENT)) and bool(latest < 0.65)  # 0.69 at the start: not yet learning
 
 
 def _sorted_ids(ids: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, np.ndarray]:

@@ -16,19 +16,20 @@ import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.routing.attributes import AttributeGroups, GroupSizes
+from laserbatch.retrieval_pools.routing.attributes import AttributeColumn, AttributeGroups, choose_columns
 from laserbatch.retrieval_pools.routing.collaborative import (
+    SIDES,
     CollaborativeGroups,
+    EntityEmbeddings,
     default_num_groups,
+    id_column,
     train_embeddings,
 )
-from laserbatch.retrieval_pools.routing.columns import AttributeColumn
-from laserbatch.retrieval_pools.routing.embeddings import SIDES, EntityEmbeddings, id_column
 from laserbatch.retrieval_pools.routing.leaves import EntityTexts, LeafGroups
-from laserbatch.retrieval_pools.routing.settings import RoutingSettings
+from laserbatch.retrieval_pools.settings import RoutingSettings
 
 ROUTER_FILE, COLLABORATIVE_FILE = "router.json", "collaborative.parquet"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 GLOBAL_GROUP = "global"
 
 
@@ -62,11 +63,10 @@ class Router:
         embeddings: EntityEmbeddings | None = None,
         texts: EntityTexts | None = None,
     ) -> "Router":
-        """Group the entities of one side; the result depends on the arguments only, not on the order of rows.
+        """Group the entities of one side, "user" or "item"; the order of rows is no matter.
 
         Parameters
         ----------
-        side : "user" or "item".
         entities : `<side>_id` (string or integer, unique) and attribute columns; other columns do no harm.
         interactions : `user_id` and `item_id`, already cut at the as-of date; ids that `entities` lacks shape the
             embeddings.
@@ -98,13 +98,9 @@ class Router:
         num_interactions: int,
         age_days: float | None = None,
     ) -> Route:
-        """Group of one entity, known or not.
+        """Group of one entity, known or not, by its values by column, its interactions now and its age.
 
-        Parameters
-        ----------
-        attributes : column names to values; what is missing, None or unknown shortens the prefix that is matched.
-        num_interactions : how many interactions the entity has now.
-        age_days : days since it was created; None, where that is not known, is enough.
+        What is missing, None or unknown shortens the prefix that is matched; an age that is not known is enough.
         """
         match self.settings.scheme:
             case "global":
@@ -143,11 +139,7 @@ class Router:
 
     @classmethod
     def load(cls, folder: Path | str, limits: RoutingSettings | None = None) -> "Router":
-        """Read what `save` wrote; it routes as the saved one did.
-
-        Parameters
-        ----------
-        limits : tonight's: their `min_interactions` and `min_age_days` decide in place of the saved ones.
+        """Read what `save` wrote; `min_interactions` and `min_age_days` of `limits` decide in place of the saved ones.
 
         Raises
         ------
@@ -181,13 +173,7 @@ class Router:
 
 
 def random_group(entity_id: str | int, num_groups: int, seed: int) -> str:
-    """Group of an entity by a seeded hash of its id (LASER's RRP): the same in every process, for new ids as well.
-
-    Returns
-    -------
-    str
-        "random/0" to "random/<num_groups - 1>".
-    """
+    """Group of an entity by a seeded hash of its id (LASER's RRP): the same in every process, for new ids as well."""
     digest = hashlib.blake2b(f"{seed}:{entity_id}".encode(), digest_size=8).digest()
     return f"random/{int.from_bytes(digest, 'little') % num_groups}"
 
@@ -200,20 +186,12 @@ def fit_routers(
     seed: int = 0,
     texts: Mapping[str, EntityTexts] | None = None,
 ) -> dict[str, Router]:
-    """Routers of both sides, equal to two calls of `Router.fit`, with LightGCN trained once.
-
-    Parameters and errors as in `Router.fit`; `texts` by side.
-
-    Returns
-    -------
-    dict
-        "user" and "item" to their Router.
-    """
+    """Routers by side, equal to two calls of `Router.fit`, with LightGCN trained once; `texts` by side."""
     settings, texts = settings or RoutingSettings(), texts or {}
     embeddings: dict[str, EntityEmbeddings] = {}
     to_train = [side for side in SIDES if settings.embeddings_of(side) is None]
     if settings.scheme in ("router", "collaborative") and to_train:
-        trained = train_embeddings(interactions, settings, seed)
+        trained = train_embeddings(interactions, seed)
         embeddings = {side: trained[side] for side in to_train}
     return {
         side: Router.fit(side, entities, interactions, settings, seed, embeddings.get(side), texts.get(side))
@@ -225,12 +203,10 @@ def _attribute_groups(
     side: str, entities: pa.Table, ids: pa.Array, settings: RoutingSettings, seed: int, texts: EntityTexts | None
 ) -> AttributeGroups | LeafGroups:
     names = settings.attributes_of(side) if settings.scheme in ("router", "attribute") else ()
+    columns = choose_columns(entities, names, settings.num_bins)
     max_size = settings.max_group_size or max(50, round(4 * len(ids) ** 0.5))
-    sizes = GroupSizes(max_size, settings.min_group_size or max(1, max_size // 10))
+    min_size = settings.min_group_size or max(1, max_size // 10)
     if settings.attribute_grouping == "path":
-        return AttributeGroups.fit(entities, names, sizes, settings.num_bins)
+        return AttributeGroups.fit(entities, columns, max_size, min_size)
     num_leaves = settings.num_groups or default_num_groups(len(ids))
-    return LeafGroups.fit(
-        entities, ids, texts, names,
-        num_leaves=num_leaves, min_size=sizes.min_size, num_bins=settings.num_bins, seed=seed,
-    )  # fmt: skip
+    return LeafGroups.fit(entities, ids, texts, columns, num_leaves=num_leaves, min_size=min_size, seed=seed)

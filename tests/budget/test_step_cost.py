@@ -7,7 +7,7 @@ import pytest
 
 from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
 from laserbatch.pipeline.errors import ConfigError
-from laserbatch.retrieval_pools.calibration.estimates import Tally
+from laserbatch.retrieval_pools.calibration.replay import Tally
 
 POINTS = [(8, 8, 0.01), (8, 24, 0.02), (8, 40, 0.06), (1, 1, 0.005), (1, 65, 0.006)]
 DATA = {"name": "a card", "steps": [{"batch_size": b, "num_tokens": n, "seconds": s} for b, n, s in POINTS]}

@@ -2,7 +2,6 @@
 
 import datetime
 import json
-from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +18,6 @@ from laserbatch.pipeline.knowledge.entities import iter_entities
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.retrieval_pools.index.manifest import FORMAT_VERSION
 from laserbatch.retrieval_pools.routing.router import Route
-from laserbatch.retrieval_pools.settings import PoolBuildSettings
 
 FIRST_DATE, SECOND_DATE = datetime.date(2025, 2, 28), datetime.date(2025, 3, 1)
 
@@ -102,7 +100,8 @@ def test_nights_pools_are_merged_from_the_current_version_and_equal_a_full_build
     merged = build_pools(night)["item"]
     assert (merged.incremental, merged.num_texts_changed) == (True, -(-merged.num_texts // 10))
     files = contents(night)
-    full = build_pools(night, anew=True)["item"]
+    (night.pools.root / "CURRENT").unlink()
+    full = build_pools(night)["item"]
     assert (full.incremental, full.num_texts_changed) == (False, full.num_texts)
     assert contents(night) == files
     assert not any("texts.npy" in name or "scratch" in name for name in files)
@@ -146,7 +145,7 @@ def test_pools_that_cannot_be_used_are_not_drafted_from_and_cost_a_full_build_an
 
 
 def test_pool_of_a_largest_size_leaves_texts_out(world):
-    night = opened(world, FIRST_DATE, "{}\npool_building: {max_tokens: 400, half_life_nights: 2}")
+    night = opened(world, FIRST_DATE, "{}\npool_building: {max_tokens: 400}")
     write_texts(night)
     built = build_pools(night)["item"]
     assert (built.num_texts, built.num_tokens) == (20, 400)
@@ -223,28 +222,3 @@ def test_night_after_an_update_drafts_without_the_older_pools_and_says_so(world,
     assert opened(world, SECOND_DATE, "{}").manifest.pools.version is None
     said = " ".join(capsys.readouterr().err.split())
     assert "not drafting from the pools" in said and "format 1" in said and "laserbatch pools rebuild" in said
-
-
-def test_show_says_how_a_version_was_built_and_what_it_left_out(world):
-    night = opened(world, FIRST_DATE, "{scheme: global}")
-    write_texts(night)
-    build_pools(night)
-
-    def shown(*options: str) -> str:
-        arguments = ["show", *options, "--config", str(world / "laserbatch.yaml")]
-        return CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
-
-    assert "left out" not in shown()  # the run's manifest does not say yet
-    assert json.loads(shown("--json"))["built"] == {}
-    small = PoolBuildSettings(max_tokens=600)
-    night = replace(night, settings=night.settings.model_copy(update={"pool_building": small}))
-    night.manifest.pools_built = build_pools(night)
-    night.manifest.save()
-    num_left_out = night.run.read_knowledge("item").num_rows - 30
-    left_out = f"{num_left_out} texts left out by pool_building.max_tokens"
-    assert f"item: built merged from the earlier version, 0 texts sorted; {left_out}" in " ".join(shown().split())
-    built = json.loads(shown("--json"))["built"]["item"]
-    assert built["incremental"] is True and built["num_texts_left_out"] == num_left_out
-    night.manifest.pools_built = build_pools(night, anew=True)
-    night.manifest.save()
-    assert "item: built whole; " in shown()

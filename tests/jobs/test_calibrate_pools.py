@@ -8,8 +8,8 @@ from planted_night import write_night
 from typer.testing import CliRunner
 
 from laserbatch.jobs.build_pools import build_pools
-from laserbatch.jobs.calibrate_pools import draft_options, drafted_with
 from laserbatch.jobs.night import open_night
+from laserbatch.jobs.pool_texts import draft_options, drafted_with
 from laserbatch.jobs.pools import app
 from laserbatch.jobs.settings import load_settings
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
@@ -97,7 +97,7 @@ def test_show_tells_how_well_estimates_hold(world):
     error = summary["reliability"]["expected_calibration_error"]
     shown = CliRunner().invoke(app, ["show", "--config", str(world / "laserbatch.yaml")], catch_exceptions=False)
     said = " ".join(shown.stdout.split())
-    assert f"{summary['num_texts']} replayed texts" in said and f"calibration error {error:.3f}" in said
+    assert f"calibrated on {summary['num_texts']} texts" in said and f"calibration error {error:.3f}" in said
 
 
 def test_replays_draft_by_the_budget_that_the_night_chose(world):

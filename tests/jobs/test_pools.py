@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from laserbatch.jobs.night import current_pools, describe_pools
 from laserbatch.jobs.pools import app
-from laserbatch.jobs.pools_view import DraftView, draft_tree, visible
+from laserbatch.jobs.pools_view import draft_nodes, draft_tree, visible
 from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.manifest import PoolsUsed
@@ -28,8 +28,7 @@ from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.calibration_record import Calibration, Reliability, SourceCurve
 from laserbatch.retrieval_pools.index.store import PoolStore
 from laserbatch.retrieval_pools.routing.router import Router
-from laserbatch.retrieval_pools.routing.settings import RoutingSettings
-from laserbatch.retrieval_pools.settings import PoolSettings
+from laserbatch.retrieval_pools.settings import PoolSettings, RoutingSettings
 from laserbatch.retrieval_pools.sources import NUM_SOURCES
 
 VERSIONS = ("2025-03-01-aaaa", "2025-03-02-bbbb")
@@ -158,7 +157,7 @@ def halving_calibration() -> Calibration:
         for source in range(NUM_SOURCES)
     ]
     held = Reliability(num_texts=35, num_nodes=0, max_nodes=16, min_acceptance=0.07,
-                       expected_calibration_error=0.0, bins=())  # fmt: skip
+                       expected_calibration_error=0.0)  # fmt: skip
     return Calibration(
         pool_escape=1.0,
         num_texts=70,
@@ -166,7 +165,6 @@ def halving_calibration() -> Calibration:
         num_nodes=40,
         sources=sources,
         reliability=held,
-        uncalibrated=held,
     )
 
 
@@ -235,7 +233,7 @@ def test_wrong_side_is_wrong_usage(world):
 
 
 def test_every_command_shows_an_example():
-    for command in ("build", "rebuild", "list", "show", "query", "use", "gc"):
+    for command in ("rebuild", "list", "show", "query", "use", "gc"):
         assert "laserbatch pools" in CliRunner().invoke(app, [command, "--help"]).output
 
 
@@ -250,9 +248,9 @@ def test_text_of_a_pool_cannot_control_the_terminal(tmp_path):
     rows = [PoolText(np.array([1, 2], np.int32))]
     pool = build_pool(rows, tmp_path / "p", side="item", tokenizer_hash="t", model_id="m")
     context = np.array([1], np.int32)
-    view = DraftView.of(Escapes(), "v", pool.manifest, None, "\x1b[2J[b]a[/b]\n", context, draft(pool, context, 0))
+    nodes = draft_nodes(Escapes(), context, draft(pool, context, 0))
     console = Console(file=io.StringIO(), width=100)
-    console.print(draft_tree(view))
+    console.print(draft_tree(nodes, "\x1b[2J[b]a[/b]\n", "v"))
     drawn = console.file.getvalue()
     assert "\x1b" not in drawn
     assert "[b]a[/b]⏎" in drawn

@@ -44,7 +44,7 @@ def test_an_empty_section_is_its_default(tmp_path):
     config = write(tmp_path / "c.yaml", "".join(f"{name}:\n  # an option\n" for name in sections))
     assert len(sections) > 5 and load_settings(config) == Settings()
     assert load_settings(config, {"cluster.ray_address": "b"}).cluster.ray_address == "b"
-    assert load_settings(write(tmp_path / "c.yaml", "routing:\n  lightgcn:\n")) == Settings()
+    assert load_settings(write(tmp_path / "c.yaml", "routing:\n")) == Settings()
 
 
 def test_a_section_that_is_none_is_named_also_where_the_command_line_adds_to_it(tmp_path):

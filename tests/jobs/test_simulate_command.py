@@ -12,10 +12,10 @@ import yaml
 from night_world import run_here
 from planted_night import invented_text, write_night
 
-from laserbatch.jobs import simulate_texts
+from laserbatch.jobs import simulate
 from laserbatch.jobs.night import Night, open_night, open_run
 from laserbatch.jobs.settings import load_settings
-from laserbatch.jobs.simulate_texts import divided_texts, grouped, groups, pool_texts
+from laserbatch.jobs.simulate import Estimate, divided_texts, grouped, groups, pool_texts
 from laserbatch.pipeline.sample.world import write_sample_world
 
 FIRST_DATE, SECOND_DATE = datetime.date(2025, 2, 28), datetime.date(2025, 3, 1)
@@ -117,7 +117,7 @@ def test_a_person_reads_a_table_and_what_is_recommended(world, capfd):
 
 
 def test_held_back_texts_are_in_no_pool_and_the_same_for_a_seed(world, monkeypatch):
-    monkeypatch.setattr(simulate_texts, "MAX_POOL_TEXTS", 60)
+    monkeypatch.setattr(simulate, "MAX_POOL_TEXTS", 60)
     settings = load_settings(world / "laserbatch.yaml")
     night = open_run(settings, None)
     one, again, other = (
@@ -138,6 +138,10 @@ def test_held_back_texts_are_in_no_pool_and_the_same_for_a_seed(world, monkeypat
     assert [text.entity for text in half] == [text.entity for text in whole][:30]
     for text in whole:
         assert np.array_equal(text.token_ids, one.pool[text.entity]) and text.group == group_of[text.entity]
+
+
+def test_an_interval_holds_all_but_a_twentieth_of_the_resamples():
+    assert Estimate.of(np.arange(-1.0, 101.0)) == Estimate(-1.0, 2.5, 97.5)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +170,7 @@ def test_a_workspace_without_a_run_or_with_few_texts_says_what_to_do(world, tmp_
     write_sample_world(tmp_path / "few" / "tables", num_users=12, num_items=20)
     shutil.copy(config, tmp_path / "few" / "laserbatch.yaml")
     planted(tmp_path / "few", FIRST_DATE)
-    monkeypatch.setattr(simulate_texts, "MIN_TEXTS", 6)
+    monkeypatch.setattr(simulate, "MIN_TEXTS", 6)
     given = "--config", str(tmp_path / "few" / "laserbatch.yaml"), "--step-cost", str(world / "cost.yaml")
     done = run_here(capfd, "pools", "simulate", *given)
     assert done.returncode == 3

@@ -13,13 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from laserbatch.retrieval_pools.drafting.estimate import (
-    BEFORE_BINS,
     COUNT_KNOTS,
     FREQUENCY_EXPONENTS,
     IDENTITY_CURVES,
     IN_OUTPUT,
     IN_PROMPT,
-    NUM_BEFORE,
     NUM_FREQUENCIES,
 )
 from laserbatch.retrieval_pools.index.pool import DEFAULT_POOL_ESCAPE
@@ -109,11 +107,10 @@ class TokenKinds:
         occurrences = Counter(token for text in texts for token in (*text.tokens, END))
         return cls(prompt[-NUM_OWN_TOKENS:], output[-NUM_OWN_TOKENS:], occurrences)
 
-    def kind(self, token: int, before: int) -> int:
+    def kind(self, token: int) -> int:
         """See `drafting.estimate`."""
-        stands_in = IN_PROMPT * (token in self.prompt) + IN_OUTPUT * (token in self.output) if token >= 0 else 0
-        counts = self.num_occurrences
-        return token_kind(stands_in, counts[token], counts[before], counts.total())
+        stands_in = IN_PROMPT * (token in self.prompt) + IN_OUTPUT * (token in self.output)
+        return token_kind(stands_in, self.num_occurrences[token], self.num_occurrences.total())
 
 
 @dataclass(frozen=True)
@@ -143,10 +140,10 @@ class _Path:
     def order(self) -> tuple[float, int, int]:
         return (-self.probability, self.token, self.parent)
 
-    def drafted(self, token_id: int, probability: float) -> ReferenceNode:
-        """Its last token as it is drafted: what is said of it instead of END and of the product along the path."""
+    def drafted(self) -> ReferenceNode:
+        """Its last token as it is drafted."""
         own = self.source, self.relative_count, self.token_kind
-        return ReferenceNode(token_id, self.parent, probability, *own)
+        return ReferenceNode(self.token, self.parent, self.probability, *own)
 
 
 def draft_reference(
@@ -162,7 +159,6 @@ def draft_reference(
     use_prompt: bool = True,
     use_output: bool = True,
     use_previous: bool = True,
-    end_token_id: int | None = None,
     max_depth: int = 64,
     curves: np.ndarray = IDENTITY_CURVES,
 ) -> list[ReferenceNode]:
@@ -179,30 +175,27 @@ def draft_reference(
         SOURCE_PROMPT: prompt if use_prompt else [],
     }
     levels = all_levels(texts, settings, context, own_texts, group)
-    is_first = not output and not (use_previous and previous)  # drafted once for all prompts
-    known_prompt = prompt if use_prompt and not is_first else []
-    kinds = TokenKinds.of(texts, known_prompt, output if use_output else [])
+    is_first = not output and not (use_previous and previous)  # it is drafted as if nothing were in the prompt
+    kinds = TokenKinds.of(texts, prompt if use_prompt and not is_first else [], output if use_output else [])
     nodes: list[ReferenceNode] = []
     frontier: list[_Path] = []
     depth_of = {-1: 0}
-    node, depth, probability, before = -1, 0, 1.0, context[-1]
+    node, depth, probability = -1, 0, 1.0
     while len(nodes) < max_nodes:
-        if levels is not None and depth < max_depth:
+        if depth < max_depth:
             room = max_nodes - len(nodes)
             least = frontier[-1].probability if len(frontier) == room else 0.0
-            found = next_paths(levels, node, probability, max(least, min_acceptance), kinds, curves, before)
-            drafted = (path for path in found if path.token != END or end_token_id is not None)
-            frontier += (path for path in drafted if path.probability >= min_acceptance)
+            found = next_paths(levels, node, probability, max(least, min_acceptance), kinds, curves)
+            frontier += (path for path in found if path.token != END and path.probability >= min_acceptance)
             frontier = sorted(frontier, key=_Path.order)[:room]
         if not frontier:
             break
         path = frontier.pop(0)
-        token_id = end_token_id if path.token == END else path.token
-        node, probability, before = len(nodes), path.probability, path.token
+        node, probability = len(nodes), path.probability
         depth = depth_of[path.parent] + 1
         depth_of[node] = depth
-        nodes.append(path.drafted(token_id, probability))
-        levels = None if path.token == END else [level.after(path.token) for level in path.levels]
+        nodes.append(path.drafted())
+        levels = [level.after(path.token) for level in path.levels]
     return nodes
 
 
@@ -213,7 +206,6 @@ def next_paths(
     least_acceptance: float,
     kinds: TokenKinds,
     curves: np.ndarray,
-    before: int,
 ) -> Iterator[_Path]:
     """The paths that are one token longer than a parent's: every level takes its share of what is left."""
     shares: dict[int, Counter[int]] = {}  # token -> source -> share
@@ -241,26 +233,22 @@ def next_paths(
     for token, by_source in shares.items():
         source = max(sorted(by_source), key=by_source.__getitem__)
         relative_count = sum(by_source.values())
-        kind = kinds.kind(token, before)
+        kind = kinds.kind(token)
         own = acceptance(curves[source, kind], relative_count)
         yield _Path(probability * own, token, parent, source, relative_count, kind, levels)
 
 
-def token_kind(stands_in: int, num_occurrences: int, num_before: int, num_positions: int) -> int:
+def token_kind(stands_in: int, num_occurrences: int, num_positions: int) -> int:
     """The kind of a token.
 
     Parameters
     ----------
     stands_in : IN_PROMPT and IN_OUTPUT, or one of them, or 0.
     num_occurrences : of the token in the pool.
-    num_before : of the token before it; where a text begins, of the ends of texts.
     num_positions : of the pool: its tokens and the ends of its texts.
     """
-    frequency, before = (
-        sum((num << -exponent) >= max(num_positions, 1) for exponent in FREQUENCY_EXPONENTS)
-        for num in (num_occurrences, num_before)
-    )
-    return (stands_in * NUM_FREQUENCIES + frequency) * NUM_BEFORE + int(BEFORE_BINS[before])
+    frequency = sum((num_occurrences << -exponent) >= max(num_positions, 1) for exponent in FREQUENCY_EXPONENTS)
+    return stands_in * NUM_FREQUENCIES + frequency
 
 
 def acceptance(curve: np.ndarray, relative_count: float) -> float:

@@ -1,9 +1,10 @@
-"""Arrays by their addresses: read and written as the array that lies there."""
+"""Arrays by their addresses: read and written as the array that lies there, in the memory of drafts too."""
 
 import numpy as np
-from numba import njit
+from numba import literal_unroll, njit
 
-from laserbatch.retrieval_pools.drafting.addresses import float64s_at, int32s_at
+from laserbatch.retrieval_pools.compiled import float32s_at, int32s_at
+from laserbatch.retrieval_pools.drafting.state import SCRATCH, new_scratch, scratch_at
 
 
 @njit(_nrt=False)
@@ -13,14 +14,14 @@ def move(numbers, values, k, found):
     found[0], found[1], found[2] = table[k, 3], row[k + 1], row.shape[0]
     row[0] = -7
     table[2, np.int32(k)] = -8
-    part = float64s_at(values, 5)[k:]
+    part = float32s_at(values, 5)[k:]
     part[k] = 0.5
     part[3:] = 0.25
     found[3] = part.shape[0]
 
 
 def test_arrays_are_those_that_lie_there():
-    numbers, values = np.arange(12, dtype=np.int32).reshape(3, 4), np.zeros(5)
+    numbers, values = np.arange(12, dtype=np.int32).reshape(3, 4), np.zeros(5, np.float32)
     found = np.zeros(4, np.int64)
     move(numbers.ctypes.data, values.ctypes.data, 1, found)
     assert found.tolist() == [7, 6, 4, 4]
@@ -39,3 +40,36 @@ def test_no_index_counts_from_the_end():
     middle = numbers[2:].ctypes.data
     assert one_of_four(middle, 3) == (5, 5)
     assert one_of_four(middle, -1) == (1, 1)
+
+
+@njit
+def note_extents(found, number, block, arrays):
+    for array in literal_unroll(arrays):
+        found[number, 0] = array.ctypes.data - block.ctypes.data
+        found[number, 1], found[number, 2] = array.size, array.itemsize
+        number += 1
+    return number
+
+
+@njit
+def extents(found, block):
+    """Where each array begins in the block, its size and the bytes of its items, in the order of `state`: a number."""
+    number = 0
+    for arrays in literal_unroll(scratch_at(np.int64(block.ctypes.data))):
+        number = note_extents(found, number, block, arrays)
+    return number
+
+
+def test_every_array_of_a_drafts_memory_has_its_own_place():
+    expected = [
+        (begin + offset, int(np.prod(array.shape)), array.base.itemsize)
+        for part, begin in SCRATCH.fields.values()
+        for array, offset in part.fields.values()
+    ]
+    assert all(offset % size == 0 for offset, _, size in expected)
+    ends = [offset + length * size for offset, length, size in expected]
+    begins = [begin for begin, _, _ in expected[1:]] + [SCRATCH.itemsize]
+    assert all(end <= begin for end, begin in zip(ends, begins, strict=True))
+    found = np.zeros((len(expected), 3), np.int64)
+    assert extents(found, new_scratch()) == len(expected)
+    assert list(map(tuple, found.tolist())) == expected

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from laserbatch.retrieval_pools.index.arrays import BLOCK_BYTES, CHUNK_VALUES, ArrayWriter, map_array, read_chunks
+from laserbatch.retrieval_pools.index.arrays import CHUNK_VALUES, ArrayWriter, map_array, read_chunks
 
 
 @pytest.mark.parametrize("dtype", ["<i4", "<u2", "|u1"])
@@ -24,33 +24,6 @@ def test_pieces_give_the_file_of_the_whole(tmp_path, dtype, length):
     assert np.array_equal(np.concatenate(read), values) and max(map(len, read)) <= CHUNK_VALUES
     mapped = map_array(tmp_path / "pieces.npy")
     assert np.array_equal(mapped, values) and mapped.dtype == dtype and not mapped.flags.writeable
-
-
-@pytest.mark.parametrize("piece", [1000, 300_000, 1 << 22])
-def test_what_is_flushed_can_be_read_while_more_is_written_in_whole_blocks(tmp_path, piece, monkeypatch):
-    values, sizes = np.arange(3_000_000, dtype=np.int32), []
-    with ArrayWriter(tmp_path / "pieces.npy", np.int32) as writer:
-        write = writer._file.write
-
-        class Watched:
-            def __getattr__(self, name):
-                return getattr(file, name)
-
-            def write(self, data):
-                if len(data) > 1000:
-                    sizes.append((file.tell() % BLOCK_BYTES, len(data) % BLOCK_BYTES))
-                return write(data)
-
-        file = writer._file
-        monkeypatch.setattr(writer, "_file", Watched())
-        for place in range(0, 2_000_000, piece):
-            writer.write(values[place : min(place + piece, 2_000_000)])
-        assert sizes and set(sizes) == {(0, 0)}
-        writer.flush()
-        assert np.array_equal(np.load(tmp_path / "pieces.npy"), values[:2_000_000])
-        writer.write(values[2_000_000:])
-        monkeypatch.undo()
-    assert np.array_equal(np.load(tmp_path / "pieces.npy"), values)
 
 
 class _Collected:

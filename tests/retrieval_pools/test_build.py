@@ -25,7 +25,7 @@ def test_manifest_counts_texts_tokens_and_groups(tmp_path):
     assert (manifest.side, manifest.tokenizer_hash, manifest.model_id) == ("user", "t1", "m1")
     assert (manifest.num_texts, manifest.num_tokens, manifest.vocab_size) == (3, 4, 5)
     assert manifest.groups == {"a": {"num_texts": 2, "num_tokens": 3}, "b": {"num_texts": 1, "num_tokens": 1}}
-    assert pool.group_names == ("a", "b")
+    assert tuple(pool.manifest.groups) == ("a", "b")
     assert pool.settings.scope == "side"
 
 
@@ -63,8 +63,8 @@ def test_tiny_pools_open_and_draft(tmp_path, texts):
     build(tmp_path / "p", texts)
     pool = Pool.open(tmp_path / "p", "t1", verify=True)
     for context in ([], [5], [5, 5], [0]):
-        tree = draft(pool, np.array(context, np.int32), 0, end_token_id=9)
-        assert set(tree.token_ids.tolist()) <= {5, 9}
+        tree = draft(pool, np.array(context, np.int32), 0)
+        assert set(tree.token_ids.tolist()) <= {5}
 
 
 @pytest.mark.parametrize(
@@ -125,3 +125,19 @@ def test_every_default_of_the_settings_is_in_the_manifest(tmp_path):
     assert manifest["settings"]["group_weight"] == 3.0
     assert manifest["format_version"] == FORMAT_VERSION
     assert set(manifest["arrays"]) == {"tokens", "order", "group_codes", "starts"}
+
+
+@pytest.mark.parametrize("with_previous", [False, True])
+def test_a_full_pool_is_that_of_its_youngest_texts(tmp_path, with_previous):
+    ages = [3, 0, 1, 3, 2, 0]
+    texts = [np.arange(10 * number, 10 * number + 8 + number) for number in range(6)]
+    rows = [PoolText(text, f"g{k}", age_nights=age) for k, (text, age) in enumerate(zip(texts, ages, strict=True))]
+    options = {"side": "user", "tokenizer_hash": "t", "model_id": "m", "vocab_size": 100}
+    previous = build_pool(rows[:4], tmp_path / "previous", **options) if with_previous else None
+    counts = []
+    full = PoolBuildSettings(max_tokens=9 + 13 + 10 + 12 + 3)
+    build_pool(rows, tmp_path / "p", building=full, on_counts=counts.append, previous=previous, **options)
+    assert counts[0].num_texts_left_out == 2  # the two of three nights ago
+    build_pool([rows[k] for k in (1, 2, 4, 5)], tmp_path / "kept", **options)
+    for path in (tmp_path / "kept").iterdir():
+        assert path.read_bytes() == (tmp_path / "p" / path.name).read_bytes()

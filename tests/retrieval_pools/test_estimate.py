@@ -12,7 +12,6 @@ from laserbatch.retrieval_pools.drafting.estimate import (
     COUNT_KNOTS,
     CURVES_SHAPE,
     IDENTITY_CURVES,
-    NUM_BEFORE,
     NUM_KINDS,
     NUM_KNOTS,
     token_frequencies,
@@ -51,24 +50,15 @@ def test_no_curve_gives_more_than_the_bound(relative_count, seed):
 
 def test_kinds_are_told_by_where_a_token_stands_and_how_frequent_it_is():
     least = (1, 4, 16, 64, 128, 256, 512, 1024)  # of 65,536 positions
-    frequent = [token_kind(0, num_occurrences, 0, 1 << 16) for num_occurrences in (0, *least, 1 << 16)]
-    assert [kind // NUM_BEFORE for kind in frequent] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8]
-    assert [token_kind(0, one - 1, 0, 1 << 16) for one in least] == frequent[:8]
-    least_before = (16, 64, 256, 512, 1024)
-    before = [token_kind(0, 0, num_before, 1 << 16) for num_before in (0, *least_before, 1 << 16)]
-    assert before == [0, 1, 2, 3, 4, 5, 5]
-    assert [token_kind(0, 0, one - 1, 1 << 16) for one in least_before] == [0, 1, 2, 3, 4]
-    kinds = {
-        token_kind(stands_in, num, num_before, 1 << 16)
-        for stands_in in range(4)
-        for num in (0, *least)
-        for num_before in (0, *least_before)
-    }
+    frequent = [token_kind(0, num_occurrences, 1 << 16) for num_occurrences in (0, *least, 1 << 16)]
+    assert frequent == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8]
+    assert [token_kind(0, one - 1, 1 << 16) for one in least] == frequent[:8]
+    kinds = {token_kind(stands_in, num, 1 << 16) for stands_in in range(4) for num in (0, *least)}
     assert kinds == set(range(NUM_KINDS))
-    assert token_kind(0, 0, 0, 0) == 0  # no pool
+    assert token_kind(0, 0, 0) == 0  # no pool
 
 
 @given(numbers=st.lists(st.integers(0, 1 << 20), max_size=20), num_positions=st.integers(0, 1 << 30))
 def test_frequencies_of_many_tokens_are_those_of_each(numbers, num_positions):
     found = token_frequencies(np.array(numbers, np.int32), num_positions)
-    assert found.tolist() == [token_kind(0, number, 0, num_positions) // NUM_BEFORE for number in numbers]
+    assert found.tolist() == [token_kind(0, number, num_positions) for number in numbers]

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.routing.attributes import AttributeGroups, GroupSizes, split_groups
-from laserbatch.retrieval_pools.routing.columns import choose_columns, tokens_of
+from laserbatch.retrieval_pools.routing.attributes import AttributeGroups, choose_columns, split_groups, tokens_of
 
 
 def _books(rows):
@@ -33,9 +32,13 @@ BOOKS = _books([
 ])  # fmt: skip
 
 
+def _fit(entities, names, max_size, min_size):
+    return AttributeGroups.fit(entities, choose_columns(entities, names, num_bins=4), max_size, min_size)
+
+
 @pytest.fixture(scope="module")
 def books():
-    return AttributeGroups.fit(BOOKS, ["category", "era"], GroupSizes(max_size=40, min_size=10))
+    return _fit(BOOKS, ["category", "era"], max_size=40, min_size=10)
 
 
 def test_large_groups_are_split_and_small_ones_stay_with_their_parent(books):
@@ -92,27 +95,27 @@ def test_the_same_table_in_other_arrow_types_and_chunks_gives_the_same_groups(bo
     other = BOOKS.set_column(2, "category", BOOKS["category"].cast(pa.large_list(pa.large_string())))
     other = other.set_column(3, "era", BOOKS["era"].dictionary_encode())
     chunked = pa.concat_tables([other.slice(0, 50), other.slice(50, 7), other.slice(57)])
-    assert AttributeGroups.fit(chunked, ["category", "era"], GroupSizes(max_size=40, min_size=10)) == books
+    assert _fit(chunked, ["category", "era"], max_size=40, min_size=10) == books
     rows = zip(BOOKS.to_pylist(), chunked.to_pylist(), strict=True)
     assert all(books.group_of(row) == books.group_of(same) for row, same in rows)
 
 
 def test_one_group_when_nothing_is_too_large():
-    groups = AttributeGroups.fit(BOOKS, None, GroupSizes(max_size=1000, min_size=1))
+    groups = _fit(BOOKS, None, max_size=1000, min_size=1)
     assert groups.groups == ["attribute"]
 
 
 def test_no_entities_and_no_attributes_still_give_the_root():
-    groups = AttributeGroups.fit(BOOKS.slice(0, 0), None, GroupSizes(10, 1))
+    groups = _fit(BOOKS.slice(0, 0), None, 10, 1)
     assert groups.group_of({"category": ["Mystery"]}) == "attribute"
-    titles_only = AttributeGroups.fit(BOOKS.select(["item_id", "title"]), None, GroupSizes(10, 1))
+    titles_only = _fit(BOOKS.select(["item_id", "title"]), None, 10, 1)
     assert titles_only.columns == ()
     assert titles_only.num_entities == {(): BOOKS.num_rows}
 
 
 def test_numbers_are_binned_by_quantiles_of_the_fit():
     ages = pa.table({"user_id": range(100), "age": pa.array([*range(18, 68), *range(18, 66), None, float("nan")])})
-    groups = AttributeGroups.fit(ages, ["age"], GroupSizes(max_size=10, min_size=1), num_bins=4)
+    groups = _fit(ages, ["age"], max_size=10, min_size=1)
     (column,) = groups.columns
     assert column.kind == "number"
     assert len(column.edges) == 3
@@ -133,7 +136,7 @@ def test_a_constant_number_is_one_bin():
 
 def test_slashes_and_equal_signs_in_values_stay_readable_and_distinct():
     table = pa.table({"category": pa.array([["Sci/Fi"], ["Sci", "Fi"], ["era=1920s"], ["50%"]] * 5)})
-    groups = AttributeGroups.fit(table, ["category"], GroupSizes(1, 1))
+    groups = _fit(table, ["category"], 1, 1)
     assert groups.group_of({"category": ["Sci/Fi"]}) == "attribute/Sci%2FFi"
     assert groups.group_of({"category": ["Sci", "Fi"]}) == "attribute/Sci/Fi"
     assert groups.group_of({"category": ["era=1920s"]}) == "attribute/era%3D1920s"
@@ -185,7 +188,7 @@ TOKENS = st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=4).map(tuple)
     st.lists(TOKENS, max_size=8),
 )
 def test_split_is_a_partition_and_the_trie_finds_the_longest_prefix(counts, max_size, min_size, asked):
-    found = split_groups(counts, GroupSizes(max_size, min_size))
+    found = split_groups(counts, max_size, min_size)
     table = pa.table({"path": pa.array([list(tokens) for tokens in counts], pa.list_(pa.string()))})
     columns = choose_columns(table, ["path"], 4)
     groups = AttributeGroups(columns, found)
@@ -222,7 +225,7 @@ SCHEMA = pa.schema([
 @given(st.lists(VALUES, max_size=30), st.lists(VALUES, max_size=10), st.integers(1, 8))
 def test_every_entity_has_a_known_group_before_and_after_saving(tmp_path_factory, fitted_rows, asked_rows, max_size):
     fitted = pa.Table.from_pylist(fitted_rows, SCHEMA)
-    groups = AttributeGroups.fit(fitted, ["path", "word", "flag", "size"], GroupSizes(max_size, 1))
+    groups = _fit(fitted, ["path", "word", "flag", "size"], max_size, 1)
     folder = tmp_path_factory.mktemp("groups")
     groups.save(folder)
     reloaded = AttributeGroups.load(groups.columns, folder)

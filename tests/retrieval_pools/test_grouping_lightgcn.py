@@ -7,8 +7,7 @@ import torch
 from sklearn.metrics import adjusted_rand_score
 
 from laserbatch.retrieval_pools.routing.collaborative import cluster_embeddings
-from laserbatch.retrieval_pools.routing.lightgcn import _normalised_adjacency, bpr_loss, propagate, train_lightgcn
-from laserbatch.retrieval_pools.routing.settings import LightGCNSettings
+from laserbatch.retrieval_pools.routing.lightgcn import DIM, _normalised_adjacency, bpr_loss, propagate, train_lightgcn
 
 NUM_USERS, NUM_ITEMS, NUM_COMMUNITIES = 300, 200, 6
 
@@ -37,7 +36,7 @@ def test_planted_communities_are_recovered_on_both_sides(world):
     trained = train_lightgcn(_string_ids("u", users), _string_ids("i", items))
     for embeddings, communities in ((trained.users, user_communities), (trained.items, item_communities)):
         assert embeddings.vectors.dtype == np.float32
-        assert embeddings.vectors.shape == (len(embeddings.ids), LightGCNSettings().dim)
+        assert embeddings.vectors.shape == (len(embeddings.ids), DIM)
         groups = cluster_embeddings(embeddings.vectors, NUM_COMMUNITIES, seed=0)
         planted = [communities[int(entity_id[1:])] for entity_id in embeddings.ids.to_pylist()]
         assert adjusted_rand_score(planted, groups) > 0.8
@@ -45,7 +44,7 @@ def test_planted_communities_are_recovered_on_both_sides(world):
 
 def test_losses_fall_and_training_stops_at_the_plateau(world):
     users, items, _, _ = world
-    losses = train_lightgcn(pa.array(users), pa.array(items), LightGCNSettings(max_steps=500)).losses
+    losses = train_lightgcn(pa.array(users), pa.array(items), max_steps=500).losses
     assert losses[-1] < 0.75 * losses[0]
     assert len(losses) < 500
 
@@ -70,7 +69,7 @@ def test_training_leaves_the_global_random_state_alone(world):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    train_lightgcn(pa.array(users), pa.array(items), LightGCNSettings(max_steps=2))
+    train_lightgcn(pa.array(users), pa.array(items), max_steps=2)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -105,7 +104,7 @@ def test_large_graphs_train_on_sampled_pairs(world, monkeypatch):
 
 def test_no_interactions_give_no_vectors():
     trained = train_lightgcn(pa.array([], pa.string()), pa.array([], pa.string()))
-    assert trained.users.vectors.shape == (0, LightGCNSettings().dim)
+    assert trained.users.vectors.shape == (0, DIM)
     assert len(trained.items.ids) == 0
 
 

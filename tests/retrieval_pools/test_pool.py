@@ -50,7 +50,7 @@ def test_other_format_is_refused(folder, version):
 def test_missing_and_cut_files_are_found_at_once(folder, name):
     path = folder / f"{name}.npy"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(PoolError, match=rf"{name}.npy is damaged: .* bytes, expected .*pools rebuild"):
+    with pytest.raises(PoolError, match=rf"{name}.npy is damaged: .*pools rebuild"):
         Pool.open(folder)
     path.unlink()
     with pytest.raises(PoolError, match=rf"{name}.npy is missing.*pools rebuild"):
@@ -63,7 +63,7 @@ def test_changed_bytes_are_found_by_checksum(folder):
     data[-1] ^= 1
     path.write_bytes(data)
     Pool.open(folder)  # the size is right
-    with pytest.raises(PoolError, match=r"order.npy is damaged: SHA-256"):
+    with pytest.raises(PoolError, match=r"order.npy is damaged: .*sha256"):
         Pool.open(folder, verify=True)
 
 
@@ -84,11 +84,11 @@ def test_manifest_that_lies_about_its_arrays(folder, changes):
 @pytest.mark.parametrize(
     ("lie", "message"),
     [
-        ({"length": 99}, r"order\.npy is damaged: <i4\[7\], expected <i4\[99\]"),
-        ({"size_bytes": 99}, r"order\.npy is damaged: 156 bytes, expected 99"),
-        ({"dtype": "|u1"}, r"order\.npy is damaged: <i4\[7\], expected \|u1\[7\]"),
+        ({"length": 99}, r"order\.npy is damaged: .*length=7 .*; the manifest says .*length=99"),
+        ({"size_bytes": 99}, r"order\.npy is damaged: .*size_bytes=156 .*says .*size_bytes=99"),
+        ({"dtype": "|u1"}, r"order\.npy is damaged: dtype='<i4'.*says dtype='\|u1'"),
         ({"dtype": "<f8"}, r"manifest\.json is damaged: arrays\.order\.dtype"),
-        ({"sha256": "0" * 64}, r"order\.npy is damaged: SHA-256"),
+        ({"sha256": "0" * 64}, r"order\.npy is damaged: .*sha256"),
     ],
 )
 def test_manifest_that_lies_about_one_array(folder, lie, message):
@@ -183,13 +183,12 @@ def test_manifest_cannot_take_min_support_back(tmp_path):
 
 def test_min_support_without_its_array_is_damaged(folder):
     change_manifest(folder, settings=PoolSettings(min_support=2).model_dump())
-    with pytest.raises(PoolError, match=r"says nothing of support\.npy.*pools rebuild"):
+    with pytest.raises(PoolError, match=r"support\.npy is missing.*pools rebuild"):
         Pool.open(folder)
 
 
 def test_the_empty_pool_has_nothing():
     assert EMPTY_POOL.manifest.num_texts == 0
-    assert EMPTY_POOL.group_names == ()
 
 
 def test_lengths_of_texts(folder):

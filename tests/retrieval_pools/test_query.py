@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from slow_drafts import ReferenceText, draft_reference, token_kind
 
 from laserbatch.retrieval_pools.draft import SHARE, draft, draft_batch
-from laserbatch.retrieval_pools.drafting.estimate import CURVES_SHAPE, IN_OUTPUT, IN_PROMPT, NUM_BEFORE
-from laserbatch.retrieval_pools.drafting.state import NUM_OWN_TOKENS
+from laserbatch.retrieval_pools.drafting.estimate import CURVES_SHAPE, IN_OUTPUT, IN_PROMPT, NUM_OWN_TOKENS
 from laserbatch.retrieval_pools.drafting.tree import draft_trees
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.pool import EMPTY_POOL, Pool
@@ -75,7 +74,6 @@ def cases(draw):
         "use_prompt": draw(st.booleans()),
         "use_output": draw(st.booleans()),
         "use_previous": draw(st.booleans()),
-        "end_token_id": draw(st.sampled_from([None, 99])),
         "max_depth": draw(st.sampled_from([0, 1, 3, 64])),
     }
     previous = draw(st.none() | TOKENS)
@@ -124,24 +122,13 @@ def test_a_draft_says_where_its_tokens_stand_and_how_frequent_they_are(tmp_path)
     tree = draft(pool, ids([4, 9, 5, 1]), 2, min_acceptance=0)  # prompt 4 9, output 5 1
     kinds = dict(zip(tree.token_ids.tolist(), tree.token_kind.tolist(), strict=True))
     assert kinds == {
-        2: token_kind(0, 1, 3, 10), 3: token_kind(0, 1, 1, 10), 4: token_kind(IN_PROMPT, 1, 3, 10),
-        5: token_kind(IN_OUTPUT, 1, 3, 10),
+        2: token_kind(0, 1, 10), 3: token_kind(0, 1, 10), 4: token_kind(IN_PROMPT, 1, 10),
+        5: token_kind(IN_OUTPUT, 1, 10),
     }  # fmt: skip
     without = draft(pool, ids([4, 9, 5, 1]), 2, min_acceptance=0, use_prompt=False, use_output=False)
-    assert set(without.token_kind.tolist()) == {token_kind(0, 1, 3, 10), token_kind(0, 1, 1, 10)}
+    assert set(without.token_kind.tolist()) == {token_kind(0, 1, 10)}
     own = draft(None, ids([7, 8, 8, 7]), 3)
-    assert own.token_kind.tolist() == [token_kind(IN_PROMPT, 0, 0, 0)] * 2 and own.token_ids.tolist() == [8, 8]
-
-
-def test_a_draft_says_how_frequent_the_token_before_each_is(tmp_path):
-    texts = [[1, 2, 3], *([1] for _ in range(7)), list(range(10, 4000))]
-    tree = draft(pool_of(tmp_path / "p", texts), ids([1]), 0, min_acceptance=0, max_nodes=2)
-    num_positions = sum(len(text) + 1 for text in texts)
-    assert tree.token_ids.tolist() == [2, 3]
-    assert tree.token_kind.tolist() == [token_kind(0, 1, num_before, num_positions) for num_before in (8, 1)]
-    assert [kind % NUM_BEFORE for kind in tree.token_kind.tolist()] == [2, 1]
-    begun = draft(pool_of(tmp_path / "q", texts), ids([]), 0, min_acceptance=0, max_nodes=1)
-    assert begun.token_kind.tolist() == [token_kind(0, 8, len(texts), num_positions)]
+    assert own.token_kind.tolist() == [token_kind(IN_PROMPT, 0, 0)] * 2 and own.token_ids.tolist() == [8, 8]
 
 
 def test_a_kind_of_token_that_is_worth_more_comes_first(tmp_path):
@@ -149,7 +136,7 @@ def test_a_kind_of_token_that_is_worth_more_comes_first(tmp_path):
     context, num_prompt = ids([4, 1]), 1
     assert draft(pool, context, num_prompt, min_acceptance=0).token_ids.tolist() == [2, 4]
     curves = np.full(CURVES_SHAPE, 0.1, np.float32)
-    curves[:, token_kind(IN_PROMPT, 1, 3, 9)] = 0.9
+    curves[:, token_kind(IN_PROMPT, 1, 9)] = 0.9
     tree = draft(pool.with_curves(curves), context, num_prompt, min_acceptance=0)
     assert tree.token_ids.tolist() == [4, 2]
     assert np.allclose(np.exp(tree.log_acceptance), [0.9, 0.1])
@@ -163,8 +150,8 @@ def test_tokens_are_looked_for_in_the_latest_of_prompt_and_output(tmp_path, num_
     output = [3, *range(5000, 5000 + num_later), 1]
     tree = draft(pool, ids(prompt + output), len(prompt), min_acceptance=0)
     kinds = dict(zip(tree.token_ids.tolist(), tree.token_kind.tolist(), strict=True))
-    assert kinds[2] == token_kind(IN_PROMPT if num_later < NUM_OWN_TOKENS else 0, 1, 2, 6)
-    assert kinds[3] == token_kind(IN_OUTPUT if num_later + 1 < NUM_OWN_TOKENS else 0, 1, 2, 6)
+    assert kinds[2] == token_kind(IN_PROMPT if num_later < NUM_OWN_TOKENS else 0, 1, 6)
+    assert kinds[3] == token_kind(IN_OUTPUT if num_later + 1 < NUM_OWN_TOKENS else 0, 1, 6)
     reference = draft_reference(
         [ReferenceText(text, "") for text in texts], PoolSettings(), prompt, output, None, None, max_nodes=16,
         min_acceptance=0.0,
@@ -194,9 +181,8 @@ def test_text_never_runs_into_the_next_one(tmp_path):
     assert len(draft(pool, ids([2, 3]), 0, min_acceptance=0).token_ids) == 1  # 4 after 3; never "2 3" together
 
 
-def test_end_is_drafted_only_when_its_token_is_given(tmp_path):
+def test_an_end_is_never_drafted(tmp_path):
     pool = pool_of(tmp_path / "p", [[1, 2]] * 3)
-    assert draft(pool, ids([1]), 0, end_token_id=50).token_ids.tolist() == [2, 50]
     assert draft(pool, ids([1]), 0).token_ids.tolist() == [2]
 
 
@@ -333,7 +319,7 @@ def test_groups_may_be_more_than_a_byte_counts(tmp_path):
 def test_arrays_of_other_kinds_are_no_pool_to_draft_from(tmp_path):
     pool = pool_of(tmp_path / "p", [[1, 2, 3]] * 4)
     index = pool.index._replace(order=pool.index.order.astype(np.int64))
-    with pytest.raises(AssertionError, match="order"):
+    with pytest.raises(AssertionError, match="int64"):
         draft(Pool.of_arrays(None, pool.manifest, index), ids([1, 2]), 0)
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from laserbatch.retrieval_pools.draft import draft
-from laserbatch.retrieval_pools.index import arrays
 from laserbatch.retrieval_pools.index.arrays import make_resident, map_array
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
@@ -33,17 +32,8 @@ def test_pages_are_mapped_before_they_are_read(mapped):
     assert mapped[NUM_VALUES - 1] == NUM_VALUES - 1
 
 
-def test_what_is_larger_than_it_may_be_is_left_alone(mapped, monkeypatch):
-    asked = []
-    monkeypatch.setattr(arrays, "_advise", lambda file, advice: asked.append(advice) is None)
-    assert not make_resident([mapped], mapped.nbytes) and not asked  # the file has a header too
-    assert make_resident([mapped], mapped.nbytes + (1 << 12)) and len(asked) == 2
-
-
-def test_pages_are_there_on_a_kernel_that_knows_no_such_advice(mapped, monkeypatch):
-    monkeypatch.setattr(arrays, "_POPULATE_READ", 9999)
-    assert make_resident([mapped], 1 << 30)
-    assert mapped[NUM_VALUES - 1] == NUM_VALUES - 1
+def test_what_is_larger_than_it_may_be_is_left_alone(mapped):
+    assert not make_resident([mapped, np.arange(3)], mapped.nbytes - 1)
 
 
 def test_a_resident_pool_drafts_the_same(tmp_path):

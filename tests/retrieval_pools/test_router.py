@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from sklearn.metrics import adjusted_rand_score
 
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings
+from laserbatch.retrieval_pools.routing.collaborative import EntityEmbeddings
 from laserbatch.retrieval_pools.routing.router import Route, Router, fit_routers, random_group
-from laserbatch.retrieval_pools.routing.settings import LightGCNSettings, RoutingSettings
+from laserbatch.retrieval_pools.settings import RoutingSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_USERS, NUM_ITEMS, NUM_COMMUNITIES = 120, 80, 4
@@ -123,7 +123,7 @@ def test_an_entity_that_became_active_after_the_fit_stays_with_its_attributes(ro
 @pytest.mark.parametrize("id_type", [pa.string(), pa.large_string(), pa.int64(), pa.int32()], ids=str)
 def test_saved_router_routes_identically(scheme, id_type, tmp_path):
     users, interactions = _users(id_type), _interactions(id_type)
-    settings = SETTINGS.model_copy(update={"scheme": scheme, "lightgcn": LightGCNSettings(dim=8)})
+    settings = SETTINGS.model_copy(update={"scheme": scheme})
     router = Router.fit("user", users, interactions, settings, seed=1)
     router.save(tmp_path)
     loaded = Router.load(tmp_path)
@@ -260,7 +260,7 @@ def test_missing_damaged_and_foreign_files_are_refused(router, tmp_path):
     router.save(tmp_path)
     description = json.loads((tmp_path / "router.json").read_text())
     (tmp_path / "router.json").write_text(json.dumps({**description, "format_version": 99}))
-    with pytest.raises(PoolError, match="has format 99, this version reads 2"):
+    with pytest.raises(PoolError, match="has format 99, this version reads 3"):
         Router.load(tmp_path)
     (tmp_path / "router.json").write_text("{")
     with pytest.raises(PoolError, match="cannot be read"):

@@ -70,7 +70,7 @@ def test_damaged_version_is_listed_but_not_used(tmp_path):
     content = order.read_bytes()
     order.write_bytes(content[:-1] + b"\x7f")  # of the same size: seen when every byte is read
     assert store.list()[0].problem is None
-    with pytest.raises(PoolError, match=r"order.npy is damaged: SHA-256"):
+    with pytest.raises(PoolError, match=r"order.npy is damaged: .*sha256"):
         store.use("v1")
     order.unlink()
     assert "order.npy is missing" in store.list()[0].problem

@@ -7,13 +7,12 @@ from hypothesis import strategies as st
 
 from laserbatch.retrieval_pools.draft import draft
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
-from laserbatch.retrieval_pools.index.layout import TextSpans
-from laserbatch.retrieval_pools.index.suffix_order import SEPARATOR, sort_suffixes
+from laserbatch.retrieval_pools.index.order import sort_suffixes
 from laserbatch.retrieval_pools.index.support import supported_lengths
+from laserbatch.retrieval_pools.index.texts import SEPARATOR
 from laserbatch.retrieval_pools.settings import PoolSettings
 from laserbatch.retrieval_pools.sources import SOURCE_POOL
 
-END_TOKEN = 99
 SECRET = [50, 51, 52, 53]  # in no other text
 TOKENS = st.lists(st.integers(0, 3), max_size=12)
 OWNED = st.lists(st.tuples(TOKENS, st.integers(0, 4)), max_size=12)  # (text, entity)
@@ -34,7 +33,7 @@ def pool_of(folder, owned, **options):
 def draft_all(pool, context, **options):
     """Every path that the pool alone drafts behind a context."""
     own = dict.fromkeys(("use_prompt", "use_output", "use_previous"), False)
-    tree = draft(pool, ids(context), 0, max_nodes=64, min_acceptance=0, end_token_id=END_TOKEN, **own | options)
+    tree = draft(pool, ids(context), 0, max_nodes=64, min_acceptance=0, **own | options)
     paths = []
     for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
         paths.append([*(paths[parent] if parent >= 0 else []), token])
@@ -80,11 +79,10 @@ def supported_slowly(tokens, order, entities, min_support, depth):
 @given(owned=OWNED, min_support=st.integers(2, 5), depth=st.sampled_from([1, 2, 4, 16]))
 def test_supported_lengths_equal_counting_the_entities_of_every_ngram(owned, min_support, depth):
     tokens, entities = lay_out(owned)
-    spans = TextSpans.of_tokens(tokens)
-    order = sort_suffixes(tokens, 4, depth).order
-    found = supported_lengths(tokens, order, spans, entities, min_support, depth)
+    order = sort_suffixes(tokens, 4, depth)
+    by_position = np.repeat(entities, np.diff(np.flatnonzero(tokens == SEPARATOR)))
+    found = supported_lengths(tokens, order, by_position, min_support, depth)
     assert found.dtype == np.uint8
-    by_position = np.repeat(entities, np.diff(spans.starts))
     assert found.tolist() == supported_slowly(tokens, order, by_position, min_support, depth)
 
 
@@ -117,7 +115,7 @@ def test_no_draft_holds_what_too_few_entities_wrote(
     for start in (context, before, [*context, *before]):
         whole = [*start, *secret[:num_known]]
         for path in draft_all(pool, whole, group=""):
-            claimed = [whole[-1] if whole else SEPARATOR, *(SEPARATOR if t == END_TOKEN else t for t in path)]
+            claimed = [whole[-1] if whole else SEPARATOR, *path]
             assert num_entities_with(owned, claimed) >= min_support  # so it is for the shortest context, or for none
             assert not set(path) & set(SECRET)
 
@@ -128,9 +126,9 @@ def test_a_secret_is_drafted_only_where_it_is_enough_entities_or_the_sequences_o
     two = pool_of(tmp_path / "p2", owned, min_support=2)
     three = pool_of(tmp_path / "p3", owned, min_support=3)
     for pool in (anyone, two):
-        assert [*SECRET, 3, END_TOKEN] in draft_all(pool, [1, 2])
+        assert [*SECRET, 3] in draft_all(pool, [1, 2])
     for known in range(len(SECRET) + 1):
-        assert draft_all(three, [1, 2, *SECRET[:known]]) == ([[3], [3, END_TOKEN]] if known == 0 else [])
+        assert draft_all(three, [1, 2, *SECRET[:known]]) == ([[3]] if known == 0 else [])
     tree = draft(three, ids([1, 2]), 0, ids([1, 2, *SECRET]))
     assert tree.token_ids.tolist()[:4] == SECRET and SOURCE_POOL not in tree.source.tolist()[:4]
 
@@ -139,14 +137,14 @@ def test_texts_of_one_entity_count_once_and_texts_of_none_each(tmp_path):
     mine = pool_of(tmp_path / "mine", [([1, 2], "ann")] * 5, min_support=2)
     assert draft_all(mine, [1]) == []
     separate = pool_of(tmp_path / "separate", [([1, 2], None)] * 2, min_support=2)
-    assert draft_all(separate, [1]) == [[2], [2, END_TOKEN]]
+    assert draft_all(separate, [1]) == [[2]]
 
 
 def test_start_and_end_are_tokens_of_an_ngram(tmp_path):
     owned = [([1, 2], "ann"), ([4, 1, 2], "bob"), ([1, 2, 5], "eve")]
     pool = pool_of(tmp_path / "p", owned, min_support=2)
     assert draft_all(pool, []) == [[1], [1, 2]]  # two begin so; that a text is no more than this is ann's alone
-    assert draft_all(pool, [1]) == [[2], [2, END_TOKEN]]
+    assert draft_all(pool, [1]) == [[2]]
     three = pool_of(tmp_path / "three", owned, min_support=3)
     assert draft_all(three, []) == []
     assert draft_all(three, [1]) == [[2]]
@@ -155,7 +153,7 @@ def test_start_and_end_are_tokens_of_an_ngram(tmp_path):
 def test_a_long_context_of_too_few_leaves_its_share_to_a_short_one_of_many(tmp_path):
     owned = [([7, 8, 1, 2], "ann")] * 4 + [([k, 1, 2], k) for k in range(10, 15)] + [([k, 1, 3], k) for k in (20, 21)]
     pool = pool_of(tmp_path / "p", owned, min_support=2)
-    assert draft_all(pool, [7, 8, 1])[:2] == draft_all(pool, [1])[:2] == [[2], [2, END_TOKEN]]
+    assert draft_all(pool, [7, 8, 1])[:1] == draft_all(pool, [1])[:1] == [[2]]
     assert [3] in draft_all(pool, [7, 8, 1])
 
 
