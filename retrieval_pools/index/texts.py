@@ -217,14 +217,13 @@ def lay_end_to_end(
         tokens.write(_SEPARATOR)
         while block := list(itertools.islice(source, _BLOCK_TEXTS)):
             first = len(lengths)
-            rows = [_row(text, number, limit) for number, text in enumerate(block, first)]
+            rows = [_row(text, number) for number, text in enumerate(block, first)]
+            largest_id = max(largest_id, _largest_id(rows, first, limit))
             lengths.extend(map(len, rows))
             num_positions += sum(map(len, rows)) + len(rows)
             if num_positions > MAX_POSITIONS:
                 raise PoolError(f"a pool holds {MAX_POSITIONS:,} tokens; there are more before text {len(lengths)}.")
-            laid = np.concatenate([part for row in rows for part in (row, _SEPARATOR)])
-            largest_id = max(largest_id, int(laid.max()))
-            tokens.write(laid)
+            tokens.write(np.concatenate([part for row in rows for part in (row, _SEPARATOR)]))
             groups.add([text.group for text in block])
             if len(groups.code_of) > MAX_GROUPS:
                 raise PoolError(f"a pool holds {MAX_GROUPS:,} groups; there are more before text {len(lengths)}.")
@@ -258,18 +257,24 @@ class _Codes:
         self.codes.extend([code_of.setdefault(name, len(code_of)) for name in names])
 
 
-def _row(text: PoolText, number: int, limit: int) -> np.ndarray:
-    """A text's token ids as int32, checked."""
+def _row(text: PoolText, number: int) -> np.ndarray:
     row = np.asarray(text.token_ids)
     if row.ndim != 1 or (row.size and row.dtype.kind not in "iu"):
         raise PoolError(f"text {number} is not a row of token ids: shape {row.shape} of {row.dtype}.")
-    smallest, largest = row.min(initial=0), row.max(initial=0)
-    if smallest < 0 or (row.size and largest >= limit):
+    return row
+
+
+def _largest_id(rows: list[np.ndarray], first: int, limit: int) -> int:
+    """Of the texts from the `first` on, none of whose ids is below 0 or too large."""
+    ids = np.concatenate(rows)
+    if ids.min(initial=0) < 0 or ids.max(initial=-1) >= limit:
+        is_wrong = [((row < 0) | (row >= limit)) for row in rows]
+        k = next(k for k, wrong in enumerate(is_wrong) if wrong.any())
         raise PoolError(
-            f"text {number} has the token id {smallest if smallest < 0 else largest}; expected 0 to {limit - 1}. "
+            f"text {first + k} has the token id {rows[k][is_wrong[k]][0]}; expected 0 to {limit - 1}. "
             "Build the pool from texts of the same tokenizer."
         )
-    return row.astype(np.int32, copy=False)
+    return int(ids.max(initial=-1))
 
 
 def _count_groups(names: list[str], codes: np.ndarray, lengths: np.ndarray) -> dict[str, GroupCounts]:
