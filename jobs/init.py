@@ -4,6 +4,7 @@ Tables that are in the input schema already need no mapping; for others a guesse
 configuration, to be read and corrected by a person.
 """
 
+import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,7 +14,7 @@ import yaml
 
 from laserbatch.jobs.console import say, summary
 from laserbatch.jobs.inputs import NEEDS_A_MODEL, check_inputs
-from laserbatch.jobs.settings import Settings, commented_yaml, load_settings
+from laserbatch.jobs.settings import PACKAGE_ROOT, load_settings
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.storage.atomic import write_text
@@ -82,5 +83,6 @@ def _is_in_schema(folder: Path) -> bool:
 
 def _configuration(tables: Path, note: str, is_clicks: bool) -> str:
     head = f"# laserbatch configuration. Every option is shown with its default; delete what you do not change.\n{note}"
-    values = {"tables": {"path": tables}, "ctr": {"positive_rating": 1.0} if is_clicks else {}}
-    return head + commented_yaml(Settings, values).lstrip("\n") + "\n"
+    options = (PACKAGE_ROOT / "configs" / "default.yaml").read_text(encoding="utf-8").split("\n", 2)[2]
+    options = options.replace("  path: null", f"  path: {json.dumps(str(tables), ensure_ascii=False)}", 1)
+    return head + (options.replace("positive_rating: 4.0", "positive_rating: 1.0") if is_clicks else options)

@@ -1,18 +1,14 @@
-"""The whole configuration: each package's own section, composed, loaded once from YAML, frozen; and written again.
+"""The whole configuration: each package's own section, composed, loaded once from YAML, frozen.
 
 A misspelled key fails before any work starts, naming the key and the nearest valid one. Relative paths in a file are
 relative to that file's folder. Every option has a default; `configs/default.yaml` shows them all.
 """
 
-import textwrap
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import typer
-import yaml
 from pydantic import BaseModel, Field, ValidationError
-from pydantic_core import to_jsonable_python
 
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.pipeline.decoding.settings import DecodingSettings
@@ -26,7 +22,6 @@ from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings,
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent  # configs/ and models/ lie beside the packages
 SAMPLE_MODEL = "sample"
-YAML_LINE_WIDTH = 110
 CONFIG = typer.Option(None, "--config", help="Configuration file; without it the defaults.")
 WORKSPACE = typer.Option(None, "--workspace", "-w", help="Workspace folder; without it the configuration's.")
 _PATH_KEYS = (
@@ -138,30 +133,3 @@ def _anchor_paths(data: dict[str, Any], folder: Path) -> None:
         if (section, key) == ("decoding", "model") and holder[key] == SAMPLE_MODEL:
             continue
         holder[key] = str(folder / holder[key])
-
-
-def commented_yaml(model: type[BaseModel], values: Mapping[str, Any], indent: int = 0) -> str:
-    """All options of a settings model as YAML that loads into it again, each with its description above it.
-
-    `values`, nested like the model, are written instead of defaults.
-    """
-    lines: list[str] = []
-    for name, field in model.model_fields.items():
-        section = field.annotation
-        pad = " " * indent
-        if isinstance(section, type) and issubclass(section, BaseModel):
-            about = (section.__doc__ or "").strip().splitlines()[0]
-            lines += ["", f"{pad}# {about}", f"{pad}{name}:"] if indent == 0 else [f"{pad}{name}:  # {about}"]
-            lines.append(commented_yaml(section, values.get(name, {}), indent + 2))
-            continue
-        for line in textwrap.wrap(field.description or "", YAML_LINE_WIDTH - indent):
-            lines.append(f"{pad}# {line}")
-        value = values.get(name, field.get_default(call_default_factory=True))
-        lines.append(f"{pad}{name}: {_inline(value)}")
-    return "\n".join(lines)
-
-
-def _inline(value: Any) -> str:
-    plain = to_jsonable_python(value)
-    dumped = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=10**6)
-    return dumped.removesuffix("...\n").strip()

@@ -2,9 +2,10 @@
 
 import pytest
 import yaml
+from default_yaml import DEFAULT_YAML, default_yaml
 from pydantic import BaseModel
 
-from laserbatch.jobs.settings import PACKAGE_ROOT, Settings, commented_yaml, load_settings
+from laserbatch.jobs.settings import PACKAGE_ROOT, Settings, load_settings
 from laserbatch.pipeline.errors import ConfigError
 
 
@@ -74,10 +75,10 @@ def test_the_command_line_wins(tmp_path):
 
 
 def test_commented_yaml_loads_into_the_defaults_again(tmp_path):
-    text = commented_yaml(Settings, {})
+    text = default_yaml()
     assert Settings.model_validate(yaml.safe_load(text)) == Settings()
 
 
 def test_the_committed_default_configuration_is_the_generated_one():
-    committed = (PACKAGE_ROOT / "configs" / "default.yaml").read_text(encoding="utf-8")
-    assert committed.split("\n", 2)[2] == commented_yaml(Settings, {}).lstrip("\n") + "\n"
+    """If it is not: `python tests/jobs/default_yaml.py`."""
+    assert DEFAULT_YAML.read_text(encoding="utf-8") == default_yaml()
