@@ -12,7 +12,7 @@ from pathlib import Path
 import typer
 
 from laserbatch.ctr.settings import CtrError
-from laserbatch.jobs.console import ExitCode, LazyCommand, add_lazy_commands, lazy_group, logger, stderr
+from laserbatch.jobs.console import ExitCode, LazyCommand, lazy_app, logger, stderr
 from laserbatch.pipeline.errors import PipelineError, RunFailed, WorkspaceBusy
 from laserbatch.retrieval_pools.errors import PoolError
 
@@ -50,16 +50,14 @@ COMMANDS = {
     ),
 }
 
-app = typer.Typer(
-    cls=lazy_group(COMMANDS),
-    no_args_is_help=True,
+app = lazy_app(
+    COMMANDS,
     rich_markup_mode="markdown",
     help="Nightly LLM knowledge for recommender systems, by retrieval speculative decoding.\n\n"
     "Exit codes: 0 done, 1 unexpected error, 2 wrong usage, 3 bad input or configuration, or no room on the disk, "
     "4 too many rows failed, 5 the workspace is in use, 130 interrupted, 141 nobody reads what is printed. "
     "With --json a failure is an object too: error, kind, exit_code.",
 )
-add_lazy_commands(app, COMMANDS)
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 

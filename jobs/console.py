@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -99,19 +99,17 @@ def summary(data: Mapping, as_json: bool) -> None:
     stdout.print(table)
 
 
-def text_table(words: Sequence[str], numbers: Sequence[str], title: str | None = None, **options: Any) -> Table:
-    """An empty table for the terminal: columns of words, set to the left, then of numbers, to the right."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), **options)
-    for name in words:
-        table.add_column(name)
-    for name in numbers:
-        table.add_column(name, justify="right")
-    return table
-
-
 def print_table(shown: "ReportTable") -> None:
     """Show a table of a report on the terminal."""
-    table = text_table((), (), shown.title, caption=shown.caption, caption_justify="left")
+    table = Table(
+        title=shown.title,
+        caption=shown.caption,
+        title_justify="left",
+        caption_justify="left",
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )
     for name in shown.rows[0]:
         table.add_column(name, justify="left" if name in shown.words else "right")
     for row in shown.rows:
@@ -154,8 +152,8 @@ class LazyCommand:
         return command
 
 
-def lazy_group(commands: dict[str, LazyCommand]) -> type[TyperGroup]:
-    """A group class that knows these commands by their lines and loads the one that is asked for; no other changes."""
+def lazy_app(commands: dict[str, LazyCommand], **options: Any) -> typer.Typer:
+    """An app that knows these commands by their lines and loads the one that is asked for, and no other."""
 
     class LazyGroup(TyperGroup):
         def resolve_command(self, ctx, args):
@@ -164,10 +162,7 @@ def lazy_group(commands: dict[str, LazyCommand]) -> type[TyperGroup]:
                 command = commands[name].load(name)
             return name, command, rest
 
-    return LazyGroup
-
-
-def add_lazy_commands(app: typer.Typer, commands: dict[str, LazyCommand]) -> None:
-    """Register the lines of the commands, in order; the app's class is `lazy_group(commands)`."""
+    app = typer.Typer(cls=LazyGroup, no_args_is_help=True, **options)
     for name, command in commands.items():
         app.command(name, help=command.short_help)(lambda: None)
+    return app

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import typer
 
-from laserbatch.jobs.console import LazyCommand, add_lazy_commands, lazy_group, say, stdout, summary
+from laserbatch.jobs.console import LazyCommand, lazy_app, say, stdout, summary
 from laserbatch.jobs.pools_view import (
     calibrated_on,
     calibration_line,
@@ -33,13 +33,7 @@ LAZY_COMMANDS = {
     ),
 }
 
-app = typer.Typer(
-    cls=lazy_group(LAZY_COMMANDS),
-    no_args_is_help=True,
-    add_completion=False,
-    help="Build, list, inspect, query and simulate retrieval pools.",
-)
-add_lazy_commands(app, LAZY_COMMANDS)
+app = lazy_app(LAZY_COMMANDS, add_completion=False, help="Build, list, inspect, query and simulate retrieval pools.")
 
 RUN = typer.Option(None, "--run", help="Run whose texts become the pools; without it the published one.")
 JSON = typer.Option(False, "--json", help="Print the result as JSON.")

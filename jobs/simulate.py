@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import typer
-from rich.table import Table
 
 from laserbatch.jobs.budgets import side_budget
-from laserbatch.jobs.console import progress, say, stdout, summary, text_table
+from laserbatch.jobs.console import print_table, progress, say, stdout, summary
 from laserbatch.jobs.formatting import counted, decimal, percent
 from laserbatch.jobs.night import Night, open_run
 from laserbatch.jobs.pool_texts import draft_options, planned_rows, read_run_texts
+from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.settings import WORKSPACE, Settings, load_settings
 from laserbatch.pipeline.budget.choice import known_batch_size
 from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
@@ -178,7 +178,8 @@ def simulate(
         summary(data | {"recommendation": best and best[0].trial.change}, as_json=True)
         return
     for one, outcomes in zip(texts, found, strict=True):
-        stdout.print(_table(one, outcomes, f"batch {batch_size:,}, step cost: {cost.name}"), "")
+        print_table(_table(one, outcomes, f"batch {batch_size:,}, step cost: {cost.name}"))
+        stdout.print()
     where = f"at batch {batch_size:,} and this step cost"
     said = f"Keep the configuration {where}: nothing that was tried is faster by more than noise."
     if best is not None:
@@ -342,15 +343,15 @@ def _table(texts: SideTexts, outcomes: list[Outcome], where: str) -> Table:
         f"{texts.side}s: {counted(len(texts.measured), 'text')} held back, {percent(texts.share_changed)} with a text "
         f"of the night before; {len(texts.pool):,} in the pool, {len(texts.calibration):,} to calibrate with\n{where}"
     )
-    numbers = ("draft tokens", "tokens/step", "drafted/step", "times plain", "times configured")
-    table = text_table(("setting",), numbers, title)
-    for one in outcomes:
-        table.add_row(
-            one.trial.words or "as configured",
-            f"{one.max_draft_tokens} above {one.min_acceptance:g}" if one.max_draft_tokens else "none",
-            str(one.tokens_per_step),
-            decimal(one.mean_drafted, 1),
-            str(one.speed_up),
-            str(one.over_configured),
-        )
-    return table
+    rows = [
+        {
+            "setting": one.trial.words or "as configured",
+            "draft tokens": f"{one.max_draft_tokens} above {one.min_acceptance:g}" if one.max_draft_tokens else "none",
+            "tokens/step": str(one.tokens_per_step),
+            "drafted/step": decimal(one.mean_drafted, 1),
+            "times plain": str(one.speed_up),
+            "times configured": str(one.over_configured),
+        }
+        for one in outcomes
+    ]
+    return Table(title, rows, ("setting",))
