@@ -144,7 +144,7 @@ class RunFolder:
     def drop_unfinished(self, side: Side, keep: Iterable[str]) -> None:
         """Delete the files of every shard not named in `keep`, and what killed writers left.
 
-        Call it under the workspace's lock before going on with a run, so that `read_knowledge` sees no stray file.
+        Call it under the workspace's lock before going on with a run, so that no reader sees a stray file.
         """
         keep = set(keep)
         remove_leftovers(self.root)
@@ -160,12 +160,8 @@ class RunFolder:
             path.unlink(missing_ok=True)
         self._shard_quarantine_path(side, name).unlink(missing_ok=True)
 
-    def read_knowledge(self, side: Side, schema: pa.Schema | None = None) -> pa.Table:
-        """All knowledge of a side, in shard order. `schema` is what an empty side returns."""
-        return read_parquet(self.knowledge_folder(side), schema=schema)
-
     def iter_knowledge(self, side: Side, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Some columns of what `read_knowledge` gives, a batch in memory at a time."""
+        """Some columns of all knowledge of a side, in shard order, a batch in memory at a time."""
         return iter_parquet(self.knowledge_folder(side), columns)
 
     def merge_quarantine(

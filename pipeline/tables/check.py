@@ -23,7 +23,6 @@ from laserbatch.pipeline.tables.schema import (
     REQUIRED_COLUMNS,
     id_type,
     is_list,
-    is_text,
     plain_type,
     table_files,
     tables_folder,
@@ -73,14 +72,13 @@ class _Part:
     usable: frozenset[str] = frozenset()
 
     def ruled_columns(self) -> list[str]:
-        """Columns whose values have rules. One that wrongly holds text is among them: its rows tell more."""
-        names = []
-        for field in self.schema:
-            role = role_of(self.table, field.name)
-            is_ruled = is_list(field.type) if role is ATTRIBUTE else role is not None
-            if is_ruled and (field.name in self.usable or is_text(plain_type(field.type))):
-                names.append(field.name)
-        return names
+        """The usable columns whose values have rules."""
+        names = [
+            field.name
+            for field in self.schema
+            if is_list(field.type) or role_of(self.table, field.name) is not ATTRIBUTE
+        ]
+        return [name for name in names if name in self.usable and role_of(self.table, name) is not None]
 
 
 def _check_entities(path: Path, table: str, findings: Findings, max_failed_share: float) -> pa.Array | None:

@@ -22,17 +22,11 @@ EARLIEST_S, LATEST_S = -2_208_988_800, 7_258_118_400
 # Nearer ones may be meant, but seconds read as milliseconds are in January 1970, and so is an unknown time that is 0.
 YEAR_S = 365 * 86_400
 MAX_ID = pa.scalar(2**63 - 1, pa.uint64())
-_NUMBER_PATTERN = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
-_TIME_PATTERN = r"^\s*(\d+|\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}(:\d{2}(\.\d+)?)?\s*(Z|[+-]\d{2}(:?\d{2})?)?)?)\s*$"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What each value of a column must obey.
-
-    A column of times or ratings may hold text: it is of the wrong type, and the rows that would not even convert are
-    found.
-    """
+    """What each value of a column of an accepted type must obey."""
 
     kind: str  # this and what follows as in `Finding`; `{column}` in the advice is the column's name
     found: str
@@ -61,22 +55,12 @@ def _too_large(values: pa.Array) -> pa.Array:
 
 
 def _no_number(values: pa.Array) -> pa.Array:
-    is_number = pc.is_valid(values)
-    if sc.is_text(values.type):
-        is_number = pc.match_substring_regex(values, _NUMBER_PATTERN)
-    elif pt.is_floating(values.type):
-        is_number = pc.is_finite(values)
+    is_number = pc.is_finite(values) if pt.is_floating(values.type) else pc.is_valid(values)
     return pc.invert(pc.fill_null(is_number, False))
 
 
-def _no_time(values: pa.Array) -> pa.Array:
-    if sc.is_text(values.type):
-        return pc.invert(pc.match_substring_regex(values, _TIME_PATTERN))
-    return pa.nulls(len(values), pa.bool_())
-
-
 def _seconds(values: pa.Array) -> pa.Array:
-    """Seconds since 1970; of text null."""
+    """Seconds since 1970; null of a column of nulls alone, which is read as text."""
     if sc.is_text(values.type):
         return pa.nulls(len(values), pa.float64())
     if pt.is_integer(values.type):
@@ -108,7 +92,6 @@ def _null_in_list(values: pa.Array) -> pa.Array:
 _TIME_EXPECTED = "a timestamp, or int64 unix seconds"
 _KNOWN_TIME = Rule("bad-timestamp", "the time is null:", _TIME_EXPECTED, "correct it, or drop the row", pc.is_null)
 _TIME_RULES = (
-    Rule("bad-timestamp", "the text is no time:", _TIME_EXPECTED, "correct it, or drop the row", _no_time),
     Rule("bad-timestamp", "the time is out of range:", "a time between 1900 and 2200; integers are seconds since 1970",
          "divide milliseconds by 1000, or name the unit in `laserbatch data import`", _out_of_range),
     Rule("odd-timestamp", "the time is before 1971 or more than a year ahead:", "a time of this age",

@@ -27,6 +27,7 @@ from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.planning.plan import load_plan, read_shard, save_plan
 from laserbatch.pipeline.planning.planner import plan_side, prompt_renderer
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
+from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.tables.read import read_tables
@@ -75,7 +76,7 @@ def planned(world: Path, run_dir: Path):
 
 
 def texts(run_dir: Path) -> dict[str, str]:
-    table = RunFolder(run_dir).read_knowledge("item")
+    table = read_parquet(RunFolder(run_dir).knowledge_folder("item"))
     return dict(zip(table["entity_id"].to_pylist(), table["text"].to_pylist(), strict=True))
 
 

@@ -15,6 +15,7 @@ from laserbatch.pipeline.distributed import worker
 from laserbatch.pipeline.distributed.worker import ShardWorker, sound_text
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.sample.world import write_sample_world
+from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 
@@ -28,7 +29,9 @@ def test_a_worker_that_was_warmed_up_writes_the_same_texts(tmp_path):
         if name == "warm":
             cold_or_warm.warm_up()
         cold_or_warm.run(shards[0])
-        written.append(RunFolder(tmp_path / name).read_knowledge("item").drop_columns(["run_id"]).to_pylist())
+        written.append(
+            read_parquet(RunFolder(tmp_path / name).knowledge_folder("item")).drop_columns(["run_id"]).to_pylist()
+        )
     assert written[0] == written[1] and len(written[0]) > 0
 
 
@@ -90,7 +93,7 @@ def test_a_relaxed_text_that_ran_on_is_written_again_as_a_greedy_one(tmp_path, m
         )
         spec = replace(spec, decoding=decoding, pool_dirs={"item": pool.folder}, pool_versions={"item": "v"})
         info = ShardWorker(spec).run(shards[0]).info
-        found[name] = info.stats, RunFolder(tmp_path / name).read_knowledge("item").to_pylist()
+        found[name] = info.stats, read_parquet(RunFolder(tmp_path / name).knowledge_folder("item")).to_pylist()
     (stats, rows), (greedy_stats, greedy_rows) = found["relaxed"], found["greedy"]
     assert stats.num_texts == len(rows) == 4 and greedy_stats.num_rewritten == 0
     assert {row["finish_reason"] for row in rows} == {"length"}, "no text was cut, so nothing was tested"

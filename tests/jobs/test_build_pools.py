@@ -16,6 +16,7 @@ from laserbatch.jobs.pools import app
 from laserbatch.jobs.settings import load_settings
 from laserbatch.pipeline.knowledge.entities import iter_entities
 from laserbatch.pipeline.sample.world import write_sample_world
+from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.retrieval_pools.index.manifest import FORMAT_VERSION
 from laserbatch.retrieval_pools.routing.router import Route
 
@@ -83,7 +84,7 @@ def test_tonights_limits_decide_over_the_groups_of_last_nights_pools(world):
 
 def changed(night, every):
     """The same run's texts, every so many of them another."""
-    before = night.run.read_knowledge("item")
+    before = read_parquet(night.run.knowledge_folder("item"))
     ids = [ids[:-1] if row % every == 0 else ids for row, ids in enumerate(before["token_ids"].to_pylist())]
     column = before.schema.get_field_index("token_ids")
     night.run.write_shard("item", "00000", before.set_column(column, "token_ids", pa.array(ids, pa.list_(pa.int32()))))
@@ -149,13 +150,13 @@ def test_pool_of_a_largest_size_leaves_texts_out(world):
     write_texts(night)
     built = build_pools(night)["item"]
     assert (built.num_texts, built.num_tokens) == (20, 400)
-    assert built.num_texts_left_out == night.run.read_knowledge("item").num_rows - 20
+    assert built.num_texts_left_out == read_parquet(night.run.knowledge_folder("item")).num_rows - 20
 
 
 def test_texts_come_in_the_order_of_the_table_with_their_ages(world, tmp_path):
     night = opened(world, SECOND_DATE, "{}")
     write_texts(night)
-    rows = night.run.read_knowledge("item")
+    rows = read_parquet(night.run.knowledge_folder("item"))
     shuffled = rows.take(pa.array(np.random.default_rng(1).permutation(rows.num_rows)))
     ids = ["2025-02-20-x" if k % 2 else "no date" for k in range(rows.num_rows)]
     column = rows.schema.get_field_index("run_id")

@@ -22,6 +22,7 @@ from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning.plan import read_shard
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.manifest import ModelFigures
+from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo
 from laserbatch.pipeline.storage.stats import DecodingStats
@@ -112,7 +113,7 @@ def world(first_night, tmp_path) -> Path:
 
 def texts(run: RunFolder) -> dict:
     columns = ("entity_id", "text", "is_stale")
-    tables = [run.read_knowledge(side).select(columns) for side in SIDES]
+    tables = [read_parquet(run.knowledge_folder(side)).select(columns) for side in SIDES]
     return {row["entity_id"]: (row["text"], row["is_stale"]) for table in tables for row in table.to_pylist()}
 
 
@@ -184,7 +185,9 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_about_again(w
     night = opened(world, SECOND_DATE)
     write(night)
     failing = [
-        row["entity_id"] for row in night.run.read_knowledge("user").to_pylist() if row["run_id"] == night.run.run_id
+        row["entity_id"]
+        for row in read_parquet(night.run.knowledge_folder("user")).to_pylist()
+        if row["run_id"] == night.run.run_id
     ]
     shutil.rmtree(night.run.root)
 

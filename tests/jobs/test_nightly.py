@@ -25,6 +25,7 @@ from night_world import FIRST_DATE, SECOND_DATE, make_world, run_here, start, wr
 
 from laserbatch.jobs.nightly import nightly
 from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.index.store import PoolStore
 
@@ -136,7 +137,7 @@ def runs(folder: Path):
 
 
 def texts(run_folder) -> dict[str, dict[object, str]]:
-    tables = {side: run_folder.read_knowledge(side) for side in SIDES}
+    tables = {side: read_parquet(run_folder.knowledge_folder(side)) for side in SIDES}
     return {
         side: dict(zip(table["entity_id"].to_pylist(), table["text"].to_pylist(), strict=True))
         for side, table in tables.items()
@@ -161,10 +162,10 @@ def test_the_second_night_carries_over_the_unchanged_and_drafts_the_rest_from_th
     for side in SIDES:
         num_carried_over = manifest.sides[side].num_carried_over
         assert num_carried_over > 0
-        table = second.read_knowledge(side)
+        table = read_parquet(second.knowledge_folder(side))
         origins = pc.value_counts(table["run_id"].combine_chunks()).to_pylist()
         assert {entry["values"]: entry["counts"] for entry in origins}[first.run_id] == num_carried_over
-    new = second.read_knowledge("user").filter(pc.field("run_id") == second.run_id)
+    new = read_parquet(second.knowledge_folder("user")).filter(pc.field("run_id") == second.run_id)
     assert new.num_rows > 0
     assert set(new["pool_version"].to_pylist()) == {first.run_id}
     paces = [night.load_manifest().sides["user"].stats.acceptance_length for night in (first, second)]

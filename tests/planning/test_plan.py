@@ -13,7 +13,7 @@ from laserbatch.pipeline.knowledge.prompts import RenderedPrompt
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge, knowledge_schema
 from laserbatch.pipeline.planning.plan import load_plan, read_shard, save_plan
 from laserbatch.pipeline.planning.planner import FIRST_TEXTS, default_shard_size, plan_side
-from laserbatch.pipeline.storage.parquet import write_parquet
+from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.routing.router import Route
 
@@ -83,7 +83,7 @@ def test_unchanged_entities_are_carried_over_and_changed_ones_bring_their_old_te
     previous = records({"a": "fingerprint-1", "b": "fingerprint-0", "gone": "fingerprint-1"})
     planned = plan(users(["a"], bad=True) + users(["b", "new"]), tmp_path, previous)  # `bad` if it were rendered
     assert planned.num_carried_over == 1
-    carried = RunFolder(tmp_path).read_knowledge("user")
+    carried = read_parquet(RunFolder(tmp_path).knowledge_folder("user"))
     assert carried["entity_id"].to_pylist() == ["a"]
     assert carried["run_id"].to_pylist() == ["2025-01-01-00000000"]
     rows = {row.entity_id: row for shard in planned.shards for row in read_shard(tmp_path / shard.path)}
@@ -97,7 +97,7 @@ def test_rows_of_an_earlier_version_are_carried_over_in_the_form_of_this_one(tmp
     alternatives = pa.array([[7, -1], None], pa.list_(pa.int32()))  # which versions 2 and 3 could have
     old = table.drop_columns(["is_stale"]).append_column("alternative_ids", alternatives)  # 1 and 2 had no is_stale
     plan(users(["a", "b"]), tmp_path, old.replace_schema_metadata({"laserbatch.version": "2"}))
-    carried = RunFolder(tmp_path).read_knowledge("user")
+    carried = read_parquet(RunFolder(tmp_path).knowledge_folder("user"))
     assert carried.equals(table) and carried.schema.metadata == knowledge_schema(pa.string()).metadata
 
 

@@ -22,6 +22,7 @@ from laserbatch.pipeline.storage.manifest import (
     SideFigures,
     make_run_id,
 )
+from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons, quarantine_schema, quarantine_table
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo
 from laserbatch.pipeline.storage.stats import DecodingStats
@@ -59,8 +60,8 @@ def test_a_shard_comes_back_with_what_was_recorded(run):
 def test_defaults_and_empty_shards_work(run):
     run.write_shard("item", "00000", knowledge("i1").slice(0, 0))
     assert run.finished_shards("item")["00000"].num_rows == 0
-    assert run.read_knowledge("item").num_rows == 0
-    assert run.read_knowledge("user", schema=pa.schema([("entity_id", pa.string())])).num_rows == 0
+    assert read_parquet(run.knowledge_folder("item")).num_rows == 0
+    assert read_parquet(run.knowledge_folder("user"), schema=pa.schema([("entity_id", pa.string())])).num_rows == 0
     assert merged(run, "user").schema.equals(quarantine_schema(pa.string()))
     assert run.read_quarantine("item").num_rows == 0
 
@@ -73,7 +74,7 @@ def test_a_shard_with_a_lost_file_is_done_again_and_the_others_are_not(run, lost
     finished = run.finished_shards("user")
     assert list(finished) == ["00000", "00002"]
     run.drop_unfinished("user", finished)
-    assert run.read_knowledge("user")["entity_id"].to_pylist() == [0, 2]
+    assert read_parquet(run.knowledge_folder("user"))["entity_id"].to_pylist() == [0, 2]
     assert len(list(run.root.rglob("*.*"))) == 4
 
 
@@ -117,7 +118,7 @@ def test_a_kill_loses_the_shard_in_flight_and_no_other(run, killed_at):
     assert list(finished) == ["00000"]
     run.drop_unfinished("user", finished)
     run.write_shard("user", "00001", pa.table({"entity_id": ["u3"]}))  # done again; this time u4 is fine elsewhere
-    assert run.read_knowledge("user")["entity_id"].to_pylist() == ["u1", "u3"]
+    assert read_parquet(run.knowledge_folder("user"))["entity_id"].to_pylist() == ["u1", "u3"]
     assert merged(run, "user")["entity_id"].to_pylist() == ["u2"]
 
 
@@ -125,7 +126,7 @@ def test_a_shard_written_again_replaces_itself(run):
     run.write_shard("user", "00000", knowledge("u1"), [FAILED])
     run.write_shard("user", "00000", knowledge("u1", "u9"))
     assert merged(run, "user").num_rows == 0
-    assert run.read_knowledge("user").num_rows == 2
+    assert read_parquet(run.knowledge_folder("user")).num_rows == 2
 
 
 @pytest.mark.parametrize("ids", [[9, 10, 2, -1, 7, 3], ["b", "a", "10", "9", "", "c"]])
