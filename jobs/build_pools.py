@@ -10,7 +10,6 @@ import time
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -24,7 +23,6 @@ from laserbatch.pipeline.storage.manifest import PoolBuilt
 from laserbatch.pipeline.storage.parquet import as_large
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import BuildCounts, build_pool
-from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.store import Collected, PoolStore
 from laserbatch.retrieval_pools.routing.leaves import EntityTexts
@@ -96,7 +94,6 @@ def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: 
     calibration, pool_of_others = calibrate_side(
         night, side, run_texts, pool_texts, partial(build, out_dir=held_back_folder, previous=previous)
     )
-    calibration_s = time.perf_counter() - start_s
     pool = build(pool_texts(), folder, previous=pool_of_others or previous, calibration=calibration)
     shutil.rmtree(held_back_folder, ignore_errors=True)
     return PoolBuilt(
@@ -108,14 +105,8 @@ def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: 
         num_texts_changed=sum(counts.num_texts_sorted for counts in done),
         num_texts_left_out=done[-1].num_texts_left_out,
         build_s=time.perf_counter() - start_s,
-        calibration=None if calibration is None else _summary(calibration, calibration_s),
+        calibration_error=None if calibration is None else calibration.reliability.expected_calibration_error,
     )
-
-
-def _summary(calibration: Calibration, calibration_s: float) -> dict[str, Any]:
-    """What the report shows of a calibration: all but its curves."""
-    curves = {"sources", "budgets"}
-    return calibration.model_dump(mode="json", exclude=curves) | {"calibration_s": calibration_s}
 
 
 def _previous_pool(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | None:

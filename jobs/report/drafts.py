@@ -44,7 +44,7 @@ def drafts_section(manifest: RunManifest, sides: list[Side]) -> Section:
         blocks.append(Note(f"{' and '.join(lacking)} had no pool to draft from."))
     if not built:
         blocks.append(Note("No pool was built from tonight's texts."))
-    elif all(pool.calibration is None for pool in built.values()):
+    elif all(pool.calibration_error is None for pool in built.values()):
         blocks.append(Note("The pools built tonight are not calibrated: too few texts, or no replays wanted."))
     rows = [
         _pool_row(name, use, pools[name])
@@ -126,7 +126,6 @@ def _routes(sides: list[Side]) -> Figure:
 
 def _pool_row(name: str, use: str, pool: PoolFigures) -> dict[str, str]:
     is_built = isinstance(pool, PoolBuilt)
-    checked = pool.calibration["reliability"] if is_built and pool.calibration is not None else {}
     return {
         "Side": SIDE_LABELS[name],
         "Use": use,
@@ -137,5 +136,5 @@ def _pool_row(name: str, use: str, pool: PoolFigures) -> dict[str, str]:
         "Built": how_built(pool) if is_built else MISSING,
         "Texts left out": count(pool.num_texts_left_out) if is_built else MISSING,
         "Build time": seconds(pool.build_s) if is_built else MISSING,
-        "Error": decimal(checked.get("expected_calibration_error"), 3),
+        "Error": decimal(pool.calibration_error if is_built else None, 3),
     }

@@ -48,7 +48,7 @@ class PoolBuilt(PoolFigures):
     num_texts_changed: int  # that had to be sorted
     num_texts_left_out: int  # for which a full pool had no room
     build_s: float
-    calibration: dict[str, Any] | None  # without its curves, as `retrieval_pools` says it; None without replays
+    calibration_error: float | None  # expected, on texts that estimates were not fitted to; None without replays
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,7 @@ def test_a_first_night_replays_texts_held_back_and_its_pool_holds_all(world):
     assert calibration.budgets == pool.budgets
     assert calibration.budgets.new.num_texts == num_texts // 5 and calibration.budgets.changed is None
     assert max(cell.tokens_per_step for cell in calibration.budgets.new.cells) > 1.5
-    summary = built.calibration
-    assert summary["num_texts"] == calibration.num_texts and not {"sources", "budgets"} & set(summary)
+    assert built.calibration_error == calibration.reliability.expected_calibration_error
     assert sorted(path.name for path in pool.folder.parent.iterdir()) == ["item", "router"]
 
 
@@ -84,7 +83,7 @@ def test_building_again_gives_the_same_files(world):
 def test_pools_without_replays_believe_relative_counts(world, calibration_texts):
     night = opened(world, FIRST_DATE, calibration_texts)
     write_night(night)
-    assert build_pools(night)["item"].calibration is None
+    assert build_pools(night)["item"].calibration_error is None
     assert night.pools.open(night.run.run_id, "item").manifest.calibration is None
     shown = CliRunner().invoke(app, ["show", "--config", str(world / "laserbatch.yaml")], catch_exceptions=False)
     assert "not calibrated" in shown.stdout
@@ -92,12 +91,11 @@ def test_pools_without_replays_believe_relative_counts(world, calibration_texts)
 
 def test_show_tells_how_well_estimates_hold(world):
     night = opened(world, FIRST_DATE)
-    write_night(night)
-    summary = build_pools(night)["item"].calibration
-    error = summary["reliability"]["expected_calibration_error"]
+    num_texts = write_night(night).num_rows
+    error = build_pools(night)["item"].calibration_error
     shown = CliRunner().invoke(app, ["show", "--config", str(world / "laserbatch.yaml")], catch_exceptions=False)
     said = " ".join(shown.stdout.split())
-    assert f"calibrated on {summary['num_texts']} texts" in said and f"calibration error {error:.3f}" in said
+    assert f"calibrated on {num_texts // 5} texts" in said and f"calibration error {error:.3f}" in said
 
 
 def test_replays_draft_by_the_budget_that_the_night_chose(world):

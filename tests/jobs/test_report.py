@@ -189,13 +189,13 @@ def test_pools_built_say_how_and_what_they_left_out(manifest):
 def test_pools_built_say_how_wrong_their_estimates_are(manifest):
     errors = {row["Side"]: row["Error"] for row in blocks_of(manifest, "drafts")[-1].rows if row["Use"] == "next night"}
     for side, label in SIDE_LABELS.items():
-        error = manifest["pools_built"][side]["calibration"]["reliability"]["expected_calibration_error"]
+        error = manifest["pools_built"][side]["calibration_error"]
         assert errors[label] == f"{error:.3f}"
 
 
 def test_pools_that_are_not_calibrated_say_so(manifest):
     for pool in manifest["pools_built"].values():
-        pool["calibration"] = None
+        pool["calibration_error"] = None
     assert "The pools built tonight are not calibrated" in outline(manifest).text
 
 
