@@ -40,7 +40,6 @@ def run_shards(
     spec: WorkerSpec,
     layout: WorkerLayout,
     max_shard_attempts: int,
-    on_workers: Callable[[list], None] = lambda actors: None,
     choose_budgets: Callable[[Callable[[], StepCost]], dict[Side, Budget]] = lambda measure: {},
 ) -> Iterator[tuple[Shard, ShardRecord] | ShardAbandoned]:
     """Hand out shards to workers as they become free; yield each one's outcome as it comes.
@@ -50,18 +49,12 @@ def run_shards(
     that workers die on is alone and given up. An error that a worker reports (a model that cannot be loaded, say) ends
     the run: it would meet every shard.
 
-    Parameters
-    ----------
-    on_workers : called once with the actor handles (for tests that kill them).
-    choose_budgets : called once, with what has workers say what steps cost; how much each side drafts. A side that is
-        missing drafts what the settings say.
+    `choose_budgets`, called once with what has workers say what steps cost, says how much each side drafts. A side that
+    is missing drafts what the settings say.
 
-    Raises
-    ------
-    RunFailed : no worker finds a place, or all of them are lost before they are ready.
+    Raises RunFailed: no worker finds a place, or all of them are lost before they are ready.
     """
     crew = _Crew(spec, replace(layout, num_workers=min(layout.num_workers, len(shards))), max_shard_attempts)
-    on_workers(crew.actors)
     budgets = choose_budgets(crew.step_cost)
     queue, attempts = deque(shards), Counter()
     while queue or crew.is_at_work:
@@ -264,6 +257,3 @@ class _Worker:
     @ray.method(concurrency_group="look")
     def num_forwards(self) -> int:
         return 0 if self._worker is None else self._worker.engine.num_forwards
-
-    def pid(self) -> int:
-        return os.getpid()

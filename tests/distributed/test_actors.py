@@ -80,13 +80,30 @@ def texts(run_dir: Path) -> dict[str, str]:
     return dict(zip(table["entity_id"].to_pylist(), table["text"].to_pylist(), strict=True))
 
 
-def pids_of(actors) -> list[int]:
-    return ray.get([actor.pid.remote() for actor in actors])
+@pytest.fixture
+def crews(monkeypatch) -> list:
+    """The crews that are hired."""
+    hired = []
+
+    class Watched(actors._Crew):
+        def __init__(self, *given) -> None:
+            super().__init__(*given)
+            hired.append(self)
+
+    monkeypatch.setattr(actors, "_Crew", Watched)
+    return hired
+
+
+def pids_of(crew) -> dict:
+    """By actor the process that it lives in."""
+    return {actor: ray.get(actor.__ray_call__.remote(lambda self: os.getpid())) for actor in crew.actors}
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_killed_workers_shard_is_done_again_by_another_under_the_budget_that_was_chosen(cluster, world, tmp_path):
+def test_a_killed_workers_shard_is_done_again_by_another_under_the_budget_that_was_chosen(
+    cluster, world, tmp_path, crews
+):
     calm_shards, calm = planned(world, tmp_path / "calm")
     alone = ShardWorker(calm)
     for shard in calm_shards:
@@ -95,16 +112,17 @@ def test_a_killed_workers_shard_is_done_again_by_another_under_the_budget_that_w
     shards, spec = planned(world, tmp_path / "killed")
     steps = tuple(StepPoint(batch_size=4, num_tokens=number, seconds=1.0) for number in (4, 8))
     kept = KeptCost(spec.step_cost_dir, alone.engine, 0, cluster.num_workers).write(StepCost(steps=steps))
-    pids, known = [], []
+    pids, known = {}, []
 
     def choose(measure):
         known.append(measure())
+        pids.update(pids_of(crews[0]))
         return {"item": Budget(2, 0.1)}
 
-    outcomes = run_shards(shards, spec, cluster, 3, lambda actors: pids.extend(pids_of(actors)), choose)
+    outcomes = run_shards(shards, spec, cluster, 3, choose)
     done = [next(outcomes)]
-    for pid in pids:  # both: whichever of them was at work, its shard is in flight
-        os.kill(pid, signal.SIGKILL)
+    ((at_work, _),) = crews[0]._asked.values()
+    os.kill(pids[at_work.actor], signal.SIGKILL)
     done += list(outcomes)
     assert known == [kept], "it was measured again"
     assert sorted(shard.name for shard, _ in done) == [shard.name for shard in shards]
@@ -158,9 +176,6 @@ def crew(cluster, world, tmp_path, monkeypatch):
         @ray.method(concurrency_group="look")
         def num_forwards(self) -> int:
             return 1
-
-        def pid(self) -> int:
-            return os.getpid()
 
     def run(worker=Worker, max_attempts=2, layout=cluster, **options):
         monkeypatch.setattr(actors, "_Worker", worker)
@@ -254,16 +269,16 @@ def test_all_workers_measure_at_once_and_one_of_them_keeps_what_it_found(crew, t
 
 @pytest.mark.ray
 @pytest.mark.parametrize("max_attempts", [1, 3])
-def test_a_worker_that_dies_before_it_measured_is_replaced_and_the_last_one_ends_the_run(crew, max_attempts):
-    workers, measured = [], []
+def test_a_worker_that_dies_before_it_measured_is_replaced_and_the_last_one_ends_the_run(crew, crews, max_attempts):
+    measured = []
 
     def choose(measure):
-        for pid in pids_of(workers):
+        for pid in pids_of(crews[0]).values():
             os.kill(pid, signal.SIGKILL)
         measured.append(measure())
         return {}
 
-    shards, outcomes = crew(max_attempts=max_attempts, on_workers=workers.extend, choose_budgets=choose)
+    shards, outcomes = crew(max_attempts=max_attempts, choose_budgets=choose)
     if max_attempts == 1:
         with pytest.raises(RunFailed, match="max_draft_tokens"):
             list(outcomes)
