@@ -2,8 +2,7 @@
 
 A request is admitted when its prompt and the rest it is expected to write fit beside what is expected of the live
 ones. Where memory runs out all the same, the youngest sequences give their slots back and wait again with what they
-have written; it is computed again, and their text goes on as it would have. Fewer sequences are then live until some
-have finished without that. Prompts are prefilled in parts, so that the other texts go on growing.
+have written; their text goes on as it would have. Prompts are prefilled in parts, so that other texts go on growing.
 """
 
 import logging
@@ -76,10 +75,7 @@ class Concurrency:
 
 
 class Scheduler:
-    """The live sequences of one stream of requests, and those that wait.
-
-    `live` is in the order of rows, so that a step is packed in that order.
-    """
+    """The `live` sequences of one stream of requests, in the order of rows as steps are packed, and those that wait."""
 
     def __init__(
         self,

@@ -13,20 +13,12 @@ ROOT = -1  # parent of a node that follows the last committed token
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Drafted tokens; parents precede their children.
+    """Drafted tokens; parents precede their children."""
 
-    Parameters
-    ----------
-    token_ids : int32[n]
-    parents : int32[n], index of the parent node, -1 for the last committed token.
-    log_acceptance : float32[n], estimated log probability that the whole path to this node is accepted.
-    source : uint8[n], a code of `retrieval_pools.sources`.
-    """
-
-    token_ids: np.ndarray
-    parents: np.ndarray
-    log_acceptance: np.ndarray
-    source: np.ndarray
+    token_ids: np.ndarray  # int32[n]
+    parents: np.ndarray  # int32[n], index of the parent node, -1 for the last committed token
+    log_acceptance: np.ndarray  # float32[n], estimated log probability that the whole path to this node is accepted
+    source: np.ndarray  # uint8[n], a code of `retrieval_pools.sources`
 
     def __len__(self) -> int:
         return len(self.token_ids)

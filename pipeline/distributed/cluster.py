@@ -18,8 +18,6 @@ WORKERS_A_NODE = 8  # without GPUs, by default: of the largest node, which other
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster."""
-
     num_cpus: int
     num_gpus: int = 0
 

@@ -5,7 +5,7 @@ from laserbatch.pipeline.decoding.token_tree import MAX_DEPTH, TokenTree, TreeBa
 
 
 class RetrievalDrafter:
-    """Proposes continuations found in earlier texts: a pool, the entity's previous text, its prompt and its output.
+    """Proposes continuations found in a pool, the entity's previous text, its prompt and its output.
 
     Parameters
     ----------
