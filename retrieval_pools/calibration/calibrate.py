@@ -87,13 +87,11 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
     nodes = [replay_nodes(plain, half, widest, options) for half in halves]
     nodes = [part[part["is_parent_accepted"]] for part in nodes]
     fitted = [plain.with_curves(curves_of(fit_sources(part))) for part in nodes]
-    all_nodes = np.concatenate(nodes)
     return Calibration(
         pool_escape=plain.settings.pool_escape_per_token,
         num_texts=len(texts),
         num_tokens=sum(len(text.text_ids) for text in texts),
-        num_nodes=len(all_nodes),
-        sources=fit_sources(all_nodes),
+        sources=fit_sources(np.concatenate(nodes)),
         reliability=reliability(list(zip(fitted, reversed(halves), strict=True)), options),
     )
 
@@ -132,8 +130,6 @@ def fit_sources(nodes: np.ndarray) -> tuple[SourceCurve, ...]:
     return tuple(
         SourceCurve(
             source=source,
-            num_tried=int((sources == source).sum()),
-            num_accepted=int(nodes["is_accepted"][sources == source].sum()),
             offset=beta[source, 0],
             low=beta[source, 1],
             high=beta[source, 2],

@@ -28,15 +28,12 @@ class SourceCurve(BaseModel):
     Attributes
     ----------
     source : a code of `sources`.
-    num_tried, num_accepted : replayed nodes whose parent was accepted, and those accepted too.
     of_kinds : by kind of token, see `drafting.estimate`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     source: int = Field(ge=0, lt=NUM_SOURCES)
-    num_tried: int = Field(ge=1)
-    num_accepted: int = Field(ge=0)
     offset: float
     low: float
     high: float
@@ -143,8 +140,7 @@ class Calibration(BaseModel):
     Attributes
     ----------
     pool_escape : the escape of the pool (see `PoolSettings`) that was tried and accepted most, or the configured one.
-    num_texts, num_tokens, num_nodes : replayed texts that the curves are fitted to, their tokens, and the drafted nodes
-        whose parent was accepted.
+    num_texts, num_tokens : replayed texts that the curves are fitted to, and their tokens.
     sources : a source that drafted nothing has no curve and is not calibrated.
     reliability : of curves that are fitted to one half of the texts, on the other half; both ways.
     budgets : what each draft budget gained; None in a calibration that has none.
@@ -155,7 +151,6 @@ class Calibration(BaseModel):
     pool_escape: float = Field(gt=0)
     num_texts: int = Field(ge=1)
     num_tokens: int = Field(ge=0)
-    num_nodes: int = Field(ge=0)
     sources: tuple[SourceCurve, ...]
     reliability: Reliability
     budgets: BudgetCurve | None = None

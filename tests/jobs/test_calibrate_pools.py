@@ -65,8 +65,8 @@ def test_a_second_night_replays_what_it_wrote_against_the_pool_it_drafted_from(w
     new, changed = calibration.budgets.new, calibration.budgets.changed
     assert 0.4 * num_texts < changed.num_texts <= new.num_texts == num_texts // 2  # every other one is replayed
     assert changed.cells[-1].tokens_per_step > new.cells[-1].tokens_per_step
-    known = [one for one in calibration.sources if one.source == SOURCE_PREVIOUS]
-    assert known[0].num_accepted > 0.8 * known[0].num_tried > 1_000
+    assert SOURCE_PREVIOUS in {one.source for one in calibration.sources}
+    assert calibration.curves[SOURCE_PREVIOUS, :, -1].max() > 0.8
 
 
 def test_building_again_gives_the_same_files(world):

@@ -151,9 +151,7 @@ def test_query_shows_calibrated_estimates_and_what_they_rest_on(world, tmp_path)
 def halving_calibration() -> Calibration:
     """Replays that found the odds of every source half of what they seemed."""
     sources = [
-        SourceCurve(
-            source=source, num_tried=10, num_accepted=5, offset=-math.log(2), low=1, high=1, of_kinds=(0,) * NUM_KINDS
-        )
+        SourceCurve(source=source, offset=-math.log(2), low=1, high=1, of_kinds=(0,) * NUM_KINDS)
         for source in range(NUM_SOURCES)
     ]
     held = Reliability(num_texts=35, num_nodes=0, max_nodes=16, min_acceptance=0.07,
@@ -162,7 +160,6 @@ def halving_calibration() -> Calibration:
         pool_escape=1.0,
         num_texts=70,
         num_tokens=700,
-        num_nodes=40,
         sources=sources,
         reliability=held,
     )
