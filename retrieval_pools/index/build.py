@@ -44,7 +44,7 @@ from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings
 
 __all__ = ["BuildCounts", "PoolText", "build_pool", "sync_folder"]
 
-SORT_BYTES_PER_POSITION = 36  # of memory, while a run of texts is sorted
+SORT_BYTES_PER_POSITION = 40  # of memory, while a run of texts is sorted
 TEMPORARY_SUFFIX = ".tmp"
 _GONE = np.iinfo(np.int32).min  # moves every position below 0
 

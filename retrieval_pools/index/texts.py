@@ -26,106 +26,6 @@ _BLOCK_TEXTS = 1024
 _SEPARATOR = np.array([SEPARATOR], np.int32)
 
 
-def values_by_position(values: np.ndarray, starts: np.ndarray, file: Path) -> np.ndarray:
-    """A value of each text for each of its positions, the separator before it among them; written to a file, mapped."""
-    lengths = np.diff(starts)
-    with ArrayWriter(file, values.dtype) as writer:
-        for first in range(0, len(values), _BLOCK_TEXTS):
-            block = slice(first, first + _BLOCK_TEXTS)
-            writer.write(np.repeat(values[block], lengths[block]))
-    return map_array(file)
-
-
-@cached()
-def gather_texts(tokens, starts, texts):
-    """Some texts end to end in an array of their own, separators around them: (tokens, their `starts` there)."""
-    new_starts = np.zeros(texts.shape[0] + 1, np.int32)
-    for k in range(texts.shape[0]):
-        new_starts[k + 1] = new_starts[k] + starts[texts[k] + 1] - starts[texts[k]]
-    gathered = np.empty(new_starts[-1] + 1, np.int32)
-    for k in range(texts.shape[0]):
-        gathered[new_starts[k] : new_starts[k + 1]] = tokens[starts[texts[k]] : starts[texts[k] + 1]]
-    gathered[-1] = SEPARATOR
-    return gathered, new_starts
-
-
-def find_known_texts(
-    tokens: np.ndarray, starts: np.ndarray, old_tokens: np.ndarray, old_starts: np.ndarray
-) -> np.ndarray:
-    """Which texts of an older array stand in a newer one too, in the same sequence.
-
-    Texts are told by their tokens. Where the two arrays have them in different sequences, a longest common subsequence
-    is known (of equal texts the k-th is taken for the k-th), so that positions move by a monotone map.
-
-    Parameters
-    ----------
-    tokens, starts : the newer array and its separators.
-    old_tokens, old_starts : likewise of the older array.
-
-    Returns
-    -------
-    int32[number of older texts], the number that each older text has now, increasing where it is not -1: not known.
-    """
-    keys = _text_keys(old_tokens, old_starts), _text_keys(tokens, starts)
-    _, old_texts, texts = np.intersect1d(*keys, return_indices=True)
-    same = np.full(len(old_starts) - 1, -1, np.int32)
-    same[old_texts] = texts
-    _keep_longest_increasing(same)
-    _drop_unequal(same, old_tokens, old_starts, tokens, starts)
-    return same
-
-
-def _text_keys(tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """uint64[num_texts], another for each: the hash of its tokens, and how many equal texts are before it."""
-    hashes = _text_hashes(tokens, starts)
-    order = np.argsort(hashes, kind="stable")
-    risen = hashes[order]
-    num_before = np.arange(len(risen), dtype=np.uint64) - np.searchsorted(risen, risen).astype(np.uint64)
-    keys = np.empty_like(hashes)
-    keys[order] = risen + num_before * np.uint64(0xD1342543DE82EF95)
-    return keys
-
-
-@cached()
-def _text_hashes(tokens, starts):
-    hashes = np.empty(starts.shape[0] - 1, np.uint64)
-    for text in range(hashes.shape[0]):
-        value = np.uint64(0xCBF29CE484222325)
-        for i in range(starts[text] + 1, starts[text + 1]):
-            value = (value ^ np.uint64(tokens[i])) * np.uint64(0x9E3779B97F4A7C15)
-            value ^= value >> np.uint64(29)
-        hashes[text] = value
-    return hashes
-
-
-def _keep_longest_increasing(same: np.ndarray) -> None:
-    """Set to -1 what is not of a longest increasing subsequence (patience sorting, O(n log n))."""
-    values = same.tolist()
-    last_values, last_places = [], []  # by length less one: the smallest last value, and its place
-    before = {}
-    for place in np.flatnonzero(same >= 0).tolist():
-        length = bisect_left(last_values, values[place])
-        before[place] = last_places[length - 1] if length else None
-        last_values[length : length + 1] = [values[place]]
-        last_places[length : length + 1] = [place]
-    same[:] = -1
-    place = last_places[-1] if last_places else None
-    while place is not None:
-        same[place] = values[place]
-        place = before[place]
-
-
-@cached()
-def _drop_unequal(same, old_tokens, old_starts, tokens, starts):
-    """A hash may be that of two texts; nobody is to rely on it not being so."""
-    for text in range(same.shape[0]):
-        if same[text] >= 0:
-            older = old_tokens[old_starts[text] : old_starts[text + 1]]
-            newer = tokens[starts[same[text]] : starts[same[text] + 1]]
-            if older.shape[0] != newer.shape[0] or (older != newer).any():
-                same[text] = -1
-
-
 @dataclass(frozen=True, slots=True)
 class PoolText:
     """One earlier text.
@@ -284,3 +184,103 @@ def _count_groups(names: list[str], codes: np.ndarray, lengths: np.ndarray) -> d
         name: GroupCounts(num_texts=int(num_texts[code]), num_tokens=int(num_tokens[code]))
         for code, name in enumerate(names)
     }
+
+
+def values_by_position(values: np.ndarray, starts: np.ndarray, file: Path) -> np.ndarray:
+    """A value of each text for each of its positions, the separator before it among them; written to a file, mapped."""
+    lengths = np.diff(starts)
+    with ArrayWriter(file, values.dtype) as writer:
+        for first in range(0, len(values), _BLOCK_TEXTS):
+            block = slice(first, first + _BLOCK_TEXTS)
+            writer.write(np.repeat(values[block], lengths[block]))
+    return map_array(file)
+
+
+@cached()
+def gather_texts(tokens, starts, texts):
+    """Some texts end to end in an array of their own, separators around them: (tokens, their `starts` there)."""
+    new_starts = np.zeros(texts.shape[0] + 1, np.int32)
+    for k in range(texts.shape[0]):
+        new_starts[k + 1] = new_starts[k] + starts[texts[k] + 1] - starts[texts[k]]
+    gathered = np.empty(new_starts[-1] + 1, np.int32)
+    for k in range(texts.shape[0]):
+        gathered[new_starts[k] : new_starts[k + 1]] = tokens[starts[texts[k]] : starts[texts[k] + 1]]
+    gathered[-1] = SEPARATOR
+    return gathered, new_starts
+
+
+def find_known_texts(
+    tokens: np.ndarray, starts: np.ndarray, old_tokens: np.ndarray, old_starts: np.ndarray
+) -> np.ndarray:
+    """Which texts of an older array stand in a newer one too, in the same sequence.
+
+    Texts are told by their tokens. Where the two arrays have them in different sequences, a longest common subsequence
+    is known (of equal texts the k-th is taken for the k-th), so that positions move by a monotone map.
+
+    Parameters
+    ----------
+    tokens, starts : the newer array and its separators.
+    old_tokens, old_starts : likewise of the older array.
+
+    Returns
+    -------
+    int32[number of older texts], the number that each older text has now, increasing where it is not -1: not known.
+    """
+    keys = _text_keys(old_tokens, old_starts), _text_keys(tokens, starts)
+    _, old_texts, texts = np.intersect1d(*keys, return_indices=True)
+    same = np.full(len(old_starts) - 1, -1, np.int32)
+    same[old_texts] = texts
+    _keep_longest_increasing(same)
+    _drop_unequal(same, old_tokens, old_starts, tokens, starts)
+    return same
+
+
+def _text_keys(tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """uint64[num_texts], another for each: the hash of its tokens, and how many equal texts are before it."""
+    hashes = _text_hashes(tokens, starts)
+    order = np.argsort(hashes, kind="stable")
+    risen = hashes[order]
+    num_before = np.arange(len(risen), dtype=np.uint64) - np.searchsorted(risen, risen).astype(np.uint64)
+    keys = np.empty_like(hashes)
+    keys[order] = risen + num_before * np.uint64(0xD1342543DE82EF95)
+    return keys
+
+
+@cached()
+def _text_hashes(tokens, starts):
+    hashes = np.empty(starts.shape[0] - 1, np.uint64)
+    for text in range(hashes.shape[0]):
+        value = np.uint64(0xCBF29CE484222325)
+        for i in range(starts[text] + 1, starts[text + 1]):
+            value = (value ^ np.uint64(tokens[i])) * np.uint64(0x9E3779B97F4A7C15)
+            value ^= value >> np.uint64(29)
+        hashes[text] = value
+    return hashes
+
+
+def _keep_longest_increasing(same: np.ndarray) -> None:
+    """Set to -1 what is not of a longest increasing subsequence (patience sorting, O(n log n))."""
+    values = same.tolist()
+    last_values, last_places = [], []  # by length less one: the smallest last value, and its place
+    before = {}
+    for place in np.flatnonzero(same >= 0).tolist():
+        length = bisect_left(last_values, values[place])
+        before[place] = last_places[length - 1] if length else None
+        last_values[length : length + 1] = [values[place]]
+        last_places[length : length + 1] = [place]
+    same[:] = -1
+    place = last_places[-1] if last_places else None
+    while place is not None:
+        same[place] = values[place]
+        place = before[place]
+
+
+@cached()
+def _drop_unequal(same, old_tokens, old_starts, tokens, starts):
+    """A hash may be that of two texts; nobody is to rely on it not being so."""
+    for text in range(same.shape[0]):
+        if same[text] >= 0:
+            older = old_tokens[old_starts[text] : old_starts[text + 1]]
+            newer = tokens[starts[same[text]] : starts[same[text] + 1]]
+            if older.shape[0] != newer.shape[0] or (older != newer).any():
+                same[text] = -1

@@ -41,18 +41,14 @@ def train_lightgcn(
     seed: int = 0,
     max_steps: int = MAX_STEPS,
 ) -> LightGCNEmbeddings:
-    """Train on implicit feedback: a pair that occurs, however often and in whatever order, is one edge.
+    """Vectors of every id that occurs, float32 (num_users, DIM) and (num_items, DIM).
+
+    Training is on implicit feedback: a pair that occurs, however often and in whatever order, is one edge.
 
     Parameters
     ----------
     user_ids, item_ids : Arrow arrays (num_interactions,), string or int64, no nulls: the two ends of each interaction.
     seed : of the initial embeddings and of the negative samples.
-    max_steps : of the optimiser, at most.
-
-    Returns
-    -------
-    LightGCNEmbeddings
-        float32 vectors (num_users, dim) and (num_items, dim) of every id that occurs.
     """
     users, user_index = _sorted_ids(user_ids)
     items, item_index = _sorted_ids(item_ids)
@@ -95,11 +91,7 @@ def propagate(adjacency: torch.Tensor, layer_0: torch.Tensor, num_layers: int) -
     Parameters
     ----------
     adjacency : sparse CSR float32 (num_nodes, num_nodes), D^-1/2 A D^-1/2
-    layer_0 : float32 (num_nodes, dim)
-
-    Returns
-    -------
-    float32 tensor (num_nodes, dim), detached
+    layer_0 : float32 (num_nodes, dim), as is what is returned, detached.
     """
     with torch.no_grad():
         layer, total = layer_0, layer_0.clone()
