@@ -38,6 +38,7 @@ from laserbatch.retrieval_pools.index.texts import (
     PoolText,
     find_known_texts,
     lay_end_to_end,
+    values_at,
     values_by_position,
 )
 from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings
@@ -170,7 +171,7 @@ def _order(
         moved_by = values_by_position(moved_by, old_starts, scratch / "moved-by.npy")
 
         def moved(chunk: np.ndarray) -> np.ndarray:
-            places = chunk + moved_by[chunk]
+            places = chunk + values_at(moved_by, chunk)
             return places[places >= 0]
 
         runs.append(in_threads(moved, read_chunks(array_path(previous.folder, "order"))))
@@ -205,7 +206,7 @@ def _write_arrays(
         ArrayWriter(array_path(folder, "group_codes"), laid.group_codes.dtype) as codes,
     ):
         code_at = values_by_position(laid.group_codes, laid.starts, scratch / "codes.npy")
-        for chunk, codes_of_chunk in in_threads(lambda chunk: (chunk, code_at[chunk]), order):
+        for chunk, codes_of_chunk in in_threads(lambda chunk: (chunk, values_at(code_at, chunk)), order):
             places.write(chunk)
             codes.write(codes_of_chunk)
     with ArrayWriter(array_path(folder, "starts"), np.int32) as writer:

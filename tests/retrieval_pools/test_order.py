@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laserbatch.retrieval_pools.index.order import count_first_tokens, merge_runs, sort_suffixes, sort_texts
-from laserbatch.retrieval_pools.index.texts import SEPARATOR, find_known_texts, values_by_position
+from laserbatch.retrieval_pools.index.texts import SEPARATOR, find_known_texts, values_at, values_by_position
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=14)
 DEPTHS = st.sampled_from([1, 2, 4, 16])
@@ -125,3 +125,5 @@ def test_values_of_texts_by_position(tmp_path):
     found = values_by_position(values, starts_of(lay_out(texts)), tmp_path / "values.npy")
     expected = [value for value, text in zip(values.tolist(), texts, strict=True) for _ in (0, *text)]
     assert found.tolist() == expected and found.dtype == np.uint16
+    places = rng.permutation(len(expected)).astype(np.int32)
+    assert values_at(found, places).tolist() == found[places].tolist()
