@@ -32,12 +32,7 @@ SCRATCH_NAME, HELD_BACK_NAME = "scratch", "without-held-back"
 
 
 def build_pools(night: Night, make_current: bool = True) -> dict[Side, PoolBuilt]:
-    """Build and publish the pools of a run; what was built, by side.
-
-    Parameters
-    ----------
-    make_current : whether the next run drafts from them.
-    """
+    """Build and publish the pools of a run, for the next run if `make_current`; what was built, by side."""
     tables, routing = night.tables, night.settings.routing
     texts = {side: _entity_texts(night, side) for side in SIDES} if routing.attribute_grouping == "leaves" else None
     routers = fit_routers(tables.users, tables.items, tables.interactions, routing, night.settings.seed, texts)
@@ -57,14 +52,7 @@ def build_pools(night: Night, make_current: bool = True) -> dict[Side, PoolBuilt
 
 
 def collect_pools(store: PoolStore, keep: int, in_use: Collection[str], dry_run: bool = False) -> Collected:
-    """Remove what `PoolStore.collect` may, under the workspace's lock, and say so.
-
-    Parameters
-    ----------
-    keep : newest versions that stay.
-    in_use : versions that unfinished runs draft from.
-    dry_run : only say what would go.
-    """
+    """Remove what `PoolStore.collect` may, under the workspace's lock, and say so; with `dry_run` only say it."""
     collected = store.collect(keep, in_use, dry_run)
     megabytes = f"{collected.num_bytes / 1e6:,.1f} MB"
     if collected.versions or collected.num_leftovers:

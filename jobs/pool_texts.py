@@ -40,7 +40,6 @@ from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.texts import PoolText
 from laserbatch.retrieval_pools.routing.router import Route
-from laserbatch.retrieval_pools.settings import PoolSettings
 
 TOKENS_NAME = "texts.npy"
 _DATE_LENGTH = len("2025-03-01")  # what a run's id begins with
@@ -141,17 +140,12 @@ def calibrate_side(
 ) -> tuple[Calibration | None, Pool | None]:
     """Replay some texts of a side; None where there are too few, or none are wanted. The same run, the same result.
 
+    And, if there had to be one, a pool of all that the coming pool has but the texts held back.
+
     Parameters
     ----------
-    run_texts : the texts of the run.
     pool_texts : those of the coming pool, from the first.
     build : makes a pool of those that are not held back.
-
-    Returns
-    -------
-    Calibration, or None
-    Pool, or None
-        That pool, if there had to be one: all that the coming pool has but the texts held back.
     """
     settings, options = night.settings.pools, draft_options(night.settings.decoding, drafted_with(night, side))
     if not settings.calibration_texts:
@@ -208,13 +202,9 @@ def _drafted_from(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | No
     if version is None or version not in {known.version for known in night.pools.list() if known.problem is None}:
         return None
     pool = night.pools.open(version, side, hash_of_tokenizer)
-    if pool is None or _estimating(pool.settings) != _estimating(night.settings.pools):
-        return None
-    return pool
-
-
-def _estimating(settings: PoolSettings) -> dict:
-    return settings.model_dump(exclude={"calibration_texts"})
+    estimating = night.settings.pools.model_copy(update={"calibration_texts": 0})
+    is_alike = pool is not None and pool.settings.model_copy(update={"calibration_texts": 0}) == estimating
+    return pool if is_alike else None
 
 
 def planned_rows(night: Night, side: Side, num_wanted: int) -> list[PlannedRow]:
