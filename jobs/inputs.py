@@ -21,7 +21,7 @@ from laserbatch.pipeline.tables.check import check_tables, require_sound
 from laserbatch.pipeline.tables.findings import Finding
 from laserbatch.pipeline.tables.read import Tables, describe, read_tables
 from laserbatch.pipeline.validation import nearest
-from laserbatch.retrieval_pools.routing.collaborative import id_column, read_embeddings
+from laserbatch.retrieval_pools.routing.embeddings import id_column, read_embeddings
 
 ROWS_AT_ONCE = 64 * 1024
 NEEDS_A_MODEL = (

@@ -58,6 +58,15 @@ def test_the_rooms_of_a_package_stand_on_one_another_without_a_circle(package):
     rooms.prepare()  # raises CycleError, which names the rooms of a circle
 
 
+def test_no_files_import_each_other_in_a_circle():
+    """Imports that wait within functions count too."""
+    modules = {".".join(name.with_suffix("").parts) for name in FILES}
+    files = TopologicalSorter(
+        {".".join(name.with_suffix("").parts): imported_modules(path) & modules for name, path in FILES.items()}
+    )
+    files.prepare()
+
+
 def rooms_used_by_room(package: str) -> dict[str, set[str]]:
     """A room is a file or a folder directly in the package; a folder's face, which defines nothing, is none."""
     folder = ROOT / package.replace(".", "/")

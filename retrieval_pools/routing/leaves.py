@@ -20,7 +20,8 @@ from scipy.sparse import csr_array
 from threadpoolctl import threadpool_limits
 
 from laserbatch.retrieval_pools.routing.attributes import AttributeColumn, iter_attributes
-from laserbatch.retrieval_pools.routing.collaborative import check_same_kind, cluster_embeddings, normalised_ids
+from laserbatch.retrieval_pools.routing.collaborative import cluster_embeddings
+from laserbatch.retrieval_pools.routing.embeddings import check_same_kind, normalised_ids
 
 LEAF_FILE = "attribute_leaves.json"
 MAX_FIT_TEXTS = 50_000  # on larger sides the tree comes from a seeded sample of this many texts

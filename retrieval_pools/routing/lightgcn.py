@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import torch
 from torch.nn import functional
 
-from laserbatch.retrieval_pools.routing.collaborative import EntityEmbeddings
+from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings
 
 DIM = 64
 NUM_LAYERS = 3  # K of He et al.

@@ -20,11 +20,10 @@ from laserbatch.retrieval_pools.routing.attributes import AttributeColumn, Attri
 from laserbatch.retrieval_pools.routing.collaborative import (
     SIDES,
     CollaborativeGroups,
-    EntityEmbeddings,
     default_num_groups,
-    id_column,
     train_embeddings,
 )
+from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings, id_column
 from laserbatch.retrieval_pools.routing.leaves import EntityTexts, LeafGroups
 from laserbatch.retrieval_pools.settings import RoutingSettings
 

@@ -12,7 +12,7 @@ import pytest
 from sklearn.metrics import adjusted_rand_score
 
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.routing.collaborative import EntityEmbeddings, read_embeddings
+from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings, read_embeddings
 from laserbatch.retrieval_pools.routing.router import Router, fit_routers
 from laserbatch.retrieval_pools.settings import RoutingSettings
 

@@ -14,7 +14,7 @@ from sklearn.metrics import adjusted_rand_score
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.routing import leaves as module
 from laserbatch.retrieval_pools.routing.attributes import choose_columns
-from laserbatch.retrieval_pools.routing.collaborative import id_column
+from laserbatch.retrieval_pools.routing.embeddings import id_column
 from laserbatch.retrieval_pools.routing.leaves import (
     LEAF_FILE,
     EntityTexts,

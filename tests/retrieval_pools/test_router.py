@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from sklearn.metrics import adjusted_rand_score
 
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.routing.collaborative import EntityEmbeddings
+from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings
 from laserbatch.retrieval_pools.routing.router import Route, Router, fit_routers, random_group
 from laserbatch.retrieval_pools.settings import RoutingSettings
 
