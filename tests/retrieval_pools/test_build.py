@@ -84,6 +84,14 @@ def test_bad_texts_are_named(tmp_path, texts, vocab_size, message):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize(("limit", "message"), [("MAX_GROUPS", "holds 2 groups"), ("MAX_POSITIONS", "holds 2 tokens")])
+def test_more_than_a_pool_holds_is_refused(tmp_path, monkeypatch, limit, message):
+    monkeypatch.setattr(f"laserbatch.retrieval_pools.index.texts.{limit}", 2)
+    rows = [PoolText(np.array([0], np.int32), group) for group in "abc"]
+    with pytest.raises(PoolError, match=message):
+        build_pool(rows, tmp_path / "p", side="user", tokenizer_hash="t", model_id="m", vocab_size=9)
+
+
 def test_a_pool_is_never_overwritten(tmp_path):
     build(tmp_path / "p", [([1], "")])
     with pytest.raises(PoolError, match="there already"):
