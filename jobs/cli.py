@@ -74,7 +74,7 @@ def _global(
 ) -> None:
     level = logging.INFO if verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
-    logger.setLevel(logging.DEBUG if verbose else logging.INFO)
+    logger.setLevel(logging.DEBUG if verbose else logging.WARNING)
 
 
 def exit_code_of(error: Exception) -> ExitCode:

@@ -50,30 +50,43 @@ def part_keys(request, monkeypatch) -> int:
 
 
 @pytest.mark.parametrize(
-    "dtype, num_heads, num_kv_heads",
+    "part_keys, dtype, num_heads, num_kv_heads",
     [
-        (torch.float32, 2, 2),
-        (torch.float32, 7, 1),
-        (torch.float16, 4, 2),
-        (torch.bfloat16, 2, 2),
-        (torch.bfloat16, 7, 1),
+        (PART_KEYS, torch.float32, 2, 2),
+        (PART_KEYS, torch.bfloat16, 7, 1),
+        (32, torch.float32, 7, 1),
+        (32, torch.float16, 4, 2),
+        (32, torch.bfloat16, 2, 2),
     ],
+    indirect=["part_keys"],
     ids=str,
 )
 def test_kernel_in_every_type_and_head_grouping(part_keys, dtype, num_heads, num_kv_heads):
     assert_equal_to_the_slow_one(random_pack(LENGTHS, num_heads, num_kv_heads, dtype=dtype, device=DEVICE))
 
 
-@pytest.mark.parametrize("window", [None, 1, 7])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(
+    "part_keys, window, softcap, has_sinks",
+    [  # every two of them together at least once
+        (PART_KEYS, None, 2.0, False),
+        (PART_KEYS, 1, None, True),
+        (PART_KEYS, 7, 2.0, True),
+        (32, None, None, True),
+        (32, None, 2.0, True),
+        (32, 1, 2.0, False),
+        (32, 7, None, False),
+    ],
+    indirect=["part_keys"],
+)
 def test_kernel_with_window_softcap_and_sinks(part_keys, window, softcap, has_sinks):
     pack = random_pack(SHORTER, seed=1, device=DEVICE)
     sinks = torch.randn(4, generator=torch.Generator().manual_seed(2)).to(DEVICE) if has_sinks else None
     assert_equal_to_the_slow_one(pack, window=window, softcap=softcap, sinks=sinks)
 
 
-@pytest.mark.parametrize("head_dim, value_dim", [(8, 8), (24, 12), (40, 64)])
+@pytest.mark.parametrize(
+    "part_keys, head_dim, value_dim", [(32, 8, 8), (32, 24, 12), (PART_KEYS, 40, 64)], indirect=["part_keys"]
+)
 def test_head_dimensions_that_are_no_power_of_two(part_keys, head_dim, value_dim):
     assert_equal_to_the_slow_one(random_pack(SHORTER, 2, 1, head_dim, value_dim, device=DEVICE))
 

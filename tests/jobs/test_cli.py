@@ -159,6 +159,23 @@ def test_tracebacks_are_shown_when_asked_for(run, tmp_path):
     assert "Traceback" in run("-v", "pools", "list", "-w", workspace).stderr
 
 
+def test_what_only_an_engineer_reads_is_told_when_asked_for():
+    code = """
+import logging, sys
+from laserbatch.jobs.cli import main
+from laserbatch.jobs.console import logger
+try:
+    main()
+except SystemExit:
+    logger.getChild("ctr.compare").info("an AUC")
+    logger.getChild("ctr.compare").warning("a fault")
+"""
+    for words, told in (((), ["a fault"]), (("-v",), ["an AUC", "a fault"])):
+        command = [sys.executable, "-c", code, *words, "report", "--nothing"]
+        lines = subprocess.run(command, capture_output=True, text=True).stderr.splitlines()
+        assert [line.split(": ")[1] for line in lines if ".ctr.compare" in line] == told
+
+
 def test_a_reader_that_goes_away_is_no_error(tmp_path):
     read_end, write_end = os.pipe()
     os.close(read_end)
