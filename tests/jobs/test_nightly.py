@@ -62,10 +62,11 @@ def installed(tmp_path_factory) -> Path:
     for name in ("jobs", "models"):
         (site / name).mkdir()
         (site / name / "__init__.py").write_text("OWNER = 'somebody'\n")
-    for cache in ROOT.glob("retrieval_pools/*/__pycache__/*.nb[ci]"):  # else numba compiles all of it again
-        shutil.copy(cache, _made(site / "laserbatch" / cache.relative_to(ROOT).parent))
-    for path in ROOT.glob("retrieval_pools/*/*.py"):
-        os.utime(site / "laserbatch" / path.relative_to(ROOT), ns=(path.stat().st_mtime_ns,) * 2)
+    for package in ("pipeline", "retrieval_pools"):
+        for cache in (ROOT / package).rglob("__pycache__/*.nb[ci]"):  # else numba compiles all of it again
+            shutil.copy(cache, _made(site / "laserbatch" / cache.relative_to(ROOT).parent))
+        for path in (ROOT / package).rglob("*.py"):
+            os.utime(site / "laserbatch" / path.relative_to(ROOT), ns=(path.stat().st_mtime_ns,) * 2)
     return python.parent
 
 
