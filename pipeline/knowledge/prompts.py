@@ -19,6 +19,7 @@ from laserbatch.pipeline.knowledge.entities import Entity, HistoryEvent
 from laserbatch.pipeline.knowledge.templates import Columns, HistoryLines, PromptTemplate
 
 LAYOUT_VERSION = 1  # another one where the same template and values become another prompt: fingerprints hold it
+PARTS = ("template", "prompt", "model", "decoding", "attributes", "history")  # of a fingerprint; the first 4 are shared
 _Event = tuple[str, str | None, str | None]  # title, attributes and rating as text; None where there are none
 
 
@@ -78,22 +79,35 @@ def render_prompt(
     return encoded(num_shown)
 
 
+def digest(value: object) -> str:
+    """One part of a fingerprint: BLAKE2b of a value that JSON can hold, as 16 hexadecimal digits."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
 def fingerprint(template: PromptTemplate, entity: Entity, shared: str) -> str:
-    """SHA-256, as 32 hexadecimal digits, of all that decides a text apart from the drafts; nothing is tokenised.
+    """All that decides a text apart from the drafts: the digests of `PARTS`, joined by "-"; nothing is tokenised.
 
     An entity whose fingerprint is the same as before keeps its text. What the template shows of the entity counts
     before histories are cut to the tokens that a prompt may have: equal fingerprints mean equal prompts.
 
     Parameters
     ----------
-    shared : a hash of what else decides it: template, tokenizer, the limit, model, decoding.
+    shared : the parts that all entities of a side share, joined.
 
     Raises
     ------
     RowError : reason "no-title" for an item without one.
     """
-    values = json.dumps([LAYOUT_VERSION, shared, _values(template, entity)])
-    return hashlib.sha256(values.encode()).hexdigest()[:32]
+    head, events, tail = _values(template, entity)
+    return "-".join((shared, digest([head, tail]), digest(events)))
+
+
+def changed_parts(before: str, after: str) -> tuple[str, ...]:
+    """The names of `PARTS` that differ between two fingerprints; ("version",) where one is of another form."""
+    old, new = before.split("-"), after.split("-")
+    if len(old) != len(PARTS) or len(new) != len(PARTS):
+        return () if before == after else ("version",)
+    return tuple(name for name, one, other in zip(PARTS, old, new, strict=True) if one != other)
 
 
 def _values(template: PromptTemplate, entity: Entity) -> tuple[str, list[_Event], str]:

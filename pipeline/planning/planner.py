@@ -18,12 +18,18 @@ from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.chat_format import chat_skeleton
 from laserbatch.pipeline.knowledge.entities import Entity
-from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, fingerprint, render_prompt
+from laserbatch.pipeline.knowledge.prompts import (
+    LAYOUT_VERSION,
+    PARTS,
+    RenderedPrompt,
+    digest,
+    fingerprint,
+    render_prompt,
+)
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, load_template
 from laserbatch.pipeline.planning.plan import CARRIED_SHARD, PlannedRow, SidePlan, write_shard_plan
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.manifest import settings_hash
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import Tables
@@ -46,21 +52,19 @@ def prompt_renderer(
     template = load_template(knowledge.template_of(side), knowledge.template_dir)
     skeleton = chat_skeleton(tokenizer, template.system is not None, template.chat_options)
     names = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-    shared = settings_hash(
-        {
-            "template": template.model_dump(mode="json"),
-            "chat": [skeleton.pieces, skeleton.merges_system],
-            "tokenizer": tokenizer_hash(model_dir),
-            "tokens": [(model_dir / name).read_text("utf-8") for name in names if (model_dir / name).is_file()],
-            "max_prompt_tokens": knowledge.max_prompt_tokens,
-            "model": model_identity(model_dir, decoding.adapter),
-            "decoding": decoding_provenance(decoding),
-        }
-    )
+    tokens = [(model_dir / name).read_text("utf-8") for name in names if (model_dir / name).is_file()]
+    chat = [skeleton.pieces, skeleton.merges_system, tokenizer_hash(model_dir), tokens, knowledge.max_prompt_tokens]
+    shared = {
+        "template": [LAYOUT_VERSION, template.model_dump(mode="json")],
+        "prompt": chat,
+        "model": model_identity(model_dir, decoding.adapter),
+        "decoding": decoding_provenance(decoding),
+    }
+    joined = "-".join(digest(shared[name]) for name in PARTS[: len(shared)])
 
     def prompt_of(entity: Entity) -> Prompt:
         return (
-            fingerprint(template, entity, shared),
+            fingerprint(template, entity, joined),
             lambda: render_prompt(template, entity, tokenizer, knowledge.max_prompt_tokens),
         )
 

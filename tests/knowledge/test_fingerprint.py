@@ -13,7 +13,7 @@ from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge import prompts
 from laserbatch.pipeline.knowledge.entities import Entity, HistoryEvent
-from laserbatch.pipeline.knowledge.prompts import fingerprint, render_prompt
+from laserbatch.pipeline.knowledge.prompts import changed_parts, fingerprint, render_prompt
 from laserbatch.pipeline.knowledge.templates import SHIPPED_TEMPLATES, KnowledgeSettings, PromptTemplate
 from laserbatch.pipeline.planning.planner import prompt_renderer
 
@@ -71,19 +71,22 @@ def test_no_text_is_tokenised_for_it(monkeypatch):
     assert fingerprint_of() == fingerprint_of()
 
 
-def test_template_limit_decoding_and_what_is_shown_of_the_entity_each_change_it(tmp_path):
+def test_each_part_changes_with_what_it_is_of_and_with_nothing_else(tmp_path):
     text = (SHIPPED_TEMPLATES / "kar_user.yaml").read_text()
     (tmp_path / "kar_user.yaml").write_text(text.replace("factors: [", "factors: [Weather, "))
+    config = shutil.copytree(SAMPLE_MODEL, tmp_path / "sample") / "config.json"
+    config.write_text(config.read_text() + "\n")
     older = replace(USER.history[0], title="Another")
-    fingerprints = [
-        fingerprint_of(),
-        fingerprint_of(template_dir=tmp_path),
-        fingerprint_of(max_prompt_tokens=512),
-        fingerprint_of(decoding={"top_k": 7}),
-        fingerprint_of(user=replace(USER, attributes={"region": "Velden"})),
-        fingerprint_of(user=replace(USER, history=USER.history[:-1])),
-        fingerprint_of(user=replace(USER, history=(older, *USER.history[1:]))),
-    ]
-    assert len({*fingerprints}) == len(fingerprints)
-    assert all(len(one) == 32 and int(one, 16) >= 0 for one in fingerprints)
-    assert fingerprint_of(decoding={"batch_size": 3, "max_draft_tokens": 5}) == fingerprint_of()
+    before = fingerprint_of()
+    expected = {
+        fingerprint_of(template_dir=tmp_path): ("template",),
+        fingerprint_of(max_prompt_tokens=512): ("prompt",),
+        fingerprint_of(config.parent): ("model",),
+        fingerprint_of(decoding={"top_k": 7}): ("decoding",),
+        fingerprint_of(user=replace(USER, attributes={"region": "Velden"})): ("attributes",),
+        fingerprint_of(user=replace(USER, history=USER.history[:-1])): ("history",),
+        fingerprint_of(user=replace(USER, history=(older, *USER.history[1:]))): ("history",),
+        fingerprint_of(decoding={"batch_size": 3, "max_draft_tokens": 5}): (),
+        "0" * 32: ("version",),
+    }
+    assert {after: changed_parts(before, after) for after in expected} == expected
