@@ -33,6 +33,10 @@ COMMANDS = {
     "nightly": LazyCommand(
         "laserbatch.jobs.nightly:nightly", "Run a whole night: generate, encode, compare, publish, build pools, report."
     ),
+    "backfill": LazyCommand(
+        "laserbatch.jobs.backfill:backfill",
+        "Run the nights of a range of dates, each from the one before it; finished ones are left as they are.",
+    ),
     "generate": LazyCommand(
         "laserbatch.jobs.nightly:generate", "Generate the knowledge of a date; nothing is published."
     ),

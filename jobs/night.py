@@ -86,7 +86,13 @@ def parse_date(text: str) -> datetime.date:
     return date
 
 
-def open_night(settings: Settings, date: datetime.date, force: bool = False, redo: bool = False) -> Night:
+def open_night(
+    settings: Settings,
+    date: datetime.date,
+    force: bool = False,
+    redo: bool = False,
+    after: RunFolder | None = None,
+) -> Night:
     """Open the run of a date and these settings: a new one, or the newest that there is, finished or not.
 
     The workspace's lock must be held. The inputs are checked before anything is written. Files of a finished run never
@@ -98,6 +104,7 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False, red
     ----------
     force : generate unchanged entities too, in another edition where a run is there.
     redo : do a finished night again, in another edition, if its inputs have changed since.
+    after : the finished run that a new one builds on, and from whose pools it drafts; None: see `previous_run`.
     """
     inputs, tables = checked_inputs(settings, date)
     if needs_a_model(settings):
@@ -110,7 +117,10 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False, red
     if manifest is not None and (force or (redo and changed) if run.is_finished else force and not manifest.force):
         edition, manifest = edition + 1, None
     if manifest is None:
-        night = new_night(settings, workspace, date, edition)
+        night = new_night(settings, workspace, date, edition, after)
+        warn_of_shared_words(settings)
+        if date > datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=1):
+            say(f"{date} is in the future: once published, no night of an earlier date is published by itself")
         night.manifest.force, night.manifest.inputs = force, inputs
         night.manifest.save()
         night.tables = tables
@@ -131,16 +141,35 @@ def open_night(settings: Settings, date: datetime.date, force: bool = False, red
     return night
 
 
-def new_night(settings: Settings, workspace: Workspace, date: datetime.date, edition: int = 1) -> Night:
-    """A night that has not begun, with the run and the pools that it would build on; nothing is written."""
+def new_night(
+    settings: Settings, workspace: Workspace, date: datetime.date, edition: int = 1, after: RunFolder | None = None
+) -> Night:
+    """A night that has not begun, with the run and the pools that it would build on; nothing is written.
+
+    `after` is that of `open_night`.
+    """
     output = settings.of_output()
     run = workspace.run(make_run_id(date, output, edition))
     manifest = RunManifest.create(run.manifest_path, date, output, version("laserbatch"), describe_machine(), edition)
-    previous = previous_run(workspace, run.run_id)
+    previous = after or previous_run(workspace, run.run_id)
     manifest.previous_run_id = previous.run_id if previous is not None else None
     night = Night(settings, workspace, date, run, manifest)
-    manifest.pools = describe_pools(current_pools(night.pools, settings.pools.min_support, date, settings.routing))
+    wanted = None if after is None else after.run_id
+    pools = current_pools(night.pools, settings.pools.min_support, date, settings.routing, wanted)
+    manifest.pools = describe_pools(pools)
     return night
+
+
+def warn_of_shared_words(settings: Settings) -> None:
+    """Say that words of one user can come into another's text, where they can."""
+    decoding = settings.decoding
+    is_lossless = decoding.verifier == "greedy" or decoding.max_draft_tokens == 0
+    if "pool" in decoding.drafters and not is_lossless and settings.pools.min_support == 1:
+        say(
+            f"users' texts are drafted from other users' and verified by the rule {decoding.verifier}, so that words "
+            "of one can stay in another's: pools.min_support: 5 drafts only what five entities' texts share, "
+            "decoding.verifier: greedy only what the model writes anyway"
+        )
 
 
 def _newest_edition(workspace: Workspace, settings: Settings, date: datetime.date) -> int:
@@ -154,7 +183,7 @@ def previous_run(workspace: Workspace, run_id: str) -> RunFolder | None:
     """The run that another one builds on: of the finished ones the newest by date, of its own date or an earlier one.
 
     So a night of an older date sees only what is older. Of several runs of one date that of the same settings is taken,
-    else the one that was finished last.
+    else the one that was finished last. Runs that were taken back are left out.
     """
     run = workspace.run(run_id)
 
@@ -162,7 +191,8 @@ def previous_run(workspace: Workspace, run_id: str) -> RunFolder | None:
         is_alike = other.settings_hash == run.settings_hash
         return other.date, is_alike, other.success_path.stat().st_mtime_ns
 
-    finished = [other for other in workspace.runs() if other.is_finished and other.run_id != run_id]
+    left_out = {run_id, *workspace.withdrawn()}
+    finished = [other for other in workspace.runs() if other.is_finished and other.run_id not in left_out]
     return max((other for other in finished if other.date <= run.date), key=rank, default=None)
 
 
@@ -191,14 +221,16 @@ def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
 
 
 def current_pools(
-    store: PoolStore, min_support: int, date: datetime.date, routing: RoutingSettings
+    store: PoolStore, min_support: int, date: datetime.date, routing: RoutingSettings, wanted: str | None = None
 ) -> PoolVersion | None:
     """The pools that a run may draft from: the current ones, or the newest that are not of a later date than its own.
 
+    The version `wanted` is taken before them, where it is there and whole.
     None when they were built to give more away, are damaged or of another format: a night is then slower, not late.
     """
     try:
-        version = store.current_version()
+        whole = {known.version for known in store.list() if known.problem is None}
+        version = wanted if wanted in whole else store.current_version()
         if version is not None and version[:10] > str(date):
             version = max((known.version for known in store.list() if known.version[:10] <= str(date)), default=None)
     except PoolError as error:

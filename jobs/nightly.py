@@ -39,18 +39,19 @@ def nightly(
     redo: bool = typer.Option(
         False, help="Do a finished date whose tables changed since again, in a run of its own; the unchanged is kept."
     ),
+    publish: bool = typer.Option(False, "--publish", help="Publish it also where a run of a later date is published."),
     ray_address: str | None = RAY_ADDRESS,
     as_json: bool = JSON,
 ) -> None:
     """Run a whole night: generate, encode, compare, publish, build pools, report.
 
     Killed at any moment, the same command finishes the night. A night of an older date sees only what is older, and is
-    not published where one of a later date is.
+    not published where one of a later date is, unless `--publish` asks for it.
 
     Example: `laserbatch nightly --config laserbatch.yaml --date 2025-03-01`
     """
     settings = load_settings(config, {"workspace": workspace, "cluster.ray_address": ray_address})
-    night = run_night(settings, parse_date(date), force, redo)
+    night = run_night(settings, parse_date(date), force, redo, "always" if publish else "forwards")
     summary(
         {
             "run_id": night.run.run_id,

@@ -2,6 +2,7 @@
 
 import datetime
 from pathlib import Path
+from typing import Literal
 
 from laserbatch.ctr.settings import CtrError
 from laserbatch.jobs.build_pools import build_pools, collect_pools
@@ -9,6 +10,7 @@ from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.ctr import compare_ctr
 from laserbatch.jobs.generate import generate_knowledge, generate_plain
 from laserbatch.jobs.night import Night, open_night, pools_in_use
+from laserbatch.jobs.publishing import let_readers_see
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.encoding.encoder import TextEncoder
@@ -22,17 +24,30 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import read_tables
 
+# When a finished run is published: unless one of a later date is, or it was taken back; whatever is; not by this.
+Publishing = Literal["forwards", "always", "never"]
 
-def run_night(settings: Settings, date: datetime.date, force: bool = False, redo: bool = False) -> Night:
-    """All stages of a night, under the workspace's lock. A finished night is left as it is, but published."""
+
+def run_night(
+    settings: Settings,
+    date: datetime.date,
+    force: bool = False,
+    redo: bool = False,
+    publishing: Publishing = "forwards",
+    after: RunFolder | None = None,
+) -> Night:
+    """All stages of a night, under the workspace's lock. A finished night is left as it is, but published.
+
+    `force`, `redo` and `after` are those of `open_night`.
+    """
     with Workspace.open(settings.workspace).lock():
-        night = open_night(settings, date, force, redo)
+        night = open_night(settings, date, force, redo, after)
         if night.run.is_finished:
             say(f"run {night.run.run_id} is finished already; --force generates everything again")
             if night.changed_inputs:
                 names = " and ".join(night.changed_inputs)
                 say(f"{names} of that date changed since: --redo writes what this changes, in a run of its own")
-            publish(night)
+            publish(night, publishing)
             return night
         try:
             generate_knowledge(night)
@@ -50,7 +65,7 @@ def run_night(settings: Settings, date: datetime.date, force: bool = False, redo
         with night.stage("pools"):
             night.manifest.pools_built = build_pools(night, make_current=False)
         close(night)
-        publish(night)
+        publish(night, publishing)
         return night
 
 
@@ -149,8 +164,8 @@ def close(night: Night) -> None:
     night.run.finish()
 
 
-def publish(night: Night) -> None:
-    """Let readers see a finished run, and the next night draft from its pools, unless one of a later date is published.
+def publish(night: Night, publishing: Publishing = "forwards") -> None:
+    """Let readers see a finished run, and the next night draft from its pools.
 
     May be called again: whatever a killed night has left of it is done.
     """
@@ -160,11 +175,12 @@ def publish(night: Night) -> None:
     except WorkspaceError as error:
         say(f"{error} Run {run.run_id} takes its place")
         published = None
-    if published is not None and published.date > run.date:
-        say(f"not published: readers go on seeing run {published.run_id}, which is of a later date")
-    elif published is None or published.run_id != run.run_id:
-        if run.run_id in {known.version for known in night.pools.list() if known.problem is None}:
-            night.pools.use(run.run_id)
-        workspace.publish(run.run_id)
+    is_later = published is not None and published.date > run.date
+    if publishing == "forwards" and is_later:
+        say(f"not published: readers go on seeing run {published.run_id}, of a later date; --publish changes that")
+    elif publishing == "forwards" and published is not None and run.run_id in workspace.withdrawn():
+        say(f"not published: run {run.run_id} was taken back; --publish, or `laserbatch runs publish`, changes that")
+    elif publishing != "never" and (published is None or published.run_id != run.run_id):
+        let_readers_see(workspace, run.run_id)
     in_use = pools_in_use(workspace) | {run.run_id}  # the next night of a backfill drafts from this one's
     collect_pools(night.pools, night.settings.pool_building.keep_versions, in_use)

@@ -19,6 +19,9 @@ class ClusterSettings(Strict):
     max_shard_attempts: int = Field(
         2, ge=1, description="A shard whose worker was lost this often is halved; a row alone goes to quarantine."
     )
+    price_per_hour: float | None = Field(
+        None, ge=0, description="Of the whole cluster, in any currency: plans and reports then tell what a night costs."
+    )
 
 
 def workers_of_node(num_workers: int, num_threads: int) -> int:

@@ -94,15 +94,34 @@ def atomic_folder(path: Path | str, overwrite: bool = False) -> Iterator[Path]:
         raise
 
 
+def remove_folder(path: Path) -> None:
+    """Delete a folder that disappears in one step: a death in between leaves a `.tmp` name."""
+    removed = _temporary_beside(path)
+    os.replace(path, removed)
+    shutil.rmtree(removed)
+
+
+def leftovers(folder: Path | str) -> list[Path]:
+    """The temporary files and folders that killed writers left anywhere under a folder, none within another."""
+    found = sorted(Path(folder).rglob(f".*{TEMPORARY_SUFFIX}"))
+    return [path for path in found if not any(other in path.parents for other in found)]
+
+
 def remove_leftovers(folder: Path | str) -> int:
-    """Delete the temporary files that killed writers left anywhere under a folder; returns how many.
+    """Delete what killed writers left anywhere under a folder; returns how many files and folders.
 
     Call it only while no other process writes there (the workspace's lock is held).
     """
-    leftovers = [path for path in Path(folder).rglob(f".*{TEMPORARY_SUFFIX}") if path.is_file()]
-    for path in leftovers:
-        path.unlink(missing_ok=True)
-    return len(leftovers)
+    found = leftovers(folder)
+    for path in found:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    return len(found)
+
+
+def size_bytes(path: Path) -> int:
+    """Bytes of a file, or of all files under a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.lstat().st_size for file in files if not file.is_dir())
 
 
 def canonical_json(data: Mapping) -> str:

@@ -17,6 +17,7 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 logger = logging.getLogger("laserbatch.storage")
 
 WORKSPACE_VERSION = 1
+MOST_REMEMBERED = 100  # of the runs that were published before
 _VERSION_TEXT = f'{{"format_version": {WORKSPACE_VERSION}}}'
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -80,14 +81,15 @@ class Workspace:
 
     def runs(self) -> list[RunFolder]:
         """Every run, finished or not, in the order of their ids, which begin with their date."""
-        return [RunFolder(path) for path in sorted((self.root / "runs").glob("*")) if path.is_dir()]
+        paths = sorted((self.root / "runs").glob("*"))
+        return [RunFolder(path) for path in paths if path.is_dir() and _RUN_ID.fullmatch(path.name)]
 
     def published(self) -> RunFolder | None:
         """The run that readers see; None before the first is published.
 
         Raises WorkspaceError where the pointer is damaged, or names a run that is not there or not finished.
         """
-        pointer = self.root / "published.json"
+        pointer = self._pointer
         if not pointer.exists():
             return None
         run_id = read_json(pointer, ", or delete it: `laserbatch nightly` publishes a run again").get("run_id")
@@ -101,11 +103,56 @@ class Workspace:
             )
         return folder
 
+    def pointed_to(self) -> str | None:
+        """Id of the run that the pointer names, whether or not it is there; None where it names none."""
+        return self._history["run_id"]
+
     def publish(self, run_id: str) -> None:
         """Make a finished run the one that readers see, in one step. Raises WorkspaceError where it is not finished."""
+        history = self._history
+        now = [history["run_id"]] if history["run_id"] else []
+        self._point_to(run_id, now + history["before"], [other for other in history["withdrawn"] if other != run_id])
+
+    def published_before(self) -> list[RunFolder]:
+        """The finished runs that readers saw before the published one, the last first."""
+        return [run for run in map(self.run, self._history["before"]) if run.is_finished]
+
+    def withdrawn(self) -> list[str]:
+        """Ids of the runs that were published and taken back: nothing is built on them, or publishes them by itself."""
+        return self._history["withdrawn"]
+
+    def withdraw(self) -> None:
+        """Take the published run back, for the one that was published before it, in one step.
+
+        Raises WorkspaceError where there is none.
+        """
+        history, before = self._history, self.published_before()
+        if not before:
+            raise WorkspaceError(
+                f"no run that is still there was published before {history['run_id']}; name one with "
+                "`laserbatch runs publish RUN`."
+            )
+        older = [run.run_id for run in before[1:]]
+        self._point_to(before[0].run_id, older, [*history["withdrawn"], history["run_id"]])
+
+    @property
+    def _pointer(self) -> Path:
+        return self.root / "published.json"
+
+    @property
+    def _history(self) -> dict:
+        """What the pointer names now and did before; of a damaged or missing one nothing."""
+        found = {"run_id": None, "before": [], "withdrawn": []}
+        with suppress(WorkspaceError):
+            found |= read_json(self._pointer)
+        return found
+
+    def _point_to(self, run_id: str, before: list[str], withdrawn: list[str]) -> None:
         if not self.run(run_id).is_finished:
             raise WorkspaceError(f"run {run_id} has no _SUCCESS, so it cannot be published; finish it first.")
-        write_json({"run_id": run_id}, self.root / "published.json")
+        before = [other for other in dict.fromkeys(before) if other != run_id][:MOST_REMEMBERED]
+        withdrawn = [other for other in dict.fromkeys(withdrawn) if self.run(other).root.is_dir()]
+        write_json({"run_id": run_id, "before": before, "withdrawn": withdrawn}, self._pointer)
 
     @contextmanager
     def lock(self) -> Iterator[None]:

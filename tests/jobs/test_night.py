@@ -1,6 +1,7 @@
 """What a night builds on, which run a command goes on with, and what is published: by date, never by who came last."""
 
 import datetime
+import json
 import os
 
 import pyarrow as pa
@@ -8,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from night_world import run_here
 
+from laserbatch.jobs import backfill as backfilling
 from laserbatch.jobs import run_night as stages
 from laserbatch.jobs.night import open_night, previous_run
 from laserbatch.jobs.run_night import close, publish, run_night
@@ -49,13 +51,13 @@ def opened(world, date=DAY, **options):
     return open_night(load_settings(world / "laserbatch.yaml"), date, **options)
 
 
-def done(night):
+def done(night, publishing="forwards"):
     """Ended as a night ends, without a text."""
     night.manifest.pools_built = {}
     with night.pools.publish(night.run.run_id, make_current=False):
         pass
     close(night)
-    publish(night)
+    publish(night, publishing)
     return night
 
 
@@ -94,6 +96,66 @@ def test_an_older_date_is_neither_published_nor_drafted_from(world, capsys):
     (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\nseed: 1\n")
     same_date = done(opened(world))
     assert night.workspace.published().run_id == same_date.run.run_id == night.pools.current_version()
+
+
+def test_an_older_date_is_published_where_that_is_asked_for_and_rolled_back_from(world):
+    newer, older = done(opened(world)), done(opened(world, DAY - datetime.timedelta(days=1)), "always")
+    workspace = older.workspace
+    assert workspace.published().run_id == older.run.run_id == older.pools.current_version()
+    workspace.withdraw()
+    assert workspace.published().run_id == newer.run.run_id
+    assert workspace.withdrawn() == [older.run.run_id]
+
+
+def test_what_was_taken_back_is_not_built_on_nor_published_by_itself(world, capsys):
+    first, second = done(opened(world)), done(opened(world, DAY + datetime.timedelta(days=1)))
+    second.workspace.withdraw()
+    publish(second)
+    assert f"not published: run {second.run.run_id} was taken back" in capsys.readouterr().err
+    assert second.workspace.published().run_id == first.run.run_id
+    third = opened(world, DAY + datetime.timedelta(days=2))
+    assert third.previous.run_id == first.run.run_id
+    publish(second, "always")
+    assert second.workspace.withdrawn() == [] and second.workspace.published().run_id == second.run.run_id
+
+
+def test_a_backfill_goes_from_each_night_to_the_next_and_publishes_its_last_when_asked(world, capfd, monkeypatch):
+    newest = done(opened(world, DAY + datetime.timedelta(days=9)))
+    (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\nseed: 1\n")
+    other = done(opened(world, DAY + datetime.timedelta(days=1)))  # of other settings and a date within the range
+    (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\n")
+    fails_on = {DAY + datetime.timedelta(days=2)}
+
+    def night(settings, date, redo, publishing, after):
+        if date in fails_on:
+            raise WorkspaceError("no")
+        night = open_night(settings, date, redo=redo, after=after)
+        return night if night.run.is_finished else done(night, publishing)
+
+    monkeypatch.setattr(backfilling, "run_night", night)
+    arguments = ("backfill", "--config", str(world / "laserbatch.yaml"), "--from", "2025-03-01", "--to", "2025-03-04")
+    stopped = run_here(capfd, *arguments, "--json")
+    assert stopped.returncode == 3 and json.loads(stopped.stdout)["error"] == "the night of 2025-03-03: no"
+    assert "stopped at 2025-03-03, 2 of 4 nights done" in stopped.stderr
+    fails_on.clear()
+    ended = json.loads(run_here(capfd, *arguments, "--json").stdout)
+    assert ended["published"] == newest.run.run_id
+    runs = [newest.workspace.run(row["run_id"]) for row in ended["nights"]]
+    manifests = [run.load_manifest() for run in runs]
+    assert [manifest.previous_run_id for manifest in manifests] == [None, *(run.run_id for run in runs[:-1])]
+    assert [manifest.pools.version for manifest in manifests] == [None, *(run.run_id for run in runs[:-1])]
+    assert other.run.run_id not in {run.run_id for run in runs}
+    assert json.loads(run_here(capfd, *arguments, "--json", "--publish").stdout)["published"] == runs[-1].run_id
+    assert newest.workspace.published().run_id == runs[-1].run_id == newest.pools.current_version()
+
+
+def test_words_that_users_may_share_are_warned_about_once_a_run(world, capsys):
+    for options, is_warned in (("", True), ("pools: {min_support: 5}", False), ("decoding: {verifier: greedy}", False)):
+        (world / "laserbatch.yaml").write_text(f"workspace: workspace\ntables: {{path: tables}}\n{options}\n")
+        opened(world)
+        assert ("words of one can stay in another's" in " ".join(capsys.readouterr().err.split())) == is_warned
+        opened(world)  # goes on
+        assert "min_support" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("step", ["write_report", "finish", "use", "publish", "collect_pools"])
