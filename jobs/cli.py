@@ -1,20 +1,18 @@
 """`laserbatch`: every command, wired; and the one place where an error becomes a line and an exit code."""
 
-import errno
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
 from importlib.metadata import version
-from pathlib import Path
 
 import typer
 
-from laserbatch.ctr.settings import CtrError
-from laserbatch.jobs.console import ExitCode, LazyCommand, lazy_app, logger, stderr
-from laserbatch.pipeline.errors import PipelineError, RunFailed, WorkspaceBusy
-from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.jobs.console import ExitCode, LazyCommand, lazy_app, logger, print_line
+from laserbatch.jobs.failures import Terminated, exit_code_of, line_of
 
 # transformers loads torchao wherever it is installed, which then tells which of its own parts do not fit the machine.
 for name in ("torchao", "torch.utils._pytree"):
@@ -48,6 +46,10 @@ COMMANDS = {
     "report": LazyCommand(
         "laserbatch.jobs.report_command:report", "Write the HTML report of a run again, from the run's manifest alone."
     ),
+    "status": LazyCommand(
+        "laserbatch.jobs.status:status",
+        "Show which run is under way, how far it is, how long it will take, and what is published; waits for no lock.",
+    ),
     "demo": LazyCommand(
         "laserbatch.jobs.nightly:demo",
         "Two nights on a sample world, with the bundled model: the second is faster because the first happened.",
@@ -59,10 +61,9 @@ app = lazy_app(
     rich_markup_mode="markdown",
     help="Nightly LLM knowledge for recommender systems, by retrieval speculative decoding.\n\n"
     "Exit codes: 0 done, 1 unexpected error, 2 wrong usage, 3 bad input or configuration, or no room on the disk, "
-    "4 too many rows failed, 5 the workspace is in use, 130 interrupted, 141 nobody reads what is printed. "
-    "With --json a failure is an object too: error, kind, exit_code.",
+    "4 too many rows failed, 5 the workspace is in use, 130 interrupted, 141 nobody reads what is printed, 143 ended "
+    "by SIGTERM. With --json a failure is an object too: error, kind, exit_code, and where there is one its report.",
 )
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def _say_version(asked: bool) -> None:
@@ -81,36 +82,6 @@ def _global(
     logger.setLevel(logging.DEBUG if verbose else logging.WARNING)
 
 
-def exit_code_of(error: Exception) -> ExitCode:
-    """The exit code that an error ends a command with."""
-    if isinstance(error, WorkspaceBusy):
-        return ExitCode.BUSY
-    if isinstance(error, RunFailed):
-        return ExitCode.RUN_FAILED
-    if isinstance(error, PipelineError | PoolError | CtrError):
-        return ExitCode.BAD_INPUT
-    if isinstance(error, OSError) and (error.filename is not None or error.errno in NO_ROOM):
-        return ExitCode.BAD_INPUT
-    return ExitCode.UNEXPECTED
-
-
-def line_of(error: Exception) -> str:
-    """What a user is told of an error."""
-    code = exit_code_of(error)
-    if code is ExitCode.UNEXPECTED:
-        where = traceback.extract_tb(error.__traceback__)[-1:]
-        places = "".join(f" ({Path(place.filename).name}, line {place.lineno})" for place in where)
-        first = (str(error).strip().splitlines() or [""])[0]
-        return f"unexpected {type(error).__name__}: {first}{places}; `laserbatch -v ...` shows the traceback"
-    if not isinstance(error, OSError):
-        return str(error)
-    reason = os.strerror(error.errno) if error.errno else str(error)
-    advice = "Check the path, and that it may be written"
-    if error.errno in NO_ROOM:
-        advice = "Make room, then give the same command again: it goes on with what is finished"
-    return f"{error.filename or 'a file'}: {reason}. {advice}"
-
-
 def end_of(error: BaseException) -> int:
     """Say why a command ended, in a line and with --json as an object; its exit code."""
     while isinstance(error, SystemExit | typer.Exit | typer.Abort) and error.__context__ is not None:
@@ -123,21 +94,27 @@ def end_of(error: BaseException) -> int:
     is_usage = hasattr(error, "format_message")  # Typer has shown it
     if is_usage:
         code, line = error.exit_code, error.format_message()
-    elif isinstance(error, KeyboardInterrupt):
-        code, line = ExitCode.INTERRUPTED, "interrupted; the same command goes on with what is finished"
     else:
         code, line = exit_code_of(error), line_of(error)
     if "-v" in sys.argv or "--verbose" in sys.argv:
         traceback.print_exception(error)
     if not is_usage:
-        stderr.print(f"laserbatch: {line}", markup=False, soft_wrap=True)
+        print_line(f"laserbatch: {line}")
     if "--json" in sys.argv:
-        print(json.dumps({"error": line, "kind": type(error).__name__, "exit_code": int(code)}, ensure_ascii=False))
+        told = {"error": line, "kind": type(error).__name__, "exit_code": int(code)} | getattr(error, "see", {})
+        print(json.dumps(told, ensure_ascii=False))
     return code
+
+
+def _end(number: int, frame: object) -> None:
+    raise Terminated
 
 
 def main() -> None:
     """Run the command line."""
+    os.umask(os.umask(0o022) | 0o002)  # what is written is not for everybody to change, whoever starts this how
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _end)
     try:
         try:
             app()

@@ -5,6 +5,7 @@ Progress and log lines go to standard error, summaries to standard output: `lase
 
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,9 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from laserbatch.jobs.events import emit
+from laserbatch.jobs.formatting import rate, seconds
+
 if TYPE_CHECKING:
     from laserbatch.jobs.report.blocks import Table as ReportTable
 
@@ -29,6 +33,7 @@ stderr = Console(stderr=True, highlight=False)
 stdout = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 PLAIN_LINE_EVERY_S = 5.0
+EVENT_EVERY_S = 30.0
 
 
 class ExitCode(IntEnum):
@@ -42,36 +47,50 @@ class ExitCode(IntEnum):
     BUSY = 5
     INTERRUPTED = 130
     NOT_READ = 141
+    TERMINATED = 143
 
 
 class ProgressBar:
     """One running count: a bar on a terminal; in a log a line when it starts, one every few seconds, one at its end."""
 
     def __init__(self, terminal: Progress, label: str, total: int | None) -> None:
-        self._terminal, self._task = terminal, terminal.add_task(label, total=total, detail="")
-        self._told_s = time.monotonic()
+        self._terminal, self._task = terminal, terminal.add_task(label, total=total, detail="", rate="")
+        self._told_s = self._noted_s = time.monotonic()
         self.tell()
 
     def advance(self, num_done: int = 1, detail: str = "") -> None:
         """Add to the count; `detail` replaces the text behind the bar."""
         self._terminal.update(self._task, advance=num_done, **({"detail": detail} if detail else {}))
-        if time.monotonic() - self._told_s >= PLAIN_LINE_EVERY_S:
-            self.tell()
+        now_s = time.monotonic()
+        if now_s - self._told_s >= PLAIN_LINE_EVERY_S:
+            self.tell(notes=now_s - self._noted_s >= EVENT_EVERY_S)
 
-    def tell(self) -> None:
-        """Where it stands, as a line of a log."""
+    def tell(self, notes: bool = True) -> None:
+        """Where it stands, how fast it goes, how long it will take: a line of a log, and where it `notes` an event."""
         self._told_s = time.monotonic()
+        task = self._terminal.tasks[self._task]
+        done, pace, left_s = f"{task.completed:.0f}", None, None
+        if task.completed and task.elapsed > 0:
+            pace = task.completed / task.elapsed
+            left_s = None if task.total is None else (task.total - task.completed) / pace
+        going = f"{rate(pace)}/s" if pace else ""
+        self._terminal.update(self._task, rate=going)
         if self._terminal.disable:
-            task = self._terminal.tasks[self._task]
-            done = f"{task.completed:.0f}" + ("" if task.total is None else f"/{task.total:.0f}")
-            say(f"{task.description}: {done}  {task.elapsed:.0f} s  {task.fields['detail']}".rstrip())
+            done += "" if task.total is None else f"/{task.total:.0f}"
+            going += f", {seconds(left_s)} left" if left_s else ""
+            parts = (f"{task.description}: {done}", f"{task.elapsed:.0f} s", going, task.fields["detail"])
+            print_line("  ".join(part for part in parts if part))
+        if notes:
+            self._noted_s = self._told_s
+            whole = None if task.total is None else int(task.total)
+            emit("progress", of=task.description, done=int(task.completed), total=whole, rate=pace, left_s=left_s)
 
 
 @contextmanager
 def progress(label: str, total: int | None = None) -> Iterator[ProgressBar]:
     """A progress bar for what is being done, of so many steps; None when their number is unknown."""
     columns = (TextColumn("{task.description:<22}"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn())
-    columns += (TimeRemainingColumn(), TextColumn("{task.fields[detail]}"))
+    columns += (TimeRemainingColumn(), TextColumn("{task.fields[rate]}"), TextColumn("{task.fields[detail]}"))
     with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as terminal:
         bar = ProgressBar(terminal, label, total)
         yield bar
@@ -79,8 +98,19 @@ def progress(label: str, total: int | None = None) -> Iterator[ProgressBar]:
 
 
 def say(line: str) -> None:
-    """One line for the person or the log."""
-    stderr.print(line, markup=False, soft_wrap=True)
+    """One line for the person or the log, which the events of a run that is under way keep too."""
+    print_line(line)
+    emit("said", line=line)
+
+
+def print_line(line: str) -> None:
+    """One line to standard error."""
+    stderr.print(visible(line), markup=False, soft_wrap=True)
+
+
+def visible(text: str) -> str:
+    """The text without what controls a terminal; line ends and tabs stay."""
+    return re.sub(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]", "\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
 
 
 def summary(data: Mapping, as_json: bool) -> None:
@@ -91,11 +121,11 @@ def summary(data: Mapping, as_json: bool) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in data.items():
         if isinstance(value, Mapping):
-            table.add_row(f"[bold]{_title(key)}[/bold]", "")
+            table.add_row(Text(visible(_title(key)), "bold"), "")
             for inner, inner_value in value.items():
-                table.add_row(f"  {_title(inner)}", _shown(inner_value))
+                table.add_row(f"  {visible(_title(inner))}", _shown(inner_value))
         else:
-            table.add_row(_title(key), _shown(value))
+            table.add_row(visible(_title(key)), _shown(value))
     stdout.print(table)
 
 
@@ -113,7 +143,7 @@ def print_table(shown: "ReportTable") -> None:
     for name in shown.rows[0]:
         table.add_column(name, justify="left" if name in shown.words else "right")
     for row in shown.rows:
-        table.add_row(*map(Text, row.values()))
+        table.add_row(*(Text(visible(cell)) for cell in row.values()))
     stdout.print(table)
 
 
@@ -121,14 +151,14 @@ def _title(key: str) -> str:
     return key.removeprefix("num_").replace("_", " ")
 
 
-def _shown(value: object) -> str:
+def _shown(value: object) -> Text:
     if isinstance(value, float):
-        return f"{value:,.4g}"
+        return Text(f"{value:,.4g}")
     if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
+        return Text(f"{value:,}")
     if isinstance(value, Mapping | list | tuple):
-        return json.dumps(value, default=str, ensure_ascii=False)
-    return str(value)
+        return Text(visible(json.dumps(value, default=str, ensure_ascii=False)))
+    return Text(visible(str(value)))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from laserbatch.jobs.budgets import night_budgets
 from laserbatch.jobs.console import progress, say
+from laserbatch.jobs.events import emit
 from laserbatch.jobs.inputs import NEEDS_A_MODEL, needs_a_model
 from laserbatch.jobs.night import Night
 from laserbatch.jobs.spans import report_samples
@@ -120,7 +121,7 @@ class _Pass:
         self, pending: list[Shard], plans: dict[Side, SidePlan], finished: dict[Side, Finished]
     ) -> list[ShardAbandoned]:
         """Have the workers write shards, which are added to the finished ones; returns those that were given up."""
-        night, abandoned = self.night, []
+        night, abandoned, num_done = self.night, [], 0
         label = "generate plain" if self.is_plain else "generate"
         num_rows = sum(shard.num_rows for shard in pending)
         spec = self._worker_spec()
@@ -133,11 +134,16 @@ class _Pass:
             for outcome in run_shards(pending, spec, layout, attempts, choose_budgets=choose):
                 if isinstance(outcome, ShardAbandoned):
                     abandoned.append(outcome)
+                    emit("shard_abandoned", **_named(outcome.shard), reason=outcome.reason)
                     bar.advance(outcome.shard.num_rows)
                     continue
                 shard, record = outcome
                 finished[shard.side][shard.name] = record
-                pace = record.info.stats.tokens_per_step
+                stats, num_done = record.info.stats, num_done + shard.num_rows
+                counts = {"tokens": stats.num_tokens, "steps": stats.num_steps, "seconds": stats.wall_s}
+                counts |= {"quarantined": record.num_quarantined, "done": num_done, "total": num_rows}
+                emit("shard_done", **_named(shard), **counts)
+                pace = stats.tokens_per_step
                 bar.advance(shard.num_rows, "" if pace is None else f"{pace:.1f} tokens/step")
                 if not self.is_plain:
                     require_usable_texts(night, plans[shard.side], finished[shard.side])
@@ -224,6 +230,10 @@ def require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, Sh
         f"{num_failed} of the first {num_rows} {plan.side}s failed, so the others are not written: {_told(reasons)}. "
         f"{advice}. Every row, its text and its reason: {night.run.quarantine_path(plan.side)}"
     )
+
+
+def _named(shard: Shard) -> dict[str, object]:
+    return {"side": shard.side, "shard": shard.name, "rows": shard.num_rows}
 
 
 def _told(reasons: dict[str, int]) -> str:

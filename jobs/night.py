@@ -15,6 +15,7 @@ import torch
 from pydantic import ValidationError
 
 from laserbatch.jobs.console import say
+from laserbatch.jobs.events import emit
 from laserbatch.jobs.inputs import NEEDS_A_MODEL, changed_inputs, checked_inputs, needs_a_model
 from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
@@ -70,8 +71,11 @@ class Night:
     def stage(self, name: str) -> Iterator[None]:
         """Time a stage into the manifest, which is saved when it ends well."""
         start_s = time.perf_counter()
+        emit("stage_begin", stage=name)
         yield
-        self.manifest.add_stage(name, time.perf_counter() - start_s)
+        took_s = time.perf_counter() - start_s
+        emit("stage_end", stage=name, seconds=took_s)
+        self.manifest.add_stage(name, took_s)
         self.manifest.save()
 
 
@@ -209,7 +213,7 @@ def open_run(settings: Settings, run_id: str | None) -> Night:
 def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
     """A run's own settings, on this machine's workspace and cluster."""
     building = here.pool_building.model_dump() | manifest.settings.get("pool_building", {})
-    ours = {"workspace": here.workspace, "cluster": here.cluster, "pool_building": building}
+    ours = {"workspace": here.workspace, "cluster": here.cluster, "metrics": here.metrics, "pool_building": building}
     try:
         return Settings.model_validate(manifest.settings | ours)
     except ValidationError as error:

@@ -1,6 +1,10 @@
 """A night's stages in order, and what is published when. A night that was killed goes on where it stopped."""
 
 import datetime
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -8,7 +12,10 @@ from laserbatch.ctr.settings import CtrError
 from laserbatch.jobs.build_pools import build_pools, collect_pools
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.ctr import compare_ctr
+from laserbatch.jobs.events import emit, event_log
+from laserbatch.jobs.failures import exit_code_of, line_of
 from laserbatch.jobs.generate import generate_knowledge, generate_plain
+from laserbatch.jobs.metrics import night_metrics
 from laserbatch.jobs.night import Night, open_night, pools_in_use
 from laserbatch.jobs.publishing import let_readers_see
 from laserbatch.jobs.report.page import write_report
@@ -40,8 +47,9 @@ def run_night(
 
     `force`, `redo` and `after` are those of `open_night`.
     """
-    with Workspace.open(settings.workspace).lock():
+    with night_metrics(settings) as metrics, Workspace.open(settings.workspace).lock():
         night = open_night(settings, date, force, redo, after)
+        metrics.manifest = night.manifest
         if night.run.is_finished:
             say(f"run {night.run.run_id} is finished already; --force generates everything again")
             if night.changed_inputs:
@@ -49,24 +57,55 @@ def run_night(
                 say(f"{names} of that date changed since: --redo writes what this changes, in a run of its own")
             publish(night, publishing)
             return night
-        try:
-            generate_knowledge(night)
-        except RunFailed as error:
-            _close_failed(night, str(error))
-            raise
-        if settings.night.compare_with_plain:
-            generate_plain(night)
-        with night.stage("encode"):
-            night.manifest.features = encode_run(night.run.root, settings.encoding, night.previous)
-            if settings.night.compare_with_plain:
-                encode_run(night.run.plain.root, settings.encoding)
-        with night.stage("ctr"):
-            night.manifest.ctr = _compare_ctr(night)
-        with night.stage("pools"):
-            night.manifest.pools_built = build_pools(night, make_current=False)
-        close(night)
-        publish(night, publishing)
+        with recorded(night):
+            _do_stages(night, publishing)
         return night
+
+
+def _do_stages(night: Night, publishing: Publishing) -> None:
+    settings = night.settings
+    try:
+        generate_knowledge(night)
+    except RunFailed as error:
+        _close_failed(night, str(error))
+        raise
+    if settings.night.compare_with_plain:
+        generate_plain(night)
+    with night.stage("encode"):
+        night.manifest.features = encode_run(night.run.root, settings.encoding, night.previous)
+        if settings.night.compare_with_plain:
+            encode_run(night.run.plain.root, settings.encoding)
+    with night.stage("ctr"):
+        night.manifest.ctr = _compare_ctr(night)
+    with night.stage("pools"):
+        night.manifest.pools_built = build_pools(night, make_current=False)
+    close(night)
+    publish(night, publishing)
+
+
+@contextmanager
+def recorded(night: Night) -> Iterator[None]:
+    """Keep what happens in the block in the run's events; who meets its error is told where to look."""
+    manifest, run = night.manifest, night.run
+    with event_log(run.events_path):
+        emit(
+            "run_begin",
+            run_id=run.run_id,
+            date=str(night.date),
+            version=manifest.laserbatch_version,
+            process=f"pid {os.getpid()} on {socket.gethostname()}",
+            previous_run_id=manifest.previous_run_id,
+            pools=manifest.pools.version,
+        )
+        try:
+            yield
+        except BaseException as error:
+            exit_code = int(exit_code_of(error))
+            emit("failure", error=line_of(error, names_values=False), kind=type(error).__name__, exit_code=exit_code)
+            error.see = {"run_id": run.run_id, "events": str(run.events_path)}
+            if run.report_path.exists():
+                error.see["report"] = str(run.report_path)
+            raise
 
 
 def encode_run(
@@ -161,6 +200,7 @@ def close(night: Night) -> None:
     manifest.status, manifest.failure = "success", None
     manifest.save()
     write_report(manifest, night.run.report_path)
+    emit("finished", run_id=night.run.run_id)
     night.run.finish()
 
 
@@ -182,5 +222,6 @@ def publish(night: Night, publishing: Publishing = "forwards") -> None:
         say(f"not published: run {run.run_id} was taken back; --publish, or `laserbatch runs publish`, changes that")
     elif publishing != "never" and (published is None or published.run_id != run.run_id):
         let_readers_see(workspace, run.run_id)
+        emit("published", run_id=run.run_id)
     in_use = pools_in_use(workspace) | {run.run_id}  # the next night of a backfill drafts from this one's
     collect_pools(night.pools, night.settings.pool_building.keep_versions, in_use)

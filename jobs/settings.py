@@ -34,6 +34,7 @@ _PATH_KEYS = (
     ("routing", "user_embeddings"),
     ("routing", "item_embeddings"),
     ("encoding", "encoder"),
+    ("metrics", "textfile"),
 )
 
 
@@ -53,6 +54,17 @@ class NightSettings(Strict):
     num_report_samples: int = Field(3, ge=0, description="Texts a side that the report shows.")
 
 
+class MetricsSettings(Strict):
+    """Where the figures of the last night go for Prometheus, after each night however it ended."""
+
+    textfile: Path | None = Field(
+        None, description="A file that the node exporter's textfile collector reads: `.../laserbatch.prom`."
+    )
+    push_gateway: str | None = Field(
+        None, pattern="^https?://", description="URL of a push gateway: `http://pushgateway:9091`."
+    )
+
+
 class Settings(Strict):
     """Everything a run is configured by."""
 
@@ -68,6 +80,7 @@ class Settings(Strict):
     ctr: CtrSettings = CtrSettings()
     night: NightSettings = NightSettings()
     cluster: ClusterSettings = ClusterSettings()
+    metrics: MetricsSettings = MetricsSettings()
 
     @property
     def model_dir(self) -> Path:
@@ -77,7 +90,8 @@ class Settings(Strict):
     def of_output(self) -> dict[str, Any]:
         """All that may change what a run writes; where it runs, where it writes and what it keeps are left out."""
         housekeeping = {"memory_mb", "keep_versions"}
-        return self.model_dump(mode="json", exclude={"workspace": True, "cluster": True, "pool_building": housekeeping})
+        elsewhere = dict.fromkeys(("workspace", "cluster", "metrics"), True)
+        return self.model_dump(mode="json", exclude=elsewhere | {"pool_building": housekeeping})
 
 
 def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) -> Settings:

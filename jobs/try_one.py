@@ -1,7 +1,6 @@
 """`laserbatch try`: one entity's prompt, pool and text, drawn as text alone. Writes nothing to disk."""
 
 import datetime
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from laserbatch.jobs.budgets import budget_step_cost, side_budget
-from laserbatch.jobs.console import say, stdout, summary
+from laserbatch.jobs.console import say, stdout, summary, visible
 from laserbatch.jobs.formatting import ROUTE_LABELS, SOURCE_LABELS, counted, decimal, percent, rate, ratio
 from laserbatch.jobs.inputs import NEEDS_A_MODEL, needs_a_model, require_template_columns
 from laserbatch.jobs.night import Night, new_night, parse_date
@@ -184,7 +183,7 @@ def print_tried(tried: TriedEntity) -> None:
     if tried.pool_version is not None:
         scheme = ROUTE_LABELS.get(tried.scheme or "none", tried.scheme)
         pool = f"Pool {tried.pool_version}, group {tried.group or 'none'} ({scheme})"
-    text = Text.assemble(*((_visible(span.text), SOURCE_STYLES[span.source]) for span in tried.spans))
+    text = Text.assemble(*((visible(span.text), SOURCE_STYLES[span.source]) for span in tried.spans))
     legend = Text("  ").join(Text(f" {SOURCE_LABELS[name]} ", style) for name, style in SOURCE_STYLES.items())
     per_step, accepted = ratio(tried.num_accepted, tried.num_steps), ratio(tried.num_accepted, tried.num_drafted)
     counts = (
@@ -194,14 +193,14 @@ def print_tried(tried: TriedEntity) -> None:
         f"{rate(ratio(tried.num_tokens, tried.wall_s))} tokens/s"
     )
     stdout.print(
-        _panel(_visible(tried.prompt), f"Prompt of {tried.side} {tried.entity_id}", about),
-        Text(_visible(pool)),
+        _panel(visible(tried.prompt), f"Prompt of {tried.side} {tried.entity_id}", about),
+        Text(visible(pool)),
         _panel(Text("\n\n").join([text, legend]), "Text"),
         Text(counts),
     )
     if tried.fields is not None:
         fields = "\n".join(f"{name}: {value}" for name, value in tried.fields.items())
-        stdout.print(_panel(_visible(fields), "Record"))
+        stdout.print(_panel(visible(fields), "Record"))
     stdout.print(_verdict(tried))
 
 
@@ -211,8 +210,8 @@ def _verdict(tried: TriedEntity) -> Text:
     if tried.fields is None:
         where = ", and it was cut at the token limit" if is_cut else ""
         return Text(
-            f"A night would put {tried.side} {_visible(str(tried.entity_id))} in quarantine: nothing could be parsed "
-            f"of this text{where} ({_visible(str(tried.problem))}). Try another decoding.model or "
+            f"A night would put {tried.side} {visible(str(tried.entity_id))} in quarantine: nothing could be parsed "
+            f"of this text{where} ({visible(str(tried.problem))}). Try another decoding.model or "
             f"knowledge.{tried.side}_template.",
             "bold red",
         )
@@ -221,12 +220,7 @@ def _verdict(tried: TriedEntity) -> Text:
     return Text("It was parsed and ended by itself: a night would keep it.", "bold green")
 
 
-def _visible(text: str) -> str:
-    """The text without what controls a terminal; line ends and tabs stay."""
-    return re.sub(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]", "\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
-
-
 def _panel(content: str | Text, title: str, subtitle: str = "") -> Panel:
     text = Text(content) if isinstance(content, str) else content
-    about = Text(_visible(subtitle)) if subtitle else None
-    return Panel(text, title=Text(_visible(title)), subtitle=about, title_align="left", subtitle_align="left")
+    about = Text(visible(subtitle)) if subtitle else None
+    return Panel(text, title=Text(visible(title)), subtitle=about, title_align="left", subtitle_align="left")

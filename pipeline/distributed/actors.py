@@ -69,7 +69,9 @@ def run_shards(
             yield shard, outcome
             continue
         attempts[shard] += 1
-        logger.warning("%s %s: its worker was lost (attempt %d): %s", shard.side, shard.name, attempts[shard], outcome)
+        facts = {"side": shard.side, "shard": shard.name, "attempt": attempts[shard], "reason": str(outcome)}
+        told = {"event": "worker_lost", "facts": facts}
+        logger.warning("%(side)s %(shard)s: its worker was lost (attempt %(attempt)d): %(reason)s", facts, extra=told)
         if attempts[shard] < max_shard_attempts:
             queue.appendleft(shard)
             continue

@@ -59,6 +59,11 @@ class RunFolder:
         return self.root / "report.html"
 
     @property
+    def events_path(self) -> Path:
+        """What happened in the run, over all attempts, a JSON object a line; it grows while readers read."""
+        return self.root / "events.jsonl"
+
+    @property
     def success_path(self) -> Path:
         return self.root / "_SUCCESS"
 

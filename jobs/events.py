@@ -1,0 +1,86 @@
+"""What happens in a run, a line each in `events.jsonl`: for who looks on, and for who asks later.
+
+Names, counts and times (UTC); never a text, and nothing that a library said of one. A log that cannot be written stops
+no night.
+"""
+
+import datetime
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("laserbatch.events")
+logger.setLevel(logging.INFO)
+logger.propagate = False  # lines of a file, not of a terminal
+WARNED = logging.getLogger("laserbatch")
+
+
+def emit(event: str, **facts: Any) -> None:
+    """Add an event to the log of the run that is under way; where none is, nothing happens."""
+    logger.info(event, extra={"event": event, "facts": facts})
+
+
+@contextmanager
+def event_log(path: Path) -> Iterator[None]:
+    """Have what is emitted, and every warning that is logged, appended to a file, behind what earlier attempts left.
+
+    A warning is an event of its own name where its record says so: `extra={"event": ..., "facts": {...}}`.
+    """
+    handler = _Appender(path)
+    for source in (logger, WARNED):
+        source.addHandler(handler)
+    try:
+        yield
+    finally:
+        for source in (logger, WARNED):
+            source.removeHandler(handler)
+        handler.close()
+
+
+class _Appender(logging.Handler):
+    """Each event is one write at the file's end; a line that a killed attempt left torn is ended first."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(logging.INFO)
+        self._descriptor = None
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            size = os.fstat(self._descriptor).st_size
+            if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+                os.write(self._descriptor, b"\n")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._descriptor is None or (record.levelno < logging.WARNING and record.name != logger.name):
+            return
+        when = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds")
+        event = getattr(record, "event", "warning")
+        facts = getattr(record, "facts", None) or {"line": record.getMessage()}
+        line = json.dumps({"time": when, "event": event} | facts, ensure_ascii=False, default=str) + "\n"
+        with suppress(OSError):
+            os.write(self._descriptor, line.encode(errors="replace"))
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        super().close()
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a file, oldest first; lines that a killed run left torn are left out, a missing file has none."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        with suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict) and "event" in event:
+                found.append(event)
+    return found

@@ -1,0 +1,54 @@
+"""What a user is told of an error: a line, an exit code, and where to look."""
+
+import errno
+import os
+import traceback
+from pathlib import Path
+
+from laserbatch.ctr.settings import CtrError
+from laserbatch.jobs.console import ExitCode
+from laserbatch.pipeline.errors import PipelineError, RunFailed, WorkspaceBusy
+from laserbatch.retrieval_pools.errors import PoolError
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+GOES_ON = "the same command goes on with what is finished"
+
+
+class Terminated(KeyboardInterrupt):
+    """Somebody asked the process to end (SIGTERM): a scheduler whose time is over."""
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code that an error ends a command with."""
+    if isinstance(error, Terminated):
+        return ExitCode.TERMINATED
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
+    if isinstance(error, WorkspaceBusy):
+        return ExitCode.BUSY
+    if isinstance(error, RunFailed):
+        return ExitCode.RUN_FAILED
+    if isinstance(error, PipelineError | PoolError | CtrError):
+        return ExitCode.BAD_INPUT
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in NO_ROOM):
+        return ExitCode.BAD_INPUT
+    return ExitCode.UNEXPECTED
+
+
+def line_of(error: BaseException, names_values: bool = True) -> str:
+    """What a user is told of an error; without `names_values` nothing that a library may have quoted of the data."""
+    if isinstance(error, KeyboardInterrupt):
+        return f"{'ended by SIGTERM' if isinstance(error, Terminated) else 'interrupted'}; {GOES_ON}"
+    code = exit_code_of(error)
+    if code is ExitCode.UNEXPECTED:
+        where = traceback.extract_tb(error.__traceback__)[-1:]
+        places = "".join(f" ({Path(place.filename).name}, line {place.lineno})" for place in where)
+        first = f": {(str(error).strip().splitlines() or [''])[0]}" if names_values else ""
+        return f"unexpected {type(error).__name__}{first}{places}; `laserbatch -v ...` shows the traceback"
+    if not isinstance(error, OSError):
+        return str(error)
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    advice = "Check the path, and that it may be written"
+    if error.errno in NO_ROOM:
+        advice = "Make room, then give the same command again: it goes on with what is finished"
+    return f"{error.filename or 'a file'}: {reason}. {advice}"

@@ -1,0 +1,130 @@
+"""Figures of the last night for Prometheus, after each night however it ended: a file for the node exporter, a push."""
+
+import datetime
+import math
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from laserbatch.jobs.console import say
+from laserbatch.jobs.failures import exit_code_of
+from laserbatch.jobs.settings import MetricsSettings, Settings
+from laserbatch.pipeline.errors import PipelineError
+from laserbatch.pipeline.storage.atomic import write_text
+from laserbatch.pipeline.storage.manifest import RunManifest
+from laserbatch.pipeline.storage.workspace import Workspace
+
+PUSH_TIMEOUT_S = 10.0
+OUTCOMES = ("generated", "carried_over", "quarantined")
+
+
+@dataclass
+class NightMetrics:
+    """What is known of a night when it ends: its manifest, where it came so far as to have one."""
+
+    manifest: RunManifest | None = None
+    exit_code: int = 0
+
+
+@dataclass
+class _Page:
+    """Lines of the exposition format, in which a metric's samples stand together behind its help and type."""
+
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, name: str, about: str, *samples: tuple[Mapping[str, str], float | None]) -> None:
+        known = [(labels, value) for labels, value in samples if value is not None and math.isfinite(value)]
+        if not known:
+            return
+        self.lines += [f"# HELP laserbatch_{name} {about}", f"# TYPE laserbatch_{name} gauge"]
+        for labels, value in known:
+            told = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+            self.lines.append(f"laserbatch_{name}{{{told}}} {float(value):.17g}" if told else
+                              f"laserbatch_{name} {float(value):.17g}")  # fmt: skip
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+
+@contextmanager
+def night_metrics(settings: Settings) -> Iterator[NightMetrics]:
+    """Write the figures when the block ends, with its exit code. That they cannot be written or pushed fails none."""
+    night, start_s = NightMetrics(), time.time()
+    try:
+        yield night
+    except BaseException as error:
+        night.exit_code = exit_code_of(error)
+        raise
+    finally:
+        if settings.metrics != MetricsSettings():
+            _publish(settings, exposition(night, Path(settings.workspace), start_s, time.time()))
+
+
+def exposition(night: NightMetrics, workspace: Path, start_s: float, end_s: float) -> str:
+    """The figures in Prometheus' text format."""
+    page, none = _Page(), {}
+    page.add("last_exit_code", "Exit code of the last attempt; 0 is a night that ended well.", (none, night.exit_code))
+    page.add("last_attempt_timestamp_seconds", "When the last attempt ended.", (none, end_s))
+    page.add("last_attempt_seconds", "How long the last attempt took.", (none, end_s - start_s))
+    published, success_s = _successes(workspace)
+    page.add("last_success_timestamp_seconds", "When a night last ended well.", (none, success_s))
+    if published is not None:
+        midnight = datetime.datetime.combine(published, datetime.time(), datetime.UTC).timestamp()
+        page.add("published_date_timestamp_seconds", "Midnight (UTC) of the date that readers see.", (none, midnight))
+    if night.manifest is None:
+        return "\n".join([*page.lines, ""])
+    sides = night.manifest.sides.items()
+    entities = (
+        ({"side": side, "outcome": outcome}, getattr(figures, f"num_{outcome}"))
+        for side, figures in sides
+        for outcome in OUTCOMES
+    )
+    page.add("entities", "Entities of the last run, by what became of them.", *entities)
+    shares = (
+        ({"side": side}, figures.num_quarantined / figures.num_entities if figures.num_entities else 0.0)
+        for side, figures in sides
+    )
+    page.add("quarantine_share", "Share of a side's entities that could not be done.", *shares)
+    page.add("tokens", "Tokens written.", *(({"side": side}, figures.stats.num_tokens) for side, figures in sides))
+    speeds = (({"side": side}, figures.stats.tokens_per_s) for side, figures in sides)
+    page.add("tokens_per_second", "Tokens written a second of writing.", *speeds)
+    steps = (({"side": side}, figures.stats.tokens_per_step) for side, figures in sides)
+    page.add("tokens_per_step", "Tokens a step of verification, the bonus token counted.", *steps)
+    stages = (({"stage": name}, seconds) for name, seconds in night.manifest.stages.items())
+    page.add("stage_seconds", "Wall time by stage, over all attempts at the run.", *stages)
+    return "\n".join([*page.lines, ""])
+
+
+def _successes(workspace: Path) -> tuple[datetime.date | None, float | None]:
+    """The date that readers see, and when a run was last finished."""
+    try:
+        opened = Workspace.open(workspace, create=False)
+        finished = [run.success_path.stat().st_mtime for run in opened.runs() if run.is_finished]
+    except (PipelineError, OSError):
+        return None, None
+    published = None
+    with suppress(PipelineError, ValueError):
+        run = opened.published()
+        published = None if run is None else datetime.date.fromisoformat(run.date)
+    return published, max(finished, default=None)
+
+
+def _publish(settings: Settings, text: str) -> None:
+    if settings.metrics.textfile is not None:
+        try:
+            write_text(text, settings.metrics.textfile)
+        except OSError as error:
+            say(f"the metrics are not written: {error}")
+    if settings.metrics.push_gateway is not None:
+        url = f"{settings.metrics.push_gateway.rstrip('/')}/metrics/job/laserbatch"
+        request = urllib.request.Request(
+            url, text.encode(), {"Content-Type": "text/plain; version=0.0.4"}, method="PUT"
+        )
+        try:
+            urllib.request.urlopen(request, timeout=PUSH_TIMEOUT_S).close()
+        except (OSError, ValueError) as error:
+            say(f"the metrics are not pushed: {type(error).__name__}: {getattr(error, 'reason', error)}")

@@ -1,0 +1,176 @@
+"""`laserbatch status`: what a workspace is doing, or did last. It reads files and takes no lock."""
+
+import datetime
+import os
+import re
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from laserbatch.jobs.console import summary
+from laserbatch.jobs.events import read_events
+from laserbatch.jobs.formatting import count, rate, seconds
+from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.workspace import Workspace
+
+_HOLDER = re.compile(r"pid (\d+) on (.+)")
+
+
+def status(
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    as_json: bool = typer.Option(False, "--json", help="Print the state as JSON."),
+) -> None:
+    """Show which run is under way, how far it is, how long it will take, and what is published; waits for no lock.
+
+    Example: `laserbatch status --config laserbatch.yaml`
+    """
+    opened = Workspace.open(load_settings(config, {"workspace": workspace}).workspace, create=False)
+    state = workspace_state(opened, datetime.datetime.now(datetime.UTC))
+    summary(state if as_json else _told(state), as_json)
+
+
+def workspace_state(workspace: Workspace, now: datetime.datetime) -> dict[str, Any]:
+    """What there is to say at a moment; times are ISO 8601 (UTC), ages in seconds.
+
+    `state` is "running", "idle", or "died": the last attempt is gone and said no end. `run` is the run that is under
+    way or was last, None before the first; of a running one `progress` has what is being counted.
+    """
+    holder, since = _holder(workspace)
+    run = max(workspace.runs(), key=_touched, default=None)
+    return {
+        "workspace": str(workspace.root),
+        "state": "running" if holder else "died" if run is not None and _died(run) else "idle",
+        "lock": {"holder": holder, "since": since} if holder else None,
+        "run": None if run is None else _run_state(run, now, is_running=holder is not None),
+        "published": _published(workspace, now),
+    }
+
+
+def _holder(workspace: Workspace) -> tuple[str | None, str | None]:
+    """Who holds the lock and since when, as the lock's file says; a holder of this machine that is gone is none."""
+    path = workspace.root / "LOCK"
+    try:
+        told, since = path.read_text(errors="replace").strip("\0 \n"), path.stat().st_mtime
+    except OSError:
+        return None, None
+    found = _HOLDER.fullmatch(told)
+    if found is None or (found[2] == socket.gethostname() and not _lives(int(found[1]))):
+        return None, None
+    return told, _iso(since)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _touched(run: RunFolder) -> float:
+    with suppress(OSError):
+        return max(path.stat().st_mtime for path in (run.events_path, run.manifest_path) if path.exists())
+    with suppress(OSError, ValueError):
+        return run.root.stat().st_mtime
+    return 0.0
+
+
+def _attempt(run: RunFolder) -> list[dict[str, Any]]:
+    """The events of the last attempt at a run."""
+    events = read_events(run.events_path)
+    begins = [number for number, event in enumerate(events) if event["event"] == "run_begin"]
+    return events[begins[-1] :] if begins else events
+
+
+def _died(run: RunFolder) -> bool:
+    events = _attempt(run)
+    return bool(events) and not run.is_finished and events[-1]["event"] != "failure"
+
+
+def _run_state(run: RunFolder, now: datetime.datetime, is_running: bool) -> dict[str, Any]:
+    events = _attempt(run)
+    last: dict[str, dict[str, Any]] = {event["event"]: event for event in events}
+    begun, failed = last.get("run_begin"), last.get("failure")
+    state: dict[str, Any] = {"run_id": run.run_id, "date": run.date, "is_finished": run.is_finished}
+    state["since"] = begun["time"] if begun else None
+    state["failure"] = failed.get("error") if failed and not run.is_finished else None
+    stage = last.get("stage_begin")
+    state["stage"] = stage["stage"] if stage and not run.is_finished else None
+    state["progress"] = None
+    going = [event for event in events if event["event"] in ("progress", "shard_done")]
+    if is_running and going:
+        state["progress"] = _progress(going, now)
+    state["num_workers_lost"] = sum(event["event"] == "worker_lost" for event in events)
+    state["seconds"] = {event["stage"]: event["seconds"] for event in events if event["event"] == "stage_end"}
+    state["report"] = str(run.report_path) if run.report_path.exists() else None
+    state["events"] = str(run.events_path)
+    return state
+
+
+def _progress(going: list[dict[str, Any]], now: datetime.datetime) -> dict[str, Any]:
+    """Of the last count that was begun: how far it is, and how long what is left takes as fast as until now."""
+    counted = [event for event in going if event["event"] == "progress"]
+    name = counted[-1]["of"] if counted else "generate"
+    begun = next((event for event in counted if event["of"] == name), going[0])
+    last = going[-1]
+    elapsed_s = (now - datetime.datetime.fromisoformat(begun["time"])).total_seconds()
+    done, whole = last["done"], last["total"]
+    pace = done / elapsed_s if done and elapsed_s > 0 else None
+    left_s = (whole - done) / pace if pace and whole is not None else None
+    return {"of": name, "done": done, "total": whole, "rate": pace, "left_s": left_s, "told": last["time"]}
+
+
+def _published(workspace: Workspace, now: datetime.datetime) -> dict[str, Any] | None:
+    try:
+        run = workspace.published()
+    except WorkspaceError as error:
+        return {"error": str(error)}
+    if run is None:
+        return None
+    since = (workspace.root / "published.json").stat().st_mtime
+    return {"run_id": run.run_id, "date": run.date, "at": _iso(since), "age_s": now.timestamp() - since}
+
+
+def _iso(seconds_since_1970: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds_since_1970, datetime.UTC).isoformat(timespec="seconds")
+
+
+def _told(state: dict[str, Any]) -> dict[str, str]:
+    """The state as lines for a person."""
+    run, published = state["run"], state["published"]
+    told = {"workspace": state["workspace"], "state": state["state"]}
+    if state["state"] == "died":
+        told["state"] = "the last attempt died; the same command goes on with what is finished"
+    if state["lock"]:
+        told["lock"] = f"{state['lock']['holder']}, since {state['lock']['since']}"
+    if run is not None:
+        told["run"] = f"{run['run_id']} ({'finished' if run['is_finished'] else 'not finished'})"
+        if run["since"]:
+            told["begun"] = run["since"]
+        if run["stage"]:
+            told["stage"] = run["stage"]
+        if run["progress"]:
+            going = run["progress"]
+            whole = "" if going["total"] is None else f" of {count(going['total'])}"
+            told["done"] = f"{going['of']}: {count(going['done'])}{whole}"
+            if going["rate"] and not run["is_finished"]:
+                left = "" if going["left_s"] is None else f", {seconds(going['left_s'])} left"
+                told["rate"] = f"{rate(going['rate'])}/s{left}"
+        if run["num_workers_lost"]:
+            told["workers lost"] = count(run["num_workers_lost"])
+        if run["failure"]:
+            told["failure"] = run["failure"]
+        told["events"] = run["events"]
+    if published is None:
+        told["published"] = "nothing yet"
+    else:
+        told["published"] = published.get("error") or f"{published['run_id']}, {seconds(published['age_s'])} ago"
+    return told

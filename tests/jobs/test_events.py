@@ -1,0 +1,154 @@
+"""What a night tells while it goes on and afterwards: its events, `status`, and figures for Prometheus."""
+
+import datetime
+import json
+import logging
+import os
+import re
+import socket
+from pathlib import Path
+
+import pytest
+from night_world import run_here
+
+from laserbatch.jobs import metrics
+from laserbatch.jobs.events import emit, event_log, read_events
+from laserbatch.jobs.metrics import NightMetrics, exposition, night_metrics
+from laserbatch.jobs.run_night import recorded
+from laserbatch.jobs.settings import MetricsSettings, Settings
+from laserbatch.jobs.status import workspace_state
+from laserbatch.pipeline.errors import RunFailed
+from laserbatch.pipeline.storage.manifest import RunManifest, make_run_id
+from laserbatch.pipeline.storage.workspace import Workspace
+
+NOW = datetime.datetime(2025, 3, 2, 2, 0, tzinfo=datetime.UTC)
+SAMPLE = re.compile(r'laserbatch_[a-z_]+(\{[a-z]+="([^"\\\n]|\\.)*"(,[a-z]+="([^"\\\n]|\\.)*")*\})? [0-9.e+-]+')
+
+
+class Night:
+    """As much of a night as tells of itself."""
+
+    def __init__(self, root: Path) -> None:
+        self.workspace, self.date = Workspace.open(root), datetime.date(2025, 3, 1)
+        self.run = self.workspace.run(make_run_id(self.date, {}))
+        self.manifest = RunManifest.create(self.run.manifest_path, self.date, {}, "0", {})
+
+
+@pytest.fixture
+def night(tmp_path) -> Night:
+    return Night(tmp_path / "workspace")
+
+
+def test_events_of_all_attempts_stand_in_one_file_whatever_a_kill_has_torn(tmp_path):
+    path = tmp_path / "run" / "events.jsonl"
+    with event_log(path):
+        emit("stage_begin", stage="generate")
+    with path.open("a") as file:
+        file.write('{"event": "to')
+    with event_log(path):
+        emit("shard_done", rows=3)
+        logging.getLogger("laserbatch.storage").warning("a fault in %s", "a file")
+        told = {"event": "worker_lost", "facts": {"shard": "00000"}}
+        logging.getLogger("laserbatch.pipeline").warning("lost", extra=told)
+    emit("said", line="after the run")
+    events = read_events(path)
+    assert [event["event"] for event in events] == ["stage_begin", "shard_done", "warning", "worker_lost"]
+    assert events[2]["line"] == "a fault in a file" and events[3]["shard"] == "00000"
+    assert all(datetime.datetime.fromisoformat(event["time"]).tzinfo == datetime.UTC for event in events)
+
+
+def test_a_log_that_cannot_be_written_stops_nothing(tmp_path):
+    (tmp_path / "run").write_text("a file")
+    with event_log(tmp_path / "run" / "events.jsonl"):
+        emit("stage_begin", stage="generate")
+
+
+def test_what_a_library_says_of_the_data_is_not_in_the_events(night):
+    with pytest.raises(ValueError) as raised, recorded(night):
+        raise ValueError("could not convert 'a secret of somebody'")
+    assert "secret" not in night.run.events_path.read_text()
+    assert read_events(night.run.events_path)[-1]["kind"] == "ValueError"
+    assert raised.value.see == {"run_id": night.run.run_id, "events": str(night.run.events_path)}
+
+
+def test_status_tells_of_a_run_under_way_of_one_that_died_and_of_one_that_failed(night):
+    assert workspace_state(night.workspace, NOW) | {"workspace": ""} == {
+        "workspace": "", "state": "idle", "lock": None, "run": None, "published": None
+    }  # fmt: skip
+    now = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=10)
+    with night.workspace.lock(), recorded(night):
+        emit("stage_begin", stage="generate")
+        emit("progress", of="generate", done=0, total=40)
+        emit("shard_done", side="user", shard="00000", rows=10, done=10, total=40)
+        state = workspace_state(night.workspace, now)
+        assert state["lock"]["holder"] == f"pid {os.getpid()} on {socket.gethostname()}"
+    assert (state["state"], state["run"]["stage"]) == ("running", "generate")
+    going = state["run"]["progress"]
+    assert (going["done"], going["total"]) == (10, 40)
+    assert going["rate"] == pytest.approx(1.0, rel=0.1) and going["left_s"] == pytest.approx(30, rel=0.1)
+    died = workspace_state(night.workspace, now)
+    assert (died["state"], died["lock"], died["run"]["progress"]) == ("died", None, None)
+    with pytest.raises(RunFailed), recorded(night):
+        raise RunFailed("2 of 3 users failed")
+    failed = workspace_state(night.workspace, now)
+    assert (failed["state"], failed["run"]["failure"]) == ("idle", "2 of 3 users failed")
+
+
+def test_a_lock_that_a_dead_process_left_is_nobodys(night):
+    (night.workspace.root / "LOCK").write_text(f"pid {2**22 + 1} on {socket.gethostname()}")
+    assert workspace_state(night.workspace, NOW)["state"] == "idle"
+    (night.workspace.root / "LOCK").write_text("pid 1 on another-machine")
+    assert workspace_state(night.workspace, NOW)["state"] == "running"
+
+
+def test_figures_are_written_whatever_came_of_the_night(tmp_path, night):
+    night.manifest.save()
+    night.run.finish()
+    night.workspace.publish(night.run.run_id)
+    night.manifest.stages = {'a "stage"\n\\': 2.5}
+    settings = Settings(workspace=night.workspace.root, metrics=MetricsSettings(textfile=tmp_path / "laserbatch.prom"))
+    with pytest.raises(RunFailed), night_metrics(settings) as figures:
+        figures.manifest = night.manifest
+        raise RunFailed("too many")
+    told = (tmp_path / "laserbatch.prom").read_text()
+    for line in told.splitlines():
+        assert line.startswith(("# HELP laserbatch_", "# TYPE laserbatch_")) or SAMPLE.fullmatch(line), line
+    assert "laserbatch_last_exit_code 4\n" in told and told.endswith("\n")
+    assert f"laserbatch_last_success_timestamp_seconds {night.run.success_path.stat().st_mtime:.17g}\n" in told
+    assert 'laserbatch_stage_seconds{stage="a \\"stage\\"\\n\\\\"} 2.5\n' in told
+
+
+def test_figures_are_what_prometheus_reads(night):
+    parser = pytest.importorskip("prometheus_client.parser")
+    night.manifest.stages = {"encode": 1.0}
+    text = exposition(NightMetrics(night.manifest), night.workspace.root, 0.0, 1.0)
+    assert "laserbatch_stage_seconds" in {family.name for family in parser.text_string_to_metric_families(text)}
+
+
+def test_figures_are_pushed_and_a_gateway_that_is_away_fails_no_night(night, monkeypatch, capfd):
+    pushed = []
+
+    class Answer:
+        def close(self):
+            pass
+
+    def urlopen(request, timeout):
+        pushed.append((request.method, request.full_url, request.data.decode()))
+        return Answer()
+
+    settings = Settings(workspace=night.workspace.root, metrics=MetricsSettings(push_gateway="http://127.0.0.1:1/"))
+    with night_metrics(settings):
+        pass
+    assert "the metrics are not pushed: URLError" in capfd.readouterr().err
+    monkeypatch.setattr(metrics.urllib.request, "urlopen", urlopen)
+    with night_metrics(settings):
+        pass
+    assert pushed[0][:2] == ("PUT", "http://127.0.0.1:1/metrics/job/laserbatch")
+    assert "laserbatch_last_exit_code 0" in pushed[0][2]
+
+
+def test_status_of_the_command_line_is_one_object(night, capfd):
+    done = run_here(capfd, "status", "--workspace", str(night.workspace.root), "--json")
+    assert json.loads(done.stdout)["state"] == "idle"
+    done = run_here(capfd, "status", "--workspace", str(night.workspace.root / "none"), "--json")
+    assert (done.returncode, json.loads(done.stdout)["exit_code"]) == (3, 3)
