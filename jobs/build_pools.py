@@ -17,7 +17,7 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.night import Night
 from laserbatch.jobs.pool_texts import RunTexts, calibrate_side, read_run_texts
 from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
-from laserbatch.pipeline.planning.planner import entity_router
+from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.manifest import PoolBuilt
 from laserbatch.pipeline.storage.parquet import as_large
@@ -66,7 +66,7 @@ def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: 
     start_s = time.perf_counter()
     hash_of_tokenizer = tokenizer_hash(night.settings.model_dir)
     previous = _previous_pool(night, side, hash_of_tokenizer)
-    route = entity_router(router, night.tables, side, night.date)
+    routes = side_routes(router, night.tables, side, night.date)
     done: list[BuildCounts] = []
     build = partial(
         build_pool,
@@ -77,7 +77,7 @@ def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: 
         building=night.settings.pool_building,
         on_counts=done.append,
     )
-    pool_texts = partial(run_texts.pool_texts, night.tables, side, night.date, route)
+    pool_texts = partial(run_texts.pool_texts, night.tables, side, night.date, routes)
     held_back_folder = folder.with_name(f"{side}-{HELD_BACK_NAME}")
     calibration, pool_of_others = calibrate_side(
         night, side, run_texts, pool_texts, partial(build, out_dir=held_back_folder, previous=previous)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from laserbatch.jobs.budgets import night_budgets
@@ -20,10 +21,10 @@ from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
 from laserbatch.pipeline.distributed.cluster import ray_cluster
 from laserbatch.pipeline.distributed.worker import WorkerSpec
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
-from laserbatch.pipeline.knowledge.entities import iter_entities
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
+from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.planning.plan import KEPT_SHARD, Shard, SidePlan, drop_plan, load_plan, open_plan, read_shard
-from laserbatch.pipeline.planning.planner import FIRST_TEXTS, no_route, plan_side, prompt_renderer
+from laserbatch.pipeline.planning.planner import FIRST_TEXTS, plan_side, shared_fingerprint
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.manifest import ShardRecord, SideFigures, WorkerFigures
 from laserbatch.pipeline.storage.parquet import read_parquet
@@ -90,23 +91,23 @@ class _Pass:
 
     def _plan(self, side: Side) -> tuple[SidePlan, Finished]:
         """What is to be done of a side, and the shards of it that are done."""
-        night, settings, entities = self.night, self.night.settings, self.night.tables.entities(side)
+        night, settings, tables = self.night, self.night.settings, self.night.tables
 
         def make_plan() -> SidePlan:
-            with progress(f"plan {side}s", entities.num_rows) as bar:
+            with progress(f"plan {side}s", tables.entities(side).num_rows) as bar:
                 return plan_side(
+                    tables,
                     side,
-                    iter_entities(night.tables, side),
-                    entities.schema.field(f"{side}_id").type,
-                    prompt_of=prompt_renderer(side, settings.knowledge, self.decoding, settings.model_dir),
+                    load_template(settings.knowledge.template_of(side), settings.knowledge.template_dir),
+                    shared_fingerprint(side, settings.knowledge, self.decoding, settings.model_dir),
                     previous=self._previous(side),
                     batch_size=self.decoding.batch_size,
                     run_dir=self.folder.root,
-                    route=no_route if self.is_plain else night.router(side),
+                    routes=None if self.is_plain else night.routes(side),
                     force=night.manifest.force,
                     shard_size=settings.night.shard_size,
-                    on_entity=bar.advance,
-                    apart=_written_tonight(night, side) if self.is_plain else (),
+                    on_entities=bar.advance,
+                    apart=_written_tonight(night, side) if self.is_plain else None,
                 )
 
         return open_plan(self.folder, side, make_plan)
@@ -165,6 +166,7 @@ class _Pass:
             decoding=decoding,
             templates={side: settings.knowledge.template_of(side) for side in SIDES},
             template_dir=settings.knowledge.template_dir,
+            max_prompt_tokens=settings.knowledge.max_prompt_tokens,
             step_cost_dir=night.workspace.step_costs_folder.resolve(),
             pool_dirs=pool_dirs,
             pool_versions={side: version for side in pool_dirs},
@@ -205,7 +207,8 @@ class _Pass:
         """Entities in quarantine keep the text that they had, marked as stale; returns how many had one."""
         previous = self._previous(side)
         rows = previous.rows_of(quarantined)
-        if rows:
+        rows = np.sort(rows[rows >= 0])
+        if len(rows):
             self.folder.write_shard(side, KEPT_SHARD, previous.records(rows, quarantined.type, is_stale=True))
         return len(rows)
 
@@ -244,11 +247,12 @@ def _plainly(measure: Callable[[], StepCost]) -> dict[Side, Budget]:
     return dict.fromkeys(SIDES, PLAIN)
 
 
-def _written_tonight(night: Night, side: Side) -> frozenset[object]:
-    """Ids of the entities that the night itself generates."""
+def _written_tonight(night: Night, side: Side) -> pa.Array | None:
+    """Ids of the entities that the night itself generates; None where there are none."""
     plan = load_plan(night.run.root, side)
     paths = [] if plan is None else [night.run.root / shard.path for shard in plan.shards]
-    return frozenset(key for path in paths for key in read_parquet(path, ["entity_id"])["entity_id"].to_pylist())
+    ids = [read_parquet(path, ["entity_id"])["entity_id"] for path in paths]
+    return pa.chunked_array([chunk for part in ids for chunk in part.chunks]).combine_chunks() if ids else None
 
 
 def _abandoned_rows(lost: ShardAbandoned, folder: RunFolder) -> Iterable[QuarantineRow]:

@@ -4,7 +4,7 @@ import datetime
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,8 +19,7 @@ from laserbatch.jobs.events import emit
 from laserbatch.jobs.inputs import NEEDS_A_MODEL, changed_inputs, checked_inputs, needs_a_model
 from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
-from laserbatch.pipeline.knowledge.entities import Entity
-from laserbatch.pipeline.planning.planner import entity_router, no_route
+from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import PoolFigures, PoolsUsed, RunManifest, make_run_id
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -28,7 +27,7 @@ from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import Tables, read_tables
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.store import PoolStore, PoolVersion
-from laserbatch.retrieval_pools.routing.router import Route, Router
+from laserbatch.retrieval_pools.routing.router import Router, Routes
 from laserbatch.retrieval_pools.settings import RoutingSettings
 
 
@@ -59,13 +58,12 @@ class Night:
         """The workspace's pool versions."""
         return PoolStore(self.workspace.pools_folder)
 
-    def router(self, side: Side) -> Callable[[Entity], Route]:
-        """A function from an entity to the pool group it drafts from; no group before the first pools are built."""
-        version = self.manifest.pools.version
-        if version is None:
-            return no_route
-        fitted = Router.load(self.pools.folder(version) / "router" / side, self.settings.routing)
-        return entity_router(fitted, self.tables, side, self.date)
+    def routes(self, side: Side) -> Routes:
+        """The pool group that each entity drafts from; none before the first pools are built."""
+        version, router = self.manifest.pools.version, None
+        if version is not None:
+            router = Router.load(self.pools.folder(version) / "router" / side, self.settings.routing)
+        return side_routes(router, self.tables, side, self.date)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -20,9 +20,10 @@ import pyarrow.compute as pc
 
 from laserbatch.jobs.budgets import budget_of
 from laserbatch.jobs.night import Night
-from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer, tokenizer_hash
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
+from laserbatch.pipeline.knowledge.prompts import render_shown
+from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.planning.plan import PlannedRow, load_plan, read_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -39,8 +40,9 @@ from laserbatch.retrieval_pools.index.arrays import ArrayWriter, map_array
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.texts import PoolText
-from laserbatch.retrieval_pools.routing.router import Route
+from laserbatch.retrieval_pools.routing.router import Routes
 
+ROWS_AT_ONCE = 64 * 1024
 TOKENS_NAME = "texts.npy"
 _DATE_LENGTH = len("2025-03-01")  # what a run's id begins with
 
@@ -76,25 +78,27 @@ class RunTexts:
             if row is not None
         }
 
-    def pool_texts(
-        self, tables: Tables, side: Side, date: datetime.date, route: Callable[[Entity], Route]
-    ) -> Iterator[PoolText]:
+    def pool_texts(self, tables: Tables, side: Side, date: datetime.date, routes: Routes) -> Iterator[PoolText]:
         """One after another, those of entities that the tables no longer have left out.
 
         Parameters
         ----------
         date : ages are counted to it.
-        route : an entity's group.
+        routes : the groups of the tables' entities.
         """
-        table = tables.users if side == "user" else tables.items
-        row_of = pc.index_in(table[f"{side}_id"], value_set=self.entity_ids)
-        rows = pc.fill_null(row_of, -1).to_numpy()
+        entity_ids = tables.entities(side)[f"{side}_id"]
+        rows = pc.fill_null(pc.index_in(entity_ids, value_set=self.entity_ids), -1).to_numpy()
         ages = (np.datetime64(date) - self.run_dates).astype(float)  # days; NaN for NaT
         ages = np.where(np.isnan(ages), 0.0, np.maximum(ages, 0.0))
-        for row, entity in zip(rows.tolist(), iter_entities(tables, side, with_history=False), strict=True):
-            if row >= 0:
-                its_own = slice(self.starts[row], self.starts[row + 1])
-                yield PoolText(self.tokens[its_own], route(entity).group, entity.entity_id, float(ages[row]))
+        names = routes.groups.dictionary.to_pylist()
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            part = rows[start : start + ROWS_AT_ONCE]
+            ids = entity_ids.slice(start, len(part)).to_pylist()
+            codes = routes.groups.indices.slice(start, len(part)).to_pylist()
+            for row, entity_id, code in zip(part.tolist(), ids, codes, strict=True):
+                if row >= 0:
+                    its_own = slice(self.starts[row], self.starts[row + 1])
+                    yield PoolText(self.tokens[its_own], names[code], entity_id, float(ages[row]))
 
 
 def read_run_texts(run: RunFolder, side: Side, scratch: Path) -> RunTexts | None:
@@ -154,7 +158,12 @@ def calibrate_side(
     if drafted_from is not None:
         rows = planned_rows(night, side, settings.calibration_texts)
         token_ids = run_texts.of_entities([row.entity_id for row in rows])
-        texts = [_replayed(row, token_ids[row.entity_id], row.group) for row in rows if row.entity_id in token_ids]
+        prompt_of = prompt_reader(night, side)
+        texts = [
+            ReplayText(prompt_of(row), token_ids[row.entity_id], row.previous_ids, row.group)
+            for row in rows
+            if row.entity_id in token_ids
+        ]
         if len(texts) < MIN_TEXTS:  # too few were written tonight: what is known of that pool holds on
             return drafted_from.manifest.calibration, None
         return with_budgets(calibrate(drafted_from, texts, options), drafted_from, texts, options), None
@@ -162,7 +171,7 @@ def calibrate_side(
     held_back = {row.entity_id: row for row in rows}
     if len(rows) < 2:
         return None, None
-    texts = []
+    texts, prompt_of = [], prompt_reader(night, side)
 
     def other_texts() -> Iterator[PoolText]:
         for text in pool_texts():
@@ -170,7 +179,7 @@ def calibrate_side(
             if row is None:
                 yield text
             else:
-                texts.append(_replayed(row, text.token_ids, text.group))
+                texts.append(ReplayText(prompt_of(row), text.token_ids, row.previous_ids, text.group or None))
 
     pool = build(other_texts())
     if len(texts) < 2:
@@ -222,5 +231,8 @@ def planned_rows(night: Night, side: Side, num_wanted: int) -> list[PlannedRow]:
     return rows
 
 
-def _replayed(row: PlannedRow, token_ids: np.ndarray, group: str | None) -> ReplayText:
-    return ReplayText(row.prompt_ids, token_ids, row.previous_ids, group or None)
+def prompt_reader(night: Night, side: Side) -> Callable[[PlannedRow], np.ndarray]:
+    """A function from a planned row to its prompt's token ids; it raises RowError where the row has no prompt."""
+    knowledge, tokenizer = night.settings.knowledge, load_tokenizer(night.settings.model_dir)
+    template = load_template(knowledge.template_of(side), knowledge.template_dir)
+    return lambda row: render_shown(template, row.shown, tokenizer, knowledge.max_prompt_tokens).token_ids

@@ -21,14 +21,14 @@ from laserbatch.jobs.budgets import side_budget
 from laserbatch.jobs.console import print_table, progress, say, stdout, summary
 from laserbatch.jobs.formatting import counted, decimal, percent
 from laserbatch.jobs.night import Night, open_run
-from laserbatch.jobs.pool_texts import draft_options, planned_rows, read_run_texts
+from laserbatch.jobs.pool_texts import draft_options, planned_rows, prompt_reader, read_run_texts
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.settings import WORKSPACE, Settings, load_settings
 from laserbatch.pipeline.budget.choice import known_batch_size
 from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
-from laserbatch.pipeline.planning.planner import entity_router
+from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.retrieval_pools.calibration.calibrate import calibrate, num_held_back, with_budgets
 from laserbatch.retrieval_pools.calibration.replay import ReplayText, Tally, replay
@@ -225,7 +225,8 @@ def divided_texts(night: Night, settings: Settings, side: Side, num_texts: int) 
     if len(chosen) < len(others):
         say(f"{side}s: pools are built from {len(chosen):,} of {num_all:,} texts")
     rows = [rows[place] for place in generator.permutation(len(rows)) if rows[place].entity_id in known]
-    texts = [(row.entity_id, ReplayText(row.prompt_ids, token_ids[row.entity_id], row.previous_ids)) for row in rows]
+    prompt_of = prompt_reader(night, side)
+    texts = [(row.entity_id, ReplayText(prompt_of(row), token_ids[row.entity_id], row.previous_ids)) for row in rows]
     pool = {entity_id: token_ids[entity_id] for entity_id in chosen if entity_id in known}
     return SideTexts(side, num_all, dict(texts[:num_measured]), dict(texts[num_measured:]), pool, known)
 
@@ -250,8 +251,9 @@ def groups(night: Night, settings: Settings, texts: Sequence[SideTexts]) -> Grou
     @cache
     def group_of(side: Side, scheme: str) -> dict[object, str]:
         router = replace(routers[side], settings=routing.model_copy(update={"scheme": scheme}))
-        route = entity_router(router, tables, side, night.date)
-        return {entity_id: route(entity).group for entity_id, entity in sides[side].entities.items()}
+        routed = side_routes(router, tables, side, night.date).groups.to_pylist()
+        ids = tables.entities(side)[f"{side}_id"].to_pylist()
+        return {key: group for key, group in zip(ids, routed, strict=True) if key in sides[side].entities}
 
     return group_of
 

@@ -7,6 +7,8 @@ from transformers import PreTrainedTokenizerBase
 
 from laserbatch.jobs.night import Night
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
+from laserbatch.pipeline.knowledge.prompts import render_shown
+from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.planning.plan import SidePlan, read_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import SampleSpan, SampleText
@@ -22,18 +24,20 @@ def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) 
     wanted = night.settings.night.num_report_samples
     if not plan.shards or not wanted:
         return []
-    tokenizer = load_tokenizer(night.settings.model_dir)
+    tokenizer, knowledge = load_tokenizer(night.settings.model_dir), night.settings.knowledge
+    template = load_template(knowledge.template_of(side), knowledge.template_dir)
     stride = max(1, len(plan.shards) // wanted)
     samples = []
     for shard in plan.shards[::stride][:wanted]:
         path = folder.knowledge_folder(side) / f"{shard.name}.parquet"
         for record in read_parquet(path).slice(0, 1).to_pylist() if path.exists() else []:
             planned = next(row for row in read_shard(folder.root / shard.path) if row.entity_id == record["entity_id"])
+            rendered = render_shown(template, planned.shown, tokenizer, knowledge.max_prompt_tokens)
             samples.append(
                 SampleText(
                     entity_id=record["entity_id"],
                     group=record["pool_group"],
-                    prompt=tokenizer.decode(planned.prompt_ids.tolist(), skip_special_tokens=False),
+                    prompt=tokenizer.decode(rendered.token_ids.tolist(), skip_special_tokens=False),
                     text=record["text"],
                     spans=text_spans(tokenizer, record["token_ids"], record["token_sources"]),
                     tokens_per_step=1 + record["num_accepted"] / record["num_steps"] if record["num_steps"] else None,

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+import pyarrow.compute as pc
 import typer
 from rich.panel import Panel
 from rich.text import Text
@@ -21,15 +23,15 @@ from laserbatch.pipeline.budget.measuring import KeptCost, measure_step_cost
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.from_settings import drafter_from
-from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer, tokenizer_hash
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.errors import RowError, TableError
 from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
 from laserbatch.pipeline.knowledge.parsers import parse_knowledge
+from laserbatch.pipeline.knowledge.prompts import render_prompt
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.knowledge.templates import load_template
-from laserbatch.pipeline.planning.planner import prompt_renderer
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import SampleSpan
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -119,15 +121,17 @@ def find_entity(tables: Tables, side: Side, text: str | None) -> Entity:
 def write_one(night: Night, side: Side, entity: Entity) -> TriedEntity:
     """Generate one entity's text as a night would."""
     settings, version = night.settings, night.manifest.pools.version
-    _, render = prompt_renderer(side, settings.knowledge, settings.decoding, settings.model_dir)(entity)
-    rendered = render()
     template = load_template(settings.knowledge.template_of(side), settings.knowledge.template_dir)
+    tokenizer = load_tokenizer(settings.model_dir)
+    rendered = render_prompt(template, entity, tokenizer, settings.knowledge.max_prompt_tokens)
     engine = Engine.from_pretrained(settings.model_dir, settings.decoding)
     previous = PreviousKnowledge(None if night.previous is None else night.previous.knowledge_folder(side))
-    row = previous.row_of(entity.entity_id)
-    previous_ids = None if row is None else previous.token_ids([row])[row]
+    ids = night.tables.entities(side)[f"{side}_id"]
+    row = pc.index(ids, entity.entity_id).as_py()
+    text = previous.token_ids(previous.rows_of(ids.slice(row, 1)))[0]
+    previous_ids = np.asarray(text.values, np.int32) if text.is_valid else None
     pool = None if version is None else night.pools.open(version, side, tokenizer_hash(settings.model_dir))
-    route = night.router(side)(entity)
+    route = night.routes(side).of(row)
     request = GenerationRequest("try", rendered.token_ids, previous_ids, route.group, settings.decoding.max_new_tokens)
     budget = _budget(night, engine, pool, previous_ids is not None)
     start_s = time.perf_counter()

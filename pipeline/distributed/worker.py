@@ -29,8 +29,9 @@ from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
 from laserbatch.pipeline.distributed.settings import workers_of_node
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.parsers import parse_knowledge
+from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, render_shown
 from laserbatch.pipeline.knowledge.records import knowledge_schema
-from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, load_template
 from laserbatch.pipeline.planning.plan import PlannedRow, Shard, read_shard
 from laserbatch.pipeline.planning.planner import decoding_provenance
 from laserbatch.pipeline.sides import Side
@@ -61,9 +62,18 @@ class WorkerSpec:
     num_workers: int = 1  # that work side by side
     templates: dict[Side, str]  # name of a side's prompt template
     template_dir: Path | None = None
+    max_prompt_tokens: int = KnowledgeSettings().max_prompt_tokens
     step_cost_dir: Path  # where measured costs of steps are kept
     pool_dirs: dict[Side, Path] = field(default_factory=dict)  # frozen pools, where there are any
     pool_versions: dict[Side, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AskedRow:
+    """A planned row with its prompt."""
+
+    row: PlannedRow
+    prompt: RenderedPrompt
 
 
 class ShardWorker:
@@ -123,28 +133,40 @@ class ShardWorker:
         found = measure_step_cost(self.engine, pool, self.spec.decoding.drafters)
         return kept.write(found) if keeps else found
 
+    def rendered(self, side: Side, row: PlannedRow) -> RenderedPrompt:
+        """The prompt of a planned row; raises RowError where it has none."""
+        tokenizer, most = self.engine.tokenizer, self.spec.max_prompt_tokens
+        return render_shown(self._templates[side], row.shown, tokenizer, most)
+
     def run(self, shard: Shard, budget: Budget | None = None) -> ShardRecord:
         """Generate one shard and write its files, drafting by a budget; None is that of the settings."""
         start_s = time.perf_counter()
-        rows = {str(number): row for number, row in enumerate(read_shard(self.spec.run_dir / shard.path))}
         records: dict[str, dict[str, Any]] = {}
         results: list[GenerationResult] = []
         quarantined: list[QuarantineRow] = []
+        planned = read_shard(self.spec.run_dir / shard.path)
+        rows: dict[str, AskedRow] = {}
+        for number, row in enumerate(planned):
+            try:
+                rows[str(number)] = AskedRow(row, self.rendered(shard.side, row))
+            except RowError as error:
+                quarantined.append(QuarantineRow.of(row.entity_id, shard.side, error.reason, row.fingerprint))
         num_rewritten = 0
         for outcome, verifier in self._outcomes(shard.side, rows, budget):
-            row = rows[outcome.request_id]
+            asked = rows[outcome.request_id]
+            row = asked.row
             if isinstance(outcome, GenerationFailure):
                 quarantined.append(QuarantineRow.of(row.entity_id, shard.side, outcome.reason, row.fingerprint))
                 continue
             results.append(outcome)  # quarantined texts cost time too, so they count
             num_rewritten += verifier != self.spec.decoding.verifier
             try:
-                records[outcome.request_id] = self._record(shard.side, row, outcome, verifier)
+                records[outcome.request_id] = self._record(shard.side, asked, outcome, verifier)
             except RowError as error:
                 failed = QuarantineRow.of(row.entity_id, shard.side, error.reason, row.fingerprint, outcome.text)
                 quarantined.append(failed)
         ordered = [records[key] for key in rows if key in records]  # plan order, not the order of finishing
-        entity_id_type = pa.array([row.entity_id for row in rows.values()]).type
+        entity_id_type = pa.array([row.entity_id for row in planned]).type
         table = pa.Table.from_pylist(ordered, schema=knowledge_schema(entity_id_type))
         stats = DecodingStats.of(results, time.perf_counter() - start_s, num_rewritten)
         logger.info("%s %s: %d texts, %d quarantined", shard.side, shard.name, len(ordered), len(quarantined))
@@ -158,7 +180,7 @@ class ShardWorker:
         return RunFolder(self.spec.run_dir).write_shard(shard.side, shard.name, table, quarantined, info)
 
     def _outcomes(
-        self, side: Side, rows: dict[str, PlannedRow], budget: Budget | None
+        self, side: Side, rows: dict[str, AskedRow], budget: Budget | None
     ) -> Iterator[tuple[GenerationResult | GenerationFailure, str]]:
         """What came of each row, and the verifier of it: a relaxed text that ran on is written again as a greedy one.
 
@@ -181,18 +203,19 @@ class ShardWorker:
                 yield outcome, "greedy"
 
     def _generate(
-        self, side: Side, rows: dict[str, PlannedRow], budget: Budget | None, verifier: Verifier | None = None
+        self, side: Side, rows: dict[str, AskedRow], budget: Budget | None, verifier: Verifier | None = None
     ) -> Iterator[GenerationResult | GenerationFailure]:
         most = self.spec.decoding.max_new_tokens
         requests = (
-            GenerationRequest(key, row.prompt_ids, row.previous_ids, row.group, most) for key, row in rows.items()
+            GenerationRequest(key, asked.prompt.token_ids, asked.row.previous_ids, asked.row.group, most)
+            for key, asked in rows.items()
         )
         self.engine.forget_prompts()  # what was written before, for whatever purpose, must not matter
         return self.engine.generate(requests, self.drafter(side, budget), verifier, budget=budget)
 
-    def _record(self, side: Side, row: PlannedRow, result: GenerationResult, verifier: str) -> dict[str, Any]:
-        template = self._templates[side]
-        text = sound_text(self.engine.tokenizer, result, row.prompt_ids)
+    def _record(self, side: Side, asked: AskedRow, result: GenerationResult, verifier: str) -> dict[str, Any]:
+        template, row, prompt = self._templates[side], asked.row, asked.prompt
+        text = sound_text(self.engine.tokenizer, result, prompt.token_ids)
         fields = parse_knowledge(template, text)
         return {
             "entity_id": row.entity_id,
@@ -209,9 +232,9 @@ class ShardWorker:
             "pool_version": self.spec.pool_versions.get(side),
             "pool_group": row.group,
             "decoding_json": json.dumps(self._provenance | {"verifier": verifier}, sort_keys=True),
-            "num_prompt_tokens": len(row.prompt_ids),
-            "num_history": row.num_history,
-            "num_history_dropped": row.num_history_dropped,
+            "num_prompt_tokens": len(prompt.token_ids),
+            "num_history": prompt.num_history,
+            "num_history_dropped": prompt.num_history_dropped,
             "num_tokens": len(result.token_ids),
             "num_steps": result.num_steps,
             "num_drafted": result.num_drafted,

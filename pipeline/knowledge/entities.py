@@ -55,7 +55,7 @@ def iter_entities(
         wanted = pa.array(list(entity_ids), table[key].type)
         is_wanted = pc.is_in(table[key], value_set=wanted)
         rows, table = rows[is_wanted.to_numpy()], table.filter(is_wanted)
-    histories = _Histories(tables) if side == "user" and with_history else None
+    histories = Histories(tables) if side == "user" and with_history else None
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         chunk, part = rows[start : start + _ROWS_AT_ONCE], table.slice(start, _ROWS_AT_ONCE)
         for row, values in zip(chunk.tolist(), part.to_pylist(), strict=True):
@@ -72,41 +72,54 @@ def _known(values: dict[str, object]) -> dict[str, object]:
     }
 
 
-class _Histories:
-    """Interactions by user row, built once: two index arrays over the interactions, nothing copied."""
+class Histories:
+    """Interactions by user row, those of unknown users and items left out.
+
+    `starts` int64[num_users + 1] says where a user's events begin in `items` int32[n], rows of the item table, and
+    `ratings` float64[n], NaN where there is none; oldest first.
+    """
 
     def __init__(self, tables: "Tables") -> None:
-        self._items = tables.items
-        self._events: dict[int, tuple[str | int, str, dict[str, object]]] = {}
+        self._table = tables.items
+        self._values: dict[int, tuple[str | int, str, dict[str, object]]] = {}
         interactions = tables.interactions
         user = _rows_of(interactions["user_id"], tables.users["user_id"])
         item = _rows_of(interactions["item_id"], tables.items["item_id"])
-        known = np.flatnonzero((user >= 0) & (item >= 0))
-        order = known[np.argsort(user[known], kind="stable")]  # interactions come in order of time
-        self._item = item[order]
-        self._rating = None
+        order = np.flatnonzero((user >= 0) & (item >= 0))
+        order |= user[order].astype(np.int64) << 32
+        order.sort()  # by user, then by place: interactions come in order of time
+        order &= 0xFFFFFFFF
+        self.items = item[order]
+        self.ratings = np.full(len(order), math.nan)
         if "rating" in interactions.column_names:
-            rating = interactions["rating"].cast(pa.float64()).combine_chunks()
-            self._rating = pc.fill_null(rating, math.nan).to_numpy(zero_copy_only=False)[order]
-        self._starts = np.searchsorted(user[order], np.arange(tables.users.num_rows + 1))
+            self.ratings = pc.fill_null(interactions["rating"].cast(pa.float64()), math.nan).to_numpy()[order]
+        counts = np.bincount(user[order], minlength=tables.users.num_rows)
+        self.starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
     def of(self, user_row: int) -> tuple[HistoryEvent, ...]:
+        """One user's events."""
         events = []
-        for place in range(self._starts[user_row], self._starts[user_row + 1]):
-            item_id, title, attributes = self._item_at(int(self._item[place]))
-            rating = math.nan if self._rating is None else float(self._rating[place])
+        for place in range(self.starts[user_row], self.starts[user_row + 1]):
+            item_id, title, attributes = self._item_at(int(self.items[place]))
+            rating = float(self.ratings[place])
             events.append(HistoryEvent(item_id, title, attributes, None if math.isnan(rating) else rating))
         return tuple(events)
 
+    def newest(self, user_rows: np.ndarray, max_events: int) -> tuple[np.ndarray, np.ndarray]:
+        """Places of the newest events of some users: int64[m], one user's after another's, and int64[n + 1] starts."""
+        stops = self.starts[user_rows + 1]
+        first = np.maximum(self.starts[user_rows], stops - max_events)
+        starts = np.concatenate([[0], np.cumsum(stops - first)])
+        return np.repeat(first - starts[:-1], stops - first) + np.arange(starts[-1]), starts
+
     def _item_at(self, row: int) -> tuple[str | int, str, dict[str, object]]:
-        if row not in self._events:
-            values = self._items.slice(row, 1).to_pylist()[0]
+        if row not in self._values:
+            values = self._table.slice(row, 1).to_pylist()[0]
             item_id, title = values.pop("item_id"), values.pop("title")
-            self._events[row] = (item_id, "" if title is None else str(title), _known(values))
-        return self._events[row]
+            self._values[row] = (item_id, "" if title is None else str(title), _known(values))
+        return self._values[row]
 
 
 def _rows_of(ids: pa.ChunkedArray, among: pa.ChunkedArray) -> np.ndarray:
-    """Row of each id in a column, int64[n]; -1 where it is not there."""
-    found = pc.index_in(ids, value_set=among.combine_chunks())
-    return pc.fill_null(found, -1).to_numpy().astype(np.int64)
+    """Row of each id in a column, int32[n]; -1 where it is not there."""
+    return pc.fill_null(pc.index_in(ids, value_set=among.combine_chunks()), -1).to_numpy()

@@ -7,6 +7,7 @@ become tokens is `chat_format`; what is asked is `templates`.
 import hashlib
 import json
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,11 +17,13 @@ from transformers import PreTrainedTokenizerBase
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.chat_format import chat_skeleton, encode_content
 from laserbatch.pipeline.knowledge.entities import Entity, HistoryEvent
-from laserbatch.pipeline.knowledge.templates import Columns, HistoryLines, PromptTemplate
+from laserbatch.pipeline.knowledge.templates import AttributeLines, Columns, HistoryLines, PromptTemplate
 
 LAYOUT_VERSION = 1  # another one where the same template and values become another prompt: fingerprints hold it
 PARTS = ("template", "prompt", "model", "decoding", "attributes", "history")  # of a fingerprint; the first 4 are shared
-_Event = tuple[str, str | None, str | None]  # title, attributes and rating as text; None where there are none
+DIGEST_BYTES = 8  # of each part: compared with one entity's own before, never with all others'
+NO_TITLE = "no-title: the item has no title, so there is nothing to ask about"
+Event = tuple[str, str | None, str | None]  # title, attributes and rating as text; None where there are none
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,31 @@ class RenderedPrompt:
     num_history_dropped: int  # older ones, left out for the token limit or the template's `max_events`
 
 
+@dataclass(frozen=True)
+class Shown:
+    """What a template shows of one entity: all that its prompt is made from beside the template."""
+
+    attributes: str | None  # their lines; None where there is none
+    events: Sequence[Event]  # the newest, oldest first
+    num_events: int  # that there are, with those that are not shown
+
+
 def render_prompt(
     template: PromptTemplate, entity: Entity, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
 ) -> RenderedPrompt:
-    """Render one entity, keeping as much of the newest history as the budget allows.
+    """Render one entity, as `render_shown` says.
+
+    Raises
+    ------
+    RowError : reason "no-title" for an item without one, and those of `render_shown`.
+    """
+    return render_shown(template, shown_of(template, entity), tokenizer, max_prompt_tokens)
+
+
+def render_shown(
+    template: PromptTemplate, shown: Shown, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
+) -> RenderedPrompt:
+    """Render a prompt, keeping as much of the newest history as the budget allows.
 
     Parameters
     ----------
@@ -44,15 +68,18 @@ def render_prompt(
 
     Raises
     ------
-    RowError : reason "no-title" for an item without one; "too-long" when it does not fit without any history;
-        "undecodable" when the text cannot be written in plain tokens.
+    RowError : reason "too-long" when it does not fit without any history; "undecodable" when the text cannot be written
+        in plain tokens.
     """
     skeleton = chat_skeleton(tokenizer, template.system is not None, template.chat_options)
-    head, events, tail = _values(template, entity)
+    head = [template.instruction.strip()] if template.instruction.strip() else []
+    if shown.attributes is not None:
+        head += [*([template.attributes.heading] if template.attributes.heading else []), shown.attributes]
+    events, tail = shown.events, (template.request or "").strip()
 
     @cache
     def encoded(num_shown: int) -> RenderedPrompt:
-        user = _content(template, head, events[len(events) - num_shown :], tail)
+        user = _content(template, "\n".join(head), events[len(events) - num_shown :], tail)
         contents = {"user": user, "system": (template.system or "").strip()}
         if skeleton.merges_system and contents["system"]:
             contents["user"] = f"{contents['system']}\n\n{user}"
@@ -63,7 +90,7 @@ def render_prompt(
             contents[piece] if isinstance(piece, str) else written
             for piece, written in zip(skeleton.pieces, skeleton.texts, strict=True)
         )
-        return RenderedPrompt(np.array(ids, np.int32), text, num_shown, len(entity.history) - num_shown)
+        return RenderedPrompt(np.array(ids, np.int32), text, num_shown, shown.num_events - num_shown)
 
     def is_too_long(num_shown: int) -> bool:
         return len(encoded(num_shown).token_ids) > max_prompt_tokens
@@ -81,25 +108,7 @@ def render_prompt(
 
 def digest(value: object) -> str:
     """One part of a fingerprint: BLAKE2b of a value that JSON can hold, as 16 hexadecimal digits."""
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def fingerprint(template: PromptTemplate, entity: Entity, shared: str) -> str:
-    """All that decides a text apart from the drafts: the digests of `PARTS`, joined by "-"; nothing is tokenised.
-
-    An entity whose fingerprint is the same as before keeps its text. What the template shows of the entity counts
-    before histories are cut to the tokens that a prompt may have: equal fingerprints mean equal prompts.
-
-    Parameters
-    ----------
-    shared : the parts that all entities of a side share, joined.
-
-    Raises
-    ------
-    RowError : reason "no-title" for an item without one.
-    """
-    head, events, tail = _values(template, entity)
-    return "-".join((shared, digest([head, tail]), digest(events)))
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def changed_parts(before: str, after: str) -> tuple[str, ...]:
@@ -110,34 +119,36 @@ def changed_parts(before: str, after: str) -> tuple[str, ...]:
     return tuple(name for name, one, other in zip(PARTS, old, new, strict=True) if one != other)
 
 
-def _values(template: PromptTemplate, entity: Entity) -> tuple[str, list[_Event], str]:
-    """Text before the history, the values of its newest events oldest first, text after it."""
+def shown_of(template: PromptTemplate, entity: Entity) -> Shown:
+    """What the template shows of an entity. Raises RowError, "no-title", for an item without one."""
     if entity.side == "item" and not str(entity.attributes.get("title", "")).strip():
-        raise RowError("no-title: the item has no title, so there is nothing to ask about")
-    head = [template.instruction.strip()] if template.instruction.strip() else []
+        raise RowError(NO_TITLE)
     columns = template.attributes
-    shown = columns.shown(entity.attributes)
-    if shown:
-        lines = [
-            columns.line.format(label=columns.labels.get(name, name), value=_value(entity.attributes[name], columns))
-            for name in shown
-        ]
-        head.append("\n".join(([columns.heading] if columns.heading else []) + lines))
+    lines = [attribute_line(name, entity.attributes[name], columns) for name in columns.shown(entity.attributes)]
     events = []
     if template.history is not None:
         newest = entity.history[max(0, len(entity.history) - template.history.max_events) :]
         events = [_event(event, template.history) for event in newest]
-    return "\n".join(head), events, (template.request or "").strip()
+    return Shown("\n".join(lines) if lines else None, events, len(entity.history))
 
 
-def _event(event: HistoryEvent, columns: HistoryLines) -> _Event:
-    values = [_value(event.attributes[name], columns) for name in columns.shown(event.attributes)]
+def attribute_line(name: str, value: object, columns: AttributeLines) -> str:
+    """One attribute as its line."""
+    return columns.line.format(label=columns.labels.get(name, name), value=value_text(value, columns))
+
+
+def rating_text(rating: float | None) -> str | None:
+    """A rating as it is shown."""
+    return None if rating is None else f"{rating:g}"
+
+
+def _event(event: HistoryEvent, columns: HistoryLines) -> Event:
+    values = [value_text(event.attributes[name], columns) for name in columns.shown(event.attributes)]
     attributes = columns.separator.join(values) if values else None
-    rating = None if event.rating is None else f"{event.rating:g}"
-    return _plain(event.title, columns.max_value_chars), attributes, rating
+    return plain_text(event.title, columns.max_value_chars), attributes, rating_text(event.rating)
 
 
-def _content(template: PromptTemplate, head: str, events: list[_Event], tail: str) -> str:
+def _content(template: PromptTemplate, head: str, events: Sequence[Event], tail: str) -> str:
     parts = [head] if head else []
     if template.history is not None:
         lines = [_line(number, event, template.history) for number, event in enumerate(events, start=1)]
@@ -149,7 +160,7 @@ def _content(template: PromptTemplate, head: str, events: list[_Event], tail: st
     return "\n".join(parts)
 
 
-def _line(number: int, event: _Event, columns: HistoryLines) -> str:
+def _line(number: int, event: Event, columns: HistoryLines) -> str:
     title, attributes, rating = event
     pattern = columns.line_unrated if rating is None else columns.line
     if attributes is None:
@@ -157,17 +168,18 @@ def _line(number: int, event: _Event, columns: HistoryLines) -> str:
     return pattern.format(number=number, title=title, attributes=attributes or "", rating=rating or "")
 
 
-def _value(value: object, columns: Columns) -> str:
+def value_text(value: object, columns: Columns) -> str:
+    """A value as prompts show it, in one line."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, list | tuple):
-        return _plain(" > ".join(str(part) for part in value if part is not None), columns.max_value_chars)
-    return _plain(str(value), columns.max_value_chars)
+        return plain_text(" > ".join(str(part) for part in value if part is not None), columns.max_value_chars)
+    return plain_text(str(value), columns.max_value_chars)
 
 
-def _plain(text: str, max_chars: int) -> str:
+def plain_text(text: str, max_chars: int) -> str:
     """One line: a value cannot start a line of its own and so pass for another."""
     text = " ".join(text.split())
     return text if len(text) <= max_chars else text[: max_chars - 1].rstrip() + "…"

@@ -5,8 +5,7 @@ from, and they need not be recoverable from the text. Nothing here depends on th
 run twice writes the same bytes.
 """
 
-from collections.abc import Iterable, Iterator
-from functools import cached_property
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -63,36 +62,30 @@ class PreviousKnowledge:
         self._folder = folder
         batches = list(self._batches(["entity_id", "fingerprint"]))
         self.num_rows = sum(batch.num_rows for batch in batches)
-        self._entity_ids = [batch["entity_id"] for batch in batches]
-        self._fingerprints = pa.chunked_array([batch["fingerprint"] for batch in batches], pa.string())
+        self._entity_ids = pa.chunked_array([batch["entity_id"] for batch in batches]) if batches else None
+        kind = pa.large_string()
+        self._fingerprints = pa.chunked_array([batch["fingerprint"].cast(kind) for batch in batches], kind)
+        self._fingerprints = self._fingerprints.combine_chunks()
 
-    @cached_property
-    def _row_of(self) -> dict[object, int]:
-        ids = (key for part in self._entity_ids for key in part.to_pylist())
-        return {key: row for row, key in enumerate(ids)}
+    def rows_of(self, entity_ids: pa.ChunkedArray) -> np.ndarray:
+        """Row of each entity's record, int64[n]; -1 where it has none."""
+        if self._entity_ids is None or self._entity_ids.type != entity_ids.type:
+            return np.full(len(entity_ids), -1)
+        found = pc.index_in(entity_ids, value_set=self._entity_ids.combine_chunks())
+        return pc.fill_null(found, -1).to_numpy().astype(np.int64)
 
-    def row_of(self, entity_id: object) -> int | None:
-        """Row of the entity's record, or None."""
-        return self._row_of.get(entity_id)
+    def fingerprints(self, rows: np.ndarray) -> pa.Array:
+        """What the records of some rows were generated from; null for a row of -1."""
+        return self._fingerprints.take(pa.array(rows, mask=rows < 0))
 
-    def fingerprint(self, row: int) -> str:
-        """What the record of that row was generated from."""
-        return self._fingerprints[row].as_py()
+    def token_ids(self, rows: np.ndarray) -> pa.Array:
+        """Token ids of the texts of some rows, large lists of int32; null for a row of -1."""
+        kind, wanted = pa.large_list(pa.int32()), np.unique(rows[rows >= 0])
+        parts = [batch["token_ids"].cast(kind) for batch in self._taken(wanted, ["token_ids"])]
+        texts = pa.chunked_array(parts, kind).combine_chunks()
+        return texts.take(pa.array(np.searchsorted(wanted, rows), mask=rows < 0))
 
-    def rows_of(self, entity_ids: pa.ChunkedArray) -> list[int]:
-        """Rows of the entities that have a record, ascending."""
-        known = pa.chunked_array(self._entity_ids) if self._entity_ids else entity_ids[:0]
-        if known.type != entity_ids.type:
-            return []
-        return np.flatnonzero(pc.is_in(known, value_set=entity_ids).to_numpy()).tolist()
-
-    def token_ids(self, rows: Iterable[int]) -> dict[int, np.ndarray]:
-        """Token ids of the texts of some rows, int32."""
-        rows = sorted(rows)
-        ids = (value.values for batch in self._taken(rows, ["token_ids"]) for value in batch["token_ids"])
-        return {row: np.asarray(values, np.int32) for row, values in zip(rows, ids, strict=True)}
-
-    def records(self, rows: list[int], entity_id_type: pa.DataType, is_stale: bool) -> pa.RecordBatchReader:
+    def records(self, rows: np.ndarray, entity_id_type: pa.DataType, is_stale: bool) -> pa.RecordBatchReader:
         """Records of some rows, ascending, a few in memory at a time; `is_stale` is what they are to say."""
         schema = knowledge_schema(entity_id_type)
         names = [name for name in schema.names if name != "is_stale"]
@@ -103,10 +96,10 @@ class PreviousKnowledge:
         batches = (pa.record_batch(part).select(schema.names).cast(schema) for part in columns)
         return pa.RecordBatchReader.from_batches(schema, batches)
 
-    def _taken(self, rows: list[int], columns: list[str]) -> Iterator[pa.RecordBatch]:
+    def _taken(self, rows: np.ndarray, columns: list[str]) -> Iterator[pa.RecordBatch]:
         is_taken, start = np.zeros(self.num_rows, bool), 0
         is_taken[rows] = True
-        for batch in self._batches(columns) if rows else ():
+        for batch in self._batches(columns) if len(rows) else ():
             mask = is_taken[start : start + batch.num_rows]
             start += batch.num_rows
             if mask.any():

@@ -14,6 +14,8 @@ import pyarrow as pa
 from pydantic import TypeAdapter, ValidationError
 
 from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.knowledge.prompts import Shown
+from laserbatch.pipeline.knowledge.questions import shown_of_row
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import read_json, sha256_file, write_json
 from laserbatch.pipeline.storage.parquet import iter_parquet, read_parquet, write_parquet
@@ -27,12 +29,10 @@ KEPT_SHARD = "kept"  # earlier texts of rows in quarantine
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """One entity to generate, ready for the engine."""
+    """One entity to generate; its prompt is rendered by who reads it."""
 
     entity_id: object
-    prompt_ids: np.ndarray  # int32 (num_prompt_tokens,)
-    num_history: int
-    num_history_dropped: int
+    shown: Shown
     fingerprint: str
     previous_ids: np.ndarray | None  # int32, the entity's own earlier text
     group: str | None
@@ -93,35 +93,29 @@ def open_plan(
     return plan, finished
 
 
-def write_shard_plan(
-    side: Side, number: int, rows: list[PlannedRow], entity_id_type: pa.DataType, run_dir: Path, is_apart: bool
-) -> Shard:
-    """Write the rows of a shard for `read_shard`."""
+def write_shard_plan(side: Side, number: int, rows: pa.Table, run_dir: Path, is_apart: bool) -> Shard:
+    """Write the rows of a shard for `read_shard`.
+
+    Parameters
+    ----------
+    rows : `entity_id`, those of `SHOWN_SCHEMA`, `fingerprint`, `previous_ids` and `group`.
+    """
     name = f"{number:05d}"
     path = f"plan/{side}/{name}.parquet"
-    types = {
-        "entity_id": entity_id_type,
-        "prompt_ids": pa.list_(pa.int32()),
-        "num_history": pa.int32(),
-        "num_history_dropped": pa.int32(),
-        "fingerprint": pa.string(),
-        "previous_ids": pa.list_(pa.int32()),
-        "group": pa.string(),
-    }
-    columns = {column: pa.array([getattr(row, column) for row in rows], kind) for column, kind in types.items()}
-    written = write_parquet(pa.table(columns), run_dir / path)
-    return Shard(name, side, rows[0].group or "", len(rows), path, written.sha256, is_apart)
+    written = write_parquet(rows, run_dir / path)
+    return Shard(name, side, rows["group"][0].as_py() or "", len(rows), path, written.sha256, is_apart)
 
 
 def read_shard(path: Path) -> list[PlannedRow]:
     """The rows of a shard's plan file."""
     rows = []
     for batch in iter_parquet(path):
-        lists = {name: batch[name] for name in ("prompt_ids", "previous_ids")}
-        for number, row in enumerate(batch.drop_columns(list(lists)).to_pylist()):
-            ids = {name: values[number] for name, values in lists.items()}
-            arrays = {name: np.asarray(ids.values, np.int32) if ids.is_valid else None for name, ids in ids.items()}
-            rows.append(PlannedRow(**row, **arrays))
+        previous = batch["previous_ids"]
+        for number, row in enumerate(batch.drop_columns(["previous_ids"]).to_pylist()):
+            ids = previous[number]
+            previous_ids = np.asarray(ids.values, np.int32) if ids.is_valid else None
+            shown = shown_of_row(row)
+            rows.append(PlannedRow(row["entity_id"], shown, row["fingerprint"], previous_ids, row["group"]))
     return rows
 
 

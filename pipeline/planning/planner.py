@@ -1,53 +1,41 @@
-"""Of each entity: what it is asked, its pool group, whether its text is carried over, and its shard where it is not.
+"""Of each entity: whether its text is carried over, and its pool group and shard where it is not; all in columns.
 
 Shards follow the order of pool groups: a worker's consecutive texts share drafts.
 """
 
 import datetime
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer, model_identity, tokenizer_hash
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.chat_format import chat_skeleton
-from laserbatch.pipeline.knowledge.entities import Entity
-from laserbatch.pipeline.knowledge.prompts import (
-    LAYOUT_VERSION,
-    PARTS,
-    RenderedPrompt,
-    digest,
-    fingerprint,
-    render_prompt,
-)
+from laserbatch.pipeline.knowledge.prompts import LAYOUT_VERSION, NO_TITLE, PARTS, digest
+from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
-from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, load_template
-from laserbatch.pipeline.planning.plan import CARRIED_SHARD, PlannedRow, SidePlan, write_shard_plan
+from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, PromptTemplate, load_template
+from laserbatch.pipeline.planning.plan import CARRIED_SHARD, SidePlan, write_shard_plan
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import Tables
-from laserbatch.retrieval_pools.routing.router import Route, Router
+from laserbatch.retrieval_pools.routing.router import Router, Routes
 
+ROWS_AT_ONCE = 64 * 1024
 SHARDS_A_SIDE = 16  # by default at least, of a side that is not small: so that several workers all have some
 FIRST_TEXTS = 32  # of a side, that are judged before the others are written
 LEAST_BATCHES, MOST_BATCHES = 4, 32  # of a shard by default: at its end the batch empties
 DAY_US = 24 * 3600 * 1_000_000
-NO_ROUTE = Route("", "none")
-
-Prompt = tuple[str, Callable[[], RenderedPrompt]]  # its fingerprint, and what renders it where that is a new one
 
 
-def prompt_renderer(
-    side: Side, knowledge: KnowledgeSettings, decoding: DecodingSettings, model_dir: Path
-) -> Callable[[Entity], Prompt]:
-    """A function from an entity to its prompt; it, and what it returns, raise `RowError` where there can be none."""
+def shared_fingerprint(side: Side, knowledge: KnowledgeSettings, decoding: DecodingSettings, model_dir: Path) -> str:
+    """The parts of fingerprints that all entities of a side share, joined."""
     tokenizer = load_tokenizer(model_dir)
     template = load_template(knowledge.template_of(side), knowledge.template_dir)
     skeleton = chat_skeleton(tokenizer, template.system is not None, template.chat_options)
@@ -60,15 +48,7 @@ def prompt_renderer(
         "model": model_identity(model_dir, decoding.adapter),
         "decoding": decoding_provenance(decoding),
     }
-    joined = "-".join(digest(shared[name]) for name in PARTS[: len(shared)])
-
-    def prompt_of(entity: Entity) -> Prompt:
-        return (
-            fingerprint(template, entity, joined),
-            lambda: render_prompt(template, entity, tokenizer, knowledge.max_prompt_tokens),
-        )
-
-    return prompt_of
+    return "-".join(digest(shared[name]) for name in PARTS[: len(shared)])
 
 
 def decoding_provenance(decoding: DecodingSettings) -> dict[str, Any]:
@@ -80,106 +60,99 @@ def decoding_provenance(decoding: DecodingSettings) -> dict[str, Any]:
     return decoding.model_dump(mode="json", include=names)
 
 
-def no_route(entity: Entity) -> Route:
-    """No group: there are no pools, or none are used."""
-    return NO_ROUTE
+def side_routes(router: Router | None, tables: Tables, side: Side, date: datetime.date) -> Routes:
+    """The pool group of each entity of a side, by what the tables, cut at the end of `date`, say of it then.
+
+    None of them has one where there is no router: there are no pools, or none are used.
+    """
+    entities = tables.entities(side)
+    if router is None:
+        return Routes.nowhere(entities.num_rows)
+    ids = entities[f"{side}_id"].combine_chunks()
+    counted = pc.fill_null(pc.index_in(tables.interactions[f"{side}_id"], value_set=ids), -1).to_numpy()
+    counts = np.bincount(counted[counted >= 0], minlength=len(ids))
+    return router.route_all(entities, counts, ages_days(entities, date))
 
 
-def entity_router(router: Router, tables: Tables, side: Side, date: datetime.date) -> Callable[[Entity], Route]:
-    """A function from an entity to its pool group, by what the tables, cut at the end of `date`, say of it then."""
-    counted = pc.value_counts(tables.interactions[f"{side}_id"].combine_chunks())
-    counts = dict(zip(counted.field("values").to_pylist(), counted.field("counts").to_pylist(), strict=True))
-    ages = ages_days(tables.entities(side), side, date)
-
-    def route(entity: Entity) -> Route:
-        entity_id = entity.entity_id
-        return router.route(entity_id, entity.attributes, counts.get(entity_id, 0), ages.get(entity_id))
-
-    return route
-
-
-def ages_days(entities: pa.Table, side: Side, date: datetime.date) -> dict[object, float]:
-    """Days from `created_at` to the end of the date (UTC), by entity; those with no `created_at` are left out."""
+def ages_days(entities: pa.Table, date: datetime.date) -> np.ndarray:
+    """Days from `created_at` to the end of the date (UTC), float64[num_entities]; NaN where that is not known."""
     if "created_at" not in entities.column_names:
-        return {}
-    known = entities.filter(pc.is_valid(entities["created_at"]))
+        return np.full(entities.num_rows, math.nan)
     end = datetime.datetime.combine(date, datetime.time(), datetime.UTC) + datetime.timedelta(days=1)
-    created_us = known["created_at"].cast(pa.int64()).to_numpy()
-    days = (int(end.timestamp()) * 1_000_000 - created_us) / DAY_US
-    return dict(zip(known[f"{side}_id"].to_pylist(), days.tolist(), strict=True))
+    created_us = entities["created_at"].cast(pa.int64()).cast(pa.float64(), safe=False)
+    return (int(end.timestamp()) * 1_000_000 - pc.fill_null(created_us, math.nan).to_numpy()) / DAY_US
 
 
 def plan_side(
+    tables: Tables,
     side: Side,
-    entities: Iterable[Entity],
-    entity_id_type: pa.DataType,
+    template: PromptTemplate,
+    shared: str,
     *,
-    prompt_of: Callable[[Entity], Prompt],
     previous: PreviousKnowledge,
     batch_size: int,
     run_dir: Path,
-    route: Callable[[Entity], Route] = no_route,
+    routes: Routes | None = None,
     force: bool = False,
     shard_size: int | None = None,
-    on_entity: Callable[[], None] = lambda: None,
-    apart: Container[object] = (),
+    on_entities: Callable[[int], None] = lambda num_entities: None,
+    apart: pa.Array | None = None,
 ) -> SidePlan:
-    """Decide about every entity of a side and write its shards' inputs.
+    """Decide about every entity of a side and write its shards' inputs. Nothing is rendered, and nothing tokenised.
 
     Parameters
     ----------
-    entities : the side's entities, in the order of the input table.
-    prompt_of : as `prompt_renderer` makes it; the prompt of an entity whose fingerprint is as before is not rendered.
+    template, shared : what is asked, and the parts of fingerprints that all share, as `shared_fingerprint` gives them.
     previous : the last published records.
     batch_size : texts that a worker writes side by side.
     run_dir : the run's folder; `plan/<side>/` and the carried-over records are written below it.
-    route : entity -> its pool group (empty: none) and the scheme that chose it.
+    routes : as `side_routes` gives them; None: no groups.
     force : generate unchanged entities too.
     shard_size : rows a shard; None: `default_shard_size`.
     apart : ids of entities that share no shard with others and come first, so that their time is known.
     """
-    rows: list[PlannedRow] = []
-    refused: list[QuarantineRow] = []
-    carried: list[int] = []
-    changed: dict[int, int] = {}  # row of the earlier record -> its place in `rows`
-    routes: Counter[str] = Counter()
-    for entity in entities:
-        on_entity()
-        routed = route(entity)
-        routes[routed.scheme] += 1
-        row = previous.row_of(entity.entity_id)
-        try:
-            known_by, render = prompt_of(entity)
-            if row is not None and not force and previous.fingerprint(row) == known_by:
-                carried.append(row)
-                continue
-            rendered = render()
-        except RowError as error:
-            refused.append(QuarantineRow.of(entity.entity_id, side, error.reason))
-            continue
-        if row is not None:
-            changed[row] = len(rows)
-        rows.append(
-            PlannedRow(
-                entity_id=entity.entity_id,
-                prompt_ids=rendered.token_ids,
-                num_history=rendered.num_history,
-                num_history_dropped=rendered.num_history_dropped,
-                fingerprint=known_by,
-                previous_ids=None,
-                group=routed.group or None,
-            )
-        )
-    for row, token_ids in previous.token_ids(changed).items():
-        rows[changed[row]] = replace(rows[changed[row]], previous_ids=token_ids)
-    records = previous.records(sorted(carried), entity_id_type, is_stale=False)
-    RunFolder(run_dir).write_shard(side, CARRIED_SHARD, records, refused)  # of none too: a side then has its schema
-    shard_size = shard_size or default_shard_size(len(rows), batch_size)
-    shards = tuple(
-        write_shard_plan(side, number, some, entity_id_type, run_dir, is_apart)
-        for number, (some, is_apart) in enumerate(_cut(rows, apart, shard_size))
-    )
-    return SidePlan(side, routes.total(), len(carried), len(refused), dict(routes), shards)
+    entities, key = tables.entities(side), f"{side}_id"
+    routes = routes or Routes.nowhere(entities.num_rows)
+    questions = SideQuestions(tables, side, template, shared)
+    before = previous.rows_of(entities[key])
+    changed, carried, refused, fingerprints = [], [], [], []
+    for start in range(0, entities.num_rows, ROWS_AT_ONCE):
+        stop = min(start + ROWS_AT_ONCE, entities.num_rows)
+        known_by, of_records = questions.fingerprints(start, stop), before[start:stop]
+        is_same = pc.fill_null(pc.equal(known_by, previous.fingerprints(of_records).cast(pa.string())), False)
+        can_ask, is_same = known_by.is_valid().to_numpy(False), is_same.to_numpy(False) & (not force)
+        refused.append(start + np.flatnonzero(~can_ask))
+        carried.append(of_records[is_same])
+        changed.append(start + np.flatnonzero(can_ask & ~is_same))
+        fingerprints.append(known_by.filter(pa.array(can_ask & ~is_same)))
+        on_entities(stop - start)
+    rows = _concatenated(changed)
+    is_refused = entities[key].take(pa.array(_concatenated(refused))).to_pylist()
+    quarantined = [QuarantineRow.of(entity_id, side, NO_TITLE) for entity_id in is_refused]
+    records = previous.records(np.sort(_concatenated(carried)), entities[key].type, is_stale=False)
+    # Of none too: a side then has its schema.
+    written = RunFolder(run_dir).write_shard(side, CARRIED_SHARD, records, quarantined)
+    columns = {
+        "fingerprint": pa.chunked_array(fingerprints, pa.string()).combine_chunks(),
+        "previous_ids": previous.token_ids(before[rows]),
+        "group": pc.if_else(pc.equal(groups := routes.groups.take(pa.array(rows)).cast(pa.string()), ""), None, groups),
+    }
+    turns = np.argsort(pc.rank(pc.fill_null(columns["group"], ""), tiebreaker="dense").to_numpy(), kind="stable")
+    is_apart = np.zeros(len(rows), bool)
+    if apart is not None:
+        is_apart = pc.is_in(entities[key].take(pa.array(rows)), value_set=apart).to_numpy()
+    shards = []
+    for places, of_apart in _cut(turns, is_apart, shard_size or default_shard_size(len(rows), batch_size)):
+        ids, shown = entities[key].take(pa.array(rows[places])), questions.shown(rows[places])
+        part = {"entity_id": ids} | {name: shown[name] for name in shown.column_names}
+        part |= {name: values.take(pa.array(places)) for name, values in columns.items()}
+        shards.append(write_shard_plan(side, len(shards), pa.table(part), run_dir, of_apart))
+    num_carried = written.num_rows
+    return SidePlan(side, entities.num_rows, num_carried, len(quarantined), routes.num_by_scheme(), tuple(shards))
+
+
+def _concatenated(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 def default_shard_size(num_rows: int, batch_size: int) -> int:
@@ -192,18 +165,23 @@ def default_shard_size(num_rows: int, batch_size: int) -> int:
     return min(max(-(-num_rows // SHARDS_A_SIDE), LEAST_BATCHES * batch_size), MOST_BATCHES * batch_size)
 
 
-def _cut(rows: list[PlannedRow], apart: Container[object], shard_size: int) -> Iterator[tuple[list[PlannedRow], bool]]:
-    """The rows of each shard, by group and else in the input's order, and whether they are those to keep apart.
+def _cut(turns: np.ndarray, is_apart: np.ndarray, shard_size: int) -> Iterator[tuple[np.ndarray, bool]]:
+    """The places of each shard's rows, and whether they are those to keep apart.
 
     Where none are kept apart and shards are long, a few rows of all groups come first: a night of which most cannot be
     kept is stopped after them.
+
+    Parameters
+    ----------
+    turns : places of all rows, by group and else in the input's order.
+    is_apart : bool, by place.
     """
-    by_group = sorted(rows, key=lambda row: row.group or "")
-    if not apart and len(rows) > shard_size > FIRST_TEXTS:
-        stride = len(rows) // FIRST_TEXTS
-        yield by_group[: stride * FIRST_TEXTS : stride], False
-        by_group = [row for place, row in enumerate(by_group) if place % stride or place >= stride * FIRST_TEXTS]
-    for is_apart in (True, False):
-        part = [row for row in by_group if (row.entity_id in apart) == is_apart]
+    if not is_apart.any() and len(turns) > shard_size > FIRST_TEXTS:
+        stride = len(turns) // FIRST_TEXTS
+        is_first = (np.arange(len(turns)) % stride == 0) & (np.arange(len(turns)) < stride * FIRST_TEXTS)
+        yield turns[is_first], False
+        turns = turns[~is_first]
+    for kept_apart in (True, False):
+        part = turns[is_apart[turns] == kept_apart]
         for start in range(0, len(part), shard_size):
-            yield part[start : start + shard_size], is_apart
+            yield part[start : start + shard_size], kept_apart

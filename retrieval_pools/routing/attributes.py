@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 import pygtrie
 
 from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.routing.distinct import distinct_attributes
 
 MAX_PATH_LEVELS = 8  # deeper levels of a category path are not looked at
 MAX_GUESSED_VALUES = 256  # a text column with more distinct values is not guessed to be an attribute
@@ -197,7 +198,10 @@ class AttributeGroups:
         cls, entities: pa.Table, columns: tuple[AttributeColumn, ...], max_size: int, min_size: int
     ) -> "AttributeGroups":
         """Split `entities`, one row each, by columns in their order; sizes as in `split_groups`."""
-        counts = Counter(tokens_of(columns, attributes) for attributes in iter_attributes(entities, columns))
+        codes, distinct = distinct_attributes(entities, columns)
+        counts: Counter[Prefix] = Counter()
+        for attributes, count in zip(distinct, np.bincount(codes).tolist(), strict=True):
+            counts[tokens_of(columns, attributes)] += count
         return cls(columns, split_groups(counts, max_size, min_size))
 
     @property

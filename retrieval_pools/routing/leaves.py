@@ -21,6 +21,7 @@ from threadpoolctl import threadpool_limits
 
 from laserbatch.retrieval_pools.routing.attributes import AttributeColumn, iter_attributes
 from laserbatch.retrieval_pools.routing.collaborative import cluster_embeddings
+from laserbatch.retrieval_pools.routing.distinct import distinct_attributes
 from laserbatch.retrieval_pools.routing.embeddings import check_same_kind, normalised_ids
 
 LEAF_FILE = "attribute_leaves.json"
@@ -77,7 +78,10 @@ class LeafGroups:
                 values = [_values(columns, attributes) for attributes in iter_attributes(with_text, columns)]
                 clusters = cluster_texts(known.token_ids, num_leaves, seed)
                 tree = _grow(values, clusters, num_leaves, min_size, seed)
-        held = Counter(_leaf(tree, _values(columns, attributes)) for attributes in iter_attributes(entities, columns))
+        codes, distinct = distinct_attributes(entities, columns)
+        held: Counter[int] = Counter()
+        for attributes, num_alike in zip(distinct, np.bincount(codes).tolist(), strict=True):
+            held[_leaf(tree, _values(columns, attributes))] += num_alike
         return cls(columns, tree, tuple(held[leaf] for leaf, _ in _rules(tree)))
 
     @property

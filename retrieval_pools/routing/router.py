@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
@@ -23,6 +25,7 @@ from laserbatch.retrieval_pools.routing.collaborative import (
     default_num_groups,
     train_embeddings,
 )
+from laserbatch.retrieval_pools.routing.distinct import distinct_attributes
 from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings, id_column
 from laserbatch.retrieval_pools.routing.leaves import EntityTexts, LeafGroups
 from laserbatch.retrieval_pools.settings import RoutingSettings
@@ -38,6 +41,27 @@ class Route:
 
     group: str
     scheme: str  # "collaborative", "attribute", "random" or "global"
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The routes of many entities, row by row: dictionary arrays of text."""
+
+    groups: pa.DictionaryArray  # "" is no group
+    schemes: pa.DictionaryArray
+
+    @classmethod
+    def nowhere(cls, num_rows: int) -> "Routes":
+        """No group for anybody: there are no pools."""
+        return _routes(np.zeros(num_rows, np.int32), [Route("", "none")])
+
+    def of(self, row: int) -> Route:
+        """The route of one row."""
+        return Route(self.groups[row].as_py(), self.schemes[row].as_py())
+
+    def num_by_scheme(self) -> dict[str, int]:
+        """Rows by the scheme that chose."""
+        return {one["values"]: one["counts"] for one in self.schemes.value_counts().to_pylist()}
 
 
 @dataclass(frozen=True)
@@ -117,6 +141,40 @@ class Router:
             return Route(GLOBAL_GROUP, "global")
         return Route(self.attributes.group_of(attributes), "attribute")
 
+    def route_all(self, entities: pa.Table, num_interactions: np.ndarray, ages_days: np.ndarray) -> Routes:
+        """The group of each row, the same that `route` gives.
+
+        Parameters
+        ----------
+        entities : `<side>_id` and attribute columns.
+        num_interactions, ages_days : (num_rows,); an age is NaN where it is not known.
+        """
+        scheme, num_rows = self.settings.scheme, entities.num_rows
+        ids = id_column(entities, f"{self.side}_id", "entities")
+        if scheme == "global":
+            return _routes(np.zeros(num_rows, np.int32), [Route(GLOBAL_GROUP, "global")])
+        if scheme == "random":
+            numbered = pa.array([random_group(key, self.num_groups, self.seed) for key in ids.to_pylist()], pa.string())
+            numbered = numbered.dictionary_encode()
+            return _routes(
+                numbered.indices.to_numpy(), [Route(name, "random") for name in numbered.dictionary.to_pylist()]
+            )
+        place = np.full(num_rows, -1, np.int64)
+        if scheme != "attribute" and self.collaborative.ids.type == ids.type:
+            place = pc.fill_null(pc.index_in(ids, value_set=self.collaborative.ids), -1).to_numpy()
+        is_old_enough = ~(ages_days < self.settings.min_age_days) if self.settings.min_age_days is not None else True
+        is_warm = (place >= 0) & (num_interactions >= self.settings.min_interactions) & is_old_enough
+        numbers = self.collaborative.groups
+        num_known = int(numbers.max(initial=-1)) + 1
+        known = [Route(f"collaborative/{number}", "collaborative") for number in range(num_known)]
+        codes = np.full(num_rows, num_known, np.int64)
+        codes[is_warm] = numbers[place[is_warm]]
+        if scheme == "collaborative":
+            return _routes(codes, [*known, Route(GLOBAL_GROUP, "global")])
+        alike, distinct = distinct_attributes(entities.filter(pa.array(~is_warm)), self.attributes.columns)
+        codes[~is_warm] += alike
+        return _routes(codes, known + [Route(self.attributes.group_of(values), "attribute") for values in distinct])
+
     def save(self, folder: Path | str) -> None:
         """Write the router into `folder` (made if missing): Parquet and JSON, `router.json` last."""
         folder = Path(folder)
@@ -169,6 +227,17 @@ class Router:
             )
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException, ValidationError) as error:
             raise PoolError(f"router in {folder} cannot be read ({error}); {again}") from error
+
+
+def _routes(codes: np.ndarray, routes: list[Route]) -> Routes:
+    """Routes by row, of which several may be the same."""
+
+    def column(names: list[str]) -> pa.DictionaryArray:
+        encoded = pa.array(names, pa.string()).dictionary_encode()
+        indices = encoded.indices.to_numpy()[codes] if len(codes) else np.zeros(0, np.int32)
+        return pa.DictionaryArray.from_arrays(pa.array(indices, pa.int32()), encoded.dictionary)
+
+    return Routes(column([route.group for route in routes]), column([route.scheme for route in routes]))
 
 
 def random_group(entity_id: str | int, num_groups: int, seed: int) -> str:

@@ -22,10 +22,10 @@ from laserbatch.pipeline.distributed.cluster import ray_cluster
 from laserbatch.pipeline.distributed.settings import ClusterSettings, workers_of_node
 from laserbatch.pipeline.distributed.worker import ShardWorker, WorkerSpec
 from laserbatch.pipeline.errors import ModelError, RunFailed
-from laserbatch.pipeline.knowledge.entities import iter_entities
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
+from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.planning.plan import load_plan, read_shard, save_plan
-from laserbatch.pipeline.planning.planner import plan_side, prompt_renderer
+from laserbatch.pipeline.planning.planner import plan_side, shared_fingerprint
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo
@@ -53,10 +53,10 @@ def planned(world: Path, run_dir: Path):
     settings = load_settings(None, {"decoding.max_new_tokens": 48, "decoding.batch_size": 4, "decoding.num_threads": 1})
     tables = read_tables(world, LAST_DATE)
     plan = plan_side(
+        tables,
         "item",
-        iter_entities(tables, "item"),
-        tables.items.schema.field("item_id").type,
-        prompt_of=prompt_renderer("item", settings.knowledge, settings.decoding, settings.model_dir),
+        load_template("kar_item"),
+        shared_fingerprint("item", settings.knowledge, settings.decoding, settings.model_dir),
         previous=PreviousKnowledge(None),
         shard_size=4,
         batch_size=4,

@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from laserbatch.pipeline.knowledge.entities import iter_entities
-from laserbatch.pipeline.knowledge.prompts import RenderedPrompt
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
+from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.planning.plan import save_plan
 from laserbatch.pipeline.planning.planner import plan_side
 
@@ -24,25 +23,25 @@ def invented_text(seed: int, num_changed: int = 0) -> np.ndarray:
 
 def write_night(night, num_changed: int = 0, previous: Path | None = None) -> pa.Table:
     """A plan and a text for each item, as generation leaves them; of no user."""
-    entities = list(iter_entities(night.tables, "item"))
+    ids = night.tables.items["item_id"].to_pylist()
     plan = plan_side(
+        night.tables,
         "item",
-        entities,
-        pa.string(),
-        prompt_of=lambda entity: (f"{night.date}", lambda: RenderedPrompt(np.array([70, 71], np.int32), "", 0, 0)),
+        load_template("kar_item"),
+        f"{night.date}",
         previous=PreviousKnowledge(previous),
         shard_size=32,
         batch_size=16,
         run_dir=night.run.root,
     )
     save_plan(plan, night.run.root)
-    token_ids = [invented_text(zlib.crc32(entity.entity_id.encode()), num_changed) for entity in entities]
+    token_ids = [invented_text(zlib.crc32(key.encode()), num_changed) for key in ids]
     texts = pa.table(
         {
-            "entity_id": [entity.entity_id for entity in entities],
-            "model_id": ["m"] * len(entities),
-            "run_id": [night.run.run_id] * len(entities),
-            "fingerprint": [f"{night.date}"] * len(entities),
+            "entity_id": ids,
+            "model_id": ["m"] * len(ids),
+            "run_id": [night.run.run_id] * len(ids),
+            "fingerprint": [f"{night.date}"] * len(ids),
             "token_ids": pa.array(token_ids, pa.list_(pa.int32())),
         }
     )

@@ -14,11 +14,10 @@ from laserbatch.jobs.night import current_pools, open_night
 from laserbatch.jobs.pool_texts import read_run_texts
 from laserbatch.jobs.pools import app
 from laserbatch.jobs.settings import load_settings
-from laserbatch.pipeline.knowledge.entities import iter_entities
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.retrieval_pools.index.manifest import FORMAT_VERSION
-from laserbatch.retrieval_pools.routing.router import Route
+from laserbatch.retrieval_pools.routing.router import Routes
 
 FIRST_DATE, SECOND_DATE = datetime.date(2025, 2, 28), datetime.date(2025, 3, 1)
 
@@ -64,12 +63,10 @@ def test_cold_entities_draft_from_the_leaf_that_their_pool_has(world):
     shown = CliRunner().invoke(app, ["show", "--config", str(world / "laserbatch.yaml")], catch_exceptions=False)
     assert "holds" in shown.stdout and "mood=" in shown.stdout
     next_night = opened(world, SECOND_DATE, routing)
-    route = next_night.router("item")
-    routes = {route(entity) for entity in iter_entities(next_night.tables, "item")}
-    assert {route.scheme for route in routes} == {"attribute"}
-    assert {route.group for route in routes} == groups
-    no_texts = next_night.router("user")
-    assert {no_texts(user).group for user in iter_entities(next_night.tables, "user")} == {"leaf/0"}
+    routes = next_night.routes("item")
+    assert set(routes.schemes.to_pylist()) == {"attribute"}
+    assert set(routes.groups.to_pylist()) == groups
+    assert set(next_night.routes("user").groups.to_pylist()) == {"leaf/0"}  # no user has a text
 
 
 def test_tonights_limits_decide_over_the_groups_of_last_nights_pools(world):
@@ -78,8 +75,7 @@ def test_tonights_limits_decide_over_the_groups_of_last_nights_pools(world):
     assert any(group.startswith("collaborative") for group in build_pools(night)["item"].groups)
     for min_interactions, expected in ((5, {"collaborative", "attribute"}), (1000, {"attribute"})):
         next_night = opened(world, SECOND_DATE, f"{{min_interactions: {min_interactions}}}")
-        route = next_night.router("item")
-        assert {route(entity).scheme for entity in iter_entities(next_night.tables, "item")} == expected
+        assert set(next_night.routes("item").schemes.to_pylist()) == expected
 
 
 def changed(night, every):
@@ -163,7 +159,7 @@ def test_texts_come_in_the_order_of_the_table_with_their_ages(world, tmp_path):
     night.run.write_shard("item", "00000", shuffled.slice(0, 10).set_column(column, "run_id", pa.array(ids[:10])))
     night.run.write_shard("item", "00001", shuffled.slice(10, 30))
     read = read_run_texts(night.run, "item", tmp_path)
-    texts = list(read.pool_texts(night.tables, "item", SECOND_DATE, lambda entity: Route("g", "global")))
+    texts = list(read.pool_texts(night.tables, "item", SECOND_DATE, Routes.nowhere(night.tables.items.num_rows)))
     by_id = dict(zip(rows["entity_id"].to_pylist(), rows["token_ids"].to_pylist(), strict=True))
     assert {text.entity: text.token_ids.tolist() for text in texts} == {
         entity: by_id[entity] for entity in shuffled["entity_id"].to_pylist()[:40]

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
-from night_world import FIRST_DATE, SECOND_DATE, make_world, run_here, write_config
+from night_world import FIRST_DATE, SECOND_DATE, make_world, run_here, write_config, write_here
 
 from laserbatch.jobs import generate
 from laserbatch.jobs.night import Night, open_night, parse_date
@@ -213,8 +213,7 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_about_again(w
 
 
 def test_too_many_failed_rows_fail_the_night_and_publish_nothing(tmp_path, monkeypatch, capfd):
-    writer(monkeypatch)
-    monkeypatch.setattr(generate, "run_shards", Workers().run_shards)
+    write_here(monkeypatch)
     make_world(tmp_path, num_users=4, num_items=20)
     night = {"max_failed_share": 0.1, "num_report_samples": 0}
     config = write_config(tmp_path, knowledge={"max_prompt_tokens": 80}, night=night)

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge import records as earlier_records
-from laserbatch.pipeline.knowledge.entities import Entity
-from laserbatch.pipeline.knowledge.prompts import RenderedPrompt
+from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge, knowledge_schema
+from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.planning.plan import load_plan, read_shard, save_plan
 from laserbatch.pipeline.planning.planner import FIRST_TEXTS, default_shard_size, plan_side
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
-from laserbatch.retrieval_pools.routing.router import Route
+from laserbatch.pipeline.tables.read import Tables
+from laserbatch.retrieval_pools.routing.router import Routes
 
 RECORD = {
     "is_stale": False,
@@ -31,22 +31,36 @@ def records(fingerprints: dict[str, str]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=knowledge_schema(pa.string()))
 
 
-def prompt_of(entity):
-    def render():
-        if entity.attributes.get("bad"):
-            raise RowError("too-long: of no use")
-        return RenderedPrompt(np.arange(3, dtype=np.int32), "prompt", 0, 0)
-
-    return f"fingerprint-{entity.attributes['version']}", render
+TEMPLATE = PromptTemplate(name="u", version=1, framework="kar", side="user", parser="free", instruction="Explain.")
 
 
-def plan(entities, run_dir, previous=None, force=False, shard_size=4, apart=()):
+def tables_of(rows) -> Tables:
+    """Users of ids and versions; there is one item, and nobody has seen it."""
+    kind = pa.int64() if rows and isinstance(rows[0][0], int) else pa.string()
+    users = {"user_id": pa.array([key for key, _ in rows], kind), "version": [version for _, version in rows]}
+    interactions = {"user_id": pa.array([], kind), "item_id": pa.array([], pa.int64())}
+    return Tables(pa.table(users), pa.table({"item_id": [1], "title": ["A"]}), pa.table(interactions))
+
+
+def fingerprint_of(version="1") -> str:
+    return SideQuestions(tables_of([("a", version)]), "user", TEMPLATE, "s").fingerprints(0, 1)[0].as_py()
+
+
+NOW, BEFORE = fingerprint_of("1"), fingerprint_of("0")
+
+
+def by_length(ids) -> Routes:
+    names = pa.array([f"g{len(str(key)) % 3}" for key in ids], pa.string()).dictionary_encode()
+    return Routes(names, pa.array(["attribute"] * len(ids), pa.string()).dictionary_encode())
+
+
+def plan(rows, run_dir, previous=None, force=False, shard_size=4, apart=None, routes=True):
     return plan_side(
+        tables_of(rows),
         "user",
-        entities,
-        pa.string(),
-        prompt_of=prompt_of,
-        route=lambda entity: Route(f"g{len(entity.entity_id) % 3}", "attribute"),
+        TEMPLATE,
+        "s",
+        routes=by_length([key for key, _ in rows]) if routes else None,
         previous=PreviousKnowledge(None if previous is None else previous_folder(previous, run_dir)),
         force=force,
         shard_size=shard_size,
@@ -64,8 +78,8 @@ def previous_folder(table, run_dir):
     return folder
 
 
-def users(ids, version="1", **attributes):
-    return [Entity("user", key, {"version": version, **attributes}) for key in ids]
+def users(ids, version="1"):
+    return [(key, version) for key in ids]
 
 
 @given(st.lists(st.text(min_size=1, max_size=6), unique=True, max_size=30), st.integers(1, 9))
@@ -80,8 +94,8 @@ def test_every_entity_is_in_exactly_one_shard(tmp_path_factory, ids, shard_size)
 
 
 def test_unchanged_entities_are_carried_over_and_changed_ones_bring_their_old_text(tmp_path):
-    previous = records({"a": "fingerprint-1", "b": "fingerprint-0", "gone": "fingerprint-1"})
-    planned = plan(users(["a"], bad=True) + users(["b", "new"]), tmp_path, previous)  # `bad` if it were rendered
+    previous = records({"a": NOW, "b": BEFORE, "gone": NOW})
+    planned = plan(users(["a", "b", "new"]), tmp_path, previous)
     assert planned.num_carried_over == 1
     carried = read_parquet(RunFolder(tmp_path).knowledge_folder("user"))
     assert carried["entity_id"].to_pylist() == ["a"]
@@ -93,7 +107,7 @@ def test_unchanged_entities_are_carried_over_and_changed_ones_bring_their_old_te
 
 
 def test_rows_of_an_earlier_version_are_carried_over_in_the_form_of_this_one(tmp_path):
-    table = records({"a": "fingerprint-1", "b": "fingerprint-1"})
+    table = records({"a": NOW, "b": NOW})
     alternatives = pa.array([[7, -1], None], pa.list_(pa.int32()))  # which versions 2 and 3 could have
     old = table.drop_columns(["is_stale"]).append_column("alternative_ids", alternatives)  # 1 and 2 had no is_stale
     plan(users(["a", "b"]), tmp_path, old.replace_schema_metadata({"laserbatch.version": "2"}))
@@ -102,22 +116,28 @@ def test_rows_of_an_earlier_version_are_carried_over_in_the_form_of_this_one(tmp
 
 
 def test_force_generates_unchanged_entities(tmp_path):
-    planned = plan(users(["a"]), tmp_path, records({"a": "fingerprint-1"}), force=True)
+    planned = plan(users(["a"]), tmp_path, records({"a": NOW}), force=True)
     assert planned.num_carried_over == 0
     assert sum(shard.num_rows for shard in planned.shards) == 1
 
 
-def test_an_entity_that_cannot_be_asked_about_is_refused_with_its_reason(tmp_path):
-    planned = plan(users(["a"]) + users(["b"], bad=True), tmp_path)
+def test_an_item_without_a_title_is_refused(tmp_path):
+    items = pa.table({"item_id": ["a", "b"], "title": ["A", " "]})
+    template = TEMPLATE.model_copy(update={"side": "item"})
+    planned = plan_side(
+        Tables(items, items, items), "item", template, "s",
+        previous=PreviousKnowledge(None), batch_size=1, run_dir=tmp_path,
+    )  # fmt: skip
     assert planned.num_refused == sum(shard.num_rows for shard in planned.shards) == 1
     run = RunFolder(tmp_path)
-    run.merge_quarantine("user", run.finished_shards("user").values(), [], pa.string())
-    (row,) = run.read_quarantine("user").to_pylist()
-    assert (row["entity_id"], row["reason"], row["detail"]) == ("b", "too-long", "of no use")
+    run.merge_quarantine("item", run.finished_shards("item").values(), [], pa.string())
+    (row,) = run.read_quarantine("item").to_pylist()
+    assert (row["entity_id"], row["reason"]) == ("b", "no-title")
 
 
 def test_entities_that_are_kept_apart_share_no_shard_with_others_and_come_first(tmp_path):
-    planned = plan(users(["a", "b", "c", "dd", "e"]), tmp_path, shard_size=2, apart={"dd", "a", "e", "elsewhere"})
+    apart = pa.array(["dd", "a", "e", "elsewhere"])
+    planned = plan(users(["a", "b", "c", "dd", "e"]), tmp_path, shard_size=2, apart=apart)
     ids = [[row.entity_id for row in read_shard(tmp_path / shard.path)] for shard in planned.shards]
     assert [(part, shard.is_apart) for part, shard in zip(ids, planned.shards, strict=True)] == [
         (["a", "e"], True), (["dd"], True), (["b", "c"], False)
@@ -125,7 +145,7 @@ def test_entities_that_are_kept_apart_share_no_shard_with_others_and_come_first(
 
 
 def test_a_plan_comes_back_from_disk_as_it_was(tmp_path):
-    planned = plan(users(["a", "b", "c"]) + users(["d"], bad=True), tmp_path, records({"c": "fingerprint-1"}))
+    planned = plan(users(["a", "b", "c", "d"]), tmp_path, records({"c": NOW}))
     save_plan(planned, tmp_path)
     assert load_plan(tmp_path, "user") == planned
     assert load_plan(tmp_path, "item") is None
@@ -133,11 +153,7 @@ def test_a_plan_comes_back_from_disk_as_it_was(tmp_path):
 
 @pytest.mark.parametrize("ids", [[1, 2, 3]])
 def test_integer_ids_stay_integers(tmp_path, ids):
-    entities = [Entity("user", key, {"version": "1"}) for key in ids]
-    planned = plan_side(
-        "user", entities, pa.int64(), prompt_of=prompt_of, route=lambda entity: Route("", "none"),
-        previous=PreviousKnowledge(None), force=False, shard_size=2, batch_size=1, run_dir=tmp_path,
-    )  # fmt: skip
+    planned = plan(users(ids), tmp_path, shard_size=2, routes=False)
     rows = [row for shard in planned.shards for row in read_shard(tmp_path / shard.path)]
     assert [row.entity_id for row in rows] == ids
     assert rows[0].group is None
@@ -161,14 +177,14 @@ def test_long_shards_come_after_a_few_rows_of_all_groups(tmp_path):
     made = plan(entities, tmp_path, shard_size=60)
     assert [shard.num_rows for shard in made.shards] == [FIRST_TEXTS, 60, 58]
     rows = [row for shard in made.shards for row in read_shard(tmp_path / shard.path)]
-    assert sorted(row.entity_id for row in rows) == sorted(entity.entity_id for entity in entities)
+    assert sorted(row.entity_id for row in rows) == sorted(key for key, _ in entities)
     assert {row.group for row in rows[:FIRST_TEXTS]} == {row.group for row in rows}
     assert [shard.num_rows for shard in plan(entities[:50], tmp_path, shard_size=60).shards] == [50]
 
 
 def test_more_than_2_gib_of_text_is_carried_over_a_part_at_a_time(tmp_path, monkeypatch):
     """One text of 64 MiB, which 33 records share, and a short one: no Arrow `string` array can hold all of them."""
-    one = records({"a": "fingerprint-0"}).drop_columns(["text", "entity_id"])
+    one = records({"a": BEFORE}).drop_columns(["text", "entity_id"])
     text = pa.array(["x" * 2**26])
     batches = [
         one.append_column("text", [text if number != 7 else ["short"]])
@@ -182,7 +198,8 @@ def test_more_than_2_gib_of_text_is_carried_over_a_part_at_a_time(tmp_path, monk
     read = lambda path, columns: (batch.select(columns or batch.schema.names) for batch in batches)  # noqa: E731
     monkeypatch.setattr(earlier_records, "iter_parquet", read)
     previous = PreviousKnowledge(tmp_path)
-    written = RunFolder(tmp_path / "run").write_shard("user", "carried", previous.records([7], pa.string(), False))
+    kept = previous.records(np.array([7]), pa.string(), False)
+    written = RunFolder(tmp_path / "run").write_shard("user", "carried", kept)
     assert written.num_rows == 1
-    assert previous.rows_of(pa.chunked_array([["u31", "u2", "nobody"]])) == [2, 31]
-    assert {row: ids.tolist() for row, ids in previous.token_ids([31, 2]).items()} == {2: [1, 2], 31: [1, 2]}
+    assert previous.rows_of(pa.chunked_array([["u31", "u2", "nobody"]])).tolist() == [31, 2, -1]
+    assert previous.token_ids(np.array([31, -1, 2])).to_pylist() == [[1, 2], None, [1, 2]]

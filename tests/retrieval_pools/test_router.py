@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +18,7 @@ from sklearn.metrics import adjusted_rand_score
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings
 from laserbatch.retrieval_pools.routing.router import Route, Router, fit_routers, random_group
-from laserbatch.retrieval_pools.settings import RoutingSettings
+from laserbatch.retrieval_pools.settings import RoutingSettings, Scheme
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_USERS, NUM_ITEMS, NUM_COMMUNITIES = 120, 80, 4
@@ -74,6 +75,22 @@ def interactions():
 @pytest.fixture(scope="module")
 def router(users, interactions):
     return Router.fit("user", users, interactions, SETTINGS, seed=1)
+
+
+@pytest.mark.parametrize("scheme", get_args(Scheme))
+@pytest.mark.parametrize("min_age_days", [None, 2.0])
+def test_all_routes_at_once_are_those_of_each(router, users, interactions, scheme, min_age_days):
+    settings = router.settings.model_copy(update={"scheme": scheme, "min_age_days": min_age_days})
+    router = replace(router, settings=settings)
+    tastes = [[], None, ["Mystery"], ["Mystery", "new"], ["Romance", None, "x"]] * len(users)
+    users = users.set_column(1, "taste", pa.array(tastes[: len(users)]))
+    counts = np.array(_counts(users, interactions))
+    ages = np.where(np.arange(len(users)) % 3, np.arange(len(users)) % 5, np.nan)
+    told = zip(users.to_pylist(), counts.tolist(), ages.tolist(), strict=True)
+    routes = [router.route(row["user_id"], row, n, None if np.isnan(age) else age) for row, n, age in told]
+    at_once = router.route_all(users, counts, ages)
+    assert [at_once.of(row) for row in range(len(users))] == routes
+    assert at_once.num_by_scheme() == Counter(route.scheme for route in routes)
 
 
 def test_active_entities_get_their_community_and_cold_ones_their_attributes(router, users, interactions):

@@ -1,0 +1,176 @@
+"""What a template shows of all entities of a side, in columns: who is to be asked anew, and what.
+
+Values become text once for each distinct one, as `prompts` writes them; no entity is a Python object. A fingerprint's
+last two parts are digests of what is shown, not of the values, so that another way to store the same changes nothing.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from functools import cached_property
+from hashlib import blake2b
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+
+from laserbatch.pipeline.knowledge.entities import Histories
+from laserbatch.pipeline.knowledge.prompts import (
+    DIGEST_BYTES,
+    Shown,
+    attribute_line,
+    plain_text,
+    rating_text,
+    value_text,
+)
+from laserbatch.pipeline.knowledge.templates import Columns, PromptTemplate
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.tables.read import Tables
+
+SHOWN_SCHEMA = pa.schema([("attributes", pa.string()), ("history", pa.string()), ("num_events", pa.int32())])
+
+
+class SideQuestions:
+    """What is asked about the entities of a side; rows are those of its table.
+
+    Parameters
+    ----------
+    shared : the parts of fingerprints that all entities share, joined.
+    """
+
+    def __init__(self, tables: Tables, side: Side, template: PromptTemplate, shared: str) -> None:
+        self.entities, self._tables = tables.entities(side), tables
+        self._side, self._template, self._shared = side, template, shared
+
+    def fingerprints(self, start: int, stop: int) -> pa.Array:
+        """Fingerprints of the entities of some rows, by `prompts.PARTS`; null where an item has no title."""
+        part = self.entities.slice(start, stop - start)
+        lines = _attribute_lines(part, self._template, self._side).to_pylist()
+        histories = self._history_digests(np.arange(start, start + part.num_rows))
+        has_title = self._has_title(part)
+        return pa.array(
+            [
+                f"{self._shared}-{_digest(_NOTHING if line is None else line.encode())}-{history}" if titled else None
+                for line, history, titled in zip(lines, histories, has_title, strict=True)
+            ],
+            pa.string(),
+        )
+
+    def shown(self, rows: np.ndarray) -> pa.Table:
+        """What is shown of the entities of some rows: `SHOWN_SCHEMA`, for `shown_of_row`."""
+        part = self.entities.take(pa.array(rows))
+        history, num_events = pa.nulls(len(rows), pa.string()), np.zeros(len(rows), np.int32)
+        if self._side == "user":
+            num_events = np.diff(self._histories.starts)[rows].astype(np.int32)
+        if self._template.history is not None:
+            places, starts = self._histories.newest(rows, self._template.history.max_events)
+            items = pa.array(self._histories.items[places])
+            titles, attributes = (texts.take(items).to_pylist() for texts in self._events)
+            ratings = map(_rating_text, self._histories.ratings[places].tolist())
+            events = list(zip(titles, attributes, ratings, strict=True))
+            bounds = pairwise(starts.tolist())
+            history = pa.array([json.dumps(events[first:last], ensure_ascii=False) for first, last in bounds])
+        columns = [_attribute_lines(part, self._template, self._side), history, pa.array(num_events)]
+        return pa.table(columns, SHOWN_SCHEMA)
+
+    @cached_property
+    def _histories(self) -> Histories:
+        return Histories(self._tables)
+
+    @cached_property
+    def _events(self) -> tuple[pa.Array, pa.Array]:
+        """Of each item what a line of history shows: title, and attributes or null."""
+        columns, items = self._template.history, self._tables.items
+        title = _mapped(items["title"], lambda value: plain_text(str(value), columns.max_value_chars))
+        names = _shown_names(items, columns, ("item_id", "title"))
+        texts = [_mapped(items[name], lambda value: value_text(value, columns)) for name in names]
+        return pc.fill_null(title, ""), _joined(texts, columns.separator, items.num_rows)
+
+    @cached_property
+    def _event_digests(self) -> np.ndarray:
+        """uint8 (num_items, DIGEST_BYTES)."""
+        titles, attributes = self._events
+        texts = zip(titles.to_pylist(), attributes.to_pylist(), strict=True)
+        # A title has no line break.
+        return _as_rows(title if rest is None else f"{title}\n{rest}" for title, rest in texts)
+
+    def _history_digests(self, rows: np.ndarray) -> list[str]:
+        if self._template.history is None:
+            return [_digest(b"")] * len(rows)
+        places, starts = self._histories.newest(rows, self._template.history.max_events)
+        ratings = pa.array(self._histories.ratings[places]).dictionary_encode()
+        rating_digests = _as_rows(_rating_text(value) or "" for value in ratings.dictionary.to_pylist())
+        shown = [self._event_digests[self._histories.items[places]], rating_digests[ratings.indices.to_numpy()]]
+        data = np.concatenate(shown, axis=1).tobytes()
+        bounds = (starts * 2 * DIGEST_BYTES).tolist()
+        return [_digest(data[first:last]) for first, last in pairwise(bounds)]
+
+    def _has_title(self, part: pa.Table) -> list[bool]:
+        if self._side == "user":
+            return [True] * part.num_rows
+        return [title is not None and bool(title.strip()) for title in part["title"].cast(pa.string()).to_pylist()]
+
+
+def shown_of_row(row: dict) -> Shown:
+    """A row of `SHOWN_SCHEMA` as prompts are rendered from it."""
+    events = [] if row["history"] is None else [tuple(event) for event in json.loads(row["history"])]
+    return Shown(row["attributes"], events, row["num_events"])
+
+
+_NOTHING = b"\xff"  # no attribute is shown: no text has this byte
+
+
+def _attribute_lines(part: pa.Table, template: PromptTemplate, side: Side) -> pa.Array:
+    columns = template.attributes
+    names = _shown_names(part, columns, (f"{side}_id",))
+    lines = [_mapped(part[name], lambda value, name=name: attribute_line(name, value, columns)) for name in names]
+    return _joined(lines, "\n", part.num_rows)
+
+
+def _shown_names(table: pa.Table, columns: Columns, left_out: tuple[str, ...]) -> list[str]:
+    return columns.shown({name: None for name in table.column_names if name not in (*left_out, "created_at")})
+
+
+def _mapped(column: pa.ChunkedArray, show: Callable[[object], str]) -> pa.Array:
+    """The text of each value; null where there is none, or no number."""
+    values = column.combine_chunks()
+    if pt.is_list(values.type) and not values.flatten().null_count:
+        values = pc.binary_join(values, " > ")  # of which `value_text` makes the same as of the list
+    try:
+        encoded = values.dictionary_encode()
+    except pa.ArrowNotImplementedError:
+        return pa.array([None if _is_nothing(value) else show(value) for value in values.to_pylist()], pa.string())
+    shown = [None if _is_nothing(value) else show(value) for value in encoded.dictionary.to_pylist()]
+    return pa.array(shown, pa.string()).take(encoded.indices)
+
+
+def _is_nothing(value: object) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _joined(texts: list[pa.Array], separator: str, num_rows: int) -> pa.Array:
+    """Texts side by side as one, nulls left out; null where all are."""
+    if not texts:
+        return pa.nulls(num_rows, pa.string())
+    is_any = texts[0].is_valid()
+    for some in texts[1:]:
+        is_any = pc.or_(is_any, some.is_valid())
+    # Where all are null Arrow would leave out the row itself.
+    first = pc.if_else(is_any, texts[0], "")
+    joined = pc.binary_join_element_wise(first, *texts[1:], separator, null_handling="skip")
+    return pc.if_else(is_any, joined, pa.scalar(None, pa.string()))
+
+
+def _rating_text(value: float) -> str | None:
+    return rating_text(None if math.isnan(value) else value)
+
+
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _as_rows(texts) -> np.ndarray:
+    data = b"".join(blake2b(text.encode(), digest_size=DIGEST_BYTES).digest() for text in texts)
+    return np.frombuffer(data, np.uint8).reshape(-1, DIGEST_BYTES)
