@@ -41,18 +41,10 @@ Finished = dict[str, ShardRecord]  # shards of a side by name
 def generate_knowledge(night: Night) -> None:
     """The night's texts, into its run folder. Does nothing when they are all there.
 
-    Raises RunFailed where more rows are in quarantine than the settings allow; the manifest holds what was done.
+    Raises RunFailed where most of the first texts cannot be kept.
     """
     with night.stage("generate"):
         night.manifest.sides = _Pass(night, night.run, night.settings.decoding).run()
-    allowed = night.settings.night.max_failed_share
-    for side, figures in night.manifest.sides.items():
-        if figures.num_quarantined > allowed * figures.num_entities:
-            raise RunFailed(
-                f"{figures.num_quarantined} of {figures.num_entities} {side}s failed: "
-                f"{_told(figures.quarantine_reasons)}. night.max_failed_share allows {allowed:.0%}. Every row and its "
-                f"reason: {night.run.quarantine_path(side)}"
-            )
 
 
 def generate_plain(night: Night) -> None:
@@ -218,7 +210,7 @@ def require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, Sh
     done = [finished[shard.name] for shard in plan.shards if shard.name in finished]
     num_failed = sum(record.num_quarantined for record in done)
     num_rows = sum(record.num_rows for record in done) + num_failed
-    most = max(MOST_UNUSABLE, night.settings.night.max_failed_share)
+    most = max(MOST_UNUSABLE, night.settings.gates.max_failed_share)
     if num_rows < FIRST_TEXTS or num_failed <= most * num_rows:
         return
     night.run.merge_quarantine(plan.side, done, [], night.tables.entities(plan.side)[f"{plan.side}_id"].type)

@@ -68,7 +68,7 @@ def check_inputs(path: Path, settings: Settings) -> list[Finding]:
     Raises ConfigError where nothing is, but a template is not one, or names a column that the tables do not have.
     """
     positive_rating = settings.ctr.positive_rating if settings.night.train_ctr else None
-    findings = check_tables(path, positive_rating, settings.night.max_failed_share)
+    findings = check_tables(path, positive_rating, settings.gates.max_failed_share)
     if all(finding.is_warning for finding in findings):
         for side in SIDES:
             require_template_columns(path, settings, side)

@@ -4,7 +4,7 @@ import datetime
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -116,7 +116,8 @@ def open_night(
     run = workspace.run(make_run_id(date, settings.of_output(), edition))
     manifest = RunManifest.load(run.manifest_path) if run.is_finished or run.manifest_path.exists() else None
     changed = [] if manifest is None else changed_inputs(manifest.inputs, inputs)
-    if manifest is not None and (force or (redo and changed) if run.is_finished else force and not manifest.force):
+    is_done = run.is_finished or run.is_held
+    if manifest is not None and (force or (redo and changed) if is_done else force and not manifest.force):
         edition, manifest = edition + 1, None
     if manifest is None:
         night = new_night(settings, workspace, date, edition, after)
@@ -127,7 +128,7 @@ def open_night(
         night.manifest.save()
         night.tables = tables
         return night
-    if not run.is_finished:
+    if not is_done:
         if changed:
             raise WorkspaceError(
                 f"run {run.run_id} was started from other inputs ({', '.join(changed)} changed since); "
@@ -157,7 +158,8 @@ def new_night(
     manifest.previous_run_id = previous.run_id if previous is not None else None
     night = Night(settings, workspace, date, run, manifest)
     wanted = None if after is None else after.run_id
-    pools = current_pools(night.pools, settings.pools.min_support, date, settings.routing, wanted)
+    held = {run.run_id for run in workspace.runs() if run.is_held}
+    pools = current_pools(night.pools, settings.pools.min_support, date, settings.routing, wanted, held)
     manifest.pools = describe_pools(pools)
     return night
 
@@ -211,7 +213,8 @@ def open_run(settings: Settings, run_id: str | None) -> Night:
 def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
     """A run's own settings, on this machine's workspace and cluster."""
     building = here.pool_building.model_dump() | manifest.settings.get("pool_building", {})
-    ours = {"workspace": here.workspace, "cluster": here.cluster, "metrics": here.metrics, "pool_building": building}
+    elsewhere = {name: getattr(here, name) for name in ("workspace", "cluster", "metrics", "gates")}
+    ours = elsewhere | {"pool_building": building}
     try:
         return Settings.model_validate(manifest.settings | ours)
     except ValidationError as error:
@@ -223,18 +226,24 @@ def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
 
 
 def current_pools(
-    store: PoolStore, min_support: int, date: datetime.date, routing: RoutingSettings, wanted: str | None = None
+    store: PoolStore,
+    min_support: int,
+    date: datetime.date,
+    routing: RoutingSettings,
+    wanted: str | None = None,
+    held: Collection[str] = (),
 ) -> PoolVersion | None:
     """The pools that a run may draft from: the current ones, or the newest that are not of a later date than its own.
 
-    The version `wanted` is taken before them, where it is there and whole.
-    None when they were built to give more away, are damaged or of another format: a night is then slower, not late.
+    The version `wanted` is taken before them, where it is there and whole; those of `held` runs are passed over. None
+    when they were built to give more away, are damaged or of another format: a night is then slower, not late.
     """
     try:
         whole = {known.version for known in store.list() if known.problem is None}
         version = wanted if wanted in whole else store.current_version()
         if version is not None and version[:10] > str(date):
-            version = max((known.version for known in store.list() if known.version[:10] <= str(date)), default=None)
+            versions = (known.version for known in store.list() if known.version not in held)
+            version = max((version for version in versions if version[:10] <= str(date)), default=None)
     except PoolError as error:
         say(f"drafting from no pools: {error}")
         return None
@@ -287,7 +296,7 @@ def pools_in_use(workspace: Workspace) -> set[str]:
     """Pool versions that unfinished runs draft from, which going on with them needs."""
     used = set()
     for run in workspace.runs():
-        if run.is_finished or not run.manifest_path.exists():
+        if run.is_finished or run.is_held or not run.manifest_path.exists():
             continue
         try:
             used.add(RunManifest.load(run.manifest_path).pools.version)

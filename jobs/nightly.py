@@ -58,6 +58,7 @@ def nightly(
             "published": night.workspace.published().run_id,
             **({"changed_since": list(night.changed_inputs)} if night.changed_inputs else {}),
             **night_counts(night),
+            **({"gates": [asdict(gate) for gate in night.manifest.gates]} if as_json else {}),
             **({"ctr": asdict(night.manifest.ctr)} if as_json else {}),
             "report": str(night.run.report_path),
         },
@@ -83,7 +84,7 @@ def generate(
     night_date = parse_date(date)
     with Workspace.open(settings.workspace).lock():
         night = open_night(settings, night_date, force)
-        if night.run.is_finished:
+        if night.run.is_finished or night.run.is_held:
             say(f"run {night.run.run_id} is finished already and stays as it is; --force generates everything again")
         else:
             generate_knowledge(night)

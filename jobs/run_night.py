@@ -14,6 +14,7 @@ from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.ctr import compare_ctr
 from laserbatch.jobs.events import emit, event_log
 from laserbatch.jobs.failures import exit_code_of, line_of
+from laserbatch.jobs.gates import gate_sentence, holding, judge, measure
 from laserbatch.jobs.generate import generate_knowledge, generate_plain
 from laserbatch.jobs.metrics import night_metrics
 from laserbatch.jobs.night import Night, open_night, pools_in_use
@@ -23,7 +24,7 @@ from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.encoding.features import KNOWLEDGE_COLUMNS, SideFeatures, build_features
 from laserbatch.pipeline.encoding.settings import EncodingSettings
-from laserbatch.pipeline.errors import RunFailed, WorkspaceError
+from laserbatch.pipeline.errors import RunFailed, RunHeld, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.manifest import CtrFigures, FeatureFigures, PreviousNight
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
@@ -45,7 +46,9 @@ def run_night(
 ) -> Night:
     """All stages of a night, under the workspace's lock. A finished night is left as it is, but published.
 
-    `force`, `redo` and `after` are those of `open_night`.
+    `force`, `redo` and `after` are those of `open_night`. Raises RunFailed where most of the first texts cannot be
+    kept, RunHeld where the night is done and a gate keeps it from being published: by the same command its gates are
+    then judged again, and nothing else is done.
     """
     with night_metrics(settings) as metrics, Workspace.open(settings.workspace).lock():
         night = open_night(settings, date, force, redo, after)
@@ -64,6 +67,10 @@ def run_night(
 
 def _do_stages(night: Night, publishing: Publishing) -> None:
     settings = night.settings
+    if night.run.is_held:
+        say(f"run {night.run.run_id} is done already; its gates are judged again")
+        _close_judged(night, publishing)
+        return
     try:
         generate_knowledge(night)
     except RunFailed as error:
@@ -79,8 +86,9 @@ def _do_stages(night: Night, publishing: Publishing) -> None:
         night.manifest.ctr = _compare_ctr(night)
     with night.stage("pools"):
         night.manifest.pools_built = build_pools(night, make_current=False)
-    close(night)
-    publish(night, publishing)
+    with night.stage("gates"):
+        night.manifest.gates = measure(night.manifest, night.run, night.previous)
+    _close_judged(night, publishing)
 
 
 @contextmanager
@@ -187,8 +195,22 @@ def _close_failed(night: Night, reason: str) -> None:
     say(f"report of the failed night: {night.run.report_path}")
 
 
-def close(night: Night) -> None:
-    """Finish the run with its report."""
+def _close_judged(night: Night, publishing: Publishing) -> None:
+    """Finish the run and publish it, or hold it back. Raises RunHeld."""
+    night.manifest.gates = judge(night.manifest.gates, night.settings.gates)
+    held_by = holding(night.manifest.gates)
+    close(night, is_held=bool(held_by))
+    if held_by:
+        raise RunHeld(
+            f"run {night.run.run_id} is done but not published: {'; '.join(map(gate_sentence, held_by))}. Look at "
+            f"{night.run.report_path}; then publish it all the same with `laserbatch runs publish {night.run.run_id}`, "
+            "or change the limit and give the same command again: nothing is generated again"
+        )
+    publish(night, publishing)
+
+
+def close(night: Night, is_held: bool = False) -> None:
+    """Finish the run with its report; of a run that is held back too, which nothing builds on."""
     manifest = night.manifest
     if night.previous is not None:
         try:
@@ -197,11 +219,11 @@ def close(night: Night) -> None:
             manifest.previous_night = PreviousNight(earlier.run_id, sides)
         except WorkspaceError as error:
             say(f"not compared with the night before: {error}")
-    manifest.status, manifest.failure = "success", None
+    manifest.status, manifest.failure = "held" if is_held else "success", None
     manifest.save()
     write_report(manifest, night.run.report_path)
-    emit("finished", run_id=night.run.run_id)
-    night.run.finish()
+    emit("held" if is_held else "finished", run_id=night.run.run_id)
+    night.run.finish(is_held)
 
 
 def publish(night: Night, publishing: Publishing = "forwards") -> None:

@@ -46,12 +46,33 @@ class NightSettings(Strict):
         ge=1,
         description="Entities a shard: what is redone when a worker dies. null: a 16th of a side's, 4 to 32 batches.",
     )
-    max_failed_share: float = Field(0.05, ge=0, le=1, description="More quarantined rows than this fail the run.")
     compare_with_plain: bool = Field(
         False, description="Also decode everything plainly, for the CTR comparison. Costs what plain decoding costs."
     )
     train_ctr: bool = Field(True, description="Train the CTR models when interactions after the date exist.")
     num_report_samples: int = Field(3, ge=0, description="Texts a side that the report shows.")
+
+
+class GateSettings(Strict):
+    """Limits within which a finished run is published; they may be changed without a run being done again."""
+
+    max_failed_share: float = Field(0.05, ge=0, le=1, description="Share of a side's entities in quarantine.")
+    min_coverage: float = Field(0.9, ge=0, description="Texts of a side, as a share of those of the run before.")
+    max_unusable_share: float = Field(
+        0.3, ge=0, le=1, description="Share of the texts written tonight that cannot be parsed or kept."
+    )
+    max_cut_share: float = Field(
+        0.5, ge=0, le=1, description="Share of the texts written tonight that are empty or end at their token limit."
+    )
+    max_repetitive_share: float = Field(
+        0.1, ge=0, le=1, description="Share of the texts written tonight that mostly repeat themselves."
+    )
+    max_length_factor: float = Field(
+        1.5, ge=1, description="Mean length of rewritten texts over that of their last texts, or the reverse."
+    )
+    min_cosine: float = Field(
+        0.3, ge=-1, le=1, description="Mean cosine between vectors of rewritten texts and of their last texts."
+    )
 
 
 class MetricsSettings(Strict):
@@ -79,6 +100,7 @@ class Settings(Strict):
     encoding: EncodingSettings = EncodingSettings()
     ctr: CtrSettings = CtrSettings()
     night: NightSettings = NightSettings()
+    gates: GateSettings = GateSettings()
     cluster: ClusterSettings = ClusterSettings()
     metrics: MetricsSettings = MetricsSettings()
 
@@ -88,9 +110,9 @@ class Settings(Strict):
         return PACKAGE_ROOT / "models" / "sample" if self.decoding.model == SAMPLE_MODEL else Path(self.decoding.model)
 
     def of_output(self) -> dict[str, Any]:
-        """All that may change what a run writes; where it runs, where it writes and what it keeps are left out."""
+        """All that may change what a run writes; where it runs and writes, what it keeps and who may see it are not."""
         housekeeping = {"memory_mb", "keep_versions"}
-        elsewhere = dict.fromkeys(("workspace", "cluster", "metrics"), True)
+        elsewhere = dict.fromkeys(("workspace", "cluster", "metrics", "gates"), True)
         return self.model_dump(mode="json", exclude=elsewhere | {"pool_building": housekeeping})
 
 

@@ -7,7 +7,8 @@
     +-- WorkspaceError   a workspace of another version, damaged, or not one
     |   +-- WorkspaceBusy  another process holds its lock
     +-- RowError         one row that cannot be done; the row goes to quarantine and the run goes on
-    +-- RunFailed        more rows failed than the run allows
+    +-- RunFailed        most of a night's first texts cannot be kept
+        +-- RunHeld      the night is done, and a gate keeps it from being published
 
 A message says what was found, what was expected, and what to do.
 """
@@ -51,4 +52,8 @@ class RowError(PipelineError):
 
 
 class RunFailed(PipelineError):
-    """More rows failed than the configured share allows."""
+    """Most of a night's first texts cannot be kept, so the others are not written."""
+
+
+class RunHeld(RunFailed):
+    """A night is done, but a gate keeps it from being published."""

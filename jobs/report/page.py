@@ -8,17 +8,22 @@ import jinja2
 from markupsafe import Markup
 
 from laserbatch.jobs.formatting import SOURCE_LABELS, count, counted, decimal, rate, seconds, times
+from laserbatch.jobs.gates import gate_sentence, holding
 from laserbatch.jobs.report.blocks import Section
 from laserbatch.jobs.report.ctr_table import ALL_MODELS, ctr_section, own_gains
 from laserbatch.jobs.report.drafts import drafts_section
 from laserbatch.jobs.report.sides import Side, side_warnings, sides_of, speed_up, total
 from laserbatch.jobs.report.speed import speed_section
-from laserbatch.jobs.report.work import provenance_section, samples_section, work_section
+from laserbatch.jobs.report.work import gates_section, provenance_section, samples_section, work_section
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.manifest import RunManifest
 
 FOLDER = Path(__file__).parent
-STATUS_PHRASES = {"failed": "This run failed and published nothing: ", "running": "This run is not finished: "}
+STATUS_PHRASES = {
+    "failed": "This run failed and published nothing: ",
+    "held": "This run is held back and not published: ",
+    "running": "This run is not finished: ",
+}
 strong = Markup("<strong>{}</strong>").format
 
 
@@ -64,6 +69,7 @@ def sections_of(manifest: RunManifest, sides: list[Side]) -> list[Section]:
     """The sections of a page."""
     return [
         work_section(manifest, sides),
+        gates_section(manifest),
         speed_section(manifest, sides),
         drafts_section(manifest, sides),
         ctr_section(manifest.ctr),
@@ -163,7 +169,9 @@ def _wall_s(manifest: RunManifest) -> float:
 
 def _warnings(manifest: RunManifest, sides: list[Side]) -> list[str]:
     """What needs somebody today: why a run failed, first."""
-    found = [f"{side.label}: {warning}." for side in sides for warning in side_warnings(side.figures)]
+    done = "Not published" if manifest.status == "held" else "Published all the same"
+    found = [f"{done}: {gate_sentence(gate)}." for gate in holding(manifest.gates)]
+    found += [f"{side.label}: {warning}." for side in sides for warning in side_warnings(side.figures)]
     return [manifest.failure, *found] if manifest.status == "failed" and manifest.failure else found
 
 

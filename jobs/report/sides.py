@@ -4,14 +4,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from laserbatch.jobs.formatting import percent, ratio
+from laserbatch.jobs.gates import MOST_MISSING, accepted_share
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.manifest import RunManifest, SideFigures
 from laserbatch.pipeline.storage.stats import DecodingStats
 
 SIDE_LABELS = {"user": "Users", "item": "Items"}
 MOST_CUT = 0.05  # share of a side's texts that may end at the limit before it is said
-MOST_MISSING = 0.2  # share of the accepted tokens that replays forecast that may be missing
-MIN_STEPS = 200  # of fewer steps nothing can be said of them
 
 
 @dataclass(frozen=True)
@@ -70,17 +69,15 @@ def side_warnings(side: SideFigures) -> list[str]:
             f"{percent(cut, 1)} of the texts end at the token limit, in the middle of what they say: raise "
             "decoding.max_new_tokens, or have the template ask for less"
         )
-    drafts = side.budget is not None and side.budget.max_draft_tokens > 0
-    forecast = (side.budget.forecast.tokens_per_step or 1) - 1 if drafts else 0  # the bonus token not counted
-    if forecast > 0 and side.stats.num_steps >= MIN_STEPS:
-        realised = side.stats.acceptance_length
-        missing = 1 - realised / forecast
-        if missing > MOST_MISSING:
-            warnings.append(
-                f"drafts were accepted {realised:.2f} tokens a step, {missing:.0%} less than the {forecast:.2f} that "
-                f"its budget was chosen for (up to {MOST_MISSING:.0%} is usual): the texts have changed since. The "
-                "next night drafts by replays of these, if pools are built from them (`laserbatch pools rebuild`)"
-            )
+    share = accepted_share(side)
+    if share is not None and 1 - share > MOST_MISSING:
+        forecast = side.budget.forecast.tokens_per_step - 1  # the bonus token not counted
+        warnings.append(
+            f"drafts were accepted {side.stats.acceptance_length:.2f} tokens a step, {1 - share:.0%} less than the "
+            f"{forecast:.2f} that its budget was chosen for (up to {MOST_MISSING:.0%} is usual): the texts have "
+            "changed since. The next night drafts by replays of these, if pools are built from them (`laserbatch pools "
+            "rebuild`)"
+        )
     return warnings
 
 

@@ -3,6 +3,7 @@
 import yaml
 
 from laserbatch.jobs.formatting import count, decimal, percent, ratio, seconds
+from laserbatch.jobs.gates import gate_sentence, shown
 from laserbatch.jobs.report.blocks import (
     TONIGHT,
     Block,
@@ -15,7 +16,7 @@ from laserbatch.jobs.report.blocks import (
     bars,
     stacked_shares,
 )
-from laserbatch.jobs.report.sides import Side
+from laserbatch.jobs.report.sides import SIDE_LABELS, Side
 from laserbatch.pipeline.storage.manifest import RunManifest, SampleText
 
 OUTCOMES = (
@@ -65,6 +66,27 @@ def work_section(manifest: RunManifest, sides: list[Side]) -> Section:
     else:
         blocks.append(Note("No row went to quarantine."))
     return Section("work", "What was done and skipped", blocks)
+
+
+def gates_section(manifest: RunManifest) -> Section:
+    """The section "Gates": what was measured before the run was let to its readers."""
+    rows = [
+        {
+            "Side": SIDE_LABELS.get(gate.side, "Both"),
+            "Gate": gate.gate,
+            "Value": shown(gate, gate.value),
+            "Limit": shown(gate, gate.limit),
+            "Verdict": gate.verdict,
+            "Meaning": gate_sentence(gate),
+        }
+        for gate in manifest.gates
+    ]
+    if not rows:
+        return Section("gates", "Gates", [Note("This run was not judged.")])
+    caption = "One that holds keeps the run from being published, and the next night from building on it."
+    strong = [number for number, gate in enumerate(manifest.gates) if gate.verdict != "passes"]
+    table = Table("What was judged before publication", rows, ("Side", "Gate", "Verdict", "Meaning"), caption, strong)
+    return Section("gates", "Gates", [table])
 
 
 def _outcomes(side: Side) -> str:

@@ -217,6 +217,19 @@ class CtrFigures:
 
 
 @dataclass(frozen=True)
+class GateFigures:
+    """What a gate measured, of a side or of the whole run, and its verdict."""
+
+    gate: str
+    side: Side | None = None
+    value: float | None = None  # None: there was too little to judge by
+    limit: float | None = None
+    verdict: Literal["passes", "warns", "holds"] = "passes"
+    told: str = ""  # why there is no value, or why it only warns
+    may_hold: bool = True
+
+
+@dataclass(frozen=True)
 class PreviousNight:
     """The run that a run was built on, and what of it is compared with the night after."""
 
@@ -232,7 +245,7 @@ class RunManifest:
     format_version: int = MANIFEST_VERSION
     run_id: str
     date: datetime.date
-    status: Literal["running", "failed", "success"] = "running"
+    status: Literal["running", "failed", "held", "success"] = "running"
     failure: str | None = None
     settings: dict[str, Any]
     settings_hash: str
@@ -248,6 +261,7 @@ class RunManifest:
     sides: dict[Side, SideFigures] = field(default_factory=dict)
     plain: dict[Side, SideFigures] = field(default_factory=dict)
     features: dict[Side, FeatureFigures] = field(default_factory=dict)
+    gates: list[GateFigures] = field(default_factory=list)
     ctr: Annotated[CtrFigures, BeforeValidator(lambda value: value or {})] = CtrFigures()
     pools_built: dict[Side, PoolBuilt] = field(default_factory=dict)
     previous_night: PreviousNight | None = None

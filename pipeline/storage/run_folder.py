@@ -68,6 +68,10 @@ class RunFolder:
         return self.root / "_SUCCESS"
 
     @property
+    def held_path(self) -> Path:
+        return self.root / "_HELD"
+
+    @property
     def plain(self) -> "RunFolder":
         return RunFolder(self.root / "plain")
 
@@ -75,6 +79,11 @@ class RunFolder:
     def is_finished(self) -> bool:
         """Whether `_SUCCESS` is there: every other file is then final."""
         return self.success_path.exists()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether everything is written, but a gate keeps it from being published: `_HELD` stands for `_SUCCESS`."""
+        return self.held_path.exists() and not self.is_finished
 
     def knowledge_folder(self, side: Side) -> Path:
         """`knowledge/<side>`, a folder of Parquet files and nothing else, one a shard."""
@@ -223,11 +232,16 @@ class RunFolder:
                 "the folder."
             )
 
-    def finish(self) -> None:
-        """Write `_SUCCESS`. Call it last: nothing of the run may change afterwards."""
+    def finish(self, is_held: bool = False) -> None:
+        """Write `_SUCCESS`, in place of `_HELD` if that was there. Call it last: nothing may change afterwards.
+
+        A run that `is_held` gets `_HELD` instead: nothing builds on it until it is finished after all.
+        """
         if not self.manifest_path.exists():
             raise WorkspaceError(f"{self.manifest_path} is missing; a run saves its manifest before it is finished.")
-        write_text("", self.success_path)
+        write_text("", self.held_path if is_held else self.success_path)
+        if not is_held:
+            self.held_path.unlink(missing_ok=True)
 
     def _shards_folder(self, side: Side) -> Path:
         return self.root / "shards" / side

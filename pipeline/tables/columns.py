@@ -128,7 +128,7 @@ TITLE = Role(
     plain=sc.plain_column,
     rules=(
         Rule("null-title", "the title is empty:", "a title",
-             "fill it in, or drop the item; a run quarantines up to night.max_failed_share of the items", blank, True),
+             "fill it in, or drop the item; a run quarantines up to gates.max_failed_share of the items", blank, True),
     ),
     advice="`laserbatch data import` converts it",
 )  # fmt: skip

@@ -33,7 +33,8 @@ def write_config(folder: Path, name: str = "laserbatch.yaml", **sections) -> Pat
             "max_draft_tokens": 16,
             "min_acceptance": 0.07,
         },
-        "night": {"shard_size": 8, "max_failed_share": 0.2, "train_ctr": False},
+        "night": {"shard_size": 8, "train_ctr": False},
+        "gates": {"max_failed_share": 0.2},
         "ctr": {"models": ["gbdt"], "num_seeds": 1, "max_epochs": 2},
         "encoding": {"num_clusters": 4},
     }

@@ -104,17 +104,21 @@ class Fortnight:
             "knowledge": {"template_dir": "prompts", "user_template": "brief_user", "item_template": "brief_item",
                           "max_prompt_tokens": 200},
             "decoding": {"max_new_tokens": 12, "batch_size": 8, "max_draft_tokens": 4, "min_acceptance": 0.1},
-            "night": {"max_failed_share": 0.5, "num_report_samples": 1, "compare_with_plain": True},
+            "gates": {"max_failed_share": 0.5},
+            "night": {"num_report_samples": 1, "compare_with_plain": True},
             "encoding": {"num_clusters": 2, "max_batch_tokens": 512},  # a forward pads to as many
             "ctr": {"models": ["gbdt"], "num_seeds": 1},
         }  # fmt: skip
         self.published: str | None = None
 
-    def command(self, name: str, date: str, *options: str):
+    def write_config(self) -> None:
         self.world.write(self.folder / "tables")
-        config = self.folder / "laserbatch.yaml"
-        config.write_text(yaml.safe_dump(self.settings))
-        done = run_here(self.capfd, name, "--config", str(config), "--date", date, "--json", *options)
+        self.config = self.folder / "laserbatch.yaml"
+        self.config.write_text(yaml.safe_dump(self.settings))
+
+    def command(self, name: str, date: str, *options: str):
+        self.write_config()
+        done = run_here(self.capfd, name, "--config", str(self.config), "--date", date, "--json", *options)
         assert done.returncode == 0, f"{date}: {done.stderr}"
         return json.loads(done.stdout), done.stderr
 
@@ -145,6 +149,21 @@ class Fortnight:
             if self.settings["night"]["compare_with_plain"]:
                 assert set(knowledge_of(run / "plain", side)["entity_id"].to_pylist()) == knowledge.keys()
         assert bool(manifest["ctr"]["skipped"]) == (date < "2025-02-26"), manifest["ctr"]
+        return run
+
+    def held_night(self, date: str, side: str, option: str) -> Path:
+        """A night that a gate holds back: done, and nobody sees it."""
+        self.write_config()
+        self.carried_from, before = self.published, set((self.workspace / "runs").iterdir())
+        done = run_here(self.capfd, "nightly", "--config", str(self.config), "--date", date, "--json")
+        assert done.returncode == 4, done.stderr
+        (run,) = set((self.workspace / "runs").iterdir()) - before
+        error = json.loads(done.stdout)
+        assert error["kind"] == "RunHeld" and f"{side}s: " in error["error"] and option in error["error"]
+        assert f"laserbatch runs publish {run.name}" in error["error"]
+        assert (run / "_HELD").exists() and not (run / "_SUCCESS").exists()
+        assert json.loads((run / "manifest.json").read_text())["status"] == "held"
+        self.check_pointers(self.published, {"published": self.published})
         return run
 
     def check_pointers(self, run_id: str, summary: dict) -> None:
@@ -253,7 +272,17 @@ def test_a_fortnight_of_ordinary_nights(folder, capfd):
 
     del world.items["i0"]["note"]
     nights.settings["knowledge"]["max_prompt_tokens"] = 16  # nobody can be asked
-    nights.settings["night"]["max_failed_share"] = 1.0
-    night("2025-03-14", [], [], failed=[*world.users, *world.items])
+    held = nights.held_night("2025-03-14", "user", "gates.max_failed_share")
     nights.settings["knowledge"]["max_prompt_tokens"] = 200
-    night("2025-03-15", [], [])  # everybody's text is one of this prompt, and stale no more
+    night("2025-03-15", [], [])  # built on the night that passed
+
+    nights.settings["knowledge"]["max_prompt_tokens"] = 16
+    nights.settings["gates"]["max_failed_share"] = 1.0  # judged anew, and nothing is done again
+    thirteenth = nights.workspace / "runs" / nights.carried_from
+    everybody = [*world.users, *world.items]
+    again = night("2025-03-14", [], [], failed=everybody, is_published=False, over=thirteenth.name)
+    assert again == held and not (held / "_HELD").exists()
+
+    night("2025-03-16", [], [], failed=everybody)
+    nights.settings["knowledge"]["max_prompt_tokens"] = 200
+    night("2025-03-17", [], [])  # everybody's text is one of this prompt, and stale no more

@@ -90,7 +90,7 @@ def write(monkeypatch):
 
 
 def opened(folder: Path, date: str, shard_size: int = 1) -> Night:
-    night = {"shard_size": shard_size, "max_failed_share": 0.5, "train_ctr": False, "num_report_samples": 0}
+    night = {"shard_size": shard_size, "train_ctr": False, "num_report_samples": 0}
     return open_night(load_settings(write_config(folder, night=night)), parse_date(date))
 
 
@@ -215,11 +215,10 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_about_again(w
 def test_too_many_failed_rows_fail_the_night_and_publish_nothing(tmp_path, monkeypatch, capfd):
     write_here(monkeypatch)
     make_world(tmp_path, num_users=4, num_items=20)
-    night = {"max_failed_share": 0.1, "num_report_samples": 0}
-    config = write_config(tmp_path, knowledge={"max_prompt_tokens": 80}, night=night)
+    config = write_config(tmp_path, knowledge={"max_prompt_tokens": 80}, gates={"max_failed_share": 0.1})
     done = run_here(capfd, "nightly", "--config", str(config), "--date", FIRST_DATE)
     assert done.returncode == 4, done.stderr
-    assert "users failed: too-long" in done.stderr
+    assert "too-long (" in done.stderr
     workspace = Workspace.open(tmp_path / "workspace")
     assert workspace.published() is None
     (run,) = workspace.runs()

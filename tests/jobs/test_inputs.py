@@ -93,7 +93,8 @@ def test_a_night_says_the_warnings_and_opens(world, capsys):
     pq.write_table(items, world / "tables" / "items.parquet")
     with pytest.raises(TableError, match=r"items\.title .* the title is empty"):
         opened(world)  # more than a 20th
-    (world / "laserbatch.yaml").write_text((world / "laserbatch.yaml").read_text() + "night: {max_failed_share: 0.1}\n")
+    with (world / "laserbatch.yaml").open("a") as config:
+        config.write("gates: {max_failed_share: 0.1}\n")
     opened(world)
     assert "warning: items.title (items.parquet, 2 rows, first row 0): the title is empty" in capsys.readouterr().err
 

@@ -94,7 +94,7 @@ def two_nights(installed, tmp_path_factory) -> Path:
     assert first.returncode == 0, said
     (folder / "first.txt").write_text(said)
     (folder / "first.json").write_text(json.dumps([finished, {name: _written(Path(name)) for name in finished}]))
-    night = {"shard_size": 8, "max_failed_share": 0.2, "train_ctr": True}
+    night = {"shard_size": 8, "train_ctr": True}
     config = write_config(folder, "second.yaml", night=night, decoding=CHOSEN)
     with redirect_stdout(io.StringIO()) as printed:
         nightly(config, None, SECOND_DATE, force=False, redo=False, ray_address=None, as_json=True)
@@ -219,7 +219,7 @@ def test_texts_depend_neither_on_shards_nor_on_workers_nor_on_the_future(two_nig
     (tmp_path / "cost.yaml").write_text(COST)
     config = write_config(
         tmp_path,
-        night={"shard_size": 13, "max_failed_share": 0.2, "train_ctr": False},
+        night={"shard_size": 13, "train_ctr": False},
         decoding=CHOSEN | {"batch_size": 5},
     )
     for date in (FIRST_DATE, SECOND_DATE):

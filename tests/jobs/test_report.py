@@ -15,7 +15,7 @@ from laserbatch.jobs.report.drafts import how_built
 from laserbatch.jobs.report.page import render_page, sections_of
 from laserbatch.jobs.report.sides import SIDE_LABELS, sides_of
 
-SECTIONS = ("work", "speed", "drafts", "ctr", "samples", "provenance")
+SECTIONS = ("work", "gates", "speed", "drafts", "ctr", "samples", "provenance")
 VOID_TAGS = {"meta", "link", "br", "img", "hr", "input"}
 
 

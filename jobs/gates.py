@@ -1,0 +1,242 @@
+"""Gates between a finished run and its readers: what is measured of it, and whether that lets it be published.
+
+Values are measured once and kept in the manifest. Limits are settings that do not belong to the run: after a change of
+one the same command judges the same values again and generates nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from laserbatch.jobs.formatting import decimal, percent
+from laserbatch.jobs.settings import GateSettings
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.knowledge.records import knowledge_schema
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.manifest import GateFigures, RunManifest, SideFigures
+from laserbatch.pipeline.storage.parquet import iter_parquet
+from laserbatch.pipeline.storage.run_folder import RunFolder
+
+FEWEST = 32  # texts, of which fewer say nothing
+MOST_JUDGED = 10_000  # texts of a side whose tokens and vectors are read, evenly spaced over those that were written
+EMPTY_TOKENS = 3  # a text of fewer is as good as none
+TOO_FEW = "too few texts to judge"
+NGRAM = 4  # tokens
+MOST_REPEATED = 0.5  # of a text's n-grams may stand in it before
+NORM_ERROR = 0.01  # of a vector that has length 1
+MOST_MISSING = 0.2  # share of the accepted tokens that replays forecast that may be missing
+MIN_STEPS = 200  # of fewer steps nothing can be said of them
+ASKED_BY = ("template", "model_id", "decoding_json")  # a text is another one where one of these is
+
+
+@dataclass(frozen=True)
+class _Gate:
+    """What a value means, and where its limit comes from."""
+
+    told: str  # the value in words; `{value}` and `{limit}` as `show` writes them
+    limit: str | float | None  # the name of its option, or the limit itself; None: it comes with the value
+    is_least: bool = False  # the limit is the least that passes, else the most
+    only_warns: bool = False
+    share: bool = True  # shown as a percentage
+
+
+GATES = {
+    "coverage": _Gate("{value} as many texts as the run before", "min_coverage", is_least=True),
+    "quarantine": _Gate("{value} of the entities are in quarantine", "max_failed_share"),
+    "unusable": _Gate("{value} of the texts written could not be used", "max_unusable_share"),
+    "cut": _Gate("{value} of the texts written are empty or cut at their limit", "max_cut_share"),
+    "repetition": _Gate("{value} of the texts written mostly repeat themselves", "max_repetitive_share"),
+    "length": _Gate("rewritten texts differ {value} times in length from their last ones", "max_length_factor",
+                    share=False),
+    "vector norm": _Gate("{value} of the vectors do not have length 1", 0.0),
+    "vector drift": _Gate("vectors of rewritten texts have a mean cosine of {value} with their last ones", "min_cosine",
+                          is_least=True, share=False),
+    "speed": _Gate("{value} of the draft tokens were accepted that were forecast", 1 - MOST_MISSING, is_least=True,
+                   only_warns=True),
+    "AUC": _Gate("against plain texts AUC changes by at most {value}", None, is_least=True, share=False),
+}  # fmt: skip
+
+
+def judge(measured: Sequence[GateFigures], settings: GateSettings) -> list[GateFigures]:
+    """The same values with their limits and verdicts: "passes", "warns" or "holds"; what has no value passes."""
+    return [_judged(figures, settings) for figures in measured]
+
+
+def _judged(figures: GateFigures, settings: GateSettings) -> GateFigures:
+    gate, value = GATES[figures.gate], figures.value
+    limit = getattr(settings, gate.limit) if isinstance(gate.limit, str) else gate.limit
+    limit = figures.limit if limit is None else limit
+    if value is None:
+        return replace(figures, limit=limit, verdict="passes")
+    is_beyond = value < limit if gate.is_least else value > limit
+    beyond = "warns" if gate.only_warns or not figures.may_hold else "holds"
+    return replace(figures, limit=limit, verdict=beyond if is_beyond else "passes")
+
+
+def holding(gates: Sequence[GateFigures]) -> list[GateFigures]:
+    """Those that keep the run from its readers."""
+    return [figures for figures in gates if figures.verdict == "holds"]
+
+
+def gate_sentence(figures: GateFigures) -> str:
+    """What a gate has measured, and against which limit, in words."""
+    gate = GATES[figures.gate]
+    where = "" if figures.side is None else f"{figures.side}s: "
+    if figures.value is None:
+        return f"{where}{figures.told}"
+    told = gate.told.format(value=shown(figures, figures.value))
+    option = f"gates.{gate.limit}" if isinstance(gate.limit, str) else "the limit"
+    note = f"; {figures.told}" if figures.told else ""
+    return f"{where}{told} ({option} is {shown(figures, figures.limit)}{note})"
+
+
+def shown(figures: GateFigures, value: float | None) -> str:
+    """A value or limit of a gate as it is read."""
+    return percent(value, 1) if GATES[figures.gate].share else decimal(value, 3)
+
+
+def accepted_share(side: SideFigures) -> float | None:
+    """Accepted draft tokens a step, over those that the budget was chosen for; None of few steps or no forecast."""
+    drafts = side.budget is not None and side.budget.max_draft_tokens > 0
+    forecast = (side.budget.forecast.tokens_per_step or 1) - 1 if drafts else 0  # the bonus token not counted
+    if forecast <= 0 or side.stats.num_steps < MIN_STEPS:
+        return None
+    return side.stats.acceptance_length / forecast
+
+
+def measure(manifest: RunManifest, run: RunFolder, previous: RunFolder | None) -> list[GateFigures]:
+    """Everything that the gates judge, of both sides: from the manifest, and of a sample of tonight's texts."""
+    before = None
+    if previous is not None:
+        with suppress(WorkspaceError):  # of another version, or damaged: nothing to compare with
+            before = previous.load_manifest()
+    found = [part for side in manifest.sides for part in _of_side(side, manifest, run, before, previous)]
+    verdict = manifest.ctr.equivalence.get("all")
+    if verdict is None or verdict.high is None:
+        return [*found, GateFigures("AUC", told="not compared with plain texts in several trainings")]
+    return [*found, GateFigures("AUC", value=verdict.high, limit=-verdict.margin)]
+
+
+def _of_side(
+    side: Side, manifest: RunManifest, run: RunFolder, before: RunManifest | None, previous: RunFolder | None
+) -> Iterator[GateFigures]:
+    def gate(name: str, value: float | None, is_judged: bool, why_not: str = TOO_FEW) -> GateFigures:
+        return GateFigures(name, side, float(value)) if is_judged else GateFigures(name, side, told=why_not)
+
+    figures, features = manifest.sides[side], manifest.features.get(side)
+    earlier = None if before is None else before.features.get(side)
+    num_before = 0 if earlier is None else earlier.num_rows
+    num_texts = 0 if features is None else features.num_rows
+    yield gate("coverage", num_texts / max(num_before, 1), num_before >= FEWEST, "no run before with enough texts")
+    failed = figures.num_quarantined / max(figures.num_entities, 1)
+    reasons = ", ".join(f"{reason} ({number})" for reason, number in figures.quarantine_reasons.items())
+    yield GateFigures("quarantine", side, failed, told=reasons)
+    num_lost = sum(shard.num_quarantined for shard in figures.shards)
+    num_written = num_lost + sum(shard.num_rows for shard in figures.shards)
+    yield gate("unusable", num_lost / max(num_written, 1), num_written >= FEWEST)
+    texts = _sample(run, figures)
+    enough = texts.num_rows >= FEWEST
+    lengths = texts["num_tokens"].to_numpy()
+    is_cut = pc.equal(texts["finish_reason"], "length").to_numpy().astype(bool) | (lengths < EMPTY_TOKENS)
+    yield gate("cut", is_cut.mean() if enough else 0, enough)
+    is_repetitive = repeated_shares(texts["token_ids"]) > MOST_REPEATED
+    yield gate("repetition", is_repetitive.mean() if enough else 0, enough)
+    vectors = _vectors(run, side, texts["entity_id"])
+    norms = np.linalg.norm(vectors.matrix, axis=1)
+    is_wrong = ~(np.abs(norms - 1) <= NORM_ERROR)  # so that what is no number is wrong too
+    yield gate("vector norm", is_wrong.mean() if enough else 0, enough)
+    same_encoder = features is not None and earlier is not None and features.encoder == earlier.encoder
+    yield from _drift(side, texts, vectors, previous, same_encoder)
+    share = accepted_share(figures)
+    yield gate("speed", share, share is not None, "no forecast to compare with")
+
+
+def _drift(
+    side: Side, texts: pa.Table, vectors: "_Vectors", previous: RunFolder | None, same_encoder: bool
+) -> Iterator[GateFigures]:
+    """Rewritten texts beside the last ones of the same entities. Where they were asked for otherwise it only warns."""
+    names = ["entity_id", "num_tokens", *ASKED_BY]
+    wanted = texts["entity_id"].combine_chunks()
+    batches = () if previous is None else iter_parquet(previous.knowledge_folder(side), names)
+    parts = [
+        pa.Table.from_batches([batch]).filter(pc.is_in(batch["entity_id"], value_set=wanted))
+        for batch in batches
+        if batch.schema.field("entity_id").type == wanted.type
+    ]
+    last = pa.concat_tables(parts) if parts else texts.select(names)[:0]
+    if last.num_rows < FEWEST:
+        yield from (GateFigures(name, side, told=TOO_FEW) for name in ("length", "vector drift"))
+        return
+    now = texts.take(pc.index_in(last["entity_id"], value_set=wanted))
+    alike = np.logical_and.reduce([pc.equal(now[name], last[name]).to_numpy() for name in ASKED_BY])
+    asked_alike = bool(alike.mean() > 0.5)
+    told = "" if asked_alike else "asked for otherwise than before, so it only warns"
+    ratio = float(now["num_tokens"].to_numpy().mean() / max(last["num_tokens"].to_numpy().mean(), 1e-9))
+    factor = max(ratio, 1 / max(ratio, 1e-9))
+    yield GateFigures("length", side, factor, told=told, may_hold=asked_alike)
+    if not same_encoder:
+        yield GateFigures("vector drift", side, told="vectors of another encoder")
+        return
+    earlier = _vectors(previous, side, last["entity_id"])
+    row_of = pc.index_in(earlier.ids, value_set=vectors.ids).to_numpy()
+    cosine = float((vectors.matrix[row_of] * earlier.matrix).sum(axis=1).mean())
+    yield GateFigures("vector drift", side, cosine, told=told, may_hold=asked_alike)
+
+
+def _sample(run: RunFolder, figures: SideFigures) -> pa.Table:
+    """Texts that the run has written, every n-th of them, so that at most `MOST_JUDGED` are in memory."""
+    names = ["entity_id", "num_tokens", "token_ids", "finish_reason", *ASKED_BY]
+    stride = -(-sum(shard.num_rows for shard in figures.shards) // MOST_JUDGED)
+    parts, first = [], 0
+    for shard in figures.shards:
+        for batch in iter_parquet(run.root / shard.file, names):
+            parts.append(pa.Table.from_batches([batch]).take(np.arange(first, batch.num_rows, stride)))
+            first = (first - batch.num_rows) % stride
+    if not parts:
+        return knowledge_schema(pa.string()).empty_table().select(names)
+    return pa.concat_tables(parts).combine_chunks()
+
+
+@dataclass(frozen=True)
+class _Vectors:
+    ids: pa.Array
+    matrix: np.ndarray  # float32 (num_rows, dim), in the order of the ids
+
+
+def _vectors(run: RunFolder, side: Side, wanted: pa.ChunkedArray) -> _Vectors:
+    """The vectors of some entities, in the order of the feature file."""
+    ids, rows = [], []
+    for batch in iter_parquet(run.features_path(side), [f"{side}_id", "vector"]):
+        kept = batch.filter(pc.is_in(batch[f"{side}_id"], value_set=wanted.combine_chunks()))
+        ids.append(kept[f"{side}_id"])
+        rows.append(kept["vector"].flatten().to_numpy().reshape(kept.num_rows, -1 if kept.num_rows else 0))
+    if not any(map(len, ids)):
+        return _Vectors(wanted.combine_chunks()[:0], np.zeros((0, 0), np.float32))
+    return _Vectors(pa.concat_arrays(ids), np.concatenate([part for part in rows if len(part)]))
+
+
+def repeated_shares(token_ids: pa.ChunkedArray) -> np.ndarray:
+    """Of each text the share of its n-grams that stand in it before: float64[n]; 0 of a text without one."""
+    lists = token_ids.combine_chunks()
+    offsets = lists.offsets.to_numpy()
+    flat = lists.values.to_numpy().astype(np.uint64)[offsets[0] if len(offsets) else 0 :]
+    offsets = offsets - (offsets[0] if len(offsets) else 0)
+    lengths = np.diff(offsets)
+    num_ngrams = np.maximum(lengths - NGRAM + 1, 0)
+    if not num_ngrams.sum():
+        return np.zeros(len(lengths))
+    text = np.repeat(np.arange(len(lengths)), num_ngrams)
+    starts = np.arange(len(text)) - np.repeat(np.cumsum(num_ngrams) - num_ngrams, num_ngrams) + offsets[text]
+    hashed = np.zeros(len(text), np.uint64)
+    for place in range(NGRAM):
+        hashed = (hashed ^ flat[starts + place]) * np.uint64(0x9E3779B97F4A7C15)
+        hashed ^= hashed >> np.uint64(29)
+    order = np.lexsort((hashed, text))
+    is_first = np.ones(len(text), bool)
+    is_first[1:] = (hashed[order][1:] != hashed[order][:-1]) | (text[order][1:] != text[order][:-1])
+    num_distinct = np.bincount(text[order][is_first], minlength=len(lengths))
+    return 1 - num_distinct / np.maximum(num_ngrams, 1) - (num_ngrams == 0)
