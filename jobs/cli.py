@@ -42,6 +42,7 @@ COMMANDS = {
         "laserbatch.jobs.nightly:encode", "Encode the texts of a run into feature tables, by the run's own settings."
     ),
     "ctr": LazyCommand("laserbatch.jobs.ctr:app", "Train and compare CTR models on the features of a run."),
+    "runs": LazyCommand("laserbatch.jobs.runs:app", "List, compare, publish, take back and remove the runs of nights."),
     "pools": LazyCommand("laserbatch.jobs.pools:app", "Build, list, inspect, query and simulate retrieval pools."),
     "report": LazyCommand(
         "laserbatch.jobs.report_command:report", "Write the HTML report of a run again, from the run's manifest alone."

@@ -1,0 +1,131 @@
+"""What two runs say differently: whose text changed and why, who appeared, who went. Read from their files alone."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from laserbatch.pipeline.knowledge.prompts import changed_parts
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.run_folder import RunFolder
+
+WRITTEN_AGAIN = "written again"  # though nothing that decides the text had changed: --force
+
+
+@dataclass(frozen=True)
+class NamedEntity:
+    """An entity, why it is named, and its texts where there are any."""
+
+    entity_id: str | int
+    reason: str  # parts of the fingerprint, joined by "+", or a sentence
+    before: str | None = None
+    after: str | None = None
+
+
+@dataclass(frozen=True)
+class SideDiff:
+    """What became of the entities of a side from one run to another; of each kind a few are named."""
+
+    num_unchanged: int
+    num_rewritten_alike: int  # asked something else, and the text is the same
+    num_changed: int
+    num_appeared: int
+    num_went: int
+    reasons: dict[str, int]  # of the changed, the most frequent first
+    changed: list[NamedEntity] = field(default_factory=list)
+    appeared: list[NamedEntity] = field(default_factory=list)
+    went: list[NamedEntity] = field(default_factory=list)
+
+
+def diff_side(before: RunFolder, after: RunFolder, side: Side, num_named: int) -> SideDiff:
+    """Compare a side of two runs; of each kind `num_named` are named, in the order of their ids."""
+    old, new = _Texts(before, side), _Texts(after, side)
+    kind = old.ids.type if old.ids.type == new.ids.type else pa.string()
+    old_ids, new_ids = old.ids.cast(kind), new.ids.cast(kind)
+    row = pc.fill_null(pc.index_in(new_ids, value_set=old_ids), -1).to_numpy(zero_copy_only=False)
+    came, stayed = np.flatnonzero(row < 0), np.flatnonzero(row >= 0)
+    went = np.setdiff1d(np.arange(len(old_ids)), row)
+    other = stayed[~_equal(new.written_by.take(stayed), old.written_by.take(row[stayed]))]
+    texts_now, texts_before = new.texts(other), old.texts(row[other])
+    is_changed = ~_equal(texts_now, texts_before)
+    changed = other[is_changed]
+    reasons = [
+        "+".join(changed_parts(old.fingerprints[int(row[number])].as_py(), new.fingerprints[int(number)].as_py()))
+        or WRITTEN_AGAIN
+        for number in changed
+    ]
+    named = np.argsort(new_ids.take(changed).to_numpy(zero_copy_only=False), kind="stable")[:num_named]
+    now, then = texts_now.filter(pa.array(is_changed)), texts_before.filter(pa.array(is_changed))
+    return SideDiff(
+        num_unchanged=len(stayed) - len(other),
+        num_rewritten_alike=len(other) - len(changed),
+        num_changed=len(changed),
+        num_appeared=len(came),
+        num_went=len(went),
+        reasons=dict(Counter(reasons).most_common()),
+        changed=[
+            NamedEntity(new.ids[int(changed[k])].as_py(), reasons[k], then[int(k)].as_py(), now[int(k)].as_py())
+            for k in named
+        ],
+        appeared=_named(new.ids.take(came), before, side, num_named, "was in quarantine", "new"),
+        went=_named(old.ids.take(went), after, side, num_named, "is in quarantine", "no longer in the tables"),
+    )
+
+
+def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """`section.key` -> the values of two runs' settings where they differ."""
+    old, new = _flat(before), _flat(after)
+    return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
+
+
+class _Texts:
+    """A side of a run: ids, fingerprints and origins in memory, texts read when they are asked for."""
+
+    def __init__(self, run: RunFolder, side: Side) -> None:
+        self._run, self._side = run, side
+        columns = {"entity_id": [], "fingerprint": [], "run_id": []}
+        for batch in run.iter_knowledge(side, list(columns)):
+            for name, parts in columns.items():
+                parts.append(batch[name])
+        ids = columns["entity_id"]
+        self.ids = pa.chunked_array(ids) if ids else pa.chunked_array([], pa.string())
+        self.fingerprints = pa.chunked_array(columns["fingerprint"], pa.string())
+        origins = pa.chunked_array(columns["run_id"], pa.string())
+        # The same text has the same origin: the run that wrote it and what it was asked.
+        self.written_by = pc.binary_join_element_wise(origins, self.fingerprints, " ")
+
+    def texts(self, rows: np.ndarray) -> pa.ChunkedArray:
+        """Texts of some rows, in the order of `rows`."""
+        order, start, parts = np.sort(rows), 0, []
+        for batch in self._run.iter_knowledge(self._side, ["text"]) if len(rows) else ():
+            low, high = np.searchsorted(order, [start, start + batch.num_rows])
+            parts.append(batch["text"].take(pa.array(order[low:high] - start)))
+            start += batch.num_rows
+        return pa.chunked_array(parts, pa.string()).take(pa.array(np.searchsorted(order, rows)))
+
+
+def _equal(one: pa.ChunkedArray, other: pa.ChunkedArray) -> np.ndarray:
+    return pc.equal(one, other).to_numpy() if len(one) else np.zeros(0, bool)
+
+
+def _named(
+    ids: pa.ChunkedArray, other: RunFolder, side: Side, num_named: int, if_quarantined: str, otherwise: str
+) -> list[NamedEntity]:
+    """The first ids, with what the other run's quarantine says of them."""
+    failed = other.read_quarantine(side, ["entity_id", "reason"])
+    why = dict(zip(failed["entity_id"].to_pylist(), failed["reason"].to_pylist(), strict=True))
+    return [
+        NamedEntity(key, f"{if_quarantined}: {why[key]}" if key in why else otherwise)
+        for key in pc.take(ids, pc.sort_indices(ids)[:num_named]).to_pylist()
+    ]
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found = {}
+    for key, value in settings.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found

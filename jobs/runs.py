@@ -1,0 +1,269 @@
+"""`laserbatch runs ...`: what nights have left, which one readers see, and how old ones are removed."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from laserbatch.jobs.console import print_table, say, summary
+from laserbatch.jobs.formatting import count, counted
+from laserbatch.jobs.publishing import let_readers_see, use_pools_of
+from laserbatch.jobs.report.blocks import Table
+from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.storage.atomic import leftovers, remove_folder, remove_leftovers, size_bytes
+from laserbatch.pipeline.storage.manifest import RunManifest
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.workspace import Workspace
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="List, compare, publish, take back and remove the runs of nights."
+)
+JSON = typer.Option(False, "--json", help="Print the result as JSON.")
+COUNTED = ("generated", "carried_over", "quarantined")
+DRY_RUN = typer.Option(False, "--dry-run", help="Remove nothing; say what would be.")
+
+
+@app.command(name="list")
+def list_runs(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, as_json: bool = JSON) -> None:
+    """List the runs: date, state, what readers see, counts and size.
+
+    Example: `laserbatch runs list --workspace workspace`
+    """
+    opened = _opened(config, workspace)
+    described = [_described(opened, run) for run in opened.runs()]
+    if as_json:
+        summary({"runs": described}, as_json=True)
+    elif not described:
+        say(f"no runs in {opened.root} yet; `laserbatch nightly` makes one")
+    else:
+        caption = "* is what readers see; of users and items: written / carried over / failed"
+        print_table(Table("Runs", [_row(one) for one in described], ("", "run", "state"), caption))
+        for one in described:
+            if one["failure"]:
+                say(f"{one['run_id']}: {one['failure']}")
+
+
+@app.command()
+def show(
+    run: str | None = typer.Argument(None, help="A run id. Default: the published run."),
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    as_json: bool = JSON,
+) -> None:
+    """Show a run: what it was built on, what it did, and where its files are.
+
+    Example: `laserbatch runs show 2025-03-01-1a2b3c4d`
+    """
+    opened = _opened(config, workspace)
+    folder = _chosen(opened, run)
+    manifest = folder.load_manifest()
+    features = {side: folder.root / figures.file for side, figures in manifest.features.items()}
+    summary(
+        _described(opened, folder)
+        | {
+            "built_on": manifest.previous_run_id,
+            "drafted_from": manifest.pools.version,
+            "model": manifest.model.id if manifest.model else None,
+            "laserbatch": manifest.laserbatch_version,
+            "stages_s": {name: round(wall_s, 1) for name, wall_s in manifest.stages.items()},
+            "knowledge": {side: folder.knowledge_folder(side) for side in SIDES},
+            "features": features,
+            "report": folder.report_path if folder.report_path.exists() else None,
+        },
+        as_json,
+    )
+
+
+@app.command()
+def diff(
+    before: str | None = typer.Argument(None, help="A run id. Default: the one that the other was built on."),
+    after: str | None = typer.Argument(None, help="A run id. Default: the published run."),
+    limit: int = typer.Option(20, min=0, help="Entities named of each kind."),
+    texts: bool = typer.Option(False, "--texts", help="Show the texts of those whose text changed."),
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    as_json: bool = JSON,
+) -> None:
+    """Name the entities whose text changed from one run to another and why, who appeared and who went.
+
+    Example: `laserbatch runs diff 2025-03-01-1a2b3c4d 2025-03-02-1a2b3c4d --limit 5`
+    """
+    from laserbatch.jobs.diff_runs import changed_settings, diff_side
+
+    opened = _opened(config, workspace)
+    new = _chosen(opened, after)
+    before = before or new.load_manifest().previous_run_id
+    if before is None:
+        raise WorkspaceError(f"run {new.run_id} was built on none; name the run to compare it with")
+    old = opened.existing_run(before)
+    sides = {side: diff_side(old, new, side, limit) for side in SIDES}
+    settings = changed_settings(old.load_manifest().settings, new.load_manifest().settings)
+    if as_json:
+        told = {f"{side}s": asdict(found) for side, found in sides.items()}
+        summary({"before": old.run_id, "after": new.run_id, "settings": settings, **told}, as_json=True)
+        return
+    rows = [
+        {"side": side, **{name.replace("_", " "): count(getattr(found, f"num_{name}"))
+         for name in ("unchanged", "rewritten_alike", "changed", "appeared", "went")}}
+        for side, found in sides.items()
+    ]  # fmt: skip
+    print_table(Table(f"From {old.run_id} to {new.run_id}", rows, ("side",)))
+    for key, (then, now) in settings.items():
+        say(f"setting {key}: {then} -> {now}")
+    for side, found in sides.items():
+        for reason, number in found.reasons.items():
+            say(f"{counted(number, f'{side} text')} changed: {reason}")
+        for kind in ("changed", "appeared", "went"):
+            for one in getattr(found, kind):
+                say(f"{side} {one.entity_id} {kind}: {one.reason}")
+                if texts and kind == "changed":
+                    say(f"  - {one.before}\n  + {one.after}")
+
+
+@app.command()
+def publish(
+    run: str = typer.Argument(..., help="A finished run that `laserbatch runs list` shows."),
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    as_json: bool = JSON,
+) -> None:
+    """Let readers see a run, whatever its date, and the next night draft from its pools.
+
+    Example: `laserbatch runs publish 2025-03-01-1a2b3c4d`
+    """
+    opened = _opened(config, workspace)
+    with opened.lock():
+        before = opened.pointed_to()
+        folder = opened.existing_run(run)
+        if not folder.is_finished:
+            raise WorkspaceError(f"run {run} is not finished; `laserbatch nightly --date {folder.date}` finishes it")
+        let_readers_see(opened, folder.run_id)
+    summary({"published": folder.run_id, "published_before": before}, as_json)
+
+
+@app.command()
+def rollback(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, as_json: bool = JSON) -> None:
+    """Take the published run back: readers see the one published before, and no night builds on what was taken back.
+
+    Example: `laserbatch runs rollback`
+    """
+    opened = _opened(config, workspace)
+    with opened.lock():
+        taken_back = opened.pointed_to()
+        if taken_back is None:
+            raise WorkspaceError(f"{opened.root} has no published run, so there is nothing to take back")
+        opened.withdraw()
+        published = opened.pointed_to()
+        use_pools_of(opened, published)
+    summary({"published": published, "taken_back": taken_back}, as_json)
+
+
+@app.command()
+def gc(
+    keep: int = typer.Option(7, min=1, help="So many of the newest finished runs stay."),
+    unfinished: bool = typer.Option(False, "--unfinished", help="Remove also older runs that were never finished."),
+    dry_run: bool = DRY_RUN,
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    as_json: bool = JSON,
+) -> None:
+    """Remove old runs, but none that readers see or saw last, that is built on, or that is not finished.
+
+    Example: `laserbatch runs gc --keep 14 --dry-run`
+    """
+    opened = _opened(config, workspace)
+    with opened.lock():
+        kept = kept_runs(opened, keep, unfinished)
+        old = [run for run in opened.runs() if run.run_id not in kept]
+        remains = leftovers(opened.root / "runs")
+        num_bytes = sum(map(size_bytes, [*(run.root for run in old), *remains]))
+        if not dry_run:
+            for run in old:
+                remove_folder(run.root)
+            remove_leftovers(opened.root / "runs")
+    removed = [run.run_id for run in old]
+    if as_json:
+        told = {"removed": removed, "num_leftovers": len(remains), "num_bytes": num_bytes}
+        summary({**told, "kept": kept, "dry_run": dry_run}, as_json=True)
+        return
+    verb = "would remove" if dry_run else "removed"
+    say(f"{verb} {counted(len(old), 'run')} ({num_bytes / 1e6:,.1f} MB){': ' if old else ''}{', '.join(removed)}")
+    for run_id, reason in kept.items():
+        say(f"kept {run_id}: {reason}")
+
+
+def kept_runs(workspace: Workspace, keep: int, also_unfinished: bool = False) -> dict[str, str]:
+    """Ids of the runs that a collection leaves, and why, oldest first.
+
+    `keep` of the newest finished ones, taken back or not; what readers see, and would after a rollback; what the next
+    night builds on; unfinished ones, with `also_unfinished` only those that are newer than any of these; and what an
+    unfinished one or the published one was built on.
+    """
+    runs = {run.run_id: run for run in workspace.runs()}
+    finished = [run_id for run_id, run in runs.items() if run.is_finished]
+    withdrawn = set(workspace.withdrawn())
+    kept = {run_id: f"among the newest {keep}" for run_id in finished[-keep:]}
+    for run_id in [run_id for run_id in finished if run_id not in withdrawn][-1:]:
+        kept[run_id] = "the next night builds on it"
+    for run in workspace.published_before()[:1]:
+        kept[run.run_id] = "a rollback publishes it"
+    oldest = min(kept, default="")
+    unfinished = [run_id for run_id in runs if run_id not in finished and not (also_unfinished and run_id < oldest)]
+    kept |= dict.fromkeys(unfinished, "not finished")
+    published = workspace.pointed_to()
+    kept |= {published: "published"} if published in runs else {}
+    for run_id in {*unfinished, published} & runs.keys():
+        built_on = _manifest_or_none(runs[run_id])
+        if built_on is not None and built_on.previous_run_id in runs:
+            kept.setdefault(built_on.previous_run_id, f"run {run_id} is built on it")
+    return dict(sorted(kept.items()))
+
+
+def _manifest_or_none(run: RunFolder) -> RunManifest | None:
+    try:
+        return run.load_manifest()
+    except WorkspaceError:
+        return None
+
+
+def _opened(config: Path | None, workspace: Path | None) -> Workspace:
+    return Workspace.open(load_settings(config, {"workspace": workspace}).workspace, create=False)
+
+
+def _chosen(workspace: Workspace, run_id: str | None) -> RunFolder:
+    run = workspace.existing_run(run_id) if run_id else workspace.published()
+    if run is None:
+        raise WorkspaceError(f"{workspace.root} has no published run yet; name one")
+    return run
+
+
+def _described(workspace: Workspace, run: RunFolder) -> dict[str, Any]:
+    """A run as plain values."""
+    told: dict[str, Any] = {"run_id": run.run_id, "date": run.date, "state": "unfinished", "failure": None}
+    told["published"] = run.run_id == workspace.pointed_to()
+    told["taken_back"] = run.run_id in workspace.withdrawn()
+    told["num_bytes"] = size_bytes(run.root)
+    try:
+        manifest = run.load_manifest()
+    except WorkspaceError as error:
+        return told | {"state": "damaged", "failure": str(error)}
+    told["failure"] = manifest.failure
+    told["state"] = "finished" if run.is_finished else "failed" if manifest.status == "failed" else "unfinished"
+    for side, figures in manifest.sides.items():
+        told[f"{side}s"] = {f"num_{name}": getattr(figures, f"num_{name}") for name in ("entities", *COUNTED)}
+    return told
+
+
+def _row(told: dict[str, Any]) -> dict[str, str]:
+    row = {
+        "": "*" if told["published"] else "",
+        "run": told["run_id"],
+        "state": "taken back" if told["taken_back"] else told["state"],
+    }
+    for side in SIDES:
+        figures = told.get(f"{side}s", {})
+        row[f"{side}s"] = " / ".join(count(figures.get(f"num_{name}")) for name in COUNTED)
+    return row | {"MB": f"{told['num_bytes'] / 1e6:,.1f}"}

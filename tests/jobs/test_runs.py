@@ -1,0 +1,168 @@
+"""`laserbatch runs`: what is listed, compared, published, taken back and removed, over runs whose texts are planted."""
+
+import datetime
+import json
+
+import pyarrow as pa
+import pytest
+from night_world import run_here
+
+from laserbatch.pipeline.storage.manifest import RunManifest
+from laserbatch.pipeline.storage.quarantine import QuarantineRow
+from laserbatch.pipeline.storage.workspace import Workspace
+
+SAME = "t-p-m-d-a-h"  # a fingerprint, in parts
+
+
+@pytest.fixture
+def workspace(tmp_path) -> Workspace:
+    return Workspace.open(tmp_path / "workspace")
+
+
+def run_of(workspace, day, texts=(), is_finished=True, previous=None, failed=(), settings=None) -> str:
+    """A run of a day in March; `texts` are (entity, text, fingerprint, the day whose run wrote it)."""
+    settings = settings or {}
+    root = workspace.root / "runs"
+    manifest = RunManifest.create(root, datetime.date(2025, 3, day), settings, "1", {})
+    run = workspace.run(manifest.run_id)
+    manifest.path, manifest.previous_run_id = run.manifest_path, previous
+    manifest.status = "success" if is_finished else "running"
+    columns = list(zip(*texts, strict=True)) or [[]] * 4
+    names = ("entity_id", "text", "fingerprint", "run_id")
+    knowledge = pa.table(
+        {name: pa.array(map(str, column), pa.string()) for name, column in zip(names, columns, strict=True)}
+    )
+    rows = [QuarantineRow.of(entity, "user", reason) for entity, reason in failed]
+    record = run.write_shard("user", "00000", knowledge, rows)
+    run.merge_quarantine("user", [record], [], pa.string())
+    manifest.save()
+    if is_finished:
+        run.finish()
+    return run.run_id
+
+
+def asked(workspace, capfd, *arguments, code=0):
+    done = run_here(capfd, "runs", *arguments, "--workspace", str(workspace.root), "--json")
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_diff_names_who_changed_and_why_who_appeared_and_who_went(workspace, capfd):
+    before = run_of(workspace, 1, [
+        ("kept", "x", SAME, 1), ("rated", "x", SAME, 1), ("moved", "x", SAME, 1), ("alike", "x", SAME, 1),
+        ("forced", "x", SAME, 1), ("gone", "x", SAME, 1), ("broken", "x", SAME, 1),
+    ], failed=[("mended", "too-long")])  # fmt: skip
+    after = run_of(workspace, 2, [
+        ("new", "y", SAME, 2), ("mended", "y", SAME, 2), ("forced", "y", SAME, 2), ("alike", "x", "t-p-m-d-a-j", 2),
+        ("moved", "y", "t-p-m-d-b-j", 2), ("rated", "y", "t-p-m-d-a-j", 2), ("kept", "x", SAME, 1),
+    ], previous=before, failed=[("broken", "unparsable")], settings={"decoding": {"top_k": 3}})  # fmt: skip
+    workspace.publish(after)
+    for arguments in ((before, after), (before,), ()):  # the published one, and what it was built on
+        told = asked(workspace, capfd, "diff", *arguments)
+        assert (told["before"], told["after"], told["settings"]) == (before, after, {"decoding.top_k": [None, 3]})
+        users = told["users"]
+        counts = {name: value for name, value in users.items() if name.startswith("num")}
+        assert counts == {
+            "num_unchanged": 1,
+            "num_rewritten_alike": 1,
+            "num_changed": 3,
+            "num_appeared": 2,
+            "num_went": 2,
+        }
+        assert users["reasons"] == {"written again": 1, "attributes+history": 1, "history": 1}
+        assert [(one["entity_id"], one["reason"], one["before"], one["after"]) for one in users["changed"]] == [
+            ("forced", "written again", "x", "y"),
+            ("moved", "attributes+history", "x", "y"),
+            ("rated", "history", "x", "y"),
+        ]
+        assert [(one["entity_id"], one["reason"]) for one in users["appeared"] + users["went"]] == [
+            ("mended", "was in quarantine: too-long"),
+            ("new", "new"),
+            ("broken", "is in quarantine: unparsable"),
+            ("gone", "no longer in the tables"),
+        ]
+        assert told["items"]["num_unchanged"] == 0
+    assert len(asked(workspace, capfd, "diff", "--limit", "1")["users"]["changed"]) == 1
+    shown = run_here(capfd, "runs", "diff", "--texts", "--workspace", str(workspace.root))
+    assert "user moved changed: attributes+history\n  - x\n  + y" in shown.stderr
+    assert "runs are" in asked(workspace, capfd, "diff", before, "2025-03-09-gone", code=3)["error"]
+
+
+def test_listed_are_state_mark_and_size_also_of_what_cannot_be_read(workspace, capfd):
+    ids = [run_of(workspace, 1), run_of(workspace, 2), run_of(workspace, 3, is_finished=False), run_of(workspace, 4)]
+    workspace.run(ids[3]).manifest_path.write_text("{")
+    for run_id in ids[:2]:
+        workspace.publish(run_id)
+    workspace.withdraw()
+    (workspace.root / "runs" / ".gone.1-ab.tmp").mkdir()  # a removal that was killed
+    told = asked(workspace, capfd, "list")["runs"]
+    marks = [(one["state"], one["published"], one["taken_back"]) for one in told]
+    assert marks == [
+        ("finished", True, False),
+        ("finished", False, True),
+        ("unfinished", False, False),
+        ("damaged", False, False),
+    ]
+    assert all(one["num_bytes"] > 0 for one in told)
+    table = run_here(capfd, "runs", "list", "--workspace", str(workspace.root)).stdout
+    assert f"*  {ids[0]}" in table and "taken back" in table
+    assert asked(workspace, capfd, "show")["run_id"] == ids[0]
+
+
+def test_what_was_published_is_rolled_back_run_by_run_and_published_again(workspace, capfd):
+    ids = [run_of(workspace, day) for day in (1, 2, 3)]
+    for run_id in ids:
+        asked(workspace, capfd, "publish", run_id)
+    assert asked(workspace, capfd, "rollback") == {"published": ids[1], "taken_back": ids[2]}
+    assert asked(workspace, capfd, "rollback") == {"published": ids[0], "taken_back": ids[1]}
+    assert "no run that is still there was published before" in asked(workspace, capfd, "rollback", code=3)["error"]
+    assert workspace.withdrawn() == [ids[2], ids[1]] and workspace.published().run_id == ids[0]
+    assert asked(workspace, capfd, "publish", ids[2]) == {"published": ids[2], "published_before": ids[0]}
+    assert workspace.withdrawn() == [ids[1]]
+    unfinished = run_of(workspace, 4, is_finished=False)
+    assert (
+        "`laserbatch nightly --date 2025-03-04` finishes it"
+        in asked(workspace, capfd, "publish", unfinished, code=3)["error"]
+    )
+
+
+def test_a_published_run_that_was_deleted_by_hand_is_rolled_back_from(workspace, capfd):
+    ids = [run_of(workspace, day) for day in (1, 2)]
+    for run_id in ids:
+        workspace.publish(run_id)
+    (workspace.run(ids[1]).success_path).unlink()
+    assert asked(workspace, capfd, "rollback")["published"] == ids[0]
+
+
+def test_old_runs_are_removed_but_none_that_somebody_needs(workspace, capfd):
+    ids = {day: run_of(workspace, day) for day in (1, 2, 3, 4, 7, 8)}
+    ids[5] = run_of(workspace, 5, is_finished=False, previous=ids[4])
+    ids[9] = run_of(workspace, 9)
+    for day in (2, 3, 9, 8):
+        workspace.publish(ids[day])
+    workspace.withdraw()  # 8
+    workspace.withdraw()  # 9
+
+    def run_ids():
+        return [run.run_id for run in workspace.runs()]
+
+    (workspace.root / "runs" / ".gone.1-ab.tmp").mkdir()
+    before = run_ids()
+    told = asked(workspace, capfd, "gc", "--keep", "1", "--dry-run")
+    assert run_ids() == before and told["num_bytes"] > 0 and told["num_leftovers"] == 1
+    assert told["removed"] == [ids[1], ids[8]]
+    assert told["kept"] == {
+        ids[2]: "a rollback publishes it",
+        ids[3]: "published",
+        ids[4]: f"run {ids[5]} is built on it",
+        ids[5]: "not finished",
+        ids[7]: "the next night builds on it",
+        ids[9]: "among the newest 1",
+    }
+    assert asked(workspace, capfd, "gc", "--keep", "1")["removed"] == told["removed"]
+    assert run_ids() == sorted(told["kept"]) and not list((workspace.root / "runs").glob(".*"))
+    assert asked(workspace, capfd, "gc", "--keep", "1")["num_bytes"] == 0
+    more = asked(workspace, capfd, "gc", "--keep", "1", "--unfinished")["removed"]
+    assert more == []  # newer than what is kept
+    with workspace.lock():
+        assert asked(workspace, capfd, "gc", code=5)["kind"] == "WorkspaceBusy"
