@@ -47,6 +47,11 @@ def generate_knowledge(night: Night) -> None:
         night.manifest.sides = _Pass(night, night.run, night.settings.decoding).run()
 
 
+def plan_night_side(night: Night, side: Side, folder: RunFolder) -> SidePlan:
+    """The plan of a night's side, made in a folder that need not be the run's."""
+    return _Pass(night, folder, night.settings.decoding)._plan(side)[0]
+
+
 def generate_plain(night: Night) -> None:
     """The same prompts decoded plainly, into the run's `plain` folder, to compare with.
 

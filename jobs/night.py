@@ -112,7 +112,7 @@ def open_night(
     if needs_a_model(settings):
         say(NEEDS_A_MODEL)
     workspace = Workspace.open(settings.workspace)
-    edition = _newest_edition(workspace, settings, date)
+    edition = newest_edition(workspace, settings, date)
     run = workspace.run(make_run_id(date, settings.of_output(), edition))
     manifest = RunManifest.load(run.manifest_path) if run.is_finished or run.manifest_path.exists() else None
     changed = [] if manifest is None else changed_inputs(manifest.inputs, inputs)
@@ -176,7 +176,7 @@ def warn_of_shared_words(settings: Settings) -> None:
         )
 
 
-def _newest_edition(workspace: Workspace, settings: Settings, date: datetime.date) -> int:
+def newest_edition(workspace: Workspace, settings: Settings, date: datetime.date) -> int:
     """Number of the newest run of a date and these settings; 1 where there is none."""
     first = make_run_id(date, settings.of_output())
     tails = [run.run_id.removeprefix(f"{first}-") for run in workspace.runs() if run.run_id.startswith(f"{first}-")]

@@ -9,6 +9,7 @@ import typer
 
 from laserbatch.jobs.console import print_table, say, stdout, summary
 from laserbatch.jobs.ctr import print_ctr
+from laserbatch.jobs.dry_run import planned_night
 from laserbatch.jobs.formatting import count, decimal
 from laserbatch.jobs.generate import generate_knowledge
 from laserbatch.jobs.night import Night, open_night, open_run, parse_date
@@ -40,17 +41,23 @@ def nightly(
         False, help="Do a finished date whose tables changed since again, in a run of its own; the unchanged is kept."
     ),
     publish: bool = typer.Option(False, "--publish", help="Publish it also where a run of a later date is published."),
+    dry_run: bool = typer.Option(
+        False, "--dry-run", help="Print what would be written and why, with predicted tokens, hours and money."
+    ),
     ray_address: str | None = RAY_ADDRESS,
     as_json: bool = JSON,
 ) -> None:
     """Run a whole night: generate, encode, compare, publish, build pools, report.
 
     Killed at any moment, the same command finishes the night. A night of an older date sees only what is older, and is
-    not published where one of a later date is, unless `--publish` asks for it.
+    not published where one of a later date is, unless `--publish` asks for it. With `--dry-run` nothing is written.
 
     Example: `laserbatch nightly --config laserbatch.yaml --date 2025-03-01`
     """
     settings = load_settings(config, {"workspace": workspace, "cluster.ray_address": ray_address})
+    if dry_run:
+        summary(planned_night(settings, parse_date(date), force, redo), as_json)
+        return
     night = run_night(settings, parse_date(date), force, redo, "always" if publish else "forwards")
     summary(
         {

@@ -1,0 +1,119 @@
+"""`laserbatch nightly --dry-run`: what a night would do, planned as it would be, beside the workspace."""
+
+import datetime
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pyarrow.compute as pc
+
+from laserbatch.jobs.generate import plan_night_side
+from laserbatch.jobs.inputs import changed_inputs, checked_inputs
+from laserbatch.jobs.night import Night, new_night, newest_edition
+from laserbatch.jobs.settings import Settings
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.knowledge.prompts import changed_parts
+from laserbatch.pipeline.knowledge.records import PreviousKnowledge
+from laserbatch.pipeline.planning.plan import Shard
+from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.manifest import RunManifest, make_run_id
+from laserbatch.pipeline.storage.parquet import read_parquet
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.workspace import Workspace
+
+NEW, FORCED = "new", "forced"  # reasons to write about an entity that are no part of a fingerprint
+
+
+def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bool) -> dict[str, Any]:
+    """What `run_night` would do with the same arguments; nothing of the workspace is written, nor its lock taken.
+
+    Of a side: counts of entities, those to be written by reason (parts of the fingerprint that changed, joined by "+"),
+    shards, predicted tokens by the mean of the texts that it builds on, and hours by the last measured tokens a second.
+    None stands where nothing is known to predict from. Raises as `open_night` does.
+    """
+    inputs, tables = checked_inputs(settings, date)
+    with TemporaryDirectory(prefix="laserbatch-") as scratch:
+        root = settings.workspace
+        is_there = root.is_file() or (root.is_dir() and any(root.iterdir()))
+        workspace = Workspace.open(root, create=False) if is_there else Workspace(Path(scratch) / "workspace")
+        edition = newest_edition(workspace, settings, date)
+        run = workspace.run(make_run_id(date, settings.of_output(), edition))
+        manifest = RunManifest.load(run.manifest_path) if run.manifest_path.exists() else None
+        changed = [] if manifest is None else changed_inputs(manifest.inputs, inputs)
+        if run.is_finished and not (force or (redo and changed)):
+            return {"run_id": run.run_id, "state": "finished already", "changed_since": changed}
+        is_resumed = manifest is not None and not run.is_finished and manifest.force >= force
+        if is_resumed and changed:
+            raise WorkspaceError(
+                f"run {run.run_id} was started from other inputs ({', '.join(changed)} changed since), so the night "
+                f"would stop; restore them to finish it, or delete {run.root} to start it anew"
+            )
+        if is_resumed:
+            night = Night(settings, workspace, date, run, manifest)
+        else:
+            night = new_night(settings, workspace, date, edition + (manifest is not None))
+            night.manifest.force = force
+        night.tables = tables
+        sides = {f"{side}s": _planned_side(night, side, RunFolder(Path(scratch) / "run")) for side in SIDES}
+    hours = [side["predicted_hours"] for side in sides.values() if side["num_to_write"]]
+    total = sum(hours) if None not in hours else None
+    price = settings.cluster.price_per_hour
+    return {
+        "run_id": night.run.run_id,
+        "state": "would go on" if is_resumed else "would begin",
+        "built_on": night.manifest.previous_run_id,
+        "drafted_from": night.manifest.pools.version,
+        **sides,
+        "predicted_hours": total,
+        "predicted_cost": None if price is None or total is None else total * price,
+    }
+
+
+def _planned_side(night: Night, side: Side, scratch: RunFolder) -> dict[str, Any]:
+    plan = plan_night_side(night, side, scratch)
+    records = night.run.finished_shards(side)
+    done = {record.info.planned_sha256 for record in records.values() if record.info is not None}
+    pending = [shard for shard in plan.shards if shard.sha256 not in done]
+    num_rows = sum(shard.num_rows for shard in pending)
+    mean_tokens, tokens_per_s = _pace(night, side)
+    tokens = None if mean_tokens is None else round(num_rows * mean_tokens)
+    return {
+        "num_entities": plan.num_entities,
+        "num_carried_over": plan.num_carried_over,
+        "num_refused": plan.num_refused,
+        "num_to_write": num_rows,
+        "num_shards": len(pending),
+        "num_shards_done": len(plan.shards) - len(pending),
+        "reasons": _reasons(night, side, pending, scratch),
+        "predicted_tokens": tokens,
+        "predicted_hours": None if tokens is None or not tokens_per_s else tokens / tokens_per_s / 3600,
+    }
+
+
+def _reasons(night: Night, side: Side, shards: list[Shard], scratch: RunFolder) -> dict[str, int]:
+    """Number of entities to be written by reason, the most frequent first."""
+    known = PreviousKnowledge(None if night.previous is None else night.previous.knowledge_folder(side))
+    reasons: Counter[str] = Counter()
+    for shard in shards:
+        rows = read_parquet(scratch.root / shard.path, ["entity_id", "fingerprint"])
+        before = known.fingerprints(known.rows_of(rows["entity_id"])).to_pylist()
+        for old, new in zip(before, rows["fingerprint"].to_pylist(), strict=True):
+            reasons[NEW if old is None else "+".join(changed_parts(old, new)) or FORCED] += 1
+    return dict(reasons.most_common())
+
+
+def _pace(night: Night, side: Side) -> tuple[float | None, float | None]:
+    """Mean tokens of the texts that a night builds on, and tokens a second of the last night that wrote some."""
+    run, mean_tokens = night.previous, None
+    if run is not None:
+        parts = [batch["num_tokens"] for batch in run.iter_knowledge(side, ["num_tokens"]) if batch.num_rows]
+        num_texts = sum(map(len, parts))
+        mean_tokens = sum(pc.sum(part).as_py() for part in parts) / num_texts if num_texts else None
+    while run is not None and run.manifest_path.exists():
+        manifest = run.load_manifest()
+        figures = manifest.sides.get(side)
+        if figures is not None and figures.stats.tokens_per_s:
+            return mean_tokens, figures.stats.tokens_per_s
+        run = None if manifest.previous_run_id is None else night.workspace.run(manifest.previous_run_id)
+    return mean_tokens, None
