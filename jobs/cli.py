@@ -43,6 +43,10 @@ COMMANDS = {
     ),
     "ctr": LazyCommand("laserbatch.jobs.ctr:app", "Train and compare CTR models on the features of a run."),
     "runs": LazyCommand("laserbatch.jobs.runs:app", "List, compare, publish, take back and remove the runs of nights."),
+    "forget": LazyCommand(
+        "laserbatch.jobs.forget:forget",
+        "Remove users or items from every run and pool of a workspace, and write a receipt of what was removed.",
+    ),
     "pools": LazyCommand("laserbatch.jobs.pools:app", "Build, list, inspect, query and simulate retrieval pools."),
     "report": LazyCommand(
         "laserbatch.jobs.report_command:report", "Write the HTML report of a run again, from the run's manifest alone."

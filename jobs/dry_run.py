@@ -41,9 +41,11 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
         run = workspace.run(make_run_id(date, settings.of_output(), edition))
         manifest = RunManifest.load(run.manifest_path) if run.manifest_path.exists() else None
         changed = [] if manifest is None else changed_inputs(manifest.inputs, inputs)
-        if run.is_finished and not (force or (redo and changed)):
-            return {"run_id": run.run_id, "state": "finished already", "changed_since": changed}
-        is_resumed = manifest is not None and not run.is_finished and manifest.force >= force
+        is_done = run.is_finished or run.is_held
+        if is_done and not (force or (redo and changed)):
+            state = "held back by its gates" if run.is_held else "finished already"
+            return {"run_id": run.run_id, "state": state, "changed_since": changed}
+        is_resumed = manifest is not None and not is_done and manifest.force >= force
         if is_resumed and changed:
             raise WorkspaceError(
                 f"run {run.run_id} was started from other inputs ({', '.join(changed)} changed since), so the night "

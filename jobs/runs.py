@@ -138,7 +138,7 @@ def publish(
     with opened.lock():
         before = opened.pointed_to()
         folder = opened.existing_run(run)
-        if not folder.is_finished:
+        if not (folder.is_finished or folder.is_held):
             raise WorkspaceError(f"run {run} is not finished; `laserbatch nightly --date {folder.date}` finishes it")
         let_readers_see(opened, folder.run_id)
     summary({"published": folder.run_id, "published_before": before}, as_json)
@@ -203,10 +203,10 @@ def kept_runs(workspace: Workspace, keep: int, also_unfinished: bool = False) ->
     unfinished one or the published one was built on.
     """
     runs = {run.run_id: run for run in workspace.runs()}
-    finished = [run_id for run_id, run in runs.items() if run.is_finished]
-    withdrawn = set(workspace.withdrawn())
+    finished = [run_id for run_id, run in runs.items() if run.is_finished or run.is_held]
     kept = {run_id: f"among the newest {keep}" for run_id in finished[-keep:]}
-    for run_id in [run_id for run_id in finished if run_id not in withdrawn][-1:]:
+    withdrawn = set(workspace.withdrawn())
+    for run_id in [run_id for run_id in finished if runs[run_id].is_finished and run_id not in withdrawn][-1:]:
         kept[run_id] = "the next night builds on it"
     for run in workspace.published_before()[:1]:
         kept[run.run_id] = "a rollback publishes it"
@@ -251,7 +251,9 @@ def _described(workspace: Workspace, run: RunFolder) -> dict[str, Any]:
     except WorkspaceError as error:
         return told | {"state": "damaged", "failure": str(error)}
     told["failure"] = manifest.failure
-    told["state"] = "finished" if run.is_finished else "failed" if manifest.status == "failed" else "unfinished"
+    told["state"] = "finished" if run.is_finished else "held" if run.is_held else told["state"]
+    if manifest.status == "failed":
+        told["state"] = "failed"
     for side, figures in manifest.sides.items():
         told[f"{side}s"] = {f"num_{name}": getattr(figures, f"num_{name}") for name in ("entities", *COUNTED)}
     return told

@@ -121,12 +121,22 @@ class PoolStore:
         num_bytes = sum(_size_bytes(path) for path in [*(self.root / version for version in old), *leftovers])
         if not dry_run:
             for version in old:
-                removed = temporary_beside(self.root / version)
-                os.replace(self.root / version, removed)
-                shutil.rmtree(removed)
+                self._remove(version)
             for path in leftovers:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         return Collected(old, len(leftovers), num_bytes)
+
+    def drop(self, version: str) -> None:
+        """Remove a version, current or not: none is current then. One that is not there is no error."""
+        if self._pointed_to() == version:
+            (self.root / CURRENT_NAME).unlink()
+        if version in self._versions():
+            self._remove(version)
+
+    def _remove(self, version: str) -> None:
+        removed = temporary_beside(self.root / version)
+        os.replace(self.root / version, removed)
+        shutil.rmtree(removed)
 
     @contextmanager
     def publish(self, version: str, make_current: bool = True) -> Iterator[tuple[Path, str]]:

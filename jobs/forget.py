@@ -1,0 +1,282 @@
+"""`laserbatch forget`: a person, or an item, taken out of everything that a workspace holds, with a receipt.
+
+The receipt is written before anything is removed and says what is to be; so a command that was killed goes on where it
+stopped, and the receipt is whole. It holds neither a text nor an id: ids stand in it as digests.
+"""
+
+import datetime
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import typer
+
+from laserbatch.jobs.console import say, summary
+from laserbatch.jobs.formatting import counted
+from laserbatch.jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
+from laserbatch.pipeline.errors import PipelineError, WorkspaceError
+from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.atomic import (
+    canonical_json,
+    read_json,
+    remove_folder,
+    remove_leftovers,
+    write_json,
+    write_text,
+)
+from laserbatch.pipeline.storage.forgetting import Ids, forget_in_run, is_of, rows_of
+from laserbatch.pipeline.storage.parquet import iter_parquet
+from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.tables.schema import table_files, tables_folder
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.store import PoolStore
+
+
+@dataclass
+class Receipt:
+    """What one command removes, and how far it is.
+
+    Attributes
+    ----------
+    ids : digest of an id -> whether anything of it was found.
+    rows : run -> file -> rows removed from it.
+    removed_runs : unfinished ones, whose nights are begun anew.
+    pools : version -> "rebuild" or "drop", and what was done: "rebuilt" or "dropped".
+    """
+
+    path: Path
+    begun_at: str
+    laserbatch_version: str
+    ids: dict[Side, dict[str, bool]]
+    is_done: bool = False
+    rows: dict[str, dict[str, int]] = field(default_factory=dict)
+    removed_runs: list[str] = field(default_factory=list)
+    pools: dict[str, str] = field(default_factory=dict)
+    num_samples: int = 0  # of reports
+    num_leftovers: int = 0  # of killed writers
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "path"}
+
+    def save(self) -> None:
+        write_json(self.as_json(), self.path)
+
+
+def forget(
+    user: list[str] = typer.Option([], "--user", help="Id of a user; may be given several times."),
+    item: list[str] = typer.Option([], "--item", help="Id of an item; may be given several times."),
+    ids: Path | None = typer.Option(None, "--ids", help="A file of users' ids, one a line, UTF-8."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Remove nothing; say what would be."),
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    as_json: bool = typer.Option(False, "--json", help="Print the receipt as JSON."),
+) -> None:
+    """Remove users or items from every run and pool of a workspace, and write a receipt of what was removed.
+
+    Texts, vectors, plans, quarantine and reports' samples of every run go; pools that held them are rebuilt or dropped,
+    unfinished runs removed. Killed, the same command goes on. Take the ids out of your input tables first: who is in
+    them is written about again the next night.
+
+    Example: `laserbatch forget --config laserbatch.yaml --user u123 --user u456`
+    """
+    settings = load_settings(config, {"workspace": workspace})
+    lines = ids.read_text("utf-8-sig").split("\n") if ids is not None else []
+    users = {*user, *(line.removesuffix("\r") for line in lines if line.strip())}
+    wanted: Ids = {"user": frozenset(users), "item": frozenset(item)}
+    if not any(wanted.values()):
+        raise typer.BadParameter("give --user ID, --item ID or --ids FILE with at least one id")
+    opened = Workspace.open(settings.workspace, create=False)
+    with opened.lock():
+        receipt = _opened_receipt(opened, wanted)
+        _scan(opened, wanted, receipt)
+        if not dry_run:
+            receipt.save()
+            _remove(opened, settings, wanted, receipt)
+    unknown = {
+        side: [key for key in sorted(keys) if not receipt.ids[side][digest(side, key)]] for side, keys in wanted.items()
+    }
+    still_there = _in_tables(settings, wanted)
+    told = receipt.as_json() | {"receipt": str(receipt.path), "dry_run": dry_run}
+    told |= {"unknown": unknown, "still_in_tables": still_there}
+    if as_json:
+        summary(told, as_json=True)
+    else:
+        _tell(receipt, dry_run)
+    for side, keys in unknown.items():
+        if keys:
+            say(f"nothing of {counted(len(keys), side)} is in {opened.root}: {', '.join(keys)}")
+    _warn(wanted, still_there)
+
+
+def digest(side: Side, entity_id: str) -> str:
+    """What stands for an id in a receipt: who knows the id finds its receipt, and the receipt tells nobody the id."""
+    return hashlib.sha256(f"{side}:{entity_id}".encode()).hexdigest()[:32]
+
+
+def unfinished_receipts(workspace: Workspace) -> list[Path]:
+    """Receipts of commands that were killed and not given again."""
+    return [path for path in sorted(_folder(workspace).glob("*.json")) if not read_json(path)["is_done"]]
+
+
+def _folder(workspace: Workspace) -> Path:
+    return workspace.root / "forgotten"
+
+
+def _opened_receipt(workspace: Workspace, wanted: Ids) -> Receipt:
+    """That of the same command, if it was killed, else a new one; nothing is written."""
+    ids = {side: {digest(side, key): False for key in sorted(keys)} for side, keys in wanted.items()}
+    name = hashlib.sha256(canonical_json(ids).encode()).hexdigest()[:8]
+    for path in unfinished_receipts(workspace):
+        if path.stem.endswith(name):
+            say(f"going on with {path}")
+            return Receipt(path=path, **read_json(path))
+    now = datetime.datetime.now(datetime.UTC)
+    path = _folder(workspace) / f"{now:%Y-%m-%dT%H-%M-%SZ}-{name}.json"
+    return Receipt(path, now.isoformat(timespec="seconds"), version("laserbatch"), ids)
+
+
+def _scan(workspace: Workspace, wanted: Ids, receipt: Receipt) -> None:
+    """Add to the receipt what is there now of the ids."""
+    holders = set()
+    for run in workspace.runs():
+        found, seen = rows_of(run.root, wanted)
+        for side in SIDES:
+            receipt.ids[side] |= {digest(side, key): True for key in seen[side]}
+        if not found:
+            continue
+        holders.add(run.run_id)
+        if run.is_finished or run.is_held:
+            receipt.rows[run.run_id] = receipt.rows.get(run.run_id, {}) | found
+        elif run.run_id not in receipt.removed_runs:
+            receipt.removed_runs.append(run.run_id)
+    store = PoolStore(workspace.pools_folder)
+    runs = {run.run_id for run in workspace.runs()}
+    for known in store.list():
+        in_router = rows_of(known.folder, wanted)[0]
+        if known.version in holders or known.version not in runs or in_router:
+            is_kept = known.is_current and known.version in receipt.rows
+            receipt.pools[known.version] = "rebuild" if is_kept else "drop"
+
+
+def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Receipt) -> None:
+    from laserbatch.jobs.report.page import write_report
+
+    receipt.num_leftovers += remove_leftovers(workspace.root)
+    for run_id in receipt.removed_runs:
+        if workspace.run(run_id).root.is_dir():
+            remove_folder(workspace.run(run_id).root)
+    for run_id, files in receipt.rows.items():
+        run = workspace.run(run_id)
+        if not run.root.is_dir():
+            continue
+        receipt.num_samples += forget_in_run(run, files, wanted)
+        _forget_in_events(run.events_path, wanted)
+        try:
+            write_report(run.load_manifest(), run.report_path)
+        except WorkspaceError as error:  # of another version: what it shows is not known
+            run.report_path.unlink(missing_ok=True)
+            say(f"the report of {run_id} is removed, since it cannot be drawn anew: {error}")
+        receipt.save()
+    for name, what in receipt.pools.items():
+        if what in ("rebuild", "drop"):
+            is_rebuilt = what == "rebuild" and _rebuilt(settings, name, wanted)
+            if not is_rebuilt:
+                PoolStore(workspace.pools_folder).drop(name)
+            receipt.pools[name] = "rebuilt" if is_rebuilt else "dropped"
+            receipt.save()
+    receipt.num_leftovers += remove_leftovers(workspace.root)
+    left = {path: rows for path, rows in rows_of(workspace.root, wanted)[0].items()}
+    if left:
+        raise WorkspaceError(f"{workspace.root} still holds rows of who is to be forgotten: {left}; remove those files")
+    receipt.is_done = True
+    receipt.save()
+
+
+def _rebuilt(settings: Settings, name: str, wanted: Ids) -> bool:
+    """Build the pools of a run again without some entities; False, and said, where that cannot be done."""
+    from laserbatch.jobs.build_pools import build_pools
+    from laserbatch.jobs.night import open_run
+
+    try:
+        night = open_run(settings, name)
+        tables = vars(night.tables)
+        for side in SIDES:
+            for table in (f"{side}s", "interactions"):
+                tables[table] = tables[table].filter(pc.invert(is_of(tables[table][f"{side}_id"], wanted[side])))
+        night.tables = type(night.tables)(**tables)
+        build_pools(night)
+    except (PipelineError, PoolError, OSError) as error:
+        say(f"the pools {name} cannot be built again and are dropped, so that the next night drafts from none: {error}")
+        return False
+    return True
+
+
+def _forget_in_events(path: Path, wanted: Ids) -> None:
+    """Events hold no ids but in what was said in words; such lines that name one go."""
+    if not path.exists():
+        return
+    named = re.compile("|".join(rf"(?<!\w){re.escape(key)}(?!\w)" for keys in wanted.values() for key in keys))
+    lines = path.read_text("utf-8", errors="replace").splitlines(keepends=True)
+    kept = [line for line in lines if '"line": ' not in line or not named.search(line)]
+    if kept != lines:
+        write_text("".join(kept), path)
+
+
+def _in_tables(settings: Settings, wanted: Ids) -> dict[str, list[str]] | None:
+    """By input table, the ids that are still in it; None where the tables are not known or cannot be read."""
+    if settings.tables.path is None:
+        return None
+    found: dict[str, list[str]] = {}
+    columns = [("users", "user"), ("items", "item"), ("interactions", "user"), ("interactions", "item")]
+    try:
+        folder = tables_folder(settings.tables.path)
+        for table, side in columns:
+            keys = {
+                str(key)
+                for file in table_files(folder, table) if wanted[side]
+                for batch in iter_parquet(file, [f"{side}_id"])
+                for key in batch.column(0).filter(is_of(batch.column(0), wanted[side])).unique().to_pylist()
+            }  # fmt: skip
+            if keys:
+                found[table] = sorted({*found.get(table, []), *keys})
+    except PipelineError as error:
+        say(f"the input tables could not be looked into: {error}")
+        return None
+    return found
+
+
+def _warn(wanted: Ids, still_there: Mapping[str, list[str]] | None) -> None:
+    if still_there is None:
+        say("whether they are still in the input tables is not known here: who is, is written about again")
+    for table, keys in (still_there or {}).items():
+        say(
+            f"WARNING: {counted(len(keys), 'id')} still in the input table {table}: {', '.join(keys[:5])}"
+            f"{', ...' if len(keys) > 5 else ''}. The next night writes about them again: take their rows out of "
+            "users, items and interactions, then give this command again"
+        )
+    if wanted["item"]:
+        say("titles of items stay in users' plans, samples and texts, where a history shows them, until those change")
+    say("copies elsewhere (exports, backups, snapshots, trained models) are not touched")
+
+
+def _tell(receipt: Receipt, dry_run: bool) -> None:
+    num_rows = sum(sum(files.values()) for files in receipt.rows.values())
+    verb = "would remove" if dry_run else "removed"
+    say(f"{verb} {counted(num_rows, 'row')} from {counted(len(receipt.rows), 'finished run')}")
+    for run_id, files in receipt.rows.items():
+        kinds: dict[str, int] = {}
+        for name, number in files.items():
+            kind = name.rsplit("/", 1)[0]
+            kinds[kind] = kinds.get(kind, 0) + number
+        say(f"  {run_id}: " + ", ".join(f"{kind} {number:,}" for kind, number in kinds.items()))
+    for run_id in receipt.removed_runs:
+        say(f"{verb} the unfinished run {run_id}; its night is begun anew by its command")
+    for name, what in receipt.pools.items():
+        say(f"pools {name}: {what}")
+    if not dry_run:
+        say(f"receipt: {receipt.path}")

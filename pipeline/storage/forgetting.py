@@ -1,0 +1,193 @@
+"""Entities taken out of a finished run: their rows of every Parquet file, and what its JSON files count and show.
+
+Each file changes in one step, and what is counted is counted anew from the files, so that doing it again after a death
+in between ends in the same bytes. Whose a row is says `user_id` or `item_id`, or `entity_id` in what a side names.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.atomic import read_json, sha256_file, write_json
+from laserbatch.pipeline.storage.parquet import iter_parquet, read_parquet, write_parquet
+from laserbatch.pipeline.storage.quarantine import count_reasons
+from laserbatch.pipeline.storage.run_folder import RunFolder
+
+Ids = Mapping[Side, frozenset[str]]  # as text, whatever their type in a file
+OUT_OF_REACH = 1e3  # of every vector, which have length one: the centroid of a cluster that nobody is left in
+
+
+def rows_of(root: Path, ids: Ids) -> tuple[dict[str, int], dict[Side, set[str]]]:
+    """Number of rows of some entities by file below a folder, and which of them are there.
+
+    Raises WorkspaceError, which names the file, where one cannot be read.
+    """
+    found: dict[str, int] = {}
+    seen: dict[Side, set[str]] = {side: set() for side in SIDES}
+    for path in sorted(root.rglob("*.parquet")):
+        for column, side in _owners(path, root):
+            for batch in iter_parquet(path, [column]) if ids[side] else ():
+                matched = batch[column].filter(is_of(batch[column], ids[side]))
+                if len(matched):
+                    name = path.relative_to(root).as_posix()
+                    found[name] = found.get(name, 0) + len(matched)
+                    seen[side].update(map(str, matched.unique().to_pylist()))
+    return found, seen
+
+
+def is_of(column: pa.Array | pa.ChunkedArray, ids: frozenset[str]) -> pa.Array | pa.ChunkedArray:
+    """Whether each id of a column is among `ids`."""
+    wanted = sorted(ids)
+    if pa.types.is_integer(column.type):
+        wanted = [int(key) for key in wanted if key.removeprefix("-").isdecimal() and str(int(key)) == key]
+        wanted = [number for number in wanted if -(2**63) <= number < 2**63]
+        column = column.cast(pa.int64())
+    return pc.is_in(column, value_set=pa.array(wanted, column.type))
+
+
+def forget_in_run(run: RunFolder, files: Mapping[str, int], ids: Ids) -> int:
+    """Take entities out of the files of a run that hold them; returns how many of the report's samples were theirs.
+
+    `files` are those that `rows_of` named, now or in an attempt that died; the report is to be drawn anew.
+    """
+    for name in files:
+        path = run.root / name
+        if path.parent.name == "features" and path.stem in SIDES:
+            _leave_clusters(path, ids[path.stem])
+        _take_rows_out(path, run.root, ids)
+    for folder in (run, run.plain):
+        prefix = "plain/" if folder is not run else ""
+        changed = {name.removeprefix(prefix) for name in files if name.startswith("plain/") == bool(prefix)}
+        sums = {
+            name: (sha256_file(folder.root / name), pq.read_metadata(folder.root / name).num_rows) for name in changed
+        }
+        for path in [*folder.root.glob("shards/*/*.json"), *folder.root.glob("plan/*.json")]:
+            described = read_json(path)
+            _update(described, sums)
+            if path.parent.name == "plan":
+                _recount_plan(described, folder)
+            _write_if_changed(described, path)
+    manifest = read_json(run.manifest_path)
+    num_samples = 0
+    for name, folder in (("sides", run), ("plain", run.plain)):
+        for side, figures in manifest.get(name, {}).items():
+            shown = figures.get("samples", [])
+            figures["samples"] = [sample for sample in shown if str(sample["entity_id"]) not in ids[side]]
+            num_samples += len(shown) - len(figures["samples"])
+            _recount_side(figures, folder, side)
+    sums = {name: (sha256_file(run.root / name), pq.read_metadata(run.root / name).num_rows) for name in files}
+    plain = manifest.pop("plain", None)
+    _update(manifest, sums)
+    if plain is not None:
+        _update(
+            plain, {name.removeprefix("plain/"): known for name, known in sums.items() if name.startswith("plain/")}
+        )
+        manifest["plain"] = plain
+    _write_if_changed(manifest, run.manifest_path)
+    return num_samples
+
+
+def _owners(path: Path, root: Path) -> list[tuple[str, Side]]:
+    """The columns of a file that say whose a row is, each with its side."""
+    try:
+        names = pq.read_schema(path).names
+    except (pa.ArrowException, OSError) as error:
+        raise WorkspaceError(
+            f"{path} cannot be read ({error}), so nobody knows whom it holds; restore it from a copy, or remove it"
+        ) from None
+    owners = [(f"{side}_id", side) for side in SIDES if f"{side}_id" in names]
+    parts = {*path.relative_to(root).parts, path.stem}
+    return owners + [("entity_id", side) for side in SIDES if "entity_id" in names and side in parts]
+
+
+def _take_rows_out(path: Path, root: Path, ids: Ids) -> None:
+    owners = _owners(path, root)
+
+    def kept(batch: pa.RecordBatch) -> pa.RecordBatch:
+        for column, side in owners:
+            batch = batch.filter(pc.invert(pc.fill_null(is_of(batch[column], ids[side]), False)))
+        return batch
+
+    write_parquet((kept(batch) for batch in iter_parquet(path)), path, pq.read_schema(path))
+
+
+def _leave_clusters(features: Path, ids: frozenset[str]) -> None:
+    """Put the centroid of a cluster that nobody else is in out of reach: it is no longer made of their vectors."""
+    side = features.stem
+    table = read_parquet(features, [f"{side}_id", "cluster_id"])
+    theirs = is_of(table[f"{side}_id"], ids)
+    others = table.filter(pc.invert(theirs))["cluster_id"]
+    left = [
+        number
+        for number in table.filter(theirs)["cluster_id"].unique().to_pylist()
+        if number not in set(others.to_pylist())
+    ]
+    path = features.with_name(f"{side}-centroids.parquet")
+    if not left or not path.exists():
+        return
+    centroids = read_parquet(path)
+    vectors = centroids["vector"].combine_chunks()
+    dim = vectors.type.list_size
+    values = vectors.flatten().to_numpy().reshape(-1, dim).copy()
+    values[pc.is_in(centroids["cluster_id"], value_set=pa.array(left, pa.int32())).to_numpy()] = OUT_OF_REACH
+    column = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), dim)
+    place = centroids.schema.get_field_index("vector")
+    write_parquet(centroids.set_column(place, centroids.schema.field(place), column), path, centroids.schema)
+
+
+def _update(described: Any, sums: Mapping[str, tuple[str, int]]) -> None:
+    """Bring checksums and numbers of rows up to date, wherever in a JSON value a file is described."""
+    if isinstance(described, list):
+        for part in described:
+            _update(part, sums)
+    if not isinstance(described, dict):
+        return
+    name = described.get("file") or described.get("path")
+    if name in sums and "sha256" in described:
+        described["sha256"], described["num_rows"] = sums[name]
+    if "quarantine_sha256" in described:  # the record of a shard: what failed and what was planned lie beside it
+        _, side, file = name.split("/")
+        failed, planned = f"shards/{side}/{file}", f"plan/{side}/{file}"
+        if failed in sums:
+            described["quarantine_sha256"], described["num_quarantined"] = sums[failed]
+        if planned in sums and described.get("info"):
+            described["info"]["planned_sha256"] = sums[planned][0]
+    for part in described.values():
+        _update(part, sums)
+
+
+def _recount_plan(plan: dict[str, Any], folder: RunFolder) -> None:
+    carried = folder.root / "shards" / plan["side"] / "carried.json"
+    if carried.exists():
+        record = read_json(carried)
+        plan["num_carried_over"], plan["num_refused"] = record["num_rows"], record["num_quarantined"]
+    written = sum(shard["num_rows"] for shard in plan["shards"])
+    plan["num_entities"] = plan["num_carried_over"] + plan["num_refused"] + written
+
+
+def _recount_side(figures: dict[str, Any], folder: RunFolder, side: Side) -> None:
+    """What a manifest says is in the files, from the files; what was counted while writing stays."""
+
+    def num_rows(path: Path) -> int:
+        return pq.read_metadata(path).num_rows if path.exists() else 0
+
+    knowledge, written = folder.knowledge_folder(side), {shard["file"] for shard in figures["shards"]}
+    figures["num_generated"] = sum(num_rows(folder.root / name) for name in written)
+    figures["num_carried_over"] = num_rows(knowledge / "carried.parquet")
+    figures["num_kept"] = num_rows(knowledge / "kept.parquet")
+    figures["quarantine_reasons"] = count_reasons(folder.read_quarantine(side, ["reason"]))
+    figures["num_quarantined"] = sum(figures["quarantine_reasons"].values())
+    counted = ("num_generated", "num_carried_over", "num_quarantined")
+    figures["num_entities"] = sum(figures[name] for name in counted)
+
+
+def _write_if_changed(described: dict[str, Any], path: Path) -> None:
+    if described != json.loads(path.read_bytes()):
+        write_json(described, path)

@@ -1,0 +1,53 @@
+"""`nightly --dry-run`: the plan of a night by reason, and what it would take, with nothing written."""
+
+import json
+
+import pytest
+import yaml
+from night_world import run_here
+from test_forget import WHO, contents, first_planted_world, folder, lived  # noqa: F401
+
+
+def planned(capfd, folder, date, *options):  # noqa: F811
+    config = str(folder / "laserbatch.yaml")
+    done = run_here(capfd, "nightly", "--config", config, "--date", date, "--dry-run", "--json", *options)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_dry_run_tells_what_is_finished_and_what_would_go_on(lived, capfd):  # noqa: F811
+    before = contents(lived / "workspace")
+    assert planned(capfd, lived, "2025-03-02")["state"] == "finished already"
+    assert planned(capfd, lived, "2025-03-02", "--force")["users"]["reasons"]["forced"] > 0
+    gone_on = planned(capfd, lived, "2025-03-03")
+    assert gone_on["state"] == "would go on" and gone_on["users"]["num_shards_done"] == 1
+    assert gone_on["users"]["num_to_write"] == 0 and gone_on["predicted_hours"] == 0
+    assert contents(lived / "workspace") == before
+
+
+def test_a_dry_run_tells_who_would_be_written_and_why_and_writes_nothing(folder, capfd):  # noqa: F811
+    settings = yaml.safe_load((folder / "laserbatch.yaml").read_text())
+    (folder / "laserbatch.yaml").write_text(yaml.safe_dump(settings | {"cluster": {"price_per_hour": 3600}}))
+    before = contents(folder / "workspace")
+    world = first_planted_world()
+    world.users["u9"] = {"mood": "calm", "created_at": "2025-03-04"}
+    world.events.append(("u0", "i2", "2025-03-04", 5.0))
+    world.items["i0"]["category"] = ["Stage"]
+    world.write(folder / "tables")
+    told = planned(capfd, folder, "2025-03-04")
+    assert told["state"] == "would begin" and told["built_on"].startswith("2025-03-02")
+    assert told["users"]["reasons"] == {"history": 2, "new": 1}  # the planted person's new text had failed
+    assert told["items"]["reasons"] == {"attributes": 1}
+    assert (told["users"]["num_carried_over"], told["users"]["num_to_write"], told["users"]["num_entities"]) == (
+        3,
+        3,
+        6,
+    )
+    assert told["users"]["predicted_tokens"] == 3  # every planted text says that it has one
+    assert told["predicted_cost"] == pytest.approx(3600 * told["predicted_hours"]) and told["predicted_hours"] > 0
+    assert contents(folder / "workspace") == before
+    empty = planned(capfd, folder, "2025-03-04", "--workspace", str(folder / "none"))
+    assert (
+        empty["users"]["reasons"] == {"new": 6} and empty["predicted_hours"] is None and not (folder / "none").exists()
+    )
+    assert WHO not in json.dumps(told)

@@ -1,0 +1,299 @@
+"""A planted person, searched for in every byte of a workspace before and after: raw, decompressed, and as token ids."""
+
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from manifest_fixture import Undrawn
+from night_world import run_here, write_here
+from test_fortnight import TEMPLATES, World, first_world
+
+from laserbatch.jobs import forget as forgetting
+from laserbatch.jobs import generate
+from laserbatch.jobs.report import blocks
+from laserbatch.jobs.settings import PACKAGE_ROOT
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer
+from laserbatch.pipeline.encoding.encoder import TextEncoder
+from laserbatch.pipeline.knowledge.records import knowledge_schema
+from laserbatch.pipeline.planning.plan import read_shard
+from laserbatch.pipeline.storage import atomic
+from laserbatch.pipeline.storage.manifest import ModelFigures, ShardInfo
+from laserbatch.pipeline.storage.quarantine import QuarantineRow
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.stats import DecodingStats
+
+WHO, MOOD = "Zoë-Ω", "quixotic"
+SECRET = "Zebulon Quartz collects harbour lanterns."
+TOKENIZER = load_tokenizer(PACKAGE_ROOT / "models" / "sample")
+
+
+def token_ids(text: str) -> list[int]:
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def planted(shards, spec, *_, **__):
+    """In place of the model: everybody's text names them, and the planted person's is the secret."""
+    folder = RunFolder(spec.run_dir)
+    for shard in shards:
+        records, failed, schema = [], [], knowledge_schema(pa.string())
+        for row in read_shard(spec.run_dir / shard.path):
+            text = SECRET if row.entity_id == WHO else f"About {row.entity_id}: the pier at night is calm and long."
+            if "2025-03-02" in spec.run_id and row.entity_id == WHO:
+                failed.append(QuarantineRow.of(WHO, "user", "unparsable", row.fingerprint, text))
+                continue
+            ids = token_ids(text)
+            filled = {"entity_id": row.entity_id, "side": shard.side, "framework": "kar", "template": "t", "text": text,
+                      "token_ids": ids, "token_sources": [0] * len(ids), "fields_json": "{}", "run_id": spec.run_id,
+                      "fingerprint": row.fingerprint, "model_id": "m", "decoding_json": "{}", "finish_reason": "stop",
+                      "pool_group": row.group, "is_stale": False}  # fmt: skip
+            records.append({name: filled.get(name, None if name == "pool_version" else 1) for name in schema.names})
+        stats = DecodingStats(num_texts=len(records), num_tokens=9 * len(records), num_steps=9, wall_s=1.0)
+        info = ShardInfo(shard.sha256, shard.group, stats, ModelFigures("m", "float32", "cpu", 1), 1)
+        yield shard, folder.write_shard(shard.side, shard.name, pa.Table.from_pylist(records, schema), failed, info)
+
+
+class Encoder:
+    """Vectors of length one, by the text."""
+
+    dim, encoder_id = 8, "hash"
+
+    def encode(self, texts, on_batch):
+        seeds = [zlib.crc32(text.encode()) for text in texts]
+        vectors = np.array([np.random.default_rng(seed).normal(size=8) for seed in seeds], np.float32).reshape(-1, 8)
+        return SimpleNamespace(vectors=vectors / np.linalg.norm(vectors, axis=1, keepdims=True), num_truncated=0)
+
+
+def killed_before_pools(*_, **__):
+    raise KeyboardInterrupt
+
+
+def first_planted_world() -> World:
+    """That of the fortnight, up to three days of March, and a planted user."""
+    world = first_world()
+    world.users[WHO] = {"mood": MOOD, "created_at": "2025-02-10"}
+    world.events = [event for event in world.events if event[2] < "2025-03"]
+    world.events += [(WHO, "i0", "2025-02-27", 5.0), (WHO, "i1", "2025-03-02", 4.0), (WHO, "i2", "2025-03-03", 4.0)]
+    return world
+
+
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory) -> Path:
+    """Three nights over users of whom one is planted, the last of them not finished; and what killed writers left."""
+    folder = tmp_path_factory.mktemp("lived")
+    (folder / "prompts").mkdir()
+    for name, template in TEMPLATES.items():
+        head = {"name": name, "version": 1, "framework": "kar", "parser": "free", "instruction": "Describe."}
+        template = template | ({"attributes": {}} if name == "brief_user" else {})
+        (folder / "prompts" / f"{name}.yaml").write_text(yaml.safe_dump(head | template))
+    world = first_planted_world()
+    world.write(folder / "tables")
+    settings = {
+        "workspace": "workspace", "tables": {"path": "tables"}, "encoding": {"num_clusters": 8},
+        "knowledge": {"template_dir": "prompts", "user_template": "brief_user", "item_template": "brief_item"},
+        "decoding": {"max_draft_tokens": 4, "min_acceptance": 0.1, "batch_size": 8},
+        "night": {"shard_size": 2, "num_report_samples": 9, "compare_with_plain": True, "train_ctr": False},
+        "gates": {"max_failed_share": 0.9, "max_unusable_share": 1.0}, "routing": {"min_interactions": 1},
+        "pools": {"calibration_texts": 0},
+    }  # fmt: skip
+    (folder / "laserbatch.yaml").write_text(yaml.safe_dump(settings))
+    with pytest.MonkeyPatch.context() as patched:
+        write_here(patched)
+        patched.setattr(generate, "run_shards", planted)
+        patched.setattr(TextEncoder, "load", lambda settings: Encoder())
+        patched.setattr(blocks, "_Chart", Undrawn)
+        from laserbatch.jobs.night import parse_date
+        from laserbatch.jobs.run_night import run_night
+        from laserbatch.jobs.settings import load_settings
+
+        loaded = load_settings(folder / "laserbatch.yaml")
+        for day in ("2025-03-01", "2025-03-02"):
+            last = run_night(loaded, parse_date(day))
+        patched.setattr(generate, "generate_plain", None)
+        with patched.context() as broken, pytest.raises(KeyboardInterrupt):
+            broken.setattr(
+                "laserbatch.jobs.run_night.build_pools", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+            )
+            run_night(loaded, parse_date("2025-03-03"))
+    workspace = folder / "workspace"
+    shutil.copytree(workspace / "pools" / last.run.run_id, workspace / "pools" / ".torn.1-ab.tmp")
+    shutil.copy(last.run.knowledge_folder("user") / "kept.parquet", last.run.root / "knowledge" / ".torn.1-ab.tmp")
+    return folder
+
+
+@pytest.fixture
+def folder(lived, tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(blocks, "_Chart", Undrawn)
+    shutil.copytree(lived, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def traces(workspace: Path, vectors: set[bytes]) -> set[str]:
+    """Files that hold the planted person: id, attribute, text, its token ids, its vector."""
+    ids = token_ids(SECRET)
+    needles = [word.encode() for word in (WHO, MOOD, "Zebulon")] + [np.array(ids, np.int32).tobytes(), *vectors]
+    found = set()
+    for path in (path for path in workspace.rglob("*") if path.is_file()):
+        held = path.read_bytes()
+        if held[:4] == b"PAR1":
+            table = pq.read_table(path)
+            held += json.dumps(table.drop_columns([n for n in ("vector",) if n in table.column_names]).to_pylist(),
+                               ensure_ascii=False, default=str).encode()  # fmt: skip
+            for name in {"vector", "token_ids", "previous_ids"} & set(table.column_names):
+                flat = table[name].combine_chunks().drop_null().flatten()
+                held += flat.to_numpy(zero_copy_only=False).tobytes()
+        if any(needle in held for needle in needles):
+            found.add(path.relative_to(workspace).as_posix())
+    return found
+
+
+def vectors_of(workspace: Path) -> set[bytes]:
+    found = set()
+    for path in workspace.rglob("features/user.parquet"):
+        for row in pq.read_table(path).to_pylist():
+            if row["user_id"] == WHO:
+                found.add(np.array(row["vector"], np.float32).tobytes())
+    return found
+
+
+def nearest_centroid(workspace: Path, vectors: set[bytes]) -> float:
+    """Distance of the planted person's vectors from the centroids of all runs: none, of a cluster that is theirs."""
+    found = [np.stack(pq.read_table(path)["vector"].to_pylist()) for path in workspace.rglob("user-centroids.parquet")]
+    theirs = [np.frombuffer(vector, np.float32) for vector in vectors]
+    return min(float(np.abs(part - vector).max(axis=1).min()) for part in found for vector in theirs)
+
+
+def forget(folder: Path, capfd, *options: str, code: int = 0) -> dict:
+    done = run_here(capfd, "forget", "--config", str(folder / "laserbatch.yaml"), *options, "--json")
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout) | {"said": done.stderr}
+
+
+def test_a_person_is_in_no_byte_of_the_workspace_after_being_forgotten(folder, capfd):
+    workspace = folder / "workspace"
+    vectors = vectors_of(workspace)
+    before = traces(workspace, vectors)
+    kinds = ("knowledge/user", "plan/user", "quarantine/user", "features/user.parquet", "plain/", "manifest.json",
+             "report.html", "shards/user", ".torn.1-ab.tmp/", "knowledge/.torn")  # fmt: skip
+    assert not [kind for kind in kinds if not any(kind in name for name in before)], sorted(before)
+    assert nearest_centroid(workspace, vectors) < 1e-5
+    assert any(name.startswith("pools/2025-03-02") for name in before) and len(vectors) > 0
+    others = {side: _others(workspace, side) for side in ("user", "item")}
+    published = json.loads((workspace / "published.json").read_text())
+
+    dry = forget(folder, capfd, "--user", WHO, "--dry-run")
+    assert dry["rows"] and traces(workspace, vectors) == before and not (workspace / "forgotten").exists()
+    told = forget(folder, capfd, "--user", WHO)
+    assert traces(workspace, vectors) == set() and nearest_centroid(workspace, vectors) > 1e-2
+    assert "still in the input table users" in told["said"] and told["still_in_tables"]["users"] == [WHO]
+
+    assert {side: _others(workspace, side) for side in ("user", "item")} == others
+    assert json.loads((workspace / "published.json").read_text()) == published
+    assert [run[:10] for run in told["removed_runs"]] == ["2025-03-03"] and told["num_samples"] > 0
+    assert set(told["pools"].values()) == {"rebuilt", "dropped"} and told["num_leftovers"] == 2
+    assert (workspace / "pools" / "CURRENT").read_text().strip() == published["run_id"]
+    receipt = json.loads(Path(told["receipt"]).read_text())
+    assert receipt["is_done"] and list(receipt["ids"]["user"].values()) == [True]
+    _check_sums(workspace)
+
+    again = forget(folder, capfd, "--user", WHO)
+    assert again["unknown"] == {"user": [WHO], "item": []} and not again["rows"] and not again["pools"]
+
+
+def _others(workspace: Path, side: str) -> dict:
+    """Everybody else's rows of finished runs, in all that is read."""
+    rows = {}
+    for path in sorted(workspace.glob(f"runs/2025-03-0[12]*/**/{side}*.parquet")) + sorted(
+        workspace.glob(f"runs/2025-03-0[12]*/**/{side}/*.parquet")
+    ):
+        if "centroids" not in path.name:
+            key = f"{side}_id" if "features" in path.parts else "entity_id"
+            rows[path.relative_to(workspace)] = [row for row in pq.read_table(path).to_pylist() if row[key] != WHO]
+    return rows
+
+
+def _check_sums(workspace: Path) -> None:
+    for run in workspace.glob("runs/*"):
+        for folder in (RunFolder(run), RunFolder(run).plain):
+            for side in ("user", "item"):
+                names = {path.stem for path in folder.root.glob(f"shards/{side}/*.json")}
+                assert set(folder.finished_shards(side)) == names != set()
+                plan = json.loads((folder.root / "plan" / f"{side}.json").read_text())
+                written = sum(shard["num_rows"] for shard in plan["shards"])
+                assert plan["num_entities"] == written + plan["num_carried_over"] + plan["num_refused"]
+                for shard in plan["shards"]:
+                    assert atomic.sha256_file(folder.root / shard["path"]) == shard["sha256"]
+                record = json.loads((folder.root / "shards" / side / "00000.json").read_text()) if written else None
+                assert record is None or record["info"]["planned_sha256"] == plan["shards"][0]["sha256"]
+        manifest = RunFolder(run).load_manifest()
+        for side, figures in manifest.sides.items():
+            assert figures.num_entities == {"user": 4, "item": 3}[side]
+            assert figures.num_quarantined == sum(figures.quarantine_reasons.values())
+            features = manifest.features[side]
+            assert atomic.sha256_file(run / features.file) == features.sha256
+
+
+@pytest.mark.parametrize("num_done", [0, 1, 2, 5, 9, 14, 20, 27, 33])
+def test_the_same_command_goes_on_where_it_was_killed(folder, capfd, monkeypatch, num_done):
+    monkeypatch.setattr(forgetting, "_rebuilt", lambda *_: False)
+    vectors = vectors_of(folder / "workspace")
+    undisturbed = folder.with_name("undisturbed")
+    shutil.copytree(folder, undisturbed)
+    whole = forget(undisturbed, capfd, "--user", WHO)
+    calls, replace = [], os.replace
+
+    def killed(source, target):
+        calls.append(target)
+        if len(calls) > num_done:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed)
+        forget(folder, capfd, "--user", WHO, code=130)
+    told = forget(folder, capfd, "--user", WHO)
+    assert traces(folder / "workspace", vectors) == set()
+    assert told["rows"] == whole["rows"] and told["pools"] == whole["pools"] and told["unknown"]["user"] == []
+    contents = [contents(one / "workspace") for one in (folder, undisturbed)]
+    assert contents[0] == contents[1]
+
+
+def contents(workspace: Path) -> dict[str, bytes]:
+    files = (path for path in workspace.rglob("*") if path.is_file() and path.parent.name != "forgotten")
+    return {path.relative_to(workspace).as_posix(): path.read_bytes() for path in files}
+
+
+def test_ids_come_from_a_file_and_unknown_ones_are_told(folder, capfd, monkeypatch):
+    monkeypatch.setattr(forgetting, "_rebuilt", lambda *_: False)
+    (folder / "ids.txt").write_text(f"{WHO}\r\nnobody\n\n", "utf-8-sig")
+    before = contents(folder / "workspace")
+    assert forget(folder, capfd, "--user", "nobody", "--item", "7")["unknown"] == {"user": ["nobody"], "item": ["7"]}
+    assert {name: held for name, held in contents(folder / "workspace").items() if "torn" not in name} == {
+        name: held for name, held in before.items() if "torn" not in name
+    }
+    told = forget(folder, capfd, "--ids", str(folder / "ids.txt"))
+    assert told["unknown"]["user"] == ["nobody"] and told["rows"]
+    assert forget(folder, capfd, code=2)["kind"]
+    told = forget(folder, capfd, "--item", "i0")
+    assert told["rows"] and "titles of items stay" in told["said"]
+    assert not [row for rows in _others(folder / "workspace", "item").values() for row in rows
+                if row.get("entity_id", row.get("item_id")) == "i0"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "ids", "expected"),
+    [(pa.int64(), {"7", "007", "x"}, [True, False]), (pa.int32(), {"-5"}, [False, True]),
+     (pa.string(), {"7"}, [True, False]),
+     (pa.large_string(), {str(2**70)}, [False, False]), (pa.int64(), {str(2**70), "٧"}, [False, False])],
+)  # fmt: skip
+def test_ids_match_whatever_their_type(kind, ids, expected):
+    from laserbatch.pipeline.storage.forgetting import is_of
+
+    assert is_of(pa.array([7, -5]).cast(kind), frozenset(ids)).to_pylist() == expected
