@@ -84,6 +84,7 @@ def _planned_side(night: Night, side: Side, scratch: RunFolder) -> dict[str, Any
         "num_entities": plan.num_entities,
         "num_carried_over": plan.num_carried_over,
         "num_refused": plan.num_refused,
+        **({"postponed": plan.postponed} if plan.postponed else {}),
         "num_to_write": num_rows,
         "num_shards": len(pending),
         "num_shards_done": len(plan.shards) - len(pending),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from laserbatch.jobs.budgets import night_budgets
 from laserbatch.jobs.console import progress, say
@@ -25,6 +26,7 @@ from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.planning.plan import KEPT_SHARD, Shard, SidePlan, drop_plan, load_plan, open_plan, read_shard
 from laserbatch.pipeline.planning.planner import FIRST_TEXTS, plan_side, shared_fingerprint
+from laserbatch.pipeline.planning.postpone import Refresh
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.manifest import ShardRecord, SideFigures, WorkerFigures
 from laserbatch.pipeline.storage.parquet import read_parquet
@@ -78,6 +80,8 @@ class _Pass:
         finished: dict[Side, Finished] = {}
         for side in SIDES:
             plans[side], finished[side] = self._plan(side)
+            if plans[side].postponed and not self.is_plain:
+                say(f"{side}s of whom no new text is asked tonight: {_told(plans[side].postponed)}")
             if not self.is_plain:
                 require_usable_texts(self.night, plans[side], finished[side])
         pending = [shard for plan in plans.values() for shard in plan.shards if shard.name not in finished[shard.side]]
@@ -91,6 +95,10 @@ class _Pass:
         night, settings, tables = self.night, self.night.settings, self.night.tables
 
         def make_plan() -> SidePlan:
+            unasked = None
+            if self.is_plain:  # nobody has a plain text who has no other
+                unasked = night.run.read_postponed(side)
+                unasked = unasked.filter(pc.invert(unasked["has_text"]))
             with progress(f"plan {side}s", tables.entities(side).num_rows) as bar:
                 return plan_side(
                     tables,
@@ -105,9 +113,26 @@ class _Pass:
                     shard_size=settings.night.shard_size,
                     on_entities=bar.advance,
                     apart=_written_tonight(night, side) if self.is_plain else None,
+                    refresh=None if self.is_plain else self._refresh(side),
+                    unasked=unasked,
                 )
 
         return open_plan(self.folder, side, make_plan)
+
+    def _refresh(self, side: Side) -> Refresh | None:
+        """What decides whose change waits; None where none does."""
+        night, settings = self.night, self.night.settings.refresh
+        if settings.is_off:
+            return None
+        waiting = night.run if night.previous is None else night.previous
+        budget = night_tokens(night)
+        if budget is not None and side == "user":  # items have what users leave
+            sizes = [night.tables.entities(other).num_rows for other in SIDES]
+            budget *= sizes[0] / sum(sizes)
+        elif budget is not None:
+            of_users = load_plan(self.folder.root, "user")
+            budget -= 0 if of_users is None else of_users.num_tokens
+        return Refresh(settings, night.date, budget, self.decoding.max_new_tokens, waiting.read_postponed(side))
 
     def _previous(self, side: Side) -> PreviousKnowledge:
         previous = self.night.previous
@@ -197,6 +222,9 @@ class _Pass:
             stats=_stats(record for _, record in written),
             budget=None if self.is_plain else night.manifest.budgets.get(side),
             samples=[] if self.is_plain else report_samples(night, folder, side, plan),
+            num_waiting=plan.num_waiting,
+            num_unasked=plan.num_unasked,
+            postponed=plan.postponed,
             stats_of_tonight=_stats(record for shard, record in written if shard.is_apart) if self.is_plain else None,
         )
 
@@ -208,6 +236,27 @@ class _Pass:
         if len(rows):
             self.folder.write_shard(side, KEPT_SHARD, previous.records(rows, quarantined.type, is_stale=True))
         return len(rows)
+
+
+def night_tokens(night: Night) -> float | None:
+    """Tokens that the budget lets a night write, on both sides; None: no limit.
+
+    Hours count at the speed of the newest earlier night that wrote anything.
+    """
+    settings, limits = night.settings.refresh, []
+    if settings.max_tokens is not None:
+        limits.append(float(settings.max_tokens))
+    if settings.max_hours is not None:
+        speed, run_id = None, night.manifest.previous_run_id
+        while speed is None and run_id is not None and night.workspace.run(run_id).manifest_path.exists():
+            earlier = night.workspace.run(run_id).load_manifest()
+            speed = DecodingStats.total(figures.stats for figures in earlier.sides.values()).tokens_per_s or None
+            run_id = earlier.previous_run_id
+        if speed is None:
+            say("refresh.max_hours does not limit this night: no earlier one says how fast texts are written here")
+        else:
+            limits.append(settings.max_hours * 3600 * speed)
+    return min(limits, default=None)
 
 
 def require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, ShardRecord]) -> None:

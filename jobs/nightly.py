@@ -162,6 +162,9 @@ def night_counts(night: Night) -> dict[str, Any]:
     for side, figures in night.manifest.sides.items():
         names = ("num_entities", "num_generated", "num_carried_over", "num_quarantined")
         counts[f"{side}s"] = {name: getattr(figures, name) for name in names}
+        if figures.postponed:
+            counts[f"{side}s"] |= {"num_waiting": figures.num_waiting, "num_unasked": figures.num_unasked}
+            counts[f"{side}s"]["postponed"] = figures.postponed
         counts[f"{side}s"] |= {n: getattr(figures.stats, n) for n in ("num_tokens", "tokens_per_step", "tokens_per_s")}
         if warnings := side_warnings(figures):
             counts[f"{side}s"]["warning"] = "; ".join(warnings)

@@ -16,6 +16,7 @@ from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
+from laserbatch.pipeline.planning.refresh import RefreshSettings
 from laserbatch.pipeline.tables.settings import TablesSettings
 from laserbatch.pipeline.validation import Strict, explain, read_yaml
 from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings, RoutingSettings
@@ -93,6 +94,7 @@ class Settings(Strict):
     seed: int = 0
     tables: TablesSettings = TablesSettings()
     knowledge: KnowledgeSettings = KnowledgeSettings()
+    refresh: RefreshSettings = RefreshSettings()
     decoding: DecodingSettings = DecodingSettings()
     pools: PoolSettings = PoolSettings()
     pool_building: PoolBuildSettings = PoolBuildSettings()

@@ -22,6 +22,8 @@ from laserbatch.pipeline.storage.manifest import RunManifest, SampleText
 OUTCOMES = (
     ("num_generated", "generated", TONIGHT),
     ("num_carried_over", "carried over", "#a9cbe8"),
+    ("num_waiting", "waiting", "#d7dde4"),
+    ("num_unasked", "not asked", "#8d99a6"),
     ("num_quarantined", "quarantined", "#e69f00"),
 )
 GIVEN = ("inputs", "model", "features", "machine", "settings")

@@ -58,6 +58,10 @@ class SideQuestions:
             pa.string(),
         )
 
+    def num_events(self) -> np.ndarray:
+        """Events in the history of each user, shown or not, int64[num_entities]; of items none."""
+        return np.diff(self._histories.starts) if self._side == "user" else np.zeros(self.entities.num_rows, np.int64)
+
     def shown(self, rows: np.ndarray) -> pa.Table:
         """What is shown of the entities of some rows: `SHOWN_SCHEMA`, for `shown_of_row`."""
         part = self.entities.take(pa.array(rows))

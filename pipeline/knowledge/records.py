@@ -43,7 +43,7 @@ def knowledge_schema(entity_id_type: pa.DataType) -> pa.Schema:
             pa.field("num_drafted", pa.int32(), nullable=False),
             pa.field("num_accepted", pa.int32(), nullable=False),
             pa.field("finish_reason", pa.string(), nullable=False),
-            # the entity's new text failed, and it stands in quarantine: this is the text it had before
+            # the text answers an earlier prompt: a new one failed (quarantine) or is not due yet (postponed)
             pa.field("is_stale", pa.bool_(), nullable=False),
         ],
         metadata={"laserbatch.record": "knowledge", "laserbatch.version": str(RECORD_VERSION)},
@@ -84,6 +84,13 @@ class PreviousKnowledge:
         parts = [batch["token_ids"].cast(kind) for batch in self._taken(wanted, ["token_ids"])]
         texts = pa.chunked_array(parts, kind).combine_chunks()
         return texts.take(pa.array(np.searchsorted(wanted, rows), mask=rows < 0))
+
+    def values(self, rows: np.ndarray, columns: list[str]) -> pa.Table:
+        """Some columns of the records of some rows, each of which is one."""
+        wanted = np.unique(rows)
+        parts = [pa.Table.from_batches([batch]) for batch in self._taken(wanted, columns)]
+        table = pa.concat_tables(parts) if parts else knowledge_schema(pa.string()).empty_table().select(columns)
+        return table.take(pa.array(np.searchsorted(wanted, rows)))
 
     def records(self, rows: np.ndarray, entity_id_type: pa.DataType, is_stale: bool) -> pa.RecordBatchReader:
         """Records of some rows, ascending, a few in memory at a time; `is_stale` is what they are to say."""

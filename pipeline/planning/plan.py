@@ -6,7 +6,7 @@ shards again, and makes a plan anew of which anything was lost: shards whose row
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,8 @@ from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
 logger = logging.getLogger(__name__)
 
 CARRIED_SHARD = "carried"  # what needed no model: rows whose text stays, and rows that cannot be asked about
+WAITING_SHARD = "waiting"  # earlier texts of rows of which a new one is not due, or has no place in the budget
+BY_PLAN = {CARRIED_SHARD, WAITING_SHARD}  # written while planning
 KEPT_SHARD = "kept"  # earlier texts of rows in quarantine
 
 
@@ -65,6 +67,10 @@ class SidePlan:
     num_refused: int  # that cannot even be asked about
     routes: dict[str, int]  # scheme -> entities, over all of them
     shards: tuple[Shard, ...]
+    num_waiting: int = 0  # that keep an earlier text, since a new one is not due or has no place in the budget
+    num_unasked: int = 0  # without a text, for want of evidence or of a place in the budget
+    postponed: dict[str, int] = field(default_factory=dict)  # reason -> entities, of both
+    num_tokens: int = 0  # expected of the shards' texts; 0 where no budget asks
 
 
 _PLAN = TypeAdapter(SidePlan)
@@ -79,7 +85,7 @@ def open_plan(
     """
     plan, finished = load_plan(folder.root, side), folder.finished_shards(side)
     if plan is None or not _is_whole(plan, finished, folder.root):
-        folder.drop_unfinished(side, set(finished) - {CARRIED_SHARD})
+        folder.drop_unfinished(side, set(finished) - BY_PLAN)
         plan = make_plan()
         save_plan(plan, folder.root)
         finished = folder.finished_shards(side)
@@ -87,7 +93,8 @@ def open_plan(
     finished = {
         name: record
         for name, record in finished.items()
-        if name == CARRIED_SHARD or (record.info is not None and record.info.planned_sha256 == planned.get(name))
+        if name in (CARRIED_SHARD, WAITING_SHARD)
+        or (record.info is not None and record.info.planned_sha256 == planned.get(name))
     }
     folder.drop_unfinished(side, finished)
     return plan, finished
@@ -152,7 +159,10 @@ def load_plan(run_dir: Path, side: Side) -> SidePlan | None:
     except (WorkspaceError, ValidationError) as error:
         logger.warning("the plan %s cannot be used and is made again: %s", path, error)
         return None
-    num_planned = plan.num_carried_over + plan.num_refused + sum(shard.num_rows for shard in plan.shards)
+    num_postponed = plan.num_waiting + plan.num_unasked
+    num_planned = (
+        plan.num_carried_over + plan.num_refused + num_postponed + sum(shard.num_rows for shard in plan.shards)
+    )
     if num_planned != plan.num_entities:
         logger.warning("the plan %s has %d of its %d entities and is made again", path, num_planned, plan.num_entities)
         return None
@@ -172,6 +182,10 @@ def _is_whole(plan: SidePlan, finished: Mapping[str, ShardRecord], run_dir: Path
     carried = finished.get(CARRIED_SHARD)
     found = None if carried is None else (carried.num_rows, carried.num_quarantined)
     lost = [] if found == (plan.num_carried_over, plan.num_refused) else [CARRIED_SHARD]
+    waiting = finished.get(WAITING_SHARD)
+    lost += [WAITING_SHARD] if plan.num_waiting != (0 if waiting is None else waiting.num_rows) else []
+    postponed = RunFolder(run_dir).read_postponed(plan.side).num_rows
+    lost += ["postponed"] if plan.num_waiting + plan.num_unasked != postponed else []
     paths = ((run_dir / shard.path, shard.sha256) for shard in plan.shards)
     lost += [path for path, sha256 in paths if not path.exists() or sha256_file(path) != sha256]
     if lost:

@@ -20,9 +20,10 @@ from laserbatch.pipeline.knowledge.prompts import LAYOUT_VERSION, NO_TITLE, PART
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, PromptTemplate, load_template
-from laserbatch.pipeline.planning.plan import CARRIED_SHARD, SidePlan, write_shard_plan
+from laserbatch.pipeline.planning.plan import CARRIED_SHARD, WAITING_SHARD, SidePlan, write_shard_plan
+from laserbatch.pipeline.planning.postpone import Refresh, choose, interactions_of, without_evidence, write_postponed
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.quarantine import QuarantineRow
+from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import Tables
 from laserbatch.retrieval_pools.routing.router import Router, Routes
@@ -68,10 +69,7 @@ def side_routes(router: Router | None, tables: Tables, side: Side, date: datetim
     entities = tables.entities(side)
     if router is None:
         return Routes.nowhere(entities.num_rows)
-    ids = entities[f"{side}_id"].combine_chunks()
-    counted = pc.fill_null(pc.index_in(tables.interactions[f"{side}_id"], value_set=ids), -1).to_numpy()
-    counts = np.bincount(counted[counted >= 0], minlength=len(ids))
-    return router.route_all(entities, counts, ages_days(entities, date))
+    return router.route_all(entities, interactions_of(tables, side), ages_days(entities, date))
 
 
 def ages_days(entities: pa.Table, date: datetime.date) -> np.ndarray:
@@ -97,6 +95,8 @@ def plan_side(
     shard_size: int | None = None,
     on_entities: Callable[[int], None] = lambda num_entities: None,
     apart: pa.Array | None = None,
+    refresh: Refresh | None = None,
+    unasked: pa.Table | None = None,
 ) -> SidePlan:
     """Decide about every entity of a side and write its shards' inputs. Nothing is rendered, and nothing tokenised.
 
@@ -110,30 +110,54 @@ def plan_side(
     force : generate unchanged entities too.
     shard_size : rows a shard; None: `default_shard_size`.
     apart : ids of entities that share no shard with others and come first, so that their time is known.
+    refresh : what says whose change waits; None: nobody's.
+    unasked : entities, as `run_folder.POSTPONED`, that get no text whatever else is so.
     """
     entities, key = tables.entities(side), f"{side}_id"
     routes = routes or Routes.nowhere(entities.num_rows)
     questions = SideQuestions(tables, side, template, shared)
     before = previous.rows_of(entities[key])
+    left_out = np.zeros(entities.num_rows, bool)
+    if refresh is not None and side == "user" and refresh.settings.min_interactions:
+        left_out = questions.num_events() < refresh.settings.min_interactions
+        unasked = without_evidence(entities[key].combine_chunks().filter(pa.array(left_out)), refresh.date)
+    elif unasked is not None:
+        left_out = pc.is_in(entities[key], value_set=unasked["entity_id"].combine_chunks()).to_numpy()
     changed, carried, refused, fingerprints = [], [], [], []
     for start in range(0, entities.num_rows, ROWS_AT_ONCE):
         stop = min(start + ROWS_AT_ONCE, entities.num_rows)
         known_by, of_records = questions.fingerprints(start, stop), before[start:stop]
         is_same = pc.fill_null(pc.equal(known_by, previous.fingerprints(of_records).cast(pa.string())), False)
-        can_ask, is_same = known_by.is_valid().to_numpy(False), is_same.to_numpy(False) & (not force)
-        refused.append(start + np.flatnonzero(~can_ask))
+        asked = ~left_out[start:stop]
+        can_ask, is_same = known_by.is_valid().to_numpy(False) & asked, is_same.to_numpy(False) & asked & (not force)
+        refused.append(start + np.flatnonzero(~can_ask & asked))
         carried.append(of_records[is_same])
         changed.append(start + np.flatnonzero(can_ask & ~is_same))
         fingerprints.append(known_by.filter(pa.array(can_ask & ~is_same)))
         on_entities(stop - start)
-    rows = _concatenated(changed)
+    rows, known_by = _concatenated(changed), pa.chunked_array(fingerprints, pa.string()).combine_chunks()
+    waiting, postponed, num_tokens = rows[:0], unasked, 0
+    if refresh is not None and not force:
+        num_events = questions.num_events() if side == "user" else interactions_of(tables, side)
+        ids = entities[key].combine_chunks().take(pa.array(rows))
+        chosen = choose(refresh, ids, known_by, before[rows], num_events[rows], side == "user", previous)
+        postponed = pa.concat_tables([part for part in (unasked, chosen.postponed) if part is not None])
+        num_tokens, waiting = chosen.num_tokens, before[rows[~chosen.is_written]]
+        rows, known_by = rows[chosen.is_written], known_by.filter(pa.array(chosen.is_written))
+    write_postponed(RunFolder(run_dir), side, postponed)
+    waiting = np.sort(waiting[waiting >= 0])
+    if len(waiting):
+        kept = previous.records(waiting, entities[key].type, is_stale=True)
+        RunFolder(run_dir).write_shard(side, WAITING_SHARD, kept)
+    else:
+        RunFolder(run_dir).drop_shard(side, WAITING_SHARD)
     is_refused = entities[key].take(pa.array(_concatenated(refused))).to_pylist()
     quarantined = [QuarantineRow.of(entity_id, side, NO_TITLE) for entity_id in is_refused]
     records = previous.records(np.sort(_concatenated(carried)), entities[key].type, is_stale=False)
     # Of none too: a side then has its schema.
     written = RunFolder(run_dir).write_shard(side, CARRIED_SHARD, records, quarantined)
     columns = {
-        "fingerprint": pa.chunked_array(fingerprints, pa.string()).combine_chunks(),
+        "fingerprint": known_by,
         "previous_ids": previous.token_ids(before[rows]),
         "group": pc.if_else(pc.equal(groups := routes.groups.take(pa.array(rows)).cast(pa.string()), ""), None, groups),
     }
@@ -148,7 +172,18 @@ def plan_side(
         part |= {name: values.take(pa.array(places)) for name, values in columns.items()}
         shards.append(write_shard_plan(side, len(shards), pa.table(part), run_dir, of_apart))
     num_carried = written.num_rows
-    return SidePlan(side, entities.num_rows, num_carried, len(quarantined), routes.num_by_scheme(), tuple(shards))
+    return SidePlan(
+        side=side,
+        num_entities=entities.num_rows,
+        num_carried_over=num_carried,
+        num_refused=len(quarantined),
+        routes=routes.num_by_scheme(),
+        shards=tuple(shards),
+        num_waiting=len(waiting),
+        num_unasked=0 if postponed is None else len(postponed) - len(waiting),
+        postponed={} if postponed is None else count_reasons(postponed),
+        num_tokens=num_tokens,
+    )
 
 
 def _concatenated(parts: list[np.ndarray]) -> np.ndarray:

@@ -168,8 +168,18 @@ def _recount_plan(plan: dict[str, Any], folder: RunFolder) -> None:
     if carried.exists():
         record = read_json(carried)
         plan["num_carried_over"], plan["num_refused"] = record["num_rows"], record["num_quarantined"]
+    postponed = _recount_postponed(plan, folder, plan["side"])
     written = sum(shard["num_rows"] for shard in plan["shards"])
-    plan["num_entities"] = plan["num_carried_over"] + plan["num_refused"] + written
+    plan["num_entities"] = plan["num_carried_over"] + plan["num_refused"] + postponed + written
+
+
+def _recount_postponed(described: dict[str, Any], folder: RunFolder, side: Side) -> int:
+    """What a plan or a manifest says of who waits; returns how many do."""
+    postponed = folder.read_postponed(side)
+    described["postponed"] = count_reasons(postponed)
+    described["num_waiting"] = pc.sum(postponed["has_text"]).as_py() or 0
+    described["num_unasked"] = len(postponed) - described["num_waiting"]
+    return len(postponed)
 
 
 def _recount_side(figures: dict[str, Any], folder: RunFolder, side: Side) -> None:
@@ -185,7 +195,7 @@ def _recount_side(figures: dict[str, Any], folder: RunFolder, side: Side) -> Non
     figures["quarantine_reasons"] = count_reasons(folder.read_quarantine(side, ["reason"]))
     figures["num_quarantined"] = sum(figures["quarantine_reasons"].values())
     counted = ("num_generated", "num_carried_over", "num_quarantined")
-    figures["num_entities"] = sum(figures[name] for name in counted)
+    figures["num_entities"] = sum(figures[name] for name in counted) + _recount_postponed(figures, folder, side)
 
 
 def _write_if_changed(described: dict[str, Any], path: Path) -> None:

@@ -159,6 +159,9 @@ class SideFigures:
     stats: DecodingStats
     budget: BudgetFigures | None = None
     samples: list[SampleText] = field(default_factory=list)
+    num_waiting: int = 0  # that keep the text of an earlier prompt: a new one is not due, or is over the budget
+    num_unasked: int = 0  # without a text, for want of interactions or of a place in the budget
+    postponed: dict[str, int] = field(default_factory=dict)  # reason -> entities, of both
     stats_of_tonight: DecodingStats | None = None  # of plain decoding: of the entities that the night wrote about
 
 

@@ -25,8 +25,15 @@ from laserbatch.pipeline.storage.quarantine import QuarantineRow, quarantine_sch
 logger = logging.getLogger("laserbatch.storage")
 
 NUM_NAMED = 5  # of the ids that a message tells
-
-
+POSTPONED = pa.schema(
+    [
+        pa.field("entity_id", pa.string(), nullable=False),  # or an integer, as in the input table
+        pa.field("reason", pa.string(), nullable=False),  # "not-due", "budget", "evidence"
+        pa.field("has_text", pa.bool_(), nullable=False),  # an earlier one, that it keeps
+        pa.field("score", pa.float64()),  # what a new text is worth; null where there is no question of it
+        pa.field("since", pa.date32(), nullable=False),  # the date of its text; without one, of its first night
+    ]
+)
 _SHARD_RECORD = TypeAdapter(ShardRecord)
 
 
@@ -99,6 +106,10 @@ class RunFolder:
     def quarantine_path(self, side: Side) -> Path:
         """The quarantine of a side, all shards' together."""
         return self.root / "quarantine" / f"{side}.parquet"
+
+    def postponed_path(self, side: Side) -> Path:
+        """Entities of a side of which no new text was asked for tonight, and why."""
+        return self.root / "postponed" / f"{side}.parquet"
 
     def load_manifest(self) -> RunManifest:
         """The run's manifest. Raises WorkspaceError when it is missing, damaged or of another version."""
@@ -197,8 +208,14 @@ class RunFolder:
         """The merged quarantine of a side; no rows when nothing was merged yet."""
         return read_parquet(self.quarantine_path(side), columns, schema=quarantine_schema(pa.string()))
 
+    def read_postponed(self, side: Side) -> pa.Table:
+        """The postponed entities of a side, as `POSTPONED`; no rows where nobody is."""
+        return read_parquet(self.postponed_path(side), schema=POSTPONED)
+
     def require_every_entity(self, side: Side, entity_ids: pa.ChunkedArray) -> None:
-        """Each entity has a record that is not stale, or else a row in quarantine, once; who has a stale one has both.
+        """Each entity has a record that is not stale, or else a row in quarantine or in postponed, once.
+
+        Who has a stale record is in one of these too; of the postponed those have one who are said to have a text.
 
         `entity_ids` are those of the side's table as the run sees it, each once. Raises WorkspaceError, which names
         the first ids, where it is not so.
@@ -209,14 +226,19 @@ class RunFolder:
             parts["stale"].append(batch["entity_id"].filter(batch["is_stale"]))
         ids = {name: pa.chunked_array(chunks, entity_ids.type) for name, chunks in parts.items()}
         ids["quarantined"] = self.read_quarantine(side, ["entity_id"])["entity_id"]
+        postponed = self.read_postponed(side)
+        ids["waiting"] = postponed.filter(postponed["has_text"])["entity_id"]
+        ids["unasked"] = postponed.filter(pc.invert(postponed["has_text"]))["entity_id"]
+        ids = {name: part.cast(entity_ids.type) if not len(part) else part for name, part in ids.items()}
         rows = {name: pc.index_in(part, value_set=entity_ids) for name, part in ids.items()}
-        num_fresh, num_stale, num_quarantined = (
+        num_fresh, num_stale, num_quarantined, num_waiting, num_unasked = (
             np.bincount(part.drop_null().to_numpy(), minlength=len(entity_ids)) for part in rows.values()
         )
+        num_told = num_fresh + num_quarantined + num_waiting + num_unasked
         faults = {
-            "neither in its knowledge nor in quarantine": num_fresh + num_quarantined == 0,
-            "there more than once": (num_fresh + num_quarantined > 1) | (num_stale > 1),
-            "there with an old text but not in quarantine": num_stale > num_quarantined,
+            "neither in its knowledge nor in quarantine": (num_told == 0) | (num_waiting > num_stale),
+            "there more than once": (num_told > 1) | (num_stale > 1),
+            "there with an old text but neither in quarantine nor postponed": num_stale > num_quarantined + num_waiting,
         }
         found = [(fault, entity_ids.filter(pa.array(is_so))) for fault, is_so in faults.items()]
         found += [("not in the table", ids[name].filter(part.is_null())) for name, part in rows.items()]

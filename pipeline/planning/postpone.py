@@ -1,0 +1,135 @@
+"""From a side's tables and records to the columns that `refresh` decides over, and to the file of who waits."""
+
+import datetime
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from laserbatch.pipeline.knowledge.records import PreviousKnowledge
+from laserbatch.pipeline.planning.refresh import BUDGET, EVIDENCE, NOT_DUE, Candidates, RefreshSettings, decide
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.parquet import write_parquet
+from laserbatch.pipeline.storage.run_folder import POSTPONED, RunFolder
+from laserbatch.pipeline.tables.read import Tables
+
+_SEEN = ["run_id", "num_tokens", "num_history", "num_history_dropped"]
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """What a night decides by who is written about.
+
+    Attributes
+    ----------
+    max_tokens : of this side tonight; None: no limit.
+    usual_tokens : expected of a text where no earlier one says more.
+    waiting : those that the night before has postponed, as `run_folder.POSTPONED`.
+    """
+
+    settings: RefreshSettings
+    date: datetime.date
+    max_tokens: float | None
+    usual_tokens: int
+    waiting: pa.Table
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Of some changed entities who is written about: bool[n]; the others; and what is expected of the texts."""
+
+    is_written: np.ndarray
+    postponed: pa.Table  # of POSTPONED
+    num_tokens: int
+
+
+def interactions_of(tables: Tables, side: Side) -> np.ndarray:
+    """Interactions of each entity of a side: int64[num_entities]."""
+    ids = tables.entities(side)[f"{side}_id"].combine_chunks()
+    counted = pc.fill_null(pc.index_in(tables.interactions[f"{side}_id"], value_set=ids), -1).to_numpy()
+    return np.bincount(counted[counted >= 0], minlength=len(ids))
+
+
+def choose(
+    refresh: Refresh,
+    entity_ids: pa.Array,
+    fingerprints: pa.Array,
+    before: np.ndarray,
+    num_interactions: np.ndarray,
+    has_history: bool,
+    previous: PreviousKnowledge,
+) -> Chosen:
+    """Decide about entities whose prompt is not that of their text.
+
+    Parameters
+    ----------
+    fingerprints : of tonight's prompts.
+    before : rows of their earlier records, int64[n]; -1 without one.
+    num_interactions : int64[n].
+    has_history : whether texts are about interactions; else their number says nothing of what is new.
+    """
+    has_text = before >= 0
+    seen, dates = num_interactions.copy(), pa.array([refresh.date] * len(before), pa.date32())
+    since = dates.cast(pa.int32()).to_numpy().copy()
+    num_tokens = np.full(len(before), float(refresh.usual_tokens))
+    if has_text.any():
+        last = previous.values(before[has_text], _SEEN)
+        if has_history:
+            seen[has_text] = last["num_history"].to_numpy() + last["num_history_dropped"].to_numpy()
+        written_on = pc.utf8_slice_codeunits(last["run_id"], 0, 10).cast(pa.date32())
+        since[has_text] = written_on.cast(pa.int32()).to_numpy()
+        num_tokens[has_text] = last["num_tokens"].to_numpy()
+        num_tokens[~has_text] = num_tokens[has_text].mean()
+    if len(refresh.waiting) and refresh.waiting["entity_id"].type == entity_ids.type:
+        place = pc.index_in(entity_ids, value_set=refresh.waiting["entity_id"].combine_chunks())
+        is_known = place.is_valid().to_numpy(False) & ~has_text
+        waited = refresh.waiting["since"].cast(pa.int32()).to_numpy()
+        since[is_known] = waited[pc.fill_null(place, 0).to_numpy()[is_known]]
+    today = (refresh.date - datetime.date(1970, 1, 1)).days
+    known_by = previous.fingerprints(before).cast(pa.string())
+    same_but_history = pc.fill_null(pc.equal(_without_history(known_by), _without_history(fingerprints)), False)
+    candidates = Candidates(
+        has_text=has_text,
+        is_asked_otherwise=~same_but_history.to_numpy(False),
+        num_interactions=num_interactions,
+        num_seen=seen,
+        age_days=np.maximum(today - since, 0).astype(float),
+        num_tokens=num_tokens,
+    )
+    decided = decide(candidates, refresh.settings, refresh.max_tokens)
+    left = np.flatnonzero(~decided.is_written)
+    columns = [
+        entity_ids.take(pa.array(left)),
+        pa.array(np.where(decided.is_over_budget[left], BUDGET, NOT_DUE).tolist(), pa.string()),
+        pa.array(has_text[left]),
+        pa.array(decided.scores[left]),
+        pa.array(since[left].astype(np.int32)).cast(pa.date32()),
+    ]
+    postponed = pa.Table.from_arrays(columns, schema=_schema(entity_ids.type))
+    return Chosen(decided.is_written, postponed, decided.num_tokens(candidates))
+
+
+def without_evidence(entity_ids: pa.Array, date: datetime.date) -> pa.Table:
+    """Those who are not asked about for want of interactions, as `POSTPONED`."""
+    n = len(entity_ids)
+    columns = [entity_ids, pa.repeat(EVIDENCE, n), pa.repeat(False, n), pa.nulls(n, pa.float64())]
+    return pa.Table.from_arrays([*columns, pa.array([date] * n, pa.date32())], schema=_schema(entity_ids.type))
+
+
+def write_postponed(folder: RunFolder, side: Side, postponed: pa.Table | None) -> None:
+    """Write who waits; no file where nobody does."""
+    path = folder.postponed_path(side)
+    if postponed is None or not len(postponed):
+        path.unlink(missing_ok=True)
+    else:
+        write_parquet(postponed, path)
+
+
+def _schema(entity_id_type: pa.DataType) -> pa.Schema:
+    return POSTPONED.set(0, pa.field("entity_id", entity_id_type, nullable=False))
+
+
+def _without_history(fingerprints: pa.Array) -> pa.Array:
+    """All parts but the last."""
+    return pc.replace_substring_regex(fingerprints, "-[^-]*$", "")

@@ -1,0 +1,115 @@
+"""Which of the texts that could be written anew are worth it tonight: policies and a budget, over columns.
+
+A candidate is an entity whose prompt is not that of its text, or which has no text. It knows no tables and no files.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from pydantic import Field
+
+from laserbatch.pipeline.validation import Strict
+
+NOT_DUE, BUDGET, EVIDENCE = "not-due", "budget", "evidence"  # why an entity is not asked about tonight
+DAYS_OF_A_POINT = 7  # of waiting, that weigh as much as twice the interactions
+
+
+class RefreshSettings(Strict):
+    """Who is written about again although the text of an earlier prompt would do for a while."""
+
+    min_interactions: int = Field(
+        0, ge=0, description="Users with fewer are not written about, and keep no text: there is nothing to go by."
+    )
+    min_new_interactions: int = Field(
+        0,
+        ge=0,
+        description="Of whom only the history changed is rewritten when so many came or went. 0: at any.",
+    )
+    max_age_days: int | None = Field(
+        None,
+        ge=1,
+        description="A text of an earlier prompt is rewritten at this age, however little came.",
+    )
+    max_tokens: int | None = Field(
+        None, ge=1, description="Tokens to write a night, most valuable texts first; the others wait. null: no limit."
+    )
+    max_hours: float | None = Field(
+        None,
+        gt=0,
+        description="The same in hours of writing, at the speed of the last night that wrote.",
+    )
+
+    @property
+    def is_off(self) -> bool:
+        """Whether every change is written, which is the default."""
+        return self == RefreshSettings()
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Columns of the entities that could be written about, each of length n.
+
+    Attributes
+    ----------
+    has_text : bool.
+    is_asked_otherwise : bool; template, model, decoding or attributes differ, not the history alone.
+    num_interactions : int, of today.
+    num_seen : int, that the text has seen.
+    age_days : float, since the text was written; without one, since the entity began to wait.
+    num_tokens : float, that its text is expected to have.
+    """
+
+    has_text: np.ndarray
+    is_asked_otherwise: np.ndarray
+    num_interactions: np.ndarray
+    num_seen: np.ndarray
+    age_days: np.ndarray
+    num_tokens: np.ndarray
+
+    def scores(self) -> np.ndarray:
+        """What a new text is worth: log2(2 + interactions) x share of them that are new + days / 7; float64[n].
+
+        The share is 1 where there is no text or it was asked for otherwise. Days grow without bound, so nobody waits
+        for ever.
+        """
+        most = np.maximum(np.maximum(self.num_interactions, self.num_seen), 1)
+        novelty = np.abs(self.num_interactions - self.num_seen) / most
+        novelty = np.where(self.has_text & ~self.is_asked_otherwise, novelty, 1.0)
+        return np.log2(2 + self.num_interactions) * novelty + self.age_days / DAYS_OF_A_POINT
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided of each candidate: arrays of length n."""
+
+    is_written: np.ndarray  # bool
+    is_over_budget: np.ndarray  # bool; of those that are not written, who is due: the others are not
+    scores: np.ndarray  # float64
+
+    def num_tokens(self, candidates: Candidates) -> int:
+        """Tokens that are expected of the texts that are written."""
+        return int(candidates.num_tokens[self.is_written].sum())
+
+
+def decide(candidates: Candidates, settings: RefreshSettings, max_tokens: float | None = None) -> Decision:
+    """Who is written about tonight.
+
+    Due is who has no text, was asked otherwise, has `min_new_interactions` more or fewer than the text has seen, or a
+    text of `max_age_days`. Of those the most valuable are written while tokens are left; of equal scores the first.
+
+    Parameters
+    ----------
+    max_tokens : of the side tonight; None: no limit.
+    """
+    num_new = np.abs(candidates.num_interactions - candidates.num_seen)
+    is_due = ~candidates.has_text | candidates.is_asked_otherwise | (num_new >= settings.min_new_interactions)
+    if settings.max_age_days is not None:
+        is_due |= candidates.age_days >= settings.max_age_days
+    scores = candidates.scores()
+    is_written = is_due.copy()
+    if max_tokens is not None:
+        due = np.flatnonzero(is_due)
+        best = due[np.argsort(-scores[due], kind="stable")]
+        before = np.cumsum(candidates.num_tokens[best]) - candidates.num_tokens[best]
+        is_written[best[before >= max_tokens]] = False
+    return Decision(is_written, is_due & ~is_written, scores)
