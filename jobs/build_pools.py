@@ -5,20 +5,24 @@ entity. What the current version has of them is merged, not sorted again; the fi
 run's date are seen.
 """
 
+import os
 import shutil
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 
 from laserbatch.jobs.console import say
+from laserbatch.jobs.kept_pools import FIT_NAME, describe_fit, kept_routers, unchanged_pools
 from laserbatch.jobs.night import Night
 from laserbatch.jobs.pool_texts import RunTexts, calibrate_side, read_run_texts
 from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.atomic import write_json
 from laserbatch.pipeline.storage.manifest import PoolBuilt
 from laserbatch.pipeline.storage.parquet import as_large
 from laserbatch.retrieval_pools.errors import PoolError
@@ -31,13 +35,26 @@ from laserbatch.retrieval_pools.routing.router import Router, fit_routers
 SCRATCH_NAME, HELD_BACK_NAME = "scratch", "without-held-back"
 
 
-def build_pools(night: Night, make_current: bool = True) -> dict[Side, PoolBuilt]:
-    """Build and publish the pools of a run, for the next run if `make_current`; what was built, by side."""
-    tables, routing = night.tables, night.settings.routing
-    texts = {side: _entity_texts(night, side) for side in SIDES} if routing.attribute_grouping == "leaves" else None
-    routers = fit_routers(tables.users, tables.items, tables.interactions, routing, night.settings.seed, texts)
+def build_pools(night: Night, make_current: bool = True, anew: bool = False) -> dict[Side, PoolBuilt]:
+    """Build and publish the pools of a run, for the next run if `make_current`; what was built, by side.
+
+    The routers of the version that the run drafted from are kept while `kept_routers` says so, and where nothing at all
+    has changed its files too; not with `anew`.
+    """
+    start_s = time.perf_counter()
+    drafted_from = None if anew or night.manifest.pools.version is None else night.manifest.pools.version
+    if drafted_from is not None and (before := unchanged_pools(night, drafted_from)):
+        with night.pools.publish(night.run.run_id, make_current) as (folder, version):
+            shutil.copytree(night.pools.folder(drafted_from), folder, copy_function=_link, dirs_exist_ok=True)
+        same = {"version": version, "incremental": True, "num_texts_changed": 0}
+        return {side: replace(one, **same, build_s=time.perf_counter() - start_s) for side, one in before.items()}
+    fit = describe_fit(night)
+    kept = None if drafted_from is None else kept_routers(night, drafted_from, fit)
+    routers, fit = (_fit_routers(night), fit) if kept is None else kept
     built: dict[Side, PoolBuilt] = {}
     with night.pools.publish(night.run.run_id, make_current) as (folder, version):
+        (folder / "router").mkdir()
+        write_json(fit, folder / "router" / FIT_NAME)
         for side in SIDES:
             routers[side].save(folder / "router" / side)
             scratch = folder / SCRATCH_NAME
@@ -60,6 +77,20 @@ def collect_pools(store: PoolStore, keep: int, in_use: Collection[str], dry_run:
         parts += [f"{collected.num_leftovers} leftovers of dead builders"] if collected.num_leftovers else []
         say(f"{'would remove' if dry_run else 'removed'} {' and '.join(parts)} ({megabytes})")
     return collected
+
+
+def _link(source: str, target: str) -> None:
+    """The same file under another name, or a copy where the file system knows no such thing. Pools never change."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _fit_routers(night: Night) -> dict[Side, Router]:
+    tables, routing = night.tables, night.settings.routing
+    texts = {side: _entity_texts(night, side) for side in SIDES} if routing.attribute_grouping == "leaves" else None
+    return fit_routers(tables.users, tables.items, tables.interactions, routing, night.settings.seed, texts)
 
 
 def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: Router, folder: Path) -> PoolBuilt:

@@ -22,9 +22,10 @@ from laserbatch.jobs.budgets import budget_of
 from laserbatch.jobs.night import Night
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer, tokenizer_hash
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.prompts import render_shown
 from laserbatch.pipeline.knowledge.templates import load_template
-from laserbatch.pipeline.planning.plan import PlannedRow, load_plan, read_shard
+from laserbatch.pipeline.planning.plan import load_plan, read_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import Tables
@@ -158,12 +159,7 @@ def calibrate_side(
     if drafted_from is not None:
         rows = planned_rows(night, side, settings.calibration_texts)
         token_ids = run_texts.of_entities([row.entity_id for row in rows])
-        prompt_of = prompt_reader(night, side)
-        texts = [
-            ReplayText(prompt_of(row), token_ids[row.entity_id], row.previous_ids, row.group)
-            for row in rows
-            if row.entity_id in token_ids
-        ]
+        texts = [_replayed(row, token_ids[row.entity_id], row.group) for row in rows if row.entity_id in token_ids]
         if len(texts) < MIN_TEXTS:  # too few were written tonight: what is known of that pool holds on
             return drafted_from.manifest.calibration, None
         return with_budgets(calibrate(drafted_from, texts, options), drafted_from, texts, options), None
@@ -171,7 +167,7 @@ def calibrate_side(
     held_back = {row.entity_id: row for row in rows}
     if len(rows) < 2:
         return None, None
-    texts, prompt_of = [], prompt_reader(night, side)
+    texts = []
 
     def other_texts() -> Iterator[PoolText]:
         for text in pool_texts():
@@ -179,7 +175,7 @@ def calibrate_side(
             if row is None:
                 yield text
             else:
-                texts.append(ReplayText(prompt_of(row), text.token_ids, row.previous_ids, text.group or None))
+                texts.append(_replayed(row, text.token_ids, text.group))
 
     pool = build(other_texts())
     if len(texts) < 2:
@@ -216,23 +212,36 @@ def _drafted_from(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | No
     return pool if is_alike else None
 
 
-def planned_rows(night: Night, side: Side, num_wanted: int) -> list[PlannedRow]:
-    """Rows that the run wrote texts for, spread evenly over its plan."""
+@dataclass(frozen=True)
+class AskedRow:
+    """A row of a plan with its prompt, int32[n]."""
+
+    entity_id: object
+    prompt_ids: np.ndarray
+    previous_ids: np.ndarray | None
+    group: str | None
+
+
+def planned_rows(night: Night, side: Side, num_wanted: int) -> list[AskedRow]:
+    """Rows that the run wrote texts for, spread evenly over its plan; those without a prompt are left out."""
     plan = load_plan(night.run.root, side)
     if plan is None:
         return []
     starts = np.cumsum([0, *(shard.num_rows for shard in plan.shards)])
     positions = spread_positions(int(starts[-1]), num_wanted, night.settings.seed)
     shard_of = np.searchsorted(starts, positions, side="right") - 1
-    rows = []
+    knowledge, tokenizer, rows = night.settings.knowledge, load_tokenizer(night.settings.model_dir), []
+    template = load_template(knowledge.template_of(side), knowledge.template_dir)
     for number in np.unique(shard_of):
         shard_rows = read_shard(night.run.root / plan.shards[number].path)
-        rows += [shard_rows[position - starts[number]] for position in positions[shard_of == number]]
+        for row in (shard_rows[position - starts[number]] for position in positions[shard_of == number]):
+            try:
+                prompt = render_shown(template, row.shown, tokenizer, knowledge.max_prompt_tokens)
+            except RowError:
+                continue
+            rows.append(AskedRow(row.entity_id, prompt.token_ids, row.previous_ids, row.group))
     return rows
 
 
-def prompt_reader(night: Night, side: Side) -> Callable[[PlannedRow], np.ndarray]:
-    """A function from a planned row to its prompt's token ids; it raises RowError where the row has no prompt."""
-    knowledge, tokenizer = night.settings.knowledge, load_tokenizer(night.settings.model_dir)
-    template = load_template(knowledge.template_of(side), knowledge.template_dir)
-    return lambda row: render_shown(template, row.shown, tokenizer, knowledge.max_prompt_tokens).token_ids
+def _replayed(row: AskedRow, token_ids: np.ndarray, group: str | None) -> ReplayText:
+    return ReplayText(row.prompt_ids, token_ids, row.previous_ids, group or None)

@@ -54,7 +54,7 @@ def rebuild(
     with Workspace.open(settings.workspace, create=False).lock():
         night = open_run(settings, run)
         name, is_finished = night.run.run_id, night.run.is_finished
-        build_pools(night, make_current=is_finished)
+        build_pools(night, make_current=is_finished, anew=True)
         if not is_finished:
             say(
                 f"run {name} is not finished, so the next run does not draft from its pools; finish it with "

@@ -21,7 +21,7 @@ from laserbatch.jobs.budgets import side_budget
 from laserbatch.jobs.console import print_table, progress, say, stdout, summary
 from laserbatch.jobs.formatting import counted, decimal, percent
 from laserbatch.jobs.night import Night, open_run
-from laserbatch.jobs.pool_texts import draft_options, planned_rows, prompt_reader, read_run_texts
+from laserbatch.jobs.pool_texts import draft_options, planned_rows, read_run_texts
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.settings import WORKSPACE, Settings, load_settings
 from laserbatch.pipeline.budget.choice import known_batch_size
@@ -225,8 +225,7 @@ def divided_texts(night: Night, settings: Settings, side: Side, num_texts: int) 
     if len(chosen) < len(others):
         say(f"{side}s: pools are built from {len(chosen):,} of {num_all:,} texts")
     rows = [rows[place] for place in generator.permutation(len(rows)) if rows[place].entity_id in known]
-    prompt_of = prompt_reader(night, side)
-    texts = [(row.entity_id, ReplayText(prompt_of(row), token_ids[row.entity_id], row.previous_ids)) for row in rows]
+    texts = [(row.entity_id, ReplayText(row.prompt_ids, token_ids[row.entity_id], row.previous_ids)) for row in rows]
     pool = {entity_id: token_ids[entity_id] for entity_id in chosen if entity_id in known}
     return SideTexts(side, num_all, dict(texts[:num_measured]), dict(texts[num_measured:]), pool, known)
 

@@ -55,21 +55,25 @@ def build_features(
     order = pc.sort_indices(knowledge["entity_id"])
     rows = knowledge.select(["entity_id", "run_id", "fingerprint"]).take(order)
     vectors = np.zeros((rows.num_rows, encoder.dim), np.float32)
-    new = np.arange(rows.num_rows)
-    if earlier is not None:
-        row_of = {key: row for row, key in enumerate(_keys(earlier.table, f"{side}_id"))}
-        found = np.fromiter((row_of.get(key, -1) for key in _keys(rows, "entity_id")), np.int64, rows.num_rows)
-        new = np.flatnonzero(found < 0)
+    found = np.full(rows.num_rows, -1) if earlier is None else _known_rows(rows, earlier.table, f"{side}_id")
+    new = np.flatnonzero(found < 0)
+    if len(new) < len(found):
         vectors[found >= 0] = _matrix(earlier.table)[found[found >= 0]]
     texts = [knowledge["text"][row].as_py() for row in order.to_numpy()[new].tolist()]
     encoding = encoder.encode(texts, on_batch)
     vectors[new] = encoding.vectors
     before = None if earlier is None else _matrix(earlier.centroids)
     centroids = fit_centroids(vectors, settings.num_clusters, settings.seed, before)
+    if before is not None and centroids is before:  # whoever has the vector of before has its cluster
+        cluster_ids = np.zeros(rows.num_rows, np.int32)
+        cluster_ids[found >= 0] = earlier.table["cluster_id"].to_numpy()[found[found >= 0]]
+        cluster_ids[new] = nearest_centroids(encoding.vectors, centroids)
+    else:
+        cluster_ids = nearest_centroids(vectors, centroids)
     columns = [
         rows["entity_id"].combine_chunks(),
         _vector_column(vectors),
-        pa.array(nearest_centroids(vectors, centroids), pa.int32()),
+        pa.array(cluster_ids, pa.int32()),
         rows["run_id"].combine_chunks(),
         rows["fingerprint"].combine_chunks(),
     ]
@@ -83,9 +87,18 @@ def build_features(
     )
 
 
-def _keys(table: pa.Table, id_column: str) -> list[tuple]:
-    """What says that a row is of the same text: its entity, the run that generated it, and the prompt it answers."""
-    return list(zip(*(table[name].to_pylist() for name in (id_column, "run_id", "fingerprint")), strict=True))
+def _known_rows(rows: pa.Table, earlier: pa.Table, id_column: str) -> np.ndarray:
+    """Rows of earlier features that are of the same texts, int64[n]; -1 where there is none.
+
+    The entity, the run that generated it and the prompt that it answers say which text it is.
+    """
+    if rows["entity_id"].type != earlier[id_column].type:
+        return np.full(rows.num_rows, -1)
+    found = pc.index_in(rows["entity_id"], value_set=earlier[id_column].combine_chunks()).combine_chunks()
+    is_same = pc.is_valid(found)
+    for name in ("run_id", "fingerprint"):
+        is_same = pc.and_(is_same, pc.equal(rows[name], earlier[name].combine_chunks().take(found)))
+    return np.where(pc.fill_null(is_same, False).to_numpy(), pc.fill_null(found, -1).to_numpy(), -1)
 
 
 def _matrix(table: pa.Table) -> np.ndarray:

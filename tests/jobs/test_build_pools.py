@@ -2,6 +2,7 @@
 
 import datetime
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +11,7 @@ from night_world import run_here, start
 from typer.testing import CliRunner
 
 from laserbatch.jobs.build_pools import build_pools
+from laserbatch.jobs.kept_pools import describe_fit, kept_routers
 from laserbatch.jobs.night import current_pools, open_night
 from laserbatch.jobs.pool_texts import read_run_texts
 from laserbatch.jobs.pools import app
@@ -76,6 +78,30 @@ def test_tonights_limits_decide_over_the_groups_of_last_nights_pools(world):
     for min_interactions, expected in ((5, {"collaborative", "attribute"}), (1000, {"attribute"})):
         next_night = opened(world, SECOND_DATE, f"{{min_interactions: {min_interactions}}}")
         assert set(next_night.routes("item").schemes.to_pylist()) == expected
+
+
+def test_routers_are_kept_until_a_twentieth_of_what_they_were_fitted_on_has_changed(world):
+    night = opened(world, FIRST_DATE, "{}")
+    write_texts(night)
+    build_pools(night)
+    next_night = opened(world, SECOND_DATE, "{}")
+    version = night.run.run_id
+    fitted_on = night.pools.folder(version) / "router" / "fit.json"
+    next_night.tables = replace(night.tables, interactions=night.tables.interactions.slice(9))
+    now = describe_fit(next_night)
+    assert 0 < 1 - now["num_rows"]["interactions"] / describe_fit(night)["num_rows"]["interactions"] <= 0.05
+    routers, fit = kept_routers(next_night, version, now)
+    assert fit == json.loads(fitted_on.read_text()) and set(routers) == {"user", "item"}
+    next_night.run.write_shard("item", "00000", read_parquet(night.run.knowledge_folder("item")))
+    next_night.run.write_shard("user", "00000", read_parquet(night.run.knowledge_folder("user")))
+    build_pools(next_night)
+    kept = next_night.pools.folder(next_night.run.run_id) / "router" / "fit.json"
+    assert kept.read_bytes() == fitted_on.read_bytes()
+    assert kept_routers(opened(world, SECOND_DATE, "{scheme: attribute}"), version, now | {"seed": 1}) is None
+    more = {"num_rows": now["num_rows"] | {"interactions": int(now["num_rows"]["interactions"] * 1.2)}}
+    assert kept_routers(next_night, version, now | more) is None
+    next_night.tables = replace(next_night.tables, users=next_night.tables.users.slice(2))
+    assert kept_routers(next_night, version, now) is None
 
 
 def changed(night, every):

@@ -1,0 +1,286 @@
+"""What a night takes beside its forwards: reading, planning, carrying over, encoding, pools; time and memory by stage.
+
+    python benchmarks/orchestration.py --quick --json orchestration.json
+
+Three nights of a made-up world of so many entities: the first writes all texts, on the second nothing has changed, on
+the third one entity in twenty. Each is a process of its own. The model and the encoder are stand-ins: texts are put
+together from a fixed vocabulary, vectors are drawn from a fixed table; their time is a row of its own ("write") or
+nothing. Everything else is the night as it runs. `seconds` is wall time, `cpu_seconds` the processor's.
+"""
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from contextlib import contextmanager
+from functools import cache, wraps
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import yaml
+from common import SEED, Figure, benchmark_parser, finish, scale_of
+
+FIRST_DATE = datetime.date(2025, 3, 1)
+NIGHTS = {"all": FIRST_DATE, "none": FIRST_DATE + datetime.timedelta(1), "some": FIRST_DATE + datetime.timedelta(2)}
+SHARE_CHANGED = {"all": 1.0, "none": 0.0, "some": 0.05}
+USER_SHARE, EVENTS_PER_USER = 0.8, 20
+NUM_PHRASES, PHRASE_TOKENS, PHRASES_PER_TEXT = 2000, 10, 15
+DIM, NUM_VECTORS = 384, 4096  # of the stand-in for an encoder; MiniLM's are as wide
+TOKENS_PER_S = 5_000  # that a night is said to generate at
+MOST_SECONDS, MOST_MB, MOST_SHARE, MOST_GROWTH = 60.0, 1536.0, 0.05, 1.5
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--entities", type=int, nargs="*", help="sizes to measure")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(watched_night(Path(arguments.child[0]), arguments.child[1])))
+        return
+    sizes = arguments.entities or scale_of(arguments, (200_000, 1_000_000), (20_000,), (2_000,))
+    rows = [row for size in sizes for row in measured(size)]
+    lines = [f"{'entities':>9} {'changed':>8}  {'stage':22} {'s':>8} {'cpu s':>8} {'peak MB':>8}"]
+    lines += [
+        f"{row['entities']:>9,} {row['changed_share']:>8.0%}  {row['stage']:22} {row['seconds']:>8.2f} "
+        f"{row['cpu_seconds']:>8.2f} {row['peak_mb']:>8.0f}"
+        for row in rows
+    ]
+    finish(arguments.json, figures_of(rows), ["\n".join(lines)], {"rows": rows})
+
+
+def measured(num_entities: int) -> list[dict]:
+    """Three nights of a world of so many entities, a process each."""
+    with tempfile.TemporaryDirectory(prefix="laserbatch-orchestration-") as folder:
+        write_world(Path(folder), num_entities)
+        rows = []
+        for night, share in SHARE_CHANGED.items():
+            command = [sys.executable, __file__, "--child", folder, night]
+            child = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+            found = json.loads(child.stdout.splitlines()[-1])
+            rows += [{"entities": num_entities, "changed_share": share} | row for row in found]
+        return rows
+
+
+def figures_of(rows: list[dict]) -> list[Figure]:
+    """The figures that were asked for, of the largest size."""
+    largest, smallest = max(row["entities"] for row in rows), min(row["entities"] for row in rows)
+
+    def driver(size: int, share: float) -> list[dict]:
+        of_night = [row for row in rows if (row["entities"], row["changed_share"]) == (size, share)]
+        return [row for row in of_night if row["stage"] != "write"]
+
+    none, some = driver(largest, SHARE_CHANGED["none"]), driver(largest, SHARE_CHANGED["some"])
+    num_tokens = SHARE_CHANGED["some"] * largest * PHRASE_TOKENS * PHRASES_PER_TEXT
+    driver_s, generating_s = sum(row["seconds"] for row in some), num_tokens / TOKENS_PER_S
+    figures = [
+        Figure.under(f"seconds of a night of {largest:,} unchanged", sum(row["seconds"] for row in none), MOST_SECONDS),
+        Figure.under(f"its peak memory, MB, of {largest:,}", max(row["peak_mb"] for row in none), MOST_MB),
+        Figure.under("share of the driver where 5 % changed", driver_s / (driver_s + generating_s), MOST_SHARE),
+    ]
+    if smallest < largest:
+        grown = sum(row["seconds"] for row in none) / sum(row["seconds"] for row in driver(smallest, 0.0))
+        name = f"seconds an entity, {largest:,} beside {smallest:,}"
+        figures.append(Figure.at_most(name, grown * smallest / largest, MOST_GROWTH))
+    return figures
+
+
+def write_world(folder: Path, num_entities: int) -> None:
+    """Tables and a configuration; a twentieth of all entities are users with an event on the third night's date."""
+    rng = np.random.default_rng(SEED)
+    num_users = int(USER_SHARE * num_entities)
+    num_items, num_events = num_entities - num_users, num_users * EVENTS_PER_USER
+    created = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
+    days = [datetime.datetime.combine(date, datetime.time(12), datetime.UTC) for date in NIGHTS.values()]
+    cities, genres = [np.array([f"{name} {n}" for n in range(40)]) for name in ("City", "Genre")]
+    (folder / "tables").mkdir()
+    users = {
+        "user_id": names_of("u", np.arange(num_users)),
+        "city": cities[rng.integers(40, size=num_users)],
+        "age": rng.integers(16, 90, num_users),
+    }
+    paths = genres[rng.integers(40, size=(num_items, 2))]
+    items = {
+        "item_id": names_of("i", np.arange(num_items)),
+        "title": names_of("The book of number ", np.arange(num_items)),
+        "category": pa.array(paths.tolist()),
+        "year": rng.integers(1950, 2025, num_items),
+    }
+    num_late = int(SHARE_CHANGED["some"] * num_entities)
+    late = rng.choice(num_users, num_late, replace=False)
+    of_users = np.concatenate([rng.integers(num_users, size=num_events - num_late), late])
+    seconds = np.sort(rng.integers(int(created.timestamp()), int(days[0].timestamp()), num_events - num_late))
+    interactions = {
+        "user_id": names_of("u", of_users),
+        "item_id": names_of("i", (num_items * rng.random(num_events) ** 2).astype(np.int64)),
+        "timestamp": np.concatenate([seconds, np.full(num_late, int(days[2].timestamp()))]),
+        "rating": rng.integers(1, 6, num_events).astype(np.float64),
+    }
+    for name, columns in {"users": users, "items": items, "interactions": interactions}.items():
+        pq.write_table(pa.table(columns), folder / "tables" / f"{name}.parquet")
+    settings = {
+        "workspace": str(folder / "workspace"),
+        "tables": {"path": str(folder / "tables")},
+        "night": {"train_ctr": False, "compare_with_plain": False},
+        "decoding": {"max_draft_tokens": 16, "min_acceptance": 0.07, "batch_size": 64, "num_threads": 2},
+    }
+    (folder / "laserbatch.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+
+
+def names_of(prefix: str, numbers: np.ndarray) -> pa.Array:
+    """Texts such as u0000123."""
+    return pc.binary_join_element_wise(prefix, pc.utf8_lpad(pa.array(numbers).cast(pa.string()), 7, "0"), "")
+
+
+def watched_night(folder: Path, night: str) -> list[dict]:
+    """One night in this process: its stages' time and the most memory that each had in use."""
+    rows: list[dict] = []
+    with stage("start", rows):
+        from laserbatch.jobs import generate, run_night
+        from laserbatch.jobs.settings import load_settings
+
+        settings = load_settings(folder / "laserbatch.yaml")
+    generate.run_shards, generate.ray_cluster = write_shards, no_cluster
+    generate.draft = lambda *arguments: None
+    run_night.TextEncoder = StandInEncoder
+    watch(run_night, "open_night", "read, check, hash", rows)
+    watch(generate, "plan_side", "plan", rows)
+    watch(generate._Pass, "_write", "write", rows)
+    watch(generate._Pass, "_gather", "gather", rows)
+    watch(run_night, "encode_run", "encode", rows)
+    watch(run_night, "build_pools", "pools", rows)
+    watch(run_night, "close", "report", rows)
+    watch(run_night, "publish", "publish", rows)
+    sys.stdout = sys.stderr
+    whole: list[dict] = []
+    with stage("other", whole):
+        run_night.run_night(settings, NIGHTS[night])
+    sys.stdout = sys.__stdout__
+    for name in ("seconds", "cpu_seconds"):
+        whole[0][name] -= sum(row[name] for row in rows if row["stage"] != "start")
+    rows += whole
+    totals: dict[str, dict] = {}
+    for row in rows:  # both sides of a stage are one row
+        total = totals.setdefault(row["stage"], row | {"seconds": 0.0, "cpu_seconds": 0.0, "peak_mb": 0.0})
+        total["peak_mb"] = max(total["peak_mb"], row["peak_mb"])
+        for name in ("seconds", "cpu_seconds"):
+            total[name] += row[name]
+    return list(totals.values())
+
+
+def watch(owner: object, name: str, label: str, rows: list[dict]) -> None:
+    """Have a function's calls add a row."""
+    function = getattr(owner, name)
+
+    @wraps(function)
+    def watched(*arguments, **options):
+        with stage(label, rows):
+            return function(*arguments, **options)
+
+    setattr(owner, name, watched)
+
+
+@contextmanager
+def stage(label: str, rows: list[dict]):
+    """Time a block, and see the most memory of this process in it."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    yield
+    seconds, cpu_seconds = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    peak_kb = next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+    rows.append({"stage": label, "seconds": seconds, "cpu_seconds": cpu_seconds, "peak_mb": int(peak_kb) / 1024})
+
+
+@contextmanager
+def no_cluster(settings):
+    """Stand in for Ray."""
+    yield SimpleNamespace(num_workers=1, num_threads=1, device="cpu")
+
+
+def write_shards(shards, spec, *arguments, **options):
+    """Stand in for workers: texts of phrases that an entity's id and the run's choose."""
+    from laserbatch.pipeline.knowledge.records import knowledge_schema
+    from laserbatch.pipeline.storage.manifest import ModelFigures, ShardInfo
+    from laserbatch.pipeline.storage.parquet import read_parquet
+    from laserbatch.pipeline.storage.run_folder import RunFolder
+    from laserbatch.pipeline.storage.stats import DecodingStats
+
+    phrase_ids, phrases = vocabulary()
+    num_tokens = PHRASE_TOKENS * PHRASES_PER_TEXT
+    for shard in shards:
+        planned = read_parquet(spec.run_dir / shard.path, ["entity_id", "fingerprint", "group"])
+        n, seed = planned.num_rows, zlib.crc32(f"{shard.name} {shard.side} {spec.run_id}".encode())
+        chosen = np.random.default_rng(seed).integers(NUM_PHRASES, size=n * PHRASES_PER_TEXT)
+        starts = np.arange(0, n * PHRASES_PER_TEXT + 1, PHRASES_PER_TEXT, dtype=np.int32)
+        texts = pc.binary_join(pa.ListArray.from_arrays(starts, phrases.take(pa.array(chosen))), " ")
+        offsets = pa.array(np.arange(0, n * num_tokens + 1, num_tokens, dtype=np.int32))
+        known = {
+            "entity_id": planned["entity_id"],
+            "fingerprint": planned["fingerprint"],
+            "pool_group": planned["group"],
+            "text": texts,
+            "token_ids": pa.ListArray.from_arrays(offsets, pa.array(phrase_ids[chosen].reshape(-1))),
+            "token_sources": pa.ListArray.from_arrays(offsets, pa.array(np.zeros(n * num_tokens, np.uint8))),
+            "fields_json": pc.binary_join_element_wise('{"text": "', texts, '"}', ""),
+            "num_tokens": pa.repeat(pa.scalar(num_tokens, pa.int32()), n),
+        }
+        constant = {"side": shard.side, "run_id": spec.run_id, "model_id": "stand-in", "finish_reason": "end_of_text"}
+        schema = knowledge_schema(planned["entity_id"].type)
+        columns = [
+            known[field.name] if field.name in known else pa.repeat(plain(field.type, constant.get(field.name)), n)
+            for field in schema
+        ]
+        info = ShardInfo(
+            planned_sha256=shard.sha256,
+            group=shard.group,
+            stats=DecodingStats(wall_s=1.0),
+            model=ModelFigures("stand-in", "float32", "cpu", 1),
+            num_workers=1,
+        )
+        table = pa.table(columns, schema)
+        yield shard, RunFolder(spec.run_dir).write_shard(shard.side, shard.name, table, (), info)
+
+
+def plain(kind: pa.DataType, value: object) -> pa.Scalar:
+    """A value of a type, of which nothing is known."""
+    nothing = {pa.string(): "", pa.bool_(): False}.get(kind, 0)
+    return pa.scalar(nothing if value is None else value, kind)
+
+
+@cache
+def vocabulary() -> tuple[np.ndarray, pa.Array]:
+    """Phrases as token ids, int32 (NUM_PHRASES, PHRASE_TOKENS), and as texts."""
+    rng = np.random.default_rng(SEED)
+    ids = rng.integers(10, 2000, (NUM_PHRASES, PHRASE_TOKENS)).astype(np.int32)
+    return ids, pa.array([" ".join(f"w{token:04}" for token in row) for row in ids.tolist()])
+
+
+class StandInEncoder:
+    """Vectors of a fixed table, by a checksum of the text."""
+
+    encoder_id, dim = "stand-in", DIM
+
+    @classmethod
+    def load(cls, settings) -> "StandInEncoder":
+        return cls()
+
+    def encode(self, texts, on_batch=lambda num_texts: None):
+        from laserbatch.pipeline.encoding.encoder import Encoding
+
+        table = 1 + np.random.default_rng(SEED).standard_normal((NUM_VECTORS, DIM)).astype(np.float32)  # all alike
+        table /= np.linalg.norm(table, axis=1, keepdims=True)
+        rows = np.fromiter((zlib.crc32(text.encode()) % NUM_VECTORS for text in texts), np.int64, len(texts))
+        on_batch(len(texts))
+        return Encoding(table[rows], 0)
+
+
+if __name__ == "__main__":
+    main()
