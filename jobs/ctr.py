@@ -7,7 +7,6 @@ from typing import Any, get_args
 
 import typer
 
-from laserbatch.ctr.compare import CtrRow, train_ctr
 from laserbatch.ctr.dataset import EntityTables
 from laserbatch.ctr.feature_set import FeatureSet, read_feature_set
 from laserbatch.ctr.settings import CtrSettings, ModelName
@@ -73,6 +72,8 @@ def compare_ctr(
     `tables` have what came after the run's date; `verifier` is the name of the run's own texts beside plain ones.
     Raises CtrError where there are no features, or as `train_ctr` does.
     """
+    from laserbatch.ctr.compare import CtrRow, train_ctr  # with torch and scikit-learn, which take seconds to load
+
     settings = settings or CtrSettings()
     variants = run_variants(RunFolder(Path(run_dir)), verifier)
     num_trainings = len(variants) * len(settings.models) * settings.num_seeds

@@ -1,6 +1,8 @@
 """The stage that writes texts: plan both sides, hand unfinished shards to the workers, gather what came of them."""
 
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,15 +14,16 @@ import pyarrow.compute as pc
 from laserbatch.jobs.budgets import night_budgets
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.events import emit
-from laserbatch.jobs.inputs import NEEDS_A_MODEL, needs_a_model
+from laserbatch.jobs.inputs import NEEDS_A_MODEL, changed_inputs, needs_a_model
 from laserbatch.jobs.night import Night
 from laserbatch.jobs.spans import report_samples
 from laserbatch.pipeline.budget.choice import PLAIN
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
-from laserbatch.pipeline.distributed.cluster import ray_cluster
-from laserbatch.pipeline.distributed.worker import WorkerSpec
+from laserbatch.pipeline.distributed.actors import Crew, ShardAbandoned, run_shards
+from laserbatch.pipeline.distributed.actors import Crew as hire
+from laserbatch.pipeline.distributed.cluster import WorkerLayout, ray_cluster
+from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.knowledge.templates import load_template
@@ -78,17 +81,46 @@ class _Pass:
         """Do what is not done yet."""
         plans: dict[Side, SidePlan] = {}
         finished: dict[Side, Finished] = {}
-        for side in SIDES:
-            plans[side], finished[side] = self._plan(side)
-            if plans[side].postponed and not self.is_plain:
-                say(f"{side}s of whom no new text is asked tonight: {_told(plans[side].postponed)}")
-            if not self.is_plain:
-                require_usable_texts(self.night, plans[side], finished[side])
-        pending = [shard for plan in plans.values() for shard in plan.shards if shard.name not in finished[shard.side]]
-        pending.sort(key=lambda shard: shard.name)  # so that both sides' first texts are judged before the others
-        abandoned = self._write(pending, plans, finished) if pending else []
+        with ExitStack() as cluster, ThreadPoolExecutor(1) as aside:
+            started = aside.submit(self._start_workers, cluster) if self._will_probably_write() else None
+            for side in SIDES:
+                plans[side], finished[side] = self._plan(side)
+                if plans[side].postponed and not self.is_plain:
+                    say(f"{side}s of whom no new text is asked tonight: {_told(plans[side].postponed)}")
+                if not self.is_plain:
+                    require_usable_texts(self.night, plans[side], finished[side])
+            pending = [
+                shard for plan in plans.values() for shard in plan.shards if shard.name not in finished[shard.side]
+            ]
+            pending.sort(key=lambda shard: shard.name)  # so that both sides' first texts are judged before the others
+            abandoned = []
+            if pending:
+                started = started or aside.submit(self._start_workers, cluster)
+                abandoned = self._write(pending, plans, finished, started)
         plans = {side: load_plan(self.folder.root, side) or plans[side] for side in SIDES}  # with halves of shards
         return {side: self._gather(plans[side], finished[side], abandoned) for side in SIDES}
+
+    def _will_probably_write(self) -> bool:
+        """Whether there is no plan yet, and inputs or settings differ from those of the run before.
+
+        Workers then start while plans are made.
+        """
+        night, previous = self.night, self.night.previous
+        if all(load_plan(self.folder.root, side) for side in SIDES):
+            return False
+        if previous is None or night.manifest.force or previous.settings_hash != night.run.settings_hash:
+            return True
+        try:
+            return bool(changed_inputs(previous.load_manifest().inputs, night.manifest.inputs))
+        except WorkspaceError:
+            return True
+
+    def _start_workers(self, cluster: ExitStack) -> tuple[WorkerLayout, Crew | None]:
+        """Workers that load their model, on a cluster that is left with the stack."""
+        layout = cluster.enter_context(ray_cluster(self.night.settings.cluster))
+        if self.decoding.drafters:
+            draft(None, [], 0)  # compiled here, so that workers find it in numba's cache
+        return layout, hire(self._worker_spec(), layout, self.night.settings.cluster.max_shard_attempts)
 
     def _plan(self, side: Side) -> tuple[SidePlan, Finished]:
         """What is to be done of a side, and the shards of it that are done."""
@@ -141,20 +173,23 @@ class _Pass:
         return PreviousKnowledge(None if previous is None else previous.knowledge_folder(side))
 
     def _write(
-        self, pending: list[Shard], plans: dict[Side, SidePlan], finished: dict[Side, Finished]
+        self,
+        pending: list[Shard],
+        plans: dict[Side, SidePlan],
+        finished: dict[Side, Finished],
+        started: Future[tuple[WorkerLayout, Crew | None]],
     ) -> list[ShardAbandoned]:
         """Have the workers write shards, which are added to the finished ones; returns those that were given up."""
         night, abandoned, num_done = self.night, [], 0
         label = "generate plain" if self.is_plain else "generate"
         num_rows = sum(shard.num_rows for shard in pending)
         spec = self._worker_spec()
-        if self.decoding.drafters:
-            draft(None, [], 0)  # compiled here, so that workers find it in numba's cache
         say(f"{label}: {num_rows} texts in {len(pending)} shards; starting workers")
-        with ray_cluster(night.settings.cluster) as layout, progress(label, num_rows) as bar:
+        layout, crew = started.result()
+        with progress(label, num_rows) as bar:
             choose = _plainly if self.is_plain else partial(night_budgets, night, pending)
             attempts = night.settings.cluster.max_shard_attempts
-            for outcome in run_shards(pending, spec, layout, attempts, choose_budgets=choose):
+            for outcome in run_shards(pending, spec, layout, attempts, choose_budgets=choose, crew=crew):
                 if isinstance(outcome, ShardAbandoned):
                     abandoned.append(outcome)
                     emit("shard_abandoned", **_named(outcome.shard), reason=outcome.reason)

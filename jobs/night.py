@@ -11,13 +11,13 @@ from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
-import torch
 from pydantic import ValidationError
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.inputs import NEEDS_A_MODEL, changed_inputs, checked_inputs, needs_a_model
 from laserbatch.jobs.settings import Settings
+from laserbatch.pipeline.distributed.settings import gpu_name
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import Side
@@ -286,9 +286,9 @@ def describe_machine() -> dict[str, Any]:
     return {
         "platform": platform.platform(),
         "num_cpus": os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": gpu_name(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": version("torch"),
     }
 
 

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from laserbatch.ctr.settings import CtrError
 from laserbatch.jobs.build_pools import build_pools, collect_pools
@@ -21,8 +21,6 @@ from laserbatch.jobs.night import Night, open_night, pools_in_use
 from laserbatch.jobs.publishing import let_readers_see
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import Settings
-from laserbatch.pipeline.encoding.encoder import TextEncoder
-from laserbatch.pipeline.encoding.features import KNOWLEDGE_COLUMNS, SideFeatures, build_features
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import RunFailed, RunHeld, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
@@ -31,6 +29,9 @@ from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import read_tables
+
+if TYPE_CHECKING:
+    from laserbatch.pipeline.encoding.features import SideFeatures
 
 # When a finished run is published: unless one of a later date is, or it was taken back; whatever is; not by this.
 Publishing = Literal["forwards", "always", "never"]
@@ -130,6 +131,9 @@ def encode_run(
     previous : a finished run whose centroids, and vectors of texts that were carried over from it, are taken over
         where the encoder is the same.
     """
+    from laserbatch.pipeline.encoding.encoder import TextEncoder  # torch and scikit-learn take seconds to load
+    from laserbatch.pipeline.encoding.features import KNOWLEDGE_COLUMNS, build_features
+
     settings = settings or EncodingSettings()
     folder = RunFolder(Path(run_dir))
     sides = [side for side in SIDES if any(folder.knowledge_folder(side).glob("*.parquet"))]
@@ -161,7 +165,7 @@ def encode_run(
     return figures
 
 
-def _earlier(previous: RunFolder | None, side: Side, encoder_id: str) -> SideFeatures | None:
+def _earlier(previous: RunFolder | None, side: Side, encoder_id: str) -> "SideFeatures | None":
     """Features of a finished run; None when its encoder was another one, or they cannot be read."""
     if previous is None or not previous.centroids_path(side).exists():
         return None
@@ -169,6 +173,8 @@ def _earlier(previous: RunFolder | None, side: Side, encoder_id: str) -> SideFea
         before = previous.load_manifest().features.get(side)
         if before is None or before.encoder != encoder_id:
             return None
+        from laserbatch.pipeline.encoding.features import SideFeatures
+
         return SideFeatures(read_parquet(previous.features_path(side)), read_parquet(previous.centroids_path(side)))
     except WorkspaceError as error:
         say(f"{side} texts are all encoded again: {error}")

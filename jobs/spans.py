@@ -1,9 +1,9 @@
 """Texts cut into spans by the source of their tokens, and the few such texts that a report shows."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from laserbatch.jobs.night import Night
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
@@ -15,6 +15,9 @@ from laserbatch.pipeline.storage.manifest import SampleSpan, SampleText
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.sources import SOURCE_NAMES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
 
@@ -47,7 +50,7 @@ def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) 
 
 
 def text_spans(
-    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int] | np.ndarray, sources: Sequence[int] | np.ndarray
+    tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int] | np.ndarray, sources: Sequence[int] | np.ndarray
 ) -> list[SampleSpan]:
     """Text of a generated sequence, cut where the source changes; neighbours differ in source, and none is empty.
 
@@ -70,5 +73,5 @@ def text_spans(
     return spans
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+def _decode(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

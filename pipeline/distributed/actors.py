@@ -12,7 +12,7 @@ import ray
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes, require_own_gpu, told_nodes
-from laserbatch.pipeline.distributed.worker import ShardWorker, WorkerSpec
+from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.planning.plan import Shard, split_shard
 from laserbatch.pipeline.sides import Side
@@ -41,6 +41,7 @@ def run_shards(
     layout: WorkerLayout,
     max_shard_attempts: int,
     choose_budgets: Callable[[Callable[[], StepCost]], dict[Side, Budget]] = lambda measure: {},
+    crew: "Crew | None" = None,
 ) -> Iterator[tuple[Shard, ShardRecord] | ShardAbandoned]:
     """Hand out shards to workers as they become free; yield each one's outcome as it comes.
 
@@ -52,9 +53,15 @@ def run_shards(
     `choose_budgets`, called once with what has workers say what steps cost, says how much each side drafts. A side that
     is missing drafts what the settings say.
 
+    `crew` are workers that were hired before, as `Crew(spec, layout, max_shard_attempts)`; those that are too many for
+    the shards are dismissed.
+
     Raises RunFailed: no worker finds a place, or all of them are lost before they are ready.
     """
-    crew = _Crew(spec, replace(layout, num_workers=min(layout.num_workers, len(shards))), max_shard_attempts)
+    num_workers = min(layout.num_workers, len(shards))
+    if crew is None:
+        crew = Crew(spec, replace(layout, num_workers=num_workers), max_shard_attempts)
+    crew.keep(num_workers)
     budgets = choose_budgets(crew.step_cost)
     queue, attempts = deque(shards), Counter()
     while queue or crew.is_at_work:
@@ -124,7 +131,7 @@ class _Member:
         return self.has_place and self.silent_s > (MOST_SILENT_S if self._num_forwards else MOST_LOADING_S)
 
 
-class _Crew:
+class Crew:
     """The workers of a run: those that were asked something, at first to load their model, and idle ones."""
 
     def __init__(self, spec: WorkerSpec, layout: WorkerLayout, max_attempts: int) -> None:
@@ -188,6 +195,12 @@ class _Crew:
             "memory ran out, or give decoding.max_draft_tokens and decoding.min_acceptance: then nothing is measured"
         )
 
+    def keep(self, num_workers: int) -> None:
+        """Dismiss workers that are too many, before any was given a shard."""
+        while len(self._asked) > num_workers:
+            _, (member, _) = self._asked.popitem()
+            ray.kill(member.actor)
+
     def dismiss(self) -> None:
         for actor in self.actors:
             ray.kill(actor)
@@ -242,11 +255,13 @@ class _Worker:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
-        self._worker: ShardWorker | None = None
+        self._worker = None
 
     def load(self) -> None:  # not in __init__, so that a refused model is reported, not a dead actor
         if self._spec.device == "cuda":
             require_own_gpu(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        from laserbatch.pipeline.distributed.worker import ShardWorker  # torch and transformers: seconds
+
         self._worker = ShardWorker(self._spec)
         self._worker.warm_up()
 

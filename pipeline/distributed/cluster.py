@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import ray
-import torch
 
-from laserbatch.pipeline.distributed.settings import ClusterSettings, usable_cores
+from laserbatch.pipeline.distributed.settings import ClusterSettings, num_gpus, usable_cores
 from laserbatch.pipeline.errors import ConfigError
 
 WORKERS_A_NODE = 8  # without GPUs, by default: of the largest node, which others follow
@@ -101,7 +100,7 @@ def ray_cluster(settings: ClusterSettings) -> Iterator[WorkerLayout]:
         ray.init(
             address="local",
             num_cpus=usable_cores(),
-            num_gpus=torch.cuda.device_count(),
+            num_gpus=num_gpus(),
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,

@@ -8,8 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,15 +22,16 @@ from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.from_settings import drafter_from
 from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
-from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
 from laserbatch.pipeline.distributed.settings import workers_of_node
+from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.parsers import parse_knowledge
 from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, render_shown
 from laserbatch.pipeline.knowledge.records import knowledge_schema
-from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, load_template
+from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.planning.plan import PlannedRow, Shard, read_shard
 from laserbatch.pipeline.planning.planner import decoding_provenance
 from laserbatch.pipeline.sides import Side
@@ -47,25 +47,6 @@ WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS = 64, 8
 USUAL_SHARE = 0.99  # of a pool's texts
 MOST_RUN_ON = 0.1  # of a shard's texts
 RESIDENT_SHARE = 0.25  # of the free memory: a larger pool is read from the disk as drafts need it
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerSpec:
-    """What a worker is started with; plain values, so that it can travel to another machine."""
-
-    run_id: str
-    run_dir: Path  # plan/ is read and knowledge/ written here
-    model_dir: Path
-    decoding: DecodingSettings
-    device: str = "auto"
-    num_threads: int = 1
-    num_workers: int = 1  # that work side by side
-    templates: dict[Side, str]  # name of a side's prompt template
-    template_dir: Path | None = None
-    max_prompt_tokens: int = KnowledgeSettings().max_prompt_tokens
-    step_cost_dir: Path  # where measured costs of steps are kept
-    pool_dirs: dict[Side, Path] = field(default_factory=dict)  # frozen pools, where there are any
-    pool_versions: dict[Side, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,12 @@ import logging
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from laserbatch.pipeline.errors import ModelError, RowError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,7 @@ class ChatSkeleton:
     merges_system: bool  # the model's template takes no system message, so it goes before the user's
 
 
-def chat_skeleton(tokenizer: PreTrainedTokenizerBase, with_system: bool, chat_options: dict) -> ChatSkeleton:
+def chat_skeleton(tokenizer: "PreTrainedTokenizerBase", with_system: bool, chat_options: dict) -> ChatSkeleton:
     """Skeleton of one turn that ends where the model's answer begins; cached by tokenizer.
 
     Raises ModelError where the tokenizer's chat template fails, or loses or repeats a content.
@@ -39,7 +41,7 @@ def chat_skeleton(tokenizer: PreTrainedTokenizerBase, with_system: bool, chat_op
 
 
 @lru_cache(maxsize=32)
-def _skeleton(tokenizer: PreTrainedTokenizerBase, with_system: bool, chat_options: str) -> ChatSkeleton:
+def _skeleton(tokenizer: "PreTrainedTokenizerBase", with_system: bool, chat_options: str) -> ChatSkeleton:
     if not tokenizer.chat_template:
         logger.warning(
             "the model's tokenizer has no chat template, so prompts are plain text after its begin-of-text token; if "
@@ -74,7 +76,7 @@ def _skeleton(tokenizer: PreTrainedTokenizerBase, with_system: bool, chat_option
     return ChatSkeleton(tuple(pieces), tuple(texts), merges_system)
 
 
-def _apply(tokenizer: PreTrainedTokenizerBase, contents: dict[str, str], roles: list[str], chat_options: str) -> str:
+def _apply(tokenizer: "PreTrainedTokenizerBase", contents: dict[str, str], roles: list[str], chat_options: str) -> str:
     messages = [{"role": role, "content": contents[role]} for role in roles]
     try:
         return tokenizer.apply_chat_template(
@@ -86,7 +88,7 @@ def _apply(tokenizer: PreTrainedTokenizerBase, contents: dict[str, str], roles: 
         raise ModelError(f"the tokenizer's chat template fails on a plain user message: {error}") from error
 
 
-def encode_content(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode_content(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     """Token ids of a text in which nothing is control, whatever it looks like; RowError where that cannot be."""
     ids = _encode(tokenizer, text)
     control = _control_tokens(tokenizer)
@@ -106,12 +108,12 @@ def encode_content(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def _encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
 
 @lru_cache(maxsize=32)
-def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+def _control_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
     control = {
         token_id: token.content
         for token_id, token in tokenizer.added_tokens_decoder.items()

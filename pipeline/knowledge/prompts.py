@@ -10,14 +10,17 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.chat_format import chat_skeleton, encode_content
 from laserbatch.pipeline.knowledge.entities import Entity, HistoryEvent
 from laserbatch.pipeline.knowledge.templates import AttributeLines, Columns, HistoryLines, PromptTemplate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LAYOUT_VERSION = 1  # another one where the same template and values become another prompt: fingerprints hold it
 PARTS = ("template", "prompt", "model", "decoding", "attributes", "history")  # of a fingerprint; the first 4 are shared
@@ -46,7 +49,7 @@ class Shown:
 
 
 def render_prompt(
-    template: PromptTemplate, entity: Entity, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
+    template: PromptTemplate, entity: Entity, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
 ) -> RenderedPrompt:
     """Render one entity, as `render_shown` says.
 
@@ -58,7 +61,7 @@ def render_prompt(
 
 
 def render_shown(
-    template: PromptTemplate, shown: Shown, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
+    template: PromptTemplate, shown: Shown, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
 ) -> RenderedPrompt:
     """Render a prompt, keeping as much of the newest history as the budget allows.
 

@@ -85,12 +85,12 @@ def crews(monkeypatch) -> list:
     """The crews that are hired."""
     hired = []
 
-    class Watched(actors._Crew):
+    class Watched(actors.Crew):
         def __init__(self, *given) -> None:
             super().__init__(*given)
             hired.append(self)
 
-    monkeypatch.setattr(actors, "_Crew", Watched)
+    monkeypatch.setattr(actors, "Crew", Watched)
     return hired
 
 

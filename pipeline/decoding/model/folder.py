@@ -12,13 +12,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-
-from laserbatch.pipeline.decoding.model.adapters import find_adapter
 from laserbatch.pipeline.errors import ModelError, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SAMPLE_MODEL = Path(__file__).resolve().parents[3] / "models" / "sample"
 _HASHED_BYTES = 1 << 20  # of each end of a weights file
@@ -70,6 +69,8 @@ def model_id_of(path: Path, weights: list[Path], adapter: str | Path | None = No
         digest.update(json.dumps(done, sort_keys=True).encode())
     name = path.resolve().name
     if adapter is not None:
+        from laserbatch.pipeline.decoding.model.adapters import find_adapter
+
         config_file, adapter_weights = find_adapter(adapter)
         digest.update(config_file.read_bytes())
         weights = [*weights, adapter_weights]
@@ -84,12 +85,14 @@ def model_id_of(path: Path, weights: list[Path], adapter: str | Path | None = No
     return f"{name}-{digest.hexdigest()[:12]}"
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     """The tokenizer of a model folder.
 
     Raises ModelError: the folder is no model folder, or its tokenizer cannot be read.
     """
     find_weights(folder)
+    from transformers import AutoTokenizer  # here: it takes seconds to load, and who only asks of files needs it not
+
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
@@ -125,6 +128,9 @@ def num_parameters_of(config) -> int:
     plain = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
+    import torch
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(plain)
     return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,23 @@
+"""What a command must not load before it needs it: seconds of each night, and of each look at one."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "transformers", "sklearn", "lightgbm", "matplotlib", "pandas")
+
+
+@pytest.mark.parametrize(
+    ("module", "late"),
+    [
+        ("jobs.nightly", HEAVY),  # the tokenizer is loaded with the first prompt, the encoder with the first text
+        ("pipeline.distributed.actors", HEAVY),  # a worker loads them when it is asked to load its model
+        ("jobs.status", (*HEAVY, "ray", "numba")),
+        ("jobs.events", (*HEAVY, "ray", "numba", "pyarrow")),
+    ],
+)
+def test_what_takes_seconds_to_load_is_loaded_late(module, late):
+    code = f"import sys, laserbatch.{module}; print([name for name in {late} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr
