@@ -55,6 +55,10 @@ COMMANDS = {
         "laserbatch.jobs.status:status",
         "Show which run is under way, how far it is, how long it will take, and what is published; waits for no lock.",
     ),
+    "doctor": LazyCommand(
+        "laserbatch.jobs.doctor:doctor",
+        "Check whether a night can run here, from versions and GPU to model, disk and tables; say how to mend it.",
+    ),
     "demo": LazyCommand(
         "laserbatch.jobs.nightly:demo",
         "Two nights on a sample world, with the bundled model: the second is faster because the first happened.",

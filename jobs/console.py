@@ -123,9 +123,9 @@ def summary(data: Mapping, as_json: bool) -> None:
         if isinstance(value, Mapping):
             table.add_row(Text(visible(_title(key)), "bold"), "")
             for inner, inner_value in value.items():
-                table.add_row(f"  {visible(_title(inner))}", _shown(inner_value))
+                table.add_row(Text(f"  {visible(_title(inner))}"), _shown(inner_value))
         else:
-            table.add_row(visible(_title(key)), _shown(value))
+            table.add_row(Text(visible(_title(key))), _shown(value))
     stdout.print(table)
 
 

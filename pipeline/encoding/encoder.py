@@ -57,14 +57,7 @@ class TextEncoder:
             The package or folder is missing, its weights are not the expected ones, or it is not an encoder.
         """
         settings = settings or EncodingSettings()
-        bundled = settings.encoder is None
-        folder = _minilm_folder() if bundled else Path(settings.encoder)
-        digest = _weights_sha256(folder)
-        if bundled and digest != MINILM_SHA256:
-            raise ModelError(
-                f"{folder}: the SHA-256 of {WEIGHTS_FILE} is {digest}, expected {MINILM_SHA256}; the weights are not "
-                "the pinned ones: install the encoder again"
-            )
+        folder, digest = find_encoder(settings)
         device, dtype = _place(settings)
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -82,7 +75,7 @@ class TextEncoder:
                 f"{folder}: its tokenizer has no padding token; expected an encoder such as BERT or MiniLM"
             )
         limit = getattr(model.config, "max_position_embeddings", None) or settings.max_text_tokens
-        name = MINILM_PACKAGE if bundled else folder.resolve().name
+        name = MINILM_PACKAGE if settings.encoder is None else folder.resolve().name
         encoder_id = f"{name}-{digest[:8]}-{str(dtype).removeprefix('torch.')}"
         max_text_tokens = min(settings.max_text_tokens, limit, tokenizer.model_max_length)
         max_batch_tokens = settings.max_batch_tokens or DEFAULT_BATCH_TOKENS[device.type]
@@ -138,6 +131,22 @@ class TextEncoder:
         weights = mask.unsqueeze(-1).float()
         mean = (hidden * weights).sum(dim=1) / weights.sum(dim=1)  # (batch, dim)
         return torch.nn.functional.normalize(mean, dim=1)[: len(rows)].cpu().numpy()
+
+
+def find_encoder(settings: EncodingSettings) -> tuple[Path, str]:
+    """Folder and SHA-256 of the weights of the encoder that the settings name; nothing is loaded.
+
+    Raises ModelError: it is not there, or not the expected one.
+    """
+    is_bundled = settings.encoder is None
+    folder = _minilm_folder() if is_bundled else Path(settings.encoder)
+    digest = _weights_sha256(folder)
+    if is_bundled and digest != MINILM_SHA256:
+        raise ModelError(
+            f"{folder}: the SHA-256 of {WEIGHTS_FILE} is {digest}, expected {MINILM_SHA256}; the weights are not "
+            "the pinned ones: install the encoder again"
+        )
+    return folder, digest
 
 
 def _minilm_folder() -> Path:

@@ -18,6 +18,7 @@ from laserbatch.pipeline.knowledge.prompts import Shown
 from laserbatch.pipeline.knowledge.questions import shown_of_row
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import read_json, sha256_file, write_json
+from laserbatch.pipeline.storage.manifest import Inside
 from laserbatch.pipeline.storage.parquet import iter_parquet, read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
 
@@ -48,11 +49,11 @@ class Shard:
     rows are those that `plan_side` was asked to keep apart.
     """
 
-    name: str  # of its files: "00000"
+    name: Inside  # of its files: "00000"
     side: Side
     group: str  # of its first row
     num_rows: int
-    path: str
+    path: Inside
     sha256: str
     is_apart: bool = False
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import Side
@@ -15,6 +15,16 @@ from laserbatch.pipeline.storage.atomic import canonical_json, read_json, write_
 from laserbatch.pipeline.storage.stats import DecodingStats
 
 MANIFEST_VERSION = 1
+
+
+def _inside(path: str) -> str:
+    if Path(path).is_absolute() or ".." in Path(path).parts:
+        raise ValueError(f"{path!r} leaves the folder of its run")
+    return path
+
+
+# Of a file that a run wrote down, relative to its folder: what is read from a disk may have been changed there.
+Inside = Annotated[str, AfterValidator(_inside)]
 
 
 def settings_hash(settings: Mapping) -> str:
@@ -94,8 +104,8 @@ class ShardInfo:
 class ShardRecord:
     """A finished shard, as its JSON file says; the rows that failed lie beside it."""
 
-    name: str  # of the files, without suffix: "00000"
-    file: str  # of its knowledge, relative to the run folder
+    name: Inside  # of the files, without suffix: "00000"
+    file: Inside  # of its knowledge, relative to the run folder
     num_rows: int
     sha256: str  # of the knowledge file
     num_quarantined: int = 0
@@ -169,11 +179,11 @@ class SideFigures:
 class FeatureFigures:
     """A side's feature file and its centroids, relative to the run's folder; counts are of texts."""
 
-    file: str
+    file: Inside
     num_rows: int
     sha256: str
     dim: int
-    centroids: str
+    centroids: Inside
     num_clusters: int
     num_encoded: int
     num_truncated: int

@@ -1,0 +1,36 @@
+"""Airflow: `laserbatch nightly` for each day that is over. The date is the run's own, so that Airflow's backfills do
+earlier nights; retries go on with what is finished."""
+
+from datetime import datetime, timedelta
+
+try:  # Airflow 3, and Airflow 2 with its providers
+    from airflow.providers.standard.operators.bash import BashOperator
+    from airflow.sdk import DAG
+except ImportError:
+    from airflow import DAG
+    from airflow.operators.bash import BashOperator
+
+CONFIG = "/etc/laserbatch/laserbatch.yaml"
+# A retry of what comes back the same (exit codes 2, 3, 4) ends in seconds and changes nothing.
+NIGHT = f"exec laserbatch nightly --config {CONFIG} --date {{{{ ds }}}}"
+
+with DAG(
+    dag_id="laserbatch",
+    description="The night's knowledge about users and items",
+    schedule="0 2 * * *",
+    start_date=datetime(2025, 1, 1),
+    catchup=False,
+    max_active_runs=1,  # one night at a time: each is built on the one before it
+    dagrun_timeout=timedelta(hours=22),
+    default_args={
+        "retries": 2,
+        "retry_delay": timedelta(minutes=5),
+        "execution_timeout": timedelta(hours=20),
+        "email_on_failure": True,
+        "email": ["recommendations@example.com"],
+    },
+    tags=["laserbatch"],
+) as dag:
+    doctor = BashOperator(task_id="doctor", bash_command=f"laserbatch doctor --config {CONFIG} --no-ray", retries=0)
+    night = BashOperator(task_id="night", bash_command=NIGHT, append_env=True)
+    doctor >> night

@@ -1,0 +1,95 @@
+"""The examples for schedulers: each is what its scheduler reads, and runs the command that is there."""
+
+import ast
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from laserbatch.jobs.cli import COMMANDS
+
+SCHEDULES = Path(__file__).resolve().parents[2] / "docs" / "schedules"
+FILES = sorted(path for path in SCHEDULES.iterdir() if path.is_file())
+NIGHTLY = re.compile(r"laserbatch nightly --config \S+( --ray-address auto\s*)? --date ")
+
+
+def test_each_runs_the_same_command_for_a_date():
+    for name in ("laserbatch.cron", "laserbatch.service", "rayjob.yaml", "airflow_dag.py"):
+        text = " ".join((SCHEDULES / name).read_text().split()).replace("{CONFIG}", "C")
+        assert NIGHTLY.search(text), name
+        assert "{{ ds }}" in text.replace("{{{{", "{{").replace("}}}}", "}}") or "date -u -d yesterday" in text, name
+
+
+def test_every_command_and_option_that_they_name_is_there():
+    for path in FILES:
+        for name in re.findall(r"laserbatch (?!\.)([a-z]+) --", path.read_text()):
+            command = COMMANDS[name].load(name)
+            assert "--config" in {option for parameter in command.params for option in parameter.opts}
+
+
+def test_every_file_is_in_the_table():
+    table = (SCHEDULES / "README.md").read_text()
+    assert [path.name for path in FILES if path.name != "README.md" and f"`{path.name}`" not in table] == []
+
+
+def test_the_line_of_cron_runs_its_night_once_more_where_that_helps(tmp_path):
+    """Its last field, as cron hands it to bash: `laserbatch` here notes what it was given and ends with a code."""
+    line = (SCHEDULES / "laserbatch.cron").read_text().splitlines()[-1]
+    minute, hour, *_, user, command = line.split(None, 6)
+    assert (minute, hour, user) == ("0", "2", "laserbatch")
+    assert re.search(r"(?<!\\)%", command) is None
+    fake = tmp_path / "laserbatch"
+    fake.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/given\nexit $(cat {tmp_path}/code)\n')
+    fake.chmod(0o755)
+    (tmp_path / "sleep").write_text("#!/bin/bash\n")
+    (tmp_path / "sleep").chmod(0o755)
+    script = command.replace("\\%", "%").replace("/tmp/laserbatch-night.lock", str(tmp_path / "lock"))
+    names = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CONFIG": "C", "LOG": str(tmp_path / "log")}
+    for code, num_tries in ((0, 1), (3, 1), (1, 2)):
+        (tmp_path / "code").write_text(str(code))
+        (tmp_path / "given").write_text("")
+        done = subprocess.run(["/bin/bash", "-c", script], env=names, capture_output=True, text=True, timeout=20)
+        given = (tmp_path / "given").read_text().splitlines()
+        assert len(given) == num_tries and re.fullmatch(r"nightly --config C --date \d{4}-\d\d-\d\d", given[0])
+        assert (f"ended with exit code {code};" in done.stdout) == (code != 0)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+def test_units_are_what_systemd_reads(tmp_path):
+    units = [tmp_path / path.name for path in FILES if path.suffix in (".service", ".timer")]
+    for unit in units:  # programs of the example that are not here would be named as missing
+        text = (SCHEDULES / unit.name).read_text().replace("/opt/laserbatch/.venv/bin/laserbatch", "/bin/true")
+        unit.write_text(text.replace("User=laserbatch", "User=root"))
+    done = subprocess.run(["systemd-analyze", "verify", *units], capture_output=True, text=True, timeout=60)
+    ours = [line for line in (done.stdout + done.stderr).splitlines() if "laserbatch" in line]
+    assert not ours and len(units) == 3
+
+
+def test_the_rayjob_has_what_its_schema_requires():
+    """KubeRay's resource v1: `kubectl create --dry-run=server` checks all of it where there is a cluster."""
+    job, schedule = yaml.safe_load_all((SCHEDULES / "rayjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["image"] and container["volumeMounts"]
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+    assert all(group["groupName"] for group in cluster["workerGroupSpecs"])
+    assert job["spec"]["backoffLimit"] and job["spec"]["activeDeadlineSeconds"]
+    assert (schedule["kind"], schedule["spec"]["concurrencyPolicy"]) == ("CronJob", "Forbid")
+
+
+def test_the_dag_is_python_and_what_airflow_reads():
+    path = SCHEDULES / "airflow_dag.py"
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    (dag,) = (call for call in calls if getattr(call.func, "id", "") == "DAG")
+    assert {"schedule", "catchup", "max_active_runs"} <= {keyword.arg for keyword in dag.keywords}
+    if importlib.util.find_spec("airflow"):
+        from airflow.dag_processing.dagbag import DagBag  # of Airflow 3
+
+        bag = DagBag(path)
+        assert not bag.import_errors and bag.dags["laserbatch"].task_ids == ["doctor", "night"]

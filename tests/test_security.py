@@ -1,0 +1,99 @@
+"""What must not happen whatever the data say: code run, paths left, terminals obeyed, files open to everybody."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from laserbatch.jobs.console import say, summary
+from laserbatch.pipeline import validation
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.planning.plan import load_plan
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.store import PoolStore
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("pipeline", "retrieval_pools", "ctr", "jobs", "models")
+SOURCES = [path for name in ROOMS for path in sorted((ROOT / name).rglob("*.py"))]
+PICKLES = {"pickle", "dill", "joblib", "cloudpickle", "shelve", "marshal"}
+NEVER_CALLED = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"}
+OUTSIDE = ("../x", "/etc/passwd", "a/../../x", "..")
+
+
+def called(node: ast.Call) -> str:
+    return ast.unparse(node.func)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_is_unpickled_no_code_of_data_is_run_and_no_shell_is_started(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            assert not PICKLES & {name.split(".")[0] for name in names}, ast.unparse(node)
+        if not isinstance(node, ast.Call):
+            continue
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        is_safe = called(node) == "yaml.load" and ast.unparse(node.args[1]) == "_UniqueKeys"
+        assert is_safe or called(node) not in NEVER_CALLED, ast.unparse(node)
+        assert given.get("shell", "False") == "False" and given.get("allow_pickle", "False") == "False"
+        assert given.get("trust_remote_code", "False") == "False"
+        assert called(node) != "torch.load" or given.get("weights_only") == "True"
+        assert not called(node).endswith(".from_pretrained") or "torch" not in called(node)
+
+
+def test_yaml_is_read_as_plain_values():
+    assert issubclass(validation._UniqueKeys, yaml.SafeLoader)
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_names_from_data_lead_nowhere_else(tmp_path, name):
+    workspace = Workspace.open(tmp_path / "workspace")
+    with pytest.raises(WorkspaceError):
+        workspace.run(name)
+    (workspace.root / "published.json").write_text(json.dumps({"run_id": name}))
+    with pytest.raises(WorkspaceError):
+        workspace.published()
+    with pytest.raises(PoolError):
+        PoolStore(tmp_path / "pools").folder(name)
+    with pytest.raises(Exception, match="template"):
+        load_template(name, tmp_path)
+
+
+@pytest.mark.parametrize("path", OUTSIDE[:3])
+def test_paths_that_a_run_wrote_down_and_somebody_changed_are_not_followed(tmp_path, path):
+    run = RunFolder(tmp_path / "run")
+    (run.root / "plan").mkdir(parents=True)
+    (run.root / "shards" / "user").mkdir(parents=True)
+    shard = {"name": "0", "side": "user", "group": "", "num_rows": 1, "path": path, "sha256": "", "is_apart": False}
+    plan = {"side": "user", "num_entities": 1, "num_carried_over": 0, "num_refused": 0, "routes": {}, "shards": [shard]}
+    (run.root / "plan" / "user.json").write_text(json.dumps(plan))
+    assert load_plan(run.root, "user") is None
+    record = {"name": "00000", "file": path, "num_rows": 1, "sha256": ""}
+    (run.root / "shards" / "user" / "00000.json").write_text(json.dumps(record))
+    assert run.finished_shards("user") == {}
+
+
+def test_a_terminal_obeys_nothing_that_data_say(capfd):
+    hostile = "\x1b]0;owned\x07\x1b[2J[bold]\x9b31m\x00"
+    say(hostile)
+    summary({hostile: hostile, "inner": {hostile: [hostile]}}, as_json=False)
+    shown = "".join(capfd.readouterr())
+    assert not {"\x1b", "\x07", "\x9b", "\x00"} & set(shown) and shown.count("[bold]") == 5
+
+
+def test_files_are_for_nobody_else_to_change_whatever_the_umask(tmp_path):
+    code = (
+        "import os; os.umask(0)\nfrom laserbatch.jobs.cli import main\n"
+        "import sys; sys.argv = ['laserbatch', 'data', 'sample', sys.argv[1], '--num-users', '2']\nmain()"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path / "world"], check=True, capture_output=True, timeout=120)
+    made = [path for path in (tmp_path / "world").rglob("*")]
+    assert made and not [path for path in made if os.stat(path).st_mode & 0o002]
