@@ -3,16 +3,14 @@
 import json
 import logging
 import os
-import signal
 import sys
-import threading
 import traceback
 from importlib.metadata import version
 
 import typer
 
 from laserbatch.jobs.console import ExitCode, LazyCommand, lazy_app, logger, print_line
-from laserbatch.jobs.failures import Terminated, exit_code_of, line_of
+from laserbatch.jobs.failures import end_at_sigterm, exit_code_of, line_of
 
 # transformers loads torchao wherever it is installed, which then tells which of its own parts do not fit the machine.
 for name in ("torchao", "torch.utils._pytree"):
@@ -116,15 +114,10 @@ def end_of(error: BaseException) -> int:
     return code
 
 
-def _end(number: int, frame: object) -> None:
-    raise Terminated
-
-
 def main() -> None:
     """Run the command line."""
     os.umask(os.umask(0o022) | 0o002)  # what is written is not for everybody to change, whoever starts this how
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _end)
+    end_at_sigterm()
     try:
         try:
             app()

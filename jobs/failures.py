@@ -2,6 +2,8 @@
 
 import errno
 import os
+import signal
+import threading
 import traceback
 from pathlib import Path
 
@@ -16,6 +18,19 @@ GOES_ON = "the same command goes on with what is finished"
 
 class Terminated(KeyboardInterrupt):
     """Somebody asked the process to end (SIGTERM): a scheduler whose time is over."""
+
+
+def end_at_sigterm() -> None:
+    """Have SIGTERM raise `Terminated`, so that workers are stopped and it is said why the night ended.
+
+    To be called again when Ray was started or left, whose own code sets the signal back to killing the process.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise Terminated
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from laserbatch.jobs.budgets import night_budgets
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.events import emit
+from laserbatch.jobs.failures import end_at_sigterm
 from laserbatch.jobs.inputs import NEEDS_A_MODEL, changed_inputs, needs_a_model
 from laserbatch.jobs.night import Night
 from laserbatch.jobs.spans import report_samples
@@ -97,6 +98,7 @@ class _Pass:
             if pending:
                 started = started or aside.submit(self._start_workers, cluster)
                 abandoned = self._write(pending, plans, finished, started)
+        end_at_sigterm()
         plans = {side: load_plan(self.folder.root, side) or plans[side] for side in SIDES}  # with halves of shards
         return {side: self._gather(plans[side], finished[side], abandoned) for side in SIDES}
 
@@ -186,6 +188,7 @@ class _Pass:
         spec = self._worker_spec()
         say(f"{label}: {num_rows} texts in {len(pending)} shards; starting workers")
         layout, crew = started.result()
+        end_at_sigterm()
         with progress(label, num_rows) as bar:
             choose = _plainly if self.is_plain else partial(night_budgets, night, pending)
             attempts = night.settings.cluster.max_shard_attempts
@@ -206,7 +209,9 @@ class _Pass:
                 if not self.is_plain:
                     require_usable_texts(night, plans[shard.side], finished[shard.side])
         num_workers = min(layout.num_workers, len(pending))
-        night.manifest.workers = WorkerFigures(num_workers, layout.num_threads, layout.device)
+        night.manifest.workers = WorkerFigures(
+            num_workers, layout.num_threads, layout.device, night.settings.cluster.price_per_hour
+        )
         return abandoned
 
     def _worker_spec(self) -> WorkerSpec:

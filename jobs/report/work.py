@@ -52,6 +52,8 @@ def work_section(manifest: RunManifest, sides: list[Side]) -> Section:
         blocks.append(bars("Time by stage", names, [Series("", times, TONIGHT)], "wall time", seconds, caption))
     else:
         blocks.append(Note("No stage was timed."))
+    if manifest.workers is not None and manifest.stages and busy:
+        blocks.append(_cost(manifest, busy))
     reasons = [
         {
             "Side": side.label,
@@ -89,6 +91,29 @@ def gates_section(manifest: RunManifest) -> Section:
     strong = [number for number, gate in enumerate(manifest.gates) if gate.verdict != "passes"]
     table = Table("What was judged before publication", rows, ("Side", "Gate", "Verdict", "Meaning"), caption, strong)
     return Section("gates", "Gates", [table])
+
+
+def _cost(manifest: RunManifest, sides: list[Side]) -> Table:
+    """Hours of workers, and money where there is a price: of the night, a million entities, a million written ones."""
+    workers, stages = manifest.workers, manifest.stages
+    hours = workers.num_workers * sum(stages.get(name, 0.0) for name in ("generate", "generate plain")) / 3600
+    price = workers.price_per_hour
+    money = None if price is None else price * sum(stages.values()) / 3600
+    numbers = [sum(getattr(side.figures, f"num_{name}") for side in sides) for name in ("entities", "generated")]
+    kind = "GPU-hours" if workers.device == "cuda" else "Worker-hours"
+    rows = [{"Of": "the night", kind: decimal(hours, 3), "Money": decimal(money)}]
+    for name, number in zip(("a million entities", "a million written"), numbers, strict=True):
+        million = ratio(1e6, number)
+        rows.append(
+            {
+                "Of": name,
+                kind: decimal(None if million is None else hours * million, 1),
+                "Money": decimal(None if None in (million, money) else money * million),
+            }
+        )
+    caption = "Hours of all workers while texts were written. "
+    caption += "Set cluster.price_per_hour to see money." if money is None else "Money: of the cluster, for all stages."
+    return Table("What it cost", rows, ("Of",), caption)
 
 
 def _outcomes(side: Side) -> str:

@@ -87,6 +87,7 @@ class WorkerFigures:
     num_workers: int
     num_threads: int
     device: str
+    price_per_hour: float | None = None  # of the whole cluster, in whatever currency
 
 
 @dataclass(frozen=True)
