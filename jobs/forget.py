@@ -29,7 +29,7 @@ from laserbatch.pipeline.storage.atomic import (
     write_json,
     write_text,
 )
-from laserbatch.pipeline.storage.forgetting import Ids, forget_in_run, is_of, rows_of
+from laserbatch.pipeline.storage.forgetting import RECEIPTS, Ids, forget_in_run, is_of, rows_of, unfinished_receipts
 from laserbatch.pipeline.storage.parquet import iter_parquet
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.schema import table_files, tables_folder
@@ -118,25 +118,16 @@ def digest(side: Side, entity_id: str) -> str:
     return hashlib.sha256(f"{side}:{entity_id}".encode()).hexdigest()[:32]
 
 
-def unfinished_receipts(workspace: Workspace) -> list[Path]:
-    """Receipts of commands that were killed and not given again."""
-    return [path for path in sorted(_folder(workspace).glob("*.json")) if not read_json(path)["is_done"]]
-
-
-def _folder(workspace: Workspace) -> Path:
-    return workspace.root / "forgotten"
-
-
 def _opened_receipt(workspace: Workspace, wanted: Ids) -> Receipt:
     """That of the same command, if it was killed, else a new one; nothing is written."""
     ids = {side: {digest(side, key): False for key in sorted(keys)} for side, keys in wanted.items()}
     name = hashlib.sha256(canonical_json(ids).encode()).hexdigest()[:8]
-    for path in unfinished_receipts(workspace):
+    for path in unfinished_receipts(workspace.root):
         if path.stem.endswith(name):
             say(f"going on with {path}")
             return Receipt(path=path, **read_json(path))
     now = datetime.datetime.now(datetime.UTC)
-    path = _folder(workspace) / f"{now:%Y-%m-%dT%H-%M-%SZ}-{name}.json"
+    path = workspace.root / RECEIPTS / f"{now:%Y-%m-%dT%H-%M-%SZ}-{name}.json"
     return Receipt(path, now.isoformat(timespec="seconds"), version("laserbatch"), ids)
 
 

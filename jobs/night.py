@@ -21,6 +21,7 @@ from laserbatch.pipeline.distributed.settings import gpu_name
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.forgetting import unfinished_receipts
 from laserbatch.pipeline.storage.manifest import PoolFigures, PoolsUsed, RunManifest, make_run_id
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -112,6 +113,8 @@ def open_night(
     if needs_a_model(settings):
         say(NEEDS_A_MODEL)
     workspace = Workspace.open(settings.workspace)
+    for receipt in unfinished_receipts(workspace.root):
+        say(f"somebody is only half forgotten: give the `laserbatch forget` of {receipt} again")
     edition = newest_edition(workspace, settings, date)
     run = workspace.run(make_run_id(date, settings.of_output(), edition))
     manifest = RunManifest.load(run.manifest_path) if run.is_finished or run.manifest_path.exists() else None

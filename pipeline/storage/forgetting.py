@@ -21,7 +21,13 @@ from laserbatch.pipeline.storage.quarantine import count_reasons
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
 Ids = Mapping[Side, frozenset[str]]  # as text, whatever their type in a file
+RECEIPTS = "forgotten"  # folder of a workspace
 OUT_OF_REACH = 1e3  # of every vector, which have length one: the centroid of a cluster that nobody is left in
+
+
+def unfinished_receipts(root: Path) -> list[Path]:
+    """Receipts in a workspace of commands that were killed, and not given again."""
+    return [path for path in sorted((root / RECEIPTS).glob("*.json")) if not read_json(path)["is_done"]]
 
 
 def rows_of(root: Path, ids: Ids) -> tuple[dict[str, int], dict[Side, set[str]]]:
@@ -83,13 +89,9 @@ def forget_in_run(run: RunFolder, files: Mapping[str, int], ids: Ids) -> int:
             num_samples += len(shown) - len(figures["samples"])
             _recount_side(figures, folder, side)
     sums = {name: (sha256_file(run.root / name), pq.read_metadata(run.root / name).num_rows) for name in files}
-    plain = manifest.pop("plain", None)
-    _update(manifest, sums)
-    if plain is not None:
-        _update(
-            plain, {name.removeprefix("plain/"): known for name, known in sums.items() if name.startswith("plain/")}
-        )
-        manifest["plain"] = plain
+    _update({name: part for name, part in manifest.items() if name != "plain"}, sums)
+    of_plain = {name.removeprefix("plain/"): known for name, known in sums.items() if name.startswith("plain/")}
+    _update(manifest.get("plain"), of_plain)
     _write_if_changed(manifest, run.manifest_path)
     return num_samples
 
