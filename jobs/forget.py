@@ -200,7 +200,7 @@ def _rebuilt(settings: Settings, name: str, wanted: Ids) -> bool:
             for table in (f"{side}s", "interactions"):
                 tables[table] = tables[table].filter(pc.invert(is_of(tables[table][f"{side}_id"], wanted[side])))
         night.tables = type(night.tables)(**tables)
-        build_pools(night)
+        build_pools(night, anew=True)  # routers too: they hold ids
     except (PipelineError, PoolError, OSError) as error:
         say(f"the pools {name} cannot be built again and are dropped, so that the next night drafts from none: {error}")
         return False
