@@ -11,7 +11,9 @@ import pyarrow.parquet as pq
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import SAMPLE_MODEL, Settings
-from laserbatch.pipeline.errors import ConfigError, TableError
+from laserbatch.pipeline.budget.step_cost import read_step_cost
+from laserbatch.pipeline.decoding.model.folder import require_whole_files
+from laserbatch.pipeline.errors import ConfigError, ModelError, TableError
 from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.sides import SIDES, Side
@@ -41,11 +43,12 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
 
     `inputs` has by table, and as `user_embeddings` and `item_embeddings` where they are configured, the file's name,
     rows and SHA-256; of a table also the SHA-256 of what of it is known on the date (`known_sha256`), of embeddings how
-    many ids are of no entity that is known then. Raises ConfigError, TableError or PoolError, which name all faults of
-    settings and templates, of the tables, or of a file of embeddings.
+    many ids are of no entity that is known then. Raises ConfigError, ModelError, TableError or PoolError, which name
+    all faults of settings and templates, of a model's files, of the tables, or of a file of embeddings.
     """
     if settings.tables.path is None:
         raise ConfigError("no input tables: set tables.path in the configuration; `laserbatch init TABLES` writes one")
+    _require_files(settings)
     findings = check_inputs(settings.tables.path, settings)
     require_sound(findings, settings.tables.path)
     for warning in findings:
@@ -60,6 +63,17 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
     for name in sc.TABLE_NAMES:
         inputs[name]["known_sha256"] = _content_sha256(getattr(tables, name))
     return inputs | _described_embeddings(settings, tables), tables
+
+
+def _require_files(settings: Settings) -> None:
+    """What a night needs beside tables and would miss hours later: model, encoder, a cost of steps."""
+    require_whole_files(settings.model_dir)
+    encoder = settings.encoding.encoder
+    if encoder is not None and not Path(encoder, "model.safetensors").is_file():
+        found = ", ".join(sorted(path.name for path in Path(encoder).glob("*"))) or "nothing"
+        raise ModelError(f"the encoder folder {encoder} has no model.safetensors (found {found}); only such are loaded")
+    if settings.decoding.step_cost is not None:
+        read_step_cost(settings.decoding.step_cost)
 
 
 def check_inputs(path: Path, settings: Settings) -> list[Finding]:

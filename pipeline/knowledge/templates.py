@@ -102,6 +102,8 @@ class PromptTemplate(Strict):
     def _agrees_with_itself(self) -> "PromptTemplate":
         if self.side == "item" and self.history is not None:
             raise ValueError("an item template has no history")
+        if not self.instruction.strip() and not (self.request or "").strip():
+            raise ValueError("nothing is asked: `instruction` is empty, and so is `request`")
         if self.parser == "aspects" and not self.factors:
             raise ValueError("parser `aspects` needs `factors`, the names of the aspects; or take parser `free`")
         return self

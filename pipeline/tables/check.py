@@ -20,9 +20,9 @@ from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, TIME, role_of
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings, count_faults, unreadable
 from laserbatch.pipeline.tables.schema import (
     ID_COLUMNS,
+    PATH_TYPE,
     REQUIRED_COLUMNS,
     id_type,
-    is_list,
     plain_type,
     table_files,
     tables_folder,
@@ -76,7 +76,7 @@ class _Part:
         names = [
             field.name
             for field in self.schema
-            if is_list(field.type) or role_of(self.table, field.name) is not ATTRIBUTE
+            if role_of(self.table, field.name) is not ATTRIBUTE or plain_type(field.type) in (pa.string(), PATH_TYPE)
         ]
         return [name for name in names if name in self.usable and role_of(self.table, name) is not None]
 

@@ -50,6 +50,24 @@ def blank(values: pa.Array) -> pa.Array:
     return pc.fill_null(pc.equal(pc.utf8_trim_whitespace(values), ""), True)
 
 
+def _not_utf8(values: pa.Array) -> pa.Array:
+    if not sc.is_text(values.type) and not sc.is_list(values.type):
+        return pa.nulls(len(values), pa.bool_())
+    try:
+        values.validate(full=True)
+        return pa.nulls(len(values), pa.bool_())
+    except pa.ArrowInvalid:
+        return pa.array([_is_broken(values.slice(row, 1)) for row in range(len(values))])
+
+
+def _is_broken(value: pa.Array) -> bool:
+    try:
+        pa.concat_arrays([value]).validate(full=True)
+        return False
+    except pa.ArrowInvalid:
+        return True
+
+
 def _too_large(values: pa.Array) -> pa.Array:
     return pc.greater(values, MAX_ID) if pt.is_uint64(values.type) else pa.nulls(len(values), pa.bool_())
 
@@ -89,6 +107,8 @@ def _null_in_list(values: pa.Array) -> pa.Array:
     return pa.array(mask)
 
 
+_UTF8 = Rule("bad-text", "the text is not UTF-8:", "text in UTF-8",
+             "write the column again, from text that was read in its own encoding", _not_utf8)  # fmt: skip
 _TIME_EXPECTED = "a timestamp, or int64 unix seconds"
 _KNOWN_TIME = Rule("bad-timestamp", "the time is null:", _TIME_EXPECTED, "correct it, or drop the row", pc.is_null)
 _TIME_RULES = (
@@ -115,6 +135,7 @@ ID = Role(
     accepts=lambda kind: sc.id_type(kind) is not None,
     plain=sc.plain_ids,
     rules=(
+        _UTF8,
         Rule("null-id", "the id is null or empty:", "an id", "fill it in, or drop the row", blank),
         Rule("bad-id", "the id is too large:", f"at most {MAX_ID}",
              "write the ids as text (`laserbatch data import` does with `ids: {{{column}: string}}`)",
@@ -127,6 +148,7 @@ TITLE = Role(
     accepts=lambda kind: sc.plain_type(kind) == pa.string(),
     plain=sc.plain_column,
     rules=(
+        _UTF8,
         Rule("null-title", "the title is empty:", "a title",
              "fill it in, or drop the item; a run quarantines up to gates.max_failed_share of the items", blank, True),
     ),
@@ -155,6 +177,7 @@ ATTRIBUTE = Role(
     accepts=sc.is_attribute_type,
     plain=sc.plain_column,
     rules=(
+        _UTF8,
         Rule("null-in-list", "the list has nulls in it:", "strings only", "take the nulls out of the list",
              _null_in_list),
     ),

@@ -18,8 +18,8 @@ class Finding:
 
     Attributes
     ----------
-    kind : a stable name: missing-table, unreadable, missing-column, duplicate-column, wrong-type, types-differ,
-        columns-differ, empty-table, null-id, bad-id, duplicate-id, unknown-entity, null-title,
+    kind : a stable name: missing-table, unreadable, bad-text, missing-column, duplicate-column, wrong-type,
+        types-differ, columns-differ, empty-table, null-id, bad-id, duplicate-id, unknown-entity, null-title,
         bad-timestamp, odd-timestamp, bad-rating, one-class, null-in-list.
     table, column, file, row, value : where it is first, as far as it has a place; rows count from 0 within their file.
     found, expected, advice : parts of the sentence; `str(finding)` is the whole.
@@ -115,6 +115,8 @@ def shown_value(scalar: pa.Scalar) -> object:
     """A value for people: long text is cut, times are ISO text, and so is what Python cannot hold."""
     try:
         value = scalar.as_py()
+    except UnicodeDecodeError:
+        value = scalar.as_buffer().to_pybytes() if hasattr(scalar, "as_buffer") else "no UTF-8"
     except (ValueError, OverflowError):  # a time that Python cannot hold
         value = f"{scalar.value} ({scalar.type})"
     if isinstance(value, datetime.date):  # with a time or without

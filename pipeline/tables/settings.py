@@ -67,7 +67,8 @@ class SourceFiles(Strict):
     @field_validator("files")
     @classmethod
     def _is_inside(cls, files: str) -> str:
-        if PurePath(files).is_absolute() or not PurePath(files).parts:
+        path = PurePath(files)
+        if path.is_absolute() or not path.parts or ".." in path.parts:
             raise ValueError("expected a file name or a pattern inside the source folder, such as events/*.csv")
         return files
 

@@ -86,7 +86,11 @@ class SourceBatch:
     def _column(self, name: str) -> pa.Array:
         names = self.rows.schema.names
         if name not in names:
-            raise TableError(f"{self.file} has no column {name!r}, which the mapping names; {nearest(name, names)}")
+            advice = "" if self.file.suffix == ".parquet" else (
+                ". Where a CSV has another `delimiter`, or no header line, say so in the mapping (`column_names`)"
+            )  # fmt: skip
+            found = f"{self.file} has no column {name!r}, which the mapping names; {nearest(name, names)}"
+            raise TableError(found + advice)
         if names.count(name) > 1:
             raise TableError(f"{self.file} has {names.count(name)} columns {name!r}; rename or drop all but one.")
         return self.rows.column(name)
@@ -123,7 +127,8 @@ def read_source(files: SourceFiles, source: Path, table: str) -> Iterator[Source
                     first_row += rows.num_rows
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise TableError(
-                f"{path} cannot be read: {first_line(error)}. Check `delimiter`, `encoding` and `column_names`."
+                f"{path} cannot be read: {first_line(error)}. Check `delimiter`, `encoding` and `column_names`, and "
+                "that every quote is closed."
             ) from None
 
 
@@ -151,8 +156,28 @@ def _csv(path: Path, files: SourceFiles) -> Iterator[pa.RecordBatch]:
     text = pacsv.ConvertOptions(
         column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True, null_values=[""]
     )
+    num_rows, last = 0, None
     with pacsv.open_csv(opened(), read_options=read, parse_options=parse, convert_options=text) as reader:
-        yield from reader
+        for rows in reader:
+            num_rows, last = num_rows + rows.num_rows, rows if rows.num_rows else last
+            yield rows
+    if last is not None and quote:
+        _require_closed_quote(path, files.encoding, num_rows - 1, last)
+
+
+def _require_closed_quote(path: Path, encoding: str, row: int, last: pa.RecordBatch) -> None:
+    """Refuse a file whose last value begins with a quote and holds all lines that follow: Arrow takes it as it is."""
+    value = last.column(last.num_columns - 1)[-1].as_py() if last.num_columns else None
+    if value is None or "\n" not in value:
+        return
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 64))
+        tail = file.read().decode(encoding, errors="ignore").rstrip("\r\n")
+    if not tail.endswith('"'):
+        raise TableError(
+            f"{path}, column {last.schema.names[-1]}, row {row}: the quote before {value[:40]!r} is never closed, so "
+            "the rows behind it are part of it; close it, or double it where it is meant"
+        )
 
 
 def _header(raw: pa.NativeFile, delimiter: str, encoding: str) -> list[str]:

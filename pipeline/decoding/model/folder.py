@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError, safe_open
+
 from laserbatch.pipeline.errors import ModelError, first_line
 
 if TYPE_CHECKING:
@@ -56,6 +58,19 @@ def find_weights(path: Path) -> list[Path]:
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(f"{path} holds no tokenizer; one of {', '.join(_TOKENIZER_FILES)} is expected")
     return weights
+
+
+def require_whole_files(folder: Path) -> None:
+    """Raise ModelError where a model's files are not there or were cut off; no weight is read, torch is not needed."""
+    for file in find_weights(folder):
+        try:
+            with safe_open(file, "numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} is not whole ({first_line(error)}); copy the checkpoint again") from error
+    for name in ("config.json", "tokenizer.json"):
+        if (folder / name).is_file():
+            _read(folder / name)
 
 
 def model_id_of(path: Path, weights: list[Path], adapter: str | Path | None = None) -> str:

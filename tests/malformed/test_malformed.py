@@ -1,0 +1,37 @@
+"""Whatever is malformed is named, in one line that says what to do, before anything of the workspace is touched."""
+
+import json
+
+import pytest
+from malformed import CASES, NIGHTLY, sound_folder
+from night_world import run_here
+
+from laserbatch.jobs import generate
+from laserbatch.jobs.inputs import checked_inputs
+from laserbatch.jobs.night import parse_date
+from laserbatch.jobs.settings import load_settings
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "LOCK"}
+
+
+def test_the_folder_that_the_cases_spoil_is_sound(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(sound_folder(tmp_path))
+    assert checked_inputs(load_settings(tmp_path / "laserbatch.yaml"), parse_date(NIGHTLY[-1]))
+    assert run_here(capfd, "data", "import", "exports", "out", "--mapping", "mapping.yaml").returncode == 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_what_is_malformed_is_named_and_nothing_is_touched(case, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(sound_folder(tmp_path))
+    monkeypatch.setattr(generate, "ray_cluster", None)  # nothing may get as far
+    case.change(tmp_path)
+    before = contents(tmp_path)
+    done = run_here(capfd, *case.command, "--json")
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["exit_code"]) == (case.code, case.code), done.stderr
+    missing = [word for word in case.words if word not in told["error"]]
+    assert not missing, f"{missing} not in: {told['error']}"
+    assert "Traceback" not in done.stderr and "pydantic" not in told["error"]
+    assert contents(tmp_path) == before
