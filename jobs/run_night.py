@@ -144,7 +144,7 @@ def encode_run(
     for side in sides:
         knowledge = read_parquet(folder.knowledge_folder(side), columns=KNOWLEDGE_COLUMNS)
         with progress(f"encode {side} texts", knowledge.num_rows) as bar:
-            earlier = _earlier(previous, side, encoder.encoder_id)
+            earlier = _earlier(previous, side, encoder.encoder_id, settings.max_text_tokens)
             features = build_features(knowledge, side, encoder, settings, earlier, bar.advance)
             bar.advance(knowledge.num_rows - features.num_encoded)
         written = write_parquet(features.table, folder.features_path(side))
@@ -165,13 +165,17 @@ def encode_run(
     return figures
 
 
-def _earlier(previous: RunFolder | None, side: Side, encoder_id: str) -> "SideFeatures | None":
-    """Features of a finished run; None when its encoder was another one, or they cannot be read."""
+def _earlier(
+    previous: RunFolder | None, side: Side, encoder_id: str, max_text_tokens: int
+) -> "SideFeatures | None":
+    """Features of a finished run; None when its encoder was another or cut texts elsewhere, or they cannot be read."""
     if previous is None or not previous.centroids_path(side).exists():
         return None
     try:
-        before = previous.load_manifest().features.get(side)
-        if before is None or before.encoder != encoder_id:
+        manifest = previous.load_manifest()
+        before = manifest.features.get(side)
+        cut_at = manifest.settings.get("encoding", {}).get("max_text_tokens", max_text_tokens)
+        if before is None or before.encoder != encoder_id or cut_at != max_text_tokens:
             return None
         from laserbatch.pipeline.encoding.features import SideFeatures
 

@@ -1,4 +1,4 @@
-"""Gates: what is measured of a run, and what of it keeps the run from its readers (held nights: test_fortnight)."""
+"""Gates: what is measured of a run, and what of it keeps the run from its readers (held nights: tests/soak)."""
 
 import threading
 

@@ -1,0 +1,454 @@
+"""What can happen on a day, and the night after it. Everything is drawn from the seed and the day alone."""
+
+import datetime
+import json
+import os
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from soak_models import ENCODERS, MODELS
+from soak_oracle import NOBODY_FITS
+from soak_world import NUMBER_TYPES, PATH_TYPES, RATING_TYPES, TIME_TYPES, WORD_TYPES, Event
+
+WORDS = ("harbour", "radio", "gulls", "salt", "pier", "night", "signal", "rope", "lamp", "quiet", "tide", "storm")
+FEW, MANY = 5, 14  # entities of a side
+DAY = datetime.timedelta(days=1)
+
+
+class Interrupted:
+    """Ctrl-C at the n-th file that a night puts in its place."""
+
+    def __init__(self, stop_at: int) -> None:
+        self.stop_at, self.num_done, self.happened, self._replace = stop_at, 0, False, os.replace
+
+    def __enter__(self) -> "Interrupted":
+        os.replace = self._counted
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.replace = self._replace
+
+    def _counted(self, *arguments, **options) -> None:
+        self.num_done += 1
+        if self.num_done == self.stop_at:
+            self.happened = True
+            raise KeyboardInterrupt
+        self._replace(*arguments, **options)
+
+
+# ---- the world
+
+
+def _somebody(year, rng, side: str) -> object:
+    return rng.choice([key for key in year.world.rows[side] if key != "later"])
+
+
+def _a_side(rng) -> str:
+    return rng.choice(("user", "item"))
+
+
+def _row(year, rng, side: str, day: str) -> dict:
+    row = {"created_at": day}
+    for name, kind in year.world.columns[side].items():
+        row[name] = _value(rng, name, kind)
+    return row
+
+
+def _value(rng, name: str, kind: pa.DataType) -> object:
+    if name == "title":
+        return " ".join(rng.sample(WORDS, 2)).title()
+    if kind in PATH_TYPES:
+        return ["Radio", rng.choice(("Play", "News"))]
+    if name in ("age", "pages") or name.startswith("count"):
+        return rng.randint(1, 900)
+    return None if rng.random() < 0.1 else rng.choice(WORDS)
+
+
+def _add(year, rng, day, side):
+    keys = year.world.rows[side]
+    if len(keys) >= MANY:
+        return False
+    number = year.next_number = getattr(year, "next_number", 200) + 1
+    key = f"i{number}" if side == "item" else number if isinstance(next(iter(keys)), int) else str(number)
+    keys[key] = _row(year, rng, side, day)
+
+
+def new_user(year, rng, day):
+    return _add(year, rng, day, "user")
+
+
+def new_item(year, rng, day):
+    return _add(year, rng, day, "item")
+
+
+def interactions(year, rng, day):
+    for _ in range(rng.randint(1, 3)):
+        year.num_events = getattr(year, "num_events", 5000) + 1
+        user, item = _somebody(year, rng, "user"), _somebody(year, rng, "item")
+        year.world.events.append(Event(user, item, day, year.num_events % 80_000, rng.randint(1, 5)))
+
+
+def changed(year, rng, day):
+    side = _a_side(rng)
+    row, columns = year.world.rows[side][_somebody(year, rng, side)], year.world.columns[side]
+    name = rng.choice([name for name in columns if name != "note"])
+    row[name] = _value(rng, name, columns[name])
+
+
+def deleted(year, rng, day):
+    side = _a_side(rng)
+    if len(year.world.rows[side]) <= FEW:
+        return False
+    key = _somebody(year, rng, side)
+    year.gone.append((side, key, *year.world.remove(side, key)))
+
+
+def returned(year, rng, day):
+    if not year.gone:
+        return False
+    side, key, row, events = year.gone.pop(0)
+    if len(year.world.rows[side]) >= MANY or type(key) is not type(_somebody(year, rng, side)):
+        return False
+    year.world.restore(side, key, row, events)
+
+
+def renamed(year, rng, day):
+    side = _a_side(rng)
+    key = _somebody(year, rng, side)
+    number = year.next_number = getattr(year, "next_number", 200) + 1
+    other = f"i{number}" if side == "item" else type(key)(number)
+    row, events = year.world.remove(side, key)
+    year.world.restore(side, other, row, [replace(event, **{side: other}) for event in events])
+
+
+def column_added(year, rng, day):
+    side = _a_side(rng)
+    if len(year.world.columns[side]) > 5:
+        return False
+    number = year.next_number = getattr(year, "next_number", 200) + 1
+    name, kinds = rng.choice(((f"count_{number}", NUMBER_TYPES), (f"word_{number}", WORD_TYPES)))
+    year.world.columns[side][name] = kinds[0]
+    for row in year.world.rows[side].values():
+        row[name] = _value(rng, name, kinds[0])
+
+
+def column_dropped(year, rng, day):
+    side = _a_side(rng)
+    free = [name for name in year.world.columns[side] if name not in ("title", "note")]
+    if len(free) < 2:
+        return False
+    name = rng.choice(free)
+    del year.world.columns[side][name]
+    for row in year.world.rows[side].values():
+        row.pop(name, None)
+
+
+def column_retyped(year, rng, day):
+    side = _a_side(rng)
+    columns = year.world.columns[side]
+    name = rng.choice(list(columns))
+    is_number = name in ("age", "pages") or name.startswith("count")
+    columns[name] = rng.choice(PATH_TYPES if columns[name] in PATH_TYPES else NUMBER_TYPES if is_number else WORD_TYPES)
+
+
+def columns_moved(year, rng, day):
+    columns = year.world.columns[_a_side(rng)]
+    first = next(iter(columns))
+    columns[first] = columns.pop(first)
+
+
+def times_retyped(year, rng, day):
+    year.world.time_type = rng.choice(TIME_TYPES)
+
+
+def ratings_retyped(year, rng, day):
+    year.world.rating_type = rng.choice((*RATING_TYPES, None))
+
+
+def ids_retyped(year, rng, day):
+    world = year.world
+    kind = str if isinstance(next(iter(world.rows["user"])), int) else int
+    world.rows["user"] = {kind(key): row for key, row in world.rows["user"].items()}
+    world.events = [replace(event, user=kind(event.user)) for event in world.events]
+    year.gone = [entry for entry in year.gone if entry[0] == "item"]
+    year.gone = [(side, key, row, [replace(event, user=kind(event.user)) for event in events])
+                 for side, key, row, events in year.gone]  # fmt: skip
+
+
+def files_split(year, rng, day):
+    year.world.num_files = rng.choice((1, 1, 2, 3))
+
+
+def rows_turned(year, rng, day):
+    year.world.is_reversed = not year.world.is_reversed
+
+
+def title_lost(year, rng, day):
+    for row in year.world.rows["item"].values():
+        if not row["title"].strip():
+            row["title"] = "Found Again"
+            return
+    year.world.rows["item"][_somebody(year, rng, "item")]["title"] = " "
+
+
+def note_too_long(year, rng, day):
+    columns = year.world.columns["item"]
+    if "note" in columns:
+        del columns["note"]
+        for row in year.world.rows["item"].values():
+            row.pop("note", None)
+        return
+    columns["note"] = WORD_TYPES[0]
+    year.world.rows["item"][_somebody(year, rng, "item")]["note"] = "lights " * 300
+
+
+# ---- the configuration
+
+
+def _set(section, key, *values):
+    def change(year, rng, day):
+        year.settings[section][key] = rng.choice(values)
+
+    change.__name__ = f"{section}.{key}"
+    return change
+
+
+SETTINGS = [
+    _set("knowledge", "user_template", "brief_user", "curt_user", "full_user"),
+    _set("knowledge", "item_template", "brief_item", "sober_item"),
+    _set("decoding", "model", *MODELS),
+    _set("decoding", "verifier", "greedy", "relaxed", "top_k"),
+    _set("decoding", "drafters", ["previous", "prompt", "output", "pool"], ["pool"], ["prompt"], []),
+    _set("decoding", "batch_size", 8, 3),
+    _set("decoding", "max_new_tokens", 12, 9),
+    _set("pools", "min_support", 1, 2),
+    _set("pools", "scope", "side", "group"),
+    _set("routing", "num_groups", 2, 3, None),
+    _set("routing", "scheme", "router", "random", "attributes", "global"),
+    _set("encoding", "encoder", *ENCODERS),
+    _set("encoding", "max_text_tokens", 96, 24),
+    _set("encoding", "num_clusters", 2, 3),
+    _set("night", "compare_with_plain", True, False, False),
+    _set("night", "train_ctr", True, False, False),
+    _set("night", "shard_size", None, 3),
+    _set("pool_building", "keep_versions", 3, 1),
+]
+EVERY_DAY = [(interactions, 9), (new_user, 3), (new_item, 3), (changed, 4), (deleted, 3), (returned, 3), (renamed, 2)]
+EVERY_DAY += [(column_added, 1), (column_dropped, 1), (column_retyped, 3), (columns_moved, 1), (times_retyped, 1)]
+EVERY_DAY += [(ratings_retyped, 1), (ids_retyped, 0.5), (files_split, 1), (rows_turned, 1), (title_lost, 1)]
+EVERY_DAY += [(note_too_long, 1)]
+
+
+# ---- what befalls the workspace; each leaves a night to be done as ever
+
+
+def _pool_versions(year) -> list[Path]:
+    return sorted((year.workspace / "pools").glob("2*"))
+
+
+def pools_lost(year, rng):
+    shutil.rmtree(year.workspace / "pools")
+
+
+def pools_older(year, rng):
+    (year.workspace / "pools" / "CURRENT").write_text(_pool_versions(year)[0].name)
+
+
+def pools_damaged(year, rng):
+    for side in ("user", "item"):
+        files = sorted((year.workspace / "pools" / year.oracle.published / side).glob("*.bin")) or sorted(
+            path for path in (year.workspace / "pools" / year.oracle.published / side).rglob("*") if path.is_file()
+        )
+        if files:
+            path = max(files, key=lambda path: path.stat().st_size)
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 0xFF
+            path.write_bytes(bytes(data))
+            year.oracle.unusable_pools.add(year.oracle.published)
+
+
+def pool_pointer_damaged(year, rng):
+    (year.workspace / "pools" / "CURRENT").write_text("nobody\n")
+
+
+def published_run_deleted(year, rng):
+    shutil.rmtree(year.workspace / "runs" / year.oracle.published)
+    year.oracle.forget(year.oracle.published)
+    year.oracle.is_pointer_lost = True
+
+
+def pointer_damaged(year, rng):
+    (year.workspace / "published.json").write_text(rng.choice(('{"run_id', "[]", "{}", "")))
+    year.oracle.is_pointer_lost = True
+
+
+def pointer_lost(year, rng):
+    (year.workspace / "published.json").unlink()
+    year.oracle.is_pointer_lost = True
+
+
+def older_manifest(year, rng):
+    path = year.workspace / "runs" / year.oracle.published / "manifest.json"
+    _as_older_version(path)
+    year.oracle.runs[year.oracle.published].files = {}
+
+
+ACCIDENTS = [pools_lost, pools_older, pools_damaged, pool_pointer_damaged, published_run_deleted, pointer_damaged,
+             pointer_lost]  # fmt: skip
+
+
+def _as_older_version(path: Path) -> None:
+    manifest = json.loads(path.read_text())
+    manifest["laserbatch_version"] = "0.0.9"
+    path.write_text(json.dumps(manifest))
+
+
+def of_another_version(year):
+    """What an interrupted run has written is as an older program would have."""
+    for run in (year.workspace / "runs").iterdir():
+        if not (run / "_SUCCESS").exists() and (run / "manifest.json").exists():
+            _as_older_version(run / "manifest.json")
+
+
+# ---- input that no night may begin with: what is done to it, and what must be said
+
+
+def _table(year, name: str) -> Path:
+    path = year.folder / "tables" / f"{name}.parquet"
+    return path if path.exists() else sorted((year.folder / "tables" / name).glob("*.parquet"))[0]
+
+
+def table_missing(year, rng):
+    name = rng.choice(("users", "items", "interactions"))
+    path = _table(year, name)
+    shutil.rmtree(path.parent) if path.parent.name == name else path.unlink()
+    return name, "missing"
+
+
+def table_cut(year, rng):
+    name = rng.choice(("users", "items", "interactions"))
+    path = _table(year, name)
+    path.write_bytes(path.read_bytes()[:-20])
+    return name, path.name, "cannot be read"
+
+
+def table_empty(year, rng):
+    name = rng.choice(("users", "items", "interactions"))
+    path = _table(year, name)
+    empty = pq.read_table(path).slice(0, 0)
+    for other in path.parent.glob("*.parquet") if path.parent.name == name else ():
+        other.unlink()
+    pq.write_table(empty, path)
+    return name, "has no rows"
+
+
+def id_twice(year, rng):
+    path = _table(year, "items")
+    table = pq.read_table(path)
+    pq.write_table(pa.concat_tables([table, table.slice(0, 1)]), path)
+    return "items.item_id", "the id is there already", repr(table["item_id"][0].as_py())
+
+
+def user_late(year, rng):
+    table = pq.read_table(_table(year, "users"))
+    lost = pq.read_table(_table(year, "interactions"))["user_id"][0]
+    for path in (year.folder / "tables").glob("users*"):
+        for file in [path] if path.is_file() else sorted(path.glob("*.parquet")):
+            table = pq.read_table(file)
+            pq.write_table(table.filter(pa.compute.not_equal(table["user_id"], lost)), file)
+    return "interactions.user_id", "users has no such user_id", repr(lost.as_py())
+
+
+FAULTS = [table_missing, table_cut, table_empty, id_twice, user_late]
+
+
+# ---- a day
+
+
+def live(year, number: int, day: datetime.date, told: list[str]) -> datetime.date:
+    """One day's changes and the night after it; returns the next day. `told` gets what happened."""
+    rng = random.Random(f"{year.seed} {number}")
+    date = str(day)
+    if rng.random() > 0.15:  # else nothing changed at all
+        events, weights = zip(*EVERY_DAY, strict=True)
+        for event in rng.choices(events, weights, k=rng.choice((1, 1, 2, 3))):
+            if event(year, rng, date) is not False:
+                told.append(event.__name__)
+    if number and rng.random() < 0.25:
+        change = rng.choice(SETTINGS)
+        change(year, rng, date)
+        told.append(change.__name__)
+    if number and rng.random() < 0.15:
+        accident = rng.choice(ACCIDENTS)
+        accident(year, rng)
+        told.append(accident.__name__)
+    elif number and rng.random() < 0.15:
+        fault = rng.choice(FAULTS)
+        year.world.write(year.folder / "tables")
+        words = fault(year, rng)
+        told.append(fault.__name__)
+        year.refused(date, 3, *words, writes_tables=False)
+    kind = rng.choices((ordinary, forced, interrupted, backfilled, future, late, held), (14, 1, 3, 3, 0.5, 1.5, 1))[0]
+    if number and not year.oracle.is_pointer_lost:
+        told.append(kind.__name__)
+        kind(year, rng, day)
+    else:
+        year.night(date)
+    if rng.random() < 0.1:
+        told.append("repeated")
+        year.repeated(date)
+    return day + DAY * rng.choices((1, 2, 4), (12, 1, 1))[0]
+
+
+def ordinary(year, rng, day):
+    year.night(str(day))
+
+
+def forced(year, rng, day):
+    year.night(str(day), "--force")
+
+
+def interrupted(year, rng, day):
+    between = None
+    if rng.random() < 0.5:
+        between = lambda: of_another_version(year)  # noqa: E731
+    year.night(str(day), stop_at=rng.randint(1, 45), between=between)
+
+
+def backfilled(year, rng, day):
+    """An earlier date, skipped or done already with other tables, and then tonight's."""
+    earlier = str(day - DAY * rng.randint(1, 30))
+    if not any(run.date == earlier for run in year.oracle.runs.values()):
+        year.night(earlier)
+    year.night(str(day))
+
+
+def future(year, rng, day):
+    """Somebody mistypes the date; the nights up to it are kept beside what is published."""
+    year.night(str(day + 3 * DAY))
+    year.night(str(day))
+
+
+def late(year, rng, day):
+    """Tonight's tables come after the night: they are named, and `--redo` writes what they change."""
+    year.night(str(day))
+    interactions(year, rng, str(day))
+    year.repeated(str(day), "interactions of that date changed since", "--redo")
+    year.night(str(day), "--redo")
+
+
+def held(year, rng, day):
+    """A limit that nobody fits: a gate holds the night back. Either it is let through, or the limit is mended."""
+    before = set((year.workspace / "runs").iterdir())
+    year.settings["knowledge"]["max_prompt_tokens"] = NOBODY_FITS
+    year.held(str(day), before)
+    if rng.random() < 0.5:
+        year.settings["gates"]["max_failed_share"] = 1.0
+        year.night(str(day))
+        year.settings["gates"]["max_failed_share"] = 0.5
+    year.settings["knowledge"]["max_prompt_tokens"] = 200
+    year.night(str(day))

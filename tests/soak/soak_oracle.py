@@ -1,0 +1,268 @@
+"""What a night must leave, written from README.md and docs/: the oracle knows the tables, not how a night is done."""
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from soak_world import SIDES, World
+
+FUTURE_WORD = "zukunft"  # in titles of items that only come later
+NOBODY_FITS = 16  # tokens of a prompt
+KNOWLEDGE = {
+    "side": "string", "framework": "string", "template": "string", "text": "string", "fields_json": "string",
+    "token_ids": "list<element: int32>", "fingerprint": "string", "run_id": "string", "model_id": "string",
+    "pool_version": "string", "decoding_json": "string", "num_tokens": "int32", "finish_reason": "string",
+    "is_stale": "bool",
+}  # fmt: skip
+RUN_NAMES = {"knowledge", "features", "quarantine", "plan", "shards", "manifest.json", "events.jsonl", "report.html",
+             "_SUCCESS"}  # fmt: skip
+WORKSPACE_NAMES = {"published.json", "runs", "pools", "step-costs", "workspace.json", "LOCK"}
+
+
+@dataclass
+class Run:
+    """A finished run, as far as later nights depend on it."""
+
+    run_id: str
+    settings: str
+    order: int  # of finishing
+    keys: dict[str, dict[object, str]]  # by side and entity: what its text was asked for
+    encoder: str
+    files: dict[Path, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def date(self) -> str:
+        return self.run_id[:10]
+
+
+class Oracle:
+    """Every finished run of a workspace, and what is to be expected of the next one."""
+
+    def __init__(self, workspace: Path) -> None:
+        self.workspace = workspace
+        self.runs: dict[str, Run] = {}
+        self.published: str | None = None
+        self.is_pointer_lost = False
+        self.unusable_pools: set[str] = set()
+        self.fingerprints: dict[str, str] = {}
+        self.asked: dict[str, str] = {}
+        self.min_support: dict[str, int] = {}  # by pool version
+        self.vectors: dict[tuple[str, str], bytes] = {}
+        self.model_ids: dict[str, str] = {}
+
+    def previous(self, date: str, settings: str, but: str | None = None) -> Run | None:
+        """The newest finished run that is not of a later date; of one date's that of the same settings, or the last."""
+        older = [run for run in self.runs.values() if run.date <= date and run.run_id != but]
+        return max(older, key=lambda run: (run.date, run.settings == settings, run.order), default=None)
+
+    def refused(self, world: World, side: str, key: object, limit: int) -> str | None:
+        """Why an entity cannot be asked about."""
+        row = world.rows[side][key]
+        if side == "item" and not row["title"].strip():
+            return "no-title"
+        return "too-long" if limit == NOBODY_FITS or len(str(row.get("note") or "")) > 6 * limit else None
+
+    def asked_for(self, world: World, side: str, key: object, date: str, settings: dict, templates: dict) -> str:
+        """All that decides a text: the template and what it shows as of the date, the model, settings of decoding."""
+        template = templates[settings["knowledge"][f"{side}_template"]]
+        row = world.rows[side][key]
+        shown = _shown(row, world.columns[side])
+        events = []
+        if side == "user":
+            options = template["history"]
+            newest = world.history(key, date)[-options.get("max_events", 40) :]
+            for event in newest:
+                item = world.rows["item"][event.item]
+                of_item = [] if options.get("columns") == [] else _shown(item, world.columns["item"])
+                rating = None if world.rating_type is None else event.rating
+                events.append([item["title"].strip(), rating, [pair for pair in of_item if pair[0] != "title"]])
+        decoding = {name: settings["decoding"].get(name) for name in ("model", "verifier", "max_new_tokens")}
+        limit = settings["knowledge"]["max_prompt_tokens"]
+        return json.dumps([side, template, limit, decoding, shown, events], sort_keys=True)
+
+    def pools_to_use(self, date: str, min_support: int) -> str | None:
+        """The date of the pools that a run may draft from: the current ones, or the newest that are not later."""
+        pointer = self.workspace / "pools" / "CURRENT"
+        there = {path.name for path in (self.workspace / "pools").glob("2*") if path.is_dir()}
+        version = pointer.read_text().strip() if pointer.exists() else None
+        if version is not None and version not in there:
+            return None
+        if version is not None and version[:10] > date:
+            version = max((name for name in there if name[:10] <= date), default=None)
+        if version is None or version in self.unusable_pools or self.min_support[version] < min_support:
+            return None
+        return version
+
+    def check(self, year, date: str, summary: dict, said: str, previous: Run | None, pools: str | None, force: bool,
+              is_published: bool, is_whole: bool) -> Run:  # fmt: skip
+        """Everything that a night must have left.
+
+        Parameters
+        ----------
+        previous, pools : the run and the pools that it began with.
+        is_whole : it was done by one command, so that it is known which pools it drafted from.
+        """
+        world, settings, templates = year.world, year.settings, year.templates
+        run = self.workspace / "runs" / summary["run_id"]
+        assert run.name[:10] == date and (run / "_SUCCESS").exists()
+        manifest = json.loads((run / "manifest.json").read_text())
+        assert manifest["status"] == "success" and manifest["previous_run_id"] == (previous and previous.run_id)
+        known_names = RUN_NAMES | ({"plain"} if settings["night"]["compare_with_plain"] else set())
+        extra = {path.name for path in run.iterdir()} ^ known_names
+        assert not extra, f"{run.name} has, or lacks, {extra}"
+        later = [FUTURE_WORD in (run / name).read_text() for name in ("manifest.json", "report.html")]
+        assert not any(later), "something later than the date was seen"
+        keys: dict[str, dict[object, str]] = {}
+        for side in SIDES:
+            known = world.known(side, date)
+            asked = {key: self.asked_for(world, side, key, date, settings, templates) for key in known}
+            before = {} if previous is None else previous.keys[side]
+            kept = set() if force else {key for key in known if before.get(key) == asked[key]}
+            limit = settings["knowledge"]["max_prompt_tokens"]
+            refused = {key: reason for key in known if (reason := self.refused(world, side, key, limit))}
+            kept -= {key for key, reason in refused.items() if reason == "no-title"}
+            failed = {key: reason for key, reason in refused.items() if key not in kept}
+            failed |= self._came_to_nothing(run, side, known.keys() - kept - failed.keys())
+            written = known.keys() - kept - failed.keys()
+            stale = before.keys() & failed.keys()
+            rows = self._check_side(run, side, settings, templates, written, kept, stale, failed)
+            counts = summary[f"{side}s"]
+            found = tuple(counts[f"num_{name}"] for name in ("entities", "generated", "carried_over", "quarantined"))
+            assert found == (len(known), len(written), len(kept), len(failed)), (side, found, written, kept, failed)
+            assert len(known) == sum(not row["is_stale"] for row in rows.values()) + len(failed)
+            keys[side] = {key: asked[key] if key not in stale else before[key] for key in rows}
+            for key in written | kept:
+                self._check_fingerprint(asked[key], rows[key]["fingerprint"])
+            for key in written:
+                self._check_provenance(world, side, key, date, rows[key], settings, pools, is_whole)
+            self._check_carried(run, previous, side, rows, settings, kept, stale)
+            year.num_written += len(written)
+        this = Run(run.name, year.settings_key(), year.num_commands, keys, self._encoder(settings))
+        self.min_support[run.name] = settings["pools"]["min_support"]
+        self.runs[run.name] = this
+        self._check_pointers(this, summary, said, is_published, settings["pool_building"]["keep_versions"])
+        this.files = contents(run)
+        return this
+
+    def _came_to_nothing(self, run: Path, side: str, asked: set) -> dict[object, str]:
+        """Those whose text is empty: a model may end at once."""
+        rows = pq.read_table(run / "quarantine" / f"{side}.parquet").to_pylist()
+        empty = [row for row in rows if row["reason"].startswith("unparsable") and not row["text"].strip()]
+        return {row["entity_id"]: "unparsable" for row in empty if row["entity_id"] in asked}
+
+    def _check_side(self, run, side, settings, templates, written, kept, stale, failed) -> dict[object, dict]:
+        table = pq.read_table(run / "knowledge" / side)
+        schema = {name: str(table.schema.field(name).type) for name in KNOWLEDGE}
+        assert schema == KNOWLEDGE, schema
+        rows = {row["entity_id"]: row for row in table.to_pylist()}
+        assert len(rows) == table.num_rows, "somebody is there twice"
+        quarantine = pq.read_table(run / "quarantine" / f"{side}.parquet").to_pylist()
+        found = {row["entity_id"]: row["reason"].split(":")[0] for row in quarantine}
+        assert found == failed, (side, found, failed)
+        assert rows.keys() == written | kept | stale, (side, rows.keys() ^ (written | kept | stale))
+        assert {key for key, row in rows.items() if row["is_stale"]} == stale
+        made_now = {key for key, row in rows.items() if row["run_id"] == run.name}
+        assert made_now == written, (side, "written", made_now, "expected", written)
+        assert all(row["run_id"][:10] <= run.name[:10] for row in rows.values())
+        assert all(FUTURE_WORD not in row["text"].lower() for row in rows.values())
+        return rows
+
+    def _check_fingerprint(self, asked: str, fingerprint: str) -> None:
+        """Equal ones for what is asked alike, others for anything else."""
+        assert self.fingerprints.setdefault(asked, fingerprint) == fingerprint, f"another fingerprint for {asked}"
+        assert self.asked.setdefault(fingerprint, asked) == asked, f"one fingerprint for {asked} and another"
+
+    def _check_provenance(self, world, side, key, date, row, settings, pools, is_whole) -> None:
+        assert row["side"] == side and row["framework"] == "kar" and row["num_tokens"] == len(row["token_ids"]) > 0
+        assert row["template"] == f"{settings['knowledge'][f'{side}_template']}@1"
+        assert json.loads(row["decoding_json"])["verifier"] in (settings["decoding"]["verifier"], "greedy")
+        model = settings["decoding"]["model"]
+        assert self.model_ids.setdefault(model, row["model_id"]) == row["model_id"]
+        assert list(self.model_ids.values()).count(row["model_id"]) == 1, "two models of one name"
+        num_events = len(world.history(key, date)) if side == "user" else 0
+        assert row["num_history"] + row["num_history_dropped"] == num_events, (key, num_events, row["num_history"])
+        version = row["pool_version"]
+        assert version is None or version[:10] <= date
+        if is_whole and (self.workspace / "pools" / str(pools) / side).is_dir():
+            assert (version or "")[:10] == pools[:10], (key, version, pools)
+        if is_whole and pools is None:
+            assert version is None, (key, version)
+
+    def _check_carried(self, run, previous, side, rows, settings, kept, stale) -> None:
+        """A text that was not written is the same in all but `is_stale`, and so is its vector and its cluster."""
+        features = {row[f"{side}_id"]: row for row in pq.read_table(run / "features" / f"{side}.parquet").to_pylist()}
+        assert {key: (row["run_id"], row["fingerprint"]) for key, row in features.items()} == {
+            key: (row["run_id"], row["fingerprint"]) for key, row in rows.items()
+        }
+        centroids = pq.read_table(run / "features" / f"{side}-centroids.parquet").num_rows
+        encoder = self._encoder(settings)
+        for key, row in features.items():
+            assert 0 <= row["cluster_id"] < max(1, centroids) <= settings["encoding"]["num_clusters"]
+            vector = pa.array(row["vector"], pa.float32()).to_numpy().tobytes()
+            assert self.vectors.setdefault((encoder, rows[key]["text"]), vector) == vector, f"another vector of {key}"
+        if previous is None:
+            assert not kept and not stale
+            return
+        before = self.workspace / "runs" / previous.run_id
+        texts = {row["entity_id"]: row for row in pq.read_table(before / "knowledge" / side).to_pylist()}
+        for key in kept | stale:
+            assert rows[key] | {"is_stale": None} == texts[key] | {"is_stale": None}, f"{key}'s text changed"
+        old = {row[f"{side}_id"]: row for row in pq.read_table(before / "features" / f"{side}.parquet").to_pylist()}
+        same_clusters = pq.read_table(before / "features" / f"{side}-centroids.parquet").num_rows == centroids
+        if previous.encoder == encoder and same_clusters:
+            assert {key: old[key]["cluster_id"] for key in kept} == {key: features[key]["cluster_id"] for key in kept}
+
+    def _encoder(self, settings: dict) -> str:
+        return json.dumps([settings["encoding"][name] for name in ("encoder", "max_text_tokens")])
+
+    def _check_pointers(self, run: Run, summary: dict, said: str, is_published: bool, keep_versions: int) -> None:
+        self.published = run.run_id if is_published else self.published
+        assert ("not published" in said) == (not is_published), said
+        self.check_published()
+        assert summary["published"] == self.published
+        pools = self.workspace / "pools"
+        for side in SIDES:
+            assert (pools / run.run_id / side).is_dir() == bool(run.keys[side]), (run.run_id, side)
+        self.unusable_pools.discard(run.run_id)
+        if is_published:
+            assert (pools / "CURRENT").read_text().strip() == run.run_id
+        unfinished = sum(not (path / "_SUCCESS").exists() for path in (self.workspace / "runs").iterdir())
+        there = [path.name for path in pools.glob("2*")]
+        assert len(there) <= keep_versions + unfinished + 2, there
+        self.check_no_leftovers()
+
+    def check_published(self) -> None:
+        """Readers see the run that they must see, and it is whole."""
+        pointer = json.loads((self.workspace / "published.json").read_text())
+        assert pointer["run_id"] == self.published, (pointer, self.published)
+        assert (self.workspace / "runs" / self.published / "_SUCCESS").exists()
+
+    def check_no_leftovers(self) -> None:
+        assert {path.name for path in self.workspace.iterdir()} <= WORKSPACE_NAMES
+        left = [path for path in self.workspace.rglob("*") if path.name.endswith(".tmp")]
+        assert not left, left
+
+    def check_unchanged(self, newest: int | None = None) -> None:
+        """Files of finished runs are as they were."""
+        for run in list(self.runs.values())[-newest if newest else None :]:
+            assert contents(self.workspace / "runs" / run.run_id) == run.files, f"{run.run_id} was changed"
+
+    def forget(self, run_id: str) -> None:
+        """A run was deleted by hand."""
+        del self.runs[run_id]
+
+
+def contents(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Size and time of every file below a folder."""
+    return {path: (stat.st_size, stat.st_mtime_ns) for path in sorted(folder.rglob("*"))
+            if path.is_file() and (stat := path.stat())}  # fmt: skip
+
+
+def _shown(row: dict, columns: dict[str, pa.DataType]) -> list[tuple[str, str]]:
+    """Attributes as a prompt shows them: in the order of the table, those that are null left out."""
+    of = defaultdict(lambda: None, row)
+    return [(name, " > ".join(of[name]) if isinstance(of[name], list) else str(of[name]).strip())
+            for name in columns if of[name] is not None]  # fmt: skip

@@ -1,0 +1,278 @@
+"""A simulated year of ordinary nights by the command line, each judged by the oracle.
+
+    python tests/soak/year.py --nights 365 --json year.json
+
+Nights are real but for two things: texts are written in this process instead of by Ray's actors, and the models are
+tiny. What happens on a day is drawn from the seed and the day alone.
+"""
+
+import argparse
+import contextlib
+import datetime
+import gc
+import io
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "jobs"))  # as pytest does
+from manifest_fixture import Undrawn
+from night_world import write_here
+from soak_days import Interrupted, live
+from soak_models import ENCODERS, MODELS, write_encoder, write_model
+from soak_oracle import Oracle, contents
+from soak_world import NUMBER_TYPES, PATH_TYPES, WORD_TYPES, Event, World
+
+from laserbatch.jobs.cli import main as laserbatch
+from laserbatch.jobs.report import blocks
+
+HISTORY = {"columns": [], "line": "- {rating}: {title}", "line_unrated": "- {title}"}
+HEAD = {"version": 1, "framework": "kar", "parser": "free", "instruction": "Describe."}
+TEMPLATES = {
+    name: HEAD | {"name": name} | template
+    for name, template in {
+        "brief_user": {"side": "user", "history": HISTORY},
+        "curt_user": {"side": "user", "history": HISTORY | {"max_events": 3}, "request": "Be curt."},
+        "full_user": {"side": "user", "history": {"line": "- {rating}: {title} | {attributes}"}},
+        "brief_item": {"side": "item", "attributes": {"max_value_chars": 5000}},
+        "sober_item": {"side": "item", "attributes": {"max_value_chars": 5000}, "request": "Be sober."},
+    }.items()
+}
+FIRST_DAY = datetime.date(2025, 3, 1)
+LATER = ("2026-06-01", "2026-06-02", "2026-06-03", "2026-06-04")  # after every night: what CTR models are judged on
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left."""
+
+    code: int
+    out: str
+    said: str
+
+
+def first_world() -> World:
+    """Eight users and six items; two of them were there before any item. One item comes after the year."""
+    world = World(
+        {"user": {"mood": WORD_TYPES[0], "age": NUMBER_TYPES[0]},
+         "item": {"title": WORD_TYPES[0], "category": PATH_TYPES[0], "pages": NUMBER_TYPES[0]}},
+        {"user": {}, "item": {}},
+    )  # fmt: skip
+    for number in range(8):
+        created_at = "2025-01-10" if number < 2 else "2025-02-25"
+        world.rows["user"][str(100 + number)] = {"mood": ("calm", "loud")[number % 2], "age": 20 + number,
+                                                "created_at": created_at}  # fmt: skip
+    for number, title in enumerate(("Harbour Lights", "The Pier", "Night Signal", "Salt", "Quiet Radio", "Gulls")):
+        world.rows["item"][f"i{number}"] = {"title": title, "category": ["Radio", "Play"], "pages": 100 + number,
+                                           "created_at": "2025-02-20"}  # fmt: skip
+    world.rows["item"]["later"] = {"title": "Zukunft", "category": ["Zukunft"], "pages": 1, "created_at": LATER[0]}
+    rng = random.Random("first world")
+    for day in ("2025-02-26", "2025-02-27", *LATER):
+        for user in world.rows["user"]:
+            for item in rng.sample(list(world.rows["item"]), 2):
+                if item != "later" or day in LATER:
+                    world.events.append(Event(user, item, day, 1000 + len(world.events), rng.choice((1, 5))))
+    return world
+
+
+class Year:
+    """A workspace, the world that it writes about, its configuration, and the oracle."""
+
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        self.folder, self.seed = folder, seed
+        self.workspace = folder / "workspace"
+        self.world, self.oracle = first_world(), Oracle(self.workspace)
+        self.templates = TEMPLATES
+        self.gone: list[tuple[str, object, dict, list[Event]]] = []  # side, id, row and events of who was removed
+        self.num_written, self.num_commands, self.counts = 0, 0, Counter()
+        self.num_replaces = 40
+        (folder / "prompts").mkdir()
+        for name, template in TEMPLATES.items():
+            (folder / "prompts" / f"{name}.yaml").write_text(yaml.safe_dump(template))
+        for name in MODELS:
+            write_model(folder / name)
+        for name in ENCODERS:
+            write_encoder(folder / name)
+        self.settings = {
+            "workspace": "workspace",
+            "tables": {"path": "tables"},
+            "knowledge": {"template_dir": "prompts", "user_template": "brief_user", "item_template": "brief_item",
+                          "max_prompt_tokens": 200},
+            "decoding": {"model": MODELS[0], "max_new_tokens": 12, "batch_size": 8, "max_draft_tokens": 4,
+                         "min_acceptance": 0.1, "verifier": "relaxed"},
+            "pools": {"min_support": 1, "calibration_texts": 4},
+            "pool_building": {"keep_versions": 3},
+            "routing": {"num_groups": 2},
+            "gates": {"max_failed_share": 0.5},
+            "night": {"num_report_samples": 1, "compare_with_plain": False,
+                      "train_ctr": False},
+            "encoding": {"encoder": ENCODERS[0], "num_clusters": 2, "max_batch_tokens": 512, "max_text_tokens": 96},
+            "ctr": {"models": ["gbdt"], "num_seeds": 1},
+        }  # fmt: skip
+
+    def settings_key(self) -> str:
+        """What a run's folder is named after, beside its date."""
+        leave_out = ("workspace", "pool_building", "gates")
+        return json.dumps({key: value for key, value in self.settings.items() if key not in leave_out}, sort_keys=True)
+
+    def command(self, name: str, date: str, *options: str, writes_tables: bool = True) -> Done:
+        """`laserbatch NAME --date DATE ...` in this process: the entry that the shell would call."""
+        if writes_tables:
+            self.world.write(self.folder / "tables")
+        config = self.folder / "laserbatch.yaml"
+        config.write_text(yaml.safe_dump(self.settings))
+        argv = ["laserbatch", name, "--config", str(config), "--date", date, "--json", *options]
+        out, said, kept = io.StringIO(), io.StringIO(), sys.argv
+        sys.argv, code = argv, 0
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
+                laserbatch()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        finally:
+            sys.argv = kept
+        self.num_commands += 1
+        return Done(code, out.getvalue(), said.getvalue())
+
+    def night(self, date: str, *options: str, stop_at: int | None = None, between=None) -> str:
+        """One night and its judgement; returns the run's id.
+
+        Parameters
+        ----------
+        stop_at : the write of the night at which it is interrupted; the same command then ends it.
+        between : what is done to the workspace after an interruption.
+        """
+        oracle, settings = self.oracle, self.settings_key()
+        is_again = any((run.date, run.settings) == (date, settings) for run in oracle.runs.values())
+        options += ("--redo",) if is_again and not options else ()
+        previous = oracle.previous(date, settings)
+        pools = oracle.pools_to_use(date, self.settings["pools"]["min_support"])
+        is_published = oracle.is_pointer_lost or oracle.published is None or oracle.published[:10] <= date
+        is_whole = True
+        if stop_at is not None:
+            with Interrupted(stop_at) as stopped:
+                done = self.command("nightly", date, *options)
+            if stopped.happened:
+                is_whole = False
+                assert done.code == 130 and json.loads(done.out)["exit_code"] == 130, (done.code, done.said)
+                if between is not None:
+                    between()
+                done = self.command("nightly", date, *options, writes_tables=False)
+        else:
+            done = self.command("nightly", date, *options)
+        assert done.code == 0, f"{date}: exit code {done.code}\n{done.said}"
+        summary = json.loads(done.out)
+        if summary["run_id"] in oracle.runs:
+            assert is_again and "finished already" in done.said and "changed since" not in done.said
+            oracle.check_published()
+            return summary["run_id"]
+        is_forced = "--force" in options
+        oracle.check(self, date, summary, done.said, previous, pools, is_forced, is_published, is_whole)
+        oracle.is_pointer_lost = False
+        return summary["run_id"]
+
+    def refused(self, date: str, code: int, *words: str, writes_tables: bool = True) -> None:
+        """A night that must not happen: its exit code, what it says, and that nothing was touched."""
+        before = contents(self.workspace) if self.workspace.exists() else {}
+        done = self.command("nightly", date, writes_tables=writes_tables)
+        assert done.code == code, f"{date}: exit code {done.code}, expected {code}\n{done.said}"
+        told = json.loads(done.out)
+        assert told["exit_code"] == code and all(word in told["error"] for word in words), told
+        assert "Traceback" not in done.said
+        now = contents(self.workspace) if self.workspace.exists() else {}
+        now.pop(self.workspace / "LOCK", None), before.pop(self.workspace / "LOCK", None)
+        assert now == before, f"a refused night touched {now.items() ^ before.items()}"
+
+    def held(self, date: str, before: set[Path]) -> None:
+        """A night that a gate holds back: it is done, says how to let it through, and nobody sees it."""
+        done = self.command("nightly", date)
+        told = json.loads(done.out)
+        assert done.code == told["exit_code"] == 4 and told["kind"] == "RunHeld", (done.code, done.said)
+        (run,) = set((self.workspace / "runs").iterdir()) - before
+        assert "gates.max_failed_share" in told["error"] and f"runs publish {run.name}" in told["error"], told
+        assert (run / "_HELD").exists() and not (run / "_SUCCESS").exists()
+        self.oracle.check_published()
+
+    def repeated(self, date: str, *words: str) -> None:
+        """The same command again: nothing is to be done, and nothing is touched."""
+        before = contents(self.workspace / "runs")
+        done = self.command("nightly", date)
+        assert done.code == 0 and all(word in done.said for word in ("finished already", *words)), done
+        assert contents(self.workspace / "runs") == before
+        self.oracle.check_published()
+
+
+def run_year(folder: Path, num_nights: int, seed: int = 0, tell=lambda line: None) -> dict:
+    """Live through so many nights; returns what came of them. The first that is not as it must be ends it."""
+    started_s, year, nights = time.perf_counter(), None, []
+    result = {"nights": num_nights, "as_they_must_be": 0, "failed": None}
+    with pytest.MonkeyPatch.context() as patched:
+        write_here(patched)
+        patched.setattr(blocks, "_Chart", Undrawn)
+        patched.setattr(os, "fsync", lambda descriptor: None)  # the machine does not lose its power meanwhile
+        year = Year(folder, seed)
+        day = FIRST_DAY
+        for number in range(num_nights):
+            told: list[str] = []
+            begun_s = time.perf_counter()
+            try:
+                day = live(year, number, day, told)
+                year.oracle.check_unchanged(newest=3)
+            except Exception as error:
+                result["failed"] = {"night": number, "day": str(day), "events": told, "error": repr(error)}
+                tell(f"{number} {day} {' '.join(told)}:\n{traceback.format_exc()}")
+                break
+            year.counts.update(told)
+            if number % 10 == 9:
+                gc.collect()
+                nights.append((number, _resident_mb(), len(os.listdir("/proc/self/fd"))))
+            tell(f"{number} {day} {' '.join(told)} ({time.perf_counter() - begun_s:.1f} s)")
+            result["as_they_must_be"] += 1
+        if result["failed"] is None:
+            year.oracle.check_unchanged()
+    result |= {
+        "commands": year.num_commands, "texts_written": year.num_written, "seed": seed,
+        "seconds": round(time.perf_counter() - started_s, 1), "events": dict(sorted(year.counts.items())),
+        "memory": [{"night": number, "resident_mb": mb, "open_files": files} for number, mb, files in nights],
+    }  # fmt: skip
+    return result
+
+
+def _resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nights", type=int, default=365)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="where to leave the world and the workspace; else nowhere")
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    options = parser.parse_args()
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="year-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        result = run_year(folder, options.nights, options.seed, lambda line: print(line, flush=True))
+    finally:
+        if options.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({key: value for key, value in result.items() if key != "memory"}))
+    sys.exit(result["failed"] is not None)
+
+
+if __name__ == "__main__":
+    main()
