@@ -1,5 +1,6 @@
 """A mapping for tables that are not in the input schema, guessed from the names of files and columns."""
 
+import codecs
 import re
 from collections.abc import Container
 from dataclasses import dataclass
@@ -11,21 +12,27 @@ from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables.settings import SourceFiles
 from laserbatch.pipeline.tables.source import read_source
 
-USER_ID = r"^(user|member|customer|reader|viewer|account|visitor)s?_?(id|no|key|code)?$|^uid$"
-ITEM_ID = r"^(item|product|movie|book|article|news|video|song|track|job|post|sku|asin)s?_?(id|no|key|code)?$|^iid$"
-TITLE = r"title|name|headline|label"
-TIME = r"time|date|^ts$|_at$|when"
-RATING = r"rating|stars|score|^grade$|click|like"
+# English and German.
+_ID = r"(_?(id|no|key|code|nr|nummer))?$"
+USER_ID = r"^(user|member|customer|reader|viewer|account|visitor|kunde|nutzer|benutzer|leser|mitglied)(s|n|er)?" + _ID
+USER_ID += r"|^uid$"
+ITEM_ID = r"^(item|product|movie|book|article|news|video|song|track|job|post|sku|asin|artikel|produkt|buch|film|ware)"
+ITEM_ID += r"(s|n|e)?" + _ID + r"|^iid$"
+TITLE = r"tit(le|el)|name|headline|label|bezeichnung"
+TIME = r"time|date|^ts$|_at$|when|zeit|datum"
+RATING = r"rating|stars|score|^grade$|click|like|bewertung|sterne|^note$|klick"
+SNIFFED_BYTES = 1 << 16
 NUM_ROWS = 20  # that a guess looks at
 PATH_SEPARATORS = (" > ", ">", "|", ";", "/")
 
 
 @dataclass(frozen=True)
 class SourceTable:
-    """One file of the user's: its name, columns, and a few rows."""
+    """One file of the user's: its name, columns, a few rows, and how it is to be read (`SourceFiles`)."""
 
     name: str
     head: pa.Table
+    options: dict[str, str]
 
     @property
     def stem(self) -> str:
@@ -44,13 +51,29 @@ def read_sources(folder: Path) -> list[SourceTable]:
     for path in sorted(folder.iterdir()):
         is_file = path.is_file() and path.suffix in (".parquet", ".csv", ".tsv")
         if is_file or any(path.glob("*.parquet")):
-            files = SourceFiles(files=path.name if is_file else f"{path.name}/*.parquet")
+            options = _csv_options(path) if is_file and path.suffix != ".parquet" else {}
+            files = SourceFiles(files=path.name if is_file else f"{path.name}/*.parquet", **options)
             first = next(read_source(files, folder, path.stem), None)
             if first is not None:
-                sources.append(SourceTable(files.files, pa.Table.from_batches([first.rows]).slice(0, NUM_ROWS)))
+                head = pa.Table.from_batches([first.rows]).slice(0, NUM_ROWS)
+                sources.append(SourceTable(files.files, head, options))
     if not sources:
         raise TableError(f"{folder} holds no Parquet or CSV file with rows; expected users, items and interactions")
     return sources
+
+
+def _csv_options(path: Path) -> dict[str, str]:
+    """Delimiter and encoding of a CSV where they are not the usual ones, by its first bytes."""
+    with path.open("rb") as file:
+        start = file.read(SNIFFED_BYTES)
+    options, usual = {}, "\t" if path.suffix == ".tsv" else ","
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(start)
+    except UnicodeDecodeError:
+        options["encoding"] = "cp1252"
+    header = start.split(b"\n", 1)[0].decode("latin-1")
+    delimiter = max((usual, ",", ";", "\t", "|"), key=header.count)
+    return options | ({"delimiter": delimiter} if delimiter != usual else {})
 
 
 def guess_mapping(sources: list[SourceTable]) -> dict:
@@ -68,13 +91,19 @@ def guess_mapping(sources: list[SourceTable]) -> dict:
     mapping: dict = {}
     if users is not None:
         user_id = users.find(USER_ID) or users.find(r"id$") or users.head.column_names[0]
-        mapping["users"] = {"files": users.name, "id": user_id, "attributes": _attributes(users, {user_id})}
+        mapping["users"] = {
+            "files": users.name,
+            **users.options,
+            "id": user_id,
+            "attributes": _attributes(users, {user_id}),
+        }
     title = items.find(TITLE)
     item_id = items.find(ITEM_ID) or items.find(r"id$") or items.head.column_names[0]
-    mapping["items"] = {"files": items.name, "id": item_id, "title": title}
+    mapping["items"] = {"files": items.name, **items.options, "id": item_id, "title": title}
     mapping["items"]["attributes"] = _attributes(items, {item_id, title})
     mapping["interactions"] = {
         "files": interactions.name,
+        **interactions.options,
         "user_id": interactions.find(USER_ID),
         "item_id": interactions.find(ITEM_ID),
         "timestamp": {"column": interactions.find(TIME), "unit": _time_unit(interactions, interactions.find(TIME))},
@@ -104,5 +133,6 @@ def _time_unit(source: SourceTable, column: str) -> str:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        return "iso"
+        parts = re.fullmatch(r"\d{1,2}\.\d{1,2}\.\d{4}( \d{1,2}:\d{2})?(:\d{2})?", str(value).strip())
+        return "iso" if parts is None else "%d.%m.%Y" + " %H:%M" * bool(parts[1]) + ":%S" * bool(parts[2])
     return next((unit for unit, bound in (("s", 1e11), ("ms", 1e14), ("us", 1e17)) if number < bound), "ns")

@@ -7,7 +7,7 @@ import codecs
 from pathlib import Path, PurePath
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from laserbatch.pipeline.validation import Strict
 
@@ -23,11 +23,18 @@ class TablesSettings(Strict):
 class SourceColumn(Strict):
     """Where one attribute comes from."""
 
-    column: str
+    column: str | None = None
+    flags: dict[str, str] = Field({})  # instead of `column`: columns of 0 and 1, and the words that make a list
     type: Literal["string", "int64", "float64", "bool"] | None = None  # None keeps Parquet's type, and text in a CSV
     separator: str | None = Field(None, min_length=1)  # of a text that is split into a list of strings
     null_values: list[str] = Field([])  # texts that mean that nothing is known
     words: dict[str, str] = Field({})  # what codes stand for
+
+    @model_validator(mode="after")
+    def _is_of_one_kind(self) -> "SourceColumn":
+        if (self.column is None) != bool(self.flags):
+            raise ValueError("expected the name of a `column`, or `flags`: columns of 0 and 1 with a word each")
+        return self
 
 
 class SourceTime(Strict):

@@ -20,7 +20,14 @@ import pyarrow.types as pt
 from laserbatch.pipeline.errors import TableError, first_line
 from laserbatch.pipeline.tables.columns import ATTRIBUTE, EARLIEST_S, ID, LATEST_S
 from laserbatch.pipeline.tables.findings import shown_value
-from laserbatch.pipeline.tables.schema import TIMESTAMP_TYPE, UNITS_PER_SECOND, id_type, plain_column, plain_type
+from laserbatch.pipeline.tables.schema import (
+    PATH_TYPE,
+    TIMESTAMP_TYPE,
+    UNITS_PER_SECOND,
+    id_type,
+    plain_column,
+    plain_type,
+)
 from laserbatch.pipeline.tables.schema import timestamps as known_times
 from laserbatch.pipeline.tables.settings import SourceColumn, SourceFiles, SourceTime
 from laserbatch.pipeline.validation import nearest
@@ -62,6 +69,8 @@ class SourceBatch:
 
     def attribute(self, wanted: SourceColumn) -> pa.Array:
         """A column as the mapping of an attribute says."""
+        if wanted.column is None:
+            return self._flagged(wanted.flags)
         column = self._column(wanted.column)
         if wanted.type is None and wanted.separator is None and not ATTRIBUTE.accepts(column.type):
             raise TableError(
@@ -82,6 +91,12 @@ class SourceBatch:
             return to_path(values, wanted.separator) if wanted.separator is not None else to_type(values, kind)
 
         return self._converted(wanted.column, convert)
+
+    def _flagged(self, words: dict[str, str]) -> pa.Array:
+        """Of each row the words of the columns that hold 1, as list<string>."""
+        flags = [(word, self.typed(name, pa.bool_()).fill_null(False).to_pylist()) for name, word in words.items()]
+        rows = range(self.rows.num_rows)
+        return pa.array([[word for word, is_set in flags if is_set[row]] for row in rows], PATH_TYPE)
 
     def _column(self, name: str) -> pa.Array:
         names = self.rows.schema.names

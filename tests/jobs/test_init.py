@@ -11,6 +11,8 @@ from laserbatch.jobs.init import init
 from laserbatch.jobs.inputs import needs_a_model
 from laserbatch.jobs.settings import Settings, load_settings
 from laserbatch.pipeline.sample.world import write_sample_world
+from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
+from laserbatch.pipeline.tables.read import read_tables
 
 
 @pytest.fixture
@@ -38,6 +40,21 @@ def test_a_job_board_is_guessed_with_its_types_and_clicks(job_board, tmp_path, c
     events = mapping["interactions"]
     assert events["timestamp"] == {"column": "clicked_at", "unit": "ms"} and events["rating"] == "clicked"
     assert load_settings(tmp_path / "night.yaml").ctr.positive_rating == 1.0
+
+
+def test_german_names_semicolons_and_another_encoding_are_guessed(tmp_path, capsys):
+    folder = tmp_path / "exports"
+    folder.mkdir()
+    (folder / "kunden.csv").write_text("kunde;ort\nk1;Köln\n", encoding="cp1252")
+    (folder / "artikel.csv").write_text("artikel_nr;bezeichnung\na1;Tee, grün\n", encoding="utf-8")
+    (folder / "käufe.csv").write_text("kunde;artikel_nr;zeitstempel;bewertung\nk1;a1;01.03.2025 08:30;5\n")
+    run_init(capsys, folder, tmp_path / "night.yaml")
+    import_mapped(load_mapping(tmp_path / "mapping.yaml"), folder, tmp_path / "tables")
+    tables = read_tables(tmp_path / "tables")
+    assert tables.users.to_pylist() == [{"user_id": "k1", "ort": "Köln"}]
+    assert tables.items["title"].to_pylist() == ["Tee, grün"]
+    assert str(tables.interactions["timestamp"][0].as_py()) == "2025-03-01 08:30:00+00:00"
+    assert tables.interactions["rating"].to_pylist() == [5.0]
 
 
 def test_a_csv_with_a_header_alone_is_passed_over(job_board, tmp_path, capsys):

@@ -318,6 +318,18 @@ def test_movielens_as_it_is_published(tmp_path):
         import_mapped(mapping, tmp_path, tmp_path / "out")
 
 
+def test_movielens_100k_as_it_is_published(tmp_path):
+    """No header lines, three delimiters, and a column of 0 and 1 for each genre, which become a list."""
+    flags = "|".join("1" if place in (4, 8) else "0" for place in range(19))
+    (tmp_path / "u.user").write_text("1|24|M|technician|85711\n")
+    (tmp_path / "u.item").write_bytes(f'1|Déjà "Vu" (1995)|01-Jan-1995||http://x|{flags}\n'.encode("latin-1"))
+    (tmp_path / "u.data").write_text("1\t1\t3\t881250949\n")
+    import_mapped(load_mapping(CONFIGS / "import_movielens_100k.yaml"), tmp_path, tmp_path / "out")
+    assert check_tables(tmp_path / "out") == []
+    items = read_tables(tmp_path / "out").items.to_pylist()
+    assert items == [{"item_id": 1, "title": 'Déjà "Vu" (1995)', "genres": ["Children", "Drama"]}]
+
+
 def test_movielens_repacked_as_parquet(tmp_path, shared_data):
     import_mapped(load_mapping(CONFIGS / "import_movielens_parquet.yaml"), shared_data / "ml-100k", tmp_path)
     assert check_tables(tmp_path) == []
