@@ -50,7 +50,7 @@ TEMPLATES = {
     }.items()
 }
 FIRST_DAY = datetime.date(2025, 3, 1)
-LATER = ("2026-06-01", "2026-06-02", "2026-06-03", "2026-06-04")  # after every night: what CTR models are judged on
+LATER = ("2027-06-01", "2027-06-02", "2027-06-03", "2027-06-04")  # after every night: what CTR models are judged on
 
 
 @dataclass(frozen=True)
