@@ -165,9 +165,7 @@ def encode_run(
     return figures
 
 
-def _earlier(
-    previous: RunFolder | None, side: Side, encoder_id: str, max_text_tokens: int
-) -> "SideFeatures | None":
+def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_tokens: int) -> "SideFeatures | None":
     """Features of a finished run; None when its encoder was another or cut texts elsewhere, or they cannot be read."""
     if previous is None or not previous.centroids_path(side).exists():
         return None

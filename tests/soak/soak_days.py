@@ -228,7 +228,7 @@ SETTINGS = [
     _set("pools", "min_support", 1, 2),
     _set("pools", "scope", "side", "group"),
     _set("routing", "num_groups", 2, 3, None),
-    _set("routing", "scheme", "router", "random", "attributes", "global"),
+    _set("routing", "scheme", "router", "random", "attribute", "global"),
     _set("encoding", "encoder", *ENCODERS),
     _set("encoding", "max_text_tokens", 96, 24),
     _set("encoding", "num_clusters", 2, 3),
