@@ -14,7 +14,7 @@ import pytest
 import yaml
 from manifest_fixture import Undrawn
 from night_world import run_here, write_here
-from test_fortnight import TEMPLATES, World, first_world
+from small_world import TEMPLATES, World, first_world
 
 from laserbatch.jobs import forget as forgetting
 from laserbatch.jobs import generate
