@@ -35,7 +35,7 @@ class Draft:
     source : int32[n], the source that most of the node's own probability comes from: a code of `sources`.
     relative_count : float32[n], share of the node's token in what follows its parent, all contexts blended: what the
         pool's calibration makes the node's own probability of.
-    token_kind : int32[n], a kind of `drafting.estimate`: where else the token stands, and how frequent it is.
+    kind : int32[n], a kind of `drafting.estimate`: of the token, and of its place in the draft.
     """
 
     __slots__ = ("_rows",)
@@ -67,7 +67,7 @@ class Draft:
         return self._rows[state.OUT_RELATIVE_COUNT].view(np.float32)
 
     @property
-    def token_kind(self) -> np.ndarray:
+    def kind(self) -> np.ndarray:
         return self._rows[state.OUT_KIND]
 
 

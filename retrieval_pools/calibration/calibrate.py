@@ -13,7 +13,7 @@ import numpy as np
 
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, accepted_path, replay, replay_nodes
 from laserbatch.retrieval_pools.draft import draft_batch
-from laserbatch.retrieval_pools.drafting.estimate import NUM_KINDS
+from laserbatch.retrieval_pools.drafting.estimate import NUM_PLACES, NUM_TOKEN_KINDS
 from laserbatch.retrieval_pools.drafting.state import MAX_NODES
 from laserbatch.retrieval_pools.index.calibration_record import (
     DRAFT_TOKENS,
@@ -36,7 +36,7 @@ MAX_TOKENS = 50_000  # replayed, so that the time it takes does not grow with th
 POOL_ESCAPES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # tried where none is configured
 MIN_TEXTS = 50  # a pool of fewer texts is not calibrated
 TEXTS_PER_HELD_BACK = 5  # at most one text of so many is held back
-INVERSE_PRIOR = 10.0  # variance of what is fitted, before any node; with 1 texts were accepted up to 1 % less far
+INVERSE_PRIOR = 1.0  # variance of what is fitted, before any node; 10 accepts no more and estimates worse of few
 NUM_BINS = 20  # of estimates that are checked
 DIGITS = 5  # of what the manifest keeps
 GRID = tuple((size, least) for size in DRAFT_TOKENS for least in MIN_ACCEPTANCES)
@@ -99,15 +99,19 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
 def fit_sources(nodes: np.ndarray) -> tuple[SourceCurve, ...]:
     """The curve of each source that drafted: one logistic regression over NODE[n], whose parents are accepted.
 
-    A source and a kind of token have a number each, and so has a kind of a source, all held towards 0: what there are
-    few nodes of is as its kind is elsewhere. Odds that a curve would let fall with the count are the same for all.
+    A kind of token has a number, and so have a kind of token and a kind of place of each source, all held towards 0:
+    what there are few nodes of is as its kind is elsewhere. Odds that a curve would let fall with the count are the
+    same for all.
     """
     from scipy.sparse import csr_matrix, hstack
     from sklearn.linear_model import LogisticRegression  # takes a second to load; who drafts needs it not
 
     if len(np.unique(nodes["is_accepted"])) < 2:
         return ()  # nothing can be told apart
-    sources, kinds = nodes["source"].astype(np.int64), nodes["token_kind"].astype(np.int64)
+    sources, (of_token, of_place) = (
+        nodes["source"].astype(np.int64),
+        np.divmod(nodes["kind"].astype(np.int64), NUM_PLACES),
+    )
     of_counts = np.zeros((len(nodes), NUM_SOURCES, 3))
     of_counts[np.arange(len(nodes)), sources] = beta_features(nodes["relative_count"])
 
@@ -117,23 +121,27 @@ def fit_sources(nodes: np.ndarray) -> tuple[SourceCurve, ...]:
     features = hstack(
         [
             csr_matrix(of_counts.reshape(len(nodes), -1)),
-            one_hot(kinds, NUM_KINDS),
-            one_hot(sources * NUM_KINDS + kinds, NUM_SOURCES * NUM_KINDS),
+            one_hot(of_token, NUM_TOKEN_KINDS),
+            one_hot(sources * NUM_TOKEN_KINDS + of_token, NUM_SOURCES * NUM_TOKEN_KINDS),
+            one_hot(sources * NUM_PLACES + of_place, NUM_SOURCES * NUM_PLACES),
         ],
         format="csr",
     )
     regression = LogisticRegression(C=INVERSE_PRIOR, fit_intercept=False, tol=1e-3, max_iter=200)
     regression.fit(features, nodes["is_accepted"])
     numbers = np.round(regression.coef_[0], DIGITS)
-    beta, of_kinds, of_each = np.split(numbers, [3 * NUM_SOURCES, 3 * NUM_SOURCES + NUM_KINDS])
-    beta, of_each = beta.reshape(NUM_SOURCES, 3), of_each.reshape(NUM_SOURCES, NUM_KINDS)
+    sizes = 3 * NUM_SOURCES, NUM_TOKEN_KINDS, NUM_SOURCES * NUM_TOKEN_KINDS
+    beta, of_tokens, of_each, of_places = np.split(numbers, np.cumsum(sizes))
+    beta, of_places = beta.reshape(NUM_SOURCES, 3), of_places.reshape(NUM_SOURCES, NUM_PLACES)
+    of_tokens = np.round(of_tokens + of_each.reshape(NUM_SOURCES, NUM_TOKEN_KINDS), DIGITS)
     return tuple(
         SourceCurve(
             source=source,
             offset=beta[source, 0],
             low=beta[source, 1],
             high=beta[source, 2],
-            of_kinds=tuple(np.round(of_kinds + of_each[source], DIGITS).tolist()),
+            of_tokens=tuple(of_tokens[source].tolist()),
+            of_places=tuple(of_places[source].tolist()),
         )
         for source in np.unique(sources).tolist()
     )

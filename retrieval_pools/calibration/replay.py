@@ -20,7 +20,7 @@ NODE = np.dtype(
     [
         ("source", np.uint8),  # a code of `sources`
         ("relative_count", np.float32),  # share of the token among what follows its parent, before calibration
-        ("token_kind", np.int32),  # see `drafting.estimate`
+        ("kind", np.int32),  # see `drafting.estimate`
         ("log_acceptance", np.float32),  # the draft's own estimate, for the whole path
         ("is_parent_accepted", bool),
         ("is_accepted", bool),
@@ -145,7 +145,7 @@ def _nodes(step: ReplayStep) -> np.ndarray:
     is_accepted = np.zeros(len(tree) + 1, bool)
     is_accepted[[*step.path, -1]] = True  # the root comes last: it is the parent -1
     nodes = np.empty(len(tree), NODE)
-    for name in ("source", "relative_count", "token_kind", "log_acceptance"):
+    for name in ("source", "relative_count", "kind", "log_acceptance"):
         nodes[name] = getattr(tree, name)
     nodes["is_parent_accepted"], nodes["is_accepted"] = is_accepted[tree.parents], is_accepted[:-1]
     return nodes

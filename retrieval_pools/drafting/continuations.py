@@ -64,7 +64,7 @@ def count_continuations(
             if not runs.is_drafted[run]:
                 left += share * runs.weight[run]
                 continue
-            c, num_candidates = _candidate(candidates, num_candidates, runs.token[run])
+            c, num_candidates = _candidate(candidates, num_candidates, runs.token[run], num_seen)
             if c >= 0:
                 _add_share(candidates, c, source, share * runs.weight[run])
                 if source == SOURCE_POOL and runs.begin[run] < runs.end[run]:
@@ -74,8 +74,11 @@ def count_continuations(
 
 
 @part
-def _candidate(candidates, num_candidates, token):
-    """Place of a token among the candidates, and their number with it; place -1 when there is no room."""
+def _candidate(candidates, num_candidates, token, num_seen):
+    """Place of a token among the candidates, and their number with it; place -1 when there is no room.
+
+    `num_seen` is how often the context was seen, which is the longest that knows the token where the token is new.
+    """
     slot = (np.int64(token) * np.int64(0x9E3779B1) >> 12) & (NUM_SLOTS - 1)
     while candidates.slots[slot] > 0:
         c = candidates.slots[slot] - 1
@@ -87,6 +90,7 @@ def _candidate(candidates, num_candidates, token):
     candidates.slots[slot] = num_candidates + 1
     candidates.slot_of[num_candidates] = slot
     candidates.token[num_candidates] = token
+    candidates.num_seen[num_candidates] = num_seen
     candidates.has_run[num_candidates] = 0
     candidates.total[num_candidates] = candidates.pool[num_candidates] = candidates.own[num_candidates] = 0.0
     return num_candidates, num_candidates + 1
@@ -103,12 +107,11 @@ def _add_share(candidates, c, source, share):
 
 @part
 def push_candidates(
-    frontier, size, candidates, num_candidates, node, probability, max_nodes, min_acceptance, estimates, own,
+    frontier, size, candidates, num_candidates, node, depth, probability, max_nodes, min_acceptance, estimates, own,
 ):  # fmt: skip
     """Put the likely candidates of the node drafted last on the frontier, and clear them away for the next node.
 
-    Bounds say without a look at the curves what is out of the question. Returns the
-    frontier's new size.
+    Bounds say without a look at the curves what is out of the question. Returns the frontier's new size.
     """
     for c in range(num_candidates):
         candidates.slots[candidates.slot_of[c]] = 0
@@ -120,7 +123,7 @@ def push_candidates(
         if token == END:  # it takes its share of the probability, but is never drafted
             continue
         source = candidates.own_source[c] if candidates.own[c] >= candidates.pool[c] else SOURCE_POOL
-        kind = kind_of(own, estimates.frequencies, token)
+        kind = kind_of(own, estimates.frequencies, token, candidates.num_seen[c], depth)
         path = probability * acceptance(estimates.curves[source, kind], relative_count)
         if path >= min_acceptance:
             size = _push_path(frontier, max_nodes, size, path, node, source, kind, candidates, c)

@@ -1,6 +1,6 @@
 """From a draft node's relative count to the probability that it is accepted when its parent is.
 
-There is a curve for each source and kind of token, given at COUNT_KNOTS; a path's probability is the product along it.
+There is a curve for each source and kind of node, given at COUNT_KNOTS; a path's probability is the product along it.
 `calibration/calibrate.py` fits the curves, and `tests/retrieval_pools/slow_drafts.py` reads them slowly.
 """
 
@@ -14,14 +14,20 @@ COUNT_KNOTS = np.array(
     [mantissa * 2.0**exponent for exponent in range(LOWEST_EXPONENT, 0) for mantissa in (1.0, 1.5)] + [1.0], np.float32
 )
 NUM_KNOTS = len(COUNT_KNOTS)
-# The kind of a token: whether it stands in the prompt, whether in the output, and how frequent it is in the pool, by
-# the least share of the pool's positions, as a power of two, of each bin but the first.
+# The kind of a node is that of its token and that of its place in the draft. Of the token: whether it stands in the
+# prompt, whether in the output, and how frequent it is in the pool, by the least share of the pool's positions, as a
+# power of two, of each bin but the first. Of the place: how often the longest context was seen that knows the token,
+# and how many drafted tokens are before it, both by the least number of each bin but the first.
 FREQUENCY_EXPONENTS = (-16, -14, -12, -10, -9, -8, -7, -6)
 NUM_FREQUENCIES = len(FREQUENCY_EXPONENTS) + 1
 IN_PROMPT, IN_OUTPUT = 1, 2  # bits
 NUM_OWN_TOKENS = 512  # of the prompt and of the output, the latest ones, in which a token is looked for
 NUM_OWN_SLOTS = 2048  # of the hash table of these; a power of two
-NUM_KINDS = (IN_PROMPT + IN_OUTPUT + 1) * NUM_FREQUENCIES
+SEEN_EDGES, DEPTH_EDGES = (2, 4, 32), (1, 2, 3, 7)
+NUM_DEPTHS = len(DEPTH_EDGES) + 1
+NUM_TOKEN_KINDS = (IN_PROMPT + IN_OUTPUT + 1) * NUM_FREQUENCIES
+NUM_PLACES = (len(SEEN_EDGES) + 1) * NUM_DEPTHS
+NUM_KINDS = NUM_TOKEN_KINDS * NUM_PLACES
 CURVES_SHAPE = (NUM_SOURCES, NUM_KINDS, NUM_KNOTS)
 IDENTITY_CURVES = np.broadcast_to(COUNT_KNOTS, CURVES_SHAPE).copy()  # relative counts are believed as they are
 IDENTITY_CURVES.flags.writeable = False
@@ -73,10 +79,16 @@ def acceptance(curve, relative_count):
 
 
 @part
-def kind_of(own, frequencies, token):
-    """The kind of a token: `own` knows where it stands."""
+def kind_of(own, frequencies, token, num_seen, depth):
+    """The kind of a node: `own` knows where its token stands."""
     frequency = np.int64(frequencies[token + 1]) if token < frequencies.shape[0] - 1 else np.int64(0)
-    return (own[_own_slot(own, token)] & 3) * NUM_FREQUENCIES + frequency
+    of_token = (own[_own_slot(own, token)] & 3) * NUM_FREQUENCIES + frequency
+    seen, deep = np.int64(0), np.int64(0)
+    for edge in SEEN_EDGES:
+        seen += num_seen >= edge
+    for edge in DEPTH_EDGES:
+        deep += depth >= edge
+    return of_token * NUM_PLACES + seen * NUM_DEPTHS + deep
 
 
 @part

@@ -232,6 +232,7 @@ _CANDIDATES = np.dtype(  # possible next tokens of a node
         ("pool", np.float64, (NUM_CANDIDATES,)),  # the pool's part of it
         ("own", np.float64, (NUM_CANDIDATES,)),  # the largest part of an own text, each of which adds at most once
         ("own_source", np.uint8, (NUM_CANDIDATES,)),  # whose that is
+        ("num_seen", np.float64, (NUM_CANDIDATES,)),  # how often the longest context that knows it was seen
         ("slots", np.int16, (NUM_SLOTS,)),  # hash table from token to c + 1; every draft leaves it empty
         ("slot_of", np.int16, (NUM_CANDIDATES,)),  # the place of c in it
         ("runs", np.int32, (NUM_CANDIDATES, MAX_LEVELS, 2)),  # the token's run at a level, as in Runs, where its bit

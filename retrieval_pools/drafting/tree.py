@@ -116,8 +116,8 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
                 context,
             )  # fmt: skip
             size = push_candidates(
-                frontier, size, candidates, num_candidates, node, probability, max_nodes, min_acceptance, estimates,
-                lookup.own,
+                frontier, size, candidates, num_candidates, node, depth, probability, max_nodes, min_acceptance,
+                estimates, lookup.own,
             )  # fmt: skip
         if size == num_nodes:
             break

@@ -6,7 +6,7 @@ Values and their checks only; `calibration/` replays and fits, `drafting/estimat
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from laserbatch.retrieval_pools.drafting.estimate import COUNT_KNOTS, IDENTITY_CURVES, NUM_KINDS
+from laserbatch.retrieval_pools.drafting.estimate import COUNT_KNOTS, IDENTITY_CURVES, NUM_PLACES, NUM_TOKEN_KINDS
 from laserbatch.retrieval_pools.sources import NUM_SOURCES
 
 LEAST_ACCEPTANCE, MOST_ACCEPTANCE = 1e-4, 0.9999  # nothing is impossible, nothing certain: paths keep an order
@@ -23,12 +23,12 @@ class SourceCurve(BaseModel):
     """Acceptance of a source's tokens, given that the parent is accepted, over their relative count x.
 
     The log odds are offset + low * log(x) - high * log(1 - x) (beta calibration: Kull, Silva Filho and Flach 2017,
-    section 4) and the number of the token's kind.
+    section 4) and the numbers of its token's kind and its place's.
 
     Attributes
     ----------
     source : a code of `sources`.
-    of_kinds : by kind of token, see `drafting.estimate`.
+    of_tokens, of_places : by kind of token, and by kind of place, see `drafting.estimate`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,13 +37,15 @@ class SourceCurve(BaseModel):
     offset: float
     low: float
     high: float
-    of_kinds: tuple[float, ...] = Field(min_length=NUM_KINDS, max_length=NUM_KINDS)
+    of_tokens: tuple[float, ...] = Field(min_length=NUM_TOKEN_KINDS, max_length=NUM_TOKEN_KINDS)
+    of_places: tuple[float, ...] = Field(min_length=NUM_PLACES, max_length=NUM_PLACES)
 
     @property
     def values(self) -> np.ndarray:
         """Acceptance at each of COUNT_KNOTS by kind, nondecreasing: float32[NUM_KINDS, NUM_KNOTS]."""
         of_counts = beta_features(COUNT_KNOTS) @ (self.offset, self.low, self.high)
-        values = 1 / (1 + np.exp(-np.add.outer(self.of_kinds, of_counts)))
+        of_kinds = np.add.outer(self.of_tokens, self.of_places).ravel()
+        values = 1 / (1 + np.exp(-np.add.outer(of_kinds, of_counts)))
         values = np.clip(values, LEAST_ACCEPTANCE, MOST_ACCEPTANCE).astype(np.float32)
         return np.maximum.accumulate(values, axis=-1)
 

@@ -14,7 +14,7 @@ from laserbatch.retrieval_pools.index.arrays import map_array
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.settings import PoolSettings
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 MANIFEST_NAME = "manifest.json"
 REBUILD = "Run `laserbatch pools rebuild`."
 

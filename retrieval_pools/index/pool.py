@@ -36,7 +36,7 @@ class Pool:
     manifest : what it holds.
     index : its arrays, read-only; see `drafting.state.Index`.
     settings : how drafts are estimated; those of the manifest unless `with_settings` changed them.
-    curves : float32 `estimate.CURVES_SHAPE`, what relative counts are worth for each source and kind of token.
+    curves : float32 `estimate.CURVES_SHAPE`, what relative counts are worth for each source and kind of node.
     fitted_escape : the escape of the pool where the settings name none.
     budgets : what each draft budget gained in the replays of its calibration, where that is known.
     """

@@ -22,7 +22,7 @@ from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.manifest import PoolsUsed
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.draft import draft
-from laserbatch.retrieval_pools.drafting.estimate import NUM_KINDS
+from laserbatch.retrieval_pools.drafting.estimate import NUM_PLACES, NUM_TOKEN_KINDS
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.calibration_record import Calibration, Reliability, SourceCurve
@@ -151,7 +151,14 @@ def test_query_shows_calibrated_estimates_and_what_they_rest_on(world, tmp_path)
 def halving_calibration() -> Calibration:
     """Replays that found the odds of every source half of what they seemed."""
     sources = [
-        SourceCurve(source=source, offset=-math.log(2), low=1, high=1, of_kinds=(0,) * NUM_KINDS)
+        SourceCurve(
+            source=source,
+            offset=-math.log(2),
+            low=1,
+            high=1,
+            of_tokens=(0,) * NUM_TOKEN_KINDS,
+            of_places=(0,) * NUM_PLACES,
+        )
         for source in range(NUM_SOURCES)
     ]
     held = Reliability(num_texts=35, num_nodes=0, max_nodes=16, min_acceptance=0.07,

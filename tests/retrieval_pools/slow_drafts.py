@@ -14,11 +14,15 @@ import numpy as np
 
 from laserbatch.retrieval_pools.drafting.estimate import (
     COUNT_KNOTS,
+    DEPTH_EDGES,
     FREQUENCY_EXPONENTS,
     IDENTITY_CURVES,
     IN_OUTPUT,
     IN_PROMPT,
+    NUM_DEPTHS,
     NUM_FREQUENCIES,
+    NUM_PLACES,
+    SEEN_EDGES,
 )
 from laserbatch.retrieval_pools.index.pool import DEFAULT_POOL_ESCAPE
 from laserbatch.retrieval_pools.settings import PoolSettings
@@ -108,7 +112,7 @@ class TokenKinds:
         return cls(prompt[-NUM_OWN_TOKENS:], output[-NUM_OWN_TOKENS:], occurrences)
 
     def kind(self, token: int) -> int:
-        """See `drafting.estimate`."""
+        """See `drafting.estimate`; without its place."""
         stands_in = IN_PROMPT * (token in self.prompt) + IN_OUTPUT * (token in self.output)
         return token_kind(stands_in, self.num_occurrences[token], self.num_occurrences.total())
 
@@ -122,7 +126,7 @@ class ReferenceNode:
     probability: float
     source: int
     relative_count: float
-    token_kind: int
+    kind: int
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,7 @@ class _Path:
     parent: int
     source: int
     relative_count: float
-    token_kind: int
+    kind: int
     levels: list[Level]
 
     def order(self) -> tuple[float, int, int]:
@@ -142,7 +146,7 @@ class _Path:
 
     def drafted(self) -> ReferenceNode:
         """Its last token as it is drafted."""
-        own = self.source, self.relative_count, self.token_kind
+        own = self.source, self.relative_count, self.kind
         return ReferenceNode(self.token, self.parent, self.probability, *own)
 
 
@@ -185,7 +189,7 @@ def draft_reference(
         if depth < max_depth:
             room = max_nodes - len(nodes)
             least = frontier[-1].probability if len(frontier) == room else 0.0
-            found = next_paths(levels, node, probability, max(least, min_acceptance), kinds, curves)
+            found = next_paths(levels, node, depth, probability, max(least, min_acceptance), kinds, curves)
             frontier += (path for path in found if path.token != END and path.probability >= min_acceptance)
             frontier = sorted(frontier, key=_Path.order)[:room]
         if not frontier:
@@ -202,6 +206,7 @@ def draft_reference(
 def next_paths(
     levels: list[Level],
     parent: int,
+    depth: int,
     probability: float,
     least_acceptance: float,
     kinds: TokenKinds,
@@ -209,6 +214,7 @@ def next_paths(
 ) -> Iterator[_Path]:
     """The paths that are one token longer than a parent's: every level takes its share of what is left."""
     shares: dict[int, Counter[int]] = {}  # token -> source -> share
+    seen: dict[int, int] = {}  # token -> how often the longest context was seen that knows it
     if probability < least_acceptance:
         return
     left = 1.0
@@ -229,13 +235,20 @@ def next_paths(
             if not level.may_draft(places[0]):
                 left += counted
                 continue
+            seen.setdefault(token, num_seen)
             shares.setdefault(token, Counter())[level.source] += counted
     for token, by_source in shares.items():
         source = max(sorted(by_source), key=by_source.__getitem__)
         relative_count = sum(by_source.values())
-        kind = kinds.kind(token)
+        kind = node_kind(kinds.kind(token), seen[token], depth)
         own = acceptance(curves[source, kind], relative_count)
         yield _Path(probability * own, token, parent, source, relative_count, kind, levels)
+
+
+def node_kind(of_token: int, num_seen: int, depth: int) -> int:
+    """The kind of a node by its token's, how often the longest context was seen that knows the token, and its depth."""
+    seen, deep = (sum(n >= edge for edge in edges) for n, edges in ((num_seen, SEEN_EDGES), (depth, DEPTH_EDGES)))
+    return of_token * NUM_PLACES + seen * NUM_DEPTHS + deep
 
 
 def token_kind(stands_in: int, num_occurrences: int, num_positions: int) -> int:

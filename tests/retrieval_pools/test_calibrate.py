@@ -22,7 +22,7 @@ from laserbatch.retrieval_pools.calibration.calibrate import (
     spread_positions,
 )
 from laserbatch.retrieval_pools.calibration.replay import NODE, DraftOptions, ReplayText, pool_steps, replay
-from laserbatch.retrieval_pools.drafting.estimate import COUNT_KNOTS, CURVES_SHAPE, IDENTITY_CURVES
+from laserbatch.retrieval_pools.drafting.estimate import COUNT_KNOTS, CURVES_SHAPE, IDENTITY_CURVES, NUM_PLACES
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.calibration_record import Calibration, curves_of
 from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
@@ -31,13 +31,13 @@ SHARES = COUNT_KNOTS[6:-1].astype(float)  # curves are exact there
 
 
 def invented_nodes(num_nodes: int, acceptance, seed: int = 0, num_kinds: int = 1) -> np.ndarray:
-    """Nodes of pool and output that are accepted as often as `acceptance(source, kind, relative_count)` says."""
+    """Nodes of pool and output, accepted as often as `acceptance(source, kind of token, relative_count)` says."""
     rng = np.random.default_rng(seed)
     source = rng.choice(np.array([SOURCE_POOL, SOURCE_OUTPUT], np.uint8), num_nodes)
     kind = rng.integers(0, num_kinds, num_nodes).astype(np.int32)
     relative_count = rng.random(num_nodes, np.float32)
     nodes = np.ones(num_nodes, NODE)
-    nodes["source"], nodes["token_kind"], nodes["relative_count"] = source, kind, relative_count
+    nodes["source"], nodes["kind"], nodes["relative_count"] = source, kind * NUM_PLACES, relative_count
     nodes["is_accepted"] = rng.random(num_nodes) < acceptance(source, kind, relative_count)
     return nodes
 
@@ -56,10 +56,26 @@ def test_a_planted_acceptance_is_found_of_every_source_and_kind():
     curves = curves_of(fit_sources(invented_nodes(200_000, planted, num_kinds=3)))
     for source in (SOURCE_POOL, SOURCE_OUTPUT):
         for kind in range(3):
-            assert np.abs(curves[source, kind, 6:-1] - planted(source, kind, SHARES)).max() < 0.03
+            found = curves[source, kind * NUM_PLACES, 6:-1]
+            assert np.abs(found - planted(source, kind, SHARES)).max() < 0.03
     assert curves.shape == CURVES_SHAPE and curves.dtype == np.float32
     for source in (SOURCE_PREVIOUS, SOURCE_PROMPT):
         assert np.array_equal(curves[source], IDENTITY_CURVES[source])  # a first night has no previous text
+
+
+def test_a_place_in_the_draft_is_worth_as_much_for_every_kind_of_token():
+    factors = np.linspace(0.2, 5.0, NUM_PLACES)
+    nodes = invented_nodes(200_000, lambda source, kind, count: count, num_kinds=2)
+    of_place = np.random.default_rng(1).integers(0, NUM_PLACES, len(nodes))
+    nodes["kind"] += of_place
+    nodes["is_accepted"] = np.random.default_rng(2).random(len(nodes)) < raised(
+        nodes["relative_count"].astype(float), factors[of_place]
+    )
+    curves = curves_of(fit_sources(nodes))
+    for kind in (0, 1):
+        for place in range(NUM_PLACES):
+            found = curves[SOURCE_POOL, kind * NUM_PLACES + place, 6:-1]
+            assert np.abs(found - raised(SHARES, factors[place])).max() < 0.04
 
 
 def test_curves_never_fall_even_where_acceptance_does():
@@ -71,18 +87,18 @@ def test_curves_never_fall_even_where_acceptance_does():
 
 def test_a_kind_leans_on_the_same_kind_of_another_source_and_few_of_it_hardly_move_it():
     usual = invented_nodes(40_000, lambda source, kind, count: count, num_kinds=2)
-    usual["token_kind"][usual["source"] != SOURCE_OUTPUT] = 0
-    usual["is_accepted"] |= (usual["source"] == SOURCE_OUTPUT) & (usual["token_kind"] == 1)
+    usual["kind"][usual["source"] != SOURCE_OUTPUT] = 0
+    usual["is_accepted"] |= (usual["source"] == SOURCE_OUTPUT) & (usual["kind"] == NUM_PLACES)
     curves = curves_of(fit_sources(usual))
-    before, alike = (np.interp(0.5, COUNT_KNOTS, curves[SOURCE_POOL, kind]) for kind in (0, 1))
+    before, alike = (np.interp(0.5, COUNT_KNOTS, curves[SOURCE_POOL, kind * NUM_PLACES]) for kind in (0, 1))
     assert before == pytest.approx(0.5, abs=0.03)
     assert alike > 0.8  # no node of the pool was of that kind, those of the output were accepted
 
     def acceptance(num_nodes):
         rare = invented_nodes(num_nodes, lambda source, kind, count: 1.0 + 0 * count, 1)
-        rare["token_kind"], rare["relative_count"] = 7, 0.5
-        curves = curves_of(fit_sources(np.concatenate([usual[usual["token_kind"] == 0], rare])))
-        return float(np.interp(0.5, COUNT_KNOTS, curves[SOURCE_POOL, 7]))
+        rare["kind"], rare["relative_count"] = 7 * NUM_PLACES, 0.5
+        curves = curves_of(fit_sources(np.concatenate([usual[usual["kind"] == 0], rare])))
+        return float(np.interp(0.5, COUNT_KNOTS, curves[SOURCE_POOL, 7 * NUM_PLACES]))
 
     of_few, of_many = acceptance(1), acceptance(200)
     assert of_few < 0.93 < 0.95 < of_many

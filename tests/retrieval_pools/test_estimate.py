@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
-from slow_drafts import acceptance, token_kind
+from slow_drafts import acceptance, node_kind, token_kind
 
 from laserbatch.retrieval_pools.drafting import estimate
 from laserbatch.retrieval_pools.drafting.estimate import (
@@ -14,6 +14,8 @@ from laserbatch.retrieval_pools.drafting.estimate import (
     IDENTITY_CURVES,
     NUM_KINDS,
     NUM_KNOTS,
+    NUM_PLACES,
+    NUM_TOKEN_KINDS,
     token_frequencies,
     upper_bounds,
 )
@@ -54,7 +56,9 @@ def test_kinds_are_told_by_where_a_token_stands_and_how_frequent_it_is():
     assert frequent == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8]
     assert [token_kind(0, one - 1, 1 << 16) for one in least] == frequent[:8]
     kinds = {token_kind(stands_in, num, 1 << 16) for stands_in in range(4) for num in (0, *least)}
-    assert kinds == set(range(NUM_KINDS))
+    assert kinds == set(range(NUM_TOKEN_KINDS))
+    places = {node_kind(0, num_seen, depth) for num_seen in (1, 3, 20, 40) for depth in (0, 1, 2, 5, 20)}
+    assert places == set(range(NUM_PLACES)) and NUM_KINDS == NUM_TOKEN_KINDS * NUM_PLACES
     assert token_kind(0, 0, 0) == 0  # no pool
 
 

@@ -8,10 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from slow_drafts import ReferenceText, draft_reference, token_kind
+from slow_drafts import ReferenceText, draft_reference, node_kind, token_kind
 
 from laserbatch.retrieval_pools.draft import SHARE, draft, draft_batch
-from laserbatch.retrieval_pools.drafting.estimate import CURVES_SHAPE, IN_OUTPUT, IN_PROMPT, NUM_OWN_TOKENS
+from laserbatch.retrieval_pools.drafting.estimate import (
+    CURVES_SHAPE,
+    IN_OUTPUT,
+    IN_PROMPT,
+    NUM_OWN_TOKENS,
+    NUM_PLACES,
+)
 from laserbatch.retrieval_pools.drafting.tree import draft_trees
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.pool import EMPTY_POOL, Pool
@@ -120,15 +126,24 @@ def _is_tie(case, one, other):
 def test_a_draft_says_where_its_tokens_stand_and_how_frequent_they_are(tmp_path):
     pool = pool_of(tmp_path / "p", [[1, 2, 3], [1, 4], [1, 5]])
     tree = draft(pool, ids([4, 9, 5, 1]), 2, min_acceptance=0)  # prompt 4 9, output 5 1
-    kinds = dict(zip(tree.token_ids.tolist(), tree.token_kind.tolist(), strict=True))
+    kinds = dict(zip(tree.token_ids.tolist(), (tree.kind // NUM_PLACES).tolist(), strict=True))
     assert kinds == {
         2: token_kind(0, 1, 10), 3: token_kind(0, 1, 10), 4: token_kind(IN_PROMPT, 1, 10),
         5: token_kind(IN_OUTPUT, 1, 10),
     }  # fmt: skip
     without = draft(pool, ids([4, 9, 5, 1]), 2, min_acceptance=0, use_prompt=False, use_output=False)
-    assert set(without.token_kind.tolist()) == {token_kind(0, 1, 10)}
+    assert set((without.kind // NUM_PLACES).tolist()) == {token_kind(0, 1, 10)}
     own = draft(None, ids([7, 8, 8, 7]), 3)
-    assert own.token_kind.tolist() == [token_kind(IN_PROMPT, 0, 0)] * 2 and own.token_ids.tolist() == [8, 8]
+    assert own.token_ids.tolist() == [8, 8]
+    assert own.kind.tolist() == [node_kind(token_kind(IN_PROMPT, 0, 0), 1, depth) for depth in (0, 1)]
+
+
+def test_a_draft_says_how_often_contexts_were_seen_and_how_deep_it_is(tmp_path):
+    pool = pool_of(tmp_path / "p", [[1, 2, 3, 4]] * 40 + [[1, 5, 6]] * 3)
+    tree = draft(pool, ids([9, 1]), 1, min_acceptance=0)
+    of_places = dict(zip(tree.token_ids.tolist(), (tree.kind % NUM_PLACES).tolist(), strict=True))
+    expected = {2: (43, 0), 5: (43, 0), 3: (40, 1), 4: (40, 2), 6: (3, 1)}
+    assert of_places == {token: node_kind(0, *seen_and_depth) for token, seen_and_depth in expected.items()}
 
 
 def test_a_kind_of_token_that_is_worth_more_comes_first(tmp_path):
@@ -136,7 +151,8 @@ def test_a_kind_of_token_that_is_worth_more_comes_first(tmp_path):
     context, num_prompt = ids([4, 1]), 1
     assert draft(pool, context, num_prompt, min_acceptance=0).token_ids.tolist() == [2, 4]
     curves = np.full(CURVES_SHAPE, 0.1, np.float32)
-    curves[:, token_kind(IN_PROMPT, 1, 9)] = 0.9
+    of_token = token_kind(IN_PROMPT, 1, 9) * NUM_PLACES
+    curves[:, of_token : of_token + NUM_PLACES] = 0.9
     tree = draft(pool.with_curves(curves), context, num_prompt, min_acceptance=0)
     assert tree.token_ids.tolist() == [4, 2]
     assert np.allclose(np.exp(tree.log_acceptance), [0.9, 0.1])
@@ -149,14 +165,14 @@ def test_tokens_are_looked_for_in_the_latest_of_prompt_and_output(tmp_path, num_
     prompt = [2, *range(1000, 1000 + num_later)]
     output = [3, *range(5000, 5000 + num_later), 1]
     tree = draft(pool, ids(prompt + output), len(prompt), min_acceptance=0)
-    kinds = dict(zip(tree.token_ids.tolist(), tree.token_kind.tolist(), strict=True))
-    assert kinds[2] == token_kind(IN_PROMPT if num_later < NUM_OWN_TOKENS else 0, 1, 6)
-    assert kinds[3] == token_kind(IN_OUTPUT if num_later + 1 < NUM_OWN_TOKENS else 0, 1, 6)
+    kinds = dict(zip(tree.token_ids.tolist(), tree.kind.tolist(), strict=True))
+    assert kinds[2] // NUM_PLACES == token_kind(IN_PROMPT if num_later < NUM_OWN_TOKENS else 0, 1, 6)
+    assert kinds[3] // NUM_PLACES == token_kind(IN_OUTPUT if num_later + 1 < NUM_OWN_TOKENS else 0, 1, 6)
     reference = draft_reference(
         [ReferenceText(text, "") for text in texts], PoolSettings(), prompt, output, None, None, max_nodes=16,
         min_acceptance=0.0,
     )  # fmt: skip
-    assert {node.token_id: node.token_kind for node in reference} == kinds
+    assert {node.token_id: node.kind for node in reference} == kinds
 
 
 def test_no_pool_drafts_from_own_texts_with_their_sources(tmp_path):
@@ -344,7 +360,7 @@ def test_a_batch_drafts_what_each_sequence_is_drafted_alone(tmp_path_factory, ca
     alone = [draft(pool, *sequence, max_depth=max_depth, **call) for *sequence, max_depth in sequences]
     assert len(together) == len(alone)
     for one, other in zip(together, alone, strict=True):
-        for name in ("token_ids", "parents", "log_acceptance", "source", "relative_count", "token_kind"):
+        for name in ("token_ids", "parents", "log_acceptance", "source", "relative_count", "kind"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 

@@ -94,14 +94,14 @@ def test_every_drafted_token_is_kept_with_what_became_of_it(pool, texts):
         for step, after in zip(steps, [*steps[1:], None], strict=True):
             tree = step.tree
             for node, parent in enumerate(tree.parents.tolist()):
-                kept = tree.source[node], tree.relative_count[node], tree.token_kind[node], tree.log_acceptance[node]
+                kept = tree.source[node], tree.relative_count[node], tree.kind[node], tree.log_acceptance[node]
                 expected.append((*kept, parent < 0 or parent in step.path, node in step.path))
             if after is not None:  # the next draft starts behind what a run would verify
                 likely = [node for node in step.path if node < 8 and np.exp(tree.log_acceptance[node]) >= 0.1]
                 assert after.position == step.position + len(likely) + 1
                 behind_verified.append(len(step.path) - len(likely))
     nodes = replay_nodes(pool, held_out, *asked)
-    kept = (nodes[name] for name in ("source", "relative_count", "token_kind", "log_acceptance"))
+    kept = (nodes[name] for name in ("source", "relative_count", "kind", "log_acceptance"))
     assert list(zip(*kept, nodes["is_parent_accepted"], nodes["is_accepted"], strict=True)) == expected
     assert nodes["is_accepted"].sum() > 0 and max(behind_verified) > 0
 
