@@ -21,7 +21,7 @@ from laserbatch.jobs.spans import report_samples
 from laserbatch.pipeline.budget.choice import PLAIN
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.distributed.actors import Crew, ShardAbandoned, run_shards
+from laserbatch.pipeline.distributed.actors import TOKEN_FILE, Crew, ShardAbandoned, run_shards
 from laserbatch.pipeline.distributed.actors import Crew as hire
 from laserbatch.pipeline.distributed.cluster import WorkerLayout, ray_cluster
 from laserbatch.pipeline.distributed.spec import WorkerSpec
@@ -99,6 +99,7 @@ class _Pass:
                 started = started or aside.submit(self._start_workers, cluster)
                 abandoned = self._write(pending, plans, finished, started)
         end_at_sigterm()
+        (self.folder.root / TOKEN_FILE).unlink(missing_ok=True)
         plans = {side: load_plan(self.folder.root, side) or plans[side] for side in SIDES}  # with halves of shards
         return {side: self._gather(plans[side], finished[side], abandoned) for side in SIDES}
 

@@ -8,6 +8,7 @@ A text depends on its own request alone: not on what shares its batch, nor on th
 which the shape of a forward can change).
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
@@ -62,6 +63,7 @@ class Engine:
         self.max_prefill_tokens = self.settings.max_prefill_tokens or PREFILL_TOKENS["cuda" if on_cuda else "cpu"]
         self.runner = ModelRunner(loaded.model, self.cache, self.device, self.settings.attention)
         self.num_forwards = 0  # of all streams
+        self.costliest_step_s = 0.0  # from a forward's begin to its commit
         self._endings = Endings(self.tokenizer, self.settings.stop_strings)
         self._is_end = np.zeros(self.vocab_size, bool)
         self._is_end[list(self.end_ids)] = True
@@ -155,6 +157,8 @@ class Engine:
         ended = [(one, outcomes[id(one)]) for one in scheduler.live if id(one) in outcomes]
         for sequence, _ in ended:
             scheduler.finish(sequence)
+        if step is not None:
+            self.costliest_step_s = max(self.costliest_step_s, time.perf_counter() - step.began_s)
         return ended
 
     def _outcomes(self, step: Step, stream: Stream) -> recovery.Outcomes:
@@ -193,7 +197,7 @@ class Engine:
     def _forward(self, step: Step) -> None:
         """Run the model, or on CUDA have it run; the output holds until the next forward of any stream."""
         self.num_forwards += 1
-        step.number = self.num_forwards
+        step.number, step.began_s = self.num_forwards, time.perf_counter()
         step.output = self.runner.forward(step.feeds, step.trees)
 
     def _verify(self, step: Step, verifier: Verifier) -> list[Acceptance | None]:

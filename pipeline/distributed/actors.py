@@ -2,6 +2,8 @@
 
 import logging
 import os
+import secrets
+import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +15,7 @@ from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes, require_own_gpu, told_nodes
 from laserbatch.pipeline.distributed.spec import WorkerSpec
-from laserbatch.pipeline.errors import RunFailed
+from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.planning.plan import Shard, split_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
@@ -22,8 +24,10 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 5.0  # between looks at how far the workers are
 MOST_STARTING_S = 600.0  # that a cluster may take to give any worker a place
-MOST_LOADING_S = 1800.0  # of a worker, until its model runs for the first time
-MOST_SILENT_S = 600.0  # between two of its forwards, the slowest of which take seconds
+MOST_LOADING_S = 1800.0  # of a worker, between two steps while it loads its model or measures
+LEAST_SILENT_S, SILENT_STEPS = 60.0, 50.0  # between two steps of a shard: seconds, or so often the costliest one's
+MOST_UNSEEN_S = 30.0  # of a new file: a shared folder shows it late
+TOKEN_FILE = ".workers"  # in the run's folder, for workers to see that it is the same one
 MOST_LOST = 100  # workers of a run, before shards that workers die on are no longer halved
 
 
@@ -104,12 +108,14 @@ class _Member:
     def __init__(self, actor) -> None:
         self.actor = actor
         self.has_place = False
+        self.costliest_step_s = 0.0
         self._num_forwards = 0
-        self._look = actor.num_forwards.remote()
+        self._is_writing = False
+        self._look = actor.look.remote()
         self._went_on_s = time.monotonic()
 
     def ask(self, method: str, *arguments) -> ray.ObjectRef:
-        self._went_on_s = time.monotonic()
+        self._went_on_s, self._is_writing = time.monotonic(), method == "run"
         return getattr(self.actor, method).remote(*arguments)
 
     @property
@@ -117,18 +123,19 @@ class _Member:
         """Seconds since it was last seen to go on, or was asked for."""
         return time.monotonic() - self._went_on_s
 
-    @property
-    def hangs(self) -> bool:
-        """Whether it has a place and computes nothing any more."""
+    def hangs(self, costliest_step_s: float) -> bool:
+        """Whether it has a place and runs no step any more, the costliest of the run having taken so long."""
         if ray.wait([self._look], timeout=0)[0]:
             try:
-                num_forwards = ray.get(self._look)
+                num_forwards, self.costliest_step_s = ray.get(self._look, timeout=LOOK_S)
             except ray.exceptions.RayError:
                 return False  # whoever waits for its answer hears of it
             if not self.has_place or num_forwards != self._num_forwards:
                 self.has_place, self._num_forwards, self._went_on_s = True, num_forwards, time.monotonic()
-            self._look = self.actor.num_forwards.remote()
-        return self.has_place and self.silent_s > (MOST_SILENT_S if self._num_forwards else MOST_LOADING_S)
+            self._look = self.actor.look.remote()
+        is_known = self._is_writing and costliest_step_s > 0
+        most_s = max(LEAST_SILENT_S, SILENT_STEPS * costliest_step_s) if is_known else MOST_LOADING_S
+        return self.has_place and self.silent_s > most_s
 
 
 class Crew:
@@ -138,8 +145,13 @@ class Crew:
         self.idle: list[_Member] = []
         self.num_lost = 0
         self._asked: dict[ray.ObjectRef, tuple[_Member, Shard | None]] = {}
+        self._costliest_step_s = 0.0  # of all that is known of any worker, lost ones too
         self._layout, self._max_attempts = layout, max_attempts
-        self._spec = replace(spec, device=layout.device, num_threads=layout.num_threads, num_workers=layout.num_workers)
+        token = secrets.token_hex(8)
+        (spec.run_dir / TOKEN_FILE).write_text(token)  # not a name and a rename: plans sweep up meanwhile
+        self._spec = replace(
+            spec, device=layout.device, num_threads=layout.num_threads, num_workers=layout.num_workers, token=token
+        )
         # In a thread of its own a worker says how far it is while it works.
         options = {"num_cpus": layout.num_threads, "num_gpus": layout.num_gpus, "concurrency_groups": {"look": 1}}
         self._actor_class = ray.remote(**options)(_Worker)
@@ -223,7 +235,8 @@ class Crew:
         """Which of the answers is the next to be there, or will not come since its worker hangs."""
         while True:
             done, _ = ray.wait(list(asked), num_returns=1, timeout=LOOK_S)
-            done += [reference for reference, member in asked.items() if member.hangs]
+            done += [reference for reference, member in asked.items() if member.hangs(self._costliest_step_s)]
+            self._costliest_step_s = max([self._costliest_step_s, *(one.costliest_step_s for one in asked.values())])
             if done:
                 return done[0]
             if all(not member.has_place and member.silent_s > MOST_STARTING_S for member in asked.values()):
@@ -239,8 +252,8 @@ class Crew:
         """What an actor returned; an error that it reports is raised as itself."""
         try:
             if ray.wait([reference], timeout=0)[0]:
-                return ray.get(reference)
-            reason = f"worker-hung: for {member.silent_s / 60:.0f} minutes a worker ran no step of its model"
+                return ray.get(reference, timeout=MOST_STARTING_S)
+            reason = f"worker-hung: for {member.silent_s:.0f} seconds a worker ran no step of its model"
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayError as error:
@@ -258,6 +271,7 @@ class _Worker:
         self._worker = None
 
     def load(self) -> None:  # not in __init__, so that a refused model is reported, not a dead actor
+        require_same_folder(self._spec)
         if self._spec.device == "cuda":
             require_own_gpu(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         from laserbatch.pipeline.distributed.worker import ShardWorker  # torch and transformers: seconds
@@ -272,5 +286,20 @@ class _Worker:
         return self._worker.step_cost(keeps)
 
     @ray.method(concurrency_group="look")
-    def num_forwards(self) -> int:
-        return 0 if self._worker is None else self._worker.engine.num_forwards
+    def look(self) -> tuple[int, float]:
+        """Forwards so far, and seconds of the costliest step."""
+        engine = None if self._worker is None else self._worker.engine
+        return (0, 0.0) if engine is None else (engine.num_forwards, engine.costliest_step_s)
+
+
+def require_same_folder(spec: WorkerSpec) -> None:
+    """Raises WorkspaceError: the run's folder is not here what it is where the run was started."""
+    deadline_s = time.monotonic() + MOST_UNSEEN_S
+    path = spec.run_dir / TOKEN_FILE
+    while not (path.exists() and path.read_text(encoding="utf-8") == spec.token):
+        if time.monotonic() > deadline_s:
+            raise WorkspaceError(
+                f"a worker on {socket.gethostname()} does not see the run's folder {spec.run_dir}: every machine of "
+                "the cluster needs the workspace at the same path, on storage that all of them share"
+            )
+        time.sleep(0.2)

@@ -25,3 +25,4 @@ class WorkerSpec:
     step_cost_dir: Path  # where measured costs of steps are kept
     pool_dirs: dict[Side, Path] = field(default_factory=dict)  # frozen pools, where there are any
     pool_versions: dict[Side, str] = field(default_factory=dict)
+    token: str = ""  # by which workers see that the run's folder is the same as where the run was started

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
 from laserbatch.pipeline.distributed.cluster import ray_cluster
 from laserbatch.pipeline.distributed.settings import ClusterSettings, workers_of_node
 from laserbatch.pipeline.distributed.worker import ShardWorker, WorkerSpec
-from laserbatch.pipeline.errors import ModelError, RunFailed
+from laserbatch.pipeline.errors import ModelError, RunFailed, WorkspaceError
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.planning.plan import load_plan, read_shard, save_plan
@@ -132,8 +133,20 @@ def test_a_killed_workers_shard_is_done_again_by_another_under_the_budget_that_w
     assert texts(tmp_path / "killed") == texts(tmp_path / "calm")
 
 
+def test_a_worker_that_does_not_see_the_runs_folder_says_so_with_its_host(world, tmp_path, monkeypatch):
+    """On another machine, say, where the folder is missing or an old copy."""
+    monkeypatch.setattr(actors, "MOST_UNSEEN_S", 0.3)
+    _, spec = planned(world, tmp_path / "run")
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / actors.TOKEN_FILE).write_text("of another attempt")
+    for run_dir in (tmp_path / "absent", tmp_path / "copy"):
+        with pytest.raises(WorkspaceError, match=rf"a worker on {socket.gethostname()} does not see the run's folder"):
+            actors._Worker(replace(spec, run_dir=run_dir, token="of this one")).load()
+
+
 def test_a_model_that_cannot_be_loaded_is_refused_when_the_worker_loads_it(world, tmp_path):
     _, spec = planned(world, tmp_path)
+    (tmp_path / actors.TOKEN_FILE).touch()
     with pytest.raises(ModelError, match="no model folder"):
         actors._Worker(replace(spec, model_dir=tmp_path / "absent")).load()
 
@@ -156,6 +169,7 @@ def crew(cluster, world, tmp_path, monkeypatch):
         device: str = "cpu"
         num_threads: int = 1
         num_workers: int = 1
+        token: str = ""
 
     class Worker:
         def __init__(self, spec) -> None:
@@ -174,8 +188,8 @@ def crew(cluster, world, tmp_path, monkeypatch):
             return "cost"
 
         @ray.method(concurrency_group="look")
-        def num_forwards(self) -> int:
-            return 1
+        def look(self) -> tuple[int, float]:
+            return 1, 0.1
 
     def run(worker=Worker, max_attempts=2, layout=cluster, **options):
         monkeypatch.setattr(actors, "_Worker", worker)
@@ -206,7 +220,7 @@ def test_a_row_that_kills_or_stops_workers_is_given_up_alone(crew, world, tmp_pa
                 time.sleep(3600)
             return super().run(shard, budget)
 
-    monkeypatch.setattr(actors, "MOST_SILENT_S", 2.0)
+    monkeypatch.setattr(actors, "LEAST_SILENT_S", 1.0)  # 50 steps of 0.1 seconds are more
     shards, outcomes = crew(Poisoned)
     outcomes = list(outcomes)
     (abandoned,) = [outcome for outcome in outcomes if isinstance(outcome, ShardAbandoned)]
