@@ -8,7 +8,7 @@ import typer
 from laserbatch.jobs.console import print_table, say, summary
 from laserbatch.jobs.formatting import count
 from laserbatch.jobs.night import Night, parse_date
-from laserbatch.jobs.publishing import let_readers_see
+from laserbatch.jobs.publishing import deliver, let_readers_see
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.run_night import run_night
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
@@ -58,6 +58,7 @@ def backfill(
     if publish:
         with opened.lock():
             let_readers_see(opened, before.run_id)
+            deliver(opened, settings.deliver_to, is_asked=True)
     pointed_to = opened.pointed_to()
     if as_json:
         summary({"nights": rows, "published": pointed_to}, as_json=True)

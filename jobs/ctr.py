@@ -34,7 +34,9 @@ def train(
     run: str | None = typer.Option(None, help="A run id. Default: the published run."),
     models: str | None = typer.Option(None, help="Comma-separated, of din, dcnv2 and gbdt. Default: the run's own."),
     seeds: int | None = typer.Option(None, min=1, help="Trainings of each model and variant. Default: the run's own."),
-    tables: Path | None = typer.Option(None, help="Folder of the input tables. Default: the one that the run read."),
+    tables: str | None = typer.Option(
+        None, help="Folder or URI of the input tables. Default: the one that the run read."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print everything, each seed too, as JSON."),
 ) -> None:
     """Train DIN, DCNv2 and LightGBM without and with a run's knowledge; judge them on what came after the run's date.

@@ -26,7 +26,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the summary as J
 
 @app.command()
 def check(
-    path: Annotated[Path, typer.Argument(help="Folder with users, items and interactions.")],
+    path: Annotated[str, typer.Argument(help="Folder with users, items and interactions, or its URI.")],
     config: Annotated[
         Path | None, typer.Option(help="Configuration whose templates and limits apply; without it the defaults.")
     ] = None,
@@ -98,7 +98,7 @@ def _replaceable(out: Path, read: Iterable[Path] = ()) -> Path:
     return target
 
 
-def _report_check(path: Path, as_json: bool, written: dict | None = None, config: Path | None = None) -> None:
+def _report_check(path: Path | str, as_json: bool, written: dict | None = None, config: Path | None = None) -> None:
     """Check tables and print the summary; ends the command with its exit code where they have faults.
 
     `written` is what else there is to say of tables that were just written, whose rows are counted, faults or not.

@@ -18,6 +18,7 @@ import typer
 
 from laserbatch.jobs.console import say, summary
 from laserbatch.jobs.formatting import counted
+from laserbatch.jobs.publishing import forget_delivered
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
 from laserbatch.pipeline.errors import PipelineError, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
@@ -57,6 +58,7 @@ class Receipt:
     rows: dict[str, dict[str, int]] = field(default_factory=dict)
     removed_runs: list[str] = field(default_factory=list)
     pools: dict[str, str] = field(default_factory=dict)
+    delivered: dict[str, str] = field(default_factory=dict)  # run -> "sent again", "as it was" or "removed"
     num_samples: int = 0  # of reports
     num_leftovers: int = 0  # of killed writers
 
@@ -184,6 +186,7 @@ def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Rece
     left = {path: rows for path, rows in rows_of(workspace.root, wanted)[0].items()}
     if left:
         raise WorkspaceError(f"{workspace.root} still holds rows of who is to be forgotten: {left}; remove those files")
+    receipt.delivered |= forget_delivered(workspace, settings.deliver_to)
     receipt.is_done = True
     receipt.save()
 
@@ -252,7 +255,7 @@ def _warn(wanted: Ids, still_there: Mapping[str, list[str]] | None) -> None:
         )
     if wanted["item"]:
         say("titles of items stay in users' plans, samples and texts, where a history shows them, until those change")
-    say("copies elsewhere (exports, backups, snapshots, trained models) are not touched")
+    say("copies elsewhere (exports, backups, snapshots, versions that a bucket keeps, trained models) are not touched")
 
 
 def _tell(receipt: Receipt, dry_run: bool) -> None:
@@ -269,5 +272,7 @@ def _tell(receipt: Receipt, dry_run: bool) -> None:
         say(f"{verb} the unfinished run {run_id}; its night is begun anew by its command")
     for name, what in receipt.pools.items():
         say(f"pools {name}: {what}")
+    for run_id, what in receipt.delivered.items():
+        say(f"delivered {run_id}: {what}")
     if not dry_run:
         say(f"receipt: {receipt.path}")

@@ -18,13 +18,16 @@ from laserbatch.jobs.settings import PACKAGE_ROOT, load_settings
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.storage.atomic import write_text
+from laserbatch.pipeline.storage.uris import is_uri
 from laserbatch.pipeline.tables.findings import count_faults
 from laserbatch.pipeline.tables.guess import guess_mapping, read_sources
 from laserbatch.pipeline.tables.schema import REQUIRED_COLUMNS, table_files
 
 
 def init(
-    tables: Path = typer.Argument(..., help="Folder with your tables, Parquet or CSV."),
+    tables: str = typer.Argument(
+        ..., help="Folder with your tables, Parquet or CSV; or a URI of tables in the input schema."
+    ),
     out: Path = typer.Option(Path("laserbatch.yaml"), help="Configuration to write."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT if it is there."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
@@ -35,11 +38,15 @@ def init(
     """
     if out.exists() and not overwrite:
         raise ConfigError(f"{out} is there already; pass --overwrite to replace it")
-    if not tables.is_dir():
+    source = Path(tables)
+    if not is_uri(tables) and not source.is_dir():
         raise TableError(f"{tables} is not a folder; expected one with your tables")
     if _is_in_schema(tables):
         first = pq.ParquetFile(table_files(tables, "interactions")[0]).iter_batches(65_536)
-        write_text(_configuration(tables.resolve(), "", _is_clicks(next(first, None), "rating")), out)
+        write_text(
+            _configuration(tables if is_uri(tables) else source.resolve(), "", _is_clicks(next(first, None), "rating")),
+            out,
+        )
         num_faults = count_faults(check_inputs(tables, load_settings(out)))
         said = {"configuration": str(out), "tables": "in the input schema already", "num_faults": num_faults}
         if not is_sample_world(tables):
@@ -47,10 +54,15 @@ def init(
         following = f"laserbatch data check {tables} --config {out}" if num_faults else f"laserbatch try --config {out}"
         summary(said | {"next": following}, as_json)
         return
+    if is_uri(tables):
+        raise TableError(
+            f"the tables of {tables} are not all there in the input schema, or have other columns; copy your files to "
+            "this machine and give their folder, of which a mapping is guessed"
+        )
     mapping_path = out.with_name("mapping.yaml")
     if mapping_path.exists() and not overwrite:
         raise ConfigError(f"{mapping_path} is there already; pass --overwrite to replace it")
-    sources = read_sources(tables)
+    sources = read_sources(source)
     mapping = guess_mapping(sources)
     events = mapping["interactions"]
     is_clicks = any(s.name == events["files"] and _is_clicks(s.head, events.get("rating")) for s in sources)
@@ -73,7 +85,7 @@ def _is_clicks(rows: pa.Table | pa.RecordBatch | None, column: str | None) -> bo
     return {str(value).lower() for value in known} <= {"0", "1", "0.0", "1.0", "false", "true"}
 
 
-def _is_in_schema(folder: Path) -> bool:
+def _is_in_schema(folder: str) -> bool:
     try:
         found = {name: pq.read_schema(table_files(folder, name)[0]).names for name in REQUIRED_COLUMNS}
     except TableError:
@@ -81,7 +93,7 @@ def _is_in_schema(folder: Path) -> bool:
     return all(set(columns) <= set(found[name]) for name, columns in REQUIRED_COLUMNS.items())
 
 
-def _configuration(tables: Path, note: str, is_clicks: bool) -> str:
+def _configuration(tables: Path | str, note: str, is_clicks: bool) -> str:
     head = f"# laserbatch configuration. Every option is shown with its default; delete what you do not change.\n{note}"
     options = (PACKAGE_ROOT / "configs" / "default.yaml").read_text(encoding="utf-8").split("\n", 2)[2]
     options = options.replace("  path: null", f"  path: {json.dumps(str(tables), ensure_ascii=False)}", 1)

@@ -76,7 +76,7 @@ def _require_files(settings: Settings) -> None:
         read_step_cost(settings.decoding.step_cost)
 
 
-def check_inputs(path: Path, settings: Settings) -> list[Finding]:
+def check_inputs(path: Path | str, settings: Settings) -> list[Finding]:
     """What is wrong with the tables of a folder, for runs of these settings.
 
     Raises ConfigError where nothing is, but a template is not one, or names a column that the tables do not have.
@@ -89,7 +89,7 @@ def check_inputs(path: Path, settings: Settings) -> list[Finding]:
     return findings
 
 
-def require_template_columns(path: Path, settings: Settings, side: Side) -> None:
+def require_template_columns(path: Path | str, settings: Settings, side: Side) -> None:
     """Raise ConfigError where a template is for the other side, or names a column that the tables do not have."""
     name = settings.knowledge.template_of(side)
     template = load_template(name, settings.knowledge.template_dir)

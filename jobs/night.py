@@ -216,7 +216,7 @@ def open_run(settings: Settings, run_id: str | None) -> Night:
 def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
     """A run's own settings, on this machine's workspace and cluster."""
     building = here.pool_building.model_dump() | manifest.settings.get("pool_building", {})
-    elsewhere = {name: getattr(here, name) for name in ("workspace", "cluster", "metrics", "gates")}
+    elsewhere = {name: getattr(here, name) for name in ("workspace", "deliver_to", "cluster", "metrics", "gates")}
     ours = elsewhere | {"pool_building": building}
     try:
         return Settings.model_validate(manifest.settings | ours)

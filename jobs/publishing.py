@@ -1,7 +1,13 @@
-"""What readers see, and what the next night drafts from, switched together."""
+"""What readers see, here and where it is delivered to, and what the next night drafts from, switched together."""
+
+from pathlib import Path
 
 from laserbatch.jobs.console import say
+from laserbatch.jobs.events import emit
+from laserbatch.jobs.formatting import counted
 from laserbatch.jobs.report.page import write_report
+from laserbatch.pipeline.errors import ConfigError, PipelineError, WorkspaceError
+from laserbatch.pipeline.storage.delivery import Destination
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.store import PoolStore
@@ -29,3 +35,51 @@ def use_pools_of(workspace: Workspace, run_id: str) -> None:
         PoolStore(workspace.pools_folder).use(run_id)
     except PoolError as error:
         say(f"the pools stay as they are: {error} `laserbatch pools rebuild --run {run_id}` builds them again")
+
+
+def deliver(workspace: Workspace, uri: str | None, is_asked: bool = False) -> None:
+    """Have readers at a URI see the published run; None, or no published run: nothing is done.
+
+    Unless it `is_asked`, a run of a later date there stays, if it was not taken back here. Raises ConfigError or
+    WorkspaceError where it cannot be delivered.
+    """
+    run_id = workspace.pointed_to()
+    if uri is None or run_id is None:
+        return
+    try:
+        run, destination = workspace.published(), Destination.at(uri)
+        if Path(destination.root) == workspace.root.resolve():
+            raise ConfigError("deliver_to is the workspace itself; give another place")
+        there = str(destination.published().get("run_id", ""))
+        if not is_asked and there[:10] > run.date and there not in workspace.withdrawn():
+            told = f"go on seeing run {there}, of a later date; `laserbatch runs publish {run_id}` changes that"
+            say(f"not delivered: readers at {uri} {told}")
+            return
+        sent = destination.deliver(run)
+    except PipelineError as error:
+        raise WorkspaceError(
+            f"run {run_id} is published here, but not delivered to {uri}; the night's command, given again, or "
+            f"`laserbatch runs publish {run_id}` delivers it later. {error}"
+        ) from None
+    told = f"{counted(sent.num_files, 'file')} ({sent.num_bytes / 1e6:,.1f} MB) sent" if sent.num_files else "all there"
+    say(f"run {run_id} is delivered to {uri}: {told}")
+    emit("delivered", run_id=run_id, to=uri, num_files=sent.num_files, num_bytes=sent.num_bytes)
+
+
+def forget_delivered(workspace: Workspace, uri: str | None) -> dict[str, str]:
+    """Bring every run at a URI to what it is here after rows were taken out, and delete there what is not here.
+
+    Returns what was done by run: "sent again", "as it was" or "removed".
+    """
+    if uri is None:
+        return {}
+    destination = Destination.at(uri)
+    here = {run.run_id: run for run in workspace.runs() if run.is_finished}
+    there = destination.runs()
+    done = {
+        run_id: "sent again" if destination.copy(here[run_id]).num_files else "as it was"
+        for run_id in there if run_id in here
+    }  # fmt: skip
+    deliver(workspace, uri)
+    removed = destination.remove([run_id for run_id in there if run_id not in here])
+    return done | dict.fromkeys(removed, "removed")

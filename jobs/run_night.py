@@ -18,7 +18,7 @@ from laserbatch.jobs.gates import gate_sentence, holding, judge, measure
 from laserbatch.jobs.generate import generate_knowledge, generate_plain
 from laserbatch.jobs.metrics import night_metrics
 from laserbatch.jobs.night import Night, open_night, pools_in_use
-from laserbatch.jobs.publishing import let_readers_see
+from laserbatch.jobs.publishing import deliver, let_readers_see
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.encoding.settings import EncodingSettings
@@ -255,3 +255,5 @@ def publish(night: Night, publishing: Publishing = "forwards") -> None:
         emit("published", run_id=run.run_id)
     in_use = pools_in_use(workspace) | {run.run_id}  # the next night of a backfill drafts from this one's
     collect_pools(night.pools, night.settings.pool_building.keep_versions, in_use)
+    if publishing != "never":
+        deliver(workspace, night.settings.deliver_to, is_asked=publishing == "always")

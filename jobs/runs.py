@@ -8,12 +8,13 @@ import typer
 
 from laserbatch.jobs.console import print_table, say, summary
 from laserbatch.jobs.formatting import count, counted
-from laserbatch.jobs.publishing import let_readers_see, use_pools_of
+from laserbatch.jobs.publishing import deliver, let_readers_see, use_pools_of
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import leftovers, remove_folder, remove_leftovers, size_bytes
+from laserbatch.pipeline.storage.delivery import Destination
 from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -134,13 +135,15 @@ def publish(
 
     Example: `laserbatch runs publish 2025-03-01-1a2b3c4d`
     """
-    opened = _opened(config, workspace)
+    settings = load_settings(config, {"workspace": workspace})
+    opened = Workspace.open(settings.workspace, create=False)
     with opened.lock():
         before = opened.pointed_to()
         folder = opened.existing_run(run)
         if not (folder.is_finished or folder.is_held):
             raise WorkspaceError(f"run {run} is not finished; `laserbatch nightly --date {folder.date}` finishes it")
         let_readers_see(opened, folder.run_id)
+        deliver(opened, settings.deliver_to, is_asked=True)
     summary({"published": folder.run_id, "published_before": before}, as_json)
 
 
@@ -150,7 +153,8 @@ def rollback(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, a
 
     Example: `laserbatch runs rollback`
     """
-    opened = _opened(config, workspace)
+    settings = load_settings(config, {"workspace": workspace})
+    opened = Workspace.open(settings.workspace, create=False)
     with opened.lock():
         taken_back = opened.pointed_to()
         if taken_back is None:
@@ -158,6 +162,7 @@ def rollback(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, a
         opened.withdraw()
         published = opened.pointed_to()
         use_pools_of(opened, published)
+        deliver(opened, settings.deliver_to, is_asked=True)
     summary({"published": published, "taken_back": taken_back}, as_json)
 
 
@@ -174,13 +179,18 @@ def gc(
 
     Example: `laserbatch runs gc --keep 14 --dry-run`
     """
-    opened = _opened(config, workspace)
+    settings = load_settings(config, {"workspace": workspace})
+    opened = Workspace.open(settings.workspace, create=False)
     with opened.lock():
         kept = kept_runs(opened, keep, unfinished)
         old = [run for run in opened.runs() if run.run_id not in kept]
         remains = leftovers(opened.root / "runs")
         num_bytes = sum(map(size_bytes, [*(run.root for run in old), *remains]))
         if not dry_run:
+            if settings.deliver_to and old:
+                deliver(opened, settings.deliver_to)
+                for run_id in Destination.at(settings.deliver_to).remove([run.run_id for run in old]):
+                    say(f"removed from {settings.deliver_to}: {run_id}")
             for run in old:
                 remove_folder(run.root)
             remove_leftovers(opened.root / "runs")

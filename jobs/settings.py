@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.pipeline.decoding.settings import DecodingSettings
@@ -17,6 +17,7 @@ from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
 from laserbatch.pipeline.planning.refresh import RefreshSettings
+from laserbatch.pipeline.storage.uris import is_uri, without_credentials
 from laserbatch.pipeline.tables.settings import TablesSettings
 from laserbatch.pipeline.validation import Strict, explain, read_yaml
 from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings, RoutingSettings
@@ -91,6 +92,11 @@ class Settings(Strict):
     """Everything a run is configured by."""
 
     workspace: Path = Path("workspace")
+    deliver_to: str | None = Field(
+        None,
+        pattern="://",
+        description="URI (s3://bucket/prefix) where published runs are copied for readers elsewhere; null: nowhere.",
+    )
     seed: int = 0
     tables: TablesSettings = TablesSettings()
     knowledge: KnowledgeSettings = KnowledgeSettings()
@@ -106,6 +112,11 @@ class Settings(Strict):
     cluster: ClusterSettings = ClusterSettings()
     metrics: MetricsSettings = MetricsSettings()
 
+    @field_validator("deliver_to")
+    @classmethod
+    def _has_no_credentials(cls, uri: str | None) -> str | None:
+        return None if uri is None else without_credentials(uri)
+
     @property
     def model_dir(self) -> Path:
         """Folder of the model."""
@@ -114,7 +125,7 @@ class Settings(Strict):
     def of_output(self) -> dict[str, Any]:
         """All that may change what a run writes; where it runs and writes, what it keeps and who may see it are not."""
         housekeeping = {"memory_mb", "keep_versions"}
-        elsewhere = dict.fromkeys(("workspace", "cluster", "metrics", "gates"), True)
+        elsewhere = dict.fromkeys(("workspace", "deliver_to", "cluster", "metrics", "gates"), True)
         return self.model_dump(mode="json", exclude=elsewhere | {"pool_building": housekeeping})
 
 
@@ -166,7 +177,7 @@ def _without_empty_sections(data: dict[str, Any], model: type[BaseModel]) -> dic
 def _anchor_paths(data: dict[str, Any], folder: Path) -> None:
     for section, key in _PATH_KEYS:
         holder = data if section is None else data.get(section)
-        if not isinstance(holder, dict) or not isinstance(holder.get(key), str):
+        if not isinstance(holder, dict) or not isinstance(holder.get(key), str) or is_uri(holder[key]):
             continue
         if (section, key) == ("decoding", "model") and holder[key] == SAMPLE_MODEL:
             continue

@@ -81,7 +81,7 @@ def write_sample_world(
                 progress(stop - start)
 
 
-def is_sample_world(folder: Path) -> bool:
+def is_sample_world(folder: Path | str) -> bool:
     """Whether users and items have the columns of a sample world, which the bundled model can write about."""
     items = {"item_id", "title", "category", "creator", "era", "mood", "created_at"}
     expected = {"users": {"user_id", "region", "age_band", "about", "created_at"}, "items": items}

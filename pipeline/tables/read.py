@@ -19,6 +19,7 @@ from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import sha256_file
 from laserbatch.pipeline.tables.columns import role_of, schema_findings
+from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, unreadable
 from laserbatch.pipeline.tables.schema import (
     CREATED_AT,
@@ -79,7 +80,7 @@ def _read_table(path: Path, name: str, cutoff: pa.Scalar | None) -> pa.Table:
 def _read_part(file: Path, name: str, cutoff: pa.Scalar | None) -> pa.Table:
     try:
         schema = pq.read_schema(file)
-        for finding in schema_findings(name, str(file), schema):
+        for finding in schema_findings(name, shown_path(file), schema):
             raise FaultyTable(finding)
         wanted = [column for column in schema.names if role_of(name, column) is not None]
         kept = None
@@ -91,7 +92,7 @@ def _read_part(file: Path, name: str, cutoff: pa.Scalar | None) -> pa.Table:
         table = ds.dataset(str(file), format="parquet").to_table(columns=wanted, filter=kept)
         return pa.table({column: role_of(name, column).plain(table[column]) for column in wanted})
     except (pa.ArrowException, OSError) as error:
-        raise FaultyTable(unreadable(name, str(file), error)) from None
+        raise FaultyTable(unreadable(name, shown_path(file), error)) from None
 
 
 def describe(path: Path | str | None) -> dict[str, dict]:
@@ -116,4 +117,4 @@ def _num_rows(file: Path, name: str) -> int:
     try:
         return pq.read_metadata(file).num_rows
     except (pa.ArrowException, OSError) as error:
-        raise FaultyTable(unreadable(name, str(file), error)) from None
+        raise FaultyTable(unreadable(name, shown_path(file), error)) from None

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.tables.fetched import local_tables, shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding
 
 TABLE_NAMES = ("users", "items", "interactions")
@@ -33,13 +34,13 @@ UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
 def tables_folder(path: Path | str | None) -> Path:
-    """The folder of the tables. Raises TableError when none is given, or it is not there."""
+    """The local folder of the tables, of a URI that of their copy. Raises TableError without one that is there."""
     if path is None:
         raise TableError(
             "no input tables are named; set `tables.path` to a folder with users, items and interactions. "
             "`laserbatch data sample` makes one to try."
         )
-    path = Path(path)
+    path = local_tables(path, TABLE_NAMES)
     if not path.is_dir():
         found = f"{path} is not a folder" if path.exists() else f"{path} is not there"
         expected = "a folder with the tables users, items and interactions"
@@ -57,22 +58,24 @@ def require_only_tables(folder: Path) -> None:
 
 
 def table_files(root: Path | str, table: str) -> list[Path]:
-    """The Parquet files of a table, in name order.
+    """The Parquet files of a table, in name order; of a URI local copies.
 
     Raises FaultyTable where there is neither `<table>.parquet` nor a folder `<table>` with Parquet files, or both.
     """
-    file, folder = Path(root, f"{table}.parquet"), Path(root, table)
+    root = local_tables(root, TABLE_NAMES)
+    file, folder = root / f"{table}.parquet", root / table
     if file.is_dir():  # Spark and others make a folder named users.parquet
         folder = file
     parts = sorted(path for path in folder.glob("*.parquet") if not path.name.startswith((".", "_")))
     if file.is_file():
         if parts:
-            found = f"both {file} and {folder} are there"
+            found = f"both {shown_path(file)} and {shown_path(folder)} are there"
             raise FaultyTable(Finding("missing-table", table, found, "one of them", "remove the other"))
         return [file]
     if not parts:
-        found = f"{folder} holds no .parquet files" if folder.is_dir() else "the table is missing"
-        expected = f"{Path(root, table)}.parquet or {Path(root, table)}/*.parquet"
+        found = f"{shown_path(folder)} holds no .parquet files" if folder.is_dir() else "the table is missing"
+        at = shown_path(root / table)
+        expected = f"{at}.parquet or {at}/*.parquet"
         advice = "write it there, or make it with `laserbatch data import`"
         raise FaultyTable(Finding("missing-table", table, found, expected, advice))
     return parts

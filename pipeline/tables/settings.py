@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from laserbatch.pipeline.storage.uris import is_uri, without_credentials
 from laserbatch.pipeline.validation import Strict
 
 IdType = Literal["keep", "string", "int64"]
@@ -17,7 +18,18 @@ IdType = Literal["keep", "string", "int64"]
 class TablesSettings(Strict):
     """The tables a run reads."""
 
-    path: Path | None = Field(None, description="Folder with users, items and interactions; needed but for the demo.")
+    path: Path | str | None = Field(
+        None,
+        description="Folder with users, items and interactions, or its URI (s3://bucket/prefix); needed but for the "
+        "demo.",
+    )
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _of_its_kind(cls, path: object) -> object:
+        if is_uri(path):
+            return without_credentials(path)
+        return Path(path) if isinstance(path, str) else path
 
 
 class SourceColumn(Strict):

@@ -1,0 +1,151 @@
+"""Published runs copied to where readers elsewhere see them: `s3://bucket/prefix`, or any URI that pyarrow knows.
+
+It looks there as in a workspace: `runs/<run_id>/`, and `published.json`, which names the run to read. All files of a
+run are there, each read back and compared, before the pointer is put as the last single object; so readers see one run
+or the other. A delivery that was killed goes on: what is there with the same bytes stays.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.storage.atomic import sha256_file, write_json
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.uris import ADVICE, BLOCK_BYTES, filesystem_of, naming_uri
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
+
+FOLDERS = ("knowledge", "features", "quarantine", "postponed")  # of a run, beside single files: what readers want
+NUM_AT_ONCE = 8  # files on their way
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """What one delivery sent; nothing where everything was there."""
+
+    num_files: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Destination:
+    """A place that published runs are copied to; make one with `Destination.at`."""
+
+    uri: str
+    filesystem: "FileSystem"
+    root: str
+
+    @classmethod
+    def at(cls, uri: str) -> "Destination":
+        """Raises ConfigError for what is no URI that pyarrow knows, or has a credential in it."""
+        return cls(uri, *filesystem_of(uri))
+
+    def published(self) -> dict:
+        """What the pointer there holds; nothing before the first delivery, or where it is damaged."""
+        with naming_uri(self.uri, WorkspaceError):
+            try:
+                with self.filesystem.open_input_stream(f"{self.root}/published.json") as file:
+                    found = json.loads(file.read())
+            except (FileNotFoundError, json.JSONDecodeError):
+                return {}
+        return found if isinstance(found, dict) else {}
+
+    def runs(self) -> list[str]:
+        """Ids of the runs of which something is there."""
+        return sorted({name.split("/")[0] for name in self._files("runs")})
+
+    def deliver(self, run: RunFolder) -> Delivered:
+        """Have readers there see a finished run, all of it or what they saw before.
+
+        Raises WorkspaceError where something cannot be sent, or is not there as it was sent.
+        """
+        files = _described(run)
+        lines = "".join(f"{sha256}  {name}\n" for name, (_, sha256) in files.items())
+        pointer = {"run_id": run.run_id, "num_files": len(files), "sha256": hashlib.sha256(lines.encode()).hexdigest()}
+        if self.published() == pointer:
+            return Delivered()
+        sent = self.copy(run, files)
+        with naming_uri(self.uri, WorkspaceError):
+            self._point_to(pointer)
+        return sent
+
+    def copy(self, run: RunFolder, files: dict[str, tuple[int, str]] | None = None) -> Delivered:
+        """Have the files of a run be there as they are here, and no others of it; readers see what they saw."""
+        files, folder = _described(run) if files is None else files, f"runs/{run.run_id}"
+        with naming_uri(self.uri, WorkspaceError):
+            there = self._files(folder)
+            for name in there.keys() - files.keys():
+                self.filesystem.delete_file(f"{self.root}/{folder}/{name}")
+
+            def sent(name: str) -> int:
+                num_bytes, sha256 = files[name]
+                target = f"{self.root}/{folder}/{name}"
+                if there.get(name) == num_bytes and self._sha256(target) == sha256:
+                    return 0
+                self._put(run.root / name, target)
+                if self._sha256(target) != sha256:
+                    raise WorkspaceError(f"{self.uri}: {folder}/{name} is not there as it was sent. {ADVICE}.")
+                return 1
+
+            *names, last = files  # `_SUCCESS`: whoever reads the folder itself sees that it is whole
+            with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+                are_sent = list(pool.map(sent, names))
+            are_sent.append(sent(last))
+        num_bytes = sum(files[name][0] for name, is_sent in zip(files, are_sent, strict=True) if is_sent)
+        return Delivered(sum(are_sent), num_bytes)
+
+    def remove(self, run_ids: Collection[str]) -> list[str]:
+        """Delete what is there of some runs, before them the pointer that names one; returns those that were there."""
+        removed = [run_id for run_id in self.runs() if run_id in run_ids]
+        with naming_uri(self.uri, WorkspaceError):
+            if self.published().get("run_id") in removed:
+                self.filesystem.delete_file(f"{self.root}/published.json")
+            for run_id in removed:
+                self.filesystem.delete_dir(f"{self.root}/runs/{run_id}")
+        return removed
+
+    def _files(self, folder: str) -> dict[str, int]:
+        """Bytes of each file under a folder there, by its path within it."""
+        from pyarrow.fs import FileSelector
+
+        folder = f"{self.root}/{folder}"
+        with naming_uri(self.uri, WorkspaceError):
+            found = self.filesystem.get_file_info(FileSelector(folder, allow_not_found=True, recursive=True))
+        return {info.path.removeprefix(f"{folder}/"): info.size for info in found if info.is_file}
+
+    def _put(self, source: Path, target: str) -> None:
+        if self.filesystem.type_name == "local":
+            self.filesystem.create_dir(target.rpartition("/")[0])
+        with source.open("rb") as file, self.filesystem.open_output_stream(target) as out:
+            shutil.copyfileobj(file, out, BLOCK_BYTES)
+
+    def _point_to(self, pointer: dict) -> None:
+        """One put, which an object store shows whole or not at all; on a disk a rename."""
+        target = f"{self.root}/published.json"
+        if self.filesystem.type_name == "local":
+            write_json(pointer, target)
+            return
+        with self.filesystem.open_output_stream(target) as out:
+            out.write(json.dumps(pointer, indent=1).encode())
+
+    def _sha256(self, path: str) -> str:
+        digest = hashlib.sha256()
+        with self.filesystem.open_input_stream(path) as file:
+            while block := file.read(BLOCK_BYTES):
+                digest.update(block)
+        return digest.hexdigest()
+
+
+def _described(run: RunFolder) -> dict[str, tuple[int, str]]:
+    """Bytes and SHA-256 of each file of a run that readers want, by its path within it, `_SUCCESS` last."""
+    paths = [path for name in FOLDERS for path in sorted((run.root / name).rglob("*"))]
+    paths = [path for path in paths if path.is_file() and not path.name.startswith(".")]
+    paths += [path for path in (run.manifest_path, run.report_path, run.success_path) if path.exists()]
+    return {path.relative_to(run.root).as_posix(): (path.stat().st_size, sha256_file(path)) for path in paths}

@@ -1,0 +1,57 @@
+"""URIs of what lies elsewhere than on a local disk: opened through pyarrow, never with a credential in them.
+
+Credentials come from the standard chain of each service alone (for S3 the environment, ~/.aws, the machine's role).
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from laserbatch.pipeline.errors import ConfigError, PipelineError, first_line
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
+
+BLOCK_BYTES = 8 << 20
+_SECRET_OPTION = re.compile(r"[?&][^=&]*(key|secret|token|passw|credential|sig)[^=&]*=", re.IGNORECASE)
+ADVICE = (
+    "Check the URI, that the service can be reached, and its credentials: they are taken from the standard chain (for "
+    "s3:// the environment, ~/.aws, the machine's role)"
+)
+
+
+def is_uri(path: object) -> bool:
+    """Whether it is text such as `s3://bucket/prefix`."""
+    return isinstance(path, str) and "://" in path
+
+
+def without_credentials(uri: str) -> str:
+    """The URI itself. Raises ConfigError, which does not show it, where a password or a key stands in it."""
+    scheme, _, rest = uri.partition("://")
+    if re.search(":.*@", rest) or _SECRET_OPTION.search(uri):
+        raise ConfigError(
+            f"a {scheme}:// URI of the configuration or the command has a password or key in it; leave that out: "
+            "credentials are taken from the standard chain (for s3:// the environment, ~/.aws, the machine's role)"
+        )
+    return uri
+
+
+def filesystem_of(uri: str) -> tuple["FileSystem", str]:
+    """The file system of a URI and the path within it. Raises ConfigError for what is no URI that pyarrow knows."""
+    from pyarrow.fs import FileSystem
+
+    try:
+        filesystem, path = FileSystem.from_uri(without_credentials(uri))
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise ConfigError(f"{uri} cannot be opened: {first_line(error)}. {ADVICE}.") from None
+    return filesystem, path.rstrip("/")
+
+
+@contextmanager
+def naming_uri(uri: str, kind: type[PipelineError]) -> Iterator[None]:
+    """Have what a file system refuses in the block be an error of ours, which names the URI."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise kind(f"{uri}: {first_line(error)}. {ADVICE}.") from None

@@ -1,0 +1,38 @@
+"""Where tests deliver to and read tables from: a folder by its URI, and an S3-compatible server on this machine."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def bucket() -> Iterator[str]:
+    """URI of an empty bucket on a server of the session's own; skipped where moto is not installed."""
+    server_of = pytest.importorskip("moto.server", reason="moto[server] is not installed").ThreadedMotoServer
+    import pyarrow.fs as pafs
+
+    with pytest.MonkeyPatch.context() as patched:
+        server = server_of(port=0, verbose=False)
+        server.start()
+        host, port = server.get_host_and_port()
+        patched.setenv("AWS_ACCESS_KEY_ID", "planted-key-id")
+        patched.setenv("AWS_SECRET_ACCESS_KEY", "planted-secret")
+        patched.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        patched.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        try:
+            made_by = pafs.S3FileSystem(
+                endpoint_override=f"http://{host}:{port}", region="us-east-1", allow_bucket_creation=True
+            )
+            made_by.create_dir("nights")
+            yield "s3://nights"
+        finally:
+            server.stop()
+
+
+@pytest.fixture(params=["file", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A URI below which nothing is yet."""
+    if request.param == "file":
+        return f"file://{tmp_path}/there"
+    return f"{request.getfixturevalue('bucket')}/{tmp_path.name}"

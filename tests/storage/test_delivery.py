@@ -1,0 +1,135 @@
+"""Published runs for readers elsewhere, on a folder and on an S3-compatible server (where one is installed)."""
+
+import json
+
+import pytest
+from destinations import bucket, place  # noqa: F401 (fixtures)
+
+from laserbatch.jobs.publishing import deliver, forget_delivered
+from laserbatch.jobs.settings import Settings, load_settings
+from laserbatch.pipeline.errors import ConfigError, WorkspaceError
+from laserbatch.pipeline.storage.delivery import Destination
+from laserbatch.pipeline.storage.uris import filesystem_of
+from laserbatch.pipeline.storage.workspace import Workspace
+
+OLD, NEW = "2025-03-01-aaaaaaaa", "2025-03-02-aaaaaaaa"
+WANTED = {
+    "knowledge/user/0.parquet", "knowledge/user/1.parquet", "features/user.parquet", "quarantine/user.parquet",
+    "manifest.json", "report.html", "_SUCCESS",
+}  # fmt: skip
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    opened = Workspace.open(tmp_path / "here")
+    for run_id in (OLD, NEW):
+        folder = opened.run(run_id).root
+        for name in (WANTED - {"_SUCCESS"}) | {"shards/user/0.json", "plan/user/0.parquet", "events.jsonl"}:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(f"{run_id} {name}")
+        opened.run(run_id).finish()
+    opened.publish(OLD)
+    return opened
+
+
+def there(uri):
+    """Every file at a place with its text."""
+    import pyarrow.fs as pafs
+
+    filesystem, root = filesystem_of(uri)
+    found = filesystem.get_file_info(pafs.FileSelector(root, recursive=True, allow_not_found=True))
+    files = {info.path.removeprefix(f"{root}/"): info.path for info in found if info.is_file}
+    return {name: filesystem.open_input_stream(path).read().decode() for name, path in files.items()}
+
+
+def seen(uri):
+    """The run that readers there see, which is whole and of one piece."""
+    files = there(uri)
+    run_id = json.loads(files["published.json"])["run_id"]
+    run = {name.removeprefix(f"runs/{run_id}/"): text for name, text in files.items() if f"/{run_id}/" in name}
+    assert run.keys() == WANTED
+    assert all(text == f"{run_id} {name}" for name, text in run.items() if name != "_SUCCESS")
+    return run_id
+
+
+def test_a_killed_delivery_shows_readers_the_run_before_and_goes_on(workspace, place, monkeypatch):  # noqa: F811
+    deliver(workspace, place)
+    assert seen(place) == OLD
+    workspace.publish(NEW)
+    put, sent = Destination._put, []
+
+    def killed(self, source, target):
+        if len(sent) == 3:
+            raise KeyboardInterrupt
+        sent.append(target)
+        put(self, source, target)
+
+    monkeypatch.setattr(Destination, "_put", killed)
+    with pytest.raises(KeyboardInterrupt):
+        deliver(workspace, place)
+    assert seen(place) == OLD
+    monkeypatch.setattr(Destination, "_put", lambda self, *ends: sent.append(ends[1]) or put(self, *ends))
+    deliver(workspace, place)
+    assert seen(place) == NEW
+    assert len(sent) == len(set(sent)) == len(WANTED)
+    assert sent[-1].endswith("_SUCCESS")
+    deliver(workspace, place)  # everything is there
+    assert len(sent) == len(WANTED)
+
+
+def test_readers_go_back_only_where_somebody_asks_or_a_run_was_taken_back(workspace, place, tmp_path):  # noqa: F811
+    workspace.publish(NEW)
+    deliver(workspace, place)
+    (workspace.root / "published.json").unlink()
+    workspace.publish(OLD)
+    deliver(workspace, place)
+    assert seen(place) == NEW
+    deliver(workspace, place, is_asked=True)
+    assert seen(place) == OLD
+    workspace.publish(NEW)
+    deliver(workspace, place)
+    workspace.withdraw()
+    deliver(workspace, place)
+    assert seen(place) == OLD
+
+
+def test_who_is_forgotten_here_is_forgotten_there(workspace, place):  # noqa: F811
+    for run_id in (OLD, NEW):
+        workspace.publish(run_id)
+        deliver(workspace, place)
+    Destination.at(place).copy(workspace.run(OLD))
+    gone = workspace.run("2025-02-01-aaaaaaaa")
+    workspace.run(OLD).root.rename(gone.root)
+    Destination.at(place).copy(gone)
+    gone.root.rename(workspace.run(OLD).root)  # `gone` is there alone: somebody has removed it here by hand
+    for run_id in (OLD, NEW):
+        (workspace.run(run_id).root / "knowledge" / "user" / "0.parquet").write_text("without them")
+    done = forget_delivered(workspace, place)
+    assert done == {OLD: "sent again", NEW: "sent again", gone.run_id: "removed"}
+    texts = [text for name, text in there(place).items() if name.endswith("user/0.parquet")]
+    assert texts == ["without them"] * 4 or set(texts) == {"without them", *(t for t in texts if "quarantine" in t)}
+    assert not [name for name in there(place) if gone.run_id in name]
+
+
+def test_what_cannot_be_delivered_says_that_it_is_published_here(workspace, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WorkspaceError, match=f"{OLD} is published here, but not delivered to .*runs publish {OLD}"):
+        deliver(workspace, f"file://{tmp_path}/file/below")
+    with pytest.raises(WorkspaceError, match="the workspace itself"):
+        deliver(workspace, f"file://{workspace.root}")
+
+
+@pytest.mark.parametrize(
+    "uri", ["s3://AKIA:hidden@b/p", "s3://AKIA:hid/den@b", "s3://b/p?secret_key=hidden", "ftp://u:hidden@b"]
+)
+def test_a_uri_with_a_credential_is_refused_and_not_shown(uri, tmp_path):
+    config = tmp_path / "c.yaml"
+    for text in (f"deliver_to: '{uri}'", f"tables: {{path: '{uri}'}}"):
+        config.write_text(text)
+        with pytest.raises(ConfigError, match="standard chain") as error:
+            load_settings(config)
+        assert "hid" not in str(error.value) and "AKIA" not in str(error.value)
+
+
+def test_where_runs_are_delivered_to_does_not_belong_to_them(tmp_path):
+    assert Settings(deliver_to="s3://b/p").of_output() == Settings().of_output()

@@ -1,0 +1,50 @@
+"""Tables at a URI: read as local ones are, with the same faults, which name the URI."""
+
+from pathlib import Path
+
+import pyarrow.fs as pafs
+import pytest
+from destinations import bucket, place  # noqa: F401 (fixtures)
+
+from laserbatch.jobs.settings import load_settings
+from laserbatch.pipeline.sample.world import write_sample_world
+from laserbatch.pipeline.storage.uris import filesystem_of
+from laserbatch.pipeline.tables.check import check_tables
+from laserbatch.pipeline.tables.read import describe, read_tables
+
+
+def bring(folder: Path, uri: str) -> None:
+    filesystem, root = filesystem_of(uri)
+    if filesystem.type_name == "local":
+        filesystem.create_dir(root)
+    for path in folder.iterdir():
+        with filesystem.open_output_stream(f"{root}/{path.name}") as out:
+            out.write(path.read_bytes())
+
+
+def test_tables_at_a_uri_are_read_as_local_ones_and_their_faults_name_it(tmp_path, place):  # noqa: F811
+    local = tmp_path / "tables"
+    local.mkdir()
+    write_sample_world(local, num_users=4, num_items=20)
+    (local / "other.parquet").write_bytes(b"not ours")
+    bring(local, place)
+    assert check_tables(place) == check_tables(local)
+    assert describe(place) == describe(local)
+    assert read_tables(place).interactions.equals(read_tables(local).interactions)
+
+    (local / "users.parquet").write_bytes(b"damaged")
+    (local / "items.parquet").unlink()
+    bring(local, f"{place}/damaged")
+    pafs_there, root = filesystem_of(f"{place}/damaged")
+    assert pafs_there.get_file_info(f"{root}/items.parquet").type == pafs.FileType.NotFound
+    kinds = {finding.kind: str(finding) for finding in check_tables(f"{place}/damaged")}
+    assert kinds.keys() >= {"unreadable", "missing-table"}
+    assert f"{place}/damaged/items.parquet" in kinds["missing-table"]
+    with pytest.raises(Exception, match=f"{place}/damaged/users.parquet.*cannot be read"):
+        read_tables(f"{place}/damaged")
+
+
+def test_a_uri_in_a_configuration_is_no_path_below_its_folder(tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text("tables: {path: 's3://bucket/tables'}")
+    assert load_settings(config).tables.path == "s3://bucket/tables"
