@@ -10,6 +10,7 @@ import pytest
 from night_world import run_here
 
 from laserbatch.jobs import backfill as backfilling
+from laserbatch.jobs import publishing
 from laserbatch.jobs import run_night as stages
 from laserbatch.jobs.night import open_night, previous_run
 from laserbatch.jobs.run_night import close, publish, run_night
@@ -175,6 +176,27 @@ def test_a_night_that_was_killed_at_its_end_is_published_by_the_same_command(wor
     assert again.run.run_id == night.run.run_id
     assert night.workspace.published().run_id == night.run.run_id == night.pools.current_version()
     assert night.run.report_path.exists()
+
+
+@pytest.mark.parametrize("step", ["write_report", "finish", "use", "publish"])
+def test_publishing_a_held_run_goes_on_where_it_was_killed(world, monkeypatch, step):
+    night = opened(world)
+    with night.pools.publish(night.run.run_id, make_current=False):
+        pass
+    close(night, is_held=True)
+    owners = {"use": type(night.pools), "publish": type(night.workspace), "finish": type(night.run)}
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owners.get(step, publishing), step, killed)
+        with pytest.raises(KeyboardInterrupt):
+            publishing.let_readers_see(night.workspace, night.run.run_id)
+    assert night.workspace.published() is None
+    publishing.let_readers_see(night.workspace, night.run.run_id)
+    assert night.workspace.published().run_id == night.run.run_id == night.pools.current_version()
+    assert not night.run.held_path.exists() and night.run.load_manifest().status == "success"
 
 
 def test_a_pointer_that_cannot_be_followed_is_replaced(world, capsys):
