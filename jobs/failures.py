@@ -30,12 +30,21 @@ def end_at_sigterm() -> None:
 
 
 def _terminate(number: int, frame: object) -> None:
+    global _is_terminated
+    _is_terminated = True
     raise Terminated
+
+
+_is_terminated = False  # Ray, asked to wait when the signal comes, raises a KeyboardInterrupt of its own instead
+
+
+def _ended_by_sigterm(error: BaseException) -> bool:
+    return isinstance(error, Terminated) or (_is_terminated and isinstance(error, KeyboardInterrupt))
 
 
 def exit_code_of(error: BaseException) -> int:
     """The exit code that an error ends a command with."""
-    if isinstance(error, Terminated):
+    if _ended_by_sigterm(error):
         return ExitCode.TERMINATED
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
@@ -53,7 +62,7 @@ def exit_code_of(error: BaseException) -> int:
 def line_of(error: BaseException, names_values: bool = True) -> str:
     """What a user is told of an error; without `names_values` nothing that a library may have quoted of the data."""
     if isinstance(error, KeyboardInterrupt):
-        return f"{'ended by SIGTERM' if isinstance(error, Terminated) else 'interrupted'}; {GOES_ON}"
+        return f"{'ended by SIGTERM' if _ended_by_sigterm(error) else 'interrupted'}; {GOES_ON}"
     code = exit_code_of(error)
     if code is ExitCode.UNEXPECTED:
         where = traceback.extract_tb(error.__traceback__)[-1:]

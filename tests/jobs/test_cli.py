@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import yaml
 from night_world import make_world, run_here, write_config
 
-from laserbatch.jobs import pools
+from laserbatch.jobs import failures, pools
 from laserbatch.jobs.cli import COMMANDS as LAZY_COMMANDS
 from laserbatch.jobs.cli import exit_code_of
 from laserbatch.jobs.console import ExitCode
@@ -331,3 +332,14 @@ def test_try_names_an_unknown_entity(world, run):
     done = run("try", "--config", str(write_config(world)), "--user", "nobody")
     assert done.returncode == 3
     assert "no user_id 'nobody'" in done.stderr
+
+
+def test_sigterm_ends_as_such_though_ray_has_made_another_interrupt_of_it(monkeypatch):
+    assert exit_code_of(KeyboardInterrupt()) == ExitCode.INTERRUPTED
+    monkeypatch.setattr(failures, "_is_terminated", False)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: handlers.update({number: handler}))
+    handlers = {}
+    failures.end_at_sigterm()
+    with pytest.raises(failures.Terminated):
+        handlers[signal.SIGTERM](signal.SIGTERM, None)
+    assert exit_code_of(KeyboardInterrupt()) == ExitCode.TERMINATED
