@@ -1,0 +1,504 @@
+"""Nights that are killed: each is given again by the same command, and its output compared with an undisturbed one's.
+
+    python benchmarks/chaos.py --kills 40 --json chaos.json
+
+A small sample world, the bundled model, float32 on the CPU. A night before is written once; every kill is of the second
+night, in a copy of that workspace. Three kinds of death:
+
+- `driver` and `sigterm`: at one of the night's operations on its files, by SIGKILL or SIGTERM. The reference run lists
+  them, and kills are spread over all of its stages. Texts are written by the process itself, so that it is cheap.
+- `driver-ray`, `actor`, `raylet`, `gcs`: a process of a night whose texts Ray's workers write, while they start, when
+  they have begun, or when they have written something.
+- `node`: the raylet of one of the two nodes of a simulated cluster that the night has joined.
+
+`survived`: the night, or else the same command after it, ended well within its limit. `identical`: every Parquet file
+of the run, and every file of its pools but their timings, is as the reference's. `lost` and `doubled` are ids.
+"""
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import yaml
+from common import SEED, Figure, benchmark_parser, finish, scale_of
+
+from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.storage.atomic import leftovers
+from laserbatch.pipeline.storage.workspace import Workspace
+
+FIRST_DATE, SECOND_DATE = "2025-02-28", "2025-03-01"
+SETTINGS = {
+    "workspace": "workspace",
+    "tables": {"path": "tables"},
+    "decoding": {"batch_size": 4, "num_threads": 1, "max_draft_tokens": 16, "min_acceptance": 0.07},
+    "night": {"shard_size": 2, "compare_with_plain": False, "train_ctr": False},
+    "gates": {"max_failed_share": 0.5},
+    "encoding": {"num_clusters": 4},
+    "refresh": {"min_interactions": 2, "max_tokens": 6000},
+    "cluster": {"num_workers": 2, "threads_per_worker": 1},
+}
+NUM_USERS, NUM_ITEMS = 10, 14
+MOST_S = 240.0  # that a night may take, killed or not, before it counts as hung
+MOST_LINGER_S = 60.0  # that processes of a killed night may take to end
+RAY_KINDS = ("driver-ray", "actor", "raylet", "gcs", "node")
+RAY_MOMENTS = ("start", "first step", "first shard")
+NONE_OF = ("lost", "doubled", "hung", "left")  # ids, ids, nights, and processes or files that a dead night left
+MARK = "LASERBATCH_CHAOS"  # in the environment of every process of a night
+OPERATIONS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate"}  # as Python audits them
+WRITTEN = re.compile(r"/(knowledge|shards)/\w+/\.?0")  # a shard that is no plan's
+NIGHT = (sys.executable, "-c", "from laserbatch.jobs.cli import main; main()")
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--kills", type=int, help="how many nights are killed")
+    parser.add_argument("--kinds", nargs="*", help="only these kinds of death")
+    parser.add_argument("--minutes", type=float, help="after which no further night is killed")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--cluster", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.cluster:
+        _simulate_cluster()
+        return
+    num_kills = arguments.kills or scale_of(arguments, 40, 6, 2)
+    with tempfile.TemporaryDirectory(prefix="laserbatch-chaos-") as folder:
+        chaos = Chaos(Path(folder))
+        chaos.prepare()
+        kills = drawn(chaos.operations, num_kills, arguments.kinds, random.Random(arguments.seed))
+        outcomes, end_s = [], time.monotonic() + 60 * (arguments.minutes or float("inf"))
+        for number, kill in enumerate(kills, 1):
+            if time.monotonic() > end_s:
+                break
+            outcomes.append(chaos.outcome_of(kill))
+            print(f"{number}/{len(kills)} {kill} {outcomes[-1]}", file=sys.stderr, flush=True)
+    told(arguments.json, outcomes, len(kills))
+
+
+def told(json_path: Path | None, outcomes: list["Outcome"], num_wanted: int) -> None:
+    """Print and write what came of the kills."""
+    rows = rows_of(outcomes)
+    lines = [f"{'kind':12} {'stage':12} {'kills':>6} {'survived':>9} {'identical':>10} {'lost':>5} {'doubled':>8}"]
+    lines += [
+        f"{row['kind']:12} {row['stage']:12} {row['kills']:>6} {row['survived']:>9} {row['identical']:>10} "
+        f"{row['lost']:>5} {row['doubled']:>8}"
+        for row in rows
+    ]
+    totals = {name: sum(row[name] for row in rows) for name in ("survived", "identical", *NONE_OF)}
+    figures = [
+        Figure.at_least(f"nights of {len(outcomes)} killed ones that {meaning}", totals[name], len(outcomes))
+        for name, meaning in (("survived", "ended well"), ("identical", "are as an undisturbed one"))
+    ]
+    figures += [Figure.at_most(name, totals[name], 0) for name in NONE_OF]
+    content = {"kills": len(outcomes), **totals, "rows": rows, "left_out": num_wanted - len(outcomes)}
+    troubles = [outcome.trouble for outcome in outcomes if outcome.trouble]
+    finish(json_path, figures, ["\n".join(lines)], content | {"troubles": troubles})
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One death: which kind, in which stage, and at which of the driver's operations, or Ray's moment."""
+
+    kind: str
+    stage: str
+    operation: int = 0
+    delay_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.kind} in {self.stage}" + (f" at operation {self.operation}" if self.operation else "")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a kill."""
+
+    kill: Kill
+    exit_codes: list[int | None]  # of the killed night and of the same command again; None: it hung
+    is_identical: bool = False
+    num_lost: int = 0
+    num_doubled: int = 0
+    num_left: int = 0  # processes, shared memory and temporary files
+    trouble: str = ""
+
+    def __str__(self) -> str:
+        same = "identical" if self.is_identical else "NOT identical"
+        return f"-> {self.exit_codes}, {same}, {self.num_left} left {self.trouble}"
+
+
+def drawn(operations: list[str], num_kills: int, kinds: list[str] | None, order: random.Random) -> list[Kill]:
+    """Deaths, spread over kinds and stages; `operations` names the stage of each of the night's operations."""
+    by_stage = defaultdict(list)
+    for number, stage in enumerate(operations, 1):
+        by_stage[stage].append(number)
+    of_files = [kind for kind in ("driver", "sigterm") if not kinds or kind in kinds]
+    with_ray = [kind for kind in RAY_KINDS if not kinds or kind in kinds]
+    num_ray = (
+        min(num_kills, max(num_kills // 3, len(with_ray))) if of_files and with_ray else num_kills * bool(with_ray)
+    )
+    found = []
+    for number in range(num_ray):
+        kind = with_ray[number % len(with_ray)]
+        moments = RAY_MOMENTS[1:] if kind in ("actor", "node") else RAY_MOMENTS
+        moment = moments[(number // len(with_ray)) % len(moments)]
+        found.append(Kill(kind, moment, delay_s=order.uniform(0, 1.5)))
+    stages = [stage for stage in by_stage for _ in range(2 if stage == "generate" else 1)]
+    for number in range(num_kills - num_ray):
+        stage = stages[number % len(stages)]
+        found.append(Kill(of_files[number % len(of_files)], stage, order.choice(by_stage[stage])))
+    return found
+
+
+class Chaos:
+    """A prepared workspace, what an undisturbed second night makes of it, and nights that are killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.operations: list[str] = []
+        self._reference: dict[str, str] = {}
+        self._expected: dict[str, Counter] = {}
+
+    def prepare(self) -> None:
+        """Write the world, the first night, and the reference of the second one."""
+        from laserbatch.pipeline.sample.world import write_sample_world
+
+        world = self.folder / "night"  # as all nights: a run's id has the path of its tables
+        write_sample_world(world / "tables", num_users=NUM_USERS, num_items=NUM_ITEMS)
+        (world / "laserbatch.yaml").write_text(yaml.safe_dump(SETTINGS), encoding="utf-8")
+        require(forked_night(world, FIRST_DATE), world)
+        shutil.copytree(world, self.folder / "world")
+        require(forked_night(world, SECOND_DATE, log=self.folder / "operations"), world)
+        self.operations = (self.folder / "operations").read_text(encoding="utf-8").splitlines()
+        self._reference, self._expected = contents(world), ids_of(world)
+        shutil.rmtree(world)
+        print(f"{len(self.operations)} operations: {dict(Counter(self.operations))}", file=sys.stderr)
+
+    def outcome_of(self, kill: Kill) -> Outcome:
+        """Kill a night, give its command again, and compare."""
+        place, mark = Path(shutil.copytree(self.folder / "world", self.folder / "night")), uuid.uuid4().hex
+        shared = set(os.listdir("/dev/shm"))
+        try:
+            exit_codes, num_left = self._killed(kill, place, mark)
+            left = set(os.listdir("/dev/shm")) - shared
+            outcome = Outcome(kill, exit_codes, num_left=num_left + len(left))
+            return self._judged(outcome, place)
+        finally:
+            for pid in marked(mark):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            shutil.rmtree(place)
+
+    def _killed(self, kill: Kill, place: Path, mark: str) -> tuple[list[int | None], int]:
+        if kill.operation:
+            number = signal.SIGTERM if kill.kind == "sigterm" else signal.SIGKILL
+            return [forked_night(place, SECOND_DATE, (kill.operation, number)), forked_night(place, SECOND_DATE)], 0
+        with simulated_cluster(mark) if kill.kind == "node" else no_cluster() as cluster:
+            first = ray_night(place, mark, cluster.address, lambda night: self._kill(kill, night, place, mark, cluster))
+            if kill.kind == "node":  # what is left of it ends when the cluster does
+                return [first], 0
+        deadline_s = time.monotonic() + MOST_LINGER_S
+        while marked(mark) and time.monotonic() < deadline_s:
+            time.sleep(0.2)
+        num_left = len(marked(mark))
+        return [first, forked_night(place, SECOND_DATE)], num_left
+
+    def _kill(self, kill: Kill, night: subprocess.Popen, place: Path, mark: str, cluster: "Cluster") -> None:
+        """Wait for the moment, then kill."""
+        names = {"actor": "ray::_Worker", "raylet": "raylet", "gcs": "gcs_server", "driver-ray": None}
+        run_folder = place / "workspace" / "runs"
+        moments: dict[str, Callable[[], bool]] = {
+            "start": lambda: any("gcs_server" in line for line in marked(mark).values()),
+            "first step": lambda: any("ray::_Worker.run" in line for line in marked(mark).values()),
+            "first shard": lambda: any(run_folder.glob(f"{SECOND_DATE}*/shards/*/0*.json")),
+        }
+        wait_for(moments[kill.stage], night)
+        time.sleep(kill.delay_s)
+        if kill.kind == "node":
+            victims = cluster.raylets[1:]
+        elif kill.kind == "driver-ray":
+            victims = [night.pid]
+        else:
+            wait_for(lambda: named(mark, names[kill.kind]), night)
+            victims = named(mark, names[kill.kind])[:1]
+        for pid in victims:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _judged(self, outcome: Outcome, place: Path) -> Outcome:
+        if outcome.exit_codes[-1] != 0:
+            return replace(outcome, trouble=f"{outcome.kill}: {outcome.exit_codes}")
+        found = contents(place)
+        differing = sorted(
+            name for name in self._reference.keys() | found if self._reference.get(name) != found.get(name)
+        )
+        num_lost = num_doubled = 0
+        there = ids_of(place)
+        for side in SIDES:
+            num_lost += len(self._expected[side] - there[side])
+            num_doubled += sum(count - 1 for count in there[side].values() if count > 1)
+        stray = [path.name for path in (*leftovers(place), *place.glob("workspace/runs/*/.workers"))]
+        told = [f"differ: {', '.join(differing[:4])}"] if differing else []
+        told += [f"left: {', '.join(stray[:4])}"] if stray else []
+        trouble = f"{outcome.kill}: {'; '.join(told)}" if told else ""
+        return replace(
+            outcome,
+            is_identical=not differing,
+            num_lost=num_lost,
+            num_doubled=num_doubled,
+            num_left=outcome.num_left + len(stray),
+            trouble=trouble,
+        )
+
+
+def rows_of(outcomes: list[Outcome]) -> list[dict]:
+    """Outcomes by kind and stage."""
+    groups = defaultdict(list)
+    for outcome in outcomes:
+        groups[outcome.kill.kind, outcome.kill.stage].append(outcome)
+    return [
+        {
+            "kind": kind,
+            "stage": stage,
+            "kills": len(group),
+            "survived": sum(one.exit_codes[-1] == 0 and None not in one.exit_codes for one in group),
+            "identical": sum(one.is_identical for one in group),
+            "lost": sum(one.num_lost for one in group),
+            "doubled": sum(one.num_doubled for one in group),
+            "hung": sum(None in one.exit_codes for one in group),
+            "left": sum(one.num_left for one in group),
+        }
+        for (kind, stage), group in groups.items()
+    ]
+
+
+def contents(place: Path) -> dict[str, str]:
+    """By name a hash of each Parquet file of the published run, by content, and of the files of its pools."""
+    workspace = Workspace.open(place / "workspace", create=False)
+    run = workspace.published()
+    found = {"published": run.run_id}
+    for path in sorted(run.root.rglob("*.parquet")):
+        if path.relative_to(run.root).parts[0] not in ("plan", "shards"):
+            table = pq.read_table(path)
+            told = repr((table.schema, table.to_pylist())).encode()
+            found[str(path.relative_to(run.root))] = hashlib.sha256(told).hexdigest()
+    current = workspace.pools_folder / (workspace.pools_folder / "CURRENT").read_text(encoding="utf-8").strip()
+    for path in sorted(current.rglob("*")):
+        if path.is_file() and path.suffix != ".json":
+            found[f"pools/{path.relative_to(current)}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
+
+
+def ids_of(place: Path) -> dict[str, Counter]:
+    """How often each entity is in the published texts or in quarantine, by side."""
+    run = Workspace.open(place / "workspace", create=False).published()
+    found = {}
+    for side in SIDES:
+        fresh = [i for batch in run.iter_knowledge(side, ["entity_id"]) for i in batch["entity_id"].to_pylist()]
+        found[side] = Counter(fresh)
+    return found
+
+
+def require(exit_code: int | None, place: Path) -> None:
+    """Leave where a night that nobody killed did not end well."""
+    if exit_code != 0:
+        sys.exit(f"an undisturbed night ended with {exit_code}: {(place / 'said.txt').read_text(encoding='utf-8')}")
+
+
+def forked_night(place: Path, date: str, death: tuple[int, int] | None = None, log: Path | None = None) -> int | None:
+    """A night by the command line in a process of its own that writes its texts itself; its exit code, None: it hung.
+
+    `death` : at which of its operations on files under `place` which signal comes. `log` : where the stage of each of
+    them is written.
+    """
+    # Before the fork, so that nights need not load them. Nothing of them may have run: threads do not survive it.
+    from laserbatch.jobs import cli
+    from laserbatch.pipeline.decoding.model import load  # noqa: F401
+    from laserbatch.pipeline.distributed import worker  # noqa: F401
+    from laserbatch.pipeline.encoding import encoder, features  # noqa: F401
+
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.chdir(place)
+            with open(os.devnull, "w") as nothing, open(place / "said.txt", "a") as said:
+                os.dup2(nothing.fileno(), 1)
+                os.dup2(said.fileno(), 2)
+            write_here()
+            watch = Watch(place / "workspace", death)
+            sys.argv = ["laserbatch", "nightly", "--config", "laserbatch.yaml", "--date", date]
+            try:
+                cli.main()
+                code = 0
+            except SystemExit as ended:
+                code = int(ended.code or 0)
+            if log is not None:
+                log.write_text("\n".join(watch.stages), encoding="utf-8")
+        finally:
+            os._exit(code)
+    deadline_s = time.monotonic() + MOST_S
+    while time.monotonic() < deadline_s:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+class Watch(logging.Handler):
+    """Counts what this process does to files under a folder, by the stage of its night, and may end it there."""
+
+    def __init__(self, folder: Path, death: tuple[int, int] | None) -> None:
+        super().__init__(logging.INFO)
+        self.stages: list[str] = []
+        self._stage, self._folder, self._death = "start", str(folder.resolve()), death
+        logging.getLogger("laserbatch.events").addHandler(self)
+        sys.addaudithook(self._audited)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        facts = getattr(record, "facts", {})
+        if record.getMessage() == "stage_begin":
+            self._stage = {"generate": "plan"}.get(facts["stage"], facts["stage"])
+        elif record.getMessage() == "stage_end" and facts["stage"] == "gates":
+            self._stage = "close"
+        elif record.getMessage() == "finished":
+            self._stage = "publish"
+
+    def _audited(self, event: str, arguments: tuple) -> None:
+        is_write = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if not (is_write or event in OPERATIONS) or not isinstance(arguments[0], str | Path):
+            return
+        path = os.path.abspath(arguments[0])
+        if not path.startswith(self._folder):
+            return
+        if self._stage == "plan" and WRITTEN.search(path):
+            self._stage = "generate"
+        self.stages.append(self._stage)
+        if self._death is not None and len(self.stages) == self._death[0]:
+            os.kill(os.getpid(), self._death[1])
+
+
+def write_here() -> None:
+    """Have texts written in this process instead of by Ray's workers."""
+    from laserbatch.jobs import generate
+    from laserbatch.pipeline.distributed.cluster import WorkerLayout
+    from laserbatch.pipeline.distributed.worker import ShardWorker
+
+    def run_shards(shards, spec, *arguments, choose_budgets, **options):
+        worker = ShardWorker(replace(spec, device="cpu"))
+        budgets = choose_budgets(worker)
+        for shard in shards:
+            yield shard, worker.run(shard, budget=budgets.get(shard.side))
+
+    @contextmanager
+    def nothing(settings):
+        yield WorkerLayout(1, 1, 0, "cpu")
+
+    generate.run_shards, generate.ray_cluster, generate.hire = run_shards, nothing, lambda *given: None
+
+
+def ray_night(place: Path, mark: str, address: str | None, meanwhile: Callable[[subprocess.Popen], None]) -> int | None:
+    """A night whose texts Ray's workers write, by the command line; its exit code, None: it hung."""
+    command = [*NIGHT, "nightly", "--config", "laserbatch.yaml", "--date", SECOND_DATE] + (
+        ["--ray-address", address] if address else []
+    )
+    with open(place / "said.txt", "a") as said:
+        environment = os.environ | {MARK: mark}
+        night = subprocess.Popen(command, cwd=place, env=environment, stdout=said, stderr=said, start_new_session=True)
+    meanwhile(night)
+    try:
+        return night.wait(timeout=MOST_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(night.pid, signal.SIGKILL)
+        night.wait()
+        return None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A simulated cluster; none where there is no address."""
+
+    address: str | None = None
+    raylets: list[int] = field(default_factory=list)
+
+
+@contextmanager
+def no_cluster():
+    yield Cluster()
+
+
+@contextmanager
+def simulated_cluster(mark: str):
+    """Two nodes of a CPU each, by a process of their own."""
+    command = [sys.executable, __file__, "--cluster"]
+    environment = os.environ | {MARK: f"{mark}-cluster"}
+    holder = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        told = json.loads(holder.stdout.readline())
+        yield Cluster(told["address"], told["raylets"])
+    finally:
+        holder.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            holder.wait(timeout=60)
+        for pid in marked(f"{mark}-cluster"):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        holder.wait()
+
+
+def _simulate_cluster() -> None:
+    from ray.cluster_utils import Cluster as Simulated
+
+    cluster = Simulated(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    mark = os.environ[MARK]
+    first = named(mark, "raylet")
+    cluster.add_node(num_cpus=1)
+    raylets = first + [pid for pid in named(mark, "raylet") if pid not in first]
+    print(json.dumps({"address": cluster.address, "raylets": raylets}), flush=True)
+    sys.stdin.read()
+    cluster.shutdown()
+
+
+def wait_for(happened: Callable[[], object], night: subprocess.Popen) -> None:
+    """Until something has happened, the night has ended, or too long."""
+    deadline_s = time.monotonic() + MOST_S
+    while not happened() and night.poll() is None and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+
+
+def marked(mark: str) -> dict[int, str]:
+    """The processes of a night, and what they are called."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"{MARK}={mark}\0".encode() in (path / "environ").read_bytes() + b"\0":
+                line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                if line:  # else it has ended, and nobody has asked how
+                    found[int(path.name)] = line
+    return found
+
+
+def named(mark: str, name: str) -> list[int]:
+    """Processes of a night of a name, in the order of their ids."""
+    return sorted(pid for pid, line in marked(mark).items() if Path(line.split()[0]).name.startswith(name))
+
+
+if __name__ == "__main__":
+    main()
