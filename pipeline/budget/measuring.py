@@ -6,7 +6,8 @@ accepted ones logits are computed. Trees that were mostly rejected would make la
 apart. A few seconds for a small model: repetitions are fewer where steps are long.
 
 The same model on the same machine is measured once in a while, so that the budget that is chosen by it is the same the
-next time, and so are relaxed texts.
+next time, and so are relaxed texts. Texts wait for the first measurement alone: what is old or was disturbed is used
+once more, and measured again when the last text is written.
 """
 
 import datetime
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 
 from laserbatch.pipeline.budget.choice import SOURCES
-from laserbatch.pipeline.budget.step_cost import DraftCost, StepCost, StepPoint, read_step_cost
+from laserbatch.pipeline.budget.step_cost import DraftCost, StepCost, StepPoint, load_of_cores, read_step_cost
 from laserbatch.pipeline.decoding.drafters.drafter import draft_all
 from laserbatch.pipeline.decoding.drafters.retrieval import RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
@@ -48,7 +49,7 @@ logger = logging.getLogger(__name__)
 VERSION = 7  # of how steps are measured
 PROMPT_TOKENS = 320
 NEW_TOKENS = 256  # then a text starts again; drafts deeper than what is left of it are cut, and not timed
-MIN_ROUNDS, MAX_ROUNDS = 4, 15  # each two steps of every size, of which the second is timed
+MIN_ROUNDS, MAX_ROUNDS = 3, 15  # each two steps of every size, of which the second is timed
 WARM_UP_ROUNDS = {"cpu": 1, "cuda": 2}  # before them; on CUDA a step's first run compiles and its second is captured
 SECONDS = 2.0  # for one batch size, after which no further round begins
 MOST_TRIES = 3  # of a step, where a text's end cut a draft
@@ -88,19 +89,17 @@ class KeptCost:
         self._name = f"measured {digest}: {facts['model_id']} on {facts['device']}"
 
     def read(self) -> StepCost | None:
-        """The cost that was measured here before; None where there is none that can be used, or that is in doubt."""
+        """The cost that was measured here before, though it be in doubt; None where there is none that can be used."""
         if not self.path.exists():
             return None
         try:
             found = read_step_cost(self.path)
-            doubt = found.doubt(datetime.date.today())
-            if found.name != self._name:
-                doubt = f"{self.path} is {found.name!r}, expected {self._name!r}"
+            if found.name == self._name:
+                return found
+            problem = f"{self.path} is {found.name!r}, expected {self._name!r}"
         except ConfigError as error:
-            doubt = str(error)
-        if doubt is None:
-            return found
-        logger.warning("the cost of steps has to be measured again: %s", doubt)
+            problem = str(error)
+        logger.warning("the cost of steps has to be measured again: %s", problem)
         return None
 
     def write(self, step_cost: StepCost) -> StepCost:
@@ -137,7 +136,7 @@ def measure_step_cost(
         largest = engine.settings.batch_size
         batch_sizes = sorted({*(1 << power for power in range(largest.bit_length())), largest})
     points: dict[tuple[int, int], StepPoint] = {}
-    load, spreads = os.getloadavg()[0] / (os.cpu_count() or 1), []
+    load, spreads = load_of_cores(), []
     for wanted in batch_sizes:
         batch_size, seconds, spread = _time_steps(engine, wanted)
         spreads += spread
@@ -157,7 +156,7 @@ def measure_step_cost(
 
 def _time_steps(engine: Engine, batch_size: int) -> tuple[int, dict[int, float], list[float]]:
     """The batch size that was reached, seconds of its steps by their draft tokens, and how far apart like ones lie."""
-    from sklearn.isotonic import isotonic_regression  # takes a second to load; costs that are known need it not
+    from scipy.optimize import isotonic_regression  # takes a second to load, unless transformers has it loaded
 
     steps = _TimedSteps(engine, batch_size)
     try:
@@ -167,7 +166,7 @@ def _time_steps(engine: Engine, batch_size: int) -> tuple[int, dict[int, float],
     kept = {drafts.num_tokens(steps.batch_size): seconds for drafts, seconds in steps.seconds.items() if seconds}
     numbers = sorted(kept)
     # A larger step costs no less: where it seems to, that is noise.
-    rising = isotonic_regression([undisturbed_seconds(kept[number]) for number in numbers])
+    rising = isotonic_regression([undisturbed_seconds(kept[number]) for number in numbers]).x
     quartiles = [np.quantile(seconds, (0.25, 0.5, 0.75)) for seconds in kept.values()]
     spreads = [float((high - low) / middle) for low, middle, high in quartiles]
     return steps.batch_size, dict(zip(numbers, rising.tolist(), strict=True)), spreads

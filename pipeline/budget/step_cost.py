@@ -1,6 +1,7 @@
 """What a verify step costs, by its packed tokens: measured here, or elsewhere and read from a file."""
 
 import datetime
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,6 +113,11 @@ class StepCost(Strict):
     def _points(self, batch_size: int) -> list[StepPoint]:
         points = [point for point in self.steps if point.batch_size == batch_size]
         return sorted(points, key=lambda point: point.num_tokens)
+
+
+def load_of_cores() -> float:
+    """Processes that each core of this machine had to run in the last minute."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
 def read_step_cost(path: Path) -> StepCost:

@@ -1,5 +1,6 @@
 """Workers under Ray: kept busy with shards; what a lost one was given is done again, by halves if need be."""
 
+import datetime
 import logging
 import os
 import secrets
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import ray
 
-from laserbatch.pipeline.budget.step_cost import StepCost
+from laserbatch.pipeline.budget.step_cost import BUSY_LOAD, StepCost, load_of_cores
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes, require_own_gpu, told_nodes
 from laserbatch.pipeline.distributed.spec import WorkerSpec
@@ -95,6 +96,7 @@ def run_shards(
             queue.extendleft(reversed(halves))
         else:
             yield ShardAbandoned(shard, str(outcome))
+    crew.measure_again()
     crew.dismiss()
 
 
@@ -144,6 +146,7 @@ class Crew:
     def __init__(self, spec: WorkerSpec, layout: WorkerLayout, max_attempts: int) -> None:
         self.idle: list[_Member] = []
         self.num_lost = 0
+        self._measures_again = False
         self._asked: dict[ray.ObjectRef, tuple[_Member, Shard | None]] = {}
         self._costliest_step_s = 0.0  # of all that is known of any worker, lost ones too
         self._layout, self._max_attempts = layout, max_attempts
@@ -185,19 +188,41 @@ class Crew:
         return None if shard is None else (shard, answer)
 
     def step_cost(self) -> StepCost:
+        """What steps cost here: as the first worker that is ready finds it kept, else measured."""
+        kept = self._ask_one("kept_step_cost")
+        if kept is None:
+            return self._measured_step_cost()
+        if doubt := kept.doubt(datetime.date.today()):
+            logger.warning("the cost of steps is used once more, and measured again after the last text: %s", doubt)
+            self._measures_again = True
+        return kept
+
+    def measure_again(self) -> None:
+        """When all is written: measure what steps cost if that is in doubt, and the machine is not still busy."""
+        if self._measures_again and load_of_cores() <= BUSY_LOAD:
+            try:
+                self._measured_step_cost()
+            except RunFailed as error:
+                logger.warning("the cost of steps stays as it was: %s", error)
+
+    def _measured_step_cost(self) -> StepCost:
         """Measured by all workers at once, so that they get in each other's way as they will later; one keeps it."""
         if self._asked:  # all begin together, but for one that finds no place on a busy cluster
             ray.wait(list(self._asked), num_returns=len(self._asked), timeout=MOST_STARTING_S)
         while not self.idle or (self._asked and ray.wait(list(self._asked), timeout=0)[0]):
             self.next_answer()
         for other in self.idle[1:]:
-            other.ask("step_cost", False)  # whether one of them is lost shows when it is given a shard
+            other.ask("measured_step_cost", False)  # whether one of them is lost shows when it is given a shard
+        return self._ask_one("measured_step_cost", True)
+
+    def _ask_one(self, method: str, *arguments) -> StepCost | None:
+        """What an idle worker answers: the first that becomes ready, where none is; another where it is lost."""
         for _ in range(self._max_attempts):
             while not self.idle:
                 self.next_answer()
             member = self.idle[0]
             try:
-                return self._answer(self._wait({member.ask("step_cost", True): member}), member)
+                return self._answer(self._wait({member.ask(method, *arguments): member}), member)
             except _WorkerLost as lost:
                 logger.warning("a worker was lost while it measured for the draft budget: %s", lost)
                 self.idle.remove(member)
@@ -282,8 +307,11 @@ class _Worker:
     def run(self, shard: Shard, budget: Budget | None) -> ShardRecord:
         return self._worker.run(shard, budget=budget)
 
-    def step_cost(self, keeps: bool) -> StepCost:
-        return self._worker.step_cost(keeps)
+    def kept_step_cost(self) -> StepCost | None:
+        return self._worker.kept_step_cost()
+
+    def measured_step_cost(self, keeps: bool) -> StepCost:
+        return self._worker.measured_step_cost(keeps)
 
     @ray.method(concurrency_group="look")
     def look(self) -> tuple[int, float]:

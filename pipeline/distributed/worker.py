@@ -104,15 +104,25 @@ class ShardWorker:
             for _ in self.engine.generate(requests, self.drafter(side)):
                 pass
 
-    def step_cost(self, keeps: bool = True) -> StepCost:
-        """What steps cost here, drafting from the larger pool; of workers that measure side by side one keeps it."""
-        pool = max(self._pools.values(), key=lambda pool: pool.manifest.num_tokens, default=None)
-        num_pool_tokens = 0 if pool is None else pool.manifest.num_tokens
-        kept = KeptCost(self.spec.step_cost_dir, self.engine, num_pool_tokens, self.spec.num_workers)
-        if (known := kept.read()) is not None:
-            return known
-        found = measure_step_cost(self.engine, pool, self.spec.decoding.drafters)
-        return kept.write(found) if keeps else found
+    def kept_step_cost(self) -> StepCost | None:
+        """What steps cost here, as it was measured before; None where it was not."""
+        return self._kept_cost.read()
+
+    def measured_step_cost(self, keeps: bool = True) -> StepCost:
+        """What steps cost here, measured now; of workers that measure side by side one keeps it."""
+        batch_size = self.spec.decoding.batch_size
+        found = measure_step_cost(self.engine, self._largest_pool, self.spec.decoding.drafters, [batch_size])
+        return self._kept_cost.write(found) if keeps else found
+
+    @property
+    def _kept_cost(self) -> KeptCost:
+        num_pool_tokens = 0 if self._largest_pool is None else self._largest_pool.manifest.num_tokens
+        return KeptCost(self.spec.step_cost_dir, self.engine, num_pool_tokens, self.spec.num_workers)
+
+    @property
+    def _largest_pool(self) -> Pool | None:
+        """Of both sides': drafting from it is timed."""
+        return max(self._pools.values(), key=lambda pool: pool.manifest.num_tokens, default=None)
 
     def rendered(self, side: Side, row: PlannedRow) -> RenderedPrompt:
         """The prompt of a planned row; raises RowError where it has none."""

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from tiny_models import plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
-from laserbatch.pipeline.budget import measuring
+from laserbatch.pipeline.budget import measuring, step_cost
 from laserbatch.pipeline.budget.choice import SOURCES
 from laserbatch.pipeline.budget.measuring import KeptCost, measure_step_cost
-from laserbatch.pipeline.budget.step_cost import DraftCost, read_step_cost
+from laserbatch.pipeline.budget.step_cost import DraftCost, StepCost, StepPoint, read_step_cost
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.calibration_record import SIZE_KNOTS
@@ -26,7 +26,7 @@ MODEL = tiny_model()
 def quick(monkeypatch):
     monkeypatch.setattr(measuring, "MAX_ROUNDS", 1)
     monkeypatch.setattr(measuring, "MIN_ROUNDS", 1)
-    monkeypatch.setattr(measuring.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(step_cost.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
 
 def calm(engine, **options):
@@ -168,20 +168,16 @@ def test_a_cost_is_kept_for_the_same_machine_and_model(tmp_path):
         ({"load": 3.4}, "the machine was busy"),
     ],
 )
-def test_a_cost_that_is_old_or_was_disturbed_is_measured_again(tmp_path, said, reason, caplog):
-    engine = tiny_engine(MODEL, batch_size=1)
-    sound = calm(engine)
-    kept = KeptCost(tmp_path, engine, 0)
-    kept.write(sound.model_copy(update=said))
-    with caplog.at_level(logging.WARNING):
-        assert kept.read() is None
-    assert re.search(reason, caplog.text)
-    assert kept.write(sound) == kept.read()
+def test_a_cost_that_is_old_or_was_disturbed_is_in_doubt(said, reason):
+    steps = tuple(StepPoint(batch_size=4, num_tokens=number, seconds=1.0) for number in (4, 8))
+    today = datetime.date(2024, 4, 1)
+    assert StepCost(steps=steps, measured_on=today, spread=0.1, load=1.0).doubt(today) is None
+    assert re.search(reason, StepCost(steps=steps, **said).doubt(today))
 
 
 def test_a_measurement_says_when_it_was_and_what_disturbed_it(monkeypatch):
-    monkeypatch.setattr(measuring.os, "getloadavg", lambda: (6.0, 0, 0))
-    monkeypatch.setattr(measuring.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(step_cost.os, "getloadavg", lambda: (6.0, 0, 0))
+    monkeypatch.setattr(step_cost.os, "cpu_count", lambda: 2)
     found = measure_step_cost(tiny_engine(MODEL, batch_size=1))
     assert found.measured_on == datetime.date.today() and found.load == 3.0 and found.spread >= 0
 

@@ -33,6 +33,8 @@ from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.tables.read import read_tables
 
+COST = StepCost(steps=tuple(StepPoint(batch_size=4, num_tokens=number, seconds=1.0) for number in (4, 8)))
+
 
 @pytest.fixture(scope="module")
 def cluster():
@@ -111,8 +113,7 @@ def test_a_killed_workers_shard_is_done_again_by_another_under_the_budget_that_w
         alone.run(shard, Budget(2, 0.1))
 
     shards, spec = planned(world, tmp_path / "killed")
-    steps = tuple(StepPoint(batch_size=4, num_tokens=number, seconds=1.0) for number in (4, 8))
-    kept = KeptCost(spec.step_cost_dir, alone.engine, 0, cluster.num_workers).write(StepCost(steps=steps))
+    kept = KeptCost(spec.step_cost_dir, alone.engine, 0, cluster.num_workers).write(COST)
     pids, known = {}, []
 
     def choose(measure):
@@ -184,8 +185,8 @@ def crew(cluster, world, tmp_path, monkeypatch):
             info = ShardInfo(shard.sha256, str(budget), DecodingStats(), None, num_workers=1)
             return RunFolder(self._spec.run_dir).write_shard(shard.side, shard.name, table, info=info)
 
-        def step_cost(self, keeps: bool) -> str:
-            return "cost"
+        def kept_step_cost(self) -> StepCost | None:
+            return COST
 
         @ray.method(concurrency_group="look")
         def look(self) -> tuple[int, float]:
@@ -265,20 +266,27 @@ def test_workers_that_are_all_lost_before_they_are_ready_end_the_run(crew):
 
 
 @pytest.mark.ray
-def test_all_workers_measure_at_once_and_one_of_them_keeps_what_it_found(crew, tmp_path):
+@pytest.mark.parametrize("kept", [None, COST.model_copy(update={"load": 9.0})], ids=["none", "in doubt"])
+def test_all_workers_measure_at_once_and_texts_wait_only_where_nothing_is_kept(crew, tmp_path, monkeypatch, kept):
     class Measuring(crew.Worker):
-        def step_cost(self, keeps):
-            begin_s = time.time()
-            time.sleep(1.0)
-            (tmp_path / f"{os.getpid()}.json").write_text(json.dumps([keeps, begin_s, time.time()]))
-            return "cost"
+        def kept_step_cost(self):
+            return kept
 
+        def measured_step_cost(self, keeps):
+            begin_s = time.time()
+            time.sleep(0.5)
+            (tmp_path / f"{os.getpid()}.json").write_text(json.dumps([keeps, begin_s, time.time()]))
+            return COST
+
+    monkeypatch.setattr(actors, "load_of_cores", lambda: 0.0)
     shards, outcomes = crew(Measuring, choose_budgets=lambda measure: {"item": measure()})
-    assert [record.info.group for _, record in outcomes] == ["cost"] * len(shards)
+    assert [record.info.group for _, record in outcomes] == [str(kept or COST)] * len(shards)
     spans = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
     assert sorted(keeps for keeps, _, _ in spans) == [False, True]
-    together = min(end for _, _, end in spans) - max(begin for _, begin, _ in spans)
-    assert together > 0.5
+    begun_s, ended_s = max(begin for _, begin, _ in spans), min(end for _, _, end in spans)
+    assert ended_s - begun_s > 0.2
+    first_s = min(path.stat().st_mtime for path in (tmp_path / "knowledge" / "item").glob("*.parquet"))
+    assert first_s > begun_s + 0.2 if kept is None else first_s < begun_s
 
 
 @pytest.mark.ray
@@ -297,4 +305,4 @@ def test_a_worker_that_dies_before_it_measured_is_replaced_and_the_last_one_ends
         with pytest.raises(RunFailed, match="max_draft_tokens"):
             list(outcomes)
     else:
-        assert len(list(outcomes)) == len(shards) and measured == ["cost"]
+        assert len(list(outcomes)) == len(shards) and measured == [COST]

@@ -103,12 +103,14 @@ def test_a_relaxed_text_that_ran_on_is_written_again_as_a_greedy_one(tmp_path, m
     assert ([row["text"] for row in rows] == [row["text"] for row in greedy_rows]) == ran_on
 
 
-def test_a_step_cost_is_measured_where_none_is_kept_and_kept_by_one_worker(tmp_path, monkeypatch):
+def test_a_step_cost_is_measured_for_the_nights_batch_and_kept_by_one_worker(tmp_path, monkeypatch):
     write_sample_world(tmp_path / "tables", num_users=4, num_items=20)
     _, spec = planned(tmp_path / "tables", tmp_path / "run")
     steps = tuple(StepPoint(batch_size=4, num_tokens=number, seconds=1.0) for number in (4, 8))
     calls = []
     monkeypatch.setattr(worker, "measure_step_cost", lambda *given: calls.append(given) or StepCost(steps=steps))
     one = ShardWorker(spec)
-    assert one.step_cost(keeps=False).steps == steps and not spec.step_cost_dir.exists()
-    assert one.step_cost() == one.step_cost() and len(calls) == 2
+    assert one.measured_step_cost(keeps=False).steps == steps and not spec.step_cost_dir.exists()
+    assert one.kept_step_cost() is None
+    assert one.measured_step_cost() == one.kept_step_cost()
+    assert [given[-1] for given in calls] == [[spec.decoding.batch_size]] * 2, "a night waits for what it needs"
