@@ -150,7 +150,7 @@ def watched_night(folder: Path, night: str) -> list[dict]:
         settings = load_settings(folder / "laserbatch.yaml")
     generate.run_shards, generate.ray_cluster = write_shards, no_cluster
     generate.draft = lambda *arguments: None
-    run_night.TextEncoder = StandInEncoder
+    run_night.load_encoder, run_night.encoder_identity = lambda settings: StandInEncoder(), lambda settings: "stand-in"
     watch(run_night, "open_night", "read, check, hash", rows)
     watch(generate, "plan_side", "plan", rows)
     watch(generate._Pass, "_write", "write", rows)
@@ -265,12 +265,6 @@ def vocabulary() -> tuple[np.ndarray, pa.Array]:
 
 class StandInEncoder:
     """Vectors of a fixed table, by a checksum of the text."""
-
-    encoder_id, dim = "stand-in", DIM
-
-    @classmethod
-    def load(cls, settings) -> "StandInEncoder":
-        return cls()
 
     def encode(self, texts, on_batch=lambda num_texts: None):
         from laserbatch.pipeline.encoding.encoder import Encoding

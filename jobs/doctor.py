@@ -102,7 +102,7 @@ def check_versions(settings: Settings) -> Iterator[Finding]:
 
 
 def check_gpu(settings: Settings) -> Iterator[Finding]:
-    from laserbatch.pipeline.distributed.settings import GPU_DRIVERS, num_gpus
+    from laserbatch.pipeline.gpus import GPU_DRIVERS, num_gpus
 
     driver = next((path for path in GPU_DRIVERS if Path(path).exists()), None)
     if driver is None:
@@ -129,7 +129,8 @@ def check_memory_and_model(settings: Settings) -> Iterator[Finding]:
     from laserbatch.jobs.inputs import NEEDS_A_MODEL, needs_a_model
     from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
     from laserbatch.pipeline.decoding.model.folder import find_weights, load_tokenizer
-    from laserbatch.pipeline.distributed.settings import num_gpus, usable_cores
+    from laserbatch.pipeline.distributed.settings import usable_cores
+    from laserbatch.pipeline.gpus import num_gpus
 
     folder = settings.model_dir
     weights = find_weights(folder)
@@ -203,7 +204,7 @@ def _size(folder: Path) -> int:
 
 
 def check_encoder(settings: Settings) -> Iterator[Finding]:
-    from laserbatch.pipeline.encoding.encoder import find_encoder
+    from laserbatch.pipeline.encoding.identity import find_encoder
 
     folder, digest = find_encoder(settings.encoding)
     yield Finding("encoder", "ok", f"{folder} ({digest[:8]})")

@@ -17,8 +17,8 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.inputs import NEEDS_A_MODEL, changed_inputs, checked_inputs, needs_a_model
 from laserbatch.jobs.settings import Settings
-from laserbatch.pipeline.distributed.settings import gpu_name
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
+from laserbatch.pipeline.gpus import gpu_name
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.forgetting import unfinished_receipts

