@@ -1,5 +1,6 @@
 """Figures of the last night for Prometheus, after each night however it ended: a file for the node exporter, a push."""
 
+import base64
 import datetime
 import math
 import time
@@ -7,7 +8,9 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.failures import exit_code_of
@@ -120,11 +123,18 @@ def _publish(settings: Settings, text: str) -> None:
         except OSError as error:
             say(f"the metrics are not written: {error}")
     if settings.metrics.push_gateway is not None:
-        url = f"{settings.metrics.push_gateway.rstrip('/')}/metrics/job/laserbatch"
-        request = urllib.request.Request(
-            url, text.encode(), {"Content-Type": "text/plain; version=0.0.4"}, method="PUT"
-        )
         try:
+            request = _push_request(settings.metrics.push_gateway, text)
             urllib.request.urlopen(request, timeout=PUSH_TIMEOUT_S).close()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             say(f"the metrics are not pushed: {type(error).__name__}: {getattr(error, 'reason', error)}")
+
+
+def _push_request(gateway: str, text: str) -> urllib.request.Request:
+    """A push; name and password of the address go into a header, where no error names them."""
+    url, headers = urlsplit(gateway), {"Content-Type": "text/plain; version=0.0.4"}
+    if url.username is not None:
+        given = f"{unquote(url.username)}:{unquote(url.password or '')}"
+        headers["Authorization"] = f"Basic {base64.b64encode(given.encode()).decode()}"
+    url = url._replace(netloc=url.netloc.rpartition("@")[2], path=f"{url.path.rstrip('/')}/metrics/job/laserbatch")
+    return urllib.request.Request(url.geturl(), text.encode(), headers, method="PUT")

@@ -71,11 +71,6 @@ def test_every_command_has_an_example_and_documented_options(name):
         assert isinstance(parameter, click.Argument) or getattr(parameter, "help", None), f"{name}: {parameter.name}"
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("report",)])
-def test_every_command_has_a_json_summary(name):
-    assert any("--json" in parameter.opts for parameter in COMMANDS[name].params)
-
-
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name.split()[0] not in ("data", "init", "demo")])
 def test_every_command_takes_a_configuration_and_a_workspace(name):
     assert {"--config", "--workspace"} <= {option for parameter in COMMANDS[name].params for option in parameter.opts}
@@ -146,6 +141,23 @@ def test_a_failure_is_one_line_and_with_json_one_object(failing, error, code, li
     assert told == {"error": done.stderr.removeprefix("laserbatch: ").strip(), "exit_code": code} | {
         "kind": type(error).__name__
     }
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_tells_its_failure_in_one_object(name, run, tmp_path):
+    (tmp_path / "file").touch()
+    nowhere, given = str(tmp_path / "file" / "below"), ["--json"]
+    for parameter in COMMANDS[name].params:
+        if parameter.param_type_name == "argument":
+            given += [nowhere] if parameter.required else []
+        elif parameter.name in ("config", "folder", "workspace"):
+            given += [parameter.opts[0], nowhere]
+        elif parameter.required:
+            given += [parameter.opts[0], "2025-03-01"]
+    done = run(*name.split(), *given)
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["exit_code"]) == (3, 3), done.stderr
+    assert done.stderr.strip().endswith(told["error"]) and told["kind"]
 
 
 def test_wrong_usage_is_an_object_with_json_too(run):

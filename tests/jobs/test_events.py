@@ -1,5 +1,6 @@
 """What a night tells while it goes on and afterwards: its events, `status`, and figures for Prometheus."""
 
+import base64
 import datetime
 import json
 import logging
@@ -14,10 +15,13 @@ from night_world import run_here
 from laserbatch.jobs import metrics
 from laserbatch.jobs.events import emit, event_log, read_events
 from laserbatch.jobs.metrics import NightMetrics, exposition, night_metrics
+from laserbatch.jobs.night import open_night
+from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.run_night import recorded
 from laserbatch.jobs.settings import MetricsSettings, Settings
 from laserbatch.jobs.status import workspace_state
 from laserbatch.pipeline.errors import RunFailed
+from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.manifest import RunManifest, make_run_id
 from laserbatch.pipeline.storage.workspace import Workspace
 
@@ -133,7 +137,7 @@ def test_figures_are_pushed_and_a_gateway_that_is_away_fails_no_night(night, mon
             pass
 
     def urlopen(request, timeout):
-        pushed.append((request.method, request.full_url, request.data.decode()))
+        pushed.append((request.method, request.full_url, request.data.decode(), request.get_header("Authorization")))
         return Answer()
 
     settings = Settings(workspace=night.workspace.root, metrics=MetricsSettings(push_gateway="http://127.0.0.1:1/"))
@@ -141,10 +145,36 @@ def test_figures_are_pushed_and_a_gateway_that_is_away_fails_no_night(night, mon
         pass
     assert "the metrics are not pushed: URLError" in capfd.readouterr().err
     monkeypatch.setattr(metrics.urllib.request, "urlopen", urlopen)
-    with night_metrics(settings):
+    metrics_of = MetricsSettings(push_gateway="http://me:se%2Fcret@127.0.0.1:1")
+    with night_metrics(settings), night_metrics(Settings(workspace=night.workspace.root, metrics=metrics_of)):
         pass
-    assert pushed[0][:2] == ("PUT", "http://127.0.0.1:1/metrics/job/laserbatch")
+    assert [push[1] for push in pushed] == ["http://127.0.0.1:1/metrics/job/laserbatch"] * 2
+    assert pushed[0][3] == f"Basic {base64.b64encode(b'me:se/cret').decode()}" and pushed[1][3] is None
+    assert pushed[0][0] == "PUT"
     assert "laserbatch_last_exit_code 0" in pushed[0][2]
+
+
+@pytest.mark.parametrize("gateway", ["http://me:hunter2@127.0.0.1:1", "http://me:hunter2@gateway.invalid"])
+def test_no_secret_of_the_environment_or_of_an_address_stands_in_what_a_night_leaves(
+    tmp_path, monkeypatch, capfd, gateway
+):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+    write_sample_world(tmp_path / "tables", num_users=2, num_items=8)
+    figures = {"push_gateway": gateway, "textfile": tmp_path / "workspace" / "night.prom"}
+    settings = Settings.model_validate(
+        {"workspace": tmp_path / "workspace", "tables": {"path": tmp_path / "tables"}, "metrics": figures}
+    )
+    with pytest.raises(RunFailed), night_metrics(settings) as known:
+        night = open_night(settings, datetime.date(2025, 3, 1))
+        known.manifest = night.manifest
+        with recorded(night), night.stage("generate"):
+            raise RunFailed("most texts failed")
+    write_report(night.manifest, night.run.report_path)
+    written = [path for path in settings.workspace.rglob("*") if path.is_file()]
+    assert {"manifest.json", "events.jsonl", "report.html", "night.prom"} <= {path.name for path in written}
+    told = capfd.readouterr()
+    assert "not pushed" in told.err
+    assert "hunter2" not in told.out + told.err and not [path for path in written if b"hunter2" in path.read_bytes()]
 
 
 def test_status_of_the_command_line_is_one_object(night, capfd):
