@@ -281,7 +281,7 @@ def test_all_workers_measure_at_once_and_texts_wait_only_where_nothing_is_kept(c
     monkeypatch.setattr(actors, "load_of_cores", lambda: 0.0)
     shards, outcomes = crew(Measuring, choose_budgets=lambda measure: {"item": measure()})
     assert [record.info.group for _, record in outcomes] == [str(kept or COST)] * len(shards)
-    spans = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    spans = [json.loads(text) for text in map(Path.read_text, tmp_path.glob("*.json")) if text]  # not of the killed
     begun_s, ended_s = max(begin for _, begin, _ in spans), min(end for _, _, end in spans)
     assert [keeps for keeps, _, _ in spans].count(True) == 1
     assert kept or (len(spans) == 2 and ended_s - begun_s > 0.2)  # after the last text nobody waits for the others
