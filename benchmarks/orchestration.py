@@ -16,10 +16,12 @@ import sys
 import tempfile
 import time
 import zlib
-from contextlib import contextmanager
-from functools import cache, wraps
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from functools import cache, partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -44,7 +46,7 @@ def main() -> None:
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        print(json.dumps(watched_night(Path(arguments.child[0]), arguments.child[1])))
+        print(json.dumps(watched_night(*arguments.child)))
         return
     sizes = arguments.entities or scale_of(arguments, (200_000, 1_000_000), (20_000,), (2_000,))
     rows = [row for size in sizes for row in measured(size)]
@@ -63,11 +65,15 @@ def measured(num_entities: int) -> list[dict]:
         write_world(Path(folder), num_entities)
         rows = []
         for night, share in SHARE_CHANGED.items():
-            command = [sys.executable, __file__, "--child", folder, night]
-            child = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-            found = json.loads(child.stdout.splitlines()[-1])
-            rows += [{"entities": num_entities, "changed_share": share} | row for row in found]
+            rows += [{"entities": num_entities, "changed_share": share} | row for row in night_apart(folder, night)]
         return rows
+
+
+def night_apart(folder: str, night: str) -> list[dict]:
+    """One night in a process of its own."""
+    command = [sys.executable, __file__, "--child", folder, night]
+    child = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    return json.loads(child.stdout.splitlines()[-1])
 
 
 def figures_of(rows: list[dict]) -> list[Figure]:
@@ -140,30 +146,37 @@ def names_of(prefix: str, numbers: np.ndarray) -> pa.Array:
     return pc.binary_join_element_wise(prefix, pc.utf8_lpad(pa.array(numbers).cast(pa.string()), 7, "0"), "")
 
 
-def watched_night(folder: Path, night: str) -> list[dict]:
+def watched_night(folder: str, night: str) -> list[dict]:
     """One night in this process: its stages' time and the most memory that each had in use."""
     rows: list[dict] = []
     with stage("start", rows):
         from laserbatch.jobs import generate, run_night
         from laserbatch.jobs.settings import load_settings
+        from laserbatch.retrieval_pools.routing import lightgcn
 
-        settings = load_settings(folder / "laserbatch.yaml")
-    generate.run_shards, generate.ray_cluster = write_shards, no_cluster
-    generate.draft = lambda *arguments: None
-    run_night.load_encoder, run_night.encoder_identity = lambda settings: StandInEncoder(), lambda settings: "stand-in"
-    watch(run_night, "open_night", "read, check, hash", rows)
-    watch(generate, "plan_side", "plan", rows)
-    watch(generate._Pass, "_write", "write", rows)
-    watch(generate._Pass, "_gather", "gather", rows)
-    watch(run_night, "encode_run", "encode", rows)
-    watch(run_night, "build_pools", "pools", rows)
-    watch(run_night, "close", "report", rows)
-    watch(run_night, "publish", "publish", rows)
-    sys.stdout = sys.stderr
+        settings = load_settings(Path(folder, "laserbatch.yaml"))
+    one_step = partial(lightgcn.train_lightgcn, max_steps=1)
     whole: list[dict] = []
-    with stage("other", whole):
-        run_night.run_night(settings, NIGHTS[night])
-    sys.stdout = sys.__stdout__
+    with ExitStack() as changed, redirect_stdout(sys.stderr):
+        for owner, name, other in (
+            (generate, "run_shards", write_shards),
+            (generate._Pass, "_start_workers", no_workers),
+            (run_night, "load_encoder", lambda settings: StandInEncoder()),
+            (run_night, "encoder_identity", lambda settings: "stand-in"),
+            (lightgcn, "train_lightgcn", one_step),
+            (run_night, "open_night", watched(run_night.open_night, "read, check, hash", rows)),
+            (generate, "plan_side", watched(generate.plan_side, "plan", rows)),
+            (generate._Pass, "_write", watched(generate._Pass._write, "write", rows)),
+            (generate._Pass, "_gather", watched(generate._Pass._gather, "gather", rows)),
+            (run_night, "encode_run", watched(run_night.encode_run, "encode", rows)),
+            (run_night, "build_pools", watched(run_night.build_pools, "pools", rows)),
+            (run_night, "measure", watched(run_night.measure, "gates", rows)),
+            (run_night, "close", watched(run_night.close, "report", rows)),
+            (run_night, "publish", watched(run_night.publish, "publish", rows)),
+        ):
+            changed.enter_context(patch.object(owner, name, other))
+        with stage("other", whole):
+            run_night.run_night(settings, NIGHTS[night])
     for name in ("seconds", "cpu_seconds"):
         whole[0][name] -= sum(row[name] for row in rows if row["stage"] != "start")
     rows += whole
@@ -176,16 +189,15 @@ def watched_night(folder: Path, night: str) -> list[dict]:
     return list(totals.values())
 
 
-def watch(owner: object, name: str, label: str, rows: list[dict]) -> None:
-    """Have a function's calls add a row."""
-    function = getattr(owner, name)
+def watched(function: Callable, label: str, rows: list[dict]) -> Callable:
+    """A function whose calls add a row."""
 
     @wraps(function)
-    def watched(*arguments, **options):
+    def timed(*arguments, **options):
         with stage(label, rows):
             return function(*arguments, **options)
 
-    setattr(owner, name, watched)
+    return timed
 
 
 @contextmanager
@@ -199,10 +211,9 @@ def stage(label: str, rows: list[dict]):
     rows.append({"stage": label, "seconds": seconds, "cpu_seconds": cpu_seconds, "peak_mb": int(peak_kb) / 1024})
 
 
-@contextmanager
-def no_cluster(settings):
+def no_workers(*arguments) -> tuple[SimpleNamespace, None]:
     """Stand in for Ray."""
-    yield SimpleNamespace(num_workers=1, num_threads=1, device="cpu")
+    return SimpleNamespace(num_workers=1, num_threads=1, device="cpu"), None
 
 
 def write_shards(shards, spec, *arguments, **options):
