@@ -5,7 +5,6 @@ entity. What the current version has of them is merged, not sorted again; the fi
 run's date are seen.
 """
 
-import os
 import shutil
 import time
 from collections.abc import Collection
@@ -22,7 +21,7 @@ from laserbatch.jobs.pool_texts import RunTexts, calibrate_side, read_run_texts
 from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
-from laserbatch.pipeline.storage.atomic import write_json
+from laserbatch.pipeline.storage.atomic import link_file, write_json
 from laserbatch.pipeline.storage.manifest import PoolBuilt
 from laserbatch.pipeline.storage.parquet import as_large
 from laserbatch.retrieval_pools.errors import PoolError
@@ -45,7 +44,9 @@ def build_pools(night: Night, make_current: bool = True, anew: bool = False) -> 
     drafted_from = None if anew or night.manifest.pools.version is None else night.manifest.pools.version
     if drafted_from is not None and (before := unchanged_pools(night, drafted_from)):
         with night.pools.publish(night.run.run_id, make_current) as (folder, version):
-            shutil.copytree(night.pools.folder(drafted_from), folder, copy_function=_link, dirs_exist_ok=True)
+            drafted = night.pools.folder(drafted_from)
+            for file in sorted(path for path in drafted.rglob("*") if path.is_file()):
+                link_file(file, folder / file.relative_to(drafted))
         same = {"version": version, "incremental": True, "num_texts_changed": 0}
         return {side: replace(one, **same, build_s=time.perf_counter() - start_s) for side, one in before.items()}
     fit = describe_fit(night)
@@ -77,14 +78,6 @@ def collect_pools(store: PoolStore, keep: int, in_use: Collection[str], dry_run:
         parts += [f"{collected.num_leftovers} leftovers of dead builders"] if collected.num_leftovers else []
         say(f"{'would remove' if dry_run else 'removed'} {' and '.join(parts)} ({megabytes})")
     return collected
-
-
-def _link(source: str, target: str) -> None:
-    """The same file under another name, or a copy where the file system knows no such thing. Pools never change."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
 
 
 def _fit_routers(night: Night) -> dict[Side, Router]:

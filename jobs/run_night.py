@@ -22,13 +22,13 @@ from laserbatch.jobs.night import Night, open_night, pools_in_use
 from laserbatch.jobs.publishing import deliver, let_readers_see
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import Settings
-from laserbatch.pipeline.encoding.features import KNOWLEDGE_COLUMNS, SideFeatures, build_features
+from laserbatch.pipeline.encoding.features import FeatureFiles, write_features
 from laserbatch.pipeline.encoding.identity import encoder_identity
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import RunFailed, RunHeld, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.manifest import CtrFigures, FeatureFigures, PreviousNight
-from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
+from laserbatch.pipeline.storage.parquet import WrittenFile
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import read_tables
@@ -144,24 +144,31 @@ def encode_run(
     encoder = cache(partial(load_encoder, settings))
     figures: dict[Side, FeatureFigures] = {}
     for side in sides:
-        knowledge = read_parquet(folder.knowledge_folder(side), columns=KNOWLEDGE_COLUMNS)
-        with progress(f"encode {side} texts", knowledge.num_rows) as bar:
+        knowledge, paths = folder.knowledge_folder(side), (folder.features_path(side), folder.centroids_path(side))
+        num_rows = sum(batch.num_rows for batch in folder.iter_knowledge(side, ["entity_id"]))
+        with progress(f"encode {side} texts", num_rows) as bar:
             earlier = _earlier(previous, side, encoder_id, settings.max_text_tokens)
-            features = build_features(knowledge, side, encoder, settings, earlier, bar.advance)
-            bar.advance(knowledge.num_rows - features.num_encoded)
-        written = write_parquet(features.table, folder.features_path(side))
-        centroids = write_parquet(features.centroids, folder.centroids_path(side))
-        if features.num_truncated:
-            say(f"{features.num_truncated} {side} texts are longer than the encoder takes and lost their end")
+            write = partial(write_features, knowledge, side, encoder, *paths, settings, on_batch=bar.advance)
+            try:
+                written = write(earlier)
+            except WorkspaceError as error:
+                if earlier is None:
+                    raise
+                say(f"{side} texts are all encoded again: {error}")
+                written = write()
+            bar.advance(num_rows - written.num_encoded)
+        if written.num_truncated:
+            say(f"{written.num_truncated} {side} texts are longer than the encoder takes and lost their end")
+        table = written.files.table
         figures[side] = FeatureFigures(
-            file=written.path.relative_to(folder.root).as_posix(),
-            num_rows=written.num_rows,
-            sha256=written.sha256,
-            dim=features.table.schema.field("vector").type.list_size,
-            centroids=centroids.path.relative_to(folder.root).as_posix(),
-            num_clusters=len(features.table["cluster_id"].unique()),
-            num_encoded=features.num_encoded,
-            num_truncated=features.num_truncated,
+            file=table.path.relative_to(folder.root).as_posix(),
+            num_rows=table.num_rows,
+            sha256=table.sha256,
+            dim=written.dim,
+            centroids=written.files.centroids.relative_to(folder.root).as_posix(),
+            num_clusters=written.num_clusters,
+            num_encoded=written.num_encoded,
+            num_truncated=written.num_truncated,
             encoder=encoder_id,
         )
     return figures
@@ -174,20 +181,21 @@ def load_encoder(settings: EncodingSettings) -> "TextEncoder":
     return TextEncoder.load(settings)
 
 
-def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_tokens: int) -> SideFeatures | None:
-    """Features of a finished run; None when its encoder was another or cut texts elsewhere, or they cannot be read."""
-    if previous is None or not previous.centroids_path(side).exists():
+def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_tokens: int) -> FeatureFiles | None:
+    """Features of a finished run; None when its encoder was another or cut texts elsewhere, or nothing is known."""
+    if previous is None or not previous.centroids_path(side).exists() or not previous.features_path(side).exists():
         return None
     try:
         manifest = previous.load_manifest()
-        before = manifest.features.get(side)
-        cut_at = manifest.settings.get("encoding", {}).get("max_text_tokens", max_text_tokens)
-        if before is None or before.encoder != encoder_id or cut_at != max_text_tokens:
-            return None
-        return SideFeatures(read_parquet(previous.features_path(side)), read_parquet(previous.centroids_path(side)))
     except WorkspaceError as error:
         say(f"{side} texts are all encoded again: {error}")
         return None
+    before = manifest.features.get(side)
+    cut_at = manifest.settings.get("encoding", {}).get("max_text_tokens", max_text_tokens)
+    if before is None or before.encoder != encoder_id or cut_at != max_text_tokens:
+        return None
+    table = WrittenFile(previous.features_path(side), before.num_rows, before.sha256)
+    return FeatureFiles(table, previous.centroids_path(side))
 
 
 def _compare_ctr(night: Night) -> CtrFigures:

@@ -58,6 +58,20 @@ def atomic_path(path: Path | str) -> Iterator[Path]:
         raise
 
 
+def link_file(source: Path, target: Path) -> None:
+    """The same file under another name too, or a copy where the file system knows no such thing.
+
+    Only for files that are never changed in place: what this module writes takes another file's place.
+    """
+    if target.exists() and target.samefile(source):
+        return
+    with atomic_path(target) as temporary:
+        try:
+            os.link(source, temporary)
+        except OSError:
+            shutil.copy2(source, temporary)
+
+
 @contextmanager
 def atomic_folder(path: Path | str, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder to fill, which becomes `path` when the block ends without an error.

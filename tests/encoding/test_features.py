@@ -9,7 +9,7 @@ import pytest
 from tiny_encoders import load
 
 from laserbatch.jobs.run_night import encode_run
-from laserbatch.pipeline.encoding.features import build_features, fit_centroids, nearest_centroids
+from laserbatch.pipeline.encoding.features import fit_centroids, nearest_centroids, write_features
 from laserbatch.pipeline.encoding.schema import check_feature_schema, feature_schema, run_date
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import WorkspaceError
@@ -30,12 +30,20 @@ def knowledge_of(ids, texts):
     )
 
 
+def written(knowledge, side, encoder, folder, settings=None):
+    """The feature table of some knowledge."""
+    write_parquet(knowledge, folder / "knowledge.parquet")
+    paths = [folder / name for name in ("knowledge.parquet", "features.parquet", "centroids.parquet")]
+    return read_parquet(write_features(paths[0], side, lambda: encoder, *paths[1:], settings).files.table.path)
+
+
 @pytest.mark.parametrize("ids", [pa.array(["b", "a", "c"]), pa.array([30, 4, 200], pa.int64())])
-def test_rows_come_in_the_order_of_ids_of_their_own_type(tiny_encoder, ids):
+def test_rows_come_in_the_order_of_ids_of_their_own_type(tiny_encoder, ids, tmp_path):
     encoder = load(tiny_encoder)
     texts = ["quiet sea", "loud radio", "a b c"]
-    features = build_features(knowledge_of(ids, texts), "item", lambda: encoder, EncodingSettings(num_clusters=2)).table
-    assert features.schema.equals(feature_schema("item", ids.type, 32), check_metadata=True)
+    features = written(knowledge_of(ids, texts), "item", encoder, tmp_path, EncodingSettings(num_clusters=2))
+    check_feature_schema(features.schema, "item")
+    assert features.schema.field("item_id").type == ids.type
     assert features["item_id"].to_pylist() == sorted(ids.to_pylist())
     vectors = dict(zip(features["item_id"].to_pylist(), features["vector"].to_pylist(), strict=True))
     for entity_id, text in zip(ids.to_pylist(), texts, strict=True):
@@ -45,10 +53,10 @@ def test_rows_come_in_the_order_of_ids_of_their_own_type(tiny_encoder, ids):
     assert fingerprints == dict(zip(ids.to_pylist(), ["f0", "f1", "f2"], strict=True))
 
 
-def test_only_the_text_is_encoded(tiny_encoder):
+def test_only_the_text_is_encoded(tiny_encoder, tmp_path):
     encoder = load(tiny_encoder)
     tables = [knowledge_of(["u1"], ["quiet sea"]).append_column("prompt", pa.array([p])) for p in ("a", "b " * 500)]
-    first, second = (build_features(table, "user", lambda: encoder).table for table in tables)
+    first, second = (written(table, "user", encoder, tmp_path) for table in tables)
     assert first.equals(second)
 
 
@@ -157,12 +165,32 @@ def test_a_table_of_another_kind_is_named():
         check_feature_schema(feature_schema("user", pa.string(), 4), "item")
 
 
-def test_more_than_2_gib_of_text_is_never_gathered(tiny_encoder):
-    encoder, ids = load(tiny_encoder), [f"u{number:02}" for number in range(33)][::-1]
-    earlier = build_features(knowledge_of(ids, ["a"] * 33), "user", lambda: encoder)
-    whole = knowledge_of(ids, ["a"] * 33).drop_columns(["text"])
-    text = pa.array(["x" * 2**26])  # the same memory for all
-    known = build_features(
-        whole.append_column("text", pa.chunked_array([text] * 33)), "user", lambda: encoder, earlier=earlier
-    )
-    assert known.num_encoded == 0 and known.table.equals(earlier.table)
+@pytest.mark.parametrize("rows_at_once", [3, 100])
+def test_vectors_stream_past_row_groups_and_equal_encoding_all_again(tiny_encoder, tmp_path, monkeypatch, rows_at_once):
+    """Of a side of any size: some texts are as before, some new, some gone, in files of any order."""
+    for name, number in (("ROW_GROUP_ROWS", rows_at_once), ("MAX_FULL_KMEANS_ROWS", 4), ("MAX_FITTED_ROWS", 10)):
+        monkeypatch.setattr(f"laserbatch.pipeline.encoding.features.{name}", number)
+    monkeypatch.setattr("laserbatch.pipeline.storage.parquet.ROW_GROUP_ROWS", rows_at_once)
+    settings = EncodingSettings(encoder=tiny_encoder, num_clusters=2)
+    ids, texts = [f"u{number:02}" for number in range(20)], [f"a b {'c ' * number}" for number in range(20)]
+    old, new = RunFolder(tmp_path / "old"), RunFolder(tmp_path / "new")
+    write_parquet(knowledge_of(ids, texts)[::-1], old.root / "knowledge/user/00000.parquet")
+    manifest = RunManifest.create(old.manifest_path, datetime.date(2025, 3, 1), {}, "0", {})
+    manifest.features = encode_run(old.root, settings)
+    manifest.save()
+    write_parquet(knowledge_of(ids, texts), new.root / "knowledge/user/carried.parquet")
+    assert encode_run(new.root, settings, previous=old) == replaced(manifest.features, num_encoded=0)
+    assert new.features_path("user").samefile(old.features_path("user"))  # nothing is there to be written
+    changed = knowledge_of(ids, texts).take([19, *range(0, 17, 2), 5])
+    changed = changed.set_column(3, "fingerprint", pa.array(["other", *changed["fingerprint"].to_pylist()[1:]]))
+    write_parquet(changed, new.root / "knowledge/user/carried.parquet")
+    write_parquet(knowledge_of(["u01b", "a"], ["loud", "sea"]), new.root / "knowledge/user/00000.parquet")
+    assert encode_run(new.root, settings, previous=old)["user"].num_encoded == 3
+    tonight = table_of(new)
+    again = encode_run(new.root, settings)
+    assert again["user"].num_encoded == 13 and list(tonight) == sorted(tonight) == list(table_of(new))
+    assert {key: row["vector"] for key, row in table_of(new).items()} == {k: r["vector"] for k, r in tonight.items()}
+
+
+def replaced(features, **values):
+    return {side: replace(figures, **values) for side, figures in features.items()}
