@@ -33,7 +33,7 @@ from laserbatch.pipeline.storage.atomic import (
 from laserbatch.pipeline.storage.forgetting import RECEIPTS, Ids, forget_in_run, is_of, rows_of, unfinished_receipts
 from laserbatch.pipeline.storage.parquet import iter_parquet
 from laserbatch.pipeline.storage.workspace import Workspace
-from laserbatch.pipeline.tables.schema import table_files, tables_folder
+from laserbatch.pipeline.tables.schema import TABLE_NAMES, table_files, tables_folder
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.store import PoolStore
 
@@ -198,7 +198,7 @@ def _rebuilt(settings: Settings, name: str, wanted: Ids) -> bool:
 
     try:
         night = open_run(settings, name)
-        tables = vars(night.tables)
+        tables = {name: getattr(night.tables, name) for name in TABLE_NAMES}
         for side in SIDES:
             for table in (f"{side}s", "interactions"):
                 tables[table] = tables[table].filter(pc.invert(is_of(tables[table][f"{side}_id"], wanted[side])))

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.sides import SIDES, Side
 
 if TYPE_CHECKING:
     from laserbatch.pipeline.tables.read import Tables
@@ -83,8 +83,7 @@ class Histories:
         self._table = tables.items
         self._values: dict[int, tuple[str | int, str, dict[str, object]]] = {}
         interactions = tables.interactions
-        user = _rows_of(interactions["user_id"], tables.users["user_id"])
-        item = _rows_of(interactions["item_id"], tables.items["item_id"])
+        user, item = (tables.rows_of_interactions[side] for side in SIDES)
         order = np.flatnonzero((user >= 0) & (item >= 0))
         order |= user[order].astype(np.int64) << 32
         order.sort()  # by user, then by place: interactions come in order of time
@@ -118,8 +117,3 @@ class Histories:
             item_id, title = values.pop("item_id"), values.pop("title")
             self._values[row] = (item_id, "" if title is None else str(title), _known(values))
         return self._values[row]
-
-
-def _rows_of(ids: pa.ChunkedArray, among: pa.ChunkedArray) -> np.ndarray:
-    """Row of each id in a column, int32[n]; -1 where it is not there."""
-    return pc.fill_null(pc.index_in(ids, value_set=among.combine_chunks()), -1).to_numpy()

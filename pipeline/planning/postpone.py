@@ -46,9 +46,8 @@ class Chosen:
 
 def interactions_of(tables: Tables, side: Side) -> np.ndarray:
     """Interactions of each entity of a side: int64[num_entities]."""
-    ids = tables.entities(side)[f"{side}_id"].combine_chunks()
-    counted = pc.fill_null(pc.index_in(tables.interactions[f"{side}_id"], value_set=ids), -1).to_numpy()
-    return np.bincount(counted[counted >= 0], minlength=len(ids))
+    counted = tables.rows_of_interactions[side]
+    return np.bincount(counted[counted >= 0], minlength=tables.entities(side).num_rows)
 
 
 def choose(

@@ -128,7 +128,9 @@ def _check_interactions(
             found = f"the column is of type {kind}, but of type {known.type} in {table}"
             advice = "write ids of one type, or set `ids` in the mapping of `laserbatch data import`"
             findings.add(Finding("types-differ", "interactions", found, "one type", advice, column, part.name))
-        for first_row, batch in _checked_batches(part, findings):
+        # Looking ids up begins with a table of all that are known: not for fewer rows than that has.
+        rows_at_once = max([BATCH_ROWS, *(len(known_ids[table]) for table in comparable.values())])
+        for first_row, batch in _checked_batches(part, findings, rows_at_once):
             for column, table in comparable.items():
                 values = batch[column].cast(known_ids[table].type, safe=False)
                 unknown = pc.and_(pc.is_valid(values), pc.invert(pc.is_in(values, value_set=known_ids[table])))
@@ -215,7 +217,9 @@ def _compared_type(table: str, field: pa.Field) -> str | None:
     return "numbers" if pt.is_integer(kind) or pt.is_floating(kind) else str(kind)
 
 
-def _checked_batches(part: _Part, findings: Findings) -> Iterator[tuple[int, dict[str, pa.Array]]]:
+def _checked_batches(
+    part: _Part, findings: Findings, rows_at_once: int = BATCH_ROWS
+) -> Iterator[tuple[int, dict[str, pa.Array]]]:
     """Read a file's ruled columns and apply the rules for single values.
 
     Yields the number of the first row, and the values by column. Damage that shows only now becomes a finding.
@@ -224,7 +228,7 @@ def _checked_batches(part: _Part, findings: Findings) -> Iterator[tuple[int, dic
     if not columns:
         return
     try:
-        for batch in part.file.iter_batches(BATCH_ROWS, columns=columns):
+        for batch in part.file.iter_batches(rows_at_once, columns=columns):
             values = {name: _decoded(batch.column(name)) for name in batch.schema.names}
             for column, array in values.items():
                 for rule in role_of(part.table, column).rules:

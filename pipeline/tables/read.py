@@ -7,8 +7,10 @@ Only the columns and rows that are kept are read: the cut by date is applied whi
 import datetime
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
@@ -16,7 +18,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import sha256_file
 from laserbatch.pipeline.tables.columns import role_of, schema_findings
 from laserbatch.pipeline.tables.fetched import shown_path
@@ -43,6 +45,16 @@ class Tables:
         """The users or the items."""
         return self.users if side == "user" else self.items
 
+    @cached_property
+    def rows_of_interactions(self) -> dict[Side, np.ndarray]:
+        """Of each interaction the row of its user, and of its item: int32[n]; -1 where that is not there."""
+        rows = {}
+        for side in SIDES:
+            among = self.entities(side)[f"{side}_id"].combine_chunks()
+            found = pc.index_in(self.interactions[f"{side}_id"], value_set=among)
+            rows[side] = pc.fill_null(found, -1).to_numpy()
+        return rows
+
 
 def read_tables(path: Path | str | None, as_of: datetime.date | None = None) -> Tables:
     """Read the tables of a folder, as known at the end of a day (UTC).
@@ -60,8 +72,25 @@ def read_tables(path: Path | str | None, as_of: datetime.date | None = None) -> 
         for table, column in ((users, "user_id"), (items, "item_id")):
             if interactions[column].type == table[column].type and CREATED_AT in table.column_names:
                 interactions = interactions.filter(pc.is_in(interactions[column], value_set=table[column]))
-    order = [("timestamp", "ascending"), ("user_id", "ascending"), ("item_id", "ascending")]
-    return Tables(users, items, interactions.sort_by(order))
+    return Tables(users, items, _by_time(interactions))
+
+
+def _by_time(interactions: pa.Table) -> pa.Table:
+    """Sorted by time, user, item. What comes sorted, as logs do but for events of one moment, is not copied."""
+    keys = [("timestamp", "ascending"), ("user_id", "ascending"), ("item_id", "ascending")]
+    if interactions["timestamp"].null_count:
+        return interactions.sort_by(keys)
+    times = interactions["timestamp"].cast(pa.int64()).to_numpy()
+    order = np.arange(len(times))
+    if np.any(times[1:] < times[:-1]):
+        order = np.argsort(times, kind="stable")
+        times = times[order]
+    is_next_alike = np.append(times[1:] == times[:-1], False)[: len(times)]
+    places = np.flatnonzero(is_next_alike | np.roll(is_next_alike, 1))
+    moments = interactions.select([name for name, _ in keys]).take(pa.array(order[places]))
+    order[places] = order[places][pc.sort_indices(moments, keys).to_numpy()]
+    is_sorted = np.array_equal(order, np.arange(len(order)))
+    return interactions if is_sorted else interactions.take(pa.array(order))
 
 
 def _read_table(path: Path, name: str, cutoff: pa.Scalar | None) -> pa.Table:

@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -71,6 +72,22 @@ def test_ids_come_back_as_they_went_in_and_days_are_cut_at_their_end(tmp_path_fa
     everything = read_tables(path)
     assert everything.items["item_id"].to_pylist() == ids
     assert everything.interactions.num_rows == num
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_events_of_one_moment_come_by_user_and_item_and_equal_ones_as_in_the_file(tmp_path, is_sorted):
+    rng = np.random.default_rng(0)
+    times = rng.integers(0, 20, 60)
+    columns = {
+        "user_id": rng.choice(["a", "b"], 60),
+        "item_id": rng.integers(1, 3, 60),
+        "timestamp": DAY_1_S + (np.sort(times) if is_sorted else times),
+        "rating": np.arange(60) / 2,
+    }
+    interactions = pa.table(columns)
+    tables = read_tables(write_world(tmp_path, interactions=interactions))
+    keys = [(name, "ascending") for name in ("timestamp", "user_id", "item_id")]
+    assert tables.interactions["rating"].equals(interactions.sort_by(keys)["rating"])
 
 
 def test_encodings_of_other_writers_are_read(tmp_path):
