@@ -161,7 +161,8 @@ def _drift(
     """Rewritten texts beside the last ones of the same entities. Where they were asked for otherwise it only warns."""
     names = ["entity_id", "num_tokens", *ASKED_BY]
     wanted = texts["entity_id"].combine_chunks()
-    batches = () if previous is None else iter_parquet(previous.knowledge_folder(side), names)
+    is_judged = previous is not None and len(wanted) >= FEWEST
+    batches = iter_parquet(previous.knowledge_folder(side), names) if is_judged else ()
     parts = [
         pa.Table.from_batches([batch]).filter(pc.is_in(batch["entity_id"], value_set=wanted))
         for batch in batches
@@ -210,7 +211,7 @@ class _Vectors:
 def _vectors(run: RunFolder, side: Side, wanted: pa.ChunkedArray) -> _Vectors:
     """The vectors of some entities, in the order of the feature file."""
     ids, rows = [], []
-    for batch in iter_parquet(run.features_path(side), [f"{side}_id", "vector"]):
+    for batch in iter_parquet(run.features_path(side), [f"{side}_id", "vector"]) if len(wanted) else ():
         kept = batch.filter(pc.is_in(batch[f"{side}_id"], value_set=wanted.combine_chunks()))
         ids.append(kept[f"{side}_id"])
         rows.append(kept["vector"].flatten().to_numpy().reshape(kept.num_rows, -1 if kept.num_rows else 0))
