@@ -277,6 +277,8 @@ def vocabulary() -> tuple[np.ndarray, pa.Array]:
 class StandInEncoder:
     """Vectors of a fixed table, by a checksum of the text."""
 
+    dim = DIM
+
     def encode(self, texts, on_batch=lambda num_texts: None):
         from laserbatch.pipeline.encoding.encoder import Encoding
 
