@@ -32,7 +32,8 @@ from laserbatch.retrieval_pools.index.calibration_record import (
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.sources import NUM_SOURCES
 
-MAX_TOKENS = 50_000  # replayed, so that the time it takes does not grow with the pool
+MAX_TOKENS = 150_000  # replayed, so that the time it takes does not grow with the pool
+MAX_ESCAPE_TOKENS = 25_000  # of these, for each escape that is tried
 POOL_ESCAPES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # tried where none is configured
 MIN_TEXTS = 50  # a pool of fewer texts is not calibrated
 TEXTS_PER_HELD_BACK = 5  # at most one text of so many is held back
@@ -180,7 +181,7 @@ def _with_best_escape(pool: Pool, texts: Sequence[ReplayText], options: DraftOpt
     if pool.settings.pool_escape_per_token is not None:
         return pool
     full = replace(options, min_acceptance=0.0)
-    texts = _of_bounded_length(texts, MAX_TOKENS // len(POOL_ESCAPES))
+    texts = _of_bounded_length(texts, MAX_ESCAPE_TOKENS)
     tried = [pool.with_settings(pool_escape_per_token=escape) for escape in POOL_ESCAPES]
     return max(tried, key=lambda one: replay(one, texts, full).mean_accepted)  # of equals the lowest
 
