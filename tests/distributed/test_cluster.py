@@ -99,7 +99,7 @@ class Worker:
     def gpu(self):
         return ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES")
 
-ray.init(num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+ray.init("local", num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
 actors = [ray.remote(Worker).options(num_cpus=0.5, num_gpus=1).remote() for _ in range(2)]
 print(json.dumps(ray.get([actor.gpu.remote() for actor in actors])))
 """

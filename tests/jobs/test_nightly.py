@@ -97,7 +97,10 @@ def two_nights(installed, tmp_path_factory) -> Path:
     night = {"shard_size": 8, "train_ctr": True}
     config = write_config(folder, "second.yaml", night=night, decoding=CHOSEN)
     with redirect_stdout(io.StringIO()) as printed:
-        nightly(config, None, SECOND_DATE, force=False, redo=False, ray_address=None, as_json=True)
+        nightly(
+            config, None, SECOND_DATE, force=False, redo=False, publish=False, dry_run=False, ray_address=None,
+            as_json=True,
+        )  # fmt: skip
     (folder / "second.json").write_text(printed.getvalue())
     return folder
 
