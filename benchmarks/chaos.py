@@ -15,13 +15,9 @@ night, in a copy of that workspace. Three kinds of death:
 of the run, and every file of its pools but their timings, is as the reference's. `lost` and `doubled` are ids.
 """
 
-import argparse
 import hashlib
-import json
-import logging
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -31,19 +27,30 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import yaml
+from chaos_nights import (
+    FIRST_DATE,
+    SECOND_DATE,
+    Cluster,
+    forked_night,
+    marked,
+    named,
+    no_cluster,
+    ray_night,
+    simulated_cluster,
+    wait_for,
+)
 from common import SEED, Figure, benchmark_parser, finish, scale_of
 
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import leftovers
 from laserbatch.pipeline.storage.workspace import Workspace
 
-FIRST_DATE, SECOND_DATE = "2025-02-28", "2025-03-01"
 SETTINGS = {
     "workspace": "workspace",
     "tables": {"path": "tables"},
@@ -55,15 +62,10 @@ SETTINGS = {
     "cluster": {"num_workers": 2, "threads_per_worker": 1},
 }
 NUM_USERS, NUM_ITEMS = 10, 14
-MOST_S = 240.0  # that a night may take, killed or not, before it counts as hung
 MOST_LINGER_S = 60.0  # that processes of a killed night may take to end
 RAY_KINDS = ("driver-ray", "actor", "raylet", "gcs", "node")
 RAY_MOMENTS = ("start", "first step", "first shard")
 NONE_OF = ("lost", "doubled", "hung", "left")  # ids, ids, nights, and processes or files that a dead night left
-MARK = "LASERBATCH_CHAOS"  # in the environment of every process of a night
-OPERATIONS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate"}  # as Python audits them
-WRITTEN = re.compile(r"/(knowledge|shards)/\w+/\.?0")  # a shard that is no plan's
-NIGHT = (sys.executable, "-c", "from laserbatch.jobs.cli import main; main()")
 
 
 def main() -> None:
@@ -72,11 +74,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", help="only these kinds of death")
     parser.add_argument("--minutes", type=float, help="after which no further night is killed")
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--cluster", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.cluster:
-        _simulate_cluster()
-        return
     num_kills = arguments.kills or scale_of(arguments, 40, 6, 2)
     with tempfile.TemporaryDirectory(prefix="laserbatch-chaos-") as folder:
         chaos = Chaos(Path(folder))
@@ -317,187 +315,6 @@ def require(exit_code: int | None, place: Path) -> None:
     """Leave where a night that nobody killed did not end well."""
     if exit_code != 0:
         sys.exit(f"an undisturbed night ended with {exit_code}: {(place / 'said.txt').read_text(encoding='utf-8')}")
-
-
-def forked_night(place: Path, date: str, death: tuple[int, int] | None = None, log: Path | None = None) -> int | None:
-    """A night by the command line in a process of its own that writes its texts itself; its exit code, None: it hung.
-
-    `death` : at which of its operations on files under `place` which signal comes. `log` : where the stage of each of
-    them is written.
-    """
-    # Before the fork, so that nights need not load them. Nothing of them may have run: threads do not survive it.
-    from laserbatch.jobs import cli
-    from laserbatch.pipeline.decoding.model import load  # noqa: F401
-    from laserbatch.pipeline.distributed import worker  # noqa: F401
-    from laserbatch.pipeline.encoding import encoder, features  # noqa: F401
-
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.chdir(place)
-            with open(os.devnull, "w") as nothing, open(place / "said.txt", "a") as said:
-                os.dup2(nothing.fileno(), 1)
-                os.dup2(said.fileno(), 2)
-            write_here()
-            watch = Watch(place / "workspace", death)
-            sys.argv = ["laserbatch", "nightly", "--config", "laserbatch.yaml", "--date", date]
-            try:
-                cli.main()
-                code = 0
-            except SystemExit as ended:
-                code = int(ended.code or 0)
-            if log is not None:
-                log.write_text("\n".join(watch.stages), encoding="utf-8")
-        finally:
-            os._exit(code)
-    deadline_s = time.monotonic() + MOST_S
-    while time.monotonic() < deadline_s:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return None
-
-
-class Watch(logging.Handler):
-    """Counts what this process does to files under a folder, by the stage of its night, and may end it there."""
-
-    def __init__(self, folder: Path, death: tuple[int, int] | None) -> None:
-        super().__init__(logging.INFO)
-        self.stages: list[str] = []
-        self._stage, self._folder, self._death = "start", str(folder.resolve()), death
-        logging.getLogger("laserbatch.events").addHandler(self)
-        sys.addaudithook(self._audited)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        facts = getattr(record, "facts", {})
-        if record.getMessage() == "stage_begin":
-            self._stage = {"generate": "plan"}.get(facts["stage"], facts["stage"])
-        elif record.getMessage() == "stage_end" and facts["stage"] == "gates":
-            self._stage = "close"
-        elif record.getMessage() == "finished":
-            self._stage = "publish"
-
-    def _audited(self, event: str, arguments: tuple) -> None:
-        is_write = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        if not (is_write or event in OPERATIONS) or not isinstance(arguments[0], str | Path):
-            return
-        path = os.path.abspath(arguments[0])
-        if not path.startswith(self._folder):
-            return
-        if self._stage == "plan" and WRITTEN.search(path):
-            self._stage = "generate"
-        self.stages.append(self._stage)
-        if self._death is not None and len(self.stages) == self._death[0]:
-            os.kill(os.getpid(), self._death[1])
-
-
-def write_here() -> None:
-    """Have texts written in this process instead of by Ray's workers."""
-    from laserbatch.jobs import generate
-    from laserbatch.pipeline.distributed.cluster import WorkerLayout
-    from laserbatch.pipeline.distributed.worker import ShardWorker
-
-    def run_shards(shards, spec, *arguments, choose_budgets, **options):
-        worker = ShardWorker(replace(spec, device="cpu"))
-        budgets = choose_budgets(worker)
-        for shard in shards:
-            yield shard, worker.run(shard, budget=budgets.get(shard.side))
-
-    @contextmanager
-    def nothing(settings):
-        yield WorkerLayout(1, 1, 0, "cpu")
-
-    generate.run_shards, generate.ray_cluster, generate.hire = run_shards, nothing, lambda *given: None
-
-
-def ray_night(place: Path, mark: str, address: str | None, meanwhile: Callable[[subprocess.Popen], None]) -> int | None:
-    """A night whose texts Ray's workers write, by the command line; its exit code, None: it hung."""
-    command = [*NIGHT, "nightly", "--config", "laserbatch.yaml", "--date", SECOND_DATE] + (
-        ["--ray-address", address] if address else []
-    )
-    with open(place / "said.txt", "a") as said:
-        environment = os.environ | {MARK: mark}
-        night = subprocess.Popen(command, cwd=place, env=environment, stdout=said, stderr=said, start_new_session=True)
-    meanwhile(night)
-    try:
-        return night.wait(timeout=MOST_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(night.pid, signal.SIGKILL)
-        night.wait()
-        return None
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """A simulated cluster; none where there is no address."""
-
-    address: str | None = None
-    raylets: list[int] = field(default_factory=list)
-
-
-@contextmanager
-def no_cluster():
-    yield Cluster()
-
-
-@contextmanager
-def simulated_cluster(mark: str):
-    """Two nodes of a CPU each, by a process of their own."""
-    command = [sys.executable, __file__, "--cluster"]
-    environment = os.environ | {MARK: f"{mark}-cluster"}
-    holder = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        told = json.loads(holder.stdout.readline())
-        yield Cluster(told["address"], told["raylets"])
-    finally:
-        holder.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            holder.wait(timeout=60)
-        for pid in marked(f"{mark}-cluster"):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        holder.wait()
-
-
-def _simulate_cluster() -> None:
-    from ray.cluster_utils import Cluster as Simulated
-
-    cluster = Simulated(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    mark = os.environ[MARK]
-    first = named(mark, "raylet")
-    cluster.add_node(num_cpus=1)
-    raylets = first + [pid for pid in named(mark, "raylet") if pid not in first]
-    print(json.dumps({"address": cluster.address, "raylets": raylets}), flush=True)
-    sys.stdin.read()
-    cluster.shutdown()
-
-
-def wait_for(happened: Callable[[], object], night: subprocess.Popen) -> None:
-    """Until something has happened, the night has ended, or too long."""
-    deadline_s = time.monotonic() + MOST_S
-    while not happened() and night.poll() is None and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-
-
-def marked(mark: str) -> dict[int, str]:
-    """The processes of a night, and what they are called."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if f"{MARK}={mark}\0".encode() in (path / "environ").read_bytes() + b"\0":
-                line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                if line:  # else it has ended, and nobody has asked how
-                    found[int(path.name)] = line
-    return found
-
-
-def named(mark: str, name: str) -> list[int]:
-    """Processes of a night of a name, in the order of their ids."""
-    return sorted(pid for pid, line in marked(mark).items() if Path(line.split()[0]).name.startswith(name))
 
 
 if __name__ == "__main__":

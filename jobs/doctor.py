@@ -23,6 +23,7 @@ from rich.text import Text
 from laserbatch.jobs.console import ExitCode, stdout, summary, visible
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
 from laserbatch.pipeline.errors import PipelineError
+from laserbatch.pipeline.storage.atomic import size_bytes
 from laserbatch.retrieval_pools.errors import PoolError
 
 LEAST_FREE_BYTES = 2 * 10**9  # of a disk, below which a night is likely to fill it
@@ -129,6 +130,7 @@ def check_memory_and_model(settings: Settings) -> Iterator[Finding]:
     from laserbatch.jobs.inputs import NEEDS_A_MODEL, needs_a_model
     from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
     from laserbatch.pipeline.decoding.model.folder import find_weights, load_tokenizer
+    from laserbatch.pipeline.distributed.cluster import Node, worker_layout
     from laserbatch.pipeline.distributed.settings import usable_cores
     from laserbatch.pipeline.gpus import num_gpus
 
@@ -145,9 +147,7 @@ def check_memory_and_model(settings: Settings) -> Iterator[Finding]:
     memory = host_memory()
     if num_gpus():
         return  # each GPU holds the weights of one worker, which refuses what does not fit it
-    num_workers = settings.cluster.num_workers or max(1, usable_cores() // (settings.cluster.threads_per_worker or 1))
-    if settings.cluster.num_workers is None and settings.cluster.threads_per_worker is None:
-        num_workers = min(8, usable_cores())
+    num_workers = worker_layout(settings.cluster, [Node(usable_cores())]).num_workers
     needed = num_workers * max(num_bytes, 4 * num_values if settings.decoding.dtype != "bfloat16" else 2 * num_values)
     told = f"{memory.free_bytes / 1e9:.1f} of {memory.total_bytes / 1e9:.1f} GB free; the weights of {num_workers} "
     told += f"workers take {needed / 1e9:.1f} GB"
@@ -159,15 +159,15 @@ def check_workspace(settings: Settings) -> Iterator[Finding]:
     from laserbatch.pipeline.storage.workspace import Workspace
 
     folder = settings.workspace
-    if folder.exists():
-        Workspace.open(folder, create=False) if (folder / "workspace.json").exists() or any(folder.iterdir()) else None
+    if folder.exists() and any(folder.iterdir()):
+        Workspace.open(folder, create=False)  # raises where it holds something else
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     inodes = os.statvfs(folder)
-    used = max((_size(run.root) for run in Workspace(settings.workspace).runs()[-1:]), default=0)
+    used = max((size_bytes(run.root) for run in Workspace(settings.workspace).runs()[-1:]), default=0)
     if free < max(LEAST_FREE_BYTES, 2 * used) or (inodes.f_files and inodes.f_favail < 10_000):
-        mend = "Make room: `laserbatch pools gc` removes old pools; older runs may be deleted"
+        mend = "Make room: `laserbatch runs gc` removes old runs, `laserbatch pools gc` old pools"
         level = "fault" if free < LEAST_FREE_BYTES / 20 else "warning"
         yield Finding("disk", level, f"{free / 1e9:.1f} GB are free at {folder}", mend)
     else:
@@ -197,10 +197,6 @@ def check_workspace(settings: Settings) -> Iterator[Finding]:
         yield Finding("clock", "warning", told, "Set the clock (NTP): ages and alerts follow it")
     else:
         yield Finding("clock", "ok", f"it is {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC")
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def check_encoder(settings: Settings) -> Iterator[Finding]:

@@ -22,7 +22,6 @@ from laserbatch.pipeline.budget.choice import PLAIN
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.actors import TOKEN_FILE, Crew, ShardAbandoned, run_shards
-from laserbatch.pipeline.distributed.actors import Crew as hire
 from laserbatch.pipeline.distributed.cluster import WorkerLayout, ray_cluster
 from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
@@ -123,7 +122,7 @@ class _Pass:
         layout = cluster.enter_context(ray_cluster(self.night.settings.cluster))
         if self.decoding.drafters:
             draft(None, [], 0)  # compiled here, so that workers find it in numba's cache
-        return layout, hire(self._worker_spec(), layout, self.night.settings.cluster.max_shard_attempts)
+        return layout, Crew(self._worker_spec(), layout, self.night.settings.cluster.max_shard_attempts)
 
     def _plan(self, side: Side) -> tuple[SidePlan, Finished]:
         """What is to be done of a side, and the shards of it that are done."""

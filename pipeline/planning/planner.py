@@ -6,6 +6,7 @@ Shards follow the order of pool groups: a worker's consecutive texts share draft
 import datetime
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from laserbatch.pipeline.knowledge.prompts import LAYOUT_VERSION, NO_TITLE, PART
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, PromptTemplate, load_template
-from laserbatch.pipeline.planning.plan import CARRIED_SHARD, WAITING_SHARD, SidePlan, write_shard_plan
+from laserbatch.pipeline.planning.plan import CARRIED_SHARD, WAITING_SHARD, Shard, SidePlan, write_shard_plan
 from laserbatch.pipeline.planning.postpone import Refresh, choose, interactions_of, without_evidence, write_postponed
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import sha256_file
@@ -129,19 +130,8 @@ def plan_side(
         unasked = without_evidence(entities[key].combine_chunks().filter(pa.array(left_out)), refresh.date)
     elif unasked is not None:
         left_out = pc.is_in(entities[key], value_set=unasked["entity_id"].combine_chunks()).to_numpy()
-    changed, carried, refused, fingerprints = [], [], [], []
-    for start in range(0, entities.num_rows, ROWS_AT_ONCE):
-        stop = min(start + ROWS_AT_ONCE, entities.num_rows)
-        known_by, of_records = questions.fingerprints(start, stop), before[start:stop]
-        is_same = pc.fill_null(pc.equal(known_by, previous.fingerprints(of_records).cast(pa.string())), False)
-        asked = ~left_out[start:stop]
-        can_ask, is_same = known_by.is_valid().to_numpy(False) & asked, is_same.to_numpy(False) & asked & (not force)
-        refused.append(start + np.flatnonzero(~can_ask & asked))
-        carried.append(of_records[is_same])
-        changed.append(start + np.flatnonzero(can_ask & ~is_same))
-        fingerprints.append(known_by.filter(pa.array(can_ask & ~is_same)))
-        on_entities(stop - start)
-    rows, known_by = _concatenated(changed), pa.chunked_array(fingerprints, pa.string()).combine_chunks()
+    found = _compared(questions, previous, before, left_out, force, on_entities)
+    rows, known_by = found.changed, found.fingerprints
     waiting, postponed, num_tokens = rows[:0], unasked, 0
     if refresh is not None and not force:
         num_events = questions.num_events() if side == "user" else interactions_of(tables, side)
@@ -157,9 +147,9 @@ def plan_side(
         RunFolder(run_dir).write_shard(side, WAITING_SHARD, kept)
     else:
         RunFolder(run_dir).drop_shard(side, WAITING_SHARD)
-    is_refused = entities[key].take(pa.array(_concatenated(refused))).to_pylist()
+    is_refused = entities[key].take(pa.array(found.refused)).to_pylist()
     quarantined = [QuarantineRow.of(entity_id, side, NO_TITLE) for entity_id in is_refused]
-    records = previous.records(np.sort(_concatenated(carried)), entities[key].type, is_stale=False)
+    records = previous.records(np.sort(found.carried), entities[key].type, is_stale=False)
     # Of none too: a side then has its schema.
     written = RunFolder(run_dir).write_shard(side, CARRIED_SHARD, records, quarantined)
     columns = {
@@ -167,29 +157,77 @@ def plan_side(
         "previous_ids": previous.token_ids(before[rows]),
         "group": pc.if_else(pc.equal(groups := routes.groups.take(pa.array(rows)).cast(pa.string()), ""), None, groups),
     }
-    turns = np.argsort(pc.rank(pc.fill_null(columns["group"], ""), tiebreaker="dense").to_numpy(), kind="stable")
-    is_apart = np.zeros(len(rows), bool)
-    if apart is not None:
-        is_apart = pc.is_in(entities[key].take(pa.array(rows)), value_set=apart).to_numpy()
-    shards = []
-    for places, of_apart in _cut(turns, is_apart, shard_size or default_shard_size(len(rows), batch_size)):
-        ids, shown = entities[key].take(pa.array(rows[places])), questions.shown(rows[places])
-        part = {"entity_id": ids} | {name: shown[name] for name in shown.column_names}
-        part |= {name: values.take(pa.array(places)) for name, values in columns.items()}
-        shards.append(write_shard_plan(side, len(shards), pa.table(part), run_dir, of_apart))
-    num_carried = written.num_rows
+    size = shard_size or default_shard_size(len(rows), batch_size)
+    shards = _write_shards(side, questions, rows, columns, apart, size, run_dir)
     return SidePlan(
         side=side,
         num_entities=entities.num_rows,
-        num_carried_over=num_carried,
+        num_carried_over=written.num_rows,
         num_refused=len(quarantined),
         routes=routes.num_by_scheme(),
-        shards=tuple(shards),
+        shards=shards,
         num_waiting=len(waiting),
         num_unasked=0 if postponed is None else len(postponed) - len(waiting),
         postponed={} if postponed is None else count_reasons(postponed),
         num_tokens=num_tokens,
     )
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """Who is as before: rows of entities, int64, but of `carried`, which are those of their earlier records."""
+
+    changed: np.ndarray
+    fingerprints: pa.Array  # of the changed ones
+    carried: np.ndarray
+    refused: np.ndarray  # who cannot be asked about
+
+
+def _compared(
+    questions: SideQuestions,
+    previous: PreviousKnowledge,
+    before: np.ndarray,
+    left_out: np.ndarray,
+    force: bool,
+    on_entities: Callable[[int], None],
+) -> _Compared:
+    """Fingerprints beside those of earlier records, `before` by row, of all who are not left out."""
+    changed, carried, refused, fingerprints = [], [], [], []
+    for start in range(0, len(before), ROWS_AT_ONCE):
+        stop = min(start + ROWS_AT_ONCE, len(before))
+        known_by, of_records = questions.fingerprints(start, stop), before[start:stop]
+        is_same = pc.fill_null(pc.equal(known_by, previous.fingerprints(of_records).cast(pa.string())), False)
+        asked = ~left_out[start:stop]
+        can_ask, is_same = known_by.is_valid().to_numpy(False) & asked, is_same.to_numpy(False) & asked & (not force)
+        refused.append(start + np.flatnonzero(~can_ask & asked))
+        carried.append(of_records[is_same])
+        changed.append(start + np.flatnonzero(can_ask & ~is_same))
+        fingerprints.append(known_by.filter(pa.array(can_ask & ~is_same)))
+        on_entities(stop - start)
+    known_by = pa.chunked_array(fingerprints, pa.string()).combine_chunks()
+    return _Compared(_concatenated(changed), known_by, _concatenated(carried), _concatenated(refused))
+
+
+def _write_shards(
+    side: Side,
+    questions: SideQuestions,
+    rows: np.ndarray,
+    columns: dict[str, pa.Array],
+    apart: pa.Array | None,
+    shard_size: int,
+    run_dir: Path,
+) -> tuple[Shard, ...]:
+    """Write what is asked of the entities of some rows, by group; `columns` are of these rows."""
+    ids = questions.entities[f"{side}_id"].take(pa.array(rows))
+    turns = np.argsort(pc.rank(pc.fill_null(columns["group"], ""), tiebreaker="dense").to_numpy(), kind="stable")
+    is_apart = np.zeros(len(rows), bool) if apart is None else pc.is_in(ids, value_set=apart).to_numpy()
+    shards = []
+    for places, of_apart in _cut(turns, is_apart, shard_size):
+        shown = questions.shown(rows[places])
+        part = {"entity_id": ids.take(pa.array(places))} | {name: shown[name] for name in shown.column_names}
+        part |= {name: values.take(pa.array(places)) for name, values in columns.items()}
+        shards.append(write_shard_plan(side, len(shards), pa.table(part), run_dir, of_apart))
+    return tuple(shards)
 
 
 def _concatenated(parts: list[np.ndarray]) -> np.ndarray:

@@ -75,7 +75,7 @@ def write_here(patched: pytest.MonkeyPatch) -> None:
 
     patched.setattr(generate, "run_shards", run_shards)
     patched.setattr(generate, "ray_cluster", no_cluster)
-    patched.setattr(generate, "hire", lambda *given: None)
+    patched.setattr(generate, "Crew", lambda *given: None)
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def writer(patched: pytest.MonkeyPatch):
         return workers
 
     patched.setattr(generate, "ray_cluster", no_cluster)
-    patched.setattr(generate, "hire", lambda *given: None)
+    patched.setattr(generate, "Crew", lambda *given: None)
     patched.setattr(generate, "draft", lambda pool, context, num_prompt: None)
     return generated
 
