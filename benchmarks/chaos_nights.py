@@ -99,7 +99,7 @@ class Watch(logging.Handler):
 
 def write_here() -> None:
     """Have texts written in this process instead of by Ray's workers."""
-    from laserbatch.jobs import generate
+    from laserbatch.jobs.stages import generate
     from laserbatch.pipeline.distributed.cluster import WorkerLayout
     from laserbatch.pipeline.distributed.worker import ShardWorker
 

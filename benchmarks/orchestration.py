@@ -150,8 +150,8 @@ def watched_night(folder: str, night: str) -> list[dict]:
     """One night in this process: its stages' time and the most memory that each had in use."""
     rows: list[dict] = []
     with stage("start", rows):
-        from laserbatch.jobs import generate, run_night
         from laserbatch.jobs.settings import load_settings
+        from laserbatch.jobs.stages import generate, run_night
         from laserbatch.retrieval_pools.routing import lightgcn
 
         settings = load_settings(Path(folder, "laserbatch.yaml"))

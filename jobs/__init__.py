@@ -1,1 +1,1 @@
-"""The command line: one file a command, settings, the report."""
+"""The command line: `commands/`, the `stages/` of a night, the report, settings."""

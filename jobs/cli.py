@@ -17,48 +17,46 @@ for name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(name).setLevel(logging.ERROR)
 
 COMMANDS = {
-    "data": LazyCommand("laserbatch.jobs.data:app", "Sample, import and check input tables."),
+    "data": LazyCommand("data:app", "Sample, import and check input tables."),
     "init": LazyCommand(
-        "laserbatch.jobs.init:init",
+        "init:init",
         "Write a commented configuration for your own tables, with a guessed mapping to be corrected.",
     ),
     "try": LazyCommand(
-        "laserbatch.jobs.try_one:try_one",
+        "try_one:try_one",
         "Show one entity being written: its prompt, its pool, its text by source, and whether a night keeps it.",
     ),
     "nightly": LazyCommand(
-        "laserbatch.jobs.nightly:nightly", "Run a whole night: generate, encode, compare, publish, build pools, report."
+        "nightly:nightly",
+        "Run a whole night: generate, encode, compare, publish, build pools, report.",
     ),
     "backfill": LazyCommand(
-        "laserbatch.jobs.backfill:backfill",
+        "backfill:backfill",
         "Run the nights of a range of dates, each from the one before it; finished ones are left as they are.",
     ),
-    "generate": LazyCommand(
-        "laserbatch.jobs.nightly:generate", "Generate the knowledge of a date; nothing is published."
-    ),
+    "generate": LazyCommand("nightly:generate", "Generate the knowledge of a date; nothing is published."),
     "encode": LazyCommand(
-        "laserbatch.jobs.nightly:encode", "Encode the texts of a run into feature tables, by the run's own settings."
+        "nightly:encode",
+        "Encode the texts of a run into feature tables, by the run's own settings.",
     ),
-    "ctr": LazyCommand("laserbatch.jobs.ctr:app", "Train and compare CTR models on the features of a run."),
-    "runs": LazyCommand("laserbatch.jobs.runs:app", "List, compare, publish, take back and remove the runs of nights."),
+    "ctr": LazyCommand("ctr:app", "Train and compare CTR models on the features of a run."),
+    "runs": LazyCommand("runs:app", "List, compare, publish, take back and remove the runs of nights."),
     "forget": LazyCommand(
-        "laserbatch.jobs.forget:forget",
+        "forget:forget",
         "Remove users or items from every run and pool of a workspace, and write a receipt of what was removed.",
     ),
-    "pools": LazyCommand("laserbatch.jobs.pools:app", "Build, list, inspect, query and simulate retrieval pools."),
-    "report": LazyCommand(
-        "laserbatch.jobs.report_command:report", "Write the HTML report of a run again, from the run's manifest alone."
-    ),
+    "pools": LazyCommand("pools:app", "Build, list, inspect, query and simulate retrieval pools."),
+    "report": LazyCommand("report:report", "Write the HTML report of a run again, from the run's manifest alone."),
     "status": LazyCommand(
-        "laserbatch.jobs.status:status",
+        "status:status",
         "Show which run is under way, how far it is, how long it will take, and what is published; waits for no lock.",
     ),
     "doctor": LazyCommand(
-        "laserbatch.jobs.doctor:doctor",
+        "doctor:doctor",
         "Check whether a night can run here, from versions and GPU to model, disk and tables; say how to mend it.",
     ),
     "demo": LazyCommand(
-        "laserbatch.jobs.nightly:demo",
+        "nightly:demo",
         "Two nights on a sample world, with the bundled model: the second is faster because the first happened.",
     ),
 }

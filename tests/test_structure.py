@@ -52,7 +52,7 @@ def test_nothing_that_is_installed_imports_tests_or_benchmarks():
         assert not {"tests", "benchmarks"} & tops(path), name
 
 
-@pytest.mark.parametrize("package", [*PACKAGES, "pipeline.decoding", "jobs.report"])
+@pytest.mark.parametrize("package", [*PACKAGES, "pipeline.decoding", "jobs.report", "jobs.stages", "jobs.commands"])
 def test_the_rooms_of_a_package_stand_on_one_another_without_a_circle(package):
     rooms = TopologicalSorter(rooms_used_by_room(package))
     rooms.prepare()  # raises CycleError, which names the rooms of a circle

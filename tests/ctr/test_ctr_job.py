@@ -4,7 +4,8 @@ import pytest
 from ctr_world import AS_OF, make_features, make_world
 
 from laserbatch.ctr.settings import CtrError, CtrSettings
-from laserbatch.jobs.ctr import changed_settings, compare_ctr, print_ctr, run_variants
+from laserbatch.jobs.commands.ctr import changed_settings, print_ctr
+from laserbatch.jobs.stages.compare_ctr import compare_ctr, run_variants
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from tiny_encoders import load
 
-from laserbatch.jobs.run_night import encode_run
+from laserbatch.jobs.stages.run_night import encode_run
 from laserbatch.pipeline.encoding.features import fit_centroids, nearest_centroids, write_features
 from laserbatch.pipeline.encoding.schema import check_feature_schema, feature_schema, run_date
 from laserbatch.pipeline.encoding.settings import EncodingSettings

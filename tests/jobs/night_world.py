@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from laserbatch.jobs import generate
 from laserbatch.jobs.cli import main
+from laserbatch.jobs.stages import generate
 from laserbatch.pipeline.distributed.cluster import WorkerLayout
 from laserbatch.pipeline.distributed.worker import ShardWorker
 from laserbatch.pipeline.sample.world import write_sample_world

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from laserbatch.jobs import budgets
-from laserbatch.jobs.budgets import budget_of, describe_budget, night_budgets
-from laserbatch.jobs.night import open_night
 from laserbatch.jobs.settings import load_settings
+from laserbatch.jobs.stages import budgets
+from laserbatch.jobs.stages.budgets import budget_of, describe_budget, night_budgets
+from laserbatch.jobs.stages.night import open_night
 from laserbatch.pipeline.budget.choice import PLAIN, ChosenBudget
 from laserbatch.pipeline.budget.step_cost import StepCost, StepPoint
 from laserbatch.pipeline.decoding.settings import Budget

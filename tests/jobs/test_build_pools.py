@@ -10,12 +10,12 @@ import pytest
 from night_world import run_here, start
 from typer.testing import CliRunner
 
-from laserbatch.jobs.build_pools import build_pools
-from laserbatch.jobs.kept_pools import describe_fit, kept_routers
-from laserbatch.jobs.night import current_pools, open_night
-from laserbatch.jobs.pool_texts import read_run_texts
-from laserbatch.jobs.pools import app
+from laserbatch.jobs.commands.pools import app
 from laserbatch.jobs.settings import load_settings
+from laserbatch.jobs.stages.build_pools import build_pools
+from laserbatch.jobs.stages.kept_pools import describe_fit, kept_routers
+from laserbatch.jobs.stages.night import current_pools, open_night
+from laserbatch.jobs.stages.pool_texts import read_run_texts
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.retrieval_pools.index.manifest import FORMAT_VERSION

@@ -7,11 +7,11 @@ import pytest
 from planted_night import write_night
 from typer.testing import CliRunner
 
-from laserbatch.jobs.build_pools import build_pools
-from laserbatch.jobs.night import open_night
-from laserbatch.jobs.pool_texts import draft_options, drafted_with
-from laserbatch.jobs.pools import app
+from laserbatch.jobs.commands.pools import app
 from laserbatch.jobs.settings import load_settings
+from laserbatch.jobs.stages.build_pools import build_pools
+from laserbatch.jobs.stages.night import open_night
+from laserbatch.jobs.stages.pool_texts import draft_options, drafted_with
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.manifest import BudgetFigures, BudgetForecast

@@ -17,11 +17,12 @@ import pytest
 import yaml
 from night_world import make_world, run_here, write_config
 
-from laserbatch.jobs import failures, pools
+from laserbatch.jobs import failures
 from laserbatch.jobs.cli import COMMANDS as LAZY_COMMANDS
 from laserbatch.jobs.cli import exit_code_of
+from laserbatch.jobs.commands import pools
+from laserbatch.jobs.commands.pools import LAZY_COMMANDS as LAZY_POOL_COMMANDS
 from laserbatch.jobs.console import ExitCode
-from laserbatch.jobs.pools import LAZY_COMMANDS as LAZY_POOL_COMMANDS
 from laserbatch.jobs.settings import Settings, load_settings
 from laserbatch.pipeline.errors import RunFailed, TableError, WorkspaceBusy
 from laserbatch.retrieval_pools.errors import PoolError

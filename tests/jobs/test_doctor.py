@@ -6,7 +6,7 @@ from collections import namedtuple
 import pytest
 from night_world import make_world, run_here, write_config
 
-from laserbatch.jobs import doctor
+from laserbatch.jobs.commands import doctor
 from laserbatch.jobs.settings import load_settings
 
 

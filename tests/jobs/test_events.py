@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from night_world import run_here
 
-from laserbatch.jobs import metrics
+from laserbatch.jobs.commands.status import workspace_state
 from laserbatch.jobs.events import emit, event_log, read_events
-from laserbatch.jobs.metrics import NightMetrics, exposition, night_metrics
-from laserbatch.jobs.night import open_night
 from laserbatch.jobs.report.page import write_report
-from laserbatch.jobs.run_night import recorded
 from laserbatch.jobs.settings import MetricsSettings, Settings
-from laserbatch.jobs.status import workspace_state
+from laserbatch.jobs.stages import metrics
+from laserbatch.jobs.stages.metrics import NightMetrics, exposition, night_metrics
+from laserbatch.jobs.stages.night import open_night
+from laserbatch.jobs.stages.run_night import recorded
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.manifest import RunManifest, make_run_id

@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from laserbatch.jobs.generate import require_usable_texts
 from laserbatch.jobs.settings import Settings
+from laserbatch.jobs.stages.generate import require_usable_texts
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.planning.planner import FIRST_TEXTS
 from laserbatch.pipeline.sample.world import write_sample_world

@@ -16,10 +16,10 @@ from manifest_fixture import Undrawn
 from night_world import run_here, write_here
 from small_world import TEMPLATES, World, first_world
 
-from laserbatch.jobs import forget as forgetting
-from laserbatch.jobs import generate
+from laserbatch.jobs.commands import forget as forgetting
 from laserbatch.jobs.report import blocks
 from laserbatch.jobs.settings import PACKAGE_ROOT
+from laserbatch.jobs.stages import generate
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.knowledge.records import knowledge_schema
@@ -110,9 +110,9 @@ def lived(tmp_path_factory) -> Path:
         patched.setattr(generate, "run_shards", planted)
         patched.setattr(TextEncoder, "load", lambda settings: Encoder())
         patched.setattr(blocks, "_Chart", Undrawn)
-        from laserbatch.jobs.night import parse_date
-        from laserbatch.jobs.run_night import run_night
         from laserbatch.jobs.settings import load_settings
+        from laserbatch.jobs.stages.night import parse_date
+        from laserbatch.jobs.stages.run_night import run_night
 
         loaded = load_settings(folder / "laserbatch.yaml")
         for day in ("2025-03-01", "2025-03-02"):
@@ -120,7 +120,8 @@ def lived(tmp_path_factory) -> Path:
         patched.setattr(generate, "generate_plain", None)
         with patched.context() as broken, pytest.raises(KeyboardInterrupt):
             broken.setattr(
-                "laserbatch.jobs.run_night.build_pools", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+                "laserbatch.jobs.stages.run_night.build_pools",
+                lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt),
             )
             run_night(loaded, parse_date("2025-03-03"))
     workspace = folder / "workspace"

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from night_world import FIRST_DATE, SECOND_DATE, make_world, write_config
 
-from laserbatch.jobs import generate
-from laserbatch.jobs.night import Night, open_night, parse_date
 from laserbatch.jobs.settings import load_settings
+from laserbatch.jobs.stages import generate
+from laserbatch.jobs.stages.night import Night, open_night, parse_date
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning.plan import read_shard

@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from laserbatch.jobs.init import init
-from laserbatch.jobs.inputs import needs_a_model
+from laserbatch.jobs.commands.init import init
 from laserbatch.jobs.settings import Settings, load_settings
+from laserbatch.jobs.stages.inputs import needs_a_model
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
 from laserbatch.pipeline.tables.read import read_tables

@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from laserbatch.jobs.inputs import check_inputs
-from laserbatch.jobs.night import open_night
 from laserbatch.jobs.report.page import render_page
 from laserbatch.jobs.settings import load_settings
+from laserbatch.jobs.stages.inputs import check_inputs
+from laserbatch.jobs.stages.night import open_night
 from laserbatch.pipeline.errors import ConfigError, TableError, WorkspaceError
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.atomic import sha256_file

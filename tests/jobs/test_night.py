@@ -9,12 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 from night_world import run_here
 
-from laserbatch.jobs import backfill as backfilling
-from laserbatch.jobs import publishing
-from laserbatch.jobs import run_night as stages
-from laserbatch.jobs.night import open_night, previous_run
-from laserbatch.jobs.run_night import close, publish, run_night
+from laserbatch.jobs.commands import backfill as backfilling
 from laserbatch.jobs.settings import load_settings
+from laserbatch.jobs.stages import publishing
+from laserbatch.jobs.stages import run_night as stages
+from laserbatch.jobs.stages.night import open_night, previous_run
+from laserbatch.jobs.stages.run_night import close, publish, run_night
 from laserbatch.pipeline.errors import TableError, WorkspaceError
 from laserbatch.pipeline.storage.workspace import Workspace
 

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 from night_world import FIRST_DATE, SECOND_DATE, make_world, run_here, start, write_config, write_here
 
-from laserbatch.jobs.nightly import nightly
+from laserbatch.jobs.commands.nightly import nightly
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.workspace import Workspace

@@ -14,9 +14,9 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
-from laserbatch.jobs.night import current_pools, describe_pools
-from laserbatch.jobs.pools import app
-from laserbatch.jobs.pools_view import draft_nodes, draft_tree, visible
+from laserbatch.jobs.commands.pools import app
+from laserbatch.jobs.commands.pools_view import draft_nodes, draft_tree, visible
+from laserbatch.jobs.stages.night import current_pools, describe_pools
 from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.manifest import PoolsUsed

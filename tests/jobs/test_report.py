@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from manifest_fixture import Undrawn, manifest_of, night_manifest, night_of
 
-from laserbatch.jobs.nightly import night_counts, nights_table
+from laserbatch.jobs.commands.nightly import night_counts, nights_table
 from laserbatch.jobs.report import blocks
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.report.drafts import how_built

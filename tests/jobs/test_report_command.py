@@ -7,7 +7,7 @@ import typer
 from manifest_fixture import night_manifest
 from typer.testing import CliRunner
 
-from laserbatch.jobs.report_command import report
+from laserbatch.jobs.commands.report import report
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.atomic import write_json
 from laserbatch.pipeline.storage.workspace import Workspace

@@ -12,10 +12,10 @@ import yaml
 from night_world import run_here
 from planted_night import invented_text, write_night
 
-from laserbatch.jobs import simulate
-from laserbatch.jobs.night import Night, open_night, open_run
+from laserbatch.jobs.commands import simulate
+from laserbatch.jobs.commands.simulate import Estimate, divided_texts, grouped, groups, pool_texts
 from laserbatch.jobs.settings import load_settings
-from laserbatch.jobs.simulate import Estimate, divided_texts, grouped, groups, pool_texts
+from laserbatch.jobs.stages.night import Night, open_night, open_run
 from laserbatch.pipeline.sample.world import write_sample_world
 
 FIRST_DATE, SECOND_DATE = datetime.date(2025, 2, 28), datetime.date(2025, 3, 1)

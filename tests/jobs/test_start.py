@@ -11,9 +11,9 @@ HEAVY = ("torch", "transformers", "sklearn", "lightgbm", "matplotlib", "pandas")
 @pytest.mark.parametrize(
     ("module", "late"),
     [
-        ("jobs.nightly", HEAVY),  # the encoder is loaded with the first text, the tokenizer by workers
+        ("jobs.commands.nightly", HEAVY),  # the encoder is loaded with the first text, the tokenizer by workers
         ("pipeline.distributed.actors", HEAVY),  # a worker loads them when it is asked to load its model
-        ("jobs.status", (*HEAVY, "ray", "numba")),
+        ("jobs.commands.status", (*HEAVY, "ray", "numba")),
         ("jobs.events", (*HEAVY, "ray", "numba", "pyarrow")),
     ],
 )

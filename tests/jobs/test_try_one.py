@@ -7,8 +7,8 @@ from unittest.mock import patch
 import pytest
 from rich.console import Console
 
-from laserbatch.jobs import try_one
-from laserbatch.jobs.try_one import TriedEntity, print_tried
+from laserbatch.jobs.commands import try_one
+from laserbatch.jobs.commands.try_one import TriedEntity, print_tried
 from laserbatch.pipeline.storage.manifest import SampleSpan as Span
 
 TRIED = TriedEntity(

@@ -6,10 +6,10 @@ import pytest
 from malformed import CASES, NIGHTLY, sound_folder
 from night_world import run_here
 
-from laserbatch.jobs import generate
-from laserbatch.jobs.inputs import checked_inputs
-from laserbatch.jobs.night import parse_date
 from laserbatch.jobs.settings import load_settings
+from laserbatch.jobs.stages import generate
+from laserbatch.jobs.stages.inputs import checked_inputs
+from laserbatch.jobs.stages.night import parse_date
 
 
 def contents(folder):

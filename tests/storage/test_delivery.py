@@ -5,8 +5,8 @@ import json
 import pytest
 from destinations import bucket, place  # noqa: F401 (fixtures)
 
-from laserbatch.jobs.publishing import deliver, forget_delivered
 from laserbatch.jobs.settings import Settings, load_settings
+from laserbatch.jobs.stages.publishing import deliver, forget_delivered
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.storage.delivery import Destination
 from laserbatch.pipeline.storage.uris import filesystem_of

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.events import emit
-from laserbatch.jobs.inputs import NEEDS_A_MODEL, changed_inputs, checked_inputs, needs_a_model
 from laserbatch.jobs.settings import Settings
+from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, changed_inputs, checked_inputs, needs_a_model
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.gpus import gpu_name
 from laserbatch.pipeline.planning.planner import side_routes

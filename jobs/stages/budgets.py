@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from laserbatch.jobs.console import say
-from laserbatch.jobs.night import Night
+from laserbatch.jobs.stages.night import Night
 from laserbatch.pipeline.budget.choice import ChosenBudget, choose_budget, given_budget
 from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings

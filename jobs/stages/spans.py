@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from laserbatch.jobs.night import Night
+from laserbatch.jobs.stages.night import Night
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.knowledge.prompts import render_shown
 from laserbatch.pipeline.knowledge.templates import load_template

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import typer
 
-from laserbatch.jobs.console import LazyCommand, lazy_app, say, stdout, summary
-from laserbatch.jobs.pools_view import (
+from laserbatch.jobs.commands.pools_view import (
     calibrated_on,
     calibration_line,
     draft_nodes,
@@ -19,6 +18,7 @@ from laserbatch.jobs.pools_view import (
     version_data,
     versions_table,
 )
+from laserbatch.jobs.console import LazyCommand, lazy_app, say, stdout, summary
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.errors import PoolError
@@ -28,7 +28,7 @@ from laserbatch.retrieval_pools.routing.leaves import read_rules
 NUM_GROUPS = 20  # shown a side, the largest first
 LAZY_COMMANDS = {
     "simulate": LazyCommand(
-        "laserbatch.jobs.simulate:simulate",
+        "simulate:simulate",
         "Predict from a night's texts what drafting will gain: budgets, groups, pool sizes. Runs no model.",
     ),
 }
@@ -47,8 +47,8 @@ def rebuild(
 
     Example: `laserbatch pools rebuild --config laserbatch.yaml`
     """
-    from laserbatch.jobs.build_pools import build_pools
-    from laserbatch.jobs.night import open_run
+    from laserbatch.jobs.stages.build_pools import build_pools
+    from laserbatch.jobs.stages.night import open_run
 
     settings = load_settings(config, {"workspace": workspace})
     with Workspace.open(settings.workspace, create=False).lock():
@@ -193,8 +193,8 @@ def gc(
 
     Example: `laserbatch pools gc --keep 3 --dry-run`
     """
-    from laserbatch.jobs.build_pools import collect_pools
-    from laserbatch.jobs.night import pools_in_use
+    from laserbatch.jobs.stages.build_pools import collect_pools
+    from laserbatch.jobs.stages.night import pools_in_use
 
     settings = load_settings(config, {"workspace": workspace})
     opened = Workspace.open(settings.workspace, create=False)

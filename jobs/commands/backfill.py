@@ -7,11 +7,11 @@ import typer
 
 from laserbatch.jobs.console import print_table, say, summary
 from laserbatch.jobs.formatting import count
-from laserbatch.jobs.night import Night, parse_date
-from laserbatch.jobs.publishing import deliver, let_readers_see
 from laserbatch.jobs.report.blocks import Table
-from laserbatch.jobs.run_night import run_night
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
+from laserbatch.jobs.stages.night import Night, parse_date
+from laserbatch.jobs.stages.publishing import deliver, let_readers_see
+from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.pipeline.errors import ConfigError, PipelineError
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.errors import PoolError

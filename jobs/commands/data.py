@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from laserbatch.jobs.console import ExitCode, progress, say, summary
-from laserbatch.jobs.inputs import check_inputs
 from laserbatch.jobs.settings import load_settings
+from laserbatch.jobs.stages.inputs import check_inputs
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.atomic import atomic_folder

@@ -18,8 +18,8 @@ import typer
 
 from laserbatch.jobs.console import say, summary
 from laserbatch.jobs.formatting import counted
-from laserbatch.jobs.publishing import forget_delivered
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
+from laserbatch.jobs.stages.publishing import forget_delivered
 from laserbatch.pipeline.errors import PipelineError, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import (
@@ -193,8 +193,8 @@ def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Rece
 
 def _rebuilt(settings: Settings, name: str, wanted: Ids) -> bool:
     """Build the pools of a run again without some entities; False, and said, where that cannot be done."""
-    from laserbatch.jobs.build_pools import build_pools
-    from laserbatch.jobs.night import open_run
+    from laserbatch.jobs.stages.build_pools import build_pools
+    from laserbatch.jobs.stages.night import open_run
 
     try:
         night = open_run(settings, name)

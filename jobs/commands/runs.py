@@ -8,9 +8,9 @@ import typer
 
 from laserbatch.jobs.console import print_table, say, summary
 from laserbatch.jobs.formatting import count, counted
-from laserbatch.jobs.publishing import deliver, let_readers_see, use_pools_of
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
+from laserbatch.jobs.stages.publishing import deliver, let_readers_see, use_pools_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import leftovers, remove_folder, remove_leftovers, size_bytes
@@ -92,7 +92,7 @@ def diff(
 
     Example: `laserbatch runs diff 2025-03-01-1a2b3c4d 2025-03-02-1a2b3c4d --limit 5`
     """
-    from laserbatch.jobs.diff_runs import changed_settings, diff_side
+    from laserbatch.jobs.commands.diff_runs import changed_settings, diff_side
 
     opened = _opened(config, workspace)
     new = _chosen(opened, after)

@@ -1,22 +1,19 @@
 """`laserbatch ctr train`: what the features of a run are worth to CTR models."""
 
-import datetime
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
 import typer
 
-from laserbatch.ctr.dataset import EntityTables
-from laserbatch.ctr.feature_set import FeatureSet, read_feature_set
 from laserbatch.ctr.settings import CtrSettings, ModelName
-from laserbatch.jobs.console import print_table, progress, stdout, summary
-from laserbatch.jobs.night import open_run
+from laserbatch.jobs.console import print_table, stdout, summary
 from laserbatch.jobs.report.ctr_table import ctr_table
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
+from laserbatch.jobs.stages.compare_ctr import compare_ctr
+from laserbatch.jobs.stages.night import open_run
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.manifest import CtrFigures
-from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import read_tables
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -64,34 +61,6 @@ def changed_settings(settings: CtrSettings, models: str | None, seeds: int | Non
         if not set(changes["models"]) <= set(get_args(ModelName)):
             raise ConfigError(f"--models: {models!r} is not a list of models; expected some of din, dcnv2, gbdt")
     return settings.model_copy(update=changes)
-
-
-def compare_ctr(
-    run_dir: Path, tables: EntityTables, as_of: datetime.date, verifier: str, settings: CtrSettings | None = None
-) -> CtrFigures:
-    """Compare CTR models without knowledge, with plainly decoded knowledge where the run has it, and with the run's.
-
-    `tables` have what came after the run's date; `verifier` is the name of the run's own texts beside plain ones.
-    Raises CtrError where there are no features, or as `train_ctr` does.
-    """
-    from laserbatch.ctr.compare import CtrRow, train_ctr  # with torch and scikit-learn, which take seconds to load
-
-    settings = settings or CtrSettings()
-    variants = run_variants(RunFolder(Path(run_dir)), verifier)
-    num_trainings = len(variants) * len(settings.models) * settings.num_seeds
-    with progress("train CTR models", num_trainings) as bar:
-
-        def on_fit(row: CtrRow) -> None:
-            bar.advance(1, f"{row.model}, {row.variant}: AUC {row.auc:.4f}")
-
-        return train_ctr(tables, variants, as_of, settings, on_fit)
-
-
-def run_variants(run: RunFolder, verifier: str) -> dict[str, FeatureSet | None]:
-    """The variants of knowledge that a run can compare: none, plain (where it was decoded), and its own."""
-    folders = {"plain": run.plain.features_path("user").parent, verifier: run.features_path("user").parent}
-    found = {name: read_feature_set(folder) for name, folder in folders.items() if name != "plain" or folder.is_dir()}
-    return {"none": None, **found}
 
 
 def print_ctr(figures: CtrFigures) -> None:

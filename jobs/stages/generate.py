@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.jobs.budgets import night_budgets
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.failures import end_at_sigterm
-from laserbatch.jobs.inputs import NEEDS_A_MODEL, changed_inputs, needs_a_model
-from laserbatch.jobs.night import Night
-from laserbatch.jobs.spans import report_samples
+from laserbatch.jobs.stages.budgets import night_budgets
+from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, changed_inputs, needs_a_model
+from laserbatch.jobs.stages.night import Night
+from laserbatch.jobs.stages.spans import report_samples
 from laserbatch.pipeline.budget.choice import PLAIN
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from laserbatch.ctr.settings import CtrError
-from laserbatch.jobs.build_pools import build_pools, collect_pools
 from laserbatch.jobs.console import progress, say
-from laserbatch.jobs.ctr import compare_ctr
 from laserbatch.jobs.events import emit, event_log
 from laserbatch.jobs.failures import exit_code_of, line_of
 from laserbatch.jobs.gates import gate_sentence, holding, judge, measure
-from laserbatch.jobs.generate import generate_knowledge, generate_plain
-from laserbatch.jobs.metrics import night_metrics
-from laserbatch.jobs.night import Night, open_night, pools_in_use
-from laserbatch.jobs.publishing import deliver, let_readers_see
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import Settings
+from laserbatch.jobs.stages.build_pools import build_pools, collect_pools
+from laserbatch.jobs.stages.compare_ctr import compare_ctr
+from laserbatch.jobs.stages.generate import generate_knowledge, generate_plain
+from laserbatch.jobs.stages.metrics import night_metrics
+from laserbatch.jobs.stages.night import Night, open_night, pools_in_use
+from laserbatch.jobs.stages.publishing import deliver, let_readers_see
 from laserbatch.pipeline.encoding.features import FeatureFiles, write_features
 from laserbatch.pipeline.encoding.identity import encoder_identity
 from laserbatch.pipeline.encoding.settings import EncodingSettings

@@ -8,10 +8,10 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from laserbatch.jobs.generate import plan_night_side
-from laserbatch.jobs.inputs import changed_inputs, checked_inputs
-from laserbatch.jobs.night import Night, new_night, newest_edition
 from laserbatch.jobs.settings import Settings
+from laserbatch.jobs.stages.generate import plan_night_side
+from laserbatch.jobs.stages.inputs import changed_inputs, checked_inputs
+from laserbatch.jobs.stages.night import Night, new_night, newest_edition
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.knowledge.prompts import changed_parts
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge

@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.jobs.budgets import budget_of
-from laserbatch.jobs.night import Night
+from laserbatch.jobs.stages.budgets import budget_of
+from laserbatch.jobs.stages.night import Night
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer, tokenizer_hash
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.errors import RowError

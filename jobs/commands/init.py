@@ -13,8 +13,8 @@ import typer
 import yaml
 
 from laserbatch.jobs.console import say, summary
-from laserbatch.jobs.inputs import NEEDS_A_MODEL, check_inputs
 from laserbatch.jobs.settings import PACKAGE_ROOT, load_settings
+from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, check_inputs
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.storage.atomic import write_text

@@ -17,13 +17,13 @@ import numpy as np
 import pyarrow as pa
 import typer
 
-from laserbatch.jobs.budgets import side_budget
 from laserbatch.jobs.console import print_table, progress, say, stdout, summary
 from laserbatch.jobs.formatting import counted, decimal, percent
-from laserbatch.jobs.night import Night, open_run
-from laserbatch.jobs.pool_texts import draft_options, planned_rows, read_run_texts
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.settings import WORKSPACE, Settings, load_settings
+from laserbatch.jobs.stages.budgets import side_budget
+from laserbatch.jobs.stages.night import Night, open_run
+from laserbatch.jobs.stages.pool_texts import draft_options, planned_rows, read_run_texts
 from laserbatch.pipeline.budget.choice import known_batch_size
 from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError

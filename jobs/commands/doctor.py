@@ -127,7 +127,7 @@ def check_gpu(settings: Settings) -> Iterator[Finding]:
 
 
 def check_memory_and_model(settings: Settings) -> Iterator[Finding]:
-    from laserbatch.jobs.inputs import NEEDS_A_MODEL, needs_a_model
+    from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model
     from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
     from laserbatch.pipeline.decoding.model.folder import find_weights, load_tokenizer
     from laserbatch.pipeline.distributed.cluster import Node, worker_layout
@@ -227,7 +227,7 @@ def check_pools(settings: Settings) -> Iterator[Finding]:
 
 
 def check_tables(settings: Settings) -> Iterator[Finding]:
-    from laserbatch.jobs.inputs import check_inputs
+    from laserbatch.jobs.stages.inputs import check_inputs
 
     if settings.tables.path is None:
         yield Finding("tables", "fault", "tables.path is not set", "`laserbatch init TABLES` writes a configuration")

@@ -7,16 +7,16 @@ from typing import Any
 
 import typer
 
+from laserbatch.jobs.commands.ctr import print_ctr
+from laserbatch.jobs.commands.dry_run import planned_night
 from laserbatch.jobs.console import print_table, say, stdout, summary
-from laserbatch.jobs.ctr import print_ctr
-from laserbatch.jobs.dry_run import planned_night
 from laserbatch.jobs.formatting import count, decimal
-from laserbatch.jobs.generate import generate_knowledge
-from laserbatch.jobs.night import Night, open_night, open_run, parse_date
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.report.sides import side_warnings
-from laserbatch.jobs.run_night import encode_run, run_night
 from laserbatch.jobs.settings import CONFIG, PACKAGE_ROOT, WORKSPACE, load_settings
+from laserbatch.jobs.stages.generate import generate_knowledge
+from laserbatch.jobs.stages.night import Night, open_night, open_run, parse_date
+from laserbatch.jobs.stages.run_night import encode_run, run_night
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.storage.atomic import atomic_folder

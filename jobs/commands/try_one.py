@@ -12,13 +12,13 @@ import typer
 from rich.panel import Panel
 from rich.text import Text
 
-from laserbatch.jobs.budgets import budget_step_cost, side_budget
 from laserbatch.jobs.console import say, stdout, summary, visible
 from laserbatch.jobs.formatting import ROUTE_LABELS, SOURCE_LABELS, counted, decimal, percent, rate, ratio
-from laserbatch.jobs.inputs import NEEDS_A_MODEL, needs_a_model, require_template_columns
-from laserbatch.jobs.night import Night, new_night, parse_date
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
-from laserbatch.jobs.spans import text_spans
+from laserbatch.jobs.stages.budgets import budget_step_cost, side_budget
+from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model, require_template_columns
+from laserbatch.jobs.stages.night import Night, new_night, parse_date
+from laserbatch.jobs.stages.spans import text_spans
 from laserbatch.pipeline.budget.measuring import KeptCost, measure_step_cost
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.engine import Engine

@@ -15,9 +15,9 @@ from pathlib import Path
 import pyarrow as pa
 
 from laserbatch.jobs.console import say
-from laserbatch.jobs.kept_pools import FIT_NAME, describe_fit, kept_routers, unchanged_pools
-from laserbatch.jobs.night import Night
-from laserbatch.jobs.pool_texts import RunTexts, calibrate_side, read_run_texts
+from laserbatch.jobs.stages.kept_pools import FIT_NAME, describe_fit, kept_routers, unchanged_pools
+from laserbatch.jobs.stages.night import Night
+from laserbatch.jobs.stages.pool_texts import RunTexts, calibrate_side, read_run_texts
 from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side

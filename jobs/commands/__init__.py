@@ -1,0 +1,1 @@
+"""A file a command: what it takes, which stage it calls, what it prints."""
