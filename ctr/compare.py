@@ -9,28 +9,22 @@ import datetime
 import logging
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
-import torch
 from scipy import stats
-from sklearn.metrics import log_loss, roc_auc_score
 
 from laserbatch.ctr.dataset import CtrData, EntityTables, Knowledge, build_dataset, build_knowledge
 from laserbatch.ctr.feature_set import FeatureSet
-from laserbatch.ctr.gbdt import fit_gbdt, gbdt_matrix
-from laserbatch.ctr.networks import DIN, DCNv2, fit, predict
-from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.metrics import measure
+from laserbatch.ctr.settings import CtrSettings, ModelName
+from laserbatch.ctr.training import MODEL_TITLES, train_model
 from laserbatch.pipeline.storage.manifest import CtrFigures, CtrScores, CtrVerdict
 
 logger = logging.getLogger(__name__)
 
-MODEL_TITLES = {"din": "DIN", "dcnv2": "DCNv2", "gbdt": "LightGBM"}
-NETWORKS = {"din": DIN, "dcnv2": DCNv2}
 REFERENCES = ("none", "plain")  # variants that a run's own is compared with
-MIN_ROWS_OF_A_SUBSET = 20  # an AUC over fewer rows says nothing
 
 
 @dataclass(frozen=True)
@@ -88,43 +82,23 @@ def train_ctr(
 
 
 def _train_seeds(
-    model: str, variant: str, data: CtrData, knowledge: Knowledge | None, settings: CtrSettings
+    model: ModelName, variant: str, data: CtrData, knowledge: Knowledge | None, settings: CtrSettings
 ) -> Iterator[CtrRow]:
-    matrix, categorical = gbdt_matrix(data, knowledge) if model == "gbdt" else (None, None)
+    users, labels, is_cold = (of_row[data.test] for of_row in (data.users, data.labels, data.is_cold))
     for seed in range(settings.seed, settings.seed + settings.num_seeds):
-        start_s = time.perf_counter()
-        if model == "gbdt":
-            booster = fit_gbdt(matrix, categorical, data, settings, seed)
-            best_epoch, scores = booster.best_iteration, booster.predict(matrix[data.test])
-            validation_auc = float(booster.best_score["valid_0"]["auc"])
-        else:
-            network = build_network(model, data, knowledge, settings, seed)
-            fitted = fit(network, data, settings, seed)
-            best_epoch, validation_auc = fitted.best_epoch, fitted.validation_auc
-            scores = predict(network, data, data.test)
-        judged = measure(data.labels[data.test], scores, data.is_cold[data.test])
-        train_s = time.perf_counter() - start_s
-        yield CtrRow(MODEL_TITLES[model], variant, seed, best_epoch, train_s, validation_auc, **judged)
-
-
-def build_network(
-    model: str, data: CtrData, knowledge: Knowledge | None, settings: CtrSettings, seed: int
-) -> torch.nn.Module:
-    """A network with seeded weights, on the GPU where there is one."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        network = NETWORKS[model](data, knowledge, settings)
-    return network.to("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def measure(labels: np.ndarray, probabilities: np.ndarray, is_cold: np.ndarray) -> dict[str, float | None]:
-    """`auc`, `logloss` and `auc_cold` of one set of predictions; `is_cold` bool (n,), rows of cold users."""
-    says_something = is_cold.sum() >= MIN_ROWS_OF_A_SUBSET and len(np.unique(labels[is_cold])) == 2
-    return {
-        "auc": float(roc_auc_score(labels, probabilities)),
-        "logloss": float(log_loss(labels, np.clip(probabilities, 1e-7, 1 - 1e-7), labels=[0, 1])),
-        "auc_cold": float(roc_auc_score(labels[is_cold], probabilities[is_cold])) if says_something else None,
-    }
+        found = train_model(model, data, knowledge, settings, seed)
+        judged = measure(labels, found.scores, users, is_cold)
+        yield CtrRow(
+            MODEL_TITLES[model],
+            variant,
+            seed,
+            found.best_epoch,
+            found.train_s,
+            found.validation_auc,
+            judged.auc,
+            judged.logloss,
+            judged.auc_cold,
+        )
 
 
 def compare_paired(differences: np.ndarray, margin: float = 0.002, confidence: float = 0.95) -> CtrVerdict:

@@ -8,10 +8,11 @@ import pyarrow.compute as pc
 import pytest
 from ctr_world import AS_OF, make_features
 
-from laserbatch.ctr.compare import build_network, train_ctr
+from laserbatch.ctr.compare import train_ctr
 from laserbatch.ctr.dataset import build_dataset, build_knowledge
 from laserbatch.ctr.networks import fit
 from laserbatch.ctr.settings import CtrError, CtrSettings
+from laserbatch.ctr.training import build_network
 
 SETTINGS = CtrSettings(num_seeds=1, max_epochs=4)
 

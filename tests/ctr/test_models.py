@@ -5,12 +5,12 @@ import pytest
 import torch
 from ctr_world import AS_OF, make_features
 
-from laserbatch.ctr.compare import build_network
 from laserbatch.ctr.dataset import build_dataset, build_knowledge
 from laserbatch.ctr.fields import Field
 from laserbatch.ctr.layers import EXPERT_DIM, Dice, EntityEmbedding, HybridExpertAdaptor
 from laserbatch.ctr.networks import CrossNetwork, LocalActivationUnit, predict
 from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.training import build_network
 
 SETTINGS = CtrSettings()
 

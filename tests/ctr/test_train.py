@@ -7,10 +7,10 @@ import pytest
 from ctr_world import AS_OF
 from sklearn.metrics import log_loss, roc_auc_score
 
-from laserbatch.ctr.compare import build_network
 from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.networks import default_batch_size, fit, predict
 from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.training import build_network
 
 SETTINGS = CtrSettings(max_epochs=6, learning_rate=0.02, patience=1)
 

@@ -1,0 +1,55 @@
+"""One training, whichever the model: fitted on the training rows, stopped by validation, scored on the test rows."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from laserbatch.ctr.dataset import CtrData, Knowledge
+from laserbatch.ctr.gbdt import fit_gbdt, gbdt_matrix
+from laserbatch.ctr.networks import DIN, DCNv2, fit, predict
+from laserbatch.ctr.settings import CtrSettings, ModelName
+
+MODEL_TITLES = {"din": "DIN", "dcnv2": "DCNv2", "gbdt": "LightGBM"}
+NETWORKS = {"din": DIN, "dcnv2": DCNv2}
+
+
+@dataclass(frozen=True)
+class Training:
+    """A fitted model, and what it says of the test rows, whose users and labels stand in the data at `data.test`."""
+
+    model: Any  # a network, or a LightGBM booster
+    best_epoch: int  # epoch (of trees: round) that validation chose
+    validation_auc: float
+    train_s: float
+    scores: np.ndarray  # float32 (len(data.test),) probabilities
+
+
+def train_model(
+    name: ModelName, data: CtrData, knowledge: Knowledge | None, settings: CtrSettings, seed: int
+) -> Training:
+    """Train one model from one seed. Weights, order of rows and dropout are the seed's alone."""
+    start_s = time.perf_counter()
+    if name == "gbdt":
+        matrix, categorical = gbdt_matrix(data, knowledge)
+        model = fit_gbdt(matrix, categorical, data, settings, seed)
+        best_epoch, validation_auc = model.best_iteration, float(model.best_score["valid_0"]["auc"])
+        scores = model.predict(matrix[data.test])
+    else:
+        model = build_network(name, data, knowledge, settings, seed)
+        fitted = fit(model, data, settings, seed)
+        best_epoch, validation_auc = fitted.best_epoch, fitted.validation_auc
+        scores = predict(model, data, data.test)
+    return Training(model, best_epoch, validation_auc, time.perf_counter() - start_s, scores.astype(np.float32))
+
+
+def build_network(
+    name: ModelName, data: CtrData, knowledge: Knowledge | None, settings: CtrSettings, seed: int
+) -> torch.nn.Module:
+    """A network with seeded weights, on the GPU where there is one."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        network = NETWORKS[name](data, knowledge, settings)
+    return network.to("cuda" if torch.cuda.is_available() else "cpu")
