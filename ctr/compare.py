@@ -1,30 +1,30 @@
 """The CTR table: every model, with every variant of knowledge, from every seed, judged on what came after the date.
 
-Whether the run's own texts are as good as plain ones is told by paired differences over seeds, an interval, and a
-verdict. The same seed gives both the same row order, so that what a seed does to both cancels in the difference. An
-interval that is wider than the margin proves nothing either way, and the verdict says so.
+The same seed gives plain texts and the run's own the same weights to begin with and the same row order, and both are
+projected by one basis, so that what a seed does to both cancels in their difference: `equivalence` judges it.
 """
 
 import datetime
 import logging
-import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
-from scipy import stats
 
 from laserbatch.ctr.dataset import CtrData, EntityTables, Knowledge, build_dataset, build_knowledge
+from laserbatch.ctr.equivalence import PairedAuc, compare_paired, pair
 from laserbatch.ctr.feature_set import FeatureSet
 from laserbatch.ctr.metrics import measure
 from laserbatch.ctr.settings import CtrSettings, ModelName
 from laserbatch.ctr.training import MODEL_TITLES, train_model
-from laserbatch.pipeline.storage.manifest import CtrFigures, CtrScores, CtrVerdict
+from laserbatch.pipeline.storage.manifest import CtrFigures, CtrScores
 
 logger = logging.getLogger(__name__)
 
 REFERENCES = ("none", "plain")  # variants that a run's own is compared with
+ITEM_RATE = "Item rate"  # no model: each item's share of positives in training, what any model must beat
+RATE_PRIOR = 5  # rows of the mean rate that an item's own are added to
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class CtrRow:
     validation_auc: float
     auc: float
     logloss: float  # mean binary cross-entropy, nats
+    gauc: float | None  # mean AUC within users, weighted by rows
+    calibration: float  # mean prediction minus share of positives
     auc_cold: float | None  # of cold users; None when there are too few of them, or they lack a label
 
 
@@ -62,77 +64,69 @@ def train_ctr(
     """
     settings = settings or CtrSettings()
     data = build_dataset(tables, as_of, settings)
-    rows = []
-    for variant, of_variant in features.items():
-        knowledge = None if of_variant is None else build_knowledge(tables, data, of_variant, as_of, settings)
+    with_knowledge = {variant: of_variant for variant, of_variant in features.items() if of_variant is not None}
+    knowledge = build_knowledge(tables, data, with_knowledge, as_of, settings)
+    rows: list[CtrRow] = []
+    scores: dict[tuple[str, str], list[np.ndarray]] = {}  # by model and variant, of each seed: float32 (num_test,)
+    for variant in features:
         for model in settings.models:
-            for row in _train_seeds(model, variant, data, knowledge, settings):
+            for row, of_row in _train_seeds(model, variant, data, knowledge.get(variant), settings):
                 rows.append(row)
+                if variant != "none":
+                    scores.setdefault((row.model, variant), []).append(of_row)
                 logger.info("%s %s seed %d: AUC %.4f in %.1f s", row.model, variant, row.seed, row.auc, row.train_s)
                 if on_fit is not None:
                     on_fit(row)
     split = {name: len(getattr(data, name)) for name in ("train", "validation", "test")}
     split["test_cold"] = int(data.is_cold[data.test].sum())
+    split["test_unseen"] = int((~np.isin(data.users[data.test], data.users[data.train])).sum())
+    pairs = _pairs(data, scores)
     return CtrFigures(
         split=split,
-        rows=_summary(rows),
-        equivalence=_equivalence(rows, settings),
+        rows=[_item_rate(data), *_summary(rows)],
+        equivalence=compare_paired(pairs, split["test"], settings.equivalence_margin, settings.confidence),
         seeds=[asdict(row) for row in rows],
     )
 
 
 def _train_seeds(
     model: ModelName, variant: str, data: CtrData, knowledge: Knowledge | None, settings: CtrSettings
-) -> Iterator[CtrRow]:
-    users, labels, is_cold = (of_row[data.test] for of_row in (data.users, data.labels, data.is_cold))
+) -> Iterator[tuple[CtrRow, np.ndarray]]:
     for seed in range(settings.seed, settings.seed + settings.num_seeds):
         found = train_model(model, data, knowledge, settings, seed)
-        judged = measure(labels, found.scores, users, is_cold)
-        yield CtrRow(
-            MODEL_TITLES[model],
-            variant,
-            seed,
-            found.best_epoch,
-            found.train_s,
-            found.validation_auc,
-            judged.auc,
-            judged.logloss,
-            judged.auc_cold,
-        )
+        title, judged = MODEL_TITLES[model], _judged(data, found.scores)
+        row = CtrRow(title, variant, seed, found.best_epoch, found.train_s, found.validation_auc, **judged)
+        yield row, found.scores
 
 
-def compare_paired(differences: np.ndarray, margin: float = 0.002, confidence: float = 0.95) -> CtrVerdict:
-    """A verdict on paired measurements, higher being better: "equivalent", "worse", "better" or "undecided".
-
-    `differences` (num_pairs,) are a candidate's minus the reference's of the same model and seed; one up to `margin`
-    does not matter. The interval is Student's t over pairs; there is none of a single pair.
-    """
-    mean, verdict = float(np.mean(differences)), "undecided"
-    low = high = None
-    if len(differences) >= 2:
-        standard_error = np.std(differences, ddof=1) / math.sqrt(len(differences))
-        half_width = float(stats.t.ppf((1 + confidence) / 2, len(differences) - 1) * standard_error)
-        low, high = mean - half_width, mean + half_width
-        if -margin <= low and high <= margin:
-            verdict = "equivalent"
-        elif high < -margin:
-            verdict = "worse"
-        elif low > margin:
-            verdict = "better"
-    return CtrVerdict(len(differences), mean, low, high, margin, confidence, verdict)
-
-
-def _equivalence(rows: list[CtrRow], settings: CtrSettings) -> dict[str, CtrVerdict]:
-    """The run's own texts against plain ones, for each model and for "all" together; empty without both."""
-    plain = {(row.model, row.seed): row.auc for row in rows if row.variant == "plain"}
-    differences: dict[str, list[float]] = {}
-    for row in rows:
-        if row.variant not in REFERENCES and (row.model, row.seed) in plain:
-            for name in (row.model, "all"):
-                differences.setdefault(name, []).append(row.auc - plain[row.model, row.seed])
+def _pairs(data: CtrData, scores: dict[tuple[str, str], list[np.ndarray]]) -> dict[str, PairedAuc]:
+    """The run's own texts beside plain ones, by model; empty without both."""
+    labels, users = data.labels[data.test], data.users[data.test]
     return {
-        name: compare_paired(np.array(of_model), settings.equivalence_margin, settings.confidence)
-        for name, of_model in differences.items()
+        model: pair(labels, users, np.stack(own), np.stack(scores[model, "plain"]))
+        for (model, variant), own in scores.items()
+        if variant not in REFERENCES and (model, "plain") in scores
+    }
+
+
+def _item_rate(data: CtrData) -> CtrScores:
+    """The smoothed share of positives of each item in training, as a prediction."""
+    items, labels = data.items[data.train], data.labels[data.train]
+    counts = np.bincount(items, minlength=data.num_items)
+    rates = (np.bincount(items, labels, data.num_items) + RATE_PRIOR * labels.mean()) / (counts + RATE_PRIOR)
+    return CtrScores(ITEM_RATE, "none", 1, **_judged(data, rates[data.items[data.test]]))
+
+
+def _judged(data: CtrData, scores: np.ndarray) -> dict[str, float | None]:
+    """What is kept of predictions of the test rows: the fields of a row."""
+    labels, users, is_cold = (of_row[data.test] for of_row in (data.labels, data.users, data.is_cold))
+    found = measure(labels, scores, users, is_cold)
+    return {
+        "auc": found.auc,
+        "logloss": found.logloss,
+        "gauc": found.gauc,
+        "calibration": found.mean_prediction - found.base_rate,
+        "auc_cold": found.auc_cold,
     }
 
 
@@ -144,9 +138,10 @@ def _summary(rows: list[CtrRow]) -> list[CtrScores]:
     summary = []
     for (model, variant), of_both in grouped.items():
         scores: dict[str, float | None] = {}
-        for name in ("auc", "logloss", "auc_cold"):
+        for name in ("auc", "logloss", "gauc", "calibration", "auc_cold"):
             values = [getattr(row, name) for row in of_both if getattr(row, name) is not None]  # of all seeds, or none
             scores[name] = statistics.fmean(values) if values else None
-            scores[f"{name}_std"] = statistics.stdev(values) if len(values) > 1 else None
+            if name not in ("gauc", "calibration"):
+                scores[f"{name}_std"] = statistics.stdev(values) if len(values) > 1 else None
         summary.append(CtrScores(model, variant, len(of_both), **scores))
     return summary

@@ -9,6 +9,7 @@ What is known of an entity lies in tables by that number, and models gather from
 """
 
 import datetime
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -180,15 +181,26 @@ def keys_by_moment(numbers: np.ndarray, times_us: np.ndarray) -> tuple[np.ndarra
 
 
 def build_knowledge(
-    tables: EntityTables, data: CtrData, features: FeatureSet, as_of: datetime.date, settings: CtrSettings
-) -> Knowledge:
-    """Features aligned with the entities. Raises CtrError when they are of a later date, or of another id type."""
-    check_provenance(features, as_of)
-    sides, is_trained = {}, {}
+    tables: EntityTables,
+    data: CtrData,
+    variants: Mapping[str, FeatureSet],
+    as_of: datetime.date,
+    settings: CtrSettings,
+) -> dict[str, Knowledge]:
+    """Features of each variant, aligned with the entities and reduced by one basis.
+
+    Raises CtrError when they are of a later date, of another id type, or of encoders of different lengths.
+    """
+    aligned, is_trained = {name: {} for name in variants}, {}
+    for features in variants.values():
+        check_provenance(features, as_of)
     for side, table, numbers in (("user", tables.users, data.users), ("item", tables.items, data.items)):
-        sides[side] = align(features[side], side, table[f"{side}_id"].combine_chunks())
+        ids = table[f"{side}_id"].combine_chunks()
+        for name, features in variants.items():
+            aligned[name][side] = align(features[side], side, ids)
         is_trained[side] = np.bincount(numbers[data.train], minlength=table.num_rows) > 0
-    return Knowledge(**reduce_vectors(sides, is_trained, settings.vector_dim))
+    reduced = reduce_vectors(aligned, is_trained, settings.vector_dim) if aligned else {}
+    return {name: Knowledge(**sides) for name, sides in reduced.items()}
 
 
 def _numbers(ids: pa.Array, known: pa.ChunkedArray, side: str) -> np.ndarray:

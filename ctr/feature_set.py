@@ -81,31 +81,41 @@ def align(features: pa.Table, side: str, entity_ids: pa.Array) -> SideVectors:
 
 
 def reduce_vectors(
-    sides: dict[str, SideVectors], is_trained: dict[str, np.ndarray], max_dim: int
-) -> dict[str, SideVectors]:
-    """Centre each side's vectors and keep their coordinates on the largest principal directions of both together.
+    variants: dict[str, dict[str, SideVectors]], is_trained: dict[str, np.ndarray], max_dim: int
+) -> dict[str, dict[str, SideVectors]]:
+    """Centre vectors, by variant and side, and keep their coordinates on the largest principal directions of them all.
 
-    One basis for both sides, so that what a user's text and an item's text share stays comparable. Entities of training
-    rows alone (`is_trained`, bool (num_entities,) of each side) decide means and directions. Vectors become float32
-    (num_entities, min(max_dim, dim)), of mean square one; rows of zeros stay zeros.
+    One basis for all variants and both sides, and one mean a side: so that equal vectors of two variants stay equal,
+    and what a user's text and an item's text share stays comparable. Numbers of cluster codes become those of the
+    variant that has most, so that networks of all variants have one shape, and from one seed the same weights.
+    Entities of training rows alone (`is_trained`, bool (num_entities,) of each side) decide means and directions.
+    Vectors become float32 (num_entities, min(max_dim, dim)), of mean square one; rows of zeros stay zeros.
     """
-    centred, fitted = {}, []
-    for side, aligned in sides.items():
-        has_vector = (aligned.vectors != 0).any(axis=1)
-        of_training = aligned.vectors[has_vector & is_trained[side]]
-        mean = of_training.mean(axis=0) if len(of_training) else np.zeros(aligned.vectors.shape[1], np.float32)
-        centred[side] = np.where(has_vector[:, None], aligned.vectors - mean, 0)
-        fitted.append((of_training - mean).astype(np.float64) / np.sqrt(max(len(of_training), 1)))
-    if len({rows.shape[1] for rows in fitted}) > 1:
-        raise CtrError(
-            f"vectors of users and items differ in length: {[rows.shape[1] for rows in fitted]}; encode both again"
-        )
-    variances, directions = np.linalg.eigh(sum(rows.T @ rows for rows in fitted) / len(fitted))
+    dims = {aligned.vectors.shape[1] for sides in variants.values() for aligned in sides.values()}
+    if len(dims) > 1:
+        raise CtrError(f"vectors differ in length: {sorted(dims)}; encode users, items and plain texts by one encoder")
+    has_vector, mean, num_codes = {}, {}, {}
+    covariance = np.zeros((min(dims), min(dims)))
+    for side in SIDES:
+        aligned = {name: sides[side] for name, sides in variants.items()}
+        has_vector |= {(name, side): (of_one.vectors != 0).any(axis=1) for name, of_one in aligned.items()}
+        fitted = [of_one.vectors[has_vector[name, side] & is_trained[side]] for name, of_one in aligned.items()]
+        num_fitted = max(sum(map(len, fitted)), 1)
+        mean[side] = sum(rows.sum(axis=0) for rows in fitted) / np.float32(num_fitted)
+        for rows in fitted:
+            centred = (rows - mean[side]).astype(np.float64) / np.sqrt(num_fitted)
+            covariance += centred.T @ centred / len(SIDES)
+        num_codes[side] = max(of_one.num_cluster_codes for of_one in aligned.values())
+    variances, directions = np.linalg.eigh(covariance)
     variances, directions = variances[::-1][:max_dim], directions[:, ::-1][:, :max_dim]  # largest first
     # The signs of eigenvectors are free; fixed here, so that the same vectors give the same coordinates.
     directions = directions * np.sign(directions[np.abs(directions).argmax(axis=0), np.arange(directions.shape[1])])
     basis = directions / np.sqrt(max(variances.mean(), 1e-12))
-    return {
-        side: dataclasses.replace(sides[side], vectors=(rows @ basis).astype(np.float32))
-        for side, rows in centred.items()
-    }
+
+    def reduced(name: str, side: str, aligned: SideVectors) -> SideVectors:
+        centred = np.where(has_vector[name, side][:, None], aligned.vectors - mean[side], 0)
+        return dataclasses.replace(
+            aligned, vectors=(centred @ basis).astype(np.float32), num_cluster_codes=num_codes[side]
+        )
+
+    return {name: {side: reduced(name, side, sides[side]) for side in SIDES} for name, sides in variants.items()}

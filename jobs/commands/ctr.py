@@ -8,7 +8,7 @@ import typer
 
 from laserbatch.ctr.settings import CtrSettings, ModelName
 from laserbatch.jobs.console import print_table, stdout, summary
-from laserbatch.jobs.report.ctr_table import ctr_table
+from laserbatch.jobs.report.ctr_table import ctr_lead, ctr_table
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
 from laserbatch.jobs.stages.compare_ctr import compare_ctr
 from laserbatch.jobs.stages.night import open_run
@@ -68,4 +68,5 @@ def print_ctr(figures: CtrFigures) -> None:
     if figures.skipped:
         stdout.print(f"CTR models were not trained: {figures.skipped}", markup=False, soft_wrap=True)
         return
+    stdout.print(ctr_lead(figures), markup=False, soft_wrap=True)
     print_table(ctr_table(figures))

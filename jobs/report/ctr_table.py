@@ -9,6 +9,7 @@ from laserbatch.pipeline.storage.manifest import CtrFigures, CtrScores, CtrVerdi
 
 VARIANTS = ("none", "plain")  # any other: the run's own knowledge, by its verifier
 ALL_MODELS = "all"
+POWER_ENOUGH = 0.8
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,21 @@ def ctr_section(figures: CtrFigures) -> Section:
     if not figures.rows:
         reason = f": {figures.skipped.removesuffix('.')}." if figures.skipped else " in this run."
         return Section("ctr", "CTR models", [Note(f"No CTR model was trained{reason}")])
-    split = ", ".join(f"{count(number)} {name.replace('_', ' ')}" for name, number in figures.split.items())
+    return Section("ctr", "CTR models", [ctr_table(figures)], ctr_lead(figures))
+
+
+def ctr_lead(figures: CtrFigures) -> str:
+    """What was trained and judged, and how much of it is of users whom training has not seen."""
+    split = figures.split
+    parts = ", ".join(f"{count(split[name])} {name}" for name in ("train", "validation", "test") if name in split)
     seeds = counted(max(row.num_seeds for row in figures.rows), "seed")
-    lead = f"Trained on interactions split by time ({split}), {seeds} each."
-    return Section("ctr", "CTR models", [ctr_table(figures)], lead)
+    lead = f"Trained on interactions split by time ({parts}), {seeds} each."
+    shares = [
+        f"{percent(split[name] / split['test'], 1)} of {whose}"
+        for name, whose in (("test_unseen", "users unseen in training"), ("test_cold", "cold users"))
+        if name in split and split.get("test")
+    ]
+    return lead + (f" Of the test rows {' and '.join(shares)}." if shares else "")
 
 
 def ctr_table(figures: CtrFigures) -> Table:
@@ -63,6 +75,8 @@ def ctr_table(figures: CtrFigures) -> Table:
                 "Knowledge": score.variant,
                 "AUC": _spread(score.auc, score.auc_std),
                 "LogLoss (nats)": _spread(score.logloss, score.logloss_std),
+                "GAUC": decimal(score.gauc, 4),
+                "Mean prediction over base rate": decimal(score.calibration, 3, signed=True),
                 "AUC, cold users": _spread(score.auc_cold, score.auc_cold_std),
                 "AUC vs none": decimal(gain.auc, 4, signed=True) if gain else MISSING,
                 **_against_plain(found),
@@ -80,12 +94,30 @@ def ctr_table(figures: CtrFigures) -> Table:
 def _how_judged(compared: Mapping[str, CtrVerdict]) -> str:
     if not compared:
         return "No verdict: models were not trained on both plain texts and the run's own."
-    judged = next(iter(compared.values()))
+    judged = compared.get(ALL_MODELS) or next(iter(compared.values()))
     return (
-        "The run's own texts against plain ones: mean of the paired differences over seeds, "
-        f"with its {percent(judged.confidence)} interval. “As good”: the interval lies "
-        f"within ±{decimal(judged.margin, 4)}; “worse” or “better”: beyond it; “undecided”: neither."
-    )
+        "The run's own texts against plain ones: mean of the paired differences (of all models: weighted by their "
+        f"variance), with its {percent(judged.confidence)} interval over new users and new seeds. "
+        f"“As good”: the interval lies within ±{decimal(judged.margin, 4)}; “worse” or “better”: beyond it; "
+        f"“undecided”: neither. {_power(judged)}"
+    ).rstrip()
+
+
+def _power(judged: CtrVerdict) -> str:
+    """What this comparison could have shown, and what a larger one would take."""
+    if judged.power is None:
+        return "One seed has no interval: train with more (ctr.num_seeds)."
+    said = f"Texts that are equal would have been called as good in {percent(judged.power)} of such comparisons"
+    ways = []
+    if judged.seeds_needed is not None:
+        ways.append(f"{judged.seeds_needed} seeds (ctr.num_seeds)")
+    if judged.rows_needed is not None:
+        ways.append(f"{count(judged.rows_needed)} test rows of more such users (a date that more follows)")
+    if judged.power >= POWER_ENOUGH:
+        return f"{said}."
+    if not ways:
+        return f"{said}; more seeds or test rows alone would not do: set a wider ctr.equivalence_margin."
+    return f"{said}; it takes {' or '.join(ways)} for {percent(POWER_ENOUGH)}."
 
 
 def _against_plain(found: CtrVerdict | None) -> dict[str, str]:

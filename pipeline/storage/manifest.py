@@ -199,11 +199,13 @@ class CtrScores:
     variant: str  # "none", "plain", or the verifier of the run's own texts
     num_seeds: int
     auc: float | None
-    auc_std: float | None
     logloss: float | None
-    logloss_std: float | None
     auc_cold: float | None
-    auc_cold_std: float | None
+    auc_std: float | None = None
+    logloss_std: float | None = None
+    auc_cold_std: float | None = None
+    gauc: float | None = None  # mean AUC within users, weighted by rows
+    calibration: float | None = None  # mean prediction minus share of positives
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,9 @@ class CtrVerdict:
     margin: float
     confidence: float
     verdict: str
+    power: float | None = None  # how probably two texts of no true difference would be called equivalent
+    seeds_needed: int | None = None  # for a power of 0.8, on the same test rows; None: no number is enough
+    rows_needed: int | None = None  # test rows for that, with the same seeds; None likewise
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def test_the_manifest_section_is_plain_json():
     section = json.loads(json.dumps(dataclasses.asdict(comparison), allow_nan=False))
     assert section["skipped"] is None
     assert section["split"]["train"] == 720 and section["split"]["test_cold"] > 0
-    assert len(section["rows"]) == 9 and len(section["seeds"]) == 18
+    assert len(section["rows"]) == 10 and len(section["seeds"]) == 18
     assert set(section["equivalence"]) == {"DIN", "DCNv2", "LightGBM", "all"}
     assert section["equivalence"]["all"]["num_pairs"] == 6
 

@@ -31,11 +31,11 @@ def test_a_run_is_compared_with_and_without_its_plain_texts(world, tmp_path, cap
     assert {row.variant for row in rows} == {"none", "greedy"}
     write_features(run.plain, make_features(world, seed=1))
     figures = compare_ctr(run.root, world, AS_OF, "greedy", SETTINGS)
-    assert [row.variant for row in figures.rows] == ["none", "plain", "greedy"] and len(figures.seeds) == 6
+    assert [row.variant for row in figures.rows] == ["none", "none", "plain", "greedy"] and len(figures.seeds) == 6
     assert figures.equivalence["all"].num_pairs == 2
     print_ctr(figures)
     said = " ".join(capsys.readouterr().out.split())
-    assert "LightGBM greedy" in said and "mean of the paired differences over seeds" in said
+    assert "LightGBM greedy" in said and "new users and new seeds" in said
 
 
 def test_a_run_whose_texts_saw_the_test_period_is_refused(world, tmp_path):

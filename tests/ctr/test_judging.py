@@ -4,10 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
 from sklearn.metrics import roc_auc_score
 
-from laserbatch.ctr.compare import compare_paired
+from laserbatch.ctr.equivalence import auc_influence, compare_paired, pair
 from laserbatch.ctr.metrics import gauc, measure
 
 
@@ -41,31 +40,77 @@ def test_cold_auc_needs_enough_rows_of_both_labels():
     assert measure(labels, scores, users, many).auc_cold == roc_auc_score(labels[:40], scores[:40])
 
 
-def test_interval_is_students_over_paired_differences():
-    plain, relaxed = np.array([0.70, 0.72, 0.71]), np.array([0.701, 0.7215, 0.7102])
-    result = compare_paired(relaxed - plain)
-    low, high = stats.t.interval(0.95, 2, loc=(relaxed - plain).mean(), scale=stats.sem(relaxed - plain))
-    assert (result.low, result.high) == (pytest.approx(low), pytest.approx(high))
+def trainings(num_seeds=3, num_users=200, rows_each=10, seed=0, shift=0.0, noise=0.3):
+    """Labels, users, and scores of the candidate and the reference, (num_seeds, n): what they share, and their own."""
+    rng = np.random.default_rng(seed)
+    users = np.repeat(np.arange(num_users), rows_each)
+    taste = rng.normal(size=len(users)) + 0.5 * rng.normal(size=num_users)[users]
+    labels = (rng.random(len(users)) < 1 / (1 + np.exp(-taste))).astype(np.float32)
+    shared = taste + rng.normal(size=(num_seeds, len(users)))
+    candidate, reference = (shared + noise * rng.normal(size=shared.shape) for _ in range(2))
+    return labels, users, candidate - shift * (labels * 2 - 1), reference
+
+
+def test_influence_gives_the_auc_of_resampled_users():
+    labels, users, candidate, _ = trainings(num_seeds=1)
+    auc, influence = auc_influence(labels, candidate[0])
+    assert auc == pytest.approx(roc_auc_score(labels, candidate[0])) and abs(influence.sum()) < 1e-12
+    of_users, rng, exact, linear = np.bincount(users, weights=influence), np.random.default_rng(1), [], []
+    for _ in range(200):
+        weights = np.bincount(rng.integers(200, size=200), minlength=200)
+        exact.append(roc_auc_score(labels, candidate[0], sample_weight=weights[users]))
+        linear.append(auc + (weights - 1) @ of_users)
+    assert np.corrcoef(exact, linear)[0, 1] > 0.995
+    assert np.std(exact) == pytest.approx(math.sqrt((of_users**2).sum()), rel=0.15)
+
+
+def test_intervals_cover_the_truth_as_often_as_they_say():
+    """Worlds in which no text is better, each with users and seeds of its own: no difference is to be found."""
+    num_covered = 0
+    for seed in range(200):
+        labels, users, candidate, reference = trainings(num_seeds=4, num_users=60, rows_each=6, seed=seed, noise=0.5)
+        found = compare_paired({"DIN": pair(labels, users, candidate, reference)}, len(labels))["all"]
+        num_covered += found.low <= 0 <= found.high
+    assert 0.92 <= num_covered / 200 <= 0.985
+
+
+def test_the_more_exact_model_counts_more():
+    labels, users, candidate, reference = trainings()
+    blurred = candidate + 3 * np.random.default_rng(2).normal(size=candidate.shape)
+    pairs = {
+        "exact": pair(labels, users, candidate, reference),
+        "blurred": pair(labels, users, blurred, reference),
+    }
+    verdicts = compare_paired(pairs, len(labels))
+    middle = (verdicts["exact"].mean_difference + verdicts["blurred"].mean_difference) / 2
+    assert abs(verdicts["all"].mean_difference - verdicts["exact"].mean_difference) < abs(
+        verdicts["all"].mean_difference - middle
+    )
 
 
 @pytest.mark.parametrize(
-    ("differences", "verdict"),
+    ("options", "margin", "verdict"),
     [
-        ([0.0001, -0.0002, 0.0003], "equivalent"),
-        ([-0.0100, -0.0101, -0.0099], "worse"),
-        ([0.0100, 0.0101, 0.0099], "better"),
-        ([0.0100, -0.0101, 0.0050], "undecided"),
-        ([0.0001], "undecided"),
-        ([0.0, 0.0, 0.0], "equivalent"),
+        ({"noise": 0.02}, 0.005, "equivalent"),
+        ({"noise": 0.02, "shift": 0.3}, 0.005, "worse"),
+        ({"noise": 0.02, "shift": -0.3}, 0.005, "better"),
+        ({"noise": 1.0}, 0.001, "undecided"),
+        ({"noise": 0.0}, 0.001, "equivalent"),
+        ({"num_seeds": 1}, 0.1, "undecided"),
     ],
 )
-def test_verdicts(differences, verdict):
-    result = compare_paired(np.array(differences))
+def test_verdicts(options, margin, verdict):
+    labels, users, candidate, reference = trainings(**options)
+    result = compare_paired({"DIN": pair(labels, users, candidate, reference)}, len(labels), margin)["all"]
     assert result.verdict == verdict
-    assert (result.low is None) == (result.high is None) == (len(differences) == 1)
+    assert (result.low is None) == (result.high is None) == (options.get("num_seeds") == 1)
 
 
-def test_the_margin_is_the_callers():
-    differences = np.array([1e-5, 0, -1e-5]) - 0.004
-    assert compare_paired(differences).verdict == "worse"
-    assert compare_paired(differences, margin=0.01).verdict == "equivalent"
+def test_advice_says_what_would_have_been_enough():
+    """With so many seeds, or so many rows, the power is as wanted; with fewer it is not."""
+    labels, users, candidate, reference = trainings(noise=0.6)
+    found = compare_paired({"DIN": pair(labels, users, candidate, reference)}, len(labels), 0.01)["all"]
+    assert found.power < 0.8 and found.rows_needed > len(labels)
+    labels, users, candidate, reference = trainings(noise=0.6, num_users=200 * found.rows_needed // len(labels), seed=1)
+    assert compare_paired({"DIN": pair(labels, users, candidate, reference)}, len(labels), 0.01)["all"].power > 0.6
+    assert compare_paired({}, 0) == {}

@@ -39,7 +39,7 @@ def trace(world, features):
     data = build_dataset(world, AS_OF, SETTINGS)
     arrays = [array[data.train] for array in (data.users, data.items, data.history, data.labels, data.times_us)]
     arrays += [data.train] + [field.codes for field in (*data.user_fields, *data.item_fields)]
-    knowledge = build_knowledge(world, data, features, AS_OF, SETTINGS)
+    knowledge = build_knowledge(world, data, {"relaxed": features}, AS_OF, SETTINGS)["relaxed"]
     arrays += [array for side in (knowledge.user, knowledge.item) for array in (side.vectors, side.cluster_codes)]
     return [(array.dtype.str, array.shape, array.tobytes()) for array in arrays]
 
@@ -101,7 +101,8 @@ def test_features_of_no_date_are_refused(world):
 
 def test_features_carried_over_from_earlier_runs_are_fine(world):
     data = build_dataset(world, AS_OF, SETTINGS)
-    build_knowledge(world, data, make_features(world, run_id="2025-02-20-0123abcd"), AS_OF, SETTINGS)
+    features = {"relaxed": make_features(world, run_id="2025-02-20-0123abcd")}
+    build_knowledge(world, data, features, AS_OF, SETTINGS)
 
 
 def test_training_histories_hold_only_what_came_before(world):

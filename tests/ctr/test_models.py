@@ -22,7 +22,7 @@ def data(world):
 
 @pytest.fixture(scope="module")
 def knowledge(world, data):
-    return build_knowledge(world, data, make_features(world), AS_OF, SETTINGS)
+    return build_knowledge(world, data, {"relaxed": make_features(world)}, AS_OF, SETTINGS)["relaxed"]
 
 
 def test_cross_network_follows_equation_1():

@@ -43,7 +43,7 @@ def test_verdicts_are_those_of_the_ctr_package():
 
 
 def test_table_shows_spread_gain_and_interval():
-    row = table_of(night_manifest()).rows[2]
+    row = table_of(night_manifest()).rows[3]
     assert list(row.values())[:3] == ["DIN", "relaxed", "0.7249 ± 0.0010"]
     assert row["AUC vs none"] == "+0.0137"
     assert row["AUC vs plain"] == "−0.0002 [−0.0009, +0.0005]"
@@ -51,7 +51,7 @@ def test_table_shows_spread_gain_and_interval():
 
 def test_caption_says_how_it_was_judged():
     caption = table_of(night_manifest()).caption
-    assert "95 % interval" in caption and "±0.0020" in caption and "over seeds" in caption
+    assert "95 % interval" in caption and "±0.0020" in caption and "new users and new seeds" in caption
 
 
 def test_a_loss_with_one_model_reaches_the_headline():
@@ -91,7 +91,7 @@ def without_plain_texts() -> dict:
 @pytest.mark.parametrize("changes", [{"num_seeds": 1}, {"auc_std": 0.02}])
 def test_a_gain_that_was_not_shown_is_not_claimed(changes):
     manifest = without_plain_texts()
-    manifest["ctr"]["rows"][1] |= changes
+    manifest["ctr"]["rows"][2] |= changes
     assert "AUC" not in sentence(manifest)
     card = key_figures(manifest_of(manifest), sides_of(manifest_of(manifest)))[-1]
     assert card.value == "not shown" and "no more than the spread of seeds" in card.notes[0]
@@ -109,5 +109,5 @@ def test_one_seed_has_a_difference_and_no_interval():
     for row in manifest["ctr"]["rows"]:
         row |= {"num_seeds": 1, "auc_std": None, "logloss_std": None, "auc_cold_std": None}
     manifest["ctr"]["equivalence"] = equivalence({"DIN": [-0.0002]})
-    row = table_of(manifest).rows[2]
+    row = table_of(manifest).rows[3]
     assert (row["AUC"], row["AUC vs plain"], row["Verdict"]) == ("0.7249", "−0.0002", "undecided")

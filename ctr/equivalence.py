@@ -1,0 +1,180 @@
+"""Whether one text is as good as another: paired AUC differences under new users and new seeds, and a verdict.
+
+Knows labels, users and scores of test rows, nothing of models. To first order an AUC under resampled users is a sum
+over users of their weight and influence (the jackknife's limit; of rows: DeLong et al. 1988), so that what a bootstrap
+over users would give is a sum of squares. Seeds are resampled with the users, as readers and cases are in studies of
+many readers (Obuchowski and Rockette 1995). The models are fixed, and the more exact ones count more.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import ndtr, stdtrit
+from scipy.stats import rankdata
+
+from laserbatch.pipeline.storage.manifest import CtrVerdict
+
+ALL_MODELS = "all"
+WANTED_POWER = 0.8  # at which a comparison is large enough
+MAX_SEEDS_ADVISED = 50
+MANY = 1e6  # degrees of freedom of what does not vary
+PRIOR_SEEDS = 4  # a model's spread over seeds is weighed against that of all models as if they had so many seeds more
+
+
+@dataclass(frozen=True)
+class PairedAuc:
+    """One model trained on both texts from the same seeds, judged on the same rows."""
+
+    differences: np.ndarray  # float64 (num_seeds,), AUC of the candidate minus that of the reference
+    influence: np.ndarray  # float64 (num_seeds, num_users): to first order, what a user adds to the difference
+
+
+def auc_influence(labels: np.ndarray, scores: np.ndarray) -> tuple[float, np.ndarray]:
+    """AUC, and each row's influence on it, float64 (n,), which sum to zero.
+
+    With weights w of rows the AUC is, to first order, `auc + (w - 1) @ influence`. `labels` (n,) are 0 and 1.
+    """
+    is_positive = labels == 1
+    num_positives, num_negatives = int(is_positive.sum()), int((~is_positive).sum())
+    ranks, share = rankdata(scores), np.zeros(len(scores))
+    # Of the rows of the other label the share that this one is ordered rightly with; ties count half.
+    share[is_positive] = (ranks[is_positive] - rankdata(scores[is_positive])) / num_negatives
+    share[~is_positive] = 1 - (ranks[~is_positive] - rankdata(scores[~is_positive])) / num_positives
+    auc = float(share[is_positive].mean())
+    return auc, (share - auc) / np.where(is_positive, num_positives, num_negatives)
+
+
+def pair(labels: np.ndarray, users: np.ndarray, candidate: np.ndarray, reference: np.ndarray) -> PairedAuc:
+    """Pair the scores of one model: (num_seeds, n) each, of the same rows and seeds; `users` int (n,), any numbers."""
+    codes = np.unique(users, return_inverse=True)[1]
+    differences, influence = [], []
+    for of_candidate, of_reference in zip(candidate, reference, strict=True):
+        auc, of_rows = auc_influence(labels, of_candidate)
+        other_auc, of_other_rows = auc_influence(labels, of_reference)
+        differences.append(auc - other_auc)
+        influence.append(np.bincount(codes, weights=of_rows - of_other_rows))
+    return PairedAuc(np.array(differences), np.stack(influence))
+
+
+def compare_paired(
+    pairs: Mapping[str, PairedAuc], num_rows: int, margin: float = 0.002, confidence: float = 0.95
+) -> dict[str, CtrVerdict]:
+    """A verdict on each model, and on "all" of them together, weighted by their variance.
+
+    "equivalent", "worse", "better" (than the reference, by more than `margin`) or "undecided": by an interval for the
+    mean difference over new users and new seeds; there is none of a single seed. `num_rows`: of the test part.
+    """
+    groups = {model: [of_model] for model, of_model in pairs.items()}
+    if pairs:
+        groups[ALL_MODELS] = list(pairs.values())
+    return {name: _judged(group, _weights(group), num_rows, margin, confidence) for name, group in groups.items()}
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """What the variance of a weighted mean difference is made of, as if of one seed and of the given test rows."""
+
+    seeds: np.ndarray  # (num_models,) of the differences over seeds as they were measured
+    interaction: float  # the part of it that more test rows would lower: users who like one seed's model better
+    users: float  # what is common to all seeds
+    num_seeds: int
+    num_users: int
+
+    def variance(self, num_seeds: int | None = None, growth: float = 1.0) -> float:
+        """Of the mean, with other numbers of seeds, or `growth` times as many users and test rows."""
+        of_seeds = max(self.seeds.sum() - self.interaction, 0.0) + self.interaction / growth
+        if growth == 1.0:
+            of_seeds = self.seeds.sum()
+        return of_seeds / (num_seeds or self.num_seeds) + self.users / growth
+
+    def quantile(self, confidence: float, num_seeds: int | None = None) -> float:
+        """Of Student's t, by Satterthwaite's degrees of freedom."""
+        num_seeds = num_seeds or self.num_seeds
+        parts = self.seeds / num_seeds
+        uncertainty = (parts**2).sum() / (num_seeds - 1) + self.users**2 / max(self.num_users - 1, 1)
+        df = (parts.sum() + self.users) ** 2 / uncertainty if uncertainty else MANY
+        return float(stdtrit(df, (1 + confidence) / 2))
+
+
+def _spread(pairs: list[PairedAuc], weights: np.ndarray) -> _Spread:
+    num_seeds, num_users = pairs[0].influence.shape
+    correction = num_users / max(num_users - 1, 1)
+    seeds, interaction, mean = [], 0.0, np.zeros(num_users)
+    for of_model, weight in zip(pairs, weights, strict=True):
+        seeds.append(weight**2 * np.var(of_model.differences, ddof=1))
+        of_all_seeds = of_model.influence.mean(axis=0)
+        interaction += weight**2 * ((of_model.influence - of_all_seeds) ** 2).sum() * correction / (num_seeds - 1)
+        mean += weight * of_all_seeds
+    users = max((mean**2).sum() * correction - interaction / num_seeds, 0.0)
+    return _Spread(np.array(seeds), interaction, users, num_seeds, num_users)
+
+
+def _weights(pairs: list[PairedAuc]) -> np.ndarray:
+    """Of each model the inverse of its variance, (num_models,), in sum 1: equal ones where nothing varies."""
+    if len(pairs[0].differences) < 2:
+        return np.full(len(pairs), 1 / len(pairs))
+    spreads = [_spread([of_model], np.ones(1)) for of_model in pairs]
+    num_seeds = spreads[0].num_seeds
+    of_seeds = np.array([spread.seeds[0] for spread in spreads])
+    # Of few seeds a spread says little: it is drawn towards that of all models.
+    of_seeds = (of_seeds * (num_seeds - 1) + of_seeds.mean() * PRIOR_SEEDS) / (num_seeds - 1 + PRIOR_SEEDS)
+    variances = of_seeds / num_seeds + [spread.users for spread in spreads]
+    inverse = 1 / np.maximum(variances, max(variances.max() * 1e-6, 1e-30))
+    return inverse / inverse.sum()
+
+
+def _judged(pairs: list[PairedAuc], weights: np.ndarray, num_rows: int, margin: float, confidence: float) -> CtrVerdict:
+    mean = float(sum(weight * of_model.differences.mean() for of_model, weight in zip(pairs, weights, strict=True)))
+    num_pairs, num_seeds = sum(len(of_model.differences) for of_model in pairs), len(pairs[0].differences)
+    if num_seeds < 2:
+        return CtrVerdict(num_pairs, mean, None, None, margin, confidence, "undecided")
+    spread = _spread(pairs, weights)
+    half_width = spread.quantile(confidence) * math.sqrt(spread.variance())
+    low, high, verdict = mean - half_width, mean + half_width, "undecided"
+    if -margin <= low and high <= margin:
+        verdict = "equivalent"
+    elif high < -margin:
+        verdict = "worse"
+    elif low > margin:
+        verdict = "better"
+    return CtrVerdict(
+        num_pairs,
+        mean,
+        low,
+        high,
+        margin,
+        confidence,
+        verdict,
+        power=_power(spread, margin, confidence),
+        seeds_needed=_seeds_needed(spread, margin, confidence),
+        rows_needed=_rows_needed(spread, num_rows, margin, confidence),
+    )
+
+
+def _power(
+    spread: _Spread, margin: float, confidence: float, num_seeds: int | None = None, growth: float = 1.0
+) -> float:
+    """How probably two texts of no true difference are called equivalent."""
+    standard_error = math.sqrt(spread.variance(num_seeds, growth))
+    if standard_error == 0:
+        return 1.0
+    room = margin / standard_error - spread.quantile(confidence, num_seeds)
+    return max(0.0, 2 * float(ndtr(room)) - 1)
+
+
+def _seeds_needed(spread: _Spread, margin: float, confidence: float) -> int | None:
+    """Seeds with which, on the same test rows, the power is as wanted; None where no number of them is enough."""
+    for num_seeds in range(2, MAX_SEEDS_ADVISED + 1):
+        if _power(spread, margin, confidence, num_seeds) >= WANTED_POWER:
+            return num_seeds
+    return None
+
+
+def _rows_needed(spread: _Spread, num_rows: int, margin: float, confidence: float) -> int | None:
+    """Test rows, of more users of the same kind, with which the power is as wanted; None as above."""
+    for num in num_rows * 2 ** np.arange(-3, 10, 0.25):
+        if _power(spread, margin, confidence, growth=num / num_rows) >= WANTED_POWER:
+            return int(np.ceil(num))
+    return None
