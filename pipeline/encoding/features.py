@@ -119,6 +119,14 @@ def write_features(
     return SideFeatures(written, dim, int((num_in_cluster > 0).sum()), int(is_new.sum()), num_truncated)
 
 
+def changed_rows(table: Path, earlier: Path, id_column: str) -> tuple[np.ndarray, pa.Array]:
+    """What of a feature table is not in an earlier one: bool[n], rows of a new text; and the ids that went."""
+    rows = as_large(read_parquet(table, [id_column, "run_id", "fingerprint"])).rename_columns({id_column: "entity_id"})
+    before = as_large(read_parquet(earlier, [id_column]))[id_column].combine_chunks()
+    gone = before.filter(pc.invert(pc.is_in(before, value_set=rows["entity_id"].combine_chunks())))
+    return _known_rows(rows, np.arange(rows.num_rows), earlier, id_column) < 0, gone
+
+
 def _known_rows(rows: pa.Table, order: np.ndarray, earlier: Path, id_column: str) -> np.ndarray:
     """Of each entity, in the order of ids, the row of earlier features of the same text: int64[n]; -1 without one.
 

@@ -1,0 +1,199 @@
+"""`laserbatch features ...`: the features of runs as other tools want them: by time, or in their layouts."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import typer
+
+from laserbatch.jobs.console import progress, summary
+from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
+from laserbatch.jobs.stages.night import open_run
+from laserbatch.pipeline.encoding.exports import FORMATS, SideExport
+from laserbatch.pipeline.encoding.features import changed_rows
+from laserbatch.pipeline.encoding.vectors import VectorForm
+from laserbatch.pipeline.encoding.versions import DAY_US, MOMENT, Versions, moments, read_versions, version_fields
+from laserbatch.pipeline.errors import TableError, WorkspaceError
+from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.atomic import atomic_folder
+from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_parquet, write_parquet
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.tables.columns import schema_findings
+from laserbatch.pipeline.tables.findings import FaultyTable
+from laserbatch.pipeline.tables.schema import plain_ids, timestamps
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Join features to a log by time; export them to other tools."
+)
+Format = StrEnum("Format", {name: name for name in FORMATS})
+FLOAT16 = typer.Option(False, "--float16", help="Write vectors in half precision.")
+JSON = typer.Option(False, "--json", help="Print the summary as JSON.")
+
+
+@app.command()
+def asof(
+    interactions: Path = typer.Argument(..., help="Parquet file, or folder of such, with user_id, item_id, timestamp."),
+    out: Path = typer.Argument(..., help="Parquet file to write: the same rows with the features of both sides."),
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    float16: bool = FLOAT16,
+    as_json: bool = JSON,
+) -> None:
+    """Join to each row of a log the newest features that are older than it, of all finished runs.
+
+    A text of the night of a date is valid from the day after, so no row sees a text that has seen the row. Where there
+    is none, the features are null.
+
+    Example: `laserbatch features asof tables/interactions.parquet train.parquet --workspace workspace`
+    """
+    opened = Workspace.open(load_settings(config, {"workspace": workspace}).workspace, create=False)
+    with _versions(opened) as versions:
+        forms = {side: VectorForm(found.vectors.shape[1], _dtype(float16)) for side, found in versions.items()}
+        num_without = dict.fromkeys(SIDES, 0)
+        batches = iter_parquet(interactions)
+        first = next(batches, None)
+        if first is None:
+            raise TableError(f"{interactions} has no Parquet file with rows in it; expected interactions. Check it.")
+        asked = pa.schema([field for field in first.schema if field.name in ("user_id", "item_id", "timestamp")])
+        for finding in schema_findings("interactions", str(interactions), asked):
+            raise FaultyTable(finding)
+        added = [field for side in SIDES for field in version_fields(forms[side], f"{side}_")]
+        for name in {field.name for field in added} & set(first.schema.names):
+            raise TableError(f"{interactions} has a column {name!r} already, which is to be added. Rename or drop it.")
+        schema = pa.schema([*first.schema, *added])
+        with progress("join features") as bar:
+
+            def joined() -> Iterator[pa.RecordBatch]:
+                for batch in (first, *batches):
+                    days = _days(batch["timestamp"])
+                    columns = list(batch.columns)
+                    for side, found in versions.items():
+                        rows = found.of(plain_ids(batch[f"{side}_id"]), days)
+                        num_without[side] += int((rows < 0).sum())
+                        columns += found.columns(rows, forms[side])
+                    bar.advance(batch.num_rows)
+                    yield pa.record_batch(columns, schema=schema)
+
+            written = write_parquet(joined(), out, schema)
+    without = {f"{side}s": number for side, number in num_without.items()}
+    summary({"file": out, "rows": written.num_rows, "rows without features": without}, as_json)
+
+
+@app.command()
+def history(
+    out: Path = typer.Argument(..., help="Folder to write user.parquet and item.parquet to."),
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    float16: bool = FLOAT16,
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT if it is there."),
+    as_json: bool = JSON,
+) -> None:
+    """Write every version of the features that finished runs hold, with `valid_from` and `valid_to`.
+
+    `valid_to` is when the next version took over, null for what still holds: the view that feature stores join by time.
+
+    Example: `laserbatch features history versions/ --workspace workspace`
+    """
+    opened = Workspace.open(load_settings(config, {"workspace": workspace}).workspace, create=False)
+    counts = {}
+    with _versions(opened) as versions, atomic_folder(out, overwrite) as folder:
+        for side, found in versions.items():
+            form, ends = VectorForm(found.vectors.shape[1], _dtype(float16)), found.valid_to()
+            id_field = pa.field(f"{side}_id", found.ids.type, nullable=False)
+            schema = pa.schema([id_field, *version_fields(form), pa.field("valid_to", MOMENT)])
+
+            def groups(found: Versions = found, form=form, ends=ends, schema=schema) -> Iterator[pa.RecordBatch]:
+                for start in range(0, len(ends), ROW_GROUP_ROWS):
+                    rows = np.arange(start, min(start + ROW_GROUP_ROWS, len(ends)))
+                    ids = found.ids.take(pa.array(found.entities[rows]))
+                    columns = [ids, *found.columns(rows, form), moments(ends[rows])]
+                    yield pa.record_batch(columns, schema=schema)
+
+            written = write_parquet(groups(), folder / f"{side}.parquet", schema)
+            counts[f"{side}s"] = {"entities": len(found.ids), "versions": written.num_rows}
+    summary({"folder": out, **counts}, as_json)
+
+
+@app.command()
+def export(
+    out: Path = typer.Argument(..., help="Folder to write; its name is the data set's, where a format wants one."),
+    layout: Format = typer.Option(Format.merlin, "--format", help="Whose layout."),
+    run: str | None = typer.Option(None, help="A run id. Default: the published run."),
+    since: str | None = typer.Option(None, help="A run id: only rows that differ from that run's, and ids that went."),
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    float16: bool = FLOAT16,
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT if it is there."),
+    as_json: bool = JSON,
+) -> None:
+    """Write the features of a run as Merlin, FuxiCTR or RecBole read them, with the settings that load them there.
+
+    Example: `laserbatch features export fuxictr_data --format fuxictr --workspace workspace`
+    """
+    night = open_run(load_settings(config, {"workspace": workspace}), run)
+    files = {side: night.run.features_path(side) for side in SIDES}
+    before = None if since is None else night.workspace.existing_run(since)
+    counts: dict[str, dict[str, int]] = {}
+    with atomic_folder(out, overwrite) as folder:
+        sides = []
+        for side, path in files.items():
+            if not path.is_file():
+                raise WorkspaceError(f"{path} is missing; expected the features of {side}s. Run `laserbatch encode`.")
+            schema, wanted = pq.read_schema(path), None
+            counts[f"{side}s"] = {"rows": pq.read_metadata(path).num_rows}
+            if before is not None:
+                wanted, gone = changed_rows(path, before.features_path(side), f"{side}_id")
+                counts[f"{side}s"] = {"rows": int(wanted.sum()), "gone": len(gone)}
+                write_parquet(pa.table({f"{side}_id": gone}), folder / f"gone_{side}s.parquet")
+            form = VectorForm(schema.field("vector").type.list_size, _dtype(float16))
+            sides.append(SideExport(side, schema, _kept(path, wanted), form))
+        FORMATS[layout](sides, folder, out.resolve())
+    summary({"folder": out, "format": str(layout), "run_id": night.run.run_id, **counts}, as_json)
+
+
+def _dtype(is_half: bool) -> type:
+    return np.float16 if is_half else np.float32
+
+
+def _kept(path: Path, is_wanted: np.ndarray | None) -> Iterator[pa.RecordBatch]:
+    start = 0
+    for batch in iter_parquet(path):
+        kept = None if is_wanted is None else pa.array(is_wanted[start : start + batch.num_rows])
+        yield batch if kept is None else batch.filter(kept)
+        start += batch.num_rows
+
+
+@contextmanager
+def _versions(workspace: Workspace) -> Iterator[dict[Side, Versions]]:
+    """The versions of both sides in finished runs that were not taken back, of the newest one's encoder."""
+    taken_back = workspace.withdrawn()
+    runs = [run for run in workspace.runs() if run.is_finished and run.run_id not in taken_back]
+    runs.sort(key=lambda run: (run.date, run.success_path.stat().st_mtime_ns))
+    with tempfile.TemporaryFile() as of_users, tempfile.TemporaryFile() as of_items:
+        scratch = {"user": of_users, "item": of_items}
+        yield {side: read_versions(_feature_files(workspace, runs, side), side, scratch[side]) for side in SIDES}
+
+
+def _feature_files(workspace: Workspace, runs: list[RunFolder], side: Side) -> dict[str, Path]:
+    found = {run.run_id: run.load_manifest().features.get(side) for run in runs}
+    found = {run_id: figures for run_id, figures in found.items() if figures is not None}
+    if not found:
+        raise WorkspaceError(f"{workspace.root} has no finished run with features. Run `laserbatch nightly` first.")
+    encoder = list(found.values())[-1].encoder
+    return {
+        run.run_id: run.features_path(side)
+        for run in runs
+        if run.run_id in found and found[run.run_id].encoder == encoder
+    }
+
+
+def _days(times: pa.Array) -> np.ndarray:
+    """Days since 1970 (UTC) of moments: int64[n]; of a missing one 0, which is before every version."""
+    return pc.fill_null(timestamps(times).cast(pa.int64()), 0).to_numpy() // DAY_US

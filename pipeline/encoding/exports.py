@@ -1,0 +1,125 @@
+"""Feature tables in the layouts that others read: Parquet with Merlin's schema, FuxiCTR's, RecBole's.
+
+Each is written a row group at a time into a folder that will lie at a `place`, whose last part is the data set's name;
+`settings.yaml` in it is what the other library's configuration needs.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import yaml
+
+from laserbatch.pipeline.encoding.vectors import VectorForm, vectors_of
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.storage.atomic import write_text
+from laserbatch.pipeline.storage.parquet import write_parquet
+
+
+@dataclass(frozen=True)
+class SideExport:
+    """One side's features on their way to another library.
+
+    Attributes
+    ----------
+    schema : of the feature table.
+    batches : its rows, all or some, to be read once.
+    """
+
+    side: str
+    schema: pa.Schema
+    batches: Iterable[pa.RecordBatch]
+    form: VectorForm
+
+    @property
+    def id_name(self) -> str:
+        return f"{self.side}_id"
+
+    @property
+    def has_integer_ids(self) -> bool:
+        return pa.types.is_integer(self.schema.field(self.id_name).type)
+
+
+def write_merlin(sides: Sequence[SideExport], folder: Path, place: Path) -> None:
+    """`<side>/features.parquet` with all columns, and `schema.pbtxt`, as Merlin reads a folder.
+
+    TorchRec, or whoever else reads Parquet, takes the same files.
+    """
+    for one in sides:
+        fields = [field.with_type(one.form.arrow_type) if field.name == "vector" else field for field in one.schema]
+        schema = pa.schema(fields, one.schema.metadata)
+        write_parquet(one.form.formed(one.batches), folder / one.side / "features.parquet", schema)
+        shape = f"value_count {{ min: {one.form.dim} max: {one.form.dim} }}"
+        features = [
+            _feature(one.id_name, "INT" if one.has_integer_ids else "BYTES", "", ["id", one.id_name]),
+            _feature("vector", "FLOAT", shape, ["embedding", one.side]),
+            _feature("cluster_id", "INT", "int_domain { is_categorical: true }", ["categorical", one.side]),
+        ]
+        write_text("".join(features), folder / one.side / "schema.pbtxt")
+
+
+def _feature(name: str, kind: str, shape: str, tags: list[str]) -> str:
+    """A feature of TensorFlow Metadata's schema, as protobuf text."""
+    told = " ".join(f'tag: "{tag}"' for tag in tags)
+    return f'feature {{\n  name: "{name}"\n  type: {kind}\n  {shape}\n  annotation {{ {told} }}\n}}\n'
+
+
+def write_fuxictr(sides: Sequence[SideExport], folder: Path, place: Path) -> None:
+    """`<side>_id.parquet` with `key` and `value`, FuxiCTR's `pretrained_emb`; and feature columns that name them."""
+    columns = []
+    for one in sides:
+        name, form = f"{one.id_name}.parquet", one.form
+        pairs = (batch.select([one.id_name, "vector"]) for batch in form.formed(one.batches))
+        schema = pa.schema([("key", one.schema.field(one.id_name).type), ("value", form.arrow_type)])
+        write_parquet((batch.rename_columns(schema.names) for batch in pairs), folder / name, schema)
+        columns.append(
+            {
+                "name": one.id_name,
+                "active": True,
+                "dtype": "int" if one.has_integer_ids else "str",
+                "type": "categorical",
+                "pretrained_emb": str(place / name),
+                "pretrain_dim": form.dim,
+                "pretrain_usage": "concat",
+                "freeze_emb": True,
+            }
+        )
+    _write_settings({"feature_cols": columns}, folder)
+
+
+def write_recbole(sides: Sequence[SideExport], folder: Path, place: Path) -> None:
+    """`<dataset>.<side>emb`, atomic files of RecBole; and the settings that load them as weights of the ids.
+
+    Raises WorkspaceError on an id with a tab or a line end in it, which these files cannot hold.
+    """
+    settings: dict[str, Any] = {"additional_feat_suffix": [], "preload_weight": {}}
+    for one in sides:
+        id_name, vector_name, suffix = f"{one.side}_emb_id", f"{one.side}_emb", f"{one.side}emb"
+        with (folder / f"{place.name}.{suffix}").open("w", encoding="utf-8") as file:
+            file.write(f"{id_name}:token\t{vector_name}:float_seq\n")
+            for batch in one.batches:
+                vectors = one.form.numbers(vectors_of(batch))
+                for entity_id, vector in zip(batch[one.id_name].to_pylist(), vectors, strict=True):
+                    if set("\t\r\n") & set(str(entity_id)):
+                        raise WorkspaceError(
+                            f"the id of {one.side} {entity_id!r} has a tab or a line end in it, which RecBole's files "
+                            "cannot hold. Export to another format."
+                        )
+                    file.write(f"{entity_id}\t{' '.join(map(str, vector))}\n")
+        settings["additional_feat_suffix"].append(suffix)
+        settings["preload_weight"][id_name] = vector_name
+        settings[f"alias_of_{one.side}_id"] = [id_name]
+    _write_settings(settings, folder)
+
+
+def _write_settings(settings: dict[str, Any], folder: Path) -> None:
+    write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), folder / "settings.yaml")
+
+
+FORMATS: dict[str, Callable[[Sequence[SideExport], Path, Path], None]] = {
+    "merlin": write_merlin,
+    "fuxictr": write_fuxictr,
+    "recbole": write_recbole,
+}

@@ -1,0 +1,144 @@
+"""Features as they were known at any moment: every version that runs have left, joined to the rows of a log.
+
+A text of the night of a date knows all up to the end of that day, so it is valid from the day after: a row of a log may
+see the versions that are older than its own day began, and the newest of them is its.
+"""
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from laserbatch.pipeline.encoding.schema import run_date
+from laserbatch.pipeline.encoding.vectors import VectorForm, vectors_of
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.storage.parquet import iter_parquet
+
+_DAY_BITS = 20  # of days since 1970 in a key: up to the year 4840
+_EPOCH = datetime.date(1970, 1, 1)
+MOMENT = pa.timestamp("us", "UTC")
+DAY_US = 86_400_000_000
+
+
+@dataclass(frozen=True)
+class Versions:
+    """Every version of a side's features, in the order of entities, then of time.
+
+    Attributes
+    ----------
+    ids : of the entities, distinct and sorted.
+    entities : int64[n], places in `ids`.
+    valid_from : int32[n], days since 1970 (UTC).
+    run_ids : string[n], the run that wrote the text.
+    cluster_ids : int32[n].
+    rows : int64[n], rows of `vectors`.
+    vectors : float32 (n, dim), a file.
+    """
+
+    ids: pa.Array
+    entities: np.ndarray
+    valid_from: np.ndarray
+    run_ids: pa.Array
+    cluster_ids: np.ndarray
+    rows: np.ndarray
+    vectors: np.ndarray
+
+    def of(self, ids: pa.Array, days: np.ndarray) -> np.ndarray:
+        """Of each row, an entity and a day since 1970, the newest version that is older: int64[n]; -1 without one.
+
+        Raises WorkspaceError where the ids are of another type than those of the features.
+        """
+        if ids.type != self.ids.type:
+            raise WorkspaceError(
+                f"the log has ids of type {ids.type}, the features of type {self.ids.type}. Write them as the tables "
+                "of users and items have them."
+            )
+        entities = pc.fill_null(pc.index_in(ids, value_set=self.ids), -1).to_numpy().astype(np.int64)
+        keys = _keys(self.entities, self.valid_from)
+        found = np.searchsorted(keys, _keys(entities, days), side="right") - 1
+        is_there = (found >= 0) & (entities >= 0)
+        is_there[is_there] = self.entities[found[is_there]] == entities[is_there]
+        return np.where(is_there, found, -1)
+
+    def columns(self, versions: np.ndarray, form: VectorForm) -> list[pa.Array]:
+        """What `version_fields` names, of some versions, int64[n] as `of` gives them: -1 is null."""
+        is_null = versions < 0
+        vectors = np.zeros((len(versions), self.vectors.shape[1]), np.float32)
+        vectors[~is_null] = self.vectors[self.rows[versions[~is_null]]]
+        return [
+            form.column(vectors, is_null),
+            pa.array(self.cluster_ids[versions], mask=is_null),
+            self.run_ids.take(pa.array(versions, mask=is_null)),
+            moments(np.where(is_null, -1, self.valid_from[versions])),
+        ]
+
+    def valid_to(self) -> np.ndarray:
+        """The day on which the next version took over: int32[n], days since 1970; -1 for what still holds."""
+        ends = np.append(self.valid_from[1:], -1).astype(np.int32)
+        ends[np.append(self.entities[1:] != self.entities[:-1], True)[: len(ends)]] = -1
+        return ends
+
+
+def version_fields(form: VectorForm, prefix: str = "") -> list[pa.Field]:
+    """What is told of a version, apart from whose it is."""
+    fields = {"vector": form.arrow_type, "cluster_id": pa.int32(), "run_id": pa.string(), "valid_from": MOMENT}
+    return [pa.field(f"{prefix}{name}", kind) for name, kind in fields.items()]
+
+
+def moments(days: np.ndarray) -> pa.Array:
+    """The beginnings of days since 1970 (UTC), as `MOMENT`; -1 is null."""
+    return pa.array(days.astype(np.int64) * DAY_US, MOMENT, mask=days < 0)
+
+
+def read_versions(files: Mapping[str, Path], side: str, scratch: BinaryIO) -> Versions:
+    """Every version in the feature tables of runs, whose vectors have one encoder.
+
+    Parameters
+    ----------
+    files : run id -> feature table of the side. Of two versions of one day the later table's holds.
+    scratch : file that the vectors are written to. In memory are ids and a few numbers a version.
+    """
+    parts: list[tuple[pa.Array, pa.Array, np.ndarray]] = []
+    known = pa.array(files, pa.string())
+    dim = 0
+    for run_id, path in files.items():
+        for batch in iter_parquet(path, [f"{side}_id", "run_id", "cluster_id", "vector"]):
+            # What an earlier run wrote is read where that run is still there.
+            of_run = batch["run_id"]
+            is_new = pc.or_(pc.equal(of_run, run_id), pc.invert(pc.is_in(of_run, value_set=known)))
+            batch = batch.filter(is_new)
+            vectors = vectors_of(batch)
+            dim = vectors.shape[1]
+            scratch.write(vectors)
+            parts.append((batch[f"{side}_id"], batch["run_id"], batch["cluster_id"].to_numpy()))
+    scratch.flush()
+    all_ids = pa.chunked_array([ids for ids, _, _ in parts]).combine_chunks()
+    all_runs = pa.chunked_array([runs for _, runs, _ in parts]).combine_chunks().dictionary_encode()
+    ids = pc.unique(all_ids)
+    ids = ids.take(pc.sort_indices(ids))
+    entities = pc.index_in(all_ids, value_set=ids).to_numpy().astype(np.int64)
+    day_of_run = np.array([(run_date(run) - _EPOCH).days + 1 for run in all_runs.dictionary.to_pylist()], np.int32)
+    days = day_of_run[all_runs.indices.to_numpy()]
+    keys = _keys(entities, days)
+    order = np.argsort(keys, kind="stable")
+    order = order[np.append(keys[order][1:] != keys[order][:-1], True)[: len(order)]]
+    vectors = np.memmap(scratch, np.float32, "r", shape=(len(keys), dim))
+    return Versions(
+        ids=ids,
+        entities=entities[order],
+        valid_from=days[order],
+        run_ids=all_runs.dictionary_decode().take(pa.array(order)),
+        cluster_ids=np.concatenate([clusters for _, _, clusters in parts])[order],
+        rows=order,
+        vectors=vectors,
+    )
+
+
+def _keys(entities: np.ndarray, days: np.ndarray) -> np.ndarray:
+    """Numbers that sort by entity, then by day: int64[n]."""
+    return (entities << _DAY_BITS) | np.clip(days, 0, 2**_DAY_BITS - 1)

@@ -1,0 +1,58 @@
+"""Features in others' layouts, read again as they read them."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from laserbatch.pipeline.encoding.exports import FORMATS, SideExport
+from laserbatch.pipeline.encoding.schema import feature_schema
+from laserbatch.pipeline.encoding.vectors import VectorForm
+from laserbatch.pipeline.errors import WorkspaceError
+
+VECTORS = np.array([[0.25, -1.5], [3.0, 1e-7]], np.float32)
+
+
+def sides(user_ids=("u\u00e4 1", "u2"), **form):
+    exports = []
+    for side, ids in (("user", pa.array(user_ids)), ("item", pa.array([7, 8]))):
+        schema = feature_schema(side, ids.type, 2)
+        columns = [ids, VectorForm(2).column(VECTORS), [0, 4], ["2025-01-01-aa"] * 2, ["f", "g"]]
+        batch = pa.record_batch([pa.array(column) for column in columns], schema=schema)
+        exports.append(SideExport(side, schema, [batch], VectorForm(**{"dim": 2, **form})))
+    return exports
+
+
+def test_merlin_finds_types_tags_and_the_shape_of_vectors(tmp_path):
+    FORMATS["merlin"](sides(dtype=np.float16), tmp_path, tmp_path)
+    table = pq.read_table(tmp_path / "item" / "features.parquet")
+    assert table.schema.field("vector").type == pa.list_(pa.float16(), 2)
+    assert table["item_id"].to_pylist() == [7, 8]
+    told = (tmp_path / "item" / "schema.pbtxt").read_text()
+    assert told.count("{") == told.count("}")
+    assert 'name: "item_id"\n  type: INT' in told
+    assert "value_count { min: 2 max: 2 }" in told
+    assert 'tag: "item_id"' in told
+
+
+def test_fuxictr_finds_keys_and_values_by_the_columns_settings(tmp_path):
+    FORMATS["fuxictr"](sides(), tmp_path, tmp_path)
+    user, item = yaml.safe_load((tmp_path / "settings.yaml").read_text(encoding="utf-8"))["feature_cols"]
+    table = pq.read_table(user["pretrained_emb"])
+    assert table["key"].to_pylist() == ["u\u00e4 1", "u2"]
+    assert np.array_equal(table["value"].combine_chunks().flatten().to_numpy().reshape(2, 2), VECTORS)
+    assert (user["dtype"], item["dtype"], user["pretrain_dim"]) == ("str", "int", 2)
+
+
+def test_recbole_finds_atomic_files_of_the_folders_name(tmp_path):
+    FORMATS["recbole"](sides(dim=1, project=lambda vectors: vectors[:, :1] * 2), tmp_path, tmp_path / "movies")
+    lines = (tmp_path / "movies.useremb").read_text(encoding="utf-8").splitlines()
+    assert lines == ["user_emb_id:token\tuser_emb:float_seq", "u\u00e4 1\t0.5", "u2\t6.0"]
+    settings = yaml.safe_load((tmp_path / "settings.yaml").read_text())
+    assert settings["preload_weight"] == {"user_emb_id": "user_emb", "item_emb_id": "item_emb"}
+
+
+def test_an_id_that_recbole_cannot_hold_is_named(tmp_path):
+    with pytest.raises(WorkspaceError, match=r"user 'a\\tb' has a tab"):
+        FORMATS["recbole"](sides(("a\tb", "c")), tmp_path, tmp_path)

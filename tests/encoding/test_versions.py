@@ -1,0 +1,87 @@
+"""Features by time: each row of a log gets the newest version that is older, or none."""
+
+import datetime
+import tempfile
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from laserbatch.pipeline.encoding.schema import feature_schema
+from laserbatch.pipeline.encoding.vectors import VectorForm
+from laserbatch.pipeline.encoding.versions import moments, read_versions
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.storage.parquet import write_parquet
+
+DIM = 3
+
+
+def write_features(path, rows, id_type=pa.string()):
+    """rows: (id, run id, first number of the vector)."""
+    rows = sorted(rows)
+    schema = feature_schema("user", id_type, DIM)
+    vectors = np.array([[value, 0, 0] for _, _, value in rows], np.float32)
+    columns = {
+        "user_id": [row[0] for row in rows],
+        "vector": VectorForm(DIM).column(vectors),
+        "cluster_id": [int(value) % 5 for _, _, value in rows],
+        "run_id": [row[1] for row in rows],
+        "fingerprint": ["f"] * len(rows),
+    }
+    write_parquet(pa.table([pa.array(columns[name]) for name in schema.names], schema=schema), path)
+    return path
+
+
+def day(text: str) -> int:
+    return (datetime.date.fromisoformat(text) - datetime.date(1970, 1, 1)).days
+
+
+def test_every_row_gets_the_newest_version_that_is_older(tmp_path):
+    """Nights of random dates, each of which writes some anew and carries the others over; beside a plain search."""
+    rng = np.random.default_rng(0)
+    dates = sorted(rng.choice(60, 12, replace=False))
+    runs = [f"{datetime.date(2025, 1, 1) + datetime.timedelta(int(offset))}-aa" for offset in dates]
+    current, files, known = {}, {}, {}
+    for number, run in enumerate(runs):
+        for user in rng.choice(20, 6, replace=False):
+            current[f"u{user:02}"] = (run, float(number))
+            known[f"u{user:02}", run] = float(number)
+        files[run] = write_features(tmp_path / f"{run}.parquet", [(user, *told) for user, told in current.items()])
+    collected = runs[4]  # what only a later run still holds is found there
+    del files[collected]
+    users = [f"u{number:02}" for number in rng.integers(0, 22, 500)]
+    days = day("2025-01-01") + rng.integers(-3, 70, 500)
+    with tempfile.TemporaryFile() as scratch:
+        versions = read_versions(files, "user", scratch)
+        found = versions.columns(versions.of(pa.array(users), days), VectorForm(DIM, dtype=np.float16))
+    in_files = {(user, run) for (user, run) in known if run != collected}
+    for path in (runs[5],):  # carried over by the next night, unless it wrote them anew
+        in_files |= {(user, collected) for (user, run) in known if run == collected and (user, path) not in known}
+    for user, at, vector, run, valid_from in zip(
+        users, days, found[0].to_pylist(), *map(pa.Array.to_pylist, found[2:]), strict=True
+    ):
+        older = [other for (owner, other) in in_files if owner == user and day(other[:10]) < at]
+        assert run == max(older, default=None)
+        assert (vector is None) == (run is None)
+        if run is not None:
+            assert vector[0] == known[user, run]
+            assert valid_from.date() == datetime.date.fromisoformat(run[:10]) + datetime.timedelta(1)
+
+
+def test_a_version_holds_until_the_next_and_of_one_day_the_later_runs(tmp_path):
+    files = {
+        "2025-01-01-aa": write_features(tmp_path / "1", [("a", "2025-01-01-aa", 1.0), ("b", "2025-01-01-aa", 2.0)]),
+        "2025-01-05-aa": write_features(tmp_path / "2", [("a", "2025-01-05-aa", 3.0), ("b", "2025-01-01-aa", 2.0)]),
+        "2025-01-05-bb": write_features(tmp_path / "3", [("a", "2025-01-05-bb", 4.0)]),
+    }
+    with tempfile.TemporaryFile() as scratch:
+        versions = read_versions(files, "user", scratch)
+        assert versions.run_ids.to_pylist() == ["2025-01-01-aa", "2025-01-05-bb", "2025-01-01-aa"]
+        assert [str(end) for end in moments(versions.valid_to())] == ["2025-01-06 00:00:00+00:00", "None", "None"]
+        assert versions.vectors[versions.rows][:, 0].tolist() == [1.0, 4.0, 2.0]
+
+
+def test_ids_of_another_type_are_named(tmp_path):
+    files = {"2025-01-01-aa": write_features(tmp_path / "1", [("a", "2025-01-01-aa", 1.0)])}
+    with tempfile.TemporaryFile() as scratch, pytest.raises(WorkspaceError, match="int64, the features of type string"):
+        read_versions(files, "user", scratch).of(pa.array([1]), np.array([20_000]))

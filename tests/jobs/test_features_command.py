@@ -1,0 +1,105 @@
+"""`laserbatch features`: joined to a log by time, and exported, from runs whose features are planted."""
+
+import datetime
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from night_world import run_here
+
+from laserbatch.pipeline.encoding.schema import feature_schema
+from laserbatch.pipeline.storage.manifest import FeatureFigures, RunManifest
+from laserbatch.pipeline.storage.parquet import write_parquet
+from laserbatch.pipeline.storage.workspace import Workspace
+
+
+def planted(workspace: Workspace, day: int, of_users: dict[str, int], encoder: str = "e") -> str:
+    """A finished run of a day in March: by user the day whose run wrote the text; the same of one item."""
+    manifest = RunManifest.create(workspace.root / "runs", datetime.date(2025, 3, day), {}, "1", {})
+    run = workspace.run(manifest.run_id)
+    manifest.path, manifest.status = run.manifest_path, "success"
+    for side, written in (("user", of_users), ("item", {"i": day})):
+        schema = feature_schema(side, pa.string(), 2)
+        rows = [
+            [entity, [float(at), 0.5], at, f"2025-03-{at:02}{run.run_id[10:]}", str(at)]
+            for entity, at in written.items()
+        ]
+        table = pa.table([list(column) for column in zip(*rows, strict=True)], schema=schema)
+        file = write_parquet(table, run.features_path(side))
+        name = file.path.relative_to(run.root).as_posix()
+        manifest.features[side] = FeatureFigures(name, len(rows), file.sha256, 2, name, 1, 0, 0, encoder)
+    manifest.save()
+    run.finish()
+    workspace.publish(run.run_id)
+    return run.run_id
+
+
+@pytest.fixture
+def workspace(tmp_path) -> Workspace:
+    workspace = Workspace.open(tmp_path / "workspace")
+    planted(workspace, 1, {"a": 1, "b": 1}, encoder="another")
+    planted(workspace, 3, {"a": 3, "b": 3})
+    planted(workspace, 5, {"a": 5, "b": 3, "c": 5})
+    return workspace
+
+
+def asked(workspace, capfd, *arguments, code=0) -> dict:
+    done = run_here(capfd, "features", *map(str, arguments), "--workspace", str(workspace.root), "--json")
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_row_is_joined_with_what_was_known_before_its_day(workspace, tmp_path, capfd):
+    days = [3, 4, 5, 6, 6, 9]
+    log = pa.table(
+        {
+            "user_id": pa.array(["a", "a", "a", "a", "nobody", "b"], pa.large_string()),
+            "odd \u00fc": list("xyzuvw"),
+            "timestamp": [datetime.datetime(2025, 3, day, 23, 59) for day in days],
+            "item_id": ["i"] * 6,
+        }
+    )
+    pq.write_table(log, tmp_path / "log.parquet")
+    told = asked(workspace, capfd, "asof", tmp_path / "log.parquet", tmp_path / "out.parquet", "--float16")
+    assert told["rows without features"] == {"users": 2, "items": 1}
+    joined = pq.read_table(tmp_path / "out.parquet")
+    assert joined.column_names[:4] == log.column_names
+    assert joined["user_cluster_id"].to_pylist() == [None, 3, 3, 5, None, 3]
+    assert joined["item_cluster_id"].to_pylist() == [None, 3, 3, 5, 5, 5]
+    assert joined["user_vector"].to_pylist()[3] == [5.0, 0.5]
+    assert joined["user_valid_from"].to_pylist()[3] == datetime.datetime(2025, 3, 6, tzinfo=datetime.UTC)
+
+
+@pytest.mark.parametrize(
+    ("columns", "named"),
+    [
+        ({"user_id": ["a"], "item_id": ["i"]}, "timestamp"),
+        ({"user_id": ["a"], "item_id": ["i"], "timestamp": ["yesterday"]}, "timestamp"),
+        ({"user_id": [1], "item_id": ["i"], "timestamp": [1]}, "int64"),
+        ({"user_id": ["a"], "item_id": ["i"], "timestamp": [1], "user_vector": [0]}, "user_vector"),
+    ],
+)
+def test_a_log_that_cannot_be_joined_is_told_and_nothing_written(workspace, tmp_path, capfd, columns, named):
+    pq.write_table(pa.table(columns), tmp_path / "log.parquet")
+    told = asked(workspace, capfd, "asof", tmp_path / "log.parquet", tmp_path / "out.parquet", code=3)
+    assert named in told["error"]
+    assert not (tmp_path / "out.parquet").exists()
+
+
+def test_the_history_says_from_when_to_when(workspace, tmp_path, capfd):
+    told = asked(workspace, capfd, "history", tmp_path / "history")
+    assert told["users"] == {"entities": 3, "versions": 4}
+    users = pq.read_table(tmp_path / "history" / "user.parquet").to_pylist()
+    spans = [(row["user_id"], row["valid_from"].day, row["valid_to"] and row["valid_to"].day) for row in users]
+    assert spans == [("a", 4, 6), ("a", 6, None), ("b", 4, None), ("c", 6, None)]
+
+
+def test_an_export_of_what_changed_names_who_went(workspace, tmp_path, capfd):
+    first, *_, last = (run.run_id for run in workspace.runs()[1:])
+    told = asked(workspace, capfd, "export", tmp_path / "new", "--since", first)
+    assert told["users"] == {"rows": 2, "gone": 0}
+    assert pq.read_table(tmp_path / "new" / "user" / "features.parquet")["user_id"].to_pylist() == ["a", "c"]
+    told = asked(workspace, capfd, "export", tmp_path / "old", "--since", last, "--run", first)
+    assert told["users"] == {"rows": 1, "gone": 1}
+    assert pq.read_table(tmp_path / "old" / "gone_users.parquet")["user_id"].to_pylist() == ["c"]
