@@ -21,8 +21,9 @@ from laserbatch.jobs.stages.spans import report_samples
 from laserbatch.pipeline.budget.choice import PLAIN
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.distributed.actors import TOKEN_FILE, Crew, ShardAbandoned, run_shards
+from laserbatch.pipeline.distributed.actors import Crew, ShardAbandoned, run_shards
 from laserbatch.pipeline.distributed.cluster import WorkerLayout, ray_cluster
+from laserbatch.pipeline.distributed.loading import TOKEN_FILE
 from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge

@@ -4,7 +4,6 @@ import datetime
 import logging
 import os
 import secrets
-import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +14,9 @@ import ray
 from laserbatch.pipeline.budget.step_cost import BUSY_LOAD, StepCost, load_of_cores
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes, require_own_gpu, told_nodes
+from laserbatch.pipeline.distributed.loading import TOKEN_FILE, quick_imports, require_same_folder
 from laserbatch.pipeline.distributed.spec import WorkerSpec
-from laserbatch.pipeline.errors import RunFailed, WorkspaceError
+from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.planning.plan import Shard, split_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
@@ -27,8 +27,6 @@ LOOK_S = 5.0  # between looks at how far the workers are
 MOST_STARTING_S = 600.0  # that a cluster may take to give any worker a place
 MOST_LOADING_S = 1800.0  # of a worker, between two steps while it loads its model or measures
 LEAST_SILENT_S, SILENT_STEPS = 60.0, 50.0  # between two steps of a shard: seconds, or so often the costliest one's
-MOST_UNSEEN_S = 30.0  # of a new file: a shared folder shows it late
-TOKEN_FILE = ".workers"  # in the run's folder, for workers to see that it is the same one
 MOST_LOST = 100  # workers of a run, before shards that workers die on are no longer halved
 
 
@@ -299,8 +297,8 @@ class _Worker:
         require_same_folder(self._spec)
         if self._spec.device == "cuda":
             require_own_gpu(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-        from laserbatch.pipeline.distributed.worker import ShardWorker  # torch and transformers: seconds
-
+        with quick_imports(self._spec.model_dir):
+            from laserbatch.pipeline.distributed.worker import ShardWorker  # torch and transformers: seconds
         self._worker = ShardWorker(self._spec)
         self._worker.warm_up()
 
@@ -318,16 +316,3 @@ class _Worker:
         """Forwards so far, and seconds of the costliest step."""
         engine = None if self._worker is None else self._worker.engine
         return (0, 0.0) if engine is None else (engine.num_forwards, engine.costliest_step_s)
-
-
-def require_same_folder(spec: WorkerSpec) -> None:
-    """Raises WorkspaceError: the run's folder is not here what it is where the run was started."""
-    deadline_s = time.monotonic() + MOST_UNSEEN_S
-    path = spec.run_dir / TOKEN_FILE
-    while not (path.exists() and path.read_text(encoding="utf-8") == spec.token):
-        if time.monotonic() > deadline_s:
-            raise WorkspaceError(
-                f"a worker on {socket.gethostname()} does not see the run's folder {spec.run_dir}: every machine of "
-                "the cluster needs the workspace at the same path, on storage that all of them share"
-            )
-        time.sleep(0.2)

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from scipy.sparse import csr_array
 from threadpoolctl import threadpool_limits
 
 from laserbatch.retrieval_pools.routing.attributes import AttributeColumn, iter_attributes
@@ -132,7 +131,8 @@ def cluster_texts(token_ids: pa.Array, num_clusters: int, seed: int) -> np.ndarr
     Bags of token ids, Arrow lists of int32 (n,), are weighted by tf-idf, reduced by a truncated SVD, and clustered by
     k-means.
     """
-    from sklearn.decomposition import TruncatedSVD  # here: who asks for a group does not cluster
+    from scipy.sparse import csr_array  # here: who asks for a group does not cluster
+    from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfTransformer
 
     tokens = pc.list_flatten(token_ids).to_numpy(zero_copy_only=False)

@@ -16,7 +16,7 @@ from laserbatch.jobs.settings import load_settings
 from laserbatch.pipeline.budget.measuring import KeptCost
 from laserbatch.pipeline.budget.step_cost import StepCost, StepPoint
 from laserbatch.pipeline.decoding.settings import Budget
-from laserbatch.pipeline.distributed import actors
+from laserbatch.pipeline.distributed import actors, loading
 from laserbatch.pipeline.distributed import settings as distributed_settings
 from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
 from laserbatch.pipeline.distributed.cluster import ray_cluster
@@ -136,7 +136,7 @@ def test_a_killed_workers_shard_is_done_again_by_another_under_the_budget_that_w
 
 def test_a_worker_that_does_not_see_the_runs_folder_says_so_with_its_host(world, tmp_path, monkeypatch):
     """On another machine, say, where the folder is missing or an old copy."""
-    monkeypatch.setattr(actors, "MOST_UNSEEN_S", 0.3)
+    monkeypatch.setattr(loading, "MOST_UNSEEN_S", 0.3)
     _, spec = planned(world, tmp_path / "run")
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / actors.TOKEN_FILE).write_text("of another attempt")
