@@ -8,10 +8,12 @@ night, in a copy of that workspace. Three kinds of death:
 - `driver` and `sigterm`: at one of the night's operations on its files, by SIGKILL or SIGTERM. The reference run lists
   them, and kills are spread over all of its stages. Texts are written by the process itself, so that it is cheap.
 - `driver-ray`, `actor`, `raylet`, `gcs`: a process of a night whose texts Ray's workers write, while they start, when
-  they have begun, or when they have written something.
-- `node`: the raylet of one of the two nodes of a simulated cluster that the night has joined.
+  they have begun, or when they have written something. The same command after it has a Ray of its own again.
+- `node`: the raylet of one of the two nodes of a simulated cluster that the night has joined. The night itself has to
+  end well, and to have lost one worker: that of the node.
 
-`survived`: the night, or else the same command after it, ended well within its limit. `identical`: every Parquet file
+`survived`: the night, or else the same command after it, ended well within its limit. A night that was over before the
+moment of its death came is tried again, and a second time counts as not survived. `identical`: every Parquet file
 of the run, and every file of its pools but their timings, is as the reference's. `lost` and `doubled` are ids.
 """
 
@@ -47,6 +49,7 @@ from chaos_nights import (
 )
 from common import SEED, Figure, benchmark_parser, finish, scale_of
 
+from laserbatch.jobs.events import read_events
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import leftovers
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -64,7 +67,7 @@ SETTINGS = {
 NUM_USERS, NUM_ITEMS = 10, 14
 MOST_LINGER_S = 60.0  # that processes of a killed night may take to end
 RAY_KINDS = ("driver-ray", "actor", "raylet", "gcs", "node")
-RAY_MOMENTS = ("start", "first step", "first shard")
+RAY_MOMENTS = {"start": 1.5, "first step": 0.5, "first shard": 0.3}  # seconds after each that a death may come
 NONE_OF = ("lost", "doubled", "hung", "left")  # ids, ids, nights, and processes or files that a dead night left
 
 
@@ -146,20 +149,24 @@ def drawn(operations: list[str], num_kills: int, kinds: list[str] | None, order:
         by_stage[stage].append(number)
     of_files = [kind for kind in ("driver", "sigterm") if not kinds or kind in kinds]
     with_ray = [kind for kind in RAY_KINDS if not kinds or kind in kinds]
-    num_ray = (
-        min(num_kills, max(num_kills // 3, len(with_ray))) if of_files and with_ray else num_kills * bool(with_ray)
-    )
+    num_ray = num_kills * bool(with_ray)
+    if of_files and with_ray:  # each kind at each moment, where 40 are killed
+        num_ray = min(num_kills, max(num_kills * 3 // 8, len(with_ray)))
     found = []
     for number in range(num_ray):
         kind = with_ray[number % len(with_ray)]
-        moments = RAY_MOMENTS[1:] if kind in ("actor", "node") else RAY_MOMENTS
+        moments = [moment for moment in RAY_MOMENTS if moment != "start" or kind not in ("actor", "node")]
         moment = moments[(number // len(with_ray)) % len(moments)]
-        found.append(Kill(kind, moment, delay_s=order.uniform(0, 1.5)))
+        found.append(Kill(kind, moment, delay_s=order.uniform(0, RAY_MOMENTS[moment])))
     stages = [stage for stage in by_stage for _ in range(2 if stage == "generate" else 1)]
     for number in range(num_kills - num_ray):
         stage = stages[number % len(stages)]
         found.append(Kill(of_files[number % len(of_files)], stage, order.choice(by_stage[stage])))
     return found
+
+
+class Missed(Exception):
+    """A night was over before its death came."""
 
 
 class Chaos:
@@ -188,6 +195,12 @@ class Chaos:
 
     def outcome_of(self, kill: Kill) -> Outcome:
         """Kill a night, give its command again, and compare."""
+        try:
+            return self._outcome_of(kill)
+        except Missed:
+            return self._outcome_of(replace(kill, delay_s=0.0))
+
+    def _outcome_of(self, kill: Kill) -> Outcome:
         place, mark = Path(shutil.copytree(self.folder / "world", self.folder / "night")), uuid.uuid4().hex
         shared = set(os.listdir("/dev/shm"))
         try:
@@ -195,6 +208,10 @@ class Chaos:
             left = set(os.listdir("/dev/shm")) - shared
             outcome = Outcome(kill, exit_codes, num_left=num_left + len(left))
             return self._judged(outcome, place)
+        except Missed:
+            if kill.delay_s == 0:
+                return Outcome(kill, [None], trouble=f"{kill}: the night was over before")
+            raise
         finally:
             for pid in marked(mark):
                 with suppress(ProcessLookupError):
@@ -213,10 +230,10 @@ class Chaos:
         while marked(mark) and time.monotonic() < deadline_s:
             time.sleep(0.2)
         num_left = len(marked(mark))
-        return [first, forked_night(place, SECOND_DATE)], num_left
+        return [first, ray_night(place, mark)], num_left
 
     def _kill(self, kill: Kill, night: subprocess.Popen, place: Path, mark: str, cluster: "Cluster") -> None:
-        """Wait for the moment, then kill."""
+        """Wait for the moment, then kill. Raises Missed: the night was over before."""
         names = {"actor": "ray::_Worker", "raylet": "raylet", "gcs": "gcs_server", "driver-ray": None}
         run_folder = place / "workspace" / "runs"
         moments: dict[str, Callable[[], bool]] = {
@@ -233,6 +250,8 @@ class Chaos:
         else:
             wait_for(lambda: named(mark, names[kill.kind]), night)
             victims = named(mark, names[kill.kind])[:1]
+        if night.poll() is not None or not victims:
+            raise Missed
         for pid in victims:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -251,16 +270,25 @@ class Chaos:
             num_doubled += sum(count - 1 for count in there[side].values() if count > 1)
         stray = [path.name for path in (*leftovers(place), *place.glob("workspace/runs/*/.workers"))]
         told = [f"differ: {', '.join(differing[:4])}"] if differing else []
+        if outcome.kill.kind == "node" and told_events(place).count("worker_lost") > 1:
+            told.append("a node of one worker cost more than that")
+        is_identical = not told
         told += [f"left: {', '.join(stray[:4])}"] if stray else []
         trouble = f"{outcome.kill}: {'; '.join(told)}" if told else ""
         return replace(
             outcome,
-            is_identical=not differing,
+            is_identical=is_identical,
             num_lost=num_lost,
             num_doubled=num_doubled,
             num_left=outcome.num_left + len(stray),
             trouble=trouble,
         )
+
+
+def told_events(place: Path) -> list[str]:
+    """The names of what happened in the runs of the second date."""
+    paths = place.glob(f"workspace/runs/{SECOND_DATE}*/events.jsonl")
+    return [event["event"] for path in paths for event in read_events(path)]
 
 
 def rows_of(outcomes: list[Outcome]) -> list[dict]:

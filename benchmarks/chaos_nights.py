@@ -116,7 +116,12 @@ def write_here() -> None:
     generate.run_shards, generate.ray_cluster, generate.Crew = run_shards, nothing, lambda *given: None
 
 
-def ray_night(place: Path, mark: str, address: str | None, meanwhile: Callable[[subprocess.Popen], None]) -> int | None:
+def ray_night(
+    place: Path,
+    mark: str,
+    address: str | None = None,
+    meanwhile: Callable[[subprocess.Popen], None] = lambda night: None,
+) -> int | None:
     """A night whose texts Ray's workers write, by the command line; its exit code, None: it hung."""
     command = [*NIGHT, "nightly", "--config", "laserbatch.yaml", "--date", SECOND_DATE] + (
         ["--ray-address", address] if address else []
