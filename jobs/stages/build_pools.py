@@ -101,12 +101,12 @@ def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: 
         building=night.settings.pool_building,
         on_counts=done.append,
     )
-    pool_texts = partial(run_texts.pool_texts, night.tables, side, night.date, routes)
     held_back_folder = folder.with_name(f"{side}-{HELD_BACK_NAME}")
     calibration, pool_of_others = calibrate_side(
-        night, side, run_texts, pool_texts, partial(build, out_dir=held_back_folder, previous=previous)
+        night, side, run_texts, routes, partial(build, out_dir=held_back_folder, previous=previous)
     )
-    pool = build(pool_texts(), folder, previous=pool_of_others or previous, calibration=calibration)
+    texts = run_texts.pool_texts(night.tables, side, night.date, routes)
+    pool = build(texts, folder, previous=pool_of_others or previous, calibration=calibration)
     shutil.rmtree(held_back_folder, ignore_errors=True)
     return PoolBuilt(
         version=version,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyarrow.types as pt
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import SAMPLE_MODEL, Settings
@@ -123,9 +124,11 @@ def changed_inputs(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Ma
 
 def _content_sha256(table: pa.Table) -> str:
     """Of a table's columns and values, whatever its file and its chunks are like."""
-    digest = hashlib.sha256(str(list(zip(table.schema.names, table.schema.types, strict=True))).encode())
+    kinds = [kind.value_type if pt.is_dictionary(kind) else kind for kind in table.schema.types]
+    schema = pa.schema(list(zip(table.schema.names, kinds, strict=True)))
+    digest = hashlib.sha256(str(list(zip(schema.names, schema.types, strict=True))).encode())
     for start in range(0, table.num_rows, ROWS_AT_ONCE):
-        for batch in table.slice(start, ROWS_AT_ONCE).combine_chunks().to_batches():
+        for batch in table.slice(start, ROWS_AT_ONCE).cast(schema).combine_chunks().to_batches():
             digest.update(batch.serialize())
     return digest.hexdigest()
 

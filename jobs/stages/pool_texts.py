@@ -10,7 +10,7 @@ of the others.
 """
 
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,10 +40,10 @@ from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayTe
 from laserbatch.retrieval_pools.index.arrays import ArrayWriter, map_array
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.index.texts import PoolText
+from laserbatch.retrieval_pools.index.texts import PoolTexts, stretches
 from laserbatch.retrieval_pools.routing.router import Routes
 
-ROWS_AT_ONCE = 64 * 1024
+ROWS_AT_ONCE = 8 * 1024
 TOKENS_NAME = "texts.npy"
 _DATE_LENGTH = len("2025-03-01")  # what a run's id begins with
 
@@ -79,27 +79,30 @@ class RunTexts:
             if row is not None
         }
 
-    def pool_texts(self, tables: Tables, side: Side, date: datetime.date, routes: Routes) -> Iterator[PoolText]:
-        """One after another, those of entities that the tables no longer have left out.
+    def pool_texts(
+        self, tables: Tables, side: Side, date: datetime.date, routes: Routes, left_out: Sequence[object] = ()
+    ) -> Iterator[PoolTexts]:
+        """A block after another, those of entities that the tables no longer have left out.
 
         Parameters
         ----------
         date : ages are counted to it.
         routes : the groups of the tables' entities.
+        left_out : ids of more entities without whose texts it is to be.
         """
         entity_ids = tables.entities(side)[f"{side}_id"]
         rows = pc.fill_null(pc.index_in(entity_ids, value_set=self.entity_ids), -1).to_numpy()
+        rows = np.where(pc.is_in(entity_ids, value_set=pa.array(left_out, entity_ids.type)), -1, rows)
         ages = (np.datetime64(date) - self.run_dates).astype(float)  # days; NaN for NaT
         ages = np.where(np.isnan(ages), 0.0, np.maximum(ages, 0.0))
-        names = routes.groups.dictionary.to_pylist()
-        for start in range(0, len(rows), ROWS_AT_ONCE):
-            part = rows[start : start + ROWS_AT_ONCE]
-            ids = entity_ids.slice(start, len(part)).to_pylist()
-            codes = routes.groups.indices.slice(start, len(part)).to_pylist()
-            for row, entity_id, code in zip(part.tolist(), ids, codes, strict=True):
-                if row >= 0:
-                    its_own = slice(self.starts[row], self.starts[row + 1])
-                    yield PoolText(self.tokens[its_own], names[code], entity_id, float(ages[row]))
+        groups, codes = routes.groups.dictionary.to_pylist(), routes.groups.indices.to_numpy()
+        entities = np.flatnonzero(rows >= 0)
+        for start in range(0, len(entities), ROWS_AT_ONCE):
+            part = entities[start : start + ROWS_AT_ONCE]
+            its_own = rows[part]
+            lengths = self.starts[its_own + 1] - self.starts[its_own]
+            tokens = stretches(self.tokens, self.starts[its_own], lengths)
+            yield PoolTexts(tokens, lengths, codes[part], groups, part, ages[its_own])
 
 
 def read_run_texts(run: RunFolder, side: Side, scratch: Path) -> RunTexts | None:
@@ -140,8 +143,8 @@ def calibrate_side(
     night: Night,
     side: Side,
     run_texts: RunTexts,
-    pool_texts: Callable[[], Iterator[PoolText]],
-    build: Callable[[Iterator[PoolText]], Pool],
+    routes: Routes,
+    build: Callable[[Iterator[PoolTexts]], Pool],
 ) -> tuple[Calibration | None, Pool | None]:
     """Replay some texts of a side; None where there are too few, or none are wanted. The same run, the same result.
 
@@ -149,7 +152,7 @@ def calibrate_side(
 
     Parameters
     ----------
-    pool_texts : those of the coming pool, from the first.
+    routes : the groups of the tables' entities.
     build : makes a pool of those that are not held back.
     """
     settings, options = night.settings.pools, draft_options(night.settings.decoding, drafted_with(night, side))
@@ -167,17 +170,11 @@ def calibrate_side(
     held_back = {row.entity_id: row for row in rows}
     if len(rows) < 2:
         return None, None
-    texts = []
-
-    def other_texts() -> Iterator[PoolText]:
-        for text in pool_texts():
-            row = held_back.get(text.entity)
-            if row is None:
-                yield text
-            else:
-                texts.append(_replayed(row, text.token_ids, text.group))
-
-    pool = build(other_texts())
+    token_ids, table_ids = run_texts.of_entities(list(held_back)), night.tables.entities(side)[f"{side}_id"]
+    places = pc.index_in(pa.array(token_ids, table_ids.type), value_set=table_ids.combine_chunks()).to_pylist()
+    known = sorted((place, entity_id) for place, entity_id in zip(places, token_ids, strict=True) if place is not None)
+    texts = [_replayed(held_back[key], token_ids[key], routes.of(place).group) for place, key in known]
+    pool = build(run_texts.pool_texts(night.tables, side, night.date, routes, list(held_back)))
     if len(texts) < 2:
         return None, pool
     return with_budgets(calibrate(pool, texts, options), pool, texts, options), pool

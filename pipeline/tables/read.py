@@ -6,7 +6,7 @@ Only the columns and rows that are kept are read: the cut by date is applied whi
 
 import datetime
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import pyarrow.types as pt
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import sha256_file
-from laserbatch.pipeline.tables.columns import role_of, schema_findings
+from laserbatch.pipeline.tables.columns import ID, role_of, schema_findings
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, unreadable
 from laserbatch.pipeline.tables.schema import (
@@ -39,7 +39,7 @@ class Tables:
 
     users: pa.Table  # in file order; items too
     items: pa.Table
-    interactions: pa.Table  # sorted by time, user, item
+    interactions: pa.Table  # sorted by time, user, item; ids are dictionaries, whose values ascend
 
     def entities(self, side: Side) -> pa.Table:
         """The users or the items."""
@@ -50,9 +50,10 @@ class Tables:
         """Of each interaction the row of its user, and of its item: int32[n]; -1 where that is not there."""
         rows = {}
         for side in SIDES:
-            among = self.entities(side)[f"{side}_id"].combine_chunks()
-            found = pc.index_in(self.interactions[f"{side}_id"], value_set=among)
-            rows[side] = pc.fill_null(found, -1).to_numpy()
+            ids = self.interactions[f"{side}_id"]
+            ids = (ids if pt.is_dictionary(ids.type) else ids.dictionary_encode()).combine_chunks()
+            found = pc.index_in(ids.dictionary, value_set=self.entities(side)[f"{side}_id"].combine_chunks())
+            rows[side] = pc.fill_null(found.take(ids.indices), -1).to_numpy()
         return rows
 
 
@@ -67,30 +68,45 @@ def read_tables(path: Path | str | None, as_of: datetime.date | None = None) -> 
         day_after = datetime.datetime.combine(as_of, datetime.time(), datetime.UTC) + datetime.timedelta(days=1)
         cutoff = pa.scalar(day_after, TIMESTAMP_TYPE)
     users, items, interactions = (_read_table(path, table, cutoff) for table in TABLE_NAMES)
-    if cutoff is not None:
-        # An interaction that precedes its entity's own created_at would point to nothing.
-        for table, column in ((users, "user_id"), (items, "item_id")):
-            if interactions[column].type == table[column].type and CREATED_AT in table.column_names:
-                interactions = interactions.filter(pc.is_in(interactions[column], value_set=table[column]))
-    return Tables(users, items, _by_time(interactions))
+    tables = Tables(users, items, _by_time(interactions))
+    if cutoff is None:
+        return tables
+    # An interaction that precedes its entity's own created_at would point to nothing.
+    for side in SIDES:
+        entities, kind = tables.entities(side), interactions.schema.field(f"{side}_id").type.value_type
+        if kind == entities[f"{side}_id"].type and CREATED_AT in entities.column_names:
+            is_known = tables.rows_of_interactions[side] >= 0
+            if not is_known.all():
+                tables = replace(tables, interactions=tables.interactions.filter(pa.array(is_known)))
+    return tables
 
 
 def _by_time(interactions: pa.Table) -> pa.Table:
     """Sorted by time, user, item. What comes sorted, as logs do but for events of one moment, is not copied."""
     keys = [("timestamp", "ascending"), ("user_id", "ascending"), ("item_id", "ascending")]
-    if interactions["timestamp"].null_count:
+    if any(interactions[name].null_count for name, _ in keys):
         return interactions.sort_by(keys)
     times = interactions["timestamp"].cast(pa.int64()).to_numpy()
+    user, item = (interactions[f"{side}_id"].combine_chunks().indices.to_numpy() for side in SIDES)
     order = np.arange(len(times))
     if np.any(times[1:] < times[:-1]):
         order = np.argsort(times, kind="stable")
         times = times[order]
     is_next_alike = np.append(times[1:] == times[:-1], False)[: len(times)]
     places = np.flatnonzero(is_next_alike | np.roll(is_next_alike, 1))
-    moments = interactions.select([name for name, _ in keys]).take(pa.array(order[places]))
-    order[places] = order[places][pc.sort_indices(moments, keys).to_numpy()]
+    rows = order[places]
+    order[places] = rows[np.lexsort((item[rows], user[rows], times[places]))]
     is_sorted = np.array_equal(order, np.arange(len(order)))
     return interactions if is_sorted else interactions.take(pa.array(order))
+
+
+def _coded(column: pa.ChunkedArray) -> pa.Array:
+    """Ids as codes, int32, of their distinct values, which ascend: what is sorted by code is sorted by id."""
+    coded = column.combine_chunks()
+    order = pc.sort_indices(coded.dictionary)
+    codes = np.empty(len(order), np.int32)
+    codes[order.to_numpy()] = np.arange(len(order), dtype=np.int32)
+    return pa.DictionaryArray.from_arrays(pa.array(codes).take(coded.indices), coded.dictionary.take(order))
 
 
 def _read_table(path: Path, name: str, cutoff: pa.Scalar | None) -> pa.Table:
@@ -103,7 +119,9 @@ def _read_table(path: Path, name: str, cutoff: pa.Scalar | None) -> pa.Table:
         ) from None
     # Only now: a column without any value in one file takes its type from the others.
     kinds = [pa.string() if pt.is_null(kind) else kind for kind in table.schema.types]
-    return table.cast(pa.schema(list(zip(table.column_names, kinds, strict=True))))
+    table = table.cast(pa.schema(list(zip(table.column_names, kinds, strict=True))))
+    coded = [_coded(column) if pt.is_dictionary(column.type) else column for column in table.columns]
+    return pa.table(coded, table.column_names)
 
 
 def _read_part(file: Path, name: str, cutoff: pa.Scalar | None) -> pa.Table:
@@ -118,8 +136,12 @@ def _read_part(file: Path, name: str, cutoff: pa.Scalar | None) -> pa.Table:
             kept = pc.field(time_column) < time_scalar(cutoff, schema.field(time_column).type)
             if name != "interactions":
                 kept = kept | pc.field(time_column).is_null()
-        table = ds.dataset(str(file), format="parquet").to_table(columns=wanted, filter=kept)
-        return pa.table({column: role_of(name, column).plain(table[column]) for column in wanted})
+        dataset, columns = ds.dataset(str(file), format="parquet"), {}
+        for column in wanted:  # one at a time: of interactions ids are codes before the next is read
+            role = role_of(name, column)
+            values = role.plain(dataset.to_table(columns=[column], filter=kept)[column])
+            columns[column] = values.dictionary_encode() if name == "interactions" and role is ID else values
+        return pa.table(columns)
     except (pa.ArrowException, OSError) as error:
         raise FaultyTable(unreadable(name, shown_path(file), error)) from None
 

@@ -36,6 +36,7 @@ from laserbatch.retrieval_pools.index.texts import (
     MAX_POSITIONS,
     LaidTexts,
     PoolText,
+    PoolTexts,
     find_known_texts,
     lay_end_to_end,
     values_at,
@@ -43,7 +44,7 @@ from laserbatch.retrieval_pools.index.texts import (
 )
 from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings
 
-__all__ = ["BuildCounts", "PoolText", "build_pool", "sync_folder"]
+__all__ = ["BuildCounts", "PoolText", "PoolTexts", "build_pool", "sync_folder"]
 
 SORT_BYTES_PER_POSITION = 40  # of memory, while a run of texts is sorted
 TEMPORARY_SUFFIX = ".tmp"
@@ -67,7 +68,7 @@ class BuildCounts:
 
 
 def build_pool(
-    texts: Iterable[PoolText],
+    texts: Iterable[PoolText] | Iterable[PoolTexts],
     out_dir: Path | str,
     *,
     side: Side,
@@ -139,8 +140,8 @@ def build_pool(
 
 
 def _lay(
-    texts: Iterable[PoolText], folder: Path, scratch: Path, vocab_size: int | None, settings: PoolSettings,
-    building: PoolBuildSettings,
+    texts: Iterable[PoolText] | Iterable[PoolTexts], folder: Path, scratch: Path, vocab_size: int | None,
+    settings: PoolSettings, building: PoolBuildSettings,
 ) -> tuple[LaidTexts, int]:  # fmt: skip
     """`tokens`, of all texts or of the youngest; and how many were left out."""
     path = array_path(folder, "tokens")

@@ -6,9 +6,8 @@ a few bytes for each text.
 """
 
 import itertools
-from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +41,27 @@ class PoolText:
     group: str = ""
     entity: str | int | None = None
     age_nights: float = 0.0
+
+
+@dataclass(frozen=True)
+class PoolTexts:
+    """Several of them in columns, as a pool takes them fastest.
+
+    Parameters
+    ----------
+    tokens : int32[n], one text's after another's.
+    lengths : int[num_texts].
+    group_codes : int[num_texts], places in `groups`.
+    entity_codes : int[num_texts], numbers of the entities, the same in all blocks of a pool.
+    ages_nights : float[num_texts].
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    group_codes: np.ndarray
+    groups: Sequence[str]
+    entity_codes: np.ndarray
+    ages_nights: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -81,18 +101,25 @@ class LaidTexts:
         lengths = np.diff(self.starts).astype(np.int64) - 1
         return np.sort(turns[np.cumsum(lengths[turns]) <= max_tokens])
 
-    def texts(self, chosen: np.ndarray) -> Iterator[PoolText]:
+    def texts(self, chosen: np.ndarray) -> Iterator[PoolTexts]:
         """The texts of some numbers again, in their order."""
-        names, starts = list(self.groups), self.starts
-        for text in chosen.tolist():
-            its_own = slice(starts[text] + 1, starts[text + 1])
-            entity = None if self.entity_codes is None else int(self.entity_codes[text])
-            group, age_nights = names[self.group_codes[text]], float(self.ages_nights[text])
-            yield PoolText(self.tokens[its_own], group, entity, age_nights)
+        groups = list(self.groups)
+        for first in range(0, len(chosen), _BLOCK_TEXTS):
+            block = chosen[first : first + _BLOCK_TEXTS]
+            begin, lengths = self.starts[block] + 1, self.starts[block + 1] - self.starts[block] - 1
+            entities = block if self.entity_codes is None else self.entity_codes[block]
+            tokens = stretches(self.tokens, begin, lengths)
+            yield PoolTexts(tokens, lengths, self.group_codes[block], groups, entities, self.ages_nights[block])
+
+
+def stretches(tokens: np.ndarray, begin: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Parts of a token array one after another: where each begins, int[n], and how long it is."""
+    before = np.cumsum(lengths, dtype=np.int64) - lengths
+    return tokens[np.repeat(begin - before, lengths) + np.arange(lengths.sum())]
 
 
 def lay_end_to_end(
-    texts: Iterable[PoolText], path: Path, vocab_size: int | None, with_entities: bool = False
+    texts: Iterable[PoolText] | Iterable[PoolTexts], path: Path, vocab_size: int | None, with_entities: bool = False
 ) -> LaidTexts:
     """Write all texts' tokens to a `.npy` file and say where each lies.
 
@@ -109,72 +136,78 @@ def lay_end_to_end(
         tokens than a pool holds.
     """
     limit = MAX_POSITIONS - 2 if vocab_size is None else vocab_size
-    groups, entities = _Codes(), _Codes()
-    lengths, ages = array("i"), array("f")
-    num_positions, largest_id = 1, -1
-    source = iter(texts)
+    code_of: dict[str, int] = {}
+    lengths, codes, entities, ages = ([np.zeros(0, np.int32)] for _ in range(4))
+    num_texts, num_positions, largest_id = 0, 1, -1
     with ArrayWriter(path, np.int32) as tokens:
         tokens.write(_SEPARATOR)
-        while block := list(itertools.islice(source, _BLOCK_TEXTS)):
-            first = len(lengths)
-            rows = [_row(text, number) for number, text in enumerate(block, first)]
-            largest_id = max(largest_id, _largest_id(rows, first, limit))
-            lengths.extend(map(len, rows))
-            num_positions += sum(map(len, rows)) + len(rows)
+        for block in _in_blocks(texts, with_entities):
+            ends = np.cumsum(block.lengths)
+            largest_id = max(largest_id, _largest_id(block.tokens, ends, num_texts, limit))
+            num_texts, num_positions = num_texts + len(ends), num_positions + len(ends) + len(block.tokens)
             if num_positions > MAX_POSITIONS:
-                raise PoolError(f"a pool holds {MAX_POSITIONS:,} tokens; there are more before text {len(lengths)}.")
-            tokens.write(np.concatenate([part for row in rows for part in (row, _SEPARATOR)]))
-            groups.add([text.group for text in block])
-            if len(groups.code_of) > MAX_GROUPS:
-                raise PoolError(f"a pool holds {MAX_GROUPS:,} groups; there are more before text {len(lengths)}.")
-            ages.extend([text.age_nights for text in block])
-            if with_entities:
-                named = ((k,) if text.entity is None else text.entity for k, text in enumerate(block, first))
-                entities.add(list(named))
-    starts = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(np.array(lengths, np.int32) + 1, out=starts[1:])
-    codes = np.array(groups.codes, group_code_dtype(len(groups.code_of)))
+                raise PoolError(f"a pool holds {MAX_POSITIONS:,} tokens; there are more before text {num_texts}.")
+            tokens.write(np.insert(block.tokens, ends, SEPARATOR))
+            in_block, first = np.unique(block.group_codes, return_index=True)
+            code_in_pool = np.zeros(len(block.groups), np.int32)
+            for code in in_block[np.argsort(first)].tolist():
+                code_in_pool[code] = code_of.setdefault(block.groups[code], len(code_of))
+            if len(code_of) > MAX_GROUPS:
+                raise PoolError(f"a pool holds {MAX_GROUPS:,} groups; there are more before text {num_texts}.")
+            lengths.append(block.lengths)
+            codes.append(code_in_pool[block.group_codes])
+            ages.append(block.ages_nights)
+            entities += [block.entity_codes] if with_entities else []
+    lengths = np.concatenate(lengths)
+    starts = np.zeros(num_texts + 1, np.int32)
+    np.cumsum(lengths + 1, out=starts[1:])
+    codes = np.concatenate(codes).astype(group_code_dtype(len(code_of)))
     return LaidTexts(
         map_array(path),
         starts,
         codes,
-        np.array(entities.codes, np.int32) if with_entities else None,
-        np.array(ages, np.float32),
-        _count_groups(list(groups.code_of), codes, np.array(lengths, np.int64)),
+        np.unique(np.concatenate(entities), return_inverse=True)[1].astype(np.int32) if with_entities else None,
+        np.concatenate(ages).astype(np.float32),
+        _count_groups(list(code_of), codes, lengths),
         largest_id + 1 if vocab_size is None else vocab_size,
     )
 
 
-class _Codes:
-    """Numbers for names, in the order in which they came, and the number of each text."""
-
-    def __init__(self) -> None:
-        self.code_of: dict[object, int] = {}
-        self.codes = array("i")
-
-    def add(self, names: list) -> None:
-        code_of = self.code_of
-        self.codes.extend([code_of.setdefault(name, len(code_of)) for name in names])
+def _in_blocks(texts: Iterable[PoolText] | Iterable[PoolTexts], with_entities: bool) -> Iterator[PoolTexts]:
+    source, num_texts, entity_codes = iter(texts), 0, {}
+    while block := list(itertools.islice(source, 1)):
+        if isinstance(block[0], PoolTexts):
+            yield block[0]
+            continue
+        block += itertools.islice(source, _BLOCK_TEXTS - 1)
+        rows = [_row(text, number) for number, text in enumerate(block, num_texts)]
+        names = ((k,) if text.entity is None else text.entity for k, text in enumerate(block, num_texts))
+        entities = [entity_codes.setdefault(name, len(entity_codes)) for name in names] if with_entities else []
+        group_codes: dict[str, int] = {}
+        codes = [group_codes.setdefault(text.group, len(group_codes)) for text in block]
+        ages = np.array([text.age_nights for text in block], np.float32)
+        lengths = np.array([len(row) for row in rows])
+        yield PoolTexts(np.concatenate(rows), lengths, np.array(codes), list(group_codes), np.array(entities), ages)
+        num_texts += len(block)
 
 
 def _row(text: PoolText, number: int) -> np.ndarray:
     row = np.asarray(text.token_ids)
     if row.ndim != 1 or (row.size and row.dtype.kind not in "iu"):
         raise PoolError(f"text {number} is not a row of token ids: shape {row.shape} of {row.dtype}.")
-    return row
+    return row.astype(np.int64)
 
 
-def _largest_id(rows: list[np.ndarray], first: int, limit: int) -> int:
-    """Of the texts from the `first` on, none of whose ids is below 0 or too large."""
-    ids = np.concatenate(rows)
-    if ids.min(initial=0) < 0 or ids.max(initial=-1) >= limit:
-        is_wrong = [((row < 0) | (row >= limit)) for row in rows]
-        k = next(k for k, wrong in enumerate(is_wrong) if wrong.any())
+def _largest_id(tokens: np.ndarray, ends: np.ndarray, first: int, limit: int) -> int:
+    """Of some texts, of which the first has a number and each an end; none of the ids is below 0 or too large."""
+    largest = int(tokens.max(initial=-1))
+    if tokens.min(initial=0) < 0 or largest >= limit:
+        place = int(np.flatnonzero((tokens < 0) | (tokens >= limit))[0])
         raise PoolError(
-            f"text {first + k} has the token id {rows[k][is_wrong[k]][0]}; expected 0 to {limit - 1}. "
-            "Build the pool from texts of the same tokenizer."
+            f"text {first + np.searchsorted(ends, place, side='right')} has the token id {tokens[place]}; expected 0 "
+            f"to {limit - 1}. Build the pool from texts of the same tokenizer."
         )
-    return int(ids.max(initial=-1))
+    return largest
 
 
 def _count_groups(names: list[str], codes: np.ndarray, lengths: np.ndarray) -> dict[str, GroupCounts]:
@@ -269,6 +302,9 @@ def _text_hashes(tokens, starts):
 
 def _keep_longest_increasing(same: np.ndarray) -> None:
     """Set to -1 what is not of a longest increasing subsequence (patience sorting, O(n log n))."""
+    known = same[same >= 0]
+    if (known[1:] > known[:-1]).all():
+        return
     values = same.tolist()
     last_values, last_places = [], []  # by length less one: the smallest last value, and its place
     before = {}

@@ -13,7 +13,7 @@ from threadpoolctl import threadpool_limits
 from laserbatch.retrieval_pools.routing.embeddings import (
     EntityEmbeddings,
     check_same_kind,
-    id_column,
+    distinct_ids,
     normalised_ids,
     read_embeddings,
 )
@@ -60,10 +60,9 @@ class CollaborativeGroups:
         PoolError
             Missing id columns, ids of different kinds, or a file of embeddings that is not what it should be.
         """
-        interaction_ids = id_column(interactions, f"{side}_id", "interactions")
+        interaction_ids, codes = distinct_ids(interactions, f"{side}_id", "interactions")
         check_same_kind(interaction_ids, ids, "interactions", "entities")
-        counted = interaction_ids.value_counts()
-        frequent = counted.field("values").filter(pc.greater_equal(counted.field("counts"), settings.min_interactions))
+        frequent = interaction_ids.filter(pa.array(np.bincount(codes) >= settings.min_interactions))
         warm_ids = pc.unique(ids.filter(pc.is_in(ids, value_set=frequent)))
         if len(warm_ids) == 0:
             return cls.none_of(ids)
@@ -94,8 +93,7 @@ def train_embeddings(interactions: pa.Table, seed: int) -> dict[str, EntityEmbed
     """LightGCN vectors of both sides ("user", "item"), for every id in `interactions`."""
     from laserbatch.retrieval_pools.routing.lightgcn import train_lightgcn  # a loaded router must route without torch
 
-    ids = {side: id_column(interactions, f"{side}_id", "interactions") for side in SIDES}
-    trained = train_lightgcn(ids["user"], ids["item"], seed)
+    trained = train_lightgcn(interactions, seed)
     return {"user": trained.users, "item": trained.items}
 
 

@@ -28,9 +28,32 @@ class EntityEmbeddings:
 
 def id_column(table: pa.Table, name: str, table_name: str) -> pa.Array:
     """Normalised ids of one column; PoolError when it is missing, of another type, or has nulls."""
+    return normalised_ids(_column(table, name, table_name), name, table_name)
+
+
+def distinct_ids(table: pa.Table, name: str, table_name: str) -> tuple[pa.Array, np.ndarray]:
+    """As `id_column`, but those that occur, ascending, and of each row the place among them, int32[num_rows]."""
+    column = _column(table, name, table_name)
+    coded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
+    _require_ids(coded, name, table_name)
+    coded = coded.combine_chunks()
+    known, codes = normalised_ids(coded.dictionary, name, table_name), coded.indices.to_numpy()
+    order = pc.sort_indices(known).to_numpy()
+    order = order[np.bincount(codes, minlength=len(known))[order] > 0]
+    places = np.zeros(len(known), np.int32)
+    places[order] = np.arange(len(order), dtype=np.int32)
+    return known.take(pa.array(order)), places[codes]
+
+
+def _column(table: pa.Table, name: str, table_name: str) -> pa.ChunkedArray:
     if name not in table.column_names:
         raise PoolError(f"{table_name} has no column {name!r}; its columns are {', '.join(table.column_names)}")
-    return normalised_ids(table[name], name, table_name)
+    return table[name]
+
+
+def _require_ids(ids: pa.Array | pa.ChunkedArray, name: str, table_name: str) -> None:
+    if ids.null_count:
+        raise PoolError(f"{table_name}.{name} has {ids.null_count} nulls; every row needs an id")
 
 
 def normalised_ids(ids: pa.Array | pa.ChunkedArray, name: str, table_name: str) -> pa.Array:
@@ -42,8 +65,7 @@ def normalised_ids(ids: pa.Array | pa.ChunkedArray, name: str, table_name: str) 
         target = pa.large_string()
     else:
         raise PoolError(f"{table_name}.{name} is of type {ids.type}; ids are strings or integers")
-    if ids.null_count:
-        raise PoolError(f"{table_name}.{name} has {ids.null_count} nulls; every row needs an id")
+    _require_ids(ids, name, table_name)
     ids = ids.cast(target)
     return ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids
 

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch.nn import functional
 
-from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings
+from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings, distinct_ids
 
 DIM = 64
 NUM_LAYERS = 3  # K of He et al.
@@ -35,28 +34,23 @@ class LightGCNEmbeddings:
     losses: tuple[float, ...]
 
 
-def train_lightgcn(
-    user_ids: pa.Array | pa.ChunkedArray,
-    item_ids: pa.Array | pa.ChunkedArray,
-    seed: int = 0,
-    max_steps: int = MAX_STEPS,
-) -> LightGCNEmbeddings:
+def train_lightgcn(interactions: pa.Table, seed: int = 0, max_steps: int = MAX_STEPS) -> LightGCNEmbeddings:
     """Vectors of every id that occurs, float32 (num_users, DIM) and (num_items, DIM).
 
     Training is on implicit feedback: a pair that occurs, however often and in whatever order, is one edge.
 
     Parameters
     ----------
-    user_ids, item_ids : Arrow arrays (num_interactions,), string or int64, no nulls: the two ends of each interaction.
+    interactions : `user_id` and `item_id`, string or int64, no nulls.
     seed : of the initial embeddings and of the negative samples.
     """
-    users, user_index = _sorted_ids(user_ids)
-    items, item_index = _sorted_ids(item_ids)
+    users, user_index = distinct_ids(interactions, "user_id", "interactions")
+    items, item_index = distinct_ids(interactions, "item_id", "interactions")
     num_users, num_items = len(users), len(items)
     if num_users == 0:
         empty = np.empty((0, DIM), np.float32)
         return LightGCNEmbeddings(EntityEmbeddings(users, empty), EntityEmbeddings(items, empty), ())
-    pairs = np.unique(user_index * num_items + item_index)  # sorted, each once
+    pairs = np.unique(user_index * np.int64(num_items) + item_index)  # sorted, each once
     users_of_pairs = torch.from_numpy(pairs // num_items)  # (num_pairs,)
     items_of_pairs = torch.from_numpy(pairs % num_items)
     adjacency = _normalised_adjacency(users_of_pairs, items_of_pairs, num_users, num_items)
@@ -112,15 +106,20 @@ def bpr_loss(
 
 
 def _normalised_adjacency(users: torch.Tensor, items: torch.Tensor, num_users: int, num_items: int) -> torch.Tensor:
-    """D^-1/2 A D^-1/2 of the bipartite graph (Eqs. 6 and 7): users are nodes first, items after them."""
-    num_nodes = num_users + num_items
-    rows = torch.cat([users, items + num_users])
-    columns = torch.cat([items + num_users, users])
-    degrees = torch.bincount(rows, minlength=num_nodes).to(torch.float32)
-    weights = (degrees[rows] * degrees[columns]).rsqrt()
+    """D^-1/2 A D^-1/2 of the bipartite graph (Eqs. 6 and 7): users are nodes first, items after them.
+
+    Its pairs come by user, then item, so that it is put together row by row.
+    """
+    num_nodes, by_item = num_users + num_items, torch.argsort(items, stable=True)
+    degrees = torch.cat([torch.bincount(users, minlength=num_users), torch.bincount(items, minlength=num_items)])
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)])
+    degrees = degrees.to(torch.float32)
+    weights = (degrees[users] * degrees[items + num_users]).rsqrt()
+    columns = torch.cat([(items + num_users).to(torch.int32), users[by_item].to(torch.int32)])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse ")  # torch's notes on its CSR support, once a process
-        return torch.sparse_coo_tensor(torch.stack([rows, columns]), weights, (num_nodes, num_nodes)).to_sparse_csr()
+        values = torch.cat([weights, weights[by_item]])
+        return torch.sparse_csr_tensor(starts.to(torch.int32), columns, values, (num_nodes, num_nodes))
 
 
 def _on_plateau(losses: list[float]) -> bool:
@@ -128,10 +127,3 @@ def _on_plateau(losses: list[float]) -> bool:
         return False
     before, latest = np.mean(losses[-2 * PLATEAU_STEPS : -PLATEAU_STEPS]), np.mean(losses[-PLATEAU_STEPS:])
     return bool(latest > before * (1 - MIN_IMPROVEMENT)) and bool(latest < 0.65)  # 0.69 at the start: not yet learning
-
-
-def _sorted_ids(ids: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, np.ndarray]:
-    """Distinct ids in ascending order, and the int64 position of each row's id among them."""
-    distinct = pc.unique(ids)
-    distinct = distinct.take(pc.sort_indices(distinct))
-    return distinct, pc.index_in(ids, value_set=distinct).to_numpy().astype(np.int64)

@@ -185,15 +185,18 @@ def test_texts_come_in_the_order_of_the_table_with_their_ages(world, tmp_path):
     night.run.write_shard("item", "00000", shuffled.slice(0, 10).set_column(column, "run_id", pa.array(ids[:10])))
     night.run.write_shard("item", "00001", shuffled.slice(10, 30))
     read = read_run_texts(night.run, "item", tmp_path)
-    texts = list(read.pool_texts(night.tables, "item", SECOND_DATE, Routes.nowhere(night.tables.items.num_rows)))
+    ids, routes = night.tables.items["item_id"].to_pylist(), Routes.nowhere(night.tables.items.num_rows)
+    (texts,) = read.pool_texts(night.tables, "item", SECOND_DATE, routes)
     by_id = dict(zip(rows["entity_id"].to_pylist(), rows["token_ids"].to_pylist(), strict=True))
-    assert {text.entity: text.token_ids.tolist() for text in texts} == {
-        entity: by_id[entity] for entity in shuffled["entity_id"].to_pylist()[:40]
-    }
-    in_table = [entity for entity in night.tables.items["item_id"].to_pylist() if entity in {t.entity for t in texts}]
-    assert [text.entity for text in texts] == in_table
-    ages = {text.entity: text.age_nights for text in texts}
-    assert [ages[entity] for entity in shuffled["entity_id"].to_pylist()[:12]] == [0, 9] * 5 + [1, 1]
+    written = shuffled["entity_id"].to_pylist()[:40]
+    found = [ids[row] for row in texts.entity_codes]
+    assert found == [entity for entity in ids if entity in written]
+    assert texts.tokens.tolist() == [token for entity in found for token in by_id[entity]]
+    assert texts.lengths.tolist() == [len(by_id[entity]) for entity in found]
+    ages = dict(zip(found, texts.ages_nights, strict=True))
+    assert [ages[entity] for entity in written[:12]] == [0, 9] * 5 + [1, 1]
+    (others,) = read.pool_texts(night.tables, "item", SECOND_DATE, routes, left_out=written[1:])
+    assert others.tokens.tolist() == by_id[written[0]]
     assert read_run_texts(night.run, "user", tmp_path) is None
 
 

@@ -31,9 +31,13 @@ def _string_ids(prefix, numbers):
     return pa.array([f"{prefix}{number:04d}" for number in numbers])
 
 
+def _pairs(user_ids, item_ids):
+    return pa.table({"user_id": user_ids, "item_id": item_ids})
+
+
 def test_planted_communities_are_recovered_on_both_sides(world):
     users, items, user_communities, item_communities = world
-    trained = train_lightgcn(_string_ids("u", users), _string_ids("i", items))
+    trained = train_lightgcn(_pairs(_string_ids("u", users), _string_ids("i", items)))
     for embeddings, communities in ((trained.users, user_communities), (trained.items, item_communities)):
         assert embeddings.vectors.dtype == np.float32
         assert embeddings.vectors.shape == (len(embeddings.ids), DIM)
@@ -44,23 +48,23 @@ def test_planted_communities_are_recovered_on_both_sides(world):
 
 def test_losses_fall_and_training_stops_at_the_plateau(world):
     users, items, _, _ = world
-    losses = train_lightgcn(pa.array(users), pa.array(items), max_steps=500).losses
+    losses = train_lightgcn(_pairs(pa.array(users), pa.array(items)), max_steps=500).losses
     assert losses[-1] < 0.75 * losses[0]
     assert len(losses) < 500
 
 
 def test_equal_arguments_give_equal_vectors_whatever_the_global_state_and_the_order(world):
     users, items, _, _ = world
-    first = train_lightgcn(pa.array(users), pa.array(items), seed=3)
+    first = train_lightgcn(_pairs(pa.array(users), pa.array(items)), seed=3)
     torch.manual_seed(99)
     np.random.seed(99)
     order = np.random.default_rng(1).permutation(np.r_[np.arange(len(users)), np.arange(50)])  # shuffled, with repeats
-    second = train_lightgcn(pa.array(users[order]), pa.array(items[order]), seed=3)
+    second = train_lightgcn(_pairs(pa.array(users[order]), pa.array(items[order])), seed=3)
     assert first.users.ids == second.users.ids
     assert first.losses == second.losses
     np.testing.assert_array_equal(first.users.vectors, second.users.vectors)
     np.testing.assert_array_equal(first.items.vectors, second.items.vectors)
-    other = train_lightgcn(pa.array(users), pa.array(items), seed=4)
+    other = train_lightgcn(_pairs(pa.array(users), pa.array(items)), seed=4)
     assert not np.array_equal(first.users.vectors, other.users.vectors)
 
 
@@ -69,7 +73,7 @@ def test_training_leaves_the_global_random_state_alone(world):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    train_lightgcn(pa.array(users), pa.array(items), max_steps=2)
+    train_lightgcn(_pairs(pa.array(users), pa.array(items)), max_steps=2)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -97,18 +101,18 @@ def test_propagation_equals_the_dense_formula_and_its_gradient_is_the_propagated
 def test_large_graphs_train_on_sampled_pairs(world, monkeypatch):
     monkeypatch.setattr("laserbatch.retrieval_pools.routing.lightgcn.MAX_PAIRS_PER_STEP", 500)
     users, items, user_communities, _ = world
-    trained = train_lightgcn(pa.array(users), pa.array(items))
+    trained = train_lightgcn(_pairs(pa.array(users), pa.array(items)))
     groups = cluster_embeddings(trained.users.vectors, NUM_COMMUNITIES, seed=0)
     assert adjusted_rand_score(user_communities, groups) > 0.8
 
 
 def test_no_interactions_give_no_vectors():
-    trained = train_lightgcn(pa.array([], pa.string()), pa.array([], pa.string()))
+    trained = train_lightgcn(_pairs(pa.array([], pa.string()), pa.array([], pa.string())))
     assert trained.users.vectors.shape == (0, DIM)
     assert len(trained.items.ids) == 0
 
 
 def test_one_interaction_is_enough_to_run():
-    trained = train_lightgcn(pa.array([5]), pa.array([9]))
+    trained = train_lightgcn(_pairs(pa.array([5]), pa.array([9])))
     assert trained.users.ids.to_pylist() == [5]
     assert np.isfinite(trained.users.vectors).all()
