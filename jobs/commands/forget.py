@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import typer
 
 from laserbatch.jobs.console import say, summary
+from laserbatch.jobs.events import read_events
 from laserbatch.jobs.formatting import counted
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
 from laserbatch.jobs.stages.publishing import forget_delivered
@@ -59,6 +60,7 @@ class Receipt:
     removed_runs: list[str] = field(default_factory=list)
     pools: dict[str, str] = field(default_factory=dict)
     delivered: dict[str, str] = field(default_factory=dict)  # run -> "sent again", "as it was" or "removed"
+    not_reached: list[str] = field(default_factory=list)  # where runs were delivered before `deliver_to` was what it is
     num_samples: int = 0  # of reports
     num_leftovers: int = 0  # of killed writers
 
@@ -113,6 +115,8 @@ def forget(
         if keys:
             say(f"nothing of {counted(len(keys), side)} is in {opened.root}: {', '.join(keys)}")
     _warn(wanted, still_there)
+    for place in receipt.not_reached:
+        say(f"WARNING: runs were delivered to {place} too: deliver_to does not name it, and nothing is removed there")
 
 
 def digest(side: Side, entity_id: str) -> str:
@@ -187,6 +191,8 @@ def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Rece
     if left:
         raise WorkspaceError(f"{workspace.root} still holds rows of who is to be forgotten: {left}; remove those files")
     receipt.delivered |= forget_delivered(workspace, settings.deliver_to)
+    events = [event for run in workspace.runs() for event in read_events(run.events_path)]
+    receipt.not_reached = sorted({one["to"] for one in events if one["event"] == "delivered"} - {settings.deliver_to})
     receipt.is_done = True
     receipt.save()
 

@@ -51,6 +51,8 @@ def rows_of(root: Path, ids: Ids) -> tuple[dict[str, int], dict[Side, set[str]]]
 def is_of(column: pa.Array | pa.ChunkedArray, ids: frozenset[str]) -> pa.Array | pa.ChunkedArray:
     """Whether each id of a column is among `ids`."""
     wanted = sorted(ids)
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
     if pa.types.is_integer(column.type):
         wanted = [int(key) for key in wanted if key.removeprefix("-").isdecimal() and str(int(key)) == key]
         wanted = [number for number in wanted if -(2**63) <= number < 2**63]
