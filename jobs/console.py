@@ -23,7 +23,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from laserbatch.jobs.events import emit
-from laserbatch.jobs.formatting import rate, seconds
+from laserbatch.jobs.formatting import MISSING, rate, seconds
 
 if TYPE_CHECKING:
     from laserbatch.jobs.report.blocks import Table as ReportTable
@@ -152,6 +152,8 @@ def _title(key: str) -> str:
 
 
 def _shown(value: object) -> Text:
+    if value is None:
+        return Text(MISSING)
     if isinstance(value, float):
         return Text(f"{value:,.4g}")
     if isinstance(value, int) and not isinstance(value, bool):

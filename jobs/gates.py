@@ -16,6 +16,7 @@ from laserbatch.jobs.formatting import decimal, percent
 from laserbatch.jobs.settings import GateSettings
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.knowledge.records import knowledge_schema
+from laserbatch.pipeline.planning.refresh import EVIDENCE
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import GateFigures, RunManifest, SideFigures
 from laserbatch.pipeline.storage.parquet import iter_parquet
@@ -131,6 +132,8 @@ def _of_side(
     earlier = None if before is None else before.features.get(side)
     num_before = 0 if earlier is None else earlier.num_rows
     num_texts = 0 if features is None else features.num_rows
+    if before is not None and _least_evidence(manifest) > _least_evidence(before):  # who lost a text was to lose it
+        num_texts += figures.postponed.get(EVIDENCE, 0) - before.sides[side].postponed.get(EVIDENCE, 0)
     yield gate("coverage", num_texts / max(num_before, 1), num_before >= FEWEST, "no run before with enough texts")
     failed = figures.num_quarantined / max(figures.num_entities, 1)
     reasons = ", ".join(f"{reason} ({number})" for reason, number in figures.quarantine_reasons.items())
@@ -153,6 +156,10 @@ def _of_side(
     yield from _drift(side, texts, vectors, previous, same_encoder)
     share = accepted_share(figures)
     yield gate("speed", share, share is not None, "no forecast to compare with")
+
+
+def _least_evidence(manifest: RunManifest) -> int:
+    return manifest.settings.get("refresh", {}).get("min_interactions", 0)
 
 
 def _drift(

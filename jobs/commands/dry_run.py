@@ -8,14 +8,15 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import Settings
-from laserbatch.jobs.stages.generate import plan_night_side
+from laserbatch.jobs.stages.generate import plan_night
 from laserbatch.jobs.stages.inputs import changed_inputs, checked_inputs
 from laserbatch.jobs.stages.night import Night, new_night, newest_edition
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.knowledge.prompts import changed_parts
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
-from laserbatch.pipeline.planning.plan import Shard
+from laserbatch.pipeline.planning.plan import Shard, SidePlan
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.manifest import RunManifest, make_run_id
 from laserbatch.pipeline.storage.parquet import read_parquet
@@ -38,7 +39,7 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
         is_there = root.is_file() or (root.is_dir() and any(root.iterdir()))
         workspace = Workspace.open(root, create=False) if is_there else Workspace(Path(scratch) / "workspace")
         edition = newest_edition(workspace, settings, date)
-        run = workspace.run(make_run_id(date, settings.of_output(), edition))
+        run = workspace.run(make_run_id(date, settings.identity(), edition))
         manifest = RunManifest.load(run.manifest_path) if run.manifest_path.exists() else None
         changed = [] if manifest is None else changed_inputs(manifest.inputs, inputs)
         is_done = run.is_finished or run.is_held
@@ -57,10 +58,18 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
             night = new_night(settings, workspace, date, edition + (manifest is not None))
             night.manifest.force = force
         night.tables = tables
-        sides = {f"{side}s": _planned_side(night, side, RunFolder(Path(scratch) / "run")) for side in SIDES}
+        folder = RunFolder(Path(scratch) / "run")
+        plans = plan_night(night, folder)
+        sides = {f"{side}s": _planned_side(night, plans[side], folder) for side in SIDES}
     hours = [side["predicted_hours"] for side in sides.values() if side["num_to_write"]]
     total = sum(hours) if None not in hours else None
     price = settings.cluster.price_per_hour
+    if None in [side["predicted_tokens"] for side in sides.values() if side["num_to_write"]]:
+        say("tokens are not predicted: no night before this one has texts whose length would say")
+    if total is None:
+        say("hours are not predicted: no night before this one says how fast texts are written here")
+    if price is None:
+        say("money is not predicted: cluster.price_per_hour says nothing")
     return {
         "run_id": night.run.run_id,
         "state": "would go on" if is_resumed else "would begin",
@@ -72,8 +81,8 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
     }
 
 
-def _planned_side(night: Night, side: Side, scratch: RunFolder) -> dict[str, Any]:
-    plan = plan_night_side(night, side, scratch)
+def _planned_side(night: Night, plan: SidePlan, scratch: RunFolder) -> dict[str, Any]:
+    side = plan.side
     records = night.run.finished_shards(side)
     done = {record.info.planned_sha256 for record in records.values() if record.info is not None}
     pending = [shard for shard in plan.shards if shard.sha256 not in done]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +28,11 @@ from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.planning.drift import ItemClusters
 from laserbatch.pipeline.planning.plan import KEPT_SHARD, Shard, SidePlan, drop_plan, load_plan, open_plan, read_shard
 from laserbatch.pipeline.planning.planner import FIRST_TEXTS, plan_side, shared_fingerprint
 from laserbatch.pipeline.planning.postpone import Refresh
+from laserbatch.pipeline.planning.refresh import BUDGET
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.manifest import ShardRecord, SideFigures, WorkerFigures
 from laserbatch.pipeline.storage.parquet import read_parquet
@@ -53,9 +55,9 @@ def generate_knowledge(night: Night) -> None:
         night.manifest.sides = _Pass(night, night.run, night.settings.decoding).run()
 
 
-def plan_night_side(night: Night, side: Side, folder: RunFolder) -> SidePlan:
-    """The plan of a night's side, made in a folder that need not be the run's."""
-    return _Pass(night, folder, night.settings.decoding)._plan(side)[0]
+def plan_night(night: Night, folder: RunFolder) -> dict[Side, SidePlan]:
+    """The plans of a night, made in a folder that need not be the run's."""
+    return _Pass(night, folder, night.settings.decoding)._plans()[0]
 
 
 def generate_plain(night: Night) -> None:
@@ -80,12 +82,10 @@ class _Pass:
 
     def run(self) -> dict[Side, SideFigures]:
         """Do what is not done yet."""
-        plans: dict[Side, SidePlan] = {}
-        finished: dict[Side, Finished] = {}
         with ExitStack() as cluster, ThreadPoolExecutor(1) as aside:
             started = aside.submit(self._start_workers, cluster) if self._will_probably_write() else None
+            plans, finished = self._plans()
             for side in SIDES:
-                plans[side], finished[side] = self._plan(side)
                 if plans[side].postponed and not self.is_plain:
                     say(f"{side}s of whom no new text is asked tonight: {_told(plans[side].postponed)}")
                 if not self.is_plain:
@@ -125,6 +125,21 @@ class _Pass:
             draft(None, [], 0)  # compiled here, so that workers find it in numba's cache
         return layout, Crew(self._worker_spec(), layout, self.night.settings.cluster.max_shard_attempts)
 
+    def _plans(self) -> tuple[dict[Side, SidePlan], dict[Side, Finished]]:
+        """What is to be done of both sides, and their shards that are done."""
+        made = {side: self._plan(side) for side in SIDES}
+        users, items = (plan for plan, _ in made.values())
+        is_left = self._budget is not None and users.num_tokens + items.num_tokens < self._budget
+        if is_left and BUDGET in users.postponed:  # users have what items leave of their share
+            drop_plan(self.folder.root, "user")
+            made["user"] = self._plan("user")
+        return {side: plan for side, (plan, _) in made.items()}, {side: done for side, (_, done) in made.items()}
+
+    @cached_property
+    def _budget(self) -> float | None:
+        """Tokens of both sides tonight; None: no limit."""
+        return None if self.is_plain else night_tokens(self.night)
+
     def _plan(self, side: Side) -> tuple[SidePlan, Finished]:
         """What is to be done of a side, and the shards of it that are done."""
         night, settings, tables = self.night, self.night.settings, self.night.tables
@@ -160,14 +175,16 @@ class _Pass:
         if settings.is_off:
             return None
         waiting = night.run if night.previous is None else night.previous
-        budget = night_tokens(night)
-        if budget is not None and side == "user":  # items have what users leave
-            sizes = [night.tables.entities(other).num_rows for other in SIDES]
-            budget *= sizes[0] / sum(sizes)
-        elif budget is not None:
-            of_users = load_plan(self.folder.root, "user")
-            budget -= 0 if of_users is None else of_users.num_tokens
-        return Refresh(settings, night.date, budget, self.decoding.max_new_tokens, waiting.read_postponed(side))
+        budget = self._budget
+        if budget is not None:
+            other = load_plan(self.folder.root, "item" if side == "user" else "user")
+            sizes = {one: night.tables.entities(one).num_rows for one in SIDES}
+            budget = budget * sizes[side] / sum(sizes.values()) if other is None else budget - other.num_tokens
+        clusters = None
+        if settings.min_drift is not None and side == "user":
+            clusters = ItemClusters.of_run(night.previous, night.tables.items)
+        postponed = waiting.read_postponed(side)
+        return Refresh(settings, night.date, budget, self.decoding.max_new_tokens, postponed, clusters)
 
     def _previous(self, side: Side) -> PreviousKnowledge:
         previous = self.night.previous

@@ -60,19 +60,19 @@ class SideQuestions:
 
     def num_events(self) -> np.ndarray:
         """Events in the history of each user, shown or not, int64[num_entities]; of items none."""
-        return np.diff(self._histories.starts) if self._side == "user" else np.zeros(self.entities.num_rows, np.int64)
+        return np.diff(self.histories.starts) if self._side == "user" else np.zeros(self.entities.num_rows, np.int64)
 
     def shown(self, rows: np.ndarray) -> pa.Table:
         """What is shown of the entities of some rows: `SHOWN_SCHEMA`, for `shown_of_row`."""
         part = self.entities.take(pa.array(rows))
         history, num_events = pa.nulls(len(rows), pa.string()), np.zeros(len(rows), np.int32)
         if self._side == "user":
-            num_events = np.diff(self._histories.starts)[rows].astype(np.int32)
+            num_events = np.diff(self.histories.starts)[rows].astype(np.int32)
         if self._template.history is not None:
-            places, starts = self._histories.newest(rows, self._template.history.max_events)
-            items = pa.array(self._histories.items[places])
+            places, starts = self.histories.newest(rows, self._template.history.max_events)
+            items = pa.array(self.histories.items[places])
             titles, attributes = (texts.take(items).to_pylist() for texts in self._events)
-            ratings = map(_rating_text, self._histories.ratings[places].tolist())
+            ratings = map(_rating_text, self.histories.ratings[places].tolist())
             events = list(zip(titles, attributes, ratings, strict=True))
             bounds = pairwise(starts.tolist())
             history = pa.array([json.dumps(events[first:last], ensure_ascii=False) for first, last in bounds])
@@ -80,7 +80,8 @@ class SideQuestions:
         return pa.table(columns, SHOWN_SCHEMA)
 
     @cached_property
-    def _histories(self) -> Histories:
+    def histories(self) -> Histories:
+        """Of users, what they did with which items."""
         return Histories(self._tables)
 
     @cached_property
@@ -103,10 +104,10 @@ class SideQuestions:
     def _history_digests(self, rows: np.ndarray) -> list[str]:
         if self._template.history is None:
             return [_digest(b"")] * len(rows)
-        places, starts = self._histories.newest(rows, self._template.history.max_events)
-        ratings = pa.array(self._histories.ratings[places]).dictionary_encode()
+        places, starts = self.histories.newest(rows, self._template.history.max_events)
+        ratings = pa.array(self.histories.ratings[places]).dictionary_encode()
         rating_digests = _as_rows(_rating_text(value) or "" for value in ratings.dictionary.to_pylist())
-        shown = [self._event_digests[self._histories.items[places]], rating_digests[ratings.indices.to_numpy()]]
+        shown = [self._event_digests[self.histories.items[places]], rating_digests[ratings.indices.to_numpy()]]
         data = np.concatenate(shown, axis=1).tobytes()
         bounds = (starts * 2 * DIGEST_BYTES).tolist()
         return [_digest(data[first:last]) for first, last in pairwise(bounds)]

@@ -7,6 +7,7 @@ import datetime
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from laserbatch.pipeline.knowledge.prompts import LAYOUT_VERSION, NO_TITLE, PART
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, PromptTemplate, load_template
+from laserbatch.pipeline.planning.drift import history_drift
 from laserbatch.pipeline.planning.plan import CARRIED_SHARD, WAITING_SHARD, Shard, SidePlan, write_shard_plan
 from laserbatch.pipeline.planning.postpone import Refresh, choose, interactions_of, without_evidence, write_postponed
 from laserbatch.pipeline.sides import Side
@@ -127,7 +129,7 @@ def plan_side(
     left_out = np.zeros(entities.num_rows, bool)
     if refresh is not None and side == "user" and refresh.settings.min_interactions:
         left_out = questions.num_events() < refresh.settings.min_interactions
-        unasked = without_evidence(entities[key].combine_chunks().filter(pa.array(left_out)), refresh.date)
+        unasked = without_evidence(refresh, entities[key].combine_chunks().filter(pa.array(left_out)))
     elif unasked is not None:
         left_out = pc.is_in(entities[key], value_set=unasked["entity_id"].combine_chunks()).to_numpy()
     found = _compared(questions, previous, before, left_out, force, on_entities)
@@ -136,7 +138,10 @@ def plan_side(
     if refresh is not None and not force:
         num_events = questions.num_events() if side == "user" else interactions_of(tables, side)
         ids = entities[key].combine_chunks().take(pa.array(rows))
-        chosen = choose(refresh, ids, known_by, before[rows], num_events[rows], side == "user", previous)
+        drift = None
+        if refresh.clusters is not None and side == "user":
+            drift = partial(history_drift, questions.histories, rows, clusters=refresh.clusters)
+        chosen = choose(refresh, ids, known_by, before[rows], num_events[rows], side == "user", previous, drift)
         postponed = pa.concat_tables([part for part in (unasked, chosen.postponed) if part is not None])
         num_tokens, waiting = chosen.num_tokens, before[rows[~chosen.is_written]]
         rows, known_by = rows[chosen.is_written], known_by.filter(pa.array(chosen.is_written))

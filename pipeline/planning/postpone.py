@@ -1,6 +1,7 @@
 """From a side's tables and records to the columns that `refresh` decides over, and to the file of who waits."""
 
 import datetime
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
+from laserbatch.pipeline.planning.drift import ItemClusters
 from laserbatch.pipeline.planning.refresh import BUDGET, EVIDENCE, NOT_DUE, Candidates, RefreshSettings, decide
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.parquet import write_parquet
@@ -26,6 +28,7 @@ class Refresh:
     max_tokens : of this side tonight; None: no limit.
     usual_tokens : expected of a text where no earlier one says more.
     waiting : those that the night before has postponed, as `run_folder.POSTPONED`.
+    clusters : of items, where `min_drift` asks for them and they are known.
     """
 
     settings: RefreshSettings
@@ -33,6 +36,7 @@ class Refresh:
     max_tokens: float | None
     usual_tokens: int
     waiting: pa.Table
+    clusters: ItemClusters | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ def choose(
     num_interactions: np.ndarray,
     has_history: bool,
     previous: PreviousKnowledge,
+    drift: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Chosen:
     """Decide about entities whose prompt is not that of their text.
 
@@ -67,10 +72,10 @@ def choose(
     before : rows of their earlier records, int64[n]; -1 without one.
     num_interactions : int64[n].
     has_history : whether texts are about interactions; else their number says nothing of what is new.
+    drift : how far histories have moved, of the numbers of events that texts have seen: float64[n].
     """
     has_text = before >= 0
-    seen, dates = num_interactions.copy(), pa.array([refresh.date] * len(before), pa.date32())
-    since = dates.cast(pa.int32()).to_numpy().copy()
+    seen, since = num_interactions.copy(), np.zeros(len(before), np.int32)
     num_tokens = np.full(len(before), float(refresh.usual_tokens))
     if has_text.any():
         last = previous.values(before[has_text], _SEEN)
@@ -80,11 +85,7 @@ def choose(
         since[has_text] = written_on.cast(pa.int32()).to_numpy()
         num_tokens[has_text] = last["num_tokens"].to_numpy()
         num_tokens[~has_text] = num_tokens[has_text].mean()
-    if len(refresh.waiting) and refresh.waiting["entity_id"].type == entity_ids.type:
-        place = pc.index_in(entity_ids, value_set=refresh.waiting["entity_id"].combine_chunks())
-        is_known = place.is_valid().to_numpy(False) & ~has_text
-        waited = refresh.waiting["since"].cast(pa.int32()).to_numpy()
-        since[is_known] = waited[pc.fill_null(place, 0).to_numpy()[is_known]]
+    since[~has_text] = _waiting_since(refresh, entity_ids).cast(pa.int32()).to_numpy()[~has_text]
     today = (refresh.date - datetime.date(1970, 1, 1)).days
     known_by = previous.fingerprints(before).cast(pa.string())
     same_but_history = pc.fill_null(pc.equal(_without_history(known_by), _without_history(fingerprints)), False)
@@ -95,6 +96,7 @@ def choose(
         num_seen=seen,
         age_days=np.maximum(today - since, 0).astype(float),
         num_tokens=num_tokens,
+        drift=None if drift is None else drift(seen),
     )
     decided = decide(candidates, refresh.settings, refresh.max_tokens)
     left = np.flatnonzero(~decided.is_written)
@@ -109,11 +111,11 @@ def choose(
     return Chosen(decided.is_written, postponed, decided.num_tokens(candidates))
 
 
-def without_evidence(entity_ids: pa.Array, date: datetime.date) -> pa.Table:
+def without_evidence(refresh: Refresh, entity_ids: pa.Array) -> pa.Table:
     """Those who are not asked about for want of interactions, as `POSTPONED`."""
     n = len(entity_ids)
     columns = [entity_ids, pa.repeat(EVIDENCE, n), pa.repeat(False, n), pa.nulls(n, pa.float64())]
-    return pa.Table.from_arrays([*columns, pa.array([date] * n, pa.date32())], schema=_schema(entity_ids.type))
+    return pa.Table.from_arrays([*columns, _waiting_since(refresh, entity_ids)], schema=_schema(entity_ids.type))
 
 
 def write_postponed(folder: RunFolder, side: Side, postponed: pa.Table | None) -> None:
@@ -123,6 +125,16 @@ def write_postponed(folder: RunFolder, side: Side, postponed: pa.Table | None) -
         path.unlink(missing_ok=True)
     else:
         write_parquet(postponed, path)
+
+
+def _waiting_since(refresh: Refresh, entity_ids: pa.Array) -> pa.Array:
+    """Since when they wait who have no text: the date of the first night that said so, else tonight's."""
+    tonight = pa.scalar(refresh.date, pa.date32())
+    waiting = refresh.waiting.filter(pc.invert(refresh.waiting["has_text"]))
+    if not len(waiting) or waiting["entity_id"].type != entity_ids.type:
+        return pa.repeat(tonight, len(entity_ids))
+    place = pc.index_in(entity_ids, value_set=waiting["entity_id"].combine_chunks())
+    return pc.fill_null(waiting["since"].combine_chunks().take(place), tonight)
 
 
 def _schema(entity_id_type: pa.DataType) -> pa.Schema:

@@ -3,6 +3,7 @@
 A candidate is an entity whose prompt is not that of its text, or which has no text. It knows no tables and no files.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,13 @@ class RefreshSettings(Strict):
         0,
         ge=0,
         description="Of whom only the history changed is rewritten when so many came or went. 0: at any.",
+    )
+    min_drift: float | None = Field(
+        None,
+        gt=0,
+        le=2,
+        description="And when the history has moved so far since the text: 1 - cosine of the means of its items' "
+        "clusters. null: however far.",
     )
     max_age_days: int | None = Field(
         None,
@@ -57,6 +65,7 @@ class Candidates:
     num_seen : int, that the text has seen.
     age_days : float, since the text was written; without one, since the entity began to wait.
     num_tokens : float, that its text is expected to have.
+    drift : float, how far the history has moved since the text; NaN where that is not known. None: of nobody.
     """
 
     has_text: np.ndarray
@@ -65,6 +74,7 @@ class Candidates:
     num_seen: np.ndarray
     age_days: np.ndarray
     num_tokens: np.ndarray
+    drift: np.ndarray | None = None
 
     def scores(self) -> np.ndarray:
         """What a new text is worth: log2(2 + interactions) x share of them that are new + days / 7; float64[n].
@@ -88,21 +98,25 @@ class Decision:
 
     def num_tokens(self, candidates: Candidates) -> int:
         """Tokens that are expected of the texts that are written."""
-        return int(candidates.num_tokens[self.is_written].sum())
+        return math.ceil(candidates.num_tokens[self.is_written].sum())
 
 
 def decide(candidates: Candidates, settings: RefreshSettings, max_tokens: float | None = None) -> Decision:
     """Who is written about tonight.
 
-    Due is who has no text, was asked otherwise, has `min_new_interactions` more or fewer than the text has seen, or a
-    text of `max_age_days`. Of those the most valuable are written while tokens are left; of equal scores the first.
+    Due is who has no text, was asked otherwise, has a text of `max_age_days`, or `min_new_interactions` more or fewer
+    than the text has seen and a history that moved by `min_drift`, or may have. Of those the most valuable are written
+    while tokens are left; of equal scores the first.
 
     Parameters
     ----------
     max_tokens : of the side tonight; None: no limit.
     """
     num_new = np.abs(candidates.num_interactions - candidates.num_seen)
-    is_due = ~candidates.has_text | candidates.is_asked_otherwise | (num_new >= settings.min_new_interactions)
+    is_other = num_new >= settings.min_new_interactions
+    if settings.min_drift is not None and candidates.drift is not None:
+        is_other &= ~(candidates.drift < settings.min_drift)
+    is_due = ~candidates.has_text | candidates.is_asked_otherwise | is_other
     if settings.max_age_days is not None:
         is_due |= candidates.age_days >= settings.max_age_days
     scores = candidates.scores()

@@ -1,6 +1,7 @@
 """Gates: what is measured of a run, and what of it keeps the run from its readers (held nights: tests/soak)."""
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -8,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from manifest_fixture import Undrawn, manifest_of, night_manifest
 
-from laserbatch.jobs.gates import GATES, gate_sentence, judge, repeated_shares
+from laserbatch.jobs.gates import GATES, _of_side, gate_sentence, judge, repeated_shares
 from laserbatch.jobs.report import blocks
 from laserbatch.jobs.report.page import render_page
 from laserbatch.jobs.settings import GateSettings
@@ -60,6 +61,16 @@ def test_a_text_that_repeats_itself_is_told_from_one_that_does_not():
             for t in map(list, texts)]  # fmt: skip
     assert shares.tolist() == pytest.approx(slow) and (shares > 0.5).tolist() == [True, False, True] + [False] * 3
     assert repeated_shares(pa.chunked_array([[]], pa.list_(pa.int32()))).tolist() == []
+
+
+def test_who_lost_a_text_by_a_raised_limit_of_evidence_is_not_missed():
+    before, after = manifest_of(night_manifest()), manifest_of(night_manifest())
+    for manifest, num_texts in ((before, 100), (after, 60)):
+        manifest.features["user"] = replace(manifest.features["user"], num_rows=num_texts)
+    after.sides["user"] = replace(after.sides["user"], postponed={"evidence": 40, "budget": 9})
+    assert next(_of_side("user", after, None, before, None)).value == 0.6
+    after.settings["refresh"] = {"min_interactions": 3}
+    assert next(_of_side("user", after, None, before, None)).value == 1.0
 
 
 def test_the_page_shows_gates_as_a_table(monkeypatch):

@@ -12,9 +12,10 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from night_world import FIRST_DATE, SECOND_DATE, make_world, write_config
 
-from laserbatch.jobs.settings import load_settings
+from laserbatch.jobs.settings import PACKAGE_ROOT, load_settings
 from laserbatch.jobs.stages import generate
 from laserbatch.jobs.stages.night import Night, open_night, parse_date
 from laserbatch.pipeline.errors import WorkspaceError
@@ -262,6 +263,22 @@ def test_a_budget_spreads_a_new_way_to_ask_over_nights_until_everybody_was_asked
         num_old.append(sum(first in text for text, _ in found.values()))
     assert max(num_written) <= 9  # one a side may be begun with a token left
     assert num_old == sorted(num_old, reverse=True) and num_old[0] > 16 and num_old[-1] == 0
+
+
+def test_each_side_has_what_the_other_leaves_of_a_budget(world, write, tmp_path):
+    """As many texts fit the night as are due, most of them of users or most of items."""
+    for number, side in enumerate(SIDES):
+        template = yaml.safe_load((PACKAGE_ROOT / "configs" / "prompts" / f"kar_{side}.yaml").read_text())
+        (tmp_path / f"other_{side}.yaml").write_text(yaml.safe_dump(template | {"name": f"other_{side}"}))
+        changed = {"knowledge": {"template_dir": str(tmp_path), f"{side}_template": f"other_{side}"}}
+        free = opened(world, SECOND_DATE, refresh={"min_interactions": 1}, **changed)
+        plans = generate.plan_night(free, RunFolder(tmp_path / f"free{number}"))
+        num_due = [sum(shard.num_rows for shard in plan.shards) for plan in plans.values()]
+        assert max(num_due) > 1.5 * min(num_due) > 0
+        budget = {"min_interactions": 1, "max_tokens": sum(plan.num_tokens for plan in plans.values()) - 1}
+        night = opened(world, SECOND_DATE, refresh=budget, **changed)
+        plans = generate.plan_night(night, RunFolder(tmp_path / side))
+        assert [sum(shard.num_rows for shard in plan.shards) for plan in plans.values()] == num_due
 
 
 def test_about_whom_there_is_no_evidence_nothing_is_written(world, write):
