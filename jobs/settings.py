@@ -111,6 +111,7 @@ class Settings(Strict):
     gates: GateSettings = GateSettings()
     cluster: ClusterSettings = ClusterSettings()
     metrics: MetricsSettings = MetricsSettings()
+    _folder: Path | None = None  # of the configuration file
 
     @field_validator("deliver_to")
     @classmethod
@@ -127,6 +128,18 @@ class Settings(Strict):
         housekeeping = {"memory_mb", "keep_versions"}
         elsewhere = dict.fromkeys(("workspace", "deliver_to", "cluster", "metrics", "gates"), True)
         return self.model_dump(mode="json", exclude=elsewhere | {"pool_building": housekeeping})
+
+    def identity(self) -> dict[str, Any]:
+        """What runs are named after: `of_output`, paths below the configuration's folder as they are seen from there.
+
+        So the nights of a folder that is copied or moved as a whole are the same nights.
+        """
+        named = self.of_output()
+        for section, key in _PATH_KEYS:
+            path = named.get(section, {}).get(key) if self._folder is not None else None
+            if path is not None and Path(path).is_relative_to(self._folder):
+                named[section][key] = str(Path(path).relative_to(self._folder))
+        return named
 
 
 def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) -> Settings:
@@ -146,7 +159,9 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
         if isinstance(section, dict):  # else validation says what it is
             section[key] = value
     try:
-        return Settings.model_validate(data)
+        settings = Settings.model_validate(data)
+        settings._folder = None if path is None else path.resolve().parent
+        return settings
     except ValidationError as error:
         source = path if path is not None else "the command line"
         raise ConfigError(f"{source}: {explain(error, Settings)}") from None

@@ -62,7 +62,7 @@ def nightly(
     summary(
         {
             "run_id": night.run.run_id,
-            "published": night.workspace.published().run_id,
+            "published": night.workspace.pointed_to(),
             **({"changed_since": list(night.changed_inputs)} if night.changed_inputs else {}),
             **night_counts(night),
             **({"gates": [asdict(gate) for gate in night.manifest.gates]} if as_json else {}),

@@ -216,8 +216,9 @@ def kept_runs(workspace: Workspace, keep: int, also_unfinished: bool = False) ->
     finished = [run_id for run_id, run in runs.items() if run.is_finished or run.is_held]
     kept = {run_id: f"among the newest {keep}" for run_id in finished[-keep:]}
     withdrawn = set(workspace.withdrawn())
-    for run_id in [run_id for run_id in finished if runs[run_id].is_finished and run_id not in withdrawn][-1:]:
-        kept[run_id] = "the next night builds on it"
+    usable = [run_id for run_id in finished if runs[run_id].is_finished and run_id not in withdrawn]
+    newest = [run_id for run_id in usable if runs[run_id].date == runs[usable[-1]].date]  # settings say which of them
+    kept |= dict.fromkeys(newest, "the next night builds on it")
     for run in workspace.published_before()[:1]:
         kept[run.run_id] = "a rollback publishes it"
     oldest = min(kept, default="")

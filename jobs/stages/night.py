@@ -22,7 +22,7 @@ from laserbatch.pipeline.gpus import gpu_name
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.forgetting import unfinished_receipts
-from laserbatch.pipeline.storage.manifest import PoolFigures, PoolsUsed, RunManifest, make_run_id
+from laserbatch.pipeline.storage.manifest import PoolFigures, PoolsUsed, RunManifest, make_run_id, settings_hash
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import Tables, read_tables
@@ -116,7 +116,7 @@ def open_night(
     for receipt in unfinished_receipts(workspace.root):
         say(f"somebody is only half forgotten: give the `laserbatch forget` of {receipt} again")
     edition = newest_edition(workspace, settings, date)
-    run = workspace.run(make_run_id(date, settings.of_output(), edition))
+    run = workspace.run(make_run_id(date, settings.identity(), edition))
     manifest = RunManifest.load(run.manifest_path) if run.is_finished or run.manifest_path.exists() else None
     changed = [] if manifest is None else changed_inputs(manifest.inputs, inputs)
     is_done = run.is_finished or run.is_held
@@ -154,9 +154,10 @@ def new_night(
 
     `after` is that of `open_night`.
     """
-    output = settings.of_output()
-    run = workspace.run(make_run_id(date, output, edition))
-    manifest = RunManifest.create(run.manifest_path, date, output, version("laserbatch"), describe_machine(), edition)
+    named, output = settings.identity(), settings.of_output()
+    run = workspace.run(make_run_id(date, named, edition))
+    machine = describe_machine()
+    manifest = RunManifest.create(run.manifest_path, date, output, version("laserbatch"), machine, edition, named)
     previous = after or previous_run(workspace, run.run_id)
     manifest.previous_run_id = previous.run_id if previous is not None else None
     night = Night(settings, workspace, date, run, manifest)
@@ -181,7 +182,7 @@ def warn_of_shared_words(settings: Settings) -> None:
 
 def newest_edition(workspace: Workspace, settings: Settings, date: datetime.date) -> int:
     """Number of the newest run of a date and these settings; 1 where there is none."""
-    first = make_run_id(date, settings.of_output())
+    first = make_run_id(date, settings.identity())
     tails = [run.run_id.removeprefix(f"{first}-") for run in workspace.runs() if run.run_id.startswith(f"{first}-")]
     return max((int(tail) for tail in tails if tail.isdecimal()), default=1)
 
@@ -214,7 +215,9 @@ def open_run(settings: Settings, run_id: str | None) -> Night:
 
 
 def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
-    """A run's own settings, on this machine's workspace and cluster."""
+    """A run's own settings, on this machine's workspace and cluster; where they are those of here, its paths too."""
+    if settings_hash(here.identity()) == manifest.settings_hash:
+        return here
     building = here.pool_building.model_dump() | manifest.settings.get("pool_building", {})
     elsewhere = {name: getattr(here, name) for name in ("workspace", "deliver_to", "cluster", "metrics", "gates")}
     ours = elsewhere | {"pool_building": building}

@@ -29,6 +29,12 @@ def let_readers_see(workspace: Workspace, run_id: str) -> None:
     workspace.publish(run_id)
 
 
+def mend_pointer(workspace: Workspace) -> None:
+    """Let readers see again what they saw last, where the pointer is lost or damaged or that run is gone; says so."""
+    if run_id := workspace.mend_pointer():
+        say(f"what readers see was not known any more, or gone: they see run {run_id} again, which was published last")
+
+
 def use_pools_of(workspace: Workspace, run_id: str) -> None:
     """Have the next night draft from the pools of a run; where they are gone or damaged it is said, and none change."""
     try:

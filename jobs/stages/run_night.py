@@ -9,7 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.settings import CtrError
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.events import emit, event_log
 from laserbatch.jobs.failures import exit_code_of, line_of
@@ -21,7 +21,7 @@ from laserbatch.jobs.stages.compare_ctr import compare_ctr
 from laserbatch.jobs.stages.generate import generate_knowledge, generate_plain
 from laserbatch.jobs.stages.metrics import night_metrics
 from laserbatch.jobs.stages.night import Night, open_night, pools_in_use
-from laserbatch.jobs.stages.publishing import deliver, let_readers_see
+from laserbatch.jobs.stages.publishing import deliver, let_readers_see, mend_pointer
 from laserbatch.pipeline.encoding.features import FeatureFiles, write_features
 from laserbatch.pipeline.encoding.identity import encoder_identity
 from laserbatch.pipeline.encoding.settings import EncodingSettings
@@ -54,7 +54,8 @@ def run_night(
     kept, RunHeld where the night is done and a gate keeps it from being published: by the same command its gates are
     then judged again, and nothing else is done.
     """
-    with night_metrics(settings) as metrics, Workspace.open(settings.workspace).lock():
+    with night_metrics(settings) as metrics, (workspace := Workspace.open(settings.workspace)).lock():
+        mend_pointer(workspace)
         night = open_night(settings, date, force, redo, after)
         metrics.manifest = night.manifest
         if night.run.is_finished:
@@ -263,7 +264,7 @@ def publish(night: Night, publishing: Publishing = "forwards") -> None:
     is_later = published is not None and published.date > run.date
     if publishing == "forwards" and is_later:
         say(f"not published: readers go on seeing run {published.run_id}, of a later date; --publish changes that")
-    elif publishing == "forwards" and published is not None and run.run_id in workspace.withdrawn():
+    elif publishing == "forwards" and run.run_id in workspace.withdrawn():
         say(f"not published: run {run.run_id} was taken back; --publish, or `laserbatch runs publish`, changes that")
     elif publishing != "never" and (published is None or published.run_id != run.run_id):
         let_readers_see(workspace, run.run_id)

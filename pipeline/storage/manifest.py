@@ -295,14 +295,19 @@ class RunManifest:
         laserbatch_version: str,
         machine: Mapping,
         edition: int = 1,
+        identity: Mapping | None = None,
     ) -> "RunManifest":
-        """A manifest with its head filled in; not saved yet. `settings` and `machine` are plain JSON."""
+        """A manifest with its head filled in; not saved yet. `settings` and `machine` are plain JSON.
+
+        `identity` is what of the settings the run is named after; None: all.
+        """
+        identity = settings if identity is None else identity
         return cls(
             path=path,
-            run_id=make_run_id(date, settings, edition),
+            run_id=make_run_id(date, identity, edition),
             date=date,
             settings=dict(settings),
-            settings_hash=settings_hash(settings),
+            settings_hash=settings_hash(identity),
             laserbatch_version=laserbatch_version,
             machine=dict(machine),
         )

@@ -92,14 +92,14 @@ class Workspace:
         pointer = self._pointer
         if not pointer.exists():
             return None
-        run_id = read_json(pointer, ", or delete it: `laserbatch nightly` publishes a run again").get("run_id")
+        run_id = read_json(pointer, ", or delete it: the next `laserbatch nightly` restores it").get("run_id")
         if not isinstance(run_id, str):
-            raise WorkspaceError(f"{pointer} names no run_id; `laserbatch nightly` publishes one.")
+            raise WorkspaceError(f"{pointer} names no run_id; the next `laserbatch nightly` restores it.")
         folder = self.run(run_id)
         if not folder.is_finished:
             raise WorkspaceError(
-                f"{pointer} names the run {run_id}, which is not there or not finished; `laserbatch nightly` publishes "
-                "another."
+                f"{pointer} names the run {run_id}, which is not there or not finished; the next `laserbatch nightly` "
+                "points to the one that was published before it."
             )
         return folder
 
@@ -135,24 +135,48 @@ class Workspace:
         older = [run.run_id for run in before[1:]]
         self._point_to(before[0].run_id, older, [*history["withdrawn"], history["run_id"]])
 
+    def mend_pointer(self) -> str | None:
+        """Where the pointer is lost or damaged, or names a run that is gone: point to what readers saw last.
+
+        Returns the run that they see again; None where nothing was to be mended, or nothing that is there was ever
+        published. The lock must be held.
+        """
+        with suppress(WorkspaceError):
+            if self.published() is not None:
+                return None
+        history = self._history
+        seen = [run_id for run_id in (history["run_id"], *history["before"]) if run_id and self.run(run_id).is_finished]
+        if not seen:
+            return None
+        self._point_to(seen[0], seen[1:], history["withdrawn"])
+        return seen[0]
+
     @property
     def _pointer(self) -> Path:
         return self.root / "published.json"
 
     @property
+    def _pointer_copy(self) -> Path:
+        """The same again, for when the pointer is lost."""
+        return self.root / "published-copy.json"
+
+    @property
     def _history(self) -> dict:
-        """What the pointer names now and did before; of a damaged or missing one nothing."""
-        found = {"run_id": None, "before": [], "withdrawn": []}
-        with suppress(WorkspaceError):
-            found |= read_json(self._pointer)
-        return found
+        """What the pointer names now and did before; of a damaged or missing one what its copy says, else nothing."""
+        for path in (self._pointer, self._pointer_copy):
+            with suppress(WorkspaceError):
+                found = {"before": [], "withdrawn": []} | read_json(path)
+                if _RUN_ID.fullmatch(str(found.get("run_id", ""))):
+                    return found
+        return {"run_id": None, "before": [], "withdrawn": []}
 
     def _point_to(self, run_id: str, before: list[str], withdrawn: list[str]) -> None:
         if not self.run(run_id).is_finished:
             raise WorkspaceError(f"run {run_id} has no _SUCCESS, so it cannot be published; finish it first.")
         before = [other for other in dict.fromkeys(before) if other != run_id][:MOST_REMEMBERED]
         withdrawn = [other for other in dict.fromkeys(withdrawn) if self.run(other).root.is_dir()]
-        write_json({"run_id": run_id, "before": before, "withdrawn": withdrawn}, self._pointer)
+        for path in (self._pointer_copy, self._pointer):
+            write_json({"run_id": run_id, "before": before, "withdrawn": withdrawn}, path)
 
     @contextmanager
     def lock(self) -> Iterator[None]:

@@ -11,10 +11,9 @@ from ctr_world import AS_OF, make_features, make_world
 
 from laserbatch.ctr.compare import train_ctr
 from laserbatch.ctr.dataset import build_dataset
-from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import read_feature_set
-from laserbatch.ctr.gbdt import GbdtColumns, fit_gbdt
-from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.gbdt import fit_gbdt, gbdt_matrix
+from laserbatch.ctr.settings import CtrError, CtrSettings
 
 
 def small_world(**options):
@@ -68,8 +67,8 @@ def test_the_tree_baseline_is_stopped_by_validation_alone(world):
     data = build_dataset(world, AS_OF, settings)
     texts = []
     for of_world in (data, build_dataset(with_other_future(world, "test", data), AS_OF, settings)):
-        columns = GbdtColumns(of_world, of_world.user_fields, of_world.item_fields, None)
-        texts.append(fit_gbdt(columns, of_world, settings, seed=0).model_to_string())
+        matrix, categorical = gbdt_matrix(of_world, None)
+        texts.append(fit_gbdt(matrix, categorical, of_world, settings, seed=0).model_to_string())
     assert texts[0] == texts[1]
 
 

@@ -3,8 +3,7 @@
 import pytest
 from ctr_world import AS_OF, make_features, make_world
 
-from laserbatch.ctr.errors import CtrError
-from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.settings import CtrError, CtrSettings
 from laserbatch.jobs.commands.ctr import changed_settings, print_ctr
 from laserbatch.jobs.stages.compare_ctr import compare_ctr, run_variants
 from laserbatch.pipeline.errors import ConfigError

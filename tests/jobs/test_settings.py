@@ -43,9 +43,9 @@ def test_what_is_no_configuration_is_refused(tmp_path, text):
 def test_an_empty_section_is_its_default(tmp_path):
     sections = [name for name, field in Settings.model_fields.items() if isinstance(field.default, BaseModel)]
     config = write(tmp_path / "c.yaml", "".join(f"{name}:\n  # an option\n" for name in sections))
-    assert len(sections) > 5 and load_settings(config) == Settings()
+    assert len(sections) > 5 and load_settings(config).model_dump() == Settings().model_dump()
     assert load_settings(config, {"cluster.ray_address": "b"}).cluster.ray_address == "b"
-    assert load_settings(write(tmp_path / "c.yaml", "routing:\n")) == Settings()
+    assert load_settings(write(tmp_path / "c.yaml", "routing:\n")).model_dump() == Settings().model_dump()
 
 
 def test_a_section_that_is_none_is_named_also_where_the_command_line_adds_to_it(tmp_path):

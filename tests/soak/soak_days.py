@@ -217,6 +217,10 @@ def _set(section, key, *values):
     return change
 
 
+def _refresh_off(year, rng, day):
+    year.settings["refresh"] = {}
+
+
 SETTINGS = [
     _set("knowledge", "user_template", "brief_user", "curt_user", "full_user"),
     _set("knowledge", "item_template", "brief_item", "sober_item"),
@@ -232,6 +236,11 @@ SETTINGS = [
     _set("encoding", "encoder", *ENCODERS),
     _set("encoding", "max_text_tokens", 96, 24),
     _set("encoding", "num_clusters", 2, 3),
+    _set("refresh", "min_new_interactions", 0, 2),
+    _set("refresh", "max_age_days", 3, 10),
+    _set("refresh", "min_interactions", 0, 1, 2),
+    _set("refresh", "max_tokens", 20, 60, 10_000),
+    _refresh_off,
     _set("night", "compare_with_plain", True, False, False),
     _set("night", "train_ctr", True, False, False),
     _set("night", "shard_size", None, 3),
@@ -251,34 +260,38 @@ def _pool_versions(year) -> list[Path]:
 
 
 def pools_lost(year, rng):
-    shutil.rmtree(year.workspace / "pools")
+    shutil.rmtree(year.workspace / "pools", ignore_errors=True)
 
 
 def pools_older(year, rng):
-    (year.workspace / "pools" / "CURRENT").write_text(_pool_versions(year)[0].name)
+    for path in _pool_versions(year)[:1]:
+        (year.workspace / "pools" / "CURRENT").write_text(path.name)
 
 
 def pools_damaged(year, rng):
+    pointer = year.workspace / "pools" / "CURRENT"
+    version = pointer.read_text().strip() if pointer.exists() else "none"
     for side in ("user", "item"):
-        files = sorted((year.workspace / "pools" / year.oracle.published / side).glob("*.bin")) or sorted(
-            path for path in (year.workspace / "pools" / year.oracle.published / side).rglob("*") if path.is_file()
-        )
+        folder = year.workspace / "pools" / version / side
+        files = sorted(folder.glob("*.bin")) or sorted(path for path in folder.rglob("*") if path.is_file())
         if files:
             path = max(files, key=lambda path: path.stat().st_size)
             data = bytearray(path.read_bytes())
             data[len(data) // 2] ^= 0xFF
             path.write_bytes(bytes(data))
-            year.oracle.unusable_pools.add(year.oracle.published)
+            year.oracle.unusable_pools.add(version)
 
 
 def pool_pointer_damaged(year, rng):
+    (year.workspace / "pools").mkdir(exist_ok=True)
     (year.workspace / "pools" / "CURRENT").write_text("nobody\n")
 
 
 def published_run_deleted(year, rng):
-    shutil.rmtree(year.workspace / "runs" / year.oracle.published)
-    year.oracle.forget(year.oracle.published)
-    year.oracle.is_pointer_lost = True
+    if year.oracle.published is not None:
+        year.oracle.gone = year.oracle.published
+        shutil.rmtree(year.workspace / "runs" / year.oracle.gone)
+        year.oracle.forget(year.oracle.gone)
 
 
 def pointer_damaged(year, rng):
@@ -287,31 +300,67 @@ def pointer_damaged(year, rng):
 
 
 def pointer_lost(year, rng):
-    (year.workspace / "published.json").unlink()
+    (year.workspace / "published.json").unlink(missing_ok=True)
     year.oracle.is_pointer_lost = True
-
-
-def older_manifest(year, rng):
-    path = year.workspace / "runs" / year.oracle.published / "manifest.json"
-    _as_older_version(path)
-    year.oracle.runs[year.oracle.published].files = {}
 
 
 ACCIDENTS = [pools_lost, pools_older, pools_damaged, pool_pointer_damaged, published_run_deleted, pointer_damaged,
              pointer_lost]  # fmt: skip
 
 
-def _as_older_version(path: Path) -> None:
-    manifest = json.loads(path.read_text())
-    manifest["laserbatch_version"] = "0.0.9"
-    path.write_text(json.dumps(manifest))
-
-
 def of_another_version(year):
     """What an interrupted run has written is as an older program would have."""
-    for run in (year.workspace / "runs").iterdir():
-        if not (run / "_SUCCESS").exists() and (run / "manifest.json").exists():
-            _as_older_version(run / "manifest.json")
+    for path in (year.workspace / "runs").glob("*/manifest.json"):
+        if not (path.parent / "_SUCCESS").exists():
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"laserbatch_version": "0.0.9"}))
+
+
+# ---- what somebody does with the runs; each is judged at once
+
+
+def rolled_back(year, rng):
+    """`runs rollback`, or a refusal where nothing was published before."""
+    year.world.write(year.folder / "tables")
+    done = year.command("runs", "rollback", writes_tables=False)
+    oracle = year.oracle
+    if len(oracle.seen) < (1 if oracle.gone else 2):
+        assert done.code == 3, (done.code, done.said)
+        return
+    taken_back = oracle.gone or oracle.take_back()
+    assert done.code == 0, done.said
+    assert json.loads(done.out) == {"published": oracle.published, "taken_back": taken_back}
+    oracle.mended()
+    oracle.check_published()
+
+
+def published_by_name(year, rng):
+    """`runs publish` of any finished run, one that was taken back too."""
+    before, run_id = year.oracle.gone or year.oracle.published, rng.choice(sorted(year.oracle.runs))
+    told, _, _ = year.done("runs", "publish", run_id)
+    assert told == {"published": run_id, "published_before": before}, told
+    year.oracle.publish(run_id)
+    year.oracle.mended()
+    year.oracle.check_published()
+
+
+def collected(year, rng):
+    year.collected(rng.choice((1, 3, 7)))
+
+
+def forgotten(year, rng):
+    """One or two users are taken out of the tables and forgotten; perhaps the command is killed and given again."""
+    for _ in range(rng.choice((1, 1, 2))):
+        if len(year.world.rows["user"]) > FEW:
+            year.world.remove("user", _somebody(year, rng, "user"))
+    gone = {key for run in year.oracle.runs.values() for key in run.keys["user"]} - year.world.rows["user"].keys()
+    kind = type(_somebody(year, rng, "user"))
+    users = [key for key in sorted(gone, key=str) if type(key) is kind][:2]
+    year.gone = [entry for entry in year.gone if entry[1] not in users]
+    if users:
+        year.forget(users, rng.choice((None, rng.randint(1, 40))))
+
+
+DEEDS = [rolled_back, published_by_name, collected, forgotten, forgotten]
 
 
 # ---- input that no night may begin with: what is done to it, and what must be said
@@ -392,12 +441,14 @@ def live(year, number: int, day: datetime.date, told: list[str]) -> datetime.dat
         words = fault(year, rng)
         told.append(fault.__name__)
         year.refused(date, 3, *words, writes_tables=False)
-    kind = rng.choices((ordinary, forced, interrupted, backfilled, future, late, held), (14, 1, 3, 3, 0.5, 1.5, 1))[0]
-    if number and not year.oracle.is_pointer_lost:
-        told.append(kind.__name__)
-        kind(year, rng, day)
-    else:
-        year.night(date)
+    if number > 2 and year.oracle.runs and rng.random() < 0.12:
+        deed = rng.choice(DEEDS)
+        told.append(deed.__name__)
+        deed(year, rng)
+    kinds = (ordinary, forced, interrupted, backfilled, filled, future, late, held)
+    kind = rng.choices(kinds, (14, 1, 3, 2, 2, 0.5, 1.5, 1))[0] if number else ordinary
+    told.append(kind.__name__)
+    kind(year, rng, day)
     if rng.random() < 0.1:
         told.append("repeated")
         year.repeated(date)
@@ -405,7 +456,19 @@ def live(year, number: int, day: datetime.date, told: list[str]) -> datetime.dat
 
 
 def ordinary(year, rng, day):
-    year.night(str(day))
+    if rng.random() > 0.2 or not year.oracle.runs:
+        year.night(str(day))
+        return
+    planned = year.planned(str(day))
+    run_id = year.night(str(day))
+    if planned["state"] == "would begin":
+        for side, counts in year.summary_of(run_id).items():
+            if side != "run_id":
+                refused = planned[side]["num_refused"]
+                assert planned[side]["num_to_write"] == counts["num_generated"] + counts["num_quarantined"] - refused
+                assert planned[side]["num_carried_over"] == counts["num_carried_over"]
+                assert planned[side].get("postponed", {}) == counts["postponed"]
+        year.compared(run_id)
 
 
 def forced(year, rng, day):
@@ -424,6 +487,14 @@ def backfilled(year, rng, day):
     earlier = str(day - DAY * rng.randint(1, 30))
     if not any(run.date == earlier for run in year.oracle.runs.values()):
         year.night(earlier)
+    year.night(str(day))
+
+
+def filled(year, rng, day):
+    """`backfill` of a few dates, tonight's perhaps among them; now and then published, or interrupted."""
+    last = day - DAY * rng.choice((0, 1, 1, 3, 20))
+    first = last - DAY * rng.randint(0, 3)
+    year.backfill(str(first), str(last), rng.random() < 0.3, rng.choice((None, None, rng.randint(1, 90))))
     year.night(str(day))
 
 

@@ -1,7 +1,9 @@
 """What a night must leave, written from README.md and docs/: the oracle knows the tables, not how a night is done."""
 
+import datetime
 import json
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,8 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from soak_world import SIDES, World
 
+EVIDENCE = "evidence"
 FUTURE_WORD = "zukunft"  # in titles of items that only come later
-NOBODY_FITS = 16  # tokens of a prompt
+NOBODY_FITS = 16  # tokens of a prompt: fewer than the instruction has
 KNOWLEDGE = {
     "side": "string", "framework": "string", "template": "string", "text": "string", "fields_json": "string",
     "token_ids": "list<element: int32>", "fingerprint": "string", "run_id": "string", "model_id": "string",
@@ -19,7 +22,9 @@ KNOWLEDGE = {
 }  # fmt: skip
 RUN_NAMES = {"knowledge", "features", "quarantine", "plan", "shards", "manifest.json", "events.jsonl", "report.html",
              "_SUCCESS"}  # fmt: skip
-WORKSPACE_NAMES = {"published.json", "runs", "pools", "step-costs", "workspace.json", "LOCK"}
+WORKSPACE_NAMES = {"published.json", "published-copy.json", "runs", "pools", "step-costs", "forgotten",
+                   "workspace.json", "LOCK"}  # fmt: skip
+Waiting = dict[object, str]  # who is postponed, by reason
 
 
 @dataclass
@@ -31,6 +36,8 @@ class Run:
     order: int  # of finishing
     keys: dict[str, dict[object, str]]  # by side and entity: what its text was asked for
     encoder: str
+    previous: str | None
+    since: dict[str, dict[object, str]]  # by side: since when they wait who have no text
     files: dict[Path, tuple[int, int]] = field(default_factory=dict)
 
     @property
@@ -44,8 +51,11 @@ class Oracle:
     def __init__(self, workspace: Path) -> None:
         self.workspace = workspace
         self.runs: dict[str, Run] = {}
-        self.published: str | None = None
+        self.held: set[str] = set()
+        self.seen: list[str] = []  # what readers see, and before it what they saw
+        self.withdrawn: set[str] = set()
         self.is_pointer_lost = False
+        self.gone: str | None = None  # what the pointer names though it was deleted
         self.unusable_pools: set[str] = set()
         self.fingerprints: dict[str, str] = {}
         self.asked: dict[str, str] = {}
@@ -53,9 +63,37 @@ class Oracle:
         self.vectors: dict[tuple[str, str], bytes] = {}
         self.model_ids: dict[str, str] = {}
 
-    def previous(self, date: str, settings: str, but: str | None = None) -> Run | None:
-        """The newest finished run that is not of a later date; of one date's that of the same settings, or the last."""
-        older = [run for run in self.runs.values() if run.date <= date and run.run_id != but]
+    @property
+    def published(self) -> str | None:
+        return self.seen[0] if self.seen else None
+
+    def publishes(self, date: str, run_id: str | None = None) -> bool:
+        """Whether a night of a date publishes by itself; `run_id`: it was finished before."""
+        return run_id not in self.withdrawn and (self.published is None or self.published[:10] <= date)
+
+    def publish(self, run_id: str) -> None:
+        self.seen = [run_id, *(other for other in self.seen if other != run_id)]
+        self.withdrawn.discard(run_id)
+
+    def mended(self) -> None:
+        """A command has written the pointer anew."""
+        self.is_pointer_lost, self.gone = False, None
+
+    def take_back(self) -> str:
+        self.withdrawn.add(taken_back := self.seen.pop(0))
+        return taken_back
+
+    def run_of(self, date: str, settings: str) -> Run | None:
+        """The newest finished run of a date and settings."""
+        there = [run for run in self.runs.values() if (run.date, run.settings) == (date, settings)]
+        return max(there, key=lambda run: run.order, default=None)
+
+    def previous(self, date: str, settings: str) -> Run | None:
+        """The newest finished run that is not of a later date, but none that was taken back.
+
+        Of one date's it is that of the same settings, or the last.
+        """
+        older = [run for run in self.runs.values() if run.date <= date and run.run_id not in self.withdrawn]
         return max(older, key=lambda run: (run.date, run.settings == settings, run.order), default=None)
 
     def refused(self, world: World, side: str, key: object, limit: int) -> str | None:
@@ -92,30 +130,39 @@ class Oracle:
             return None
         if version is not None and version[:10] > date:
             version = max((name for name in there if name[:10] <= date), default=None)
+        return self._usable(version, min_support)
+
+    def pools_of(self, run_id: str, min_support: int) -> str | None:
+        """Those of a run, where they can be used."""
+        return self._usable(run_id if (self.workspace / "pools" / run_id).is_dir() else None, min_support)
+
+    def _usable(self, version: str | None, min_support: int) -> str | None:
         if version is None or version in self.unusable_pools or self.min_support[version] < min_support:
             return None
         return version
 
-    def check(self, year, date: str, summary: dict, said: str, previous: Run | None, pools: str | None, force: bool,
-              is_published: bool, is_whole: bool) -> Run:  # fmt: skip
-        """Everything that a night must have left.
+    def check(self, year, summary: dict, previous: Run | None, pools: str | None, force: bool, is_whole: bool) -> Run:
+        """Everything that a night must have left in its folder.
 
         Parameters
         ----------
         previous, pools : the run and the pools that it began with.
         is_whole : it was done by one command, so that it is known which pools it drafted from.
         """
+        date = summary["run_id"][:10]
         world, settings, templates = year.world, year.settings, year.templates
         run = self.workspace / "runs" / summary["run_id"]
         assert run.name[:10] == date and (run / "_SUCCESS").exists()
         manifest = json.loads((run / "manifest.json").read_text())
         assert manifest["status"] == "success" and manifest["previous_run_id"] == (previous and previous.run_id)
         known_names = RUN_NAMES | ({"plain"} if settings["night"]["compare_with_plain"] else set())
+        known_names |= {"postponed"} & {path.name for path in run.iterdir()}
         extra = {path.name for path in run.iterdir()} ^ known_names
         assert not extra, f"{run.name} has, or lacks, {extra}"
         later = [FUTURE_WORD in (run / name).read_text() for name in ("manifest.json", "report.html")]
         assert not any(later), "something later than the date was seen"
         keys: dict[str, dict[object, str]] = {}
+        since: dict[str, dict[object, str]] = {}
         for side in SIDES:
             known = world.known(side, date)
             asked = {key: self.asked_for(world, side, key, date, settings, templates) for key in known}
@@ -123,16 +170,20 @@ class Oracle:
             kept = set() if force else {key for key in known if before.get(key) == asked[key]}
             limit = settings["knowledge"]["max_prompt_tokens"]
             refused = {key: reason for key in known if (reason := self.refused(world, side, key, limit))}
-            kept -= {key for key, reason in refused.items() if reason == "no-title"}
-            failed = {key: reason for key, reason in refused.items() if key not in kept}
-            failed |= self._came_to_nothing(run, side, known.keys() - kept - failed.keys())
-            written = known.keys() - kept - failed.keys()
-            stale = before.keys() & failed.keys()
+            without_title = {key for key, reason in refused.items() if reason == "no-title"}
+            kept -= without_title
+            waiting, since[side] = self._waiting(year, run, side, date, asked, kept, without_title, previous, force)
+            kept -= waiting.keys()
+            failed = {key: reason for key, reason in refused.items() if key not in kept | waiting.keys()}
+            failed |= self._came_to_nothing(run, side, known.keys() - kept - failed.keys() - waiting.keys())
+            written = known.keys() - kept - failed.keys() - waiting.keys()
+            stale = before.keys() & (failed.keys() | {key for key, reason in waiting.items() if reason != EVIDENCE})
             rows = self._check_side(run, side, settings, templates, written, kept, stale, failed)
             counts = summary[f"{side}s"]
             found = tuple(counts[f"num_{name}"] for name in ("entities", "generated", "carried_over", "quarantined"))
             assert found == (len(known), len(written), len(kept), len(failed)), (side, found, written, kept, failed)
-            assert len(known) == sum(not row["is_stale"] for row in rows.values()) + len(failed)
+            assert counts.get("postponed", {}) == Counter(waiting.values()), (side, counts, waiting)
+            assert len(known) == sum(not row["is_stale"] for row in rows.values()) + len(failed) + len(waiting)
             keys[side] = {key: asked[key] if key not in stale else before[key] for key in rows}
             for key in written | kept:
                 self._check_fingerprint(asked[key], rows[key]["fingerprint"])
@@ -140,12 +191,55 @@ class Oracle:
                 self._check_provenance(world, side, key, date, rows[key], settings, pools, is_whole)
             self._check_carried(run, previous, side, rows, settings, kept, stale)
             year.num_written += len(written)
-        this = Run(run.name, year.settings_key(), year.num_commands, keys, self._encoder(settings))
+        this = Run(run.name, year.settings_key(), year.num_commands, keys, self._encoder(settings),
+                   previous and previous.run_id, since)  # fmt: skip
         self.min_support[run.name] = settings["pools"]["min_support"]
         self.runs[run.name] = this
-        self._check_pointers(this, summary, said, is_published, settings["pool_building"]["keep_versions"])
+        self.held.discard(run.name)
+        self.unusable_pools.discard(run.name)
         this.files = contents(run)
         return this
+
+    def _waiting(self, year, run: Path, side: str, date: str, asked: dict[object, str], kept: set, without_title: set,
+                 previous: Run | None, force: bool) -> tuple[Waiting, dict[object, str]]:  # fmt: skip
+        """Who is postponed, and of those without a text since when; by README's "What is worth rewriting tonight".
+
+        Who is beyond a budget is read from the run; that they are those of the lowest scores is checked.
+        """
+        policy, world = {"min_interactions": 0, "min_new_interactions": 0} | year.settings["refresh"], year.world
+        path = run / "postponed" / f"{side}.parquet"
+        found = {row["entity_id"]: row for row in pq.read_table(path).to_pylist()} if path.exists() else {}
+        num = {key: world.num_interactions(side, key, date) for key in asked}
+        waiting = {key: EVIDENCE for key in asked if side == "user" and num[key] < policy["min_interactions"]}
+        texts = {} if previous is None else year.texts(previous.run_id, side)
+        scores, due = {}, set()
+        for key in asked.keys() - kept - without_title - waiting.keys() if not force else ():
+            text = texts.get(key)
+            seen = num[key] if text is None or side == "item" else text["num_history"] + text["num_history_dropped"]
+            then = (
+                (previous.since[side].get(key) if previous else None) or date if text is None else text["run_id"][:10]
+            )
+            is_otherwise = text is None or _but_history(asked[key]) != _but_history(previous.keys[side][key])
+            age = (datetime.date.fromisoformat(date) - datetime.date.fromisoformat(then)).days
+            share = 1.0 if is_otherwise else abs(num[key] - seen) / max(num[key], seen, 1)
+            scores[key] = math.log2(2 + num[key]) * share + age / 7
+            is_new = abs(num[key] - seen) >= policy["min_new_interactions"]
+            if is_otherwise or is_new or age >= policy.get("max_age_days", math.inf):
+                due.add(key)
+            else:
+                waiting[key] = "not-due"
+        beyond = {key for key, row in found.items() if row["reason"] == "budget"}
+        assert beyond <= due and (not beyond or "max_tokens" in policy), (side, beyond, due)
+        left = min((scores[key] for key in due - beyond), default=math.inf)
+        assert all(scores[key] <= left + 1e-9 for key in beyond), (side, beyond, scores)
+        waiting |= dict.fromkeys(beyond, "budget")
+        assert {key: row["reason"] for key, row in found.items()} == waiting, (side, found, waiting)
+        assert all(abs(row["score"] - scores[key]) < 1e-9 for key, row in found.items() if key in scores), (
+            found,
+            scores,
+        )
+        known = dict.fromkeys(asked, date) | (previous.since[side] if previous else {})
+        return waiting, {key: known[key] for key in waiting if key not in texts}
 
     def _came_to_nothing(self, run: Path, side: str, asked: set) -> dict[object, str]:
         """Those whose text is empty: a model may end at once."""
@@ -218,16 +312,15 @@ class Oracle:
     def _encoder(self, settings: dict) -> str:
         return json.dumps([settings["encoding"][name] for name in ("encoder", "max_text_tokens")])
 
-    def _check_pointers(self, run: Run, summary: dict, said: str, is_published: bool, keep_versions: int) -> None:
-        self.published = run.run_id if is_published else self.published
-        assert ("not published" in said) == (not is_published), said
+    def check_pointers(self, run: Run, keep_versions: int, is_new: bool) -> None:
+        """After a night: what readers see, what the next one drafts from, and what there is of pools."""
+        self.mended()
         self.check_published()
-        assert summary["published"] == self.published
         pools = self.workspace / "pools"
-        for side in SIDES:
-            assert (pools / run.run_id / side).is_dir() == bool(run.keys[side]), (run.run_id, side)
-        self.unusable_pools.discard(run.run_id)
-        if is_published:
+        if is_new:
+            for side in SIDES:
+                assert (pools / run.run_id / side).is_dir() == bool(run.keys[side]), (run.run_id, side)
+        if is_new and self.published == run.run_id:
             assert (pools / "CURRENT").read_text().strip() == run.run_id
         unfinished = sum(not (path / "_SUCCESS").exists() for path in (self.workspace / "runs").iterdir())
         there = [path.name for path in pools.glob("2*")]
@@ -235,7 +328,9 @@ class Oracle:
         self.check_no_leftovers()
 
     def check_published(self) -> None:
-        """Readers see the run that they must see, and it is whole."""
+        """Readers see the run that they must see, and it is whole; unless nothing has mended the pointer yet."""
+        if self.published is None or self.is_pointer_lost or self.gone:
+            return
         pointer = json.loads((self.workspace / "published.json").read_text())
         assert pointer["run_id"] == self.published, (pointer, self.published)
         assert (self.workspace / "runs" / self.published / "_SUCCESS").exists()
@@ -253,12 +348,27 @@ class Oracle:
     def forget(self, run_id: str) -> None:
         """A run was deleted by hand."""
         del self.runs[run_id]
+        self.seen = [other for other in self.seen if other != run_id]
+        self.withdrawn.discard(run_id)
+
+    def kept_by_gc(self, keep: int) -> set[str]:
+        """What `runs gc --keep N` must leave."""
+        done = sorted({*self.runs, *self.held})
+        usable = [run for run in self.runs.values() if run.run_id not in self.withdrawn]
+        newest = max((run.date for run in usable), default=None)  # the next night builds on one of these
+        built_on = self.runs[self.published].previous if self.published else None
+        needed = {*done[-keep:], *self.seen[:2], built_on, *(run.run_id for run in usable if run.date == newest)}
+        return needed & {*done}
 
 
 def contents(folder: Path) -> dict[Path, tuple[int, int]]:
     """Size and time of every file below a folder."""
     return {path: (stat.st_size, stat.st_mtime_ns) for path in sorted(folder.rglob("*"))
             if path.is_file() and (stat := path.stat())}  # fmt: skip
+
+
+def _but_history(asked: str) -> list:
+    return json.loads(asked)[:-1]
 
 
 def _shown(row: dict, columns: dict[str, pa.DataType]) -> list[tuple[str, str]]:

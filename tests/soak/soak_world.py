@@ -49,6 +49,13 @@ class World:
         seen = [event for event in self.events if event.user == user and event.day <= date and event.item in items]
         return sorted(seen, key=lambda event: (event.day, event.second))
 
+    def num_interactions(self, side: str, key: object, date: str) -> int:
+        """Of a user or an item, by the end of a day."""
+        if side == "user":
+            return len(self.history(key, date))
+        users = self.known("user", date)
+        return sum(event.item == key and event.day <= date and event.user in users for event in self.events)
+
     def remove(self, side: str, key: object) -> tuple[dict, list[Event]]:
         """Take somebody out with all that they did; gives what `restore` wants."""
         gone = [event for event in self.events if getattr(event, side) == key]

@@ -23,6 +23,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -38,7 +39,10 @@ from laserbatch.jobs.cli import main as laserbatch
 from laserbatch.jobs.report import blocks
 
 HISTORY = {"columns": [], "line": "- {rating}: {title}", "line_unrated": "- {title}"}
-HEAD = {"version": 1, "framework": "kar", "parser": "free", "instruction": "Describe."}
+INSTRUCTION = (
+    "Describe whom, or what, the following is about: what is liked, and what is avoided."  # 16 tokens and more
+)
+HEAD = {"version": 1, "framework": "kar", "parser": "free", "instruction": INSTRUCTION}
 TEMPLATES = {
     name: HEAD | {"name": name} | template
     for name, template in {
@@ -119,6 +123,7 @@ class Year:
                       "train_ctr": False},
             "encoding": {"encoder": ENCODERS[0], "num_clusters": 2, "max_batch_tokens": 512, "max_text_tokens": 96},
             "ctr": {"models": ["gbdt"], "num_seeds": 1},
+            "refresh": {},
         }  # fmt: skip
 
     def settings_key(self) -> str:
@@ -126,13 +131,13 @@ class Year:
         leave_out = ("workspace", "pool_building", "gates")
         return json.dumps({key: value for key, value in self.settings.items() if key not in leave_out}, sort_keys=True)
 
-    def command(self, name: str, date: str, *options: str, writes_tables: bool = True) -> Done:
-        """`laserbatch NAME --date DATE ...` in this process: the entry that the shell would call."""
+    def command(self, *arguments: str, writes_tables: bool = True) -> Done:
+        """`laserbatch ... --config CONFIG --json` in this process: the entry that the shell would call."""
         if writes_tables:
             self.world.write(self.folder / "tables")
         config = self.folder / "laserbatch.yaml"
         config.write_text(yaml.safe_dump(self.settings))
-        argv = ["laserbatch", name, "--config", str(config), "--date", date, "--json", *options]
+        argv = ["laserbatch", *arguments, "--config", str(config), "--json"]
         out, said, kept = io.StringIO(), io.StringIO(), sys.argv
         sys.argv, code = argv, 0
         try:
@@ -145,47 +150,144 @@ class Year:
         self.num_commands += 1
         return Done(code, out.getvalue(), said.getvalue())
 
-    def night(self, date: str, *options: str, stop_at: int | None = None, between=None) -> str:
-        """One night and its judgement; returns the run's id.
+    def done(self, *arguments: str, stop_at: int | None = None, between=None) -> tuple[dict, str, bool]:
+        """A command that ends well: its summary, what it said, and whether it needed no second one.
 
         Parameters
         ----------
-        stop_at : the write of the night at which it is interrupted; the same command then ends it.
+        stop_at : the write at which it is interrupted; the same command then ends it.
         between : what is done to the workspace after an interruption.
         """
-        oracle, settings = self.oracle, self.settings_key()
-        is_again = any((run.date, run.settings) == (date, settings) for run in oracle.runs.values())
-        options += ("--redo",) if is_again and not options else ()
-        previous = oracle.previous(date, settings)
-        pools = oracle.pools_to_use(date, self.settings["pools"]["min_support"])
-        is_published = oracle.is_pointer_lost or oracle.published is None or oracle.published[:10] <= date
         is_whole = True
         if stop_at is not None:
             with Interrupted(stop_at) as stopped:
-                done = self.command("nightly", date, *options)
+                done = self.command(*arguments)
             if stopped.happened:
                 is_whole = False
                 assert done.code == 130 and json.loads(done.out)["exit_code"] == 130, (done.code, done.said)
                 if between is not None:
                     between()
-                done = self.command("nightly", date, *options, writes_tables=False)
+                done = self.command(*arguments, writes_tables=False)
         else:
-            done = self.command("nightly", date, *options)
-        assert done.code == 0, f"{date}: exit code {done.code}\n{done.said}"
-        summary = json.loads(done.out)
-        if summary["run_id"] in oracle.runs:
-            assert is_again and "finished already" in done.said and "changed since" not in done.said
-            oracle.check_published()
-            return summary["run_id"]
-        is_forced = "--force" in options
-        oracle.check(self, date, summary, done.said, previous, pools, is_forced, is_published, is_whole)
-        oracle.is_pointer_lost = False
-        return summary["run_id"]
+            done = self.command(*arguments)
+        assert done.code == 0, f"{arguments}: exit code {done.code}\n{done.said}"
+        return json.loads(done.out), done.said, is_whole
+
+    def night(self, date: str, *options: str, stop_at: int | None = None, between=None) -> str:
+        """One night and its judgement; returns the run's id. `stop_at` and `between` are those of `done`."""
+        oracle, settings = self.oracle, self.settings_key()
+        is_again = oracle.run_of(date, settings) is not None
+        options += ("--redo",) if is_again and not options else ()
+        previous = oracle.previous(date, settings)
+        pools = oracle.pools_to_use(date, self.settings["pools"]["min_support"])
+        summary, said, is_whole = self.done("nightly", "--date", date, *options, stop_at=stop_at, between=between)
+        run_id = summary["run_id"]
+        is_published = oracle.publishes(date, run_id)
+        assert ("not published" in said) == (not is_published), said
+        is_new = run_id not in oracle.runs
+        if not is_new:
+            assert is_again and "finished already" in said and "changed since" not in said
+        else:
+            oracle.check(self, summary, previous, pools, "--force" in options, is_whole)
+        if is_published:
+            oracle.publish(run_id)
+        assert summary["published"] == oracle.published
+        oracle.check_pointers(oracle.runs[run_id], self.settings["pool_building"]["keep_versions"], is_new)
+        return run_id
+
+    def backfill(self, first: str, last: str, publish: bool, stop_at: int | None = None) -> None:
+        """A range of nights, each from the one before it; finished ones stay as they are, readers see none of them."""
+        oracle, settings, before = self.oracle, self.settings_key(), None
+        options = ("backfill", "--from", first, "--to", last, *(("--publish",) if publish else ()))
+        told, _, is_whole = self.done(*options, stop_at=stop_at)
+        nights = [
+            str(datetime.date.fromisoformat(first) + datetime.timedelta(days=n)) for n in range(len(told["nights"]))
+        ]
+        assert [night["date"] for night in told["nights"]] == nights and nights[-1] == last
+        for row in told["nights"]:
+            date, run_id = row["date"], row["run_id"]
+            if (known := oracle.run_of(date, settings)) is not None:
+                assert run_id == known.run_id, (run_id, known.run_id)
+                before = known
+                continue
+            previous = before or oracle.previous(date, settings)
+            min_support = self.settings["pools"]["min_support"]
+            pools = oracle.pools_of(before.run_id, min_support) if before else None
+            before = oracle.check(self, self.summary_of(run_id), previous, pools, False, is_whole and pools is not None)
+        if publish:
+            oracle.publish(before.run_id)
+        assert told["published"] == oracle.published
+        is_new = before.order == self.num_commands
+        oracle.check_pointers(before, self.settings["pool_building"]["keep_versions"] + 1, is_new)
+
+    def summary_of(self, run_id: str) -> dict:
+        """A run's counts as a night's summary has them."""
+        sides = json.loads((self.workspace / "runs" / run_id / "manifest.json").read_text())["sides"]
+        return {"run_id": run_id, **{f"{side}s": figures for side, figures in sides.items()}}
+
+    def texts(self, run_id: str, side: str) -> dict[object, dict]:
+        """A run's knowledge of a side."""
+        table = pq.read_table(self.workspace / "runs" / run_id / "knowledge" / side)
+        return {row["entity_id"]: row for row in table.to_pylist()}
+
+    def forget(self, users: list, stop_at: int | None) -> None:
+        """Users who are no longer in the tables leave every run; everybody else's rows stay as they are."""
+        oracle, ids = self.oracle, [part for user in users for part in ("--user", str(user))]
+        before = {run_id: {side: self.texts(run_id, side) for side in ("user", "item")} for run_id in oracle.runs}
+        told, _, _ = self.done("forget", *ids, stop_at=stop_at)
+        assert told["is_done"] and not told["still_in_tables"], told
+        for run_id, run in oracle.runs.items():
+            folder = self.workspace / "runs" / run_id
+            assert (folder / "_SUCCESS").exists()
+            for user in users:
+                (
+                    run.keys["user"].pop(user, None),
+                    run.since["user"].pop(user, None),
+                    before[run_id]["user"].pop(user, None),
+                )
+            assert {side: self.texts(run_id, side) for side in ("user", "item")} == before[run_id], run_id
+            features = {row["user_id"] for row in pq.read_table(folder / "features" / "user.parquet").to_pylist()}
+            assert features == before[run_id]["user"].keys(), run_id
+            run.files = contents(folder)
+        oracle.unusable_pools -= {version for version, what in told["pools"].items() if what == "rebuilt"}
+        oracle.check_published()
+        oracle.check_no_leftovers()
+
+    def collected(self, keep: int) -> None:
+        """`runs gc`: so many of the newest stay, and whatever is needed."""
+        kept = self.oracle.kept_by_gc(keep)
+        told, _, _ = self.done("runs", "gc", "--keep", str(keep))
+        there = {path.name for path in (self.workspace / "runs").iterdir()}
+        assert there == kept == told["kept"].keys(), (there ^ kept, told)
+        for run_id in self.oracle.runs.keys() - kept:
+            self.oracle.forget(run_id)
+        self.oracle.held &= kept
+        self.oracle.check_published()
+
+    def planned(self, date: str) -> dict:
+        """`nightly --dry-run`: it touches nothing."""
+        before = contents(self.workspace)
+        told, _, _ = self.done("nightly", "--date", date, "--dry-run")
+        assert contents(self.workspace) == before
+        return told
+
+    def compared(self, run_id: str) -> None:
+        """`runs diff` with the run that a run was built on counts what their texts say."""
+        previous = self.oracle.runs[run_id].previous
+        if previous not in self.oracle.runs:
+            return
+        told, _, _ = self.done("runs", "diff", previous, run_id)
+        for side in ("user", "item"):
+            old, new = ({str(key): row for key, row in self.texts(one, side).items()} for one in (previous, run_id))
+            changed = sum(old[key]["text"] != row["text"] for key, row in new.items() if key in old)
+            counted = tuple(told[f"{side}s"][f"num_{name}"] for name in ("changed", "appeared", "went"))
+            assert counted == (changed, len(new.keys() - old.keys()), len(old.keys() - new.keys())), (side, told)
+            assert sum(told[f"{side}s"]["reasons"].values()) == changed
 
     def refused(self, date: str, code: int, *words: str, writes_tables: bool = True) -> None:
         """A night that must not happen: its exit code, what it says, and that nothing was touched."""
         before = contents(self.workspace) if self.workspace.exists() else {}
-        done = self.command("nightly", date, writes_tables=writes_tables)
+        done = self.command("nightly", "--date", date, writes_tables=writes_tables)
         assert done.code == code, f"{date}: exit code {done.code}, expected {code}\n{done.said}"
         told = json.loads(done.out)
         assert told["exit_code"] == code and all(word in told["error"] for word in words), told
@@ -196,20 +298,27 @@ class Year:
 
     def held(self, date: str, before: set[Path]) -> None:
         """A night that a gate holds back: it is done, says how to let it through, and nobody sees it."""
-        done = self.command("nightly", date)
+        done = self.command("nightly", "--date", date)
         told = json.loads(done.out)
         assert done.code == told["exit_code"] == 4 and told["kind"] == "RunHeld", (done.code, done.said)
         (run,) = set((self.workspace / "runs").iterdir()) - before
         assert "gates.max_failed_share" in told["error"] and f"runs publish {run.name}" in told["error"], told
         assert (run / "_HELD").exists() and not (run / "_SUCCESS").exists()
+        self.oracle.held.add(run.name)
+        self.oracle.mended()
+        self.oracle.min_support[run.name] = self.settings["pools"]["min_support"]
         self.oracle.check_published()
 
     def repeated(self, date: str, *words: str) -> None:
         """The same command again: nothing is to be done, and nothing is touched."""
         before = contents(self.workspace / "runs")
-        done = self.command("nightly", date)
+        done = self.command("nightly", "--date", date)
         assert done.code == 0 and all(word in done.said for word in ("finished already", *words)), done
         assert contents(self.workspace / "runs") == before
+        run_id = json.loads(done.out)["run_id"]
+        if self.oracle.publishes(date, run_id):
+            self.oracle.publish(run_id)
+        self.oracle.mended()
         self.oracle.check_published()
 
 

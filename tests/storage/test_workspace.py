@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from laserbatch.pipeline.errors import WorkspaceBusy, WorkspaceError
-from laserbatch.pipeline.storage.atomic import write_json
+from laserbatch.pipeline.storage.atomic import remove_folder, write_json
 from laserbatch.pipeline.storage.workspace import Workspace
 
 HOLD = """
@@ -86,12 +86,23 @@ def test_a_damaged_or_lost_version_is_mended_as_its_message_says(workspace, dama
     assert len(Workspace.open(workspace.root).runs()) == 1
 
 
-def test_a_damaged_pointer_is_mended_as_its_message_says(workspace):
-    (workspace.root / "published.json").write_text("{")
-    with pytest.raises(WorkspaceError, match="or delete it: `laserbatch nightly` publishes a run again"):
-        workspace.published()
-    (workspace.root / "published.json").unlink()
-    assert workspace.published() is None
+@pytest.mark.parametrize("damage", [None, '{"run', "[]", "{}", '{"run_id": "../x"}', '{"run_id": "2025-04-01-gone"}'])
+def test_a_pointer_that_is_lost_or_damaged_is_restored_with_all_that_it_knew(workspace, damage):
+    assert workspace.mend_pointer() is None
+    first, second, bad = (f"2025-03-0{day}-aaaaaaaa" for day in (1, 2, 3))
+    for run_id in (first, second, bad):
+        finish(workspace, run_id)
+        workspace.publish(run_id)
+    workspace.withdraw()
+    pointer = workspace.root / "published.json"
+    pointer.unlink() if damage is None else pointer.write_text(damage)
+    if damage is None or "gone" not in damage:  # what somebody wrote is believed
+        assert workspace.pointed_to() == second and workspace.withdrawn() == [bad]
+        assert workspace.mend_pointer() == workspace.published().run_id == second
+        assert [run.run_id for run in workspace.published_before()] == [first] and workspace.withdrawn() == [bad]
+        remove_folder(workspace.run(second).root)  # by hand
+        assert workspace.mend_pointer() == first
+    assert workspace.mend_pointer() is None
 
 
 def test_a_full_disk_does_not_keep_the_lock_from_who_makes_room(workspace, monkeypatch):
