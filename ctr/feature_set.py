@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from laserbatch.ctr.settings import CtrError
+from laserbatch.ctr.errors import CtrError
 from laserbatch.pipeline.encoding.schema import check_feature_schema, run_date
 
 SIDES = ("user", "item")
@@ -25,8 +25,10 @@ class SideVectors:
     """Features of one side, one row an entity of the entity table."""
 
     vectors: np.ndarray  # float32 (num_entities, dim), zeros where there is none
-    cluster_codes: np.ndarray  # int64 (num_entities,): 0 none, then 1 + cluster id
+    cluster_codes: np.ndarray  # int32 (num_entities,): 0 none, then 1 + cluster id
     num_cluster_codes: int  # codes are below this
+    num_missing: int = 0  # entities that have no features
+    num_foreign: int = 0  # features of ids that are no entity
 
 
 def read_feature_set(folder: Path) -> FeatureSet:
@@ -63,59 +65,96 @@ def check_provenance(features: FeatureSet, as_of: datetime.date) -> None:
 
 
 def align(features: pa.Table, side: str, entity_ids: pa.Array) -> SideVectors:
-    """A side's feature table in the order of the ids of the entity table, vectors as they are."""
+    """A side's feature table in the order of the ids of the entity table, vectors as they are.
+
+    Raises CtrError where ids are of another type or there twice, or a vector holds what is no number.
+    """
     ids = features[f"{side}_id"].combine_chunks()
     if ids.type != entity_ids.type:
         raise CtrError(f"{side} features have ids of type {ids.type}, the table of {side}s {entity_ids.type}")
+    if pc.count_distinct(ids).as_py() != len(ids):
+        twice = pc.value_counts(ids)
+        twice = twice.filter(pc.greater(pc.struct_field(twice, "counts"), 1))[0]["values"].as_py()
+        runs = features.filter(pc.equal(features[f"{side}_id"], pa.scalar(twice, ids.type)))["run_id"].to_pylist()
+        raise CtrError(
+            f"{side} features have {twice!r} {len(runs)} times (runs {', '.join(runs)}): features of several runs are "
+            "mixed; give those of one"
+        )
     positions = pc.index_in(entity_ids, ids)
     has_vector = pc.is_valid(positions).to_numpy(zero_copy_only=False)
     taken = positions.drop_null().to_numpy()
     column = features["vector"].combine_chunks()
     raw = column.flatten().to_numpy().reshape(len(column), column.type.list_size)
+    if not np.isfinite(raw).all():
+        row = int(np.flatnonzero(~np.isfinite(raw).all(axis=1))[0])
+        raise CtrError(
+            f"the vector of {side} {ids[row].as_py()!r} holds what is no finite number; encode the run again"
+        )
     clusters = features["cluster_id"].to_numpy()
     vectors = np.zeros((len(entity_ids), raw.shape[1]), np.float32)
     vectors[has_vector] = raw[taken]
-    cluster_codes = np.zeros(len(entity_ids), np.int64)
+    cluster_codes = np.zeros(len(entity_ids), np.int32)
     cluster_codes[has_vector] = 1 + clusters[taken]
-    return SideVectors(vectors, cluster_codes, 2 + int(clusters.max(initial=0)))
+    num_foreign = len(ids) - len(taken)
+    return SideVectors(vectors, cluster_codes, 2 + int(clusters.max(initial=0)), int((~has_vector).sum()), num_foreign)
 
 
-def reduce_vectors(
-    variants: dict[str, dict[str, SideVectors]], is_trained: dict[str, np.ndarray], max_dim: int
-) -> dict[str, dict[str, SideVectors]]:
-    """Centre vectors, by variant and side, and keep their coordinates on the largest principal directions of them all.
+@dataclass(frozen=True)
+class Basis:
+    """What vectors are reduced by: each side's mean, and the largest principal directions of both sides together.
 
-    One basis for all variants and both sides, and one mean a side: so that equal vectors of two variants stay equal,
-    and what a user's text and an item's text share stays comparable. Numbers of cluster codes become those of the
-    variant that has most, so that networks of all variants have one shape, and from one seed the same weights.
-    Entities of training rows alone (`is_trained`, bool (num_entities,) of each side) decide means and directions.
-    Vectors become float32 (num_entities, min(max_dim, dim)), of mean square one; rows of zeros stay zeros.
+    One basis for both sides, so that what a user's text and an item's text share stays comparable.
     """
-    dims = {aligned.vectors.shape[1] for sides in variants.values() for aligned in sides.values()}
+
+    user_mean: np.ndarray  # float32 (dim,)
+    item_mean: np.ndarray
+    directions: np.ndarray  # float64 (dim, reduced_dim), scaled so that coordinates have mean square one
+    num_user_clusters: int  # cluster codes are below this; others become unknown
+    num_item_clusters: int
+
+    def reduce(self, sides: dict[str, SideVectors]) -> dict[str, SideVectors]:
+        """Vectors float32 (num_entities, reduced_dim); rows of zeros stay zeros. Raises CtrError on another width."""
+        reduced = {}
+        for side, found in sides.items():
+            mean, num_clusters = getattr(self, f"{side}_mean"), getattr(self, f"num_{side}_clusters")
+            if found.vectors.shape[1] != len(mean):
+                raise CtrError(
+                    f"{side} features have vectors of width {found.vectors.shape[1]}, the basis they are reduced by is "
+                    f"of width {len(mean)}: they are of another encoder; encode the run again with the same one"
+                )
+            has_vector = (found.vectors != 0).any(axis=1)
+            vectors = np.zeros((len(has_vector), self.directions.shape[1]), np.float32)
+            vectors[has_vector] = (found.vectors[has_vector] - mean) @ self.directions
+            codes = np.where(found.cluster_codes < num_clusters, found.cluster_codes, 0)
+            reduced[side] = dataclasses.replace(
+                found, vectors=vectors, cluster_codes=codes, num_cluster_codes=num_clusters
+            )
+        return reduced
+
+
+def fit_basis(variants: dict[str, dict[str, SideVectors]], is_trained: dict[str, np.ndarray], max_dim: int) -> Basis:
+    """A basis of at most `max_dim` directions for the vectors of several variants, by variant and side.
+
+    One for all of them, so that equal vectors of two variants stay equal; cluster codes are as many as the variant has
+    that has most, so that networks of all variants have one shape, and from one seed the same weights. Entities of
+    training rows alone (`is_trained`, bool (num_entities,) of each side) decide. Raises CtrError where widths differ.
+    """
+    dims = {found.vectors.shape[1] for sides in variants.values() for found in sides.values()}
     if len(dims) > 1:
         raise CtrError(f"vectors differ in length: {sorted(dims)}; encode users, items and plain texts by one encoder")
-    has_vector, mean, num_codes = {}, {}, {}
-    covariance = np.zeros((min(dims), min(dims)))
+    mean, num_codes, covariance = {}, {}, np.zeros((min(dims), min(dims)))
     for side in SIDES:
-        aligned = {name: sides[side] for name, sides in variants.items()}
-        has_vector |= {(name, side): (of_one.vectors != 0).any(axis=1) for name, of_one in aligned.items()}
-        fitted = [of_one.vectors[has_vector[name, side] & is_trained[side]] for name, of_one in aligned.items()]
+        aligned = [sides[side] for sides in variants.values()]
+        fitted = [found.vectors[(found.vectors != 0).any(axis=1) & is_trained[side]] for found in aligned]
         num_fitted = max(sum(map(len, fitted)), 1)
         mean[side] = sum(rows.sum(axis=0) for rows in fitted) / np.float32(num_fitted)
         for rows in fitted:
             centred = (rows - mean[side]).astype(np.float64) / np.sqrt(num_fitted)
             covariance += centred.T @ centred / len(SIDES)
-        num_codes[side] = max(of_one.num_cluster_codes for of_one in aligned.values())
+        num_codes[side] = max(found.num_cluster_codes for found in aligned)
     variances, directions = np.linalg.eigh(covariance)
     variances, directions = variances[::-1][:max_dim], directions[:, ::-1][:, :max_dim]  # largest first
     # The signs of eigenvectors are free; fixed here, so that the same vectors give the same coordinates.
     directions = directions * np.sign(directions[np.abs(directions).argmax(axis=0), np.arange(directions.shape[1])])
-    basis = directions / np.sqrt(max(variances.mean(), 1e-12))
-
-    def reduced(name: str, side: str, aligned: SideVectors) -> SideVectors:
-        centred = np.where(has_vector[name, side][:, None], aligned.vectors - mean[side], 0)
-        return dataclasses.replace(
-            aligned, vectors=(centred @ basis).astype(np.float32), num_cluster_codes=num_codes[side]
-        )
-
-    return {name: {side: reduced(name, side, sides[side]) for side in SIDES} for name, sides in variants.items()}
+    directions = np.ascontiguousarray(directions / np.sqrt(max(variances.mean(), 1e-12)))
+    return Basis(mean["user"], mean["item"], directions, num_codes["user"], num_codes["item"])

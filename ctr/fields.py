@@ -6,11 +6,14 @@ that training never saw gets codes from its attributes like any other; only its 
 
 import logging
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
+
+from laserbatch.ctr.errors import CtrError
 
 ABSENT, UNKNOWN, NUM_RESERVED = 0, 1, 2
 NUM_BINS = 10  # quantiles of a number
@@ -25,82 +28,105 @@ class Field:
     """One categorical input of a side: a column's."""
 
     name: str
-    codes: np.ndarray  # int64 (num_entities, num_slots); of a list column as many slots as its longest list
+    codes: np.ndarray  # int32 (num_entities, num_slots); of a list column as many slots as its longest list
     num_codes: int  # codes are below this
 
 
-def id_field(name: str, num_seen: np.ndarray, min_seen: int) -> Field:
-    """Field of an entity's own id, known from `min_seen` training interactions on; `num_seen` int64 (num_entities,)."""
-    is_known = num_seen >= min_seen
-    codes = np.full(len(num_seen), UNKNOWN, np.int64)
-    codes[is_known] = NUM_RESERVED + np.arange(is_known.sum())
-    return Field(name, codes[:, None], NUM_RESERVED + int(is_known.sum()))
+@dataclass(frozen=True)
+class Encoder:
+    """How a column becomes codes: by its vocabulary, of values in the order of their codes, or by edges of bins."""
+
+    name: str
+    kind: Literal["category", "bag", "bins"]  # an id is a category
+    vocabulary: pa.Array | None = None
+    edges: tuple[float, ...] = ()
+
+    def encode(self, table: pa.Table) -> Field:
+        """A table's column as a field. Raises CtrError where it is not there, or of another type than in training."""
+        if self.name not in table.schema.names:
+            raise CtrError(f"the tables have no column {self.name!r}, which the model was trained with")
+        column = table[self.name].combine_chunks()
+        if self.kind == "bins":
+            if not _is_number(column.type):
+                raise CtrError(f"column {self.name} is of type {column.type}; the model was trained with numbers")
+            return Field(self.name, _bins(column, self.edges), NUM_RESERVED + len(self.edges) + 1)
+        num_codes = NUM_RESERVED + len(self.vocabulary)
+        column = column.cast(pa.string()) if pt.is_boolean(column.type) else column
+        if column.type != (pa.list_(self.vocabulary.type) if self.kind == "bag" else self.vocabulary.type):
+            raise CtrError(
+                f"column {self.name} is of type {column.type}; the model was trained with {self.vocabulary.type}"
+            )
+        if self.kind == "bag":
+            return Field(self.name, _bag_codes(column, self.vocabulary), num_codes)
+        return Field(self.name, _codes(column, self.vocabulary)[:, None], num_codes)
 
 
-def attribute_fields(table: pa.Table, id_column: str, is_trained: np.ndarray) -> list[Field]:
-    """Fields of an entity table's attribute columns, in the types that tables are read in.
+def fit_encoders(table: pa.Table, id_column: str, num_seen: np.ndarray, min_seen: int) -> list[Encoder]:
+    """Encoders of an entity table's columns, in the types that tables are read in; the id's is the first.
 
     Strings and booleans become categories, lists of strings bags of their elements (a path's levels), numbers quantile
     bins. Timestamps, and text columns whose values are nearly all distinct (titles, descriptions), are left out.
 
-    `is_trained` bool (num_rows,): entities that occur in training rows; they alone decide vocabularies and bins.
+    `num_seen` int (num_rows,) are an entity's training interactions: those with any decide vocabularies and bins, and
+    ids are known from `min_seen` on.
     """
-    fields = []
+    ids = table[id_column].combine_chunks()
+    encoders = [Encoder(id_column, "category", ids.filter(pa.array(num_seen >= min_seen)))]
+    is_trained = pa.array(num_seen > 0)
     for name in table.schema.names:
         if name == id_column:
             continue
         column = table[name].combine_chunks()
-        kind, field = column.type, None
-        if pt.is_integer(kind) or pt.is_floating(kind) or pt.is_decimal(kind):
-            field = _binned(name, column, is_trained)
-        elif kind == pa.list_(pa.string()):
-            field = _bag(name, column, is_trained)
-        elif pt.is_boolean(kind) or pt.is_string(kind):
-            field = _category(name, column.cast(pa.string()), is_trained)
-        if field is None:
-            logger.info("column %s (%s) is no CTR field", name, kind)
+        found = _fit(name, column.filter(is_trained))
+        if found is None:
+            logger.info("column %s (%s) is no CTR field", name, column.type)
         else:
-            fields.append(field)
-    return fields
+            encoders.append(found)
+    return encoders
 
 
-def _category(name: str, column: pa.Array, is_trained: np.ndarray) -> Field | None:
-    trained = column.filter(pa.array(is_trained)).drop_null()
-    num_distinct = pc.count_distinct(trained).as_py()
-    if len(trained) >= MIN_ENTITIES_TO_JUDGE and num_distinct > MAX_DISTINCT_SHARE * len(trained):
+def _is_number(kind: pa.DataType) -> bool:
+    return pt.is_integer(kind) or pt.is_floating(kind) or pt.is_decimal(kind)
+
+
+def _fit(name: str, trained: pa.Array) -> Encoder | None:
+    if _is_number(trained.type):
+        values = trained.cast(pa.float64()).to_numpy(zero_copy_only=False)  # null becomes nan
+        values = values[np.isfinite(values)]
+        edges = np.unique(np.quantile(values, np.arange(1, NUM_BINS) / NUM_BINS)) if len(values) else np.zeros(0)
+        return Encoder(name, "bins", edges=tuple(edges.tolist()))
+    if trained.type == pa.list_(pa.string()):
+        return Encoder(name, "bag", _vocabulary(trained.flatten()))
+    if not (pt.is_boolean(trained.type) or pt.is_string(trained.type)):
         return None
-    vocabulary = _vocabulary(trained)
-    codes = _codes(column, vocabulary)
-    return Field(name, codes[:, None], NUM_RESERVED + len(vocabulary))
-
-
-def _bag(name: str, column: pa.Array, is_trained: np.ndarray) -> Field:
-    vocabulary = _vocabulary(column.filter(pa.array(is_trained)).flatten().drop_null())
-    rows = pc.list_parent_indices(column).to_numpy()
-    elements = _codes(column.flatten(), vocabulary)
-    slots = np.arange(len(rows)) - np.searchsorted(rows, rows)  # position of each element in its own list
-    codes = np.zeros((len(column), int(slots.max(initial=0)) + 1), np.int64)
-    codes[rows, slots] = elements
-    return Field(name, codes, NUM_RESERVED + len(vocabulary))
-
-
-def _binned(name: str, column: pa.Array, is_trained: np.ndarray) -> Field:
-    values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)  # null becomes nan
-    is_present = np.isfinite(values)
-    trained = values[is_trained & is_present]
-    edges = np.unique(np.quantile(trained, np.arange(1, NUM_BINS) / NUM_BINS)) if len(trained) else np.zeros(0)
-    codes = np.where(is_present, NUM_RESERVED + np.searchsorted(edges, values, side="right"), ABSENT)
-    return Field(name, codes.astype(np.int64)[:, None], NUM_RESERVED + len(edges) + 1)
+    vocabulary, num_values = _vocabulary(trained.cast(pa.string())), len(trained) - trained.null_count
+    if num_values >= MIN_ENTITIES_TO_JUDGE and len(vocabulary) > MAX_DISTINCT_SHARE * num_values:
+        return None
+    return Encoder(name, "category", vocabulary)
 
 
 def _vocabulary(values: pa.Array) -> pa.Array:
     """Distinct values, sorted, so that row order does not show."""
-    known = pc.unique(values)
+    known = pc.unique(values.drop_null())
     return known.take(pc.sort_indices(known))
 
 
 def _codes(values: pa.Array, vocabulary: pa.Array) -> np.ndarray:
-    """Code of each value, int64 (n,)."""
-    known = pc.add(pc.index_in(values, vocabulary).cast(pa.int64()), NUM_RESERVED)
-    codes = pc.if_else(pc.is_null(values), ABSENT, pc.fill_null(known, UNKNOWN))
-    return codes.to_numpy(zero_copy_only=False).astype(np.int64)
+    """Code of each value, int32 (n,)."""
+    known = pc.add(pc.index_in(values, vocabulary), pa.scalar(NUM_RESERVED, pa.int32()))
+    codes = pc.if_else(pc.is_null(values), pa.scalar(ABSENT, pa.int32()), pc.fill_null(known, UNKNOWN))
+    return codes.to_numpy(zero_copy_only=False).astype(np.int32)
+
+
+def _bag_codes(column: pa.Array, vocabulary: pa.Array) -> np.ndarray:
+    rows = pc.list_parent_indices(column).to_numpy()
+    slots = np.arange(len(rows)) - np.searchsorted(rows, rows)  # position of each element in its own list
+    codes = np.zeros((len(column), int(slots.max(initial=0)) + 1), np.int32)
+    codes[rows, slots] = _codes(column.flatten(), vocabulary)
+    return codes
+
+
+def _bins(column: pa.Array, edges: tuple[float, ...]) -> np.ndarray:
+    values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    bins = NUM_RESERVED + np.searchsorted(np.array(edges), values, side="right")
+    return np.where(np.isfinite(values), bins, ABSENT).astype(np.int32)[:, None]

@@ -1,4 +1,4 @@
-"""The LightGBM baseline: the same rows, fields, histories and knowledge, as one flat matrix.
+"""The LightGBM baseline: the same rows, fields, histories and knowledge, as columns that are made a block at a time.
 
 A tree cannot multiply, so products that the networks can form are given to it ready-made: how alike the target is to
 the user's history and to the user's knowledge. Rates before the row stand for the embeddings of ids.
@@ -6,38 +6,63 @@ the user's history and to the user's knowledge. Rates before the row stand for t
 
 import numpy as np
 
-from laserbatch.ctr.dataset import CtrData, Knowledge, keys_by_moment
-from laserbatch.ctr.settings import CtrError, CtrSettings
+from laserbatch.ctr.dataset import PAST_COLUMNS, CtrData, Knowledge, Rows
+from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.fields import Field
+from laserbatch.ctr.settings import CtrSettings
 
 NUM_COMPONENTS = 16  # leading principal components of the knowledge vectors that become columns
 MAX_ROUNDS, PATIENCE_ROUNDS = 400, 40
+BLOCK_ROWS = 65_536
 
 
-def gbdt_matrix(data: CtrData, knowledge: Knowledge | None) -> tuple[np.ndarray, list[int]]:
-    """Every row's columns, float32 (n, num_columns), and the numbers of those that are categories."""
-    columns: list[np.ndarray] = []
-    categorical: list[int] = []
-    for fields, numbers in ((data.user_fields, data.users), (data.item_fields, data.items)):
-        for field in fields[1:]:  # the id itself has too many values for a tree; its rates come below
-            categorical += range(len(columns), len(columns) + field.codes.shape[1])
-            columns += list(field.codes[numbers].T)
-    for numbers in (data.users, data.items):
-        columns += _rates_before(numbers, data)
-    columns.append((data.history < data.num_items).sum(axis=1))
-    columns += [_share_of_history_alike(field.codes, data) for field in data.item_fields[1:]]
-    if knowledge is not None:
-        for side, numbers in ((knowledge.user, data.users), (knowledge.item, data.items)):
-            categorical.append(len(columns))
-            columns.append(side.cluster_codes[numbers])
-            columns += list(side.vectors[:, :NUM_COMPONENTS].T[:, numbers])
-        padded = np.vstack([knowledge.item.vectors, np.zeros_like(knowledge.item.vectors[:1])])
-        liked = sum(padded[data.history[:, back]] for back in range(data.history.shape[1]))
-        columns.append(_cosine(liked, padded[data.items]))
-        columns.append(_cosine(knowledge.user.vectors[data.users], knowledge.item.vectors[data.items]))
-    return np.column_stack(columns).astype(np.float32), categorical
+class GbdtColumns:
+    """Columns of rows of a data set, made when they are asked for; LightGBM keeps a byte of each."""
+
+    def __init__(
+        self, data: Rows, user_fields: tuple[Field, ...], item_fields: tuple[Field, ...], knowledge: Knowledge | None
+    ) -> None:
+        self._data, self._knowledge = data, knowledge
+        self._sides = (user_fields[1:], data.users), (item_fields[1:], data.items)  # rates stand for the ids
+
+    @property
+    def categorical(self) -> list[int]:
+        """Numbers of the columns that are categories."""
+        num_codes = sum(field.codes.shape[1] for fields, _ in self._sides for field in fields)
+        first_cluster = num_codes + len(PAST_COLUMNS) + len(self._sides[1][0])
+        if self._knowledge is None:
+            return list(range(num_codes))
+        num_components = min(NUM_COMPONENTS, self._knowledge.user.vectors.shape[1])
+        return [*range(num_codes), first_cluster, first_cluster + 1 + num_components]
+
+    def __call__(self, rows: np.ndarray) -> np.ndarray:
+        """Columns of some rows: float32 (len(rows), num_columns)."""
+        parts = [self._block(rows[start : start + BLOCK_ROWS]) for start in range(0, max(len(rows), 1), BLOCK_ROWS)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _block(self, rows: np.ndarray) -> np.ndarray:
+        data, columns = self._data, []
+        for fields, numbers in self._sides:
+            columns += [field.codes[numbers[rows]] for field in fields]
+        columns.append(data.past[rows])
+        items, starts = data.items[rows], data.starts[rows]
+        lengths = data.ends[rows] - starts
+        row_of_liked = np.repeat(np.arange(len(rows)), lengths)
+        liked = data.liked[np.arange(len(row_of_liked)) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)]
+        for field in self._sides[1][0]:
+            columns.append(_share_of_history_alike(field.codes, items, liked, row_of_liked)[:, None])
+        if self._knowledge is not None:
+            users, (user, item) = data.users[rows], (self._knowledge.user, self._knowledge.item)
+            for side, numbers in ((user, users), (item, items)):
+                columns += [side.cluster_codes[numbers][:, None], side.vectors[numbers, :NUM_COMPONENTS]]
+            of_history = np.zeros((len(rows), item.vectors.shape[1]), np.float32)
+            np.add.at(of_history, row_of_liked, item.vectors[liked])
+            columns.append(_cosine(of_history, item.vectors[items])[:, None])
+            columns.append(_cosine(user.vectors[users], item.vectors[items])[:, None])
+        return np.hstack(columns, dtype=np.float32, casting="unsafe")
 
 
-def fit_gbdt(matrix: np.ndarray, categorical: list[int], data: CtrData, settings: CtrSettings, seed: int):
+def fit_gbdt(columns: GbdtColumns, data: CtrData, settings: CtrSettings, seed: int):
     """A booster trained on the training rows; its `best_iteration` is the round that validation chose by AUC.
 
     Raises
@@ -52,6 +77,26 @@ def fit_gbdt(matrix: np.ndarray, categorical: list[int], data: CtrData, settings
             f"LightGBM cannot be loaded ({error}); `pip install lightgbm` and the system library libgomp1 provide it, "
             "or leave gbdt out of ctr.models"
         ) from error
+
+    class Blocks(lightgbm.Sequence):
+        """Rows of one part, as LightGBM asks for them: some by one, in order, to choose bins, and then all."""
+
+        batch_size = BLOCK_ROWS
+
+        def __init__(self, rows: np.ndarray) -> None:
+            self._rows, self._start, self._block = rows, 0, np.empty((0, 0))
+
+        def __len__(self) -> int:
+            return len(self._rows)
+
+        def __getitem__(self, index: int | slice) -> np.ndarray:
+            if isinstance(index, slice):
+                return columns(self._rows[index])
+            if not self._start <= index < self._start + len(self._block):
+                self._start = index - index % BLOCK_ROWS
+                self._block = columns(self._rows[self._start : self._start + BLOCK_ROWS])
+            return self._block[index - self._start].astype(np.float64)  # as it asks for
+
     parameters = {
         "objective": "binary",
         "metric": "auc",
@@ -68,34 +113,34 @@ def fit_gbdt(matrix: np.ndarray, categorical: list[int], data: CtrData, settings
         "force_row_wise": True,
         "verbosity": -1,
     }
-    train = lightgbm.Dataset(matrix[data.train], data.labels[data.train], categorical_feature=categorical)
-    validation = train.create_valid(matrix[data.validation], data.labels[data.validation])
+    train = lightgbm.Dataset(
+        Blocks(data.train), data.labels[data.train], categorical_feature=columns.categorical, params=parameters
+    )
+    validation = train.create_valid(Blocks(data.validation), data.labels[data.validation])
     stop = lightgbm.early_stopping(PATIENCE_ROUNDS, verbose=False)
     return lightgbm.train(parameters, train, MAX_ROUNDS, valid_sets=[validation], callbacks=[stop])
 
 
-def _rates_before(numbers: np.ndarray, data: CtrData) -> list[np.ndarray]:
-    """Count, and smoothed share of positives, of an entity's rows strictly before each row's moment."""
-    keys, moments = keys_by_moment(numbers, data.times_us)
-    order = np.argsort(keys, kind="stable")
-    positives = np.concatenate([[0.0], np.cumsum(data.labels[order], dtype=np.float64)])
-    ends = np.searchsorted(keys[order], keys, side="left")
-    starts = np.searchsorted(keys[order], keys - moments, side="left")  # the entity's first row
-    counts = ends - starts
-    prior = float(data.labels[data.train].mean())
-    return [counts, (positives[ends] - positives[starts] + 5 * prior) / (counts + 5)]
+def predict_gbdt(booster, columns: GbdtColumns, rows: np.ndarray) -> np.ndarray:
+    """Probabilities of rows: float64 (len(rows),)."""
+    starts = range(0, len(rows), BLOCK_ROWS)
+    parts = [booster.predict(columns(rows[start : start + BLOCK_ROWS])) for start in starts]
+    return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def _share_of_history_alike(codes: np.ndarray, data: CtrData) -> np.ndarray:
+def _share_of_history_alike(
+    codes: np.ndarray, items: np.ndarray, liked: np.ndarray, row_of_liked: np.ndarray
+) -> np.ndarray:
     """Mean share of the target's values of one field that an item of the history has too."""
-    padded = np.vstack([codes, np.zeros_like(codes[:1])])
-    target = padded[data.items]  # (n, num_slots)
-    num_alike = np.zeros(len(target))
-    for back in range(data.history.shape[1]):
-        liked = padded[data.history[:, back]]
-        alike = (liked[:, :, None] == target[:, None, :]) & (liked[:, :, None] > 0)
-        num_alike += alike.any(axis=1).sum(axis=1) / np.maximum((target > 0).sum(axis=1), 1)
-    return num_alike / np.maximum((data.history < data.num_items).sum(axis=1), 1)
+    target = codes[items]  # (n, num_slots)
+    of_target, of_liked = target[row_of_liked], codes[liked]
+    num_alike = np.zeros(len(liked))
+    for slot in range(codes.shape[1]):
+        wanted = of_target[:, slot, None]
+        num_alike += ((of_liked == wanted) & (wanted > 0)).any(axis=1)
+    num_alike /= np.maximum((of_target > 0).sum(axis=1), 1)
+    lengths = np.bincount(row_of_liked, minlength=len(items))
+    return np.bincount(row_of_liked, num_alike, minlength=len(items)) / np.maximum(lengths, 1)
 
 
 def _cosine(left: np.ndarray, right: np.ndarray) -> np.ndarray:

@@ -1,11 +1,13 @@
 """Layers that DIN and DCNv2 share: entity embeddings, MLP, Dice, KAR's adaptor, and what both see of a row."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from laserbatch.ctr.dataset import CtrData, Knowledge
+from laserbatch.ctr.dataset import Knowledge
 from laserbatch.ctr.feature_set import SideVectors
 from laserbatch.ctr.fields import NUM_RESERVED, Field
 from laserbatch.ctr.settings import CtrSettings
@@ -13,13 +15,14 @@ from laserbatch.ctr.settings import CtrSettings
 NUM_EXPERTS = 2  # of each kind of knowledge, and as many shared ones
 EXPERT_HIDDEN_DIM, EXPERT_DIM = 128, 32
 KNOWLEDGE_DROPOUT = 0.3  # of adapted knowledge vectors
+MIN_SPARSE_ROWS = 250_000  # of an embedding table, from which on a sparse step is the faster one
 EMBEDDING_STD = 0.2  # products of small embeddings have small gradients: with 0.05 crosses take ten epochs to appear
 
 
 class EntityEmbedding(nn.Module):
     """Embedding of an entity's fields, by entity number; a bag of several codes is their mean.
 
-    One more, all-absent entity (zeros) is added behind the last: history padding.
+    A table of many rows has sparse gradients: a step then costs what its batch touches, not what there is.
     """
 
     def __init__(self, fields: tuple[Field, ...], embedding_dim: int) -> None:
@@ -27,33 +30,38 @@ class EntityEmbedding(nn.Module):
         self.out_dim = len(fields) * embedding_dim
         codes, weights, field_of_slot, offset = [], [], [], 0
         for number, field in enumerate(fields):
-            padded = np.vstack([field.codes, np.zeros((1, field.codes.shape[1]), np.int64)])
-            is_present = padded > 0
-            codes.append(np.where(is_present, padded + offset, 0))  # code 0 of every field is row 0, which stays zero
+            is_present = field.codes > 0
+            codes.append(np.where(is_present, field.codes + offset, 0))  # every field's code 0 is row 0: zeros
             weights.append(is_present / np.maximum(is_present.sum(axis=1, keepdims=True), 1))
             field_of_slot += [number] * field.codes.shape[1]
             offset += field.num_codes - 1
-        self.embedding = nn.Embedding(offset + 1, embedding_dim, padding_idx=0)
+        self.embedding = nn.Embedding(offset + 1, embedding_dim, padding_idx=0, sparse=offset >= MIN_SPARSE_ROWS)
         nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
         with torch.no_grad():
             self.embedding.weight[0] = 0
+        self.has_bags = len(field_of_slot) > len(fields)
         pooling = np.eye(len(fields), dtype=np.float32)[field_of_slot].T  # (num_fields, num_slots)
-        self.register_buffer("codes", torch.from_numpy(np.hstack(codes)), persistent=False)
+        self.register_buffer("codes", torch.from_numpy(np.hstack(codes).astype(np.int32)), persistent=False)
         self.register_buffer("weights", torch.from_numpy(np.hstack(weights).astype(np.float32)), persistent=False)
         self.register_buffer("pooling", torch.from_numpy(pooling), persistent=False)
 
     def forward(self, numbers: torch.Tensor) -> torch.Tensor:
-        """(...,) entity numbers -> (..., out_dim)."""
-        num_entities = len(self.codes)
-        if numbers.numel() > num_entities:  # each entity once, then gathered: histories repeat popular items
-            return F.embedding(numbers, self._embed(torch.arange(num_entities, device=numbers.device)))
-        return self._embed(numbers)
-
-    def _embed(self, numbers: torch.Tensor) -> torch.Tensor:
-        embedded = self.embedding(self.codes[numbers]) * self.weights[numbers].unsqueeze(-1)  # (..., num_slots, dim)
-        if self.pooling.shape[0] != self.pooling.shape[1]:
-            embedded = self.pooling @ embedded  # (..., num_fields, dim)
+        """(n,) entity numbers -> (n, out_dim)."""
+        embedded = self.embedding(self.codes[numbers])  # (n, num_slots, dim); absent codes are zeros
+        if self.has_bags:
+            embedded = self.pooling @ (embedded * self.weights[numbers].unsqueeze(-1))  # (n, num_fields, dim)
         return embedded.flatten(-2)
+
+    def table(self, *numbers: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Embeddings (m, out_dim) in which every one of several arrays of numbers is found, and its places there.
+
+        Each entity is embedded once: popular items are in many histories.
+        """
+        num_entities, joined = len(self.codes), torch.cat(numbers)
+        if len(joined) > num_entities:
+            return self(torch.arange(num_entities, device=joined.device)), list(numbers)
+        distinct, places = joined.unique(return_inverse=True)
+        return self(distinct), list(places.split([len(of_array) for of_array in numbers]))
 
 
 class Dice(nn.Module):
@@ -102,7 +110,8 @@ class HybridExpertAdaptor(nn.Module):
 
     Each kind of knowledge has its dedicated experts; the shared ones serve both. A kind's softmax gate weighs its
     dedicated and the shared experts. We add the product of the two adapted vectors, so that a small model need not
-    learn to multiply. `vectors` float32 (num_entities, dim) of each kind are zeros where an entity has none.
+    learn to multiply. `vectors` float32 (num_entities, dim) of each kind are zeros where an entity has none: it gets
+    the kind's learned default.
     """
 
     def __init__(self, vectors: tuple[np.ndarray, np.ndarray]) -> None:
@@ -115,6 +124,7 @@ class HybridExpertAdaptor(nn.Module):
         self.dedicated = nn.ModuleList(ExpertGroup(*shape) for _ in vectors)
         self.dropout = nn.Dropout(KNOWLEDGE_DROPOUT)
         self.gates = nn.ModuleList(nn.Linear(in_dim, 2 * NUM_EXPERTS) for _ in vectors)
+        self.default = nn.Parameter(torch.zeros(len(vectors), EXPERT_DIM))
         self.out_dim = 3 * EXPERT_DIM
 
     def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
@@ -131,15 +141,34 @@ class HybridExpertAdaptor(nn.Module):
         gate = torch.softmax(self.gates[kind](vectors), dim=1).unsqueeze(-1)
         has_vector = (vectors != 0).any(dim=1, keepdim=True)
         adapted = F.layer_norm((gate * experts).sum(dim=1), experts.shape[2:])
-        return self.dropout(adapted) * has_vector
+        return torch.where(has_vector, self.dropout(adapted), self.default[kind])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows as a model takes them; histories one behind the other, without padding."""
+
+    users: torch.Tensor  # int64 (batch,)
+    items: torch.Tensor  # int64 (batch,)
+    past: torch.Tensor  # float32 (batch, num_past_columns)
+    liked: torch.Tensor  # int64 (num_liked,) items of all histories
+    offsets: torch.Tensor  # int64 (batch,): where each row's begin
+    rows: torch.Tensor  # int64 (num_liked,): whose each is
 
 
 class RowInputs(nn.Module):
-    """What every model sees of a row besides its history: fields of user and item, cluster ids, adapted knowledge."""
+    """What every model sees of a row besides its history: fields, cluster ids, what was before, adapted knowledge."""
 
-    def __init__(self, data: CtrData, knowledge: Knowledge | None, settings: CtrSettings) -> None:
+    def __init__(
+        self,
+        user_fields: tuple[Field, ...],
+        item_fields: tuple[Field, ...],
+        num_past: int,
+        knowledge: Knowledge | None,
+        settings: CtrSettings,
+    ) -> None:
         super().__init__()
-        user_fields, item_fields, vectors = data.user_fields, data.item_fields, None
+        vectors = None
         if knowledge is not None:
             user_fields += (_cluster_field(knowledge.user),)
             item_fields += (_cluster_field(knowledge.item),)
@@ -149,22 +178,13 @@ class RowInputs(nn.Module):
         self.adaptor = None if vectors is None else HybridExpertAdaptor(vectors)
         self.item_dim = self.item_embedding.out_dim
         knowledge_dim = 0 if self.adaptor is None else self.adaptor.out_dim
-        self.out_dim = self.user_embedding.out_dim + self.item_dim + knowledge_dim
-        self.num_items = data.num_items
+        self.out_dim = self.user_embedding.out_dim + self.item_dim + num_past + knowledge_dim
 
-    def liked_items(self, history: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embedded items of all histories, padding left out: most histories are short.
-
-        history (batch, length) numbers -> (num_liked, item_dim) embeddings and (num_liked,) the row of each.
-        """
-        is_liked = history < self.num_items
-        return self.item_embedding(history[is_liked]), is_liked.nonzero()[:, 0]
-
-    def forward(self, users: torch.Tensor, items: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Numbers of users and items (batch,), embedded target (batch, item_dim) -> (batch, out_dim)."""
-        parts = [self.user_embedding(users), target]
+    def forward(self, batch: Batch, target: torch.Tensor) -> torch.Tensor:
+        """A batch and its embedded targets (batch, item_dim) -> (batch, out_dim)."""
+        parts = [self.user_embedding(batch.users), target, batch.past]
         if self.adaptor is not None:
-            parts.append(self.adaptor(users, items))
+            parts.append(self.adaptor(batch.users, batch.items))
         return torch.cat(parts, dim=1)
 
 

@@ -1,26 +1,19 @@
 """DIN, the Deep Interest Network (Zhou et al., KDD 2018), and DCNv2, Deep & Cross version 2 (Wang et al., WWW 2021).
 
-Both map numbers of users and items (batch,) and of histories (batch, length) to logits (batch,). They are made of
-fields by entity number, and of a variant's vectors and cluster ids. Their training never looks at the test part; rows
-are permuted and indexed as whole tensors, so that there is no data loader.
+Both map a batch of rows to logits (batch,). They are made of fields by entity number, and of a variant's vectors and
+cluster ids; how they are trained is `loop.py`'s.
 """
 
-import math
-from dataclasses import dataclass
-
-import numpy as np
 import torch
-from sklearn.metrics import roc_auc_score
 from torch import nn
 from torch.nn import functional as F
 
-from laserbatch.ctr.dataset import CtrData, Knowledge
-from laserbatch.ctr.layers import Dice, RowInputs, mlp
+from laserbatch.ctr.layers import Batch, Dice, RowInputs, mlp
 from laserbatch.ctr.settings import CtrSettings
 
 ATTENTION_SIZES = (32, 16)  # of DIN
 NUM_CROSS_LAYERS = 2  # of DCNv2
-PREDICTION_BATCH = 8192
+NUM_CROSS_EXPERTS = 4  # of its low-rank form
 
 
 class LocalActivationUnit(nn.Module):
@@ -48,20 +41,20 @@ class LocalActivationUnit(nn.Module):
 class DIN(nn.Module):
     """User, target and knowledge beside an attended history, into an MLP with Dice."""
 
-    def __init__(self, data: CtrData, knowledge: Knowledge | None, settings: CtrSettings) -> None:
+    def __init__(self, inputs: RowInputs, settings: CtrSettings) -> None:
         super().__init__()
-        self.inputs = RowInputs(data, knowledge, settings)
-        self.activation_unit = LocalActivationUnit(self.inputs.item_dim)
-        in_dim = self.inputs.out_dim + self.inputs.item_dim
-        self.mlp = mlp(in_dim, settings.hidden_sizes, settings.dropout, Dice, out_dim=1)
+        self.inputs = inputs
+        self.activation_unit = LocalActivationUnit(inputs.item_dim)
+        self.mlp = mlp(inputs.out_dim + inputs.item_dim, settings.hidden_sizes, settings.dropout, Dice, out_dim=1)
 
-    def forward(self, users: torch.Tensor, items: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
-        target = self.inputs.item_embedding(items)  # v_A, (batch, item_dim)
-        liked, rows = self.inputs.liked_items(history)  # e_1 .. e_H of every row: (num_liked, item_dim), (num_liked,)
-        weights = self.activation_unit(liked, target, rows)
-        interest = torch.zeros_like(target).index_add(0, rows, weights * liked)  # v_U(A), Eq. 3
-        row = torch.cat([self.inputs(users, items, target), interest], dim=1)
-        return self.mlp(row).squeeze(1)
+    def forward(self, batch: Batch) -> torch.Tensor:
+        table, (items, liked) = self.inputs.item_embedding.table(batch.items, batch.liked)
+        target = F.embedding(items, table)  # v_A, (batch, item_dim)
+        weights = self.activation_unit(F.embedding(liked, table), target, batch.rows).squeeze(1)
+        interest = F.embedding_bag(  # v_U(A) = sum_j a(e_j, v_A) e_j, Eq. 3
+            liked, table, batch.offsets, mode="sum", per_sample_weights=weights
+        )
+        return self.mlp(torch.cat([self.inputs(batch, target), interest], dim=1)).squeeze(1)
 
 
 class CrossNetwork(nn.Module):
@@ -78,81 +71,48 @@ class CrossNetwork(nn.Module):
         return x
 
 
-class DCNv2(nn.Module):
-    """DCNv2 in its parallel structure, over user, target, knowledge and the mean of the history."""
+class CrossMixture(nn.Module):
+    """Cross layers of low rank, as a mixture of experts (Eqs. 2 to 4).
 
-    def __init__(self, data: CtrData, knowledge: Knowledge | None, settings: CtrSettings) -> None:
-        super().__init__()
-        self.inputs = RowInputs(data, knowledge, settings)
-        in_dim = self.inputs.out_dim + self.inputs.item_dim
-        self.cross = CrossNetwork(in_dim, NUM_CROSS_LAYERS)
-        self.deep = mlp(in_dim, settings.hidden_sizes, settings.dropout)
-        self.logit = nn.Linear(in_dim + settings.hidden_sizes[-1], 1)
-
-    def forward(self, users: torch.Tensor, items: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
-        target = self.inputs.item_embedding(items)
-        liked, rows = self.inputs.liked_items(history)
-        lengths = rows.bincount(minlength=len(target)).clamp(min=1).unsqueeze(1)
-        mean_liked = torch.zeros_like(target).index_add(0, rows, liked) / lengths  # (batch, item_dim)
-        x0 = torch.cat([self.inputs(users, items, target), mean_liked], dim=1)
-        return self.logit(torch.cat([self.cross(x0), self.deep(x0)], dim=1)).squeeze(1)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What a training came to: the epoch, from 1, whose weights the model now has, and its AUC on validation."""
-
-    best_epoch: int
-    validation_auc: float
-
-
-def fit(model: nn.Module, data: CtrData, settings: CtrSettings, seed: int) -> Fit:
-    """Train a network in place, by binary cross-entropy and Adam; it ends with the weights of its best epoch.
-
-    Training stops early by validation AUC; `seed` is of the order of rows and of dropout.
+    x_{l+1} = sum_i G_i(x_l) E_i(x_l) + x_l, with E_i(x_l) = x_0 * (U_i g(C_i g(V_i^T x_l)) + b): matrices of rank r
+    instead of full ones, g = tanh, a softmax over experts as the gate G.
     """
-    device = next(model.parameters()).device
-    users, items, history = (torch.from_numpy(array).to(device) for array in (data.users, data.items, data.history))
-    labels = torch.from_numpy(data.labels).to(device)
-    train = torch.from_numpy(data.train).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), settings.learning_rate, weight_decay=settings.weight_decay)
-    batch_size = default_batch_size(len(train))
-    order = torch.Generator().manual_seed(seed)
-    best, best_weights, epoch = Fit(0, -math.inf), {}, 0
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)  # dropout draws from the global generator
-        while epoch < settings.max_epochs and epoch - best.best_epoch < settings.patience:
-            epoch += 1
-            model.train()
-            for rows in train[torch.randperm(len(train), generator=order).to(device)].split(batch_size):
-                if len(rows) == 1 and len(train) > 1:
-                    continue  # batch statistics need two rows
-                logits = model(users[rows], items[rows], history[rows])
-                loss = F.binary_cross_entropy_with_logits(logits, labels[rows])
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            found = float(roc_auc_score(data.labels[data.validation], predict(model, data, data.validation)))
-            if found > best.validation_auc:
-                best = Fit(epoch, found)
-                best_weights = {name: value.clone() for name, value in model.state_dict().items()}
-    model.load_state_dict(best_weights)
-    return best
+
+    def __init__(self, dim: int, num_layers: int, rank: int) -> None:
+        super().__init__()
+        shape = num_layers, NUM_CROSS_EXPERTS
+        self.v = nn.Parameter(nn.init.normal_(torch.empty(*shape, dim, rank), std=dim**-0.5))
+        self.c = nn.Parameter(nn.init.normal_(torch.empty(*shape, rank, rank), std=rank**-0.5))
+        self.u = nn.Parameter(nn.init.normal_(torch.empty(*shape, rank, dim), std=rank**-0.5))
+        self.bias = nn.Parameter(torch.zeros(num_layers, dim))
+        self.gates = nn.ModuleList(nn.Linear(dim, NUM_CROSS_EXPERTS, bias=False) for _ in range(num_layers))
+
+    def forward(self, x0: torch.Tensor) -> torch.Tensor:  # (batch, dim)
+        x = x0
+        for gate, v, c, u, bias in zip(self.gates, self.v, self.c, self.u, self.bias, strict=True):
+            low = torch.tanh(torch.tanh(x @ v) @ c)  # (experts, batch, rank)
+            experts = x0 * (low @ u + bias)  # (experts, batch, dim)
+            x = (gate(x).softmax(dim=1).T.unsqueeze(-1) * experts).sum(dim=0) + x
+        return x
 
 
-def default_batch_size(num_rows: int) -> int:
-    """The power of two that gives about 40 steps an epoch, from 512 to 8,192 rows."""
-    return int(2 ** np.clip(np.round(np.log2(num_rows / 40)), 9, 13))
+class DCNv2(nn.Module):
+    """DCNv2 over user, target, knowledge and the mean of the history; its deep part beside the cross, or behind it."""
 
+    def __init__(self, inputs: RowInputs, settings: CtrSettings) -> None:
+        super().__init__()
+        self.inputs = inputs
+        dim, rank = inputs.out_dim + inputs.item_dim, settings.dcnv2_rank
+        self.cross = CrossMixture(dim, NUM_CROSS_LAYERS, rank) if rank else CrossNetwork(dim, NUM_CROSS_LAYERS)
+        self.deep = mlp(dim, settings.hidden_sizes, settings.dropout)
+        self.is_stacked = settings.dcnv2_structure == "stacked"
+        self.logit = nn.Linear(settings.hidden_sizes[-1] + (0 if self.is_stacked else dim), 1)
 
-@torch.inference_mode()
-def predict(model: nn.Module, data: CtrData, rows: np.ndarray) -> np.ndarray:
-    """Probabilities of rows: float64 (len(rows),)."""
-    device = next(model.parameters()).device
-    model.eval()
-    parts = []
-    for start in range(0, len(rows), PREDICTION_BATCH):
-        batch = rows[start : start + PREDICTION_BATCH]
-        inputs = (torch.from_numpy(array[batch]).to(device) for array in (data.users, data.items, data.history))
-        parts.append(torch.sigmoid(model(*inputs).double()).cpu().numpy())
-    return np.concatenate(parts) if parts else np.zeros(0)
+    def forward(self, batch: Batch) -> torch.Tensor:
+        table, (items, liked) = self.inputs.item_embedding.table(batch.items, batch.liked)
+        target = F.embedding(items, table)
+        mean_liked = F.embedding_bag(liked, table, batch.offsets, mode="mean")  # (batch, item_dim); zeros of none
+        x0 = torch.cat([self.inputs(batch, target), mean_liked], dim=1)
+        crossed = self.cross(x0)
+        last = self.deep(crossed) if self.is_stacked else torch.cat([crossed, self.deep(x0)], dim=1)
+        return self.logit(last).squeeze(1)

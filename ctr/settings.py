@@ -1,14 +1,21 @@
-"""What CTR training can be told, and the one error of it that a user can fix."""
+"""What CTR training can be told."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.labels import LabelRule
 
 ModelName = Literal["din", "dcnv2", "gbdt"]
 
 
-class CtrError(Exception):
-    """Tables, features or settings from which no CTR model can be trained or judged."""
+def _is_rule(text: str) -> str:
+    try:
+        LabelRule.parse(text)
+    except CtrError as error:
+        raise ValueError(str(error)) from None
+    return text
 
 
 class CtrSettings(BaseModel):
@@ -22,7 +29,15 @@ class CtrSettings(BaseModel):
     num_seeds: int = Field(3, ge=1, description="Trainings of each model and variant.")
     seed: int = Field(0, description="The first seed.")
 
-    positive_rating: float = Field(4.0, description="A rating from here on is a positive.")
+    label: Annotated[str, AfterValidator(_is_rule)] = Field(
+        "rating >= 4",
+        description="Which interactions are positives: `rating >= 4`, `clicked`, `event == 'buy'`, `rating is not "
+        "null`, or `all`, for which negatives are sampled. Rows without a value are left out.",
+    )
+    negatives_per_positive: int = Field(4, ge=1, description="Of `label: all`: items that the user never met.")
+    negatives_by: Literal["uniform", "popularity"] = Field(
+        "uniform", description="How sampled negatives are drawn; by popularity: as often as items occur."
+    )
     validation_share: float = Field(
         0.3, gt=0, lt=1, description="First part of what comes after the date; the rest is test."
     )
@@ -35,6 +50,10 @@ class CtrSettings(BaseModel):
     hidden_sizes: tuple[int, ...] = Field((64, 32), min_length=1)
     vector_dim: int = Field(32, ge=2, description="Knowledge vectors are reduced to this, on training entities, once.")
     dropout: float = Field(0.3, ge=0, lt=1)
+    dcnv2_structure: Literal["parallel", "stacked"] = Field("parallel", description="Deep beside, or after, the cross.")
+    dcnv2_rank: int | None = Field(
+        None, ge=1, description="Rank of the cross layers, as a mixture of 4 experts; null: full matrices."
+    )
 
     learning_rate: float = Field(3e-3, gt=0)
     weight_decay: float = Field(1e-3, ge=0, description="L2 through Adam; ids remember what this makes them forget.")

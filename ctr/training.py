@@ -8,8 +8,10 @@ import numpy as np
 import torch
 
 from laserbatch.ctr.dataset import CtrData, Knowledge
-from laserbatch.ctr.gbdt import fit_gbdt, gbdt_matrix
-from laserbatch.ctr.networks import DIN, DCNv2, fit, predict
+from laserbatch.ctr.gbdt import GbdtColumns, fit_gbdt, predict_gbdt
+from laserbatch.ctr.layers import RowInputs
+from laserbatch.ctr.loop import fit, predict
+from laserbatch.ctr.networks import DIN, DCNv2
 from laserbatch.ctr.settings import CtrSettings, ModelName
 
 MODEL_TITLES = {"din": "DIN", "dcnv2": "DCNv2", "gbdt": "LightGBM"}
@@ -33,14 +35,14 @@ def train_model(
     """Train one model from one seed. Weights, order of rows and dropout are the seed's alone."""
     start_s = time.perf_counter()
     if name == "gbdt":
-        matrix, categorical = gbdt_matrix(data, knowledge)
-        model = fit_gbdt(matrix, categorical, data, settings, seed)
+        columns = GbdtColumns(data, data.user_fields, data.item_fields, knowledge)
+        model = fit_gbdt(columns, data, settings, seed)
         best_epoch, validation_auc = model.best_iteration, float(model.best_score["valid_0"]["auc"])
-        scores = model.predict(matrix[data.test])
+        scores = predict_gbdt(model, columns, data.test)
     else:
         model = build_network(name, data, knowledge, settings, seed)
         fitted = fit(model, data, settings, seed)
-        best_epoch, validation_auc = fitted.best_epoch, fitted.validation_auc
+        best_epoch, validation_auc = fitted.best_epoch, fitted.best_auc
         scores = predict(model, data, data.test)
     return Training(model, best_epoch, validation_auc, time.perf_counter() - start_s, scores.astype(np.float32))
 
@@ -51,5 +53,6 @@ def build_network(
     """A network with seeded weights, on the GPU where there is one."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        network = NETWORKS[name](data, knowledge, settings)
+        inputs = RowInputs(data.user_fields, data.item_fields, data.past.shape[1], knowledge, settings)
+        network = NETWORKS[name](inputs, settings)
     return network.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -7,7 +7,7 @@ import threading
 import traceback
 from pathlib import Path
 
-from laserbatch.ctr.settings import CtrError
+from laserbatch.ctr.errors import CtrError
 from laserbatch.jobs.console import ExitCode
 from laserbatch.pipeline.errors import PipelineError, RunFailed, WorkspaceBusy
 from laserbatch.retrieval_pools.errors import PoolError

@@ -97,4 +97,4 @@ def _configuration(tables: Path | str, note: str, is_clicks: bool) -> str:
     head = f"# laserbatch configuration. Every option is shown with its default; delete what you do not change.\n{note}"
     options = (PACKAGE_ROOT / "configs" / "default.yaml").read_text(encoding="utf-8").split("\n", 2)[2]
     options = options.replace("  path: null", f"  path: {json.dumps(str(tables), ensure_ascii=False)}", 1)
-    return head + (options.replace("positive_rating: 4.0", "positive_rating: 1.0") if is_clicks else options)
+    return head + (options.replace("label: rating >= 4", "label: rating >= 1") if is_clicks else options)

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.types as pt
 
+from laserbatch.ctr.labels import LabelRule
 from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import SAMPLE_MODEL, Settings
 from laserbatch.pipeline.budget.step_cost import read_step_cost
@@ -82,7 +83,7 @@ def check_inputs(path: Path | str, settings: Settings) -> list[Finding]:
 
     Raises ConfigError where nothing is, but a template is not one, or names a column that the tables do not have.
     """
-    positive_rating = settings.ctr.positive_rating if settings.night.train_ctr else None
+    positive_rating = LabelRule.parse(settings.ctr.label).least_rating if settings.night.train_ctr else None
     findings = check_tables(path, positive_rating, settings.gates.max_failed_share)
     if all(finding.is_warning for finding in findings):
         for side in SIDES:

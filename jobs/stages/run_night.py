@@ -9,7 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from laserbatch.ctr.settings import CtrError
+from laserbatch.ctr.errors import CtrError
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.events import emit, event_log
 from laserbatch.jobs.failures import exit_code_of, line_of

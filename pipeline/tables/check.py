@@ -148,15 +148,15 @@ def _check_interactions(
 
 def _check_classes(lowest: float, highest: float, is_rated: bool, positive_rating: float, findings: Findings) -> None:
     """Warn where no CTR model can be trained, since all interactions are of one class."""
-    expected = f"ratings on both sides of ctr.positive_rating ({positive_rating:g})"
+    expected = f"ratings on both sides of {positive_rating:g} (ctr.label)"
     what_then = "CTR models are not trained otherwise"
     if not is_rated:
-        advice = f"add what was not liked or clicked too, or set night.train_ctr: false; {what_then}"
+        advice = f"set ctr.label to another column, or to `all`, which samples negatives; {what_then}"
         findings.add(Finding("one-class", "interactions", "there is no column `rating`", expected, advice,
                              is_warning=True))  # fmt: skip
     elif lowest <= highest and not lowest < positive_rating <= highest:
         found = f"all ratings are from {lowest:g} to {highest:g}" if lowest < highest else f"all ratings are {lowest:g}"
-        advice = f"set ctr.positive_rating (to 1 for 0/1 clicks); {what_then}"
+        advice = f"set ctr.label (to `rating >= 1` for 0/1 clicks); {what_then}"
         findings.add(Finding("one-class", "interactions", found, expected, advice, "rating", is_warning=True))
 
 

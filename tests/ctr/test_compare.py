@@ -11,9 +11,10 @@ from ctr_world import AS_OF, make_features, make_world
 
 from laserbatch.ctr.compare import train_ctr
 from laserbatch.ctr.dataset import build_dataset
+from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import read_feature_set
-from laserbatch.ctr.gbdt import fit_gbdt, gbdt_matrix
-from laserbatch.ctr.settings import CtrError, CtrSettings
+from laserbatch.ctr.gbdt import GbdtColumns, fit_gbdt
+from laserbatch.ctr.settings import CtrSettings
 
 
 def small_world(**options):
@@ -67,8 +68,8 @@ def test_the_tree_baseline_is_stopped_by_validation_alone(world):
     data = build_dataset(world, AS_OF, settings)
     texts = []
     for of_world in (data, build_dataset(with_other_future(world, "test", data), AS_OF, settings)):
-        matrix, categorical = gbdt_matrix(of_world, None)
-        texts.append(fit_gbdt(matrix, categorical, of_world, settings, seed=0).model_to_string())
+        columns = GbdtColumns(of_world, of_world.user_fields, of_world.item_fields, None)
+        texts.append(fit_gbdt(columns, of_world, settings, seed=0).model_to_string())
     assert texts[0] == texts[1]
 
 

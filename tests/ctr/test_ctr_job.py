@@ -3,7 +3,8 @@
 import pytest
 from ctr_world import AS_OF, make_features, make_world
 
-from laserbatch.ctr.settings import CtrError, CtrSettings
+from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.settings import CtrSettings
 from laserbatch.jobs.commands.ctr import changed_settings, print_ctr
 from laserbatch.jobs.stages.compare_ctr import compare_ctr, run_variants
 from laserbatch.pipeline.errors import ConfigError

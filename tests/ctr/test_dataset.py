@@ -1,38 +1,82 @@
-"""Histories equal the slow, obvious ones, and never see the row's own moment."""
+"""What a row sees of before its moment equals the slow, obvious counts; and the log is read as it lies in files."""
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+from ctr_world import AS_OF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laserbatch.ctr.dataset import histories
+from laserbatch.ctr.dataset import LOG_SCALE, PRIOR_ROWS, Log, build_dataset, read_log, rows_before
+from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.settings import CtrSettings
+
+PRIOR = 0.3
 
 
-def slow_histories(users, items, times_us, labels, max_history):
-    result = np.full((len(users), max_history), -1)
-    for row in range(len(users)):
-        liked = [other for other in range(len(users)) if users[other] == users[row] and labels[other] == 1]
-        earlier = sorted(
-            (other for other in liked if times_us[other] < times_us[row]), key=lambda other: times_us[other]
-        )
-        newest_first = [items[other] for other in reversed(earlier)][:max_history]
-        result[row, : len(newest_first)] = newest_first
-    return result
+def log_of(rows):
+    columns = list(zip(*rows, strict=True))
+    kinds = (np.int32, np.int32, np.int64, np.float32)
+    return Log(*(np.array(column, kind) for column, kind in zip(columns, kinds, strict=True)))
 
 
-@settings(max_examples=80)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 6), st.integers(0, 1)), min_size=1, max_size=40
-    ),
-    st.integers(1, 4),
+def slow_row(log, user, item, time_us, max_history):
+    """Counts, rates and history of one row, from a look at every interaction."""
+    before = [row for row in range(len(log.users)) if log.times_us[row] < time_us]
+    past = []
+    for of_log, number in ((log.users, user), (log.items, item)):
+        labels = [log.labels[row] for row in before if of_log[row] == number]
+        rate = (sum(labels) + PRIOR_ROWS * PRIOR) / (len(labels) + PRIOR_ROWS)
+        past += [np.log1p(len(labels)) / LOG_SCALE, (rate - PRIOR) * LOG_SCALE]
+    liked = [log.items[row] for row in before if log.users[row] == user and log.labels[row]][-max_history:]
+    return [*past, np.log1p(len(liked)) / LOG_SCALE], liked
+
+
+ROWS = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 6), st.integers(0, 1)), min_size=1, max_size=40
 )
-def test_histories_equal_the_obvious_ones(rows, max_history):
-    rows.sort(key=lambda row: row[2])
-    users, items, times_us, labels = (np.array(column) for column in zip(*rows, strict=True))
-    fast = histories(users, items, times_us, labels, max_history, padding=-1)
-    assert np.array_equal(fast, slow_histories(users, items, times_us, labels, max_history))
 
 
-def test_a_row_sees_neither_itself_nor_its_moment():
-    users, items, times_us = np.zeros(3, int), np.array([7, 8, 9]), np.array([10, 10, 11])
-    assert histories(users, items, times_us, np.ones(3), 2, -1).tolist() == [[-1, -1], [-1, -1], [8, 7]]
+@settings(max_examples=60)
+@given(ROWS, ROWS, st.integers(1, 4))
+def test_rows_see_what_was_before_their_moment_and_nothing_else(rows, asked, max_history):
+    log = log_of(sorted(rows, key=lambda row: row[2]))
+    pairs = log_of(asked)
+    for users, items, times_us in ((log.users, log.items, log.times_us), (pairs.users, pairs.items, pairs.times_us)):
+        found = rows_before(log, users, items, times_us, max_history, PRIOR)
+        for row in range(len(users)):
+            past, liked = slow_row(log, users[row], items[row], times_us[row], max_history)
+            assert np.allclose(found.past[row], past, atol=1e-6)
+            assert found.liked[found.starts[row] : found.ends[row]].tolist() == liked
+
+
+def test_a_log_in_files_of_any_order_gives_the_same_rows(world, tmp_path):
+    shuffled = world.interactions.take(np.random.default_rng(0).permutation(world.interactions.num_rows))
+    for part in range(3):
+        pq.write_table(shuffled.slice(part * 3000, 3000), tmp_path / f"{part}.parquet", row_group_size=500)
+    files = type("Tables", (), {"users": world.users, "items": world.items, "interactions": ds.dataset(tmp_path)})
+    of_memory, of_files = (build_dataset(tables, AS_OF, CtrSettings()) for tables in (world, files))
+    for name in ("users", "items", "times_us", "labels", "past", "liked", "starts", "ends"):
+        assert np.array_equal(getattr(of_memory, name), getattr(of_files, name)), name
+
+
+@pytest.mark.parametrize(
+    ("interactions", "message"),
+    [
+        ({"user_id": ["u0"], "item_id": ["i0"], "timestamp": pa.array([0], pa.timestamp("s"))}, "no column 'rating'"),
+        (
+            {"user_id": ["u0"], "item_id": ["i0"], "timestamp": pa.array([None], pa.timestamp("s")), "rating": [1.0]},
+            "1 rows have no timestamp",
+        ),
+        (
+            {"user_id": ["u0"], "item_id": ["i0"], "timestamp": pa.array([0], pa.timestamp("s")), "rating": ["good"]},
+            "does not fit the column rating, which is of type string",
+        ),
+    ],
+)
+def test_interactions_that_cannot_be_read_are_named(world, interactions, message):
+    tables = type("Tables", (), {"users": world.users, "items": world.items, "interactions": pa.table(interactions)})
+    with pytest.raises(CtrError, match=message):
+        read_log(tables, "rating >= 4")

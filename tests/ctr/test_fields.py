@@ -3,17 +3,19 @@
 import numpy as np
 import pyarrow as pa
 
-from laserbatch.ctr.fields import ABSENT, NUM_RESERVED, UNKNOWN, attribute_fields, id_field
+from laserbatch.ctr.fields import ABSENT, NUM_RESERVED, UNKNOWN, fit_encoders
 
 
 def fields_of(columns, is_trained=None):
     table = pa.table({"item_id": [f"i{n}" for n in range(len(next(iter(columns.values()))))], **columns})
     trained = np.ones(table.num_rows, bool) if is_trained is None else np.array(is_trained)
-    return {field.name: field for field in attribute_fields(table, "item_id", trained)}
+    encoders = fit_encoders(table, "item_id", trained.astype(int), min_seen=1)[1:]
+    return {encoder.name: encoder.encode(table) for encoder in encoders}
 
 
 def test_rare_and_unseen_ids_share_the_unknown_bucket():
-    field = id_field("item_id", np.array([5, 0, 2, 3]), min_seen=3)
+    table = pa.table({"item_id": ["a", "b", "c", "d"]})
+    field = fit_encoders(table, "item_id", np.array([5, 0, 2, 3]), min_seen=3)[0].encode(table)
     assert field.codes[:, 0].tolist() == [NUM_RESERVED, UNKNOWN, UNKNOWN, NUM_RESERVED + 1]
     assert field.num_codes == NUM_RESERVED + 2
 

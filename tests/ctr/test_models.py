@@ -7,8 +7,9 @@ from ctr_world import AS_OF, make_features
 
 from laserbatch.ctr.dataset import build_dataset, build_knowledge
 from laserbatch.ctr.fields import Field
-from laserbatch.ctr.layers import EXPERT_DIM, Dice, EntityEmbedding, HybridExpertAdaptor
-from laserbatch.ctr.networks import CrossNetwork, LocalActivationUnit, predict
+from laserbatch.ctr.layers import EXPERT_DIM, Batch, Dice, EntityEmbedding, HybridExpertAdaptor
+from laserbatch.ctr.loop import predict
+from laserbatch.ctr.networks import CrossMixture, CrossNetwork, LocalActivationUnit
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.ctr.training import build_network
 
@@ -66,10 +67,9 @@ def test_entity_embedding_is_the_mean_over_a_bag_and_zero_for_padding():
     # Rows: 0 absent; the first field's codes 1, 2 are rows 1, 2; the second's 1, 2, 3 are rows 3, 4, 5.
     assert torch.allclose(module(torch.tensor([0]))[0], torch.cat([table[2], (table[4] + table[5]) / 2]))
     assert torch.allclose(module(torch.tensor([1]))[0], torch.cat([table[1], table[5]]))
-    assert (module(torch.tensor([2])) == 0).all()
-    many = torch.tensor([[0, 1, 2], [2, 1, 0]])  # more than there are entities: the other way through the code
-    one_by_one = torch.stack([module(number.view(1))[0] for number in many.flatten()]).view(2, 3, -1)
-    assert torch.allclose(module(many), one_by_one, atol=1e-7)
+    for numbers in (torch.tensor([1]), torch.tensor([0, 1, 1, 0])):  # fewer and more than there are entities
+        table, (places,) = module.table(numbers)
+        assert torch.equal(table[places], module(numbers))
 
 
 def test_adaptor_weighs_shared_and_dedicated_experts_by_its_gate():
@@ -92,7 +92,9 @@ def test_adaptor_weighs_shared_and_dedicated_experts_by_its_gate():
     adaptor.eval()
     assert torch.allclose(adaptor(torch.tensor([5]), torch.tensor([2]))[0], expected, atol=1e-6)
     assert torch.allclose(adaptor(torch.tensor([5] * 12), torch.tensor([2] * 12))[7], expected, atol=1e-6)
-    assert (adaptor(torch.tensor([3]), torch.tensor([2]))[0, :EXPERT_DIM] == 0).all()
+    with torch.no_grad():
+        adaptor.default[0] = 7.0
+    assert (adaptor(torch.tensor([3]), torch.tensor([2]))[0, :EXPERT_DIM] == 7).all()  # the learned default
 
 
 @pytest.mark.parametrize("model", ["din", "dcnv2"])
@@ -103,25 +105,41 @@ def test_a_prediction_does_not_depend_on_its_batch(model, data, knowledge):
     assert np.allclose(together, alone, atol=1e-6)
 
 
-@pytest.mark.parametrize("model", ["din", "dcnv2"])
-def test_padding_of_the_history_changes_nothing(model, data):
-    network = build_network(model, data, None, SETTINGS, seed=0).eval()
-    users, items = torch.tensor([1, 2]), torch.tensor([3, 4])
-    history = torch.tensor([[5, 6], [7, data.num_items]])
-    padded = torch.cat([history, torch.full((2, 3), data.num_items)], dim=1)
-    assert torch.allclose(network(users, items, history), network(users, items, padded), atol=1e-6)
-
-
 def test_attention_sums_over_each_rows_own_history(data):
     """Eq. 3, row by row: v_U = sum_j a(e_j, v_A) e_j; a row without history has none."""
     network = build_network("din", data, None, SETTINGS, seed=0).eval()
     seen = {}
     network.mlp.register_forward_pre_hook(lambda module, inputs: seen.update(row=inputs[0]))
-    users, items = torch.tensor([1, 2]), torch.tensor([3, 4])
-    history = torch.tensor([[5, 6, data.num_items], [data.num_items] * 3])
-    network(users, items, history)
+    liked, rows, offsets = torch.tensor([5, 6]), torch.tensor([0, 0]), torch.tensor([0, 2])
+    network(Batch(torch.tensor([1, 2]), torch.tensor([3, 4]), torch.zeros(2, 5), liked, offsets, rows))
     embed, unit = network.inputs.item_embedding, network.activation_unit
-    target = embed(items[:1])
+    target = embed(torch.tensor([3]))
     expected = sum(unit(embed(torch.tensor([j])), target, torch.tensor([0])) * embed(torch.tensor([j])) for j in (5, 6))
     interest = seen["row"][:, -network.inputs.item_dim :]
     assert torch.allclose(interest[0], expected[0], atol=1e-6) and (interest[1] == 0).all()
+
+
+def test_mixture_of_low_rank_crosses_follows_equations_2_to_4():
+    network = CrossMixture(5, 2, rank=3)
+    with torch.no_grad():
+        network.bias.normal_()
+    x0 = torch.randn(4, 5)
+    x = x0
+    for layer in range(2):
+        gate = torch.softmax(x @ network.gates[layer].weight.T, dim=1)
+        total = torch.zeros_like(x)
+        for expert in range(4):
+            low = torch.tanh(x @ network.v[layer, expert])
+            low = torch.tanh(low @ network.c[layer, expert])
+            total += gate[:, expert, None] * (x0 * (low @ network.u[layer, expert] + network.bias[layer]))
+        x = total + x
+    assert torch.allclose(network(x0), x, atol=1e-5)
+
+
+def test_the_stacked_structure_has_its_deep_part_behind_the_cross(data):
+    network = build_network("dcnv2", data, None, CtrSettings(dcnv2_structure="stacked", dcnv2_rank=4), seed=0).eval()
+    seen = {}
+    network.cross.register_forward_hook(lambda module, inputs, output: seen.update(crossed=output))
+    network.deep.register_forward_pre_hook(lambda module, inputs: seen.update(deep=inputs[0]))
+    assert predict(network, data, data.test[:9]).shape == (9,)
+    assert isinstance(network.cross, CrossMixture) and seen["crossed"] is seen["deep"]

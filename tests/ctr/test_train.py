@@ -4,11 +4,13 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 from ctr_world import AS_OF
 from sklearn.metrics import log_loss, roc_auc_score
 
 from laserbatch.ctr.dataset import build_dataset
-from laserbatch.ctr.networks import default_batch_size, fit, predict
+from laserbatch.ctr.layers import EntityEmbedding
+from laserbatch.ctr.loop import default_batch_size, fit, predict
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.ctr.training import build_network
 
@@ -24,7 +26,7 @@ def test_the_model_ends_with_the_weights_of_its_best_epoch(data):
     network = build_network("dcnv2", data, None, SETTINGS, seed=0)
     fitted = fit(network, data, SETTINGS, seed=0)
     auc = roc_auc_score(data.labels[data.validation], predict(network, data, data.validation))
-    assert auc == fitted.validation_auc and 1 <= fitted.best_epoch <= SETTINGS.max_epochs
+    assert auc == fitted.best_auc and 1 <= fitted.best_epoch <= SETTINGS.max_epochs
 
 
 def test_training_lowers_the_loss_on_its_own_rows(data):
@@ -42,6 +44,38 @@ def test_seeds_differ_and_repeat(data):
 
     first = predictions(0)
     assert np.array_equal(first, predictions(0)) and not np.array_equal(first, predictions(1))
+
+
+def test_a_training_that_goes_on_from_any_epoch_ends_as_if_it_had_never_stopped(data):
+    settings, kept = CtrSettings(max_epochs=3, patience=3), []
+    network = build_network("din", data, None, settings, seed=0)
+
+    def keep(progress):
+        tensors = {name: value.clone() for name, value in progress.tensors.items()}
+        kept.append(dataclasses.replace(progress, tensors=tensors))
+
+    whole = fit(network, data, settings, seed=0, on_epoch=keep)
+    again = build_network("din", data, None, settings, seed=5)
+    resumed = fit(again, data, settings, seed=0, start=kept[0])
+    assert [one.epoch for one in kept] == [1, 2, 3] and resumed.best_auc == whole.best_auc
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in network.state_dict().items())
+
+
+def test_sparse_steps_learn_what_dense_ones_do_and_touch_only_the_rows_of_a_batch(data, monkeypatch):
+    monkeypatch.setattr("laserbatch.ctr.layers.MIN_SPARSE_ROWS", 1)
+    settings = CtrSettings(max_epochs=3, patience=3, learning_rate=0.02)
+    network = build_network("dcnv2", data, None, settings, seed=0)
+    before = network.inputs.user_embedding.embedding.weight.detach().clone()
+    assert all(part.embedding.sparse for part in network.modules() if isinstance(part, EntityEmbedding))
+    kept = []
+    fitted = fit(network, data, settings, seed=0, on_epoch=lambda progress: kept.append(progress.epoch))
+    assert fitted.best_auc > 0.6 and kept == [1, 2, 3]
+    trained = set(
+        network.inputs.user_embedding.codes[torch.from_numpy(data.users[data.train]).long()].flatten().tolist()
+    )
+    still = [row for row in range(len(before)) if row not in trained]
+    after = network.inputs.user_embedding.embedding.weight
+    assert still and torch.equal(after[still], before[still]) and not torch.equal(after, before)
 
 
 def test_a_last_batch_of_one_row_is_no_harm(data):

@@ -307,7 +307,7 @@ def test_init_knows_clicks_and_sends_to_the_check_where_there_are_faults(tmp_pat
     events = events.drop_columns("rating").append_column("rating", pa.array([n % 2 for n in range(events.num_rows)]))
     pq.write_table(events, tables / "interactions.parquet")
     told = json.loads(run("init", str(tables), "--out", str(out), "--json").stdout)
-    assert load_settings(out).ctr.positive_rating == 1
+    assert load_settings(out).ctr.label == "rating >= 1"
     assert told["num_faults"] == 0 and told["next"].startswith("laserbatch try")
     pq.write_table(pq.read_table(tables / "users.parquet").slice(1), tables / "users.parquet")
     told = json.loads(run("init", str(tables), "--out", str(out), "--overwrite", "--json").stdout)

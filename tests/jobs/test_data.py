@@ -119,7 +119,7 @@ def test_rows_that_an_import_leaves_out_are_said(run, tmp_path, exports):
 def test_check_goes_by_the_configuration_that_is_named(run, tmp_path):
     write_sample_world(tmp_path / "tables", num_users=20, num_items=20)
     config = tmp_path / "laserbatch.yaml"
-    config.write_text("ctr: {positive_rating: 9}\n")
+    config.write_text("ctr: {label: rating >= 9}\n")
     result = run("check", tmp_path / "tables", "--config", config, "--json")
     assert result.exit_code == 0
     assert [finding["kind"] for finding in json.loads(result.stdout)["findings"]] == ["one-class"]

@@ -39,7 +39,7 @@ def test_a_job_board_is_guessed_with_its_types_and_clicks(job_board, tmp_path, c
     assert mapping["items"]["id"] == "job_id"
     events = mapping["interactions"]
     assert events["timestamp"] == {"column": "clicked_at", "unit": "ms"} and events["rating"] == "clicked"
-    assert load_settings(tmp_path / "night.yaml").ctr.positive_rating == 1.0
+    assert load_settings(tmp_path / "night.yaml").ctr.label == "rating >= 1"
 
 
 def test_german_names_semicolons_and_another_encoding_are_guessed(tmp_path, capsys):

@@ -1,0 +1,125 @@
+"""Which interactions are positives: a rule of one comparison, never evaluated as code; and negatives where none are."""
+
+import logging
+import re
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+
+from laserbatch.ctr.errors import CtrError
+
+ALL = "all"
+COMPARISONS = {
+    ">=": pc.greater_equal,
+    "<=": pc.less_equal,
+    "==": pc.equal,
+    "!=": pc.not_equal,
+    ">": pc.greater,
+    "<": pc.less,
+}
+IS_VALUED = "is not null"
+RULE = re.compile(rf"\s*(\w+)\s*(?:({IS_VALUED})|({'|'.join(COMPARISONS)})\s*(\S.*?))?\s*", re.ASCII)
+NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?")
+NUM_ROUNDS = 30  # drawings until a sampled negative is none of the user's own items
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LabelRule:
+    """`rating >= 4`, `clicked`, `event == 'buy'`, `rating is not null`, or `all` (every interaction is a positive)."""
+
+    text: str
+    column: str | None  # None: every interaction is a positive
+    comparison: str | None = None  # None: the column itself, true or not 0
+    value: float | bool | str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises CtrError on what is no rule."""
+        found = RULE.fullmatch(text)
+        if found is None:
+            raise CtrError(
+                f"ctr.label: {text!r} is no rule; expected `COLUMN`, `COLUMN >= NUMBER` (also >, <=, <, ==, !=), "
+                f"`COLUMN == 'TEXT'`, `COLUMN {IS_VALUED}`, or `{ALL}`"
+            )
+        column, is_valued, comparison, value = found.groups()
+        if column == ALL and not (is_valued or comparison):
+            return cls(text, None)
+        return cls(text, column, is_valued or comparison, None if value is None else _value(value, text))
+
+    def labels(self, column: pa.Array) -> pa.Array:
+        """Whether each is a positive: bool (n,), null where the column is null and the rule does not ask for that.
+
+        Raises CtrError where the column's type cannot be compared.
+        """
+        if self.comparison == IS_VALUED:
+            return pc.is_valid(column)
+        try:
+            if self.comparison is None:
+                return column if pt.is_boolean(column.type) else pc.not_equal(column.cast(pa.float64()), 0)
+            if isinstance(self.value, float):  # decimals and unsigned integers too
+                column = column.cast(pa.float64())
+            elif isinstance(self.value, str):
+                column = column.cast(pa.string())
+            return COMPARISONS[self.comparison](column, pa.scalar(self.value))
+        except (pa.ArrowException, TypeError):
+            raise CtrError(
+                f"ctr.label: {self.text!r} does not fit the column {self.column}, which is of type {column.type}"
+            ) from None
+
+    @property
+    def least_rating(self) -> float | None:
+        """The rating from which on a row is a positive, where that is the rule."""
+        return self.value if self.column == "rating" and self.comparison == ">=" else None
+
+
+def _value(text: str, rule: str) -> float | bool | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if NUMBER.fullmatch(text):
+        return float(text)
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    raise CtrError(f"ctr.label: {rule!r} compares with {text}; expected a number, true, false, or a text in quotes")
+
+
+def sample_negatives(
+    users: np.ndarray, items: np.ndarray, num_train: int, num_items: int, per_positive: int, by: str, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Items that their users never met, in the log before or after, as negatives of the moments of positives.
+
+    Candidates of training rows, the first `num_train`, are the items of those; of later rows those of the whole log.
+    `by` "popularity" draws them as often as they occur there, "uniform" all alike. A user who met nearly all items may
+    get fewer.
+
+    Returns the row of the positive that each stands beside, int64 (m,) ascending, and its item, int32 (m,).
+    """
+    rng = np.random.default_rng(seed)
+    met = np.unique(users.astype(np.int64) * num_items + items)
+    rows_of_parts, items_of_parts = [], []
+    for first, end, known in ((0, num_train, num_train), (num_train, len(users), len(users))):
+        counts = np.bincount(items[:known], minlength=num_items)
+        weights = np.cumsum(counts if by == "popularity" else counts > 0)
+        rows = np.repeat(np.arange(first, end), per_positive)
+        drawn = np.zeros(len(rows), np.int32)
+        open_rows = np.arange(len(rows))
+        for _ in range(NUM_ROUNDS):
+            drawn[open_rows] = np.searchsorted(weights, rng.integers(weights[-1], size=len(open_rows)), side="right")
+            keys = users[rows[open_rows]].astype(np.int64) * num_items + drawn[open_rows]
+            found = met[np.minimum(np.searchsorted(met, keys), len(met) - 1)]
+            open_rows = open_rows[found == keys]
+            if not len(open_rows):
+                break
+        is_kept = np.ones(len(rows), bool)
+        is_kept[open_rows] = False
+        rows_of_parts.append(rows[is_kept])
+        items_of_parts.append(drawn[is_kept])
+    num_lost = len(users) * per_positive - sum(map(len, rows_of_parts))
+    if num_lost:
+        logger.warning("%d negatives are not sampled: their users met nearly every item", num_lost)
+    return np.concatenate(rows_of_parts), np.concatenate(items_of_parts)

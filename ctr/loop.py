@@ -1,0 +1,177 @@
+"""The training loop of the networks, and their predictions.
+
+Training never looks at the test part. Rows are permuted and gathered by index arrays from columns that stay as they
+are, so that there is no data loader. After every epoch all that the next one depends on can be written to a file.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from sklearn.metrics import roc_auc_score
+from torch import nn
+from torch.nn import functional as F
+
+from laserbatch.ctr.dataset import CtrData, Rows
+from laserbatch.ctr.layers import Batch
+from laserbatch.ctr.settings import CtrSettings
+
+PREDICTION_BATCH = 8192
+
+
+class RowTensors:
+    """A data set's columns as tensors, of which batches are gathered; on a CPU they share the arrays' memory."""
+
+    def __init__(self, rows: Rows, device: torch.device) -> None:
+        self._columns = [
+            torch.from_numpy(column).to(device)
+            for column in (rows.users, rows.items, rows.past, rows.starts, rows.ends, rows.liked)
+        ]
+
+    def batch(self, index: torch.Tensor) -> Batch:
+        """The rows of some numbers, int64 (batch,)."""
+        users, items, past, starts, ends, liked = self._columns
+        starts = starts[index].long()
+        lengths = ends[index] - starts
+        offsets = lengths.cumsum(0) - lengths
+        rows = torch.repeat_interleave(lengths)
+        places = torch.arange(len(rows), device=rows.device) + (starts - offsets)[rows]
+        return Batch(users[index].long(), items[index].long(), past[index], liked[places].long(), offsets, rows)
+
+
+@dataclass
+class Progress:
+    """Where a training stands after an epoch: with a network's weights all that the next epoch depends on."""
+
+    epoch: int = 0
+    best_epoch: int = 0  # from 1; 0: none yet
+    best_auc: float = -math.inf  # on validation
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # weights, the best ones, Adam's state, generators'
+
+
+def fit(
+    model: nn.Module,
+    data: CtrData,
+    settings: CtrSettings,
+    seed: int,
+    start: Progress | None = None,
+    on_epoch: Callable[[Progress], None] | None = None,
+) -> Progress:
+    """Train a network in place, by binary cross-entropy and Adam; it ends with the weights of its best epoch.
+
+    Training stops early by validation AUC; `seed` is of the order of rows and of dropout. From `start`, what `on_epoch`
+    was given after some epoch, it goes on as if it had never stopped.
+    """
+    device = next(model.parameters()).device
+    rows, labels = RowTensors(data, device), torch.from_numpy(data.labels).to(device)
+    optimizers = _optimizers(model, settings)
+    batch_size = default_batch_size(len(data.train))
+    order = torch.Generator().manual_seed(seed)
+    progress = replace(start) if start is not None else Progress()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # dropout draws from the global generator
+        if start is not None:
+            _restore(start.tensors, model, optimizers, order)
+        while progress.epoch < settings.max_epochs and progress.epoch - progress.best_epoch < settings.patience:
+            model.train()
+            for numbers in torch.randperm(len(data.train), generator=order).split(batch_size):
+                if len(numbers) == 1 and len(data.train) > 1:
+                    continue  # batch statistics need two rows
+                index = torch.from_numpy(data.train[numbers]).to(device).long()
+                _step(model, rows.batch(index), labels[index], optimizers, settings.weight_decay)
+            found = float(roc_auc_score(data.labels[data.validation], predict(model, data, data.validation)))
+            progress.epoch += 1
+            if found > progress.best_auc:
+                progress.best_epoch, progress.best_auc = progress.epoch, found
+                best = {f"best.{name}": value.clone() for name, value in model.state_dict().items()}
+                progress.tensors = best
+            if on_epoch is not None:
+                progress.tensors = {**progress.tensors, **_state(model, optimizers, order)}
+                on_epoch(progress)
+    best = {name.removeprefix("best."): of for name, of in progress.tensors.items() if name.startswith("best.")}
+    model.load_state_dict(best)
+    return progress
+
+
+def _optimizers(model: nn.Module, settings: CtrSettings) -> list[torch.optim.Optimizer]:
+    """Adam in its fused form, and of embeddings with sparse gradients Adam on the rows that a batch touches."""
+    sparse = [module.weight for module in model.modules() if isinstance(module, nn.Embedding) and module.sparse]
+    dense = [weight for weight in model.parameters() if not any(weight is other for other in sparse)]
+    rate = settings.learning_rate
+    found = [torch.optim.Adam(dense, rate, weight_decay=settings.weight_decay, fused=True)]
+    return found + [torch.optim.SparseAdam([weight], rate) for weight in sparse]
+
+
+def _step(
+    model: nn.Module,
+    batch: Batch,
+    labels: torch.Tensor,
+    optimizers: list[torch.optim.Optimizer],
+    weight_decay: float,
+) -> None:
+    with torch.autocast("cuda", torch.bfloat16, enabled=labels.is_cuda):  # the one place of mixed precision
+        logits = model(batch)
+    loss = F.binary_cross_entropy_with_logits(logits.float(), labels)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss.backward()
+    for optimizer in optimizers[1:]:  # L2 too only of the rows that are touched
+        for weight in optimizer.param_groups[0]["params"]:
+            touched = weight.grad.coalesce()
+            values = touched.values() + weight_decay * weight.detach()[touched.indices()[0]]
+            weight.grad = torch.sparse_coo_tensor(
+                touched.indices(), values, weight.shape, is_coalesced=True, check_invariants=False
+            )
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def _state(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], order: torch.Generator
+) -> dict[str, torch.Tensor]:
+    tensors = {f"weights.{name}": value for name, value in model.state_dict().items()}
+    for number, optimizer in enumerate(optimizers):
+        for parameter, of_parameter in optimizer.state_dict()["state"].items():
+            for name, value in of_parameter.items():
+                tensors[f"optimizer.{number}.{parameter}.{name}"] = torch.as_tensor(value)
+    return tensors | {"generator.order": order.get_state(), "generator.global": torch.get_rng_state()}
+
+
+def _restore(
+    tensors: dict[str, torch.Tensor],
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    order: torch.Generator,
+) -> None:
+    model.load_state_dict({name[8:]: value for name, value in tensors.items() if name.startswith("weights.")})
+    for number, optimizer in enumerate(optimizers):
+        state: dict[int, dict[str, torch.Tensor | int]] = {}
+        for name, value in tensors.items():
+            kind, *of_optimizer = name.split(".", 3)
+            if kind == "optimizer" and int(of_optimizer[0]) == number:
+                is_count = number > 0 and of_optimizer[2] == "step"  # SparseAdam counts in Python
+                state.setdefault(int(of_optimizer[1]), {})[of_optimizer[2]] = int(value) if is_count else value
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    order.set_state(tensors["generator.order"])
+    torch.set_rng_state(tensors["generator.global"])
+
+
+def default_batch_size(num_rows: int) -> int:
+    """The power of two that gives about 40 steps an epoch, from 512 to 8,192 rows."""
+    return int(2 ** np.clip(np.round(np.log2(num_rows / 40)), 9, 13))
+
+
+@torch.inference_mode()
+def predict(model: nn.Module, data: Rows, rows: np.ndarray) -> np.ndarray:
+    """Probabilities of rows: float64 (len(rows),)."""
+    device = next(model.parameters()).device
+    tensors = RowTensors(data, device)
+    model.eval()
+    parts = [
+        torch.sigmoid(model(tensors.batch(index.to(device).long())).double()).cpu().numpy()
+        for index in torch.from_numpy(np.asarray(rows)).split(PREDICTION_BATCH)
+        if len(index)
+    ]
+    return np.concatenate(parts) if parts else np.zeros(0)

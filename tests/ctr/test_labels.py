@@ -1,0 +1,77 @@
+"""The label rule: what it takes for a positive, what it refuses; and negatives that nobody ever met."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from ctr_world import AS_OF
+from pydantic import ValidationError
+
+from laserbatch.ctr.dataset import build_dataset, read_log
+from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.labels import LabelRule, sample_negatives
+from laserbatch.ctr.settings import CtrSettings
+
+
+@pytest.mark.parametrize(
+    ("rule", "values", "labels"),
+    [
+        ("rating >= 4", [5.0, 4.0, 3.5, None], [True, True, False, None]),
+        ("rating>3.5", [5, 3, None], [True, False, None]),
+        ("clicked", [True, False, None], [True, False, None]),
+        ("clicked", [2, 0], [True, False]),
+        ("clicked == true", [True, False], [True, False]),
+        ("event == 'buy'", ["buy", "view", None], [True, False, None]),
+        ('event != "view"', ["buy", "view"], [True, False]),
+        ("rating is not null", [1.0, None], [True, False]),
+    ],
+)
+def test_rules_say_which_rows_are_positives_and_what_is_null_is_unknown(rule, values, labels):
+    assert LabelRule.parse(rule).labels(pa.array(values)).to_pylist() == labels
+
+
+@pytest.mark.parametrize(
+    "rule", ["", "rating >=", "rating >= four", "rating >= 4 or clicked", "__import__('os').system('x')", "f(rating)"]
+)
+def test_what_is_no_rule_is_refused_where_settings_are_read(rule):
+    with pytest.raises(ValidationError, match=r"ctr\.label"):
+        CtrSettings(label=rule)
+
+
+def test_a_rule_that_does_not_fit_its_column_is_named():
+    with pytest.raises(CtrError, match="does not fit the column rating, which is of type string"):
+        LabelRule.parse("rating >= 4").labels(pa.array(["good"]))
+
+
+def test_rows_without_a_label_are_left_out_unless_the_rule_asks_for_them(world, caplog):
+    ratings = world.interactions["rating"].to_pylist()
+    mixed = world.interactions.set_column(3, "rating", pa.array([None, *ratings[1:-1], None], pa.float64()))
+    tables = type("Tables", (), {"users": world.users, "items": world.items, "interactions": mixed})
+    assert len(read_log(tables, "rating >= 4").users) == len(ratings) - 2
+    assert "2 of 8000 interactions have no rating" in caplog.text
+    log = read_log(tables, "rating is not null")
+    assert len(log.users) == len(ratings) and log.labels.sum() == len(ratings) - 2
+
+
+@pytest.mark.parametrize("by", ["uniform", "popularity"])
+def test_sampled_negatives_are_no_items_that_the_user_ever_meets(by):
+    rng = np.random.default_rng(0)
+    users, items = rng.integers(400, size=2000, dtype=np.int32), rng.geometric(0.05, size=2000).astype(np.int32) % 60
+    items[:1000] %= 40  # twenty items come only after training
+    rows, drawn = sample_negatives(users, items, 1000, 61, 3, by, seed=0)
+    met = set(zip(users.tolist(), items.tolist(), strict=True))
+    assert not met & set(zip(users[rows].tolist(), drawn.tolist(), strict=True))
+    assert drawn[rows < 1000].max() < 40 <= drawn[rows >= 1000].max() < 60
+    assert len(rows) == 6000
+    counts, negatives = np.bincount(items[:1000], minlength=61), np.bincount(drawn[rows < 1000], minlength=61)
+    rarest, commonest = np.argsort(counts[:40])[:10], np.argsort(counts[:40])[-10:]
+    ratio = negatives[rarest].sum() / negatives[commonest].sum()
+    assert ratio > 1 if by == "uniform" else ratio < 0.5
+
+
+def test_views_alone_train_with_the_rate_that_is_asked_for(world):
+    views = world.interactions.drop_columns(["rating"])
+    tables = type("Tables", (), {"users": world.users, "items": world.items, "interactions": views})
+    data = build_dataset(tables, AS_OF, CtrSettings(label="all", negatives_per_positive=2))
+    assert data.labels.mean() == pytest.approx(1 / 3, abs=0.01) and len(data.labels) == pytest.approx(24_000, rel=0.01)
+    again = build_dataset(tables, AS_OF, CtrSettings(label="all", negatives_per_positive=2))
+    assert np.array_equal(data.items, again.items)
