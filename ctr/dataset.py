@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.errors import CtrError, NothingToJudge
 from laserbatch.ctr.feature_set import SIDES, Basis, FeatureSet, SideVectors, align, check_provenance, fit_basis
 from laserbatch.ctr.fields import Encoder, Field, fit_encoders
 from laserbatch.ctr.labels import LabelRule, sample_negatives
@@ -215,7 +215,7 @@ def split_by_time(log: Log, as_of: datetime.date, settings: CtrSettings) -> dict
     if not num_train:
         raise CtrError(f"no interactions up to {as_of}: nothing to train on; give a later date")
     if not num_after:
-        raise CtrError(
+        raise NothingToJudge(
             f"no interactions after {as_of}: nothing can judge the models; give an earlier date, or wait until "
             "the tables hold the days after it"
         )
@@ -225,7 +225,7 @@ def split_by_time(log: Log, as_of: datetime.date, settings: CtrSettings) -> dict
     for name, rows in (("train", train), ("validation", validation), ("test", test)):
         of_part = log.labels[rows]
         if len(of_part) == 0 or of_part.min() == of_part.max():
-            raise CtrError(
+            raise (CtrError if name == "train" else NothingToJudge)(
                 f"the {name} part around {as_of} has {int(of_part.sum())} positives among {len(of_part)} rows "
                 f"({settings.label}); both labels are needed: set ctr.label, or choose another date"
             )

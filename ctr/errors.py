@@ -1,5 +1,9 @@
-"""The one error of CTR training that a user can fix."""
+"""The errors of CTR training that a user can fix."""
 
 
 class CtrError(Exception):
     """Tables, features or settings from which no CTR model can be trained or judged."""
+
+
+class NothingToJudge(CtrError):
+    """Too little follows the date, yet: a later day, or an earlier date, may do."""

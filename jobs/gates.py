@@ -12,13 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.jobs.formatting import decimal, percent
+from laserbatch.jobs.formatting import counted, decimal, percent
 from laserbatch.jobs.settings import GateSettings
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning.refresh import EVIDENCE
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.manifest import GateFigures, RunManifest, SideFigures
+from laserbatch.pipeline.storage.manifest import CtrFigures, GateFigures, RunManifest, SideFigures
 from laserbatch.pipeline.storage.parquet import iter_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
@@ -60,6 +60,7 @@ GATES = {
                    only_warns=True),
     "AUC": _Gate("against plain texts AUC changes by at most {value}", None, is_least=True, share=False),
 }  # fmt: skip
+AUC_VERDICTS = {"stop": "holds", "warn": "warns", "ignore": "passes"}  # of `gates.auc`
 
 
 def judge(measured: Sequence[GateFigures], settings: GateSettings) -> list[GateFigures]:
@@ -75,6 +76,8 @@ def _judged(figures: GateFigures, settings: GateSettings) -> GateFigures:
         return replace(figures, limit=limit, verdict="passes")
     is_beyond = value < limit if gate.is_least else value > limit
     beyond = "warns" if gate.only_warns or not figures.may_hold else "holds"
+    if figures.gate == "AUC":
+        beyond = AUC_VERDICTS[settings.auc]
     return replace(figures, limit=limit, verdict=beyond if is_beyond else "passes")
 
 
@@ -116,10 +119,21 @@ def measure(manifest: RunManifest, run: RunFolder, previous: RunFolder | None) -
         with suppress(WorkspaceError):  # of another version, or damaged: nothing to compare with
             before = previous.load_manifest()
     found = [part for side in manifest.sides for part in _of_side(side, manifest, run, before, previous)]
-    verdict = manifest.ctr.equivalence.get("all")
+    return [*found, _auc(manifest.ctr)]
+
+
+def _auc(figures: CtrFigures) -> GateFigures:
+    """The comparison with plain texts, of the run or of an earlier one where nothing can judge this one yet."""
+    verdict = figures.equivalence.get("all")
     if verdict is None or verdict.high is None:
-        return [*found, GateFigures("AUC", told="not compared with plain texts in several trainings")]
-    return [*found, GateFigures("AUC", value=verdict.high, limit=-verdict.margin)]
+        return GateFigures("AUC", told=figures.skipped or "not compared with plain texts in several trainings")
+    told = "" if figures.judged_run_id is None else f"of {age_of_judged(figures)}"
+    return GateFigures("AUC", value=verdict.high, limit=-verdict.margin, told=told)
+
+
+def age_of_judged(figures: CtrFigures) -> str:
+    """Which earlier run was judged, and how old it is."""
+    return f"run {figures.judged_run_id}, {counted(figures.judged_age_days, 'day')} older"
 
 
 def _of_side(

@@ -5,7 +5,7 @@ relative to that file's folder. Every option has a default; `configs/default.yam
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
 from pydantic import BaseModel, Field, ValidationError, field_validator
@@ -74,6 +74,9 @@ class GateSettings(Strict):
     )
     min_cosine: float = Field(
         0.3, ge=-1, le=1, description="Mean cosine between vectors of rewritten texts and of their last texts."
+    )
+    auc: Literal["stop", "warn", "ignore"] = Field(
+        "stop", description="What the verdict 'worse' of the CTR comparison does to the night."
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from laserbatch.jobs.formatting import MISSING, count, counted, decimal, percent
+from laserbatch.jobs.gates import age_of_judged
 from laserbatch.jobs.report.blocks import Note, Section, Table
 from laserbatch.pipeline.storage.manifest import CtrFigures, CtrScores, CtrVerdict
 
@@ -54,7 +55,9 @@ def ctr_lead(figures: CtrFigures) -> str:
     split = figures.split
     parts = ", ".join(f"{count(split[name])} {name}" for name in ("train", "validation", "test") if name in split)
     seeds = counted(max(row.num_seeds for row in figures.rows), "seed")
-    lead = f"Trained on interactions split by time ({parts}), {seeds} each."
+    whose = f"Nothing can judge this run yet: these are the features of {age_of_judged(figures)}. "
+    lead = whose if figures.judged_run_id else ""
+    lead += f"Trained on interactions split by time ({parts}), {seeds} each."
     shares = [
         f"{percent(split[name] / split['test'], 1)} of {whose}"
         for name, whose in (("test_unseen", "users unseen in training"), ("test_cold", "cold users"))

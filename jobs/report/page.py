@@ -8,7 +8,7 @@ import jinja2
 from markupsafe import Markup
 
 from laserbatch.jobs.formatting import SOURCE_LABELS, count, counted, decimal, rate, seconds, times
-from laserbatch.jobs.gates import gate_sentence, holding
+from laserbatch.jobs.gates import age_of_judged, gate_sentence, holding
 from laserbatch.jobs.report.blocks import Section
 from laserbatch.jobs.report.ctr_table import ALL_MODELS, ctr_section, own_gains
 from laserbatch.jobs.report.drafts import drafts_section
@@ -119,13 +119,14 @@ def _judgement(manifest: RunManifest, sides: list[Side]) -> str:
     worse = [model for model, verdict in verdicts.items() if verdict == "worse"]
     unharmed = [model for model, verdict in verdicts.items() if verdict in ("equivalent", "better")]
     undecided = [model for model, verdict in verdicts.items() if verdict == "undecided"]
+    of = f" (of {age_of_judged(manifest.ctr)})" if manifest.ctr.judged_run_id else ""
     if worse:
-        return f"; AUC harmed with {' and '.join(worse)}"
+        return f"; AUC harmed with {' and '.join(worse)}{of}"
     if not unharmed:
-        return "; whether AUC is harmed is undecided"
+        return f"; whether AUC is harmed is undecided{of}"
     if undecided:
-        return f"; AUC unharmed with {' and '.join(unharmed)}, undecided with {' and '.join(undecided)}"
-    return "; AUC unharmed"
+        return f"; AUC unharmed with {' and '.join(unharmed)}, undecided with {' and '.join(undecided)}{of}"
+    return f"; AUC unharmed{of}"
 
 
 def key_figures(manifest: RunManifest, sides: list[Side]) -> list[KeyFigure]:
@@ -171,6 +172,7 @@ def _warnings(manifest: RunManifest, sides: list[Side]) -> list[str]:
     """What needs somebody today: why a run failed, first."""
     done = "Not published" if manifest.status == "held" else "Published all the same"
     found = [f"{done}: {gate_sentence(gate)}." for gate in holding(manifest.gates)]
+    found += [f"{gate_sentence(gate)}." for gate in manifest.gates if (gate.gate, gate.verdict) == ("AUC", "warns")]
     found += [f"{side.label}: {warning}." for side in sides for warning in side_warnings(side.figures)]
     return [manifest.failure, *found] if manifest.status == "failed" and manifest.failure else found
 

@@ -1,14 +1,70 @@
 """The stage that says what a run's features are worth: CTR models without and with them, judged on what came after."""
 
 import datetime
+import logging
+from dataclasses import replace
 from pathlib import Path
 
 from laserbatch.ctr.dataset import EntityTables
+from laserbatch.ctr.errors import CtrError, NothingToJudge
 from laserbatch.ctr.feature_set import FeatureSet, read_feature_set
 from laserbatch.ctr.settings import CtrSettings
-from laserbatch.jobs.console import progress
+from laserbatch.jobs.console import progress, say
+from laserbatch.jobs.stages.night import Night
 from laserbatch.pipeline.storage.manifest import CtrFigures
 from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.tables.read import read_tables
+
+logger = logging.getLogger(__name__)
+
+
+MOST_TRIED = 8  # runs, the newest first, that one is looked for among which can be judged
+
+
+def compare_night(night: Night) -> CtrFigures:
+    """The comparison of a night, or why there is none: whatever it fails with, it does not stop the night.
+
+    Where nothing follows the date yet, as on the night itself, the newest earlier run of the same settings that can be
+    judged stands for it.
+    """
+    if not night.settings.night.train_ctr:
+        return CtrFigures(skipped="night.train_ctr is false")
+    reasons = []
+    try:
+        tables = read_tables(night.settings.tables.path, as_of=None)  # models are judged on what came after the date
+        for run in [night.run, *_earlier_runs(night)][:MOST_TRIED]:
+            date = datetime.date.fromisoformat(run.date)
+            try:
+                figures = compare_ctr(run.root, tables, date, night.settings.decoding.verifier, night.settings.ctr)
+            except NothingToJudge as error:
+                reasons.append(str(error))
+                continue
+            if run.run_id == night.run.run_id:
+                return figures
+            say(f"{reasons[0]}: run {run.run_id} is judged in its place")
+            return replace(figures, judged_run_id=run.run_id, judged_age_days=(night.date - date).days)
+    except CtrError as error:
+        reasons = [str(error)]
+    except Exception as error:  # out of memory, or our own fault: what was generated is as good as before
+        logger.exception("the CTR comparison failed")
+        reasons = [f"the comparison failed: {type(error).__name__}: {error}"]
+    say(f"CTR models are not trained: {reasons[0]}")
+    return CtrFigures(skipped=reasons[0])
+
+
+def _earlier_runs(night: Night) -> list[RunFolder]:
+    """Runs that the same settings made for earlier dates, the newest first; those held back too."""
+    found = [
+        run
+        for run in night.workspace.runs()
+        if run.settings_hash == night.run.settings_hash
+        and run.date < night.run.date
+        and (run.is_finished or run.is_held)
+        and run.plain.features_path("user").exists() == night.settings.night.compare_with_plain
+    ]
+    return sorted(
+        found, key=lambda run: (run.date, len(run.run_id), run.run_id), reverse=True
+    )  # of a date the last edition
 
 
 def compare_ctr(

@@ -9,7 +9,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from laserbatch.ctr.errors import CtrError
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.events import emit, event_log
 from laserbatch.jobs.failures import exit_code_of, line_of
@@ -17,7 +16,7 @@ from laserbatch.jobs.gates import gate_sentence, holding, judge, measure
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.build_pools import build_pools, collect_pools
-from laserbatch.jobs.stages.compare_ctr import compare_ctr
+from laserbatch.jobs.stages.compare_ctr import compare_night
 from laserbatch.jobs.stages.generate import generate_knowledge, generate_plain
 from laserbatch.jobs.stages.metrics import night_metrics
 from laserbatch.jobs.stages.night import Night, open_night, pools_in_use
@@ -27,11 +26,10 @@ from laserbatch.pipeline.encoding.identity import encoder_identity
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import RunFailed, RunHeld, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
-from laserbatch.pipeline.storage.manifest import CtrFigures, FeatureFigures, PreviousNight
+from laserbatch.pipeline.storage.manifest import FeatureFigures, PreviousNight
 from laserbatch.pipeline.storage.parquet import WrittenFile
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
-from laserbatch.pipeline.tables.read import read_tables
 
 if TYPE_CHECKING:
     from laserbatch.pipeline.encoding.encoder import TextEncoder
@@ -88,7 +86,7 @@ def _do_stages(night: Night, publishing: Publishing) -> None:
         if settings.night.compare_with_plain:
             encode_run(night.run.plain.root, settings.encoding)
     with night.stage("ctr"):
-        night.manifest.ctr = _compare_ctr(night)
+        night.manifest.ctr = compare_night(night)
     with night.stage("pools"):
         night.manifest.pools_built = build_pools(night, make_current=False)
     with night.stage("gates"):
@@ -197,18 +195,6 @@ def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_t
         return None
     table = WrittenFile(previous.features_path(side), before.num_rows, before.sha256)
     return FeatureFiles(table, previous.centroids_path(side))
-
-
-def _compare_ctr(night: Night) -> CtrFigures:
-    """The CTR comparison of a run, or why there is none."""
-    if not night.settings.night.train_ctr:
-        return CtrFigures(skipped="night.train_ctr is false")
-    tables = read_tables(night.settings.tables.path, as_of=None)  # models are judged on what came after the date
-    try:
-        return compare_ctr(night.run.root, tables, night.date, night.settings.decoding.verifier, night.settings.ctr)
-    except CtrError as error:
-        say(f"CTR models are not trained: {error}")
-        return CtrFigures(skipped=str(error))
 
 
 def _close_failed(night: Night, reason: str) -> None:

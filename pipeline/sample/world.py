@@ -42,6 +42,7 @@ def write_sample_world(
     future_days: int = 7,
     seed: int = 0,
     progress: Callable[[int], object] | None = None,
+    num_asked: int = 0,
 ) -> None:
     """Write `users.parquet`, `items.parquet` and `interactions.parquet` into a folder.
 
@@ -53,6 +54,8 @@ def write_sample_world(
     ----------
     num_users, num_items, days : at least 1, 20 and 2; the last day counts among the days.
     progress : called with the number of users of each chunk that was written.
+    num_asked : items that each user is asked to rate, all at one moment of the future days: more to judge models by,
+        of the same tastes, while everything before stays as it is and nobody's history is longer for it.
     """
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -71,7 +74,10 @@ def write_sample_world(
             users = draw_users(stop - start, days, archetypes, rng)
             user_ids = _ids("u", np.arange(start, stop))
             known = user_table(users, user_ids, first_s, rng)
-            interactions = _interaction_table(users, user_ids, item_ids, catalogue, days, future_days, first_s, rng)
+            asked = num_asked if future_days else 0, np.random.default_rng([seed, 4, chunk])
+            interactions = _interaction_table(
+                users, user_ids, item_ids, catalogue, days, future_days, first_s, rng, *asked
+            )
             for name, rows in (("users", known), ("interactions", interactions)):
                 if name not in writers:
                     writer = pq.ParquetWriter(out_dir / f"{name}.parquet", rows.schema, compression="zstd")
@@ -119,6 +125,8 @@ def _interaction_table(
     future_days: int,
     first_s: int,
     rng: np.random.Generator,
+    num_asked: int,
+    asked_rng: np.random.Generator,
 ) -> pa.Table:
     """Ratings of one chunk of users, ordered by user and time; a user rates an item once."""
     user, day = _when(users, days, future_days, rng)
@@ -130,6 +138,14 @@ def _interaction_table(
     rating = _rating(users, user, item, catalogue, rng)
     second = rng.integers(SIGN_UP_S, DAY_S, size=len(user))
     when_s = first_s + day * DAY_S + second
+    if num_asked:
+        others, moments, items = _asked(users, num_asked, days, future_days, catalogue, asked_rng)
+        seen = user * np.int64(catalogue.num_items) + item
+        is_new = ~np.isin(others * np.int64(catalogue.num_items) + items, seen)
+        others, items = others[is_new], items[is_new]
+        user, item = np.concatenate([user, others]), np.concatenate([item, items])
+        rating = np.concatenate([rating, _rating(users, others, items, catalogue, asked_rng)])
+        when_s = np.concatenate([when_s, first_s + moments[others]])
     order = np.lexsort((item, when_s, user))
     return pa.table(
         {
@@ -160,6 +176,18 @@ def _when(users: Users, days: int, future_days: int, rng: np.random.Generator) -
     day_before = since + np.floor(rng.random(len(before)) * (max(last, 1) - since)).astype(int)
     day_after = days + rng.integers(max(future_days, 1), size=len(after))
     return np.concatenate([before, on, after]), np.concatenate([day_before, np.full(len(on), last), day_after])
+
+
+def _asked(
+    users: Users, num_asked: int, days: int, future_days: int, catalogue: Catalogue, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """User and item of each rating that is asked for, int[n] each, and every user's moment, in seconds of the world."""
+    num = len(users.cold)
+    moments = (days + rng.integers(future_days, size=num)) * DAY_S + rng.integers(SIGN_UP_S, DAY_S, size=num)
+    user = np.repeat(np.arange(num), num_asked)
+    item = _what(users, user, np.full(len(user), days), catalogue, days, rng)
+    pairs = np.unique(user * np.int64(catalogue.num_items) + item)
+    return pairs // catalogue.num_items, moments, pairs % catalogue.num_items
 
 
 def _what(

@@ -233,6 +233,8 @@ class CtrFigures:
     rows: list[CtrScores] = field(default_factory=list)
     equivalence: dict[str, CtrVerdict] = field(default_factory=dict)
     seeds: list[dict[str, Any]] = field(default_factory=list)
+    judged_run_id: str | None = None  # the earlier run whose features these are, where nothing can judge the run's own
+    judged_age_days: int = 0  # how much older than the run it is
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,21 @@
 """The CTR stage over a run's folder: which features it compares, and what it refuses."""
 
+import datetime
+from types import SimpleNamespace
+
 import pytest
 from ctr_world import AS_OF, make_features, make_world
 
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.jobs.commands.ctr import changed_settings, print_ctr
-from laserbatch.jobs.stages.compare_ctr import compare_ctr, run_variants
+from laserbatch.jobs.report.ctr_table import ctr_section
+from laserbatch.jobs.settings import Settings
+from laserbatch.jobs.stages.compare_ctr import compare_ctr, compare_night, run_variants
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.workspace import Workspace
 
 SETTINGS = CtrSettings(models=("gbdt",), num_seeds=2)
 
@@ -45,6 +51,42 @@ def test_a_run_whose_texts_saw_the_test_period_is_refused(world, tmp_path):
     write_features(run, make_features(world, run_id="2025-03-03-0123abcd"))
     with pytest.raises(CtrError, match="the test period would leak into training"):
         compare_ctr(run.root, world, AS_OF, "relaxed", SETTINGS)
+
+
+@pytest.fixture
+def night(world, tmp_path, monkeypatch):
+    """A night of which nothing follows yet, as a stage sees it, upon three earlier runs; one of other settings."""
+    workspace = Workspace.open(tmp_path / "workspace")
+    for run_id in ("2025-02-20-00000001", "2025-03-01-00000001", "2025-03-02-00000002"):
+        run = workspace.run(run_id)
+        write_features(run, make_features(world, run_id=run_id))
+        run.success_path.touch()
+    monkeypatch.setattr("laserbatch.jobs.stages.compare_ctr.read_tables", lambda path, as_of: world)
+    date = datetime.date(2025, 3, 8)
+    settings = Settings(ctr=SETTINGS)
+    return SimpleNamespace(settings=settings, workspace=workspace, date=date, run=workspace.run(f"{date}-00000001"))
+
+
+def test_the_last_run_that_can_be_judged_stands_for_a_live_night_and_says_its_age(night, world):
+    write_features(night.run, make_features(world))
+    figures = compare_night(night)
+    assert (figures.judged_run_id, figures.judged_age_days) == ("2025-03-01-00000001", 7)
+    assert {row.variant for row in figures.rows} == {"none", "relaxed"}
+    told = ctr_section(figures).lead
+    assert told.startswith("Nothing can judge this run yet: these are the features of run 2025-03-01-00000001, 7 days")
+
+
+@pytest.mark.parametrize("error", [MemoryError("no 3 GB"), RuntimeError("CUDA out of memory"), CtrError("too few")])
+def test_a_comparison_that_fails_stops_no_night_and_says_why(night, world, monkeypatch, error):
+    write_features(night.run, make_features(world))
+
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr("laserbatch.jobs.stages.compare_ctr.compare_ctr", fail)
+    figures = compare_night(night)
+    assert str(error) in figures.skipped and figures.rows == []
+    assert str(error) in str(ctr_section(figures).blocks[0])
 
 
 def test_a_run_without_features_is_refused(world, tmp_path):

@@ -44,13 +44,17 @@ def test_a_gate_holds_beyond_its_limit(gate, good, bad):
 def test_speed_only_warns_and_auc_holds_where_the_whole_interval_is_worse():
     assert verdict("speed", 0.1) == "warns"
     assert verdict("AUC", -0.01, limit=-0.002) == "holds" and verdict("AUC", 0.001, limit=-0.002) == "passes"
+    assert verdict("AUC", -0.01, GateSettings(auc="warn"), limit=-0.002) == "warns"
+    assert verdict("AUC", -0.01, GateSettings(auc="ignore"), limit=-0.002) == "passes"
 
 
 def test_a_raised_limit_is_judged_by_the_same_value():
     figures = judge([GateFigures("repetition", "user", 0.2)], GateSettings())
     assert "gates.max_repetitive_share is 10.0 %" in gate_sentence(figures[0])
     assert judge(figures, GateSettings(max_repetitive_share=0.25))[0].verdict == "passes"
-    assert {gate.limit for gate in GATES.values() if isinstance(gate.limit, str)} == set(GateSettings.model_fields)
+    assert {gate.limit for gate in GATES.values() if isinstance(gate.limit, str)} | {"auc"} == set(
+        GateSettings.model_fields
+    )
 
 
 def test_a_text_that_repeats_itself_is_told_from_one_that_does_not():

@@ -135,3 +135,18 @@ def test_smallest_world_and_no_future(tmp_path):
 
 def test_category_paths_have_three_levels():
     assert len(CATEGORY_PATHS) == 72 and all(len(path) == 3 for path in CATEGORY_PATHS)
+
+
+def test_ratings_that_are_asked_for_add_to_the_future_and_change_nothing_else(tmp_path):
+    write_sample_world(tmp_path / "as before", num_users=60, num_items=40)
+    write_sample_world(tmp_path / "asked", num_users=60, num_items=40, num_asked=12)
+    before, asked = (set(map(tuple, rows_of(tmp_path / name))) for name in ("as before", "asked"))
+    added = asked - before
+    assert before <= asked and len(added) > 200
+    assert all(moment.date() > LAST_DATE for _, _, moment, _ in added)
+    assert len({(user, moment) for user, _, moment, _ in added}) == 60  # all of a user's at one moment
+    assert len({(user, item) for user, item, *_ in asked}) == len(asked)
+
+
+def rows_of(folder):
+    return [list(row.values()) for row in pq.read_table(folder / "interactions.parquet").to_pylist()]
