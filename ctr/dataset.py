@@ -64,7 +64,20 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class CtrData(Rows):
+class ModelRows(Rows):
+    """Rows with the fields of their entities: with knowledge all that a model is built of and scores."""
+
+    user_fields: tuple[Field, ...]  # codes by entity number
+    item_fields: tuple[Field, ...]
+
+    @property
+    def num_items(self) -> int:
+        """Items of the table."""
+        return len(self.item_fields[0].codes)
+
+
+@dataclass(frozen=True)
+class CtrData(ModelRows):
     """Everything but knowledge, the same for every variant, model and seed; rows are in chronological order."""
 
     times_us: np.ndarray  # int64 (n,)
@@ -75,13 +88,6 @@ class CtrData(Rows):
     test: np.ndarray
     prior: float  # share of positives in training
     encoders: dict[str, list[Encoder]]  # by side
-    user_fields: tuple[Field, ...]  # codes by entity number
-    item_fields: tuple[Field, ...]
-
-    @property
-    def num_items(self) -> int:
-        """Items of the table."""
-        return len(self.item_fields[0].codes)
 
 
 @dataclass(frozen=True)
@@ -99,10 +105,7 @@ def build_dataset(tables: EntityTables, as_of: datetime.date, settings: CtrSetti
     Raises CtrError where nothing precedes or follows the date, a part has rows of one label only, so that no AUC
     exists, the label cannot be told, or an interaction is of an unknown entity.
     """
-    log = read_log(tables, settings.label)
-    end_us = _end_of_day_us(as_of)
-    if LabelRule.parse(settings.label).column is None:
-        log = with_negatives(log, tables.items.num_rows, end_us, settings)
+    log = labelled_log(tables, as_of, settings)
     parts = split_by_time(log, as_of, settings)
     train = slice(0, len(parts["train"]))
     num_of = {"user": tables.users.num_rows, "item": tables.items.num_rows}
@@ -125,6 +128,14 @@ def build_dataset(tables: EntityTables, as_of: datetime.date, settings: CtrSetti
         user_fields=tuple(encoder.encode(tables.users) for encoder in encoders["user"]),
         item_fields=tuple(encoder.encode(tables.items) for encoder in encoders["item"]),
     )
+
+
+def labelled_log(tables: EntityTables, as_of: datetime.date, settings: CtrSettings) -> Log:
+    """The interactions of known label, with sampled negatives where every one is a positive."""
+    log = read_log(tables, settings.label)
+    if LabelRule.parse(settings.label).column is not None:
+        return log
+    return with_negatives(log, tables.items.num_rows, _end_of_day_us(as_of), settings)
 
 
 def read_log(tables: EntityTables, label: str) -> Log:
@@ -187,7 +198,7 @@ def numbers_of(ids: pa.Array, known: pa.Array, side: str, table: str) -> np.ndar
         raise CtrError(
             f"{positions.null_count} rows of {table} are of unknown {side}s (the first: {unknown!r}); check the tables"
         )
-    return positions.to_numpy()
+    return np.array(positions)
 
 
 def with_negatives(log: Log, num_items: int, end_us: int, settings: CtrSettings) -> Log:

@@ -4,11 +4,12 @@ A tree cannot multiply, so products that the networks can form are given to it r
 the user's history and to the user's knowledge. Rates before the row stand for the embeddings of ids.
 """
 
+from pathlib import Path
+
 import numpy as np
 
-from laserbatch.ctr.dataset import PAST_COLUMNS, CtrData, Knowledge, Rows
+from laserbatch.ctr.dataset import PAST_COLUMNS, CtrData, Knowledge, ModelRows
 from laserbatch.ctr.errors import CtrError
-from laserbatch.ctr.fields import Field
 from laserbatch.ctr.settings import CtrSettings
 
 NUM_COMPONENTS = 16  # leading principal components of the knowledge vectors that become columns
@@ -19,11 +20,9 @@ BLOCK_ROWS = 65_536
 class GbdtColumns:
     """Columns of rows of a data set, made when they are asked for; LightGBM keeps a byte of each."""
 
-    def __init__(
-        self, data: Rows, user_fields: tuple[Field, ...], item_fields: tuple[Field, ...], knowledge: Knowledge | None
-    ) -> None:
+    def __init__(self, data: ModelRows, knowledge: Knowledge | None) -> None:
         self._data, self._knowledge = data, knowledge
-        self._sides = (user_fields[1:], data.users), (item_fields[1:], data.items)  # rates stand for the ids
+        self._sides = (data.user_fields[1:], data.users), (data.item_fields[1:], data.items)  # rates stand for the ids
 
     @property
     def categorical(self) -> list[int]:
@@ -70,13 +69,7 @@ def fit_gbdt(columns: GbdtColumns, data: CtrData, settings: CtrSettings, seed: i
     CtrError
         LightGBM, or the system library that it needs, is not installed.
     """
-    try:
-        import lightgbm
-    except (ImportError, OSError) as error:  # OSError: libgomp is missing
-        raise CtrError(
-            f"LightGBM cannot be loaded ({error}); `pip install lightgbm` and the system library libgomp1 provide it, "
-            "or leave gbdt out of ctr.models"
-        ) from error
+    lightgbm = _lightgbm()
 
     class Blocks(lightgbm.Sequence):
         """Rows of one part, as LightGBM asks for them: some by one, in order, to choose bins, and then all."""
@@ -119,6 +112,26 @@ def fit_gbdt(columns: GbdtColumns, data: CtrData, settings: CtrSettings, seed: i
     validation = train.create_valid(Blocks(data.validation), data.labels[data.validation])
     stop = lightgbm.early_stopping(PATIENCE_ROUNDS, verbose=False)
     return lightgbm.train(parameters, train, MAX_ROUNDS, valid_sets=[validation], callbacks=[stop])
+
+
+def _lightgbm():
+    try:
+        import lightgbm
+    except (ImportError, OSError) as error:  # OSError: libgomp is missing
+        raise CtrError(
+            f"LightGBM cannot be loaded ({error}); `pip install lightgbm` and the system library libgomp1 provide it, "
+            "or leave gbdt out of ctr.models"
+        ) from error
+    return lightgbm
+
+
+def load_gbdt(path: Path):
+    """A booster from LightGBM's text. Raises CtrError where it cannot be read."""
+    lightgbm = _lightgbm()
+    try:
+        return lightgbm.Booster(model_file=path)
+    except lightgbm.basic.LightGBMError as error:
+        raise CtrError(f"{path} is no model of LightGBM: {error}") from None
 
 
 def predict_gbdt(booster, columns: GbdtColumns, rows: np.ndarray) -> np.ndarray:

@@ -1,16 +1,17 @@
 """One training, whichever the model: fitted on the training rows, stopped by validation, scored on the test rows."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from laserbatch.ctr.dataset import CtrData, Knowledge
+from laserbatch.ctr.dataset import CtrData, Knowledge, ModelRows
 from laserbatch.ctr.gbdt import GbdtColumns, fit_gbdt, predict_gbdt
 from laserbatch.ctr.layers import RowInputs
-from laserbatch.ctr.loop import fit, predict
+from laserbatch.ctr.loop import Progress, fit, predict
 from laserbatch.ctr.networks import DIN, DCNv2
 from laserbatch.ctr.settings import CtrSettings, ModelName
 
@@ -30,25 +31,38 @@ class Training:
 
 
 def train_model(
-    name: ModelName, data: CtrData, knowledge: Knowledge | None, settings: CtrSettings, seed: int
+    name: ModelName,
+    data: CtrData,
+    knowledge: Knowledge | None,
+    settings: CtrSettings,
+    seed: int,
+    start: Progress | None = None,
+    on_epoch: Callable[[Progress], None] | None = None,
 ) -> Training:
-    """Train one model from one seed. Weights, order of rows and dropout are the seed's alone."""
+    """Train one model from one seed. Weights, order of rows and dropout are the seed's alone.
+
+    `start` and `on_epoch` are of `loop.fit`; trees, which take little time, always begin anew.
+    """
     start_s = time.perf_counter()
     if name == "gbdt":
-        columns = GbdtColumns(data, data.user_fields, data.item_fields, knowledge)
+        columns = GbdtColumns(data, knowledge)
         model = fit_gbdt(columns, data, settings, seed)
         best_epoch, validation_auc = model.best_iteration, float(model.best_score["valid_0"]["auc"])
         scores = predict_gbdt(model, columns, data.test)
     else:
         model = build_network(name, data, knowledge, settings, seed)
-        fitted = fit(model, data, settings, seed)
+        fitted = fit(model, data, settings, seed, start, on_epoch)
         best_epoch, validation_auc = fitted.best_epoch, fitted.best_auc
         scores = predict(model, data, data.test)
     return Training(model, best_epoch, validation_auc, time.perf_counter() - start_s, scores.astype(np.float32))
 
 
 def build_network(
-    name: ModelName, data: CtrData, knowledge: Knowledge | None, settings: CtrSettings, seed: int
+    name: ModelName,
+    data: ModelRows,
+    knowledge: Knowledge | None,
+    settings: CtrSettings,
+    seed: int,
 ) -> torch.nn.Module:
     """A network with seeded weights, on the GPU where there is one."""
     with torch.random.fork_rng():

@@ -39,7 +39,7 @@ COMMANDS = {
         "nightly:encode",
         "Encode the texts of a run into feature tables, by the run's own settings.",
     ),
-    "ctr": LazyCommand("ctr:app", "Train and compare CTR models on the features of a run."),
+    "ctr": LazyCommand("ctr:app", "Train, judge, ask and compare CTR models on the features of a run."),
     "features": LazyCommand("features:app", "Join features to a log by time; export them to other tools."),
     "runs": LazyCommand("runs:app", "List, compare, publish, take back and remove the runs of nights."),
     "forget": LazyCommand(

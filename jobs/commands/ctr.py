@@ -1,4 +1,4 @@
-"""`laserbatch ctr train`: what the features of a run are worth to CTR models."""
+"""`laserbatch ctr`: models trained on the features of a run, judged and asked; and what features are worth to them."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -12,39 +12,120 @@ from laserbatch.jobs.report.ctr_table import ctr_lead, ctr_table
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
 from laserbatch.jobs.stages.compare_ctr import compare_ctr
 from laserbatch.jobs.stages.night import open_run
+from laserbatch.jobs.stages.train_ctr import (
+    FeatureName,
+    evaluate_folder,
+    predict_pairs,
+    train_to_folder,
+    trained_on,
+)
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.manifest import CtrFigures
-from laserbatch.pipeline.tables.read import read_tables
+from laserbatch.pipeline.tables.read import open_tables
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
 @app.callback()
 def _group() -> None:
-    """Train and compare CTR models on the features of a run."""
+    """Train CTR models on the features of a run, judge and ask them, and compare what features are worth."""
+
+
+TABLES = typer.Option(None, help="Folder or URI of the input tables. Default: the one that the run read.")
+RUN = typer.Option(None, help="A run id. Default: the published run.")
+OF_MODEL = typer.Option(None, help="Whose features it sees. Default: the run that it was trained on.")
+MODEL = typer.Argument(..., help="A folder of `laserbatch ctr train`.")
+JSON = typer.Option(False, "--json", help="Print everything as JSON.")
 
 
 @app.command()
 def train(
+    out: Path = typer.Argument(..., help="Folder of the model to write."),
+    model: str = typer.Option("dcnv2", help="din, dcnv2 or gbdt."),
+    features: str = typer.Option("own", help="own: the run's; plain: its plainly decoded ones; none."),
+    seed: int | None = typer.Option(None, help="Default: the run's first."),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
-    run: str | None = typer.Option(None, help="A run id. Default: the published run."),
+    run: str | None = RUN,
+    tables: str | None = TABLES,
+    as_json: bool = JSON,
+) -> None:
+    """Train one model up to the date of a run, on its features, into a folder; judge it on what came after.
+
+    The same command goes on after a kill. The folder holds weights, encoders, settings, metrics, and what it is of.
+
+    Example: `laserbatch ctr train models/dcnv2 --model dcnv2 --workspace workspace`
+    """
+    for option, value, known in (("model", model, get_args(ModelName)), ("features", features, get_args(FeatureName))):
+        if value not in known:
+            raise ConfigError(f"--{option}: {value!r} is none; expected one of {', '.join(known)}")
+    night = open_run(load_settings(config, {"workspace": workspace}), run)
+    settings = night.settings.ctr
+    seed = settings.seed if seed is None else seed
+    tables = tables or str(night.settings.tables.path)
+    found = train_to_folder(night, model, features, seed, tables, settings, out)
+    summary({"folder": str(out), "run_id": night.run.run_id, "model": model, **found}, as_json)
+
+
+@app.command()
+def evaluate(
+    model: Path = MODEL,
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    run: str | None = OF_MODEL,
+    tables: str | None = TABLES,
+    as_json: bool = JSON,
+) -> None:
+    """Judge a trained model on what came after its date: AUC, LogLoss, AUC within users, calibration.
+
+    Example: `laserbatch ctr evaluate models/dcnv2 --workspace workspace`
+    """
+    of_model = trained_on(model)
+    night = open_run(load_settings(config, {"workspace": workspace}), run or of_model["run_id"])
+    found = evaluate_folder(model, night, tables or of_model["tables"])
+    summary({"folder": str(model), "run_id": night.run.run_id, **found}, as_json)
+
+
+@app.command()
+def predict(
+    model: Path = MODEL,
+    pairs: Path = typer.Argument(..., help="Parquet file with user_id, item_id, and perhaps timestamp."),
+    out: Path = typer.Option(..., help="Parquet file to write: the columns of PAIRS, and score."),
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    run: str | None = OF_MODEL,
+    tables: str | None = TABLES,
+    as_json: bool = JSON,
+) -> None:
+    """Score pairs of users and items; each by what the tables hold strictly before its timestamp, or by all of it.
+
+    Example: `laserbatch ctr predict models/dcnv2 pairs.parquet --out scores.parquet --workspace workspace`
+    """
+    of_model = trained_on(model)
+    night = open_run(load_settings(config, {"workspace": workspace}), run or of_model["run_id"])
+    num_pairs = predict_pairs(model, night, tables or of_model["tables"], pairs, out)
+    summary({"file": str(out), "run_id": night.run.run_id, "pairs": num_pairs}, as_json)
+
+
+@app.command()
+def compare(
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    run: str | None = RUN,
     models: str | None = typer.Option(None, help="Comma-separated, of din, dcnv2 and gbdt. Default: the run's own."),
     seeds: int | None = typer.Option(None, min=1, help="Trainings of each model and variant. Default: the run's own."),
-    tables: str | None = typer.Option(
-        None, help="Folder or URI of the input tables. Default: the one that the run read."
-    ),
+    tables: str | None = TABLES,
     as_json: bool = typer.Option(False, "--json", help="Print everything, each seed too, as JSON."),
 ) -> None:
     """Train DIN, DCNv2 and LightGBM without and with a run's knowledge; judge them on what came after the run's date.
 
     Reads the tables anew, so that a run of yesterday can be judged on today. Writes nothing.
 
-    Example: `laserbatch ctr train --workspace workspace --models din,dcnv2 --seeds 3`
+    Example: `laserbatch ctr compare --workspace workspace --models din,dcnv2 --seeds 3`
     """
     night = open_run(load_settings(config, {"workspace": workspace}), run)
     settings = changed_settings(night.settings.ctr, models, seeds)
-    later_tables = read_tables(tables or night.settings.tables.path, as_of=None)
+    later_tables = open_tables(tables or night.settings.tables.path)
     figures = compare_ctr(night.run.root, later_tables, night.date, night.settings.decoding.verifier, settings)
     if as_json:
         summary({"run_id": night.run.run_id, **asdict(figures)}, as_json=True)

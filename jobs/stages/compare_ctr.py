@@ -13,7 +13,7 @@ from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.stages.night import Night
 from laserbatch.pipeline.storage.manifest import CtrFigures
 from laserbatch.pipeline.storage.run_folder import RunFolder
-from laserbatch.pipeline.tables.read import read_tables
+from laserbatch.pipeline.tables.read import open_tables
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def compare_night(night: Night) -> CtrFigures:
         return CtrFigures(skipped="night.train_ctr is false")
     reasons = []
     try:
-        tables = read_tables(night.settings.tables.path, as_of=None)  # models are judged on what came after the date
+        tables = open_tables(night.settings.tables.path)  # models are judged on what came after the date
         for run in [night.run, *_earlier_runs(night)][:MOST_TRIED]:
             date = datetime.date.fromisoformat(run.date)
             try:

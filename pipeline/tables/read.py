@@ -81,6 +81,27 @@ def read_tables(path: Path | str | None, as_of: datetime.date | None = None) -> 
     return tables
 
 
+@dataclass(frozen=True)
+class OpenTables:
+    """Users and items read, and interactions left in their files, with all of their columns, to be streamed."""
+
+    users: pa.Table
+    items: pa.Table
+    interactions: ds.Dataset
+
+
+def open_tables(path: Path | str | None) -> OpenTables:
+    """The tables of a folder, of all days. Raises TableError as `read_tables` does."""
+    path = tables_folder(path)
+    users, items = (_read_table(path, table, None) for table in ("users", "items"))
+    files = table_files(path, "interactions")
+    try:
+        interactions = ds.dataset([str(file) for file in files], format="parquet")
+    except (pa.ArrowException, OSError) as error:
+        raise FaultyTable(unreadable("interactions", shown_path(files[0]), error)) from None
+    return OpenTables(users, items, interactions)
+
+
 def _by_time(interactions: pa.Table) -> pa.Table:
     """Sorted by time, user, item. What comes sorted, as logs do but for events of one moment, is not copied."""
     keys = [("timestamp", "ascending"), ("user_id", "ascending"), ("item_id", "ascending")]

@@ -61,7 +61,7 @@ def night(world, tmp_path, monkeypatch):
         run = workspace.run(run_id)
         write_features(run, make_features(world, run_id=run_id))
         run.success_path.touch()
-    monkeypatch.setattr("laserbatch.jobs.stages.compare_ctr.read_tables", lambda path, as_of: world)
+    monkeypatch.setattr("laserbatch.jobs.stages.compare_ctr.open_tables", lambda path: world)
     date = datetime.date(2025, 3, 8)
     settings = Settings(ctr=SETTINGS)
     return SimpleNamespace(settings=settings, workspace=workspace, date=date, run=workspace.run(f"{date}-00000001"))

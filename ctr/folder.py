@@ -1,0 +1,148 @@
+"""The folder of a trained model: all that scores pairs again, in files that run no code when they are read.
+
+    model.safetensors | model.txt    weights of a network, or LightGBM's own text
+    model.json                       which model, settings, seed, date, encoders; where it comes from
+    vocabularies/<side>.<column>.parquet    values in the order of their codes
+    basis.safetensors                what knowledge vectors are reduced by; without knowledge it is not there
+    metrics.json                     of the test rows
+
+Vectors of entities are not in it: they are those of a run's features, old or new, of the same encoder.
+"""
+
+import datetime
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_model, save_model
+
+from laserbatch.ctr.dataset import EntityTables, Knowledge, Log, ModelRows, align_sides, rows_before
+from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.feature_set import SIDES, Basis, FeatureSet
+from laserbatch.ctr.fields import Encoder
+from laserbatch.ctr.gbdt import GbdtColumns, load_gbdt, predict_gbdt
+from laserbatch.ctr.loop import predict
+from laserbatch.ctr.metrics import Metrics
+from laserbatch.ctr.settings import CtrSettings, ModelName
+from laserbatch.ctr.training import Training, build_network
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What is known of a model besides its weights."""
+
+    model: ModelName
+    settings: CtrSettings
+    seed: int
+    as_of: datetime.date  # training ends with this day
+    prior: float
+    encoders: dict[str, list[Encoder]]
+    basis: Basis | None
+    provenance: dict[str, Any]  # run ids, hashes, where features and tables lay
+
+    def write(self, folder: Path, training: Training, metrics: Metrics) -> None:
+        """Write everything into a folder that is there and empty."""
+        if self.model == "gbdt":
+            training.model.save_model(folder / "model.txt", num_iteration=training.best_epoch)
+        else:
+            save_model(training.model.cpu(), str(folder / "model.safetensors"))
+        if self.basis is not None:
+            arrays = {name: np.asarray(value) for name, value in vars(self.basis).items()}
+            save_file(arrays, folder / "basis.safetensors")
+        (folder / "vocabularies").mkdir()
+        encoders: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+        for side in SIDES:
+            for encoder in self.encoders[side]:
+                encoders[side].append({"name": encoder.name, "kind": encoder.kind, "edges": list(encoder.edges)})
+                if encoder.vocabulary is not None:
+                    table = pa.table({"value": encoder.vocabulary})
+                    pq.write_table(table, folder / "vocabularies" / f"{side}.{encoder.name}.parquet")
+        card = {
+            "format_version": FORMAT_VERSION,
+            "model": self.model,
+            "seed": self.seed,
+            "as_of": str(self.as_of),
+            "prior": self.prior,
+            "best_epoch": training.best_epoch,
+            "settings": self.settings.model_dump(mode="json"),
+            "encoders": encoders,
+            "provenance": self.provenance,
+        }
+        (folder / "model.json").write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        judged = asdict(metrics) | {"validation_auc": training.validation_auc, "num_test": len(training.scores)}
+        (folder / "metrics.json").write_text(json.dumps(judged, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Raises CtrError where the folder is none of this version, or damaged."""
+        try:
+            card = json.loads((folder / "model.json").read_text(encoding="utf-8"))
+            if card["format_version"] != FORMAT_VERSION:
+                raise CtrError(f"{folder} is a model of format {card['format_version']}; expected {FORMAT_VERSION}")
+            path = folder / "basis.safetensors"
+            basis = load_file(path) if path.is_file() else None
+            if basis is not None:
+                basis = Basis(**{name: value if value.ndim else int(value) for name, value in basis.items()})
+            return cls(
+                card["model"],
+                CtrSettings.model_validate(card["settings"]),
+                card["seed"],
+                datetime.date.fromisoformat(card["as_of"]),
+                card["prior"],
+                {side: [_encoder(folder, side, of) for of in card["encoders"][side]] for side in SIDES},
+                basis,
+                card["provenance"],
+            )
+        except (OSError, ValueError, KeyError, TypeError, pa.ArrowException, SafetensorError) as error:
+            raise CtrError(
+                f"{folder} is no model of `laserbatch ctr train`, or damaged: {error}; train it again"
+            ) from None
+
+
+def _encoder(folder: Path, side: str, card: dict[str, Any]) -> Encoder:
+    path = folder / "vocabularies" / f"{side}.{card['name']}.parquet"
+    vocabulary = None if card["kind"] == "bins" else pq.read_table(path)["value"].combine_chunks()
+    return Encoder(card["name"], card["kind"], vocabulary, tuple(card["edges"]))
+
+
+def score(
+    folder: Path,
+    card: ModelCard,
+    tables: EntityTables,
+    features: FeatureSet | None,
+    log: Log,
+    users: np.ndarray,
+    items: np.ndarray,
+    times_us: np.ndarray,
+) -> np.ndarray:
+    """Probabilities of pairs, by what the log has before their moments: float64 (n,).
+
+    `users` and `items` int32 (n,) are rows of the entity tables, `times_us` int64 (n,). Raises CtrError where the
+    features do not fit the model.
+    """
+    knowledge = None
+    if card.basis is not None:
+        if features is None:
+            raise CtrError(f"{folder} was trained with knowledge: give the run whose features it is to see")
+        knowledge = Knowledge(**card.basis.reduce(align_sides(tables, features)), basis=card.basis)
+    user_fields = tuple(encoder.encode(tables.users) for encoder in card.encoders["user"])
+    item_fields = tuple(encoder.encode(tables.items) for encoder in card.encoders["item"])
+    before = rows_before(log, users, items, times_us, card.settings.max_history, card.prior)
+    rows = ModelRows(**vars(before), user_fields=user_fields, item_fields=item_fields)
+    if card.model == "gbdt":
+        columns = GbdtColumns(rows, knowledge)
+        return predict_gbdt(load_gbdt(folder / "model.txt"), columns, np.arange(len(users)))
+    network = build_network(card.model, rows, knowledge, card.settings, card.seed)
+    try:
+        load_model(network, str(folder / "model.safetensors"))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise CtrError(f"{folder}: the weights do not fit: {error}") from None
+    return predict(network, rows, np.arange(len(users)))

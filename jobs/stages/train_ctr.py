@@ -1,0 +1,192 @@
+"""One CTR model trained into a folder of its own, that says where it comes from, goes on after a kill, and scores."""
+
+import hashlib
+import json
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.feature_set import FeatureSet, read_feature_set
+from laserbatch.ctr.settings import CtrSettings, ModelName
+from laserbatch.jobs.console import say
+from laserbatch.jobs.stages.night import Night
+from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.storage.atomic import atomic_folder, atomic_path, sha256_file
+from laserbatch.pipeline.storage.parquet import write_parquet
+from laserbatch.pipeline.tables.read import describe, open_tables
+
+FeatureName = Literal["own", "plain", "none"]
+CHECKPOINT = "checkpoint.safetensors"
+
+
+def train_to_folder(
+    night: Night, model: ModelName, features: FeatureName, seed: int, tables: str, settings: CtrSettings, out: Path
+) -> dict[str, Any]:
+    """Train a model on the features of a run; its metrics. A training that was killed goes on from its last epoch.
+
+    The folder appears whole, when all is done; until then there is a hidden one beside it with the last checkpoint.
+    Raises CtrError where there is nothing to train on or judge by, and leaves nothing then.
+    """
+    from laserbatch.ctr.dataset import build_dataset, build_knowledge
+    from laserbatch.ctr.folder import ModelCard
+    from laserbatch.ctr.metrics import measure
+    from laserbatch.ctr.training import train_model
+
+    provenance = _provenance(night, features, tables)
+    asked = {"model": model, "seed": seed, "settings": settings.model_dump(mode="json"), "provenance": provenance}
+    asked_hash = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+    provenance["asked"] = asked_hash
+    if (out / "model.json").is_file() and ModelCard.read(out).provenance.get("asked") == asked_hash:
+        say(f"{out} is this very model already")
+        return json.loads((out / "metrics.json").read_text(encoding="utf-8"))
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CtrError(f"{out} is there already, and of another training; give another folder, or remove it")
+    work = out.with_name(f".{out.name}.unfinished")
+    try:
+        opened = open_tables(tables)
+        data = build_dataset(opened, night.date, settings)
+        found = features_of(night, features)
+        variants = {} if found is None else {features: found}
+        knowledge = build_knowledge(opened, data, variants, night.date, settings).get(features)
+        if knowledge is not None:
+            for side in SIDES:
+                _say_missing(side, getattr(knowledge, side))
+        start = _checkpoint(work / CHECKPOINT, asked_hash)
+        training = train_model(
+            model, data, knowledge, settings, seed, start, lambda now: _keep(work / CHECKPOINT, asked_hash, now)
+        )
+    except CtrError:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    rows = data.test
+    metrics = measure(data.labels[rows], training.scores, data.users[rows], data.is_cold[rows])
+    basis = None if knowledge is None else knowledge.basis
+    card = ModelCard(model, settings, seed, night.date, data.prior, data.encoders, basis, provenance)
+    with atomic_folder(out) as folder:
+        card.write(folder, training, metrics)
+    shutil.rmtree(work, ignore_errors=True)
+    return json.loads((out / "metrics.json").read_text(encoding="utf-8"))
+
+
+def _say_missing(side: str, vectors) -> None:
+    if vectors.num_missing:
+        say(f"{vectors.num_missing} {side}s have no features; they get a learned default")
+    if vectors.num_foreign:
+        say(f"{vectors.num_foreign} features are of ids that are no {side}s of the tables; they are not used")
+
+
+def features_of(night: Night, features: FeatureName) -> FeatureSet | None:
+    """The features of a run, its own or the plain ones. Raises CtrError where they are not there."""
+    if features == "none":
+        return None
+    run = night.run.plain if features == "plain" else night.run
+    return read_feature_set(run.features_path("user").parent)
+
+
+def _provenance(night: Night, features: FeatureName, tables: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"run_id": night.run.run_id, "features": features, "tables": str(tables)}
+    found["inputs"] = {name: of["sha256"] for name, of in describe(tables).items()}
+    if features != "none":
+        run = night.run.plain if features == "plain" else night.run
+        files = {side: run.features_path(side) for side in SIDES}
+        found["feature_files"] = {side: sha256_file(path) for side, path in files.items() if path.is_file()}
+        found["encoders"] = {side: of.encoder for side, of in night.manifest.features.items()}
+    return found
+
+
+def _keep(path: Path, asked_hash: str, progress) -> None:
+    from safetensors.torch import save_file
+
+    told = {"asked": asked_hash, "epoch": str(progress.epoch), "best_epoch": str(progress.best_epoch)}
+    tensors = {name: value.contiguous().clone() for name, value in progress.tensors.items()}
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary, told | {"best_auc": repr(progress.best_auc)})
+
+
+def _checkpoint(path: Path, asked_hash: str):
+    """Where a killed training of the same kind stood; None without one."""
+    from safetensors import SafetensorError, safe_open
+
+    from laserbatch.ctr.loop import Progress
+
+    with suppress(OSError, SafetensorError), safe_open(path, "pt") as file:
+        told = file.metadata()
+        if told["asked"] == asked_hash:
+            say(f"goes on after epoch {told['epoch']}")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return Progress(int(told["epoch"]), int(told["best_epoch"]), float(told["best_auc"]), tensors)
+    return None
+
+
+def trained_on(model: Path) -> dict[str, Any]:
+    """Where a model comes from: `run_id`, `tables` and hashes. Raises CtrError where it is none."""
+    from laserbatch.ctr.folder import ModelCard
+
+    return ModelCard.read(model).provenance
+
+
+def evaluate_folder(model: Path, night: Night, tables: str) -> dict[str, Any]:
+    """Judge a model on the rows of tables after its date that are no validation rows."""
+    from laserbatch.ctr.dataset import labelled_log, split_by_time
+    from laserbatch.ctr.feature_set import check_provenance
+    from laserbatch.ctr.folder import ModelCard, score
+    from laserbatch.ctr.metrics import measure
+
+    card, features, opened = _opened(ModelCard.read(model), night, tables)
+    if features is not None:
+        check_provenance(features, card.as_of)
+    log = labelled_log(opened, card.as_of, card.settings)
+    parts = split_by_time(log, card.as_of, card.settings)
+    test, train = parts["test"], parts["train"]
+    users, items, times_us = log.users[test], log.items[test], log.times_us[test]
+    scores = score(model, card, opened, features, log, users, items, times_us)
+    seen = np.bincount(log.users[train], minlength=opened.users.num_rows)[users]
+    found = measure(log.labels[test], scores.astype(np.float32), users, seen < card.settings.cold_max_interactions)
+    return vars(found) | {"num_test": len(test)}
+
+
+def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path) -> int:
+    """Score a Parquet file of `user_id`, `item_id` and perhaps `timestamp`; the file's columns and `score` are written.
+
+    Without a timestamp a pair is asked for after all that the tables hold. Returns the number of pairs.
+    """
+    from laserbatch.ctr.dataset import labelled_log, numbers_of, to_us
+    from laserbatch.ctr.folder import ModelCard, score
+
+    card, features, opened = _opened(ModelCard.read(model), night, tables)
+    try:
+        asked = pq.read_table(pairs)
+    except (OSError, pa.ArrowException) as error:
+        raise CtrError(f"{pairs} cannot be read as Parquet: {error}") from None
+    for column in ("user_id", "item_id"):
+        if column not in asked.column_names:
+            raise CtrError(f"{pairs} has no column {column}; expected user_id, item_id and perhaps timestamp")
+    numbers = [
+        numbers_of(asked[f"{side}_id"].combine_chunks(), entities[f"{side}_id"].combine_chunks(), side, str(pairs))
+        for side, entities in (("user", opened.users), ("item", opened.items))
+    ]
+    log = labelled_log(opened, card.as_of, card.settings)
+    times_us = np.full(len(asked), log.times_us[-1] + 1)
+    if "timestamp" in asked.column_names:
+        times_us = to_us(asked["timestamp"].combine_chunks())
+    scores = score(model, card, opened, features, log, *numbers, times_us)
+    write_parquet(asked.append_column("score", pa.array(scores.astype(np.float32))), out)
+    return len(asked)
+
+
+def _opened(card, night: Night, tables: str):
+    """A model's card, the features of a run as it wants them, and the tables."""
+    features, known = card.provenance["features"], card.provenance.get("encoders", {})
+    for side, of_side in night.manifest.features.items():
+        if known.get(side, of_side.encoder) != of_side.encoder:
+            raise CtrError(
+                f"the features of {side}s of run {night.run.run_id} are of the encoder {of_side.encoder}, the model "
+                f"was trained with {known[side]}; give a run of that one"
+            )
+    return card, features_of(night, features), open_tables(tables)

@@ -1,0 +1,135 @@
+"""A trained model's folder: it scores as it did, says where it comes from, and survives what comes in between."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from ctr_world import AS_OF, make_features, make_world
+from sklearn.metrics import roc_auc_score
+
+from laserbatch.ctr.dataset import build_dataset
+from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.settings import CtrSettings
+from laserbatch.jobs.stages.train_ctr import CHECKPOINT, evaluate_folder, predict_pairs, train_to_folder
+from laserbatch.pipeline.storage.run_folder import RunFolder
+
+SETTINGS = CtrSettings(max_epochs=3, patience=3)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return make_world(num_users=60, num_items=40, num_interactions=900, num_cold=10)
+
+
+@pytest.fixture
+def night(world, tmp_path):
+    """A run with features of all users but one, and the tables that it read."""
+    tables = tmp_path / "tables"
+    tables.mkdir()
+    for name, table in (("users", world.users), ("items", world.items), ("interactions", world.interactions)):
+        pq.write_table(table, tables / f"{name}.parquet")
+    run = RunFolder(tmp_path / "runs" / "2025-03-01-0123abcd")
+    run.features_path("user").parent.mkdir(parents=True)
+    features = make_features(world)
+    features["user"] = features["user"].slice(1)
+    for side, table in features.items():
+        pq.write_table(table, run.features_path(side))
+    encoders = {side: SimpleNamespace(encoder="minilm") for side in features}
+    return SimpleNamespace(run=run, date=AS_OF, manifest=SimpleNamespace(features=encoders), tables=str(tables))
+
+
+def train(night, out, model="dcnv2", features="own", settings=SETTINGS):
+    return train_to_folder(night, model, features, 0, night.tables, settings, out)
+
+
+@pytest.mark.parametrize(("model", "features"), [("din", "own"), ("dcnv2", "none"), ("gbdt", "own")])
+def test_a_model_is_judged_and_asked_again_as_when_it_was_trained(world, night, tmp_path, capsys, model, features):
+    found = train(night, tmp_path / "model", model, features)
+    if features == "own":
+        assert "1 users have no features; they get a learned default" in capsys.readouterr().err
+    again = evaluate_folder(tmp_path / "model", night, night.tables)
+    assert again == pytest.approx({name: found[name] for name in again}, abs=1e-6)
+    data = build_dataset(world, AS_OF, SETTINGS)
+    test = world.interactions.take(pa.array(data.test))  # the world's rows are in the order of the data's
+    pairs = test.select(["item_id", "user_id", "timestamp"]).append_column("note", pa.array(["x"] * len(test)))
+    order = np.random.default_rng(0).permutation(len(test))
+    pq.write_table(pairs.take(pa.array(order)), tmp_path / "pairs.parquet")
+    out = tmp_path / "scores.parquet"
+    assert predict_pairs(tmp_path / "model", night, night.tables, tmp_path / "pairs.parquet", out) == len(test)
+    scores = pq.read_table(out)
+    assert scores.column_names == ["item_id", "user_id", "timestamp", "note", "score"]
+    labels = (test["rating"].to_numpy() >= 4)[order]
+    assert roc_auc_score(labels, scores["score"].to_numpy()) == pytest.approx(found["auc"], abs=1e-6)
+    pq.write_table(pairs.select(["user_id", "item_id"]), tmp_path / "pairs.parquet")  # as of all that is known
+    predict_pairs(tmp_path / "model", night, night.tables, tmp_path / "pairs.parquet", out)
+    assert not np.array_equal(pq.read_table(out)["score"].to_numpy(), scores["score"].to_numpy())
+    card = json.loads((tmp_path / "model" / "model.json").read_text())
+    assert card["provenance"]["run_id"] == "2025-03-01-0123abcd" and len(card["provenance"]["inputs"]["users"]) == 64
+
+
+def test_a_training_that_is_killed_goes_on_and_ends_with_the_same_bytes(night, tmp_path, monkeypatch, capsys):
+    train(night, tmp_path / "whole")
+    from laserbatch.jobs.stages import train_ctr
+
+    keep = train_ctr._keep
+
+    def keep_and_die(path, asked, progress):
+        keep(path, asked, progress)
+        if progress.epoch == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_ctr, "_keep", keep_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        train(night, tmp_path / "killed")
+    assert not (tmp_path / "killed").exists()
+    assert (tmp_path / ".killed.unfinished" / CHECKPOINT).is_file()
+    monkeypatch.setattr(train_ctr, "_keep", keep)
+    train(night, tmp_path / "killed")
+    assert "goes on after epoch 2" in capsys.readouterr().err and not (tmp_path / ".killed.unfinished").exists()
+    for path in (tmp_path / "whole").rglob("*"):
+        if path.is_file():
+            assert path.read_bytes() == (tmp_path / "killed" / path.relative_to(tmp_path / "whole")).read_bytes(), path
+    before = (tmp_path / "whole" / "model.safetensors").stat().st_mtime_ns
+    train(night, tmp_path / "whole")  # it is there: nothing is done again
+    assert (tmp_path / "whole" / "model.safetensors").stat().st_mtime_ns == before
+    with pytest.raises(CtrError, match="of another training"):
+        train(night, tmp_path / "whole", "din")
+
+
+def test_bad_input_is_named_and_leaves_nothing_half_trained(world, night, tmp_path):
+    def refused(match, **changes):
+        with pytest.raises(CtrError, match=match):
+            train(night, tmp_path / "model", **changes)
+        assert not any(path.name.endswith("model") or "unfinished" in path.name for path in tmp_path.iterdir())
+
+    refused("both labels are needed", settings=CtrSettings(label="rating >= 1"))
+    refused("no column 'clicked'", settings=CtrSettings(label="clicked"))
+    path = night.run.features_path("user")
+    good = pq.read_table(path)
+    pq.write_table(pa.concat_tables([good, good.slice(3, 1)]), path)
+    refused("2 times .*features of several runs are mixed")
+    broken = np.array(good["vector"].to_pylist(), np.float32)
+    broken[5, 2] = np.nan
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(broken.reshape(-1)), broken.shape[1])
+    pq.write_table(good.set_column(1, good.schema.field("vector"), vectors), path)
+    refused("vector of user 'u6' holds what is no finite number")
+    narrow = pa.FixedSizeListArray.from_arrays(pa.array(broken[:, 3:].reshape(-1)), broken.shape[1] - 3)
+    field = pa.field("vector", narrow.type, nullable=False)
+    pq.write_table(good.set_column(1, field, narrow), path)
+    refused("vectors differ in length")
+    pq.write_table(good, path)
+    train(night, tmp_path / "model")
+    night.manifest.features["user"].encoder = "other"
+    with pytest.raises(CtrError, match="of the encoder other, the model was trained with minilm"):
+        evaluate_folder(tmp_path / "model", night, night.tables)
+    night.manifest.features["user"].encoder = "minilm"
+    pq.write_table(pa.table({"user_id": ["u1", "nobody"], "item_id": ["i1", "i1"]}), tmp_path / "pairs.parquet")
+    with pytest.raises(CtrError, match=r"unknown users \(the first: 'nobody'"):
+        predict_pairs(tmp_path / "model", night, night.tables, tmp_path / "pairs.parquet", tmp_path / "out.parquet")
+    assert not (tmp_path / "out.parquet").exists()
+    (tmp_path / "model" / "model.json").write_text("{}")
+    with pytest.raises(CtrError, match="or damaged"):
+        evaluate_folder(tmp_path / "model", night, night.tables)
