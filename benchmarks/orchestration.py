@@ -18,7 +18,7 @@ import time
 import zlib
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -152,10 +152,9 @@ def watched_night(folder: str, night: str) -> list[dict]:
     with stage("start", rows):
         from laserbatch.jobs.settings import load_settings
         from laserbatch.jobs.stages import generate, run_night
-        from laserbatch.retrieval_pools.routing import lightgcn
+        from laserbatch.retrieval_pools.routing import router
 
         settings = load_settings(Path(folder, "laserbatch.yaml"))
-    one_step = partial(lightgcn.train_lightgcn, max_steps=1)
     whole: list[dict] = []
     with ExitStack() as changed, redirect_stdout(sys.stderr):
         for owner, name, other in (
@@ -163,7 +162,7 @@ def watched_night(folder: str, night: str) -> list[dict]:
             (generate._Pass, "_start_workers", no_workers),
             (run_night, "load_encoder", lambda settings: StandInEncoder()),
             (run_night, "encoder_identity", lambda settings: "stand-in"),
-            (lightgcn, "train_lightgcn", one_step),
+            (router, "train_embeddings", train_one_step),
             (run_night, "open_night", watched(run_night.open_night, "read, check, hash", rows)),
             (generate, "plan_side", watched(generate.plan_side, "plan", rows)),
             (generate._Pass, "_write", watched(generate._Pass._write, "write", rows)),
@@ -209,6 +208,14 @@ def stage(label: str, rows: list[dict]):
     seconds, cpu_seconds = time.perf_counter() - start_s, time.process_time() - start_cpu_s
     peak_kb = next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
     rows.append({"stage": label, "seconds": seconds, "cpu_seconds": cpu_seconds, "peak_mb": int(peak_kb) / 1024})
+
+
+def train_one_step(interactions: pa.Table, seed: int) -> dict:
+    """Embeddings of one step; torch is loaded where a night would load it."""
+    from laserbatch.retrieval_pools.routing.lightgcn import train_lightgcn
+
+    trained = train_lightgcn(interactions, seed, max_steps=1)
+    return {"user": trained.users, "item": trained.items}
 
 
 def no_workers(*arguments) -> tuple[SimpleNamespace, None]:

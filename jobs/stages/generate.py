@@ -20,6 +20,7 @@ from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.spans import report_samples
 from laserbatch.pipeline.budget.choice import PLAIN
 from laserbatch.pipeline.budget.step_cost import StepCost
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.actors import Crew, ShardAbandoned, run_shards
 from laserbatch.pipeline.distributed.cluster import WorkerLayout, ray_cluster
@@ -97,6 +98,7 @@ class _Pass:
             abandoned = []
             if pending:
                 started = started or aside.submit(self._start_workers, cluster)
+                aside.submit(load_tokenizer, self.night.settings.model_dir)  # seconds, of which later stages have none
                 abandoned = self._write(pending, plans, finished, started)
         end_at_sigterm()
         (self.folder.root / TOKEN_FILE).unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,13 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
     if settings.tables.path is None:
         raise ConfigError("no input tables: set tables.path in the configuration; `laserbatch init TABLES` writes one")
     _require_files(settings)
-    findings = check_inputs(settings.tables.path, settings)
+    with ThreadPoolExecutor(1) as aside:  # what is read of faulty tables is not looked at
+        reading = aside.submit(read_tables, settings.tables.path, as_of=date)
+        findings = check_inputs(settings.tables.path, settings)
     require_sound(findings, settings.tables.path)
     for warning in findings:
         say(str(warning))
-    tables = read_tables(settings.tables.path, as_of=date)
+    tables = reading.result()
     if not any(tables.entities(side).num_rows for side in SIDES):
         raise TableError(
             f"neither a user nor an item of {settings.tables.path} is known at the end of {date}: every created_at is "

@@ -47,16 +47,12 @@ class SideQuestions:
     def fingerprints(self, start: int, stop: int) -> pa.Array:
         """Fingerprints of the entities of some rows, by `prompts.PARTS`; null where an item has no title."""
         part = self.entities.slice(start, stop - start)
-        lines = _attribute_lines(part, self._template, self._side).to_pylist()
+        lines = _attribute_lines(part, self._template, self._side).dictionary_encode("encode")
+        digests = [_digest(_NOTHING if line is None else line.encode()) for line in lines.dictionary.to_pylist()]
+        of_lines = pa.array(digests, pa.string()).take(lines.indices)
         histories = self._history_digests(np.arange(start, start + part.num_rows))
-        has_title = self._has_title(part)
-        return pa.array(
-            [
-                f"{self._shared}-{_digest(_NOTHING if line is None else line.encode())}-{history}" if titled else None
-                for line, history, titled in zip(lines, histories, has_title, strict=True)
-            ],
-            pa.string(),
-        )
+        known_by = pc.binary_join_element_wise(self._shared, of_lines, histories, "-")
+        return pc.if_else(self._has_title(part), known_by, pa.scalar(None, pa.string()))
 
     def num_events(self) -> np.ndarray:
         """Events in the history of each user, shown or not, int64[num_entities]; of items none."""
@@ -101,21 +97,22 @@ class SideQuestions:
         # A title has no line break.
         return _as_rows(title if rest is None else f"{title}\n{rest}" for title, rest in texts)
 
-    def _history_digests(self, rows: np.ndarray) -> list[str]:
+    def _history_digests(self, rows: np.ndarray) -> pa.Array:
         if self._template.history is None:
-            return [_digest(b"")] * len(rows)
+            return pa.repeat(_digest(b""), len(rows))
         places, starts = self.histories.newest(rows, self._template.history.max_events)
         ratings = pa.array(self.histories.ratings[places]).dictionary_encode()
         rating_digests = _as_rows(_rating_text(value) or "" for value in ratings.dictionary.to_pylist())
         shown = [self._event_digests[self.histories.items[places]], rating_digests[ratings.indices.to_numpy()]]
         data = np.concatenate(shown, axis=1).tobytes()
         bounds = (starts * 2 * DIGEST_BYTES).tolist()
-        return [_digest(data[first:last]) for first, last in pairwise(bounds)]
+        return pa.array([_digest(data[first:last]) for first, last in pairwise(bounds)], pa.string())
 
-    def _has_title(self, part: pa.Table) -> list[bool]:
+    def _has_title(self, part: pa.Table) -> pa.Array:
         if self._side == "user":
-            return [True] * part.num_rows
-        return [title is not None and bool(title.strip()) for title in part["title"].cast(pa.string()).to_pylist()]
+            return pa.repeat(True, part.num_rows)
+        titles = part["title"].cast(pa.string()).to_pylist()
+        return pa.array([title is not None and bool(title.strip()) for title in titles], pa.bool_())
 
 
 def shown_of_row(row: dict) -> Shown:

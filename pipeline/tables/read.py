@@ -162,6 +162,8 @@ def _read_part(file: Path, name: str, cutoff: pa.Scalar | None) -> pa.Table:
             role = role_of(name, column)
             values = role.plain(dataset.to_table(columns=[column], filter=kept)[column])
             columns[column] = values.dictionary_encode() if name == "interactions" and role is ID else values
+            del values
+            pa.default_memory_pool().release_unused()
         return pa.table(columns)
     except (pa.ArrowException, OSError) as error:
         raise FaultyTable(unreadable(name, shown_path(file), error)) from None
