@@ -40,6 +40,7 @@ from chaos_nights import (
     SECOND_DATE,
     Cluster,
     forked_night,
+    is_mapped,
     marked,
     named,
     no_cluster,
@@ -205,7 +206,7 @@ class Chaos:
         shared = set(os.listdir("/dev/shm"))
         try:
             exit_codes, num_left = self._killed(kill, place, mark)
-            left = set(os.listdir("/dev/shm")) - shared
+            left = {name for name in set(os.listdir("/dev/shm")) - shared if not is_mapped(f"/dev/shm/{name}")}
             outcome = Outcome(kill, exit_codes, num_left=num_left + len(left))
             return self._judged(outcome, place)
         except Missed:
@@ -230,15 +231,18 @@ class Chaos:
         while marked(mark) and time.monotonic() < deadline_s:
             time.sleep(0.2)
         num_left = len(marked(mark))
+        if num_left:
+            print(f"left: {marked(mark)}", file=sys.stderr)
         return [first, ray_night(place, mark)], num_left
 
     def _kill(self, kill: Kill, night: subprocess.Popen, place: Path, mark: str, cluster: "Cluster") -> None:
         """Wait for the moment, then kill. Raises Missed: the night was over before."""
         names = {"actor": "ray::_Worker", "raylet": "raylet", "gcs": "gcs_server", "driver-ray": None}
         run_folder = place / "workspace" / "runs"
+        workers_mark = f"{mark}-cluster" if kill.kind == "node" else mark
         moments: dict[str, Callable[[], bool]] = {
             "start": lambda: any("gcs_server" in line for line in marked(mark).values()),
-            "first step": lambda: any("ray::_Worker.run" in line for line in marked(mark).values()),
+            "first step": lambda: any("ray::_Worker.run" in line for line in marked(workers_mark).values()),
             "first shard": lambda: any(run_folder.glob(f"{SECOND_DATE}*/shards/*/0*.json")),
         }
         wait_for(moments[kill.stage], night)

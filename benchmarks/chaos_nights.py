@@ -202,6 +202,15 @@ def marked(mark: str) -> dict[int, str]:
     return found
 
 
+def is_mapped(path: str) -> bool:
+    """Whether a living process, of whatever night, has a file in its memory."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if path in maps.read_text(errors="replace"):
+                return True
+    return False
+
+
 def named(mark: str, name: str) -> list[int]:
     """Processes of a night of a name, in the order of their ids."""
     return sorted(pid for pid, line in marked(mark).items() if Path(line.split()[0]).name.startswith(name))
