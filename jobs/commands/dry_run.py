@@ -69,7 +69,7 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
     if total is None:
         say("hours are not predicted: no night before this one says how fast texts are written here")
     if price is None:
-        say("money is not predicted: cluster.price_per_hour says nothing")
+        say("money is not predicted: cluster.price_per_hour is not set")
     return {
         "run_id": night.run.run_id,
         "state": "would go on" if is_resumed else "would begin",
