@@ -20,7 +20,6 @@ ALL_MODELS = "all"
 WANTED_POWER = 0.8  # at which a comparison is large enough
 MAX_SEEDS_ADVISED = 50
 MANY = 1e6  # degrees of freedom of what does not vary
-PRIOR_SEEDS = 4  # a model's spread over seeds is weighed against that of all models as if they had so many seeds more
 
 
 @dataclass(frozen=True)
@@ -112,15 +111,11 @@ def _spread(pairs: list[PairedAuc], weights: np.ndarray) -> _Spread:
 
 
 def _weights(pairs: list[PairedAuc]) -> np.ndarray:
-    """Of each model the inverse of its variance, (num_models,), in sum 1: equal ones where nothing varies."""
-    if len(pairs[0].differences) < 2:
-        return np.full(len(pairs), 1 / len(pairs))
-    spreads = [_spread([of_model], np.ones(1)) for of_model in pairs]
-    num_seeds = spreads[0].num_seeds
-    of_seeds = np.array([spread.seeds[0] for spread in spreads])
-    # Of few seeds a spread says little: it is drawn towards that of all models.
-    of_seeds = (of_seeds * (num_seeds - 1) + of_seeds.mean() * PRIOR_SEEDS) / (num_seeds - 1 + PRIOR_SEEDS)
-    variances = of_seeds / num_seeds + [spread.users for spread in spreads]
+    """Of each model the inverse of a training's variance over users, (num_models,), in sum 1.
+
+    Spreads over seeds would be those of a handful of numbers: weighted by them, intervals covered 87 % instead of 95 %.
+    """
+    variances = np.array([(of_model.influence**2).sum() / len(of_model.influence) for of_model in pairs])
     inverse = 1 / np.maximum(variances, max(variances.max() * 1e-6, 1e-30))
     return inverse / inverse.sum()
 

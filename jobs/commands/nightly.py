@@ -29,6 +29,7 @@ from laserbatch.pipeline.tables.schema import require_only_tables
 DATE = typer.Option(..., help="The night: what was known at the end of this day is used.")
 RAY_ADDRESS = typer.Option(None, help="Use this Ray cluster; without it a local one is started.")
 JSON = typer.Option(False, "--json", help="Print the summary as JSON.")
+NUM_ASKED = 40  # ratings of each user after the last night, to judge the CTR models by
 DEMO_SEED = 7  # a world on which nothing was trained or chosen: neither the sample model nor a CTR setting
 
 
@@ -114,7 +115,7 @@ def encode(
         encoded = encode_run(night.run.root, night.settings.encoding, previous=night.previous)
         told = {"run_id": night.run.run_id, **{side: asdict(figures) for side, figures in encoded.items()}}
         if night.run.plain.knowledge_folder("user").is_dir():
-            plain = encode_run(night.run.plain.root, night.settings.encoding)
+            plain = encode_run(night.run.plain.root, night.settings.encoding, codes_of=night.run)
             told["plain"] = {side: asdict(figures) for side, figures in plain.items()}
     summary(told, as_json)
 
@@ -132,7 +133,7 @@ def demo(
     say(f"a sample world of {num_users} users and {num_items} items goes to {folder / 'tables'}")
     tables = folder / "tables"
     with atomic_folder(tables, overwrite=True) as made:
-        write_sample_world(made, num_users=num_users, num_items=num_items, seed=DEMO_SEED)
+        write_sample_world(made, num_users, num_items, seed=DEMO_SEED, num_asked=NUM_ASKED)
         if tables.is_dir() and any(tables.iterdir()):
             require_only_tables(tables)
             if describe(tables) != describe(made):

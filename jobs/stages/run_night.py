@@ -84,7 +84,7 @@ def _do_stages(night: Night, publishing: Publishing) -> None:
     with night.stage("encode"):
         night.manifest.features = encode_run(night.run.root, settings.encoding, night.previous)
         if settings.night.compare_with_plain:
-            encode_run(night.run.plain.root, settings.encoding)
+            encode_run(night.run.plain.root, settings.encoding, codes_of=night.run)
     with night.stage("ctr"):
         night.manifest.ctr = compare_night(night)
     with night.stage("pools"):
@@ -120,7 +120,10 @@ def recorded(night: Night) -> Iterator[None]:
 
 
 def encode_run(
-    run_dir: Path, settings: EncodingSettings | None = None, previous: RunFolder | None = None
+    run_dir: Path,
+    settings: EncodingSettings | None = None,
+    previous: RunFolder | None = None,
+    codes_of: RunFolder | None = None,
 ) -> dict[Side, FeatureFigures]:
     """Encode `knowledge/<side>/*.parquet` of a run into `features/<side>.parquet` and its centroids, atomically.
 
@@ -130,8 +133,9 @@ def encode_run(
     Parameters
     ----------
     run_dir : folder of a run, or its `plain` folder.
-    previous : a finished run whose centroids, and vectors of texts that were carried over from it, are taken over
-        where the encoder is the same.
+    previous : a finished run whose codebook, and vectors of texts that were carried over from it, are taken over where
+        the encoder is the same.
+    codes_of : the run whose plain texts these are: they get the codes of its codebook.
     """
     settings = settings or EncodingSettings()
     folder = RunFolder(Path(run_dir))
@@ -147,7 +151,13 @@ def encode_run(
         num_rows = sum(batch.num_rows for batch in folder.iter_knowledge(side, ["entity_id"]))
         with progress(f"encode {side} texts", num_rows) as bar:
             earlier = _earlier(previous, side, encoder_id, settings.max_text_tokens)
-            write = partial(write_features, knowledge, side, encoder, *paths, settings, on_batch=bar.advance)
+            shared = None
+            if codes_of is not None:
+                table = WrittenFile(codes_of.features_path(side), 0, "")
+                shared = FeatureFiles(table, codes_of.centroids_path(side))
+            write = partial(
+                write_features, knowledge, side, encoder, *paths, settings, codes_of=shared, on_batch=bar.advance
+            )
             try:
                 written = write(earlier)
             except WorkspaceError as error:
@@ -169,6 +179,7 @@ def encode_run(
             num_encoded=written.num_encoded,
             num_truncated=written.num_truncated,
             encoder=encoder_id,
+            codebook=written.codebook,
         )
     return figures
 
@@ -191,7 +202,7 @@ def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_t
         return None
     before = manifest.features.get(side)
     cut_at = manifest.settings.get("encoding", {}).get("max_text_tokens", max_text_tokens)
-    if before is None or before.encoder != encoder_id or cut_at != max_text_tokens:
+    if before is None or before.encoder != encoder_id or cut_at != max_text_tokens or not before.codebook:
         return None
     table = WrittenFile(previous.features_path(side), before.num_rows, before.sha256)
     return FeatureFiles(table, previous.centroids_path(side))

@@ -5,7 +5,6 @@ would bring the history into the features by another door.
 """
 
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from laserbatch.pipeline.encoding.codebook import LEVELS, Codebook, Level, digests, fit_codebook, followed
 from laserbatch.pipeline.encoding.schema import centroid_schema, feature_schema
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.storage.atomic import link_file, sha256_file
@@ -31,7 +31,6 @@ from laserbatch.pipeline.storage.parquet import (
 if TYPE_CHECKING:
     from laserbatch.pipeline.encoding.encoder import TextEncoder
 
-MAX_FULL_KMEANS_ROWS = 20_000  # above it, mini-batches: full k-means would take minutes
 MAX_FITTED_ROWS = 50_000  # of more vectors every n-th is taken
 
 
@@ -40,7 +39,7 @@ class FeatureFiles:
     """The features of one side on disk."""
 
     table: WrittenFile  # of `schema.feature_schema`, in the order of the ids, so that shard order does not show
-    centroids: Path  # of `schema.centroid_schema`; a row's cluster is the nearest
+    centroids: Path  # the codebook, of `schema.centroid_schema`
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,7 @@ class SideFeatures:
     num_clusters: int  # that somebody is in
     num_encoded: int = 0  # texts whose vectors were not known
     num_truncated: int = 0  # of those, texts that lost their end
+    codebook: str = ""  # codes of one codebook may be compared
 
 
 def write_features(
@@ -62,6 +62,7 @@ def write_features(
     centroids: Path,
     settings: EncodingSettings | None = None,
     earlier: FeatureFiles | None = None,
+    codes_of: FeatureFiles | None = None,
     on_batch: Callable[[int], None] = lambda num_texts: None,
 ) -> SideFeatures:
     """Write the features of one side. In memory are ids and provenance; texts and vectors a row group at a time.
@@ -72,8 +73,9 @@ def write_features(
     load_encoder : called where a vector is not known.
     table, centroids : where to write.
     earlier : features of the same encoder. The vectors of texts that are among them are taken over, which are bit for
-        bit what encoding again would give; and their centroids, as `fit_centroids` says. Where all are, so are the
-        files.
+        bit what encoding again would give; so are their codes, and the codebook goes on from theirs. Where all texts
+        are among them, so are the files.
+    codes_of : features whose codes and codebook are taken as they are: of the run whose plain texts these are.
     on_batch : called with the number of texts that a batch encoded.
     """
     settings = settings or EncodingSettings()
@@ -83,48 +85,107 @@ def write_features(
     found = np.full(len(order), -1) if earlier is None else _known_rows(rows, order, earlier.table.path, f"{side}_id")
     is_new = np.ones(len(order), bool)
     is_new[order] = found < 0
-    before = None if earlier is None else _matrix(read_parquet(earlier.centroids))
-    encoder = load_encoder() if before is None or is_new.any() else None
-    dim = before.shape[1] if encoder is None else encoder.dim
+    before = None if (codes_of or earlier) is None else _read_codebook((codes_of or earlier).centroids)
+    if codes_of is None and before is not None and not before.is_for(settings.num_clusters, settings.seed):
+        before = None
+    encoder = load_encoder() if earlier is None or is_new.any() else None
+    dim = _dim(earlier.table.path) if encoder is None else encoder.dim
     schema = feature_schema(side, id_type, dim)
-    is_settled = before is not None and len(order) > MAX_FULL_KMEANS_ROWS and len(before) == settings.num_clusters
-    if is_settled and not is_new.any() and _holds_all(earlier.table, found, schema):
+    if None not in (before, earlier) and not is_new.any() and _holds_all(earlier.table, found, schema):
         link_file(earlier.table.path, table)
         link_file(earlier.centroids, centroids)
         written = FeatureFiles(replace(earlier.table, path=table), centroids)
-        return SideFeatures(written, dim, len(read_parquet(table, ["cluster_id"])["cluster_id"].unique()))
+        num_clusters = len(read_parquet(table, ["cluster_id"])["cluster_id"].unique())
+        return SideFeatures(written, dim, num_clusters, codebook=before.key)
     table.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=table.parent) as scratch:
         new = np.memmap(scratch, np.float32, "w+", shape=(max(is_new.sum(), 1), dim))
         num_truncated = _encode(knowledge, is_new, encoder, new, on_batch) if is_new.any() else 0
         vectors = _Vectors(found, (np.cumsum(is_new) - 1)[order], new, None if earlier is None else earlier.table.path)
-        fitted = before
-        if not is_settled:
-            fitted = fit_centroids(vectors.sample(), settings.num_clusters, settings.seed, before)
-        num_in_cluster = np.zeros(len(fitted), np.int64)
+        known = _KnownCodes.of(None if before is None else (codes_of or earlier).table.path)
+        codebook = before
+        if before is None:
+            codebook = fit_codebook(vectors.sample(), settings.num_clusters, settings.seed)
+        elif is_new.any() and codes_of is None:
+            step = max(1, -(-int(is_new.sum()) // MAX_FITTED_ROWS))
+            sample = np.array(new[: is_new.sum() : step])
+            sample = sample[~known.codes_of(sample)[1]]
+            codebook = followed(before, sample, settings.num_clusters, settings.seed) if len(sample) else before
+        clusters_in_use: set[int] = set()
 
         def groups() -> Iterator[pa.Table]:
-            for places, matrix, cluster_ids in vectors.groups():
-                # Where centroids stay, whoever has the vector of before has its cluster.
-                is_asked = cluster_ids < 0 if fitted is before else np.ones(len(cluster_ids), bool)
-                cluster_ids[is_asked] = nearest_centroids(matrix[is_asked], fitted)
-                num_in_cluster[:] += np.bincount(cluster_ids, minlength=len(fitted))
+            for places, matrix in vectors.groups():
+                codes, is_known = known.codes_of(matrix)
+                codes[~is_known] = codebook.codes(matrix[~is_known])
+                clusters_in_use.update(np.unique(codes[:, 0]).tolist())
                 ids, run_ids, fingerprints = rows.take(pa.array(order[places])).columns
-                columns = [ids, _vector_column(matrix), pa.array(cluster_ids), run_ids, fingerprints]
+                columns = [ids, _vector_column(matrix), *map(pa.array, codes.T), run_ids, fingerprints]
                 yield pa.table(columns, schema.names)
 
         written = FeatureFiles(write_parquet(groups(), table, schema), centroids)
-    numbers = pa.array(np.arange(len(fitted), dtype=np.int32))
-    write_parquet(pa.table([numbers, _vector_column(fitted)], schema=centroid_schema(side, dim)), centroids)
-    return SideFeatures(written, dim, int((num_in_cluster > 0).sum()), int(is_new.sum()), num_truncated)
+    _write_codebook(codebook, centroids, side, dim)
+    num_new = int(is_new.sum())
+    return SideFeatures(written, dim, len(clusters_in_use), num_new, num_truncated, codebook.key)
 
 
-def changed_rows(table: Path, earlier: Path, id_column: str) -> tuple[np.ndarray, pa.Array]:
-    """What of a feature table is not in an earlier one: bool[n], rows of a new text; and the ids that went."""
-    rows = as_large(read_parquet(table, [id_column, "run_id", "fingerprint"])).rename_columns({id_column: "entity_id"})
-    before = as_large(read_parquet(earlier, [id_column]))[id_column].combine_chunks()
-    gone = before.filter(pc.invert(pc.is_in(before, value_set=rows["entity_id"].combine_chunks())))
-    return _known_rows(rows, np.arange(rows.num_rows), earlier, id_column) < 0, gone
+@dataclass(frozen=True)
+class _KnownCodes:
+    """Codes of earlier vectors by their bits: who has the vector of before has its codes, wherever centroids went."""
+
+    digests: np.ndarray  # uint64 (n,), ascending
+    codes: np.ndarray  # int32 (n, num_levels)
+
+    @classmethod
+    def of(cls, path: Path | None) -> "_KnownCodes":
+        found, codes = [np.zeros(0, np.uint64)], [np.zeros((0, len(LEVELS)), np.int32)]
+        for batch in () if path is None else iter_parquet(path, ["vector", *LEVELS]):
+            found.append(digests(_matrix(batch)))
+            codes.append(np.column_stack([batch[name].to_numpy() for name in LEVELS]))
+        order = np.argsort(np.concatenate(found), kind="stable")
+        return cls(np.concatenate(found)[order], np.concatenate(codes)[order])
+
+    def codes_of(self, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Codes, int32 (n, num_levels), and whether they are known, bool (n,)."""
+        if not len(self.digests):
+            return np.zeros((len(vectors), len(LEVELS)), np.int32), np.zeros(len(vectors), bool)
+        wanted = digests(vectors)
+        places = np.minimum(np.searchsorted(self.digests, wanted), len(self.digests) - 1)
+        return self.codes[places], self.digests[places] == wanted
+
+
+def _read_codebook(path: Path) -> Codebook:
+    """Raises WorkspaceError where the file is damaged or of an earlier version."""
+    table = read_parquet(path, ["level", "num_vectors", "vector"])
+    told = {key.decode(): value.decode() for key, value in (pq.read_schema(path).metadata or {}).items()}
+    levels = []
+    for name in LEVELS:
+        of_level = table.filter(pc.equal(table["level"], name))
+        radius = float(told[f"laserbatch.radius.{name}"])
+        levels.append(Level(_matrix(of_level), of_level["num_vectors"].to_numpy(), radius))
+    return Codebook(tuple(levels), told["laserbatch.codebook"])
+
+
+def _write_codebook(codebook: Codebook, path: Path, side: str, dim: int) -> None:
+    levels = dict(zip(LEVELS, codebook.levels, strict=True))
+    told = {f"laserbatch.radius.{name}": repr(level.radius) for name, level in levels.items()}
+    schema = centroid_schema(side, dim, {"laserbatch.codebook": codebook.key, **told})
+    parts = [
+        pa.table(
+            [
+                pa.array([name] * len(level.centroids), pa.string()),
+                pa.array(np.arange(len(level.centroids), dtype=np.int32)),
+                pa.array(level.weights.astype(np.int64)),
+                _vector_column(level.centroids.reshape(-1, dim)),
+            ],
+            schema=schema,
+        )
+        for name, level in levels.items()
+    ]
+    write_parquet(pa.concat_tables(parts), path)
+
+
+def _dim(path: Path) -> int:
+    return pq.read_schema(path).field("vector").type.list_size
 
 
 def _known_rows(rows: pa.Table, order: np.ndarray, earlier: Path, id_column: str) -> np.ndarray:
@@ -186,14 +247,14 @@ class _Vectors:
     new: np.ndarray
     earlier: Path | None
 
-    def groups(self) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
-        """Places of a row group's rows, their vectors, float32 (n, dim), and earlier clusters, int32[n] or -1."""
-        batches = iter(()) if self.earlier is None else iter_parquet(self.earlier, ["vector", "cluster_id"])
+    def groups(self) -> Iterator[tuple[slice, np.ndarray]]:
+        """Places of a row group's rows, and their vectors, float32 (n, dim)."""
+        batches = iter(()) if self.earlier is None else iter_parquet(self.earlier, ["vector"])
         start, stop, batch = 0, 0, None
         for first in range(0, len(self.found), ROW_GROUP_ROWS):
             places = slice(first, min(first + ROW_GROUP_ROWS, len(self.found)))
             found = self.found[places]
-            vectors, cluster_ids = self.new[self.new_rows[places]], np.full(len(found), -1, np.int32)
+            vectors = self.new[self.new_rows[places]]
             wanted = np.flatnonzero(found >= 0)
             while len(wanted):
                 while found[wanted[0]] >= stop:
@@ -201,14 +262,13 @@ class _Vectors:
                     start, stop = stop, stop + batch.num_rows
                 here = wanted[found[wanted] < stop]
                 vectors[here] = _matrix(batch)[found[here] - start]
-                cluster_ids[here] = batch["cluster_id"].to_numpy()[found[here] - start]
                 wanted = wanted[len(here) :]
-            yield places, vectors, cluster_ids
+            yield places, vectors
 
     def sample(self) -> np.ndarray:
         """At most `MAX_FITTED_ROWS` of them, in even steps: float32 (n, dim)."""
         step = max(1, -(-len(self.found) // MAX_FITTED_ROWS))
-        parts = [vectors[-places.start % step :: step] for places, vectors, _ in self.groups()]
+        parts = [vectors[-places.start % step :: step] for places, vectors in self.groups()]
         return np.concatenate([self.new[:0], *parts])
 
 
@@ -221,42 +281,3 @@ def _matrix(table: pa.Table | pa.RecordBatch) -> np.ndarray:
 def _vector_column(vectors: np.ndarray) -> pa.Array:
     flat = pa.array(np.ascontiguousarray(vectors, np.float32).reshape(-1))
     return pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
-
-
-def fit_centroids(
-    vectors: np.ndarray, num_clusters: int = 32, seed: int = 0, earlier: np.ndarray | None = None
-) -> np.ndarray:
-    """Centroids by k-means, the one of most vectors first: float32 (k, d), fewer than `num_clusters` of few vectors.
-
-    Earlier ones, float32 (k, d), stay as they are, so that a vector keeps its cluster id from night to night, unless
-    there are more of them than wanted, or fewer than a new fit would give. The same arguments give the same centroids.
-    """
-    is_small = len(vectors) <= MAX_FULL_KMEANS_ROWS
-    num_fitted = min(num_clusters, len(np.unique(vectors, axis=0))) if is_small else num_clusters
-    if earlier is not None and num_fitted <= len(earlier) <= num_clusters:
-        return earlier
-    if num_fitted == 0:
-        return vectors
-    from sklearn.cluster import KMeans, MiniBatchKMeans  # here: a night without a new text loads no scikit-learn
-    from sklearn.exceptions import ConvergenceWarning
-    from threadpoolctl import threadpool_limits
-
-    if is_small:
-        model = KMeans(num_fitted, n_init=2, random_state=seed)
-    else:
-        model = MiniBatchKMeans(num_fitted, n_init=3, batch_size=4096, random_state=seed)
-    # On one thread: several add up their partial sums in the order in which they finish.
-    with threadpool_limits(1), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # clusters may collapse where texts are near-equal
-        centroids = model.fit(vectors).cluster_centers_.astype(np.float32)
-    counts = np.bincount(nearest_centroids(vectors, centroids), minlength=num_fitted)
-    return centroids[np.argsort(-counts, kind="stable")]
-
-
-def nearest_centroids(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
-    """Cluster id of each vector: int32 (n,), the row of its nearest centroid."""
-    if len(vectors) == 0:
-        return np.zeros(0, np.int32)
-    from sklearn.metrics import pairwise_distances_argmin
-
-    return pairwise_distances_argmin(vectors, centroids).astype(np.int32)

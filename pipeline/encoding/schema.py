@@ -8,7 +8,7 @@ import datetime
 
 import pyarrow as pa
 
-FEATURE_VERSION = 1
+FEATURE_VERSION = 2
 
 
 def feature_schema(side: str, entity_id_type: pa.DataType, dim: int) -> pa.Schema:
@@ -17,7 +17,8 @@ def feature_schema(side: str, entity_id_type: pa.DataType, dim: int) -> pa.Schem
         [
             pa.field(f"{side}_id", entity_id_type, nullable=False),
             pa.field("vector", pa.list_(pa.float32(), dim), nullable=False),  # L2-normalised
-            pa.field("cluster_id", pa.int32(), nullable=False),  # of the nearest centroid
+            pa.field("cluster_id", pa.int32(), nullable=False),  # code of the first level: the nearest centroid's
+            pa.field("residual_id", pa.int32(), nullable=False),  # of the second: of what the first leaves
             pa.field("run_id", pa.string(), nullable=False),  # the run that generated the text; begins with its date
             pa.field("fingerprint", pa.string(), nullable=False),  # of the prompt that the text answers
         ],
@@ -25,14 +26,16 @@ def feature_schema(side: str, entity_id_type: pa.DataType, dim: int) -> pa.Schem
     )
 
 
-def centroid_schema(side: str, dim: int) -> pa.Schema:
-    """Arrow schema of the centroids beside a feature file: the next night keeps them, and with them the cluster ids."""
+def centroid_schema(side: str, dim: int, more: dict[str, str] | None = None) -> pa.Schema:
+    """Arrow schema of the codebook beside a feature file: the next night goes on with it. `more` is metadata."""
     return pa.schema(
         [
-            pa.field("cluster_id", pa.int32(), nullable=False),  # the row's number
+            pa.field("level", pa.string(), nullable=False),  # the column of feature tables that has its codes
+            pa.field("code", pa.int32(), nullable=False),
+            pa.field("num_vectors", pa.int64(), nullable=False),  # that it was made of, over all nights
             pa.field("vector", pa.list_(pa.float32(), dim), nullable=False),
         ],
-        metadata={"laserbatch.record": "centroids", "laserbatch.version": "1", "laserbatch.side": side},
+        metadata={"laserbatch.record": "centroids", "laserbatch.version": "2", "laserbatch.side": side, **(more or {})},
     )
 
 
@@ -45,7 +48,7 @@ def check_feature_schema(schema: pa.Schema, side: str) -> None:
             f"expected a feature table of version {FEATURE_VERSION} of side {side}, found record {found[0]}, "
             f"version {found[1]}, side {found[2]}; encode the run again with `laserbatch encode`"
         )
-    columns = [f"{side}_id", "vector", "cluster_id", "run_id", "fingerprint"]
+    columns = [f"{side}_id", "vector", "cluster_id", "residual_id", "run_id", "fingerprint"]
     if schema.names != columns:
         raise ValueError(f"expected the columns {columns} in a feature table, found {schema.names}")
 

@@ -25,6 +25,6 @@ class EncodingSettings(Strict):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto, cpu or cuda.")
     num_clusters: int = Field(
-        32, ge=2, description="Cluster ids a side ('ID features'); fewer when there are fewer texts."
+        32, ge=2, description="Codes of each level a side ('ID features'); fewer of few texts, more as others come."
     )
-    seed: int = Field(0, description="Seed of the clustering.")
+    seed: int = Field(0, description="Of the clusters; another seed, or number of them, has them fitted anew.")

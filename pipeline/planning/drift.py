@@ -31,9 +31,12 @@ class ItemClusters:
             return None
         known = read_parquet(run.features_path("item"), ["item_id", "cluster_id"])
         centroids = read_parquet(run.centroids_path("item"))
+        if "level" not in centroids.schema.names:  # of before codes had levels: the next night has them
+            return None
+        centroids = centroids.filter(pc.equal(centroids["level"], "cluster_id"))
         if not len(known) or not len(centroids) or known["item_id"].type != items["item_id"].type:
             return None
-        ids = centroids["cluster_id"].to_numpy()
+        ids = centroids["code"].to_numpy()
         matrix = np.zeros((ids.max() + 1, centroids["vector"].type.list_size), np.float32)
         matrix[ids] = centroids["vector"].combine_chunks().flatten().to_numpy().reshape(len(ids), -1)
         place = pc.index_in(items["item_id"], value_set=known["item_id"].combine_chunks())

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -123,24 +124,27 @@ def _take_rows_out(path: Path, root: Path, ids: Ids) -> None:
 
 
 def _leave_clusters(features: Path, ids: frozenset[str]) -> None:
-    """Put the centroid of a cluster that nobody else is in out of reach: it is no longer made of their vectors."""
-    side = features.stem
-    table = read_parquet(features, [f"{side}_id", "cluster_id"])
-    theirs = is_of(table[f"{side}_id"], ids)
-    others = table.filter(pc.invert(theirs))["cluster_id"]
-    left = [
-        number
-        for number in table.filter(theirs)["cluster_id"].unique().to_pylist()
-        if number not in set(others.to_pylist())
-    ]
-    path = features.with_name(f"{side}-centroids.parquet")
-    if not left or not path.exists():
+    """Put the centroid of a code that nobody else has out of reach: it is no longer made of their vectors."""
+    side, path = features.stem, features.with_name(f"{features.stem}-centroids.parquet")
+    if not path.exists():
         return
     centroids = read_parquet(path)
     vectors = centroids["vector"].combine_chunks()
     dim = vectors.type.list_size
     values = vectors.flatten().to_numpy().reshape(-1, dim).copy()
-    values[pc.is_in(centroids["cluster_id"], value_set=pa.array(left, pa.int32())).to_numpy()] = OUT_OF_REACH
+    is_left = np.zeros(len(values), bool)
+    levels = pc.unique(centroids["level"]).to_pylist()
+    table = read_parquet(features, [f"{side}_id", *levels])
+    theirs = is_of(table[f"{side}_id"], ids)
+    for level in levels:
+        others = table.filter(pc.invert(theirs))[level].combine_chunks()
+        codes = pc.unique(table.filter(theirs)[level])
+        left = codes.filter(pc.invert(pc.is_in(codes, value_set=others)))
+        in_level = pc.and_(pc.equal(centroids["level"], level), pc.is_in(centroids["code"], value_set=left))
+        is_left |= in_level.to_numpy().astype(bool)
+    if not is_left.any():
+        return
+    values[is_left] = OUT_OF_REACH
     column = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), dim)
     place = centroids.schema.get_field_index("vector")
     write_parquet(centroids.set_column(place, centroids.schema.field(place), column), path, centroids.schema)

@@ -178,7 +178,7 @@ class SideFigures:
 
 @dataclass(frozen=True)
 class FeatureFigures:
-    """A side's feature file and its centroids, relative to the run's folder; counts are of texts."""
+    """A side's feature file and its codebook, relative to the run's folder; counts are of texts."""
 
     file: Inside
     num_rows: int
@@ -189,6 +189,7 @@ class FeatureFigures:
     num_encoded: int
     num_truncated: int
     encoder: str
+    codebook: str = ""  # cluster ids of runs compare where it is the same; "" before codes had levels
 
 
 @dataclass(frozen=True)

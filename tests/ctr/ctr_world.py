@@ -107,6 +107,7 @@ def make_features(world: World, run_id=RUN_ID, noise=0.0, seed=0) -> FeatureSet:
             table[f"{side}_id"].combine_chunks(),
             pa.FixedSizeListArray.from_arrays(pa.array(blurred.reshape(-1)), DIM),
             pa.array(np.abs(blurred[:, :8]).argmax(axis=1).astype(np.int32)),
+            pa.array(np.abs(blurred[:, 8:16]).argmax(axis=1).astype(np.int32)),
             pa.array([run_id] * table.num_rows),
             pa.array(["f"] * table.num_rows),
         ]

@@ -18,7 +18,7 @@ def sides(user_ids=("u\u00e4 1", "u2"), **form):
     exports = []
     for side, ids in (("user", pa.array(user_ids)), ("item", pa.array([7, 8]))):
         schema = feature_schema(side, ids.type, 2)
-        columns = [ids, VectorForm(2).column(VECTORS), [0, 4], ["2025-01-01-aa"] * 2, ["f", "g"]]
+        columns = [ids, VectorForm(2).column(VECTORS), [0, 4], [3, 2], ["2025-01-01-aa"] * 2, ["f", "g"]]
         batch = pa.record_batch([pa.array(column) for column in columns], schema=schema)
         exports.append(SideExport(side, schema, [batch], VectorForm(**{"dim": 2, **form})))
     return exports

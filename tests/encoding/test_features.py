@@ -9,7 +9,8 @@ import pytest
 from tiny_encoders import load
 
 from laserbatch.jobs.stages.run_night import encode_run
-from laserbatch.pipeline.encoding.features import fit_centroids, nearest_centroids, write_features
+from laserbatch.pipeline.encoding.codebook import fit_centroids, fit_codebook, followed, nearest_centroids
+from laserbatch.pipeline.encoding.features import write_features
 from laserbatch.pipeline.encoding.schema import check_feature_schema, feature_schema, run_date
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import WorkspaceError
@@ -74,18 +75,62 @@ def test_clusters_are_seeded_and_never_more_than_vectors():
     assert len(fit_centroids(np.repeat(vectors, 101, axis=0), 4)) == 4  # by mini-batches
 
 
-def test_centroids_of_the_night_before_stay_unless_their_number_is_another():
+def test_a_codebook_follows_its_vectors_a_little_and_grows_where_they_are_far():
     rng = np.random.default_rng(0)
-    first = fit_centroids(rng.normal(size=(50, 8)).astype(np.float32), 4)
-    tonight = rng.normal(size=(60, 8)).astype(np.float32)
-    assert fit_centroids(tonight, 4, earlier=first) is first
-    assert fit_centroids(tonight[:2], 4, earlier=first) is first  # fewer texts are no reason
-    assert fit_centroids(tonight[:0], 4, earlier=first) is first
-    assert len(fit_centroids(tonight, 5, earlier=first)) == 5
-    assert len(fit_centroids(tonight, 3, earlier=first)) == 3
-    few = fit_centroids(tonight[:2], 4)
-    assert fit_centroids(tonight[:2], 4, earlier=few) is few  # no more could be fitted
-    assert len(fit_centroids(tonight, 4, earlier=few)) == 4
+    centres = rng.normal(size=(5, 8)).astype(np.float32) * 10
+    first = np.concatenate([centres[:4] + rng.normal(size=(4, 8)).astype(np.float32) for _ in range(50)])
+    codebook = fit_codebook(first, 4, seed=3)
+    codes = codebook.codes(first)
+    assert codes.shape == (200, 2) and codebook.is_for(4, 3) and not codebook.is_for(4, 2)
+    whole = sum(level.centroids[codes[:, place]] for place, level in enumerate(codebook.levels))
+    of_one = codebook.levels[0].centroids[codes[:, 0]]
+    assert np.linalg.norm(first - whole, axis=1).mean() < 0.95 * np.linalg.norm(first - of_one, axis=1).mean()
+    near = followed(codebook, first[:8] + np.float32(0.5), 4, seed=3)
+    moved = np.linalg.norm(near.levels[0].centroids - codebook.levels[0].centroids, axis=1)
+    assert near.key == codebook.key and (moved > 0).any() and moved.max() < 0.5
+    far = followed(codebook, centres[4] + rng.normal(size=(60, 8)).astype(np.float32), 4, seed=3)
+    assert len(far.levels[0].centroids) == 5
+    assert np.array_equal(far.codes(first)[:, 0], codes[:, 0]) and (far.codes(centres[4:])[:, 0] == 4).all()
+    few = followed(fit_codebook(first[:2], 4, seed=3), first, 4, seed=3)
+    assert len(few.levels[0].centroids) == 4  # fitted on few vectors, so there was room
+    assert len(followed(fit_codebook(first[:0], 4, 3), first, 4, seed=3).levels[0].centroids) == 4
+
+
+def test_equal_vectors_keep_their_codes_wherever_centroids_go_and_plain_texts_share_them(tiny_encoder, tmp_path):
+    settings = EncodingSettings(encoder=tiny_encoder, num_clusters=3)
+    rng, words = np.random.default_rng(0), ["quiet", "sea", "loud", "radio", "a", "b", "c", "storm"]
+    texts = {f"u{number:02}": " ".join(rng.choice(words, 6)) for number in range(40)}
+    nights = []
+    for night in range(4):
+        run = RunFolder(tmp_path / f"2025-03-0{night + 1}-0123abcd")
+        for key in list(texts)[night::4] if night else []:
+            texts[key] = " ".join(rng.choice(words, 9))
+        table = knowledge_of(list(texts), list(texts.values()))
+        fingerprints = pa.array([f"{night}{key}" for key in texts])  # all are asked for anew
+        table = table.set_column(table.schema.get_field_index("fingerprint"), "fingerprint", fingerprints)
+        write_parquet(table, run.root / "knowledge/user/00000.parquet")
+        write_parquet(table, run.plain.root / "knowledge/user/00000.parquet")
+        manifest = RunManifest.create(run.manifest_path, datetime.date(2025, 3, 1), {}, "0", {})
+        manifest.features = encode_run(run.root, settings, previous=nights[-1] if nights else None)
+        manifest.save()
+        encode_run(run.plain.root, settings, codes_of=run)
+        nights.append(run)
+    known = {}
+    for run in nights:
+        rows = table_of(run)
+        assert {key: codes_in(row) for key, row in table_of(run.plain).items()} == {
+            k: codes_in(r) for k, r in rows.items()
+        }
+        seen = {np.float32(row["vector"]).tobytes(): codes_in(row) for row in rows.values()}
+        assert all(known.get(vector, codes) == codes for vector, codes in seen.items())
+        known = seen
+    assert len({run.load_manifest().features["user"].codebook for run in nights}) == 1
+    again = encode_run(nights[-1].root, settings.model_copy(update={"seed": 5}), previous=nights[-2])
+    assert again["user"].codebook != nights[-1].load_manifest().features["user"].codebook  # refitted on request
+
+
+def codes_in(row):
+    return row["cluster_id"], row["residual_id"]
 
 
 def test_a_run_is_encoded_side_by_side_and_again_to_the_same_bytes(tiny_encoder, tmp_path, capsys):
@@ -96,7 +141,8 @@ def test_a_run_is_encoded_side_by_side_and_again_to_the_same_bytes(tiny_encoder,
     section = encode_run(tmp_path, settings)
     assert set(section) == {"user"}
     assert "1 user texts are longer than the encoder takes and lost their end\n" in capsys.readouterr().err
-    assert replace(section["user"], sha256="", encoder="") == FeatureFigures(
+    assert section["user"].codebook.startswith("2-0-")
+    assert replace(section["user"], sha256="", encoder="", codebook="") == FeatureFigures(
         file="features/user.parquet",
         num_rows=3,
         sha256="",
@@ -168,8 +214,9 @@ def test_a_table_of_another_kind_is_named():
 @pytest.mark.parametrize("rows_at_once", [3, 100])
 def test_vectors_stream_past_row_groups_and_equal_encoding_all_again(tiny_encoder, tmp_path, monkeypatch, rows_at_once):
     """Of a side of any size: some texts are as before, some new, some gone, in files of any order."""
-    for name, number in (("ROW_GROUP_ROWS", rows_at_once), ("MAX_FULL_KMEANS_ROWS", 4), ("MAX_FITTED_ROWS", 10)):
+    for name, number in (("ROW_GROUP_ROWS", rows_at_once), ("MAX_FITTED_ROWS", 10)):
         monkeypatch.setattr(f"laserbatch.pipeline.encoding.features.{name}", number)
+    monkeypatch.setattr("laserbatch.pipeline.encoding.codebook.MAX_FULL_KMEANS_ROWS", 4)
     monkeypatch.setattr("laserbatch.pipeline.storage.parquet.ROW_GROUP_ROWS", rows_at_once)
     settings = EncodingSettings(encoder=tiny_encoder, num_clusters=2)
     ids, texts = [f"u{number:02}" for number in range(20)], [f"a b {'c ' * number}" for number in range(20)]

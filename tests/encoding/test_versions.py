@@ -25,6 +25,7 @@ def write_features(path, rows, id_type=pa.string()):
         "user_id": [row[0] for row in rows],
         "vector": VectorForm(DIM).column(vectors),
         "cluster_id": [int(value) % 5 for _, _, value in rows],
+        "residual_id": [0] * len(rows),
         "run_id": [row[1] for row in rows],
         "fingerprint": ["f"] * len(rows),
     }

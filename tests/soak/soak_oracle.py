@@ -291,10 +291,11 @@ class Oracle:
         assert {key: (row["run_id"], row["fingerprint"]) for key, row in features.items()} == {
             key: (row["run_id"], row["fingerprint"]) for key, row in rows.items()
         }
-        centroids = pq.read_table(run / "features" / f"{side}-centroids.parquet").num_rows
+        levels = pq.read_table(run / "features" / f"{side}-centroids.parquet")["level"].to_pylist()
         encoder = self._encoder(settings)
         for key, row in features.items():
-            assert 0 <= row["cluster_id"] < max(1, centroids) <= settings["encoding"]["num_clusters"]
+            for level in ("cluster_id", "residual_id"):
+                assert 0 <= row[level] < max(1, levels.count(level)) <= 2 * settings["encoding"]["num_clusters"]
             vector = pa.array(row["vector"], pa.float32()).to_numpy().tobytes()
             assert self.vectors.setdefault((encoder, rows[key]["text"]), vector) == vector, f"another vector of {key}"
         if previous is None:
@@ -305,9 +306,13 @@ class Oracle:
         for key in kept | stale:
             assert rows[key] | {"is_stale": None} == texts[key] | {"is_stale": None}, f"{key}'s text changed"
         old = {row[f"{side}_id"]: row for row in pq.read_table(before / "features" / f"{side}.parquet").to_pylist()}
-        same_clusters = pq.read_table(before / "features" / f"{side}-centroids.parquet").num_rows == centroids
-        if previous.encoder == encoder and same_clusters:
-            assert {key: old[key]["cluster_id"] for key in kept} == {key: features[key]["cluster_id"] for key in kept}
+        books = {
+            pq.read_schema(folder / "features" / f"{side}-centroids.parquet").metadata[b"laserbatch.codebook"]
+            for folder in (before, run)
+        }
+        if previous.encoder == encoder and len(books) == 1:
+            for level in ("cluster_id", "residual_id"):
+                assert {key: old[key][level] for key in kept} == {key: features[key][level] for key in kept}
 
     def _encoder(self, settings: dict) -> str:
         return json.dumps([settings["encoding"][name] for name in ("encoder", "max_text_tokens")])

@@ -1,0 +1,134 @@
+"""The codebook of a side: centroids of two levels, kept from night to night so that codes keep their meaning.
+
+The first level divides vectors, the second what the first leaves of them (residual k-means). A night's new vectors move
+centroids a little towards themselves, and what is far from all gets centroids of its own behind the others. All are
+fitted anew only where another number of clusters or another seed is asked for. Knows arrays; files are `features`'.
+"""
+
+import hashlib
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+
+LEVELS = ("cluster_id", "residual_id")  # columns of feature tables, coarse first
+MAX_FULL_KMEANS_ROWS = 20_000  # above it, mini-batches: full k-means would take minutes
+MAX_STEP = 0.1  # share of the way to the mean of a night's new vectors that a centroid goes at most
+FAR = 2.0  # times the root mean square distance of what a level was fitted on
+MAX_GROWTH = 2  # times the number of clusters that was asked for
+
+
+@dataclass(frozen=True)
+class Level:
+    """Centroids, float32 (k, dim); how many vectors each was made of, int64 (k,); how far from all of them is far."""
+
+    centroids: np.ndarray
+    weights: np.ndarray
+    radius: float
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """Levels, coarse first, and `key`: what was asked for and a digest of what was fitted; codes of one key compare."""
+
+    levels: tuple[Level, ...]
+    key: str
+
+    def is_for(self, num_clusters: int, seed: int) -> bool:
+        """Whether it was fitted as is asked for."""
+        return self.key.startswith(f"{num_clusters}-{seed}-")
+
+    def codes(self, vectors: np.ndarray) -> np.ndarray:
+        """Codes of each vector: int32 (n, num_levels)."""
+        codes, rest = [], vectors
+        for level in self.levels:
+            nearest = nearest_centroids(rest, level.centroids)
+            codes.append(nearest)
+            rest = rest - level.centroids[nearest]
+        return np.stack(codes, axis=1)
+
+
+def fit_codebook(vectors: np.ndarray, num_clusters: int, seed: int) -> Codebook:
+    """A new codebook of vectors, float32 (n, dim)."""
+    levels, rest = [], vectors
+    for _ in LEVELS:
+        centroids = fit_centroids(rest, num_clusters, seed)
+        nearest = nearest_centroids(rest, centroids)
+        rest = rest - centroids[nearest] if len(rest) else rest
+        radius = FAR * float(np.sqrt((rest.astype(np.float64) ** 2).sum(axis=1).mean())) if len(rest) else 0.0
+        levels.append(Level(centroids, np.bincount(nearest, minlength=len(centroids)), radius))
+    digest = hashlib.sha256(b"".join(level.centroids.tobytes() for level in levels)).hexdigest()[:12]
+    return Codebook(tuple(levels), f"{num_clusters}-{seed}-{digest}")
+
+
+def followed(codebook: Codebook, vectors: np.ndarray, num_clusters: int, seed: int) -> Codebook:
+    """The codebook after a night with new vectors, float32 (n, dim): those of earlier nights keep their codes."""
+    levels, rest = [], vectors
+    for level in codebook.levels:
+        grown = _followed(level, rest, num_clusters, seed)
+        rest = rest - grown.centroids[nearest_centroids(rest, grown.centroids)]
+        levels.append(grown)
+    return Codebook(tuple(levels), codebook.key)
+
+
+def _followed(level: Level, vectors: np.ndarray, num_clusters: int, seed: int) -> Level:
+    num = len(level.centroids)
+    nearest = nearest_centroids(vectors, level.centroids) if num else np.zeros(len(vectors), np.int32)
+    distances = np.linalg.norm(vectors - level.centroids[nearest], axis=1) if num else np.full(len(vectors), np.inf)
+    is_open = num < num_clusters  # fitted on few vectors: there is room for what is not there yet
+    is_far = distances > (1e-6 if is_open else level.radius)
+    room = (
+        num_clusters - num
+        if is_open
+        else min(MAX_GROWTH * num_clusters - num, round(is_far.sum() * num / max(level.weights.sum(), 1)))
+    )
+    added = fit_centroids(vectors[is_far], max(room, 0), seed) if room > 0 and is_far.any() else vectors[:0]
+    is_near = ~is_far | (len(added) == 0)
+    counts = np.bincount(nearest[is_near], minlength=num)
+    sums = np.zeros((num, vectors.shape[1]), np.float64)
+    np.add.at(sums, nearest[is_near], vectors[is_near])
+    steps = np.minimum(counts / np.maximum(level.weights + counts, 1), MAX_STEP)[:, None]
+    moved = level.centroids + (steps * (sums / np.maximum(counts, 1)[:, None] - level.centroids)).astype(np.float32)
+    of_added = (
+        np.bincount(nearest_centroids(vectors[is_far], added), minlength=len(added)) if len(added) else counts[:0]
+    )
+    weights = np.concatenate([level.weights + counts, of_added])
+    return Level(np.concatenate([moved, added]).astype(np.float32), weights, level.radius)
+
+
+def fit_centroids(vectors: np.ndarray, num_clusters: int = 32, seed: int = 0) -> np.ndarray:
+    """Centroids by k-means, the one of most vectors first: float32 (k, d), fewer than `num_clusters` of few vectors."""
+    is_small = len(vectors) <= MAX_FULL_KMEANS_ROWS
+    num_fitted = min(num_clusters, len(np.unique(vectors, axis=0))) if is_small else num_clusters
+    if num_fitted == 0:
+        return vectors
+    from sklearn.cluster import KMeans, MiniBatchKMeans  # here: a night without a new text loads no scikit-learn
+    from sklearn.exceptions import ConvergenceWarning
+    from threadpoolctl import threadpool_limits
+
+    if is_small:
+        model = KMeans(num_fitted, n_init=2, random_state=seed)
+    else:
+        model = MiniBatchKMeans(num_fitted, n_init=3, batch_size=4096, random_state=seed)
+    # On one thread: several add up their partial sums in the order in which they finish.
+    with threadpool_limits(1), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # clusters may collapse where texts are near-equal
+        centroids = model.fit(vectors).cluster_centers_.astype(np.float32)
+    counts = np.bincount(nearest_centroids(vectors, centroids), minlength=num_fitted)
+    return centroids[np.argsort(-counts, kind="stable")]
+
+
+def nearest_centroids(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
+    """Cluster id of each vector: int32 (n,), the row of its nearest centroid."""
+    if len(vectors) == 0:
+        return np.zeros(0, np.int32)
+    from sklearn.metrics import pairwise_distances_argmin
+
+    return pairwise_distances_argmin(vectors, centroids).astype(np.int32)
+
+
+def digests(vectors: np.ndarray) -> np.ndarray:
+    """A number of 64 bits that tells vectors, float32 (n, dim), apart by their bits: uint64 (n,)."""
+    bits = np.ascontiguousarray(vectors, np.float32).view(np.uint32).astype(np.uint64)
+    multipliers = np.random.default_rng(0).integers(1, 2**63, bits.shape[1], dtype=np.uint64) | np.uint64(1)
+    return ((bits + np.uint64(0x9E3779B9)) * multipliers).sum(axis=1, dtype=np.uint64)
