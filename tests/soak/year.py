@@ -129,8 +129,12 @@ class Year:
 
     def settings_key(self) -> str:
         """What a run's folder is named after, beside its date."""
-        leave_out = ("workspace", "pool_building", "gates")
-        return json.dumps({key: value for key, value in self.settings.items() if key not in leave_out}, sort_keys=True)
+        named = {
+            key: value for key, value in self.settings.items() if key not in ("workspace", "pool_building", "gates")
+        }
+        for section in ("night", "refresh"):  # what says the default is as good as nothing
+            named[section] = {key: value for key, value in named[section].items() if value}
+        return json.dumps(named, sort_keys=True)
 
     def command(self, *arguments: str, writes_tables: bool = True) -> Done:
         """`laserbatch ... --config CONFIG --json` in this process: the entry that the shell would call."""
