@@ -1,4 +1,4 @@
-"""Tables to arrays that models index: interactions are read as a stream, and take 45 bytes a row from then on.
+"""Tables to arrays that models index: interactions are read as a stream, and take some 55 bytes a row from then on.
 
 The split goes by time, never at random: the knowledge of a date was made from what was known at the end of that day, so
 everything up to then is training and only what comes later may judge. Vocabularies, bins, known ids and reductions come
