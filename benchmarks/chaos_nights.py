@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 FIRST_DATE, SECOND_DATE = "2025-02-28", "2025-03-01"
 MOST_S = 240.0  # that a night may take, killed or not, before it counts as hung
@@ -100,20 +101,20 @@ class Watch(logging.Handler):
 def write_here() -> None:
     """Have texts written in this process instead of by Ray's workers."""
     from laserbatch.jobs.stages import generate
+    from laserbatch.jobs.stages.workers import NightWorkers
     from laserbatch.pipeline.distributed.cluster import WorkerLayout
     from laserbatch.pipeline.distributed.worker import ShardWorker
 
-    def run_shards(shards, spec, *arguments, choose_budgets, **options):
-        worker = ShardWorker(replace(spec, device="cpu"))
+    def run_shards(shards, crew, choose_budgets):
+        worker = ShardWorker(replace(crew.spec, device="cpu"))
         budgets = choose_budgets(worker)
         for shard in shards:
             yield shard, worker.run(shard, budget=budgets.get(shard.side))
 
-    @contextmanager
-    def nothing(settings):
-        yield WorkerLayout(1, 1, 0, "cpu")
-
-    generate.run_shards, generate.ray_cluster, generate.Crew = run_shards, nothing, lambda *given: None
+    layout = WorkerLayout(1, 1, 0, "cpu")
+    generate.run_shards = run_shards
+    NightWorkers.start = lambda self, spec: None
+    NightWorkers.crew = lambda self, spec: SimpleNamespace(spec=spec, layout=layout)
 
 
 def ray_night(

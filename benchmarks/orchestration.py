@@ -152,6 +152,7 @@ def watched_night(folder: str, night: str) -> list[dict]:
     with stage("start", rows):
         from laserbatch.jobs.settings import load_settings
         from laserbatch.jobs.stages import generate, run_night
+        from laserbatch.jobs.stages.workers import NightWorkers
         from laserbatch.retrieval_pools.routing import router
 
         settings = load_settings(Path(folder, "laserbatch.yaml"))
@@ -159,7 +160,8 @@ def watched_night(folder: str, night: str) -> list[dict]:
     with ExitStack() as changed, redirect_stdout(sys.stderr):
         for owner, name, other in (
             (generate, "run_shards", write_shards),
-            (generate._Pass, "_start_workers", no_workers),
+            (NightWorkers, "start", lambda workers, spec: None),
+            (NightWorkers, "crew", no_workers),
             (run_night, "load_encoder", lambda settings: StandInEncoder()),
             (run_night, "encoder_identity", lambda settings: "stand-in"),
             (router, "train_embeddings", train_one_step),
@@ -218,13 +220,14 @@ def train_one_step(interactions: pa.Table, seed: int) -> dict:
     return {"user": trained.users, "item": trained.items}
 
 
-def no_workers(*arguments) -> tuple[SimpleNamespace, None]:
+def no_workers(workers, spec) -> SimpleNamespace:
     """Stand in for Ray."""
-    return SimpleNamespace(num_workers=1, num_threads=1, device="cpu"), None
+    return SimpleNamespace(spec=spec, layout=SimpleNamespace(num_workers=1, num_threads=1, device="cpu"))
 
 
-def write_shards(shards, spec, *arguments, **options):
+def write_shards(shards, crew, *arguments):
     """Stand in for workers: texts of phrases that an entity's id and the run's choose."""
+    spec = crew.spec
     from laserbatch.pipeline.knowledge.records import knowledge_schema
     from laserbatch.pipeline.storage.manifest import ModelFigures, ShardInfo
     from laserbatch.pipeline.storage.parquet import read_parquet

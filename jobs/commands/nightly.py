@@ -17,6 +17,7 @@ from laserbatch.jobs.settings import CONFIG, PACKAGE_ROOT, WORKSPACE, load_setti
 from laserbatch.jobs.stages.generate import generate_knowledge
 from laserbatch.jobs.stages.night import Night, open_night, open_run, parse_date
 from laserbatch.jobs.stages.run_night import encode_run, run_night
+from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.storage.atomic import atomic_folder
@@ -95,7 +96,8 @@ def generate(
         if night.run.is_finished or night.run.is_held:
             say(f"run {night.run.run_id} is finished already and stays as it is; --force generates everything again")
         else:
-            generate_knowledge(night)
+            with NightWorkers(settings.cluster) as workers:
+                generate_knowledge(night, workers)
     summary({"run_id": night.run.run_id, "folder": night.run.root, **night_counts(night)}, as_json)
 
 

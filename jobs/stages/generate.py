@@ -1,8 +1,7 @@
 """The stage that writes texts: plan both sides, hand unfinished shards to the workers, gather what came of them."""
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,12 +17,12 @@ from laserbatch.jobs.stages.budgets import night_budgets
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, changed_inputs, needs_a_model
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.spans import report_samples
+from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.budget.choice import PLAIN
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.distributed.actors import Crew, ShardAbandoned, run_shards
-from laserbatch.pipeline.distributed.cluster import WorkerLayout, ray_cluster
+from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
 from laserbatch.pipeline.distributed.loading import TOKEN_FILE
 from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
@@ -40,20 +39,19 @@ from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
-from laserbatch.retrieval_pools.draft import draft
 
 MOST_UNUSABLE = 0.5  # of the first texts; where more fail, model and template do not fit each other
 
 Finished = dict[str, ShardRecord]  # shards of a side by name
 
 
-def generate_knowledge(night: Night) -> None:
+def generate_knowledge(night: Night, workers: NightWorkers) -> None:
     """The night's texts, into its run folder. Does nothing when they are all there.
 
     Raises RunFailed where most of the first texts cannot be kept.
     """
     with night.stage("generate"):
-        night.manifest.sides = _Pass(night, night.run, night.settings.decoding).run()
+        night.manifest.sides = _Pass(night, night.run, night.settings.decoding, workers).run()
 
 
 def plan_night(night: Night, folder: RunFolder) -> dict[Side, SidePlan]:
@@ -61,7 +59,7 @@ def plan_night(night: Night, folder: RunFolder) -> dict[Side, SidePlan]:
     return _Pass(night, folder, night.settings.decoding)._plans()[0]
 
 
-def generate_plain(night: Night) -> None:
+def generate_plain(night: Night, workers: NightWorkers) -> None:
     """The same prompts decoded plainly, into the run's `plain` folder, to compare with.
 
     Texts that plain decoding gave on an earlier night are carried over like any others. Entities that the night wrote
@@ -69,7 +67,7 @@ def generate_plain(night: Night) -> None:
     """
     plain = night.settings.decoding.model_copy(update={"verifier": "greedy", "drafters": (), "max_draft_tokens": 0})
     with night.stage("generate plain"):
-        night.manifest.plain = _Pass(night, night.run.plain, plain, is_plain=True).run()
+        night.manifest.plain = _Pass(night, night.run.plain, plain, workers, is_plain=True).run()
 
 
 @dataclass(frozen=True)
@@ -79,29 +77,28 @@ class _Pass:
     night: Night
     folder: RunFolder
     decoding: DecodingSettings
+    workers: NightWorkers | None = None  # who only plans needs none
     is_plain: bool = False
 
     def run(self) -> dict[Side, SideFigures]:
         """Do what is not done yet."""
-        with ExitStack() as cluster, ThreadPoolExecutor(1) as aside:
-            started = aside.submit(self._start_workers, cluster) if self._will_probably_write() else None
-            plans, finished = self._plans()
-            for side in SIDES:
-                if plans[side].postponed and not self.is_plain:
-                    say(f"{side}s of whom no new text is asked tonight: {_told(plans[side].postponed)}")
-                if not self.is_plain:
-                    require_usable_texts(self.night, plans[side], finished[side])
-            pending = [
-                shard for plan in plans.values() for shard in plan.shards if shard.name not in finished[shard.side]
-            ]
-            pending.sort(key=lambda shard: shard.name)  # so that both sides' first texts are judged before the others
-            abandoned = []
-            if pending:
-                started = started or aside.submit(self._start_workers, cluster)
+        (self.folder.root / TOKEN_FILE).unlink(missing_ok=True)  # of an attempt that was killed
+        if self._will_probably_write():
+            self.workers.start(self._worker_spec())
+        plans, finished = self._plans()
+        for side in SIDES:
+            if plans[side].postponed and not self.is_plain:
+                say(f"{side}s of whom no new text is asked tonight: {_told(plans[side].postponed)}")
+            if not self.is_plain:
+                require_usable_texts(self.night, plans[side], finished[side])
+        pending = [shard for plan in plans.values() for shard in plan.shards if shard.name not in finished[shard.side]]
+        pending.sort(key=lambda shard: shard.name)  # so that both sides' first texts are judged before the others
+        abandoned = []
+        if pending:
+            with ThreadPoolExecutor(1) as aside:
                 aside.submit(load_tokenizer, self.night.settings.model_dir)  # seconds, of which later stages have none
-                abandoned = self._write(pending, plans, finished, started)
+                abandoned = self._write(pending, plans, finished)
         end_at_sigterm()
-        (self.folder.root / TOKEN_FILE).unlink(missing_ok=True)
         plans = {side: load_plan(self.folder.root, side) or plans[side] for side in SIDES}  # with halves of shards
         return {side: self._gather(plans[side], finished[side], abandoned) for side in SIDES}
 
@@ -119,13 +116,6 @@ class _Pass:
             return bool(changed_inputs(previous.load_manifest().inputs, night.manifest.inputs))
         except WorkspaceError:
             return True
-
-    def _start_workers(self, cluster: ExitStack) -> tuple[WorkerLayout, Crew | None]:
-        """Workers that load their model, on a cluster that is left with the stack."""
-        layout = cluster.enter_context(ray_cluster(self.night.settings.cluster))
-        if self.decoding.drafters:
-            draft(None, [], 0)  # compiled here, so that workers find it in numba's cache
-        return layout, Crew(self._worker_spec(), layout, self.night.settings.cluster.max_shard_attempts)
 
     def _plans(self) -> tuple[dict[Side, SidePlan], dict[Side, Finished]]:
         """What is to be done of both sides, and their shards that are done."""
@@ -195,24 +185,18 @@ class _Pass:
         return PreviousKnowledge(None if previous is None else previous.knowledge_folder(side))
 
     def _write(
-        self,
-        pending: list[Shard],
-        plans: dict[Side, SidePlan],
-        finished: dict[Side, Finished],
-        started: Future[tuple[WorkerLayout, Crew | None]],
+        self, pending: list[Shard], plans: dict[Side, SidePlan], finished: dict[Side, Finished]
     ) -> list[ShardAbandoned]:
         """Have the workers write shards, which are added to the finished ones; returns those that were given up."""
         night, abandoned, num_done = self.night, [], 0
         label = "generate plain" if self.is_plain else "generate"
         num_rows = sum(shard.num_rows for shard in pending)
-        spec = self._worker_spec()
         say(f"{label}: {num_rows} texts in {len(pending)} shards; starting workers")
-        layout, crew = started.result()
+        crew = self.workers.crew(self._worker_spec())
         end_at_sigterm()
         with progress(label, num_rows) as bar:
             choose = _plainly if self.is_plain else partial(night_budgets, night, pending)
-            attempts = night.settings.cluster.max_shard_attempts
-            for outcome in run_shards(pending, spec, layout, attempts, choose_budgets=choose, crew=crew):
+            for outcome in run_shards(pending, crew, choose):
                 if isinstance(outcome, ShardAbandoned):
                     abandoned.append(outcome)
                     emit("shard_abandoned", **_named(outcome.shard), reason=outcome.reason)
@@ -228,9 +212,9 @@ class _Pass:
                 bar.advance(shard.num_rows, "" if pace is None else f"{pace:.1f} tokens/step")
                 if not self.is_plain:
                     require_usable_texts(night, plans[shard.side], finished[shard.side])
-        num_workers = min(layout.num_workers, len(pending))
+        num_workers = min(crew.layout.num_workers, len(pending))
         night.manifest.workers = WorkerFigures(
-            num_workers, layout.num_threads, layout.device, night.settings.cluster.price_per_hour
+            num_workers, crew.layout.num_threads, crew.layout.device, night.settings.cluster.price_per_hour
         )
         return abandoned
 

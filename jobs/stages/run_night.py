@@ -21,6 +21,7 @@ from laserbatch.jobs.stages.generate import generate_knowledge, generate_plain
 from laserbatch.jobs.stages.metrics import night_metrics
 from laserbatch.jobs.stages.night import Night, open_night, pools_in_use
 from laserbatch.jobs.stages.publishing import deliver, let_readers_see, mend_pointer
+from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.encoding.features import FeatureFiles, write_features
 from laserbatch.pipeline.encoding.identity import encoder_identity
 from laserbatch.pipeline.encoding.settings import EncodingSettings
@@ -74,13 +75,14 @@ def _do_stages(night: Night, publishing: Publishing) -> None:
         say(f"run {night.run.run_id} is done already; its gates are judged again")
         _close_judged(night, publishing)
         return
-    try:
-        generate_knowledge(night)
-    except RunFailed as error:
-        _close_failed(night, str(error))
-        raise
-    if settings.night.compare_with_plain:
-        generate_plain(night)
+    with NightWorkers(settings.cluster) as workers:
+        try:
+            generate_knowledge(night, workers)
+        except RunFailed as error:
+            _close_failed(night, str(error))
+            raise
+        if settings.night.compare_with_plain:
+            generate_plain(night, workers)
     with night.stage("encode"):
         night.manifest.features = encode_run(night.run.root, settings.encoding, night.previous)
         if settings.night.compare_with_plain:

@@ -40,31 +40,22 @@ class ShardAbandoned:
 
 def run_shards(
     shards: Sequence[Shard],
-    spec: WorkerSpec,
-    layout: WorkerLayout,
-    max_shard_attempts: int,
+    crew: "Crew",
     choose_budgets: Callable[[Callable[[], StepCost]], dict[Side, Budget]] = lambda measure: {},
-    crew: "Crew | None" = None,
 ) -> Iterator[tuple[Shard, ShardRecord] | ShardAbandoned]:
     """Hand out shards to workers as they become free; yield each one's outcome as it comes.
 
-    A worker that dies, or that computes nothing for long, is replaced and its shard goes back to the front of the
-    queue. After `max_shard_attempts` of these the shard is halved in the plan, and its halves likewise, until the row
+    A worker that dies, or that computes nothing for long, is replaced and its shard goes to the front of the queue.
+    After the crew's `max_attempts` of these the shard is halved in the plan, and its halves likewise, until the row
     that workers die on is alone and given up. An error that a worker reports (a model that cannot be loaded, say) ends
     the run: it would meet every shard.
 
     `choose_budgets`, called once with what has workers say what steps cost, says how much each side drafts. A side that
     is missing drafts what the settings say.
 
-    `crew` are workers that were hired before, as `Crew(spec, layout, max_shard_attempts)`; those that are too many for
-    the shards are dismissed.
-
     Raises RunFailed: no worker finds a place, or all of them are lost before they are ready.
     """
-    num_workers = min(layout.num_workers, len(shards))
-    if crew is None:
-        crew = Crew(spec, replace(layout, num_workers=num_workers), max_shard_attempts)
-    crew.keep(num_workers)
+    crew.have(min(crew.layout.num_workers, len(shards)))
     budgets = choose_budgets(crew.step_cost)
     queue, attempts = deque(shards), Counter()
     while queue or crew.is_at_work:
@@ -82,20 +73,19 @@ def run_shards(
         facts = {"side": shard.side, "shard": shard.name, "attempt": attempts[shard], "reason": str(outcome)}
         told = {"event": "worker_lost", "facts": facts}
         logger.warning("%(side)s %(shard)s: its worker was lost (attempt %(attempt)d): %(reason)s", facts, extra=told)
-        if attempts[shard] < max_shard_attempts:
+        if attempts[shard] < crew.max_attempts:
             queue.appendleft(shard)
             continue
-        RunFolder(spec.run_dir).drop_shard(shard.side, shard.name)  # what the last one may have begun to write
+        RunFolder(crew.spec.run_dir).drop_shard(shard.side, shard.name)  # what the last one may have begun to write
         if shard.num_rows > 1 and crew.num_lost < MOST_LOST:
-            halves = split_shard(spec.run_dir, shard)
+            halves = split_shard(crew.spec.run_dir, shard)
             logger.warning("%s %s: halved, to find the row that workers are lost to", shard.side, shard.name)
             # One of them surely holds such a row, so each is tried once; a row alone as often as any shard.
-            attempts.update({half: max_shard_attempts - 1 for half in halves if half.num_rows > 1})
+            attempts.update({half: crew.max_attempts - 1 for half in halves if half.num_rows > 1})
             queue.extendleft(reversed(halves))
         else:
             yield ShardAbandoned(shard, str(outcome))
     crew.measure_again()
-    crew.dismiss()
 
 
 class _WorkerLost(Exception):
@@ -147,18 +137,28 @@ class Crew:
         self._measures_again = False
         self._asked: dict[ray.ObjectRef, tuple[_Member, Shard | None]] = {}
         self._costliest_step_s = 0.0  # of all that is known of any worker, lost ones too
-        self._layout, self._max_attempts = layout, max_attempts
-        token = secrets.token_hex(8)
-        (spec.run_dir / TOKEN_FILE).write_text(token)  # not a name and a rename: plans sweep up meanwhile
-        self._spec = replace(
-            spec, device=layout.device, num_threads=layout.num_threads, num_workers=layout.num_workers, token=token
-        )
+        self.layout, self.max_attempts = layout, max_attempts
+        self._token, self._seen = secrets.token_hex(8), []
+        self.turn_to(spec)
         # In a thread of its own a worker says how far it is while it works.
         options = {"num_cpus": layout.num_threads, "num_gpus": layout.num_gpus, "concurrency_groups": {"look": 1}}
         self._actor_class = ray.remote(**options)(_Worker)
         self._num_spare = layout.num_workers * max_attempts  # to replace workers that are lost before they are ready
         for _ in range(layout.num_workers):
             self._hire()
+
+    def turn_to(self, spec: WorkerSpec) -> None:
+        """Go on by another specification, of the same model and pools."""
+        layout = self.layout
+        self._seen.append(spec.run_dir / TOKEN_FILE)
+        self._seen[-1].write_text(self._token)  # not a name and a rename: plans sweep up meanwhile
+        self.spec = replace(
+            spec,
+            device=layout.device,
+            num_threads=layout.num_threads,
+            num_workers=layout.num_workers,
+            token=self._token,
+        )
 
     @property
     def actors(self) -> list:
@@ -171,7 +171,7 @@ class Crew:
 
     def hand_out(self, shard: Shard, budget: Budget | None) -> None:
         member = self.idle.pop()
-        self._asked[member.ask("run", shard, budget)] = member, shard
+        self._asked[member.ask("run", self.spec, shard, budget)] = member, shard
 
     def next_answer(self) -> tuple[Shard, ShardRecord | _WorkerLost] | None:
         """Wait for what came of a shard; None where only a worker has become ready, or was lost before."""
@@ -197,7 +197,8 @@ class Crew:
 
     def measure_again(self) -> None:
         """When all is written: measure what steps cost if that is in doubt, and the machine is not still busy."""
-        if self._measures_again and load_of_cores() <= BUSY_LOAD:
+        measures, self._measures_again = self._measures_again, False
+        if measures and load_of_cores() <= BUSY_LOAD:
             try:
                 self._measured_step_cost()
             except RunFailed as error:
@@ -215,7 +216,7 @@ class Crew:
 
     def _ask_one(self, method: str, *arguments) -> StepCost | None:
         """What an idle worker answers: the first that becomes ready, where none is; another where it is lost."""
-        for _ in range(self._max_attempts):
+        for _ in range(self.max_attempts):
             while not self.idle:
                 self.next_answer()
             member = self.idle[0]
@@ -226,22 +227,26 @@ class Crew:
                 self.idle.remove(member)
                 self._replace_lost(lost, was_ready=True)
         raise RunFailed(
-            f"{self._max_attempts} workers died while they measured for the draft budget; lower decoding.batch_size if "
+            f"{self.max_attempts} workers died while they measured for the draft budget; lower decoding.batch_size if "
             "memory ran out, or give decoding.max_draft_tokens and decoding.min_acceptance: then nothing is measured"
         )
 
-    def keep(self, num_workers: int) -> None:
-        """Dismiss workers that are too many, before any was given a shard."""
-        while len(self._asked) > num_workers:
+    def have(self, num_workers: int) -> None:
+        """Dismiss workers that are too many and not idle, or hire others; none may be writing a shard."""
+        while len(self.actors) > num_workers and self._asked:
             _, (member, _) = self._asked.popitem()
             ray.kill(member.actor)
+        while len(self.actors) < num_workers:
+            self._hire()
 
     def dismiss(self) -> None:
         for actor in self.actors:
             ray.kill(actor)
+        for path in self._seen:
+            path.unlink(missing_ok=True)
 
     def _hire(self) -> None:
-        member = _Member(self._actor_class.remote(self._spec))
+        member = _Member(self._actor_class.remote(self.spec))
         self._asked[member.ask("load")] = member, None
 
     def _replace_lost(self, lost: _WorkerLost, was_ready: bool) -> None:
@@ -266,7 +271,7 @@ class Crew:
                 free = ray.available_resources()
                 raise RunFailed(
                     f"no worker found a place within {MOST_STARTING_S / 60:.0f} minutes: each needs "
-                    f"{self._layout.need}, and the cluster has {told_nodes(cluster_nodes())}, of which "
+                    f"{self.layout.need}, and the cluster has {told_nodes(cluster_nodes())}, of which "
                     f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free. Wait for what uses "
                     "them, or set cluster.threads_per_worker"
                 )
@@ -302,7 +307,8 @@ class _Worker:
         self._worker = ShardWorker(self._spec)
         self._worker.warm_up()
 
-    def run(self, shard: Shard, budget: Budget | None) -> ShardRecord:
+    def run(self, spec: WorkerSpec, shard: Shard, budget: Budget | None) -> ShardRecord:
+        self._worker.turn_to(spec)
         return self._worker.run(shard, budget=budget)
 
     def kept_step_cost(self) -> StepCost | None:

@@ -19,7 +19,7 @@ from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.device_memory import host_memory
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.from_settings import drafter_from
+from laserbatch.pipeline.decoding.from_settings import drafter_from, verifier_from
 from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget
@@ -61,7 +61,6 @@ class ShardWorker:
     """Generates the knowledge of shards. Raises ModelError, PoolError: the model or a pool cannot be used."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        self.spec = spec
         settings = spec.decoding.model_copy(update={"num_threads": spec.num_threads})
         sharing = workers_of_node(spec.num_workers, spec.num_threads)
         self.engine = Engine.from_pretrained(spec.model_dir, settings, spec.device, sharing)
@@ -82,7 +81,11 @@ class ShardWorker:
             device=self.engine.device.type,
             num_parameters=loaded.num_parameters,
         )
-        self._provenance = decoding_provenance(spec.decoding)
+        self.turn_to(spec)
+
+    def turn_to(self, spec: WorkerSpec) -> None:
+        """Go on by another specification, of the same model and pools."""
+        self.spec, self._provenance = spec, decoding_provenance(spec.decoding)
 
     def drafter(self, side: Side, budget: Budget | None = None) -> Drafter:
         """The side's drafter: its pool and the sequence's own texts, as configured."""
@@ -202,6 +205,7 @@ class ShardWorker:
             for key, asked in rows.items()
         )
         self.engine.forget_prompts()  # what was written before, for whatever purpose, must not matter
+        verifier = verifier or verifier_from(self.spec.decoding)  # the engine's own may be that of another pass
         return self.engine.generate(requests, self.drafter(side, budget), verifier, budget=budget)
 
     def _record(self, side: Side, asked: AskedRow, result: GenerationResult, verifier: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -83,18 +84,12 @@ def texts(run_dir: Path) -> dict[str, str]:
     return dict(zip(table["entity_id"].to_pylist(), table["text"].to_pylist(), strict=True))
 
 
-@pytest.fixture
-def crews(monkeypatch) -> list:
-    """The crews that are hired."""
-    hired = []
-
-    class Watched(actors.Crew):
-        def __init__(self, *given) -> None:
-            super().__init__(*given)
-            hired.append(self)
-
-    monkeypatch.setattr(actors, "Crew", Watched)
-    return hired
+@contextmanager
+def hired(spec, layout, max_attempts=2):
+    """A crew that is dismissed in the end."""
+    crew = actors.Crew(spec, layout, max_attempts)
+    yield crew
+    crew.dismiss()
 
 
 def pids_of(crew) -> dict:
@@ -104,9 +99,7 @@ def pids_of(crew) -> dict:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_killed_workers_shard_is_done_again_by_another_under_the_budget_that_was_chosen(
-    cluster, world, tmp_path, crews
-):
+def test_a_killed_workers_shard_is_done_again_by_another_under_the_budget_that_was_chosen(cluster, world, tmp_path):
     calm_shards, calm = planned(world, tmp_path / "calm")
     alone = ShardWorker(calm)
     for shard in calm_shards:
@@ -118,14 +111,15 @@ def test_a_killed_workers_shard_is_done_again_by_another_under_the_budget_that_w
 
     def choose(measure):
         known.append(measure())
-        pids.update(pids_of(crews[0]))
+        pids.update(pids_of(crew))
         return {"item": Budget(2, 0.1)}
 
-    outcomes = run_shards(shards, spec, cluster, 3, choose)
-    done = [next(outcomes)]
-    ((at_work, _),) = crews[0]._asked.values()
-    os.kill(pids[at_work.actor], signal.SIGKILL)
-    done += list(outcomes)
+    with hired(spec, cluster, 3) as crew:
+        outcomes = run_shards(shards, crew, choose)
+        done = [next(outcomes)]
+        ((at_work, _),) = crew._asked.values()
+        os.kill(pids[at_work.actor], signal.SIGKILL)
+        done += list(outcomes)
     assert known == [kept], "it was measured again"
     assert sorted(shard.name for shard, _ in done) == [shard.name for shard in shards]
     for _, record in done:
@@ -179,11 +173,11 @@ def crew(cluster, world, tmp_path, monkeypatch):
         def load(self) -> None:
             pass
 
-        def run(self, shard, budget):
-            ids = [row.entity_id for row in read_shard(self._spec.run_dir / shard.path)]
+        def run(self, spec, shard, budget):
+            ids = [row.entity_id for row in read_shard(spec.run_dir / shard.path)]
             table = pa.table({"entity_id": ids, "text": ids})
             info = ShardInfo(shard.sha256, str(budget), DecodingStats(), None, num_workers=1)
-            return RunFolder(self._spec.run_dir).write_shard(shard.side, shard.name, table, info=info)
+            return RunFolder(spec.run_dir).write_shard(shard.side, shard.name, table, info=info)
 
         def kept_step_cost(self) -> StepCost | None:
             return COST
@@ -196,10 +190,12 @@ def crew(cluster, world, tmp_path, monkeypatch):
         monkeypatch.setattr(actors, "_Worker", worker)
         monkeypatch.setattr(actors, "LOOK_S", 0.1)
         shards, _ = planned(world, tmp_path)
-        return shards, run_shards(shards, Spec(tmp_path), layout, max_attempts, **options)
+        run.crew = actors.Crew(Spec(tmp_path), layout, max_attempts)
+        return shards, run_shards(shards, run.crew, **options)
 
     run.Worker = Worker
-    return run
+    yield run
+    run.crew.dismiss()
 
 
 @pytest.mark.ray
@@ -210,7 +206,7 @@ def test_a_row_that_kills_or_stops_workers_is_given_up_alone(crew, world, tmp_pa
     deadly, slow = rows[2], rows[6]
 
     class Poisoned(crew.Worker):
-        def run(self, shard, budget):
+        def run(self, spec, shard, budget):
             of_shard = [row.entity_id for row in read_shard(tmp_path / shard.path)]
             if deadly in of_shard:
                 (tmp_path / "knowledge" / "item").mkdir(parents=True, exist_ok=True)
@@ -219,7 +215,7 @@ def test_a_row_that_kills_or_stops_workers_is_given_up_alone(crew, world, tmp_pa
             if slow in of_shard and not hung.exists():
                 hung.touch()
                 time.sleep(3600)
-            return super().run(shard, budget)
+            return super().run(spec, shard, budget)
 
     monkeypatch.setattr(actors, "LEAST_SILENT_S", 1.0)  # 50 steps of 0.1 seconds are more
     shards, outcomes = crew(Poisoned)
@@ -292,11 +288,11 @@ def test_all_workers_measure_at_once_and_texts_wait_only_where_nothing_is_kept(c
 
 @pytest.mark.ray
 @pytest.mark.parametrize("max_attempts", [1, 3])
-def test_a_worker_that_dies_before_it_measured_is_replaced_and_the_last_one_ends_the_run(crew, crews, max_attempts):
+def test_a_worker_that_dies_before_it_measured_is_replaced_and_the_last_one_ends_the_run(crew, max_attempts):
     measured = []
 
     def choose(measure):
-        for pid in pids_of(crews[0]).values():
+        for pid in pids_of(crew.crew).values():
             os.kill(pid, signal.SIGKILL)
         measured.append(measure())
         return {}

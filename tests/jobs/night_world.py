@@ -4,15 +4,16 @@ import dataclasses
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from laserbatch.jobs.cli import main
 from laserbatch.jobs.stages import generate
+from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.distributed.cluster import WorkerLayout
 from laserbatch.pipeline.distributed.worker import ShardWorker
 from laserbatch.pipeline.sample.world import write_sample_world
@@ -63,19 +64,21 @@ def start(*arguments: str, laserbatch: Sequence[str | Path] = HERE) -> subproces
 def write_here(patched: pytest.MonkeyPatch) -> None:
     """Have texts written in this process instead of by Ray's actors, which would load Python and torch each night."""
 
-    def run_shards(shards, spec, *arguments, choose_budgets, **options):
-        worker = ShardWorker(dataclasses.replace(spec, device="cpu"))
+    def run_shards(shards, crew, choose_budgets):
+        worker = ShardWorker(dataclasses.replace(crew.spec, device="cpu"))
         budgets = choose_budgets(worker)
         for shard in shards:
             yield shard, worker.run(shard, budget=budgets.get(shard.side))
 
-    @contextmanager
-    def no_cluster(settings):
-        yield WorkerLayout(1, 1, 0, "cpu")
-
     patched.setattr(generate, "run_shards", run_shards)
-    patched.setattr(generate, "ray_cluster", no_cluster)
-    patched.setattr(generate, "Crew", lambda *given: None)
+    without_ray(patched)
+
+
+def without_ray(patched: pytest.MonkeyPatch) -> None:
+    """Have no workers started for a night; its crew is only who knows what to write by."""
+    layout = WorkerLayout(1, 1, 0, "cpu")
+    patched.setattr(NightWorkers, "start", lambda self, spec: None)
+    patched.setattr(NightWorkers, "crew", lambda self, spec: SimpleNamespace(spec=spec, layout=layout))
 
 
 @dataclass(frozen=True)

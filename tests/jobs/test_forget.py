@@ -44,8 +44,9 @@ def token_ids(text: str) -> list[int]:
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
-def planted(shards, spec, *_, **__):
+def planted(shards, crew, *_):
     """In place of the model: everybody's text names them, and the planted person's is the secret."""
+    spec = crew.spec
     folder = RunFolder(spec.run_dir)
     for shard in shards:
         records, failed, schema = [], [], knowledge_schema(pa.string())

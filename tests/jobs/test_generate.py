@@ -2,22 +2,21 @@
 
 import json
 import shutil
-from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from night_world import FIRST_DATE, SECOND_DATE, make_world, write_config
+from night_world import FIRST_DATE, SECOND_DATE, make_world, without_ray, write_config
 
 from laserbatch.jobs.settings import PACKAGE_ROOT, load_settings
 from laserbatch.jobs.stages import generate
 from laserbatch.jobs.stages.night import Night, open_night, parse_date
+from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning.plan import read_shard
@@ -41,11 +40,11 @@ class Workers:
     def __init__(self, failing=(), at_first=lambda: None) -> None:
         self.failing, self.at_first, self.shards = failing, at_first, []
 
-    def run_shards(self, shards, spec, layout, attempts, **options):
+    def run_shards(self, shards, crew, choose_budgets):
         for shard in shards:
             self.at_first()
             self.at_first = lambda: None
-            yield shard, self._written(shard, spec)
+            yield shard, self._written(shard, crew.spec)
 
     def _written(self, shard, spec):
         rows = read_shard(spec.run_dir / shard.path)
@@ -66,23 +65,16 @@ class Workers:
         return RunFolder(spec.run_dir).write_shard(shard.side, shard.name, table, failed, info)
 
 
-@contextmanager
-def no_cluster(settings):
-    yield SimpleNamespace(num_workers=1, num_threads=1, device="cpu")
-
-
 def writer(patched: pytest.MonkeyPatch):
     """Generates a night's texts by `Workers`, which it returns."""
 
     def generated(night: Night, **options) -> Workers:
         workers = Workers(**options)
         patched.setattr(generate, "run_shards", workers.run_shards)
-        generate.generate_knowledge(night)
+        generate.generate_knowledge(night, NightWorkers(night.settings.cluster))
         return workers
 
-    patched.setattr(generate, "ray_cluster", no_cluster)
-    patched.setattr(generate, "Crew", lambda *given: None)
-    patched.setattr(generate, "draft", lambda pool, context, num_prompt: None)
+    without_ray(patched)
     return generated
 
 

@@ -7,9 +7,9 @@ from malformed import CASES, NIGHTLY, sound_folder
 from night_world import run_here
 
 from laserbatch.jobs.settings import load_settings
-from laserbatch.jobs.stages import generate
 from laserbatch.jobs.stages.inputs import checked_inputs
 from laserbatch.jobs.stages.night import parse_date
+from laserbatch.jobs.stages.workers import NightWorkers
 
 
 def contents(folder):
@@ -25,7 +25,7 @@ def test_the_folder_that_the_cases_spoil_is_sound(tmp_path, capfd, monkeypatch):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
 def test_what_is_malformed_is_named_and_nothing_is_touched(case, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(sound_folder(tmp_path))
-    monkeypatch.setattr(generate, "ray_cluster", None)  # nothing may get as far
+    monkeypatch.setattr(NightWorkers, "start", None)  # nothing may get as far
     case.change(tmp_path)
     before = contents(tmp_path)
     done = run_here(capfd, *case.command, "--json")

@@ -1,0 +1,57 @@
+"""The workers of a night: started where texts will be written, while plans are made, and kept for all of its passes."""
+
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from threading import Thread
+
+from laserbatch.pipeline.distributed.actors import MOST_STARTING_S, Crew
+from laserbatch.pipeline.distributed.cluster import ray_cluster
+from laserbatch.pipeline.distributed.settings import ClusterSettings
+from laserbatch.pipeline.distributed.spec import WorkerSpec
+from laserbatch.pipeline.errors import RunFailed
+from laserbatch.retrieval_pools.draft import draft
+
+
+class NightWorkers:
+    """A cluster and its crew, until the block is left; nothing is started before somebody asks."""
+
+    def __init__(self, settings: ClusterSettings) -> None:
+        self._settings = settings
+        self._cluster = ExitStack()
+        self._started: Future[Crew] | None = None
+
+    def __enter__(self) -> "NightWorkers":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._started is not None and wait([self._started], timeout=MOST_STARTING_S).done:
+            self._cluster.close()
+
+    def start(self, spec: WorkerSpec) -> None:
+        """Have workers start and load their model in the background; those that were started before stay."""
+        if self._started is None:
+            self._started = Future()
+            Thread(target=self._start, args=(spec,), daemon=True).start()
+
+    def crew(self, spec: WorkerSpec) -> Crew:
+        """The workers, to write by `spec`, which may differ from the one before in all but model and pools.
+
+        Raises RunFailed: Ray does not start; and what else starting them met.
+        """
+        self.start(spec)
+        if not wait([self._started], timeout=MOST_STARTING_S).done:
+            raise RunFailed(f"Ray has not started within {MOST_STARTING_S / 60:.0f} minutes; `laserbatch doctor` tries")
+        crew = self._started.result()
+        crew.turn_to(spec)
+        return crew
+
+    def _start(self, spec: WorkerSpec) -> None:
+        try:
+            layout = self._cluster.enter_context(ray_cluster(self._settings))
+            crew = Crew(spec, layout, self._settings.max_shard_attempts)
+            self._cluster.callback(crew.dismiss)
+            if spec.decoding.drafters:
+                draft(None, [], 0)  # compiled here, so that workers find it in numba's cache
+            self._started.set_result(crew)
+        except BaseException as error:
+            self._started.set_exception(error)
