@@ -2,7 +2,7 @@
 
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from threading import Thread
+from threading import Event, Thread
 
 from laserbatch.pipeline.distributed.actors import MOST_STARTING_S, Crew
 from laserbatch.pipeline.distributed.cluster import ray_cluster
@@ -19,6 +19,7 @@ class NightWorkers:
         self._settings = settings
         self._cluster = ExitStack()
         self._started: Future[Crew] | None = None
+        self._left = Event()
 
     def __enter__(self) -> "NightWorkers":
         return self
@@ -26,6 +27,7 @@ class NightWorkers:
     def __exit__(self, *_) -> None:
         if self._started is not None and wait([self._started], timeout=MOST_STARTING_S).done:
             self._cluster.close()
+        self._left.set()
 
     def start(self, spec: WorkerSpec) -> None:
         """Have workers start and load their model in the background; those that were started before stay."""
@@ -55,3 +57,4 @@ class NightWorkers:
             self._started.set_result(crew)
         except BaseException as error:
             self._started.set_exception(error)
+        self._left.wait()  # Linux ends processes that Ray has started when the thread that started them ends
