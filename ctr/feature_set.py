@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from laserbatch.ctr.errors import CtrError
-from laserbatch.pipeline.encoding.schema import check_feature_schema, run_date
+from laserbatch.pipeline.encoding.schema import LEVELS, check_feature_schema, run_date
 
 SIDES = ("user", "item")
 FeatureSet = dict[str, pa.Table]  # features of both sides, as `pipeline.encoding.schema` describes them
@@ -25,8 +25,8 @@ class SideVectors:
     """Features of one side, one row an entity of the entity table."""
 
     vectors: np.ndarray  # float32 (num_entities, dim), zeros where there is none
-    cluster_codes: np.ndarray  # int32 (num_entities,): 0 none, then 1 + cluster id
-    num_cluster_codes: int  # codes are below this
+    codes: np.ndarray  # int32 (num_entities, num_levels): 0 none, then 1 + the id of each level of clusters
+    num_codes: np.ndarray  # int64 (num_levels,): codes are below these
     num_missing: int = 0  # entities that have no features
     num_foreign: int = 0  # features of ids that are no entity
 
@@ -90,13 +90,13 @@ def align(features: pa.Table, side: str, entity_ids: pa.Array) -> SideVectors:
         raise CtrError(
             f"the vector of {side} {ids[row].as_py()!r} holds what is no finite number; encode the run again"
         )
-    clusters = features["cluster_id"].to_numpy()
+    of_levels = np.column_stack([features[name].to_numpy() for name in LEVELS])
     vectors = np.zeros((len(entity_ids), raw.shape[1]), np.float32)
     vectors[has_vector] = raw[taken]
-    cluster_codes = np.zeros(len(entity_ids), np.int32)
-    cluster_codes[has_vector] = 1 + clusters[taken]
-    num_foreign = len(ids) - len(taken)
-    return SideVectors(vectors, cluster_codes, 2 + int(clusters.max(initial=0)), int((~has_vector).sum()), num_foreign)
+    codes = np.zeros((len(entity_ids), len(LEVELS)), np.int32)
+    codes[has_vector] = 1 + of_levels[taken]
+    num_codes, num_foreign = 2 + of_levels.max(axis=0, initial=0).astype(np.int64), len(ids) - len(taken)
+    return SideVectors(vectors, codes, num_codes, int((~has_vector).sum()), num_foreign)
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,14 @@ class Basis:
     user_mean: np.ndarray  # float32 (dim,)
     item_mean: np.ndarray
     directions: np.ndarray  # float64 (dim, reduced_dim), scaled so that coordinates have mean square one
-    num_user_clusters: int  # cluster codes are below this; others become unknown
-    num_item_clusters: int
+    num_user_codes: np.ndarray  # int64 (num_levels,): codes are below these; others become none
+    num_item_codes: np.ndarray
 
     def reduce(self, sides: dict[str, SideVectors]) -> dict[str, SideVectors]:
         """Vectors float32 (num_entities, reduced_dim); rows of zeros stay zeros. Raises CtrError on another width."""
         reduced = {}
         for side, found in sides.items():
-            mean, num_clusters = getattr(self, f"{side}_mean"), getattr(self, f"num_{side}_clusters")
+            mean, num_codes = getattr(self, f"{side}_mean"), getattr(self, f"num_{side}_codes")
             if found.vectors.shape[1] != len(mean):
                 raise CtrError(
                     f"{side} features have vectors of width {found.vectors.shape[1]}, the basis they are reduced by is "
@@ -125,10 +125,8 @@ class Basis:
             has_vector = (found.vectors != 0).any(axis=1)
             vectors = np.zeros((len(has_vector), self.directions.shape[1]), np.float32)
             vectors[has_vector] = (found.vectors[has_vector] - mean) @ self.directions
-            codes = np.where(found.cluster_codes < num_clusters, found.cluster_codes, 0)
-            reduced[side] = dataclasses.replace(
-                found, vectors=vectors, cluster_codes=codes, num_cluster_codes=num_clusters
-            )
+            codes = np.where(found.codes < num_codes, found.codes, 0)
+            reduced[side] = dataclasses.replace(found, vectors=vectors, codes=codes, num_codes=num_codes)
         return reduced
 
 
@@ -151,7 +149,7 @@ def fit_basis(variants: dict[str, dict[str, SideVectors]], is_trained: dict[str,
         for rows in fitted:
             centred = (rows - mean[side]).astype(np.float64) / np.sqrt(num_fitted)
             covariance += centred.T @ centred / len(SIDES)
-        num_codes[side] = max(found.num_cluster_codes for found in aligned)
+        num_codes[side] = np.max([found.num_codes for found in aligned], axis=0)
     variances, directions = np.linalg.eigh(covariance)
     variances, directions = variances[::-1][:max_dim], directions[:, ::-1][:, :max_dim]  # largest first
     # The signs of eigenvectors are free; fixed here, so that the same vectors give the same coordinates.

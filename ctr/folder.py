@@ -55,8 +55,7 @@ class ModelCard:
         else:
             save_model(training.model.cpu(), str(folder / "model.safetensors"))
         if self.basis is not None:
-            arrays = {name: np.asarray(value) for name, value in vars(self.basis).items()}
-            save_file(arrays, folder / "basis.safetensors")
+            save_file(dict(vars(self.basis)), folder / "basis.safetensors")
         (folder / "vocabularies").mkdir()
         encoders: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
         for side in SIDES:
@@ -90,7 +89,7 @@ class ModelCard:
             path = folder / "basis.safetensors"
             basis = load_file(path) if path.is_file() else None
             if basis is not None:
-                basis = Basis(**{name: value if value.ndim else int(value) for name, value in basis.items()})
+                basis = Basis(**basis)
             return cls(
                 card["model"],
                 CtrSettings.model_validate(card["settings"]),

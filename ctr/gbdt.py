@@ -32,7 +32,9 @@ class GbdtColumns:
         if self._knowledge is None:
             return list(range(num_codes))
         num_components = min(NUM_COMPONENTS, self._knowledge.user.vectors.shape[1])
-        return [*range(num_codes), first_cluster, first_cluster + 1 + num_components]
+        levels = range(self._knowledge.user.codes.shape[1])
+        firsts = first_cluster, first_cluster + len(levels) + num_components
+        return [*range(num_codes), *(first + level for first in firsts for level in levels)]
 
     def __call__(self, rows: np.ndarray) -> np.ndarray:
         """Columns of some rows: float32 (len(rows), num_columns)."""
@@ -53,7 +55,7 @@ class GbdtColumns:
         if self._knowledge is not None:
             users, (user, item) = data.users[rows], (self._knowledge.user, self._knowledge.item)
             for side, numbers in ((user, users), (item, items)):
-                columns += [side.cluster_codes[numbers][:, None], side.vectors[numbers, :NUM_COMPONENTS]]
+                columns += [side.codes[numbers], side.vectors[numbers, :NUM_COMPONENTS]]
             of_history = np.zeros((len(rows), item.vectors.shape[1]), np.float32)
             np.add.at(of_history, row_of_liked, item.vectors[liked])
             columns.append(_cosine(of_history, item.vectors[items])[:, None])

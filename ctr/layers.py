@@ -170,8 +170,8 @@ class RowInputs(nn.Module):
         super().__init__()
         vectors = None
         if knowledge is not None:
-            user_fields += (_cluster_field(knowledge.user),)
-            item_fields += (_cluster_field(knowledge.item),)
+            user_fields += _cluster_fields(knowledge.user)
+            item_fields += _cluster_fields(knowledge.item)
             vectors = knowledge.user.vectors, knowledge.item.vectors
         self.user_embedding = EntityEmbedding(user_fields, settings.embedding_dim)
         self.item_embedding = EntityEmbedding(item_fields, settings.embedding_dim)
@@ -188,7 +188,8 @@ class RowInputs(nn.Module):
         return torch.cat(parts, dim=1)
 
 
-def _cluster_field(side: SideVectors) -> Field:
-    """The cluster id as one more field; clusters are never unknown, so code 1 is unused."""
-    codes = np.where(side.cluster_codes > 0, side.cluster_codes - 1 + NUM_RESERVED, 0)
-    return Field("cluster", codes[:, None], side.num_cluster_codes - 1 + NUM_RESERVED)
+def _cluster_fields(side: SideVectors) -> tuple[Field, ...]:
+    """The cluster ids as more fields, one a level; clusters are never unknown, so code 1 is unused."""
+    codes = np.where(side.codes > 0, side.codes - 1 + NUM_RESERVED, 0)
+    sizes = (side.num_codes - 1 + NUM_RESERVED).tolist()
+    return tuple(Field("cluster", codes[:, [level]], size) for level, size in enumerate(sizes))

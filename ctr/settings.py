@@ -1,8 +1,8 @@
 """What CTR training can be told."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.labels import LabelRule
@@ -22,6 +22,16 @@ class CtrSettings(BaseModel):
     """Split, features, models and their training."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_before(cls, data: Any) -> Any:
+        """`positive_rating`, as manifests and configurations of before say it, is a rule of `label`."""
+        if not isinstance(data, dict) or "positive_rating" not in data:
+            return data
+        told = dict(data)
+        rating = told.pop("positive_rating")
+        return {"label": f"rating >= {rating:g}" if isinstance(rating, int | float) else rating} | told
 
     models: tuple[ModelName, ...] = Field(
         ("din", "dcnv2", "gbdt"), min_length=1, description="Which models are trained."

@@ -1,8 +1,6 @@
 """`laserbatch features ...`: the features of runs as other tools want them: by time, or in their layouts."""
 
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 
@@ -14,16 +12,16 @@ import typer
 
 from laserbatch.jobs.console import progress, summary
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
+from laserbatch.jobs.stages.feature_versions import dated_runs, feature_versions
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.pipeline.encoding.exports import FORMATS, SideExport
 from laserbatch.pipeline.encoding.features import changed_rows
 from laserbatch.pipeline.encoding.vectors import VectorForm
-from laserbatch.pipeline.encoding.versions import DAY_US, MOMENT, Versions, moments, read_versions, version_fields
+from laserbatch.pipeline.encoding.versions import DAY_US, MOMENT, Versions, moments, version_fields
 from laserbatch.pipeline.errors import TableError, WorkspaceError
-from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import atomic_folder
 from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_parquet, write_parquet
-from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.columns import schema_findings
 from laserbatch.pipeline.tables.findings import FaultyTable
@@ -54,7 +52,7 @@ def asof(
     Example: `laserbatch features asof tables/interactions.parquet train.parquet --workspace workspace`
     """
     opened = Workspace.open(load_settings(config, {"workspace": workspace}).workspace, create=False)
-    with _versions(opened) as versions:
+    with feature_versions(dated_runs(opened)) as versions:
         forms = {side: VectorForm(found.vectors.shape[1], _dtype(float16)) for side, found in versions.items()}
         num_without = dict.fromkeys(SIDES, 0)
         batches = iter_parquet(interactions)
@@ -103,7 +101,7 @@ def history(
     """
     opened = Workspace.open(load_settings(config, {"workspace": workspace}).workspace, create=False)
     counts = {}
-    with _versions(opened) as versions, atomic_folder(out, overwrite) as folder:
+    with feature_versions(dated_runs(opened)) as versions, atomic_folder(out, overwrite) as folder:
         for side, found in versions.items():
             form, ends = VectorForm(found.vectors.shape[1], _dtype(float16)), found.valid_to()
             id_field = pa.field(f"{side}_id", found.ids.type, nullable=False)
@@ -168,30 +166,6 @@ def _kept(path: Path, is_wanted: np.ndarray | None) -> Iterator[pa.RecordBatch]:
         kept = None if is_wanted is None else pa.array(is_wanted[start : start + batch.num_rows])
         yield batch if kept is None else batch.filter(kept)
         start += batch.num_rows
-
-
-@contextmanager
-def _versions(workspace: Workspace) -> Iterator[dict[Side, Versions]]:
-    """The versions of both sides in finished runs that were not taken back, of the newest one's encoder."""
-    taken_back = workspace.withdrawn()
-    runs = [run for run in workspace.runs() if run.is_finished and run.run_id not in taken_back]
-    runs.sort(key=lambda run: (run.date, run.success_path.stat().st_mtime_ns))
-    with tempfile.TemporaryFile() as of_users, tempfile.TemporaryFile() as of_items:
-        scratch = {"user": of_users, "item": of_items}
-        yield {side: read_versions(_feature_files(workspace, runs, side), side, scratch[side]) for side in SIDES}
-
-
-def _feature_files(workspace: Workspace, runs: list[RunFolder], side: Side) -> dict[str, Path]:
-    found = {run.run_id: run.load_manifest().features.get(side) for run in runs}
-    found = {run_id: figures for run_id, figures in found.items() if figures is not None}
-    if not found:
-        raise WorkspaceError(f"{workspace.root} has no finished run with features. Run `laserbatch nightly` first.")
-    encoder = list(found.values())[-1].encoder
-    return {
-        run.run_id: run.features_path(side)
-        for run in runs
-        if run.run_id in found and found[run.run_id].encoder == encoder
-    }
 
 
 def _days(times: pa.Array) -> np.ndarray:

@@ -1,5 +1,6 @@
 """One night as the stages share it: an opened, resumable run, and the earlier run and pools that it builds on."""
 
+import copy
 import datetime
 import os
 import platform
@@ -7,7 +8,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from importlib.metadata import version
 from typing import Any
 
@@ -221,14 +222,29 @@ def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
     building = here.pool_building.model_dump() | manifest.settings.get("pool_building", {})
     elsewhere = {name: getattr(here, name) for name in ("workspace", "deliver_to", "cluster", "metrics", "gates")}
     ours = elsewhere | {"pool_building": building}
+    told = copy.deepcopy(manifest.settings) | ours
     try:
-        return Settings.model_validate(manifest.settings | ours)
+        return Settings.model_validate(_without_unknown(told, manifest.run_id))
     except ValidationError as error:
         keys = ", ".join(".".join(str(part) for part in item["loc"]) for item in error.errors())
         raise ConfigError(
             f"run {manifest.run_id} was made by laserbatch {manifest.laserbatch_version} with settings that "
             f"this version does not have ({keys}); use that version for it, or run the night again"
         ) from None
+
+
+def _without_unknown(told: dict[str, Any], run_id: str) -> dict[str, Any]:
+    """Settings without the keys that this version does not have, which are taken out and said."""
+    try:
+        Settings.model_validate(told)
+    except ValidationError as error:
+        unknown = [item["loc"] for item in error.errors() if item["type"] == "extra_forbidden"]
+        for *sections, key in unknown:
+            reduce(lambda holder, name: holder[name], sections, told).pop(key)
+        if unknown:
+            names = ", ".join(".".join(map(str, loc)) for loc in unknown)
+            say(f"run {run_id} has settings that this version does not have, which are left out: {names}")
+    return told
 
 
 def current_pools(

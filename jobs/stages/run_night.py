@@ -203,8 +203,11 @@ def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_t
         say(f"{side} texts are all encoded again: {error}")
         return None
     before = manifest.features.get(side)
+    if before is not None and not before.codebook:
+        say(f"{side} texts are all encoded again, once: the features of run {previous.run_id} are of an earlier layout")
+        return None
     cut_at = manifest.settings.get("encoding", {}).get("max_text_tokens", max_text_tokens)
-    if before is None or before.encoder != encoder_id or cut_at != max_text_tokens or not before.codebook:
+    if before is None or before.encoder != encoder_id or cut_at != max_text_tokens:
         return None
     table = WrittenFile(previous.features_path(side), before.num_rows, before.sha256)
     return FeatureFiles(table, previous.centroids_path(side))

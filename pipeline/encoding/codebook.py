@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LEVELS = ("cluster_id", "residual_id")  # columns of feature tables, coarse first
+from laserbatch.pipeline.encoding.schema import LEVELS
+
 MAX_FULL_KMEANS_ROWS = 20_000  # above it, mini-batches: full k-means would take minutes
 MAX_STEP = 0.1  # share of the way to the mean of a night's new vectors that a centroid goes at most
 FAR = 2.0  # times the root mean square distance of what a level was fitted on

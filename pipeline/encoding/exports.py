@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import yaml
 
+from laserbatch.pipeline.encoding.schema import LEVELS
 from laserbatch.pipeline.encoding.vectors import VectorForm, vectors_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.atomic import write_text
@@ -55,8 +56,9 @@ def write_merlin(sides: Sequence[SideExport], folder: Path, place: Path) -> None
         features = [
             _feature(one.id_name, "INT" if one.has_integer_ids else "BYTES", "", ["id", one.id_name]),
             _feature("vector", "FLOAT", shape, ["embedding", one.side]),
-            _feature("cluster_id", "INT", "int_domain { is_categorical: true }", ["categorical", one.side]),
         ]
+        is_code = "int_domain { is_categorical: true }"
+        features += [_feature(name, "INT", is_code, ["categorical", one.side]) for name in LEVELS]
         write_text("".join(features), folder / one.side / "schema.pbtxt")
 
 

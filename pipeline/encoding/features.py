@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from laserbatch.pipeline.encoding.codebook import LEVELS, Codebook, Level, digests, fit_codebook, followed
-from laserbatch.pipeline.encoding.schema import centroid_schema, feature_schema
+from laserbatch.pipeline.encoding.codebook import Codebook, Level, digests, fit_codebook, followed
+from laserbatch.pipeline.encoding.schema import LEVELS, centroid_schema, feature_schema
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.storage.atomic import link_file, sha256_file
 from laserbatch.pipeline.storage.parquet import (
@@ -186,6 +186,14 @@ def _write_codebook(codebook: Codebook, path: Path, side: str, dim: int) -> None
 
 def _dim(path: Path) -> int:
     return pq.read_schema(path).field("vector").type.list_size
+
+
+def changed_rows(table: Path, earlier: Path, id_column: str) -> tuple[np.ndarray, pa.Array]:
+    """What of a feature table is not in an earlier one: bool[n], rows of a new text; and the ids that went."""
+    rows = as_large(read_parquet(table, [id_column, "run_id", "fingerprint"])).rename_columns({id_column: "entity_id"})
+    before = as_large(read_parquet(earlier, [id_column]))[id_column].combine_chunks()
+    gone = before.filter(pc.invert(pc.is_in(before, value_set=rows["entity_id"].combine_chunks())))
+    return _known_rows(rows, np.arange(rows.num_rows), earlier, id_column) < 0, gone
 
 
 def _known_rows(rows: pa.Table, order: np.ndarray, earlier: Path, id_column: str) -> np.ndarray:

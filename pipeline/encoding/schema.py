@@ -9,6 +9,7 @@ import datetime
 import pyarrow as pa
 
 FEATURE_VERSION = 2
+LEVELS = ("cluster_id", "residual_id")  # columns of codes, coarse first
 
 
 def feature_schema(side: str, entity_id_type: pa.DataType, dim: int) -> pa.Schema:
@@ -48,7 +49,7 @@ def check_feature_schema(schema: pa.Schema, side: str) -> None:
             f"expected a feature table of version {FEATURE_VERSION} of side {side}, found record {found[0]}, "
             f"version {found[1]}, side {found[2]}; encode the run again with `laserbatch encode`"
         )
-    columns = [f"{side}_id", "vector", "cluster_id", "residual_id", "run_id", "fingerprint"]
+    columns = [f"{side}_id", "vector", *LEVELS, "run_id", "fingerprint"]
     if schema.names != columns:
         raise ValueError(f"expected the columns {columns} in a feature table, found {schema.names}")
 

@@ -5,7 +5,7 @@ see the versions that are older than its own day began, and the newest of them i
 """
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.pipeline.encoding.schema import run_date
+from laserbatch.pipeline.encoding.schema import LEVELS, run_date
 from laserbatch.pipeline.encoding.vectors import VectorForm, vectors_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.parquet import iter_parquet
@@ -35,7 +35,7 @@ class Versions:
     entities : int64[n], places in `ids`.
     valid_from : int32[n], days since 1970 (UTC).
     run_ids : string[n], the run that wrote the text.
-    cluster_ids : int32[n].
+    codes : int32 (n, num_levels), -1 where they are of another codebook than the newest run's.
     rows : int64[n], rows of `vectors`.
     vectors : float32 (n, dim), a file.
     """
@@ -44,7 +44,7 @@ class Versions:
     entities: np.ndarray
     valid_from: np.ndarray
     run_ids: pa.Array
-    cluster_ids: np.ndarray
+    codes: np.ndarray
     rows: np.ndarray
     vectors: np.ndarray
 
@@ -72,7 +72,7 @@ class Versions:
         vectors[~is_null] = self.vectors[self.rows[versions[~is_null]]]
         return [
             form.column(vectors, is_null),
-            pa.array(self.cluster_ids[versions], mask=is_null),
+            *(pa.array(codes, mask=is_null | (codes < 0)) for codes in self.codes[versions].T),
             self.run_ids.take(pa.array(versions, mask=is_null)),
             moments(np.where(is_null, -1, self.valid_from[versions])),
         ]
@@ -86,7 +86,8 @@ class Versions:
 
 def version_fields(form: VectorForm, prefix: str = "") -> list[pa.Field]:
     """What is told of a version, apart from whose it is."""
-    fields = {"vector": form.arrow_type, "cluster_id": pa.int32(), "run_id": pa.string(), "valid_from": MOMENT}
+    codes = dict.fromkeys(LEVELS, pa.int32())
+    fields = {"vector": form.arrow_type, **codes, "run_id": pa.string(), "valid_from": MOMENT}
     return [pa.field(f"{prefix}{name}", kind) for name, kind in fields.items()]
 
 
@@ -95,27 +96,34 @@ def moments(days: np.ndarray) -> pa.Array:
     return pa.array(days.astype(np.int64) * DAY_US, MOMENT, mask=days < 0)
 
 
-def read_versions(files: Mapping[str, Path], side: str, scratch: BinaryIO) -> Versions:
+def read_versions(
+    files: Mapping[str, Path], side: str, scratch: BinaryIO, of_other_codes: Collection[str] = ()
+) -> Versions:
     """Every version in the feature tables of runs, whose vectors have one encoder.
 
     Parameters
     ----------
     files : run id -> feature table of the side. Of two versions of one day the later table's holds.
+    of_other_codes : runs whose codes do not compare with those of the others, or that have none.
     scratch : file that the vectors are written to. In memory are ids and a few numbers a version.
     """
     parts: list[tuple[pa.Array, pa.Array, np.ndarray]] = []
-    known = pa.array(files, pa.string())
+    known = {own: pa.array([run for run in files if (run in of_other_codes) <= own], pa.string()) for own in (0, 1)}
     dim = 0
     for run_id, path in files.items():
-        for batch in iter_parquet(path, [f"{side}_id", "run_id", "cluster_id", "vector"]):
-            # What an earlier run wrote is read where that run is still there.
+        has_codes = run_id not in of_other_codes
+        for batch in iter_parquet(path, [f"{side}_id", "run_id", *(LEVELS if has_codes else ()), "vector"]):
+            # What an earlier run wrote is read where that run is still there, and codes that compare.
             of_run = batch["run_id"]
-            is_new = pc.or_(pc.equal(of_run, run_id), pc.invert(pc.is_in(of_run, value_set=known)))
+            is_new = pc.or_(pc.equal(of_run, run_id), pc.invert(pc.is_in(of_run, value_set=known[not has_codes])))
             batch = batch.filter(is_new)
             vectors = vectors_of(batch)
             dim = vectors.shape[1]
             scratch.write(vectors)
-            parts.append((batch[f"{side}_id"], batch["run_id"], batch["cluster_id"].to_numpy()))
+            codes = np.full((len(batch), len(LEVELS)), -1, np.int32)
+            if has_codes:
+                codes = np.column_stack([batch[name].to_numpy() for name in LEVELS])
+            parts.append((batch[f"{side}_id"], batch["run_id"], codes))
     scratch.flush()
     all_ids = pa.chunked_array([ids for ids, _, _ in parts]).combine_chunks()
     all_runs = pa.chunked_array([runs for _, runs, _ in parts]).combine_chunks().dictionary_encode()
@@ -133,7 +141,7 @@ def read_versions(files: Mapping[str, Path], side: str, scratch: BinaryIO) -> Ve
         entities=entities[order],
         valid_from=days[order],
         run_ids=all_runs.dictionary_decode().take(pa.array(order)),
-        cluster_ids=np.concatenate([clusters for _, _, clusters in parts])[order],
+        codes=np.concatenate([codes for _, _, codes in parts])[order],
         rows=order,
         vectors=vectors,
     )

@@ -41,7 +41,7 @@ def trace(world, features):
     arrays += [data.liked[data.starts[row] : data.ends[row]] for row in data.train]
     arrays += [data.train] + [field.codes for field in (*data.user_fields, *data.item_fields)]
     knowledge = build_knowledge(world, data, {"relaxed": features}, AS_OF, SETTINGS)["relaxed"]
-    arrays += [array for side in (knowledge.user, knowledge.item) for array in (side.vectors, side.cluster_codes)]
+    arrays += [array for side in (knowledge.user, knowledge.item) for array in (side.vectors, side.codes)]
     return [(array.dtype.str, array.shape, array.tobytes()) for array in arrays]
 
 

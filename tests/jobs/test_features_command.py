@@ -14,7 +14,7 @@ from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.workspace import Workspace
 
 
-def planted(workspace: Workspace, day: int, of_users: dict[str, int], encoder: str = "e") -> str:
+def planted(workspace: Workspace, day: int, of_users: dict[str, int], encoder: str = "e", codebook: str = "c") -> str:
     """A finished run of a day in March: by user the day whose run wrote the text; the same of one item."""
     manifest = RunManifest.create(workspace.root / "runs", datetime.date(2025, 3, day), {}, "1", {})
     run = workspace.run(manifest.run_id)
@@ -22,13 +22,13 @@ def planted(workspace: Workspace, day: int, of_users: dict[str, int], encoder: s
     for side, written in (("user", of_users), ("item", {"i": day})):
         schema = feature_schema(side, pa.string(), 2)
         rows = [
-            [entity, [float(at), 0.5], at, f"2025-03-{at:02}{run.run_id[10:]}", str(at)]
+            [entity, [float(at), 0.5], at, at, f"2025-03-{at:02}{run.run_id[10:]}", str(at)]
             for entity, at in written.items()
         ]
         table = pa.table([list(column) for column in zip(*rows, strict=True)], schema=schema)
         file = write_parquet(table, run.features_path(side))
         name = file.path.relative_to(run.root).as_posix()
-        manifest.features[side] = FeatureFigures(name, len(rows), file.sha256, 2, name, 1, 0, 0, encoder)
+        manifest.features[side] = FeatureFigures(name, len(rows), file.sha256, 2, name, 1, 0, 0, encoder, codebook)
     manifest.save()
     run.finish()
     workspace.publish(run.run_id)
@@ -67,6 +67,7 @@ def test_a_row_is_joined_with_what_was_known_before_its_day(workspace, tmp_path,
     assert joined.column_names[:4] == log.column_names
     assert joined["user_cluster_id"].to_pylist() == [None, 3, 3, 5, None, 3]
     assert joined["item_cluster_id"].to_pylist() == [None, 3, 3, 5, 5, 5]
+    assert joined["item_residual_id"].to_pylist() == [None, 3, 3, 5, 5, 5]
     assert joined["user_vector"].to_pylist()[3] == [5.0, 0.5]
     assert joined["user_valid_from"].to_pylist()[3] == datetime.datetime(2025, 3, 6, tzinfo=datetime.UTC)
 

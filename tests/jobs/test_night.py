@@ -13,7 +13,7 @@ from laserbatch.jobs.commands import backfill as backfilling
 from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import publishing
 from laserbatch.jobs.stages import run_night as stages
-from laserbatch.jobs.stages.night import open_night, previous_run
+from laserbatch.jobs.stages.night import open_night, open_run, previous_run
 from laserbatch.jobs.stages.run_night import close, publish, run_night
 from laserbatch.pipeline.errors import TableError, WorkspaceError
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -258,3 +258,16 @@ def test_a_date_on_which_nobody_is_known_is_refused(world):
     with pytest.raises(TableError, match=r"neither a user nor an item of .*tables is known at the end of 2020-01-01"):
         opened(world, datetime.date(2020, 1, 1))
     assert not (world / "workspace").exists()
+
+
+def test_a_run_of_before_is_read_by_what_its_settings_are_called_today(world, capsys):
+    """Of a key that nobody knows any more a line says that it is left out; what is there under another name is kept."""
+    night = opened(world)
+    ctr = night.manifest.settings["ctr"]
+    ctr["positive_rating"], ctr["of_old"] = 3.0, 1
+    del ctr["label"]
+    night.manifest.settings_hash = "another"
+    night.manifest.save()
+    settings = open_run(load_settings(world / "laserbatch.yaml"), night.run.run_id).settings
+    assert settings.ctr.label == "rating >= 3"
+    assert "left out: ctr.of_old" in capsys.readouterr().err
