@@ -12,9 +12,11 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from laserbatch.ctr.dataset import CtrData, EntityTables, Knowledge, build_dataset, build_knowledge
+from laserbatch.ctr.dataset import CtrData, build_dataset
 from laserbatch.ctr.equivalence import PairedAuc, compare_paired, pair
 from laserbatch.ctr.feature_set import FeatureSet
+from laserbatch.ctr.knowledge import FeatureVersions, Knowledge, build_knowledge, seen_as_of
+from laserbatch.ctr.log import EntityTables
 from laserbatch.ctr.metrics import measure
 from laserbatch.ctr.settings import CtrSettings, ModelName
 from laserbatch.ctr.training import MODEL_TITLES, train_model
@@ -50,6 +52,7 @@ def train_ctr(
     as_of: datetime.date,
     settings: CtrSettings | None = None,
     on_fit: Callable[[CtrRow], None] | None = None,
+    versions: Mapping[str, Mapping[str, FeatureVersions]] | None = None,
 ) -> CtrFigures:
     """Train and judge every model with every variant of knowledge.
 
@@ -61,6 +64,7 @@ def train_ctr(
     features : `{"none": None, "plain": ..., "relaxed": ...}`; the run's own has the name of its verifier.
     as_of : the date of the run that made the features.
     on_fit : called after each training.
+    versions : of `history: asof`, by variant and side.
     """
     settings = settings or CtrSettings()
     data = build_dataset(tables, as_of, settings)
@@ -69,8 +73,11 @@ def train_ctr(
     rows: list[CtrRow] = []
     scores: dict[tuple[str, str], list[np.ndarray]] = {}  # by model and variant, of each seed: float32 (num_test,)
     for variant in features:
+        seen, of_variant = data, knowledge.get(variant)
+        if settings.history == "asof" and of_variant is not None:
+            seen, of_variant = seen_as_of(tables, data, of_variant, versions[variant])
         for model in settings.models:
-            for row, of_row in _train_seeds(model, variant, data, knowledge.get(variant), settings):
+            for row, of_row in _train_seeds(model, variant, data, seen, of_variant, settings):
                 rows.append(row)
                 if variant != "none":
                     scores.setdefault((row.model, variant), []).append(of_row)
@@ -90,10 +97,10 @@ def train_ctr(
 
 
 def _train_seeds(
-    model: ModelName, variant: str, data: CtrData, knowledge: Knowledge | None, settings: CtrSettings
+    model: ModelName, variant: str, data: CtrData, seen: CtrData, knowledge: Knowledge | None, settings: CtrSettings
 ) -> Iterator[tuple[CtrRow, np.ndarray]]:
     for seed in range(settings.seed, settings.seed + settings.num_seeds):
-        found = train_model(model, data, knowledge, settings, seed)
+        found = train_model(model, seen, knowledge, settings, seed)
         title, judged = MODEL_TITLES[model], _judged(data, found.scores)
         row = CtrRow(title, variant, seed, found.best_epoch, found.train_s, found.validation_auc, **judged)
         yield row, found.scores

@@ -22,11 +22,13 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_model, save_model
 
-from laserbatch.ctr.dataset import EntityTables, Knowledge, Log, ModelRows, align_sides, rows_before
+from laserbatch.ctr.dataset import ModelRows, rows_before
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import SIDES, Basis, FeatureSet
 from laserbatch.ctr.fields import Encoder
 from laserbatch.ctr.gbdt import GbdtColumns, load_gbdt, predict_gbdt
+from laserbatch.ctr.knowledge import Knowledge, align_sides
+from laserbatch.ctr.log import EntityTables, Log
 from laserbatch.ctr.loop import predict
 from laserbatch.ctr.metrics import Metrics
 from laserbatch.ctr.settings import CtrSettings, ModelName

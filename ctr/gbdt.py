@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from laserbatch.ctr.dataset import PAST_COLUMNS, CtrData, Knowledge, ModelRows
+from laserbatch.ctr.dataset import PAST_COLUMNS, CtrData, ModelRows
 from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.knowledge import Knowledge
 from laserbatch.ctr.settings import CtrSettings
 
 NUM_COMPONENTS = 16  # leading principal components of the knowledge vectors that become columns

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from laserbatch.ctr.dataset import Knowledge
 from laserbatch.ctr.feature_set import SideVectors
 from laserbatch.ctr.fields import NUM_RESERVED, Field
+from laserbatch.ctr.knowledge import Knowledge
 from laserbatch.ctr.settings import CtrSettings
 
 NUM_EXPERTS = 2  # of each kind of knowledge, and as many shared ones

@@ -48,8 +48,13 @@ class CtrSettings(BaseModel):
     negatives_by: Literal["uniform", "popularity"] = Field(
         "uniform", description="How sampled negatives are drawn; by popularity: as often as items occur."
     )
+    history: Literal["latest", "asof", "split"] = Field(
+        "latest",
+        description="Which texts training rows see: latest, the run's, which saw their labels; asof, the newest "
+        "that are older than the row; split, the run's, and only rows after its date train.",
+    )
     validation_share: float = Field(
-        0.3, gt=0, lt=1, description="First part of what comes after the date; the rest is test."
+        0.3, gt=0, lt=1, description="First part of what comes after training; the rest is test."
     )
     cold_max_interactions: int = Field(5, ge=1, description="A user with fewer interactions up to the date is cold.")
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from laserbatch.ctr.dataset import CtrData, Knowledge, ModelRows
+from laserbatch.ctr.dataset import CtrData, ModelRows
 from laserbatch.ctr.gbdt import GbdtColumns, fit_gbdt, predict_gbdt
+from laserbatch.ctr.knowledge import Knowledge
 from laserbatch.ctr.layers import RowInputs
 from laserbatch.ctr.loop import Progress, fit, predict
 from laserbatch.ctr.networks import DIN, DCNv2

@@ -11,6 +11,7 @@ from laserbatch.jobs.console import print_table, stdout, summary
 from laserbatch.jobs.report.ctr_table import ctr_lead, ctr_table
 from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
 from laserbatch.jobs.stages.compare_ctr import compare_ctr
+from laserbatch.jobs.stages.feature_versions import earlier_runs
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.jobs.stages.train_ctr import (
     FeatureName,
@@ -126,7 +127,8 @@ def compare(
     night = open_run(load_settings(config, {"workspace": workspace}), run)
     settings = changed_settings(night.settings.ctr, models, seeds)
     later_tables = open_tables(tables or night.settings.tables.path)
-    figures = compare_ctr(night.run.root, later_tables, night.date, night.settings.decoding.verifier, settings)
+    history, verifier = earlier_runs(night.workspace, night.run), night.settings.decoding.verifier
+    figures = compare_ctr(night.run.root, later_tables, night.date, verifier, settings, history)
     if as_json:
         summary({"run_id": night.run.run_id, **asdict(figures)}, as_json=True)
         return

@@ -2,14 +2,17 @@
 
 import datetime
 import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from laserbatch.ctr.dataset import EntityTables
 from laserbatch.ctr.errors import CtrError, NothingToJudge
 from laserbatch.ctr.feature_set import FeatureSet, read_feature_set
+from laserbatch.ctr.log import EntityTables
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.jobs.console import progress, say
+from laserbatch.jobs.stages.feature_versions import TEXTS, earlier_runs, feature_versions
 from laserbatch.jobs.stages.night import Night
 from laserbatch.pipeline.storage.manifest import CtrFigures
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -35,7 +38,8 @@ def compare_night(night: Night) -> CtrFigures:
         for run in [night.run, *_earlier_runs(night)][:MOST_TRIED]:
             date = datetime.date.fromisoformat(run.date)
             try:
-                figures = compare_ctr(run.root, tables, date, night.settings.decoding.verifier, night.settings.ctr)
+                history, verifier = earlier_runs(night.workspace, run), night.settings.decoding.verifier
+                figures = compare_ctr(run.root, tables, date, verifier, night.settings.ctr, history)
             except NothingToJudge as error:
                 reasons.append(str(error))
                 continue
@@ -68,11 +72,17 @@ def _earlier_runs(night: Night) -> list[RunFolder]:
 
 
 def compare_ctr(
-    run_dir: Path, tables: EntityTables, as_of: datetime.date, verifier: str, settings: CtrSettings | None = None
+    run_dir: Path,
+    tables: EntityTables,
+    as_of: datetime.date,
+    verifier: str,
+    settings: CtrSettings | None = None,
+    history: Sequence[RunFolder] = (),
 ) -> CtrFigures:
     """Compare CTR models without knowledge, with plainly decoded knowledge where the run has it, and with the run's.
 
-    `tables` have what came after the run's date; `verifier` is the name of the run's own texts beside plain ones.
+    `tables` have what came after the run's date; `verifier` is the name of the run's own texts beside plain ones;
+    `history` are the runs, this one the last, whose features training rows see where `ctr.history` is asof.
     Raises CtrError where there are no features, or as `train_ctr` does.
     """
     from laserbatch.ctr.compare import CtrRow, train_ctr  # with torch and scikit-learn, which take seconds to load
@@ -80,12 +90,17 @@ def compare_ctr(
     settings = settings or CtrSettings()
     variants = run_variants(RunFolder(Path(run_dir)), verifier)
     num_trainings = len(variants) * len(settings.models) * settings.num_seeds
-    with progress("train CTR models", num_trainings) as bar:
+    with ExitStack() as opened, progress("train CTR models", num_trainings) as bar:
+        versions = {
+            name: opened.enter_context(feature_versions(history, TEXTS["plain" if name == "plain" else "own"]))
+            for name, features in variants.items()
+            if settings.history == "asof" and features is not None
+        }
 
         def on_fit(row: CtrRow) -> None:
             bar.advance(1, f"{row.model}, {row.variant}: AUC {row.auc:.4f}")
 
-        return train_ctr(tables, variants, as_of, settings, on_fit)
+        return train_ctr(tables, variants, as_of, settings, on_fit, versions)
 
 
 def run_variants(run: RunFolder, verifier: str) -> dict[str, FeatureSet | None]:

@@ -19,6 +19,17 @@ def dated_runs(workspace: Workspace) -> list[RunFolder]:
     return sorted(runs, key=lambda run: (run.date, run.success_path.stat().st_mtime_ns))
 
 
+def earlier_runs(workspace: Workspace, run: RunFolder) -> list[RunFolder]:
+    """Finished runs of earlier dates than a run's, and the run itself."""
+    return [*(other for other in dated_runs(workspace) if other.date < run.date), run]
+
+
+TEXTS: dict[str, Callable[[RunFolder, Side], Path]] = {  # whose features a run's are
+    "own": RunFolder.features_path,
+    "plain": lambda run, side: run.plain.features_path(side),
+}
+
+
 @contextmanager
 def feature_versions(
     runs: Sequence[RunFolder], path_of: Callable[[RunFolder, Side], Path] = RunFolder.features_path

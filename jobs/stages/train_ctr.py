@@ -15,6 +15,7 @@ from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import FeatureSet, read_feature_set
 from laserbatch.ctr.settings import CtrSettings, ModelName
 from laserbatch.jobs.console import say
+from laserbatch.jobs.stages.feature_versions import TEXTS, earlier_runs, feature_versions
 from laserbatch.jobs.stages.night import Night
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import atomic_folder, atomic_path, sha256_file
@@ -33,12 +34,14 @@ def train_to_folder(
     The folder appears whole, when all is done; until then there is a hidden one beside it with the last checkpoint.
     Raises CtrError where there is nothing to train on or judge by, and leaves nothing then.
     """
-    from laserbatch.ctr.dataset import build_dataset, build_knowledge
+    from laserbatch.ctr.dataset import build_dataset
     from laserbatch.ctr.folder import ModelCard
+    from laserbatch.ctr.knowledge import build_knowledge, seen_as_of
     from laserbatch.ctr.metrics import measure
     from laserbatch.ctr.training import train_model
 
-    provenance = _provenance(night, features, tables)
+    history = earlier_runs(night.workspace, night.run) if settings.history == "asof" and features != "none" else []
+    provenance = _provenance(night, features, tables) | {"history": [run.run_id for run in history]}
     asked = {"model": model, "seed": seed, "settings": settings.model_dump(mode="json"), "provenance": provenance}
     asked_hash = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
     provenance["asked"] = asked_hash
@@ -57,9 +60,13 @@ def train_to_folder(
         if knowledge is not None:
             for side in SIDES:
                 _say_missing(side, getattr(knowledge, side))
+        seen = data
+        if history:
+            with feature_versions(history, TEXTS[features]) as versions:
+                seen, knowledge = seen_as_of(opened, data, knowledge, versions)
         start = _checkpoint(work / CHECKPOINT, asked_hash)
         training = train_model(
-            model, data, knowledge, settings, seed, start, lambda now: _keep(work / CHECKPOINT, asked_hash, now)
+            model, seen, knowledge, settings, seed, start, lambda now: _keep(work / CHECKPOINT, asked_hash, now)
         )
     except CtrError:
         shutil.rmtree(work, ignore_errors=True)
@@ -133,9 +140,9 @@ def trained_on(model: Path) -> dict[str, Any]:
 
 def evaluate_folder(model: Path, night: Night, tables: str) -> dict[str, Any]:
     """Judge a model on the rows of tables after its date that are no validation rows."""
-    from laserbatch.ctr.dataset import labelled_log, split_by_time
     from laserbatch.ctr.feature_set import check_provenance
     from laserbatch.ctr.folder import ModelCard, score
+    from laserbatch.ctr.log import labelled_log, split_by_time
     from laserbatch.ctr.metrics import measure
 
     card, features, opened = _opened(ModelCard.read(model), night, tables)
@@ -156,8 +163,8 @@ def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path
 
     Without a timestamp a pair is asked for after all that the tables hold. Returns the number of pairs.
     """
-    from laserbatch.ctr.dataset import labelled_log, numbers_of, to_us
     from laserbatch.ctr.folder import ModelCard, score
+    from laserbatch.ctr.log import labelled_log, numbers_of, to_us
 
     card, features, opened = _opened(ModelCard.read(model), night, tables)
     try:

@@ -9,8 +9,9 @@ from ctr_world import AS_OF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laserbatch.ctr.dataset import LOG_SCALE, PRIOR_ROWS, Log, build_dataset, read_log, rows_before
+from laserbatch.ctr.dataset import LOG_SCALE, PRIOR_ROWS, build_dataset, rows_before
 from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.log import Log, read_log
 from laserbatch.ctr.settings import CtrSettings
 
 PRIOR = 0.3

@@ -6,9 +6,10 @@ import pytest
 from ctr_world import AS_OF
 from pydantic import ValidationError
 
-from laserbatch.ctr.dataset import build_dataset, read_log
+from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.labels import LabelRule, sample_negatives
+from laserbatch.ctr.log import read_log
 from laserbatch.ctr.settings import CtrSettings
 
 

@@ -8,8 +8,9 @@ import pytest
 from ctr_world import AS_OF, make_features
 
 from laserbatch.ctr.compare import train_ctr
-from laserbatch.ctr.dataset import build_dataset, build_knowledge
+from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.knowledge import build_knowledge
 from laserbatch.ctr.loop import fit
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.ctr.training import build_network

@@ -5,8 +5,9 @@ import pytest
 import torch
 from ctr_world import AS_OF, make_features
 
-from laserbatch.ctr.dataset import build_dataset, build_knowledge
+from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.fields import Field
+from laserbatch.ctr.knowledge import build_knowledge
 from laserbatch.ctr.layers import EXPERT_DIM, Batch, Dice, EntityEmbedding, HybridExpertAdaptor
 from laserbatch.ctr.loop import predict
 from laserbatch.ctr.networks import CrossMixture, CrossNetwork, LocalActivationUnit

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from ctr_world import AS_OF
 
-from laserbatch.ctr.dataset import Log, build_dataset, split_by_time
+from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.log import Log, split_by_time
 from laserbatch.ctr.settings import CtrSettings
 
 

@@ -1,0 +1,126 @@
+"""What runs know of entities, as models take it: vectors by one basis, codes; and, where asked for, as of each row.
+
+With `history: asof` a training row sees the newest features that are older than its day, not those of the run, whose
+texts have seen what it is asked for. Each version that a row sees becomes an entity of its own, behind the others, with
+the fields of the one that it is a version of; so models need not know.
+"""
+
+import datetime
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from laserbatch.ctr.dataset import CtrData
+from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.feature_set import SIDES, Basis, FeatureSet, SideVectors, align, check_provenance, fit_basis
+from laserbatch.ctr.log import BATCH_ROWS, EntityTables
+from laserbatch.ctr.settings import CtrSettings
+
+DAY_US = 86_400_000_000
+
+logger = logging.getLogger(__name__)
+
+
+class FeatureVersions(Protocol):
+    """Every version of a side's features, as `pipeline.encoding.versions` reads them."""
+
+    rows: np.ndarray  # int64 (num_versions,), rows of `vectors`
+    vectors: np.ndarray  # float32 (n, dim)
+    codes: np.ndarray  # int32 (num_versions, num_levels), -1 where they do not compare
+
+    def of(self, ids: pa.Array, days: np.ndarray) -> np.ndarray:
+        """The newest version of each id that is older than a day since 1970: int64 (n,), -1 without one."""
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """One variant's features, in the order of the entity tables."""
+
+    user: SideVectors
+    item: SideVectors
+    basis: Basis
+
+
+def build_knowledge(
+    tables: EntityTables,
+    data: CtrData,
+    variants: Mapping[str, FeatureSet],
+    as_of: datetime.date,
+    settings: CtrSettings,
+) -> dict[str, Knowledge]:
+    """Features of each variant, aligned with the entities and reduced by one basis.
+
+    Raises CtrError when they are of a later date, of another id type, twice for an id, not finite, or of encoders of
+    different widths.
+    """
+    if not variants:
+        return {}
+    for features in variants.values():
+        check_provenance(features, as_of)
+    is_trained = {
+        side: np.bincount(numbers[data.train], minlength=len(fields[0].codes)) > 0
+        for side, numbers, fields in (("user", data.users, data.user_fields), ("item", data.items, data.item_fields))
+    }
+    aligned = {name: align_sides(tables, features) for name, features in variants.items()}
+    basis = fit_basis(aligned, is_trained, settings.vector_dim)
+    return {name: Knowledge(**basis.reduce(sides), basis=basis) for name, sides in aligned.items()}
+
+
+def align_sides(tables: EntityTables, features: FeatureSet) -> dict[str, SideVectors]:
+    """Features of both sides in the order of the entity tables. Raises CtrError as `align` does."""
+    ids = {side: getattr(tables, f"{side}s")[f"{side}_id"].combine_chunks() for side in SIDES}
+    return {side: align(features[side], side, ids[side]) for side in SIDES}
+
+
+def seen_as_of(
+    tables: EntityTables, data: CtrData, knowledge: Knowledge, versions: Mapping[str, FeatureVersions]
+) -> tuple[CtrData, Knowledge]:
+    """The same rows, of which those of training see what was known before their day; histories keep the run's own.
+
+    Users and items of the result are numbers of versions: the table's, with the run's features, come first. A row
+    without older features sees none. Raises CtrError where that is so of all rows.
+    """
+    days = data.times_us[data.train] // DAY_US
+    numbers, fields, extra, num_without = {}, {}, {}, {}
+    for side, of_data in (("user", data.users), ("item", data.items)):
+        of_rows, of_side = of_data[data.train], versions[side]
+        ids = getattr(tables, f"{side}s")[f"{side}_id"].combine_chunks()
+        found = np.empty(len(of_rows), np.int64)
+        for start in range(0, len(of_rows), BATCH_ROWS):
+            part = slice(start, start + BATCH_ROWS)
+            found[part] = of_side.of(ids.take(pa.array(of_rows[part])), days[part])
+        num_without[side] = int((found < 0).sum())
+        keys, first, places = np.unique(
+            np.where(found < 0, -1 - of_rows.astype(np.int64), found), return_index=True, return_inverse=True
+        )
+        entities, is_there = of_rows[first], keys >= 0
+        vectors = np.zeros((len(keys), of_side.vectors.shape[1]), np.float32)
+        vectors[is_there] = of_side.vectors[of_side.rows[keys[is_there]]]
+        codes = np.zeros((len(keys), of_side.codes.shape[1]), np.int32)
+        codes[is_there] = 1 + of_side.codes[keys[is_there]]
+        extra[side] = SideVectors(vectors, codes, getattr(knowledge, side).num_codes)
+        numbers[side] = of_data.copy()
+        numbers[side][data.train] = len(ids) + places
+        fields[side] = tuple(
+            replace(field, codes=np.concatenate([field.codes, field.codes[entities]]))
+            for field in getattr(data, f"{side}_fields")
+        )
+    if all(number == len(data.train) for number in num_without.values()):
+        raise CtrError(
+            "ctr.history is asof, but no row of training has features that are older than it: earlier runs with "
+            "features (for plain texts: night.compare_with_plain) are needed. Set ctr.history to latest or split"
+        )
+    logger.info("training rows without older features: %s of %d", num_without, len(data.train))
+    sides = {}
+    for side, of_versions in knowledge.basis.reduce(extra).items():
+        own = getattr(knowledge, side)
+        vectors = np.concatenate([own.vectors, of_versions.vectors])
+        sides[side] = replace(own, vectors=vectors, codes=np.concatenate([own.codes, of_versions.codes]))
+    seen = replace(
+        data, users=numbers["user"], items=numbers["item"], user_fields=fields["user"], item_fields=fields["item"]
+    )
+    return seen, replace(knowledge, **sides)
