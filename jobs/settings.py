@@ -18,6 +18,7 @@ from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
 from laserbatch.pipeline.planning.refresh import RefreshSettings
 from laserbatch.pipeline.storage.uris import is_uri, without_credentials
+from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.settings import TablesSettings
 from laserbatch.pipeline.validation import Strict, explain, read_yaml
 from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings, RoutingSettings
@@ -26,6 +27,7 @@ PACKAGE_ROOT = Path(__file__).resolve().parent.parent  # configs/ and models/ li
 SAMPLE_MODEL = "sample"
 CONFIG = typer.Option(None, "--config", help="Configuration file; without it the defaults.")
 WORKSPACE = typer.Option(None, "--workspace", "-w", help="Workspace folder; without it the configuration's.")
+JSON = typer.Option(False, "--json", help="Print the result as JSON.")
 _PATH_KEYS = (
     (None, "workspace"),
     ("tables", "path"),
@@ -168,6 +170,11 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
     except ValidationError as error:
         source = path if path is not None else "the command line"
         raise ConfigError(f"{source}: {explain(error, Settings)}") from None
+
+
+def open_workspace(config: Path | None, workspace: Path | None) -> Workspace:
+    """The workspace that a configuration's file names, or the given one; it must be there."""
+    return Workspace.open(load_settings(config, {"workspace": workspace}).workspace, create=False)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

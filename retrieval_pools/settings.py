@@ -3,16 +3,19 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 MAX_MATCH_TOKENS = 32
 MAX_CONTEXT_LENGTHS = 8
 BUILT_SETTINGS = ("index_depth", "min_support")  # what a pool's files depend on
 Scheme = Literal["router", "collaborative", "attribute", "random", "global"]
-AttributeGrouping = Literal["path", "leaves"]
 
 
-class PoolSettings(BaseModel):
+class Frozen(BaseModel, frozen=True, extra="forbid"):
+    """A model that cannot be changed, and whose unknown keys are refused."""
+
+
+class PoolSettings(Frozen):
     """How pools are indexed and drafted from; a pool keeps the settings that it was built with in its manifest.
 
     `scope` "side" drafts from every text of the side, those of the sequence's own group counting `group_weight` times;
@@ -28,8 +31,6 @@ class PoolSettings(BaseModel):
     entity's own previous text, prompt and output. What holds of each n-gram need not hold of a text that follows
     several, one draft after another.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     scope: Literal["side", "group"] = Field(
         "side", description="side: all texts of the side, the own group's counting more; group: the group's alone."
@@ -61,10 +62,8 @@ class PoolSettings(BaseModel):
     max_local_tokens: int = Field(4096, ge=1, description="Tokens searched of each of the own texts.")
 
 
-class PoolBuildSettings(BaseModel):
+class PoolBuildSettings(Frozen):
     """How pools are built, how large they may be, and how long they are kept."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     memory_mb: int | None = Field(
         2048, ge=16, description="Memory that sorting may take; more texts are sorted in runs on disk. null: no limit."
@@ -80,26 +79,19 @@ class PoolBuildSettings(BaseModel):
         return None if self.memory_mb is None else self.memory_mb << 20
 
 
-class RoutingSettings(BaseModel):
+class RoutingSettings(Frozen):
     """How the entities of one side are put into groups. Every option has a default that works.
 
     `scheme` is "router" (collaborative where interactions suffice, else attributes) or a baseline of the LASER
     paper: "collaborative", "attribute", "random" (RRP) or "global" (GRP, ReSD).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     scheme: Scheme = "router"
     min_interactions: int = Field(5, ge=1, description="Interactions an entity needs for a collaborative group.")
-    min_age_days: float | None = Field(
-        None,
-        ge=0,
-        description="Days since created_at that it needs too; null: age does not matter. No created_at is old enough.",
-    )
     num_groups: int | None = Field(
         None,
         ge=1,
-        description="Collaborative groups, random groups or leaves; unset: half the square root of the entities.",
+        description="Collaborative or random groups; unset: half the square root of the entities.",
     )
     user_embeddings: Path | None = Field(
         None,
@@ -107,21 +99,15 @@ class RoutingSettings(BaseModel):
         "list of floats). Users without a vector are grouped by attributes.",
     )
     item_embeddings: Path | None = Field(None, description="The same for items: columns item_id and vector.")
-    attribute_grouping: AttributeGrouping = Field(
-        "path",
-        description="path: attributes split one after the other, found again by the longest known prefix; leaves: of "
-        "one tree that predicts from attributes which texts are alike.",
-    )
     user_attributes: tuple[str, ...] | None = Field(None, description="Columns to split users by; unset: guessed.")
     item_attributes: tuple[str, ...] | None = Field(None, description="Columns to split items by; unset: guessed.")
     max_group_size: int | None = Field(
-        None, ge=1, description="A larger group by path is split; unset: four square roots of the entities."
+        None, ge=1, description="A larger group by attributes is split; unset: four square roots of the entities."
     )
     min_group_size: int | None = Field(
         None,
         ge=1,
-        description="A smaller group by path joins its parent, a leaf has this many texts; unset: a tenth of "
-        "max_group_size.",
+        description="A smaller group by attributes joins its parent; unset: a tenth of max_group_size.",
     )
     num_bins: int = Field(4, ge=2, le=64, description="Quantile bins of a numeric attribute.")
 

@@ -8,7 +8,7 @@ import typer
 from laserbatch.jobs.console import print_table, say, summary
 from laserbatch.jobs.formatting import count
 from laserbatch.jobs.report.blocks import Table
-from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
+from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings
 from laserbatch.jobs.stages.night import Night, parse_date
 from laserbatch.jobs.stages.publishing import deliver, let_readers_see
 from laserbatch.jobs.stages.run_night import run_night
@@ -27,7 +27,7 @@ def backfill(
     ),
     redo: bool = typer.Option(False, help="Do finished nights whose tables changed since again, in runs of their own."),
     ray_address: str | None = typer.Option(None, help="Use this Ray cluster; without it a local one a night."),
-    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+    as_json: bool = JSON,
 ) -> None:
     """Run the nights of a range of dates, each from the one before it; finished ones are left as they are.
 

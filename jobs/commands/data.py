@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from laserbatch.jobs.console import ExitCode, progress, say, summary
-from laserbatch.jobs.settings import load_settings
+from laserbatch.jobs.settings import JSON, load_settings
 from laserbatch.jobs.stages.inputs import check_inputs
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sample.world import write_sample_world
@@ -21,7 +21,6 @@ from laserbatch.pipeline.tables.source import source_files
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Sample, import and check input tables.")
 
 NUM_LINES_OF_FINDINGS = 200
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
 
 
 @app.command()
@@ -30,7 +29,7 @@ def check(
     config: Annotated[
         Path | None, typer.Option(help="Configuration whose templates and limits apply; without it the defaults.")
     ] = None,
-    as_json: JsonOption = False,
+    as_json: bool = JSON,
 ) -> None:
     """Check that tables can be used, as `nightly` does, and name table, column, row and value of all that is wrong.
 
@@ -49,7 +48,7 @@ def import_(
         Path, typer.Option(help="YAML that says which column becomes which; configs/import_example.yaml explains it.")
     ],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is there.")] = False,
-    as_json: JsonOption = False,
+    as_json: bool = JSON,
 ) -> None:
     """Make tables from any Parquet or CSV files by a column mapping, and check them.
 
@@ -76,7 +75,7 @@ def sample(
     ] = 60,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same files.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is there.")] = False,
-    as_json: JsonOption = False,
+    as_json: bool = JSON,
 ) -> None:
     """Write a sample world of our own making: catalogue, users with tastes, ratings over some weeks.
 

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from rich.text import Text
 
 from laserbatch.jobs.console import ExitCode, stdout, summary, visible
-from laserbatch.jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
+from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, Settings, load_settings
 from laserbatch.pipeline.errors import PipelineError
 from laserbatch.pipeline.storage.atomic import size_bytes
 from laserbatch.retrieval_pools.errors import PoolError
@@ -49,7 +49,7 @@ def doctor(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     with_ray: bool = typer.Option(True, "--ray/--no-ray", help="Start or join Ray, which takes some seconds."),
-    as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
+    as_json: bool = JSON,
 ) -> None:
     """Check whether a night can run here, from versions and GPU to model, disk and tables; say how to mend it.
 

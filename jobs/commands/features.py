@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import typer
 
 from laserbatch.jobs.console import progress, summary
-from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
+from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings, open_workspace
 from laserbatch.jobs.stages.feature_versions import dated_runs, feature_versions
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.pipeline.encoding.exports import FORMATS, SideExport
@@ -32,7 +32,6 @@ app = typer.Typer(
 )
 Format = StrEnum("Format", {name: name for name in FORMATS})
 FLOAT16 = typer.Option(False, "--float16", help="Write vectors in half precision.")
-JSON = typer.Option(False, "--json", help="Print the summary as JSON.")
 
 
 @app.command()
@@ -51,8 +50,7 @@ def asof(
 
     Example: `laserbatch features asof tables/interactions.parquet train.parquet --workspace workspace`
     """
-    opened = Workspace.open(load_settings(config, {"workspace": workspace}).workspace, create=False)
-    with feature_versions(dated_runs(opened)) as versions:
+    with feature_versions(dated_runs(open_workspace(config, workspace))) as versions:
         forms = {side: VectorForm(found.vectors.shape[1], _dtype(float16)) for side, found in versions.items()}
         num_without = dict.fromkeys(SIDES, 0)
         batches = iter_parquet(interactions)
@@ -99,8 +97,7 @@ def history(
 
     Example: `laserbatch features history versions/ --workspace workspace`
     """
-    opened = Workspace.open(load_settings(config, {"workspace": workspace}).workspace, create=False)
-    counts = {}
+    opened, counts = open_workspace(config, workspace), {}
     with feature_versions(dated_runs(opened)) as versions, atomic_folder(out, overwrite) as folder:
         for side, found in versions.items():
             form, ends = VectorForm(found.vectors.shape[1], _dtype(float16)), found.valid_to()

@@ -19,7 +19,7 @@ import typer
 from laserbatch.jobs.console import say, summary
 from laserbatch.jobs.events import read_events
 from laserbatch.jobs.formatting import counted
-from laserbatch.jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
+from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, Settings, load_settings
 from laserbatch.jobs.stages.publishing import forget_delivered
 from laserbatch.pipeline.errors import PipelineError, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
@@ -78,7 +78,7 @@ def forget(
     dry_run: bool = typer.Option(False, "--dry-run", help="Remove nothing; say what would be."),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
-    as_json: bool = typer.Option(False, "--json", help="Print the receipt as JSON."),
+    as_json: bool = JSON,
 ) -> None:
     """Remove users or items from every run and pool of a workspace, and write a receipt of what was removed.
 

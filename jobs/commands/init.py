@@ -13,7 +13,7 @@ import typer
 import yaml
 
 from laserbatch.jobs.console import say, summary
-from laserbatch.jobs.settings import PACKAGE_ROOT, load_settings
+from laserbatch.jobs.settings import JSON, PACKAGE_ROOT, load_settings
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, check_inputs
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.sample.world import is_sample_world
@@ -30,7 +30,7 @@ def init(
     ),
     out: Path = typer.Option(Path("laserbatch.yaml"), help="Configuration to write."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT if it is there."),
-    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+    as_json: bool = JSON,
 ) -> None:
     """Write a commented configuration for your own tables, with a guessed mapping to be corrected.
 

@@ -13,7 +13,7 @@ from laserbatch.jobs.console import print_table, say, stdout, summary
 from laserbatch.jobs.formatting import count, decimal
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.report.sides import side_warnings
-from laserbatch.jobs.settings import CONFIG, PACKAGE_ROOT, WORKSPACE, load_settings
+from laserbatch.jobs.settings import CONFIG, JSON, PACKAGE_ROOT, WORKSPACE, load_settings
 from laserbatch.jobs.stages.generate import generate_knowledge
 from laserbatch.jobs.stages.night import Night, open_night, open_run, parse_date
 from laserbatch.jobs.stages.run_night import encode_run, run_night
@@ -29,7 +29,6 @@ from laserbatch.pipeline.tables.schema import require_only_tables
 
 DATE = typer.Option(..., help="The night: what was known at the end of this day is used.")
 RAY_ADDRESS = typer.Option(None, help="Use this Ray cluster; without it a local one is started.")
-JSON = typer.Option(False, "--json", help="Print the summary as JSON.")
 NUM_ASKED = 40  # ratings of each user after the last night, to judge the CTR models by
 DEMO_SEED = 7  # a world on which nothing was trained or chosen: neither the sample model nor a CTR setting
 

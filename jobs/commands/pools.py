@@ -19,11 +19,10 @@ from laserbatch.jobs.commands.pools_view import (
     versions_table,
 )
 from laserbatch.jobs.console import LazyCommand, lazy_app, say, stdout, summary
-from laserbatch.jobs.settings import CONFIG, WORKSPACE, Settings, load_settings
+from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, Settings, load_settings
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.store import PoolStore, PoolVersion
-from laserbatch.retrieval_pools.routing.leaves import read_rules
 
 NUM_GROUPS = 20  # shown a side, the largest first
 LAZY_COMMANDS = {
@@ -36,7 +35,6 @@ LAZY_COMMANDS = {
 app = lazy_app(LAZY_COMMANDS, add_completion=False, help="Build, list, inspect, query and simulate retrieval pools.")
 
 RUN = typer.Option(None, "--run", help="Run whose texts become the pools; without it the published one.")
-JSON = typer.Option(False, "--json", help="Print the result as JSON.")
 
 
 @app.command()
@@ -109,7 +107,7 @@ def show(
         return
     stdout.print(versions_table([chosen]))
     for side, manifest in chosen.pools.items():
-        stdout.print(groups_table(side, manifest, NUM_GROUPS, read_rules(chosen.folder / "router" / side)))
+        stdout.print(groups_table(side, manifest, NUM_GROUPS))
         stdout.print(calibration_line(side, manifest))
     if verify:
         say("every file has the checksum that its manifest says")

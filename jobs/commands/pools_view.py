@@ -1,6 +1,5 @@
 """Pools on a terminal: versions, groups, and the draft tree of a query."""
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -106,19 +105,19 @@ def versions_table(versions: list[PoolVersion]) -> Table:
     return table
 
 
-def groups_table(side: str, manifest: PoolManifest, num_groups: int, rules: Mapping[str, str]) -> Table:
-    """The largest groups of a pool; what they hold is shown for those whose names do not say it."""
+def groups_table(side: str, manifest: PoolManifest, num_groups: int) -> Table:
+    """The largest groups of a pool."""
     ordered = sorted(manifest.groups.items(), key=lambda item: (-item[1]["num_tokens"], item[0]))
     left_out = f", the {num_groups} largest of {len(ordered)}" if len(ordered) > num_groups else ""
     table = Table(
         title=f"{side}: groups{left_out}", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
     )
-    for name in ("group", "texts", "tokens", "share", *(["holds"] if rules else [])):
-        table.add_column(name, justify="left" if name in ("group", "holds") else "right")
+    for name in ("group", "texts", "tokens", "share"):
+        table.add_column(name, justify="left" if name == "group" else "right")
     for name, counts in ordered[:num_groups]:
         share = counts["num_tokens"] / max(1, manifest.num_tokens)
         cells = [f"{counts['num_texts']:,}", f"{counts['num_tokens']:,}", f"{share:.1%}"]
-        table.add_row(Text(name or "(none)"), *cells, *([Text(rules.get(name, ""))] if rules else []))
+        table.add_row(Text(name or "(none)"), *cells)
     return table
 
 

@@ -9,7 +9,7 @@ import typer
 from laserbatch.jobs.console import print_table, say, summary
 from laserbatch.jobs.formatting import count, counted
 from laserbatch.jobs.report.blocks import Table
-from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
+from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings, open_workspace
 from laserbatch.jobs.stages.publishing import deliver, let_readers_see, use_pools_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES
@@ -22,7 +22,6 @@ from laserbatch.pipeline.storage.workspace import Workspace
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="List, compare, publish, take back and remove the runs of nights."
 )
-JSON = typer.Option(False, "--json", help="Print the result as JSON.")
 COUNTED = ("generated", "carried_over", "quarantined")
 DRY_RUN = typer.Option(False, "--dry-run", help="Remove nothing; say what would be.")
 
@@ -33,7 +32,7 @@ def list_runs(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, 
 
     Example: `laserbatch runs list --workspace workspace`
     """
-    opened = _opened(config, workspace)
+    opened = open_workspace(config, workspace)
     described = [_described(opened, run) for run in opened.runs()]
     if as_json:
         summary({"runs": described}, as_json=True)
@@ -58,8 +57,8 @@ def show(
 
     Example: `laserbatch runs show 2025-03-01-1a2b3c4d`
     """
-    opened = _opened(config, workspace)
-    folder = _chosen(opened, run)
+    opened = open_workspace(config, workspace)
+    folder = opened.chosen_run(run)
     manifest = folder.load_manifest()
     features = {side: folder.root / figures.file for side, figures in manifest.features.items()}
     summary(
@@ -94,8 +93,8 @@ def diff(
     """
     from laserbatch.jobs.commands.diff_runs import changed_settings, diff_side
 
-    opened = _opened(config, workspace)
-    new = _chosen(opened, after)
+    opened = open_workspace(config, workspace)
+    new = opened.chosen_run(after)
     before = before or new.load_manifest().previous_run_id
     if before is None:
         raise WorkspaceError(f"run {new.run_id} was built on none; name the run to compare it with")
@@ -238,17 +237,6 @@ def _manifest_or_none(run: RunFolder) -> RunManifest | None:
         return run.load_manifest()
     except WorkspaceError:
         return None
-
-
-def _opened(config: Path | None, workspace: Path | None) -> Workspace:
-    return Workspace.open(load_settings(config, {"workspace": workspace}).workspace, create=False)
-
-
-def _chosen(workspace: Workspace, run_id: str | None) -> RunFolder:
-    run = workspace.existing_run(run_id) if run_id else workspace.published()
-    if run is None:
-        raise WorkspaceError(f"{workspace.root} has no published run yet; name one")
-    return run
 
 
 def _described(workspace: Workspace, run: RunFolder) -> dict[str, Any]:

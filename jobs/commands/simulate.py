@@ -14,20 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import typer
 
 from laserbatch.jobs.console import print_table, progress, say, stdout, summary
 from laserbatch.jobs.formatting import counted, decimal, percent
 from laserbatch.jobs.report.blocks import Table
-from laserbatch.jobs.settings import WORKSPACE, Settings, load_settings
+from laserbatch.jobs.settings import JSON, WORKSPACE, Settings, load_settings
 from laserbatch.jobs.stages.budgets import side_budget
 from laserbatch.jobs.stages.night import Night, open_run
 from laserbatch.jobs.stages.pool_texts import draft_options, planned_rows, read_run_texts
 from laserbatch.pipeline.budget.choice import known_batch_size
 from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
-from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.retrieval_pools.calibration.calibrate import calibrate, num_held_back, with_budgets
@@ -35,7 +33,6 @@ from laserbatch.retrieval_pools.calibration.replay import ReplayText, Tally, rep
 from laserbatch.retrieval_pools.index.build import build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.texts import PoolText
-from laserbatch.retrieval_pools.routing.leaves import EntityTexts
 from laserbatch.retrieval_pools.routing.router import fit_routers
 from laserbatch.retrieval_pools.settings import PoolSettings
 
@@ -52,7 +49,7 @@ GroupOf = Callable[[Side, str], Mapping[object, str]]  # groups by entity of a s
 
 @dataclass(frozen=True)
 class SideTexts:
-    """The texts of a side. What is measured or calibrated with is held back: pools, and leaves, see the rest alone.
+    """The texts of a side. What is measured or calibrated with is held back: pools see the rest alone.
 
     Attributes
     ----------
@@ -60,7 +57,7 @@ class SideTexts:
     measured, calibration : of those that the run wrote itself, so that earlier texts of their entities are known in the
         share that a night knows them; by entity, without groups.
     pool : int32[n] token ids by entity, in random order.
-    entities : of all of these.
+    entity_ids : of all of these.
     """
 
     side: Side
@@ -68,7 +65,7 @@ class SideTexts:
     measured: Mapping[object, ReplayText]
     calibration: Mapping[object, ReplayText]
     pool: Mapping[object, np.ndarray]
-    entities: Mapping[object, Entity]
+    entity_ids: frozenset
 
     @property
     def share_changed(self) -> float:
@@ -144,7 +141,7 @@ def simulate(
         "the configuration, or the newest that a night measured.",
     ),
     batch_size: int | None = typer.Option(None, min=1, help="Batch size to predict for; else the configured one."),
-    as_json: bool = typer.Option(False, "--json", help="Print every figure as JSON."),
+    as_json: bool = JSON,
 ) -> None:
     """Predict from a night's texts what drafting will gain: budgets, groups, pool sizes. Runs no model.
 
@@ -219,8 +216,7 @@ def divided_texts(night: Night, settings: Settings, side: Side, num_texts: int) 
         others = sorted(others, key=str)
         chosen = [others[place] for place in generator.permutation(len(others))[:MAX_POOL_TEXTS]]
         token_ids = run_texts.of_entities([*(row.entity_id for row in rows), *chosen])
-        entities = iter_entities(night.tables, side, with_history=False)
-        known = {entity.entity_id: entity for entity in entities if entity.entity_id in token_ids}
+        known = frozenset(night.tables.entities(side)[f"{side}_id"].to_pylist()).intersection(token_ids)
         token_ids = {entity_id: np.array(token_ids[entity_id]) for entity_id in known}
     if len(chosen) < len(others):
         say(f"{side}s: pools are built from {len(chosen):,} of {num_all:,} texts")
@@ -240,19 +236,14 @@ def groups(night: Night, settings: Settings, texts: Sequence[SideTexts]) -> Grou
     """
     tables, sides = night.tables, {one.side: one for one in texts}
     routing = settings.routing.model_copy(update={"scheme": "router"})  # it knows all that the others do
-    known = {
-        one.side: EntityTexts(pa.array(list(one.pool)), pa.array(list(one.pool.values()), pa.list_(pa.int32())))
-        for one in texts
-        if routing.attribute_grouping == "leaves"
-    }
-    routers = fit_routers(tables.users, tables.items, tables.interactions, routing, settings.seed, known)
+    routers = fit_routers(tables.users, tables.items, tables.interactions, routing, settings.seed)
 
     @cache
     def group_of(side: Side, scheme: str) -> dict[object, str]:
         router = replace(routers[side], settings=routing.model_copy(update={"scheme": scheme}))
-        routed = side_routes(router, tables, side, night.date).groups.to_pylist()
+        routed = side_routes(router, tables, side).groups.to_pylist()
         ids = tables.entities(side)[f"{side}_id"].to_pylist()
-        return {key: group for key, group in zip(ids, routed, strict=True) if key in sides[side].entities}
+        return {key: group for key, group in zip(ids, routed, strict=True) if key in sides[side].entity_ids}
 
     return group_of
 

@@ -8,12 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from laserbatch.jobs.console import summary
 from laserbatch.jobs.events import read_events
 from laserbatch.jobs.formatting import count, rate, seconds
-from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
+from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, open_workspace
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -24,14 +22,13 @@ _HOLDER = re.compile(r"pid (\d+) on (.+)")
 def status(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
-    as_json: bool = typer.Option(False, "--json", help="Print the state as JSON."),
+    as_json: bool = JSON,
 ) -> None:
     """Show which run is under way, how far it is, how long it will take, and what is published; waits for no lock.
 
     Example: `laserbatch status --config laserbatch.yaml`
     """
-    opened = Workspace.open(load_settings(config, {"workspace": workspace}).workspace, create=False)
-    state = workspace_state(opened, datetime.datetime.now(datetime.UTC))
+    state = workspace_state(open_workspace(config, workspace), datetime.datetime.now(datetime.UTC))
     summary(state if as_json else _told(state), as_json)
 
 

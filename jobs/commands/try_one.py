@@ -14,7 +14,7 @@ from rich.text import Text
 
 from laserbatch.jobs.console import say, stdout, summary, visible
 from laserbatch.jobs.formatting import ROUTE_LABELS, SOURCE_LABELS, counted, decimal, percent, rate, ratio
-from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
+from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings
 from laserbatch.jobs.stages.budgets import budget_step_cost, side_budget
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model, require_template_columns
 from laserbatch.jobs.stages.night import Night, new_night, parse_date
@@ -80,7 +80,7 @@ def try_one(
     user: str | None = typer.Option(None, "--user", help="Id of a user. Default: the first of the table."),
     item: str | None = typer.Option(None, "--item", help="Id of an item."),
     date: str | None = typer.Option(None, help="As known at the end of this day; without it everything is known."),
-    as_json: bool = typer.Option(False, "--json", help="Print what happened as JSON."),
+    as_json: bool = JSON,
 ) -> None:
     """Show one entity being written: its prompt, its pool, its text by source, and whether a night keeps it.
 

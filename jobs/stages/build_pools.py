@@ -12,8 +12,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import pyarrow as pa
-
 from laserbatch.jobs.console import say
 from laserbatch.jobs.stages.kept_pools import FIT_NAME, describe_fit, kept_routers, unchanged_pools
 from laserbatch.jobs.stages.night import Night
@@ -23,12 +21,10 @@ from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import link_file, write_json
 from laserbatch.pipeline.storage.manifest import PoolBuilt
-from laserbatch.pipeline.storage.parquet import as_large
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import BuildCounts, build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.store import Collected, PoolStore
-from laserbatch.retrieval_pools.routing.leaves import EntityTexts
 from laserbatch.retrieval_pools.routing.router import Router, fit_routers
 
 SCRATCH_NAME, HELD_BACK_NAME = "scratch", "without-held-back"
@@ -43,17 +39,22 @@ def build_pools(night: Night, make_current: bool = True, anew: bool = False) -> 
     start_s = time.perf_counter()
     drafted_from = None if anew or night.manifest.pools.version is None else night.manifest.pools.version
     if drafted_from is not None and (before := unchanged_pools(night, drafted_from)):
-        with night.pools.publish(night.run.run_id, make_current) as (folder, version):
+        with night.pools.publish(night.run.run_id, make_current) as folder:
             drafted = night.pools.folder(drafted_from)
             for file in sorted(path for path in drafted.rglob("*") if path.is_file()):
                 link_file(file, folder / file.relative_to(drafted))
-        same = {"version": version, "incremental": True, "num_texts_changed": 0}
+        same = {"version": night.run.run_id, "incremental": True, "num_texts_changed": 0}
         return {side: replace(one, **same, build_s=time.perf_counter() - start_s) for side, one in before.items()}
     fit = describe_fit(night)
     kept = None if drafted_from is None else kept_routers(night, drafted_from, fit)
-    routers, fit = (_fit_routers(night), fit) if kept is None else kept
+    if kept is None:
+        tables, settings = night.tables, night.settings
+        routers = fit_routers(tables.users, tables.items, tables.interactions, settings.routing, settings.seed)
+    else:
+        routers, fit = kept
     built: dict[Side, PoolBuilt] = {}
-    with night.pools.publish(night.run.run_id, make_current) as (folder, version):
+    version = night.run.run_id
+    with night.pools.publish(version, make_current) as folder:
         (folder / "router").mkdir()
         write_json(fit, folder / "router" / FIT_NAME)
         for side in SIDES:
@@ -80,17 +81,11 @@ def collect_pools(store: PoolStore, keep: int, in_use: Collection[str], dry_run:
     return collected
 
 
-def _fit_routers(night: Night) -> dict[Side, Router]:
-    tables, routing = night.tables, night.settings.routing
-    texts = {side: _entity_texts(night, side) for side in SIDES} if routing.attribute_grouping == "leaves" else None
-    return fit_routers(tables.users, tables.items, tables.interactions, routing, night.settings.seed, texts)
-
-
 def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: Router, folder: Path) -> PoolBuilt:
     start_s = time.perf_counter()
     hash_of_tokenizer = tokenizer_hash(night.settings.model_dir)
     previous = _previous_pool(night, side, hash_of_tokenizer)
-    routes = side_routes(router, night.tables, side, night.date)
+    routes = side_routes(router, night.tables, side)
     done: list[BuildCounts] = []
     build = partial(
         build_pool,
@@ -131,11 +126,3 @@ def _previous_pool(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | N
         return None
     fits = pool is not None and pool.settings.index_depth == night.settings.pools.index_depth
     return pool if fits else None
-
-
-def _entity_texts(night: Night, side: Side) -> EntityTexts | None:
-    texts = [pa.Table.from_batches([batch]) for batch in night.run.iter_knowledge(side, ["entity_id", "token_ids"])]
-    if not sum(part.num_rows for part in texts):
-        return None
-    whole = as_large(pa.concat_tables(texts))
-    return EntityTexts(whole["entity_id"].combine_chunks(), whole["token_ids"].combine_chunks())

@@ -26,9 +26,6 @@ def describe_fit(night: Night) -> dict[str, Any]:
     """What routers fitted now would come from: the numbers of rows, and what must not differ at all."""
     tables, routing = night.tables, night.settings.routing
     num_rows = {name: getattr(tables, name).num_rows for name in TABLE_NAMES}
-    if routing.attribute_grouping == "leaves":
-        for side, figures in night.manifest.sides.items():
-            num_rows[f"{side} texts"] = figures.num_generated + figures.num_carried_over
     return {
         "num_rows": num_rows,
         "routing": routing.model_dump(mode="json"),
@@ -75,7 +72,7 @@ def unchanged_pools(night: Night, version: str) -> dict[Side, PoolBuilt]:
     previous = night.previous
     if previous is None or previous.run_id != version or previous.settings_hash != night.run.settings_hash:
         return {}
-    if night.settings.routing.min_age_days is not None or not night.pools.folder(version).is_dir():
+    if not night.pools.folder(version).is_dir():
         return {}
     before = previous.load_manifest()
     is_same = all(_known(before, name) == _known(night.manifest, name) is not None for name in TABLE_NAMES)

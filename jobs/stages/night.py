@@ -65,7 +65,7 @@ class Night:
         version, router = self.manifest.pools.version, None
         if version is not None:
             router = Router.load(self.pools.folder(version) / "router" / side, self.settings.routing)
-        return side_routes(router, self.tables, side, self.date)
+        return side_routes(router, self.tables, side)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -208,9 +208,7 @@ def previous_run(workspace: Workspace, run_id: str) -> RunFolder | None:
 def open_run(settings: Settings, run_id: str | None) -> Night:
     """An existing run, for a stage that is called alone; the published one when no id is given."""
     workspace = Workspace.open(settings.workspace, create=False)
-    run = workspace.existing_run(run_id) if run_id else workspace.published()
-    if run is None:
-        raise WorkspaceError(f"{settings.workspace} has no published run yet; run `laserbatch nightly` first")
+    run = workspace.chosen_run(run_id)
     manifest = RunManifest.load(run.manifest_path)
     return Night(_settings_of(manifest, settings), workspace, manifest.date, run, manifest)
 

@@ -37,16 +37,13 @@ class Entity:
     history: tuple[HistoryEvent, ...] = ()  # oldest first; empty for items
 
 
-def iter_entities(
-    tables: "Tables", side: Side, entity_ids: Iterable[str | int] | None = None, with_history: bool = True
-) -> Iterator[Entity]:
+def iter_entities(tables: "Tables", side: Side, entity_ids: Iterable[str | int] | None = None) -> Iterator[Entity]:
     """Entities of a side in table order.
 
     Parameters
     ----------
     tables : as `read_tables` gives them; interactions of items that are not there are passed over.
     entity_ids : only these; None means all.
-    with_history : False leaves users' histories empty, for who does not need them.
     """
     table = tables.users if side == "user" else tables.items
     key = f"{side}_id"
@@ -55,7 +52,7 @@ def iter_entities(
         wanted = pa.array(list(entity_ids), table[key].type)
         is_wanted = pc.is_in(table[key], value_set=wanted)
         rows, table = rows[is_wanted.to_numpy()], table.filter(is_wanted)
-    histories = Histories(tables) if side == "user" and with_history else None
+    histories = Histories(tables) if side == "user" else None
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         chunk, part = rows[start : start + _ROWS_AT_ONCE], table.slice(start, _ROWS_AT_ONCE)
         for row, values in zip(chunk.tolist(), part.to_pylist(), strict=True):

@@ -3,8 +3,6 @@
 Shards follow the order of pool groups: a worker's consecutive texts share drafts.
 """
 
-import datetime
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -70,24 +68,15 @@ def decoding_provenance(decoding: DecodingSettings) -> dict[str, Any]:
     return decoding.model_dump(mode="json", include=names)
 
 
-def side_routes(router: Router | None, tables: Tables, side: Side, date: datetime.date) -> Routes:
-    """The pool group of each entity of a side, by what the tables, cut at the end of `date`, say of it then.
+def side_routes(router: Router | None, tables: Tables, side: Side) -> Routes:
+    """The pool group of each entity of a side, by what the tables, cut at the end of a date, say of it then.
 
     None of them has one where there is no router: there are no pools, or none are used.
     """
     entities = tables.entities(side)
     if router is None:
         return Routes.nowhere(entities.num_rows)
-    return router.route_all(entities, interactions_of(tables, side), ages_days(entities, date))
-
-
-def ages_days(entities: pa.Table, date: datetime.date) -> np.ndarray:
-    """Days from `created_at` to the end of the date (UTC), float64[num_entities]; NaN where that is not known."""
-    if "created_at" not in entities.column_names:
-        return np.full(entities.num_rows, math.nan)
-    end = datetime.datetime.combine(date, datetime.time(), datetime.UTC) + datetime.timedelta(days=1)
-    created_us = entities["created_at"].cast(pa.int64()).cast(pa.float64(), safe=False)
-    return (int(end.timestamp()) * 1_000_000 - pc.fill_null(created_us, math.nan).to_numpy()) / DAY_US
+    return router.routes(entities, interactions_of(tables, side))
 
 
 def plan_side(

@@ -79,6 +79,13 @@ class Workspace:
             raise WorkspaceError(f"{self.root} has no run {run_id}; its newest runs are: {known}.")
         return run
 
+    def chosen_run(self, run_id: str | None) -> RunFolder:
+        """The run of an id, without one the published run. Raises WorkspaceError where there is none."""
+        run = self.existing_run(run_id) if run_id else self.published()
+        if run is None:
+            raise WorkspaceError(f"{self.root} has no published run yet; name a run, or run `laserbatch nightly` first")
+        return run
+
     def runs(self) -> list[RunFolder]:
         """Every run, finished or not, in the order of their ids, which begin with their date."""
         paths = sorted((self.root / "runs").glob("*"))

@@ -4,9 +4,10 @@ Values and their checks only; `calibration/` replays and fits, `drafting/estimat
 """
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from laserbatch.retrieval_pools.drafting.estimate import COUNT_KNOTS, IDENTITY_CURVES, NUM_PLACES, NUM_TOKEN_KINDS
+from laserbatch.retrieval_pools.settings import Frozen
 from laserbatch.retrieval_pools.sources import NUM_SOURCES
 
 LEAST_ACCEPTANCE, MOST_ACCEPTANCE = 1e-4, 0.9999  # nothing is impossible, nothing certain: paths keep an order
@@ -19,7 +20,7 @@ KNOT_SHARES = np.stack(
 )
 
 
-class SourceCurve(BaseModel):
+class SourceCurve(Frozen):
     """Acceptance of a source's tokens, given that the parent is accepted, over their relative count x.
 
     The log odds are offset + low * log(x) - high * log(1 - x) (beta calibration: Kull, Silva Filho and Flach 2017,
@@ -30,8 +31,6 @@ class SourceCurve(BaseModel):
     source : a code of `sources`.
     of_tokens, of_places : by kind of token, and by kind of place, see `drafting.estimate`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     source: int = Field(ge=0, lt=NUM_SOURCES)
     offset: float
@@ -56,7 +55,7 @@ def beta_features(relative_counts: np.ndarray) -> np.ndarray:
     return np.stack([np.ones_like(inside), np.log(inside), -np.log1p(-inside)], axis=-1)
 
 
-class Reliability(BaseModel):
+class Reliability(Frozen):
     """How well estimates hold on texts that nothing was fitted to.
 
     Attributes
@@ -67,8 +66,6 @@ class Reliability(BaseModel):
         the whole path's acceptance to the share of paths accepted (Guo et al. 2017, Eq. 3; 20 bins of equal width).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     num_texts: int = Field(ge=1)
     num_nodes: int = Field(ge=0)
     max_nodes: int
@@ -76,7 +73,7 @@ class Reliability(BaseModel):
     expected_calibration_error: float = Field(ge=0)
 
 
-class BudgetCell(BaseModel):
+class BudgetCell(Frozen):
     """One budget.
 
     Attributes
@@ -86,8 +83,6 @@ class BudgetCell(BaseModel):
     size_shares : of its steps, by the size of their trees, at each of SIZE_KNOTS: a tree between two knots counts for
         each by its nearness. So the mean of anything linear between the knots is exact, the mean size too.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_draft_tokens: int = Field(ge=1, le=DRAFT_TOKENS[-1])
     min_acceptance: float = Field(gt=0, le=1)
@@ -100,7 +95,7 @@ class BudgetCell(BaseModel):
         return float(np.dot(SIZE_KNOTS, self.size_shares))
 
 
-class ReplayedBudgets(BaseModel):
+class ReplayedBudgets(Frozen):
     """All budgets of the grid on the same texts.
 
     Attributes
@@ -109,14 +104,12 @@ class ReplayedBudgets(BaseModel):
     cells : by rising `max_draft_tokens`, then by rising `min_acceptance`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     num_texts: int = Field(ge=1)
     num_tokens: int = Field(ge=0)
     cells: tuple[BudgetCell, ...]
 
 
-class BudgetCurve(BaseModel):
+class BudgetCurve(Frozen):
     """Replays under every budget. Where the texts were not written with relaxed drafts, a relaxed run accepts more.
 
     Attributes
@@ -126,14 +119,12 @@ class BudgetCurve(BaseModel):
     changed : texts of entities that had one, which was drafted from too. None: there were too few.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     sources: tuple[str, ...]
     new: ReplayedBudgets | None
     changed: ReplayedBudgets | None = None
 
 
-class Calibration(BaseModel):
+class Calibration(Frozen):
     """What replays of held-back texts say of a pool's drafts.
 
     Replays are greedy: a token counts as accepted when it is the text's own. Under a relaxed verifier more is accepted
@@ -147,8 +138,6 @@ class Calibration(BaseModel):
     reliability : of curves that are fitted to one half of the texts, on the other half; both ways.
     budgets : what each draft budget gained; None in a calibration that has none.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     pool_escape: float = Field(gt=0)
     num_texts: int = Field(ge=1)

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.arrays import map_array
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
-from laserbatch.retrieval_pools.settings import PoolSettings
+from laserbatch.retrieval_pools.settings import Frozen, PoolSettings
 
 FORMAT_VERSION = 9
 MANIFEST_NAME = "manifest.json"
@@ -31,10 +31,8 @@ class GroupCounts(TypedDict):
     num_tokens: int
 
 
-class ArrayFile(BaseModel):
+class ArrayFile(Frozen):
     """One `<name>.npy` of a pool."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     dtype: DType
     length: int = Field(ge=0)
@@ -42,14 +40,12 @@ class ArrayFile(BaseModel):
     sha256: str
 
 
-class PoolManifest(BaseModel):
+class PoolManifest(Frozen):
     """The `manifest.json` of a pool. `groups` are in the order of their codes; nothing depends on the clock.
 
     `num_tokens` counts the texts' own tokens, without separators. `calibration` is None where relative counts are
     believed as they are.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_version: int
     side: Side

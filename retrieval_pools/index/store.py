@@ -139,7 +139,7 @@ class PoolStore:
         shutil.rmtree(removed)
 
     @contextmanager
-    def publish(self, version: str, make_current: bool = True) -> Iterator[tuple[Path, str]]:
+    def publish(self, version: str, make_current: bool = True) -> Iterator[Path]:
         """A folder to build a version's pools in; published and made current when the block ends without an error.
 
         A version is its content: publishing the same again changes nothing but the pointer. Other content under the
@@ -152,8 +152,7 @@ class PoolStore:
 
         Yields
         ------
-        (Path, str)
-            The folder, to hold `user/` and `item/` as `build_pool` makes them and what belongs to them; the version.
+        The folder, to hold `user/` and `item/` as `build_pool` makes them and what belongs to them.
 
         Raises
         ------
@@ -163,7 +162,7 @@ class PoolStore:
         if not _VERSION.fullmatch(version) or version == CURRENT_NAME:
             raise PoolError(f"{version!r} cannot name pools; expected letters, digits, dots, dashes and underscores.")
         with staged_folder(self.root / version) as staging:
-            yield staging, version
+            yield staging
             sync_folder(staging)
             self._put(staging, version)
             if make_current:

@@ -10,7 +10,7 @@ group is a group itself: it holds what its subgroups do not, and catches values 
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
@@ -24,11 +24,9 @@ import pyarrow.parquet as pq
 import pygtrie
 
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.routing.distinct import distinct_attributes
 
 MAX_PATH_LEVELS = 8  # deeper levels of a category path are not looked at
 MAX_GUESSED_VALUES = 256  # a text column with more distinct values is not guessed to be an attribute
-ROWS_AT_ONCE = 8192  # that are Python objects at one time
 NEVER_GUESSED = frozenset({"user_id", "item_id", "title", "name", "created_at"})
 ATTRIBUTE_FILE = "attribute_groups.parquet"
 ROOT_GROUP = "attribute"
@@ -107,16 +105,6 @@ def tokens_of(columns: Sequence[AttributeColumn], attributes: dict[str, object])
     return tuple(token for column in columns for token in column.tokens(attributes.get(column.name)))
 
 
-def iter_attributes(entities: pa.Table, columns: Sequence[AttributeColumn]) -> Iterator[dict[str, object]]:
-    """Values of each row by column name; columns that the table lacks are left out."""
-    known = [column.name for column in columns if column.name in entities.column_names]
-    if not known:
-        yield from ({} for _ in range(entities.num_rows))
-        return
-    for batch in entities.select(known).to_batches(max_chunksize=ROWS_AT_ONCE):
-        yield from batch.to_pylist()
-
-
 def _guess(entities: pa.Table) -> list[tuple[str, Kind]]:
     found: dict[str, list[str]] = {"path": [], "value": [], "number": []}
     num_values: dict[str, int] = {}
@@ -184,6 +172,45 @@ def _text(value: object) -> str:
 def _quote(text: str) -> str:
     """Keeps `/` and `=` for what they mean in a group's name."""
     return text.replace("%", "%25").replace("/", "%2F").replace("=", "%3D")
+
+
+def distinct_attributes(
+    entities: pa.Table, columns: Sequence[AttributeColumn]
+) -> tuple[np.ndarray, list[dict[str, object]]]:
+    """Numbers of rows that are alike, int64[num_rows], and the values of the first row of each number, by column.
+
+    Columns that the table lacks are left out; numbers count from 0 in the order in which rows first have them.
+    """
+    known = [column for column in columns if column.name in entities.column_names]
+    codes = np.zeros(entities.num_rows, np.int64)
+    for column in known:
+        of_column = _codes(entities[column.name], column)
+        codes = _numbered(pa.array(codes * (of_column.max(initial=0) + 1) + of_column))
+    first = np.unique(codes, return_index=True)[1]
+    if not known:
+        return codes, [{} for _ in first]
+    return codes, entities.select([column.name for column in known]).take(pa.array(first)).to_pylist()
+
+
+def _codes(values: pa.ChunkedArray, column: AttributeColumn) -> np.ndarray:
+    """Equal where a column's tokens are, int64[n]; more values than that may be told apart."""
+    kind = values.type
+    if column.kind == "number" and (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        numbers = pc.fill_null(values.cast(pa.float64(), safe=False), np.nan).to_numpy()
+        bins = np.searchsorted(np.array(column.edges, np.float64), numbers, side="right")
+        return np.where(np.isfinite(numbers), bins + 1, 0).astype(np.int64)
+    values = values.combine_chunks()
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        if not pa.types.is_string(kind.value_type) or values.flatten().null_count:
+            values = pa.array([None if row is None else repr(row) for row in values.to_pylist()], pa.string())
+        else:
+            values = pc.binary_join(values, "\x1f")
+    return _numbered(values)
+
+
+def _numbered(values: pa.Array) -> np.ndarray:
+    encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
+    return pc.fill_null(encoded.indices, len(encoded.dictionary)).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import math
 import warnings
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -79,14 +78,6 @@ class CollaborativeGroups:
         vectors = embeddings.vectors[pc.index_in(warm_ids, value_set=embedded_ids).to_numpy()]
         num_groups = settings.num_groups or default_num_groups(len(warm_ids))
         return cls(warm_ids, cluster_embeddings(vectors, num_groups, seed))
-
-    def group_of(self, entity_id: str | int) -> int | None:
-        """Group number of one entity, None when it has none."""
-        return self._group_by_id.get(entity_id)
-
-    @cached_property
-    def _group_by_id(self) -> dict[str | int, int]:
-        return dict(zip(self.ids.to_pylist(), self.groups.tolist(), strict=True))
 
 
 def train_embeddings(interactions: pa.Table, seed: int) -> dict[str, EntityEmbeddings]:

@@ -1,13 +1,12 @@
 """Which group's pool an entity drafts from: the binary router of LASER (section 3.2) and its baselines.
 
-Fitted when a pool is built, saved beside it, used the next night under that night's limits. It always answers: an
-entity with enough interactions and age that was there at the fit has its collaborative group, every other one an
-attribute group. What must not be known yet, the caller has cut from the tables.
+Fitted when a pool is built, saved beside it, used the next night under that night's limit. It always answers: an
+entity with enough interactions that was there at the fit has its collaborative group, every other one an attribute
+group. What must not be known yet, the caller has cut from the tables.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,20 +17,23 @@ import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.routing.attributes import AttributeColumn, AttributeGroups, choose_columns
+from laserbatch.retrieval_pools.routing.attributes import (
+    AttributeColumn,
+    AttributeGroups,
+    choose_columns,
+    distinct_attributes,
+)
 from laserbatch.retrieval_pools.routing.collaborative import (
     SIDES,
     CollaborativeGroups,
     default_num_groups,
     train_embeddings,
 )
-from laserbatch.retrieval_pools.routing.distinct import distinct_attributes
 from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings, id_column
-from laserbatch.retrieval_pools.routing.leaves import EntityTexts, LeafGroups
 from laserbatch.retrieval_pools.settings import RoutingSettings
 
 ROUTER_FILE, COLLABORATIVE_FILE = "router.json", "collaborative.parquet"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 GLOBAL_GROUP = "global"
 
 
@@ -73,7 +75,7 @@ class Router:
     seed: int
     num_groups: int  # of the random scheme
     collaborative: CollaborativeGroups
-    attributes: AttributeGroups | LeafGroups
+    attributes: AttributeGroups
 
     @classmethod
     def fit(
@@ -84,7 +86,6 @@ class Router:
         settings: RoutingSettings | None = None,
         seed: int = 0,
         embeddings: EntityEmbeddings | None = None,
-        texts: EntityTexts | None = None,
     ) -> "Router":
         """Group the entities of one side, "user" or "item"; the order of rows is no matter.
 
@@ -96,7 +97,6 @@ class Router:
         seed : of the embeddings, of k-means and of the random scheme.
         embeddings : vectors of this side from the user's own recommender, or of a LightGCN trained once for both sides;
             without them the file that the settings name is read, or LightGCN is trained here.
-        texts : the newest of this side, for the attribute grouping "leaves"; without them it has one group.
 
         Raises
         ------
@@ -110,44 +110,19 @@ class Router:
         collaborative = CollaborativeGroups.none_of(ids)
         if settings.scheme in ("router", "collaborative"):
             collaborative = CollaborativeGroups.fit(side, ids, interactions, settings, seed, embeddings)
-        attributes = _attribute_groups(side, entities, ids, settings, seed, texts)
+        attributes = _attribute_groups(side, entities, settings)
         num_groups = settings.num_groups or default_num_groups(len(ids))
         return cls(side, settings, seed, num_groups, collaborative, attributes)
 
-    def route(
-        self,
-        entity_id: str | int,
-        attributes: Mapping[str, object],
-        num_interactions: int,
-        age_days: float | None = None,
-    ) -> Route:
-        """Group of one entity, known or not, by its values by column, its interactions now and its age.
+    def routes(self, entities: pa.Table, num_interactions: np.ndarray) -> Routes:
+        """The group of each row: of an entity, known or not, by its attributes and its interactions now.
 
-        What is missing, None or unknown shortens the prefix that is matched; an age that is not known is enough.
-        """
-        match self.settings.scheme:
-            case "global":
-                return Route(GLOBAL_GROUP, "global")
-            case "random":
-                return Route(random_group(entity_id, self.num_groups, self.seed), "random")
-            case "attribute":
-                return Route(self.attributes.group_of(attributes), "attribute")
-        group = self.collaborative.group_of(entity_id)
-        min_age_days = self.settings.min_age_days
-        is_young = age_days is not None and min_age_days is not None and age_days < min_age_days
-        if group is not None and num_interactions >= self.settings.min_interactions and not is_young:
-            return Route(f"collaborative/{group}", "collaborative")
-        if self.settings.scheme == "collaborative":
-            return Route(GLOBAL_GROUP, "global")
-        return Route(self.attributes.group_of(attributes), "attribute")
-
-    def route_all(self, entities: pa.Table, num_interactions: np.ndarray, ages_days: np.ndarray) -> Routes:
-        """The group of each row, the same that `route` gives.
+        What is missing, null or unknown among its attributes shortens the prefix that is matched.
 
         Parameters
         ----------
         entities : `<side>_id` and attribute columns.
-        num_interactions, ages_days : (num_rows,); an age is NaN where it is not known.
+        num_interactions : (num_rows,).
         """
         scheme, num_rows = self.settings.scheme, entities.num_rows
         ids = id_column(entities, f"{self.side}_id", "entities")
@@ -162,8 +137,7 @@ class Router:
         place = np.full(num_rows, -1, np.int64)
         if scheme != "attribute" and self.collaborative.ids.type == ids.type:
             place = pc.fill_null(pc.index_in(ids, value_set=self.collaborative.ids), -1).to_numpy()
-        is_old_enough = ~(ages_days < self.settings.min_age_days) if self.settings.min_age_days is not None else True
-        is_warm = (place >= 0) & (num_interactions >= self.settings.min_interactions) & is_old_enough
+        is_warm = (place >= 0) & (num_interactions >= self.settings.min_interactions)
         numbers = self.collaborative.groups
         num_known = int(numbers.max(initial=-1)) + 1
         known = [Route(f"collaborative/{number}", "collaborative") for number in range(num_known)]
@@ -196,7 +170,7 @@ class Router:
 
     @classmethod
     def load(cls, folder: Path | str, limits: RoutingSettings | None = None) -> "Router":
-        """Read what `save` wrote; `min_interactions` and `min_age_days` of `limits` decide in place of the saved ones.
+        """Read what `save` wrote; `min_interactions` of `limits` decides in place of the saved one.
 
         Raises
         ------
@@ -212,15 +186,14 @@ class Router:
                 raise PoolError(f"router in {folder} has format {found}, this version reads {FORMAT_VERSION}; {again}")
             columns = [AttributeColumn(**{**c, "edges": tuple(c["edges"])}) for c in description["columns"]]
             settings = RoutingSettings.model_validate(description["settings"])
-            grouping = LeafGroups if settings.attribute_grouping == "leaves" else AttributeGroups
-            attributes = grouping.load(columns, folder)
+            attributes = AttributeGroups.load(columns, folder)
             table = pq.read_table(folder / COLLABORATIVE_FILE)
             ids, groups = id_column(table, "entity_id", COLLABORATIVE_FILE), table["group"].to_numpy()
             expected = description["num_collaborative"], description["num_attribute_groups"]
             if (len(ids), len(attributes.num_entities)) != expected:
                 raise PoolError(f"router in {folder} is damaged: its tables do not match {ROUTER_FILE}; {again}")
             if limits is not None:
-                settings = settings.model_copy(update=limits.model_dump(include={"min_interactions", "min_age_days"}))
+                settings = settings.model_copy(update={"min_interactions": limits.min_interactions})
             collaborative = CollaborativeGroups(ids, groups)
             return cls(
                 description["side"], settings, description["seed"], description["num_groups"], collaborative, attributes
@@ -252,29 +225,22 @@ def fit_routers(
     interactions: pa.Table,
     settings: RoutingSettings | None = None,
     seed: int = 0,
-    texts: Mapping[str, EntityTexts] | None = None,
 ) -> dict[str, Router]:
-    """Routers by side, equal to two calls of `Router.fit`, with LightGCN trained once; `texts` by side."""
-    settings, texts = settings or RoutingSettings(), texts or {}
+    """Routers by side, equal to two calls of `Router.fit`, with LightGCN trained once."""
+    settings = settings or RoutingSettings()
     embeddings: dict[str, EntityEmbeddings] = {}
     to_train = [side for side in SIDES if settings.embeddings_of(side) is None]
     if settings.scheme in ("router", "collaborative") and to_train:
         trained = train_embeddings(interactions, seed)
         embeddings = {side: trained[side] for side in to_train}
     return {
-        side: Router.fit(side, entities, interactions, settings, seed, embeddings.get(side), texts.get(side))
+        side: Router.fit(side, entities, interactions, settings, seed, embeddings.get(side))
         for side, entities in (("user", users), ("item", items))
     }
 
 
-def _attribute_groups(
-    side: str, entities: pa.Table, ids: pa.Array, settings: RoutingSettings, seed: int, texts: EntityTexts | None
-) -> AttributeGroups | LeafGroups:
+def _attribute_groups(side: str, entities: pa.Table, settings: RoutingSettings) -> AttributeGroups:
     names = settings.attributes_of(side) if settings.scheme in ("router", "attribute") else ()
     columns = choose_columns(entities, names, settings.num_bins)
-    max_size = settings.max_group_size or max(50, round(4 * len(ids) ** 0.5))
-    min_size = settings.min_group_size or max(1, max_size // 10)
-    if settings.attribute_grouping == "path":
-        return AttributeGroups.fit(entities, columns, max_size, min_size)
-    num_leaves = settings.num_groups or default_num_groups(len(ids))
-    return LeafGroups.fit(entities, ids, texts, columns, num_leaves=num_leaves, min_size=min_size, seed=seed)
+    max_size = settings.max_group_size or max(50, round(4 * entities.num_rows**0.5))
+    return AttributeGroups.fit(entities, columns, max_size, settings.min_group_size or max(1, max_size // 10))

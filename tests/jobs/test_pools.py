@@ -57,7 +57,7 @@ def world(tmp_path_factory) -> Path:
     (model / "model.safetensors").touch()
     store = PoolStore(Workspace.open(root / "workspace").pools_folder)
     for version in VERSIONS:
-        with store.publish(version) as (folder, _):
+        with store.publish(version) as folder:
             rows = [
                 PoolText(np.array(tokenizer.encode(text).ids, np.int32), group)
                 for group, texts in TEXTS.items()
@@ -110,7 +110,7 @@ def test_a_run_does_not_draft_from_pools_of_a_lower_min_support(tmp_path, capsys
     date, routing = datetime.date(2025, 3, 1), RoutingSettings(scheme="global")
     items, interactions = pa.table({"item_id": ["a"]}), pa.table({"user_id": ["u"], "item_id": ["a"]})
     assert current_pools(store, 1, date, routing) is None
-    with store.publish("2025-02-28-aa") as (folder, _):
+    with store.publish("2025-02-28-aa") as folder:
         rows = [PoolText(np.array([1, 2], np.int32))]
         limited = PoolSettings(min_support=2)
         build_pool(rows, folder / "item", side="item", tokenizer_hash="t", model_id="m", settings=limited)

@@ -50,7 +50,7 @@ def test_unknown_run_is_named_with_those_that_are_there(workspace):
 
 def test_workspace_without_runs_is_refused(tmp_path):
     Workspace.open(tmp_path / "ws")
-    with pytest.raises(WorkspaceError, match="has no published run yet; name one with --run"):
+    with pytest.raises(WorkspaceError, match="has no published run yet; name a run"):
         report(None, tmp_path / "ws", None, None, False)
 
 

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 from sklearn.metrics import adjusted_rand_score
+from slow_routes import route
 
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings
@@ -59,7 +60,7 @@ def _counts(entities, interactions):
 
 def _route_all(router, entities, counts):
     rows = zip(entities.to_pylist(), counts, strict=True)
-    return [router.route(row["user_id"], row, int(count)) for row, count in rows]
+    return [route(router, row["user_id"], row, int(count)) for row, count in rows]
 
 
 @pytest.fixture(scope="module")
@@ -78,17 +79,13 @@ def router(users, interactions):
 
 
 @pytest.mark.parametrize("scheme", get_args(Scheme))
-@pytest.mark.parametrize("min_age_days", [None, 2.0])
-def test_all_routes_at_once_are_those_of_each(router, users, interactions, scheme, min_age_days):
-    settings = router.settings.model_copy(update={"scheme": scheme, "min_age_days": min_age_days})
-    router = replace(router, settings=settings)
+def test_all_routes_at_once_are_those_of_each(router, users, interactions, scheme):
+    router = replace(router, settings=router.settings.model_copy(update={"scheme": scheme}))
     tastes = [[], None, ["Mystery"], ["Mystery", "new"], ["Romance", None, "x"]] * len(users)
     users = users.set_column(1, "taste", pa.array(tastes[: len(users)]))
     counts = np.array(_counts(users, interactions))
-    ages = np.where(np.arange(len(users)) % 3, np.arange(len(users)) % 5, np.nan)
-    told = zip(users.to_pylist(), counts.tolist(), ages.tolist(), strict=True)
-    routes = [router.route(row["user_id"], row, n, None if np.isnan(age) else age) for row, n, age in told]
-    at_once = router.route_all(users, counts, ages)
+    routes = _route_all(router, users, counts)
+    at_once = router.routes(users, counts)
     assert [at_once.of(row) for row in range(len(users))] == routes
     assert at_once.num_by_scheme() == Counter(route.scheme for route in routes)
 
@@ -106,34 +103,25 @@ def test_active_entities_get_their_community_and_cold_ones_their_attributes(rout
 
 def test_unknown_entities_fall_back_to_the_longest_known_prefix(router):
     mystery = {"taste": ["Mystery", "Spaceship"], "age": 30}
-    assert router.route("never seen", mystery, 50) == Route("attribute/Mystery", "attribute")
-    assert router.route("never seen", {"taste": None, "age": None}, 0) == Route("attribute", "attribute")
-    assert router.route("never seen", {}, 0) == Route("attribute", "attribute")
+    assert route(router, "never seen", mystery, 50) == Route("attribute/Mystery", "attribute")
+    assert route(router, "never seen", {"taste": None, "age": None}, 0) == Route("attribute", "attribute")
+    assert route(router, "never seen", {}, 0) == Route("attribute", "attribute")
 
 
 def test_a_known_entity_with_too_few_interactions_now_is_cold(router):
-    assert router.route("u0", {"taste": ["Romance"]}, SETTINGS.min_interactions).scheme == "collaborative"
-    assert router.route("u0", {"taste": ["Romance"]}, SETTINGS.min_interactions - 1).scheme == "attribute"
-
-
-def test_a_young_entity_is_sent_to_its_attributes_and_an_unknown_age_is_enough(router, tmp_path):
-    assert router.route("u0", {}, 9, age_days=-3).scheme == "collaborative"  # by default age does not matter
-    router.save(tmp_path)
-    tonight = Router.load(tmp_path, SETTINGS.model_copy(update={"min_age_days": 7}))
-    found = [tonight.route("u0", {}, 9, age_days).scheme for age_days in (6.99, 7, 30, None)]
-    assert found == ["attribute", "collaborative", "collaborative", "collaborative"]
-    assert tonight.route("u0", {}, 1, 30).scheme == "attribute"
+    assert route(router, "u0", {"taste": ["Romance"]}, SETTINGS.min_interactions).scheme == "collaborative"
+    assert route(router, "u0", {"taste": ["Romance"]}, SETTINGS.min_interactions - 1).scheme == "attribute"
 
 
 def test_tonights_limits_decide_in_place_of_the_saved_ones(router, tmp_path):
     router.save(tmp_path)
     tonight = Router.load(tmp_path, RoutingSettings(scheme="global", min_interactions=50))
-    assert tonight.route("u0", {}, 49).scheme == "attribute"
-    assert tonight.route("u0", {}, 50).scheme == "collaborative"
+    assert route(tonight, "u0", {}, 49).scheme == "attribute"
+    assert route(tonight, "u0", {}, 50).scheme == "collaborative"
 
 
 def test_an_entity_that_became_active_after_the_fit_stays_with_its_attributes(router):
-    assert router.route(f"u{NUM_USERS - 1}", {"taste": ["Mystery"]}, 500) == Route("attribute/Mystery", "attribute")
+    assert route(router, f"u{NUM_USERS - 1}", {"taste": ["Mystery"]}, 500) == Route("attribute/Mystery", "attribute")
 
 
 @pytest.mark.parametrize("scheme", ["router", "collaborative", "attribute", "random", "global"])
@@ -181,11 +169,12 @@ def test_a_loaded_router_needs_no_torch(router, tmp_path):
     router.save(tmp_path)
     program = (
         "import sys; from laserbatch.retrieval_pools.routing.router import Router\n"
-        f"route = Router.load({str(tmp_path)!r}).route('u0', {{}}, 9)\n"
-        "assert 'torch' not in sys.modules; print(route.group)"
+        "import numpy as np, pyarrow as pa\n"
+        f"routes = Router.load({str(tmp_path)!r}).routes(pa.table({{'user_id': ['u0']}}), np.array([9]))\n"
+        "assert 'torch' not in sys.modules; print(routes.of(0).group)"
     )
     found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == router.route("u0", {}, 9).group
+    assert found.stdout.strip() == route(router, "u0", {}, 9).group
 
 
 def test_both_sides_at_once_equal_two_fits(users, interactions, router):
@@ -195,7 +184,7 @@ def test_both_sides_at_once_equal_two_fits(users, interactions, router):
     assert _route_all(both["user"], users, counts) == _route_all(router, users, counts)
     alone = Router.fit("item", items, interactions, SETTINGS, seed=1)
     assert both["item"].collaborative.groups.tolist() == alone.collaborative.groups.tolist()
-    assert both["item"].route("i0", {}, 25).scheme == "collaborative"
+    assert route(both["item"], "i0", {}, 25).scheme == "collaborative"
 
 
 def test_embeddings_of_another_recommender_can_be_used(users, interactions):
@@ -203,24 +192,24 @@ def test_embeddings_of_another_recommender_can_be_used(users, interactions):
     vectors = np.eye(3, dtype=np.float32)[order % 3]
     embeddings = EntityEmbeddings(_ids("u", order, pa.string()), vectors)
     router = Router.fit("user", users, interactions, SETTINGS.model_copy(update={"num_groups": 3}), 0, embeddings)
-    groups = [router.route(f"u{n}", {}, 10).group for n in range(NUM_USERS - NUM_COLD)]
+    groups = [route(router, f"u{n}", {}, 10).group for n in range(NUM_USERS - NUM_COLD)]
     assert adjusted_rand_score([n % 3 for n in range(len(groups))], groups) == 1
 
 
 def test_defaults_work_on_tables_without_attributes_and_without_interactions(users, interactions):
     ids_only = users.select(["user_id"])
-    assert Router.fit("user", ids_only, interactions).route("u0", {}, 10).scheme == "collaborative"
+    assert route(Router.fit("user", ids_only, interactions), "u0", {}, 10).scheme == "collaborative"
     nothing_yet = Router.fit("user", ids_only, interactions.slice(0, 0))
     assert _route_all(nothing_yet, ids_only, np.zeros(NUM_USERS)) == [Route("attribute", "attribute")] * NUM_USERS
     nobody = Router.fit("user", users.slice(0, 0), interactions)
     assert _route_all(nobody, users.slice(0, 0), np.zeros(0)) == []
-    assert nobody.route("u0", {"taste": ["Romance"]}, 10) == Route("attribute", "attribute")
+    assert route(nobody, "u0", {"taste": ["Romance"]}, 10) == Route("attribute", "attribute")
 
 
 def test_interactions_of_entities_outside_the_table_are_not_grouped(users, interactions):
     router = Router.fit("user", users.slice(0, 50), interactions, SETTINGS)
     assert len(router.collaborative.ids) == 50
-    assert router.route("u60", {}, 10).scheme == "attribute"
+    assert route(router, "u60", {}, 10).scheme == "attribute"
 
 
 def test_random_groups_are_readable_and_about_equal_in_size():
@@ -239,7 +228,7 @@ def test_random_groups_depend_on_the_seed_only(users, interactions):
     counts = np.zeros(NUM_USERS)
     assert _route_all(first, users, counts) == _route_all(second, users, counts)
     assert _route_all(first, users, counts) != _route_all(other, users, counts)
-    assert first.route("never seen", {}, 0).group.startswith("random/")
+    assert route(first, "never seen", {}, 0).group.startswith("random/")
 
 
 @pytest.mark.parametrize(
@@ -277,7 +266,7 @@ def test_missing_damaged_and_foreign_files_are_refused(router, tmp_path):
     router.save(tmp_path)
     description = json.loads((tmp_path / "router.json").read_text())
     (tmp_path / "router.json").write_text(json.dumps({**description, "format_version": 99}))
-    with pytest.raises(PoolError, match="has format 99, this version reads 3"):
+    with pytest.raises(PoolError, match="has format 99, this version reads 4"):
         Router.load(tmp_path)
     (tmp_path / "router.json").write_text("{")
     with pytest.raises(PoolError, match="cannot be read"):

@@ -15,13 +15,13 @@ from laserbatch.retrieval_pools.index.store import PoolStore
 
 
 def publish(store, version, text=(1, 2, 3), sides=("user", "item")):
-    with store.publish(version) as (folder, name):
+    with store.publish(version) as folder:
         for side in sides:
             rows = [PoolText(np.array(text, np.int32), "g")]
             build_pool(rows, folder / side, side=side, tokenizer_hash="t", model_id="m")
         (folder / "router").mkdir(exist_ok=True)
         (folder / "router" / "note.json").write_text("{}")
-    return name
+    return version
 
 
 def tree_of(folder):
@@ -83,7 +83,7 @@ def test_failed_build_changes_nothing(tmp_path):
     store = PoolStore(tmp_path)
     publish(store, "v1")
     before = tree_of(tmp_path)
-    with pytest.raises(RuntimeError, match="killed"), store.publish("v2") as (folder, _):
+    with pytest.raises(RuntimeError, match="killed"), store.publish("v2") as folder:
         (folder / "half").write_text("x")
         raise RuntimeError("killed")
     with pytest.raises(OSError, match=f"No space.*{tmp_path}/v2"), store.publish("v2"):
@@ -188,7 +188,7 @@ def test_full_disk_leaves_the_published_version_as_it_was(small_disk):
     store = PoolStore(small_disk)
     publish(store, "v1")
     before = tree_of(small_disk)
-    with pytest.raises(OSError, match=r"No space left on device.*/v2/item"), store.publish("v2") as (folder, _):
+    with pytest.raises(OSError, match=r"No space left on device.*/v2/item"), store.publish("v2") as folder:
         rows = (PoolText(np.arange(1000, dtype=np.int32)) for _ in range(1000))
         build_pool(rows, folder / "item", side="item", tokenizer_hash="t", model_id="m")
     assert tree_of(small_disk) == before
