@@ -98,11 +98,9 @@ class Watch(logging.Handler):
             os.kill(os.getpid(), self._death[1])
 
 
-def write_here() -> None:
-    """Have texts written in this process instead of by Ray's workers."""
+def write_here(put: Callable[[object, str, object], None] = setattr) -> None:
+    """Have texts written in this process instead of by Ray's workers, which would load Python and torch each night."""
     from laserbatch.jobs.stages import generate
-    from laserbatch.jobs.stages.workers import NightWorkers
-    from laserbatch.pipeline.distributed.cluster import WorkerLayout
     from laserbatch.pipeline.distributed.worker import ShardWorker
 
     def run_shards(shards, crew, choose_budgets):
@@ -111,10 +109,18 @@ def write_here() -> None:
         for shard in shards:
             yield shard, worker.run(shard, budget=budgets.get(shard.side))
 
+    put(generate, "run_shards", run_shards)
+    without_ray(put)
+
+
+def without_ray(put: Callable[[object, str, object], None]) -> None:
+    """Have no workers started for a night; its crew is only who knows what to write by."""
+    from laserbatch.jobs.stages.workers import NightWorkers
+    from laserbatch.pipeline.distributed.cluster import WorkerLayout
+
     layout = WorkerLayout(1, 1, 0, "cpu")
-    generate.run_shards = run_shards
-    NightWorkers.start = lambda self, spec: None
-    NightWorkers.crew = lambda self, spec: SimpleNamespace(spec=spec, layout=layout)
+    put(NightWorkers, "start", lambda self, spec: None)
+    put(NightWorkers, "crew", lambda self, spec: SimpleNamespace(spec=spec, layout=layout))
 
 
 def ray_night(

@@ -63,7 +63,7 @@ def check(cache: KVCache, live: dict[int, list[int]]) -> None:
     assert cache.capacity <= cache.max_tokens
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.data())
 def test_slots_hold_their_texts_and_nothing_leaks(data):
     """Random admissions, steps of several rows, preemptions and ends, against a dictionary of lists."""

@@ -91,7 +91,7 @@ def test_head_dimensions_that_are_no_power_of_two(part_keys, head_dim, value_dim
     assert_equal_to_the_slow_one(random_pack(SHORTER, 2, 1, head_dim, value_dim, device=DEVICE))
 
 
-@settings(max_examples=10, derandomize=True)
+@settings(max_examples=6, derandomize=True)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=5),
     tile_tokens=st.sampled_from([1, 4, 16, 64]),

@@ -23,7 +23,7 @@ IS_END = np.arange(VOCAB) == END
 RULES = [Greedy(), TopK(1), TopK(2), TopK(4), ProbabilityThreshold(0.15), Relaxed(), Relaxed(3, 0.2), Relaxed(1, 0.0)]
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     st.lists(trees(vocab_size=VOCAB - 1), min_size=1, max_size=4),
     st.sampled_from(RULES),
@@ -130,7 +130,7 @@ class CountingRows(HeldLogits):
         return super().of(rows)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     st.lists(trees(vocab_size=VOCAB - 1), min_size=1, max_size=6),
     st.sampled_from(RULES),

@@ -1,21 +1,16 @@
 """A small world and its configuration, on which whole nights run in tests, with the bundled model."""
 
-import dataclasses
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from benchmarks import chaos_nights
 from laserbatch.jobs.cli import main
-from laserbatch.jobs.stages import generate
-from laserbatch.jobs.stages.workers import NightWorkers
-from laserbatch.pipeline.distributed.cluster import WorkerLayout
-from laserbatch.pipeline.distributed.worker import ShardWorker
 from laserbatch.pipeline.sample.world import write_sample_world
 
 FIRST_DATE, SECOND_DATE = "2025-02-28", "2025-03-01"
@@ -63,22 +58,7 @@ def start(*arguments: str, laserbatch: Sequence[str | Path] = HERE) -> subproces
 
 def write_here(patched: pytest.MonkeyPatch) -> None:
     """Have texts written in this process instead of by Ray's actors, which would load Python and torch each night."""
-
-    def run_shards(shards, crew, choose_budgets):
-        worker = ShardWorker(dataclasses.replace(crew.spec, device="cpu"))
-        budgets = choose_budgets(worker)
-        for shard in shards:
-            yield shard, worker.run(shard, budget=budgets.get(shard.side))
-
-    patched.setattr(generate, "run_shards", run_shards)
-    without_ray(patched)
-
-
-def without_ray(patched: pytest.MonkeyPatch) -> None:
-    """Have no workers started for a night; its crew is only who knows what to write by."""
-    layout = WorkerLayout(1, 1, 0, "cpu")
-    patched.setattr(NightWorkers, "start", lambda self, spec: None)
-    patched.setattr(NightWorkers, "crew", lambda self, spec: SimpleNamespace(spec=spec, layout=layout))
+    chaos_nights.write_here(patched.setattr)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from night_world import FIRST_DATE, SECOND_DATE, make_world, without_ray, write_config
+from night_world import FIRST_DATE, SECOND_DATE, make_world, write_config
 
+from benchmarks.chaos_nights import without_ray
 from laserbatch.jobs.settings import PACKAGE_ROOT, load_settings
 from laserbatch.jobs.stages import generate
 from laserbatch.jobs.stages.night import Night, open_night, parse_date
@@ -74,7 +75,7 @@ def writer(patched: pytest.MonkeyPatch):
         generate.generate_knowledge(night, NightWorkers(night.settings.cluster))
         return workers
 
-    without_ray(patched)
+    without_ray(patched.setattr)
     return generated
 
 

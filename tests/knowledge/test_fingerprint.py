@@ -42,7 +42,7 @@ EVENTS = st.lists(st.builds(HistoryEvent, st.just("i"), SMALL, SMALL.map(lambda 
 USER = make_user(5)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(EVENTS, EVENTS, st.integers(55, 80))
 def test_equal_fingerprints_mean_equal_prompts_wherever_the_history_is_cut(first, second, max_prompt_tokens):
     """`a` and `1`, and `a1` and nothing, are one line as the first event, and two as the second."""

@@ -41,7 +41,7 @@ def order_slowly(tokens, depth):
     return sorted(range(len(tokens) - 1), key=key)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(texts=TEXTS, depth=DEPTHS)
 def test_order_equals_sorting_what_follows_and_starts_bound_each_token(texts, depth):
     tokens = lay_out(texts)
@@ -60,7 +60,7 @@ def test_place_of_a_text_does_not_depend_on_the_next_one():
     assert other.index(1) < other.index(6)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     texts=TEXTS, owner=st.lists(st.integers(0, 3), min_size=14, max_size=14), depth=DEPTHS, size=st.integers(1, 9)
 )  # fmt: skip
@@ -90,7 +90,7 @@ def test_a_few_texts_merge_into_many(seed, num_new, vocab_size, depth, size):
         assert whole(merge_runs(tokens, [cut(one, size), cut(two, size)], depth)) == expected
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(texts=TEXTS, today=TEXTS, order=st.randoms(use_true_random=False))
 def test_known_texts_are_equal_and_in_sequence_and_as_many_as_can_be(texts, today, order):
     today = today + texts[: len(texts) // 2]

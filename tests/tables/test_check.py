@@ -220,7 +220,7 @@ types = st.sampled_from(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     table=st.sampled_from(["users", "items", "interactions"]),
     column=st.sampled_from(["user_id", "item_id", "title", "timestamp", "rating", "created_at", "age"]),
