@@ -22,7 +22,6 @@ from laserbatch.pipeline.errors import TableError, WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import atomic_folder
 from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_parquet, write_parquet
-from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.columns import schema_findings
 from laserbatch.pipeline.tables.findings import FaultyTable
 from laserbatch.pipeline.tables.schema import plain_ids, timestamps

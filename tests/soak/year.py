@@ -28,8 +28,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-TESTS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(TESTS / "jobs"), str(TESTS.parent)]  # as pytest does
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest does
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "jobs"))
 from manifest_fixture import Undrawn
 from night_world import write_here
 from soak_days import Interrupted, live
