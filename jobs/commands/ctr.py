@@ -29,7 +29,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 @app.callback()
 def _group() -> None:
-    """Train CTR models on the features of a run, judge and ask them, and compare what features are worth."""
+    """Train, judge, ask and compare CTR models on the features of a run."""
 
 
 TABLES = typer.Option(None, help="Folder or URI of the input tables. Default: the one that the run read.")

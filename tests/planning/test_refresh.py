@@ -67,7 +67,8 @@ def test_drift_is_the_angle_between_the_means_of_what_the_text_has_seen_and_of_a
         pa.table({"item_id": ["b", "a"], "cluster_id": pa.array([1, 0], pa.int32())}), run.features_path("item")
     )
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(centroids[:2].reshape(-1)), 4)
-    write_parquet(pa.table({"cluster_id": pa.array([0, 1], pa.int32()), "vector": vectors}), run.centroids_path("item"))
+    codes = {"level": ["cluster_id", "cluster_id"], "code": pa.array([0, 1], pa.int32()), "vector": vectors}
+    write_parquet(pa.table(codes), run.centroids_path("item"))
     known = ItemClusters.of_run(run, pa.table({"item_id": ["a", "new", "b"]}))
     assert known.of_items.tolist() == [0, -1, 1] and np.array_equal(known.centroids, centroids[:2])
     assert ItemClusters.of_run(run, pa.table({"item_id": [1, 2]})) is None
