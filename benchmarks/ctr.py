@@ -1,8 +1,10 @@
-"""Our DIN and DCNv2 beside FuxiCTR's on MovieLens 100K: the same rows, codes, sizes and batches, in one process.
+"""What texts are worth to CTR models in the sample world, and our DIN and DCNv2 beside FuxiCTR's on MovieLens 100K.
 
-    python benchmarks/ctr.py --quick --json OUT
+    python benchmarks/ctr.py --quick --json OUT --fuxictr VENV/lib/python3.11/site-packages
 
-FuxiCTR is not among our requirements: `pip install fuxictr==2.3.10` into an environment of its own that has ours too.
+Rows with `features` and with `history` are of `ctr_nights.py`. Rows with `library` are of the same rows, codes, sizes
+and batches, in one process. FuxiCTR is not among our requirements: `pip install fuxictr==2.3.10 pandas polars h5py`
+into an environment of its own, whose packages `--fuxictr` names; without it only ours is measured.
 It is timed twice: with a data loader of its kind, which collates rows one by one (`loader: rows`), and on batches that
 were collated before (`loader: none`), which nobody can have who shuffles; ours gathers its batches while it is timed.
 Samples per second are those of training steps by processor time, medians of epochs in turns. Networks see no counts
@@ -25,7 +27,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
-from common import benchmark_parser
+from common import begin, benchmark_parser, jsonable, scale_of, write_json
+from ctr_nights import sample_rows
 from sklearn.metrics import roc_auc_score
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import default_collate
@@ -186,7 +189,7 @@ def speeds(name: str, data: CtrData, settings: CtrSettings, num_turns: int, with
 
 def run(folder: Path, size: str) -> list[dict]:
     """Rows of libraries, and rows of our models with counts and rates."""
-    tables, as_of = movielens(folder, 10_000 if size == "smoke" else None)
+    tables, as_of = movielens(folder, {"smoke": 10_000, "quick": 40_000, "full": None}[size])
     settings = CtrSettings(max_epochs=1 if size == "smoke" else 15)
     num_seeds = {"smoke": 1, "quick": 2, "full": 5}[size]
     with_past = build_dataset(tables, as_of, settings)
@@ -224,13 +227,21 @@ def run(folder: Path, size: str) -> list[dict]:
 
 def main() -> None:
     parser = benchmark_parser(__doc__, "data", "threads")
+    parser.add_argument("--fuxictr", type=Path, help="folder of packages that has fuxictr, where ours has none")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    rows = run(options.data / "ml-100k", options.size)
+    if options.fuxictr is not None:
+        sys.path.append(str(options.fuxictr))  # behind ours
+    begin(options.threads)
+    scale = scale_of(options, full=(400, (40, 30, 20, 10), 5), quick=(200, (30, 15), 2), smoke=(40, (10,), 1))
+    rows = sample_rows(*scale)
+    if (options.data / "ml-100k").is_dir():
+        rows += run(options.data / "ml-100k", options.size)
+    else:
+        print(f"{options.data / 'ml-100k'} is not there: nothing is measured beside FuxiCTR", file=sys.stderr)
     for row in rows:
-        print(json.dumps(row))
+        print(json.dumps(jsonable(row)))
     if options.json:
-        options.json.write_text(json.dumps({"size": options.size, "threads": options.threads, "rows": rows}, indent=1))
+        write_json(options.json, {"size": options.size, "threads": options.threads, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -114,7 +114,12 @@ def seen_as_of(
             "ctr.history is asof, but no row of training has features that are older than it: earlier runs with "
             "features (for plain texts: night.compare_with_plain) are needed. Set ctr.history to latest or split"
         )
-    logger.info("training rows without older features: %s of %d", num_without, len(data.train))
+    if max(num_without.values()) > len(data.train) / 2:
+        logger.warning(
+            "ctr.history asof: most training rows see no text of their %s (%d users', %d items' of %d rows are without "
+            "an older one); models can learn little of texts then: keep more nights, or set ctr.history to latest",
+            max(num_without, key=num_without.get), num_without["user"], num_without["item"], len(data.train),
+        )  # fmt: skip
     sides = {}
     for side, of_versions in knowledge.basis.reduce(extra).items():
         own = getattr(knowledge, side)

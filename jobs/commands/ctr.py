@@ -35,6 +35,7 @@ def _group() -> None:
 TABLES = typer.Option(None, help="Folder or URI of the input tables. Default: the one that the run read.")
 RUN = typer.Option(None, help="A run id. Default: the published run.")
 OF_MODEL = typer.Option(None, help="Whose features it sees. Default: the run that it was trained on.")
+HISTORY = typer.Option(None, help="Which texts training rows see: latest, asof or split. Default: the run's own.")
 MODEL = typer.Argument(..., help="A folder of `laserbatch ctr train`.")
 JSON = typer.Option(False, "--json", help="Print everything as JSON.")
 
@@ -45,6 +46,7 @@ def train(
     model: str = typer.Option("dcnv2", help="din, dcnv2 or gbdt."),
     features: str = typer.Option("own", help="own: the run's; plain: its plainly decoded ones; none."),
     seed: int | None = typer.Option(None, help="Default: the run's first."),
+    history: str | None = HISTORY,
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     run: str | None = RUN,
@@ -61,7 +63,7 @@ def train(
         if value not in known:
             raise ConfigError(f"--{option}: {value!r} is none; expected one of {', '.join(known)}")
     night = open_run(load_settings(config, {"workspace": workspace}), run)
-    settings = night.settings.ctr
+    settings = changed_settings(night.settings.ctr, None, None, history)
     seed = settings.seed if seed is None else seed
     tables = tables or str(night.settings.tables.path)
     found = train_to_folder(night, model, features, seed, tables, settings, out)
@@ -115,6 +117,7 @@ def compare(
     run: str | None = RUN,
     models: str | None = typer.Option(None, help="Comma-separated, of din, dcnv2 and gbdt. Default: the run's own."),
     seeds: int | None = typer.Option(None, min=1, help="Trainings of each model and variant. Default: the run's own."),
+    history: str | None = HISTORY,
     tables: str | None = TABLES,
     as_json: bool = typer.Option(False, "--json", help="Print everything, each seed too, as JSON."),
 ) -> None:
@@ -125,10 +128,10 @@ def compare(
     Example: `laserbatch ctr compare --workspace workspace --models din,dcnv2 --seeds 3`
     """
     night = open_run(load_settings(config, {"workspace": workspace}), run)
-    settings = changed_settings(night.settings.ctr, models, seeds)
+    settings = changed_settings(night.settings.ctr, models, seeds, history)
     later_tables = open_tables(tables or night.settings.tables.path)
-    history, verifier = earlier_runs(night.workspace, night.run), night.settings.decoding.verifier
-    figures = compare_ctr(night.run.root, later_tables, night.date, verifier, settings, history)
+    runs, verifier = earlier_runs(night.workspace, night.run), night.settings.decoding.verifier
+    figures = compare_ctr(night.run.root, later_tables, night.date, verifier, settings, runs)
     if as_json:
         summary({"run_id": night.run.run_id, **asdict(figures)}, as_json=True)
         return
@@ -136,13 +139,20 @@ def compare(
     print_ctr(figures)
 
 
-def changed_settings(settings: CtrSettings, models: str | None, seeds: int | None) -> CtrSettings:
-    """The settings with what the command line says otherwise. Raises ConfigError on a model that is not one of ours."""
+def changed_settings(
+    settings: CtrSettings, models: str | None, seeds: int | None, history: str | None = None
+) -> CtrSettings:
+    """The settings with what the command line says otherwise. Raises ConfigError on a word that is none of ours."""
     changes: dict[str, Any] = {} if seeds is None else {"num_seeds": seeds}
     if models is not None:
         changes["models"] = tuple(name.strip().lower() for name in models.split(","))
         if not set(changes["models"]) <= set(get_args(ModelName)):
             raise ConfigError(f"--models: {models!r} is not a list of models; expected some of din, dcnv2, gbdt")
+    if history is not None:
+        known = get_args(CtrSettings.model_fields["history"].annotation)
+        if history not in known:
+            raise ConfigError(f"--history: {history!r} is none; expected one of {', '.join(known)}")
+        changes["history"] = history
     return settings.model_copy(update=changes)
 
 

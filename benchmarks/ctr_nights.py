@@ -1,0 +1,109 @@
+"""What texts are worth to CTR models, and which of them training rows should see: nights of the sample world.
+
+The bundled model writes the nights in this process, some weeks apart, so that most texts are written anew each time.
+"""
+
+import dataclasses
+import datetime
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from chaos_nights import write_here
+from sklearn.metrics import log_loss, roc_auc_score
+
+from laserbatch.ctr.dataset import CtrData, build_dataset
+from laserbatch.ctr.gbdt import GbdtColumns, predict_gbdt
+from laserbatch.ctr.knowledge import Knowledge, build_knowledge, seen_as_of
+from laserbatch.ctr.loop import predict
+from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.training import MODEL_TITLES, train_model
+from laserbatch.jobs.settings import PACKAGE_ROOT, load_settings
+from laserbatch.jobs.stages.compare_ctr import compare_ctr, run_variants
+from laserbatch.jobs.stages.feature_versions import earlier_runs, feature_versions
+from laserbatch.jobs.stages.night import Night
+from laserbatch.jobs.stages.run_night import run_night
+from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
+from laserbatch.pipeline.tables.read import Tables, open_tables
+
+WORLD_SEED = 7  # on which nothing was trained or chosen
+VERIFIER = "relaxed"
+
+
+def sample_rows(num_users: int, days_before: Sequence[int], num_seeds: int) -> list[dict]:
+    """Rows of `features`, and of `history`, after nights so many days before the last one."""
+    with tempfile.TemporaryDirectory() as folder:
+        night = write_nights(Path(folder), num_users, days_before)
+        tables = open_tables(Path(folder) / "tables")
+        return [*feature_rows(night, tables, num_seeds), *history_rows(night, tables, num_seeds)]
+
+
+def write_nights(folder: Path, num_users: int, days_before: Sequence[int]) -> Night:
+    """The nights in a workspace; the last one, which has plain texts too."""
+    write_sample_world(folder / "tables", num_users, num_users * 3 // 4, seed=WORLD_SEED, num_asked=40)
+    write_here()
+    places = {"workspace": str(folder / "workspace"), "tables.path": str(folder / "tables")}
+    budget = {"decoding.max_draft_tokens": 16, "decoding.min_acceptance": 0.07, "decoding.verifier": VERIFIER}
+    night = None
+    for days in (*days_before, 0):
+        last = {"night.compare_with_plain": not days, "night.train_ctr": False}
+        settings = load_settings(PACKAGE_ROOT / "configs" / "demo.yaml", places | budget | last)
+        night = run_night(settings, LAST_DATE - datetime.timedelta(days=days))
+    return night
+
+
+def feature_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
+    """AUC without and with texts; greedily verified ones are the plain ones, which the engine's tests hold them to."""
+    settings = CtrSettings(num_seeds=num_seeds)
+    names = {title: name for name, title in MODEL_TITLES.items()}
+    rows = []
+    for found in compare_ctr(night.run.root, tables, night.date, VERIFIER, settings).rows:
+        if found.model not in names:
+            continue
+        row = {"model": names[found.model], "features": found.variant, "dataset": "sample world"}
+        row |= {"auc_mean": found.auc, "auc_std": found.auc_std, "logloss_mean": found.logloss, "seeds": num_seeds}
+        rows.append(row)
+        if found.variant == "plain":
+            rows.append(row | {"features": "greedy", "same_as": "plain"})
+    return rows
+
+
+def history_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
+    """AUC by `ctr.history`, on the test rows that all have; and on training rows, where labels leak."""
+    settings = CtrSettings(history="split")
+    features = {VERIFIER: run_variants(night.run, VERIFIER)[VERIFIER]}
+    judged = build_dataset(tables, night.date, settings).test
+    rows = []
+    for history in ("latest", "asof", "split"):
+        settings = settings.model_copy(update={"history": history})
+        data = build_dataset(tables, night.date, settings)
+        knowledge = build_knowledge(tables, data, features, night.date, settings)[VERIFIER]
+        seen = data
+        if history == "asof":
+            with feature_versions(earlier_runs(night.workspace, night.run)) as versions:
+                seen, knowledge = seen_as_of(tables, data, knowledge, versions)
+        data = dataclasses.replace(seen, test=judged)
+        for model in settings.models:
+            found = [_judged(model, data, knowledge, settings, seed) for seed in range(num_seeds)]
+            aucs, losses, of_training = zip(*found, strict=True)
+            row = {"model": model, "history": history, "features": VERIFIER, "dataset": "sample world"}
+            row |= {"auc_mean": statistics.fmean(aucs), "auc_std": statistics.stdev(aucs) if num_seeds > 1 else None}
+            row |= {"logloss_mean": statistics.fmean(losses), "train_auc_mean": statistics.fmean(of_training)}
+            rows.append(row | {"train_rows": len(data.train), "test_rows": len(judged), "seeds": num_seeds})
+    return rows
+
+
+def _judged(
+    model: str, data: CtrData, knowledge: Knowledge, settings: CtrSettings, seed: int
+) -> tuple[float, float, float]:
+    """AUC and LogLoss of the test rows, AUC of the training rows."""
+    found = train_model(model, data, knowledge, settings, seed)
+    if model == "gbdt":
+        of_training = predict_gbdt(found.model, GbdtColumns(data, knowledge), data.train)
+    else:
+        of_training = predict(found.model, data, data.train)
+    labels, scores = data.labels[data.test], np.clip(found.scores.astype(float), 1e-7, 1 - 1e-7)
+    auc, of_training = roc_auc_score(labels, scores), roc_auc_score(data.labels[data.train], of_training)
+    return float(auc), float(log_loss(labels, scores)), float(of_training)
