@@ -20,12 +20,11 @@ from transformers import AutoModelForCausalLM
 from laserbatch.pipeline.budget.choice import choose_budget
 from laserbatch.pipeline.budget.measuring import measure_step_cost
 from laserbatch.pipeline.budget.step_cost import StepCost
-from laserbatch.pipeline.decoding.drafters.drafter import NoDrafter
-from laserbatch.pipeline.decoding.drafters.retrieval import RetrievalDrafter
+from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.from_settings import verifier_from
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.decoding.verifiers import verifier_from
 from laserbatch.retrieval_pools.index.pool import Pool
 
 logger = logging.getLogger("benchmarks")

@@ -37,14 +37,13 @@ from laserbatch.pipeline.decoding import acceptance
 from laserbatch.pipeline.decoding.acceptance import RowVerdicts
 from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
 from laserbatch.pipeline.decoding.batch import Batch
-from laserbatch.pipeline.decoding.drafters.drafter import Drafter, NoDrafter
-from laserbatch.pipeline.decoding.drafters.retrieval import RetrievalDrafter
+from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.cuda_graphs import BufferedForward
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
 from laserbatch.pipeline.decoding.sequence import GenerationRequest
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
+from laserbatch.pipeline.decoding.verifiers import Greedy
 from laserbatch.retrieval_pools.index.pool import Pool
 
 SEED = 0

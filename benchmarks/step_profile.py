@@ -37,15 +37,12 @@ from step_spans import HOST_PARTS, PARTS, Spans, watched
 from tasks import TaskSize, build, sample_tasks
 from widen import GEOMETRIES, widened
 
-from laserbatch.pipeline.decoding.drafters.drafter import Drafter, NoDrafter
+from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.from_settings import drafter_from
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
 from laserbatch.pipeline.decoding.sequence import GenerationRequest
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
-from laserbatch.pipeline.decoding.verifiers.relaxed import Relaxed
-from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
+from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed, Verifier
 
 TREE_NODES = 16
 PREFILL_TOKENS = 8192  # in a step: the first texts must not end before the last ones begin

@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from laserbatch.pipeline.decoding.drafters.drafter import Drafter, NoDrafter, draft_all
+from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, draft_all, drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.from_settings import drafter_from, verifier_from
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult, StepEvent
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import MAX_DEPTH, TokenTree, TreeBatch
-from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
+from laserbatch.pipeline.decoding.verifiers import Verifier, verifier_from
 from laserbatch.retrieval_pools.index.pool import Pool
 
 MAX_DRAFT_TOKENS = 16

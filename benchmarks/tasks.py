@@ -19,9 +19,9 @@ import pyarrow.parquet as pq
 from common import SAMPLE_MODEL, SEED
 from systems import generate
 
-from laserbatch.pipeline.decoding.drafters.drafter import NoDrafter
+from laserbatch.pipeline.decoding.drafters import NoDrafter
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
+from laserbatch.pipeline.decoding.verifiers import Greedy
 from laserbatch.pipeline.knowledge.entities import iter_entities
 from laserbatch.pipeline.knowledge.prompts import render_prompt
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, load_template

@@ -21,8 +21,8 @@ from laserbatch.jobs.stages.night import Night, new_night, parse_date
 from laserbatch.jobs.stages.spans import text_spans
 from laserbatch.pipeline.budget.measuring import KeptCost, measure_step_cost
 from laserbatch.pipeline.budget.step_cost import StepCost
+from laserbatch.pipeline.decoding.drafters import drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.from_settings import drafter_from
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer, tokenizer_hash
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest
 from laserbatch.pipeline.decoding.settings import Budget

@@ -28,15 +28,13 @@ import torch
 
 from laserbatch.pipeline.budget.choice import SOURCES
 from laserbatch.pipeline.budget.step_cost import DraftCost, StepCost, StepPoint, load_of_cores, read_step_cost
-from laserbatch.pipeline.decoding.drafters.drafter import draft_all
-from laserbatch.pipeline.decoding.drafters.retrieval import RetrievalDrafter
+from laserbatch.pipeline.decoding.drafters import RetrievalDrafter, draft_all
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.from_settings import verifier_from
 from laserbatch.pipeline.decoding.scheduler import Concurrency
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, Sequence
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, MAX_DEPTH, MAX_NODES, TokenTree
-from laserbatch.pipeline.decoding.verifiers.verifier import NodeVerdicts
+from laserbatch.pipeline.decoding.verifiers import NodeVerdicts, verifier_from
 from laserbatch.pipeline.errors import ConfigError, RunFailed
 from laserbatch.pipeline.storage.atomic import canonical_json, write_json
 from laserbatch.retrieval_pools.calibration.calibrate import spread_positions

@@ -15,7 +15,7 @@ import torch
 from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.model.output_head import StepLogits
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
-from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
+from laserbatch.pipeline.decoding.verifiers import Verifier
 
 # Rows whose logits are in memory at once: enough that an output layer's weights are read few times, and on a CPU few
 # enough that they stay in its cache.

@@ -18,9 +18,8 @@ import torch
 from laserbatch.pipeline.decoding import recovery
 from laserbatch.pipeline.decoding.acceptance import Acceptance, verify
 from laserbatch.pipeline.decoding.device_memory import cache_bound
-from laserbatch.pipeline.decoding.drafters.drafter import Drafter, NoDrafter, draft_all
+from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, draft_all
 from laserbatch.pipeline.decoding.endings import Ending, Endings
-from laserbatch.pipeline.decoding.from_settings import verifier_from
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
 from laserbatch.pipeline.decoding.model.output_head import PenalisedLogits
@@ -36,7 +35,7 @@ from laserbatch.pipeline.decoding.sequence import (
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.step import Step, Stream, commit
 from laserbatch.pipeline.decoding.token_tree import TreeBatch, prune
-from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
+from laserbatch.pipeline.decoding.verifiers import Verifier, verifier_from
 
 # Prompt tokens of one step. A CPU computes them fastest in parts of this size (per token 2 times faster than 2048), and
 # such a part takes about as long as the step's drafts of a batch of 16: what decodes meanwhile goes at half speed.

@@ -8,7 +8,7 @@ import numpy as np
 
 from laserbatch.pipeline.decoding.acceptance import Acceptance
 from laserbatch.pipeline.decoding.batch import Feed
-from laserbatch.pipeline.decoding.drafters.drafter import Drafter
+from laserbatch.pipeline.decoding.drafters import Drafter
 from laserbatch.pipeline.decoding.endings import Ending, Endings
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.runner import StepOutput
@@ -16,7 +16,7 @@ from laserbatch.pipeline.decoding.scheduler import Scheduler
 from laserbatch.pipeline.decoding.sequence import Sequence, StepEvent
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
-from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
+from laserbatch.pipeline.decoding.verifiers import Verifier
 
 _NO_NODES = np.empty(0, np.int64)
 

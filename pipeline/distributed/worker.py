@@ -17,14 +17,12 @@ import pyarrow as pa
 from laserbatch.pipeline.budget.measuring import KeptCost, measure_step_cost, texts_of
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.device_memory import host_memory
-from laserbatch.pipeline.decoding.drafters.drafter import Drafter
+from laserbatch.pipeline.decoding.drafters import Drafter, drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.from_settings import drafter_from, verifier_from
 from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
-from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
+from laserbatch.pipeline.decoding.verifiers import Greedy, Verifier, verifier_from
 from laserbatch.pipeline.distributed.settings import workers_of_node
 from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import RowError

@@ -10,14 +10,14 @@ from reference import reference_attention
 from step_profile import engine_of, profile, prompts_of
 from step_spans import MODEL_PARTS, PARTS, Spans, watched
 
-from laserbatch.pipeline.decoding.drafters.drafter import NoDrafter
+from laserbatch.pipeline.decoding.drafters import NoDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.cuda_graphs import BufferedForward
 from laserbatch.pipeline.decoding.model.load import load_model
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
 from laserbatch.pipeline.decoding.sequence import GenerationRequest
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
+from laserbatch.pipeline.decoding.verifiers import Greedy
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from widen import GEOMETRIES, Geometry, read_source, widen
 from widen import widened as widened_folder
 
-from laserbatch.pipeline.decoding.drafters.drafter import NoDrafter
+from laserbatch.pipeline.decoding.drafters import NoDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
+from laserbatch.pipeline.decoding.verifiers import Greedy
 from laserbatch.pipeline.errors import ModelError
 
 TINY = GEOMETRIES["tiny"]

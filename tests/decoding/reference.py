@@ -8,10 +8,7 @@ import torch
 from laserbatch.pipeline.decoding.acceptance import Acceptance
 from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
 from laserbatch.pipeline.decoding.token_tree import TokenTree
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
-from laserbatch.pipeline.decoding.verifiers.probability import ProbabilityThreshold
-from laserbatch.pipeline.decoding.verifiers.top_k import TopK
-from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
+from laserbatch.pipeline.decoding.verifiers import Greedy, ProbabilityThreshold, TopK, Verifier
 
 
 @dataclass(frozen=True)

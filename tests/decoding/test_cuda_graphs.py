@@ -26,7 +26,7 @@ from laserbatch.pipeline.decoding.model.cuda_graphs import TOKEN_BUCKETS, Bucket
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
+from laserbatch.pipeline.decoding.verifiers import Greedy
 from laserbatch.pipeline.errors import ModelError
 
 CPU = torch.device("cpu")

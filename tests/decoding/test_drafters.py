@@ -3,13 +3,11 @@ from packs import chain_tree
 from tiny_models import OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
 from laserbatch.pipeline.budget.choice import PLAIN
-from laserbatch.pipeline.decoding.drafters.drafter import NoDrafter, draft_all
-from laserbatch.pipeline.decoding.drafters.retrieval import RetrievalDrafter
-from laserbatch.pipeline.decoding.from_settings import drafter_from
+from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter, draft_all, drafter_from
 from laserbatch.pipeline.decoding.sequence import GenerationRequest, Sequence
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
+from laserbatch.pipeline.decoding.verifiers import Greedy
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT, SOURCE_TARGET
 

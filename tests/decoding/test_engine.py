@@ -24,7 +24,7 @@ from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import TokenTree
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
+from laserbatch.pipeline.decoding.verifiers import Greedy
 
 MODEL = tiny_model()
 PROMPTS = tiny_prompts()

@@ -16,13 +16,11 @@ from tiny_models import (
     tiny_prompts,
 )
 
-from laserbatch.pipeline.decoding.drafters.drafter import NoDrafter
-from laserbatch.pipeline.decoding.drafters.retrieval import RetrievalDrafter
+from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
-from laserbatch.pipeline.decoding.verifiers.relaxed import Relaxed
+from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 
 MAX_NEW = 24
@@ -56,9 +54,10 @@ def test_greedy_verification_equals_generate(architecture, tmp_path):
         RetrievalDrafter(pool, ("pool",)), RetrievalDrafter(pool),
     ]  # fmt: skip
     mixed = MixedDrafter(drafters)
-    for batch_size in BATCHES:
+    is_first = architecture == "llama"  # with it all sizes are tried, with others those that differ in kind
+    for batch_size in BATCHES if is_first else sorted(ALONE):
         engine = tiny_engine(model, batch_size=batch_size)
-        for drafter in [mixed, *drafters] if batch_size in ALONE else [mixed]:
+        for drafter in [mixed, *drafters] if batch_size in ALONE and (is_first or batch_size == 4) else [mixed]:
             requests = requests_for(prompts, MAX_NEW, previous)
             results = {int(r.request_id): r for r in engine.generate(requests, drafter, Greedy())}
             for j, text in enumerate(expected):

@@ -19,11 +19,11 @@ from tiny_models import (
 )
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from laserbatch.pipeline.decoding.drafters.drafter import NoDrafter
+from laserbatch.pipeline.decoding.drafters import NoDrafter
 from laserbatch.pipeline.decoding.model.folder import REFUSED, SAMPLE_MODEL, model_identity, repetition_penalty_of
 from laserbatch.pipeline.decoding.model.output_head import PenalisedLogits
 from laserbatch.pipeline.decoding.token_tree import TokenTree, TreeBatch
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
+from laserbatch.pipeline.decoding.verifiers import Greedy
 from laserbatch.pipeline.errors import ModelError
 
 VOCAB = 9

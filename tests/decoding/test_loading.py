@@ -11,7 +11,7 @@ from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model import checks
 from laserbatch.pipeline.decoding.model.load import load_model, prepare_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
+from laserbatch.pipeline.decoding.verifiers import Greedy
 from laserbatch.pipeline.errors import ModelError
 
 

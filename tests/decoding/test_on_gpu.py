@@ -24,11 +24,10 @@ from tiny_models import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from laserbatch.pipeline.decoding.drafters.retrieval import RetrievalDrafter
+from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
-from laserbatch.pipeline.decoding.verifiers.relaxed import Relaxed
+from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICE = torch.device("cuda")

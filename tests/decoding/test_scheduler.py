@@ -16,8 +16,7 @@ from tiny_models import (
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.scheduler import Concurrency, RequestLimits, Scheduler
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, Sequence
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
-from laserbatch.pipeline.decoding.verifiers.relaxed import Relaxed
+from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed
 
 MODEL = tiny_model()
 PROMPTS = tiny_prompts(12)
@@ -62,7 +61,7 @@ def feeds_of(engine) -> list[list[tuple[int, int]]]:
     return steps
 
 
-@pytest.mark.parametrize("max_tokens", [76, 90, 110])
+@pytest.mark.parametrize("max_tokens", [76, 110])
 @pytest.mark.parametrize("drafter", [None, OracleDrafter(EXPECTED), NonsenseDrafter()])
 def test_preempted_texts_are_unchanged(max_tokens, drafter, caplog):
     rng = np.random.default_rng(max_tokens)

@@ -9,13 +9,16 @@ from test_token_tree import trees
 
 from laserbatch.pipeline.decoding import acceptance as acceptances
 from laserbatch.pipeline.decoding.acceptance import Acceptance
-from laserbatch.pipeline.decoding.from_settings import verifier_from
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, TreeBatch
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
-from laserbatch.pipeline.decoding.verifiers.probability import ProbabilityThreshold
-from laserbatch.pipeline.decoding.verifiers.relaxed import Relaxed
-from laserbatch.pipeline.decoding.verifiers.top_k import TopK, largest_beside
+from laserbatch.pipeline.decoding.verifiers import (
+    Greedy,
+    ProbabilityThreshold,
+    Relaxed,
+    TopK,
+    largest_beside,
+    verifier_from,
+)
 
 VOCAB = 7
 END = 3

@@ -1,1 +1,0 @@
-"""Ways to draft, one file a method."""

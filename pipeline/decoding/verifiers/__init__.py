@@ -1,1 +1,0 @@
-"""Rules by which drafted tokens are accepted, one file a rule."""
