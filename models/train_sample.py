@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from laserbatch.models.sample_exercises import (
     Example,
@@ -62,8 +62,9 @@ class Stage:
     copy_tokens: int  # of each step's batch of copying exercises
 
 
-FROM_NOTHING = (Stage(0.15, 4, 1_200), Stage(0.3, 8, 800), Stage(0.45, 14, 600), Stage(1.0, 40, 400))
-CONTINUED = (Stage(1.0, 40, 400),)
+STAGES = (Stage(0.15, 4, 1_200), Stage(0.3, 8, 800), Stage(0.45, 14, 600), Stage(1.0, 40, 400))
+RATE = 2e-3  # Muon's, for the matrices
+DECAY_SHARE = 0.4  # of the schedule: its last part, in which the rate falls to 0
 IGNORED = -100
 
 
@@ -207,13 +208,13 @@ def held_out_losses(model: LlamaForCausalLM, held_out: dict[str, list[Example]])
     return losses
 
 
-def make_optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for embeddings and norms."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers = [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=RATE, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=RATE, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -279,10 +280,6 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("models/sample"))
-    parser.add_argument("--start-from", type=Path, help="a folder that this script wrote: go on from it")
-    parser.add_argument("--first-world", type=int, default=FIRST_TRAINING_SEED, help="seed of the first training world")
-    parser.add_argument("--rate", type=float, default=2e-3, help="Muon's, for the matrices")
-    parser.add_argument("--decay-share", type=float, default=0.4, help="the last part, in which the rate falls to 0")
     parser.add_argument("--max-minutes", type=float, default=45.0, help="the schedule is shortened to end by then")
     return parser.parse_args()
 
@@ -293,14 +290,8 @@ def main() -> None:
     torch.set_num_threads(NUM_THREADS)
     torch.manual_seed(SEED)
     rng = np.random.default_rng(SEED)
-    if arguments.start_from is None:
-        stages = FROM_NOTHING
-        tokenizer = train_tokenizer()
-        model = make_model(tokenizer)
-    else:
-        stages = CONTINUED
-        tokenizer = AutoTokenizer.from_pretrained(arguments.start_from)
-        model = LlamaForCausalLM.from_pretrained(arguments.start_from, dtype=torch.float32).train()
+    tokenizer = train_tokenizer()
+    model = make_model(tokenizer)
     num_parameters = sum(p.numel() for p in model.parameters())
     users, items = world_entities(HELD_OUT_SEED, 400, 300)
     held_out = {
@@ -308,12 +299,12 @@ def main() -> None:
         "item": [make_example(item, tokenizer, rng) for item in items[:64]],
     }
     print(f"{num_parameters} parameters, vocabulary {len(tokenizer)}", flush=True)
-    optimizers = make_optimizers(model, arguments.rate)
+    optimizers = make_optimizers(model)
     step, world, num_tokens, started = 0, 0, 0, time.monotonic()
     progress = 0.0  # share of the schedule that is done: by steps, or by time where that ends first
     while progress < 1.0:
-        stage = next(stage for stage in stages if progress < stage.until)
-        users, items = world_entities(arguments.first_world + world, USERS_PER_WORLD, ITEMS_PER_WORLD)
+        stage = next(stage for stage in STAGES if progress < stage.until)
+        users, items = world_entities(FIRST_TRAINING_SEED + world, USERS_PER_WORLD, ITEMS_PER_WORLD)
         world += 1
         world_batches = batches_of_world(users, items, tokenizer, stage, rng)
         # each step learns from both sides: an update that is normalised must not serve one and spoil the other
@@ -323,7 +314,7 @@ def main() -> None:
             if progress >= 1.0:
                 break
             # warm-up, constant, linear decay
-            scale = min(1.0, (step + 1) / 50) * min(1.0, (1.0 - progress) / arguments.decay_share)
+            scale = min(1.0, (step + 1) / 50) * min(1.0, (1.0 - progress) / DECAY_SHARE)
             loss = train_step(model, optimizers, step_batches, scale)
             num_tokens += sum(len(example) for batch in step_batches.values() for example in batch)
             step += 1
