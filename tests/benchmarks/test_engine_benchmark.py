@@ -60,7 +60,7 @@ def engines() -> Engines:
 @pytest.fixture(scope="module")
 def task(engines) -> Task:
     items = sample_tasks(engines.tokenizer, TaskSize(4, 16, num_earlier=3))[1]
-    return replace(items, max_new_tokens=24)
+    return replace(items, max_new_tokens=16)
 
 
 @pytest.fixture(scope="module")

@@ -89,7 +89,7 @@ def test_special_tokens_are_left_out(byte_tokenizer):
     assert text_spans(byte_tokenizer, ids, [SOURCE_POOL] * 4) == [Span("abc", "pool")]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data(), text=st.text(max_size=30))
 def test_joined_spans_are_the_decoded_text(byte_tokenizer, data, text):
     ids = ids_of(byte_tokenizer, text)
