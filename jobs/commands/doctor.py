@@ -3,13 +3,11 @@
 Nothing is written but a file in the workspace's folder that is taken away again; no model is loaded.
 """
 
-import datetime
 import fcntl
 import os
 import platform
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -27,8 +25,6 @@ from laserbatch.pipeline.storage.atomic import size_bytes
 from laserbatch.retrieval_pools.errors import PoolError
 
 LEAST_FREE_BYTES = 2 * 10**9  # of a disk, below which a night is likely to fill it
-FIRST_SOUND_DATE = datetime.date(2025, 1, 1)  # a clock before it was never set
-MOST_SKEW_S = 5.0  # between this clock and that of the workspace's file system
 STYLES = {"ok": "green", "warning": "yellow", "fault": "bold red"}
 
 
@@ -179,7 +175,6 @@ def check_workspace(settings: Settings) -> Iterator[Finding]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.fsync(descriptor)
-            skew_s = os.fstat(descriptor).st_mtime - time.time()
         finally:
             os.close(descriptor)
         os.replace(probe, moved)
@@ -192,11 +187,6 @@ def check_workspace(settings: Settings) -> Iterator[Finding]:
         for path in (probe, moved):
             path.unlink(missing_ok=True)
     yield Finding("workspace", "ok", f"{folder} can be written, locked and renamed in")
-    if datetime.date.today() < FIRST_SOUND_DATE or abs(skew_s) > MOST_SKEW_S:
-        told = f"it is {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC here, {skew_s:+.0f} s there"
-        yield Finding("clock", "warning", told, "Set the clock (NTP): ages and alerts follow it")
-    else:
-        yield Finding("clock", "ok", f"it is {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC")
 
 
 def check_encoder(settings: Settings) -> Iterator[Finding]:
