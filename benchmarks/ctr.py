@@ -189,7 +189,7 @@ def speeds(name: str, data: CtrData, settings: CtrSettings, num_turns: int, with
 
 def run(folder: Path, size: str) -> list[dict]:
     """Rows of libraries, and rows of our models with counts and rates."""
-    tables, as_of = movielens(folder, {"smoke": 10_000, "quick": 40_000, "full": None}[size])
+    tables, as_of = movielens(folder, {"smoke": 10_000, "quick": 25_000, "full": None}[size])
     settings = CtrSettings(max_epochs=1 if size == "smoke" else 15)
     num_seeds = {"smoke": 1, "quick": 2, "full": 5}[size]
     with_past = build_dataset(tables, as_of, settings)

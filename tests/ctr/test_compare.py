@@ -23,7 +23,7 @@ def small_world(**options):
 
 def test_knowledge_raises_auc_and_for_cold_users_most(world):
     features = {"none": None, "relaxed": make_features(world, noise=0.02)}
-    comparison = train_ctr(world, features, AS_OF, CtrSettings(num_seeds=1, max_epochs=4))
+    comparison = train_ctr(world, features, AS_OF, CtrSettings(num_seeds=1, max_epochs=2))
     by_cell = {(row.model, row.variant): row for row in comparison.rows}
     for model in ("DIN", "DCNv2", "LightGBM"):
         none, relaxed = by_cell[model, "none"], by_cell[model, "relaxed"]
