@@ -6,7 +6,7 @@ dates.
 
 Where tonight's run drafted from a pool, the texts that it wrote are replayed against that one: prompts, groups and
 previous texts are those that the run had. On a first night some of its texts are held back and replayed against a pool
-of the others.
+of the others. A calibration holds on until a tenth of a side's texts have been written since.
 """
 
 import datetime
@@ -30,6 +30,7 @@ from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import Tables
 from laserbatch.retrieval_pools.calibration.calibrate import (
+    MIN_CHANGED_TEXTS,
     MIN_TEXTS,
     calibrate,
     num_held_back,
@@ -44,6 +45,7 @@ from laserbatch.retrieval_pools.index.texts import PoolTexts, stretches
 from laserbatch.retrieval_pools.routing.router import Routes
 
 ROWS_AT_ONCE = 8 * 1024
+MOST_CHANGED = 0.1  # of a side's texts, since they were replayed; with more they are replayed again
 TOKENS_NAME = "texts.npy"
 _DATE_LENGTH = len("2025-03-01")  # what a run's id begins with
 
@@ -163,9 +165,9 @@ def calibrate_side(
         rows = planned_rows(night, side, settings.calibration_texts)
         token_ids = run_texts.of_entities([row.entity_id for row in rows])
         texts = [_replayed(row, token_ids[row.entity_id], row.group) for row in rows if row.entity_id in token_ids]
-        if len(texts) < MIN_TEXTS:  # too few were written tonight: what is known of that pool holds on
-            return drafted_from.manifest.calibration, None
-        return with_budgets(calibrate(drafted_from, texts, options), drafted_from, texts, options), None
+        if len(texts) < MIN_TEXTS or _holds_on(night, side, drafted_from, run_texts, texts, options):
+            return _kept(drafted_from.manifest.calibration, num_written(night, side)), None
+        return _calibrated(night, drafted_from, texts, options), None
     rows = planned_rows(night, side, num_held_back(len(run_texts), settings.calibration_texts))
     held_back = {row.entity_id: row for row in rows}
     if len(rows) < 2:
@@ -177,7 +179,42 @@ def calibrate_side(
     pool = build(run_texts.pool_texts(night.tables, side, night.date, routes, list(held_back)))
     if len(texts) < 2:
         return None, pool
-    return with_budgets(calibrate(pool, texts, options), pool, texts, options), pool
+    return _calibrated(night, pool, texts, options), pool
+
+
+def _calibrated(night: Night, pool: Pool, texts: list[ReplayText], options: DraftOptions) -> Calibration:
+    calibration = with_budgets(calibrate(pool, texts, options), pool, texts, options)
+    return calibration.model_copy(update={"replayed_run": night.run.run_id})
+
+
+def _kept(calibration: Calibration | None, num_changed: int) -> Calibration | None:
+    """A calibration after so many more texts were written."""
+    if calibration is None:
+        return None
+    return calibration.model_copy(update={"num_texts_changed": calibration.num_texts_changed + num_changed})
+
+
+def _holds_on(
+    night: Night, side: Side, pool: Pool, run_texts: RunTexts, texts: list[ReplayText], options: DraftOptions
+) -> bool:
+    """Whether what is known of the pool that the run drafted from is still known of the coming one.
+
+    It is not where the model or the sources of drafts are others, or where the run has previous texts to draft from as
+    no replayed run had.
+    """
+    known = _kept(pool.manifest.calibration, num_written(night, side))
+    if known is None or known.budgets is None or pool.manifest.model_id != run_texts.model_id:
+        return False
+    num_with_previous = sum(text.previous_ids is not None for text in texts)
+    knows_previous = known.budgets.changed is not None or num_with_previous < MIN_CHANGED_TEXTS
+    is_near = known.num_texts_changed <= MOST_CHANGED * len(run_texts)
+    return is_near and knows_previous and known.budgets.sources == options.sources
+
+
+def num_written(night: Night, side: Side) -> int:
+    """Entities of a side that a run was to write about."""
+    plan = load_plan(night.run.root, side)
+    return 0 if plan is None else sum(shard.num_rows for shard in plan.shards)
 
 
 def drafted_with(night: Night, side: Side) -> Budget | None:

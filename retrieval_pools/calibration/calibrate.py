@@ -205,9 +205,8 @@ def budget_curve(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions 
     options = DraftOptions() if options is None else options
     new = [replace(text, previous_ids=None) for text in texts]
     changed = [text for text in texts if text.previous_ids is not None] if options.use_previous else []
-    used = {"previous": options.use_previous, "prompt": options.use_prompt, "output": options.use_output, "pool": True}
     return BudgetCurve(
-        sources=tuple(name for name, is_used in used.items() if is_used),
+        sources=options.sources,
         new=_replayed(pool, new, options),
         changed=_replayed(pool, changed, options) if len(changed) >= MIN_CHANGED_TEXTS else None,
     )

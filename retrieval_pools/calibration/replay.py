@@ -56,6 +56,12 @@ class DraftOptions:
     use_output: bool = True
     use_previous: bool = True
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """What is drafted from, by name."""
+        used = {"previous": self.use_previous, "prompt": self.use_prompt, "output": self.use_output, "pool": True}
+        return tuple(name for name, is_used in used.items() if is_used)
+
 
 class Tree(Protocol):
     """What is used of a draft: parents come before their children, -1 is the context's last token."""

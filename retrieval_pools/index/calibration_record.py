@@ -137,6 +137,8 @@ class Calibration(Frozen):
     sources : a source that drafted nothing has no curve and is not calibrated.
     reliability : of curves that are fitted to one half of the texts, on the other half; both ways.
     budgets : what each draft budget gained; None in a calibration that has none.
+    replayed_run : whose texts were replayed; "" where that is not known.
+    num_texts_changed : of the side, written since by runs that kept this calibration.
     """
 
     pool_escape: float = Field(gt=0)
@@ -145,6 +147,8 @@ class Calibration(Frozen):
     sources: tuple[SourceCurve, ...]
     reliability: Reliability
     budgets: BudgetCurve | None = None
+    replayed_run: str = ""
+    num_texts_changed: int = Field(default=0, ge=0)
 
     @property
     def curves(self) -> np.ndarray:

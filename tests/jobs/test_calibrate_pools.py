@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from laserbatch.jobs.commands.pools import app
 from laserbatch.jobs.settings import load_settings
+from laserbatch.jobs.stages import pool_texts
 from laserbatch.jobs.stages.build_pools import build_pools
 from laserbatch.jobs.stages.night import open_night
 from laserbatch.jobs.stages.pool_texts import draft_options, drafted_with
@@ -67,6 +68,21 @@ def test_a_second_night_replays_what_it_wrote_against_the_pool_it_drafted_from(w
     assert changed.cells[-1].tokens_per_step > new.cells[-1].tokens_per_step
     assert SOURCE_PREVIOUS in {one.source for one in calibration.sources}
     assert calibration.curves[SOURCE_PREVIOUS, :, -1].max() > 0.8
+
+
+def test_a_night_that_wrote_few_texts_keeps_the_calibration_and_counts_them(world, monkeypatch):
+    monkeypatch.setattr(pool_texts, "MOST_CHANGED", 2.0)  # of a side's texts: these nights write all anew
+    nights, dates = [], [FIRST_DATE + datetime.timedelta(days) for days in range(5)]
+    for number, date in enumerate(dates):
+        nights.append(opened(world, date))
+        num_texts = write_night(nights[-1], number, nights[-2].run.knowledge_folder("item") if number else None).num_rows
+        build_pools(nights[-1])
+    known = [night.pools.open(night.run.run_id, "item").manifest.calibration for night in nights]
+    first, second, fifth = (nights[number].run.run_id for number in (0, 1, 4))
+    # The first has no previous texts, the second therefore replays; its calibration is kept until too much was written.
+    assert [one.replayed_run for one in known] == [first, second, second, second, fifth]
+    assert [one.num_texts_changed for one in known] == [0, 0, num_texts, 2 * num_texts, 0]
+    assert known[2].curves.tobytes() == known[1].curves.tobytes() != known[4].curves.tobytes()
 
 
 def test_building_again_gives_the_same_files(world):
