@@ -2,8 +2,8 @@
 
 import datetime
 import hashlib
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import sha256_file
 from laserbatch.pipeline.tables import schema as sc
-from laserbatch.pipeline.tables.check import check_tables, require_sound
+from laserbatch.pipeline.tables.check import IdsBefore, check_tables, require_sound
 from laserbatch.pipeline.tables.findings import Finding
-from laserbatch.pipeline.tables.read import Tables, describe, read_tables
+from laserbatch.pipeline.tables.read import Tables, describe, end_of, read_tables
 from laserbatch.pipeline.validation import nearest
 from laserbatch.retrieval_pools.routing.embeddings import id_column, read_embeddings
 
@@ -54,7 +54,7 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
     _require_files(settings)
     with ThreadPoolExecutor(1) as aside:  # what is read of faulty tables is not looked at
         reading = aside.submit(read_tables, settings.tables.path, as_of=date)
-        findings = check_inputs(settings.tables.path, settings)
+        findings = check_inputs(settings.tables.path, settings, lambda: _ids_before(date, reading))
     require_sound(findings, settings.tables.path)
     for warning in findings:
         say(str(warning))
@@ -81,13 +81,23 @@ def _require_files(settings: Settings) -> None:
         read_step_cost(settings.decoding.step_cost)
 
 
-def check_inputs(path: Path | str, settings: Settings) -> list[Finding]:
-    """What is wrong with the tables of a folder, for runs of these settings.
+def _ids_before(date: datetime.date, reading: Future[Tables]) -> IdsBefore | None:
+    """The ids of the interactions that are read; None where they cannot be."""
+    if reading.exception() is not None:
+        return None
+    columns = {name: reading.result().interactions[name] for name in sc.ID_COLUMNS.values()}
+    return IdsBefore(end_of(date), {name: ids.combine_chunks().dictionary for name, ids in columns.items()})
+
+
+def check_inputs(
+    path: Path | str, settings: Settings, ids_before: Callable[[], IdsBefore | None] = lambda: None
+) -> list[Finding]:
+    """What is wrong with the tables of a folder, for runs of these settings; `ids_before` as `check_tables` takes it.
 
     Raises ConfigError where nothing is, but a template is not one, or names a column that the tables do not have.
     """
     positive_rating = LabelRule.parse(settings.ctr.label).least_rating if settings.night.train_ctr else None
-    findings = check_tables(path, positive_rating, settings.gates.max_failed_share)
+    findings = check_tables(path, positive_rating, settings.gates.max_failed_share, ids_before)
     if all(finding.is_warning for finding in findings):
         for side in SIDES:
             require_template_columns(path, settings, side)

@@ -162,11 +162,16 @@ def calibrate_side(
         return None, None
     drafted_from = _drafted_from(night, side, tokenizer_hash(night.settings.model_dir))
     if drafted_from is not None:
+        known = _kept(drafted_from.manifest.calibration, _num_written(night, side))
+        holds_on = _holds_on(known, run_texts, drafted_from, options)
+        if holds_on and known.budgets.changed is not None:
+            return known, None
         rows = planned_rows(night, side, settings.calibration_texts)
         token_ids = run_texts.of_entities([row.entity_id for row in rows])
         texts = [_replayed(row, token_ids[row.entity_id], row.group) for row in rows if row.entity_id in token_ids]
-        if len(texts) < MIN_TEXTS or _holds_on(night, side, drafted_from, run_texts, texts, options):
-            return _kept(drafted_from.manifest.calibration, num_written(night, side)), None
+        num_with_previous = sum(text.previous_ids is not None for text in texts)
+        if len(texts) < MIN_TEXTS or (holds_on and num_with_previous < MIN_CHANGED_TEXTS):
+            return known, None
         return _calibrated(night, drafted_from, texts, options), None
     rows = planned_rows(night, side, num_held_back(len(run_texts), settings.calibration_texts))
     held_back = {row.entity_id: row for row in rows}
@@ -194,24 +199,17 @@ def _kept(calibration: Calibration | None, num_changed: int) -> Calibration | No
     return calibration.model_copy(update={"num_texts_changed": calibration.num_texts_changed + num_changed})
 
 
-def _holds_on(
-    night: Night, side: Side, pool: Pool, run_texts: RunTexts, texts: list[ReplayText], options: DraftOptions
-) -> bool:
-    """Whether what is known of the pool that the run drafted from is still known of the coming one.
+def _holds_on(known: Calibration | None, run_texts: RunTexts, pool: Pool, options: DraftOptions) -> bool:
+    """Whether what is known of the pool that the run drafted from is known of the coming one; it may be of new texts.
 
-    It is not where the model or the sources of drafts are others, or where the run has previous texts to draft from as
-    no replayed run had.
+    It is not where much was written since, or by another model, or where drafts come from other sources.
     """
-    known = _kept(pool.manifest.calibration, num_written(night, side))
     if known is None or known.budgets is None or pool.manifest.model_id != run_texts.model_id:
         return False
-    num_with_previous = sum(text.previous_ids is not None for text in texts)
-    knows_previous = known.budgets.changed is not None or num_with_previous < MIN_CHANGED_TEXTS
-    is_near = known.num_texts_changed <= MOST_CHANGED * len(run_texts)
-    return is_near and knows_previous and known.budgets.sources == options.sources
+    return known.num_texts_changed <= MOST_CHANGED * len(run_texts) and known.budgets.sources == options.sources
 
 
-def num_written(night: Night, side: Side) -> int:
+def _num_written(night: Night, side: Side) -> int:
     """Entities of a side that a run was to write about."""
     plan = load_plan(night.run.root, side)
     return 0 if plan is None else sum(shard.num_rows for shard in plan.shards)

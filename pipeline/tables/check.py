@@ -5,7 +5,7 @@ Every file is read once, in batches; only the entities' ids are held in memory. 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from laserbatch.pipeline.tables.schema import (
     plain_type,
     table_files,
     tables_folder,
+    time_scalar,
 )
 
 BATCH_ROWS = 256 * 1024
@@ -33,7 +34,10 @@ NUM_FINDINGS_IN_ERROR = 3
 
 
 def check_tables(
-    path: Path | str, positive_rating: float | None = None, max_failed_share: float = 0.0
+    path: Path | str,
+    positive_rating: float | None = None,
+    max_failed_share: float = 0.0,
+    ids_before: Callable[[], "IdsBefore | None"] = lambda: None,
 ) -> list[Finding]:
     """Everything that is wrong with the tables of a folder; a run can start when all are warnings.
 
@@ -41,14 +45,33 @@ def check_tables(
     ----------
     positive_rating : ratings on both sides of it are expected; None expects nothing of them.
     max_failed_share : so many of the items may lack a title.
+    ids_before : what somebody who reads the interactions meanwhile has seen: of rows before that moment only distinct
+        ids are looked up.
     """
     try:
         path, findings = tables_folder(path), Findings()
     except FaultyTable as error:
         return [error.finding]
     known_ids = {table: _check_entities(path, table, findings, max_failed_share) for table in ID_COLUMNS}
-    _check_interactions(path, known_ids, findings, positive_rating)
+    _check_interactions(path, known_ids, findings, positive_rating, ids_before())
     return findings.to_list()
+
+
+@dataclass(frozen=True)
+class IdsBefore:
+    """The distinct ids in interactions before a moment, by column; there may be more."""
+
+    cutoff: pa.Scalar
+    ids: dict[str, pa.Array]
+
+    def are_known(self, column: str, known: pa.Array) -> bool:
+        """Whether all of a column's are among the known ones."""
+        seen = self.ids[column]
+        return seen.type == known.type and pc.all(pc.is_in(seen, value_set=known), min_count=0).as_py()
+
+    def is_later(self, times: pa.Array) -> pa.Array:
+        """Whether each row is not before the moment: bool[n]."""
+        return pc.invert(pc.fill_null(pc.less(times, time_scalar(self.cutoff, times.type)), False))
 
 
 def require_sound(findings: list[Finding], path: Path | str) -> None:
@@ -112,9 +135,14 @@ def _check_entities(path: Path, table: str, findings: Findings, max_failed_share
 
 
 def _check_interactions(
-    path: Path, known_ids: dict[str, pa.Array | None], findings: Findings, positive_rating: float | None
-) -> None:
+    path: Path, known_ids: dict[str, pa.Array | None], findings: Findings, positive_rating: float | None,
+    before: IdsBefore | None,
+) -> None:  # fmt: skip
     lowest, highest, is_rated = math.inf, -math.inf, True
+    known_before = {
+        column for table, column in ID_COLUMNS.items()
+        if before and known_ids[table] is not None and before.are_known(column, known_ids[table])
+    }  # fmt: skip
     for part in _open_parts(path, "interactions", findings):
         comparable: dict[str, str] = {}  # column of interactions -> its entity table
         for table, column in ID_COLUMNS.items():
@@ -131,9 +159,17 @@ def _check_interactions(
         # Looking ids up begins with a table of all that are known: not for fewer rows than that has.
         rows_at_once = max([BATCH_ROWS, *(len(known_ids[table]) for table in comparable.values())])
         for first_row, batch in _checked_batches(part, findings, rows_at_once):
+            is_later = before.is_later(batch["timestamp"]) if known_before and "timestamp" in part.usable else None
             for column, table in comparable.items():
                 values = batch[column].cast(known_ids[table].type, safe=False)
-                unknown = pc.and_(pc.is_valid(values), pc.invert(pc.is_in(values, value_set=known_ids[table])))
+                if is_later is None or column not in known_before:
+                    is_known = pc.is_in(values, value_set=known_ids[table])
+                elif not pc.any(is_later, min_count=0).as_py():
+                    continue
+                else:
+                    later = pc.is_in(values.filter(is_later), value_set=known_ids[table])
+                    is_known = pc.replace_with_mask(pc.invert(is_later), is_later, later)
+                unknown = pc.and_(pc.is_valid(values), pc.invert(is_known))
                 found, advice = f"{table} has no such {column}:", f"add it to {table}, or drop the row"
                 finding = Finding("unknown-entity", "interactions", found, f"ids of {table}", advice, column, part.name)
                 findings.add_rows(finding, np.flatnonzero(unknown), first_row, values)

@@ -63,22 +63,25 @@ def read_tables(path: Path | str | None, as_of: datetime.date | None = None) -> 
     Kept are interactions before its end, and entities created before it or with no `created_at`; without a day all.
     Raises TableError where a table or column is missing, has a wrong type, or its file cannot be read.
     """
-    path, cutoff = tables_folder(path), None
-    if as_of is not None:
-        day_after = datetime.datetime.combine(as_of, datetime.time(), datetime.UTC) + datetime.timedelta(days=1)
-        cutoff = pa.scalar(day_after, TIMESTAMP_TYPE)
-    users, items, interactions = (_read_table(path, table, cutoff) for table in TABLE_NAMES)
-    tables = Tables(users, items, _by_time(interactions))
+    path, cutoff = tables_folder(path), None if as_of is None else end_of(as_of)
+    users, items = (_read_table(path, table, cutoff) for table in ("users", "items"))
+    tables = Tables(users, items, _by_time(_read_table(path, "interactions", cutoff)))
     if cutoff is None:
         return tables
     # An interaction that precedes its entity's own created_at would point to nothing.
     for side in SIDES:
-        entities, kind = tables.entities(side), interactions.schema.field(f"{side}_id").type.value_type
+        entities, kind = tables.entities(side), tables.interactions.schema.field(f"{side}_id").type.value_type
         if kind == entities[f"{side}_id"].type and CREATED_AT in entities.column_names:
             is_known = tables.rows_of_interactions[side] >= 0
             if not is_known.all():
                 tables = replace(tables, interactions=tables.interactions.filter(pa.array(is_known)))
     return tables
+
+
+def end_of(date: datetime.date) -> pa.Scalar:
+    """The moment at which a day (UTC) is over."""
+    midnight = datetime.datetime.combine(date, datetime.time(), datetime.UTC)
+    return pa.scalar(midnight + datetime.timedelta(days=1), TIMESTAMP_TYPE)
 
 
 @dataclass(frozen=True)
@@ -103,22 +106,29 @@ def open_tables(path: Path | str | None) -> OpenTables:
 
 
 def _by_time(interactions: pa.Table) -> pa.Table:
-    """Sorted by time, user, item. What comes sorted, as logs do but for events of one moment, is not copied."""
-    keys = [("timestamp", "ascending"), ("user_id", "ascending"), ("item_id", "ascending")]
-    if any(interactions[name].null_count for name, _ in keys):
-        return interactions.sort_by(keys)
-    times = interactions["timestamp"].cast(pa.int64()).to_numpy()
-    user, item = (interactions[f"{side}_id"].combine_chunks().indices.to_numpy() for side in SIDES)
-    order = np.arange(len(times))
+    """Sorted by time, user, item, nulls last. What comes sorted, as logs do but within a second, is not copied."""
+    times = interactions["timestamp"].combine_chunks().cast(pa.int64()).fill_null(np.iinfo(np.int64).max).to_numpy()
+    ids = (interactions[f"{side}_id"].combine_chunks() for side in SIDES)
+    user, item = (coded.indices.fill_null(len(coded.dictionary)).to_numpy() for coded in ids)
+    order = np.arange(len(times), dtype=np.int32 if len(times) < 2**31 else np.int64)
     if np.any(times[1:] < times[:-1]):
-        order = np.argsort(times, kind="stable")
+        order[:] = np.argsort(times, kind="stable")
         times = times[order]
-    is_next_alike = np.append(times[1:] == times[:-1], False)[: len(times)]
-    places = np.flatnonzero(is_next_alike | np.roll(is_next_alike, 1))
+    is_alike = np.zeros(len(times), bool)
+    is_alike[:-1] = times[1:] == times[:-1]
+    is_alike[1:] |= is_alike[:-1].copy()
+    places = np.flatnonzero(is_alike).astype(order.dtype)
     rows = order[places]
-    order[places] = rows[np.lexsort((item[rows], user[rows], times[places]))]
-    is_sorted = np.array_equal(order, np.arange(len(order)))
-    return interactions if is_sorted else interactions.take(pa.array(order))
+    by_id = rows[np.lexsort((item[rows], user[rows], times[places]))]
+    if np.array_equal(order, np.arange(len(order), dtype=order.dtype)) and np.array_equal(by_id, rows):
+        return interactions
+    order[places] = by_id
+    names, columns = interactions.column_names, interactions.columns
+    del interactions, times, user, item, is_alike, places, rows, by_id
+    for number in range(len(columns)):  # one at a time, and what it was is let go
+        columns[number] = columns[number].take(pa.array(order))
+        pa.default_memory_pool().release_unused()
+    return pa.table(columns, names)
 
 
 def _coded(column: pa.ChunkedArray) -> pa.Array:

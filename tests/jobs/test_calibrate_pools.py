@@ -75,7 +75,9 @@ def test_a_night_that_wrote_few_texts_keeps_the_calibration_and_counts_them(worl
     nights, dates = [], [FIRST_DATE + datetime.timedelta(days) for days in range(5)]
     for number, date in enumerate(dates):
         nights.append(opened(world, date))
-        num_texts = write_night(nights[-1], number, nights[-2].run.knowledge_folder("item") if number else None).num_rows
+        num_texts = write_night(
+            nights[-1], number, nights[-2].run.knowledge_folder("item") if number else None
+        ).num_rows
         build_pools(nights[-1])
     known = [night.pools.open(night.run.run_id, "item").manifest.calibration for night in nights]
     first, second, fifth = (nights[number].run.run_id for number in (0, 1, 4))

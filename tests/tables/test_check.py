@@ -13,8 +13,8 @@ from sound_world import DAY_1, DAY_1_S, replaced, sound_world, write_world
 
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables import check
-from laserbatch.pipeline.tables.check import check_tables, require_sound
-from laserbatch.pipeline.tables.read import describe, read_tables
+from laserbatch.pipeline.tables.check import IdsBefore, check_tables, require_sound
+from laserbatch.pipeline.tables.read import describe, end_of, read_tables
 
 
 def test_sound_tables_have_no_findings(tmp_path):
@@ -178,6 +178,13 @@ some_ids = st.one_of(
 )
 
 
+def ids_before(path) -> IdsBefore:
+    """What who reads the first day's interactions tells the check of them."""
+    interactions = read_tables(path, DAY_1.date()).interactions
+    ids = {name: interactions[name].combine_chunks().dictionary for name in ("user_id", "item_id")}
+    return IdsBefore(end_of(DAY_1.date()), ids)
+
+
 @settings(max_examples=60)
 @given(user_ids=some_ids, rows=st.lists(st.integers(0, 9), min_size=1, max_size=8), stray=st.booleans())
 def test_the_check_agrees_with_the_obvious_one(tmp_path_factory, user_ids, rows, stray):
@@ -186,9 +193,8 @@ def test_the_check_agrees_with_the_obvious_one(tmp_path_factory, user_ids, rows,
     if stray:
         mentioned[0] = "stray" if kind == pa.string() else 77
     users = pa.table({"user_id": pa.array(user_ids, kind)})
-    mentions = pa.table(
-        {"user_id": pa.array(mentioned, kind), "item_id": [1] * len(rows), "timestamp": [DAY_1_S] * len(rows)}
-    )
+    times = [DAY_1_S + 86_400 * (row % 2) for row in rows]
+    mentions = pa.table({"user_id": pa.array(mentioned, kind), "item_id": [1] * len(rows), "timestamp": times})
     path = write_world(tmp_path_factory.mktemp("world"), users=users, interactions=mentions)
     expected: list[tuple[str, str, int]] = []
     for row, id_ in enumerate(user_ids):
@@ -204,6 +210,7 @@ def test_the_check_agrees_with_the_obvious_one(tmp_path_factory, user_ids, rows,
     findings = check_tables(path)
     found = {(f.kind, f.table): (f.row, f.num_rows) for f in findings}
     assert len(found) == len(findings)
+    assert findings == check_tables(path, ids_before=lambda: ids_before(path))
     rows_of = {key: [row for *other, row in expected if tuple(other) == key] for key in {e[:2] for e in expected}}
     assert found == {key: (min(rows), len(rows)) for key, rows in rows_of.items()}
     if not findings:
