@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from laserbatch.pipeline.encoding.codebook import Codebook, Level, digests, fit_codebook, followed
 from laserbatch.pipeline.encoding.schema import LEVELS, centroid_schema, feature_schema
 from laserbatch.pipeline.encoding.settings import EncodingSettings
+from laserbatch.pipeline.encoding.vectors import VectorForm, vectors_of
 from laserbatch.pipeline.storage.atomic import link_file, sha256_file
 from laserbatch.pipeline.storage.parquet import (
     ROW_GROUP_ROWS,
@@ -119,7 +120,7 @@ def write_features(
                 codes[~is_known] = codebook.codes(matrix[~is_known])
                 clusters_in_use.update(np.unique(codes[:, 0]).tolist())
                 ids, run_ids, fingerprints = rows.take(pa.array(order[places])).columns
-                columns = [ids, _vector_column(matrix), *map(pa.array, codes.T), run_ids, fingerprints]
+                columns = [ids, VectorForm(dim).column(matrix), *map(pa.array, codes.T), run_ids, fingerprints]
                 yield pa.table(columns, schema.names)
 
         written = FeatureFiles(write_parquet(groups(), table, schema), centroids)
@@ -139,7 +140,7 @@ class _KnownCodes:
     def of(cls, path: Path | None) -> "_KnownCodes":
         found, codes = [np.zeros(0, np.uint64)], [np.zeros((0, len(LEVELS)), np.int32)]
         for batch in () if path is None else iter_parquet(path, ["vector", *LEVELS]):
-            found.append(digests(_matrix(batch)))
+            found.append(digests(vectors_of(batch)))
             codes.append(np.column_stack([batch[name].to_numpy() for name in LEVELS]))
         order = np.argsort(np.concatenate(found), kind="stable")
         return cls(np.concatenate(found)[order], np.concatenate(codes)[order])
@@ -161,7 +162,7 @@ def _read_codebook(path: Path) -> Codebook:
     for name in LEVELS:
         of_level = table.filter(pc.equal(table["level"], name))
         radius = float(told[f"laserbatch.radius.{name}"])
-        levels.append(Level(_matrix(of_level), of_level["num_vectors"].to_numpy(), radius))
+        levels.append(Level(vectors_of(of_level), of_level["num_vectors"].to_numpy(), radius))
     return Codebook(tuple(levels), told["laserbatch.codebook"])
 
 
@@ -175,7 +176,7 @@ def _write_codebook(codebook: Codebook, path: Path, side: str, dim: int) -> None
                 pa.array([name] * len(level.centroids), pa.string()),
                 pa.array(np.arange(len(level.centroids), dtype=np.int32)),
                 pa.array(level.weights.astype(np.int64)),
-                _vector_column(level.centroids.reshape(-1, dim)),
+                VectorForm(dim).column(level.centroids.reshape(-1, dim)),
             ],
             schema=schema,
         )
@@ -269,7 +270,7 @@ class _Vectors:
                     batch = next(batches)
                     start, stop = stop, stop + batch.num_rows
                 here = wanted[found[wanted] < stop]
-                vectors[here] = _matrix(batch)[found[here] - start]
+                vectors[here] = vectors_of(batch)[found[here] - start]
                 wanted = wanted[len(here) :]
             yield places, vectors
 
@@ -278,14 +279,3 @@ class _Vectors:
         step = max(1, -(-len(self.found) // MAX_FITTED_ROWS))
         parts = [vectors[-places.start % step :: step] for places, vectors in self.groups()]
         return np.concatenate([self.new[:0], *parts])
-
-
-def _matrix(table: pa.Table | pa.RecordBatch) -> np.ndarray:
-    """The vectors of a table: float32 (num_rows, dim)."""
-    column = table["vector"].combine_chunks() if isinstance(table, pa.Table) else table["vector"]
-    return column.flatten().to_numpy().reshape(len(column), column.type.list_size)
-
-
-def _vector_column(vectors: np.ndarray) -> pa.Array:
-    flat = pa.array(np.ascontiguousarray(vectors, np.float32).reshape(-1))
-    return pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])

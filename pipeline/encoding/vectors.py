@@ -36,7 +36,7 @@ class VectorForm:
             yield batch.set_column(place, "vector", self.column(vectors_of(batch)))
 
 
-def vectors_of(batch: pa.RecordBatch) -> np.ndarray:
-    """The vectors of a feature table's batch: float32 (num_rows, dim)."""
-    column = batch["vector"]
+def vectors_of(rows: pa.RecordBatch | pa.Table) -> np.ndarray:
+    """The vectors of a feature table, or of a batch of it: float32 (num_rows, dim)."""
+    column = rows["vector"].combine_chunks() if isinstance(rows, pa.Table) else rows["vector"]
     return column.flatten().to_numpy().reshape(len(column), column.type.list_size)
