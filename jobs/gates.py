@@ -18,7 +18,7 @@ from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning.refresh import EVIDENCE
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.manifest import CtrFigures, GateFigures, RunManifest, SideFigures
+from laserbatch.pipeline.storage.manifest import AuditFigures, CtrFigures, GateFigures, RunManifest, SideFigures
 from laserbatch.pipeline.storage.parquet import iter_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
@@ -26,6 +26,7 @@ FEWEST = 32  # texts, of which fewer say nothing
 MOST_JUDGED = 10_000  # texts of a side whose tokens and vectors are read, evenly spaced over those that were written
 EMPTY_TOKENS = 3  # a text of fewer is as good as none
 TOO_FEW = "too few texts to judge"
+FEWEST_PAIRS = 16  # of a text and a plain one, of which fewer say nothing
 NGRAM = 4  # tokens
 MOST_REPEATED = 0.5  # of a text's n-grams may stand in it before
 NORM_ERROR = 0.01  # of a vector that has length 1
@@ -56,6 +57,15 @@ GATES = {
     "vector norm": _Gate("{value} of the vectors do not have length 1", 0.0),
     "vector drift": _Gate("vectors of rewritten texts have a mean cosine of {value} with their last ones", "min_cosine",
                           is_least=True, share=False),
+    "audit": _Gate("", None),  # has a reason, and a value never: there are no plain texts to compare with
+    "length beside plain": _Gate("texts differ {value} times in length from plain ones", "max_audit_length_factor",
+                                 share=False),
+    "cosine with plain": _Gate("vectors of texts have a mean cosine of {value} with those of plain ones",
+                               "min_audit_cosine", is_least=True, share=False),
+    "added repetition": _Gate("texts surely repeat {value} more of themselves than plain ones", "max_added_repetition"),
+    "lost fields": _Gate("texts surely lack {value} of the fields asked for that plain ones have", "max_lost_fields"),
+    "added names": _Gate("texts surely have {value} more names than plain ones that stand in neither prompt nor "
+                         "catalogue", "max_added_names", share=False),
     "speed": _Gate("{value} of the draft tokens were accepted that were forecast", 1 - MOST_MISSING, is_least=True,
                    only_warns=True),
     "AUC": _Gate("against plain texts AUC changes by at most {value}", None, is_least=True, share=False),
@@ -119,7 +129,26 @@ def measure(manifest: RunManifest, run: RunFolder, previous: RunFolder | None) -
         with suppress(WorkspaceError):  # of another version, or damaged: nothing to compare with
             before = previous.load_manifest()
     found = [part for side in manifest.sides for part in _of_side(side, manifest, run, before, previous)]
-    return [*found, _auc(manifest.ctr)]
+    return [*found, *_audited(manifest.audit), _auc(manifest.ctr)]
+
+
+def _audited(audit: AuditFigures | None) -> Iterator[GateFigures]:
+    """Texts beside plain ones; one sentence where there are none."""
+    if audit is None or not audit.sides:
+        yield GateFigures("audit", told="not compared with plain texts" if audit is None else audit.skipped)
+        return
+    for side, found in audit.sides.items():
+        if found.num_pairs < FEWEST_PAIRS:
+            yield GateFigures("audit", side, told="too few texts beside plain ones to judge")
+            continue
+        values = {
+            "length beside plain": max(found.length_ratio, 1 / max(found.length_ratio, 1e-9)),
+            "cosine with plain": found.cosine,
+            "added repetition": found.repetition.surely_worse,
+            "lost fields": found.fields.surely_worse,
+            "added names": found.names.surely_worse,
+        }
+        yield from (GateFigures(gate, side, value) for gate, value in values.items())
 
 
 def _auc(figures: CtrFigures) -> GateFigures:

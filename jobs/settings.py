@@ -55,6 +55,11 @@ class NightSettings(Strict):
     )
     train_ctr: bool = Field(True, description="Train the CTR models when interactions after the date exist.")
     num_report_samples: int = Field(3, ge=0, description="Texts a side that the report shows.")
+    num_audited: int = Field(
+        32,
+        ge=0,
+        description="Texts a side that are decoded plainly too and compared: at most a tenth of those written tonight.",
+    )
 
 
 class GateSettings(Strict):
@@ -76,6 +81,21 @@ class GateSettings(Strict):
     )
     min_cosine: float = Field(
         0.3, ge=-1, le=1, description="Mean cosine between vectors of rewritten texts and of their last texts."
+    )
+    max_audit_length_factor: float = Field(
+        1.3, ge=1, description="Mean length of texts over that of plain texts of the same prompts, or the reverse."
+    )
+    min_audit_cosine: float = Field(
+        0.6, ge=-1, le=1, description="Mean cosine between vectors of texts and of plain texts of the same prompts."
+    )
+    max_added_repetition: float = Field(
+        0.05, ge=0, le=1, description="By how much more texts surely repeat themselves than plain ones, as shares."
+    )
+    max_lost_fields: float = Field(
+        0.05, ge=0, le=1, description="Share of the fields asked for that plain texts surely have and texts do not."
+    )
+    max_added_names: float = Field(
+        0.5, ge=0, description="Names a text that stand in neither prompt nor catalogue, surely above plain texts'."
     )
     auc: Literal["stop", "warn", "ignore"] = Field(
         "stop", description="What the verdict 'worse' of the CTR comparison does to the night."

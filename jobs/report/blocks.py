@@ -1,4 +1,4 @@
-"""What a page is made of: sections of charts, tables, notes, samples and folded texts.
+"""What a page is made of: sections of charts, tables, notes, samples, pairs of texts and folded ones.
 
 Plain values; the template decides how they look. Strings are data and are escaped there; only an SVG is markup. Charts
 are made by matplotlib's SVG backend: the same data give the same bytes, a chart's label holds all of its values for
@@ -73,6 +73,15 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Two texts side by side, by what they are; each as parts, of which some are marked."""
+
+    title: str
+    facts: str
+    texts: Mapping[str, Sequence[tuple[str, bool]]]
+
+
+@dataclass(frozen=True)
 class Folded:
     """A text that opens on a click."""
 
@@ -80,7 +89,7 @@ class Folded:
     text: str
 
 
-Block = Figure | Table | Note | Sample | Folded
+Block = Figure | Table | Note | Sample | Beside | Folded
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from markupsafe import Markup
 
 from laserbatch.jobs.formatting import SOURCE_LABELS, count, counted, decimal, rate, seconds, times
 from laserbatch.jobs.gates import age_of_judged, gate_sentence, holding
+from laserbatch.jobs.report.audit import audit_section
 from laserbatch.jobs.report.blocks import Section
 from laserbatch.jobs.report.ctr_table import ALL_MODELS, ctr_section, own_gains
 from laserbatch.jobs.report.drafts import drafts_section
@@ -73,6 +74,7 @@ def sections_of(manifest: RunManifest, sides: list[Side]) -> list[Section]:
         speed_section(manifest, sides),
         drafts_section(manifest, sides),
         ctr_section(manifest.ctr),
+        audit_section(manifest.audit),
         samples_section(sides),
         provenance_section(manifest),
     ]

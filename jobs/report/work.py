@@ -26,6 +26,7 @@ OUTCOMES = (
     ("num_unasked", "not asked", "#8d99a6"),
     ("num_quarantined", "quarantined", "#e69f00"),
 )
+WRITING = ("generate", "generate plain", "generate audited")  # stages in which workers write
 GIVEN = ("inputs", "model", "features", "machine", "settings")
 
 
@@ -96,7 +97,7 @@ def gates_section(manifest: RunManifest) -> Section:
 def _cost(manifest: RunManifest, sides: list[Side]) -> Table:
     """Hours of workers, and money where there is a price: of the night, a million entities, a million written ones."""
     workers, stages = manifest.workers, manifest.stages
-    hours = workers.num_workers * sum(stages.get(name, 0.0) for name in ("generate", "generate plain")) / 3600
+    hours = workers.num_workers * sum(stages.get(name, 0.0) for name in WRITING) / 3600
     price = workers.price_per_hour
     money = None if price is None else price * sum(stages.values()) / 3600
     numbers = [sum(getattr(side.figures, f"num_{name}") for side in sides) for name in ("entities", "generated")]

@@ -29,7 +29,16 @@ from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.planning.drift import ItemClusters
-from laserbatch.pipeline.planning.plan import KEPT_SHARD, Shard, SidePlan, drop_plan, load_plan, open_plan, read_shard
+from laserbatch.pipeline.planning.plan import (
+    KEPT_SHARD,
+    Shard,
+    SidePlan,
+    drop_plan,
+    load_plan,
+    open_plan,
+    read_shard,
+    write_shard_plan,
+)
 from laserbatch.pipeline.planning.planner import FIRST_TEXTS, plan_side, shared_fingerprint
 from laserbatch.pipeline.planning.postpone import Refresh
 from laserbatch.pipeline.planning.refresh import BUDGET
@@ -65,9 +74,29 @@ def generate_plain(night: Night, workers: NightWorkers) -> None:
     Texts that plain decoding gave on an earlier night are carried over like any others. Entities that the night wrote
     about come in shards of their own: their time is compared with the night's, since others have shorter prompts.
     """
-    plain = night.settings.decoding.model_copy(update={"verifier": "greedy", "drafters": (), "max_draft_tokens": 0})
     with night.stage("generate plain"):
-        night.manifest.plain = _Pass(night, night.run.plain, plain, workers, is_plain=True).run()
+        night.manifest.plain = _Pass(night, night.run.plain, _plain(night), workers, is_plain=True).run()
+
+
+def generate_sample_plainly(
+    night: Night, workers: NightWorkers, folder: RunFolder, rows: Mapping[Side, pa.Table]
+) -> None:
+    """Rows of the night's own plan decoded plainly into another folder, a shard a side; one that is done stays."""
+    pending = []
+    for side, table in rows.items():
+        shard = write_shard_plan(side, 0, table, folder.root, is_apart=False)
+        done = folder.finished_shards(side).get(shard.name)
+        if done is None or done.info.planned_sha256 != shard.sha256:
+            pending.append(shard)
+    if pending:
+        say(f"generate plain: {sum(shard.num_rows for shard in pending)} sampled texts, to compare with tonight's")
+        crew = workers.crew(_Pass(night, folder, _plain(night), workers, is_plain=True)._worker_spec())
+        for _ in run_shards(pending, crew, _plainly):
+            end_at_sigterm()
+
+
+def _plain(night: Night) -> DecodingSettings:
+    return night.settings.decoding.model_copy(update={"verifier": "greedy", "drafters": (), "max_draft_tokens": 0})
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from laserbatch.jobs.failures import exit_code_of, line_of
 from laserbatch.jobs.gates import gate_sentence, holding, judge, measure
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import Settings
+from laserbatch.jobs.stages.audit import audit_texts, generate_audited
 from laserbatch.jobs.stages.build_pools import build_pools, collect_pools
 from laserbatch.jobs.stages.compare_ctr import compare_night
 from laserbatch.jobs.stages.generate import generate_knowledge, generate_plain
@@ -83,10 +84,12 @@ def _do_stages(night: Night, publishing: Publishing) -> None:
             raise
         if settings.night.compare_with_plain:
             generate_plain(night, workers)
+        generate_audited(night, workers)
     with night.stage("encode"):
         night.manifest.features = encode_run(night.run.root, settings.encoding, night.previous)
         if settings.night.compare_with_plain:
             encode_run(night.run.plain.root, settings.encoding, codes_of=night.run)
+    audit_texts(night, partial(load_encoder, settings.encoding))
     with night.stage("ctr"):
         night.manifest.ctr = compare_night(night)
     with night.stage("pools"):

@@ -91,6 +91,10 @@ def forget_in_run(run: RunFolder, files: Mapping[str, int], ids: Ids) -> int:
             figures["samples"] = [sample for sample in shown if str(sample["entity_id"]) not in ids[side]]
             num_samples += len(shown) - len(figures["samples"])
             _recount_side(figures, folder, side)
+    for side, found in ((manifest.get("audit") or {}).get("sides") or {}).items():
+        shown = found["cases"]
+        found["cases"] = [case for case in shown if str(case["entity_id"]) not in ids[side]]
+        num_samples += len(shown) - len(found["cases"])
     sums = {name: (sha256_file(run.root / name), pq.read_metadata(run.root / name).num_rows) for name in files}
     _update({name: part for name, part in manifest.items() if name != "plain"}, sums)
     of_plain = {name.removeprefix("plain/"): known for name, known in sums.items() if name.startswith("plain/")}

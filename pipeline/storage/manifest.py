@@ -252,6 +252,51 @@ class GateFigures:
 
 
 @dataclass(frozen=True)
+class AuditedText:
+    """A text of the night beside what plain decoding wrote of the same prompt."""
+
+    entity_id: str | int
+    text: str
+    plain_text: str
+    length_ratio: float  # of tokens
+    cosine: float
+    added_repetition: float  # share of n-grams that stood in the text before, less that of the plain text
+    lost_fields: float  # share of the fields asked for that it has, taken from that of the plain text
+    names: list[str]  # that stand in neither prompt nor catalogue, nor in the plain text
+
+
+@dataclass(frozen=True)
+class AuditedMean:
+    """Means over the texts of the night and over the plain ones."""
+
+    own: float
+    plain: float
+    surely_worse: float  # by how much: the mean difference less two standard errors, never below 0
+
+
+@dataclass(frozen=True)
+class SideAudit:
+    """Texts of a side beside plain ones of the same prompts."""
+
+    num_pairs: int
+    num_identical: int
+    length_ratio: float  # of all tokens
+    cosine: float  # mean
+    repetition: AuditedMean  # shares of n-grams that stood in the text before
+    fields: AuditedMean  # shares of the fields asked for; 1 where the template asks for none by name
+    names: AuditedMean  # a text, that stand in neither prompt nor catalogue
+    cases: list[AuditedText] = field(default_factory=list)  # the worst, which the report shows
+
+
+@dataclass(frozen=True)
+class AuditFigures:
+    """Texts of the night beside plain ones, or why there are none."""
+
+    skipped: str | None = None
+    sides: dict[Side, SideAudit] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class PreviousNight:
     """The run that a run was built on, and what of it is compared with the night after."""
 
@@ -283,6 +328,7 @@ class RunManifest:
     sides: dict[Side, SideFigures] = field(default_factory=dict)
     plain: dict[Side, SideFigures] = field(default_factory=dict)
     features: dict[Side, FeatureFigures] = field(default_factory=dict)
+    audit: AuditFigures | None = None  # None: not done yet
     gates: list[GateFigures] = field(default_factory=list)
     ctr: Annotated[CtrFigures, BeforeValidator(lambda value: value or {})] = CtrFigures()
     pools_built: dict[Side, PoolBuilt] = field(default_factory=dict)

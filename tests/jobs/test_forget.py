@@ -30,7 +30,7 @@ from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning.plan import read_shard
 from laserbatch.pipeline.storage import atomic
 from laserbatch.pipeline.storage.forgetting import is_of, unfinished_receipts
-from laserbatch.pipeline.storage.manifest import ModelFigures, ShardInfo
+from laserbatch.pipeline.storage.manifest import AuditedText, ModelFigures, ShardInfo
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
@@ -52,6 +52,7 @@ def planted(shards, crew, *_):
         records, failed, schema = [], [], knowledge_schema(pa.string())
         for row in read_shard(spec.run_dir / shard.path):
             text = SECRET if row.entity_id == WHO else f"About {row.entity_id}: the pier at night is calm and long."
+            text += " And oars." * (row.entity_id == WHO and not spec.decoding.drafters)  # so that the audit shows both
             if "2025-03-02" in spec.run_id and row.entity_id == WHO:
                 failed.append(QuarantineRow.of(WHO, "user", "unparsable", row.fingerprint, text))
                 continue
@@ -192,6 +193,7 @@ def test_a_person_is_in_no_byte_of_the_workspace_after_being_forgotten(folder, c
     assert not [kind for kind in kinds if not any(kind in name for name in before)], sorted(before)
     assert nearest_centroid(workspace, vectors) < 1e-5
     assert any(name.startswith("pools/2025-03-02") for name in before) and len(vectors) > 0
+    assert [case.entity_id for run in workspace.glob("runs/2025-03-0[12]*") for case in _audited(run)] == [WHO]
     others = {side: _others(workspace, side) for side in ("user", "item")}
     published = json.loads((workspace / "published.json").read_text())
 
@@ -201,6 +203,7 @@ def test_a_person_is_in_no_byte_of_the_workspace_after_being_forgotten(folder, c
     assert traces(workspace, vectors) == set() and nearest_centroid(workspace, vectors) > 1e-2
     assert "still in the input table users" in told["said"] and told["still_in_tables"]["users"] == [WHO]
 
+    assert not [case for run in workspace.glob("runs/*") for case in _audited(run)]
     assert {side: _others(workspace, side) for side in ("user", "item")} == others
     assert json.loads((workspace / "published.json").read_text()) == published
     assert [run[:10] for run in told["removed_runs"]] == ["2025-03-03"] and told["num_samples"] > 0
@@ -212,6 +215,11 @@ def test_a_person_is_in_no_byte_of_the_workspace_after_being_forgotten(folder, c
 
     again = forget(folder, capfd, "--user", WHO)
     assert again["unknown"] == {"user": [WHO], "item": []} and not again["rows"] and not again["pools"]
+
+
+def _audited(run: Path) -> list[AuditedText]:
+    audit = RunFolder(run).load_manifest().audit
+    return [case for found in audit.sides.values() for case in found.cases] if audit is not None else []
 
 
 def _others(workspace: Path, side: str) -> dict:

@@ -33,6 +33,11 @@ def verdict(gate: str, value: float | None, settings: GateSettings | None = None
         ("length", 1.2, 2.0),
         ("vector norm", 0.0, 0.01),
         ("vector drift", 0.6, 0.1),
+        ("length beside plain", 1.1, 1.5),
+        ("cosine with plain", 0.9, 0.4),
+        ("added repetition", 0.0, 0.1),
+        ("lost fields", 0.0, 0.1),
+        ("added names", 0.1, 1.0),
     ],
 )
 def test_a_gate_holds_beyond_its_limit(gate, good, bad):

@@ -15,7 +15,7 @@ from laserbatch.jobs.report.drafts import how_built
 from laserbatch.jobs.report.page import render_page, sections_of
 from laserbatch.jobs.report.sides import SIDE_LABELS, sides_of
 
-SECTIONS = ("work", "gates", "speed", "drafts", "ctr", "samples", "provenance")
+SECTIONS = ("work", "gates", "speed", "drafts", "ctr", "audit", "samples", "provenance")
 VOID_TAGS = {"meta", "link", "br", "img", "hr", "input"}
 
 
@@ -315,7 +315,7 @@ def test_a_run_that_has_only_begun_makes_a_page():
 OPTIONAL = ("inputs", "pools", "model", "workers", "sides", "plain", "features", "ctr", "pools_built", "stages")
 
 
-@pytest.mark.parametrize("key", [*OPTIONAL, "previous_night"])
+@pytest.mark.parametrize("key", [*OPTIONAL, "audit", "previous_night"])
 def test_any_stage_may_have_left_nothing(manifest, key):
     del manifest[key]
     outline(manifest)

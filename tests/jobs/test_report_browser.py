@@ -24,7 +24,7 @@ FLAGS = (
     "--enable-logging=stderr",
     "--v=0",
 )
-SECTIONS = ("work", "speed", "drafts", "ctr", "samples", "provenance")
+SECTIONS = ("work", "speed", "drafts", "ctr", "audit", "samples", "provenance")
 
 pytestmark = [
     pytest.mark.slow,

@@ -1,0 +1,72 @@
+"""Texts of the night beside plain ones: figures, and the worst pairs with what differs marked."""
+
+import difflib
+import re
+
+from laserbatch.jobs.formatting import count, counted, decimal, percent
+from laserbatch.jobs.report.blocks import Beside, Block, Note, Section, Table
+from laserbatch.jobs.report.sides import SIDE_LABELS
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.manifest import AuditedMean, AuditedText, AuditFigures, SideAudit
+
+PARTS = re.compile(r"\s+|[^\s\w]+|\w+")
+CAPTION = (
+    "Means over tonight's texts, and of plain ones in parentheses. Length: of all tokens, over that of plain texts. "
+    "Repeated: n-grams that stood in the text before. Fields: those that the template asks for. Names: quoted "
+    "titles and capitalised words, a text, that stand neither in its prompt nor in the table of items; the model "
+    "invents some itself, so that only the difference is the drafts' doing."
+)
+
+
+def audit_section(audit: AuditFigures | None) -> Section:
+    """The section "Beside plain texts"."""
+    blocks: list[Block] = []
+    if audit is None or not audit.sides:
+        blocks.append(Note("No text was compared with a plain one." if audit is None else audit.skipped))
+    else:
+        rows = [_row(side, found) for side, found in audit.sides.items()]
+        blocks.append(Table("Tonight's texts beside plain ones of the same prompts", rows, ("Side",), CAPTION))
+        cases = [(side, case) for side, found in audit.sides.items() for case in found.cases]
+        blocks += [_case(side, case) for side, case in cases]
+        if not cases:
+            blocks.append(Note("Every text that was compared is the plain one, to the last character."))
+    return Section("audit", "Beside plain texts", blocks)
+
+
+def _row(side: Side, found: SideAudit) -> dict[str, str]:
+    return {
+        "Side": SIDE_LABELS[side],
+        "Pairs": count(found.num_pairs),
+        "Identical": count(found.num_identical),
+        "Length": decimal(found.length_ratio, 3),
+        "Cosine": decimal(found.cosine, 3),
+        "Repeated": _both(found.repetition, lambda share: percent(share, 1)),
+        "Fields": _both(found.fields, lambda share: percent(share, 1)),
+        "Names": _both(found.names, decimal),
+    }
+
+
+def _both(mean: AuditedMean, show) -> str:
+    return f"{show(mean.own)} ({show(mean.plain)})"
+
+
+def _case(side: Side, case: AuditedText) -> Beside:
+    facts = [f"cosine {decimal(case.cosine)}", f"{decimal(case.length_ratio)} times as long"]
+    if case.added_repetition > 0:
+        facts.append(f"{percent(case.added_repetition)} more repeated")
+    if case.lost_fields > 0:
+        facts.append(f"{percent(case.lost_fields)} of its fields lost")
+    if case.names:
+        facts.append(f"{counted(len(case.names), 'name')} from nowhere: {', '.join(case.names)}")
+    own, plain = _marked(case.text, case.plain_text)
+    return Beside(f"{side.capitalize()} {case.entity_id}", " · ".join(facts), {"Tonight": own, "Plain": plain})
+
+
+def _marked(own: str, plain: str) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:
+    """Both texts in parts, of which those are marked that the other text does not have there."""
+    words = PARTS.findall(own), PARTS.findall(plain)
+    steps = difflib.SequenceMatcher(None, *words, autojunk=False).get_opcodes()
+    return (
+        [("".join(words[0][first:last]), kind != "equal") for kind, first, last, _, _ in steps if last > first],
+        [("".join(words[1][first:last]), kind != "equal") for kind, _, _, first, last in steps if last > first],
+    )

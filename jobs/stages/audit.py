@@ -1,0 +1,219 @@
+"""The stage that sets texts of the night beside plain ones of the same prompts: is what was drafted as good?
+
+A sample of the texts that were written tonight is decoded plainly too, unless the night does so with all of them. What
+it costs is bounded by the sample; the plain texts are deleted when they are compared, and the manifest keeps figures
+and the worst few pairs.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from laserbatch.jobs.gates import FEWEST_PAIRS, repeated_shares
+from laserbatch.jobs.settings import GateSettings
+from laserbatch.jobs.stages.generate import generate_sample_plainly
+from laserbatch.jobs.stages.night import Night
+from laserbatch.jobs.stages.workers import NightWorkers
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer
+from laserbatch.pipeline.knowledge.names import names_in, texts_of, unfounded
+from laserbatch.pipeline.knowledge.prompts import render_shown
+from laserbatch.pipeline.knowledge.questions import shown_of_row
+from laserbatch.pipeline.knowledge.templates import PromptTemplate, load_template
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.atomic import remove_folder
+from laserbatch.pipeline.storage.manifest import AuditedMean, AuditedText, AuditFigures, SideAudit
+from laserbatch.pipeline.storage.parquet import read_parquet
+from laserbatch.pipeline.storage.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from laserbatch.pipeline.encoding.encoder import TextEncoder
+
+MOST_OF_A_NIGHT = 10  # one text of so many is decoded again at most
+NUM_CASES = 3  # pairs of a side that the report shows
+COLUMNS = ["entity_id", "text", "token_ids", "fields_json"]
+OFF = "Plain texts to compare with were not asked for: night.num_audited is 0."
+LOSSLESS = "Nothing to compare: tonight's texts are those of plain decoding, by their verifier or for want of drafts."
+TOO_FEW = (
+    f"Too few texts were written tonight for a comparison with plain ones that is cheap and says something: of a side "
+    f"{FEWEST_PAIRS * MOST_OF_A_NIGHT} or more are needed, and night.num_audited of {FEWEST_PAIRS} or more."
+)
+
+
+def generate_audited(night: Night, workers: NightWorkers) -> None:
+    """Decode a sample of tonight's texts plainly, into `audit/` of the run; nothing where they are there or useless."""
+    if night.manifest.audit is not None or _why_not(night) or night.settings.night.compare_with_plain:
+        return
+    rows = {side: sample.planned for side, sample in _samples(night).items()}
+    if rows:
+        with night.stage("generate audited"):
+            generate_sample_plainly(night, workers, _audit_folder(night), rows)
+
+
+def audit_texts(night: Night, load_encoder: "Callable[[], TextEncoder]") -> None:
+    """Compare the sampled texts with plain ones, into the manifest; both are encoded here, as features are."""
+    if night.manifest.audit is None:
+        with night.stage("audit"):
+            samples = {} if (reason := _why_not(night)) else _samples(night)
+            encoder = cache(load_encoder)
+            found = {side: _audit(night, side, sample, encoder) for side, sample in samples.items()}
+            sides = {side: figures for side, figures in found.items() if figures is not None}
+            night.manifest.audit = AuditFigures(reason if reason or sides else TOO_FEW, sides)
+    if _audit_folder(night).root.is_dir():
+        remove_folder(_audit_folder(night).root)
+
+
+def _why_not(night: Night) -> str | None:
+    settings, stats = night.settings, [figures.stats for figures in night.manifest.sides.values()]
+    if not settings.night.num_audited:
+        return OFF
+    is_plain = settings.decoding.verifier == "greedy" or not any(side.num_drafted for side in stats)
+    is_written = any(side.num_texts for side in stats)
+    return LOSSLESS if is_plain and is_written and not settings.night.compare_with_plain else None
+
+
+def _audit_folder(night: Night) -> RunFolder:
+    return RunFolder(night.run.root / "audit")
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Texts of a side that were written tonight, and what was planned of the same entities; in one order."""
+
+    texts: pa.Table  # `COLUMNS`
+    planned: pa.Table
+
+
+def _samples(night: Night) -> dict[Side, _Sample]:
+    """Of each side of which enough was written, texts evenly over its shards: the same whenever it is asked."""
+    settings, found = night.settings.night, {}
+    share, fewest = (1, 1) if settings.compare_with_plain else (MOST_OF_A_NIGHT, FEWEST_PAIRS)
+    for side, figures in night.manifest.sides.items():
+        ends = np.cumsum([0, *(shard.num_rows for shard in figures.shards)])
+        num_texts = int(ends[-1])
+        wanted = min(settings.num_audited, num_texts // share)
+        if wanted < fewest:
+            continue
+        first = int(hashlib.sha256(f"{night.date} {side}".encode()).hexdigest(), 16) % num_texts
+        places = (np.arange(wanted) * num_texts + first) // wanted  # below num_texts, and no two are the same
+        texts, planned = [], []
+        for shard, start, end in zip(figures.shards, ends[:-1], ends[1:], strict=True):
+            rows = places[(places >= start) & (places < end)] - start
+            if len(rows):
+                texts.append(read_parquet(night.run.root / shard.file, COLUMNS).take(rows))
+                of_shard = read_parquet(night.run.root / "plan" / side / f"{shard.name}.parquet")
+                planned.append(_rows_of(of_shard, texts[-1]["entity_id"]))
+        found[side] = _Sample(pa.concat_tables(texts).combine_chunks(), pa.concat_tables(planned).combine_chunks())
+    return found
+
+
+def _rows_of(table: pa.Table, ids: pa.ChunkedArray) -> pa.Table:
+    """The rows of some entities, in their order; each has one."""
+    return table.take(pc.index_in(ids, value_set=table["entity_id"].combine_chunks()))
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Of texts, in their order."""
+
+    num_tokens: np.ndarray
+    repetition: np.ndarray
+    fields: np.ndarray  # shares of those that the template asks for
+    names: list[set[str]]  # that stand nowhere
+
+    @classmethod
+    def of(cls, texts: pa.Table, names: list[set[str]], num_fields: int) -> "_Measured":
+        lengths = pc.list_value_length(texts["token_ids"]).to_numpy()
+        told = [len(json.loads(fields)) for fields in texts["fields_json"].to_pylist()]
+        fields = np.minimum(np.array(told, np.float64) / max(num_fields, 1), 1)  # a free text has the one that it is
+        return cls(lengths, repeated_shares(texts["token_ids"]), fields, names)
+
+
+def _audit(night: Night, side: Side, sample: _Sample, load_encoder: "Callable[[], TextEncoder]") -> SideAudit | None:
+    """The pairs of a side; None where no text has a plain one, which it may have failed to get."""
+    folder = night.run.plain if night.settings.night.compare_with_plain else _audit_folder(night)
+    ids, parts = sample.texts["entity_id"].combine_chunks(), [sample.texts[:0]]
+    for batch in folder.iter_knowledge(side, [*COLUMNS, "is_stale"]):
+        is_wanted = pc.and_not(pc.is_in(batch["entity_id"], value_set=ids), batch["is_stale"])
+        parts.append(pa.Table.from_batches([batch.filter(is_wanted)]).select(COLUMNS))
+    plain = pa.concat_tables(parts).combine_chunks()
+    if not plain.num_rows:
+        return None
+    own, settings = _rows_of(sample.texts, plain["entity_id"]), night.settings.knowledge
+    planned = _rows_of(sample.planned, plain["entity_id"])
+    template = load_template(settings.template_of(side), settings.template_dir)
+    names = _unfounded(night, template, planned, [own["text"].to_pylist(), plain["text"].to_pylist()])
+    ours, theirs = (
+        _Measured.of(texts, found, len(template.factors)) for texts, found in zip((own, plain), names, strict=True)
+    )
+    texts = own["text"].to_pylist() + plain["text"].to_pylist()
+    of_own, of_plain = np.split(load_encoder().encode(texts, lambda num_texts: None).vectors, 2)
+    cosines = (of_own * of_plain).sum(axis=1, dtype=np.float64)
+    pairs = [
+        AuditedText(
+            entity_id=entity_id,
+            text=texts[row],
+            plain_text=texts[len(own) + row],
+            length_ratio=float(max(ours.num_tokens[row], 1) / max(theirs.num_tokens[row], 1)),
+            cosine=float(cosines[row]),
+            added_repetition=float(ours.repetition[row] - theirs.repetition[row]),
+            lost_fields=float(theirs.fields[row] - ours.fields[row]),
+            names=sorted(ours.names[row] - theirs.names[row]),
+        )
+        for row, entity_id in enumerate(own["entity_id"].to_pylist())
+    ]
+    differing = [pair for pair in pairs if pair.text != pair.plain_text]
+    num_names = [np.array([len(found) for found in measured.names], np.float64) for measured in (ours, theirs)]
+    return SideAudit(
+        num_pairs=len(pairs),
+        num_identical=len(pairs) - len(differing),
+        length_ratio=float(ours.num_tokens.sum() / max(theirs.num_tokens.sum(), 1)),
+        cosine=float(cosines.mean()),
+        repetition=_mean(ours.repetition, theirs.repetition),
+        fields=_mean(ours.fields, theirs.fields, worse=-1),
+        names=_mean(*num_names),
+        cases=sorted(differing, key=lambda pair: _badness(pair, night.settings.gates), reverse=True)[:NUM_CASES],
+    )
+
+
+def _unfounded(
+    night: Night, template: PromptTemplate, planned: pa.Table, texts: list[list[str]]
+) -> list[list[set[str]]]:
+    """Of each text the names that stand neither in its prompt nor in any text of the table of items.
+
+    `planned` are the rows that both lists of `texts` answer, in their order.
+    """
+    tokenizer, prompts = load_tokenizer(night.settings.model_dir), []
+    for row in planned.drop_columns(["previous_ids"]).to_pylist():
+        prompt = render_shown(template, shown_of_row(row), tokenizer, night.settings.knowledge.max_prompt_tokens)
+        prompts.append(pa.array([tokenizer.decode(prompt.token_ids.tolist())]))
+    found = [
+        [unfounded(names_in(text), [prompt]) for text, prompt in zip(part, prompts, strict=True)] for part in texts
+    ]
+    nowhere = unfounded(set().union(*(names for part in found for names in part)), texts_of(night.tables.items))
+    return [[names & nowhere for names in part] for part in found]
+
+
+def _mean(own: np.ndarray, plain: np.ndarray, worse: int = 1) -> AuditedMean:
+    """Means, and by how much `own` is surely more; or less, where `worse` is -1."""
+    added = worse * (own - plain)
+    error = added.std(ddof=1) / math.sqrt(len(added)) if len(added) > 1 else math.inf
+    return AuditedMean(float(own.mean()), float(plain.mean()), float(max(added.mean() - 2 * error, 0)))
+
+
+def _badness(pair: AuditedText, limits: GateSettings) -> float:
+    """How near to its limit, which is 1, or how far beyond it the worst of a pair's measures is."""
+    return max(
+        abs(math.log(pair.length_ratio)) / max(math.log(limits.max_audit_length_factor), 1e-9),
+        (1 - pair.cosine) / max(1 - limits.min_audit_cosine, 1e-9),
+        pair.added_repetition / max(limits.max_added_repetition, 1e-9),
+        pair.lost_fields / max(limits.max_lost_fields, 1e-9),
+        len(pair.names) / max(limits.max_added_names, 1e-9),
+    )

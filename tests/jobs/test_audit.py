@@ -1,0 +1,189 @@
+"""Texts of the night beside plain ones: who is asked again, what is measured, what it keeps from readers and costs.
+
+No model writes them: of some users the night's text has a name that stands nowhere, and lacks a field that plain
+decoding gives.
+"""
+
+import json
+import math
+import re
+import zlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import yaml
+from manifest_fixture import Undrawn
+from night_world import write_here
+from small_world import World, first_world
+
+from laserbatch.jobs.gates import _audited, gate_sentence, holding, judge
+from laserbatch.jobs.report import blocks
+from laserbatch.jobs.report.page import render_page
+from laserbatch.jobs.settings import GateSettings, Settings, load_settings
+from laserbatch.jobs.stages import audit, generate
+from laserbatch.jobs.stages.night import Night, parse_date
+from laserbatch.jobs.stages.run_night import run_night
+from laserbatch.jobs.stages.workers import NightWorkers
+from laserbatch.pipeline.encoding.encoder import TextEncoder
+from laserbatch.pipeline.knowledge.parsers import parse_knowledge
+from laserbatch.pipeline.knowledge.records import knowledge_schema
+from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.planning.plan import read_shard
+from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.storage.manifest import ModelFigures, ShardInfo
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.stats import DecodingStats
+
+NUM_USERS, DATE = 200, parse_date("2025-03-01")
+HEAD = {"version": 1, "framework": "kar", "instruction": "Describe."}
+ASPECTS = HEAD | {"name": "tastes", "side": "user", "parser": "aspects", "factors": ["Taste", "Mood"]}
+FREE = HEAD | {"name": "things", "side": "item", "parser": "free"}
+
+
+def written(shards, crew, *_):
+    """In place of the model."""
+    spec, folder = crew.spec, RunFolder(crew.spec.run_dir)
+    is_plain = not spec.decoding.drafters
+    for shard in shards:
+        template, records, schema = load_template(spec.templates[shard.side], spec.template_dir), [], None
+        for row in read_shard(spec.run_dir / shard.path):
+            text = "1. Taste: they like Harbour Lights and Rust & <b>Salt</b>.\n2. Mood: calm, they say."
+            if not is_plain and zlib.crc32(row.entity_id.encode()) % 2:
+                text = "1. Taste: they like Harbour Lights, and Otto Quill most of all."
+            ids, schema = [*text.encode()], knowledge_schema(pa.string())
+            filled = {"entity_id": row.entity_id, "side": shard.side, "framework": "kar", "template": "t", "text": text,
+                      "token_ids": ids, "token_sources": [0] * len(ids), "num_tokens": len(ids), "run_id": spec.run_id,
+                      "model_id": "m",
+                      "fields_json": json.dumps(parse_knowledge(template, text)), "fingerprint": row.fingerprint,
+                      "decoding_json": "{}", "finish_reason": "stop", "is_stale": False}  # fmt: skip
+            ones = {name: None if name.startswith("pool_") else 1 for name in schema.names}
+            records.append(ones | filled)
+        stats = DecodingStats(len(records), 9, 5, num_drafted=0 if is_plain else 9, wall_s=1.0,
+                              drafted_by_source={"pool": 9}, accepted_by_source={"pool": 4})  # fmt: skip
+        info = ShardInfo(shard.sha256, shard.group, stats, ModelFigures("m", "float32", "cpu", 1), 1)
+        yield shard, folder.write_shard(shard.side, shard.name, pa.Table.from_pylist(records, schema), (), info)
+
+
+class Encoder:
+    """Vectors of length one: of all texts with a mood one, of all others another."""
+
+    dim, encoder_id = 2, "two"
+
+    def encode(self, texts, on_batch):
+        vectors = [[1.0, 0.0] if "Mood" in text else [0.8, 0.6] for text in texts]
+        return SimpleNamespace(vectors=np.array(vectors, np.float32), num_truncated=0)
+
+
+@pytest.fixture(scope="module")
+def patched():
+    with pytest.MonkeyPatch.context() as patched:
+        write_here(patched)
+        patched.setattr(generate, "run_shards", written)
+        patched.setattr(TextEncoder, "load", lambda settings: Encoder())
+        patched.setattr(blocks, "_Chart", Undrawn)
+        yield patched
+
+
+@pytest.fixture(scope="module")
+def settings(patched, tmp_path_factory) -> Settings:
+    folder = tmp_path_factory.mktemp("audited")
+    (folder / "prompts").mkdir()
+    for template in (ASPECTS, FREE):
+        (folder / "prompts" / f"{template['name']}.yaml").write_text(yaml.safe_dump(template))
+    world = World(items=first_world().items)
+    world.users = {f"u{number}": {"mood": "calm", "created_at": "2025-02-10"} for number in range(NUM_USERS)}
+    world.events = [(user, "i0", "2025-02-27", 5.0) for user in world.users]
+    world.write(folder / "tables")
+    values = {
+        "workspace": "workspace", "tables": {"path": "tables"}, "encoding": {"num_clusters": 2},
+        "knowledge": {"template_dir": "prompts", "user_template": "tastes", "item_template": "things"},
+        "night": {"train_ctr": False}, "pools": {"calibration_texts": 0},
+        "gates": {"max_added_names": 1.0, "max_lost_fields": 1.0, "max_audit_length_factor": 3.0},
+    }  # fmt: skip
+    (folder / "laserbatch.yaml").write_text(yaml.safe_dump(values))
+    return load_settings(folder / "laserbatch.yaml")
+
+
+@pytest.fixture(scope="module")
+def lived(settings, patched) -> tuple[Night, list]:
+    """A night that was killed while it compared, and given again; and how many texts were written where."""
+    asked = []
+
+    def seen(shards, crew, *more):
+        asked.append((crew.spec.run_dir.name, sum(shard.num_rows for shard in shards)))
+        yield from written(shards, crew, *more)
+
+    with patched.context() as watched:
+        watched.setattr(generate, "run_shards", seen)
+        with watched.context() as killed, pytest.raises(KeyboardInterrupt):
+            killed.setattr(audit, "_audit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            run_night(settings, DATE)
+        return run_night(settings, DATE), asked
+
+
+def changed(night: Night, section: str, **options) -> Night:
+    """The night under other settings, and not compared yet."""
+    part = getattr(night.settings, section).model_copy(update=options)
+    settings = night.settings.model_copy(update={section: part})
+    return replace(night, settings=settings, manifest=replace(night.manifest, audit=None))
+
+
+def test_a_tenth_of_a_nights_texts_is_written_plainly_too_compared_and_thrown_away(lived):
+    night, asked = lived
+    assert asked == [(night.run.run_id, NUM_USERS + 3), ("audit", NUM_USERS // 10)]  # three items are too few
+    assert not (night.run.root / "audit").exists() and "generate audited" in night.manifest.stages
+    assert list(night.manifest.audit.sides) == ["user"]
+    found = night.manifest.audit.sides["user"]
+    num_worse = found.num_pairs - found.num_identical
+    share = num_worse / found.num_pairs
+    assert found.num_pairs == 20 and 0 < num_worse < 20
+    assert found.cosine == pytest.approx(1 - 0.2 * share, abs=1e-6)
+    assert found.names.plain == 1 and found.names.own == pytest.approx(1)  # "Harbour Lights" is the title of an item
+    assert (found.fields.own, found.fields.plain) == (pytest.approx(1 - share / 2), 1.0)
+    error = np.std([0.5] * num_worse + [0.0] * found.num_identical, ddof=1) / math.sqrt(20)
+    assert found.fields.surely_worse == pytest.approx(share / 2 - 2 * error)
+    assert len(found.cases) == 3 and all(case.names == ["otto quill"] for case in found.cases)
+    assert found.cases[0].lost_fields == 0.5 and found.cases[0].length_ratio < 1
+
+
+def test_the_page_shows_the_worst_pairs_side_by_side_escaped(lived):
+    page = render_page(lived[0].manifest)
+    assert "otto quill" in page and "50 % of its fields lost" in page
+    assert "&lt;b&gt;Salt" in re.sub("</?mark>", "", page) and "<b>Salt" not in page
+
+
+def test_what_is_beyond_a_limit_keeps_a_night_from_its_readers(lived):
+    gates = judge(lived[0].manifest.gates, GateSettings(max_added_names=1))
+    (held,) = [gate for gate in holding(gates) if gate.gate == "lost fields"]
+    assert re.search(
+        r"users: texts surely lack .* of the fields asked for .*gates\.max_lost_fields", gate_sentence(held)
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "option", "told"),
+    [
+        ("decoding", {"verifier": "greedy"}, "those of plain decoding"),
+        ("night", {"num_audited": 0}, "night.num_audited is 0"),
+        ("night", {"num_audited": 15}, "Too few texts"),
+    ],
+)
+def test_a_night_that_has_nothing_to_compare_says_why_and_passes(lived, section, option, told):
+    night = changed(lived[0], section, **option)
+    audit.generate_audited(night, None)  # asks no worker
+    audit.audit_texts(night, Encoder)
+    (gate,) = judge(_audited(night.manifest.audit), GateSettings())
+    assert told in gate_sentence(gate) and gate.verdict == "passes" and told in render_page(night.manifest)
+
+
+def test_plain_texts_that_are_there_already_are_compared_however_few(lived, settings):
+    night = changed(lived[0], "night", compare_with_plain=True)
+    generate.generate_plain(night, NightWorkers(settings.cluster))
+    audit.generate_audited(night, None)  # asks no worker
+    audit.audit_texts(night, Encoder)
+    assert {side: night.manifest.audit.sides[side].num_pairs for side in SIDES} == {"user": 32, "item": 3}
+    (gate,) = [gate for gate in _audited(night.manifest.audit) if gate.side == "item"]
+    assert "too few texts beside plain ones" in gate_sentence(gate) and night.run.plain.root.is_dir()
