@@ -66,11 +66,10 @@ def forget_in_run(run: RunFolder, files: Mapping[str, int], ids: Ids) -> int:
 
     `files` are those that `rows_of` named, now or in an attempt that died; the report is to be drawn anew.
     """
+    for features in (folder.features_path(side) for folder in (run, run.plain) for side in SIDES if ids[side]):
+        _leave_clusters(features, ids[features.stem])
     for name in files:
-        path = run.root / name
-        if path.parent.name == "features" and path.stem in SIDES:
-            _leave_clusters(path, ids[path.stem])
-        _take_rows_out(path, run.root, ids)
+        _take_rows_out(run.root / name, run.root, ids)
     for folder in (run, run.plain):
         prefix = "plain/" if folder is not run else ""
         changed = {name.removeprefix(prefix) for name in files if name.startswith("plain/") == bool(prefix)}
@@ -128,9 +127,12 @@ def _take_rows_out(path: Path, root: Path, ids: Ids) -> None:
 
 
 def _leave_clusters(features: Path, ids: frozenset[str]) -> None:
-    """Put the centroid of a code that nobody else has out of reach: it is no longer made of their vectors."""
+    """Put the centroids of codes that nobody else has out of reach: they may be made of their vectors.
+
+    Of codes that nobody has too: their text may have left a cluster, and plain texts share the codes of the others.
+    """
     side, path = features.stem, features.with_name(f"{features.stem}-centroids.parquet")
-    if not path.exists():
+    if not path.exists() or not features.exists():
         return
     centroids = read_parquet(path)
     vectors = centroids["vector"].combine_chunks()
@@ -142,10 +144,8 @@ def _leave_clusters(features: Path, ids: frozenset[str]) -> None:
     theirs = is_of(table[f"{side}_id"], ids)
     for level in levels:
         others = table.filter(pc.invert(theirs))[level].combine_chunks()
-        codes = pc.unique(table.filter(theirs)[level])
-        left = codes.filter(pc.invert(pc.is_in(codes, value_set=others)))
-        in_level = pc.and_(pc.equal(centroids["level"], level), pc.is_in(centroids["code"], value_set=left))
-        is_left |= in_level.to_numpy().astype(bool)
+        is_others = pc.is_in(centroids["code"], value_set=others)
+        is_left |= pc.and_not(pc.equal(centroids["level"], level), is_others).to_numpy().astype(bool)
     if not is_left.any():
         return
     values[is_left] = OUT_OF_REACH
