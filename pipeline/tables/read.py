@@ -151,8 +151,13 @@ def _read_table(path: Path, name: str, cutoff: pa.Scalar | None) -> pa.Table:
     # Only now: a column without any value in one file takes its type from the others.
     kinds = [pa.string() if pt.is_null(kind) else kind for kind in table.schema.types]
     table = table.cast(pa.schema(list(zip(table.column_names, kinds, strict=True))))
-    coded = [_coded(column) if pt.is_dictionary(column.type) else column for column in table.columns]
-    return pa.table(coded, table.column_names)
+    names, columns = table.column_names, table.columns
+    del parts, table
+    for number, kind in enumerate(kinds):  # one at a time, and what it was is let go
+        if pt.is_dictionary(kind):
+            columns[number] = _coded(columns[number])
+    pa.default_memory_pool().release_unused()
+    return pa.table(columns, names)
 
 
 def _read_part(file: Path, name: str, cutoff: pa.Scalar | None) -> pa.Table:
