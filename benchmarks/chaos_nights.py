@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +22,14 @@ WRITTEN = re.compile(r"/(knowledge|shards)/\w+/\.?0")  # a shard that is no plan
 NIGHT = (sys.executable, "-c", "from laserbatch.jobs.cli import main; main()")
 
 
-def forked_night(place: Path, date: str, death: tuple[int, int] | None = None, log: Path | None = None) -> int | None:
+def forked_night(
+    place: Path,
+    date: str,
+    death: tuple[int, int] | None = None,
+    log: Path | None = None,
+    options: Sequence[str] = (),
+    most_s: float = MOST_S,
+) -> int | None:
     """A night by the command line in a process of its own that writes its texts itself; its exit code, None: it hung.
 
     `death` : at which of its operations on files under `place` which signal comes. `log` : where the stage of each of
@@ -44,7 +51,7 @@ def forked_night(place: Path, date: str, death: tuple[int, int] | None = None, l
                 os.dup2(said.fileno(), 2)
             write_here()
             watch = Watch(place / "workspace", death)
-            sys.argv = ["laserbatch", "nightly", "--config", "laserbatch.yaml", "--date", date]
+            sys.argv = ["laserbatch", "nightly", "--config", "laserbatch.yaml", "--date", date, *options]
             try:
                 cli.main()
                 code = 0
@@ -54,7 +61,7 @@ def forked_night(place: Path, date: str, death: tuple[int, int] | None = None, l
                 log.write_text("\n".join(watch.stages), encoding="utf-8")
         finally:
             os._exit(code)
-    deadline_s = time.monotonic() + MOST_S
+    deadline_s = time.monotonic() + most_s
     while time.monotonic() < deadline_s:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:

@@ -1,0 +1,221 @@
+"""Relaxed upon relaxed: nights in a row, each drafted from the texts of the last, beside nights of plain decoding.
+
+    python benchmarks/repeated.py --quick --json OUT
+
+A sample world whose users go on rating; every text is written anew every night (`--force`), so that what relaxed
+verification lets through may be drafted again the night after, and again. The world knows the truth about its items and
+users, so that errors of fact can be counted, by the words that texts may use:
+
+- an item's text names its creator, its category, era, mood and theme, and no others;
+- a user's text names titles and creators of the user's history alone, and first the most frequent category of it.
+
+The chain of plain nights is verified greedily, which gives the texts of plain decoding, and takes less time. Budgets
+are fixed, so that the same texts are written on any machine.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import date, timedelta
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import yaml
+from chaos_nights import NIGHT, forked_night
+from common import Figure, benchmark_parser, finish, scale_of
+
+from laserbatch.jobs.gates import MOST_REPEATED, repeated_shares
+from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
+from laserbatch.pipeline.sample.lore import CATEGORY_PATHS, ERAS, MOODS, THEMES, TOP_CATEGORIES, title_themes
+from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
+from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.parquet import read_parquet
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.tables.read import Tables, read_tables
+
+CHAINS = {"plain": {"verifier": "greedy"}, "relaxed": {}}
+DECODING = {"num_threads": 1, "batch_size": 16, "max_new_tokens": 320, "max_draft_tokens": 16, "min_acceptance": 0.07}
+SETTINGS = {
+    "workspace": "workspace",
+    "tables": {"path": "tables"},
+    "night": {"train_ctr": False, "num_audited": 0},
+    "gates": {"max_failed_share": 1.0, "min_cosine": -1.0, "max_length_factor": 100.0, "max_repetitive_share": 1.0},
+}
+MOST_S = 1800.0  # that a night may take
+MOST_ADDED = 0.02  # share of texts with an error, that the last nights may have more than plain ones
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How many nights, of how many users and items."""
+
+    num_nights: int
+    num_users: int
+    num_items: int
+    num_seeds: int  # of CTR trainings; 0: none
+
+
+@dataclass(frozen=True)
+class Row:
+    """One side of one night: shares are of its texts."""
+
+    chain: str
+    night: int
+    side: Side
+    num_texts: int
+    errors: dict[str, float]
+    mean_tokens: float
+    repetitive: float
+    as_plain: float  # texts that are those of the plain chain of that night
+    tokens_per_step: float
+
+
+def main() -> None:
+    arguments = benchmark_parser(__doc__).parse_args()
+    scale = scale_of(arguments, Scale(12, 64, 48, 4), Scale(4, 24, 24, 0), Scale(2, 8, 20, 0))
+    with tempfile.TemporaryDirectory(prefix="laserbatch-repeated-") as folder:
+        with ThreadPoolExecutor(len(CHAINS)) as side_by_side:
+            places = [Path(folder) / name for name in CHAINS]
+            lived = dict(zip(CHAINS, side_by_side.map(partial(live, scale), places, CHAINS.values()), strict=True))
+        rows = list(judged(lived))
+        aucs = {name: aucs_of(workspace, scale) for name, workspace in lived.items()} if scale.num_seeds else {}
+    finish(arguments.json, figures_of(rows, scale), [table(rows)], {"rows": rows, "auc": aucs})
+
+
+def live(scale: Scale, place: Path, decoding: dict) -> Workspace:
+    """All nights of one chain."""
+    write_sample_world(place / "tables", scale.num_users, scale.num_items, seed=1)
+    settings = SETTINGS | {"decoding": DECODING | decoding}
+    (place / "laserbatch.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    for night in range(scale.num_nights):
+        day = LAST_DATE - timedelta(days=scale.num_nights - 1 - night)
+        code = forked_night(place, str(day), options=["--force"], most_s=MOST_S)
+        if code != 0:
+            raise SystemExit(f"the night of {day} ended with {code}:\n{(place / 'said.txt').read_text()[-2000:]}")
+        print(f"{place.name} {day}", file=sys.stderr, flush=True)
+    return Workspace.open(place / "workspace", create=False)
+
+
+def judged(lived: dict[str, Workspace]) -> Iterator[Row]:
+    """Every night and side of every chain."""
+    plain = lived["plain"].runs()
+    for chain, workspace in lived.items():
+        for night, (run, beside) in enumerate(zip(workspace.runs(), plain, strict=True), 1):
+            tables = read_tables(workspace.root.parent / "tables", date.fromisoformat(run.date))
+            for side in SIDES:
+                yield judge(chain, night, side, run, beside, tables)
+
+
+def judge(chain: str, night: int, side: Side, run: RunFolder, plain: RunFolder, tables: Tables) -> Row:
+    texts, beside = (by_id(folder, side) for folder in (run, plain))
+    truth = item_errors if side == "item" else UserErrors(tables)
+    entities = {entity.entity_id: entity for entity in iter_entities(tables, side)}
+    found = [truth(entities[entity_id], text) for entity_id, text in texts.items()]
+    records = read_parquet(run.knowledge_folder(side), ["token_ids", "num_tokens"])
+    return Row(
+        chain=chain,
+        night=night,
+        side=side,
+        num_texts=len(texts),
+        errors={name: float(np.mean([errors[name] for errors in found])) for name in found[0]},
+        mean_tokens=float(np.mean(records["num_tokens"])),
+        repetitive=float(np.mean(repeated_shares(records["token_ids"]) > MOST_REPEATED)),
+        as_plain=float(np.mean([beside.get(entity_id) == text for entity_id, text in texts.items()])),
+        tokens_per_step=run.load_manifest().sides[side].stats.tokens_per_step,
+    )
+
+
+def by_id(run: RunFolder, side: Side) -> dict[str, str]:
+    rows: pa.Table = read_parquet(run.knowledge_folder(side), ["entity_id", "text"])
+    return dict(zip(rows["entity_id"].to_pylist(), rows["text"].to_pylist(), strict=True))
+
+
+def item_errors(item: Entity, text: str) -> dict[str, bool]:
+    """Of each fact whether the text lacks it or names another one in its place."""
+    facts, path = item.attributes, item.attributes["category"]
+    theme = title_themes(facts["title"]).main
+    named = {
+        "category": (set(path[:1]), {top for top in TOP_CATEGORIES if has(text, top)}),
+        "kind": (set(path[1:2]), {one for _, one, _ in CATEGORY_PATHS if has(text, one)} - set(TOP_CATEGORIES)),
+        "era": ({facts["era"]}, {era for era in ERAS if has(text, era)}),
+        "mood": ({facts["mood"]}, {mood for mood in MOODS if has(text.lower(), mood)}),
+        "theme": ({THEMES[theme].name} if theme is not None else set(), {
+            one.name for one in THEMES if has(text.lower(), one.name)
+        }),
+    }  # fmt: skip
+    errors = {name: bool(truth) and not truth <= found for name, (truth, found) in named.items()}
+    return errors | {"creator": facts["creator"] not in text}
+
+
+class UserErrors:
+    """What a user's text names that is not of the user's history."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.titles = tables.items["title"].to_pylist()
+        self.creators = sorted(set(tables.items["creator"].to_pylist()))
+
+    def __call__(self, user: Entity, text: str) -> dict[str, bool]:
+        own_titles = {event.title for event in user.history}
+        own_creators = {event.attributes["creator"] for event in user.history}
+        titles = {title for title in self.titles if has(text, title)}
+        titles = {title for title in titles if not any(title != other and title in other for other in titles)}
+        counts = Counter(event.attributes["category"][0] for event in user.history)
+        most = {top for top, number in counts.items() if number == max(counts.values())}
+        genre = text.partition("2. ")[0]
+        places = {genre.find(top): top for top in TOP_CATEGORIES if top in genre}
+        return {
+            "title": not titles <= own_titles,
+            "creator": not {name for name in self.creators if name in text} <= own_creators,
+            "first genre": bool(most) and (not places or places[min(places)] not in most),
+        }
+
+
+def has(text: str, word: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) is not None
+
+
+def aucs_of(workspace: Workspace, scale: Scale) -> list[dict]:
+    """What the CTR models make of the last night's features, a row a model and variant."""
+    options = ["--workspace", str(workspace.root), "--seeds", str(scale.num_seeds), "--json"]
+    done = subprocess.run([*NIGHT, "ctr", "compare", *options], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)["rows"]
+
+
+def figures_of(rows: list[Row], scale: Scale) -> list[Figure]:
+    """Errors of the last third of the nights, relaxed less plain."""
+    last = range(scale.num_nights - max(1, scale.num_nights // 3) + 1, scale.num_nights + 1)
+    figures = []
+    for side in SIDES:
+        means = {}
+        for chain in CHAINS:
+            own = [row for row in rows if row.chain == chain and row.side == side and row.night in last]
+            means[chain] = {name: float(np.mean([row.errors[name] for row in own])) for name in own[0].errors}
+        for name, plain in means["plain"].items():
+            figures.append(
+                Figure.at_most(f"{side} texts with a wrong {name}, added", means["relaxed"][name] - plain, MOST_ADDED)
+            )
+    return figures
+
+
+def table(rows: list[Row]) -> str:
+    lines = [f"{'chain':8} {'night':>5} {'side':5} {'tokens':>7} {'repet.':>7} {'plain':>6} {'a step':>6}  errors"]
+    for row in sorted(rows, key=lambda row: (row.side, row.night, row.chain)):
+        errors = "  ".join(f"{name} {share:.1%}" for name, share in row.errors.items())
+        lines.append(
+            f"{row.chain:8} {row.night:>5} {row.side:5} {row.mean_tokens:>7.1f} {row.repetitive:>7.1%} "
+            f"{row.as_plain:>6.1%} {row.tokens_per_step:>6.2f}  {errors}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
