@@ -77,10 +77,10 @@ def ctr_table(figures: CtrFigures) -> Table:
                 "Model": score.model,
                 "Knowledge": score.variant,
                 "AUC": _spread(score.auc, score.auc_std),
-                "LogLoss (nats)": _spread(score.logloss, score.logloss_std),
+                "LogLoss (nats)": decimal(score.logloss, 4),
                 "GAUC": decimal(score.gauc, 4),
                 "Mean prediction over base rate": decimal(score.calibration, 3, signed=True),
-                "AUC, cold users": _spread(score.auc_cold, score.auc_cold_std),
+                "AUC, cold users": decimal(score.auc_cold, 4),
                 "AUC vs none": decimal(gain.auc, 4, signed=True) if gain else MISSING,
                 **_against_plain(found),
             }
@@ -90,7 +90,7 @@ def ctr_table(figures: CtrFigures) -> Table:
         strong.append(len(rows))
         head = dict.fromkeys(rows[-1], MISSING) | {"Model": "All models", "Knowledge": scores[-1].variant}
         rows.append(head | _against_plain(compared[ALL_MODELS]))
-    caption = f"Test period only; mean ± standard deviation over seeds. {_how_judged(compared)}"
+    caption = f"Test period only; means over seeds, of AUC ± their standard deviation. {_how_judged(compared)}"
     return Table("AUC and LogLoss by model and knowledge", rows, ("Model", "Knowledge", "Verdict"), caption, strong)
 
 

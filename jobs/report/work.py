@@ -17,6 +17,7 @@ from laserbatch.jobs.report.blocks import (
     stacked_shares,
 )
 from laserbatch.jobs.report.sides import SIDE_LABELS, Side
+from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.manifest import RunManifest, SampleText
 
 OUTCOMES = (
@@ -75,6 +76,10 @@ def work_section(manifest: RunManifest, sides: list[Side]) -> Section:
 
 def gates_section(manifest: RunManifest) -> Section:
     """The section "Gates": what was measured before the run was let to its readers."""
+    if not manifest.gates:
+        return Section("gates", "Gates", [Note("This run was not judged.")])
+    judged = [gate for gate in manifest.gates if gate.value is not None]
+    judged.sort(key=lambda gate: (*SIDES, None).index(gate.side))
     rows = [
         {
             "Side": SIDE_LABELS.get(gate.side, "Both"),
@@ -84,14 +89,17 @@ def gates_section(manifest: RunManifest) -> Section:
             "Verdict": gate.verdict,
             "Meaning": gate_sentence(gate),
         }
-        for gate in manifest.gates
+        for gate in judged
     ]
-    if not rows:
-        return Section("gates", "Gates", [Note("This run was not judged.")])
     caption = "One that holds keeps the run from being published, and the next night from building on it."
-    strong = [number for number, gate in enumerate(manifest.gates) if gate.verdict != "passes"]
+    strong = [number for number, gate in enumerate(judged) if gate.verdict != "passes"]
     table = Table("What was judged before publication", rows, ("Side", "Gate", "Verdict", "Meaning"), caption, strong)
-    return Section("gates", "Gates", [table])
+    reasons: dict[str, list[str]] = {}
+    for gate in manifest.gates:
+        if gate.value is None:
+            reasons.setdefault(gate_sentence(gate), []).append(gate.gate)
+    told = "; ".join(f"{', '.join(gates)} ({reason})" for reason, gates in reasons.items())
+    return Section("gates", "Gates", [table, Note(f"Not judged: {told}.")] if told else [table])
 
 
 def _cost(manifest: RunManifest, sides: list[Side]) -> Table:

@@ -91,7 +91,7 @@ def test_tables_say_which_definition_they_use(manifest):
     text = outline(manifest).text
     assert "Acceptance length: mean accepted draft tokens per step, the bonus token not counted" in text
     assert "Tokens per step: acceptance length + 1" in text
-    assert "mean ± standard deviation over seeds" in text
+    assert "means over seeds, of AUC ± their standard deviation" in text
 
 
 def test_numbers_carry_units_and_separators(manifest):
