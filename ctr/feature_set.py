@@ -116,18 +116,23 @@ class Basis:
         """Vectors float32 (num_entities, reduced_dim); rows of zeros stay zeros. Raises CtrError on another width."""
         reduced = {}
         for side, found in sides.items():
-            mean, num_codes = getattr(self, f"{side}_mean"), getattr(self, f"num_{side}_codes")
-            if found.vectors.shape[1] != len(mean):
-                raise CtrError(
-                    f"{side} features have vectors of width {found.vectors.shape[1]}, the basis they are reduced by is "
-                    f"of width {len(mean)}: they are of another encoder; encode the run again with the same one"
-                )
+            num_codes = getattr(self, f"num_{side}_codes")
             has_vector = (found.vectors != 0).any(axis=1)
             vectors = np.zeros((len(has_vector), self.directions.shape[1]), np.float32)
-            vectors[has_vector] = (found.vectors[has_vector] - mean) @ self.directions
+            vectors[has_vector] = self.project(found.vectors[has_vector], side)
             codes = np.where(found.codes < num_codes, found.codes, 0)
             reduced[side] = dataclasses.replace(found, vectors=vectors, codes=codes, num_codes=num_codes)
         return reduced
+
+    def project(self, vectors: np.ndarray, side: str) -> np.ndarray:
+        """Coordinates, float32 (n, reduced_dim), of a side's vectors. Raises CtrError on another width."""
+        mean = getattr(self, f"{side}_mean")
+        if vectors.shape[1] != len(mean):
+            raise CtrError(
+                f"{side} features have vectors of width {vectors.shape[1]}, the basis they are reduced by is of width "
+                f"{len(mean)}: they are of another encoder; encode the run again with the same one"
+            )
+        return ((vectors - mean) @ self.directions).astype(np.float32)
 
 
 def fit_basis(variants: dict[str, dict[str, SideVectors]], is_trained: dict[str, np.ndarray], max_dim: int) -> Basis:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import typer
 
+from laserbatch.ctr.errors import CtrError
 from laserbatch.jobs.console import progress, summary
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings, open_workspace
 from laserbatch.jobs.stages.feature_versions import dated_runs, feature_versions
@@ -19,7 +21,7 @@ from laserbatch.pipeline.encoding.features import changed_rows
 from laserbatch.pipeline.encoding.vectors import VectorForm
 from laserbatch.pipeline.encoding.versions import DAY_US, MOMENT, Versions, moments, version_fields
 from laserbatch.pipeline.errors import TableError, WorkspaceError
-from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import atomic_folder
 from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_parquet, write_parquet
 from laserbatch.pipeline.tables.columns import schema_findings
@@ -31,6 +33,7 @@ app = typer.Typer(
 )
 Format = StrEnum("Format", {name: name for name in FORMATS})
 FLOAT16 = typer.Option(False, "--float16", help="Write vectors in half precision.")
+BASIS = typer.Option(None, "--basis", help="A folder of `laserbatch ctr train`: vectors are reduced as that model's.")
 
 
 @app.command()
@@ -40,6 +43,7 @@ def asof(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     float16: bool = FLOAT16,
+    basis: Path | None = BASIS,
     as_json: bool = JSON,
 ) -> None:
     """Join to each row of a log the newest features that are older than it, of all finished runs.
@@ -50,7 +54,7 @@ def asof(
     Example: `laserbatch features asof tables/interactions.parquet train.parquet --workspace workspace`
     """
     with feature_versions(dated_runs(open_workspace(config, workspace))) as versions:
-        forms = {side: VectorForm(found.vectors.shape[1], _dtype(float16)) for side, found in versions.items()}
+        forms = {side: _form(side, found.vectors.shape[1], float16, basis) for side, found in versions.items()}
         num_without = dict.fromkeys(SIDES, 0)
         batches = iter_parquet(interactions)
         first = next(batches, None)
@@ -87,6 +91,7 @@ def history(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     float16: bool = FLOAT16,
+    basis: Path | None = BASIS,
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT if it is there."),
     as_json: bool = JSON,
 ) -> None:
@@ -99,7 +104,7 @@ def history(
     opened, counts = open_workspace(config, workspace), {}
     with feature_versions(dated_runs(opened)) as versions, atomic_folder(out, overwrite) as folder:
         for side, found in versions.items():
-            form, ends = VectorForm(found.vectors.shape[1], _dtype(float16)), found.valid_to()
+            form, ends = _form(side, found.vectors.shape[1], float16, basis), found.valid_to()
             id_field = pa.field(f"{side}_id", found.ids.type, nullable=False)
             schema = pa.schema([id_field, *version_fields(form), pa.field("valid_to", MOMENT)])
 
@@ -124,6 +129,7 @@ def export(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     float16: bool = FLOAT16,
+    basis: Path | None = BASIS,
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT if it is there."),
     as_json: bool = JSON,
 ) -> None:
@@ -146,14 +152,23 @@ def export(
                 wanted, gone = changed_rows(path, before.features_path(side), f"{side}_id")
                 counts[f"{side}s"] = {"rows": int(wanted.sum()), "gone": len(gone)}
                 write_parquet(pa.table({f"{side}_id": gone}), folder / f"gone_{side}s.parquet")
-            form = VectorForm(schema.field("vector").type.list_size, _dtype(float16))
+            form = _form(side, schema.field("vector").type.list_size, float16, basis)
             sides.append(SideExport(side, schema, _kept(path, wanted), form))
         FORMATS[layout](sides, folder, out.resolve())
     summary({"folder": out, "format": str(layout), "run_id": night.run.run_id, **counts}, as_json)
 
 
-def _dtype(is_half: bool) -> type:
-    return np.float16 if is_half else np.float32
+def _form(side: Side, dim: int, is_half: bool, model: Path | None) -> VectorForm:
+    """How vectors of a side are written: as they are, or reduced by the basis of a trained model."""
+    dtype = np.float16 if is_half else np.float32
+    if model is None:
+        return VectorForm(dim, dtype=dtype)
+    from laserbatch.ctr.folder import ModelCard  # with torch, which takes seconds to load
+
+    basis = ModelCard.read(model).basis
+    if basis is None:
+        raise CtrError(f"{model} was trained without knowledge, so it has no basis; name another model")
+    return VectorForm(basis.directions.shape[1], partial(basis.project, side=side), dtype)
 
 
 def _kept(path: Path, is_wanted: np.ndarray | None) -> Iterator[pa.RecordBatch]:

@@ -2,12 +2,16 @@
 
 import datetime
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from night_world import run_here
 
+from laserbatch.ctr.feature_set import Basis
+from laserbatch.ctr.folder import ModelCard
 from laserbatch.pipeline.encoding.schema import feature_schema
 from laserbatch.pipeline.storage.manifest import FeatureFigures, RunManifest
 from laserbatch.pipeline.storage.parquet import write_parquet
@@ -69,6 +73,7 @@ def test_a_row_is_joined_with_what_was_known_before_its_day(workspace, tmp_path,
     assert joined["item_cluster_id"].to_pylist() == [None, 3, 3, 5, 5, 5]
     assert joined["item_residual_id"].to_pylist() == [None, 3, 3, 5, 5, 5]
     assert joined["user_vector"].to_pylist()[3] == [5.0, 0.5]
+    assert joined.schema.field("user_vector").type == pa.list_(pa.float16(), 2)
     assert joined["user_valid_from"].to_pylist()[3] == datetime.datetime(2025, 3, 6, tzinfo=datetime.UTC)
 
 
@@ -104,3 +109,11 @@ def test_an_export_of_what_changed_names_who_went(workspace, tmp_path, capfd):
     told = asked(workspace, capfd, "export", tmp_path / "old", "--since", last, "--run", first)
     assert told["users"] == {"rows": 1, "gone": 1}
     assert pq.read_table(tmp_path / "old" / "gone_users.parquet")["user_id"].to_pylist() == ["c"]
+
+
+def test_vectors_are_reduced_as_a_trained_model_reduces_them(workspace, tmp_path, capfd, monkeypatch):
+    mean, codes = np.zeros(2, np.float32), np.array([9, 9])
+    basis = Basis(mean, mean, np.array([[2.0], [0.0]]), codes, codes)
+    monkeypatch.setattr(ModelCard, "read", lambda folder: SimpleNamespace(basis=basis))
+    asked(workspace, capfd, "export", tmp_path / "out", "--format", "fuxictr", "--basis", tmp_path)
+    assert pq.read_table(tmp_path / "out" / "user_id.parquet")["value"].to_pylist() == [[10.0], [6.0], [10.0]]
