@@ -18,6 +18,7 @@ import io
 import json
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,7 +90,7 @@ class FuxiCtr:
         shared = {
             "embedding_dim": settings.embedding_dim, "learning_rate": settings.learning_rate, "optimizer": "adam",
             "loss": "binary_crossentropy", "task": "binary_classification", "metrics": ["AUC"], "monitor": "AUC",
-            "net_dropout": settings.dropout, "verbose": 0, "model_root": "/tmp/fuxictr/",
+            "net_dropout": settings.dropout, "verbose": 0, "model_root": f"{tempfile.gettempdir()}/fuxictr/",
         }  # fmt: skip
         hidden = list(settings.hidden_sizes)
         with contextlib.redirect_stdout(io.StringIO()):
