@@ -15,7 +15,7 @@ from laserbatch.ctr.settings import CtrSettings
 NUM_EXPERTS = 2  # of each kind of knowledge, and as many shared ones
 EXPERT_HIDDEN_DIM, EXPERT_DIM = 128, 32
 KNOWLEDGE_DROPOUT = 0.3  # of adapted knowledge vectors
-MIN_SPARSE_ROWS = 250_000  # of an embedding table, from which on a sparse step is the faster one
+MIN_SPARSE_ROWS = 250_000  # of an embedding table, from which on its steps are sparse: a guess, not measured
 EMBEDDING_STD = 0.2  # products of small embeddings have small gradients: with 0.05 crosses take ten epochs to appear
 
 

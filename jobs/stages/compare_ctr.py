@@ -20,7 +20,6 @@ from laserbatch.pipeline.tables.read import open_tables
 
 logger = logging.getLogger(__name__)
 
-
 MOST_TRIED = 8  # runs, the newest first, that one is looked for among which can be judged
 
 
@@ -35,7 +34,7 @@ def compare_night(night: Night) -> CtrFigures:
     reasons = []
     try:
         tables = open_tables(night.settings.tables.path)  # models are judged on what came after the date
-        for run in [night.run, *_earlier_runs(night)][:MOST_TRIED]:
+        for run in [night.run, *_stand_ins(night)][:MOST_TRIED]:
             date = datetime.date.fromisoformat(run.date)
             try:
                 history, verifier = earlier_runs(night.workspace, run), night.settings.decoding.verifier
@@ -56,8 +55,8 @@ def compare_night(night: Night) -> CtrFigures:
     return CtrFigures(skipped=reasons[0])
 
 
-def _earlier_runs(night: Night) -> list[RunFolder]:
-    """Runs that the same settings made for earlier dates, the newest first; those held back too."""
+def _stand_ins(night: Night) -> list[RunFolder]:
+    """Runs of the same settings and earlier dates, the newest first, of a date the last edition; held ones too."""
     found = [
         run
         for run in night.workspace.runs()
@@ -66,9 +65,7 @@ def _earlier_runs(night: Night) -> list[RunFolder]:
         and (run.is_finished or run.is_held)
         and run.plain.features_path("user").exists() == night.settings.night.compare_with_plain
     ]
-    return sorted(
-        found, key=lambda run: (run.date, len(run.run_id), run.run_id), reverse=True
-    )  # of a date the last edition
+    return sorted(found, key=lambda run: (run.date, len(run.run_id), run.run_id), reverse=True)
 
 
 def compare_ctr(

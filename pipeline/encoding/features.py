@@ -107,11 +107,8 @@ def write_features(
         codebook = before
         if before is None:
             codebook = fit_codebook(vectors.sample(), settings.num_clusters, settings.seed)
-        elif is_new.any() and codes_of is None:
-            step = max(1, -(-int(is_new.sum()) // MAX_FITTED_ROWS))
-            sample = np.array(new[: is_new.sum() : step])
-            sample = sample[~known.codes_of(sample)[1]]
-            codebook = followed(before, sample, settings.num_clusters, settings.seed) if len(sample) else before
+        elif codes_of is None:
+            codebook = _followed_by(before, new[: is_new.sum()], known, settings)
         clusters_in_use: set[int] = set()
 
         def groups() -> Iterator[pa.Table]:
@@ -127,6 +124,13 @@ def write_features(
     _write_codebook(codebook, centroids, side, dim)
     num_new = int(is_new.sum())
     return SideFeatures(written, dim, len(clusters_in_use), num_new, num_truncated, codebook.key)
+
+
+def _followed_by(before: Codebook, new: np.ndarray, known: "_KnownCodes", settings: EncodingSettings) -> Codebook:
+    """The codebook after a night's new vectors, float32 (n, dim), of which those that had codes before say nothing."""
+    sample = np.array(new[:: max(1, -(-len(new) // MAX_FITTED_ROWS))])
+    sample = sample[~known.codes_of(sample)[1]]
+    return followed(before, sample, settings.num_clusters, settings.seed) if len(sample) else before
 
 
 @dataclass(frozen=True)

@@ -136,16 +136,8 @@ def plan_side(
         rows, known_by = rows[chosen.is_written], known_by.filter(pa.array(chosen.is_written))
     write_postponed(RunFolder(run_dir), side, postponed)
     waiting = np.sort(waiting[waiting >= 0])
-    if len(waiting):
-        kept = previous.records(waiting, entities[key].type, is_stale=True)
-        RunFolder(run_dir).write_shard(side, WAITING_SHARD, kept)
-    else:
-        RunFolder(run_dir).drop_shard(side, WAITING_SHARD)
-    is_refused = entities[key].take(pa.array(found.refused)).to_pylist()
-    quarantined = [QuarantineRow.of(entity_id, side, NO_TITLE) for entity_id in is_refused]
-    records = previous.records(np.sort(found.carried), entities[key].type, is_stale=False)
-    # Of none too: a side then has its schema.
-    written = RunFolder(run_dir).write_shard(side, CARRIED_SHARD, records, quarantined)
+    refused = entities[key].take(pa.array(found.refused)).to_pylist()
+    num_carried_over = _write_kept(RunFolder(run_dir), side, previous, entities[key].type, waiting, found, refused)
     columns = {
         "fingerprint": known_by,
         "previous_ids": previous.token_ids(before[rows]),
@@ -156,8 +148,8 @@ def plan_side(
     return SidePlan(
         side=side,
         num_entities=entities.num_rows,
-        num_carried_over=written.num_rows,
-        num_refused=len(quarantined),
+        num_carried_over=num_carried_over,
+        num_refused=len(refused),
         routes=routes.num_by_scheme(),
         shards=shards,
         num_waiting=len(waiting),
@@ -200,6 +192,29 @@ def _compared(
         on_entities(stop - start)
     known_by = pa.chunked_array(fingerprints, pa.string()).combine_chunks()
     return _Compared(_concatenated(changed), known_by, _concatenated(carried), _concatenated(refused))
+
+
+def _write_kept(
+    folder: RunFolder,
+    side: Side,
+    previous: PreviousKnowledge,
+    id_type: pa.DataType,
+    waiting: np.ndarray,
+    found: _Compared,
+    refused: list,
+) -> int:
+    """Write what keeps its text: `waiting`, rows of earlier records, as stale, and what is as before; how many those.
+
+    `refused` are ids, which go to quarantine.
+    """
+    if len(waiting):
+        folder.write_shard(side, WAITING_SHARD, previous.records(waiting, id_type, is_stale=True))
+    else:
+        folder.drop_shard(side, WAITING_SHARD)
+    quarantined = [QuarantineRow.of(entity_id, side, NO_TITLE) for entity_id in refused]
+    records = previous.records(np.sort(found.carried), id_type, is_stale=False)
+    # Of none too: a side then has its schema.
+    return folder.write_shard(side, CARRIED_SHARD, records, quarantined).num_rows
 
 
 def _write_shards(
