@@ -202,7 +202,7 @@ class Oracle:
 
     def _waiting(self, year, run: Path, side: str, date: str, asked: dict[object, str], kept: set, without_title: set,
                  previous: Run | None, force: bool) -> tuple[Waiting, dict[object, str]]:  # fmt: skip
-        """Who is postponed, and of those without a text since when; by README's "What is worth rewriting tonight".
+        """Who is postponed, and of those without a text since when; by docs/nights.md, "What is worth rewriting".
 
         Who is beyond a budget is read from the run; that they are those of the lowest scores is checked.
         """
