@@ -8,12 +8,12 @@ import pytest
 
 @pytest.fixture(scope="session")
 def bucket() -> Iterator[str]:
-    """URI of an empty bucket on a server of the session's own; skipped where moto is not installed."""
-    server_of = pytest.importorskip("moto.server", reason="moto[server] is not installed").ThreadedMotoServer
+    """URI of an empty bucket on a server of the session's own."""
     import pyarrow.fs as pafs
+    from moto.server import ThreadedMotoServer
 
     with pytest.MonkeyPatch.context() as patched:
-        server = server_of(port=0, verbose=False)
+        server = ThreadedMotoServer(port=0, verbose=False)
         server.start()
         host, port = server.get_host_and_port()
         patched.setenv("AWS_ACCESS_KEY_ID", "planted-key-id")
