@@ -67,13 +67,15 @@ class Pass:
 
 
 class TransformersGenerate:
-    """`transformers.generate`, greedy, in static left-padded batches.
+    """`transformers.generate` in static left-padded batches: greedy, or sampled at a temperature above 0.
 
     `options` are more arguments of `generate`; with those of assisted decoding a batch is one prompt.
     """
 
-    def __init__(self, model, **options) -> None:
+    def __init__(self, model, temperature: float = 0.0, **options) -> None:
         self._model, self._options = model, options
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        self._choice = sampling if temperature else {"do_sample": False}
         self._forwards: list[int] = []  # tokens of each forward of the batch that runs
         self._num_layers = model.config.num_hidden_layers
         model.register_forward_pre_hook(self._watch, with_kwargs=True)
@@ -83,9 +85,9 @@ class TransformersGenerate:
         self._pad_id = config.pad_token_id if config.pad_token_id is not None else min(self._end_ids)
 
     @classmethod
-    def load(cls, model_dir: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> "TransformersGenerate":
-        """Load a model folder."""
-        return cls(AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).to(device).eval())
+    def load(cls, model_dir: Path, temperature: float = 0.0) -> "TransformersGenerate":
+        """Load a model folder, in float32 on the CPU."""
+        return cls(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval(), temperature)
 
     def run(self, prompts: Sequence[np.ndarray], batch: int, max_new_tokens: int) -> Pass:
         """Answer all prompts, `batch` at a time."""
@@ -133,11 +135,11 @@ class TransformersGenerate:
         output = self._model.generate(
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
-            do_sample=False,
             num_beams=1,  # whatever else the model's generation_config.json asks the engine does too, or refuses
             max_new_tokens=max_new_tokens,
             pad_token_id=self._pad_id,
             eos_token_id=sorted(self._end_ids),
+            **self._choice,
             **self._options,
         )
         return output[:, width:].tolist()

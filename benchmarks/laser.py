@@ -1,0 +1,268 @@
+"""LASER's experiments in kind (Xi et al., SIGIR 2025), each beside what its paper saw, and whether that is so here.
+
+    python benchmarks/laser.py --quick --json OUT --plot laser.png
+
+    a  knowledge under different samplings (its Table 1): AUC with texts of greedy decoding, of relaxed verification,
+       and sampled at two temperatures, beside none
+    b  one pool, random groups, routed groups, under greedy and relaxed verification (its Table 3)
+    c  verification by rank (top-k), by probability (top-p), by both (its Figure 6): speed, lengths, texts as plain ones
+    d  features as vectors, as cluster codes, as both (its Table 5)
+    e  what a night takes beside its forwards: drafting, grouping, pools (its Table 6)
+
+Texts of b and c are the measuring model's on held-out prompts, which all answer in turns under one budget, so that only
+pools or rules differ; those of a, d and e are the bundled model's of nights in the sample world, whose ratings judge
+them. README.md says how to read the tables.
+"""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from common import SAMPLE_MODEL, Figure, Spread, begin, benchmark_parser, finish, scale_of
+from engine_passes import Amount, Repetitions, measure, ratios
+from engine_pools import pools_of, unseen_prompts
+from engine_systems import PLAIN, WITH_POOL, Contestant, Engines
+from laser_nights import auc_rows, texts_of, write_nights
+from systems import EngineSystem, Pass
+from tasks import TaskSize, tasks_of
+
+from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
+from laserbatch.pipeline.decoding.settings import Budget
+from laserbatch.pipeline.decoding.verifiers import Greedy, ProbabilityThreshold, Relaxed, TopK
+
+OURS = "preference"  # one pool, in which the own group's texts count more
+POOLS = ("global", "random", "group", OURS)  # GRP, RRP, CRP of the paper, and ours
+RULES = {"top-1": Greedy(), "top-k": TopK(2), "top-p": ProbabilityThreshold(0.1), "relaxed": Relaxed(2, 0.1)}
+ALONE = [*((pool, rule) for pool in POOLS for rule in ("top-1", "relaxed")), (OURS, "top-k"), (OURS, "top-p")]
+BUDGET = Budget(32, 0.07)
+BATCH = 16  # of what is not measured alone
+MAX_NEW_TOKENS = 1024  # the paper's: texts that run on show it
+LONG, SHORT = "long answers", "descriptions"
+MARGIN = 0.005  # of AUC, within which texts are as good as others: the demo's
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Prompts alone and in batches, texts in the pool, of both kinds; repetitions; users and seeds of nights."""
+
+    long: tuple[int, int, int]
+    short: tuple[int, int, int]
+    num_repetitions: int
+    num_users: int
+    num_seeds: int
+
+
+FULL = Scale((6, 32, 200), (24, 96, 1000), 3, 300, 4)
+QUICK = Scale((2, 16, 60), (8, 48, 300), 2, 100, 2)
+SMOKE = Scale((1, 2, 20), (2, 4, 20), 1, 30, 2)
+
+
+def decoding_rows(model: Path, data: Path, cache: Path, scale: Scale) -> Iterator[dict]:
+    """Rows of b and c: each pool and rule on prompts alone, as in the paper; each rule in batches too."""
+    engines = Engines(model, "float32", "cpu")
+    sizes = [TaskSize(max(alone, batched), num_pool) for alone, batched, num_pool in (scale.long, scale.short)]
+    for task in tasks_of(model, data, engines.tokenizer, *sizes):
+        with tempfile.TemporaryDirectory() as folder:
+            task = unseen_prompts(engines.of_batch(BATCH), task, cache)
+            pools = pools_of(engines.of_batch(BATCH), task, cache, Path(folder), POOLS)
+            alone, batched, _ = scale.long if task.is_long else scale.short
+            for batch, num, pairs in ((1, alone, ALONE), (BATCH, batched, [(OURS, rule) for rule in RULES])):
+                engine = engines.of_batch(batch)
+                systems = [Contestant(PLAIN, None, EngineSystem(engine, NoDrafter(), Greedy()))]
+                for pool, rule in pairs:
+                    limits = BUDGET.max_draft_tokens, BUDGET.min_acceptance, engine.num_draft_threads
+                    drafter = RetrievalDrafter(pools[pool].pool, WITH_POOL, *limits)
+                    runner = EngineSystem(engine, drafter, RULES[rule], BUDGET, pools[pool].groups)
+                    systems.append(Contestant(pool, rule, runner, BUDGET))
+                amount = Amount(num, scale.num_repetitions, num, scale.num_repetitions)
+                passes = measure(systems, task.held_out, batch, MAX_NEW_TOKENS, amount, num_warm_up=1)
+                for (pool, rule), own in passes.items():
+                    row = {"task": LONG if task.is_long else SHORT, "batch": batch, "pool": pool, "rule": rule}
+                    yield row | compared(own, passes[PLAIN, None])
+
+
+def compared(own: Repetitions, plain: Repetitions) -> dict:
+    """What passes say beside those of plain decoding; steps and texts are the same in every repetition."""
+    joined, others = ([Pass.joined(parts) for parts in passes] for passes in (own, plain))
+    first, num_texts = joined[0], len(joined[0].texts)
+    return {
+        "num_texts": num_texts,
+        "aal": first.num_accepted / first.num_steps,
+        "tokens_per_step": first.tokens_per_step,
+        "retrieval_ms": 1e3 * Spread.of([one.drafting_s / num_texts for one in joined]).median,  # of a text
+        "retrieval_share": Spread.of([one.drafting_s / one.wall_s for one in joined]).median,
+        "tokens_per_s": Spread.of([one.tokens_per_s for one in joined]),
+        "speed": Spread.of(ratios(own, plain)),
+        "time": Spread.of([one.wall_s / other.wall_s for one, other in zip(joined, others, strict=True)]),
+        "mean_length": first.num_tokens / num_texts,
+        "length": first.num_tokens / others[0].num_tokens,
+        "share_cut": sum(count >= MAX_NEW_TOKENS for count in first.text_tokens) / num_texts,
+        "share_as_plain": sum(map(np.array_equal, first.texts, others[0].texts)) / num_texts,
+    }
+
+
+def told_of_pools(rows: Sequence[dict]) -> Iterator[Figure]:
+    """What the paper says of users' texts (of ML-10M): ours are long answers, alone."""
+    at = {(row["task"], row["pool"], row["rule"]): row for row in rows}
+    one, routed, random = (at[LONG, pool, "top-1"] for pool in ("global", "group", "random"))
+    relaxed_one, relaxed = (at[LONG, pool, "relaxed"] for pool in ("global", "group"))
+    for name, papers, own, other, wanted in (
+        ("aal", "accepted, one pool over routed groups (paper 1.13)", one, routed, 1),
+        ("aal", "accepted, routed over random groups (1.02)", routed, random, 1),
+        ("aal", "accepted, relaxed over greedy, routed groups (1.37)", relaxed, routed, 1),
+        ("retrieval_ms", "time to retrieve, one pool over routed groups (8.4)", one, routed, 2),
+    ):
+        yield Figure.at_least(f"b: {papers}", own[name] / other[name], wanted)
+    for papers, own, other in (("greedy (1.44)", routed, one), ("relaxed (1.93)", relaxed, relaxed_one)):
+        gain = own["speed"].median / other["speed"].median
+        yield Figure.at_least(f"b: speed, routed groups over one pool, {papers}", gain, 1)
+    for papers, row, wanted in (
+        ("one pool, greedy: ReSD (1.5 to 2.5)", one, 1.5),
+        ("routed groups, relaxed: LASER (3.86 to 4.92)", relaxed, 3.86),
+        ("ours (the same)", at[LONG, OURS, "relaxed"], 3.86),
+        ("LASER on descriptions (2.14 to 3.28)", at[SHORT, "group", "relaxed"], 2.14),
+    ):
+        yield Figure.at_least(f"b: speed over plain, {papers}", row["speed"].median, wanted)
+
+
+def told_of_rules(rows: Sequence[dict]) -> Iterator[Figure]:
+    """Speeds alone, lengths in batches, where there are more texts."""
+    speed = {row["rule"]: row["tokens_per_s"].median for row in rows if (row["task"], row["batch"]) == (LONG, 1)}
+    for rule in ("top-k", "top-p", "relaxed"):
+        yield Figure.at_least(f"c: tokens a second, {rule} over top-1 (paper > 1)", speed[rule] / speed["top-1"], 1)
+    yield Figure.at_least("c: tokens a second, relaxed over top-k (alike)", speed["relaxed"] / speed["top-k"], 0.9)
+    for task in (LONG, SHORT):
+        length = {row["rule"]: row["length"] for row in rows if (row["task"], row["batch"]) == (task, BATCH)}
+        yield Figure.at_least(f"c: {task}, length, top-k over plain (far above 1)", length["top-k"], 1.2)
+        strays = abs(length["relaxed"] - 1)
+        yield Figure.at_most(f"c: {task}, length, relaxed over plain (alike), from 1", strays, 0.1)
+
+
+def told_of_texts(part: str, gains: str, differences: str, rows: Sequence[dict]) -> Iterator[Figure]:
+    """Texts help surely, and surely differ from greedy ones by no more than the margin; with what the paper saw."""
+    for row in rows[1:]:
+        name = f"{part}: AUC, {row['texts']} as {row['form']}"
+        yield Figure.at_least(f"{name} over none (paper {gains}), least of the interval", row["over_none"].low, 0)
+        if row["texts"] != "greedy":
+            most = max(-row["over_greedy"].low, row["over_greedy"].high)
+            yield Figure.at_most(f"{name} from greedy ({differences}), most of the interval", most, MARGIN)
+
+
+def told_of_forms(rows: Sequence[dict]) -> Iterator[Figure]:
+    yield from told_of_texts("d", "0.004 to 0.006", "0.0004", rows)
+    gain = {row["form"]: row["over_none"].value for row in rows if row["texts"] == "greedy"}
+    yield Figure.at_least("d: AUC, codes over vectors (0.0013)", gain["codes"] - gain["vectors"], 0)
+
+
+def told_of_nights(rows: Sequence[dict]) -> Iterator[Figure]:
+    at = {row["night"]: row for row in rows}
+    for name, papers in (("resd", 0.012), ("laser", 0.0035)):
+        share = (at[name]["grouping_s"] + at[name]["pools_s"]) / at[name]["generation_s"]
+        yield Figure.at_most(f"e: {name}, grouping and pools over generation (paper {papers})", share, 0.05)
+    share = at["laser"]["pools_s"] / at["resd"]["pools_s"]
+    yield Figure.at_most("e: time of pools, laser over resd (0.13)", share, 0.5)
+    for name, papers in (("resd", 0.73), ("laser", 0.31)):
+        share = at[name]["generation_s"] / at["vanilla"]["generation_s"]
+        yield Figure.at_most(f"e: {name}, generation over plain generation ({papers})", share, 1)
+
+
+AUC = {name: f"{{{name}[auc_mean]:.4f}} ±{{{name}[auc_std]:.3f}}" for name in ("din", "dcnv2", "gbdt")}
+OVER = {
+    f"over {name}": f"{{over_{name}.value:+.4f}} ({{over_{name}.low:+.4f}} to {{over_{name}.high:+.4f}})"
+    for name in ("none", "greedy")
+}
+COLUMNS = {  # of each part's table: head, and what stands below it of a row
+    "a": {"texts": "{texts}"} | AUC | OVER | {
+        "tokens": "{mean_tokens:.0f}", "as greedy": "{share_as_greedy:.0%}", "cosine": "{cosine:.2f}"
+    },
+    "b": {
+        "texts": "{task}", "pool": "{pool}", "rule": "{rule}", "AAL": "{aal:.2f}", "retrieval ms": "{retrieval_ms:.1f}",
+        "share": "{retrieval_share:.1%}", "tokens/s over plain": "{speed}",
+    },
+    "c": {
+        "texts": "{task}", "batch": "{batch}", "rule": "{rule}", "a step": "{tokens_per_step:.2f}",
+        "tokens": "{mean_length:.0f}", "over plain": "{length:.2f}", "cut": "{share_cut:.0%}",
+        "as plain": "{share_as_plain:.0%}", "tokens/s over plain": "{speed}", "time over plain": "{time}",
+    },
+    "d": {"texts": "{texts}", "as": "{form}"} | AUC | OVER,
+    "e": {
+        "night": "{night}", "texts": "{num_texts}", "a step": "{tokens_per_step:.2f}",
+        "writes": "{generation_s:.2f} s", "drafts": "{drafting_s:.2f} ({drafting_share:.1%})",
+        "groups": "{grouping_s:.2f} ({grouping_share:.1%})",
+        "builds pools": "{pools_s:.2f} ({pools_share:.1%})",
+    },
+}  # fmt: skip
+
+
+def table(part: str, rows: Sequence[dict], figures: Sequence[Figure]) -> str:
+    """A part's rows, and below them whether they agree with the paper."""
+    blank = {"mean_tokens": 0, "share_as_greedy": 0, "cosine": 0}
+    cells = [[form.format_map(blank | row) for form in COLUMNS[part].values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(COLUMNS[part], *cells, strict=True)]
+    lines = ["  ".join(map(str.ljust, line, widths)) for line in (list(COLUMNS[part]), *cells)]
+    lines += ["", *(f"{'agrees' if one.met else 'DISAGREES'}: {one.name}: {one.measured:.4g}" for one in figures)]
+    return "\n".join([f"Part {part}", "", *lines])
+
+
+def write_plot(rules: Sequence[dict], samplings: Sequence[dict], path: Path) -> None:
+    """Draw c and a as what the file's ending says: png, svg, pdf."""
+    from matplotlib.figure import Figure as Drawing
+
+    drawing = Drawing(figsize=(14, 4), layout="constrained")
+    speeds, lengths, differences = drawing.subplots(1, 3)
+    for number, task in enumerate((LONG, SHORT)):
+        alone, batched = ([row for row in rules if (row["task"], row["batch"]) == (task, b)] for b in (1, BATCH))
+        places = np.arange(len(RULES)) + (number - 0.5) * 0.4
+        spreads = [row["speed"] for row in alone]
+        reach = [[one.median - one.min for one in spreads], [one.max - one.median for one in spreads]]
+        speeds.bar(places, [one.median for one in spreads], 0.4, yerr=reach, capsize=3, label=task)
+        lengths.bar(places, [row["length"] for row in batched], 0.4, label=task)
+    speeds.set_title("c: tokens a second over plain decoding, alone")
+    lengths.set_title("c: length over plain texts")
+    for axes in (speeds, lengths):
+        axes.set_xticks(range(len(RULES)), list(RULES))
+        axes.axhline(1, color="grey", linewidth=1)
+        axes.legend()
+    others = [row for row in samplings if row["texts"] != "greedy"]
+    for place, over in enumerate(row["over_greedy"] for row in others):
+        reach = [[over.value - over.low], [over.high - over.value]]
+        differences.errorbar(over.value, place, xerr=reach, fmt="o", capsize=4)
+    differences.axvspan(-MARGIN, MARGIN, color="grey", alpha=0.2)
+    differences.axvline(0, color="grey", linewidth=1)
+    differences.set_yticks(range(len(others)), [row["texts"] for row in others])
+    differences.set_title("a: AUC less that with greedy texts, 95 %")
+    drawing.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Measure, print, and write the JSON and the chart."""
+    parser = benchmark_parser(__doc__, "model", "data", "threads", "cache")
+    parser.add_argument("--plot", type=Path, help="draw c and a here (png, svg or pdf)")
+    arguments = parser.parse_args()
+    begin(arguments.threads)
+    scale = scale_of(arguments, FULL, QUICK, SMOKE)
+    model = arguments.model if arguments.model.is_dir() else SAMPLE_MODEL
+    decoded = list(decoding_rows(model, arguments.data, arguments.cache, scale))
+    with tempfile.TemporaryDirectory(prefix="laserbatch-laser-") as folder:
+        nights, overhead = write_nights(Path(folder), scale.num_users)
+        judged = auc_rows(nights["ours"], texts_of(nights, Path(folder)), scale.num_seeds, MARGIN)
+    parts = {
+        "a": ([row for row in judged if row["form"] == "both"], partial(told_of_texts, "a", "0.018 to 0.021", "0.001")),
+        "b": ([row for row in decoded if row["batch"] == 1 and row["rule"] in ("top-1", "relaxed")], told_of_pools),
+        "c": ([row for row in decoded if row["pool"] == OURS], told_of_rules),
+        "d": ([row for row in judged if not row["texts"].startswith("sampled")], told_of_forms),
+        "e": (overhead, told_of_nights),
+    }
+    figures = {part: list(told(rows)) for part, (rows, told) in parts.items()}
+    tables = [table(part, rows, figures[part]) for part, (rows, _) in parts.items()]
+    if arguments.plot:
+        write_plot(parts["c"][0], parts["a"][0], arguments.plot)
+    content = {"model": model.name, **{part: rows for part, (rows, _) in parts.items()}}
+    finish(arguments.json, [one for of_part in figures.values() for one in of_part], tables, content)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Nights of the sample world for `laser.py`: texts of several decodings, what CTR models make of them, where time goes.
+
+Each night writes about everybody anew, after one and the same earlier night; pools are that one's, grouped its own way.
+"""
+
+import dataclasses
+import datetime
+import statistics
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from chaos_nights import write_here
+from common import SAMPLE_MODEL, SEED, Interval
+from sklearn.metrics import log_loss, roc_auc_score
+from systems import TransformersGenerate
+from transformers import AutoTokenizer
+
+from laserbatch.ctr.dataset import build_dataset
+from laserbatch.ctr.equivalence import ALL_MODELS, compare_paired, pair
+from laserbatch.ctr.feature_set import read_feature_set
+from laserbatch.ctr.knowledge import Knowledge, align_sides, build_knowledge
+from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.training import train_model
+from laserbatch.jobs.settings import PACKAGE_ROOT, load_settings
+from laserbatch.jobs.stages import build_pools, night
+from laserbatch.jobs.stages.night import Night
+from laserbatch.jobs.stages.run_night import encode_run, run_night
+from laserbatch.pipeline.decoding import engine
+from laserbatch.pipeline.knowledge.entities import iter_entities
+from laserbatch.pipeline.knowledge.prompts import render_prompt
+from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
+from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.storage.parquet import read_parquet
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.stats import DecodingStats
+from laserbatch.pipeline.tables.read import open_tables
+
+FIRST_DATE = LAST_DATE - datetime.timedelta(days=30)
+WORLD_SEED = 11  # on which nothing was trained or chosen
+NUM_ASKED = 40  # ratings that each user is asked for, to judge models by
+SAMPLED_AT_ONCE = 64
+TEMPERATURES = (0.5, 1.0)
+SHARED = {
+    "decoding.max_draft_tokens": 16, "decoding.min_acceptance": 0.07, "night.train_ctr": False, "night.num_audited": 0,
+    "night.compare_with_plain": False, "gates.max_failed_share": 1.0, "gates.max_repetitive_share": 1.0,
+    "gates.max_length_factor": 100.0, "gates.min_cosine": -1.0,
+}  # fmt: skip
+AS_PUBLISHED = {"decoding.drafters": ["prompt", "output", "pool"]}  # without the entity's own text of before
+NIGHTS = {
+    "vanilla": {"decoding.verifier": "greedy", "decoding.max_draft_tokens": 0},
+    "resd": {"decoding.verifier": "greedy", "routing.scheme": "global", **AS_PUBLISHED},
+    "laser": {"decoding.verifier": "relaxed", "routing.scheme": "router", "pools.scope": "group", **AS_PUBLISHED},
+    "ours": {"decoding.verifier": "relaxed"},
+}
+
+
+def write_nights(folder: Path, num_users: int) -> tuple[dict[str, Night], list[dict]]:
+    """The last night under each of NIGHTS, and rows of the seconds that they took.
+
+    Grouping is fitting the routers and asking them; pools are index and replays; generation is a worker's, who has its
+    model already, and drafting is part of it.
+    """
+    write_sample_world(folder / "tables", num_users, num_users * 3 // 4, seed=WORLD_SEED, num_asked=NUM_ASKED)
+    write_here()
+    seconds, nights, rows = Counter(), {}, []
+    watch(seconds, "routing", night, "side_routes")
+    watch(seconds, "grouping", build_pools, "fit_routers")
+    watch(seconds, "grouping", build_pools, "side_routes")
+    watch(seconds, "drafting", engine, "draft_all")
+    places = {"workspace": str(folder / "workspace"), "tables.path": str(folder / "tables")}
+    for name, of_night in NIGHTS.items():
+        options, as_demo = places | SHARED | of_night, PACKAGE_ROOT / "configs" / "demo.yaml"
+        greedily = load_settings(as_demo, options | {"decoding.verifier": "greedy"})
+        first = run_night(greedily, FIRST_DATE, publishing="never")
+        seconds.clear()
+        settings = load_settings(as_demo, options)
+        nights[name] = run_night(settings, LAST_DATE, force=True, publishing="never", after=first.run)
+        manifest = nights[name].manifest
+        stats = DecodingStats.total(figures.stats for figures in manifest.sides.values())
+        took = {"grouping": seconds["grouping"] + seconds["routing"], "drafting": seconds["drafting"]}
+        took["pools"] = manifest.stages["pools"] - seconds["grouping"]
+        row = {"night": name, "num_texts": stats.num_texts, "tokens_per_step": stats.tokens_per_step}
+        row |= {"generation_s": stats.wall_s} | {f"{part}_s": part_s for part, part_s in took.items()}
+        total_s = stats.wall_s + took["grouping"] + took["pools"]
+        rows.append(row | {f"{part}_share": part_s / total_s for part, part_s in took.items()})
+    return nights, rows
+
+
+def watch(seconds: Counter, purpose: str, module: object, name: str) -> None:
+    """Count what calls of a module's function take, for as long as the process lives."""
+    function = getattr(module, name)
+
+    def timed(*arguments, **options):
+        start_s = time.perf_counter()
+        result = function(*arguments, **options)
+        seconds[purpose] += time.perf_counter() - start_s
+        return result
+
+    setattr(module, name, timed)
+
+
+def texts_of(nights: Mapping[str, Night], folder: Path) -> dict[str, RunFolder]:
+    """Texts and features of greedy decoding, relaxed verification, and sampling; all have codes of one codebook."""
+    ours, plain = nights["ours"], nights["vanilla"].run
+    greedy = {side: read_parquet(plain.knowledge_folder(side)) for side in SIDES}
+    found = {"greedy": greedy} | {f"sampled at {t:g}": _sampled(ours, greedy, t) for t in TEMPERATURES}
+    runs = {name: RunFolder(folder / name) for name in found}
+    for name, run in runs.items():
+        for side, rows in found[name].items():
+            run.write_shard(side, "00000", rows)
+        encode_run(run.root, ours.settings.encoding, codes_of=ours.run)
+    return runs | {"relaxed": ours.run}
+
+
+def _sampled(of_prompts: Night, greedy: Mapping[str, pa.Table], temperature: float) -> dict[str, pa.Table]:
+    """Other texts for the entities of `greedy`, by the prompts of a night."""
+    model, tokenizer = TransformersGenerate.load(SAMPLE_MODEL, temperature), AutoTokenizer.from_pretrained(SAMPLE_MODEL)
+    knowledge, most = of_prompts.settings.knowledge, of_prompts.settings.decoding.max_new_tokens
+    found = {}
+    for side, rows in greedy.items():
+        template, ids = load_template(knowledge.template_of(side)), rows["entity_id"].to_pylist()
+        prompts = {
+            entity.entity_id: render_prompt(template, entity, tokenizer, knowledge.max_prompt_tokens).token_ids
+            for entity in iter_entities(of_prompts.tables, side, ids)
+        }
+        ordered = sorted(ids, key=lambda one: (len(prompts[one]), one))  # so that little is padded
+        torch.manual_seed(SEED)
+        written = model.run([prompts[one] for one in ordered], SAMPLED_AT_ONCE, most)
+        texts = dict(zip(ordered, written.texts, strict=True))
+        columns = {
+            "text": [tokenizer.decode(list(texts[one]), skip_special_tokens=True) for one in ids],
+            "num_tokens": [len(texts[one]) for one in ids],
+        }
+        for name, values in columns.items():
+            field = rows.schema.field(name)
+            rows = rows.set_column(rows.schema.get_field_index(name), field, pa.array(values, field.type))
+        found[side] = rows
+    return found
+
+
+def auc_rows(of_night: Night, texts: Mapping[str, RunFolder], num_seeds: int, margin: float) -> list[dict]:
+    """Rows of no texts, of each decoding's, and of greedy and relaxed ones as vectors and as codes ("IDs") alone.
+
+    All are of the same rows, seeds and basis. `over_none` and `over_greedy` are differences of AUC over all models, the
+    latter in the same form; their 95 % intervals are over users and seeds.
+    """
+    settings = CtrSettings(num_seeds=num_seeds)
+    tables = open_tables(of_night.settings.tables.path)
+    data = build_dataset(tables, of_night.date, settings)
+    labels, users = data.labels[data.test], data.users[data.test]
+    features = {name: read_feature_set(run.features_path("user").parent) for name, run in texts.items()}
+    vectors = {name: align_sides(tables, one) for name, one in features.items()}
+    knowledge = build_knowledge(tables, data, features, of_night.date, settings)
+    variants = {("none", "both"): None} | {(name, "both"): one for name, one in knowledge.items()}
+    for name in ("greedy", "relaxed"):
+        variants |= {(name, "vectors"): _without(knowledge[name], "codes")}
+        variants |= {(name, "codes"): _without(knowledge[name], "vectors")}
+    scores: dict[tuple, dict[str, np.ndarray]] = {}  # by variant and model: float (num_seeds, num_test)
+    for key, one in variants.items():
+        for model in settings.models:
+            found = [train_model(model, data, one, settings, seed).scores for seed in range(num_seeds)]
+            scores.setdefault(key, {})[model] = np.stack(found).astype(float)
+
+    def over(key: tuple, other: tuple) -> Interval:
+        pairs = {model: pair(labels, users, own, scores[other][model]) for model, own in scores[key].items()}
+        found = compare_paired(pairs, len(labels), margin)[ALL_MODELS]
+        return Interval(found.mean_difference, found.low, found.high)
+
+    rows = []
+    for name, form in variants:
+        row = {"texts": name, "form": form, "seeds": num_seeds, "test_rows": len(labels)}
+        for model, of_model in scores[name, form].items():
+            aucs = [roc_auc_score(labels, one) for one in of_model]
+            losses = [log_loss(labels, np.clip(one, 1e-7, 1 - 1e-7)) for one in of_model]
+            row[model] = {"auc_mean": statistics.fmean(aucs), "auc_std": statistics.stdev(aucs)}
+            row[model]["logloss_mean"] = statistics.fmean(losses)
+        row["over_none"] = over((name, form), ("none", "both"))
+        row["over_greedy"] = over((name, form), ("greedy", form))
+        if name != "none":
+            cosines = [(vectors[name][side].vectors * vectors["greedy"][side].vectors).sum(axis=1) for side in SIDES]
+            row["cosine"] = float(np.mean([of_side[of_side != 0].mean() for of_side in cosines]))
+            row |= likeness(texts[name], texts["greedy"])
+        rows.append(row)
+    return rows
+
+
+def _without(knowledge: Knowledge, column: str) -> Knowledge:
+    """As if nobody had vectors, or codes."""
+    emptied = {side: getattr(knowledge, side) for side in SIDES}
+    emptied = {side: dataclasses.replace(one, **{column: getattr(one, column) * 0}) for side, one in emptied.items()}
+    return dataclasses.replace(knowledge, **emptied)
+
+
+def likeness(own: RunFolder, greedy: RunFolder) -> dict[str, float]:
+    """Mean length of texts, and the share of them that are greedy ones word for word."""
+    lengths, same = [], []
+    for side in SIDES:
+        ours, others = (read_parquet(run.knowledge_folder(side)).to_pylist() for run in (own, greedy))
+        greedily = {row["entity_id"]: row["text"] for row in others}
+        lengths += [row["num_tokens"] for row in ours]
+        same += [greedily.get(row["entity_id"]) == row["text"] for row in ours]
+    return {"mean_tokens": statistics.fmean(lengths), "share_as_greedy": statistics.fmean(same)}
