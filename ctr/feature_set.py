@@ -37,7 +37,7 @@ def read_feature_set(folder: Path) -> FeatureSet:
     for side in SIDES:
         path = folder / f"{side}.parquet"
         if not path.is_file():
-            raise CtrError(f"{path} is not there; encode the run first with `laserbatch encode`")
+            raise CtrError(f"{path} is not there; `laserbatch nightly --date D --force` makes features")
         with pq.ParquetFile(path) as file:
             try:
                 check_feature_schema(file.schema_arrow, side)

@@ -34,11 +34,6 @@ COMMANDS = {
         "backfill:backfill",
         "Run the nights of a range of dates, each from the one before it; finished ones are left as they are.",
     ),
-    "generate": LazyCommand("nightly:generate", "Generate the knowledge of a date; nothing is published."),
-    "encode": LazyCommand(
-        "nightly:encode",
-        "Encode the texts of a run into feature tables, by the run's own settings.",
-    ),
     "ctr": LazyCommand("ctr:app", "Train, judge, ask and compare CTR models on the features of a run."),
     "features": LazyCommand("features:app", "Join features to a log by time; export them to other tools."),
     "runs": LazyCommand("runs:app", "List, compare, publish, take back and remove the runs of nights."),
@@ -46,8 +41,7 @@ COMMANDS = {
         "forget:forget",
         "Remove users or items from every run and pool of a workspace, and write a receipt of what was removed.",
     ),
-    "pools": LazyCommand("pools:app", "Build, list, inspect, query and simulate retrieval pools."),
-    "report": LazyCommand("report:report", "Write the HTML report of a run again, from the run's manifest alone."),
+    "pools": LazyCommand("pools:app", "Build, list, choose, remove and simulate retrieval pools."),
     "status": LazyCommand(
         "status:status",
         "Show which run is under way, how far it is, how long it will take, and what is published; waits for no lock.",

@@ -145,7 +145,8 @@ def export(
         sides = []
         for side, path in files.items():
             if not path.is_file():
-                raise WorkspaceError(f"{path} is missing; expected the features of {side}s. Run `laserbatch encode`.")
+                again = f"`laserbatch nightly --date {night.date} --force` makes features"
+                raise WorkspaceError(f"{path} is missing; expected the features of {side}s. {again}")
             schema, wanted = pq.read_schema(path), None
             counts[f"{side}s"] = {"rows": pq.read_metadata(path).num_rows}
             if before is not None:

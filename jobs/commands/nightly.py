@@ -1,4 +1,4 @@
-"""The commands that run a night or a stage of it: `nightly`, `generate`, `encode`, and `demo`, two nights in a row."""
+"""The commands that run nights: `nightly`, and `demo`, two in a row."""
 
 import datetime
 from dataclasses import asdict
@@ -14,21 +14,16 @@ from laserbatch.jobs.formatting import count, decimal
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.report.sides import side_warnings
 from laserbatch.jobs.settings import CONFIG, JSON, PACKAGE_ROOT, WORKSPACE, load_settings
-from laserbatch.jobs.stages.generate import generate_knowledge
-from laserbatch.jobs.stages.night import Night, open_night, open_run, parse_date
-from laserbatch.jobs.stages.run_night import encode_run, run_night
-from laserbatch.jobs.stages.workers import NightWorkers
+from laserbatch.jobs.stages.night import Night, parse_date
+from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.storage.atomic import atomic_folder
 from laserbatch.pipeline.storage.manifest import SideFigures
 from laserbatch.pipeline.storage.stats import DecodingStats
-from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import describe
 from laserbatch.pipeline.tables.schema import require_only_tables
 
-DATE = typer.Option(..., help="The night: what was known at the end of this day is used.")
-RAY_ADDRESS = typer.Option(None, help="Use this Ray cluster; without it a local one is started.")
 NUM_ASKED = 40  # ratings of each user after the last night, to judge the CTR models by
 DEMO_SEED = 7  # a world on which nothing was trained or chosen: neither the sample model nor a CTR setting
 
@@ -36,7 +31,7 @@ DEMO_SEED = 7  # a world on which nothing was trained or chosen: neither the sam
 def nightly(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
-    date: str = DATE,
+    date: str = typer.Option(..., help="The night: what was known at the end of this day is used."),
     force: bool = typer.Option(False, help="Generate unchanged entities too, in a run of its own."),
     redo: bool = typer.Option(
         False, help="Do a finished date whose tables changed since again, in a run of its own; the unchanged is kept."
@@ -45,7 +40,7 @@ def nightly(
     dry_run: bool = typer.Option(
         False, "--dry-run", help="Print what would be written and why, with predicted tokens, hours and money."
     ),
-    ray_address: str | None = RAY_ADDRESS,
+    ray_address: str | None = typer.Option(None, help="Use this Ray cluster; without it a local one is started."),
     as_json: bool = JSON,
 ) -> None:
     """Run a whole night: generate, encode, compare, publish, build pools, report.
@@ -74,51 +69,6 @@ def nightly(
     )
     if not as_json:
         print_ctr(night.manifest.ctr)
-
-
-def generate(
-    config: Path | None = CONFIG,
-    workspace: Path | None = WORKSPACE,
-    date: str = DATE,
-    force: bool = typer.Option(False, help="Generate unchanged entities too."),
-    ray_address: str | None = RAY_ADDRESS,
-    as_json: bool = JSON,
-) -> None:
-    """Generate the knowledge of a date; nothing is published.
-
-    Example: `laserbatch generate --config laserbatch.yaml --date 2025-03-01`
-    """
-    settings = load_settings(config, {"workspace": workspace, "cluster.ray_address": ray_address})
-    night_date = parse_date(date)
-    with Workspace.open(settings.workspace).lock():
-        night = open_night(settings, night_date, force)
-        if night.run.is_finished or night.run.is_held:
-            say(f"run {night.run.run_id} is finished already and stays as it is; --force generates everything again")
-        else:
-            with NightWorkers(settings.cluster) as workers:
-                generate_knowledge(night, workers)
-    summary({"run_id": night.run.run_id, "folder": night.run.root, **night_counts(night)}, as_json)
-
-
-def encode(
-    config: Path | None = CONFIG,
-    workspace: Path | None = WORKSPACE,
-    run: str | None = typer.Option(None, help="A run id. Default: the published run."),
-    as_json: bool = JSON,
-) -> None:
-    """Encode the texts of a run into feature tables, by the run's own settings.
-
-    Example: `laserbatch encode --workspace workspace --run 2025-03-01-1a2b3c4d`
-    """
-    settings = load_settings(config, {"workspace": workspace})
-    with Workspace.open(settings.workspace, create=False).lock():
-        night = open_run(settings, run)
-        encoded = encode_run(night.run.root, night.settings.encoding, previous=night.previous)
-        told = {"run_id": night.run.run_id, **{side: asdict(figures) for side, figures in encoded.items()}}
-        if night.run.plain.knowledge_folder("user").is_dir():
-            plain = encode_run(night.run.plain.root, night.settings.encoding, codes_of=night.run)
-            told["plain"] = {side: asdict(figures) for side, figures in plain.items()}
-    summary(told, as_json)
 
 
 def demo(

@@ -1,27 +1,18 @@
-"""`laserbatch pools ...`: build, look into, query, choose and remove the retrieval pools of a workspace.
-
-What is drawn is in `pools_view.py`; how pools are built from a run in `build_pools.py`; simulating is `simulate.py`.
-"""
+"""`laserbatch pools ...`: build, look into, choose and remove the retrieval pools of a workspace."""
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import typer
 
-from laserbatch.jobs.commands.pools_view import (
-    calibrated_on,
-    calibration_line,
-    draft_nodes,
-    draft_tree,
-    groups_table,
-    version_data,
-    versions_table,
-)
-from laserbatch.jobs.console import LazyCommand, lazy_app, say, stdout, summary
+from laserbatch.jobs.console import LazyCommand, lazy_app, print_table, say, summary
+from laserbatch.jobs.formatting import count, counted, percent
+from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, Settings, load_settings
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.manifest import PoolManifest
 from laserbatch.retrieval_pools.index.store import PoolStore, PoolVersion
 
 NUM_GROUPS = 20  # shown a side, the largest first
@@ -32,7 +23,7 @@ LAZY_COMMANDS = {
     ),
 }
 
-app = lazy_app(LAZY_COMMANDS, add_completion=False, help="Build, list, inspect, query and simulate retrieval pools.")
+app = lazy_app(LAZY_COMMANDS, add_completion=False, help="Build, list, choose, remove and simulate retrieval pools.")
 
 RUN = typer.Option(None, "--run", help="Run whose texts become the pools; without it the published one.")
 
@@ -60,9 +51,9 @@ def rebuild(
             )
     built = _version(_store(settings), name)
     if as_json:
-        summary(version_data(built), as_json=True)
+        summary(_data(built), as_json=True)
     else:
-        stdout.print(versions_table([built]))
+        print_table(_versions_table([built]))
 
 
 @app.command(name="list")
@@ -74,11 +65,11 @@ def list_versions(config: Path | None = CONFIG, workspace: Path | None = WORKSPA
     store = _store(load_settings(config, {"workspace": workspace}))
     versions = store.list()
     if as_json:
-        summary({"versions": [version_data(version) for version in versions]}, as_json=True)
+        summary({"versions": [_data(version) for version in versions]}, as_json=True)
     elif not versions:
         say(f"no pools in {store.root} yet; `laserbatch nightly` builds them, or `laserbatch pools rebuild`")
     else:
-        stdout.print(versions_table(versions))
+        print_table(_versions_table(versions))
         for version in versions:
             if version.problem is not None:
                 say(f"{version.version}: {version.problem}")
@@ -103,61 +94,13 @@ def show(
     if chosen.problem is not None:
         raise PoolError(chosen.problem)
     if as_json:
-        summary(version_data(chosen), as_json=True)
+        summary(_data(chosen), as_json=True)
         return
-    stdout.print(versions_table([chosen]))
+    print_table(_versions_table([chosen]))
     for side, manifest in chosen.pools.items():
-        stdout.print(groups_table(side, manifest, NUM_GROUPS))
-        stdout.print(calibration_line(side, manifest))
+        print_table(_groups_table(side, manifest))
     if verify:
         say("every file has the checksum that its manifest says")
-
-
-@app.command()
-def query(
-    text: str = typer.Argument(..., help="The beginning of a text; an empty one asks how texts begin."),
-    side: str = typer.Option("item", help="Whose texts: user or item."),
-    group: str | None = typer.Option(None, help="Draft for an entity of this group; without it texts count the same."),
-    version: str | None = typer.Option(None, help="The version; without it the current one."),
-    max_nodes: int = typer.Option(16, min=1, max=64, help="At most this many tokens are drafted."),
-    min_acceptance: float = typer.Option(0.02, min=0, max=1, help="Less likely paths are not drafted."),
-    config: Path | None = CONFIG,
-    workspace: Path | None = WORKSPACE,
-    as_json: bool = JSON,
-) -> None:
-    """Draft what follows a text, from a pool alone, and print the tree with its estimated acceptance.
-
-    Example: `laserbatch pools query "The book is" --side item --max-nodes 12`
-    """
-    from laserbatch.pipeline.decoding.model.folder import load_tokenizer, tokenizer_hash
-    from laserbatch.retrieval_pools.draft import draft
-
-    if side not in ("user", "item"):
-        raise typer.BadParameter(f"--side is user or item, not {side!r}")
-    settings = load_settings(config, {"workspace": workspace})
-    store = _store(settings)
-    chosen = _version(store, version)
-    pool = store.open(chosen.version, side, tokenizer_hash(settings.model_dir), verify=True)
-    if pool is None:
-        raise PoolError(f"the pools {chosen.version} have none of the {side} side; give --side")
-    if group is not None and group not in pool.manifest.groups:
-        names = list(pool.manifest.groups)
-        raise PoolError(f"the pool has no group {group!r}; it has {len(names)}: {', '.join(map(repr, names[:5]))}, ...")
-    tokenizer = load_tokenizer(settings.model_dir)
-    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] if text else []
-    context = np.array(ids, np.int32)
-    found = draft(pool, context, 0, None, group, max_nodes=max_nodes, min_acceptance=min_acceptance,
-                  use_prompt=False, use_output=False)  # fmt: skip
-    nodes, known = draft_nodes(tokenizer, context, found), pool.manifest.calibration
-    if as_json:
-        described = {"version": chosen.version, "side": side, "group": group, "text": text}
-        counts = {"num_context_tokens": len(context), "num_calibration_texts": 0 if known is None else known.num_texts}
-        expected = {"expected_num_accepted": sum(node["acceptance"] for node in nodes)}
-        summary(described | counts | expected | {"nodes": nodes}, as_json=True)
-    else:
-        whose = f"{pool.manifest.num_texts:,} {side} texts of pools {chosen.version}"
-        in_group = f", group {group}" if group is not None else ""
-        stdout.print(draft_tree(nodes, text, f"{whose}{in_group}, {calibrated_on(pool.manifest)}"))
 
 
 @app.command()
@@ -215,3 +158,51 @@ def _version(store: PoolStore, version: str | None) -> PoolVersion:
 
 def _store(settings: Settings) -> PoolStore:
     return PoolStore(Workspace.open(settings.workspace, create=False).pools_folder)
+
+
+def _versions_table(versions: list[PoolVersion]) -> Table:
+    rows = []
+    for version in versions:
+        row = {"": "*" if version.is_current else "", "version": version.version}
+        sides = [_row(side, manifest) for side, manifest in version.pools.items()]
+        rows += [row | side for side in (sides if version.problem is None else [_row("damaged", None)])]
+    return Table("Pools", rows, ("", "version", "side", "scope", "model"), "* is what the next run drafts from")
+
+
+def _row(side: str, manifest: PoolManifest | None) -> dict[str, str]:
+    row = {"side": side} | dict.fromkeys(("texts", "tokens", "groups", "MB", "min support", "scope", "model"), "")
+    if manifest is not None:
+        counts = {"texts": manifest.num_texts, "tokens": manifest.num_tokens, "groups": len(manifest.groups)}
+        row |= {name: count(number) for name, number in counts.items()}
+        row |= {"MB": f"{manifest.size_bytes / 1e6:,.1f}", "min support": count(manifest.settings.min_support)}
+        row |= {"scope": manifest.settings.scope, "model": manifest.model_id}
+    return row
+
+
+def _groups_table(side: str, manifest: PoolManifest) -> Table:
+    """The largest groups of a pool, and how far its estimates of acceptance can be believed."""
+    ordered = sorted(manifest.groups.items(), key=lambda item: (-item[1]["num_tokens"], item[0]))
+    rows = [
+        {
+            "group": name or "(none)",
+            "texts": count(counts["num_texts"]),
+            "tokens": count(counts["num_tokens"]),
+            "share": percent(counts["num_tokens"] / max(1, manifest.num_tokens), 1),
+        }
+        for name, counts in ordered[:NUM_GROUPS]
+    ]
+    known, caption = manifest.calibration, "not calibrated"
+    if known is not None:
+        error = known.reliability.expected_calibration_error
+        caption = f"calibrated on {counted(known.num_texts, 'text')}; error {error:.3f} on texts not fitted to"
+    return Table(f"{side}: the largest of {counted(len(ordered), 'group')}", rows, ("group",), caption)
+
+
+def _data(version: PoolVersion) -> dict[str, Any]:
+    return {
+        "version": version.version,
+        "folder": str(version.folder),
+        "is_current": version.is_current,
+        "problem": version.problem,
+        "pools": {side: manifest.model_dump(mode="json") for side, manifest in version.pools.items()},
+    }

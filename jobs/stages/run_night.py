@@ -146,7 +146,7 @@ def encode_run(
     folder = RunFolder(Path(run_dir))
     sides = [side for side in SIDES if any(folder.knowledge_folder(side).glob("*.parquet"))]
     if not sides:
-        raise WorkspaceError(f"{run_dir} holds no texts to encode; run `laserbatch generate` first")
+        raise WorkspaceError(f"{run_dir} holds no texts to encode")
     encoder_id = encoder_identity(settings)
 
     encoder = cache(partial(load_encoder, settings))

@@ -47,7 +47,7 @@ def check_feature_schema(schema: pa.Schema, side: str) -> None:
     if found != ("feature", str(FEATURE_VERSION), side):
         raise ValueError(
             f"expected a feature table of version {FEATURE_VERSION} of side {side}, found record {found[0]}, "
-            f"version {found[1]}, side {found[2]}; encode the run again with `laserbatch encode`"
+            f"version {found[1]}, side {found[2]}; `laserbatch nightly --date D --force` makes features anew"
         )
     columns = [f"{side}_id", "vector", *LEVELS, "run_id", "fingerprint"]
     if schema.names != columns:

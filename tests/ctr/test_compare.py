@@ -87,7 +87,7 @@ def test_unknown_entities_and_other_id_types_are_named(world):
 def test_feature_files_are_read_and_their_version_checked(world, tmp_path):
     import pyarrow.parquet as pq
 
-    with pytest.raises(CtrError, match="laserbatch encode"):
+    with pytest.raises(CtrError, match="is not there; `laserbatch nightly"):
         read_feature_set(tmp_path)
     features = make_features(world)
     for side, table in features.items():

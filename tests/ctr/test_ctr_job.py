@@ -90,7 +90,7 @@ def test_a_comparison_that_fails_stops_no_night_and_says_why(night, world, monke
 
 
 def test_a_run_without_features_is_refused(world, tmp_path):
-    with pytest.raises(CtrError, match="laserbatch encode"):
+    with pytest.raises(CtrError, match="is not there; `laserbatch nightly"):
         compare_ctr(tmp_path, world, AS_OF, "relaxed", SETTINGS)
 
 

@@ -174,7 +174,7 @@ except SystemExit:
     logger.getChild("ctr.compare").warning("a fault")
 """
     for words, told in (((), ["a fault"]), (("-v",), ["an AUC", "a fault"])):
-        command = [sys.executable, "-c", code, *words, "report", "--nothing"]
+        command = [sys.executable, "-c", code, *words, "status", "--nothing"]
         lines = subprocess.run(command, capture_output=True, text=True).stderr.splitlines()
         assert [line.split(": ")[1] for line in lines if ".ctr.compare" in line] == told
 

@@ -207,19 +207,6 @@ def test_a_pointer_that_cannot_be_followed_is_replaced(world, capsys):
     assert "2025-04-01-gone, which is not there" in " ".join(capsys.readouterr().err.split())
 
 
-def test_generate_leaves_a_finished_run_as_it_is(world, capfd):
-    night = opened(world)
-    done(night)
-    before = contents(night.run.root)
-    again = run_here(capfd, "generate", "--config", str(world / "laserbatch.yaml"), "--date", str(DAY))
-    assert again.returncode == 0 and "is finished already" in again.stderr
-    assert contents(night.run.root) == before
-
-
-def contents(folder):
-    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
-
-
 def test_a_run_goes_on_when_its_tables_only_got_what_came_later(world):
     night = opened(world)
     write_tables(world, days=(27, 28, 31))

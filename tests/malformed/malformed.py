@@ -307,8 +307,8 @@ CASES = [
     Case("a date is none", nothing, ("'2025-02-30' is not a date", "YYYY-MM-DD"), date("2025-02-30")),
     Case("a date is American", nothing, ("'03/01/2025' is not a date", "YYYY-MM-DD"), date("03/01/2025")),
     Case("an option is unknown", nothing, ("--dat",), ("nightly", "--dat", "2025-03-01"), 2),
-    Case("a run is unknown", nothing, ("no run 2025-01-01-ffffffff", "2025-02-28"), ("encode", "--config",
-         "laserbatch.yaml", "--run", "2025-01-01-ffffffff")),
+    Case("a run is unknown", nothing, ("no run 2025-01-01-ffffffff", "2025-02-28"), ("runs", "show",
+         "2025-01-01-ffffffff", "--config", "laserbatch.yaml")),
     # Imports
     Case("a mapping is missing", remove("mapping.yaml"), ("mapping.yaml", "is not there"), IMPORT),
     Case("a mapping has an unknown key", text("mapping.yaml", MAPPING.replace("rating:", "ratings:")),
