@@ -58,7 +58,7 @@ from laserbatch.pipeline.storage.workspace import Workspace
 SETTINGS = {
     "workspace": "workspace",
     "tables": {"path": "tables"},
-    "decoding": {"batch_size": 4, "num_threads": 1, "max_draft_tokens": 16, "min_acceptance": 0.07},
+    "decoding": {"batch_size": 4, "max_draft_tokens": 16, "min_acceptance": 0.07},
     "night": {"shard_size": 2, "compare_with_plain": False, "train_ctr": False},
     "gates": {"max_failed_share": 0.5},
     "encoding": {"num_clusters": 4},

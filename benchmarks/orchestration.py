@@ -147,7 +147,7 @@ def write_world(folder: Path, num_entities: int) -> None:
         "workspace": str(folder / "workspace"),
         "tables": {"path": str(folder / "tables")},
         "night": {"train_ctr": False, "compare_with_plain": False, "num_audited": 0},
-        "decoding": {"max_draft_tokens": 16, "min_acceptance": 0.07, "batch_size": 64, "num_threads": 2},
+        "decoding": {"max_draft_tokens": 16, "min_acceptance": 0.07, "batch_size": 64},
     }
     (folder / "laserbatch.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
 

@@ -43,7 +43,7 @@ from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import Tables, read_tables
 
 CHAINS = {"plain": {"verifier": "greedy"}, "relaxed": {}}
-DECODING = {"num_threads": 1, "batch_size": 16, "max_new_tokens": 320, "max_draft_tokens": 16, "min_acceptance": 0.07}
+DECODING = {"batch_size": 16, "max_new_tokens": 320, "max_draft_tokens": 16, "min_acceptance": 0.07}
 SETTINGS = {
     "workspace": "workspace",
     "tables": {"path": "tables"},

@@ -74,9 +74,11 @@ def prompts_of(tokenizer, num_prompts: int) -> list[np.ndarray]:
 
 def engine_of(loaded: LoadedModel, batch: int, num_draft_tokens: int, **options) -> Engine:
     """An engine whose texts have no end, which drafts as much as it may and fills its batch in few steps."""
-    options = {"min_acceptance": 0.0, "max_prefill_tokens": PREFILL_TOKENS} | options
+    options = {"min_acceptance": 0.0} | options
     settings = DecodingSettings(batch_size=batch, max_draft_tokens=num_draft_tokens, **options)
-    return Engine(replace(loaded, end_ids=()), settings)
+    engine = Engine(replace(loaded, end_ids=()), settings)
+    engine.max_prefill_tokens = PREFILL_TOKENS
+    return engine
 
 
 def profile(engine: Engine, drafter: Drafter, prompts: Sequence[np.ndarray], num_steps: int, is_plain: bool) -> dict:

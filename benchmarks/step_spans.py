@@ -21,7 +21,7 @@ from laserbatch.pipeline.decoding.engine import Engine
 
 OTHER = "other host"
 MODEL_PARTS = ("qkv", "attention", "attention output", "mlp", "lm_head", "other model")
-HOST_PARTS = ("draft", "packing", "paths", "commit", "endings", OTHER)
+HOST_PARTS = ("draft", "packing", "paths", "commit", OTHER)
 PARTS = (*HOST_PARTS[:2], *MODEL_PARTS, "verification", *HOST_PARTS[2:])
 _QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn")
 _OUTPUT = ("o_proj", "out_proj", "dense")
@@ -120,7 +120,6 @@ def watched(engine: Engine, drafter) -> Iterator[Spans]:
     watch(engine_module, "verify", "paths")
     watch(acceptance_module, "judge_rows", "verification")
     watch(engine, "_commit", "commit")
-    watch(engine._endings, "check", "endings")
     output_layer = engine.runner.model.get_output_embeddings()
     for name, module in engine.runner.model.named_modules():
         part = _part_of(name.rsplit(".", 1)[-1], module, module is output_layer)

@@ -302,10 +302,10 @@ def generate(
 
 def load_engine(model_dir: Path, batch: int, num_threads: int) -> Engine:
     """Our engine in float32 on the CPU, with a budget that no measurement decides."""
+    torch.set_num_threads(num_threads)
     settings = DecodingSettings(
         dtype="float32",
         batch_size=batch,
-        num_threads=num_threads,
         max_draft_tokens=MAX_DRAFT_TOKENS,
         min_acceptance=MIN_ACCEPTANCE,
     )

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 
 MAX_MATCH_TOKENS = 32
 MAX_CONTEXT_LENGTHS = 8
@@ -101,22 +101,6 @@ class RoutingSettings(Frozen):
     item_embeddings: Path | None = Field(None, description="The same for items: columns item_id and vector.")
     user_attributes: tuple[str, ...] | None = Field(None, description="Columns to split users by; unset: guessed.")
     item_attributes: tuple[str, ...] | None = Field(None, description="Columns to split items by; unset: guessed.")
-    max_group_size: int | None = Field(
-        None, ge=1, description="A larger group by attributes is split; unset: four square roots of the entities."
-    )
-    min_group_size: int | None = Field(
-        None,
-        ge=1,
-        description="A smaller group by attributes joins its parent; unset: a tenth of max_group_size.",
-    )
-    num_bins: int = Field(4, ge=2, le=64, description="Quantile bins of a numeric attribute.")
-
-    @model_validator(mode="after")
-    def _sizes_in_order(self) -> "RoutingSettings":
-        smallest, largest = self.min_group_size, self.max_group_size
-        if smallest is not None and largest is not None and smallest > largest:
-            raise ValueError(f"min_group_size {smallest} is above max_group_size {largest}; lower the first")
-        return self
 
     def attributes_of(self, side: str) -> tuple[str, ...] | None:
         """Columns that `side` ("user" or "item") is to be split by, or None for "guess them"."""

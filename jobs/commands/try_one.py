@@ -69,7 +69,7 @@ class TriedEntity:
     num_drafted: int
     num_accepted: int
     wall_s: float
-    finish_reason: str  # "end_of_text", "stop" or "length"
+    finish_reason: str  # "end_of_text" or "length"
     fields: Mapping[str, str] | None  # None when the text could not be parsed, and `problem` says why
     problem: str | None = None
 

@@ -19,7 +19,6 @@ from laserbatch.pipeline.decoding import recovery
 from laserbatch.pipeline.decoding.acceptance import Acceptance, verify
 from laserbatch.pipeline.decoding.device_memory import cache_bound
 from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, draft_all
-from laserbatch.pipeline.decoding.endings import Ending, Endings
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
 from laserbatch.pipeline.decoding.model.output_head import PenalisedLogits
@@ -55,15 +54,13 @@ class Engine:
         self.end_ids = loaded.end_ids
         self.vocab_size = loaded.vocab_size
         self.device = loaded.device
-        on_cuda = self.device.type == "cuda"
         max_tokens = self.settings.max_cache_tokens or cache_bound(self.device, loaded.bytes_per_token, num_sharing)
         self.cache = KVCache(self.settings.batch_size, max_tokens)
         self.concurrency = Concurrency(self.settings.batch_size)
-        self.max_prefill_tokens = self.settings.max_prefill_tokens or PREFILL_TOKENS["cuda" if on_cuda else "cpu"]
+        self.max_prefill_tokens = PREFILL_TOKENS["cuda" if self.device.type == "cuda" else "cpu"]
         self.runner = ModelRunner(loaded.model, self.cache, self.device, self.settings.attention)
         self.num_forwards = 0  # of all streams
         self.costliest_step_s = 0.0  # from a forward's begin to its commit
-        self._endings = Endings(self.tokenizer, self.settings.stop_strings)
         self._is_end = np.zeros(self.vocab_size, bool)
         self._is_end[list(self.end_ids)] = True
 
@@ -71,13 +68,11 @@ class Engine:
     def from_pretrained(
         cls, model_dir, settings: DecodingSettings | None = None, device: str = "auto", num_sharing: int = 1
     ) -> "Engine":
-        """Load a model folder ("sample": the bundled one) and set torch's number of threads.
+        """Load a model folder ("sample": the bundled one).
 
         Raises ModelError: the folder holds no model that the engine can run.
         """
         settings = settings or DecodingSettings()
-        if settings.num_threads is not None:
-            torch.set_num_threads(settings.num_threads)
         loaded = load_model(model_dir, settings.dtype, device, settings.adapter)
         return cls(loaded, settings, num_sharing)
 
@@ -107,7 +102,7 @@ class Engine:
         verifier = verifier or verifier_from(self.settings)
         stream = self.begin(requests, drafter or NoDrafter(), verifier, budget or Budget.of(self.settings), on_event)
         scheduler = stream.scheduler
-        ended: deque[tuple[Sequence, Ending | GenerationFailure]] = deque()  # whose results are not yielded yet
+        ended: deque[tuple[Sequence, str | GenerationFailure]] = deque()  # whose results are not yielded yet
         try:
             while True:
                 if not scheduler.live:  # no step to hand them over behind
@@ -149,8 +144,8 @@ class Engine:
             step.error = error
         return step
 
-    def land(self, step: Step | None, stream: Stream) -> list[tuple[Sequence, Ending | GenerationFailure]]:
-        """Verify and commit. The sequences that ended, which are live no more, and what came of each."""
+    def land(self, step: Step | None, stream: Stream) -> list[tuple[Sequence, str | GenerationFailure]]:
+        """Verify and commit. The sequences that ended, live no more, each with its finish reason or failure."""
         scheduler = stream.scheduler
         outcomes = recovery.fail_alone(self.cache, scheduler.live[0]) if step is None else self._outcomes(step, stream)
         ended = [(one, outcomes[id(one)]) for one in scheduler.live if id(one) in outcomes]
@@ -208,7 +203,7 @@ class Engine:
 
     def _commit(self, step: Step, accepted: list[Acceptance | None], stream: Stream) -> recovery.Outcomes:
         """Keep what was accepted, in the cache and in the texts; of the sequences that ended, what came of them."""
-        outcomes = commit(step, accepted, self.cache, self._endings, self._is_end, stream.on_event)
+        outcomes = commit(step, accepted, self.cache, self._is_end, stream.on_event)
         return outcomes | recovery.without_drafts(self, step, accepted, stream)
 
     def _results(self, ended) -> Iterator[GenerationResult | GenerationFailure]:
@@ -218,10 +213,10 @@ class Engine:
             if isinstance(outcome, GenerationFailure):
                 yield outcome
                 continue
-            text = outcome.text
-            if text is None:
-                text = self._endings.text(sequence.output_ids[: outcome.num_tokens])
-            yield sequence.result(outcome.reason, outcome.num_tokens, text)
+            text = ""
+            if self.tokenizer is not None:
+                text = self.tokenizer.decode(sequence.output_ids.tolist(), skip_special_tokens=True)
+            yield sequence.result(outcome, text)
 
     def forget_prompts(self) -> None:
         """Share no earlier prompts and expect no earlier texts' lengths: sums are then rounded alike whatever came."""

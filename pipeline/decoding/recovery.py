@@ -9,7 +9,6 @@ import torch
 
 from laserbatch.pipeline.decoding.acceptance import Acceptance
 from laserbatch.pipeline.decoding.device_memory import is_out_of_memory
-from laserbatch.pipeline.decoding.endings import Ending
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, Sequence
 from laserbatch.pipeline.decoding.step import Step, Stream
@@ -18,7 +17,7 @@ from laserbatch.pipeline.errors import first_line
 
 logger = logging.getLogger(__name__)
 
-Outcomes = dict[int, Ending | GenerationFailure]  # of the sequences that ended, by `id`
+Outcomes = dict[int, str | GenerationFailure]  # of the sequences that ended, by `id`: finish reasons, failures
 
 
 def recover(engine, step: Step, stream: Stream, error: Exception) -> Outcomes:

@@ -33,10 +33,10 @@ class GenerationRequest:
 class GenerationResult:
     """A finished text.
 
-    `token_ids` int32[k] without the end token; `text`, their decoded text, cut before a stop string (empty where the
-    engine has no tokenizer); `sources` uint8[k], a code of `retrieval_pools.sources` a token; `finish_reason`
-    "end_of_text", "stop" or "length". Of `num_drafted` draft tokens `num_accepted` became part of the text, by source
-    int64[NUM_SOURCES]. Tokens per step is `(num_accepted + num_steps) / num_steps`, the bonus token of each counted.
+    `token_ids` int32[k] without the end token; `text`, what they decode to (empty where the engine has no tokenizer);
+    `sources` uint8[k], a code of `retrieval_pools.sources` a token; `finish_reason` "end_of_text" or "length". Of
+    `num_drafted` draft tokens `num_accepted` became part of the text, by source int64[NUM_SOURCES]. Tokens per step is
+    `(num_accepted + num_steps) / num_steps`, the bonus token of each counted.
     """
 
     request_id: str
@@ -63,7 +63,7 @@ class GenerationFailure:
 class StepEvent:
     """What one step added to one text: int32[a] tokens and their sources, of `num_drafted` drafted.
 
-    `is_last` : the text has ended, though a stop string may cut it before these tokens.
+    `is_last` : the text has ended.
     """
 
     request_id: str
@@ -139,16 +139,16 @@ class Sequence:
         self._length = end
         self.num_steps += 1
 
-    def result(self, finish_reason: str, num_tokens: int, text: str) -> GenerationResult:
-        """The finished text, cut to its first `num_tokens` output tokens, which decode to `text`."""
+    def result(self, finish_reason: str, text: str) -> GenerationResult:
+        """The finished text, whose output tokens decode to `text`."""
         accepted = self.sources[self.sources != SOURCE_TARGET]
         drafted_by_source, accepted_by_source = (
             np.bincount(codes, minlength=NUM_SOURCES) for codes in (np.concatenate(self._drafted), accepted)
         )
         return GenerationResult(
             request_id=self.request.request_id,
-            token_ids=self.output_ids[:num_tokens].copy(),
-            sources=self.sources[:num_tokens].copy(),
+            token_ids=self.output_ids.copy(),
+            sources=self.sources.copy(),
             text=text,
             finish_reason=finish_reason,
             num_steps=self.num_steps,

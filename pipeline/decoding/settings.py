@@ -27,7 +27,6 @@ class DecodingSettings(Strict):
     )
     batch_size: int = Field(16, ge=1, description="Texts written side by side by one worker; 64 to 256 on a GPU.")
     max_new_tokens: int = Field(512, ge=1, description="Longest text.")
-    stop_strings: tuple[str, ...] = Field((), description="A text ends before the first of these.")
     verifier: Literal["greedy", "top_k", "probability", "relaxed"] = Field(
         "relaxed",
         description="Which drafted tokens are accepted. greedy: the model's own choice, so the text of plain decoding; "
@@ -56,12 +55,6 @@ class DecodingSettings(Strict):
         description="YAML or JSON with the measured cost of steps, which the draft budget is chosen by; null: measured "
         "when a run first needs it, and kept in the workspace.",
     )
-    max_prefill_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Prompt tokens of one step; longer prompts go in parts, so that others go on meanwhile. null: 256 "
-        "on a CPU, 2048 on CUDA.",
-    )
     attention: Literal["auto", "torch", "triton"] = Field(
         "auto",
         description="triton: one kernel over ragged sequences, in CUDA graphs; needs CUDA. torch: padded masks. auto: "
@@ -70,7 +63,6 @@ class DecodingSettings(Strict):
     max_cache_tokens: int | None = Field(
         None, ge=1, description="Bound of the KV cache; null: half of the free memory on a CPU, most of it on CUDA."
     )
-    num_threads: int | None = Field(None, ge=1, description="Threads of torch; the cluster section sets a worker's.")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import numpy as np
 from laserbatch.pipeline.decoding.acceptance import Acceptance
 from laserbatch.pipeline.decoding.batch import Feed
 from laserbatch.pipeline.decoding.drafters import Drafter
-from laserbatch.pipeline.decoding.endings import Ending, Endings
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.runner import StepOutput
 from laserbatch.pipeline.decoding.scheduler import Scheduler
@@ -56,15 +55,14 @@ def commit(
     step: Step,
     accepted: list[Acceptance | None],
     cache: KVCache,
-    endings: Endings,
     is_end: np.ndarray,
     on_event: Callable[[StepEvent], None] | None,
-) -> dict[int, Ending]:
-    """Keep what was accepted; where that is None, nothing. Of the sequences that ended, by `id`, how.
+) -> dict[int, str]:
+    """Keep what was accepted; where that is None, nothing. Of the sequences that ended, by `id`, the finish reason.
 
     `is_end` : bool[vocab_size], the end tokens.
     """
-    outcomes: dict[int, Ending] = {}
+    outcomes: dict[int, str] = {}
     batch, trees = step.output.batch, step.trees
     sound = np.array([i for i, acceptance in enumerate(accepted) if acceptance is not None], np.int64)
     paths = [accepted[i].nodes for i in sound.tolist()]
@@ -87,10 +85,9 @@ def commit(
         num_written, next_token = sequence.num_output, accepted[i].next_token
         at_end = bool(is_end[next_token])
         sequence.append(token_ids[part], sources[part], None if at_end else next_token, drafted)
-        ending = endings.check(sequence, sequence.num_output - num_written, at_end)
-        if ending is not None:
-            outcomes[id(sequence)] = ending
+        if has_ended := at_end or sequence.num_left == 0:
+            outcomes[id(sequence)] = "end_of_text" if at_end else "length"
         if on_event is not None:
             new = (every[num_written:].copy() for every in (sequence.output_ids, sequence.sources))
-            on_event(StepEvent(sequence.request.request_id, *new, len(drafted), ending is not None))
+            on_event(StepEvent(sequence.request.request_id, *new, len(drafted), has_ended))
     return outcomes

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from laserbatch.pipeline.budget.measuring import KeptCost, measure_step_cost, texts_of
 from laserbatch.pipeline.budget.step_cost import StepCost
@@ -59,9 +60,9 @@ class ShardWorker:
     """Generates the knowledge of shards. Raises ModelError, PoolError: the model or a pool cannot be used."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        settings = spec.decoding.model_copy(update={"num_threads": spec.num_threads})
+        torch.set_num_threads(spec.num_threads)
         sharing = workers_of_node(spec.num_workers, spec.num_threads)
-        self.engine = Engine.from_pretrained(spec.model_dir, settings, spec.device, sharing)
+        self.engine = Engine.from_pretrained(spec.model_dir, spec.decoding, spec.device, sharing)
         self._templates = {side: load_template(name, spec.template_dir) for side, name in spec.templates.items()}
         expected = tokenizer_hash(spec.model_dir)
         self._pools: dict[Side, Pool] = {

@@ -64,7 +64,7 @@ def decoding_provenance(decoding: DecodingSettings) -> dict[str, Any]:
 
     Batch size, threads and the draft budget are left out: they change how fast a text comes, not which text may come.
     """
-    names = {"verifier", "top_k", "min_probability", "max_new_tokens", "stop_strings", "dtype"}
+    names = {"verifier", "top_k", "min_probability", "max_new_tokens", "dtype"}
     return decoding.model_dump(mode="json", include=names)
 
 

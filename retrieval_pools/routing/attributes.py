@@ -29,6 +29,7 @@ MAX_PATH_LEVELS = 8  # deeper levels of a category path are not looked at
 MAX_GUESSED_VALUES = 256  # a text column with more distinct values is not guessed to be an attribute
 NEVER_GUESSED = frozenset({"user_id", "item_id", "title", "name", "created_at"})
 ATTRIBUTE_FILE = "attribute_groups.parquet"
+NUM_BINS = 4  # quantile bins of a numeric attribute: more only split groups that sizes allow, and join again
 ROOT_GROUP = "attribute"
 
 Kind = Literal["path", "value", "number"]
@@ -75,15 +76,11 @@ class AttributeColumn:
         return f"{_quote(self.name)}={_quote(text)}" if self.labelled else _quote(text)
 
 
-def choose_columns(entities: pa.Table, names: Sequence[str] | None, num_bins: int) -> tuple[AttributeColumn, ...]:
+def choose_columns(entities: pa.Table, names: Sequence[str] | None) -> tuple[AttributeColumn, ...]:
     """Columns to split by, in order: those named, or a guess.
 
     The guess: category paths (lists) in table order; then text and boolean columns of 2 to 256 values (and at least 4
     rows a value), fewest values first; then numbers. Ids, titles and dates are never guessed.
-
-    Parameters
-    ----------
-    num_bins : quantile bins of a numeric column.
 
     Raises
     ------
@@ -93,7 +90,7 @@ def choose_columns(entities: pa.Table, names: Sequence[str] | None, num_bins: in
     chosen = _guess(entities) if names is None else [(name, _kind_of_named(entities, name)) for name in names]
     columns, has_plain_path = [], False
     for name, kind in chosen:
-        edges = _quantile_edges(entities[name], num_bins) if kind == "number" else ()
+        edges = _quantile_edges(entities[name]) if kind == "number" else ()
         labelled = kind != "path" or has_plain_path  # the first path's tokens stand alone: "Mystery"
         has_plain_path |= kind == "path"
         columns.append(AttributeColumn(name, kind, edges, labelled))
@@ -152,13 +149,13 @@ def _plain(values: pa.ChunkedArray) -> pa.ChunkedArray:
     return values.cast(values.type.value_type) if pa.types.is_dictionary(values.type) else values
 
 
-def _quantile_edges(values: pa.ChunkedArray, num_bins: int) -> tuple[float, ...]:
+def _quantile_edges(values: pa.ChunkedArray) -> tuple[float, ...]:
     numbers = pc.drop_null(_plain(values).cast(pa.float64(), safe=False)).to_numpy()
     numbers = numbers[np.isfinite(numbers)]
     if len(numbers) == 0:
         return ()
     # Rounded to what a bin's name shows, so that two bins never share a name.
-    quantiles = np.quantile(numbers, np.arange(1, num_bins) / num_bins)
+    quantiles = np.quantile(numbers, np.arange(1, NUM_BINS) / NUM_BINS)
     edges = {float(f"{quantile:g}") for quantile in quantiles.tolist()}
     return tuple(sorted(edge for edge in edges if edge > numbers.min()))
 

@@ -185,7 +185,9 @@ class Router:
             if found != FORMAT_VERSION:
                 raise PoolError(f"router in {folder} has format {found}, this version reads {FORMAT_VERSION}; {again}")
             columns = [AttributeColumn(**{**c, "edges": tuple(c["edges"])}) for c in description["columns"]]
-            settings = RoutingSettings.model_validate(description["settings"])
+            settings = RoutingSettings.model_validate(
+                {name: value for name, value in description["settings"].items() if name in RoutingSettings.model_fields}
+            )
             attributes = AttributeGroups.load(columns, folder)
             table = pq.read_table(folder / COLLABORATIVE_FILE)
             ids, groups = id_column(table, "entity_id", COLLABORATIVE_FILE), table["group"].to_numpy()
@@ -241,6 +243,6 @@ def fit_routers(
 
 def _attribute_groups(side: str, entities: pa.Table, settings: RoutingSettings) -> AttributeGroups:
     names = settings.attributes_of(side) if settings.scheme in ("router", "attribute") else ()
-    columns = choose_columns(entities, names, settings.num_bins)
-    max_size = settings.max_group_size or max(50, round(4 * entities.num_rows**0.5))
-    return AttributeGroups.fit(entities, columns, max_size, settings.min_group_size or max(1, max_size // 10))
+    # Larger groups are split, smaller ones join their parent: both only prefer texts, so that no size matters much.
+    max_size = max(50, round(4 * entities.num_rows**0.5))
+    return AttributeGroups.fit(entities, choose_columns(entities, names), max_size, min_size=max_size // 10)

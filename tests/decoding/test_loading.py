@@ -24,21 +24,12 @@ def folder(tmp_path):
 
 
 def test_folder_becomes_an_engine(folder):
-    engine = Engine.from_pretrained(folder, DecodingSettings(batch_size=2, num_threads=1), device="cpu")
+    engine = Engine.from_pretrained(folder, DecodingSettings(batch_size=2), device="cpu")
     assert engine.max_context == 128 and engine.model_id.startswith("my-model-")
     assert 256 in engine.end_ids and len(engine.end_ids) == 9  # the tokenizer's, and all of the generation config's
     prompts = tiny_prompts(3)
     found = {r.request_id: r.token_ids.tolist() for r in engine.generate(requests_for(prompts, 8), None, Greedy())}
     assert [found[str(i)] for i in range(3)] == plain_texts(tiny_model(vocab_size=257), prompts, 8)
-
-
-def test_threads_are_set(folder):
-    before = torch.get_num_threads()
-    try:
-        Engine.from_pretrained(folder, DecodingSettings(num_threads=before + 1), device="cpu")
-        assert torch.get_num_threads() == before + 1
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_model_id_follows_the_weights(folder):

@@ -24,10 +24,12 @@ NUM_PROMPTS = 5
 KERNEL = mock.patch.object(runner, "kernel_for", lambda choice, device: None if choice == "torch" else masked_attention)
 
 
-def engine_on_device(model, **settings) -> Engine:
+def engine_on_device(model, max_prefill_tokens: int | None = None, **settings) -> Engine:
     """An engine over a model that is moved to the pretended device."""
     settings = {"batch_size": 3, "max_cache_tokens": 4096} | settings
-    return Engine(prepare_model(move(model)), DecodingSettings(**settings))
+    engine = Engine(prepare_model(move(model)), DecodingSettings(**settings))
+    engine.max_prefill_tokens = max_prefill_tokens or engine.max_prefill_tokens
+    return engine
 
 
 def watch_steps(engine: Engine, cuda) -> list[tuple[int, bool]]:

@@ -107,7 +107,7 @@ def quantised(request, tmp_path_factory):
 
 def test_quantised_checkpoint_loads_unmodified_and_writes(quantised):
     method, _, folder = quantised
-    engine = Engine.from_pretrained(folder, DecodingSettings(batch_size=2, num_threads=1), device="cpu")
+    engine = Engine.from_pretrained(folder, DecodingSettings(batch_size=2), device="cpu")
     assert engine.loaded.quantization == method
     assert engine.loaded.num_parameters == sum(p.numel() for p in sample_model().parameters())
     prompts = [engine.tokenizer(text, return_tensors="np").input_ids[0] for text in ("A film about", "The user likes")]

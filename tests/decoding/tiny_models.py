@@ -124,9 +124,11 @@ def plain_texts(model, prompts: list[np.ndarray], max_new_tokens: int) -> list[l
     return texts
 
 
-def tiny_engine(model, tokenizer=None, **settings) -> Engine:
+def tiny_engine(model, tokenizer=None, max_prefill_tokens: int | None = None, **settings) -> Engine:
     """An engine over a copy of a model."""
-    return Engine(prepare_model(copy.deepcopy(model), tokenizer), DecodingSettings(**settings))
+    engine = Engine(prepare_model(copy.deepcopy(model), tokenizer), DecodingSettings(**settings))
+    engine.max_prefill_tokens = max_prefill_tokens or engine.max_prefill_tokens
+    return engine
 
 
 def tiny_prompts(count: int = 9, seed: int = 0) -> list[np.ndarray]:

@@ -54,7 +54,7 @@ def world(tmp_path_factory) -> Path:
 
 
 def planned(world: Path, run_dir: Path):
-    settings = load_settings(None, {"decoding.max_new_tokens": 48, "decoding.batch_size": 4, "decoding.num_threads": 1})
+    settings = load_settings(None, {"decoding.max_new_tokens": 48, "decoding.batch_size": 4})
     tables = read_tables(world, LAST_DATE)
     plan = plan_side(
         tables,

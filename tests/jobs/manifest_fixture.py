@@ -85,7 +85,7 @@ def stats(
         "num_rewritten": 0,
         "drafted_by_source": drafted | {"target": 0} if num_drafted else dict.fromkeys(SOURCE_NAMES, 0),
         "accepted_by_source": accepted | {"target": num_steps},
-        "finish_reasons": {"end_of_text": num_texts - cut, "stop": 0, "length": cut},
+        "finish_reasons": {"end_of_text": num_texts - cut, "length": cut},
     }
 
 
@@ -296,7 +296,6 @@ def night_manifest() -> dict:
                 "max_draft_tokens": None,
                 "max_new_tokens": 320,
                 "drafters": ["previous", "prompt", "output", "pool"],
-                "stop_strings": [],
             },
             "pools": {"scope": "prefer", "min_support": 1},
             "ctr": {"models": ["din", "dcnv2", "gbdt"], "num_seeds": 3, "equivalence_margin": 0.002},

@@ -25,7 +25,6 @@ def write_config(folder: Path, name: str = "laserbatch.yaml", **sections) -> Pat
         "decoding": {
             "max_new_tokens": 256,
             "batch_size": 8,
-            "num_threads": 1,
             "max_draft_tokens": 16,
             "min_acceptance": 0.07,
         },

@@ -28,12 +28,12 @@ BOOKS = _books([
     (["Mystery", "Train"], "1920s", 3),
     (["Romance", "Harbour"], "1950s", 40),
     (["Cookery"], "1950s", 2),
-    (None, None, 4),
+    (None, None),
 ])  # fmt: skip
 
 
 def _fit(entities, names, max_size, min_size):
-    return AttributeGroups.fit(entities, choose_columns(entities, names, num_bins=4), max_size, min_size)
+    return AttributeGroups.fit(entities, choose_columns(entities, names), max_size, min_size)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_numbers_are_binned_by_quantiles_of_the_fit():
 
 
 def test_a_constant_number_is_one_bin():
-    (column,) = choose_columns(pa.table({"age": [30] * 20}), ["age"], num_bins=4)
+    (column,) = choose_columns(pa.table({"age": [30] * 20}), ["age"])
     assert column.edges == ()
     assert column.tokens(30) == column.tokens(99) == ("age=..",)
 
@@ -160,20 +160,20 @@ def test_guess_takes_paths_then_text_of_few_values_then_numbers_and_no_ids_title
         "vector": pa.array([[0.5, 0.5]] * num_rows),
         "taste": pa.array([["Mystery"]] * num_rows),
     })  # fmt: skip
-    names = [column.name for column in choose_columns(table, None, num_bins=4)]
+    names = [column.name for column in choose_columns(table, None)]
     assert names == ["taste", "coin", "region", "city", "age"]
 
 
 def test_named_columns_that_cannot_be_used_are_named_in_the_error():
     with pytest.raises(PoolError, match=r"'genre'.*columns item_id, title, category, era"):
-        choose_columns(BOOKS, ["genre"], 4)
+        choose_columns(BOOKS, ["genre"])
     with pytest.raises(PoolError, match=r"'born' of type timestamp"):
-        choose_columns(pa.table({"born": pa.array([0], pa.timestamp("us"))}), ["born"], 4)
+        choose_columns(pa.table({"born": pa.array([0], pa.timestamp("us"))}), ["born"])
 
 
 def test_a_second_path_names_its_column():
     table = pa.table({"category": [["A", "B"]], "mood": [["B"]]})
-    columns = choose_columns(table, None, 4)
+    columns = choose_columns(table, None)
     assert tokens_of(columns, table.to_pylist()[0]) == ("A", "B", "mood=B")
 
 
@@ -190,7 +190,7 @@ TOKENS = st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=4).map(tuple)
 def test_split_is_a_partition_and_the_trie_finds_the_longest_prefix(counts, max_size, min_size, asked):
     found = split_groups(counts, max_size, min_size)
     table = pa.table({"path": pa.array([list(tokens) for tokens in counts], pa.list_(pa.string()))})
-    columns = choose_columns(table, ["path"], 4)
+    columns = choose_columns(table, ["path"])
     groups = AttributeGroups(columns, found)
 
     def slow_group(tokens):

@@ -24,7 +24,7 @@ from laserbatch.retrieval_pools.settings import RoutingSettings, Scheme
 ROOT = Path(__file__).resolve().parents[2]
 NUM_USERS, NUM_ITEMS, NUM_COMMUNITIES = 120, 80, 4
 NUM_COLD = 20  # the last users, with two interactions each
-SETTINGS = RoutingSettings(num_groups=NUM_COMMUNITIES, max_group_size=30, min_group_size=5)
+SETTINGS = RoutingSettings(num_groups=NUM_COMMUNITIES)
 
 
 def _users(id_type=pa.string()):
@@ -273,7 +273,7 @@ def test_missing_damaged_and_foreign_files_are_refused(router, tmp_path):
         Router.load(tmp_path)
 
 
-@pytest.mark.parametrize("wrong", [{"sheme": "random"}, {"scheme": "lda"}, {"max_group_size": 5, "min_group_size": 9}])
+@pytest.mark.parametrize("wrong", [{"sheme": "random"}, {"scheme": "lda"}])
 def test_wrong_settings_fail_at_once(wrong):
     with pytest.raises(ValidationError):
         RoutingSettings(**wrong)

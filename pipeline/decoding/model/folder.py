@@ -186,7 +186,7 @@ def repetition_penalty_of(config: Mapping[str, Any], source: str | Path) -> floa
         if config.get(key) not in (None, neutral):
             raise ModelError(
                 f"{source} sets {key} to {_shown(config[key])}, which changes greedy decoding and is not done here; "
-                f"remove the key from the file{' and set decoding.stop_strings' if key == 'stop_strings' else ''}"
+                "remove the key from the file"
             )
     penalty = config.get("repetition_penalty")
     penalty = 1.0 if penalty is None else penalty
