@@ -22,7 +22,7 @@ from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.settings import JSON, WORKSPACE, Settings, load_settings
 from laserbatch.jobs.stages.budgets import side_budget
 from laserbatch.jobs.stages.night import Night, open_run
-from laserbatch.jobs.stages.pool_texts import draft_options, planned_rows, read_run_texts
+from laserbatch.jobs.stages.pool_texts import RunTexts, draft_options, planned_rows, read_run_texts
 from laserbatch.pipeline.budget.choice import known_batch_size
 from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
@@ -32,8 +32,7 @@ from laserbatch.retrieval_pools.calibration.calibrate import calibrate, num_held
 from laserbatch.retrieval_pools.calibration.replay import ReplayText, Tally, replay
 from laserbatch.retrieval_pools.index.build import build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.index.texts import PoolText
-from laserbatch.retrieval_pools.routing.router import fit_routers
+from laserbatch.retrieval_pools.routing.router import Routes, fit_routers
 from laserbatch.retrieval_pools.settings import PoolSettings
 
 SCHEMES = ("router", "collaborative", "attribute", "global", "random")
@@ -44,90 +43,68 @@ MIN_TEXTS = 5  # held back of a side; of fewer nothing can be said
 MAX_HELD_BACK_SHARE = 0.25
 MAX_POOL_TEXTS = 20_000  # of more a sample makes the pools
 NUM_RESAMPLES = 2000
-GroupOf = Callable[[Side, str], Mapping[object, str]]  # groups by entity of a side, under a scheme
+RoutesOf = Callable[[Side, str], Routes]  # of the entities of a side's table, under a scheme
 
 
 @dataclass(frozen=True)
 class SideTexts:
-    """The texts of a side. What is measured or calibrated with is held back: pools see the rest alone.
+    """The texts of a side. What is measured or calibrated with is held back: pools see the others alone.
 
     Attributes
     ----------
-    num_texts : all that the run has.
+    texts : all that the run has.
     measured, calibration : of those that the run wrote itself, so that earlier texts of their entities are known in the
-        share that a night knows them; by entity, without groups.
-    pool : int32[n] token ids by entity, in random order.
-    entity_ids : of all of these.
+        share that a night knows them; each with its entity's row in the table, without its group.
+    held_back, others : ids; of the others in random order.
     """
 
     side: Side
-    num_texts: int
-    measured: Mapping[object, ReplayText]
-    calibration: Mapping[object, ReplayText]
-    pool: Mapping[object, np.ndarray]
-    entity_ids: frozenset
+    texts: RunTexts
+    measured: list[tuple[int, ReplayText]]
+    calibration: list[tuple[int, ReplayText]]
+    held_back: list
+    others: list
+
+    @property
+    def num_pool_texts(self) -> int:
+        return min(len(self.others), MAX_POOL_TEXTS)
 
     @property
     def share_changed(self) -> float:
         """Of the measured texts, the share whose entity has an earlier one."""
-        return sum(text.previous_ids is not None for text in self.measured.values()) / len(self.measured)
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What is tried: keys of the configuration with other values, or a share of the pool's texts."""
-
-    change: Mapping[str, Any]
-    pool_share: float = 1.0
-
-    @property
-    def words(self) -> str:
-        """The change as a configuration has it."""
-        if self.pool_share < 1:
-            return f"a pool of {percent(self.pool_share)} of the texts"
-        return ", ".join(f"{key}: {'null' if value is None else value}" for key, value in self.change.items())
-
-    def settings(self, settings: Settings) -> Settings:
-        """Settings with the change."""
-        for key, value in self.change.items():
-            section, _, name = key.partition(".")
-            changed = getattr(settings, section).model_copy(update={name: value})
-            settings = settings.model_copy(update={section: changed})
-        return settings
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A quantity with its 95 % bootstrap interval over texts: steps of a text are alike, so texts are resampled."""
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, samples: np.ndarray) -> "Estimate":
-        """Of float64[1 + n]: what was measured, then what n resamples gave."""
-        low, high = np.quantile(samples[1:], [0.025, 0.975])
-        return cls(float(samples[0]), float(low), float(high))
-
-    def __str__(self) -> str:
-        return f"{decimal(self.value)} ({decimal(self.low)} to {decimal(self.high)})"
+        return sum(text.previous_ids is not None for _, text in self.measured) / len(self.measured)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a trial gave, bonus tokens included, of full batches whose prompts are there.
+    """What a change of the configuration, or a share of the pool's texts, gave in full batches whose prompts are there.
 
-    `over_configured` is tokens per second over those of the configuration on the same texts.
+    `over_configured` is tokens per second over those of the configuration on the same texts, `low` to `high` its 95 %
+    bootstrap interval over texts: steps of a text are alike, so texts are resampled. Bonus tokens are counted.
     """
 
-    trial: Trial
+    change: Mapping[str, Any]
+    pool_share: float
     max_draft_tokens: int
     min_acceptance: float
     mean_drafted: float
-    tokens_per_step: Estimate
-    speed_up: Estimate
-    over_configured: Estimate
+    tokens_per_step: float
+    speed_up: float  # over plain decoding
+    over_configured: float
+    low: float
+    high: float
+
+    @property
+    def words(self) -> str:
+        """What was tried, as a configuration has it."""
+        if self.pool_share < 1:
+            return f"a pool of {percent(self.pool_share)} of the texts"
+        changes = (f"{key}: {'null' if value is None else value}" for key, value in self.change.items())
+        return ", ".join(changes) or "as configured"
+
+    @property
+    def gain(self) -> str:
+        return f"{decimal(self.over_configured)} ({decimal(self.low)} to {decimal(self.high)})"
 
 
 def simulate(
@@ -151,37 +128,39 @@ def simulate(
     night = open_run(given, run)
     settings = night.settings if config is None else given
     cost, batch_size = _pace(night, settings, step_cost, batch_size)
-    divided = [divided_texts(night, settings, side, num_texts) for side in SIDES]
-    texts = [one for one in divided if one is not None]
-    if not texts:
-        raise WorkspaceError(
-            f"run {night.run.run_id} wrote too few texts on either side to hold some back; run a night over more "
-            "entities, or name another run with --run"
-        )
-    group_of = groups(night, settings, texts)
-    found = [_outcomes(settings, one, group_of, cost, batch_size) for one in texts]
+    with tempfile.TemporaryDirectory(prefix="laserbatch-simulation-") as folder:
+        divided = [divided_texts(night, settings, side, num_texts, Path(folder)) for side in SIDES]
+        texts = [one for one in divided if one is not None]
+        if not texts:
+            raise WorkspaceError(
+                f"run {night.run.run_id} wrote too few texts on either side to hold some back; run a night over more "
+                "entities, or name another run with --run"
+            )
+        routes_of = routing(night, settings)
+        found = [_outcomes(night, settings, one, routes_of, cost, batch_size, Path(folder)) for one in texts]
     best = _best(found)
     if as_json:
         sides = {
             one.side: {
-                "num_texts": one.num_texts,
-                **{f"num_{name}_texts": len(getattr(one, name)) for name in ("measured", "calibration", "pool")},
+                "num_texts": len(one.texts),
+                "num_measured_texts": len(one.measured),
+                "num_calibration_texts": len(one.calibration),
+                "num_pool_texts": one.num_pool_texts,
                 "share_changed": one.share_changed,
                 "outcomes": list(map(asdict, outcomes)),
             }
             for one, outcomes in zip(texts, found, strict=True)
         }
         data = {"run_id": night.run.run_id, "step_cost": cost.name, "batch_size": batch_size, "sides": sides}
-        summary(data | {"recommendation": best and best[0].trial.change}, as_json=True)
+        summary(data | {"recommendation": best and best[0].change}, as_json=True)
         return
+    where = f"at batch {batch_size:,} and this step cost"
     for one, outcomes in zip(texts, found, strict=True):
         print_table(_table(one, outcomes, f"batch {batch_size:,}, step cost: {cost.name}"))
-        stdout.print()
-    where = f"at batch {batch_size:,} and this step cost"
     said = f"Keep the configuration {where}: nothing that was tried is faster by more than noise."
     if best is not None:
-        gains = ", ".join(f"{one.over_configured} of {side.side}s" for one, side in zip(best, texts, strict=True))
-        said = f"Recommended {where}: {best[0].trial.words}; times the configured tokens per second: {gains}."
+        gains = ", ".join(f"{one.gain} of {side.side}s" for one, side in zip(best, texts, strict=True))
+        said = f"Recommended {where}: {best[0].words}; times the configured tokens per second: {gains}."
     stdout.print(said, markup=False, soft_wrap=True)
 
 
@@ -198,57 +177,47 @@ def _pace(night: Night, settings: Settings, path: Path | None, batch_size: int |
     return step_cost, known_batch_size(step_cost, wanted)
 
 
-def divided_texts(night: Night, settings: Settings, side: Side, num_texts: int) -> SideTexts | None:
+def divided_texts(night: Night, settings: Settings, side: Side, num_texts: int, scratch: Path) -> SideTexts | None:
     """Hold back `num_texts` of a side, at most a quarter, the same for the same seed; None where there are too few."""
-    generator = np.random.default_rng(settings.seed)
-    with tempfile.TemporaryDirectory(prefix="laserbatch-texts-") as folder:
-        run_texts = read_run_texts(night.run, side, Path(folder))
-        num_all = 0 if run_texts is None else len(run_texts)
-        num_measured = min(num_texts, int(MAX_HELD_BACK_SHARE * num_all))
-        num_calibration = num_held_back(num_all, settings.pools.calibration_texts)
-        rows = planned_rows(night, side, num_measured + num_calibration)
-        if len(rows) < num_measured + num_calibration:  # most was carried over
-            num_measured = len(rows) // 2 if num_calibration else len(rows)
-        if num_measured < MIN_TEXTS:
-            say(f"no simulation of {side}s: the run {night.run.run_id} has {num_all} texts and wrote {len(rows)} anew")
-            return None
-        others = set(run_texts.entity_ids.to_pylist()).difference(row.entity_id for row in rows)
-        others = sorted(others, key=str)
-        chosen = [others[place] for place in generator.permutation(len(others))[:MAX_POOL_TEXTS]]
-        token_ids = run_texts.of_entities([*(row.entity_id for row in rows), *chosen])
-        known = frozenset(night.tables.entities(side)[f"{side}_id"].to_pylist()).intersection(token_ids)
-        token_ids = {entity_id: np.array(token_ids[entity_id]) for entity_id in known}
-    if len(chosen) < len(others):
-        say(f"{side}s: pools are built from {len(chosen):,} of {num_all:,} texts")
-    rows = [rows[place] for place in generator.permutation(len(rows)) if rows[place].entity_id in known]
-    texts = [(row.entity_id, ReplayText(row.prompt_ids, token_ids[row.entity_id], row.previous_ids)) for row in rows]
-    pool = {entity_id: token_ids[entity_id] for entity_id in chosen if entity_id in known}
-    return SideTexts(side, num_all, dict(texts[:num_measured]), dict(texts[num_measured:]), pool, known)
+    run_texts = read_run_texts(night.run, side, Path(tempfile.mkdtemp(dir=scratch)))
+    num_all = 0 if run_texts is None else len(run_texts)
+    num_measured = min(num_texts, int(MAX_HELD_BACK_SHARE * num_all))
+    num_calibration = num_held_back(num_all, settings.pools.calibration_texts)
+    rows = planned_rows(night, side, num_measured + num_calibration)
+    if len(rows) < num_measured + num_calibration:  # most was carried over
+        num_measured = len(rows) // 2
+    if num_measured < MIN_TEXTS:
+        say(f"no simulation of {side}s: the run {night.run.run_id} has {num_all} texts and wrote {len(rows)} anew")
+        return None
+    generator, held_back = np.random.default_rng(settings.seed), [row.entity_id for row in rows]
+    token_ids, known = run_texts.of_entities(held_back), night.tables.entities(side)[f"{side}_id"].to_pylist()
+    place_of = {entity_id: place for place, entity_id in enumerate(known) if entity_id in token_ids}
+    texts = [
+        (place_of[row.entity_id], ReplayText(row.prompt_ids, token_ids[row.entity_id], row.previous_ids))
+        for row in (rows[number] for number in generator.permutation(len(rows)))
+        if row.entity_id in place_of
+    ]
+    others = sorted(set(run_texts.entity_ids.to_pylist()).difference(held_back), key=str)
+    others = [others[number] for number in generator.permutation(len(others))]
+    return SideTexts(side, run_texts, texts[:num_measured], texts[num_measured:], held_back, others)
 
 
-def groups(night: Night, settings: Settings, texts: Sequence[SideTexts]) -> GroupOf:
-    """The group of each entity, under any scheme of routing.
-
-    Raises
-    ------
-    PoolError
-        The entities cannot be grouped as the configuration says.
-    """
-    tables, sides = night.tables, {one.side: one for one in texts}
-    routing = settings.routing.model_copy(update={"scheme": "router"})  # it knows all that the others do
-    routers = fit_routers(tables.users, tables.items, tables.interactions, routing, settings.seed)
+def routing(night: Night, settings: Settings) -> RoutesOf:
+    """The group of each entity, under any scheme. Raises PoolError: the configuration asks for what cannot be."""
+    tables = night.tables
+    options = settings.routing.model_copy(update={"scheme": "router"})  # it knows all that the others do
+    routers = fit_routers(tables.users, tables.items, tables.interactions, options, settings.seed)
 
     @cache
-    def group_of(side: Side, scheme: str) -> dict[object, str]:
-        router = replace(routers[side], settings=routing.model_copy(update={"scheme": scheme}))
-        routed = side_routes(router, tables, side).groups.to_pylist()
-        ids = tables.entities(side)[f"{side}_id"].to_pylist()
-        return {key: group for key, group in zip(ids, routed, strict=True) if key in sides[side].entity_ids}
+    def routes_of(side: Side, scheme: str) -> Routes:
+        router = replace(routers[side], settings=options.model_copy(update={"scheme": scheme}))
+        return side_routes(router, tables, side)
 
-    return group_of
+    return routes_of
 
 
-def _trials(settings: Settings) -> list[Trial]:
+def _trials(settings: Settings) -> list[tuple[dict[str, Any], float]]:
+    """Keys with other values, and shares of the pool's texts; the configuration first."""
     decoding = settings.decoding
     is_given = (decoding.max_draft_tokens, decoding.min_acceptance) != (None, None)
     sizes = (None, *TREE_SIZES) if is_given else TREE_SIZES  # None: the night's own choice
@@ -256,93 +225,101 @@ def _trials(settings: Settings) -> list[Trial]:
     changes += [{"decoding.max_draft_tokens": size, "decoding.min_acceptance": None} for size in sizes]
     changes += [{"routing.scheme": scheme} for scheme in SCHEMES if scheme != settings.routing.scheme]
     changes.append({"pools.scope": "side" if settings.pools.scope == "group" else "group"})
-    return [Trial(change) for change in changes] + [Trial({}, share) for share in POOL_SHARES]
+    return [(change, 1.0) for change in changes] + [({}, share) for share in POOL_SHARES]
+
+
+def _changed(settings: Settings, change: Mapping[str, Any]) -> Settings:
+    for key, value in change.items():
+        section, _, name = key.partition(".")
+        changed = getattr(settings, section).model_copy(update={name: value})
+        settings = settings.model_copy(update={section: changed})
+    return settings
 
 
 def _outcomes(
-    settings: Settings, texts: SideTexts, group_of: GroupOf, step_cost: StepCost, batch_size: int
+    night: Night,
+    settings: Settings,
+    texts: SideTexts,
+    routes_of: RoutesOf,
+    step_cost: StepCost,
+    batch_size: int,
+    folder: Path,
 ) -> list[Outcome]:
     """What every trial gives on a side, the configuration first."""
-    num_texts = len(texts.measured)
+    num_texts, plain = len(texts.measured), step_cost.plain_tokens_per_s(batch_size)
     draws = np.random.default_rng(settings.seed).multinomial(
         num_texts, np.full(num_texts, 1 / num_texts), NUM_RESAMPLES
     )
     weights = np.vstack([np.ones(num_texts), draws])  # (1 + NUM_RESAMPLES, num_texts), the same for all trials
+
+    @cache
+    def pool_of(scheme: str, pools: PoolSettings, share: float) -> Pool:
+        left_out = [*texts.held_back, *texts.others[max(1, round(share * texts.num_pool_texts)) :]]
+        return build_pool(
+            texts.texts.pool_texts(night.tables, texts.side, night.date, routes_of(texts.side, scheme), left_out),
+            Path(tempfile.mkdtemp(dir=folder), "pool"),
+            side=texts.side,
+            tokenizer_hash="simulation",  # these pools live as long as the simulation
+            model_id="simulation",
+            settings=pools,
+        )
+
+    def grouped(some: list[tuple[int, ReplayText]], scheme: str) -> list[ReplayText]:
+        routes = routes_of(texts.side, scheme)
+        return [replace(text, group=routes.of(row).group or None) for row, text in some]
+
+    pool, calibration = pool_of(settings.routing.scheme, settings.pools, 1.0), None
+    replayed = grouped(texts.calibration, settings.routing.scheme)
+    if len(replayed) > 1:
+        options = draft_options(settings.decoding)
+        calibration = with_budgets(calibrate(pool, replayed, options), pool, replayed, options)
+    pool = pool.with_calibration(calibration)
     trials, outcomes, configured = _trials(settings), [], None
-    with tempfile.TemporaryDirectory(prefix="laserbatch-simulation-") as folder:
-
-        @cache
-        def pool_of(scheme: str, pools: PoolSettings, share: float) -> Pool:
-            return build_pool(
-                pool_texts(texts, group_of(texts.side, scheme), share),
-                Path(tempfile.mkdtemp(dir=folder), "pool"),
-                side=texts.side,
-                tokenizer_hash="simulation",  # these pools live as long as the simulation
-                model_id="simulation",
-                settings=pools,
-            )
-
-        pool, calibration = pool_of(settings.routing.scheme, settings.pools, 1.0), None
-        replayed = grouped(texts.calibration, group_of(texts.side, settings.routing.scheme))
-        if len(replayed) > 1:
-            options = draft_options(settings.decoding)
-            calibration = with_budgets(calibrate(pool, replayed, options), pool, replayed, options)
-        pool = pool.with_calibration(calibration)
-        with progress(f"simulate {texts.side}s", len(trials)) as bar:
-            for trial in trials:
-                changed = trial.settings(settings)
-                decoding = changed.decoding.model_copy(update={"batch_size": batch_size})
-                budget = side_budget(decoding, pool, step_cost, texts.share_changed).budget
-                measured = grouped(texts.measured, group_of(texts.side, changed.routing.scheme))
-                if budget.max_draft_tokens:
-                    tried = pool_of(changed.routing.scheme, changed.pools, trial.pool_share)
-                    tried = tried.with_calibration(calibration) if "pool" in decoding.drafters else None
-                    tally = replay(tried, measured, draft_options(decoding, budget))
-                else:
-                    num_steps = np.array([len(text.text_ids) + 1.0 for text in measured])  # the last one ends the text
-                    tally = Tally(num_steps, np.zeros(num_texts), np.zeros(num_texts))
-                sums = Tally(*(weights @ counts for counts in vars(tally).values()))
-                speeds = step_cost.tokens_per_s(batch_size, sums)
-                configured = speeds if configured is None else configured
-                plain = step_cost.plain_tokens_per_s(batch_size)
-                estimates = map(Estimate.of, (sums.tokens_per_step, speeds / plain, speeds / configured))
-                drafted = float(sums.mean_drafted[0])
-                outcomes.append(Outcome(trial, budget.max_draft_tokens, budget.min_acceptance, drafted, *estimates))
-                bar.advance(1, trial.words)
+    with progress(f"simulate {texts.side}s", len(trials)) as bar:
+        for change, share in trials:
+            changed = _changed(settings, change)
+            decoding = changed.decoding.model_copy(update={"batch_size": batch_size})
+            budget = side_budget(decoding, pool, step_cost, texts.share_changed).budget
+            measured = grouped(texts.measured, changed.routing.scheme)
+            if budget.max_draft_tokens:
+                tried = pool_of(changed.routing.scheme, changed.pools, share)
+                tried = tried.with_calibration(calibration) if "pool" in decoding.drafters else None
+                tally = replay(tried, measured, draft_options(decoding, budget))
+            else:
+                num_steps = np.array([len(text.text_ids) + 1.0 for text in measured])  # the last one ends the text
+                tally = Tally(num_steps, np.zeros(num_texts), np.zeros(num_texts))
+            sums = Tally(*(weights @ counts for counts in vars(tally).values()))
+            speeds = step_cost.tokens_per_s(batch_size, sums)
+            configured = speeds if configured is None else configured
+            over = speeds / configured
+            figures = sums.mean_drafted[0], sums.tokens_per_step[0], speeds[0] / plain, over[0]
+            figures = map(float, (*figures, *np.quantile(over[1:], [0.025, 0.975])))
+            outcomes.append(Outcome(change, share, budget.max_draft_tokens, budget.min_acceptance, *figures))
+            bar.advance(1, outcomes[-1].words)
     return outcomes
-
-
-def pool_texts(texts: SideTexts, group_of: Mapping[object, str], share: float) -> list[PoolText]:
-    """The texts of a pool, or of a smaller one that is part of it."""
-    kept = list(texts.pool)[: max(1, round(share * len(texts.pool)))]
-    return [PoolText(texts.pool[entity_id], group_of[entity_id], entity_id) for entity_id in kept]
-
-
-def grouped(texts: Mapping[object, ReplayText], group_of: Mapping[object, str]) -> list[ReplayText]:
-    """Texts to replay, with their groups."""
-    return [replace(text, group=group_of[entity_id] or None) for entity_id, text in texts.items()]
 
 
 def _best(sides: Sequence[list[Outcome]]) -> tuple[Outcome, ...] | None:
     """What the trial gives on each side that gains on all of them by more than noise, most where it gains least."""
-    trials = [outcomes for outcomes in zip(*sides, strict=True) if outcomes[0].trial.change]
-    gains = [min(one.over_configured.low for one in outcomes) for outcomes in trials]
+    trials = [outcomes for outcomes in zip(*sides, strict=True) if outcomes[0].change]
+    gains = [min(one.low for one in outcomes) for outcomes in trials]
     return trials[int(np.argmax(gains))] if max(gains) >= NOTABLE_GAIN else None
 
 
 def _table(texts: SideTexts, outcomes: list[Outcome], where: str) -> Table:
     title = (
         f"{texts.side}s: {counted(len(texts.measured), 'text')} held back, {percent(texts.share_changed)} with a text "
-        f"of the night before; {len(texts.pool):,} in the pool, {len(texts.calibration):,} to calibrate with\n{where}"
+        f"of the night before; {texts.num_pool_texts:,} in the pool, {len(texts.calibration):,} to calibrate with\n"
+        f"{where}"
     )
     rows = [
         {
-            "setting": one.trial.words or "as configured",
+            "setting": one.words,
             "draft tokens": f"{one.max_draft_tokens} above {one.min_acceptance:g}" if one.max_draft_tokens else "none",
-            "tokens/step": str(one.tokens_per_step),
+            "tokens/step": decimal(one.tokens_per_step),
             "drafted/step": decimal(one.mean_drafted, 1),
-            "times plain": str(one.speed_up),
-            "times configured": str(one.over_configured),
+            "times plain": decimal(one.speed_up),
+            "times configured": one.gain,
         }
         for one in outcomes
     ]

@@ -28,7 +28,7 @@ BOOKS = _books([
     (["Mystery", "Train"], "1920s", 3),
     (["Romance", "Harbour"], "1950s", 40),
     (["Cookery"], "1950s", 2),
-    (None, None),
+    (None, None, 4),
 ])  # fmt: skip
 
 
