@@ -1,13 +1,12 @@
 """`laserbatch try`: one entity's prompt, pool and text, drawn as text alone. Writes nothing to disk."""
 
 import datetime
-import time
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-import numpy as np
-import pyarrow.compute as pc
 import typer
 from rich.panel import Panel
 from rich.text import Text
@@ -16,27 +15,22 @@ from laserbatch.jobs.console import say, stdout, summary, visible
 from laserbatch.jobs.formatting import ROUTE_LABELS, SOURCE_LABELS, counted, decimal, percent, rate, ratio
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings
 from laserbatch.jobs.stages.budgets import budget_step_cost, side_budget
+from laserbatch.jobs.stages.generate import plan_one
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model, require_template_columns
 from laserbatch.jobs.stages.night import Night, new_night, parse_date
 from laserbatch.jobs.stages.spans import text_spans
-from laserbatch.pipeline.budget.measuring import KeptCost, measure_step_cost
 from laserbatch.pipeline.budget.step_cost import StepCost
-from laserbatch.pipeline.decoding.drafters import drafter_from
-from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.model.folder import load_tokenizer, tokenizer_hash
-from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest
-from laserbatch.pipeline.decoding.settings import Budget
-from laserbatch.pipeline.errors import RowError, TableError
-from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
-from laserbatch.pipeline.knowledge.parsers import parse_knowledge
-from laserbatch.pipeline.knowledge.prompts import render_prompt
-from laserbatch.pipeline.knowledge.records import PreviousKnowledge
-from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.distributed.settings import usable_cores
+from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.planning.plan import read_shard
+from laserbatch.pipeline.planning.refresh import RefreshSettings
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import SampleSpan
+from laserbatch.pipeline.storage.parquet import read_parquet
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import Tables, read_tables
-from laserbatch.retrieval_pools.index.pool import Pool
 
 # Underlines differ too, so that the spans can be told apart without colours. The model's own tokens stay unmarked.
 SOURCE_STYLES = {
@@ -54,23 +48,18 @@ class TriedEntity:
 
     side: Side
     entity_id: object
-    template: str  # name@version
+    template: str  # its name in the configuration
     prompt: str
     num_prompt_tokens: int
     num_history: int
     num_history_dropped: int
     pool_version: str | None  # None where there is no pool
     group: str | None  # that the router chose
-    scheme: str | None
+    scheme: str
     text: str
     spans: list[SampleSpan]
-    num_tokens: int
-    num_steps: int
-    num_drafted: int
-    num_accepted: int
-    wall_s: float
-    finish_reason: str  # "end_of_text" or "length"
-    fields: Mapping[str, str] | None  # None when the text could not be parsed, and `problem` says why
+    stats: DecodingStats
+    fields: Mapping[str, str] | None  # None when a night would not keep the text, and `problem` says why
     problem: str | None = None
 
 
@@ -93,90 +82,81 @@ def try_one(
     night_date = parse_date(date) if date else None
     tables = read_tables(settings.tables.path, as_of=night_date)
     require_template_columns(settings.tables.path, settings, side)
-    entity = find_entity(tables, side, user if item is None else item)
+    alone = with_one(tables, side, user if item is None else item)
     if needs_a_model(settings):
         say(NEEDS_A_MODEL)
+    settings = settings.model_copy(update={"refresh": RefreshSettings()})  # whether a night would is not asked
     workspace = Workspace(settings.workspace)
     if (settings.workspace / "workspace.json").exists():
         workspace = Workspace.open(settings.workspace, create=False)
     night = new_night(settings, workspace, night_date or datetime.datetime.now(datetime.UTC).date())
-    night.tables = tables
-    tried = write_one(night, side, entity)
+    night.manifest.force, night.tables = True, alone
+    tried = write_one(night, side)
     if as_json:
         summary(asdict(tried), as_json=True)
     else:
         print_tried(tried)
 
 
-def find_entity(tables: Tables, side: Side, text: str | None) -> Entity:
-    """The entity whose id, as text, is the given one; without one the table's first. Raises TableError if not there."""
+def with_one(tables: Tables, side: Side, text: str | None) -> Tables:
+    """Tables with one entity of a side: that of an id, as text, or the first. Raises TableError if it is not there."""
+    name = f"{side}s"
     ids = tables.entities(side)[f"{side}_id"].to_pylist()
-    entity_id = next((known for known in ids if text is None or str(known) == text), None)
-    if entity_id is None:
-        some = ", ".join(str(known) for known in ids[:5])
-        raise TableError(f"the {side}s table has no {side}_id {text!r}; its first ids are: {some or 'none'}")
-    return next(iter_entities(tables, side, [entity_id]))
+    row = next((row for row, known in enumerate(ids) if text is None or str(known) == text), None)
+    if row is None:
+        some = ", ".join(map(str, ids[:5]))
+        raise TableError(f"the {name} table has no {side}_id {text!r}; its first ids are: {some or 'none'}")
+    return replace(tables, **{name: tables.entities(side).slice(row, 1)})
 
 
-def write_one(night: Night, side: Side, entity: Entity) -> TriedEntity:
-    """Generate one entity's text as a night would."""
-    settings, version = night.settings, night.manifest.pools.version
-    template = load_template(settings.knowledge.template_of(side), settings.knowledge.template_dir)
-    tokenizer = load_tokenizer(settings.model_dir)
-    rendered = render_prompt(template, entity, tokenizer, settings.knowledge.max_prompt_tokens)
-    engine = Engine.from_pretrained(settings.model_dir, settings.decoding)
-    previous = PreviousKnowledge(None if night.previous is None else night.previous.knowledge_folder(side))
-    ids = night.tables.entities(side)[f"{side}_id"]
-    row = pc.index(ids, entity.entity_id).as_py()
-    text = previous.token_ids(previous.rows_of(ids.slice(row, 1)))[0]
-    previous_ids = np.asarray(text.values, np.int32) if text.is_valid else None
-    pool = None if version is None else night.pools.open(version, side, tokenizer_hash(settings.model_dir))
-    route = night.routes(side).of(row)
-    request = GenerationRequest("try", rendered.token_ids, previous_ids, route.group, settings.decoding.max_new_tokens)
-    budget = _budget(night, engine, pool, previous_ids is not None)
-    start_s = time.perf_counter()
-    outcome = next(engine.generate([request], drafter_from(settings.decoding, pool, budget), budget=budget))
-    wall_s = time.perf_counter() - start_s
-    if isinstance(outcome, GenerationFailure):
-        raise TableError(f"{side} {entity.entity_id} cannot be written: {outcome.reason}")
-    fields, problem = None, None
-    try:
-        fields = parse_knowledge(template, outcome.text)
-    except RowError as error:
-        problem = error.reason
+def write_one(night: Night, side: Side) -> TriedEntity:
+    """Write about the only entity of a side as a night's worker does, into a folder that goes again."""
+    from laserbatch.pipeline.distributed.worker import ShardWorker
+
+    decoding, version = night.settings.decoding, night.manifest.pools.version
+    (entity_id,) = night.tables.entities(side)[f"{side}_id"].to_pylist()
+    with TemporaryDirectory(prefix="laserbatch-try-") as scratch:
+        folder = RunFolder(Path(scratch))
+        plan, spec = plan_one(night, folder, side)
+        if not plan.shards:
+            raise TableError(f"{side} {entity_id} cannot be written: it has no title")
+        (shard,), ((scheme, _),) = plan.shards, plan.routes.items()
+        (row,) = read_shard(folder.root / shard.path)
+        worker = ShardWorker(replace(spec, num_threads=usable_cores()))
+
+        def measure() -> StepCost:
+            return worker.kept_step_cost() or worker.measured_step_cost(keeps=False)
+
+        pool = None if version is None else night.pools.open(version, side)
+        budget = side_budget(decoding, pool, budget_step_cost(decoding, measure), float(row.previous_ids is not None))
+        prompt, tokenizer = worker.rendered(side, row), worker.engine.tokenizer
+        record = worker.run(shard, budget.budget)
+        kept = read_parquet(folder.root / record.file).to_pylist()
+        folder.merge_quarantine(side, [record], [], night.tables.entities(side)[f"{side}_id"].type)
+        failed = folder.read_quarantine(side).to_pylist()
+    if kept:
+        text, fields, problem = kept[0]["text"], json.loads(kept[0]["fields_json"]), None
+        spans = text_spans(tokenizer, kept[0]["token_ids"], kept[0]["token_sources"])
+    else:
+        text, fields, problem = failed[0]["text"] or "", None, f"{failed[0]['reason']}: {failed[0]['detail']}"
+        spans = [SampleSpan(text, "target")]
     return TriedEntity(
         side=side,
-        entity_id=entity.entity_id,
-        template=template.identity,
-        prompt=engine.tokenizer.decode(rendered.token_ids.tolist(), skip_special_tokens=False),
-        num_prompt_tokens=len(rendered.token_ids),
-        num_history=rendered.num_history,
-        num_history_dropped=rendered.num_history_dropped,
+        entity_id=entity_id,
+        template=night.settings.knowledge.template_of(side),
+        prompt=tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False),
+        num_prompt_tokens=len(prompt.token_ids),
+        num_history=prompt.num_history,
+        num_history_dropped=prompt.num_history_dropped,
         pool_version=version,
-        group=route.group or None,
-        scheme=route.scheme,
-        text=outcome.text,
-        spans=text_spans(engine.tokenizer, outcome.token_ids, outcome.sources),
-        num_tokens=len(outcome.token_ids),
-        num_steps=outcome.num_steps,
-        num_drafted=outcome.num_drafted,
-        num_accepted=outcome.num_accepted,
-        wall_s=wall_s,
-        finish_reason=outcome.finish_reason,
+        group=row.group or None,
+        scheme=scheme,
+        text=text,
+        spans=spans,
+        stats=record.info.stats,
         fields=fields,
         problem=problem,
     )
-
-
-def _budget(night: Night, engine: Engine, pool: Pool | None, is_changed: bool) -> Budget:
-    """What a night would draft of a side whose entities are all like this one."""
-    decoding, folder = night.settings.decoding, night.workspace.step_costs_folder
-
-    def measure() -> StepCost:
-        known = KeptCost(folder, engine, 0 if pool is None else pool.manifest.num_tokens).read()
-        return known or measure_step_cost(engine, pool, decoding.drafters, [decoding.batch_size])
-
-    return side_budget(decoding, pool, budget_step_cost(decoding, measure), float(is_changed)).budget
 
 
 def print_tried(tried: TriedEntity) -> None:
@@ -185,16 +165,15 @@ def print_tried(tried: TriedEntity) -> None:
     about = f"{tried.template}: {counted(tried.num_prompt_tokens, 'token')}, {tried.num_history} of history{cut}"
     pool = "No pool yet: drafts come from the prompt, the output and the entity's own earlier text."
     if tried.pool_version is not None:
-        scheme = ROUTE_LABELS.get(tried.scheme or "none", tried.scheme)
-        pool = f"Pool {tried.pool_version}, group {tried.group or 'none'} ({scheme})"
+        pool = f"Pool {tried.pool_version}, group {tried.group or 'none'} ({ROUTE_LABELS[tried.scheme]})"
     text = Text.assemble(*((visible(span.text), SOURCE_STYLES[span.source]) for span in tried.spans))
     legend = Text("  ").join(Text(f" {SOURCE_LABELS[name]} ", style) for name, style in SOURCE_STYLES.items())
-    per_step, accepted = ratio(tried.num_accepted, tried.num_steps), ratio(tried.num_accepted, tried.num_drafted)
+    stats = tried.stats
     counts = (
-        f"{counted(tried.num_tokens, 'token')} in {counted(tried.num_steps, 'step')}: "
-        f"{decimal(None if per_step is None else per_step + 1)} tokens per step (accepted draft tokens + 1); "
-        f"{percent(accepted)} of {counted(tried.num_drafted, 'draft token')} accepted; "
-        f"{rate(ratio(tried.num_tokens, tried.wall_s))} tokens/s"
+        f"{counted(stats.num_tokens, 'token')} in {counted(stats.num_steps, 'step')}: "
+        f"{decimal(stats.tokens_per_step)} tokens per step (accepted draft tokens + 1); "
+        f"{percent(ratio(stats.num_accepted, stats.num_drafted))} of {counted(stats.num_drafted, 'draft token')} "
+        f"accepted; {rate(stats.tokens_per_s)} tokens/s"
     )
     stdout.print(
         _panel(visible(tried.prompt), f"Prompt of {tried.side} {tried.entity_id}", about),
@@ -210,7 +189,7 @@ def print_tried(tried: TriedEntity) -> None:
 
 def _verdict(tried: TriedEntity) -> Text:
     """Whether a night would keep the text, and what to do where something is wrong with it."""
-    is_cut = tried.finish_reason == "length"
+    is_cut = "length" in tried.stats.finish_reasons
     if tried.fields is None:
         where = ", and it was cut at the token limit" if is_cut else ""
         return Text(

@@ -68,6 +68,12 @@ def plan_night(night: Night, folder: RunFolder) -> dict[Side, SidePlan]:
     return _Pass(night, folder, night.settings.decoding)._plans()[0]
 
 
+def plan_one(night: Night, folder: RunFolder, side: Side) -> tuple[SidePlan, WorkerSpec]:
+    """The plan of a side, made in a folder that need not be the run's, and what a worker needs to write it there."""
+    planned = _Pass(night, folder, night.settings.decoding)
+    return planned._plan(side)[0], planned._worker_spec()
+
+
 def generate_plain(night: Night, workers: NightWorkers) -> None:
     """The same prompts decoded plainly, into the run's `plain` folder, to compare with.
 

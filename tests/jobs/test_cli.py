@@ -326,7 +326,7 @@ def test_try_shows_one_entity_and_writes_nothing(world, run):
     assert done.returncode == 0, done.stderr
     tried = json.loads(done.stdout)
     assert "".join(span["text"] for span in tried["spans"]) == tried["text"]
-    assert tried["num_tokens"] > 0
+    assert tried["stats"]["num_tokens"] > 0 and tried["fields"]
     assert not (world / "workspace").exists()
 
 

@@ -10,7 +10,12 @@ from rich.console import Console
 from laserbatch.jobs.commands import try_one
 from laserbatch.jobs.commands.try_one import TriedEntity, print_tried
 from laserbatch.pipeline.storage.manifest import SampleSpan as Span
+from laserbatch.pipeline.storage.stats import DecodingStats
 
+STATS = DecodingStats(
+    num_texts=1, num_tokens=120, num_steps=24, num_drafted=300, num_accepted=96, wall_s=0.5,
+    finish_reasons={"end_of_text": 1},
+)  # fmt: skip
 TRIED = TriedEntity(
     side="user",
     entity_id="u12",
@@ -24,12 +29,7 @@ TRIED = TriedEntity(
     scheme="collaborative",
     text="1. Genres: slow mysteries",
     spans=[Span("1. Genres: ", "pool"), Span("slow ", "target"), Span("mysteries", "previous")],
-    num_tokens=120,
-    num_steps=24,
-    num_drafted=300,
-    num_accepted=96,
-    wall_s=0.5,
-    finish_reason="end_of_text",
+    stats=STATS,
     fields={"Genres": "slow mysteries"},
 )
 
@@ -65,7 +65,10 @@ def test_prompt_pool_text_counts_and_record_are_drawn():
     ("changes", "verdict"),
     [
         ({}, "parsed and ended by itself: a night would keep it"),
-        ({"finish_reason": "length"}, "cut at the token limit: raise decoding.max_new_tokens"),
+        (
+            {"stats": replace(STATS, finish_reasons={"length": 1})},
+            "cut at the token limit: raise decoding.max_new_tokens",
+        ),
         ({"fields": None, "problem": "unparsable"}, "A night would put user u12 in quarantine"),
     ],
 )
@@ -81,7 +84,7 @@ def test_accepted_spans_are_coloured_by_source_with_a_legend():
 
 
 def test_first_night_says_that_there_is_no_pool():
-    assert "No pool yet" in drawn(replace(TRIED, pool_version=None, group=None, scheme=None))
+    assert "No pool yet" in drawn(replace(TRIED, pool_version=None, group=None, scheme="none"))
 
 
 def test_text_that_cannot_be_parsed_says_why():
@@ -91,9 +94,7 @@ def test_text_that_cannot_be_parsed_says_why():
 
 
 def test_no_steps_and_no_text_are_drawn_too():
-    shown = drawn(
-        replace(TRIED, spans=[], num_tokens=0, num_steps=0, num_drafted=0, num_accepted=0, wall_s=0.0, fields={})
-    )
+    shown = drawn(replace(TRIED, spans=[], stats=DecodingStats(), fields={}))
     assert "0 tokens in 0 steps: – tokens per step" in shown
 
 
