@@ -4,14 +4,11 @@ import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import numpy as np
-from markupsafe import Markup, escape
 from pydantic import TypeAdapter
 
 from laserbatch.ctr.equivalence import PairedAuc, compare_paired
-from laserbatch.jobs.report import blocks
 from laserbatch.pipeline.storage.manifest import RunManifest, SideFigures
 from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
@@ -44,16 +41,6 @@ History, oldest first:
 - The Salt Ledger (Fiction > Mystery > Harbour) by Ilse Varnholt, rated 5
 <|assistant|>
 """
-
-
-class Undrawn(blocks._Chart):
-    """A chart that is not drawn, only told: a page of them takes milliseconds."""
-
-    def __init__(self, height: float) -> None:
-        self.axes = MagicMock()
-
-    def _svg(self, label: str) -> Markup:
-        return Markup(f'<svg role="img" aria-label="{escape(label)}"></svg>')
 
 
 def stats(

@@ -15,12 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import yaml
-from manifest_fixture import Undrawn
 from night_world import write_here
 from small_world import World, first_world
 
 from laserbatch.jobs.gates import _audited, gate_sentence, holding, judge
-from laserbatch.jobs.report import blocks
 from laserbatch.jobs.report.page import render_page
 from laserbatch.jobs.settings import GateSettings, Settings, load_settings
 from laserbatch.jobs.stages import audit, generate
@@ -83,7 +81,6 @@ def patched():
         write_here(patched)
         patched.setattr(generate, "run_shards", written)
         patched.setattr(TextEncoder, "load", lambda settings: Encoder())
-        patched.setattr(blocks, "_Chart", Undrawn)
         yield patched
 
 

@@ -15,13 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from manifest_fixture import Undrawn
 from night_world import run_here, write_here
 from small_world import TEMPLATES, World, first_world
 
 from laserbatch.jobs.cli import main
 from laserbatch.jobs.commands import forget as forgetting
-from laserbatch.jobs.report import blocks
 from laserbatch.jobs.settings import PACKAGE_ROOT
 from laserbatch.jobs.stages import generate
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
@@ -115,7 +113,6 @@ def lived(tmp_path_factory) -> Path:
         write_here(patched)
         patched.setattr(generate, "run_shards", planted)
         patched.setattr(TextEncoder, "load", lambda settings: Encoder())
-        patched.setattr(blocks, "_Chart", Undrawn)
         from laserbatch.jobs.settings import load_settings
         from laserbatch.jobs.stages.night import parse_date
         from laserbatch.jobs.stages.run_night import run_night
@@ -137,8 +134,7 @@ def lived(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def folder(lived, tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(blocks, "_Chart", Undrawn)
+def folder(lived, tmp_path) -> Path:
     shutil.copytree(lived, tmp_path / "copy")
     return tmp_path / "copy"
 

@@ -7,10 +7,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from manifest_fixture import Undrawn, manifest_of, night_manifest
+from manifest_fixture import manifest_of, night_manifest
 
 from laserbatch.jobs.gates import GATES, _of_side, gate_sentence, judge, repeated_shares
-from laserbatch.jobs.report import blocks
 from laserbatch.jobs.report.page import render_page
 from laserbatch.jobs.settings import GateSettings
 from laserbatch.pipeline.storage.manifest import GateFigures
@@ -82,8 +81,7 @@ def test_who_lost_a_text_by_a_raised_limit_of_evidence_is_not_missed():
     assert next(_of_side("user", after, None, before, None)).value == 1.0
 
 
-def test_the_page_shows_gates_as_a_table(monkeypatch):
-    monkeypatch.setattr(blocks, "_Chart", Undrawn)
+def test_the_page_shows_gates_as_a_table():
     manifest = manifest_of(night_manifest())
     manifest.gates = judge([GateFigures("cut", "item", 0.7), GateFigures("AUC", told="not compared")], GateSettings())
     manifest.status = "held"

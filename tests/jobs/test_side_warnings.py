@@ -3,18 +3,12 @@
 import copy
 
 import pytest
-from manifest_fixture import Undrawn, figures_of, manifest_of, night_manifest, night_of
+from manifest_fixture import figures_of, manifest_of, night_manifest, night_of
 
 from laserbatch.jobs.commands.nightly import night_counts
 from laserbatch.jobs.gates import MIN_STEPS, MOST_MISSING
-from laserbatch.jobs.report import blocks
 from laserbatch.jobs.report.page import render_page
 from laserbatch.jobs.report.sides import side_warnings
-
-
-@pytest.fixture(autouse=True)
-def undrawn(monkeypatch):
-    monkeypatch.setattr(blocks, "_Chart", Undrawn)
 
 
 @pytest.fixture
