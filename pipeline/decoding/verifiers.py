@@ -51,38 +51,20 @@ class Greedy:
 
 
 @dataclass(frozen=True)
-class TopK:
-    """Accept the k most probable tokens, and those tied with the k-th (LASER, Eq. 7)."""
-
-    k: int = 2
-
-    def __call__(self, logits, choices, parents, token_ids) -> NodeVerdicts:
-        accepted = (token_ids == choices[parents]) | among_top_k(logits, choices, parents, token_ids, self.k)
-        return NodeVerdicts(accepted, log_probabilities(logits, parents, token_ids))
-
-
-@dataclass(frozen=True)
-class ProbabilityThreshold:
-    """Accept tokens of more than `min_probability` under the target."""
-
-    min_probability: float = 0.1
-
-    def __call__(self, logits, choices, parents, token_ids) -> NodeVerdicts:
-        log_probability = log_probabilities(logits, parents, token_ids)
-        accepted = (token_ids == choices[parents]) | above(log_probability, self.min_probability)
-        return NodeVerdicts(accepted, log_probability)
-
-
-@dataclass(frozen=True)
 class Relaxed:
-    """Accept what is among the k most probable tokens and has more than `min_probability` (LASER, Eq. 8)."""
+    """Accept what is among the k most probable tokens and has more than `min_probability` (LASER, Eq. 8).
 
-    k: int = 2
+    With 0 the first is asked alone, tokens tied with the k-th being among them (Eq. 7); without `k` the second alone.
+    """
+
+    k: int | None = 2
     min_probability: float = 0.1
 
     def __call__(self, logits, choices, parents, token_ids) -> NodeVerdicts:
         log_probability = log_probabilities(logits, parents, token_ids)
-        likely = among_top_k(logits, choices, parents, token_ids, self.k) & above(log_probability, self.min_probability)
+        likely = above(log_probability, self.min_probability)
+        if self.k is not None:
+            likely &= among_top_k(logits, choices, parents, token_ids, self.k)
         return NodeVerdicts((token_ids == choices[parents]) | likely, log_probability)
 
 
@@ -91,9 +73,9 @@ def verifier_from(settings: DecodingSettings) -> Verifier:
     if settings.verifier == "greedy":
         return Greedy()
     if settings.verifier == "top_k":
-        return TopK(settings.top_k)
+        return Relaxed(settings.top_k, 0.0)
     if settings.verifier == "probability":
-        return ProbabilityThreshold(settings.min_probability)
+        return Relaxed(None, settings.min_probability)
     return Relaxed(settings.top_k, settings.min_probability)
 
 

@@ -8,7 +8,7 @@ import torch
 from laserbatch.pipeline.decoding.acceptance import Acceptance
 from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
 from laserbatch.pipeline.decoding.token_tree import TokenTree
-from laserbatch.pipeline.decoding.verifiers import Greedy, ProbabilityThreshold, TopK, Verifier
+from laserbatch.pipeline.decoding.verifiers import Greedy, Verifier
 
 
 @dataclass(frozen=True)
@@ -97,16 +97,14 @@ def reference_accept(rule: Verifier, logits: np.ndarray, tree: TokenTree, end_id
             return False
         if token == choice:
             return True
-        in_top_k = logits[row, token] >= sorted(logits[row])[-min(getattr(rule, "k", 1), logits.shape[1])]
-        probable = log_probs[row, token] > np.log(max(getattr(rule, "min_probability", 0.0), 1e-300))
-        match rule:
-            case Greedy():
-                return False
-            case TopK():
-                return bool(rule.k > 1 and in_top_k)
-            case ProbabilityThreshold():
-                return bool(probable)
-        return bool(rule.k > 1 and in_top_k and probable)
+        if isinstance(rule, Greedy):
+            return False
+        probable = log_probs[row, token] > np.log(max(rule.min_probability, 1e-300))
+        if rule.k is None:
+            return bool(probable)
+        return bool(
+            rule.k > 1 and logits[row, token] >= sorted(logits[row])[-min(rule.k, logits.shape[1])] and probable
+        )
 
     best: tuple[int, float] = (0, 0.0)
     best_path: list[int] = []

@@ -17,7 +17,7 @@ from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model import runner
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.decoding.verifiers import Greedy, ProbabilityThreshold, Relaxed, TopK
+from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed
 
 NUM_NEW = 16
 NUM_PROMPTS = 5
@@ -71,7 +71,7 @@ def test_a_step_waits_for_the_device_once_and_texts_are_plain_ones(architecture,
     assert sum(is_replayed for _, is_replayed in after_checks) > 3
 
 
-@pytest.mark.parametrize("verifier", [Relaxed(), TopK(3), ProbabilityThreshold(0.2)])
+@pytest.mark.parametrize("verifier", [Relaxed(), Relaxed(3, 0.0), Relaxed(None, 0.2)])
 def test_every_rule_judges_on_the_device(verifier):
     prompts = tiny_prompts(NUM_PROMPTS)
     drafter = OracleDrafter(plain_texts(tiny_model(), prompts, NUM_NEW))

@@ -13,9 +13,7 @@ from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, TreeBatch
 from laserbatch.pipeline.decoding.verifiers import (
     Greedy,
-    ProbabilityThreshold,
     Relaxed,
-    TopK,
     largest_beside,
     verifier_from,
 )
@@ -23,7 +21,7 @@ from laserbatch.pipeline.decoding.verifiers import (
 VOCAB = 7
 END = 3
 IS_END = np.arange(VOCAB) == END
-RULES = [Greedy(), TopK(1), TopK(2), TopK(4), ProbabilityThreshold(0.15), Relaxed(), Relaxed(3, 0.2), Relaxed(1, 0.0)]
+RULES = [Greedy(), *(Relaxed(k, 0.0) for k in (1, 2, 4)), Relaxed(None, 0.15), Relaxed(), Relaxed(3, 0.2)]
 
 
 @settings(max_examples=80)
@@ -84,7 +82,7 @@ def test_longest_path_wins_then_the_more_probable():
     parents = np.array([-1, -1, 0, 1], np.int32)
     tree = TokenTree(np.array([0, 1, 2, 5], np.int32), parents, np.zeros(4, np.float32), np.zeros(4, np.uint8))
     logits = peaked(row, follow, follow, [1 / 7] * 7, [1 / 7] * 7)
-    acceptance = verify(ProbabilityThreshold(0.1), logits, TreeBatch.of([tree]), np.array([0]), IS_END)[0]
+    acceptance = verify(Relaxed(None, 0.1), logits, TreeBatch.of([tree]), np.array([0]), IS_END)[0]
     assert acceptance.nodes.tolist() == [0, 2]  # 0.3 * 0.5 against 0.35 * 0.25
 
 
@@ -103,7 +101,7 @@ def test_nothing_is_accepted_past_a_draft_that_is_not_finite():
     logits = peaked(row, row, row, row)
     logits[1] = float("nan")  # after the target's own choice
     greedy, relaxed = (
-        verify(rule, logits, TreeBatch.of([tree]), np.array([0]), IS_END)[0] for rule in (Greedy(), TopK(2))
+        verify(rule, logits, TreeBatch.of([tree]), np.array([0]), IS_END)[0] for rule in (Greedy(), Relaxed(2, 0.0))
     )
     assert (greedy.nodes.tolist(), greedy.next_token) == ([], 0)
     assert (relaxed.nodes.tolist(), relaxed.next_token) == ([1, 2], 0)
@@ -113,8 +111,8 @@ def test_nothing_is_accepted_past_a_draft_that_is_not_finite():
     "name, rule",
     [
         ("greedy", Greedy()),
-        ("top_k", TopK(2)),
-        ("probability", ProbabilityThreshold(0.1)),
+        ("top_k", Relaxed(2, 0.0)),
+        ("probability", Relaxed(None, 0.1)),
         ("relaxed", Relaxed(2, 0.1)),
     ],
 )
