@@ -6,12 +6,12 @@ Nothing is written but a file in the workspace's folder that is taken away again
 import fcntl
 import os
 import platform
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Literal
 
 import typer
@@ -168,25 +168,18 @@ def check_workspace(settings: Settings) -> Iterator[Finding]:
         yield Finding("disk", level, f"{free / 1e9:.1f} GB are free at {folder}", mend)
     else:
         yield Finding("disk", "ok", f"{free / 1e9:.1f} GB are free at {folder}")
-    probe = folder / f".doctor-{secrets.token_hex(4)}.tmp"
-    moved = probe.with_suffix(".moved.tmp")
     try:
-        descriptor = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(probe, moved)
+        with NamedTemporaryFile(dir=folder, prefix=".doctor-", suffix=".tmp") as probe:
+            fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.fsync(probe.fileno())
+            os.rename(probe.name, moved := f"{probe.name}.moved.tmp")
+            os.rename(moved, probe.name)
     except OSError as error:
         mend = "Put the workspace on a local disk or NFS 4, in a folder that this user may write to"
         what = f"{folder} cannot be written, locked or renamed in ({error.strerror})"
         yield Finding("workspace", "fault", what, mend)
-        return
-    finally:
-        for path in (probe, moved):
-            path.unlink(missing_ok=True)
-    yield Finding("workspace", "ok", f"{folder} can be written, locked and renamed in")
+    else:
+        yield Finding("workspace", "ok", f"{folder} can be written, locked and renamed in")
 
 
 def check_encoder(settings: Settings) -> Iterator[Finding]:

@@ -105,12 +105,22 @@ def forget(
         side: [key for key in sorted(keys) if not receipt.ids[side][digest(side, key)]] for side, keys in wanted.items()
     }
     still_there = _in_tables(settings, wanted)
-    told = receipt.as_json() | {"receipt": str(receipt.path), "dry_run": dry_run}
-    told |= {"unknown": unknown, "still_in_tables": still_there}
     if as_json:
-        summary(told, as_json=True)
+        told = receipt.as_json() | {"receipt": str(receipt.path), "dry_run": dry_run}
+        summary(told | {"unknown": unknown, "still_in_tables": still_there}, as_json=True)
     else:
-        _tell(receipt, dry_run)
+        summary(
+            {
+                "would be removed" if dry_run else "removed": {
+                    **{f"rows of {run_id}": sum(files.values()) for run_id, files in receipt.rows.items()},
+                    **dict.fromkeys(receipt.removed_runs, "unfinished; its night is begun anew by its command"),
+                },
+                "pools": receipt.pools,
+                "delivered": receipt.delivered,
+                "receipt": None if dry_run else str(receipt.path),
+            },
+            as_json=False,
+        )
     for side, keys in unknown.items():
         if keys:
             say(f"nothing of {counted(len(keys), side)} is in {opened.root}: {', '.join(keys)}")
@@ -262,23 +272,3 @@ def _warn(wanted: Ids, still_there: Mapping[str, list[str]] | None) -> None:
     if wanted["item"]:
         say("titles of items stay in users' plans, samples and texts, where a history shows them, until those change")
     say("copies elsewhere (exports, backups, snapshots, versions that a bucket keeps, trained models) are not touched")
-
-
-def _tell(receipt: Receipt, dry_run: bool) -> None:
-    num_rows = sum(sum(files.values()) for files in receipt.rows.values())
-    verb = "would remove" if dry_run else "removed"
-    say(f"{verb} {counted(num_rows, 'row')} from {counted(len(receipt.rows), 'finished run')}")
-    for run_id, files in receipt.rows.items():
-        kinds: dict[str, int] = {}
-        for name, number in files.items():
-            kind = name.rsplit("/", 1)[0]
-            kinds[kind] = kinds.get(kind, 0) + number
-        say(f"  {run_id}: " + ", ".join(f"{kind} {number:,}" for kind, number in kinds.items()))
-    for run_id in receipt.removed_runs:
-        say(f"{verb} the unfinished run {run_id}; its night is begun anew by its command")
-    for name, what in receipt.pools.items():
-        say(f"pools {name}: {what}")
-    for run_id, what in receipt.delivered.items():
-        say(f"delivered {run_id}: {what}")
-    if not dry_run:
-        say(f"receipt: {receipt.path}")
