@@ -31,11 +31,11 @@ from common import (
     scale_of,
     show_progress,
 )
+from entities import iter_entities
 from pool_scale_worker import TextFile
+from sample_texts import write_user_text
 from transformers import AutoTokenizer
 
-from laserbatch.models.sample_texts import write_user_text
-from laserbatch.pipeline.knowledge.entities import iter_entities
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.tables.read import read_tables
 

@@ -31,9 +31,9 @@ import pyarrow as pa
 import yaml
 from chaos_nights import NIGHT, forked_night
 from common import Figure, benchmark_parser, finish, scale_of
+from entities import Entity, iter_entities
 
 from laserbatch.jobs.gates import MOST_REPEATED, repeated_shares
-from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
 from laserbatch.pipeline.sample.lore import CATEGORY_PATHS, ERAS, MOODS, THEMES, TOP_CATEGORIES, title_themes
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.sides import SIDES, Side

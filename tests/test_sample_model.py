@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from entities import Entity, iter_entities, render_prompt
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from laserbatch.pipeline.errors import RowError
-from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
 from laserbatch.pipeline.knowledge.parsers import parse_knowledge
-from laserbatch.pipeline.knowledge.prompts import render_prompt
 from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.sample.lore import THEMES, TOP_CATEGORIES, about_themes, title_themes
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world

@@ -190,6 +190,8 @@ def divided_texts(night: Night, settings: Settings, side: Side, num_texts: int, 
         say(f"no simulation of {side}s: the run {night.run.run_id} has {num_all} texts and wrote {len(rows)} anew")
         return None
     generator, held_back = np.random.default_rng(settings.seed), [row.entity_id for row in rows]
+    others = sorted(set(run_texts.entity_ids.to_pylist()).difference(held_back), key=str)
+    others = [others[number] for number in generator.permutation(len(others))]
     token_ids, known = run_texts.of_entities(held_back), night.tables.entities(side)[f"{side}_id"].to_pylist()
     place_of = {entity_id: place for place, entity_id in enumerate(known) if entity_id in token_ids}
     texts = [
@@ -197,8 +199,6 @@ def divided_texts(night: Night, settings: Settings, side: Side, num_texts: int, 
         for row in (rows[number] for number in generator.permutation(len(rows)))
         if row.entity_id in place_of
     ]
-    others = sorted(set(run_texts.entity_ids.to_pylist()).difference(held_back), key=str)
-    others = [others[number] for number in generator.permutation(len(others))]
     return SideTexts(side, run_texts, texts[:num_measured], texts[num_measured:], held_back, others)
 
 

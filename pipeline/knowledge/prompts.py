@@ -1,4 +1,4 @@
-"""From an entity to the token ids that the model reads.
+"""From what is shown of an entity to the token ids that the model reads.
 
 What all entities share comes first; long histories are cut from their oldest side to a token budget. How chat messages
 become tokens is `chat_format`; what is asked is `templates`.
@@ -16,7 +16,6 @@ import numpy as np
 
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.chat_format import chat_skeleton, encode_content
-from laserbatch.pipeline.knowledge.entities import Entity, HistoryEvent
 from laserbatch.pipeline.knowledge.templates import AttributeLines, Columns, HistoryLines, PromptTemplate
 
 if TYPE_CHECKING:
@@ -46,18 +45,6 @@ class Shown:
     attributes: str | None  # their lines; None where there is none
     events: Sequence[Event]  # the newest, oldest first
     num_events: int  # that there are, with those that are not shown
-
-
-def render_prompt(
-    template: PromptTemplate, entity: Entity, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
-) -> RenderedPrompt:
-    """Render one entity, as `render_shown` says.
-
-    Raises
-    ------
-    RowError : reason "no-title" for an item without one, and those of `render_shown`.
-    """
-    return render_shown(template, shown_of(template, entity), tokenizer, max_prompt_tokens)
 
 
 def render_shown(
@@ -122,19 +109,6 @@ def changed_parts(before: str, after: str) -> tuple[str, ...]:
     return tuple(name for name, one, other in zip(PARTS, old, new, strict=True) if one != other)
 
 
-def shown_of(template: PromptTemplate, entity: Entity) -> Shown:
-    """What the template shows of an entity. Raises RowError, "no-title", for an item without one."""
-    if entity.side == "item" and not str(entity.attributes.get("title", "")).strip():
-        raise RowError(NO_TITLE)
-    columns = template.attributes
-    lines = [attribute_line(name, entity.attributes[name], columns) for name in columns.shown(entity.attributes)]
-    events = []
-    if template.history is not None:
-        newest = entity.history[max(0, len(entity.history) - template.history.max_events) :]
-        events = [_event(event, template.history) for event in newest]
-    return Shown("\n".join(lines) if lines else None, events, len(entity.history))
-
-
 def attribute_line(name: str, value: object, columns: AttributeLines) -> str:
     """One attribute as its line."""
     return columns.line.format(label=columns.labels.get(name, name), value=value_text(value, columns))
@@ -143,12 +117,6 @@ def attribute_line(name: str, value: object, columns: AttributeLines) -> str:
 def rating_text(rating: float | None) -> str | None:
     """A rating as it is shown."""
     return None if rating is None else f"{rating:g}"
-
-
-def _event(event: HistoryEvent, columns: HistoryLines) -> Event:
-    values = [value_text(event.attributes[name], columns) for name in columns.shown(event.attributes)]
-    attributes = columns.separator.join(values) if values else None
-    return plain_text(event.title, columns.max_value_chars), attributes, rating_text(event.rating)
 
 
 def _content(template: PromptTemplate, head: str, events: Sequence[Event], tail: str) -> str:

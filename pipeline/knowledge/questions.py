@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from laserbatch.pipeline.knowledge.entities import Histories
+from laserbatch.pipeline.knowledge.histories import Histories
 from laserbatch.pipeline.knowledge.prompts import (
     DIGEST_BYTES,
     Shown,

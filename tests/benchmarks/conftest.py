@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "decoding"))  # the slow reference
 
 

@@ -1,9 +1,8 @@
 """Small real tokenizers of several kinds, with and without chat templates."""
 
+from entities import Entity, HistoryEvent
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-
-from laserbatch.pipeline.knowledge.entities import Entity, HistoryEvent
 
 SPECIAL = ["<pad>", "<s>", "<|im_start|>", "<|im_end|>", "</s>"]
 CHATML = (

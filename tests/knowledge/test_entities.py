@@ -2,8 +2,8 @@ import datetime
 
 import pyarrow as pa
 import pytest
+from entities import iter_entities
 
-from laserbatch.pipeline.knowledge.entities import iter_entities
 from laserbatch.pipeline.tables.read import Tables
 
 DAY = datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC)

@@ -8,6 +8,7 @@ from hashlib import blake2b
 import numpy as np
 import pyarrow as pa
 import pytest
+from entities import Entity, HistoryEvent, iter_entities, render_prompt, shown_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import KINDS, make_user
@@ -15,8 +16,7 @@ from small_tokenizers import KINDS, make_user
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.errors import RowError
-from laserbatch.pipeline.knowledge.entities import Entity, HistoryEvent, iter_entities
-from laserbatch.pipeline.knowledge.prompts import changed_parts, render_prompt, shown_of
+from laserbatch.pipeline.knowledge.prompts import changed_parts
 from laserbatch.pipeline.knowledge.questions import SideQuestions, shown_of_row
 from laserbatch.pipeline.knowledge.templates import (
     SHIPPED_TEMPLATES,

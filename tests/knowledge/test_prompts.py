@@ -1,11 +1,10 @@
 import pytest
+from entities import Entity, HistoryEvent, render_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import KINDS, make_user
 
 from laserbatch.pipeline.errors import RowError
-from laserbatch.pipeline.knowledge.entities import Entity, HistoryEvent
-from laserbatch.pipeline.knowledge.prompts import render_prompt
 from laserbatch.pipeline.knowledge.templates import PromptTemplate, load_template
 
 TOKENIZER = KINDS["thinking"]()

@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sample_exercises import make_example
+from train_sample import world_entities
 
-from laserbatch.models.sample_exercises import make_example
-from laserbatch.models.train_sample import world_entities
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, load_tokenizer
 from laserbatch.retrieval_pools.calibration.calibrate import (
     MIN_TEXTS,

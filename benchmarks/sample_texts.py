@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from entities import Entity, HistoryEvent
 
-from laserbatch.pipeline.knowledge.entities import Entity, HistoryEvent
 from laserbatch.pipeline.sample.lore import (
     ABOUT,
     AGE_BANDS,

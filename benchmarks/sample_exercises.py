@@ -7,11 +7,10 @@ production code.
 from dataclasses import dataclass, replace
 
 import numpy as np
+from entities import Entity, render_prompt
+from sample_texts import POSITIVE_RATING, write_item_text, write_user_text
 from transformers import PreTrainedTokenizerBase
 
-from laserbatch.models.sample_texts import POSITIVE_RATING, write_item_text, write_user_text
-from laserbatch.pipeline.knowledge.entities import Entity
-from laserbatch.pipeline.knowledge.prompts import render_prompt
 from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.sample.lore import THEMES, title_themes
 

@@ -1,4 +1,4 @@
-"""Train the sample model from nothing: `python models/train_sample.py --out models/sample`.
+"""Train the sample model from nothing: `python benchmarks/train_sample.py --out models/sample`.
 
 Training texts come from sample worlds of seeds 999 and up, never of those that `laserbatch data sample` (0) and the
 demo (7) use; what is learned from them is in `sample_exercises`. Loss on answer tokens only. World, tokenizer, order
@@ -18,10 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-from laserbatch.models.sample_exercises import (
+from entities import Entity, iter_entities, render_prompt
+from sample_exercises import (
     Example,
     batches,
     make_copy_example,
@@ -29,9 +27,10 @@ from laserbatch.models.sample_exercises import (
     make_lore_examples,
     shorten,
 )
-from laserbatch.models.sample_texts import write_item_text, write_user_text
-from laserbatch.pipeline.knowledge.entities import Entity, iter_entities
-from laserbatch.pipeline.knowledge.prompts import render_prompt
+from sample_texts import write_item_text, write_user_text
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
 from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.tables.read import read_tables

@@ -1,0 +1,107 @@
+"""Users and items as objects, and their prompts: for what looks at a few of them, and to hold nights' columns against.
+
+A night has no such objects: `pipeline/knowledge/questions.py` says the same of all entities of a side in columns.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from laserbatch.pipeline.errors import RowError
+from laserbatch.pipeline.knowledge.histories import Histories
+from laserbatch.pipeline.knowledge.prompts import (
+    NO_TITLE,
+    Event,
+    RenderedPrompt,
+    Shown,
+    attribute_line,
+    plain_text,
+    rating_text,
+    render_shown,
+    value_text,
+)
+from laserbatch.pipeline.knowledge.templates import HistoryLines, PromptTemplate
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.tables.read import Tables
+
+ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class HistoryEvent:
+    """One rated (or just seen) item."""
+
+    item_id: str | int
+    title: str
+    attributes: dict[str, object]  # the item's, None values dropped, title not among them
+    rating: float | None
+
+
+@dataclass(frozen=True)
+class Entity:
+    """One user or item."""
+
+    side: Side
+    entity_id: str | int
+    attributes: dict[str, object]  # None values dropped; an item's title is one of them, `created_at` is not
+    history: tuple[HistoryEvent, ...] = ()  # oldest first; empty for items
+
+
+def iter_entities(tables: Tables, side: Side, entity_ids: Iterable[str | int] | None = None) -> Iterator[Entity]:
+    """Entities of a side in table order, only some where their ids are given."""
+    table, key = tables.entities(side), f"{side}_id"
+    rows = np.arange(table.num_rows)
+    if entity_ids is not None:
+        is_wanted = pc.is_in(table[key], value_set=pa.array(list(entity_ids), table[key].type))
+        rows, table = rows[is_wanted.to_numpy()], table.filter(is_wanted)
+    histories, items = Histories(tables) if side == "user" else None, {}
+
+    def event(place: int) -> HistoryEvent:
+        row, rating = int(histories.items[place]), float(histories.ratings[place])
+        if row not in items:
+            values = tables.items.slice(row, 1).to_pylist()[0]
+            title = values.pop("title")
+            items[row] = values.pop("item_id"), "" if title is None else str(title), _known(values)
+        return HistoryEvent(*items[row], None if math.isnan(rating) else rating)
+
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        chunk, part = rows[start : start + ROWS_AT_ONCE], table.slice(start, ROWS_AT_ONCE)
+        for row, values in zip(chunk.tolist(), part.to_pylist(), strict=True):
+            places = () if histories is None else range(histories.starts[row], histories.starts[row + 1])
+            yield Entity(side, values.pop(key), _known(values), tuple(map(event, places)))
+
+
+def _known(values: dict[str, object]) -> dict[str, object]:
+    return {
+        name: value
+        for name, value in values.items()
+        if name != "created_at" and value is not None and not (isinstance(value, float) and math.isnan(value))
+    }
+
+
+def render_prompt(template: PromptTemplate, entity: Entity, tokenizer, max_prompt_tokens: int) -> RenderedPrompt:
+    """The prompt of one entity, as `render_shown` has it. Raises RowError, "no-title", for an item without one."""
+    return render_shown(template, shown_of(template, entity), tokenizer, max_prompt_tokens)
+
+
+def shown_of(template: PromptTemplate, entity: Entity) -> Shown:
+    """What the template shows of an entity. Raises RowError, "no-title", for an item without one."""
+    if entity.side == "item" and not str(entity.attributes.get("title", "")).strip():
+        raise RowError(NO_TITLE)
+    columns = template.attributes
+    lines = [attribute_line(name, entity.attributes[name], columns) for name in columns.shown(entity.attributes)]
+    events = []
+    if template.history is not None:
+        newest = entity.history[max(0, len(entity.history) - template.history.max_events) :]
+        events = [_shown_event(event, template.history) for event in newest]
+    return Shown("\n".join(lines) if lines else None, events, len(entity.history))
+
+
+def _shown_event(event: HistoryEvent, columns: HistoryLines) -> Event:
+    values = [value_text(event.attributes[name], columns) for name in columns.shown(event.attributes)]
+    attributes = columns.separator.join(values) if values else None
+    return plain_text(event.title, columns.max_value_chars), attributes, rating_text(event.rating)
