@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-settings.register_profile("laserbatch", deadline=None)  # a machine may be busy, and the first call compiles
+# A machine may be busy, and the first call compiles. Examples are drawn anew in every run: few do.
+settings.register_profile("laserbatch", deadline=None, max_examples=40)
 settings.load_profile("laserbatch")
 
 if "PYTEST_XDIST_WORKER" in os.environ:

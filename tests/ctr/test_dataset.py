@@ -6,7 +6,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 from ctr_world import AS_OF
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from laserbatch.ctr.dataset import LOG_SCALE, PRIOR_ROWS, build_dataset, rows_before
@@ -40,7 +40,6 @@ ROWS = st.lists(
 )
 
 
-@settings(max_examples=60)
 @given(ROWS, ROWS, st.integers(1, 4))
 def test_rows_see_what_was_before_their_moment_and_nothing_else(rows, asked, max_history):
     log = log_of(sorted(rows, key=lambda row: row[2]))

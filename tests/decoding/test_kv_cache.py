@@ -3,7 +3,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from laserbatch.pipeline.decoding.kv_cache import GROWTH_STEP, MIN_SHARED_TOKENS, UNBOUNDED, KVCache
@@ -63,7 +63,6 @@ def check(cache: KVCache, live: dict[int, list[int]]) -> None:
     assert cache.capacity <= cache.max_tokens
 
 
-@settings(max_examples=80)
 @given(st.data())
 def test_slots_hold_their_texts_and_nothing_leaks(data):
     """Random admissions, steps of several rows, preemptions and ends, against a dictionary of lists."""

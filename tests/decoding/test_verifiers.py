@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from packs import chain_tree
 from reference import HeldLogits, reference_accept
@@ -24,7 +24,6 @@ IS_END = np.arange(VOCAB) == END
 RULES = [Greedy(), *(Relaxed(k, 0.0) for k in (1, 2, 4)), Relaxed(None, 0.15), Relaxed(), Relaxed(3, 0.2)]
 
 
-@settings(max_examples=80)
 @given(
     st.lists(trees(vocab_size=VOCAB - 1), min_size=1, max_size=4),
     st.sampled_from(RULES),
@@ -131,7 +130,6 @@ class CountingRows(HeldLogits):
         return super().of(rows)
 
 
-@settings(max_examples=80)
 @given(
     st.lists(trees(vocab_size=VOCAB - 1), min_size=1, max_size=6),
     st.sampled_from(RULES),

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from entities import Entity, HistoryEvent, iter_entities, render_prompt, shown_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_tokenizers import KINDS, make_user
 
@@ -42,7 +42,6 @@ EVENTS = st.lists(st.builds(HistoryEvent, st.just("i"), SMALL, SMALL.map(lambda 
 USER = make_user(5)
 
 
-@settings(max_examples=80)
 @given(EVENTS, EVENTS, st.integers(55, 80))
 def test_equal_fingerprints_mean_equal_prompts_wherever_the_history_is_cut(first, second, max_prompt_tokens):
     """`a` and `1`, and `a1` and nothing, are one line as the first event, and two as the second."""
@@ -120,7 +119,6 @@ def some_rows(data, num_rows: int) -> dict[str, pa.Array]:
     }
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from(ALL_TEMPLATES))
 def test_in_columns_it_is_and_shows_what_it_is_and_shows_of_one_entity(data, template):
     users = pa.table({"user_id": [1, 2, 3]} | some_rows(data, 3))

@@ -1,6 +1,6 @@
 import pytest
 from entities import Entity, HistoryEvent, render_prompt
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_tokenizers import KINDS, make_user
 
@@ -37,7 +37,6 @@ def test_a_user_without_history_says_so():
     assert rendered.num_history == rendered.num_history_dropped == 0
 
 
-@settings(max_examples=40)
 @given(num_events=st.integers(0, 45), budget=st.integers(60, 900))
 def test_histories_are_cut_from_the_oldest_side_to_the_budget(num_events, budget):
     user = make_user(num_events)

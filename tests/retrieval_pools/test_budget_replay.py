@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from laserbatch.retrieval_pools.calibration.calibrate import GRID, budget_curve, calibrate, replay_budgets
@@ -53,7 +53,6 @@ def test_the_whole_grid_is_as_one_budget_at_a_time(pools, is_calibrated, has_pre
     assert_as_one_at_a_time(pools[is_calibrated], replayed, DraftOptions(), GRID)
 
 
-@settings(max_examples=40)
 @given(data=st.data())
 def test_any_budgets_on_any_text_are_as_one_budget_at_a_time(pools, data):
     tokens = st.lists(st.integers(0, 20), max_size=25).map(lambda ids: np.array(ids, np.int32))

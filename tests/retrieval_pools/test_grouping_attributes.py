@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from laserbatch.retrieval_pools.errors import PoolError
@@ -180,7 +180,6 @@ def test_a_second_path_names_its_column():
 TOKENS = st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=4).map(tuple)
 
 
-@settings(max_examples=100)
 @given(
     st.dictionaries(TOKENS, st.integers(1, 9), max_size=25),
     st.integers(1, 30),
@@ -221,7 +220,6 @@ SCHEMA = pa.schema([
 ])  # fmt: skip
 
 
-@settings(max_examples=60)
 @given(st.lists(VALUES, max_size=30), st.lists(VALUES, max_size=10), st.integers(1, 8))
 def test_every_entity_has_a_known_group_before_and_after_saving(tmp_path_factory, fitted_rows, asked_rows, max_size):
     fitted = pa.Table.from_pylist(fitted_rows, SCHEMA)

@@ -3,7 +3,7 @@
 import itertools
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from laserbatch.retrieval_pools.index.order import count_first_tokens, merge_runs, sort_suffixes, sort_texts
@@ -41,7 +41,6 @@ def order_slowly(tokens, depth):
     return sorted(range(len(tokens) - 1), key=key)
 
 
-@settings(max_examples=100)
 @given(texts=TEXTS, depth=DEPTHS)
 def test_order_equals_sorting_what_follows_and_starts_bound_each_token(texts, depth):
     tokens = lay_out(texts)
@@ -60,7 +59,6 @@ def test_place_of_a_text_does_not_depend_on_the_next_one():
     assert other.index(1) < other.index(6)
 
 
-@settings(max_examples=100)
 @given(
     texts=TEXTS, owner=st.lists(st.integers(0, 3), min_size=14, max_size=14), depth=DEPTHS, size=st.integers(1, 9)
 )  # fmt: skip
@@ -75,7 +73,6 @@ def test_orders_of_parts_merge_to_the_order_of_all(texts, owner, depth, size):
     assert whole(merge_runs(tokens, [cut(parts[0], size)], depth)) == parts[0].tolist()
 
 
-@settings(max_examples=60)
 @given(seed=st.integers(0, 1 << 16), num_new=st.integers(1, 30), vocab_size=st.sampled_from([1, 2, 50]), depth=DEPTHS,
        size=st.sampled_from([7, 100, 1 << 18]))  # fmt: skip
 def test_a_few_texts_merge_into_many(seed, num_new, vocab_size, depth, size):
@@ -90,7 +87,6 @@ def test_a_few_texts_merge_into_many(seed, num_new, vocab_size, depth, size):
         assert whole(merge_runs(tokens, [cut(one, size), cut(two, size)], depth)) == expected
 
 
-@settings(max_examples=100)
 @given(texts=TEXTS, today=TEXTS, order=st.randoms(use_true_random=False))
 def test_known_texts_are_equal_and_in_sequence_and_as_many_as_can_be(texts, today, order):
     today = today + texts[: len(texts) // 2]

@@ -89,7 +89,7 @@ def cases(draw):
     return texts, options, draw(TOKENS), draw(TOKENS), previous, group, call, curves
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
 def test_query_drafts_what_the_reference_drafts(tmp_path_factory, case):
     *case, curves = case
@@ -344,7 +344,7 @@ SEQUENCES = st.tuples(
 )
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases(), sequences=st.lists(SEQUENCES, max_size=3 * SHARE), num_threads=st.integers(1, 3))
 def test_a_batch_drafts_what_each_sequence_is_drafted_alone(tmp_path_factory, case, sequences, num_threads):
     (texts, options, _, _, _, _, call, _) = case

@@ -13,7 +13,7 @@ from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings
 
 TEXT = st.tuples(st.lists(st.integers(0, 2), max_size=10), st.sampled_from("abc"), st.integers(0, 4))
 TEXTS = st.lists(TEXT, max_size=12)
-EXAMPLES = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+EXAMPLES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def build(folder, texts, min_support=1, depth=16, **options):

@@ -75,7 +75,6 @@ def supported_slowly(tokens, order, entities, min_support, depth):
     ]
 
 
-@settings(max_examples=150)
 @given(owned=OWNED, min_support=st.integers(2, 5), depth=st.sampled_from([1, 2, 4, 16]))
 def test_supported_lengths_equal_counting_the_entities_of_every_ngram(owned, min_support, depth):
     tokens, entities = lay_out(owned)
@@ -86,7 +85,7 @@ def test_supported_lengths_equal_counting_the_entities_of_every_ngram(owned, min
     assert found.tolist() == supported_slowly(tokens, order, by_position, min_support, depth)
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     common=OWNED,
     before=TOKENS,

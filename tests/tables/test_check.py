@@ -7,7 +7,7 @@ import time
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sound_world import DAY_1, DAY_1_S, replaced, sound_world, write_world
 
@@ -185,7 +185,6 @@ def ids_before(path) -> IdsBefore:
     return IdsBefore(end_of(DAY_1.date()), ids)
 
 
-@settings(max_examples=60)
 @given(user_ids=some_ids, rows=st.lists(st.integers(0, 9), min_size=1, max_size=8), stray=st.booleans())
 def test_the_check_agrees_with_the_obvious_one(tmp_path_factory, user_ids, rows, stray):
     kind = pa.string() if any(isinstance(id_, str) for id_ in user_ids) else pa.int64()
@@ -227,7 +226,6 @@ types = st.sampled_from(
 )
 
 
-@settings(max_examples=150)
 @given(
     table=st.sampled_from(["users", "items", "interactions"]),
     column=st.sampled_from(["user_id", "item_id", "title", "timestamp", "rating", "created_at", "age"]),

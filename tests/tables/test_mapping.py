@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sound_world import DAY_1
 
@@ -344,7 +344,6 @@ def test_movielens_repacked_as_parquet(tmp_path, shared_data):
 cell = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=6)
 
 
-@settings(max_examples=40)
 @given(
     rows=st.lists(
         st.tuples(cell, cell, st.lists(cell, max_size=3)), min_size=1, max_size=6, unique_by=lambda row: row[0]
@@ -374,7 +373,6 @@ def test_any_text_survives_a_csv(tmp_path_factory, rows):
     assert [path or [] for path in items["path"].to_pylist()] == paths
 
 
-@settings(max_examples=40)
 @given(values=st.lists(st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)), max_size=6), bad=st.integers(0, 6))
 def test_the_first_value_that_does_not_convert_is_the_one_named(values, bad):
     texts = [None if value is None else f" {value} " for value in values]
@@ -390,7 +388,6 @@ moment = st.datetimes(datetime.datetime(1970, 1, 1), datetime.datetime(2199, 1, 
 )
 
 
-@settings(max_examples=40)
 @given(moments=st.lists(st.one_of(st.none(), moment), max_size=5))
 def test_a_moment_is_the_same_however_it_was_written(moments):
     expected = [None if m is None else m.replace(tzinfo=UTC) for m in moments]

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sound_world import DAY_1, DAY_1_S, replaced, sound_world, write_world
 
@@ -36,7 +36,6 @@ def test_a_world_is_read_in_plain_types(tmp_path):
     assert attribute_columns(tables.items.schema, "items") == ["category", "price"]
 
 
-@settings(max_examples=40)
 @given(data=st.data(), ids=st.one_of(st.lists(text_ids, unique=True), st.lists(int_ids, unique=True)))
 def test_ids_come_back_as_they_went_in_and_days_are_cut_at_their_end(tmp_path_factory, data, ids):
     kind = pa.string() if ids and isinstance(ids[0], str) else pa.int64()
