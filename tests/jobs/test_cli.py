@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -192,23 +191,10 @@ def test_the_version_is_told(run):
     assert re.fullmatch(r"laserbatch \d+\.\d+\.\S+\n", run("--version").stdout)
 
 
-@pytest.mark.parametrize("date", ["yesterday", "9999-12-31", "1066-10-14"])
-def test_a_date_that_is_none_is_refused(world, nightly, date):
-    done = nightly(write_config(world), date)
-    assert done.returncode == 3
-    assert f"'{date}' is not a date; expected YYYY-MM-DD" in done.stderr
-
-
 def test_a_configuration_that_is_a_folder_is_refused(run, tmp_path):
     done = run("pools", "list", "--config", str(tmp_path))
     assert (done.returncode, len(done.stderr.splitlines())) == (3, 1)
     assert "cannot be read (Is a directory)" in done.stderr
-
-
-def test_a_template_of_the_other_side_is_refused(world, nightly):
-    done = nightly(write_config(world, "wrong.yaml", knowledge={"user_template": "kar_item"}, workspace="wrong"))
-    assert done.returncode == 3
-    assert "kar_item@1 is for items; name one for users as knowledge.user_template" in done.stderr
 
 
 def test_a_workspace_below_a_file_is_refused(world, nightly):
@@ -219,57 +205,6 @@ def test_a_workspace_below_a_file_is_refused(world, nightly):
         done.stderr
         == f"laserbatch: {world}/file/workspace: Not a directory. Check the path, and that it may be written\n"
     )
-
-
-def test_a_model_folder_without_weights_is_refused_before_any_work(world, tmp_path, nightly):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    shutil.copytree(world / "tables", tmp_path / "tables")
-    done = nightly(write_config(tmp_path, decoding={"model": "model"}))
-    assert done.returncode == 3
-    assert "holds no weights" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_workspace_of_another_version_is_refused(world, tmp_path, nightly):
-    (tmp_path / "workspace").mkdir()
-    (tmp_path / "workspace" / "workspace.json").write_text('{"format_version": 99}')
-    shutil.copytree(world / "tables", tmp_path / "tables")
-    done = nightly(write_config(tmp_path))
-    assert done.returncode == 3
-    assert "version 99" in done.stderr
-
-
-def test_faulty_tables_are_refused_with_table_column_and_value(world, tmp_path, nightly):
-    shutil.copytree(world / "tables", tmp_path / "tables")
-    users = pq.read_table(tmp_path / "tables" / "users.parquet")
-    pq.write_table(pa.concat_tables([users, users.slice(3, 1)]), tmp_path / "tables" / "users.parquet")
-    done = nightly(write_config(tmp_path))
-    assert done.returncode == 3
-    assert "users" in done.stderr and "user_id" in done.stderr and users["user_id"][3].as_py() in done.stderr
-    assert not (tmp_path / "workspace" / "runs").exists()
-
-
-def test_a_missing_table_is_named(tmp_path, nightly):
-    make_world(tmp_path)
-    (tmp_path / "tables" / "items.parquet").unlink()
-    done = nightly(write_config(tmp_path))
-    assert done.returncode == 3
-    assert "items" in done.stderr
-
-
-def test_a_misspelled_key_is_refused_before_anything_is_loaded(tmp_path, nightly):
-    config = tmp_path / "c.yaml"
-    config.write_text("ctr: {num_seedz: 2}\n")
-    done = nightly(config)
-    assert done.returncode == 3
-    assert "ctr.num_seedz: no such key; did you mean 'num_seeds'?" in done.stderr
-
-
-def test_without_tables_the_command_says_how_to_get_a_configuration(run):
-    done = run("nightly", "--date", "2025-02-28")
-    assert done.returncode == 3
-    assert "laserbatch init" in done.stderr
 
 
 def test_init_writes_a_configuration_for_tables_in_the_schema(world, tmp_path, run):
