@@ -30,7 +30,6 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest does
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "jobs"))
-from manifest_fixture import Undrawn
 from night_world import write_here
 from soak_days import Interrupted, live
 from soak_models import ENCODERS, MODELS, write_encoder, write_model
@@ -38,7 +37,6 @@ from soak_oracle import Oracle, contents
 from soak_world import NUMBER_TYPES, PATH_TYPES, WORD_TYPES, Event, World
 
 from laserbatch.jobs.cli import main as laserbatch
-from laserbatch.jobs.report import blocks
 
 HISTORY = {"columns": [], "line": "- {rating}: {title}", "line_unrated": "- {title}"}
 INSTRUCTION = (
@@ -334,7 +332,6 @@ def run_year(folder: Path, num_nights: int, seed: int = 0, tell=lambda line: Non
     result = {"nights": num_nights, "as_they_must_be": 0, "failed": None}
     with pytest.MonkeyPatch.context() as patched:
         write_here(patched)
-        patched.setattr(blocks, "_Chart", Undrawn)
         patched.setattr(os, "fsync", lambda descriptor: None)  # the machine does not lose its power meanwhile
         year = Year(folder, seed)
         day = FIRST_DAY
