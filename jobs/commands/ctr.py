@@ -55,7 +55,8 @@ def train(
 ) -> None:
     """Train one model up to the date of a run, on its features, into a folder; judge it on what came after.
 
-    The same command goes on after a kill. The folder holds weights, encoders, settings, metrics, and what it is of.
+    The same command goes on after a kill; gbdt, which takes seconds, begins again. The folder holds weights, encoders,
+    settings, metrics, and what it is of.
 
     Example: `laserbatch ctr train models/dcnv2 --model dcnv2 --workspace workspace`
     """

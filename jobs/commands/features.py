@@ -14,12 +14,13 @@ import typer
 from laserbatch.ctr.errors import CtrError
 from laserbatch.jobs.console import progress, summary
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings, open_workspace
-from laserbatch.jobs.stages.feature_versions import dated_runs, feature_versions
+from laserbatch.jobs.stages.feature_versions import feature_versions
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.pipeline.encoding.exports import FORMATS, SideExport
 from laserbatch.pipeline.encoding.features import changed_rows
+from laserbatch.pipeline.encoding.schema import DAY_US, MOMENT, moments
 from laserbatch.pipeline.encoding.vectors import VectorForm
-from laserbatch.pipeline.encoding.versions import DAY_US, MOMENT, Versions, moments, version_fields
+from laserbatch.pipeline.encoding.versions import Versions, version_fields
 from laserbatch.pipeline.errors import TableError, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import atomic_folder
@@ -53,7 +54,7 @@ def asof(
 
     Example: `laserbatch features asof tables/interactions.parquet train.parquet --workspace workspace`
     """
-    with feature_versions(dated_runs(open_workspace(config, workspace))) as versions:
+    with feature_versions(open_workspace(config, workspace).dated_runs()) as versions:
         forms = {side: _form(side, found.vectors.shape[1], float16, basis) for side, found in versions.items()}
         num_without = dict.fromkeys(SIDES, 0)
         batches = iter_parquet(interactions)
@@ -102,7 +103,7 @@ def history(
     Example: `laserbatch features history versions/ --workspace workspace`
     """
     opened, counts = open_workspace(config, workspace), {}
-    with feature_versions(dated_runs(opened)) as versions, atomic_folder(out, overwrite) as folder:
+    with feature_versions(opened.dated_runs()) as versions, atomic_folder(out, overwrite) as folder:
         for side, found in versions.items():
             form, ends = _form(side, found.vectors.shape[1], float16, basis), found.valid_to()
             id_field = pa.field(f"{side}_id", found.ids.type, nullable=False)

@@ -1,71 +1,109 @@
 """The stage that says what a run's features are worth: CTR models without and with them, judged on what came after."""
 
 import datetime
+import json
 import logging
+import os
+import sys
+import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from signal import SIGKILL, Signals
+from subprocess import PIPE, Popen
+from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter
 
 from laserbatch.ctr.errors import CtrError, NothingToJudge
 from laserbatch.ctr.feature_set import FeatureSet, read_feature_set
 from laserbatch.ctr.log import EntityTables
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.jobs.console import progress, say
+from laserbatch.jobs.events import event_log
 from laserbatch.jobs.stages.feature_versions import TEXTS, earlier_runs, feature_versions
-from laserbatch.jobs.stages.night import Night
 from laserbatch.pipeline.storage.manifest import CtrFigures
 from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import open_tables
+
+if TYPE_CHECKING:
+    from laserbatch.jobs.stages.night import Night
 
 logger = logging.getLogger(__name__)
 
+CHILD = [sys.executable, "-m", "laserbatch.jobs.stages.compare_ctr"]
+FIGURES = TypeAdapter(CtrFigures)
 MOST_TRIED = 8  # runs, the newest first, that one is looked for among which can be judged
 
 
-def compare_night(night: Night) -> CtrFigures:
+def compare_night(night: "Night") -> CtrFigures:
     """The comparison of a night, or why there is none: whatever it fails with, it does not stop the night.
 
-    Where nothing follows the date yet, as on the night itself, the newest earlier run of the same settings that can be
-    judged stands for it.
+    It is made in a process of its own, which the kernel may kill where memory runs short. Where nothing follows the
+    date yet, as on the night itself, the newest earlier run of the same settings that can be judged stands for it.
     """
     if not night.settings.night.train_ctr:
         return CtrFigures(skipped="night.train_ctr is false")
-    reasons = []
+    of_night, wanted = night.run, night.settings.night.compare_with_plain
+    stand_ins = [
+        run
+        for run in reversed(night.workspace.dated_runs(of_night.settings_hash, with_held=True))
+        if run.settings_hash == of_night.settings_hash
+        and run.date < of_night.date
+        and run.plain.features_path("user").exists() == wanted
+    ]
+    asked = {
+        "workspace": str(night.workspace.root),
+        "run_ids": [run.run_id for run in [of_night, *stand_ins][:MOST_TRIED]],
+        "tables": str(night.settings.tables.path),
+        "verifier": night.settings.decoding.verifier,
+        "settings": night.settings.ctr.model_dump(mode="json"),
+    }
+    # The process ends itself when its standard input does, so that it never outlives a killed night.
+    with Popen(CHILD, stdin=PIPE, stdout=PIPE, text=True) as child:
+        with suppress(BrokenPipeError):
+            print(json.dumps(asked), file=child.stdin, flush=True)
+        told = child.stdout.read()
+    if child.returncode == 0:
+        figures = FIGURES.validate_json(told.splitlines()[-1])
+    else:
+        why = f"exit code {child.returncode}; the log says more"
+        if child.returncode < 0:
+            why = f"killed by {Signals(-child.returncode).name}"
+            why += ", as the kernel does where memory runs short" if child.returncode == -SIGKILL else ""
+        figures = CtrFigures(skipped=f"the comparison failed: its process ended ({why})")
+    if figures.skipped:
+        say(f"CTR models are not trained: {figures.skipped}")
+    return figures
+
+
+def judge_first(
+    workspace: Workspace, run_ids: Sequence[str], tables_path: str, verifier: str, settings: CtrSettings
+) -> CtrFigures:
+    """The comparison of the first of some runs, or of the next one that can be judged; or why there is none."""
+    reasons, asked_on = [], RunFolder(Path(run_ids[0])).date
     try:
-        tables = open_tables(night.settings.tables.path)  # models are judged on what came after the date
-        for run in [night.run, *_stand_ins(night)][:MOST_TRIED]:
+        tables = open_tables(tables_path)  # models are judged on what came after the date
+        for run in map(workspace.run, run_ids):
             date = datetime.date.fromisoformat(run.date)
             try:
-                history, verifier = earlier_runs(night.workspace, run), night.settings.decoding.verifier
-                figures = compare_ctr(run.root, tables, date, verifier, night.settings.ctr, history)
+                figures = compare_ctr(run.root, tables, date, verifier, settings, earlier_runs(workspace, run))
             except NothingToJudge as error:
                 reasons.append(str(error))
                 continue
-            if run.run_id == night.run.run_id:
+            if not reasons:
                 return figures
             say(f"{reasons[0]}: run {run.run_id} is judged in its place")
-            return replace(figures, judged_run_id=run.run_id, judged_age_days=(night.date - date).days)
+            age = datetime.date.fromisoformat(asked_on) - date
+            return replace(figures, judged_run_id=run.run_id, judged_age_days=age.days)
     except CtrError as error:
         reasons = [str(error)]
     except Exception as error:  # out of memory, or our own fault: what was generated is as good as before
         logger.exception("the CTR comparison failed")
         reasons = [f"the comparison failed: {type(error).__name__}: {error}"]
-    say(f"CTR models are not trained: {reasons[0]}")
     return CtrFigures(skipped=reasons[0])
-
-
-def _stand_ins(night: Night) -> list[RunFolder]:
-    """Runs of the same settings and earlier dates, the newest first, of a date the last edition; held ones too."""
-    found = [
-        run
-        for run in night.workspace.runs()
-        if run.settings_hash == night.run.settings_hash
-        and run.date < night.run.date
-        and (run.is_finished or run.is_held)
-        and run.plain.features_path("user").exists() == night.settings.night.compare_with_plain
-    ]
-    return sorted(found, key=lambda run: (run.date, len(run.run_id), run.run_id), reverse=True)
 
 
 def compare_ctr(
@@ -105,3 +143,20 @@ def run_variants(run: RunFolder, verifier: str) -> dict[str, FeatureSet | None]:
     folders = {"plain": run.plain.features_path("user").parent, verifier: run.features_path("user").parent}
     found = {name: read_feature_set(folder) for name, folder in folders.items() if name != "plain" or folder.is_dir()}
     return {"none": None, **found}
+
+
+def _answer() -> None:
+    """What the process of `compare_night` does: one line of JSON in, one out."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # rather this process than the night
+    asked = json.loads(sys.stdin.readline())
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
+    workspace, settings = Workspace.open(asked["workspace"]), CtrSettings.model_validate(asked["settings"])
+    with event_log(workspace.run(asked["run_ids"][0]).events_path):
+        figures = judge_first(workspace, asked["run_ids"], asked["tables"], asked["verifier"], settings)
+    print(FIGURES.dump_json(figures).decode(), flush=True)
+    os._exit(0)  # the thread still reads
+
+
+if __name__ == "__main__":
+    _answer()

@@ -12,16 +12,9 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 
 
-def dated_runs(workspace: Workspace) -> list[RunFolder]:
-    """Finished runs that were not taken back, the newest last; of a date the one that was finished last."""
-    taken_back = workspace.withdrawn()
-    runs = [run for run in workspace.runs() if run.is_finished and run.run_id not in taken_back]
-    return sorted(runs, key=lambda run: (run.date, run.success_path.stat().st_mtime_ns))
-
-
 def earlier_runs(workspace: Workspace, run: RunFolder) -> list[RunFolder]:
     """Finished runs of earlier dates than a run's, and the run itself."""
-    return [*(other for other in dated_runs(workspace) if other.date < run.date), run]
+    return [*(other for other in workspace.dated_runs() if other.date < run.date), run]
 
 
 TEXTS: dict[str, Callable[[RunFolder, Side], Path]] = {  # whose features a run's are

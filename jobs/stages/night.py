@@ -195,14 +195,8 @@ def previous_run(workspace: Workspace, run_id: str) -> RunFolder | None:
     else the one that was finished last. Runs that were taken back are left out.
     """
     run = workspace.run(run_id)
-
-    def rank(other: RunFolder) -> tuple[str, bool, int]:
-        is_alike = other.settings_hash == run.settings_hash
-        return other.date, is_alike, other.success_path.stat().st_mtime_ns
-
-    left_out = {run_id, *workspace.withdrawn()}
-    finished = [other for other in workspace.runs() if other.is_finished and other.run_id not in left_out]
-    return max((other for other in finished if other.date <= run.date), key=rank, default=None)
+    finished = [other for other in workspace.dated_runs(run.settings_hash) if other.run_id != run_id]
+    return next((other for other in reversed(finished) if other.date <= run.date), None)
 
 
 def open_run(settings: Settings, run_id: str | None) -> Night:

@@ -1,7 +1,7 @@
 """Feature tables in the layouts that others read: Parquet with Merlin's schema, FuxiCTR's, RecBole's.
 
-Each is written a row group at a time into a folder that will lie at a `place`, whose last part is the data set's name;
-`settings.yaml` in it is what the other library's configuration needs.
+All have vectors and both codes. Each is written a row group at a time into a folder that will lie at a `place`, whose
+last part is the data set's name; `settings.yaml` in it is what the other library's configuration needs.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -69,12 +69,17 @@ def _feature(name: str, kind: str, shape: str, tags: list[str]) -> str:
 
 
 def write_fuxictr(sides: Sequence[SideExport], folder: Path, place: Path) -> None:
-    """`<side>_id.parquet` with `key` and `value`, FuxiCTR's `pretrained_emb`; and feature columns that name them."""
+    """`<side>_id.parquet` with `key` and `value`, FuxiCTR's `pretrained_emb`; and feature columns that name them.
+
+    Codes stand in it as `<side>_cluster_id` and `<side>_residual_id`, columns that rows to train on are joined with.
+    """
     columns = []
     for one in sides:
         name, form = f"{one.id_name}.parquet", one.form
-        pairs = (batch.select([one.id_name, "vector"]) for batch in form.formed(one.batches))
+        codes = [f"{one.side}_{level}" for level in LEVELS]
+        pairs = (batch.select([one.id_name, "vector", *LEVELS]) for batch in form.formed(one.batches))
         schema = pa.schema([("key", one.schema.field(one.id_name).type), ("value", form.arrow_type)])
+        schema = pa.schema([*schema, *((code, pa.int32()) for code in codes)])
         write_parquet((batch.rename_columns(schema.names) for batch in pairs), folder / name, schema)
         columns.append(
             {
@@ -88,6 +93,7 @@ def write_fuxictr(sides: Sequence[SideExport], folder: Path, place: Path) -> Non
                 "freeze_emb": True,
             }
         )
+        columns += [{"name": code, "active": True, "dtype": "int", "type": "categorical"} for code in codes]
     _write_settings({"feature_cols": columns}, folder)
 
 
@@ -99,17 +105,19 @@ def write_recbole(sides: Sequence[SideExport], folder: Path, place: Path) -> Non
     settings: dict[str, Any] = {"additional_feat_suffix": [], "preload_weight": {}}
     for one in sides:
         id_name, vector_name, suffix = f"{one.side}_emb_id", f"{one.side}_emb", f"{one.side}emb"
+        columns = [f"{id_name}:token", f"{vector_name}:float_seq", *(f"{one.side}_{level}:token" for level in LEVELS)]
         with (folder / f"{place.name}.{suffix}").open("w", encoding="utf-8") as file:
-            file.write(f"{id_name}:token\t{vector_name}:float_seq\n")
+            file.write("\t".join(columns) + "\n")
             for batch in one.batches:
                 vectors = one.form.numbers(vectors_of(batch))
-                for entity_id, vector in zip(batch[one.id_name].to_pylist(), vectors, strict=True):
+                codes = (batch[level].to_pylist() for level in LEVELS)
+                for entity_id, vector, *own in zip(batch[one.id_name].to_pylist(), vectors, *codes, strict=True):
                     if set("\t\r\n") & set(str(entity_id)):
                         raise WorkspaceError(
                             f"the id of {one.side} {entity_id!r} has a tab or a line end in it, which RecBole's files "
                             "cannot hold. Export to another format."
                         )
-                    file.write(f"{entity_id}\t{' '.join(map(str, vector))}\n")
+                    file.write("\t".join([str(entity_id), " ".join(map(str, vector)), *map(str, own)]) + "\n")
         settings["additional_feat_suffix"].append(suffix)
         settings["preload_weight"][id_name] = vector_name
         settings[f"alias_of_{one.side}_id"] = [id_name]

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from laserbatch.pipeline.encoding.codebook import Codebook, Level, digests, fit_codebook, followed
-from laserbatch.pipeline.encoding.schema import LEVELS, centroid_schema, feature_schema
+from laserbatch.pipeline.encoding.schema import LEVELS, centroid_schema, days_valid, feature_schema, moments
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.vectors import VectorForm, vectors_of
 from laserbatch.pipeline.storage.atomic import link_file, sha256_file
@@ -118,7 +118,8 @@ def write_features(
                 clusters_in_use.update(np.unique(codes[:, 0]).tolist())
                 ids, run_ids, fingerprints = rows.take(pa.array(order[places])).columns
                 columns = [ids, VectorForm(dim).column(matrix), *map(pa.array, codes.T), run_ids, fingerprints]
-                yield pa.table(columns, schema.names)
+                since = moments(days_valid(run_ids.combine_chunks()))
+                yield pa.table([*columns, since], schema.names)
 
         written = FeatureFiles(write_parquet(groups(), table, schema), centroids)
     _write_codebook(codebook, centroids, side, dim)
@@ -227,7 +228,8 @@ def _known_rows(rows: pa.Table, order: np.ndarray, earlier: Path, id_column: str
 def _holds_all(earlier: WrittenFile, found: np.ndarray, schema: pa.Schema) -> bool:
     """Whether earlier features are those of tonight, row for row and as they were written."""
     is_whole = earlier.num_rows == len(found) and np.array_equal(found, np.arange(len(found)))
-    is_whole = is_whole and pq.read_schema(earlier.path).metadata == schema.metadata
+    found_schema = pq.read_schema(earlier.path)
+    is_whole = is_whole and (found_schema.names, found_schema.metadata) == (schema.names, schema.metadata)
     return is_whole and sha256_file(earlier.path) == earlier.sha256
 
 

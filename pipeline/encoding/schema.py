@@ -6,10 +6,14 @@ those who make features and those who train on them.
 
 import datetime
 
+import numpy as np
 import pyarrow as pa
 
 FEATURE_VERSION = 2
 LEVELS = ("cluster_id", "residual_id")  # columns of codes, coarse first
+MOMENT = pa.timestamp("us", "UTC")
+DAY_US = 86_400_000_000
+_EPOCH = datetime.date(1970, 1, 1)
 
 
 def feature_schema(side: str, entity_id_type: pa.DataType, dim: int) -> pa.Schema:
@@ -22,6 +26,7 @@ def feature_schema(side: str, entity_id_type: pa.DataType, dim: int) -> pa.Schem
             pa.field("residual_id", pa.int32(), nullable=False),  # of the second: of what the first leaves
             pa.field("run_id", pa.string(), nullable=False),  # the run that generated the text; begins with its date
             pa.field("fingerprint", pa.string(), nullable=False),  # of the prompt that the text answers
+            pa.field("valid_from", MOMENT, nullable=False),  # the day after `run_id`'s: of rows that may see the text
         ],
         metadata={"laserbatch.record": "feature", "laserbatch.version": str(FEATURE_VERSION), "laserbatch.side": side},
     )
@@ -49,8 +54,8 @@ def check_feature_schema(schema: pa.Schema, side: str) -> None:
             f"expected a feature table of version {FEATURE_VERSION} of side {side}, found record {found[0]}, "
             f"version {found[1]}, side {found[2]}; `laserbatch nightly --date D --force` makes features anew"
         )
-    columns = [f"{side}_id", "vector", *LEVELS, "run_id", "fingerprint"]
-    if schema.names != columns:
+    columns = [f"{side}_id", "vector", *LEVELS, "run_id", "fingerprint"]  # earlier tables have no `valid_from`
+    if not set(columns) <= set(schema.names):
         raise ValueError(f"expected the columns {columns} in a feature table, found {schema.names}")
 
 
@@ -60,3 +65,18 @@ def run_date(run_id: str) -> datetime.date:
         return datetime.date.fromisoformat(run_id[:10])
     except ValueError:
         raise ValueError(f"run id {run_id!r} does not begin with a date (expected YYYY-MM-DD-...)") from None
+
+
+def days_valid(run_ids: pa.Array) -> np.ndarray:
+    """From which day on the texts of runs may be seen: int32[n], days since 1970 (UTC); the day after the run's date.
+
+    A text of the night of a date knows all up to the end of that day.
+    """
+    coded = run_ids.dictionary_encode()
+    of_run = [(run_date(run) - _EPOCH).days + 1 for run in coded.dictionary.to_pylist()]
+    return np.array(of_run, np.int32)[coded.indices.to_numpy()]
+
+
+def moments(days: np.ndarray) -> pa.Array:
+    """The beginnings of days since 1970 (UTC), as `MOMENT`; -1 is null."""
+    return pa.array(days.astype(np.int64) * DAY_US, MOMENT, mask=days < 0)

@@ -4,7 +4,6 @@ A text of the night of a date knows all up to the end of that day, so it is vali
 see the versions that are older than its own day began, and the newest of them is its.
 """
 
-import datetime
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.pipeline.encoding.schema import LEVELS, run_date
+from laserbatch.pipeline.encoding.schema import LEVELS, MOMENT, days_valid, moments
 from laserbatch.pipeline.encoding.vectors import VectorForm, vectors_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.parquet import iter_parquet
 
 _DAY_BITS = 20  # of days since 1970 in a key: up to the year 4840
-_EPOCH = datetime.date(1970, 1, 1)
-MOMENT = pa.timestamp("us", "UTC")
-DAY_US = 86_400_000_000
 
 
 @dataclass(frozen=True)
@@ -91,11 +87,6 @@ def version_fields(form: VectorForm, prefix: str = "") -> list[pa.Field]:
     return [pa.field(f"{prefix}{name}", kind) for name, kind in fields.items()]
 
 
-def moments(days: np.ndarray) -> pa.Array:
-    """The beginnings of days since 1970 (UTC), as `MOMENT`; -1 is null."""
-    return pa.array(days.astype(np.int64) * DAY_US, MOMENT, mask=days < 0)
-
-
 def read_versions(
     files: Mapping[str, Path], side: str, scratch: BinaryIO, of_other_codes: Collection[str] = ()
 ) -> Versions:
@@ -126,12 +117,11 @@ def read_versions(
             parts.append((batch[f"{side}_id"], batch["run_id"], codes))
     scratch.flush()
     all_ids = pa.chunked_array([ids for ids, _, _ in parts]).combine_chunks()
-    all_runs = pa.chunked_array([runs for _, runs, _ in parts]).combine_chunks().dictionary_encode()
+    all_runs = pa.chunked_array([runs for _, runs, _ in parts]).combine_chunks()
     ids = pc.unique(all_ids)
     ids = ids.take(pc.sort_indices(ids))
     entities = pc.index_in(all_ids, value_set=ids).to_numpy().astype(np.int64)
-    day_of_run = np.array([(run_date(run) - _EPOCH).days + 1 for run in all_runs.dictionary.to_pylist()], np.int32)
-    days = day_of_run[all_runs.indices.to_numpy()]
+    days = days_valid(all_runs)
     keys = _keys(entities, days)
     order = np.argsort(keys, kind="stable")
     order = order[np.append(keys[order][1:] != keys[order][:-1], True)[: len(order)]]
@@ -140,7 +130,7 @@ def read_versions(
         ids=ids,
         entities=entities[order],
         valid_from=days[order],
-        run_ids=all_runs.dictionary_decode().take(pa.array(order)),
+        run_ids=all_runs.take(pa.array(order)),
         codes=np.concatenate([codes for _, _, codes in parts])[order],
         rows=order,
         vectors=vectors,

@@ -115,9 +115,16 @@ def read_parquet(path: Path | str, columns: Sequence[str] | None = None, schema:
 
 def iter_parquet(path: Path | str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
     """The rows that `read_parquet` gives, in batches: one row group at most is in memory. No file gives no batch."""
-    path = Path(path)
+    path, first = Path(path), None
     for file in [path] if path.is_file() else sorted(path.glob("*.parquet")):
         with _opened(file, columns or ()) as opened:
+            first = first or (file, opened.schema_arrow)
+            if columns is None and not opened.schema_arrow.equals(first[1]):
+                own, other = (", ".join(f"{of.name} {of.type}" for of in it) for it in (opened.schema_arrow, first[1]))
+                raise WorkspaceError(
+                    f"{file} has the columns {own}; {first[0].name} beside it has {other}. Write the files of a folder "
+                    "with the same columns."
+                )
             yield from opened.iter_batches(columns=columns, batch_size=ROW_GROUP_ROWS)
 
 

@@ -91,6 +91,20 @@ class Workspace:
         paths = sorted((self.root / "runs").glob("*"))
         return [RunFolder(path) for path in paths if path.is_dir() and _RUN_ID.fullmatch(path.name)]
 
+    def dated_runs(self, alike: str | None = None, with_held: bool = False) -> list[RunFolder]:
+        """Finished runs that were not taken back, the newest last: by date, and of a date by when they were finished.
+
+        Of a date those with the settings hash `alike` come last. `with_held`: those that a gate keeps back too.
+        """
+        taken_back = self.withdrawn()
+        runs = [run for run in self.runs() if run.is_finished or (with_held and run.is_held)]
+
+        def rank(run: RunFolder) -> tuple[str, bool, int]:
+            marker = run.success_path if run.is_finished else run.held_path
+            return run.date, run.settings_hash == alike, marker.stat().st_mtime_ns
+
+        return sorted((run for run in runs if run.run_id not in taken_back), key=rank)
+
     def published(self) -> RunFolder | None:
         """The run that readers see; None before the first is published.
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from laserbatch.ctr.feature_set import FeatureSet
-from laserbatch.pipeline.encoding.schema import feature_schema
+from laserbatch.pipeline.encoding.schema import MOMENT, feature_schema
 
 AS_OF = datetime.date(2025, 3, 1)
 RUN_ID = "2025-03-01-0123abcd"
@@ -110,6 +110,7 @@ def make_features(world: World, run_id=RUN_ID, noise=0.0, seed=0) -> FeatureSet:
             pa.array(np.abs(blurred[:, 8:16]).argmax(axis=1).astype(np.int32)),
             pa.array([run_id] * table.num_rows),
             pa.array(["f"] * table.num_rows),
+            pa.array([0] * table.num_rows, MOMENT),
         ]
         sides[side] = pa.Table.from_arrays(columns, schema=feature_schema(side, columns[0].type, DIM))
     return sides

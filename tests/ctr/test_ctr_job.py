@@ -1,6 +1,6 @@
 """The CTR stage over a run's folder: which features it compares, and what it refuses."""
 
-import datetime
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +9,10 @@ from ctr_world import AS_OF, make_features, make_world
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.jobs.commands.ctr import changed_settings, print_ctr
+from laserbatch.jobs.events import read_events
 from laserbatch.jobs.report.ctr_table import ctr_section
 from laserbatch.jobs.settings import Settings
-from laserbatch.jobs.stages.compare_ctr import compare_ctr, compare_night, run_variants
+from laserbatch.jobs.stages.compare_ctr import compare_ctr, compare_night, judge_first, run_variants
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -54,37 +55,44 @@ def test_a_run_whose_texts_saw_the_test_period_is_refused(world, tmp_path):
 
 
 @pytest.fixture
-def night(world, tmp_path, monkeypatch):
+def night(world, tmp_path):
     """A night of which nothing follows yet, as a stage sees it, upon three earlier runs; one of other settings."""
     workspace = Workspace.open(tmp_path / "workspace")
-    for run_id in ("2025-02-20-00000001", "2025-03-01-00000001", "2025-03-02-00000002"):
+    for run_id in ("2025-02-20-00000001", "2025-03-01-00000001", "2025-03-02-00000002", "2025-03-08-00000001"):
         run = workspace.run(run_id)
         write_features(run, make_features(world, run_id=run_id))
         run.success_path.touch()
-    monkeypatch.setattr("laserbatch.jobs.stages.compare_ctr.open_tables", lambda path: world)
-    date = datetime.date(2025, 3, 8)
-    settings = Settings(ctr=SETTINGS)
-    return SimpleNamespace(settings=settings, workspace=workspace, date=date, run=workspace.run(f"{date}-00000001"))
+    run.success_path.unlink()
+    for name in ("users", "items", "interactions"):
+        write_parquet(getattr(world, name), tmp_path / "tables" / f"{name}.parquet")
+    settings = Settings(ctr=SETTINGS, tables={"path": str(tmp_path / "tables")})
+    return SimpleNamespace(settings=settings, workspace=workspace, run=run)
 
 
-def test_the_last_run_that_can_be_judged_stands_for_a_live_night_and_says_its_age(night, world):
-    write_features(night.run, make_features(world))
+def test_the_last_run_that_can_be_judged_stands_for_a_live_night_and_says_its_age(night):
     figures = compare_night(night)
     assert (figures.judged_run_id, figures.judged_age_days) == ("2025-03-01-00000001", 7)
     assert {row.variant for row in figures.rows} == {"none", "relaxed"}
     told = ctr_section(figures).lead
     assert told.startswith("Nothing can judge this run yet: these are the features of run 2025-03-01-00000001, 7 days")
+    said = read_events(night.run.events_path)
+    assert any("is judged in its place" in event.get("line", "") for event in said)
+
+
+def test_a_comparison_that_the_kernel_kills_stops_no_night_and_says_why(night, monkeypatch):
+    killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    monkeypatch.setattr("laserbatch.jobs.stages.compare_ctr.CHILD", killed)
+    assert "killed by SIGKILL, as the kernel does where memory runs short" in compare_night(night).skipped
 
 
 @pytest.mark.parametrize("error", [MemoryError("no 3 GB"), RuntimeError("CUDA out of memory"), CtrError("too few")])
-def test_a_comparison_that_fails_stops_no_night_and_says_why(night, world, monkeypatch, error):
-    write_features(night.run, make_features(world))
-
+def test_a_comparison_that_fails_says_why(night, monkeypatch, error):
     def fail(*arguments):
         raise error
 
     monkeypatch.setattr("laserbatch.jobs.stages.compare_ctr.compare_ctr", fail)
-    figures = compare_night(night)
+    tables = str(night.settings.tables.path)
+    figures = judge_first(night.workspace, [night.run.run_id], tables, "relaxed", SETTINGS)
     assert str(error) in figures.skipped and figures.rows == []
     assert str(error) in str(ctr_section(figures).blocks[0])
 

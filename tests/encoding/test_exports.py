@@ -18,7 +18,7 @@ def sides(user_ids=("u\u00e4 1", "u2"), **form):
     exports = []
     for side, ids in (("user", pa.array(user_ids)), ("item", pa.array([7, 8]))):
         schema = feature_schema(side, ids.type, 2)
-        columns = [ids, VectorForm(2).column(VECTORS), [0, 4], [3, 2], ["2025-01-01-aa"] * 2, ["f", "g"]]
+        columns = [ids, VectorForm(2).column(VECTORS), [0, 4], [3, 2], ["2025-01-01-aa"] * 2, ["f", "g"], [0, 0]]
         batch = pa.record_batch([pa.array(column) for column in columns], schema=schema)
         exports.append(SideExport(side, schema, [batch], VectorForm(**{"dim": 2, **form})))
     return exports
@@ -38,17 +38,23 @@ def test_merlin_finds_types_tags_and_the_shape_of_vectors(tmp_path):
 
 def test_fuxictr_finds_keys_and_values_by_the_columns_settings(tmp_path):
     FORMATS["fuxictr"](sides(), tmp_path, tmp_path)
-    user, item = yaml.safe_load((tmp_path / "settings.yaml").read_text(encoding="utf-8"))["feature_cols"]
+    told = yaml.safe_load((tmp_path / "settings.yaml").read_text(encoding="utf-8"))["feature_cols"]
+    user, user_cluster, _, item, *_ = told
     table = pq.read_table(user["pretrained_emb"])
     assert table["key"].to_pylist() == ["u\u00e4 1", "u2"]
     assert np.array_equal(table["value"].combine_chunks().flatten().to_numpy().reshape(2, 2), VECTORS)
     assert (user["dtype"], item["dtype"], user["pretrain_dim"]) == ("str", "int", 2)
+    assert table[user_cluster["name"]].to_pylist() == [0, 4]
 
 
 def test_recbole_finds_atomic_files_of_the_folders_name(tmp_path):
     FORMATS["recbole"](sides(dim=1, project=lambda vectors: vectors[:, :1] * 2), tmp_path, tmp_path / "movies")
     lines = (tmp_path / "movies.useremb").read_text(encoding="utf-8").splitlines()
-    assert lines == ["user_emb_id:token\tuser_emb:float_seq", "u\u00e4 1\t0.5", "u2\t6.0"]
+    assert lines == [
+        "user_emb_id:token\tuser_emb:float_seq\tuser_cluster_id:token\tuser_residual_id:token",
+        "u\u00e4 1\t0.5\t0\t3",
+        "u2\t6.0\t4\t2",
+    ]
     settings = yaml.safe_load((tmp_path / "settings.yaml").read_text())
     assert settings["preload_weight"] == {"user_emb_id": "user_emb", "item_emb_id": "item_emb"}
 

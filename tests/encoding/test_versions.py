@@ -7,9 +7,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from laserbatch.pipeline.encoding.schema import feature_schema
+from laserbatch.pipeline.encoding.schema import days_valid, feature_schema, moments
 from laserbatch.pipeline.encoding.vectors import VectorForm
-from laserbatch.pipeline.encoding.versions import moments, read_versions
+from laserbatch.pipeline.encoding.versions import read_versions
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.parquet import write_parquet
 
@@ -28,6 +28,7 @@ def write_features(path, rows, id_type=pa.string()):
         "residual_id": [0] * len(rows),
         "run_id": [row[1] for row in rows],
         "fingerprint": ["f"] * len(rows),
+        "valid_from": moments(days_valid(pa.array([row[1] for row in rows], pa.string()))),
     }
     write_parquet(pa.table([pa.array(columns[name]) for name in schema.names], schema=schema), path)
     return path

@@ -26,7 +26,7 @@ def planted(workspace: Workspace, day: int, of_users: dict[str, int], encoder: s
     for side, written in (("user", of_users), ("item", {"i": day})):
         schema = feature_schema(side, pa.string(), 2)
         rows = [
-            [entity, [float(at), 0.5], at, at, f"2025-03-{at:02}{run.run_id[10:]}", str(at)]
+            [entity, [float(at), 0.5], at, at, f"2025-03-{at:02}{run.run_id[10:]}", str(at), at]
             for entity, at in written.items()
         ]
         table = pa.table([list(column) for column in zip(*rows, strict=True)], schema=schema)
@@ -84,11 +84,16 @@ def test_a_row_is_joined_with_what_was_known_before_its_day(workspace, tmp_path,
         ({"user_id": ["a"], "item_id": ["i"], "timestamp": ["yesterday"]}, "timestamp"),
         ({"user_id": [1], "item_id": ["i"], "timestamp": [1]}, "int64"),
         ({"user_id": ["a"], "item_id": ["i"], "timestamp": [1], "user_vector": [0]}, "user_vector"),
+        ({"user_id": ["a"], "item_id": ["i"], "timestamp": [1], "clicked": [0]}, "b.parquet has the columns"),
     ],
 )
 def test_a_log_that_cannot_be_joined_is_told_and_nothing_written(workspace, tmp_path, capfd, columns, named):
-    pq.write_table(pa.table(columns), tmp_path / "log.parquet")
-    told = asked(workspace, capfd, "asof", tmp_path / "log.parquet", tmp_path / "out.parquet", code=3)
+    log = tmp_path / "log"
+    log.mkdir()
+    pq.write_table(pa.table(columns), log / "a.parquet")
+    if "clicked" in columns:
+        pq.write_table(pa.table(columns).drop_columns("clicked"), log / "b.parquet")
+    told = asked(workspace, capfd, "asof", log, tmp_path / "out.parquet", code=3)
     assert named in told["error"]
     assert not (tmp_path / "out.parquet").exists()
 
