@@ -26,7 +26,7 @@ def test_sequence_shows_what_was_committed():
     assert sequence.prompt_ids.tolist() == [1, 2, 3] and sequence.output_ids.tolist() == [4, 5, 6, 7, 9]
     assert sequence.sources.tolist() == [SOURCE_TARGET] * 2 + [SOURCE_POOL] * 2 + [SOURCE_TARGET]
     assert (sequence.num_steps, sequence.num_drafted, sequence.num_accepted, sequence.num_left) == (3, 3, 2, 95)
-    result = sequence.result("length", 5, "")
+    result = sequence.result("length", "")
     for counts, number in ((result.drafted_by_source, 3), (result.accepted_by_source, 2)):
         assert counts.tolist() == [number * (code == SOURCE_POOL) for code in range(NUM_SOURCES)]
 
