@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from laserbatch.jobs.formatting import counted, decimal, percent
 from laserbatch.jobs.settings import GateSettings
+from laserbatch.pipeline.encoding.vectors import vectors_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning.refresh import EVIDENCE
@@ -23,7 +24,8 @@ from laserbatch.pipeline.storage.parquet import iter_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
 FEWEST = 32  # texts, of which fewer say nothing
-MOST_JUDGED = 10_000  # texts of a side whose tokens and vectors are read, evenly spaced over those that were written
+MOST_JUDGED = 10_000  # texts of a side whose tokens are read, evenly spaced over those that were written
+MOST_GROUPS = 8  # parts of a feature file, evenly spaced, from which these texts' vectors are read
 EMPTY_TOKENS = 3  # a text of fewer is as good as none
 TOO_FEW = "too few texts to judge"
 FEWEST_PAIRS = 16  # of a text and a plain one, of which fewer say nothing
@@ -191,7 +193,7 @@ def _of_side(
     yield gate("cut", is_cut.mean() if enough else 0, enough)
     is_repetitive = repeated_shares(texts["token_ids"]) > MOST_REPEATED
     yield gate("repetition", is_repetitive.mean() if enough else 0, enough)
-    vectors = _vectors(run, side, texts["entity_id"])
+    vectors = _vectors(run, side, texts["entity_id"].combine_chunks(), MOST_GROUPS)
     norms = np.linalg.norm(vectors.matrix, axis=1)
     is_wrong = ~(np.abs(norms - 1) <= NORM_ERROR)  # so that what is no number is wrong too
     yield gate("vector norm", is_wrong.mean() if enough else 0, enough)
@@ -232,7 +234,11 @@ def _drift(
     if not same_encoder:
         yield GateFigures("vector drift", side, told="vectors of another encoder")
         return
-    earlier = _vectors(previous, side, last["entity_id"])
+    both = vectors.ids.filter(pc.is_in(vectors.ids, value_set=last["entity_id"].combine_chunks()))
+    if len(both) < FEWEST:
+        yield GateFigures("vector drift", side, told=TOO_FEW)
+        return
+    earlier = _vectors(previous, side, both)
     row_of = pc.index_in(earlier.ids, value_set=vectors.ids).to_numpy()
     cosine = float((vectors.matrix[row_of] * earlier.matrix).sum(axis=1).mean())
     yield GateFigures("vector drift", side, cosine, told=told, may_hold=asked_alike)
@@ -258,16 +264,17 @@ class _Vectors:
     matrix: np.ndarray  # float32 (num_rows, dim), in the order of the ids
 
 
-def _vectors(run: RunFolder, side: Side, wanted: pa.ChunkedArray) -> _Vectors:
-    """The vectors of some entities, in the order of the feature file."""
-    ids, rows = [], []
-    for batch in iter_parquet(run.features_path(side), [f"{side}_id", "vector"]) if len(wanted) else ():
-        kept = batch.filter(pc.is_in(batch[f"{side}_id"], value_set=wanted.combine_chunks()))
-        ids.append(kept[f"{side}_id"])
-        rows.append(kept["vector"].flatten().to_numpy().reshape(kept.num_rows, -1 if kept.num_rows else 0))
-    if not any(map(len, ids)):
-        return _Vectors(wanted.combine_chunks()[:0], np.zeros((0, 0), np.float32))
-    return _Vectors(pa.concat_arrays(ids), np.concatenate([part for part in rows if len(part)]))
+def _vectors(run: RunFolder, side: Side, wanted: pa.Array, most_groups: int | None = None) -> _Vectors:
+    """The vectors of some entities, in the order of the feature file; at most those in so many of its row groups."""
+    path, key, ids, rows = run.features_path(side), f"{side}_id", [wanted[:0]], [np.zeros((0, 0), np.float32)]
+    batches = enumerate(iter_parquet(path, [key])) if len(wanted) else ()
+    groups = [number for number, batch in batches if pc.any(pc.is_in(batch[key], value_set=wanted)).as_py()]
+    stride = -(-len(groups) // (most_groups or max(len(groups), 1))) or 1
+    for batch in iter_parquet(path, [key, "vector"], groups[::stride]) if groups else ():
+        kept = batch.filter(pc.is_in(batch[key], value_set=wanted))
+        ids.append(kept[key])
+        rows.append(vectors_of(kept))
+    return _Vectors(pa.concat_arrays(ids), np.concatenate(rows[1:] or rows))
 
 
 def repeated_shares(token_ids: pa.ChunkedArray) -> np.ndarray:

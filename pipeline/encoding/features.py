@@ -4,11 +4,12 @@ Only the generated text is encoded. A history in front of it would push the know
 would bring the history into the features by another door.
 """
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -84,37 +85,38 @@ def write_features(
     id_type, rows = rows.schema.field("entity_id").type, as_large(rows)
     order = pc.sort_indices(rows["entity_id"]).to_numpy()
     found = np.full(len(order), -1) if earlier is None else _known_rows(rows, order, earlier.table.path, f"{side}_id")
-    is_new = np.ones(len(order), bool)
-    is_new[order] = found < 0
+    num_new = int((found < 0).sum())
     before = None if (codes_of or earlier) is None else _read_codebook((codes_of or earlier).centroids)
     if codes_of is None and before is not None and not before.is_for(settings.num_clusters, settings.seed):
         before = None
-    encoder = load_encoder() if earlier is None or is_new.any() else None
+    encoder = load_encoder() if earlier is None or num_new else None
     dim = _dim(earlier.table.path) if encoder is None else encoder.dim
     schema = feature_schema(side, id_type, dim)
-    if None not in (before, earlier) and not is_new.any() and _holds_all(earlier.table, found, schema):
+    if None not in (before, earlier) and not num_new and _holds_all(earlier.table, found, schema):
         link_file(earlier.table.path, table)
         link_file(earlier.centroids, centroids)
         written = FeatureFiles(replace(earlier.table, path=table), centroids)
         num_clusters = len(read_parquet(table, ["cluster_id"])["cluster_id"].unique())
         return SideFeatures(written, dim, num_clusters, codebook=before.key)
     table.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=table.parent) as scratch:
-        new = np.memmap(scratch, np.float32, "w+", shape=(max(is_new.sum(), 1), dim))
-        num_truncated = _encode(knowledge, is_new, encoder, new, on_batch) if is_new.any() else 0
-        vectors = _Vectors(found, (np.cumsum(is_new) - 1)[order], new, None if earlier is None else earlier.table.path)
-        known = _KnownCodes.of(None if before is None else (codes_of or earlier).table.path)
+    with tempfile.TemporaryFile(dir=table.parent, buffering=0) as scratch:
+        new = _NewVectors(scratch, dim, num_new)
+        num_truncated = _encode(knowledge, order[found < 0], encoder, new, on_batch) if num_new else 0
+        vectors = _Vectors(found, new, None if earlier is None else earlier.table.path)
+        of_new = _codes_before(new, None if before is None else (codes_of or earlier).table.path)
         codebook = before
         if before is None:
             codebook = fit_codebook(vectors.sample(), settings.num_clusters, settings.seed)
         elif codes_of is None:
-            codebook = _followed_by(before, new[: is_new.sum()], known, settings)
+            codebook = _followed_by(before, new, of_new[:, 0] < 0, settings)
         clusters_in_use: set[int] = set()
 
         def groups() -> Iterator[pa.Table]:
-            for places, matrix in vectors.groups():
-                codes, is_known = known.codes_of(matrix)
-                codes[~is_known] = codebook.codes(matrix[~is_known])
+            for places, new_places, matrix, codes in vectors.groups():
+                is_new = found[places] < 0
+                codes[is_new] = of_new[new_places]
+                to_code = codes[:, 0] < 0 if before is not None else np.ones(len(codes), bool)
+                codes[to_code] = codebook.codes(matrix[to_code])
                 clusters_in_use.update(np.unique(codes[:, 0]).tolist())
                 ids, run_ids, fingerprints = rows.take(pa.array(order[places])).columns
                 columns = [ids, VectorForm(dim).column(matrix), *map(pa.array, codes.T), run_ids, fingerprints]
@@ -123,40 +125,68 @@ def write_features(
 
         written = FeatureFiles(write_parquet(groups(), table, schema), centroids)
     _write_codebook(codebook, centroids, side, dim)
-    num_new = int(is_new.sum())
     return SideFeatures(written, dim, len(clusters_in_use), num_new, num_truncated, codebook.key)
 
 
-def _followed_by(before: Codebook, new: np.ndarray, known: "_KnownCodes", settings: EncodingSettings) -> Codebook:
-    """The codebook after a night's new vectors, float32 (n, dim), of which those that had codes before say nothing."""
-    sample = np.array(new[:: max(1, -(-len(new) // MAX_FITTED_ROWS))])
-    sample = sample[~known.codes_of(sample)[1]]
+class _NewVectors:
+    """Vectors of texts that were not known, in the order of their ids; in memory are their digests."""
+
+    def __init__(self, scratch: BinaryIO, dim: int, num_rows: int) -> None:
+        self._scratch, self.dim = scratch, dim
+        self.digests, self.heads = np.zeros(num_rows, np.uint64), np.zeros(num_rows, np.uint32)
+
+    def write(self, rows: np.ndarray, vectors: np.ndarray) -> None:
+        """Vectors of some rows, in any order, float32 (n, dim)."""
+        self.digests[rows], self.heads[rows] = digests(vectors), _heads(vectors)
+        size = 4 * self.dim
+        for row, vector in zip(rows.tolist(), np.ascontiguousarray(vectors, np.float32), strict=True):
+            os.pwrite(self._scratch.fileno(), vector, row * size)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """float32 (stop - start, dim)."""
+        vectors = np.empty((stop - start, self.dim), np.float32)
+        if len(vectors):
+            os.preadv(self._scratch.fileno(), [vectors], 4 * self.dim * start)
+        return vectors
+
+    def sample(self, most: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows in even steps, at most so many, and their vectors."""
+        rows = np.arange(0, len(self.digests), max(1, -(-len(self.digests) // most)))
+        parts = (self.read(row, row + 1) for row in rows.tolist())
+        return rows, np.concatenate([np.zeros((0, self.dim), np.float32), *parts])
+
+
+def _followed_by(before: Codebook, new: _NewVectors, is_unknown: np.ndarray, settings: EncodingSettings) -> Codebook:
+    """The codebook after a night's new vectors, of which those that had codes before say nothing."""
+    rows, sample = new.sample(MAX_FITTED_ROWS)
+    sample = sample[is_unknown[rows]]
     return followed(before, sample, settings.num_clusters, settings.seed) if len(sample) else before
 
 
-@dataclass(frozen=True)
-class _KnownCodes:
-    """Codes of earlier vectors by their bits: who has the vector of before has its codes, wherever centroids went."""
+def _codes_before(new: _NewVectors, path: Path | None) -> np.ndarray:
+    """Codes that vectors with the bits of new ones have in a feature table, int32 (num_new, num_levels); -1 without.
 
-    digests: np.ndarray  # uint64 (n,), ascending
-    codes: np.ndarray  # int32 (n, num_levels)
+    Who has the vector of before has its codes, wherever centroids went.
+    """
+    heads = np.unique(new.heads)
+    found, codes = [np.zeros(0, np.uint64)], [np.zeros((0, len(LEVELS)), np.int32)]
+    for batch in iter_parquet(path, ["vector", *LEVELS]) if path is not None and len(heads) else ():
+        vectors = vectors_of(batch)
+        near = _heads(vectors)
+        near = np.flatnonzero(heads[np.minimum(np.searchsorted(heads, near), len(heads) - 1)] == near)
+        found.append(digests(vectors[near]))
+        codes.append(np.column_stack([batch[name].to_numpy()[near] for name in LEVELS]))
+    known, first = np.unique(np.concatenate(found), return_index=True)
+    if not len(known):
+        return np.full((len(new.digests), len(LEVELS)), -1, np.int32)
+    places = np.minimum(np.searchsorted(known, new.digests), len(known) - 1)
+    is_known = known[places] == new.digests
+    return np.where(is_known[:, None], np.concatenate(codes)[first[places]], -1)
 
-    @classmethod
-    def of(cls, path: Path | None) -> "_KnownCodes":
-        found, codes = [np.zeros(0, np.uint64)], [np.zeros((0, len(LEVELS)), np.int32)]
-        for batch in () if path is None else iter_parquet(path, ["vector", *LEVELS]):
-            found.append(digests(vectors_of(batch)))
-            codes.append(np.column_stack([batch[name].to_numpy() for name in LEVELS]))
-        order = np.argsort(np.concatenate(found), kind="stable")
-        return cls(np.concatenate(found)[order], np.concatenate(codes)[order])
 
-    def codes_of(self, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Codes, int32 (n, num_levels), and whether they are known, bool (n,)."""
-        if not len(self.digests):
-            return np.zeros((len(vectors), len(LEVELS)), np.int32), np.zeros(len(vectors), bool)
-        wanted = digests(vectors)
-        places = np.minimum(np.searchsorted(self.digests, wanted), len(self.digests) - 1)
-        return self.codes[places], self.digests[places] == wanted
+def _heads(vectors: np.ndarray) -> np.ndarray:
+    """The bits of the first number of each: uint32 (n,). Where they differ, so do the vectors."""
+    return np.ascontiguousarray(vectors[:, 0], np.float32).view(np.uint32)
 
 
 def _read_codebook(path: Path) -> Codebook:
@@ -234,42 +264,47 @@ def _holds_all(earlier: WrittenFile, found: np.ndarray, schema: pa.Schema) -> bo
 
 
 def _encode(
-    knowledge: Path, is_new: np.ndarray, encoder: "TextEncoder", vectors: np.ndarray, on_batch: Callable[[int], None]
+    knowledge: Path, rows: np.ndarray, encoder: "TextEncoder", new: _NewVectors, on_batch: Callable[[int], None]
 ) -> int:
-    """Fill in the vectors of new texts, in the order of their files; returns how many texts lost their end."""
-    texts, num_rows, num_done, num_truncated = [], 0, 0, 0
+    """Write the vectors of some rows of knowledge, given in the order of ids; returns how many texts lost their end."""
+    by_file, row_of = np.sort(rows), np.argsort(rows)
+    texts, start, num_done, num_truncated = [], 0, 0, 0
     for batch in iter_parquet(knowledge, ["text"]):
-        texts += batch["text"].filter(pa.array(is_new[num_rows : num_rows + batch.num_rows])).to_pylist()
-        num_rows += batch.num_rows
-        if len(texts) >= ROW_GROUP_ROWS or num_rows == len(is_new):
+        first, last = np.searchsorted(by_file, [start, start + batch.num_rows])
+        texts += batch["text"].take(pa.array(by_file[first:last] - start)).to_pylist()
+        start += batch.num_rows
+        if texts and (len(texts) >= ROW_GROUP_ROWS or last == len(rows)):
             encoding = encoder.encode(texts, on_batch)
-            vectors[num_done : num_done + len(texts)] = encoding.vectors
+            new.write(row_of[num_done : num_done + len(texts)], encoding.vectors)
             num_done, num_truncated, texts = num_done + len(texts), num_truncated + encoding.num_truncated, []
     return num_truncated
 
 
 @dataclass(frozen=True)
 class _Vectors:
-    """Vectors in the order of ids, from a file of earlier ones and an array of new ones.
+    """Vectors in the order of ids, from a file of earlier ones and from new ones.
 
-    Attributes
-    ----------
-    found, new_rows : int64[n], rows of the file, ascending but for -1 where there is none; then rows of `new`.
+    `found`, int64[n], are rows of the file, ascending but for -1 where the vector is new.
     """
 
     found: np.ndarray
-    new_rows: np.ndarray
-    new: np.ndarray
+    new: _NewVectors
     earlier: Path | None
 
-    def groups(self) -> Iterator[tuple[slice, np.ndarray]]:
-        """Places of a row group's rows, and their vectors, float32 (n, dim)."""
-        batches = iter(()) if self.earlier is None else iter_parquet(self.earlier, ["vector"])
-        start, stop, batch = 0, 0, None
+    def groups(self) -> Iterator[tuple[slice, slice, np.ndarray, np.ndarray]]:
+        """Of a row group: its places; of the new among them, those in `new`; vectors, float32 (n, dim); codes.
+
+        Codes are those of the file, int32 (n, num_levels); -1 of the new.
+        """
+        batches = iter(()) if self.earlier is None else iter_parquet(self.earlier, ["vector", *LEVELS])
+        start, stop, num_new, batch = 0, 0, 0, None
         for first in range(0, len(self.found), ROW_GROUP_ROWS):
             places = slice(first, min(first + ROW_GROUP_ROWS, len(self.found)))
             found = self.found[places]
-            vectors = self.new[self.new_rows[places]]
+            new_places = slice(num_new, num_new := num_new + int((found < 0).sum()))
+            vectors = np.empty((len(found), self.new.dim), np.float32)
+            vectors[found < 0] = self.new.read(new_places.start, new_places.stop)
+            codes = np.full((len(found), len(LEVELS)), -1, np.int32)
             wanted = np.flatnonzero(found >= 0)
             while len(wanted):
                 while found[wanted[0]] >= stop:
@@ -277,11 +312,12 @@ class _Vectors:
                     start, stop = stop, stop + batch.num_rows
                 here = wanted[found[wanted] < stop]
                 vectors[here] = vectors_of(batch)[found[here] - start]
+                codes[here] = np.column_stack([batch[name].to_numpy()[found[here] - start] for name in LEVELS])
                 wanted = wanted[len(here) :]
-            yield places, vectors
+            yield places, new_places, vectors, codes
 
     def sample(self) -> np.ndarray:
         """At most `MAX_FITTED_ROWS` of them, in even steps: float32 (n, dim)."""
         step = max(1, -(-len(self.found) // MAX_FITTED_ROWS))
-        parts = [vectors[-places.start % step :: step] for places, vectors in self.groups()]
-        return np.concatenate([self.new[:0], *parts])
+        parts = [vectors[-places.start % step :: step] for places, _, vectors, _ in self.groups()]
+        return np.concatenate([np.zeros((0, self.new.dim), np.float32), *parts])

@@ -113,8 +113,13 @@ def read_parquet(path: Path | str, columns: Sequence[str] | None = None, schema:
         raise WorkspaceError(f"the files of {path} differ in their columns: {error}. Write them again.") from None
 
 
-def iter_parquet(path: Path | str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """The rows that `read_parquet` gives, in batches: one row group at most is in memory. No file gives no batch."""
+def iter_parquet(
+    path: Path | str, columns: Sequence[str] | None = None, row_groups: Sequence[int] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """The rows that `read_parquet` gives, in batches: one row group at most is in memory. No file gives no batch.
+
+    `row_groups` are those of a file to read; None: all.
+    """
     path, first = Path(path), None
     for file in [path] if path.is_file() else sorted(path.glob("*.parquet")):
         with _opened(file, columns or ()) as opened:
@@ -125,7 +130,7 @@ def iter_parquet(path: Path | str, columns: Sequence[str] | None = None) -> Iter
                     f"{file} has the columns {own}; {first[0].name} beside it has {other}. Write the files of a folder "
                     "with the same columns."
                 )
-            yield from opened.iter_batches(columns=columns, batch_size=ROW_GROUP_ROWS)
+            yield from opened.iter_batches(columns=columns, batch_size=ROW_GROUP_ROWS, row_groups=row_groups)
 
 
 def _read_file(path: Path, columns: Sequence[str] | None) -> pa.Table:
@@ -140,7 +145,7 @@ def _opened(path: Path, columns: Sequence[str]) -> Iterator[pq.ParquetFile]:
     """A file to read in the block, whose damage is named."""
     try:
         # ParquetFile, not read_table: the latter reads `date=...` in a folder's name as a partition column.
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False) as file:
             names = file.schema_arrow.names
             missing = [name for name in columns if name not in names]
             if missing:
