@@ -39,7 +39,7 @@ from laserbatch.pipeline.planning.plan import (
     read_shard,
     write_shard_plan,
 )
-from laserbatch.pipeline.planning.planner import FIRST_TEXTS, plan_side, shared_fingerprint
+from laserbatch.pipeline.planning.planner import FIRST_TEXTS, Keep, plan_side, shared_fingerprint
 from laserbatch.pipeline.planning.postpone import Refresh
 from laserbatch.pipeline.planning.refresh import BUDGET
 from laserbatch.pipeline.sides import SIDES, Side
@@ -129,10 +129,13 @@ class _Pass:
         pending = [shard for plan in plans.values() for shard in plan.shards if shard.name not in finished[shard.side]]
         pending.sort(key=lambda shard: shard.name)  # so that both sides' first texts are judged before the others
         abandoned = []
-        if pending:
-            with ThreadPoolExecutor(1) as aside:
+        with ThreadPoolExecutor(1) as aside:
+            kept = {side: aside.submit(keep.write) for side, keep in self._kept.items()}
+            if pending:
                 aside.submit(load_tokenizer, self.night.settings.model_dir)  # seconds, of which later stages have none
                 abandoned = self._write(pending, plans, finished)
+            for side, written in kept.items():
+                finished[side] |= written.result()
         end_at_sigterm()
         plans = {side: load_plan(self.folder.root, side) or plans[side] for side in SIDES}  # with halves of shards
         return {side: self._gather(plans[side], finished[side], abandoned) for side in SIDES}
@@ -161,6 +164,11 @@ class _Pass:
             drop_plan(self.folder.root, "user")
             made["user"] = self._plan("user")
         return {side: plan for side, (plan, _) in made.items()}, {side: done for side, (_, done) in made.items()}
+
+    @cached_property
+    def _kept(self) -> dict[Side, Keep]:
+        """What keeps its text by the plans that were made, to be written while workers write the others."""
+        return {}
 
     @cached_property
     def _budget(self) -> float | None:
@@ -192,6 +200,7 @@ class _Pass:
                     apart=_written_tonight(night, side) if self.is_plain else None,
                     refresh=None if self.is_plain else self._refresh(side),
                     unasked=unasked,
+                    keep=partial(self._kept.__setitem__, side),
                 )
 
         return open_plan(self.folder, side, make_plan)

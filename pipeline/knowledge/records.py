@@ -60,7 +60,7 @@ class PreviousKnowledge:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        batches = list(self._batches(["entity_id", "fingerprint"]))
+        batches = [] if folder is None else list(iter_parquet(folder, ["entity_id", "fingerprint"]))
         self.num_rows = sum(batch.num_rows for batch in batches)
         self._entity_ids = pa.chunked_array([batch["entity_id"] for batch in batches]) if batches else None
         kind = pa.large_string()
@@ -81,14 +81,14 @@ class PreviousKnowledge:
     def token_ids(self, rows: np.ndarray) -> pa.Array:
         """Token ids of the texts of some rows, large lists of int32; null for a row of -1."""
         kind, wanted = pa.large_list(pa.int32()), np.unique(rows[rows >= 0])
-        parts = [batch["token_ids"].cast(kind) for batch in self._taken(wanted, ["token_ids"])]
+        parts = [batch["token_ids"].cast(kind) for batch in _taken(self._folder, self.num_rows, wanted, ["token_ids"])]
         texts = pa.chunked_array(parts, kind).combine_chunks()
         return texts.take(pa.array(np.searchsorted(wanted, rows), mask=rows < 0))
 
     def values(self, rows: np.ndarray, columns: list[str]) -> pa.Table:
         """Some columns of the records of some rows, each of which is one."""
         wanted = np.unique(rows)
-        parts = [pa.Table.from_batches([batch]) for batch in self._taken(wanted, columns)]
+        parts = [pa.Table.from_batches([batch]) for batch in _taken(self._folder, self.num_rows, wanted, columns)]
         table = pa.concat_tables(parts) if parts else knowledge_schema(pa.string()).empty_table().select(columns)
         return table.take(pa.array(np.searchsorted(wanted, rows)))
 
@@ -98,19 +98,17 @@ class PreviousKnowledge:
         names = [name for name in schema.names if name != "is_stale"]
         columns = (
             {name: batch[name] for name in names} | {"is_stale": pa.repeat(is_stale, len(batch))}
-            for batch in self._taken(rows, names)
+            for batch in _taken(self._folder, self.num_rows, rows, names)
         )
         batches = (pa.record_batch(part).select(schema.names).cast(schema) for part in columns)
         return pa.RecordBatchReader.from_batches(schema, batches)
 
-    def _taken(self, rows: np.ndarray, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        is_taken, start = np.zeros(self.num_rows, bool), 0
-        is_taken[rows] = True
-        for batch in self._batches(columns) if len(rows) else ():
-            mask = is_taken[start : start + batch.num_rows]
-            start += batch.num_rows
-            if mask.any():
-                yield batch.filter(pa.array(mask))  # `take` of a whole side fails where it has 2 GiB of text
 
-    def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        return iter(()) if self._folder is None else iter_parquet(self._folder, columns)
+def _taken(folder: Path | None, num_rows: int, rows: np.ndarray, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    is_taken, start = np.zeros(num_rows, bool), 0
+    is_taken[rows] = True
+    for batch in iter_parquet(folder, columns) if len(rows) else ():
+        mask = is_taken[start : start + batch.num_rows]
+        start += batch.num_rows
+        if mask.any():
+            yield batch.filter(pa.array(mask))  # `take` of a whole side fails where it has 2 GiB of text

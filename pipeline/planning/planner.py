@@ -25,7 +25,7 @@ from laserbatch.pipeline.planning.postpone import Refresh, choose, interactions_
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import sha256_file
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons
-from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
 from laserbatch.pipeline.tables.read import Tables
 from laserbatch.retrieval_pools.routing.router import Router, Routes
 
@@ -39,6 +39,28 @@ CHAT_FILES = (
     "additional_chat_templates/*.jinja",
 )  # fmt: skip
 DAY_US = 24 * 3600 * 1_000_000
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What keeps its text: records, a few of which are in memory at a time."""
+
+    folder: RunFolder
+    side: Side
+    carried: pa.RecordBatchReader  # as before
+    waiting: pa.RecordBatchReader | None  # as stale; None where nobody waits
+    refused: list  # ids, which go to quarantine
+
+    def write(self) -> dict[str, ShardRecord]:
+        """Write it, once; the shards that were written, by name. A plan is not whole before."""
+        self.folder.drop_shard(self.side, WAITING_SHARD)
+        quarantined = [QuarantineRow.of(entity_id, self.side, NO_TITLE) for entity_id in self.refused]
+        parts = {CARRIED_SHARD: self.carried}  # of none too: a side then has its schema
+        parts |= {} if self.waiting is None else {WAITING_SHARD: self.waiting}
+        return {
+            name: self.folder.write_shard(self.side, name, records, quarantined if name == CARRIED_SHARD else ())
+            for name, records in parts.items()
+        }
 
 
 def shared_fingerprint(side: Side, knowledge: KnowledgeSettings, decoding: DecodingSettings, model_dir: Path) -> str:
@@ -95,6 +117,7 @@ def plan_side(
     apart: pa.Array | None = None,
     refresh: Refresh | None = None,
     unasked: pa.Table | None = None,
+    keep: Callable[[Keep], object] = Keep.write,
 ) -> SidePlan:
     """Decide about every entity of a side and write its shards' inputs. Nothing is rendered, and nothing tokenised.
 
@@ -110,6 +133,7 @@ def plan_side(
     apart : ids of entities that share no shard with others and come first, so that their time is known.
     refresh : what says whose change waits; None: nobody's.
     unasked : entities, as `run_folder.POSTPONED`, that get no text whatever else is so.
+    keep : is given what keeps its text, to write it now or while others are written.
     """
     entities, key = tables.entities(side), f"{side}_id"
     routes = routes or Routes.nowhere(entities.num_rows)
@@ -137,7 +161,15 @@ def plan_side(
     write_postponed(RunFolder(run_dir), side, postponed)
     waiting = np.sort(waiting[waiting >= 0])
     refused = entities[key].take(pa.array(found.refused)).to_pylist()
-    num_carried_over = _write_kept(RunFolder(run_dir), side, previous, entities[key].type, waiting, found, refused)
+    keep(
+        Keep(
+            RunFolder(run_dir),
+            side,
+            carried=previous.records(np.sort(found.carried), entities[key].type, is_stale=False),
+            waiting=previous.records(waiting, entities[key].type, is_stale=True) if len(waiting) else None,
+            refused=refused,
+        )
+    )
     columns = {
         "fingerprint": known_by,
         "previous_ids": previous.token_ids(before[rows]),
@@ -148,7 +180,7 @@ def plan_side(
     return SidePlan(
         side=side,
         num_entities=entities.num_rows,
-        num_carried_over=num_carried_over,
+        num_carried_over=len(found.carried),
         num_refused=len(refused),
         routes=routes.num_by_scheme(),
         shards=shards,
@@ -192,29 +224,6 @@ def _compared(
         on_entities(stop - start)
     known_by = pa.chunked_array(fingerprints, pa.string()).combine_chunks()
     return _Compared(_concatenated(changed), known_by, _concatenated(carried), _concatenated(refused))
-
-
-def _write_kept(
-    folder: RunFolder,
-    side: Side,
-    previous: PreviousKnowledge,
-    id_type: pa.DataType,
-    waiting: np.ndarray,
-    found: _Compared,
-    refused: list,
-) -> int:
-    """Write what keeps its text: `waiting`, rows of earlier records, as stale, and what is as before; how many those.
-
-    `refused` are ids, which go to quarantine.
-    """
-    if len(waiting):
-        folder.write_shard(side, WAITING_SHARD, previous.records(waiting, id_type, is_stale=True))
-    else:
-        folder.drop_shard(side, WAITING_SHARD)
-    quarantined = [QuarantineRow.of(entity_id, side, NO_TITLE) for entity_id in refused]
-    records = previous.records(np.sort(found.carried), id_type, is_stale=False)
-    # Of none too: a side then has its schema.
-    return folder.write_shard(side, CARRIED_SHARD, records, quarantined).num_rows
 
 
 def _write_shards(
