@@ -68,7 +68,7 @@ class SideQuestions:
             places, starts = self.histories.newest(rows, self._template.history.max_events)
             items = pa.array(self.histories.items[places])
             titles, attributes = (texts.take(items).to_pylist() for texts in self._events)
-            ratings = _mapped(pa.array(self.histories.ratings[places]), rating_text).to_pylist()
+            ratings = _mapped(pa.chunked_array([self.histories.ratings[places]]), rating_text).to_pylist()
             events = list(zip(titles, attributes, ratings, strict=True))
             bounds = pairwise(starts.tolist())
             history = pa.array([json.dumps(events[first:last], ensure_ascii=False) for first, last in bounds])

@@ -132,10 +132,16 @@ def _by_time(interactions: pa.Table) -> pa.Table:
 
 
 def _coded(column: pa.ChunkedArray) -> pa.Array:
-    """Ids as codes, int32, of their distinct values, which ascend: what is sorted by code is sorted by id."""
+    """Ids as codes, int32, of their distinct values, which ascend: what is sorted by code is sorted by id.
+
+    Of a dictionary those are left out that no row has.
+    """
     coded = column.combine_chunks()
+    is_there = np.zeros(len(coded.dictionary), bool)
+    is_there[coded.indices.drop_null().to_numpy()] = True
     order = pc.sort_indices(coded.dictionary)
-    codes = np.empty(len(order), np.int32)
+    order = order.filter(pa.array(is_there).take(order))
+    codes = np.zeros(len(is_there), np.int32)
     codes[order.to_numpy()] = np.arange(len(order), dtype=np.int32)
     return pa.DictionaryArray.from_arrays(pa.array(codes).take(coded.indices), coded.dictionary.take(order))
 
@@ -166,19 +172,29 @@ def _read_part(file: Path, name: str, cutoff: pa.Scalar | None) -> pa.Table:
         for finding in schema_findings(name, shown_path(file), schema):
             raise FaultyTable(finding)
         wanted = [column for column in schema.names if role_of(name, column) is not None]
-        kept = None
         time_column = "timestamp" if name == "interactions" else CREATED_AT
-        if cutoff is not None and time_column in schema.names and not pt.is_null(schema.field(time_column).type):
-            kept = pc.field(time_column) < time_scalar(cutoff, schema.field(time_column).type)
-            if name != "interactions":
-                kept = kept | pc.field(time_column).is_null()
-        dataset, columns = ds.dataset(str(file), format="parquet"), {}
-        for column in wanted:  # one at a time: of interactions ids are codes before the next is read
-            role = role_of(name, column)
-            values = role.plain(dataset.to_table(columns=[column], filter=kept)[column])
-            columns[column] = values.dictionary_encode() if name == "interactions" and role is ID else values
-            del values
-            pa.default_memory_pool().release_unused()
+        coded = [column for column in wanted if name == "interactions" and role_of(name, column) is ID]
+        columns: dict[str, pa.ChunkedArray] = {}
+        # What is text is read as codes: most files have it so.
+        texts = [column for column in coded if pt.is_string(schema.field(column).type)]
+        with pq.ParquetFile(file, read_dictionary=texts, pre_buffer=False) as opened:
+            kept = None
+            if cutoff is not None and time_column in schema.names and not pt.is_null(schema.field(time_column).type):
+                times = opened.read([time_column])[time_column]
+                kept = pc.less(times, time_scalar(cutoff, times.type))
+                kept = pc.fill_null(kept, name != "interactions")
+                kept = None if pc.all(kept, min_count=0).as_py() else kept.combine_chunks()
+                del times
+            for column in wanted:  # one at a time, and what it was is let go
+                values = opened.read([column])[column]
+                if column in texts:
+                    values = values.unify_dictionaries()
+                values = values if kept is None else values.filter(kept)
+                if column not in texts:
+                    values = role_of(name, column).plain(values)
+                columns[column] = values if column not in coded or column in texts else values.dictionary_encode()
+                del values
+                pa.default_memory_pool().release_unused()
         return pa.table(columns)
     except (pa.ArrowException, OSError) as error:
         raise FaultyTable(unreadable(name, shown_path(file), error)) from None
