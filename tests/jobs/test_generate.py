@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -166,11 +167,16 @@ def test_shards_of_another_plan_are_not_taken_for_those_of_this_one(world, write
 
 def test_what_is_lost_while_a_run_goes_on_ends_it_and_the_next_attempt_heals_it(world, write):
     night = opened(world, SECOND_DATE)
-    carried = night.run.knowledge_folder("user") / "carried.parquet"
+
+    def lose() -> None:
+        while "carried" not in night.run.finished_shards("user"):  # it is written while workers write
+            time.sleep(0.01)
+        (night.run.knowledge_folder("user") / "carried.parquet").unlink()
+
     with pytest.raises(
         WorkspaceError, match=r"of \d+ users \d+ are neither in its knowledge nor in quarantine \(u.*again"
     ):
-        write(night, at_first=lambda: carried.unlink())
+        write(night, at_first=lose)
     assert write(opened(world, SECOND_DATE)).shards == []
     assert len(texts(night.run)) == num_entities(night)
 
