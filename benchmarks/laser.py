@@ -30,12 +30,12 @@ from systems import EngineSystem, Pass
 from tasks import TaskSize, tasks_of
 
 from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
-from laserbatch.pipeline.decoding.settings import Budget
-from laserbatch.pipeline.decoding.verifiers import Greedy, ProbabilityThreshold, Relaxed, TopK
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.decoding.verifiers import Greedy, verifier_from
 
 OURS = "preference"  # one pool, in which the own group's texts count more
 POOLS = ("global", "random", "group", OURS)  # GRP, RRP, CRP of the paper, and ours
-RULES = {"top-1": Greedy(), "top-k": TopK(2), "top-p": ProbabilityThreshold(0.1), "relaxed": Relaxed(2, 0.1)}
+RULES = {"top-1": "greedy", "top-k": "top_k", "top-p": "probability", "relaxed": "relaxed"}  # k = 2, p = 0.1
 OF_OURS = [(OURS, rule) for rule in RULES]
 ALONE = [*((pool, rule) for pool in POOLS[:-1] for rule in ("top-1", "relaxed")), *OF_OURS]
 BUDGET = Budget(32, 0.07)
@@ -76,7 +76,8 @@ def decoding_rows(model: Path, data: Path, cache: Path, scale: Scale) -> Iterato
                 for pool, rule in pairs:
                     limits = BUDGET.max_draft_tokens, BUDGET.min_acceptance, engine.num_draft_threads
                     drafter = RetrievalDrafter(pools[pool].pool, WITH_POOL, *limits)
-                    runner = EngineSystem(engine, drafter, RULES[rule], BUDGET, pools[pool].groups)
+                    verifier = verifier_from(DecodingSettings(verifier=RULES[rule]))
+                    runner = EngineSystem(engine, drafter, verifier, BUDGET, pools[pool].groups)
                     systems.append(Contestant(pool, rule, runner, BUDGET))
                 amount = Amount(num, scale.num_repetitions, num, scale.num_repetitions)
                 passes = measure(systems, task.held_out, batch, MAX_NEW_TOKENS, amount, num_warm_up=1)

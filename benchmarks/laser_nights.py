@@ -16,6 +16,7 @@ import pyarrow as pa
 import torch
 from chaos_nights import write_here
 from common import SAMPLE_MODEL, SEED, Interval
+from entities import iter_entities, render_prompt
 from sklearn.metrics import log_loss, roc_auc_score
 from systems import TransformersGenerate
 from transformers import AutoTokenizer
@@ -31,8 +32,6 @@ from laserbatch.jobs.stages import build_pools, night
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.run_night import encode_run, run_night
 from laserbatch.pipeline.decoding import engine
-from laserbatch.pipeline.knowledge.entities import iter_entities
-from laserbatch.pipeline.knowledge.prompts import render_prompt
 from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.sides import SIDES
