@@ -5,6 +5,7 @@ The bundled model writes the nights in this process, some weeks apart, so that m
 
 import dataclasses
 import datetime
+import itertools
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -71,12 +72,16 @@ def feature_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
 
 
 def history_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
-    """AUC by `ctr.history`, on the test rows that all have; and on training rows, where labels leak."""
+    """AUC by `ctr.history`, on the test rows that all have; and on training rows, where labels leak.
+
+    `trained_on` "all" is what the setting does. With "older text" latest and asof train on those rows alone whose user
+    and item have a text that is older, so that they differ in nothing but the text that is seen.
+    """
     settings = CtrSettings(history="split")
     features = {VERIFIER: run_variants(night.run, VERIFIER)[VERIFIER]}
     judged = build_dataset(tables, night.date, settings).test
-    rows = []
-    for history in ("latest", "asof", "split"):
+    rows, has_older = [], None
+    for history in ("asof", "latest", "split"):
         settings = settings.model_copy(update={"history": history})
         data = build_dataset(tables, night.date, settings)
         knowledge = build_knowledge(tables, data, features, night.date, settings)[VERIFIER]
@@ -84,11 +89,17 @@ def history_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
         if history == "asof":
             with feature_versions(earlier_runs(night.workspace, night.run)) as versions:
                 seen, knowledge = seen_as_of(tables, data, knowledge, versions)
-        data = dataclasses.replace(seen, test=judged)
-        for model in settings.models:
+            texts = knowledge.user.vectors[seen.users[data.train]], knowledge.item.vectors[seen.items[data.train]]
+            has_older = (texts[0] != 0).any(axis=1) & (texts[1] != 0).any(axis=1)
+        parts = {"all": seen.train}
+        if history != "split":
+            parts["older text"] = seen.train[has_older]
+        for model, (trained_on, train) in itertools.product(settings.models, parts.items()):
+            data = dataclasses.replace(seen, train=train, test=judged)
             found = [_judged(model, data, knowledge, settings, seed) for seed in range(num_seeds)]
             aucs, losses, of_training = zip(*found, strict=True)
-            row = {"model": model, "history": history, "features": VERIFIER, "dataset": "sample world"}
+            row = {"model": model, "history": history, "trained_on": trained_on, "features": VERIFIER}
+            row |= {"dataset": "sample world"}
             row |= {"auc_mean": statistics.fmean(aucs), "auc_std": statistics.stdev(aucs) if num_seeds > 1 else None}
             row |= {"logloss_mean": statistics.fmean(losses), "train_auc_mean": statistics.fmean(of_training)}
             rows.append(row | {"train_rows": len(data.train), "test_rows": len(judged), "seeds": num_seeds})

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CHILD = [sys.executable, "-m", "laserbatch.jobs.stages.compare_ctr"]
+CHILD = [sys.executable, "-P", "-m", "laserbatch.jobs.stages.compare_ctr"]
 FIGURES = TypeAdapter(CtrFigures)
 MOST_TRIED = 8  # runs, the newest first, that one is looked for among which can be judged
 

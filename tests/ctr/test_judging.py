@@ -67,11 +67,11 @@ def test_influence_gives_the_auc_of_resampled_users():
 def test_intervals_cover_the_truth_as_often_as_they_say():
     """Worlds in which no text is better, each with users and seeds of its own: no difference is to be found."""
     num_covered = 0
-    for seed in range(200):
+    for seed in range(100):
         labels, users, candidate, reference = trainings(num_seeds=4, num_users=60, rows_each=6, seed=seed, noise=0.5)
         found = compare_paired({"DIN": pair(labels, users, candidate, reference)}, len(labels))["all"]
         num_covered += found.low <= 0 <= found.high
-    assert 0.92 <= num_covered / 200 <= 0.985
+    assert 90 <= num_covered <= 99
 
 
 def test_the_more_exact_model_counts_more():
