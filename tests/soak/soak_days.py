@@ -1,6 +1,8 @@
 """What can happen on a day, and the night after it. Everything is drawn from the seed and the day alone."""
 
 import datetime
+import errno
+import fcntl
 import json
 import os
 import random
@@ -11,21 +13,23 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 from soak_models import ENCODERS, MODELS
-from soak_oracle import NOBODY_FITS
+from soak_oracle import AMPLE_HOURS, NOBODY_FITS
 from soak_world import NUMBER_TYPES, PATH_TYPES, RATING_TYPES, TIME_TYPES, WORD_TYPES, Event
 
 WORDS = ("harbour", "radio", "gulls", "salt", "pier", "night", "signal", "rope", "lamp", "quiet", "tide", "storm")
+FIRST_DATE = "2025-03-01"
 FEW, MANY = 5, 14  # entities of a side
 DAY = datetime.timedelta(days=1)
 
 
-class Interrupted:
-    """Ctrl-C at the n-th file that a night puts in its place."""
+class Stopped:
+    """Ctrl-C at the n-th file that a command puts in its place, or no room on the disk for that file."""
 
-    def __init__(self, stop_at: int) -> None:
+    def __init__(self, stop_at: int, full: bool) -> None:
         self.stop_at, self.num_done, self.happened, self._replace = stop_at, 0, False, os.replace
+        self.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if full else KeyboardInterrupt()
 
-    def __enter__(self) -> "Interrupted":
+    def __enter__(self) -> "Stopped":
         os.replace = self._counted
         return self
 
@@ -36,7 +40,7 @@ class Interrupted:
         self.num_done += 1
         if self.num_done == self.stop_at:
             self.happened = True
-            raise KeyboardInterrupt
+            raise self.error
         self._replace(*arguments, **options)
 
 
@@ -240,6 +244,8 @@ SETTINGS = [
     _set("refresh", "max_age_days", 3, 10),
     _set("refresh", "min_interactions", 0, 1, 2),
     _set("refresh", "max_tokens", 20, 60, 10_000),
+    _set("refresh", "max_hours", 1e-5, AMPLE_HOURS),
+    _set("refresh", "min_drift", 0.001, 0.05, 0.4),
     _refresh_off,
     _set("night", "compare_with_plain", True, False, False),
     _set("night", "train_ctr", True, False, False),
@@ -360,7 +366,22 @@ def forgotten(year, rng):
         year.forget(users, rng.choice((None, rng.randint(1, 40))))
 
 
-DEEDS = [rolled_back, published_by_name, collected, forgotten, forgotten]
+def rebuilt(year, rng):
+    """`pools rebuild`, killed or not; what readers see may have been deleted meanwhile."""
+    if year.oracle.published and not year.oracle.gone:
+        year.rebuilt(rng.choice((None, rng.randint(1, 12))))
+
+
+def busy(year, rng):
+    """Somebody else works in the workspace: whatever would write is refused."""
+    with (year.workspace / "LOCK").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        for command in (("nightly", "--date", FIRST_DATE), ("runs", "gc"), ("forget", "--user", "nobody")):
+            done = year.command(*command, writes_tables=False)
+            assert done.code == json.loads(done.out)["exit_code"] == 5, (command, done)
+
+
+DEEDS = [rolled_back, published_by_name, collected, forgotten, forgotten, rebuilt, busy]
 
 
 # ---- input that no night may begin with: what is done to it, and what must be said
@@ -445,8 +466,8 @@ def live(year, number: int, day: datetime.date, told: list[str]) -> datetime.dat
         deed = rng.choice(DEEDS)
         told.append(deed.__name__)
         deed(year, rng)
-    kinds = (ordinary, forced, interrupted, backfilled, filled, future, late, held)
-    kind = rng.choices(kinds, (14, 1, 3, 2, 2, 0.5, 1.5, 1))[0] if number else ordinary
+    kinds = (ordinary, forced, interrupted, disk_full, backfilled, filled, future, late, held)
+    kind = rng.choices(kinds, (14, 1, 3, 1.5, 2, 2, 0.5, 1.5, 1))[0] if number else ordinary
     told.append(kind.__name__)
     kind(year, rng, day)
     if rng.random() < 0.1:
@@ -480,6 +501,11 @@ def interrupted(year, rng, day):
     if rng.random() < 0.5:
         between = lambda: of_another_version(year)  # noqa: E731
     year.night(str(day), stop_at=rng.randint(1, 45), between=between)
+
+
+def disk_full(year, rng, day):
+    """There is no room for one of its files; somebody makes room, and the same command ends it."""
+    year.night(str(day), stop_at=rng.randint(1, 45), full=True)
 
 
 def backfilled(year, rng, day):

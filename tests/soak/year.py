@@ -31,7 +31,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest does
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "jobs"))
 from night_world import write_here
-from soak_days import Interrupted, live
+from soak_days import Stopped, live
 from soak_models import ENCODERS, MODELS, write_encoder, write_model
 from soak_oracle import Oracle, contents
 from soak_world import NUMBER_TYPES, PATH_TYPES, WORD_TYPES, Event, World
@@ -53,6 +53,7 @@ TEMPLATES = {
         "sober_item": {"side": "item", "attributes": {"max_value_chars": 5000}, "request": "Be sober."},
     }.items()
 }
+DEFAULTS = yaml.safe_load((Path(__file__).resolve().parents[2] / "configs" / "default.yaml").read_text())
 FIRST_DAY = datetime.date(2025, 3, 1)
 LATER = ("2027-06-01", "2027-06-02", "2027-06-03", "2027-06-04")  # after every night: what CTR models are judged on
 
@@ -131,8 +132,8 @@ class Year:
         named = {
             key: value for key, value in self.settings.items() if key not in ("workspace", "pool_building", "gates")
         }
-        for section in ("night", "refresh"):  # what says the default is as good as nothing
-            named[section] = {key: value for key, value in named[section].items() if value}
+        for section, values in named.items():  # who writes a default down says nothing
+            named[section] = DEFAULTS[section] | values
         return json.dumps(named, sort_keys=True)
 
     def command(self, *arguments: str, writes_tables: bool = True) -> Done:
@@ -154,21 +155,24 @@ class Year:
         self.num_commands += 1
         return Done(code, out.getvalue(), said.getvalue())
 
-    def done(self, *arguments: str, stop_at: int | None = None, between=None) -> tuple[dict, str, bool]:
+    def done(
+        self, *arguments: str, stop_at: int | None = None, between=None, full: bool = False
+    ) -> tuple[dict, str, bool]:
         """A command that ends well: its summary, what it said, and whether it needed no second one.
 
         Parameters
         ----------
         stop_at : the write at which it is interrupted; the same command then ends it.
         between : what is done to the workspace after an interruption.
+        full : there is no room on the disk for that write, instead of a Ctrl-C.
         """
         is_whole = True
         if stop_at is not None:
-            with Interrupted(stop_at) as stopped:
+            with Stopped(stop_at, full) as stopped:
                 done = self.command(*arguments)
-            if stopped.happened:
-                is_whole = False
-                assert done.code == 130 and json.loads(done.out)["exit_code"] == 130, (done.code, done.said)
+            if stopped.happened and not (full and done.code == 0):  # a comparison that fails stops no night
+                is_whole, code = False, 3 if full else 130
+                assert done.code == code == json.loads(done.out)["exit_code"], (done.code, done.said)
                 if between is not None:
                     between()
                 done = self.command(*arguments, writes_tables=False)
@@ -177,14 +181,14 @@ class Year:
         assert done.code == 0, f"{arguments}: exit code {done.code}\n{done.said}"
         return json.loads(done.out), done.said, is_whole
 
-    def night(self, date: str, *options: str, stop_at: int | None = None, between=None) -> str:
-        """One night and its judgement; returns the run's id. `stop_at` and `between` are those of `done`."""
+    def night(self, date: str, *options: str, **stop) -> str:
+        """One night and its judgement; returns the run's id. `stop` is what `done` takes."""
         oracle, settings = self.oracle, self.settings_key()
         is_again = oracle.run_of(date, settings) is not None
         options += ("--redo",) if is_again and not options else ()
         previous = oracle.previous(date, settings)
         pools = oracle.pools_to_use(date, self.settings["pools"]["min_support"])
-        summary, said, is_whole = self.done("nightly", "--date", date, *options, stop_at=stop_at, between=between)
+        summary, said, is_whole = self.done("nightly", "--date", date, *options, **stop)
         run_id = summary["run_id"]
         is_published = oracle.publishes(date, run_id)
         assert ("not published" in said) == (not is_published), said
@@ -264,6 +268,16 @@ class Year:
             self.oracle.forget(run_id)
         self.oracle.held &= kept
         self.oracle.check_published()
+
+    def rebuilt(self, stop_at: int | None) -> None:
+        """`pools rebuild`, perhaps killed and given again: the next night drafts from what readers see."""
+        oracle, run_id = self.oracle, self.oracle.published
+        self.done("pools", "rebuild", "--run", run_id, stop_at=stop_at)
+        assert (self.workspace / "pools" / "CURRENT").read_text().strip() == run_id
+        for side in ("user", "item"):
+            assert (self.workspace / "pools" / run_id / side).is_dir() == bool(oracle.runs[run_id].keys[side]), run_id
+        oracle.unusable_pools.discard(run_id)
+        oracle.check_no_leftovers()
 
     def planned(self, date: str) -> dict:
         """`nightly --dry-run`: it touches nothing."""
