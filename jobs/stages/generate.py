@@ -240,7 +240,7 @@ class _Pass:
         end_at_sigterm()
         with progress(label, num_rows) as bar:
             choose = _plainly if self.is_plain else partial(night_budgets, night, pending)
-            for outcome in run_shards(pending, crew, choose):
+            for outcome in run_shards(pending, crew, choose, partial(emit, "first_text", of=label)):
                 if isinstance(outcome, ShardAbandoned):
                     abandoned.append(outcome)
                     emit("shard_abandoned", **_named(outcome.shard), reason=outcome.reason)

@@ -6,6 +6,7 @@ from threading import Event, Thread
 
 from laserbatch.pipeline.distributed.actors import MOST_STARTING_S, Crew
 from laserbatch.pipeline.distributed.cluster import ray_cluster
+from laserbatch.pipeline.distributed.loading import is_quantised
 from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import RunFailed
@@ -49,7 +50,7 @@ class NightWorkers:
 
     def _start(self, spec: WorkerSpec) -> None:
         try:
-            layout = self._cluster.enter_context(ray_cluster(self._settings))
+            layout = self._cluster.enter_context(ray_cluster(self._settings, not is_quantised(spec.model_dir)))
             crew = Crew(spec, layout, self._settings.max_shard_attempts)
             self._cluster.callback(crew.dismiss)
             if spec.decoding.drafters:

@@ -177,8 +177,7 @@ def _worth_its_price(step_cost: StepCost, batch_size: int, trust: float, has_tex
     looking = float(step_cost.draft_seconds(batch_size, np.zeros(()))) / plain_s
     affordable = [least for least in MIN_ACCEPTANCES if least >= price / trust]
     checked = "" if trust == 1.0 else ", and estimates were never checked"
-    disturbed = "" if step_cost.disturbance is None else f", {step_cost.disturbance}"
-    facts = f"a draft token costs up to {price:.2f} plainly decoded ones{checked}{disturbed}"
+    facts = f"a draft token costs up to {price:.2f} plainly decoded ones{checked}"
     if not affordable or (looking > MOST_FOR_LOOKING and not has_texts):
         return ChosenBudget(PLAIN, BudgetForecast(f"not worth drafting: {facts}", step_cost.name, batch_size))
     return ChosenBudget(Budget(UNCHECKED_SIZE, affordable[0]), BudgetForecast(facts, step_cost.name, batch_size))

@@ -6,8 +6,9 @@ accepted ones logits are computed. Trees that were mostly rejected would make la
 apart. A few seconds for a small model: repetitions are fewer where steps are long.
 
 The same model on the same machine is measured once in a while, so that the budget that is chosen by it is the same the
-next time, and so are relaxed texts. Texts wait for the first measurement alone: what is old or was disturbed is used
-once more, and measured again when the last text is written.
+next time, and so are relaxed texts. What else the machine does must not decide whether a night drafts, so on a CPU a
+step takes what the thread that runs it computed for it, not what passed on the clock, and of like steps the quickest
+counts: nothing else can have made it shorter.
 """
 
 import datetime
@@ -18,7 +19,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 
 from laserbatch.pipeline.budget.choice import SOURCES
-from laserbatch.pipeline.budget.step_cost import DraftCost, StepCost, StepPoint, load_of_cores, read_step_cost
+from laserbatch.pipeline.budget.step_cost import MAX_AGE_DAYS, DraftCost, StepCost, StepPoint, read_step_cost
 from laserbatch.pipeline.decoding.drafters import RetrievalDrafter, draft_all
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.scheduler import Concurrency
@@ -44,7 +45,7 @@ from laserbatch.retrieval_pools.sources import SOURCE_POOL, SOURCE_TARGET
 
 logger = logging.getLogger(__name__)
 
-VERSION = 7  # of how steps are measured
+VERSION = 8  # of how steps are measured
 PROMPT_TOKENS = 320
 NEW_TOKENS = 256  # then a text starts again; drafts deeper than what is left of it are cut, and not timed
 MIN_ROUNDS, MAX_ROUNDS = 3, 15  # each two steps of every size, of which the second is timed
@@ -87,14 +88,15 @@ class KeptCost:
         self._name = f"measured {digest}: {facts['model_id']} on {facts['device']}"
 
     def read(self) -> StepCost | None:
-        """The cost that was measured here before, though it be in doubt; None where there is none that can be used."""
+        """The cost that was measured here before; None where there is none that can be used, or one that is old."""
         if not self.path.exists():
             return None
         try:
             found = read_step_cost(self.path)
-            if found.name == self._name:
+            age_days = (datetime.date.today() - (found.measured_on or datetime.date.today())).days
+            if found.name == self._name and age_days <= MAX_AGE_DAYS:
                 return found
-            problem = f"{self.path} is {found.name!r}, expected {self._name!r}"
+            problem = f"{self.path} is {found.name!r} and {age_days} days old, expected {self._name!r}"
         except ConfigError as error:
             problem = str(error)
         logger.warning("the cost of steps has to be measured again: %s", problem)
@@ -116,7 +118,11 @@ def _processor() -> str:
 
 
 def measure_step_cost(
-    engine: Engine, pool=None, sources: SequenceOf[str] = SOURCES, batch_sizes: SequenceOf[int] | None = None
+    engine: Engine,
+    pool=None,
+    sources: SequenceOf[str] = SOURCES,
+    batch_sizes: SequenceOf[int] | None = None,
+    most_nodes: int = MAX_NODES,
 ) -> StepCost:
     """Time the engine's steps. Nothing else may generate with it meanwhile.
 
@@ -125,6 +131,7 @@ def measure_step_cost(
     pool, sources : what drafting is timed with.
     batch_sizes : 1, 2, 4, ... and the engine's own by default. Where the KV cache holds fewer sequences, steps of as
         many as it holds are timed instead.
+    most_nodes : of the trees that are timed.
 
     Raises
     ------
@@ -134,10 +141,8 @@ def measure_step_cost(
         largest = engine.settings.batch_size
         batch_sizes = sorted({*(1 << power for power in range(largest.bit_length())), largest})
     points: dict[tuple[int, int], StepPoint] = {}
-    load, spreads = load_of_cores(), []
     for wanted in batch_sizes:
-        batch_size, seconds, spread = _time_steps(engine, wanted)
-        spreads += spread
+        batch_size, seconds = _time_steps(engine, wanted, most_nodes)
         for num_drafted, duration in seconds.items():
             num_tokens = batch_size + num_drafted
             point = StepPoint(batch_size=batch_size, num_tokens=num_tokens, seconds=duration)
@@ -147,32 +152,26 @@ def measure_step_cost(
         steps=tuple(points.values()),
         draft=_time_drafts(engine, pool, sources) if sources else DraftCost(),
         measured_on=datetime.date.today(),
-        spread=float(np.median(spreads)),
-        load=load,
     )
 
 
-def _time_steps(engine: Engine, batch_size: int) -> tuple[int, dict[int, float], list[float]]:
-    """The batch size that was reached, seconds of its steps by their draft tokens, and how far apart like ones lie."""
-    from scipy.optimize import isotonic_regression  # takes a second to load, unless transformers has it loaded
-
-    steps = _TimedSteps(engine, batch_size)
+def _time_steps(engine: Engine, batch_size: int, most_nodes: int) -> tuple[int, dict[int, float]]:
+    """The batch size that was reached, and seconds of its steps by their draft tokens."""
+    steps = _TimedSteps(engine, batch_size, most_nodes)
     try:
         steps.take_rounds()
     finally:
         steps.stream.scheduler.close()
-    kept = {drafts.num_tokens(steps.batch_size): seconds for drafts, seconds in steps.seconds.items() if seconds}
+    kept = {drafts.num_tokens(steps.batch_size): min(seconds) for drafts, seconds in steps.seconds.items() if seconds}
     numbers = sorted(kept)
-    # A larger step costs no less: where it seems to, that is noise.
-    rising = isotonic_regression([undisturbed_seconds(kept[number]) for number in numbers]).x
-    quartiles = [np.quantile(seconds, (0.25, 0.5, 0.75)) for seconds in kept.values()]
-    spreads = [float((high - low) / middle) for low, middle, high in quartiles]
-    return steps.batch_size, dict(zip(numbers, rising.tolist(), strict=True)), spreads
+    # A smaller step costs no more: where it seems to, every one of it was disturbed.
+    rising = np.minimum.accumulate([kept[number] for number in reversed(numbers)])[::-1]
+    return steps.batch_size, dict(zip(numbers, rising.tolist(), strict=True))
 
 
-def undisturbed_seconds(durations: SequenceOf[float]) -> float:
-    """The lower quartile of like steps: what else runs for a moment only ever makes some of them longer."""
-    return float(np.quantile(durations, 0.25))
+def clock_of(engine: Engine) -> Callable[[], float]:
+    """What steps are timed by, in seconds: the time on the processor, on CUDA the time that passes."""
+    return time.perf_counter if engine.device.type == "cuda" else time.thread_time
 
 
 @dataclass(frozen=True)
@@ -196,10 +195,11 @@ _ROUND = (*map(_Drafts, SIZE_KNOTS), _Drafts(1, is_alone=True))
 class _TimedSteps:
     """Requests, drafter and verifier of a measurement in one, and the seconds of its steps."""
 
-    def __init__(self, engine: Engine, batch_size: int) -> None:
+    def __init__(self, engine: Engine, batch_size: int, most_nodes: int = MAX_NODES) -> None:
         self.batch_size = batch_size
-        self.seconds: dict[_Drafts, list[float]] = {drafts: [] for drafts in _ROUND}
-        self._engine = engine
+        self.seconds: dict[_Drafts, list[float]] = {drafts: [] for drafts in _ROUND if drafts.size <= most_nodes}
+        self._round = list(self.seconds)
+        self._engine, self._clock = engine, clock_of(engine)
         self._prompt = random_tokens(engine, min(PROMPT_TOKENS, engine.max_context // 2))
         deepest = max(1, min(NEW_TOKENS, engine.max_context - len(self._prompt)) // 4)
         self._trees = {size: _tree(engine, size, deepest) for size in SIZE_KNOTS}
@@ -235,20 +235,21 @@ class _TimedSteps:
                 began_s = time.perf_counter()
             if number >= MIN_ROUNDS and time.perf_counter() - began_s > SECONDS:
                 return
-            for place in rng.permutation(len(_ROUND)):
-                tries = (self.take(_ROUND[place]) and self.take(_ROUND[place]) for _ in range(MOST_TRIES))
+            for place in rng.permutation(len(self._round)):
+                drafts = self._round[place]
+                tries = (self.take(drafts) and self.take(drafts) for _ in range(MOST_TRIES))
                 seconds = next(filter(None, tries), None)
                 if number >= 0 and seconds is not None:
-                    self.seconds[_ROUND[place]].append(seconds)
+                    self.seconds[drafts].append(seconds)
 
     def take(self, drafts: _Drafts) -> float | None:
         """Seconds of a step with such drafts; None where it was another one: of a prompt, cut, or of fewer texts."""
         scheduler, self._drafts, self._has_asked = self.stream.scheduler, drafts, False
         failures = list(itertools.islice(scheduler.admit(), 1))
-        start_s = time.perf_counter()
+        start_s = self._clock()
         step = self._engine.launch(self.stream)
         ended = self._engine.land(step, self.stream)
-        seconds = time.perf_counter() - start_s
+        seconds = self._clock() - start_s
         failures += [outcome for _, outcome in ended if isinstance(outcome, GenerationFailure)]
         if failures:
             raise RunFailed(
@@ -272,18 +273,18 @@ def _time_drafts(engine: Engine, pool, sources: SequenceOf[str]) -> DraftCost:
     wide = RetrievalDrafter(pool, tuple(sources), MAX_NODES, MIN_ACCEPTANCES[0], num_threads)
     texts = texts_of(engine, pool)
     prompt = random_tokens(engine, min(PROMPT_TOKENS, engine.max_context // 2))
-    one_s, all_s, token_s = [], [], []
+    one_s, all_s, token_s, clock = [], [], [], clock_of(engine)
     shares = iter(np.linspace(0.0, 1.0, 3 * (NUM_DRAFT_ROUNDS + 1), endpoint=False))
     for number in range(NUM_DRAFT_ROUNDS + 1):  # the first warms up
         alone, few, many = (_midway(prompt, texts, next(shares)) for _ in range(3))
-        of_one, _ = _timed_drafts(narrow, alone[number : number + 1])
-        of_few, num_few = _timed_drafts(narrow, few)
-        of_many, num_many = _timed_drafts(wide, many)
+        of_one, _ = _timed_drafts(narrow, alone[number : number + 1], clock)
+        of_few, num_few = _timed_drafts(narrow, few, clock)
+        of_many, num_many = _timed_drafts(wide, many, clock)
         if number > 0:
             one_s.append(of_one)
             all_s.append(of_few)
             token_s.append((of_many - of_few) / max(1, num_many - num_few))
-    of_one, of_all = undisturbed_seconds(one_s), undisturbed_seconds(all_s)
+    of_one, of_all = min(one_s), min(all_s)
     of_each = max(0.0, of_all - of_one) / (len(texts) - 1)
     per_token = max(0.0, float(np.median(token_s)))
     return DraftCost(seconds_per_step=max(0.0, of_one - of_each), seconds=of_each, seconds_per_token=per_token)
@@ -310,11 +311,13 @@ def _midway(prompt: np.ndarray, texts: list[np.ndarray], share: float) -> list[S
     return sequences
 
 
-def _timed_drafts(drafter: RetrievalDrafter, sequences: list[Sequence]) -> tuple[float, int]:
+def _timed_drafts(
+    drafter: RetrievalDrafter, sequences: list[Sequence], clock: Callable[[], float]
+) -> tuple[float, int]:
     """Seconds of one call for all sequences, and the tokens that it drafts."""
-    start_s = time.perf_counter()
+    start_s = clock()
     trees = draft_all(drafter, sequences, [MAX_DEPTH] * len(sequences))
-    return time.perf_counter() - start_s, len(trees)
+    return clock() - start_s, len(trees)
 
 
 def random_tokens(engine: Engine, num_tokens: int) -> np.ndarray:

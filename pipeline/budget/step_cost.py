@@ -1,7 +1,6 @@
 """What a verify step costs, by its packed tokens: measured here, or elsewhere and read from a file."""
 
 import datetime
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +16,8 @@ if TYPE_CHECKING:  # the engine reads costs; it need not load what replays
 EXAMPLE = (
     "steps: [{batch_size: 16, num_tokens: 16, seconds: 0.0043}, {batch_size: 16, num_tokens: 256, seconds: 0.0064}]"
 )
-BUSY_SPREAD, BUSY_LOAD = 0.5, 2.0  # of a measurement; the run's own workers are a load of 1
 MAX_AGE_DAYS = 30  # drivers, kernels and neighbours change
+NO_LONGER_KEPT = ("spread", "load")  # which files of earlier versions have
 
 
 class StepPoint(Strict):
@@ -44,27 +43,6 @@ class StepCost(Strict):
     steps: tuple[StepPoint, ...] = Field(min_length=1, description="At least two points of each batch size.")
     draft: DraftCost = Field(DraftCost(), description="Of drafting; nothing where it was not measured.")
     measured_on: datetime.date | None = Field(None, description="The day of the measurement.")
-    spread: float | None = Field(
-        None, ge=0, description="How far apart the middle half of like steps lay, of the median."
-    )
-    load: float | None = Field(None, ge=0, description="What ran on each core as the measurement began.")
-
-    @property
-    def disturbance(self) -> str | None:
-        """What says that the machine was busy with something else during the measurement; None where nothing does."""
-        spread, load = self.spread or 0, self.load or 0
-        if spread <= BUSY_SPREAD and load <= BUSY_LOAD:
-            return None
-        return (
-            f"measured while the machine was busy: the middle half of like steps lay {spread:.0%} of their median "
-            f"apart, and each core had {load:.1f} processes to run"
-        )
-
-    def doubt(self, today: datetime.date) -> str | None:
-        """Why it should be measured again; None where it may be used."""
-        if self.measured_on is not None and (today - self.measured_on).days > MAX_AGE_DAYS:
-            return f"it is of {self.measured_on}, more than {MAX_AGE_DAYS} days ago"
-        return self.disturbance
 
     @model_validator(mode="after")
     def _is_a_curve(self) -> "StepCost":
@@ -115,17 +93,14 @@ class StepCost(Strict):
         return sorted(points, key=lambda point: point.num_tokens)
 
 
-def load_of_cores() -> float:
-    """Processes that each core of this machine had to run in the last minute."""
-    return os.getloadavg()[0] / (os.cpu_count() or 1)
-
-
 def read_step_cost(path: Path) -> StepCost:
     """A step cost from YAML or JSON.
 
     Raises ConfigError: the file is not there, is neither, or does not hold what `StepCost` describes.
     """
     data = read_yaml(path, "step cost", f"expected such as `{EXAMPLE}`")
+    if isinstance(data, dict):
+        data = {key: value for key, value in data.items() if key not in NO_LONGER_KEPT}
     try:
         return StepCost.model_validate(data)
     except ValidationError as error:

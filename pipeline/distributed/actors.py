@@ -1,20 +1,20 @@
 """Workers under Ray: kept busy with shards; what a lost one was given is done again, by halves if need be."""
 
-import datetime
 import logging
 import os
 import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import ray
 
-from laserbatch.pipeline.budget.step_cost import BUSY_LOAD, StepCost, load_of_cores
+from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes, require_own_gpu, told_nodes
-from laserbatch.pipeline.distributed.loading import TOKEN_FILE, quick_imports, require_same_folder
+from laserbatch.pipeline.distributed.loading import TOKEN_FILE, is_quantised, quick_imports, require_same_folder
 from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.planning.plan import Shard, split_shard
@@ -23,7 +23,7 @@ from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 5.0  # between looks at how far the workers are
+LOOK_S, FIRST_LOOK_S = 5.0, 0.2  # between looks at how far the workers are; before there is any text
 MOST_STARTING_S = 600.0  # that a cluster may take to give any worker a place
 MOST_LOADING_S = 1800.0  # of a worker, between two steps while it loads its model or measures
 LEAST_SILENT_S, SILENT_STEPS = 60.0, 50.0  # between two steps of a shard: seconds, or so often the costliest one's
@@ -42,6 +42,7 @@ def run_shards(
     shards: Sequence[Shard],
     crew: "Crew",
     choose_budgets: Callable[[Callable[[], StepCost]], dict[Side, Budget]] = lambda measure: {},
+    on_first_text: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Shard, ShardRecord] | ShardAbandoned]:
     """Hand out shards to workers as they become free; yield each one's outcome as it comes.
 
@@ -51,13 +52,13 @@ def run_shards(
     the run: it would meet every shard.
 
     `choose_budgets`, called once with what has workers say what steps cost, says how much each side drafts. A side that
-    is missing drafts what the settings say.
+    is missing drafts what the settings say. `on_first_text` is called when any of the shards' texts is finished.
 
     Raises RunFailed: no worker finds a place, or all of them are lost before they are ready.
     """
     crew.have(min(crew.layout.num_workers, len(shards)))
     budgets = choose_budgets(crew.step_cost)
-    queue, attempts = deque(shards), Counter()
+    queue, attempts, crew.on_first_text = deque(shards), Counter(), on_first_text
     while queue or crew.is_at_work:
         while queue and crew.idle:
             shard = queue.popleft()
@@ -67,6 +68,7 @@ def run_shards(
             continue
         shard, outcome = answer
         if isinstance(outcome, ShardRecord):
+            crew.tell_first_text()
             yield shard, outcome
             continue
         attempts[shard] += 1
@@ -85,7 +87,6 @@ def run_shards(
             queue.extendleft(reversed(halves))
         else:
             yield ShardAbandoned(shard, str(outcome))
-    crew.measure_again()
 
 
 class _WorkerLost(Exception):
@@ -99,7 +100,7 @@ class _Member:
         self.actor = actor
         self.has_place = False
         self.costliest_step_s = 0.0
-        self._num_forwards = 0
+        self.num_texts = self._num_forwards = 0
         self._is_writing = False
         self._look = actor.look.remote()
         self._went_on_s = time.monotonic()
@@ -117,7 +118,7 @@ class _Member:
         """Whether it has a place and runs no step any more, the costliest of the run having taken so long."""
         if ray.wait([self._look], timeout=0)[0]:
             try:
-                num_forwards, self.costliest_step_s = ray.get(self._look, timeout=LOOK_S)
+                num_forwards, self.costliest_step_s, self.num_texts = ray.get(self._look, timeout=LOOK_S)
             except ray.exceptions.RayError:
                 return False  # whoever waits for its answer hears of it
             if not self.has_place or num_forwards != self._num_forwards:
@@ -134,7 +135,7 @@ class Crew:
     def __init__(self, spec: WorkerSpec, layout: WorkerLayout, max_attempts: int) -> None:
         self.idle: list[_Member] = []
         self.num_lost = 0
-        self._measures_again = False
+        self.on_first_text: Callable[[], None] | None = None  # until it was called
         self._asked: dict[ray.ObjectRef, tuple[_Member, Shard | None]] = {}
         self._costliest_step_s = 0.0  # of all that is known of any worker, lost ones too
         self.layout, self.max_attempts = layout, max_attempts
@@ -185,24 +186,16 @@ class Crew:
         self.idle.append(member)
         return None if shard is None else (shard, answer)
 
+    def tell_first_text(self) -> None:
+        """Say, once, that a text is finished."""
+        tell, self.on_first_text = self.on_first_text, None
+        if tell is not None:
+            tell()
+
     def step_cost(self) -> StepCost:
         """What steps cost here: as the first worker that is ready finds it kept, else measured."""
         kept = self._ask_one("kept_step_cost")
-        if kept is None:
-            return self._measured_step_cost()
-        if doubt := kept.doubt(datetime.date.today()):
-            logger.warning("the cost of steps is used once more, and measured again after the last text: %s", doubt)
-            self._measures_again = True
-        return kept
-
-    def measure_again(self) -> None:
-        """When all is written: measure what steps cost if that is in doubt, and the machine is not still busy."""
-        measures, self._measures_again = self._measures_again, False
-        if measures and load_of_cores() <= BUSY_LOAD:
-            try:
-                self._measured_step_cost()
-            except RunFailed as error:
-                logger.warning("the cost of steps stays as it was: %s", error)
+        return self._measured_step_cost() if kept is None else kept
 
     def _measured_step_cost(self) -> StepCost:
         """Measured by all workers at once, so that they get in each other's way as they will later; one keeps it."""
@@ -262,9 +255,12 @@ class Crew:
     def _wait(self, asked: Mapping[ray.ObjectRef, _Member]) -> ray.ObjectRef:
         """Which of the answers is the next to be there, or will not come since its worker hangs."""
         while True:
-            done, _ = ray.wait(list(asked), num_returns=1, timeout=LOOK_S)
+            look_s = FIRST_LOOK_S if self.on_first_text else LOOK_S
+            done, _ = ray.wait(list(asked), num_returns=1, timeout=look_s)
             done += [reference for reference, member in asked.items() if member.hangs(self._costliest_step_s)]
             self._costliest_step_s = max([self._costliest_step_s, *(one.costliest_step_s for one in asked.values())])
+            if any(member.num_texts for member in asked.values()):
+                self.tell_first_text()
             if done:
                 return done[0]
             if all(not member.has_place and member.silent_s > MOST_STARTING_S for member in asked.values()):
@@ -302,9 +298,10 @@ class _Worker:
         require_same_folder(self._spec)
         if self._spec.device == "cuda":
             require_own_gpu(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-        with quick_imports(self._spec.model_dir):
+        with nullcontext() if is_quantised(self._spec.model_dir) else quick_imports():
             from laserbatch.pipeline.distributed.worker import ShardWorker  # torch and transformers: seconds
-        self._worker = ShardWorker(self._spec)
+
+            self._worker = ShardWorker(self._spec)
         self._worker.warm_up()
 
     def run(self, spec: WorkerSpec, shard: Shard, budget: Budget | None) -> ShardRecord:
@@ -318,7 +315,8 @@ class _Worker:
         return self._worker.measured_step_cost(keeps)
 
     @ray.method(concurrency_group="look")
-    def look(self) -> tuple[int, float]:
-        """Forwards so far, and seconds of the costliest step."""
-        engine = None if self._worker is None else self._worker.engine
-        return (0, 0.0) if engine is None else (engine.num_forwards, engine.costliest_step_s)
+    def look(self) -> tuple[int, float, int]:
+        """Forwards so far, seconds of the costliest step, and finished texts."""
+        if self._worker is None:
+            return 0, 0.0, 0
+        return self._worker.engine.num_forwards, self._worker.engine.costliest_step_s, self._worker.num_texts

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
 import ray
 
@@ -13,6 +14,7 @@ from laserbatch.pipeline.distributed.settings import ClusterSettings, usable_cor
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.gpus import num_gpus
 
+PRELOADED = "laserbatch.pipeline.distributed.preloaded"
 WORKERS_A_NODE = 8  # without GPUs, by default: of the largest node, which others follow
 
 
@@ -93,20 +95,27 @@ def require_own_gpu(granted: list, visible: str | None) -> None:
 
 
 @contextmanager
-def ray_cluster(settings: ClusterSettings) -> Iterator[WorkerLayout]:
-    """Join the cluster at `ray_address`, or start a local one, whatever else runs here, and stop it afterwards."""
+def ray_cluster(settings: ClusterSettings, preloads: bool = False) -> Iterator[WorkerLayout]:
+    """Join the cluster at `ray_address`, or start a local one, whatever else runs here, and stop it afterwards.
+
+    With `preloads` processes of a local one load the code of workers before there is one, where each will be one.
+    """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     started = not ray.is_initialized()
     if started and settings.ray_address is None:
-        ray.init(
-            address="local",
-            num_cpus=usable_cores(),
-            num_gpus=num_gpus(),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=100 * 2**20,  # shards travel as files; only names and counts pass through Ray
-        )
+        here = Node(usable_cores(), num_gpus())
+        preloads &= worker_layout(settings, [here]).num_workers == here.num_cpus  # Ray starts a process a core
+        with _without_onlookers():
+            ray.init(
+                address="local",
+                num_cpus=here.num_cpus,
+                num_gpus=here.num_gpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=100 * 2**20,  # shards travel as files; only names and counts pass through Ray
+                _system_config={"preload_python_modules": [PRELOADED]} if preloads else None,
+            )
     elif started:
         try:
             ray.init(address=settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)
@@ -118,6 +127,15 @@ def ray_cluster(settings: ClusterSettings) -> Iterator[WorkerLayout]:
     finally:
         if started:
             ray.shutdown()
+
+
+@contextmanager
+def _without_onlookers() -> Iterator[None]:
+    """Have Ray start no process that only looks on (dashboard, autoscaler, copier of logs): each loads for a second."""
+    onlookers = ("start_api_server", "start_monitor", "start_log_monitor")
+    nothing = {name: lambda node, **options: None for name in onlookers}
+    with mock.patch.multiple(ray._private.node.Node, create=True, **nothing):
+        yield
 
 
 def _root_reason(error: BaseException) -> str:

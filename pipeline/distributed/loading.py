@@ -1,21 +1,25 @@
 """What a worker does before it loads a model: sees that the run's folder is the same, and loads code, quickly."""
 
 import gc
+import importlib
 import json
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import WorkspaceError
 
 TOKEN_FILE = ".workers"  # in the run's folder, for workers to see that it is the same one
 MOST_UNSEEN_S = 30.0  # of a new file: a shared folder shows it late
-# Packages that transformers loads wherever they are installed, for what no engine does: 1.3 of 8 processor seconds.
+# What transformers loads though no engine asks for it, a third of what workers load: packages that happen to be there,
+# and torch's compiler, of which it wants decorators alone.
 UNUSED = ("torchao", "scipy")
+DECORATORS = ("torch._dynamo", "torch._dynamo._trace_wrapped_higher_order_op")
 
 
 def require_same_folder(spec: WorkerSpec) -> None:
@@ -32,24 +36,52 @@ def require_same_folder(spec: WorkerSpec) -> None:
 
 
 @contextmanager
-def quick_imports(model_dir: Path) -> Iterator[None]:
-    """Have what is imported in the block do without `UNUSED`, and without the collector: nothing of it is garbage.
+def quick_imports() -> Iterator[None]:
+    """Have what is loaded in the block do without `UNUSED`, torch's compiler and its parts for many processes.
 
-    Nothing is hidden from a quantised model, whose weights a package of its own may unpack.
+    Nor does the collector look at it: nothing of it is garbage. Who asks for the compiler later gets it.
     """
-    hidden = [] if _is_quantised(model_dir) else [name for name in UNUSED if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))
+    import torch
+
+    found = torch.distributed.is_available
+    torch.distributed.is_available = lambda: False
+    hidden = {name: None for name in UNUSED} | {name: _Late(name) for name in DECORATORS}
+    hidden = {name: module for name, module in hidden.items() if name not in sys.modules}
+    sys.modules.update(hidden)
     gc.disable()
     try:
         yield
     finally:
-        for name in hidden:
-            sys.modules.pop(name, None)
+        torch.distributed.is_available = found
+        for name, module in hidden.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
         gc.freeze()
         gc.enable()
 
 
-def _is_quantised(model_dir: Path) -> bool:
+class _Late(ModuleType):
+    """A module that is loaded when one of its functions is called, unless that decorates another: this stays itself."""
+
+    __path__ = ()
+
+    def __getattr__(self, name: str) -> Callable:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def late(*arguments, **options):
+            if arguments and (arguments[0] is None or callable(arguments[0])):
+                return arguments[0] or (lambda decorated: decorated)
+            if sys.modules.get(self.__name__) is self:
+                for module in DECORATORS:
+                    del sys.modules[module]
+            return getattr(importlib.import_module(self.__name__), name)(*arguments, **options)
+
+        return late
+
+
+def is_quantised(model_dir: Path) -> bool:
+    """Whether a package of their own may have to unpack the weights, from which nothing must be hidden."""
     try:
         return "quantization_config" in json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

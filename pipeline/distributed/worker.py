@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from laserbatch.pipeline.budget.choice import UNCHECKED_SIZE
 from laserbatch.pipeline.budget.measuring import KeptCost, measure_step_cost, texts_of
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.device_memory import host_memory
@@ -23,6 +24,7 @@ from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget
+from laserbatch.pipeline.decoding.token_tree import MAX_NODES
 from laserbatch.pipeline.decoding.verifiers import Greedy, Verifier, verifier_from
 from laserbatch.pipeline.distributed.settings import workers_of_node
 from laserbatch.pipeline.distributed.spec import WorkerSpec
@@ -80,6 +82,7 @@ class ShardWorker:
             device=self.engine.device.type,
             num_parameters=loaded.num_parameters,
         )
+        self.num_texts = 0  # of all shards
         self.turn_to(spec)
 
     def turn_to(self, spec: WorkerSpec) -> None:
@@ -113,7 +116,9 @@ class ShardWorker:
     def measured_step_cost(self, keeps: bool = True) -> StepCost:
         """What steps cost here, measured now; of workers that measure side by side one keeps it."""
         batch_size = self.spec.decoding.batch_size
-        found = measure_step_cost(self.engine, self._largest_pool, self.spec.decoding.drafters, [batch_size])
+        pool, sources = self._largest_pool, self.spec.decoding.drafters
+        largest = UNCHECKED_SIZE if pool is None else MAX_NODES  # of what may be chosen
+        found = measure_step_cost(self.engine, pool, sources, [batch_size], largest)
         return self._kept_cost.write(found) if keeps else found
 
     @property
@@ -151,6 +156,7 @@ class ShardWorker:
             if isinstance(outcome, GenerationFailure):
                 quarantined.append(QuarantineRow.of(row.entity_id, shard.side, outcome.reason, row.fingerprint))
                 continue
+            self.num_texts += 1
             results.append(outcome)  # quarantined texts cost time too, so they count
             num_rewritten += verifier != self.spec.decoding.verifier
             try:

@@ -183,8 +183,8 @@ def crew(cluster, world, tmp_path, monkeypatch):
             return COST
 
         @ray.method(concurrency_group="look")
-        def look(self) -> tuple[int, float]:
-            return 1, 0.1
+        def look(self) -> tuple[int, float, int]:
+            return 1, 0.1, 0
 
     def run(worker=Worker, max_attempts=2, layout=cluster, **options):
         monkeypatch.setattr(actors, "_Worker", worker)
@@ -262,8 +262,8 @@ def test_workers_that_are_all_lost_before_they_are_ready_end_the_run(crew):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("kept", [None, COST.model_copy(update={"load": 9.0})], ids=["none", "in doubt"])
-def test_all_workers_measure_at_once_and_texts_wait_only_where_nothing_is_kept(crew, tmp_path, monkeypatch, kept):
+@pytest.mark.parametrize("kept", [None, COST], ids=["none", "one"])
+def test_all_workers_measure_at_once_and_nothing_is_measured_where_one_is_kept(crew, tmp_path, kept):
     class Measuring(crew.Worker):
         def kept_step_cost(self):
             return kept
@@ -274,16 +274,13 @@ def test_all_workers_measure_at_once_and_texts_wait_only_where_nothing_is_kept(c
             (tmp_path / f"{os.getpid()}.json").write_text(json.dumps([keeps, begin_s, time.time()]))
             return COST
 
-    monkeypatch.setattr(actors, "load_of_cores", lambda: 0.0)
     shards, outcomes = crew(Measuring, choose_budgets=lambda measure: {"item": measure()})
     assert [record.info.group for _, record in outcomes] == [str(kept or COST)] * len(shards)
-    spans = [json.loads(text) for text in map(Path.read_text, tmp_path.glob("*.json")) if text]  # not of the killed
-    begun_s, ended_s = max(begin for _, begin, _ in spans), min(end for _, _, end in spans)
-    assert [keeps for keeps, _, _ in spans].count(True) == 1
-    assert kept or (len(spans) == 2 and ended_s - begun_s > 0.2)  # after the last text nobody waits for the others
-    written = [tmp_path / "knowledge" / "item" / f"{shard.name}.parquet" for shard in shards]
-    first_s = min(path.stat().st_mtime for path in written)
-    assert first_s > begun_s + 0.2 if kept is None else first_s < begun_s
+    spans = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert [keeps for keeps, _, _ in spans].count(True) == len(spans) // 2 == (kept is None)
+    if kept is None:
+        begun_s, ended_s = max(begin for _, begin, _ in spans), min(end for _, _, end in spans)
+        assert ended_s - begun_s > 0.2
 
 
 @pytest.mark.ray

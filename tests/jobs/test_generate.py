@@ -42,7 +42,7 @@ class Workers:
     def __init__(self, failing=(), at_first=lambda: None) -> None:
         self.failing, self.at_first, self.shards = failing, at_first, []
 
-    def run_shards(self, shards, crew, choose_budgets):
+    def run_shards(self, shards, crew, choose_budgets, on_first_text):
         for shard in shards:
             self.at_first()
             self.at_first = lambda: None

@@ -1,0 +1,120 @@
+"""Seconds from a night's command to its first text: the sample world's second night, some dozens of texts.
+
+    python benchmarks/first_text.py --quick --json first_text.json
+
+Each repetition is a process of its own, told to stop at its first text; a first night of a machine, which has to
+measure what steps cost, is one of the rows. Beside it, in turns, the floor: a Ray of as many workers that load torch
+and transformers' model classes, and nothing of ours.
+"""
+
+import datetime
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import yaml
+from chaos_nights import FIRST_DATE, NIGHT, SECOND_DATE
+from common import Figure, Spread, benchmark_parser, finish, scale_of, turns
+
+from laserbatch.pipeline.sample.world import write_sample_world
+
+MOST_S = 300.0
+FLOOR = """
+import logging, os, ray
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+@ray.remote(num_cpus=1)
+class Worker:
+    def load(self):
+        from transformers import AutoModelForCausalLM
+workers = [Worker.remote() for _ in range(int(ray.cluster_resources()["CPU"]))]
+ray.wait([worker.load.remote() for worker in workers])
+os._exit(0)
+"""
+
+
+def prepare(folder: Path) -> None:
+    """A sample world and its first night."""
+    write_sample_world(folder / "tables", num_users=60, num_items=40)
+    settings = {
+        "workspace": "workspace",
+        "tables": {"path": "tables"},
+        "decoding": {"max_new_tokens": 256},
+        "night": {"train_ctr": False},
+    }
+    (folder / "laserbatch.yaml").write_text(yaml.safe_dump(settings))
+    said = subprocess.run(night(FIRST_DATE), cwd=folder, capture_output=True, text=True)
+    if said.returncode:
+        sys.exit(f"the first night ended with {said.returncode}: {said.stderr}")
+    shutil.copytree(folder / "workspace", folder / "first")
+
+
+def night(date: str) -> list[str]:
+    """The command of a night."""
+    return [*NIGHT, "nightly", "--config", "laserbatch.yaml", "--date", date]
+
+
+def second_night(folder: Path, measures: bool) -> dict[str, float]:
+    """Seconds from the command to what the second night's events tell, until its first text."""
+    shutil.rmtree(folder / "workspace")
+    shutil.copytree(folder / "first", folder / "workspace")
+    if measures:
+        shutil.rmtree(folder / "workspace" / "step-costs", ignore_errors=True)
+    begun = time.time()
+    command = subprocess.Popen(night(SECOND_DATE), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    found: dict[str, float] = {}
+    while "first text" not in found and command.poll() is None and time.time() - begun < MOST_S:
+        time.sleep(0.05)
+        for path in (folder / "workspace" / "runs").glob(f"{SECOND_DATE}-*/events.jsonl"):
+            for event in map(json.loads, path.read_text().splitlines()):
+                if (name := name_of(event)) and name not in found:
+                    found[name] = datetime.datetime.fromisoformat(event["time"]).timestamp() - begun
+    command.send_signal(signal.SIGTERM)
+    command.wait(MOST_S)
+    return found
+
+
+def name_of(event: dict) -> str | None:
+    """What an event says of the way to the first text."""
+    line = event.get("line", "")
+    if event["event"] == "said":
+        return "planned" if line.startswith("generate: ") else "budgets chosen" if "draft" in line else None
+    return {"run_begin": "inputs checked", "first_text": "first text"}.get(event["event"])
+
+
+def floor(folder: Path) -> dict[str, float]:
+    """Seconds until one of a local Ray's workers has loaded the model classes."""
+    begun = time.time()
+    subprocess.run([sys.executable, "-c", FLOOR], cwd=folder, check=True, timeout=MOST_S, capture_output=True)
+    return {"first text": time.time() - begun}
+
+
+def main() -> None:
+    """Measure, print, and write the JSON."""
+    arguments = benchmark_parser(__doc__).parse_args()
+    rows: dict[str, list[dict[str, float]]] = {"a night": [], "a machine's first night": [], "floor": []}
+    with tempfile.TemporaryDirectory(prefix="first-text-") as name:
+        folder = Path(name)
+        prepare(folder)
+        for _, order in zip(range(scale_of(arguments, 5, 3, 1)), turns(list(rows)), strict=False):
+            for row in order:
+                found = floor(folder) if row == "floor" else second_night(folder, row != "a night")
+                rows[row].append(found)
+                print(row, {part: round(seconds, 1) for part, seconds in found.items()}, file=sys.stderr, flush=True)
+    parts = {
+        row: {part: Spread.of([one[part] for one in found if part in one]) for part in found[0]}
+        for row, found in rows.items()
+    }
+    to_text = {row: one["first text"].median for row, one in parts.items()}
+    figures = [Figure.under("seconds from command to first text", to_text["a night"], 10.0)]
+    lines = [f"{row:26}{part:18}{spread}" for row, one in parts.items() for part, spread in one.items()]
+    finish(arguments.json, figures, ["\n".join(lines)], {"rows": parts})
+
+
+if __name__ == "__main__":
+    main()
