@@ -1,0 +1,146 @@
+"""A row that hangs the model in a real worker under Ray, and a worker of another node that does not see the workspace.
+
+    python tests/soak/poison.py --json poison.json
+
+Some seven minutes, nearly all of them the deadlines of a night. The first is seen to its end: the row stands alone in
+quarantine, and its neighbours have the texts that they have without it. The second ends a run within a minute.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import ray
+from ray.cluster_utils import Cluster
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
+from test_actors import COST, hired, planned, texts
+
+from laserbatch.pipeline.budget.step_cost import StepCost
+from laserbatch.pipeline.decoding.settings import Budget
+from laserbatch.pipeline.distributed import actors
+from laserbatch.pipeline.distributed.cluster import ray_cluster
+from laserbatch.pipeline.distributed.settings import ClusterSettings
+from laserbatch.pipeline.distributed.worker import ShardWorker
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.planning.plan import read_shard
+from laserbatch.pipeline.sample.world import write_sample_world
+
+Real = actors._Worker
+BUDGET = {"item": Budget(2, 0.1)}
+
+
+@contextmanager
+def workers(kind: type):
+    """Have crews hire actors of another kind."""
+    actors._Worker, before = kind, actors._Worker
+    try:
+        yield
+    finally:
+        actors._Worker = before
+
+
+def hung_row(world: Path, folder: Path) -> dict:
+    """Shards of four rows, of which one hangs every step that it is in; what became of it, and after what time."""
+    calm_shards, calm = planned(world, folder / "calm")
+    alone = ShardWorker(calm)
+    for shard in calm_shards:
+        alone.run(shard, BUDGET["item"])
+    shards, spec = planned(world, folder / "hung")
+    poison = read_shard(spec.run_dir / shards[1].path)[2]
+    prompt = alone.rendered("item", poison).token_ids
+
+    class Hanging(Real):
+        def load(self) -> None:
+            super().load()
+            engine, launch = self._worker.engine, self._worker.engine.launch
+
+            def launched(stream):
+                if any(np.array_equal(one.request.prompt_ids, prompt) for one in stream.scheduler.live):
+                    time.sleep(1e6)
+                return launch(stream)
+
+            engine.launch = launched
+
+    begun_s = time.monotonic()
+    with workers(Hanging), ray_cluster(ClusterSettings(num_workers=2)) as layout, hired(spec, layout) as crew:
+        outcomes = list(actors.run_shards(shards, crew, lambda measure: BUDGET))
+        num_lost = crew.num_lost
+    given_up = [outcome for outcome in outcomes if isinstance(outcome, actors.ShardAbandoned)]
+    rows = [row.entity_id for lost in given_up for row in read_shard(spec.run_dir / lost.shard.path)]
+    expected = texts(calm.run_dir)
+    del expected[poison.entity_id]
+    return {
+        "rows": sum(shard.num_rows for shard in shards),
+        "rows_of_its_shard": shards[1].num_rows,
+        "seconds": round(time.monotonic() - begun_s),
+        "workers_lost": num_lost,
+        "it_is_alone": rows == [poison.entity_id],
+        "reason": given_up[0].reason,
+        "neighbours_are_identical": texts(spec.run_dir) == expected,
+    }
+
+
+def unseen_workspace(world: Path, folder: Path) -> dict:
+    """Two nodes, on one of which the run's folder is missing: what the run says, and after what time."""
+    shards, spec = planned(world, folder)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+    here = ray.get_runtime_context().get_node_id()
+
+    class Elsewhere(Real):
+        def load(self) -> None:
+            if ray.get_runtime_context().get_node_id() != here:
+                self._spec = replace(self._spec, run_dir=Path("/not-mounted"))
+            super().load()
+
+        def kept_step_cost(self) -> StepCost:
+            return COST
+
+        def run(self, *arguments) -> None:
+            time.sleep(1e6)  # so that the run ends by the other worker alone
+
+    said, begun_s = None, time.monotonic()
+    try:
+        with workers(Elsewhere), hired(spec, cluster_layout()) as crew:
+            list(actors.run_shards(shards, crew, lambda measure: {"item": Budget(2, 0.1)}))
+    except WorkspaceError as error:
+        said = str(error)
+    seconds = round(time.monotonic() - begun_s)
+    ray.shutdown()
+    cluster.shutdown()
+    return {"nodes": 2, "seconds": seconds, "said": said}
+
+
+def cluster_layout():
+    """A worker of one thread a node."""
+    with ray_cluster(ClusterSettings(num_workers=2, threads_per_worker=1)) as layout:
+        return layout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write what was found")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="poison-") as name:
+        folder = Path(name)
+        write_sample_world(folder / "world", num_users=4, num_items=24)
+        found = {"unseen_workspace": unseen_workspace(folder / "world", folder / "unseen")}
+        found["hung_row"] = hung_row(folder / "world", folder)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+    row, unseen = found["hung_row"], found["unseen_workspace"]
+    is_seen = unseen["seconds"] < 60 and "does not see the run's folder" in (unseen["said"] or "")
+    sys.exit(not (row["it_is_alone"] and row["neighbours_are_identical"] and is_seen))
+
+
+if __name__ == "__main__":
+    main()
