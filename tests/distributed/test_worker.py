@@ -113,4 +113,4 @@ def test_a_step_cost_is_measured_for_the_nights_batch_and_kept_by_one_worker(tmp
     assert one.measured_step_cost(keeps=False).steps == steps and not spec.step_cost_dir.exists()
     assert one.kept_step_cost() is None
     assert one.measured_step_cost() == one.kept_step_cost()
-    assert [given[-1] for given in calls] == [[spec.decoding.batch_size]] * 2, "a night waits for what it needs"
+    assert [given[-2:] for given in calls] == [([spec.decoding.batch_size], 16)] * 2, "a night waits for what it needs"
