@@ -3,7 +3,7 @@
     python benchmarks/orchestration.py --quick --json orchestration.json
 
 Four nights of a made-up world of so many entities: the first writes all texts, on the second nothing has changed, on
-the third and on the fourth one entity in twenty. The third replays texts to calibrate its pools, as every other night
+the third and on the fourth one entity in twenty. The third replays texts to calibrate its pools, as every fifth night
 does where so many change; the fourth keeps that calibration. Each is a process of its own. The model and the encoder
 are stand-ins: texts are put together from a fixed vocabulary, vectors from a fixed table; their time is a row of its
 own ("write", with the loading of the tokenizer that goes on beside it) or nothing. Everything else is the night as it
@@ -43,7 +43,7 @@ USER_SHARE, EVENTS_PER_USER = 0.8, 20
 NUM_PHRASES, PHRASE_TOKENS, PHRASES_PER_TEXT = 2000, 10, 15
 DIM, NUM_VECTORS = 384, 4096  # of the stand-in for an encoder; MiniLM's are as wide
 TOKENS_PER_S = 5_000  # that a night is said to generate at
-REPLAYING_SHARE = 1 / 2  # of the nights on which so many change: on each 6 % of the users' texts
+REPLAYING_SHARE = 1 / 5  # of the nights on which so many change: on each 6 % of the users' texts
 BESIDE = "carry, beside write"
 MOST_SECONDS, MOST_MB, MOST_SHARE, MOST_GROWTH = 60.0, 1536.0, 0.05, 1.5
 

@@ -59,18 +59,17 @@ def measure_build(texts: str, out: str, memory_mb: int | None, previous: str | N
         build_pool([PoolText(few[0].token_ids[1:]), *few[::2]], Path(folder, "two"), previous=pool, **options)
     older = Pool.open(previous) if previous else None
     print(json.dumps({"before_own_mb": own_memory_mb()}), flush=True)
-    counts = []
+    num_sorted = []
     rows = (PoolText(text, f"g{number % NUM_GROUPS}") for number, text in enumerate(TextFile(Path(texts))))
     start_s = time.perf_counter()
-    pool = build_pool(rows, out, previous=older, on_counts=counts.append, **options)
+    pool = build_pool(rows, out, previous=older, on_sorted=num_sorted.append, **options)
     build_s = time.perf_counter() - start_s
     return {
         "num_texts": pool.manifest.num_texts,
         "num_tokens": pool.manifest.num_tokens,
         "build_s": build_s,
         "bytes": sum(path.stat().st_size for path in Path(out).iterdir()),
-        "num_texts_sorted": counts[0].num_texts_sorted,
-        "num_runs": counts[0].num_runs,
+        "num_texts_sorted": num_sorted[0],
     }
 
 

@@ -16,12 +16,10 @@ class Frozen(BaseModel, frozen=True, extra="forbid"):
 
 
 class PoolSettings(Frozen):
-    """How pools are indexed and drafted from; a pool keeps the settings that it was built with in its manifest.
+    """How pools are drafted from.
 
     `scope` "side" drafts from every text of the side, those of the sequence's own group counting `group_weight` times;
-    "group" drafts from the group's texts alone (the walls of the LASER paper). A context that was seen n times with u
-    different next tokens takes n / (n + escape u) of what longer contexts left to it (an escape of 1 is that of Witten
-    and Bell 1991); for the own texts the escape is divided by the context's length. Lower trusts the source more.
+    "group" drafts from the group's texts alone (the walls of the LASER paper).
 
     With `min_support` m above 1 the pool drafts a token only if texts of m entities or more hold the n-gram that it
     claims: the matched context, the path down the draft tree, and the token. This is asked of every context length that
@@ -36,40 +34,53 @@ class PoolSettings(Frozen):
         "side", description="side: all texts of the side, the own group's counting more; group: the group's alone."
     )
     group_weight: float = Field(3.0, ge=1, le=1000, description="How often a text of the own group counts.")
-    index_depth: Literal[16, 32, 64] = Field(64, description="Tokens by which it is sorted: longest match plus draft.")
     min_support: int = Field(
         1, ge=1, description="Entities that must have an n-gram in their texts before the pool drafts it; 1: any one."
     )
-    max_match_tokens: int = Field(16, ge=1, le=MAX_MATCH_TOKENS, description="Longest context looked up.")
-    num_context_lengths: int = Field(4, ge=1, le=MAX_CONTEXT_LENGTHS, description="Context lengths blended in a draft.")
-    num_samples: int = Field(
-        256,
-        ge=1,
-        description="Occurrences of a context counted where a draft begins, behind a path as many fewer as it is "
-        "improbable, down to a 16th; more are sampled evenly.",
-    )
-    pool_escape_per_token: float | None = Field(
-        None,
-        gt=0,
-        description="Escape of the pool for each different next token of a context; null: the one that replays accept "
-        "most with, 1 before any.",
-    )
-    local_escape: float = Field(2.2, gt=0, description="Escape of the prompt and of the output; likewise.")
-    previous_escape: float = Field(0.5, gt=0, description="Escape of the entity's own previous text; likewise.")
     calibration_texts: int = Field(
         400, ge=0, description="Texts replayed at the build to learn how often drafts are accepted; 0: none."
     )
-    max_local_tokens: int = Field(4096, ge=1, description="Tokens searched of each of the own texts.")
+
+
+class DraftSettings(PoolSettings):
+    """The same with what nobody needs to set; a pool keeps in its manifest what it was built with.
+
+    A context that was seen n times with u different next tokens takes n / (n + escape u) of what longer contexts left
+    to it (an escape of 1 is that of Witten and Bell 1991); for the own texts the escape is divided by the context's
+    length. Lower trusts the source more.
+
+    Attributes
+    ----------
+    index_depth : tokens by which the index is sorted: longest match plus draft.
+    max_match_tokens, num_context_lengths : longest context looked up, and how many lengths are blended in a draft.
+    num_samples : occurrences of a context counted where a draft begins, behind a path as many fewer as it is
+        improbable, down to a 16th; more are sampled evenly.
+    pool_escape_per_token : escape of the pool for each different next token; None: the one that replays accept most
+        with, 1 before any.
+    local_escape, previous_escape : of prompt and output, and of the entity's own previous text; likewise.
+    max_local_tokens : searched of each of the own texts.
+    """
+
+    index_depth: Literal[16, 32, 64] = 64
+    max_match_tokens: int = Field(16, ge=1, le=MAX_MATCH_TOKENS)
+    num_context_lengths: int = Field(4, ge=1, le=MAX_CONTEXT_LENGTHS)
+    num_samples: int = Field(256, ge=1)
+    pool_escape_per_token: float | None = Field(None, gt=0)
+    local_escape: float = Field(2.2, gt=0)
+    previous_escape: float = Field(0.5, gt=0)
+    max_local_tokens: int = Field(4096, ge=1)
+
+    @classmethod
+    def of(cls, settings: PoolSettings | None) -> "DraftSettings":
+        """Those of a configuration; None: the defaults."""
+        return cls() if settings is None else cls.model_validate(settings.model_dump())
 
 
 class PoolBuildSettings(Frozen):
-    """How pools are built, how large they may be, and how long they are kept."""
+    """How pools are built, and how long they are kept."""
 
     memory_mb: int | None = Field(
-        2048, ge=16, description="Memory that sorting may take; more texts are sorted in runs on disk. null: no limit."
-    )
-    max_tokens: int | None = Field(
-        None, ge=1, description="Tokens that a side's pool may have; beyond, the oldest are left out. null: all."
+        512, ge=1, description="Memory that sorting may take; what does not fit is sorted in turns. null: no limit."
     )
     keep_versions: int = Field(3, ge=1, description="Newest pool versions kept after a night; those in use stay too.")
 

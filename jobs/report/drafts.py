@@ -54,8 +54,8 @@ def drafts_section(manifest: RunManifest, sides: list[Side]) -> Section:
     ]
     if rows:
         caption = (
-            "Left out: the oldest texts, for which pool_building.max_tokens leaves no room. Error: mean distance "
-            "between estimated and realised acceptance, on texts that estimates were not fitted to."
+            "Error: mean distance between estimated and realised acceptance, on texts that estimates were not fitted "
+            "to."
         )
         blocks.append(Table("Pools, in numbers", rows, ("Side", "Use", "Version", "Built"), caption))
     return Section("drafts", "Drafts and pools", blocks)
@@ -134,7 +134,6 @@ def _pool_row(name: str, use: str, pool: PoolFigures) -> dict[str, str]:
         "Tokens": count(pool.num_tokens),
         "Groups": count(len(pool.groups)),
         "Built": how_built(pool) if is_built else MISSING,
-        "Texts left out": count(pool.num_texts_left_out) if is_built else MISSING,
         "Build time": seconds(pool.build_s) if is_built else MISSING,
         "Error": decimal(pool.calibration_error if is_built else None, 3),
     }

@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from laserbatch.jobs.console import say
@@ -22,12 +21,12 @@ from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import link_file, write_json
 from laserbatch.pipeline.storage.manifest import PoolBuilt
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.index.build import BuildCounts, build_pool
+from laserbatch.retrieval_pools.index.build import build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.store import Collected, PoolStore
 from laserbatch.retrieval_pools.routing.router import Router, fit_routers
 
-SCRATCH_NAME, HELD_BACK_NAME = "scratch", "without-held-back"
+SCRATCH_NAME = "scratch"
 
 
 def build_pools(night: Night, make_current: bool = True, anew: bool = False) -> dict[Side, PoolBuilt]:
@@ -86,31 +85,28 @@ def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: 
     hash_of_tokenizer = tokenizer_hash(night.settings.model_dir)
     previous = _previous_pool(night, side, hash_of_tokenizer)
     routes = side_routes(router, night.tables, side)
-    done: list[BuildCounts] = []
-    build = partial(
-        build_pool,
+    num_sorted: list[int] = []
+    calibration = calibrate_side(night, side, run_texts, routes)
+    pool = build_pool(
+        run_texts.pool_texts(night.tables, side, routes),
+        folder,
         side=side,
         tokenizer_hash=hash_of_tokenizer,
         model_id=run_texts.model_id,
         settings=night.settings.pools,
+        previous=previous,
         building=night.settings.pool_building,
-        on_counts=done.append,
+        on_sorted=num_sorted.append,
+        calibration=calibration,
     )
-    held_back_folder = folder.with_name(f"{side}-{HELD_BACK_NAME}")
-    calibration, pool_of_others = calibrate_side(
-        night, side, run_texts, routes, partial(build, out_dir=held_back_folder, previous=previous)
-    )
-    texts = run_texts.pool_texts(night.tables, side, night.date, routes)
-    pool = build(texts, folder, previous=pool_of_others or previous, calibration=calibration)
-    shutil.rmtree(held_back_folder, ignore_errors=True)
+    calibration = pool.manifest.calibration
     return PoolBuilt(
         version=version,
         num_texts=pool.manifest.num_texts,
         num_tokens=pool.manifest.num_tokens,
         groups=pool.manifest.groups,
         incremental=previous is not None,
-        num_texts_changed=sum(counts.num_texts_sorted for counts in done),
-        num_texts_left_out=done[-1].num_texts_left_out,
+        num_texts_changed=sum(num_sorted),
         build_s=time.perf_counter() - start_s,
         calibration_error=None if calibration is None else calibration.reliability.expected_calibration_error,
     )
@@ -120,9 +116,7 @@ def _previous_pool(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | N
     """The current version's pool when tonight's can be merged from it. Nothing is lost without it but time."""
     try:
         current = night.pools.current_version()
-        pool = None if current is None else night.pools.open(current, side, hash_of_tokenizer, verify=True)
+        return None if current is None else night.pools.open(current, side, hash_of_tokenizer, verify=True)
     except PoolError as error:
         say(f"the {side} pool is built anew: {error}")
         return None
-    fits = pool is not None and pool.settings.index_depth == night.settings.pools.index_depth
-    return pool if fits else None

@@ -1,16 +1,14 @@
 """A run's texts as a pool takes them, and the calibration of that pool by replaying some of them.
 
 The order is that of the entity table because it is the same every night: what has not changed then stands where it
-stood, and is not sorted again. Token ids are read in batches and lie in a file meanwhile; in memory are ids, places and
-dates.
+stood, and is not sorted again. Token ids are read in batches and lie in a file meanwhile; in memory are ids and places.
 
 Where tonight's run drafted from a pool, the texts that it wrote are replayed against that one: prompts, groups and
-previous texts are those that the run had. On a first night some of its texts are held back and replayed against a pool
-of the others. A calibration holds on until a tenth of a side's texts have been written since.
+previous texts are those that the run had. On a first night some of its texts are replayed against a pool of the others.
+A calibration holds on until a quarter of a side's texts have been written since.
 """
 
-import datetime
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,16 +36,17 @@ from laserbatch.retrieval_pools.calibration.calibrate import (
     with_budgets,
 )
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
-from laserbatch.retrieval_pools.index.arrays import ArrayWriter, map_array
+from laserbatch.retrieval_pools.index.arrays import ArrayWriter, give_back, map_array
+from laserbatch.retrieval_pools.index.build import HeldBack
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.index.texts import PoolTexts, stretches
+from laserbatch.retrieval_pools.index.texts import PoolTexts
 from laserbatch.retrieval_pools.routing.router import Routes
+from laserbatch.retrieval_pools.settings import DraftSettings
 
 ROWS_AT_ONCE = 8 * 1024
-MOST_CHANGED = 0.1  # of a side's texts, since they were replayed; with more they are replayed again
+MOST_CHANGED = 0.25  # of a side's texts, since they were replayed; with more they are replayed again
 TOKENS_NAME = "texts.npy"
-_DATE_LENGTH = len("2025-03-01")  # what a run's id begins with
 
 
 @dataclass(frozen=True)
@@ -58,14 +57,12 @@ class RunTexts:
     ----------
     entity_ids : whose they are.
     starts : int64[num_texts + 1], where each begins in `tokens`, int32 mapped.
-    run_dates : datetime64[D][num_texts], the date of the run that wrote each; NaT where that is not recorded.
     model_id : that wrote the first.
     """
 
     entity_ids: pa.ChunkedArray
     starts: np.ndarray
     tokens: np.ndarray
-    run_dates: np.ndarray
     model_id: str
 
     def __len__(self) -> int:
@@ -81,30 +78,26 @@ class RunTexts:
             if row is not None
         }
 
-    def pool_texts(
-        self, tables: Tables, side: Side, date: datetime.date, routes: Routes, left_out: Sequence[object] = ()
-    ) -> Iterator[PoolTexts]:
+    def in_table(self, tables: Tables, side: Side) -> tuple[np.ndarray, np.ndarray]:
+        """The entities of a table that have a text, in its order: their rows there, and their texts' numbers here."""
+        numbers = pc.index_in(tables.entities(side)[f"{side}_id"], value_set=self.entity_ids)
+        numbers = pc.fill_null(numbers, -1).to_numpy()
+        rows = np.flatnonzero(numbers >= 0)
+        return rows, numbers[rows]
+
+    def pool_texts(self, tables: Tables, side: Side, routes: Routes) -> Iterator[PoolTexts]:
         """A block after another, those of entities that the tables no longer have left out.
 
-        Parameters
-        ----------
-        date : ages are counted to it.
-        routes : the groups of the tables' entities.
-        left_out : ids of more entities without whose texts it is to be.
+        `routes` are the groups of the tables' entities.
         """
-        entity_ids = tables.entities(side)[f"{side}_id"]
-        rows = pc.fill_null(pc.index_in(entity_ids, value_set=self.entity_ids), -1).to_numpy()
-        rows = np.where(pc.is_in(entity_ids, value_set=pa.array(left_out, entity_ids.type)), -1, rows)
-        ages = (np.datetime64(date) - self.run_dates).astype(float)  # days; NaN for NaT
-        ages = np.where(np.isnan(ages), 0.0, np.maximum(ages, 0.0))
         groups, codes = routes.groups.dictionary.to_pylist(), routes.groups.indices.to_numpy()
-        entities = np.flatnonzero(rows >= 0)
+        entities, numbers = self.in_table(tables, side)
         for start in range(0, len(entities), ROWS_AT_ONCE):
             part = entities[start : start + ROWS_AT_ONCE]
-            its_own = rows[part]
+            its_own = numbers[start : start + ROWS_AT_ONCE]
             lengths = self.starts[its_own + 1] - self.starts[its_own]
-            tokens = stretches(self.tokens, self.starts[its_own], lengths)
-            yield PoolTexts(tokens, lengths, codes[part], groups, part, ages[its_own])
+            yield PoolTexts(self.tokens, self.starts[its_own], lengths, codes[part], groups, part)
+        give_back(self.tokens)
 
 
 def read_run_texts(run: RunFolder, side: Side, scratch: Path) -> RunTexts | None:
@@ -114,77 +107,53 @@ def read_run_texts(run: RunFolder, side: Side, scratch: Path) -> RunTexts | None
     ----------
     scratch : a folder for files that must stay while the texts are used.
     """
-    ids, lengths, dates, model_id = [], [], [], None
+    ids, lengths, model_id = [], [], None
     with ArrayWriter(scratch / TOKENS_NAME, np.int32) as tokens:
-        for batch in run.iter_knowledge(side, ("entity_id", "model_id", "run_id", "token_ids")):
+        for batch in run.iter_knowledge(side, ("entity_id", "model_id", "token_ids")):
             if not batch.num_rows:
                 continue
             model_id = model_id or batch["model_id"][0].as_py()
             ids.append(batch["entity_id"])
             lengths.append(pc.list_value_length(batch["token_ids"]).to_numpy(zero_copy_only=False))
-            dates.append(_dates(batch["run_id"]))
             tokens.write(batch["token_ids"].flatten().to_numpy())
     if model_id is None:
         return None
     starts = np.concatenate([[0], np.cumsum(np.concatenate(lengths), dtype=np.int64)])
-    return RunTexts(pa.chunked_array(ids), starts, map_array(scratch / TOKENS_NAME), np.concatenate(dates), model_id)
+    return RunTexts(pa.chunked_array(ids), starts, map_array(scratch / TOKENS_NAME), model_id)
 
 
-def _dates(run_ids: pa.Array) -> np.ndarray:
-    distinct = run_ids.dictionary_encode()
-    known = []
-    for run_id in distinct.dictionary.to_pylist():
-        try:
-            known.append(np.datetime64(datetime.date.fromisoformat(run_id[:_DATE_LENGTH])))
-        except ValueError:
-            known.append(np.datetime64("NaT", "D"))
-    return np.array(known, "datetime64[D]")[distinct.indices.to_numpy()]
+def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes) -> Calibration | HeldBack | None:
+    """Replay some texts of a side, or say which are to be replayed against a pool of the others.
 
-
-def calibrate_side(
-    night: Night,
-    side: Side,
-    run_texts: RunTexts,
-    routes: Routes,
-    build: Callable[[Iterator[PoolTexts]], Pool],
-) -> tuple[Calibration | None, Pool | None]:
-    """Replay some texts of a side; None where there are too few, or none are wanted. The same run, the same result.
-
-    And, if there had to be one, a pool of all that the coming pool has but the texts held back.
-
-    Parameters
-    ----------
-    routes : the groups of the tables' entities.
-    build : makes a pool of those that are not held back.
+    None where there are too few, or none are wanted. The same run, the same result. `routes` are the groups of the
+    tables' entities.
     """
     settings, options = night.settings.pools, draft_options(night.settings.decoding, drafted_with(night, side))
     if not settings.calibration_texts:
-        return None, None
+        return None
     drafted_from = _drafted_from(night, side, tokenizer_hash(night.settings.model_dir))
     if drafted_from is not None:
         known = _kept(drafted_from.manifest.calibration, _num_written(night, side))
         holds_on = _holds_on(known, run_texts, drafted_from, options)
         if holds_on and known.budgets.changed is not None:
-            return known, None
+            return known
         rows = planned_rows(night, side, settings.calibration_texts)
         token_ids = run_texts.of_entities([row.entity_id for row in rows])
         texts = [_replayed(row, token_ids[row.entity_id], row.group) for row in rows if row.entity_id in token_ids]
         num_with_previous = sum(text.previous_ids is not None for text in texts)
         if len(texts) < MIN_TEXTS or (holds_on and num_with_previous < MIN_CHANGED_TEXTS):
-            return known, None
-        return _calibrated(night, drafted_from, texts, options), None
+            return known
+        return _calibrated(night, drafted_from, texts, options)
     rows = planned_rows(night, side, num_held_back(len(run_texts), settings.calibration_texts))
-    held_back = {row.entity_id: row for row in rows}
-    if len(rows) < 2:
-        return None, None
-    token_ids, table_ids = run_texts.of_entities(list(held_back)), night.tables.entities(side)[f"{side}_id"]
+    asked = {row.entity_id: row for row in rows}
+    token_ids, table_ids = run_texts.of_entities(list(asked)), night.tables.entities(side)[f"{side}_id"]
     places = pc.index_in(pa.array(token_ids, table_ids.type), value_set=table_ids.combine_chunks()).to_pylist()
     known = sorted((place, entity_id) for place, entity_id in zip(places, token_ids, strict=True) if place is not None)
-    texts = [_replayed(held_back[key], token_ids[key], routes.of(place).group) for place, key in known]
-    pool = build(run_texts.pool_texts(night.tables, side, night.date, routes, list(held_back)))
-    if len(texts) < 2:
-        return None, pool
-    return _calibrated(night, pool, texts, options), pool
+    if len(known) < 2:
+        return None
+    texts = [_replayed(asked[key], token_ids[key], routes.of(place).group) for place, key in known]
+    numbers = np.searchsorted(run_texts.in_table(night.tables, side)[0], [place for place, _ in known])
+    return HeldBack(numbers, lambda pool: _calibrated(night, pool, texts, options))
 
 
 def _calibrated(night: Night, pool: Pool, texts: list[ReplayText], options: DraftOptions) -> Calibration:
@@ -239,8 +208,10 @@ def _drafted_from(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | No
     if version is None or version not in {known.version for known in night.pools.list() if known.problem is None}:
         return None
     pool = night.pools.open(version, side, hash_of_tokenizer)
-    estimating = night.settings.pools.model_copy(update={"calibration_texts": 0})
-    is_alike = pool is not None and pool.settings.model_copy(update={"calibration_texts": 0}) == estimating
+    if pool is None:
+        return None
+    wanted = DraftSettings.of(night.settings.pools)
+    is_alike = wanted.model_copy(update={"calibration_texts": pool.settings.calibration_texts}) == pool.settings
     return pool if is_alike else None
 
 

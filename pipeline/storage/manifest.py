@@ -56,7 +56,6 @@ class PoolBuilt(PoolFigures):
 
     incremental: bool  # whether it was merged from an earlier version's
     num_texts_changed: int  # that had to be sorted
-    num_texts_left_out: int  # for which a full pool had no room
     build_s: float
     calibration_error: float | None  # expected, on texts that estimates were not fitted to; None without replays
 

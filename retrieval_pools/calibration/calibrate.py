@@ -32,8 +32,8 @@ from laserbatch.retrieval_pools.index.calibration_record import (
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.sources import NUM_SOURCES
 
-MAX_TOKENS = 150_000  # replayed, so that the time it takes does not grow with the pool
-MAX_ESCAPE_TOKENS = 25_000  # of these, for each escape that is tried
+MAX_TOKENS = 50_000  # replayed, so that the time it takes does not grow with the pool; three times as many gain nothing
+MAX_ESCAPE_TOKENS = 8_000  # of these, for each escape that is tried
 POOL_ESCAPES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # tried where none is configured
 MIN_TEXTS = 50  # a pool of fewer texts is not calibrated
 TEXTS_PER_HELD_BACK = 5  # at most one text of so many is held back
@@ -68,8 +68,8 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
     Parameters
     ----------
     pool : what is drafted from; it must not hold the texts. Curves that it has already are not used.
-    texts : at least two. Curves fitted to the first, third, ... are checked on the others, and the other way round;
-        what is kept is fitted to all. Of long texts some are left out: about MAX_TOKENS are replayed.
+    texts : at least two. Curves fitted to the first, third, ... are checked on the others; what is kept is fitted to
+        all. Of long texts some are left out: about MAX_TOKENS are replayed.
     options : how the run drafts. The fit looks at trees as large as may be, of less likely paths too, at the positions
         where such a run drafts: behind a tree that was too small a text is easier to foresee than behind a wrong token.
 
@@ -84,16 +84,16 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
     texts = _of_bounded_length(texts, MAX_TOKENS)
     plain = _with_best_escape(pool.with_calibration(None), texts, options)
     widest = replace(options, max_nodes=MAX_NODES, min_acceptance=0.0)
-    halves = texts[0::2], texts[1::2]
-    nodes = [replay_nodes(plain, half, widest, options) for half in halves]
+    others = texts[1::2]
+    nodes = [replay_nodes(plain, half, widest, options) for half in (texts[0::2], others)]
     nodes = [part[part["is_parent_accepted"]] for part in nodes]
-    fitted = [plain.with_curves(curves_of(fit_sources(part))) for part in nodes]
+    fitted_to_half = plain.with_curves(curves_of(fit_sources(nodes[0])))
     return Calibration(
         pool_escape=plain.settings.pool_escape_per_token,
         num_texts=len(texts),
         num_tokens=sum(len(text.text_ids) for text in texts),
         sources=fit_sources(np.concatenate(nodes)),
-        reliability=reliability(list(zip(fitted, reversed(halves), strict=True)), options),
+        reliability=reliability(fitted_to_half, others, options),
     )
 
 
@@ -148,18 +148,12 @@ def fit_sources(nodes: np.ndarray) -> tuple[SourceCurve, ...]:
     )
 
 
-def reliability(checks: Sequence[tuple[Pool, Sequence[ReplayText]]], options: DraftOptions) -> Reliability:
-    """Estimated and realised acceptance of drafts.
-
-    Parameters
-    ----------
-    checks : pools, and texts that neither each nor its curves have seen; one text at least.
-    options : how they are drafted.
-    """
-    nodes = np.concatenate([replay_nodes(pool, texts, options) for pool, texts in checks])
+def reliability(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> Reliability:
+    """Estimated and realised acceptance of drafts along texts, one at least, that neither pool nor curves have seen."""
+    nodes = replay_nodes(pool, texts, options)
     error = calibration_error(np.exp(nodes["log_acceptance"].astype(np.float64)), nodes["is_accepted"])
     return Reliability(
-        num_texts=sum(len(texts) for _, texts in checks),
+        num_texts=len(texts),
         num_nodes=len(nodes),
         max_nodes=options.max_nodes,
         min_acceptance=options.min_acceptance,

@@ -17,7 +17,7 @@ from laserbatch.retrieval_pools.drafting.estimate import (
     token_frequencies,
     upper_bounds,
 )
-from laserbatch.retrieval_pools.settings import MAX_MATCH_TOKENS, PoolSettings
+from laserbatch.retrieval_pools.settings import MAX_MATCH_TOKENS, DraftSettings
 from laserbatch.retrieval_pools.sources import NUM_SOURCES
 
 MAX_NODES = 64
@@ -99,7 +99,7 @@ class PoolHandle(NamedTuple):
     kept: tuple[Index, Estimates]
 
     @classmethod
-    def of(cls, index: Index, curves: np.ndarray, settings: PoolSettings, fitted_escape: float) -> "PoolHandle":
+    def of(cls, index: Index, curves: np.ndarray, settings: DraftSettings, fitted_escape: float) -> "PoolHandle":
         """Of arrays that nobody changes; `curves` float32 `estimate.CURVES_SHAPE`."""
         frequencies = token_frequencies(np.diff(index.starts), len(index.order))
         estimates = Estimates(frequencies, upper_bounds(curves), curves)
@@ -186,7 +186,7 @@ class Context(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What holds of all sequences of a call; see `PoolSettings` and `draft`."""
+    """What holds of all sequences of a call; see `DraftSettings` and `draft`."""
 
     num_context_lengths: int
     pool_escape: float

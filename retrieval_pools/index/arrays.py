@@ -118,6 +118,13 @@ def make_resident(arrays: Iterable[np.ndarray], max_bytes: int) -> bool:
     return True
 
 
+def give_back(*arrays: np.ndarray | None) -> None:
+    """Let go of the pages of mapped arrays, which are read again where they are needed."""
+    for array in arrays:
+        if isinstance(mapped := _owner(array), mmap.mmap):
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+
 def _owner(array: np.ndarray) -> object:
     while isinstance(array, np.ndarray):
         array = array.base

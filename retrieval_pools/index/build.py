@@ -9,16 +9,17 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from laserbatch.retrieval_pools.drafting.state import Index
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.index.arrays import ArrayWriter, in_threads, map_array, read_chunks
+from laserbatch.retrieval_pools.index.arrays import ArrayWriter, give_back, in_threads, map_array, read_chunks
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.index.manifest import (
     FORMAT_VERSION,
@@ -29,7 +30,7 @@ from laserbatch.retrieval_pools.index.manifest import (
     describe_array,
     write_manifest,
 )
-from laserbatch.retrieval_pools.index.order import count_first_tokens, merge_runs, sort_texts
+from laserbatch.retrieval_pools.index.order import count_first_tokens, merge, sort_texts
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.support import supported_lengths
 from laserbatch.retrieval_pools.index.texts import (
@@ -37,34 +38,32 @@ from laserbatch.retrieval_pools.index.texts import (
     LaidTexts,
     PoolText,
     PoolTexts,
+    TextOf,
     find_known_texts,
     lay_end_to_end,
-    values_at,
-    values_by_position,
 )
-from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings
+from laserbatch.retrieval_pools.settings import DraftSettings, PoolBuildSettings, PoolSettings
 
-__all__ = ["BuildCounts", "PoolText", "PoolTexts", "build_pool", "sync_folder"]
+__all__ = ["HeldBack", "PoolText", "PoolTexts", "build_pool", "sync_folder"]
 
-SORT_BYTES_PER_POSITION = 40  # of memory, while a run of texts is sorted
+SORT_BYTES_PER_POSITION = 16  # of memory, while they are sorted
 TEMPORARY_SUFFIX = ".tmp"
+_NONE = np.empty(0, np.int64)
 _GONE = np.iinfo(np.int32).min  # moves every position below 0
 
 
 @dataclass(frozen=True)
-class BuildCounts:
-    """What a build did.
+class HeldBack:
+    """Texts of a coming pool by which it is calibrated.
 
     Parameters
     ----------
-    num_texts_sorted : texts whose positions were sorted; those of the others were where an older pool had them.
-    num_runs : runs that they were sorted in, each within the memory.
-    num_texts_left_out : texts for which a full pool had no room.
+    numbers : theirs, as the pool's texts come.
+    calibrate : is handed a pool of all others, which is gone afterwards.
     """
 
-    num_texts_sorted: int
-    num_runs: int
-    num_texts_left_out: int
+    numbers: Sequence[int]
+    calibrate: Callable[[Pool], Calibration | None]
 
 
 def build_pool(
@@ -78,8 +77,8 @@ def build_pool(
     vocab_size: int | None = None,
     previous: Pool | None = None,
     building: PoolBuildSettings | None = None,
-    on_counts: Callable[[BuildCounts], None] | None = None,
-    calibration: Calibration | None = None,
+    on_sorted: Callable[[int], None] = lambda num_texts: None,
+    calibration: Calibration | HeldBack | None = None,
 ) -> Pool:
     """Build a pool and publish it at `out_dir`. The same texts in the same order give the same files.
 
@@ -92,11 +91,11 @@ def build_pool(
     previous : an older pool whose texts are in great part these: what they have in common, in the same sequence, is not
         sorted again. It saves time and changes nothing else; open it with `verify`, for its order is believed. One of
         another `index_depth` is of no use and left alone.
-    building : the largest size, and the memory that sorting may take, beyond a hundred bytes a text and the files,
-        which are mapped: the kernel takes back their pages when it needs them. What does not fit is sorted in runs
-        (of one text at least) that lie on the disk until they are merged.
-    on_counts : called with what was done.
-    calibration : what replays say of drafts from such a pool; None believes relative counts.
+    building : the memory that sorting may take, beyond a hundred bytes a text, some megabytes, and the tokens' files,
+        which are mapped: the kernel takes back their pages when it needs them. More positions are sorted in turns,
+        those of one first token together at least.
+    on_sorted : called with how many texts were sorted; the others stand where an older pool had them.
+    calibration : what replays say of drafts from such a pool, or what is to be replayed; None believes relative counts.
 
     Raises
     ------
@@ -104,18 +103,16 @@ def build_pool(
         A text is not a row of token ids of the vocabulary (the message numbers it, from 0), there are more groups or
         tokens than the format holds, the disk is full, or something is at `out_dir` already.
     """
-    settings = PoolSettings() if settings is None else settings
+    settings = DraftSettings.of(settings)
     building = PoolBuildSettings() if building is None else building
     out_dir = Path(out_dir)
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise PoolError(f"{out_dir} is there already; a pool is never changed. Give another folder or remove it.")
-    with staged_folder(out_dir) as folder:
-        with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as scratch:
-            laid, num_left_out = _lay(texts, folder, Path(scratch), vocab_size, settings, building)
-            order, num_sorted, num_runs = _order(
-                laid, settings.index_depth, previous, building.memory_bytes, Path(scratch)
-            )
-            _write_arrays(order, laid, settings, folder, Path(scratch))
+    with staged_folder(out_dir) as folder, _scratch(folder) as scratch:
+        laid = lay_end_to_end(texts, array_path(folder, "tokens"), vocab_size, with_entities=settings.min_support > 1)
+        order, num_sorted = _order(laid, settings.index_depth, previous, building.memory_bytes)
+        _write_arrays(order, laid, settings, folder, scratch)
+        give_back(laid.tokens)
         names = array_names(settings)
         manifest = PoolManifest(
             format_version=FORMAT_VERSION,
@@ -128,96 +125,102 @@ def build_pool(
             groups=laid.groups,
             settings=settings,
             arrays=dict(zip(names, in_threads(partial(describe_array, folder=folder), names), strict=True)),
-            calibration=calibration,
+            calibration=None if isinstance(calibration, HeldBack) else calibration,
         )
+        if isinstance(calibration, HeldBack):
+            others = _without(np.asarray(calibration.numbers, np.int64), laid, manifest, folder, scratch)
+            manifest = manifest.model_copy(update={"calibration": calibration.calibrate(others)})
+            give_back(*others.index[:4])
         write_manifest(manifest, folder)
+        shutil.rmtree(scratch)
         sync_folder(folder)
         os.replace(folder, out_dir)
         sync(out_dir.parent)
-    if on_counts is not None:
-        on_counts(BuildCounts(num_sorted, num_runs, num_left_out))
+    on_sorted(num_sorted)
     return Pool.open(out_dir)
 
 
-def _lay(
-    texts: Iterable[PoolText] | Iterable[PoolTexts], folder: Path, scratch: Path, vocab_size: int | None,
-    settings: PoolSettings, building: PoolBuildSettings,
-) -> tuple[LaidTexts, int]:  # fmt: skip
-    """`tokens`, of all texts or of the youngest; and how many were left out."""
-    path = array_path(folder, "tokens")
-    lay = partial(lay_end_to_end, path=path, vocab_size=vocab_size, with_entities=settings.min_support > 1)
-    laid = lay(texts)
-    if building.max_tokens is None or laid.num_tokens <= building.max_tokens:
-        return laid, 0
-    kept = laid.youngest(building.max_tokens)
-    os.replace(path, array_path(scratch, "tokens"))  # stays mapped
-    return lay(laid.texts(kept)), laid.num_texts - len(kept)
+@contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    """A folder in another, which may be removed earlier."""
+    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as scratch:
+        yield Path(scratch)
 
 
 def _order(
-    laid: LaidTexts, depth: int, previous: Pool | None, memory_bytes: int | None, scratch: Path
-) -> tuple[Iterator[np.ndarray], int, int]:
-    """The order of all positions as a stream: what an older pool knows of it is one of the runs that are merged.
-
-    And how many texts were sorted, in how many runs.
-    """
+    laid: LaidTexts, depth: int, previous: Pool | None, memory_bytes: int | None
+) -> tuple[Iterator[np.ndarray], int]:
+    """The order of all positions as a stream, an older pool's merged in; and how many texts are sorted."""
     starts = laid.starts
     is_new = np.ones(laid.num_texts, bool)
-    runs = []
+    older = None
     if previous is not None and previous.folder is not None and previous.index.depth == depth:
         old_starts = previous.text_starts
         known = find_known_texts(laid.tokens, starts, previous.index.tokens, old_starts)
+        give_back(previous.index.tokens)
         is_new[known[known >= 0]] = False
         moved_by = np.where(known >= 0, starts[known] - old_starts[:-1], _GONE).astype(np.int32)
-        moved_by = values_by_position(moved_by, old_starts, scratch / "moved-by.npy")
+        old_text_of = TextOf(old_starts)
 
         def moved(chunk: np.ndarray) -> np.ndarray:
-            places = chunk + values_at(moved_by, chunk)
+            places = chunk + old_text_of.values(moved_by, chunk)
             return places[places >= 0]
 
-        runs.append(in_threads(moved, read_chunks(array_path(previous.folder, "order"))))
-    num_older = len(runs)
-    for texts in _bounded(np.flatnonzero(is_new), starts, memory_bytes):
-        order = sort_texts(laid.tokens, starts, texts, vocab_size=laid.vocab_size, depth=depth)
-        file = scratch / f"{len(runs)}.npy"  # on the disk until it is merged
-        with ArrayWriter(file, order.dtype) as writer:
-            writer.write(order)
-        runs.append(read_chunks(file))
-    return merge_runs(laid.tokens, runs, depth), int(np.count_nonzero(is_new)), len(runs) - num_older
-
-
-def _bounded(texts: np.ndarray, starts: np.ndarray, memory_bytes: int | None) -> Iterator[np.ndarray]:
-    """Texts in runs that can be sorted in so much memory, each of one text at least."""
+        older = in_threads(moved, read_chunks(array_path(previous.folder, "order")))
+    texts = np.flatnonzero(is_new)
+    first_tokens = count_first_tokens(laid.tokens, starts, texts, laid.vocab_size)
     max_positions = MAX_POSITIONS if memory_bytes is None else max(int(memory_bytes / SORT_BYTES_PER_POSITION), 1)
-    ends = np.cumsum(starts[texts + 1].astype(np.int64) - starts[texts])
-    first = 0
-    while first < len(texts):
-        before = ends[first - 1] if first else 0
-        last = max(int(np.searchsorted(ends, before + max_positions, side="right")), first + 1)
-        yield texts[first:last]
-        first = last
+    added = sort_texts(laid.tokens, starts, texts, first_tokens, depth, max_positions)
+    return (merge(laid.tokens, older, added, depth) if older else added), len(texts)
 
 
 def _write_arrays(
-    order: Iterator[np.ndarray], laid: LaidTexts, settings: PoolSettings, folder: Path, scratch: Path
+    order: Iterator[np.ndarray],
+    laid: LaidTexts,
+    settings: PoolSettings,
+    folder: Path,
+    scratch: Path,
+    left_out: np.ndarray = _NONE,
 ) -> None:
-    """`order` and, place by place, `group_codes` and `support`; `starts`."""
-    with (
-        ArrayWriter(array_path(folder, "order"), np.int32) as places,
-        ArrayWriter(array_path(folder, "group_codes"), laid.group_codes.dtype) as codes,
-    ):
-        code_at = values_by_position(laid.group_codes, laid.starts, scratch / "codes.npy")
-        for chunk, codes_of_chunk in in_threads(lambda chunk: (chunk, values_at(code_at, chunk)), order):
-            places.write(chunk)
-            codes.write(codes_of_chunk)
-    with ArrayWriter(array_path(folder, "starts"), np.int32) as writer:
-        writer.write(count_first_tokens(laid.tokens, laid.vocab_size))
+    """`order` and, place by place, `group_codes` and `support`; `starts`. Some texts may be left out of the order."""
+    text_of = TextOf(laid.starts)
+    files = {array_path(folder, "group_codes"): laid.group_codes}
     if settings.min_support > 1:
-        order_file = map_array(array_path(folder, "order"))
-        entity_at = values_by_position(laid.entity_codes, laid.starts, scratch / "entities.npy")
-        lengths = supported_lengths(laid.tokens, order_file, entity_at, settings.min_support, settings.index_depth)
+        files[scratch / "entities.npy"] = laid.entity_codes
+
+    def with_values(chunk: np.ndarray) -> tuple[np.ndarray, ...]:
+        return chunk, *(text_of.values(of_texts, chunk) for of_texts in files.values())
+
+    with ExitStack() as opened:
+        writers = [opened.enter_context(ArrayWriter(array_path(folder, "order"), np.int32))]
+        writers += [opened.enter_context(ArrayWriter(path, of_texts.dtype)) for path, of_texts in files.items()]
+        for columns in in_threads(with_values, order):
+            for writer, column in zip(writers, columns, strict=True):
+                writer.write(column)
+    texts = np.delete(np.arange(laid.num_texts), left_out)
+    starts = count_first_tokens(laid.tokens, laid.starts, texts, laid.vocab_size)
+    with ArrayWriter(array_path(folder, "starts"), np.int32) as writer:
+        writer.write(starts)
+    if settings.min_support > 1:
+        order_file, entities = map_array(array_path(folder, "order")), map_array(scratch / "entities.npy")
+        lengths = supported_lengths(laid.tokens, order_file, entities, settings.min_support, settings.index_depth)
         with ArrayWriter(array_path(folder, "support"), np.uint8) as writer:
             writer.write(lengths)
+        give_back(order_file, entities)
+
+
+def _without(left_out: np.ndarray, laid: LaidTexts, manifest: PoolManifest, folder: Path, scratch: Path) -> Pool:
+    """The pool that is being built, without some texts: their positions do not stand in its order."""
+    is_kept = np.ones(laid.num_texts, bool)
+    is_kept[left_out] = False
+    text_of = TextOf(laid.starts)
+    order = read_chunks(array_path(folder, "order"))
+    kept = in_threads(lambda chunk: chunk[text_of.values(is_kept, chunk)], order)
+    _write_arrays(kept, laid, manifest.settings, scratch, scratch, left_out)
+    names = [name for name in array_names(manifest.settings) if name != "tokens"]
+    arrays = {name: map_array(array_path(scratch, name)) for name in names}
+    index = Index(**{"support": None} | arrays, tokens=laid.tokens, depth=manifest.settings.index_depth)
+    return Pool.of_arrays(None, manifest, index)
 
 
 def temporary_beside(path: Path) -> Path:

@@ -132,10 +132,10 @@ class Calibration(Frozen):
 
     Attributes
     ----------
-    pool_escape : the escape of the pool (see `PoolSettings`) that was tried and accepted most, or the configured one.
+    pool_escape : the escape of the pool (see `DraftSettings`) that was tried and accepted most, or the configured one.
     num_texts, num_tokens : replayed texts that the curves are fitted to, and their tokens.
     sources : a source that drafted nothing has no curve and is not calibrated.
-    reliability : of curves that are fitted to one half of the texts, on the other half; both ways.
+    reliability : of curves that are fitted to one half of the texts, on the other half.
     budgets : what each draft budget gained; None in a calibration that has none.
     replayed_run : whose texts were replayed; "" where that is not known.
     num_texts_changed : of the side, written since by runs that kept this calibration.

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict  # pydantic needs this one before Python
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.arrays import map_array
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
-from laserbatch.retrieval_pools.settings import Frozen, PoolSettings
+from laserbatch.retrieval_pools.settings import DraftSettings, Frozen, PoolSettings
 
 FORMAT_VERSION = 9
 MANIFEST_NAME = "manifest.json"
@@ -55,7 +55,7 @@ class PoolManifest(Frozen):
     num_texts: int = Field(ge=0)
     num_tokens: int = Field(ge=0)
     groups: dict[str, GroupCounts]
-    settings: PoolSettings
+    settings: DraftSettings
     arrays: dict[ArrayName, ArrayFile]
     calibration: Calibration | None = None
 

@@ -5,7 +5,8 @@ by position, so its place does not depend on which text comes next. A separator 
 text behind it. An order may be of some of the texts of a token array only. Orders come and go as streams of int32
 chunks, so none need be in memory.
 
-Sorted runs, that of an older pool among them, are merged two and two by galloping (McIlroy 1993), which takes whole
+Positions of the same first token are together in the order, so as many first tokens are sorted at a time as there is
+memory for. Two orders, one of which may be an older pool's, are merged by galloping (McIlroy 1993), which takes whole
 stretches of a long one with few comparisons.
 """
 
@@ -14,75 +15,50 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from laserbatch.retrieval_pools.compiled import cached, fetch
-from laserbatch.retrieval_pools.index.arrays import in_threads
-from laserbatch.retrieval_pools.index.texts import SEPARATOR, gather_texts
+from laserbatch.retrieval_pools.index.arrays import CHUNK_VALUES, in_threads
+from laserbatch.retrieval_pools.index.texts import SEPARATOR
 
 _NO_PLACES = np.empty(0, np.int32)
 _AHEAD = 8  # places whose texts are fetched before they are compared
+_FEW = 12  # places that are compared one with another
 
 
-def sort_suffixes(tokens: np.ndarray, vocab_size: int, depth: int) -> np.ndarray:
-    """Sort by prefix doubling (Manber and Myers 1990) with one counting pass a round: O(n log depth), deterministic.
-
-    Parameters
-    ----------
-    tokens : int32[n], n >= 1, SEPARATOR or ids below `vocab_size`; the last is SEPARATOR.
-    depth : tokens compared, rounded up to a power of two.
-
-    Returns
-    -------
-    int32[n - 1], every position but the last separator.
-    """
-    starts = count_first_tokens(tokens, vocab_size)
-    order = _sort_by_first_token(tokens, starts.copy())
-    rank = _first_ranks(tokens, starts)
-    remaining = _tokens_to_separator(tokens)
-    length = 1
-    while length < depth:
-        order = _sort_by_second_half(order, rank, remaining, length)
-        rank, num_classes = _ranks_of_double(order, rank, remaining, length)
-        if num_classes == len(order):
-            break
-        length *= 2
-    return order
-
-
-def sort_texts(tokens: np.ndarray, starts: np.ndarray, texts: np.ndarray, vocab_size: int, depth: int) -> np.ndarray:
+def sort_texts(
+    tokens: np.ndarray, starts: np.ndarray, texts: np.ndarray, first_tokens: np.ndarray, depth: int, max_positions: int
+) -> Iterator[np.ndarray]:
     """The order of some texts' positions: those of all others are left out of it.
 
+    The tokens read one after another, those of equal beginnings are sorted by the next (Bentley and Sedgewick 1997).
+
     Parameters
     ----------
-    tokens : int32[n], all texts laid end to end, ids below `vocab_size`.
+    tokens : int32[n], all texts laid end to end.
     starts : int32[num_texts + 1], the separators.
     texts : int[m], increasing numbers of the texts to sort.
-    depth : a power of two.
-
-    Returns
-    -------
-    int32[the texts' tokens and one each], positions in `tokens`.
+    first_tokens : of these texts, see `count_first_tokens`.
+    depth : tokens compared.
+    max_positions : sorted at a time, or all of one first token.
     """
-    if not len(texts):
-        return _NO_PLACES
-    gathered, its_starts = gather_texts(tokens, starts, texts)
-    order = sort_suffixes(gathered, vocab_size, depth)
-    order += np.repeat(starts[texts] - its_starts[:-1], np.diff(its_starts))[order]
-    return order
+    first, last = 0, len(first_tokens) - 1
+    while first < last:
+        end = int(np.searchsorted(first_tokens, int(first_tokens[first]) + max_positions, side="right")) - 1
+        end = max(end, first + 1)
+        order = _by_first_token(tokens, starts, texts, first_tokens, first, end)
+        _sort_each(tokens, order, first_tokens[first : end + 1] - first_tokens[first], depth)
+        for place in range(0, len(order), CHUNK_VALUES):
+            yield order[place : place + CHUNK_VALUES]
+        first = end
 
 
-def merge_runs(tokens: np.ndarray, runs: list[Iterable[np.ndarray]], depth: int) -> Iterator[np.ndarray]:
-    """One order of any number of them, merged two and two, so that none need be in memory.
+def merge(tokens: np.ndarray, first: Iterable[np.ndarray], second: Iterable[np.ndarray], depth: int):
+    """One order of two, chunk by chunk.
 
     Parameters
     ----------
-    tokens : int32[n], what the runs are positions of; no two have one in common.
-    runs : chunks of positions.
-    depth : tokens compared; what all are sorted by.
+    tokens : int32[n], what they are positions of; the two have none in common.
+    depth : tokens compared; what both are sorted by.
     """
-    if len(runs) <= 1:
-        return iter(runs[0] if runs else ())
-    middle = len(runs) // 2
-    parts = _parts(tokens, *(merge_runs(tokens, half, depth) for half in (runs[:middle], runs[middle:])), depth)
-    return in_threads(lambda part: _gallop(tokens, *part, depth), parts)
+    return in_threads(lambda part: _gallop(tokens, *part, depth), _parts(tokens, first, second, depth))
 
 
 def _parts(
@@ -106,83 +82,90 @@ def _parts(
 
 
 @cached()
-def count_first_tokens(tokens, vocab_size):
-    """int32[vocab_size + 2]: `order[starts[t + 1]:starts[t + 2]]` are the positions of token t, separators included."""
-    starts = np.zeros(vocab_size + 2, np.int32)
-    for i in range(tokens.shape[0] - 1):
-        starts[tokens[i] + 2] += 1
+def count_first_tokens(tokens, starts, texts, vocab_size):
+    """int32[vocab_size + 2], of some texts: `order[found[t + 1]:found[t + 2]]` are the positions of token t.
+
+    The separators before them are of the token -1.
+    """
+    found = np.zeros(vocab_size + 2, np.int32)
+    for k in range(texts.shape[0]):
+        for i in range(starts[texts[k]], starts[texts[k] + 1]):
+            found[tokens[i] + 2] += 1
     for t in range(vocab_size + 1):
-        starts[t + 1] += starts[t]
-    return starts
+        found[t + 1] += found[t]
+    return found
 
 
 @cached()
-def _sort_by_first_token(tokens, free):
-    """`free` has the next place of each token's positions."""
-    order = np.empty(tokens.shape[0] - 1, np.int32)
-    for i in range(order.shape[0]):
-        t = tokens[i] + 1
-        order[free[t]] = i
-        free[t] += 1
+def _by_first_token(tokens, starts, texts, first_tokens, first, end):
+    """The positions of the tokens from `first` - 1 to `end` - 2, each token's rising."""
+    free = first_tokens[first:end] - first_tokens[first]
+    order = np.empty(first_tokens[end] - first_tokens[first], np.int32)
+    for k in range(texts.shape[0]):
+        for i in range(starts[texts[k]], starts[texts[k] + 1]):
+            t = tokens[i] + 1 - first
+            if 0 <= t < free.shape[0]:
+                order[free[t]] = i
+                free[t] += 1
     return order
 
 
 @cached()
-def _first_ranks(tokens, starts):
-    """The rank of a position is the place in the order at which its class of equals begins."""
-    rank = np.empty(tokens.shape[0] - 1, np.int32)
-    for i in range(rank.shape[0]):
-        rank[i] = starts[tokens[i] + 1]
-    return rank
+def _sort_each(tokens, order, bounds, depth):
+    """Sort what is between each two bounds, rising and of one first token each."""
+    largest = 0
+    for t in range(bounds.shape[0] - 1):
+        largest = max(largest, bounds[t + 1] - bounds[t])
+    keyed = np.empty(largest, np.int64)
+    waiting = np.empty((largest // _FEW + 1, 3), np.int64)  # parts of many places: bounds, tokens that they share
+    for t in range(bounds.shape[0] - 1):
+        num_waiting = _leave_or_insert(tokens, order, bounds[t], bounds[t + 1], 1, depth, waiting, 0)
+        while num_waiting > 0:
+            num_waiting -= 1
+            begin, end, shared = waiting[num_waiting, 0], waiting[num_waiting, 1], waiting[num_waiting, 2]
+            shared = _key_by_next(tokens, order[begin:end], keyed, shared, depth)
+            if shared == depth:
+                continue
+            keyed[: end - begin].sort()
+            for k in range(begin, end):
+                order[k] = keyed[k - begin] & 0x7FFFFFFF
+            first = begin
+            for k in range(begin + 1, end + 1):
+                if k == end or tokens[order[k] + shared] != tokens[order[first] + shared]:
+                    if tokens[order[first] + shared] != SEPARATOR:
+                        num_waiting = _leave_or_insert(tokens, order, first, k, shared + 1, depth, waiting, num_waiting)
+                    first = k
 
 
 @cached()
-def _tokens_to_separator(tokens):
-    n = tokens.shape[0] - 1
-    remaining = np.empty(n, np.int32)
-    end = n
-    for i in range(n - 1, -1, -1):
-        remaining[i] = end - i
-        if tokens[i] == SEPARATOR:
-            end = i
-    return remaining
+def _leave_or_insert(tokens, order, begin, end, shared, depth, waiting, num_waiting):
+    """Of few places that share so many tokens sort the later ones in, leave many for later; how many parts wait."""
+    if end - begin > _FEW:
+        waiting[num_waiting, 0], waiting[num_waiting, 1], waiting[num_waiting, 2] = begin, end, shared
+        return num_waiting + 1
+    for k in range(begin + 1, end):
+        place, i = order[k], k
+        while i > begin and _compare(tokens, place, order[i - 1], shared, depth)[1]:
+            order[i] = order[i - 1]
+            i -= 1
+        order[i] = place
+    return num_waiting
 
 
 @cached()
-def _sort_by_second_half(order, rank, remaining, length):
-    """From sorted by `length` tokens to sorted by twice as many: take positions by their second half, fill classes."""
-    n = order.shape[0]
-    free = np.arange(n).astype(np.int32)  # the next free place of the class that begins here
-    doubled = np.empty(n, np.int32)
-    for i in range(n):  # texts that end within the first half come first
-        if remaining[i] <= length:
-            doubled[free[rank[i]]] = i
-            free[rank[i]] += 1
-    for k in range(n):
-        i = order[k] - length
-        if i >= 0 and remaining[i] > length:
-            doubled[free[rank[i]]] = i
-            free[rank[i]] += 1
-    return doubled
-
-
-@cached()
-def _ranks_of_double(order, rank, remaining, length):
-    n = order.shape[0]
-    doubled = np.empty(n, np.int32)
-    num_classes = 0
-    before_first = before_second = np.int32(-2)
-    current = 0
-    for k in range(n):
-        i = order[k]
-        first = rank[i]
-        second = rank[i + length] if remaining[i] > length else np.int32(-1)
-        if first != before_first or second != before_second:
-            current = k
-            num_classes += 1
-            before_first, before_second = first, second
-        doubled[i] = current
-    return doubled, num_classes
+def _key_by_next(tokens, order, keyed, shared, depth):
+    """Key each place by the first token that not all share, and the place; how many all share, `depth` where enough."""
+    while shared < depth:
+        is_same = True
+        for k in range(order.shape[0]):
+            keyed[k] = (np.int64(tokens[order[k] + shared]) << 32) | order[k]
+            is_same &= (keyed[k] ^ keyed[0]) >> 32 == 0
+        if not is_same:
+            return shared
+        if tokens[order[0] + shared] == SEPARATOR:
+            return depth
+        shared += 1
+    return depth
 
 
 @cached()

@@ -21,9 +21,10 @@ from laserbatch.retrieval_pools.index.manifest import (
     read_manifest,
 )
 from laserbatch.retrieval_pools.index.texts import SEPARATOR
-from laserbatch.retrieval_pools.settings import BUILT_SETTINGS, PoolSettings
+from laserbatch.retrieval_pools.settings import BUILT_SETTINGS, DraftSettings
 
 DEFAULT_POOL_ESCAPE = 1.0  # Witten and Bell's
+_VERIFIED: set[tuple] = set()  # files that this process has compared with their checksums
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +45,7 @@ class Pool:
     folder: Path | None
     manifest: PoolManifest
     index: Index
-    settings: PoolSettings
+    settings: DraftSettings
     curves: np.ndarray = field(default_factory=lambda: IDENTITY_CURVES, repr=False)
     fitted_escape: float = DEFAULT_POOL_ESCAPE
     budgets: BudgetCurve | None = field(default=None, repr=False)
@@ -59,7 +60,8 @@ class Pool:
         ----------
         folder : the pool.
         tokenizer_hash : of the tokenizer that is going to be used; None does not compare.
-        verify : compare the files' checksums and count texts, which reads them; sizes and shapes are always compared.
+        verify : compare the files' checksums and count texts, which reads them, once in a process while they lie as
+            they are; sizes and shapes are always compared.
         max_resident_bytes : a pool of so many bytes or fewer has its pages there before the first draft; see
             `arrays.make_resident`. For who is going to draft much: it reads the files, from the disk if need be.
 
@@ -75,11 +77,14 @@ class Pool:
                 f"{folder} was built with the tokenizer {manifest.tokenizer_hash} (model {manifest.model_id}); "
                 f"expected {tokenizer_hash}: its token ids mean something else now. {REBUILD}"
             )
+        lying = _lying(folder)
+        verify = verify and lying not in _VERIFIED
         arrays = {name: read_array(folder, name, manifest, verify) for name in array_names(manifest.settings)}
         index = Index(**{"support": None} | arrays, depth=manifest.settings.index_depth)
         _check_arrays_fit(folder, manifest, index)
         if verify:
             _check_texts(folder, manifest, index)
+            _VERIFIED.add(lying)
         if max_resident_bytes:
             make_resident(arrays.values(), max_resident_bytes)
         return cls.of_arrays(folder, manifest, index)
@@ -118,7 +123,7 @@ class Pool:
         for name in BUILT_SETTINGS:
             if name in changes:
                 raise PoolError(f"{name} is fixed when a pool is built; build another pool for another value.")
-        settings = PoolSettings.model_validate(self.settings.model_dump() | changes)
+        settings = DraftSettings.model_validate(self.settings.model_dump() | changes)
         return replace(self, settings=settings)
 
     def with_calibration(self, calibration: Calibration | None) -> "Pool":
@@ -148,6 +153,12 @@ class Pool:
     def handle(self) -> PoolHandle:
         """All that `drafting.tree` needs to know of a pool, its groups' weights among it."""
         return PoolHandle.of(self.index, self.curves, self.settings, self.fitted_escape)
+
+
+def _lying(folder: Path) -> tuple:
+    """What differs when a file of a folder was written since, unless that was within the clock's ticks."""
+    files = [(path, path.stat()) for path in sorted(folder.iterdir())]
+    return tuple((path, one.st_ino, one.st_size, one.st_mtime_ns) for path, one in files)
 
 
 def _check_arrays_fit(folder: Path, manifest: PoolManifest, index: Index) -> None:
@@ -188,7 +199,7 @@ def _check_texts(folder: Path, manifest: PoolManifest, index: Index) -> None:
 def _empty_pool() -> Pool:
     manifest = PoolManifest(
         format_version=FORMAT_VERSION, side="user", tokenizer_hash="", model_id="", vocab_size=0,
-        num_texts=0, num_tokens=0, groups={}, settings=PoolSettings(), arrays={},
+        num_texts=0, num_tokens=0, groups={}, settings=DraftSettings(), arrays={},
     )  # fmt: skip
     arrays = (np.array([SEPARATOR], np.int32), np.empty(0, np.int32), np.empty(0, np.uint8), np.zeros(2, np.int32))
     return Pool.of_arrays(None, manifest, Index(*arrays, None, manifest.settings.index_depth))

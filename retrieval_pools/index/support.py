@@ -16,7 +16,7 @@ _RING = 256  # places on it share ever more, and at most 255 tokens
 def supported_lengths(
     tokens: np.ndarray,
     order: np.ndarray,
-    entity_at: np.ndarray,
+    entities: np.ndarray,
     min_support: int,
     depth: int,
 ) -> np.ndarray:
@@ -28,8 +28,8 @@ def supported_lengths(
 
     Parameters
     ----------
-    tokens, order : int32[n + 1] and int32[n], see `order.sort_suffixes`.
-    entity_at : int32[n], the entity of each position's text, 0 to the number of entities.
+    tokens, order : int32[n + 1] and int32[n], see `order.sort_texts`.
+    entities : int32[n], that of each place's text, from 0 on.
     min_support : entities that make an n-gram supported, at least 2.
     depth : tokens that `order` is sorted by, at most 255; no longer n-gram is looked at.
 
@@ -38,7 +38,7 @@ def supported_lengths(
     uint8[n], 0 where not even the first token is supported.
     """
     shared = _shared_with_place_before(tokens, order, depth)
-    support = _least_shared_in_windows(shared, order, entity_at, min_support)
+    support = _least_shared_in_windows(shared, entities, min_support)
     _hand_on(support, shared)
     return support
 
@@ -59,31 +59,31 @@ def _shared_with_place_before(tokens, order, depth):
 
 
 @cached()
-def _least_shared_in_windows(shared, order, entity_at, min_support):
+def _least_shared_in_windows(shared, entities, min_support):
     """What the shortest window that ends at a place and has enough entities shares; 0 where there is none."""
     n = shared.shape[0]
     support = np.zeros(n, np.uint8)
     if n == 0:
         return support
-    times = np.zeros(entity_at.max() + 1, np.int32)  # that an entity stands in the window
+    times = np.zeros(entities.max() + 1, np.int32)  # that an entity stands in the window
     num_entities = 0
     least = np.empty(_RING, np.int32)  # places in the window that share less than all behind them; the first the least
     head = tail = 0
     first = 0
     for last in range(n):
-        entity = entity_at[order[last]]
+        entity = entities[last]
         num_entities += times[entity] == 0
         times[entity] += 1
         while tail > head and shared[least[(tail - 1) & (_RING - 1)]] >= shared[last]:
             tail -= 1
         least[tail & (_RING - 1)] = last
         tail += 1
-        oldest = entity_at[order[first]]
+        oldest = entities[first]
         while times[oldest] > 1 or num_entities > min_support:
             times[oldest] -= 1
             num_entities -= times[oldest] == 0
             first += 1
-            oldest = entity_at[order[first]]
+            oldest = entities[first]
         while head < tail and least[head & (_RING - 1)] <= first:  # the first place's prefix is shared with one outside
             head += 1
         if num_entities == min_support:

@@ -22,6 +22,7 @@ SEPARATOR = -1  # smaller than every token id: a text that ends comes before one
 MAX_GROUPS = 1 << 16
 MAX_POSITIONS = (1 << 31) - 1
 _BLOCK_TEXTS = 1024
+_STRETCH = 64
 _SEPARATOR = np.array([SEPARATOR], np.int32)
 
 
@@ -34,13 +35,11 @@ class PoolText:
     token_ids : int32[n], n >= 0, without the end token: where a text ends is known by itself.
     group : the group of the entity that it was written for.
     entity : that entity, for `min_support`: its texts count once. None: an entity with this one text.
-    age_nights : nights since it was written: the oldest leave a full pool.
     """
 
     token_ids: np.ndarray
     group: str = ""
     entity: str | int | None = None
-    age_nights: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -49,19 +48,18 @@ class PoolTexts:
 
     Parameters
     ----------
-    tokens : int32[n], one text's after another's.
-    lengths : int[num_texts].
+    tokens : int[n], the texts' and maybe more.
+    begins, lengths : int64[num_texts], where each text's tokens begin, and how many they are.
     group_codes : int[num_texts], places in `groups`.
     entity_codes : int[num_texts], numbers of the entities, the same in all blocks of a pool.
-    ages_nights : float[num_texts].
     """
 
     tokens: np.ndarray
+    begins: np.ndarray
     lengths: np.ndarray
     group_codes: np.ndarray
     groups: Sequence[str]
     entity_codes: np.ndarray
-    ages_nights: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,6 @@ class LaidTexts:
     starts : int32[num_texts + 1], the separators' positions.
     group_codes : uint8[num_texts] or, with more than 256 groups, uint16.
     entity_codes : int32[num_texts], or None when nobody asked for them.
-    ages_nights : float32[num_texts].
     groups : in the order of their codes: as they came.
     """
 
@@ -82,7 +79,6 @@ class LaidTexts:
     starts: np.ndarray
     group_codes: np.ndarray
     entity_codes: np.ndarray | None
-    ages_nights: np.ndarray
     groups: dict[str, GroupCounts]
     vocab_size: int
 
@@ -94,28 +90,6 @@ class LaidTexts:
     def num_tokens(self) -> int:
         """The texts' own tokens, without separators."""
         return len(self.tokens) - len(self.starts)
-
-    def youngest(self, max_tokens: int) -> np.ndarray:
-        """Numbers of the youngest texts that have so many tokens at most, increasing; of equally old ones the first."""
-        turns = np.argsort(self.ages_nights, kind="stable")
-        lengths = np.diff(self.starts).astype(np.int64) - 1
-        return np.sort(turns[np.cumsum(lengths[turns]) <= max_tokens])
-
-    def texts(self, chosen: np.ndarray) -> Iterator[PoolTexts]:
-        """The texts of some numbers again, in their order."""
-        groups = list(self.groups)
-        for first in range(0, len(chosen), _BLOCK_TEXTS):
-            block = chosen[first : first + _BLOCK_TEXTS]
-            begin, lengths = self.starts[block] + 1, self.starts[block + 1] - self.starts[block] - 1
-            entities = block if self.entity_codes is None else self.entity_codes[block]
-            tokens = stretches(self.tokens, begin, lengths)
-            yield PoolTexts(tokens, lengths, self.group_codes[block], groups, entities, self.ages_nights[block])
-
-
-def stretches(tokens: np.ndarray, begin: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Parts of a token array one after another: where each begins, int[n], and how long it is."""
-    before = np.cumsum(lengths, dtype=np.int64) - lengths
-    return tokens[np.repeat(begin - before, lengths) + np.arange(lengths.sum())]
 
 
 def lay_end_to_end(
@@ -137,17 +111,17 @@ def lay_end_to_end(
     """
     limit = MAX_POSITIONS - 2 if vocab_size is None else vocab_size
     code_of: dict[str, int] = {}
-    lengths, codes, entities, ages = ([np.zeros(0, np.int32)] for _ in range(4))
+    lengths, codes, entities = ([np.zeros(0, np.int32)] for _ in range(3))
     num_texts, num_positions, largest_id = 0, 1, -1
     with ArrayWriter(path, np.int32) as tokens:
         tokens.write(_SEPARATOR)
         for block in _in_blocks(texts, with_entities):
-            ends = np.cumsum(block.lengths)
-            largest_id = max(largest_id, _largest_id(block.tokens, ends, num_texts, limit))
-            num_texts, num_positions = num_texts + len(ends), num_positions + len(ends) + len(block.tokens)
+            largest_id = max(largest_id, _largest_id(block, num_texts, limit))
+            num_texts += len(block.lengths)
+            num_positions += len(block.lengths) + int(block.lengths.sum())
             if num_positions > MAX_POSITIONS:
                 raise PoolError(f"a pool holds {MAX_POSITIONS:,} tokens; there are more before text {num_texts}.")
-            tokens.write(np.insert(block.tokens, ends, SEPARATOR))
+            tokens.write(gather_texts(block.tokens, block.begins, block.lengths)[1:])
             in_block, first = np.unique(block.group_codes, return_index=True)
             code_in_pool = np.zeros(len(block.groups), np.int32)
             for code in in_block[np.argsort(first)].tolist():
@@ -156,7 +130,6 @@ def lay_end_to_end(
                 raise PoolError(f"a pool holds {MAX_GROUPS:,} groups; there are more before text {num_texts}.")
             lengths.append(block.lengths)
             codes.append(code_in_pool[block.group_codes])
-            ages.append(block.ages_nights)
             entities += [block.entity_codes] if with_entities else []
     lengths = np.concatenate(lengths)
     starts = np.zeros(num_texts + 1, np.int32)
@@ -167,7 +140,6 @@ def lay_end_to_end(
         starts,
         codes,
         np.unique(np.concatenate(entities), return_inverse=True)[1].astype(np.int32) if with_entities else None,
-        np.concatenate(ages).astype(np.float32),
         _count_groups(list(code_of), codes, lengths),
         largest_id + 1 if vocab_size is None else vocab_size,
     )
@@ -185,9 +157,9 @@ def _in_blocks(texts: Iterable[PoolText] | Iterable[PoolTexts], with_entities: b
         entities = [entity_codes.setdefault(name, len(entity_codes)) for name in names] if with_entities else []
         group_codes: dict[str, int] = {}
         codes = [group_codes.setdefault(text.group, len(group_codes)) for text in block]
-        ages = np.array([text.age_nights for text in block], np.float32)
         lengths = np.array([len(row) for row in rows])
-        yield PoolTexts(np.concatenate(rows), lengths, np.array(codes), list(group_codes), np.array(entities), ages)
+        begins = np.cumsum(lengths) - lengths
+        yield PoolTexts(np.concatenate(rows), begins, lengths, np.array(codes), list(group_codes), np.array(entities))
         num_texts += len(block)
 
 
@@ -198,16 +170,27 @@ def _row(text: PoolText, number: int) -> np.ndarray:
     return row.astype(np.int64)
 
 
-def _largest_id(tokens: np.ndarray, ends: np.ndarray, first: int, limit: int) -> int:
-    """Of some texts, of which the first has a number and each an end; none of the ids is below 0 or too large."""
-    largest = int(tokens.max(initial=-1))
-    if tokens.min(initial=0) < 0 or largest >= limit:
-        place = int(np.flatnonzero((tokens < 0) | (tokens >= limit))[0])
+def _largest_id(block: PoolTexts, num_before: int, limit: int) -> int:
+    """Of some texts, before which there are so many; none of the ids is below 0 or too large."""
+    largest, text, token = _checked(block.tokens, block.begins, block.lengths, limit)
+    if text >= 0:
         raise PoolError(
-            f"text {first + np.searchsorted(ends, place, side='right')} has the token id {tokens[place]}; expected 0 "
-            f"to {limit - 1}. Build the pool from texts of the same tokenizer."
+            f"text {num_before + text} has the token id {token}; expected 0 to {limit - 1}. Build the pool from texts "
+            "of the same tokenizer."
         )
     return largest
+
+
+@cached()
+def _checked(tokens, begins, lengths, limit):
+    """The largest id; the first text with a wrong one, -1 for none, and that id."""
+    largest = -1
+    for text in range(begins.shape[0]):
+        for i in range(begins[text], begins[text] + lengths[text]):
+            if tokens[i] < 0 or tokens[i] >= limit:
+                return largest, text, tokens[i]
+            largest = max(largest, tokens[i])
+    return largest, -1, -1
 
 
 def _count_groups(names: list[str], codes: np.ndarray, lengths: np.ndarray) -> dict[str, GroupCounts]:
@@ -219,36 +202,43 @@ def _count_groups(names: list[str], codes: np.ndarray, lengths: np.ndarray) -> d
     }
 
 
-def values_by_position(values: np.ndarray, starts: np.ndarray, file: Path) -> np.ndarray:
-    """A value of each text for each of its positions, the separator before it among them; written to a file, mapped."""
-    lengths = np.diff(starts)
-    with ArrayWriter(file, values.dtype) as writer:
-        for first in range(0, len(values), _BLOCK_TEXTS):
-            block = slice(first, first + _BLOCK_TEXTS)
-            writer.write(np.repeat(values[block], lengths[block]))
-    return map_array(file)
+class TextOf:
+    """Which text each position is of, the separator before a text among its own: a sixteenth of a byte a position."""
+
+    def __init__(self, starts: np.ndarray) -> None:
+        self._starts = starts
+        self._firsts = np.searchsorted(starts, np.arange(0, starts[-1], _STRETCH), side="right").astype(np.int32) - 1
+
+    def values(self, of_texts: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Of some positions, int32[n], what is known of their texts: a value of each text is given."""
+        return _values_of_texts(of_texts, self._starts, self._firsts, positions)
 
 
 @cached(nogil=True)
-def values_at(values, places):
-    """The values at int32 places, which numpy would make int64 first."""
-    found = np.empty(places.shape[0], values.dtype)
-    for k in range(places.shape[0]):
-        found[k] = values[places[k]]
+def _values_of_texts(of_texts, starts, firsts, positions):
+    """`firsts` has the text of every so many-th position."""
+    found = np.empty(positions.shape[0], of_texts.dtype)
+    for k in range(positions.shape[0]):
+        text = firsts[positions[k] // _STRETCH]
+        while starts[text + 1] <= positions[k]:
+            text += 1
+        found[k] = of_texts[text]
     return found
 
 
 @cached()
-def gather_texts(tokens, starts, texts):
-    """Some texts end to end in an array of their own, separators around them: (tokens, their `starts` there)."""
-    new_starts = np.zeros(texts.shape[0] + 1, np.int32)
-    for k in range(texts.shape[0]):
-        new_starts[k + 1] = new_starts[k] + starts[texts[k] + 1] - starts[texts[k]]
-    gathered = np.empty(new_starts[-1] + 1, np.int32)
-    for k in range(texts.shape[0]):
-        gathered[new_starts[k] : new_starts[k + 1]] = tokens[starts[texts[k]] : starts[texts[k] + 1]]
-    gathered[-1] = SEPARATOR
-    return gathered, new_starts
+def gather_texts(tokens, begins, lengths):
+    """Texts that lie anywhere in an array end to end in one of their own, int32, separators around them."""
+    gathered = np.empty(lengths.sum() + lengths.shape[0] + 1, np.int32)
+    gathered[0] = SEPARATOR
+    end = 1
+    for text in range(lengths.shape[0]):
+        begin = begins[text]
+        for i in range(lengths[text]):
+            gathered[end + i] = tokens[begin + i]
+        end += lengths[text] + 1
+        gathered[end - 1] = SEPARATOR
+    return gathered
 
 
 def find_known_texts(
@@ -307,15 +297,15 @@ def _keep_longest_increasing(same: np.ndarray) -> None:
         return
     values = same.tolist()
     last_values, last_places = [], []  # by length less one: the smallest last value, and its place
-    before = {}
+    before = np.full(len(same), -1, np.int32)
     for place in np.flatnonzero(same >= 0).tolist():
         length = bisect_left(last_values, values[place])
-        before[place] = last_places[length - 1] if length else None
+        before[place] = last_places[length - 1] if length else -1
         last_values[length : length + 1] = [values[place]]
         last_places[length : length + 1] = [place]
     same[:] = -1
-    place = last_places[-1] if last_places else None
-    while place is not None:
+    place = last_places[-1] if last_places else -1
+    while place >= 0:
         same[place] = values[place]
         place = before[place]
 

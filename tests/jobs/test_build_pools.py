@@ -150,36 +150,22 @@ def test_pools_that_cannot_be_used_are_not_drafted_from_and_cost_a_full_build_an
     assert contents(night) == expected
 
 
-def test_pool_of_a_largest_size_leaves_texts_out(world):
-    night = opened(world, FIRST_DATE, "{}\npool_building: {max_tokens: 400}")
-    write_texts(night)
-    built = build_pools(night)["item"]
-    assert (built.num_texts, built.num_tokens) == (20, 400)
-    assert built.num_texts_left_out == read_parquet(night.run.knowledge_folder("item")).num_rows - 20
-
-
-def test_texts_come_in_the_order_of_the_table_with_their_ages(world, tmp_path):
+def test_texts_come_in_the_order_of_the_table(world, tmp_path):
     night = opened(world, SECOND_DATE, "{}")
     write_texts(night)
     rows = read_parquet(night.run.knowledge_folder("item"))
     shuffled = rows.take(pa.array(np.random.default_rng(1).permutation(rows.num_rows)))
-    ids = ["2025-02-20-x" if k % 2 else "no date" for k in range(rows.num_rows)]
-    column = rows.schema.get_field_index("run_id")
-    night.run.write_shard("item", "00000", shuffled.slice(0, 10).set_column(column, "run_id", pa.array(ids[:10])))
+    night.run.write_shard("item", "00000", shuffled.slice(0, 10))
     night.run.write_shard("item", "00001", shuffled.slice(10, 30))
     read = read_run_texts(night.run, "item", tmp_path)
     ids, routes = night.tables.items["item_id"].to_pylist(), Routes.nowhere(night.tables.items.num_rows)
-    (texts,) = read.pool_texts(night.tables, "item", SECOND_DATE, routes)
+    (texts,) = read.pool_texts(night.tables, "item", routes)
     by_id = dict(zip(rows["entity_id"].to_pylist(), rows["token_ids"].to_pylist(), strict=True))
     written = shuffled["entity_id"].to_pylist()[:40]
     found = [ids[row] for row in texts.entity_codes]
     assert found == [entity for entity in ids if entity in written]
-    assert texts.tokens.tolist() == [token for entity in found for token in by_id[entity]]
-    assert texts.lengths.tolist() == [len(by_id[entity]) for entity in found]
-    ages = dict(zip(found, texts.ages_nights, strict=True))
-    assert [ages[entity] for entity in written[:12]] == [0, 9] * 5 + [1, 1]
-    (others,) = read.pool_texts(night.tables, "item", SECOND_DATE, routes, left_out=written[1:])
-    assert others.tokens.tolist() == by_id[written[0]]
+    parts = zip(texts.begins.tolist(), texts.lengths.tolist(), strict=True)
+    assert [read.tokens[begin : begin + length].tolist() for begin, length in parts] == [by_id[key] for key in found]
     assert read_run_texts(night.run, "user", tmp_path) is None
 
 

@@ -25,7 +25,7 @@ from laserbatch.retrieval_pools.drafting.estimate import (
     SEEN_EDGES,
 )
 from laserbatch.retrieval_pools.index.pool import DEFAULT_POOL_ESCAPE
-from laserbatch.retrieval_pools.settings import PoolSettings
+from laserbatch.retrieval_pools.settings import DraftSettings
 from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
 START = END = -1  # stands before and behind every text
@@ -152,7 +152,7 @@ class _Path:
 
 def draft_reference(
     texts: Sequence[ReferenceText],
-    settings: PoolSettings,
+    settings: DraftSettings,
     prompt: Tokens,
     output: Tokens,
     previous: Tokens | None,
@@ -272,7 +272,7 @@ def acceptance(curve: np.ndarray, relative_count: float) -> float:
 
 def all_levels(
     texts: Sequence[ReferenceText],
-    settings: PoolSettings,
+    settings: DraftSettings,
     context: Tokens,
     own_texts: dict[int, Tokens],
     group: str | None,
@@ -287,7 +287,7 @@ def all_levels(
 
 
 def pool_levels(
-    texts: Sequence[ReferenceText], settings: PoolSettings, context: Tokens, group: str | None
+    texts: Sequence[ReferenceText], settings: DraftSettings, context: Tokens, group: str | None
 ) -> list[Level]:
     """The longest context that the pool can continue, then shorter ones seen twice as often as the last one taken."""
     drafted = supported_ngrams(texts, settings)
@@ -308,7 +308,7 @@ def pool_levels(
     return levels
 
 
-def supported_ngrams(texts: Sequence[ReferenceText], settings: PoolSettings) -> NGrams | None:
+def supported_ngrams(texts: Sequence[ReferenceText], settings: DraftSettings) -> NGrams | None:
     """The n-grams in texts of at least `min_support` entities, START and END being tokens; None when that is all."""
     if settings.min_support == 1:
         return None
@@ -322,7 +322,7 @@ def supported_ngrams(texts: Sequence[ReferenceText], settings: PoolSettings) -> 
 
 
 def _places(
-    texts: Sequence[ReferenceText], settings: PoolSettings, context: Tokens, length: int, group: str | None
+    texts: Sequence[ReferenceText], settings: DraftSettings, context: Tokens, length: int, group: str | None
 ) -> list[Place]:
     if length > len(context) or START in context[len(context) - length + 1 :] or min(context[1:], default=0) < 0:
         return []
@@ -338,7 +338,7 @@ def _places(
     return found
 
 
-def _weight(settings: PoolSettings, of_text: str, group: str | None, known_groups: set[str]) -> float:
+def _weight(settings: DraftSettings, of_text: str, group: str | None, known_groups: set[str]) -> float:
     if group is None:
         return 1.0
     if group not in known_groups:
@@ -348,7 +348,7 @@ def _weight(settings: PoolSettings, of_text: str, group: str | None, known_group
     return settings.group_weight if of_text == group else 1.0
 
 
-def own_level(source: int, text: Tokens, context: Tokens, escape: float, settings: PoolSettings) -> list[Level]:
+def own_level(source: int, text: Tokens, context: Tokens, escape: float, settings: DraftSettings) -> list[Level]:
     """Where the longest end of the context stands in an own text: the latest places, or no level."""
     matches = []
     for at in range(1, len(text)):

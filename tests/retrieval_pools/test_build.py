@@ -8,7 +8,7 @@ import pytest
 
 from laserbatch.retrieval_pools.draft import draft
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.build import HeldBack, PoolText, build_pool
 from laserbatch.retrieval_pools.index.manifest import FORMAT_VERSION
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings
@@ -109,13 +109,13 @@ def test_texts_that_fail_leave_nothing_behind(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("places_a_run", [1 << 40, 1000])
+@pytest.mark.parametrize("places_a_turn", [1 << 40, 1000])
 @pytest.mark.parametrize("num_texts", [300, 1200, 2400])
-def test_disk_that_fills_up_publishes_nothing(small_disk, monkeypatch, num_texts, places_a_run):
-    """Full while texts are laid out, while runs wait to be merged, or while the order is written."""
+def test_disk_that_fills_up_publishes_nothing(small_disk, monkeypatch, num_texts, places_a_turn):
+    """Full while texts are laid out, or while the order is written."""
     monkeypatch.setattr(
         "laserbatch.retrieval_pools.index.build.SORT_BYTES_PER_POSITION",
-        PoolBuildSettings().memory_bytes / places_a_run,
+        PoolBuildSettings().memory_bytes / places_a_turn,
     )
     (small_disk / "other").write_bytes(b"x" * (3 << 18))
     texts = [(np.arange(100) % 90, "") for _ in range(num_texts)]
@@ -135,17 +135,29 @@ def test_every_default_of_the_settings_is_in_the_manifest(tmp_path):
     assert set(manifest["arrays"]) == {"tokens", "order", "group_codes", "starts"}
 
 
-@pytest.mark.parametrize("with_previous", [False, True])
-def test_a_full_pool_is_that_of_its_youngest_texts(tmp_path, with_previous):
-    ages = [3, 0, 1, 3, 2, 0]
-    texts = [np.arange(10 * number, 10 * number + 8 + number) for number in range(6)]
-    rows = [PoolText(text, f"g{k}", age_nights=age) for k, (text, age) in enumerate(zip(texts, ages, strict=True))]
-    options = {"side": "user", "tokenizer_hash": "t", "model_id": "m", "vocab_size": 100}
-    previous = build_pool(rows[:4], tmp_path / "previous", **options) if with_previous else None
-    counts = []
-    full = PoolBuildSettings(max_tokens=9 + 13 + 10 + 12 + 3)
-    build_pool(rows, tmp_path / "p", building=full, on_counts=counts.append, previous=previous, **options)
-    assert counts[0].num_texts_left_out == 2  # the two of three nights ago
-    build_pool([rows[k] for k in (1, 2, 4, 5)], tmp_path / "kept", **options)
-    for path in (tmp_path / "kept").iterdir():
+@pytest.mark.parametrize("min_support", [1, 2])
+def test_texts_are_replayed_against_a_pool_of_the_others_while_it_is_built(tmp_path, min_support):
+    rng = np.random.default_rng(0)
+    texts = [(rng.integers(0, 4, rng.integers(0, 30)), "abc"[k % 3]) for k in range(60)]
+    texts[7] = (np.array([5, 5]), "d")  # a token and a group of their own
+    settings = PoolSettings(min_support=min_support)
+    out = np.array([0, 7, 30, 59])
+    others = build(tmp_path / "others", [text for k, text in enumerate(texts) if k not in out], settings=settings)
+    seen = []
+
+    def replay(pool):
+        for group in ("a", "d", None):
+            for context in ([], [1], [2, 3], [5]):
+                seen.append(drafted(pool, context, group))
+                assert seen[-1] == drafted(others, context, group)
+
+    build(tmp_path / "p", texts, settings=settings, calibration=HeldBack(out, replay))
+    build(tmp_path / "full", texts, settings=settings)
+    assert any(map(len, seen))
+    for path in (tmp_path / "full").iterdir():
         assert path.read_bytes() == (tmp_path / "p" / path.name).read_bytes()
+
+
+def drafted(pool, context, group):
+    tree = draft(pool, np.array(context, np.int32), 0, group=group, min_acceptance=0)
+    return [*zip(tree.token_ids.tolist(), tree.parents.tolist(), tree.log_acceptance.tolist(), strict=True)]

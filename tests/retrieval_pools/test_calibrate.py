@@ -169,12 +169,12 @@ def calibration(pool, documents) -> Calibration:
 def test_estimates_hold_on_texts_that_nothing_was_fitted_to(pool, documents, calibration):
     other = documents[200:400]
     for options in (DraftOptions(), DraftOptions(32, 0.01), DraftOptions(64, 0.0)):
-        plain = reliability([(pool, other)], options)
-        calibrated = reliability([(pool.with_calibration(calibration), other)], options)
+        plain = reliability(pool, other, options)
+        calibrated = reliability(pool.with_calibration(calibration), other, options)
         assert calibrated.expected_calibration_error < 0.03
         if options.min_acceptance > 0:  # most paths of a tree without a threshold are never accepted, as anyone says
             assert calibrated.expected_calibration_error < plain.expected_calibration_error
-    assert calibration.reliability.expected_calibration_error < 0.03
+    assert calibration.reliability.expected_calibration_error < 0.04  # of curves fitted to half of the texts
 
 
 def test_trees_in_calibrated_order_are_accepted_further(pool, documents, calibration):
@@ -195,7 +195,7 @@ def test_no_token_is_drafted_twice_behind_the_same(pool, documents, calibration)
 def test_a_calibration_says_what_it_was_made_of(documents, calibration):
     assert calibration.num_texts == 200
     assert calibration.num_tokens == sum(len(document.text_ids) for document in documents[:200])
-    assert calibration.reliability.num_texts == 200  # each half by the other
+    assert calibration.reliability.num_texts == 100  # of one half by curves of the other
     assert calibration.reliability.num_nodes > 0
     assert {one.source for one in calibration.sources} == {SOURCE_PROMPT, SOURCE_OUTPUT, SOURCE_POOL}
 
@@ -218,7 +218,7 @@ def test_estimates_hold_of_texts_with_an_earlier_one_too(pool, documents):
     calibration = calibrate(pool, changed[:120])
     assert SOURCE_PREVIOUS in {one.source for one in calibration.sources}
     held, plain = (
-        reliability([(one, changed[120:])], DraftOptions()).expected_calibration_error
+        reliability(one, changed[120:], DraftOptions()).expected_calibration_error
         for one in (pool.with_calibration(calibration), pool)
     )
     assert held < 0.05 and held < plain
@@ -244,4 +244,4 @@ def test_estimates_hold_on_texts_of_large_models(name, shared_data, tmp_path):
     fitted, other = documents[: size // 6], documents[size // 6 : size // 3]
     calibrated = pool.with_calibration(calibrate(pool, fitted))
     for options in (DraftOptions(), DraftOptions(64, 0.0)):
-        assert reliability([(calibrated, other)], options).expected_calibration_error < 0.03
+        assert reliability(calibrated, other, options).expected_calibration_error < 0.03

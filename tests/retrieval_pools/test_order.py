@@ -6,10 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laserbatch.retrieval_pools.index.order import count_first_tokens, merge_runs, sort_suffixes, sort_texts
-from laserbatch.retrieval_pools.index.texts import SEPARATOR, find_known_texts, values_at, values_by_position
+from laserbatch.retrieval_pools.index.order import count_first_tokens, merge, sort_texts
+from laserbatch.retrieval_pools.index.texts import SEPARATOR, TextOf, find_known_texts
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=14)
+VOCAB_SIZE = 40
 DEPTHS = st.sampled_from([1, 2, 4, 16])
 
 
@@ -41,50 +42,56 @@ def order_slowly(tokens, depth):
     return sorted(range(len(tokens) - 1), key=key)
 
 
-@given(texts=TEXTS, depth=DEPTHS)
-def test_order_equals_sorting_what_follows_and_starts_bound_each_token(texts, depth):
+def sort(tokens, depth, texts=None, max_positions=1 << 30):
+    starts = starts_of(tokens)
+    texts = np.arange(len(starts) - 1) if texts is None else texts
+    first_tokens = count_first_tokens(tokens, starts, texts, VOCAB_SIZE)
+    return whole(sort_texts(tokens, starts, texts, first_tokens, depth, max_positions))
+
+
+@given(texts=TEXTS, depth=DEPTHS, max_positions=st.sampled_from([1, 5, 30, 1 << 30]))
+def test_order_equals_sorting_what_follows_and_starts_bound_each_token(texts, depth, max_positions):
     tokens = lay_out(texts)
-    order, starts = sort_suffixes(tokens, 4, depth), count_first_tokens(tokens, 4)
-    assert order.tolist() == order_slowly(tokens.tolist(), depth)
-    assert order.dtype == starts.dtype == np.int32
+    order = sort(tokens, depth, max_positions=max_positions)
+    assert order == order_slowly(tokens.tolist(), depth)
+    starts = count_first_tokens(tokens, starts_of(tokens), np.arange(len(texts)), VOCAB_SIZE)
     for token in range(-1, 4):
-        positions = order[starts[token + 1] : starts[token + 2]]
-        assert sorted(positions.tolist()) == np.flatnonzero(tokens[:-1] == token).tolist()
+        assert sorted(order[starts[token + 1] : starts[token + 2]]) == np.flatnonzero(tokens[:-1] == token).tolist()
+
+
+@given(seed=st.integers(0, 1 << 16), vocab_size=st.sampled_from([1, 2, 40]), depth=st.sampled_from([4, 16]))
+def test_order_of_many_texts_of_few_phrases(seed, vocab_size, depth):
+    rng = np.random.default_rng(seed)
+    phrases = [rng.integers(0, vocab_size, rng.integers(0, 9)) for _ in range(6)]
+    texts = [np.concatenate([phrases[k] for k in rng.integers(6, size=3)]).tolist() for _ in range(150)]
+    tokens = lay_out(texts)
+    assert sort(tokens, depth) == order_slowly(tokens.tolist(), depth)
 
 
 def test_place_of_a_text_does_not_depend_on_the_next_one():
-    one = sort_suffixes(lay_out([[1, 2], [3], [1, 2], [0]]), 4, 64).tolist()
-    other = sort_suffixes(lay_out([[1, 2], [0], [1, 2], [3]]), 4, 64).tolist()
+    one, other = (sort(lay_out([[1, 2], [k], [1, 2], [3 - k]]), 64) for k in (3, 0))
     assert one.index(1) < one.index(6)  # equal texts, by position
     assert other.index(1) < other.index(6)
 
 
-@given(
-    texts=TEXTS, owner=st.lists(st.integers(0, 3), min_size=14, max_size=14), depth=DEPTHS, size=st.integers(1, 9)
-)  # fmt: skip
+@given(texts=TEXTS, owner=st.lists(st.booleans(), min_size=14, max_size=14), depth=DEPTHS, size=st.integers(1, 9))
 def test_orders_of_parts_merge_to_the_order_of_all(texts, owner, depth, size):
-    tokens = lay_out(texts)
-    starts = starts_of(tokens)
-    owner = np.array(owner[: len(texts)], np.int64)
-    parts = [sort_texts(tokens, starts, np.flatnonzero(owner == k), 3, depth) for k in range(4)]
-    expected = sort_suffixes(tokens, 3, depth).tolist()
-    assert whole(merge_runs(tokens, [cut(part, size) for part in parts], depth)) == expected
-    assert whole(merge_runs(tokens, [], depth)) == []
-    assert whole(merge_runs(tokens, [cut(parts[0], size)], depth)) == parts[0].tolist()
+    tokens, owner = lay_out(texts), np.array(owner[: len(texts)], bool)
+    parts = [np.array(sort(tokens, depth, np.flatnonzero(owner == k)), np.int32) for k in (False, True)]
+    assert whole(merge(tokens, *(cut(part, size) for part in parts), depth)) == sort(tokens, depth)
 
 
-@given(seed=st.integers(0, 1 << 16), num_new=st.integers(1, 30), vocab_size=st.sampled_from([1, 2, 50]), depth=DEPTHS,
+@given(seed=st.integers(0, 1 << 16), num_new=st.integers(1, 30), vocab_size=st.sampled_from([1, 2, 40]), depth=DEPTHS,
        size=st.sampled_from([7, 100, 1 << 18]))  # fmt: skip
 def test_a_few_texts_merge_into_many(seed, num_new, vocab_size, depth, size):
     rng = np.random.default_rng(seed)
     texts = [rng.integers(0, vocab_size, rng.integers(0, 12)).tolist() for _ in range(400)]
     tokens = lay_out(texts)
-    starts = starts_of(tokens)
     new = np.sort(rng.choice(400, num_new, replace=False))
-    many, few = (sort_texts(tokens, starts, part, vocab_size, depth) for part in (np.delete(np.arange(400), new), new))
-    expected = sort_suffixes(tokens, vocab_size, depth).tolist()
+    parts = (np.array(sort(tokens, depth, part), np.int32) for part in (np.delete(np.arange(400), new), new))
+    many, few = (cut(part, size) for part in parts)
     for one, two in ((many, few), (few, many)):
-        assert whole(merge_runs(tokens, [cut(one, size), cut(two, size)], depth)) == expected
+        assert whole(merge(tokens, one, two, depth)) == sort(tokens, depth)
 
 
 @given(texts=TEXTS, today=TEXTS, order=st.randoms(use_true_random=False))
@@ -114,12 +121,11 @@ def test_all_texts_are_known_when_nothing_changed_even_equal_ones():
     assert find_known_texts(tokens, starts_of(tokens), tokens, starts_of(tokens)).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_values_of_texts_by_position(tmp_path):
+def test_values_of_the_texts_of_positions():
     rng = np.random.default_rng(0)
-    texts = [[1] * length for length in rng.integers(0, 4, 3_000)]
-    values = rng.integers(0, 99, 3_000).astype(np.uint16)
-    found = values_by_position(values, starts_of(lay_out(texts)), tmp_path / "values.npy")
-    expected = [value for value, text in zip(values.tolist(), texts, strict=True) for _ in (0, *text)]
-    assert found.tolist() == expected and found.dtype == np.uint16
-    places = rng.permutation(len(expected)).astype(np.int32)
-    assert values_at(found, places).tolist() == found[places].tolist()
+    texts = [[1] * length for length in rng.permutation([0, 1, 2, 3, 63, 64, 200] * 100)]
+    values = rng.integers(0, 99, 700).astype(np.uint16)
+    expected = np.array([value for value, text in zip(values, texts, strict=True) for _ in (0, *text)])
+    positions = rng.permutation(len(expected)).astype(np.int32)
+    found = TextOf(starts_of(lay_out(texts))).values(values, positions)
+    assert found.tolist() == expected[positions].tolist() and found.dtype == np.uint16

@@ -11,7 +11,7 @@ from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.manifest import FORMAT_VERSION
 from laserbatch.retrieval_pools.index.pool import EMPTY_POOL, Pool
-from laserbatch.retrieval_pools.settings import PoolSettings
+from laserbatch.retrieval_pools.settings import DraftSettings
 
 
 @pytest.fixture
@@ -141,8 +141,8 @@ def test_folder_that_is_no_pool(tmp_path):
 
 def test_settings_of_a_query_can_change_but_not_the_index(folder):
     pool = Pool.open(folder)
-    assert pool.with_settings(scope="group").settings == PoolSettings(scope="group")
-    assert pool.settings == PoolSettings()
+    assert pool.with_settings(scope="group").settings == DraftSettings(scope="group")
+    assert pool.settings == DraftSettings()
     for fixed in ({"index_depth": 16}, {"min_support": 2}):
         with pytest.raises(PoolError, match="is fixed when a pool is built"):
             pool.with_settings(**fixed)
@@ -159,7 +159,7 @@ def test_misspelled_and_impossible_settings_are_refused():
         {"pool_escape_per_token": 0},
     ):
         with pytest.raises(ValidationError):
-            PoolSettings(**wrong)
+            DraftSettings(**wrong)
 
 
 def test_pool_from_before_min_support_opens(folder):
@@ -168,21 +168,21 @@ def test_pool_from_before_min_support_opens(folder):
     del manifest["settings"]["min_support"]
     path.write_text(json.dumps(manifest))
     pool = Pool.open(folder, verify=True)
-    assert pool.settings == PoolSettings() and pool.index.support is None
+    assert pool.settings == DraftSettings() and pool.index.support is None
 
 
 def test_manifest_cannot_take_min_support_back(tmp_path):
     rows = [PoolText(np.array([1, 2, 3], np.int32))] * 2
-    limited = PoolSettings(min_support=2)
+    limited = DraftSettings(min_support=2)
     build_pool(rows, tmp_path / "p", side="item", tokenizer_hash="t1", model_id="m1", settings=limited)
     assert len(Pool.open(tmp_path / "p", verify=True).index.support) == 8
-    change_manifest(tmp_path / "p", settings=PoolSettings().model_dump())
+    change_manifest(tmp_path / "p", settings=DraftSettings().model_dump())
     with pytest.raises(PoolError, match="arrays do not fit its manifest"):
         Pool.open(tmp_path / "p")
 
 
 def test_min_support_without_its_array_is_damaged(folder):
-    change_manifest(folder, settings=PoolSettings(min_support=2).model_dump())
+    change_manifest(folder, settings=DraftSettings(min_support=2).model_dump())
     with pytest.raises(PoolError, match=r"support\.npy is missing.*pools rebuild"):
         Pool.open(folder)
 

@@ -21,7 +21,7 @@ from laserbatch.retrieval_pools.drafting.estimate import (
 from laserbatch.retrieval_pools.drafting.tree import draft_trees
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.pool import EMPTY_POOL, Pool
-from laserbatch.retrieval_pools.settings import PoolSettings
+from laserbatch.retrieval_pools.settings import DraftSettings
 from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
 VOCAB_SIZE = 6
@@ -64,7 +64,7 @@ def rows_of(tree):
 @st.composite
 def cases(draw):
     texts = draw(st.lists(st.tuples(TOKENS, GROUPS, st.integers(0, 4)), max_size=12))
-    options = PoolSettings(
+    options = DraftSettings(
         scope=draw(st.sampled_from(["side", "group"])),
         group_weight=draw(st.sampled_from([1.0, 3.0, 2.5])),
         index_depth=draw(st.sampled_from([16, 32])),
@@ -169,7 +169,7 @@ def test_tokens_are_looked_for_in_the_latest_of_prompt_and_output(tmp_path, num_
     assert kinds[2] // NUM_PLACES == token_kind(IN_PROMPT if num_later < NUM_OWN_TOKENS else 0, 1, 6)
     assert kinds[3] // NUM_PLACES == token_kind(IN_OUTPUT if num_later + 1 < NUM_OWN_TOKENS else 0, 1, 6)
     reference = draft_reference(
-        [ReferenceText(text, "") for text in texts], PoolSettings(), prompt, output, None, None, max_nodes=16,
+        [ReferenceText(text, "") for text in texts], DraftSettings(), prompt, output, None, None, max_nodes=16,
         min_acceptance=0.0,
     )  # fmt: skip
     assert {node.token_id: node.kind for node in reference} == kinds
@@ -325,7 +325,7 @@ def test_a_copy_of_a_pool_drafts_when_the_pool_is_gone(tmp_path):
 def test_groups_may_be_more_than_a_byte_counts(tmp_path):
     num_groups = 300
     texts = [[1, 2 + group] for group in range(num_groups)]
-    settings = PoolSettings(scope="group", num_samples=num_groups)  # all are looked at
+    settings = DraftSettings(scope="group", num_samples=num_groups)  # all are looked at
     pool = pool_of(tmp_path / "p", texts, settings, [f"g{group}" for group in range(num_groups)])
     assert pool.index.group_codes.dtype == np.uint16
     for group in (0, 255, 256, 299):

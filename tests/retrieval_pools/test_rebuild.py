@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.pool import EMPTY_POOL, Pool
-from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings
+from laserbatch.retrieval_pools.settings import DraftSettings, PoolBuildSettings
 
 TEXT = st.tuples(st.lists(st.integers(0, 2), max_size=10), st.sampled_from("abc"), st.integers(0, 4))
 TEXTS = st.lists(TEXT, max_size=12)
@@ -18,15 +18,22 @@ EXAMPLES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, 
 
 def build(folder, texts, min_support=1, depth=16, **options):
     rows = (PoolText(np.array(ids, np.int32), group, entity) for ids, group, entity in texts)
-    counts = []
-    chosen = PoolSettings(min_support=min_support, index_depth=depth)
+    num_sorted = []
+    chosen = DraftSettings(min_support=min_support, index_depth=depth)
     pool = build_pool(
-        rows, folder, side="item", tokenizer_hash="t", model_id="m", settings=chosen, on_counts=counts.append, **options
+        rows,
+        folder,
+        side="item",
+        tokenizer_hash="t",
+        model_id="m",
+        settings=chosen,
+        on_sorted=num_sorted.append,
+        **options,
     )
-    return pool, counts[0]
+    return pool, num_sorted[0]
 
 
-def runs_of(num_places):
+def turns_of(num_places):
     """Sort so few places at a time; a user may not ask for less than some megabytes."""
     bytes_a_place = PoolBuildSettings().memory_bytes / num_places
     return patch("laserbatch.retrieval_pools.index.build.SORT_BYTES_PER_POSITION", bytes_a_place)
@@ -51,42 +58,38 @@ def test_rebuild_from_an_older_pool_equals_a_full_build(
         texts.insert(place, text)
     texts += [(ids, "d", entity) for ids, _, entity in before[:2]]
     old, _ = build(folder / "old", before, min_support)
-    with runs_of(num_places):
-        _, counts = build(folder / "merged", texts, min_support, previous=old)
+    with turns_of(num_places):
+        _, num_sorted = build(folder / "merged", texts, min_support, previous=old)
     build(folder / "full", texts, min_support)
     assert files(folder / "merged") == files(folder / "full")
-    assert counts.num_texts_sorted <= len(texts)
+    assert num_sorted <= len(texts)
 
 
 @EXAMPLES
 @given(texts=TEXTS, min_support=st.integers(1, 3), num_places=st.integers(1, 40))
 def test_bounded_build_equals_an_unbounded_one(tmp_path_factory, texts, min_support, num_places):
     folder = tmp_path_factory.mktemp("pools")
-    with runs_of(num_places):
-        _, counts = build(folder / "bounded", texts, min_support)
-    _, unbounded = build(folder / "unbounded", texts, min_support, building=PoolBuildSettings(memory_mb=None))
+    with turns_of(num_places):
+        build(folder / "bounded", texts, min_support)
+    build(folder / "unbounded", texts, min_support, building=PoolBuildSettings(memory_mb=None))
     assert files(folder / "bounded") == files(folder / "unbounded")
-    assert unbounded.num_runs == min(len(texts), 1)
-    longest = max((len(ids) + 1 for ids, _, _ in texts), default=0)
-    num_positions = sum(len(ids) + 1 for ids, _, _ in texts)
-    assert counts.num_runs >= num_positions / max(num_places, longest, 1)
 
 
 def test_only_changed_texts_are_sorted(tmp_path):
     rng = np.random.default_rng(0)
     texts = [(rng.integers(0, 50, 30), "ab"[k % 2], k) for k in range(200)]
-    old, counts = build(tmp_path / "old", texts)
-    assert (counts.num_texts_sorted, counts.num_runs) == (200, 1)
+    old, num_sorted = build(tmp_path / "old", texts)
+    assert num_sorted == 200
     today = list(texts)
     for k in range(0, 200, 20):
         today[k] = (rng.integers(0, 50, 31), "c", k)
     del today[5]
-    _, counts = build(tmp_path / "today", today, previous=old)
-    assert (counts.num_texts_sorted, counts.num_runs) == (10, 1)
+    _, num_sorted = build(tmp_path / "today", today, previous=old)
+    assert num_sorted == 10
     build(tmp_path / "full", today)
     assert files(tmp_path / "today") == files(tmp_path / "full")
-    _, counts = build(tmp_path / "same", today, previous=Pool.open(tmp_path / "today"))
-    assert (counts.num_texts_sorted, counts.num_runs) == (0, 0)
+    _, num_sorted = build(tmp_path / "same", today, previous=Pool.open(tmp_path / "today"))
+    assert num_sorted == 0
     assert files(tmp_path / "same") == files(tmp_path / "full")
 
 
@@ -94,13 +97,13 @@ def test_pool_of_another_depth_and_the_empty_pool_are_left_alone(tmp_path):
     texts = [([1, 2], "a", 0), ([2, 1], "a", 1)]
     other, _ = build(tmp_path / "other", texts, depth=32)
     for name, previous in (("one", other), ("two", EMPTY_POOL)):
-        _, counts = build(tmp_path / name, texts, previous=previous)
-        assert counts.num_texts_sorted == 2
+        _, num_sorted = build(tmp_path / name, texts, previous=previous)
+        assert num_sorted == 2
 
 
 def test_nothing_of_the_work_is_published(tmp_path):
-    with runs_of(1):
-        build(tmp_path / "p", [([1] * 9, "a", k) for k in range(9)], building=PoolBuildSettings(max_tokens=20))
+    with turns_of(1):
+        build(tmp_path / "p", [([1] * 9, "a", k) for k in range(9)])
     assert sorted(files(tmp_path / "p")) == [
         "group_codes.npy", "manifest.json", "order.npy", "starts.npy", "tokens.npy",
     ]  # fmt: skip

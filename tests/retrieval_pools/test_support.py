@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from laserbatch.retrieval_pools.draft import draft
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
-from laserbatch.retrieval_pools.index.order import sort_suffixes
+from laserbatch.retrieval_pools.index.order import count_first_tokens, sort_texts
 from laserbatch.retrieval_pools.index.support import supported_lengths
 from laserbatch.retrieval_pools.index.texts import SEPARATOR
-from laserbatch.retrieval_pools.settings import PoolSettings
+from laserbatch.retrieval_pools.settings import DraftSettings
 from laserbatch.retrieval_pools.sources import SOURCE_POOL
 
 SECRET = [50, 51, 52, 53]  # in no other text
@@ -26,7 +26,7 @@ def pool_of(folder, owned, **options):
     """A pool of (text, entity) pairs."""
     rows = [PoolText(ids(text), entity=entity) for text, entity in owned]
     return build_pool(
-        rows, folder, side="user", tokenizer_hash="t", model_id="m", settings=PoolSettings(**options), vocab_size=60
+        rows, folder, side="user", tokenizer_hash="t", model_id="m", settings=DraftSettings(**options), vocab_size=60
     )
 
 
@@ -78,9 +78,12 @@ def supported_slowly(tokens, order, entities, min_support, depth):
 @given(owned=OWNED, min_support=st.integers(2, 5), depth=st.sampled_from([1, 2, 4, 16]))
 def test_supported_lengths_equal_counting_the_entities_of_every_ngram(owned, min_support, depth):
     tokens, entities = lay_out(owned)
-    order = sort_suffixes(tokens, 4, depth)
-    by_position = np.repeat(entities, np.diff(np.flatnonzero(tokens == SEPARATOR)))
-    found = supported_lengths(tokens, order, by_position, min_support, depth)
+    starts, texts = np.flatnonzero(tokens == SEPARATOR), np.arange(len(owned))
+    first_tokens = count_first_tokens(tokens, starts, texts, 4)
+    chunks = sort_texts(tokens, starts, texts, first_tokens, depth, 1 << 30)
+    order = np.concatenate([np.empty(0, np.int32), *chunks])
+    by_position = np.repeat(entities, np.diff(starts))
+    found = supported_lengths(tokens, order, by_position[order], min_support, depth)
     assert found.dtype == np.uint8
     assert found.tolist() == supported_slowly(tokens, order, by_position, min_support, depth)
 
