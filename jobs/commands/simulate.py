@@ -256,7 +256,7 @@ def _outcomes(
     def pool_of(scheme: str, pools: PoolSettings, share: float) -> Pool:
         left_out = [*texts.held_back, *texts.others[max(1, round(share * texts.num_pool_texts)) :]]
         return build_pool(
-            texts.texts.pool_texts(night.tables, texts.side, night.date, routes_of(texts.side, scheme), left_out),
+            texts.texts.pool_texts(night.tables, texts.side, routes_of(texts.side, scheme), left_out),
             Path(tempfile.mkdtemp(dir=folder), "pool"),
             side=texts.side,
             tokenizer_hash="simulation",  # these pools live as long as the simulation

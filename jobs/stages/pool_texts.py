@@ -5,10 +5,10 @@ stood, and is not sorted again. Token ids are read in batches and lie in a file 
 
 Where tonight's run drafted from a pool, the texts that it wrote are replayed against that one: prompts, groups and
 previous texts are those that the run had. On a first night some of its texts are replayed against a pool of the others.
-A calibration holds on until a quarter of a side's texts have been written since.
+A calibration holds on until a tenth of a side's texts have been written since.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +45,7 @@ from laserbatch.retrieval_pools.routing.router import Routes
 from laserbatch.retrieval_pools.settings import DraftSettings
 
 ROWS_AT_ONCE = 8 * 1024
-MOST_CHANGED = 0.25  # of a side's texts, since they were replayed; with more they are replayed again
+MOST_CHANGED = 0.1  # of a side's texts, since they were replayed; with more they are replayed again
 TOKENS_NAME = "texts.npy"
 
 
@@ -85,13 +85,17 @@ class RunTexts:
         rows = np.flatnonzero(numbers >= 0)
         return rows, numbers[rows]
 
-    def pool_texts(self, tables: Tables, side: Side, routes: Routes) -> Iterator[PoolTexts]:
-        """A block after another, those of entities that the tables no longer have left out.
+    def pool_texts(
+        self, tables: Tables, side: Side, routes: Routes, left_out: Sequence[str | int] = ()
+    ) -> Iterator[PoolTexts]:
+        """A block after another, without entities that the tables no longer have, and those left out.
 
         `routes` are the groups of the tables' entities.
         """
         groups, codes = routes.groups.dictionary.to_pylist(), routes.groups.indices.to_numpy()
         entities, numbers = self.in_table(tables, side)
+        is_in = np.isin(numbers, pc.index_in(pa.array(left_out, self.entity_ids.type), value_set=self.entity_ids))
+        entities, numbers = entities[~is_in], numbers[~is_in]
         for start in range(0, len(entities), ROWS_AT_ONCE):
             part = entities[start : start + ROWS_AT_ONCE]
             its_own = numbers[start : start + ROWS_AT_ONCE]

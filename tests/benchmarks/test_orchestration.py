@@ -12,7 +12,7 @@ def test_the_second_night_writes_nothing_and_the_others_one_entity_in_twenty(run
     written = [row["night"] for row in rows if row["stage"] == "write"]
     assert written == ["all", "some", "again"]
     for row in rows:
-        assert row["peak_mb"] > 0 and row["seconds"] > 0 and row["cpu_seconds"] >= 0
+        assert row["peak_mb"] > 0 and row["seconds"] >= 0 and row["cpu_seconds"] >= 0
 
 
 def test_figures_are_of_the_largest_size_without_what_is_written():

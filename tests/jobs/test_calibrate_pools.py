@@ -113,7 +113,7 @@ def test_show_tells_how_well_estimates_hold(world):
     error = build_pools(night)["item"].calibration_error
     shown = CliRunner().invoke(app, ["show", "--config", str(world / "laserbatch.yaml")], catch_exceptions=False)
     said = " ".join(shown.stdout.split())
-    assert f"calibrated on {num_texts // 5} texts" in said and f"calibration error {error:.3f}" in said
+    assert f"calibrated on {num_texts // 5} texts" in said and f"error {error:.3f} on texts" in said
 
 
 def test_replays_draft_by_the_budget_that_the_night_chose(world):

@@ -71,7 +71,7 @@ def installed(tmp_path_factory) -> Path:
 
 
 def _made(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
