@@ -39,7 +39,7 @@ os._exit(0)
 
 
 def prepare(folder: Path) -> None:
-    """A sample world and its first night."""
+    """A sample world, its first night, and what steps cost on its second."""
     write_sample_world(folder / "tables", num_users=60, num_items=40)
     settings = {
         "workspace": "workspace",
@@ -48,10 +48,17 @@ def prepare(folder: Path) -> None:
         "night": {"train_ctr": False},
     }
     (folder / "laserbatch.yaml").write_text(yaml.safe_dump(settings))
-    said = subprocess.run(night(FIRST_DATE), cwd=folder, capture_output=True, text=True)
-    if said.returncode:
-        sys.exit(f"the first night ended with {said.returncode}: {said.stderr}")
+    done(folder, FIRST_DATE)
     shutil.copytree(folder / "workspace", folder / "first")
+    done(folder, SECOND_DATE)  # measures what steps cost that draft from a pool
+    shutil.copytree(folder / "workspace" / "step-costs", folder / "first" / "step-costs", dirs_exist_ok=True)
+
+
+def done(folder: Path, date: str) -> None:
+    """Run a night to its end."""
+    said = subprocess.run(night(date), cwd=folder, capture_output=True, text=True)
+    if said.returncode:
+        sys.exit(f"the night of {date} ended with {said.returncode}: {said.stderr}")
 
 
 def night(date: str) -> list[str]:

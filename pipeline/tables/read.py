@@ -185,10 +185,9 @@ def _read_part(file: Path, name: str, cutoff: pa.Scalar | None) -> pa.Table:
                 kept = pc.fill_null(kept, name != "interactions")
                 kept = None if pc.all(kept, min_count=0).as_py() else kept.combine_chunks()
                 del times
+            codes = opened.read(texts)  # side by side: their words are looked up one by one
             for column in wanted:  # one at a time, and what it was is let go
-                values = opened.read([column])[column]
-                if column in texts:
-                    values = values.unify_dictionaries()
+                values = codes[column].unify_dictionaries() if column in texts else opened.read([column])[column]
                 values = values if kept is None else values.filter(kept)
                 if column not in texts:
                     values = role_of(name, column).plain(values)
