@@ -54,6 +54,7 @@ from laserbatch.jobs.events import read_events
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import leftovers
 from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.retrieval_pools.index.store import PoolStore
 
 SETTINGS = {
     "workspace": "workspace",
@@ -326,7 +327,8 @@ def contents(place: Path) -> dict[str, str]:
             table = pq.read_table(path)
             told = repr((table.schema, table.to_pylist())).encode()
             found[str(path.relative_to(run.root))] = hashlib.sha256(told).hexdigest()
-    current = workspace.pools_folder / (workspace.pools_folder / "CURRENT").read_text(encoding="utf-8").strip()
+    pools = PoolStore(workspace.pools_folder)
+    current = pools.folder(pools.current_version())
     for path in sorted(current.rglob("*")):
         if path.is_file() and path.suffix != ".json":
             found[f"pools/{path.relative_to(current)}"] = hashlib.sha256(path.read_bytes()).hexdigest()

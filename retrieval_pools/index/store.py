@@ -2,6 +2,7 @@
 
     <root>/CURRENT               the version that the next run opens
     <root>/<version>/user/       a pool; likewise item/; and whatever else the builder puts in (routers)
+    <root>/<version>@2/          what was published later under the same name, whole, and takes its place
 
 A run opens its pools by version, so what is published meanwhile does not reach it. One builder at a time: whoever
 publishes holds the workspace's lock.
@@ -25,6 +26,7 @@ from laserbatch.retrieval_pools.index.pool import Pool
 SIDES: tuple[Side, ...] = ("user", "item")
 CURRENT_NAME = "CURRENT"
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_FOLDER = re.compile(rf"{_VERSION.pattern}(?:@\d+)?")
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,10 @@ class PoolStore:
 
     def folder(self, version: str) -> Path:
         """Folder of a version; PoolError where there is none."""
-        if version not in self._versions():
+        folders = self._folders().get(version)
+        if folders is None:
             raise PoolError(f"there are no pools {version!r} in {self.root}; {self._known()}")
-        return self.root / version
+        return folders[-1]
 
     def open(self, version: str, side: Side, tokenizer_hash: str | None = None, *, verify: bool = False) -> Pool | None:
         """The pool of one side; None when the version has none. Raises PoolError as `Pool.open` does."""
@@ -112,13 +115,14 @@ class PoolStore:
         in_use : versions that stay whatever their age.
         dry_run : remove nothing, only say what.
         """
-        versions = self._versions()
-        current = self._pointed_to()
+        folders = self._folders()
+        versions, current = tuple(folders), self._pointed_to()
         newest = [version for version in reversed(versions) if version != current]
         kept = {current, *in_use, *newest[: keep - (current in versions)]}
         old = tuple(version for version in versions if version not in kept)
         leftovers = [*self.root.glob(f".*{TEMPORARY_SUFFIX}")] if self.root.is_dir() else []
-        num_bytes = sum(_size_bytes(path) for path in [*(self.root / version for version in old), *leftovers])
+        leftovers += [path for version in versions if version not in old for path in folders[version][:-1]]
+        num_bytes = sum(_size_bytes(path) for path in [*(path for name in old for path in folders[name]), *leftovers])
         if not dry_run:
             for version in old:
                 self._remove(version)
@@ -130,20 +134,23 @@ class PoolStore:
         """Remove a version, current or not: none is current then. One that is not there is no error."""
         if self._pointed_to() == version:
             (self.root / CURRENT_NAME).unlink()
-        if version in self._versions():
-            self._remove(version)
+        self._remove(version)
 
-    def _remove(self, version: str) -> None:
-        removed = temporary_beside(self.root / version)
-        os.replace(self.root / version, removed)
-        shutil.rmtree(removed)
+    def _remove(self, version: str, but_newest: bool = False) -> None:
+        """Remove the folders of a version, the oldest first: none is what the version holds again after a death."""
+        folders = self._folders().get(version, [])
+        for folder in folders[:-1] if but_newest else folders:
+            removed = temporary_beside(folder)
+            os.replace(folder, removed)
+            shutil.rmtree(removed)
 
     @contextmanager
     def publish(self, version: str, make_current: bool = True) -> Iterator[Path]:
         """A folder to build a version's pools in; published and made current when the block ends without an error.
 
         A version is its content: publishing the same again changes nothing but the pointer. Other content under the
-        same name (the version was damaged, or of an older format) takes its place.
+        same name (the version was damaged, or of an older format) takes its place, in one step: at every moment the
+        version is there, as it was or as it becomes.
 
         Parameters
         ----------
@@ -169,14 +176,12 @@ class PoolStore:
                 self._point_to(version)
 
     def _put(self, staging: Path, version: str) -> None:
-        target = self.root / version
-        if not target.exists():
-            os.replace(staging, target)
-        elif _content(staging) != _content(target):
-            replaced = temporary_beside(self.root / version)
-            os.replace(target, replaced)  # a death before the next line is mended by publishing again
-            os.replace(staging, target)
-            shutil.rmtree(replaced)
+        folders = self._folders().get(version)
+        if folders is None:
+            os.replace(staging, self.root / version)
+        elif _content(staging) != _content(folders[-1]):
+            os.replace(staging, self.root / f"{version}@{_number(folders[-1]) + 1}")
+        self._remove(version, but_newest=True)
 
     def _pointed_to(self) -> str | None:
         pointer = self.root / CURRENT_NAME
@@ -192,7 +197,7 @@ class PoolStore:
         sync(self.root)
 
     def _describe(self, version: str, is_current: bool) -> PoolVersion:
-        folder = self.root / version
+        folder = self.folder(version)
         pools: dict[Side, PoolManifest] = {}
         problem = None
         for side in SIDES:
@@ -206,11 +211,22 @@ class PoolStore:
         return PoolVersion(version, folder, is_current, pools, problem)
 
     def _versions(self) -> tuple[str, ...]:
-        names = (path.name for path in self.root.iterdir() if path.is_dir()) if self.root.is_dir() else ()
-        return tuple(sorted(name for name in names if _VERSION.fullmatch(name)))
+        return tuple(self._folders())
+
+    def _folders(self) -> dict[str, list[Path]]:
+        """Those of each version, by name; the last is what it holds, and has taken the place of the others."""
+        paths = [path for path in self.root.iterdir() if path.is_dir()] if self.root.is_dir() else []
+        folders: dict[str, list[Path]] = {}
+        for path in sorted((path for path in paths if _FOLDER.fullmatch(path.name)), key=_number):
+            folders.setdefault(path.name.partition("@")[0], []).append(path)
+        return dict(sorted(folders.items()))
 
     def _known(self) -> str:
         return f"there are: {', '.join(self._versions())}" if self._versions() else f"there are none. {REBUILD}"
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.partition("@")[2] or 1)
 
 
 def _content(folder: Path) -> dict[str, str]:

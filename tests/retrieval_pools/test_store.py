@@ -1,6 +1,8 @@
 """Versions of pools: published whole, frozen, switched by a pointer."""
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
 
@@ -117,6 +119,60 @@ def test_rebuilding_a_damaged_version_mends_it_under_open_pools(tmp_path):
     assert store.list()[0].problem is None
     assert draft(opened, np.array([1], np.int32), 0, min_acceptance=0).token_ids.tolist() == [2, 3]
     assert draft(store.open("v1", "item"), np.array([1], np.int32), 0, min_acceptance=0).token_ids.tolist() == [2, 3]
+
+
+def test_a_builder_killed_at_any_of_its_file_operations_leaves_a_version_that_is_whole(tmp_path):
+    """Other content takes the place of the current version: before, after or never, and once more mends the rest."""
+    start, new = PoolStore(tmp_path / "start"), tmp_path / "new"
+    publish(start, "v1")
+    shutil.copytree(start.root / "v1", new)
+    (new / "router" / "note.json").write_text('{"it": "differs"}')
+    seen, death = set(), 0
+    while "done" not in seen:
+        death += 1
+        place = tmp_path / str(death)
+        shutil.copytree(start.root, place)
+        store = PoolStore(place)
+        opened = store.open("v1", "item")
+        code = killed_at(place, death, lambda store=store: put(store, "v1", new))
+        assert code in (0, -signal.SIGKILL)
+        assert store.current_version() == "v1" and store.verify("v1") == ("user", "item"), death
+        assert (store.folder("v1") / "router" / "note.json").read_text() in ("{}", '{"it": "differs"}')
+        assert draft(opened, np.array([1], np.int32), 0, min_acceptance=0).token_ids.tolist() == [2, 3]
+        put(store, "v1", new)
+        store.collect(1)
+        assert sorted(os.listdir(place)) == ["CURRENT", "v1@2"] and tree_of(store.folder("v1")) == tree_of(new)
+        seen.add("done" if code == 0 else "died")
+    assert death > 20
+
+
+def put(store, version, content):
+    with store.publish(version) as folder:
+        shutil.copytree(content, folder, dirs_exist_ok=True)
+
+
+def killed_at(folder, number, work):
+    """Do some work in a process that ends at one of its operations on files under a folder; how it ended."""
+    names = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    left = [number]
+
+    def audited(event, arguments):
+        is_ours = event in names and isinstance(arguments[0], str | os.PathLike) and str(folder) in str(arguments[0])
+        if is_ours and (event != "open" or (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR)):
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    code = 1
+    try:
+        sys.addaudithook(audited)
+        work()
+        code = 0
+    finally:
+        os._exit(code)
 
 
 def test_open_pool_does_not_see_a_later_version(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 from soak_models import ENCODERS, MODELS
-from soak_oracle import AMPLE_HOURS, NOBODY_FITS
+from soak_oracle import AMPLE_HOURS, NOBODY_FITS, pool_folder
 from soak_world import NUMBER_TYPES, PATH_TYPES, RATING_TYPES, TIME_TYPES, WORD_TYPES, Event
 
 WORDS = ("harbour", "radio", "gulls", "salt", "pier", "night", "signal", "rope", "lamp", "quiet", "tide", "storm")
@@ -261,24 +261,20 @@ EVERY_DAY += [(note_too_long, 1)]
 # ---- what befalls the workspace; each leaves a night to be done as ever
 
 
-def _pool_versions(year) -> list[Path]:
-    return sorted((year.workspace / "pools").glob("2*"))
-
-
 def pools_lost(year, rng):
     shutil.rmtree(year.workspace / "pools", ignore_errors=True)
 
 
 def pools_older(year, rng):
-    for path in _pool_versions(year)[:1]:
-        (year.workspace / "pools" / "CURRENT").write_text(path.name)
+    for path in sorted((year.workspace / "pools").glob("2*"))[:1]:
+        (year.workspace / "pools" / "CURRENT").write_text(path.name.partition("@")[0])
 
 
 def pools_damaged(year, rng):
     pointer = year.workspace / "pools" / "CURRENT"
     version = pointer.read_text().strip() if pointer.exists() else "none"
     for side in ("user", "item"):
-        folder = year.workspace / "pools" / version / side
+        folder = pool_folder(year.workspace, version) / side
         files = sorted(folder.glob("*.bin")) or sorted(path for path in folder.rglob("*") if path.is_file())
         if files:
             path = max(files, key=lambda path: path.stat().st_size)

@@ -29,6 +29,12 @@ WORKSPACE_NAMES = {"published.json", "published-copy.json", "runs", "pools", "st
 Waiting = dict[object, str]  # who is postponed, by reason
 
 
+def pool_folder(workspace: Path, version: str) -> Path:
+    """Where a version of pools lies; what took its place last, if something did."""
+    later = sorted((workspace / "pools").glob(f"{version}@*"), key=lambda path: (len(path.name), path.name))
+    return [workspace / "pools" / version, *later][-1]
+
+
 @dataclass
 class Run:
     """A finished run, as far as later nights depend on it."""
@@ -126,7 +132,7 @@ class Oracle:
     def pools_to_use(self, date: str, min_support: int) -> str | None:
         """The date of the pools that a run may draft from: the current ones, or the newest that are not later."""
         pointer = self.workspace / "pools" / "CURRENT"
-        there = {path.name for path in (self.workspace / "pools").glob("2*") if path.is_dir()}
+        there = {path.name.partition("@")[0] for path in (self.workspace / "pools").glob("2*") if path.is_dir()}
         version = pointer.read_text().strip() if pointer.exists() else None
         if version is not None and version not in there:
             return None
@@ -136,7 +142,7 @@ class Oracle:
 
     def pools_of(self, run_id: str, min_support: int) -> str | None:
         """Those of a run, where they can be used."""
-        return self._usable(run_id if (self.workspace / "pools" / run_id).is_dir() else None, min_support)
+        return self._usable(run_id if pool_folder(self.workspace, run_id).is_dir() else None, min_support)
 
     def _usable(self, version: str | None, min_support: int) -> str | None:
         if version is None or version in self.unusable_pools or self.min_support[version] < min_support:
@@ -300,7 +306,7 @@ class Oracle:
         assert row["num_history"] + row["num_history_dropped"] == num_events, (key, num_events, row["num_history"])
         version = row["pool_version"]
         assert version is None or version[:10] <= date
-        if is_whole and (self.workspace / "pools" / str(pools) / side).is_dir():
+        if is_whole and (pool_folder(self.workspace, str(pools)) / side).is_dir():
             assert (version or "")[:10] == pools[:10], (key, version, pools)
         if is_whole and pools is None:
             assert version is None, (key, version)

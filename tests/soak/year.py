@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "jobs"))
 from night_world import write_here
 from soak_days import Stopped, live
 from soak_models import ENCODERS, MODELS, write_encoder, write_model
-from soak_oracle import Oracle, contents
+from soak_oracle import Oracle, contents, pool_folder
 from soak_world import NUMBER_TYPES, PATH_TYPES, WORD_TYPES, Event, World
 
 from laserbatch.jobs.cli import main as laserbatch
@@ -275,7 +275,8 @@ class Year:
         self.done("pools", "rebuild", "--run", run_id, stop_at=stop_at)
         assert (self.workspace / "pools" / "CURRENT").read_text().strip() == run_id
         for side in ("user", "item"):
-            assert (self.workspace / "pools" / run_id / side).is_dir() == bool(oracle.runs[run_id].keys[side]), run_id
+            is_there = (pool_folder(self.workspace, run_id) / side).is_dir()
+            assert is_there == bool(oracle.runs[run_id].keys[side]), run_id
         oracle.unusable_pools.discard(run_id)  # what a killed builder left the next night removes
 
     def planned(self, date: str) -> dict:
