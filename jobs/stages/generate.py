@@ -1,7 +1,7 @@
 """The stage that writes texts: plan both sides, hand unfinished shards to the workers, gather what came of them."""
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -133,7 +133,7 @@ class _Pass:
             kept = {side: aside.submit(keep.write) for side, keep in self._kept.items()}
             if pending:
                 aside.submit(load_tokenizer, self.night.settings.model_dir)  # seconds, of which later stages have none
-                abandoned = self._write(pending, plans, finished)
+                abandoned = self._write(pending, plans, finished, kept.values())
             for side, written in kept.items():
                 finished[side] |= written.result()
         end_at_sigterm()
@@ -229,9 +229,12 @@ class _Pass:
         return PreviousKnowledge(None if previous is None else previous.knowledge_folder(side))
 
     def _write(
-        self, pending: list[Shard], plans: dict[Side, SidePlan], finished: dict[Side, Finished]
+        self, pending: list[Shard], plans: dict[Side, SidePlan], finished: dict[Side, Finished], aside: Iterable[Future]
     ) -> list[ShardAbandoned]:
-        """Have the workers write shards, which are added to the finished ones; returns those that were given up."""
+        """Have the workers write shards, which are added to the finished ones; returns those that were given up.
+
+        What is written aside and fails, on a full disk, ends it at the next shard.
+        """
         night, abandoned, num_done = self.night, [], 0
         label = "generate plain" if self.is_plain else "generate"
         num_rows = sum(shard.num_rows for shard in pending)
@@ -241,6 +244,8 @@ class _Pass:
         with progress(label, num_rows) as bar:
             choose = _plainly if self.is_plain else partial(night_budgets, night, pending)
             for outcome in run_shards(pending, crew, choose, partial(emit, "first_text", of=label)):
+                for written in filter(Future.done, aside):
+                    written.result()
                 if isinstance(outcome, ShardAbandoned):
                     abandoned.append(outcome)
                     emit("shard_abandoned", **_named(outcome.shard), reason=outcome.reason)

@@ -1,7 +1,9 @@
 """Planning and gathering of a night's texts, without a model: what is lost is done again, and nobody goes missing."""
 
+import errno
 import json
 import shutil
+import threading
 import time
 from importlib import import_module
 from importlib.util import find_spec
@@ -151,6 +153,22 @@ def test_whatever_is_lost_of_an_unfinished_run_is_done_again_and_nothing_else(wo
         assert texts(again.run) == expected, name
         assert {side: again.manifest.sides[side].num_carried_over for side in SIDES} == counts
         assert not list(night.run.root.rglob("*.tmp"))
+
+
+def test_a_disk_that_is_full_of_what_is_carried_over_ends_the_night_at_the_next_shard(world, monkeypatch):
+    night = opened(world, SECOND_DATE)
+    is_refused, workers = threading.Event(), Workers(at_first=lambda: is_refused.wait(5) and time.sleep(0.01))
+
+    def full(keep):
+        is_refused.set()
+        raise OSError(errno.ENOSPC, "No space left on device", "carried.parquet")
+
+    monkeypatch.setattr(generate.Keep, "write", full)
+    monkeypatch.setattr(generate, "run_shards", workers.run_shards)
+    without_ray(monkeypatch.setattr)
+    with pytest.raises(OSError, match=r"No space left on device.*carried\.parquet"):
+        generate.generate_knowledge(night, NightWorkers(night.settings.cluster))
+    assert len(workers.shards) == 1
 
 
 def test_shards_of_another_plan_are_not_taken_for_those_of_this_one(world, write):
