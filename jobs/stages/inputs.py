@@ -138,11 +138,13 @@ def changed_inputs(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Ma
 
 def _content_sha256(table: pa.Table) -> str:
     """Of a table's columns and values, whatever its file and its chunks are like."""
-    kinds = [kind.value_type if pt.is_dictionary(kind) else kind for kind in table.schema.types]
-    schema = pa.schema(list(zip(table.schema.names, kinds, strict=True)))
-    digest = hashlib.sha256(str(list(zip(schema.names, schema.types, strict=True))).encode())
+    digest = hashlib.sha256(str(table.schema.remove_metadata()).encode())
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if pt.is_dictionary(column.type):  # of a batch only the codes are written
+            table = table.set_column(table.column_names.index(name), name, column := column.unify_dictionaries())
+            digest.update(pa.record_batch([column.chunk(0).dictionary], [name]).serialize())
     for start in range(0, table.num_rows, ROWS_AT_ONCE):
-        for batch in table.slice(start, ROWS_AT_ONCE).cast(schema).combine_chunks().to_batches():
+        for batch in table.slice(start, ROWS_AT_ONCE).combine_chunks().to_batches():
             digest.update(batch.serialize())
     return digest.hexdigest()
 
