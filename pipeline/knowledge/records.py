@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from laserbatch.pipeline.storage.parquet import iter_parquet
 
@@ -91,6 +92,18 @@ class PreviousKnowledge:
         parts = [pa.Table.from_batches([batch]) for batch in _taken(self._folder, self.num_rows, wanted, columns)]
         table = pa.concat_tables(parts) if parts else knowledge_schema(pa.string()).empty_table().select(columns)
         return table.take(pa.array(np.searchsorted(wanted, rows)))
+
+    def only_file(self, rows: np.ndarray, entity_id_type: pa.DataType) -> Path | None:
+        """The file that holds the records of some rows as tonight's would, and no others; None where there is none."""
+        files = [] if self._folder is None else [*self._folder.glob("*.parquet")]
+        files = [file for file in files if pq.read_metadata(file).num_rows]
+        if len(files) != 1 or len(rows) != self.num_rows:
+            return None
+        schema, now = pq.read_schema(files[0]), knowledge_schema(entity_id_type)
+        if not schema.equals(now) or schema.metadata != now.metadata:
+            return None
+        is_stale = pq.read_table(files[0], columns=["is_stale"])["is_stale"]
+        return None if pc.any(is_stale).as_py() else files[0]
 
     def records(self, rows: np.ndarray, entity_id_type: pa.DataType, is_stale: bool) -> pa.RecordBatchReader:
         """Records of some rows, ascending, a few in memory at a time; `is_stale` is what they are to say."""

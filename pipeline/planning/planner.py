@@ -48,6 +48,7 @@ class Keep:
     folder: RunFolder
     side: Side
     carried: pa.RecordBatchReader  # as before
+    carried_file: Path | None  # of an earlier run, which holds just these
     waiting: pa.RecordBatchReader | None  # as stale; None where nobody waits
     refused: list  # ids, which go to quarantine
 
@@ -55,12 +56,18 @@ class Keep:
         """Write it, once; the shards that were written, by name. A plan is not whole before."""
         self.folder.drop_shard(self.side, WAITING_SHARD)
         quarantined = [QuarantineRow.of(entity_id, self.side, NO_TITLE) for entity_id in self.refused]
-        parts = {CARRIED_SHARD: self.carried}  # of none too: a side then has its schema
+        carried = self.carried if self._lost_file() else self.carried_file
+        parts = {CARRIED_SHARD: carried}  # of none too: a side then has its schema
         parts |= {} if self.waiting is None else {WAITING_SHARD: self.waiting}
         return {
             name: self.folder.write_shard(self.side, name, records, quarantined if name == CARRIED_SHARD else ())
             for name, records in parts.items()
         }
+
+    def _lost_file(self) -> bool:
+        """Whether there is no file of just these records, or it is not as it was written."""
+        file = self.carried_file
+        return file is None or file.stem not in RunFolder(file.parents[2]).finished_shards(self.side)
 
 
 def shared_fingerprint(side: Side, knowledge: KnowledgeSettings, decoding: DecodingSettings, model_dir: Path) -> str:
@@ -166,6 +173,7 @@ def plan_side(
             RunFolder(run_dir),
             side,
             carried=previous.records(np.sort(found.carried), entities[key].type, is_stale=False),
+            carried_file=previous.only_file(found.carried, entities[key].type),
             waiting=previous.records(waiting, entities[key].type, is_stale=True) if len(waiting) else None,
             refused=refused,
         )

@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import read_json, remove_leftovers, sha256_file, write_json, write_text
 from laserbatch.pipeline.storage.manifest import RunManifest, ShardInfo, ShardRecord
-from laserbatch.pipeline.storage.parquet import WrittenFile, iter_parquet, read_parquet, write_parquet
+from laserbatch.pipeline.storage.parquet import WrittenFile, iter_parquet, link_parquet, read_parquet, write_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, quarantine_schema, quarantine_table
 
 logger = logging.getLogger("laserbatch.storage")
@@ -119,19 +120,22 @@ class RunFolder:
         self,
         side: Side,
         name: str,
-        knowledge: pa.Table | pa.RecordBatchReader,
+        knowledge: pa.Table | pa.RecordBatchReader | Path,
         quarantined: Iterable[QuarantineRow] = (),
         info: ShardInfo | None = None,
     ) -> ShardRecord:
         """Write one shard, so that it is finished or not there.
 
         Any process may call it (an actor on another machine too, on a shared file system). Writing a shard again
-        replaces it. Of a reader a little knowledge at a time is in memory. In the order of names, shards are in order.
+        replaces it. Of a reader a little knowledge at a time is in memory; a file of another run is shared with it. In
+        the order of names, shards are in order.
         """
         self._shard_record_path(side, name).unlink(missing_ok=True)  # not finished while its files change
-        rows = quarantine_table(quarantined, knowledge.schema.field("entity_id").type)
+        schema = pq.read_schema(knowledge) if isinstance(knowledge, Path) else knowledge.schema
+        rows = quarantine_table(quarantined, schema.field("entity_id").type)
         failed = write_parquet(rows, self._shard_quarantine_path(side, name)) if rows.num_rows else None
-        written = write_parquet(knowledge, self.knowledge_folder(side) / f"{name}.parquet")
+        write = link_parquet if isinstance(knowledge, Path) else write_parquet
+        written = write(knowledge, self.knowledge_folder(side) / f"{name}.parquet")
         record = ShardRecord(
             name=name,
             file=written.path.relative_to(self.root).as_posix(),

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.knowledge import records as earlier_records
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge, knowledge_schema
@@ -61,7 +62,7 @@ def plan(rows, run_dir, previous=None, force=False, shard_size=4, apart=None, ro
         TEMPLATE,
         "s",
         routes=by_length([key for key, _ in rows]) if routes else None,
-        previous=PreviousKnowledge(None if previous is None else previous_folder(previous, run_dir)),
+        previous=PreviousKnowledge(previous_folder(previous, run_dir) if isinstance(previous, pa.Table) else previous),
         force=force,
         shard_size=shard_size,
         batch_size=1,
@@ -203,3 +204,19 @@ def test_more_than_2_gib_of_text_is_carried_over_a_part_at_a_time(tmp_path, monk
     assert written.num_rows == 1
     assert previous.rows_of(pa.chunked_array([["u31", "u2", "nobody"]])).tolist() == [31, 2, -1]
     assert previous.token_ids(np.array([31, -1, 2])).to_pylist() == [[1, 2], None, [1, 2]]
+
+
+def test_records_that_all_stay_share_the_file_of_the_night_before(tmp_path):
+    """No room is taken; a file that holds more, or is not as it was written, is not shared."""
+    runs = [RunFolder(tmp_path / name) for name in ("first", "same", "gone", "damaged")]
+    file = runs[0].knowledge_folder("user") / "carried.parquet"
+    runs[0].write_shard("user", "carried", records({"a": NOW, "b": NOW}))
+    carried = lambda run: run.knowledge_folder("user") / "carried.parquet"  # noqa: E731
+    plan_side_of = lambda ids, run: plan(users(ids), run.root, runs[0].knowledge_folder("user"))  # noqa: E731
+    for ids, run in (["a", "b"], runs[1]), (["a"], runs[2]):
+        assert plan_side_of(ids, run).num_carried_over == len(ids)
+        assert run.finished_shards("user")["carried"].num_rows == len(ids)
+    assert carried(runs[1]).samefile(file) and not carried(runs[2]).samefile(file)
+    file.write_bytes(file.read_bytes().replace(b"2025-01-01-00000000", b"2025-01-01-00000001"))
+    with pytest.raises(WorkspaceError, match=r"carried\.parquet is damaged"):
+        plan_side_of(["a", "b"], runs[3])
