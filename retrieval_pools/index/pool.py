@@ -9,13 +9,14 @@ import numpy as np
 from laserbatch.retrieval_pools.drafting.estimate import CURVES_SHAPE, IDENTITY_CURVES
 from laserbatch.retrieval_pools.drafting.state import EVERYONE, UNKNOWN, Index, PoolHandle
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.index.arrays import make_resident
+from laserbatch.retrieval_pools.index.arrays import make_resident, read_chunks
 from laserbatch.retrieval_pools.index.calibration_record import BudgetCurve, Calibration
 from laserbatch.retrieval_pools.index.manifest import (
     FORMAT_VERSION,
     REBUILD,
     PoolManifest,
     array_names,
+    array_path,
     group_code_dtype,
     read_array,
     read_manifest,
@@ -183,15 +184,18 @@ def _check_arrays_fit(folder: Path, manifest: PoolManifest, index: Index) -> Non
 
 
 def _check_texts(folder: Path, manifest: PoolManifest, index: Index) -> None:
-    """The part that reads: texts and groups are as many as the manifest says, and places are positions."""
-    num_positions = len(index.order)
-    fits = (
-        np.count_nonzero(index.tokens == SEPARATOR) == manifest.num_texts + 1
-        and index.tokens.max() < manifest.vocab_size
-        and index.order.min(initial=0) >= 0
-        and index.order.max(initial=-1) < num_positions
-        and index.group_codes.max(initial=0) < max(len(manifest.groups), 1)
-    )
+    """The part that reads: texts and groups are as many as the manifest says, and places are positions.
+
+    In pieces, not as mapped: the pages of a whole pool would count as this process's memory.
+    """
+
+    stops = {"tokens": manifest.vocab_size, "order": len(index.order), "group_codes": max(len(manifest.groups), 1)}
+    num_separators, fits = 0, True
+    for name, stop in stops.items():
+        for part in read_chunks(array_path(folder, name)):
+            num_separators += np.count_nonzero(part == SEPARATOR) if name == "tokens" else 0
+            fits &= part.max() < stop and (name == "tokens" or part.min() >= 0)
+    fits &= num_separators == manifest.num_texts + 1
     if not fits:
         raise PoolError(f"{folder} is damaged: its texts are not those that its manifest counts. {REBUILD}")
 
