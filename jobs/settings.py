@@ -32,6 +32,7 @@ _PATH_KEYS = (
     (None, "workspace"),
     ("tables", "path"),
     ("decoding", "model"),
+    ("decoding", "adapter"),
     ("decoding", "step_cost"),
     ("knowledge", "template_dir"),
     ("routing", "user_embeddings"),

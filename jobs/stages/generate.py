@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -267,15 +268,17 @@ class _Pass:
         return abandoned
 
     def _worker_spec(self) -> WorkerSpec:
-        night, settings = self.night, self.night.settings
+        night, settings, decoding = self.night, self.night.settings, self.decoding
         version = None if self.is_plain else night.manifest.pools.version
         pool_dirs = {} if version is None else {side: night.pools.folder(version) / side for side in SIDES}
         pool_dirs = {side: path.resolve() for side, path in pool_dirs.items() if path.is_dir()}
+        if decoding.adapter is not None:
+            decoding = decoding.model_copy(update={"adapter": str(Path(decoding.adapter).resolve())})
         return WorkerSpec(
             run_id=night.run.run_id,
             run_dir=self.folder.root.resolve(),
             model_dir=settings.model_dir.resolve(),
-            decoding=self.decoding,
+            decoding=decoding,
             templates={side: settings.knowledge.template_of(side) for side in SIDES},
             template_dir=settings.knowledge.template_dir,
             max_prompt_tokens=settings.knowledge.max_prompt_tokens,

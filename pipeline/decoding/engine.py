@@ -73,7 +73,7 @@ class Engine:
         Raises ModelError: the folder holds no model that the engine can run.
         """
         settings = settings or DecodingSettings()
-        loaded = load_model(model_dir, settings.dtype, device)
+        loaded = load_model(model_dir, settings.dtype, device, settings.adapter)
         return cls(loaded, settings, num_sharing)
 
     @property

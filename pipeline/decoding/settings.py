@@ -18,6 +18,10 @@ class DecodingSettings(Strict):
     model: str = Field(
         "sample", description="Folder with safetensors weights, configuration and tokenizer; 'sample': the bundled one."
     )
+    adapter: str | None = Field(
+        None,
+        description="Folder of a LoRA adapter (PEFT, safetensors) to merge into the model; needs the extra `lora`.",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: float32 on a CPU, the weights' own type on CUDA and where they are quantised."
     )

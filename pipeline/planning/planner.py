@@ -82,7 +82,7 @@ def shared_fingerprint(side: Side, knowledge: KnowledgeSettings, decoding: Decod
     shared = {
         "template": [LAYOUT_VERSION, template.model_dump(mode="json")],
         "prompt": chat,
-        "model": model_identity(model_dir),
+        "model": model_identity(model_dir, decoding.adapter),
         "decoding": decoding_provenance(decoding),
     }
     return "-".join(digest(shared[name]) for name in PARTS[: len(shared)])

@@ -122,6 +122,15 @@ def test_quantised_logits_are_near_the_plain_ones(quantised):
     assert 0 < error < MOST_ERROR[kind]
 
 
+def test_adapter_on_packed_weights_is_refused(claimed, tmp_path):
+    adapter = tmp_path / "style"
+    adapter.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (adapter / name).write_text("{}")
+    with pytest.raises(ModelError, match="cannot be merged into weights quantised with torchao"):
+        load_model(claimed(quant_method="torchao"), device="cpu", adapter=adapter)
+
+
 def test_missing_library_is_named_with_its_command(claimed, monkeypatch):
     from transformers.quantizers import quantizer_compressed_tensors
 

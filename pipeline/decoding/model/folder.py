@@ -73,14 +73,23 @@ def require_whole_files(folder: Path) -> None:
             _read(folder / name)
 
 
-def model_identity(path: Path) -> str:
+def model_id_of(path: Path, weights: list[Path], adapter: str | Path | None = None) -> str:
     """Folder name and a short hash of the configuration, of what generation_config.json does to texts, and of each
     weights file's size, first and last MiB.
+
+    An adapter's name and files are part of it: with another adapter it is another model.
     """
-    weights = find_weights(path)
     digest = hashlib.sha256((path / "config.json").read_bytes())
     if done := folder_rules(path):
         digest.update(json.dumps(done, sort_keys=True).encode())
+    name = path.resolve().name
+    if adapter is not None:
+        from laserbatch.pipeline.decoding.model.adapters import find_adapter
+
+        config_file, adapter_weights = find_adapter(adapter)
+        digest.update(config_file.read_bytes())
+        weights = [*weights, adapter_weights]
+        name = f"{name}+{Path(adapter).resolve().name}"
     for file in weights:
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}".encode())
@@ -88,7 +97,7 @@ def model_identity(path: Path) -> str:
             digest.update(stream.read(_HASHED_BYTES))
             stream.seek(max(0, size - _HASHED_BYTES))
             digest.update(stream.read())
-    return f"{path.resolve().name}-{digest.hexdigest()[:12]}"
+    return f"{name}-{digest.hexdigest()[:12]}"
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
@@ -103,6 +112,11 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ModelError(f"the tokenizer in {folder} cannot be read: {first_line(error)}") from error
+
+
+def model_identity(folder: Path, adapter: str | Path | None = None) -> str:
+    """Names and a short hash of model and adapter: equal to `Engine.model_id` of the same folders."""
+    return model_id_of(folder, find_weights(folder), adapter)
 
 
 def tokenizer_hash(folder: Path) -> str:

@@ -19,12 +19,13 @@ from laserbatch.pipeline.decoding.device_memory import (
     num_stored_values,
     require_memory,
 )
+from laserbatch.pipeline.decoding.model.adapters import merge_adapter
 from laserbatch.pipeline.decoding.model.checks import check_equivalence, refuse_by_config
 from laserbatch.pipeline.decoding.model.folder import (
     SAMPLE_MODEL,
     find_weights,
     load_tokenizer,
-    model_identity,
+    model_id_of,
     num_parameters_of,
     quantization_of,
     repetition_penalty_of,
@@ -57,16 +58,19 @@ class LoadedModel:
     repetition_penalty: float = 1.0
 
 
-def load_model(folder: str | Path, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+def load_model(
+    folder: str | Path, dtype: str = "auto", device: str = "auto", adapter: str | Path | None = None
+) -> LoadedModel:
     """Load a folder's model ("sample": the bundled one) and tokenizer and check that the engine can run it.
 
-    `dtype` as `decoding` has it, `device` "auto" (CUDA where there is one) or a torch device.
+    `dtype` and `adapter` as `decoding` has them, `device` "auto" (CUDA where there is one) or a torch device.
 
-    Raises ModelError: folder, weights or tokenizer are missing or unreadable, they do not fit the memory, or the model
-    cannot be packed.
+    Raises ModelError: folder, weights or tokenizer are missing or unreadable, they do not fit the memory, the adapter
+    is not the model's, or the model cannot be packed.
     """
     path = SAMPLE_MODEL if str(folder) == "sample" else Path(folder)
     weights = find_weights(path)
+    model_id = model_id_of(path, weights, adapter)
     target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"device {device!r} was asked for and torch finds no CUDA; use device cpu or auto")
@@ -80,6 +84,11 @@ def load_model(folder: str | Path, dtype: str = "auto", device: str = "auto") ->
         ) from error
     refuse_by_config(config)
     quantization = quantization_of(config)
+    if adapter is not None and quantization is not None:
+        raise ModelError(
+            f"an adapter cannot be merged into weights quantised with {quantization}: merge {adapter} into the "
+            f"unquantised model of {path}, or name that one in decoding.model"
+        )
     weights_dtype = resolve_dtype(dtype, target, quantization)
     require_room(path, weights, config, weights_dtype, target)
     tokenizer = load_tokenizer(path)
@@ -97,7 +106,9 @@ def load_model(folder: str | Path, dtype: str = "auto", device: str = "auto") ->
         )  # fmt: skip
         raise ModelError(f"the weights in {path} cannot be loaded: {first_line(error)}{advice}") from error
     require_whole_weights(path, loading_info)
-    return prepare_model(model, tokenizer, model_identity(path))
+    if adapter is not None:
+        model = merge_adapter(model, adapter)
+    return prepare_model(model, tokenizer, model_id)
 
 
 def prepare_model(model, tokenizer=None, model_id: str = "unnamed") -> LoadedModel:

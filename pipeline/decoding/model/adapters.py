@@ -1,0 +1,83 @@
+"""A LoRA adapter, merged into its base model when that is loaded: a step then costs what it costs without one.
+
+peft does the merging and knows LoRA's variants. Here is what makes a wrong adapter an error instead of a silent half:
+every tensor must find its place, and the merged model must give the logits of base and adapter side by side.
+"""
+
+from pathlib import Path
+
+import torch
+
+from laserbatch.pipeline.decoding.attention.interface import TOLERANCE, relative_error
+from laserbatch.pipeline.errors import ModelError, first_line
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_NUM_PROBE_TOKENS = 16
+
+
+def find_adapter(folder: str | Path) -> list[Path]:
+    """Configuration and weights of an adapter folder, in this order.
+
+    Raises ModelError: no folder, or a file is missing.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ModelError(f"there is no adapter folder {path}; give a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (path / name).is_file():
+            pickled = name == WEIGHTS_FILE and (path / "adapter_model.bin").is_file()
+            found = "; found adapter_model.bin, which is not read: convert it to safetensors" if pickled else ""
+            raise ModelError(f"{path} holds no {name}{found}")
+    return [path / CONFIG_FILE, path / WEIGHTS_FILE]
+
+
+def merge_adapter(model, folder: str | Path):
+    """The base model with a LoRA adapter merged into its weights; `model` itself is changed and must not be used.
+
+    Raises ModelError: peft is not installed, the folder holds no LoRA adapter, or it belongs to another base model.
+    """
+    config_file, weights_file = find_adapter(folder)
+    try:
+        from peft import LoraConfig, PeftConfig, PeftModel
+    except ImportError as error:
+        advice = "pip install 'laserbatch[lora]'"
+        raise ModelError(f"decoding.adapter needs the library peft ({error}); install it: {advice}") from error
+    try:
+        config = PeftConfig.from_pretrained(str(config_file.parent))
+    except Exception as error:
+        raise ModelError(f"{config_file} cannot be read: {first_line(error)}") from error
+    if not isinstance(config, LoraConfig):
+        raise ModelError(f"{config_file} describes a {config.peft_type} adapter; only LoRA ones can be merged")
+    config.inference_mode = True
+    try:
+        wrapped = PeftModel(model, config)
+        loaded = wrapped.load_adapter(str(config_file.parent), "default", torch_device=str(model.device))
+    except Exception as error:  # of torch's report on sizes, the line that names the first tensor
+        sizes = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
+        reason = sizes[0] if sizes else first_line(error)
+        raise ModelError(f"{weights_file} does not fit the model: {reason}") from error
+    for keys, problem in ((loaded.unexpected_keys, "the model has no place for"), (loaded.missing_keys, "it lacks")):
+        if keys:
+            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            raise ModelError(f"{weights_file} does not fit the model: {problem} {keys[0]}{more}")
+    return _merge_checked(wrapped, weights_file)
+
+
+@torch.inference_mode()
+def _merge_checked(wrapped, weights_file: Path):
+    """Merge, and compare the logits with those before: an adapter of tied embeddings, say, cannot be merged."""
+    embeddings = wrapped.get_input_embeddings().weight
+    ids = torch.arange(_NUM_PROBE_TOKENS, device=embeddings.device)[None] * 7919 % len(embeddings)
+    wrapped.eval()
+    expected = wrapped(input_ids=ids, use_cache=False).logits
+    try:
+        merged = wrapped.merge_and_unload(safe_merge=True)  # refuses weights that are not finite
+    except Exception as error:
+        raise ModelError(f"{weights_file} cannot be merged: {first_line(error)}") from error
+    error = relative_error(merged(input_ids=ids, use_cache=False).logits, expected)
+    if not error <= TOLERANCE[expected.dtype]:  # merging rounds each weight once to its type
+        raise ModelError(
+            f"{weights_file} cannot be merged: base and adapter give other logits than the merged model (relative "
+            f"error {error:.1e}); does it change embeddings that the model also uses as its output layer?"
+        )
+    return merged
