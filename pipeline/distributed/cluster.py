@@ -4,12 +4,13 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from unittest import mock
 
 import ray
 
+from laserbatch.pipeline.distributed.loading import is_tried
 from laserbatch.pipeline.distributed.settings import ClusterSettings, usable_cores
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.gpus import num_gpus
@@ -105,7 +106,8 @@ def ray_cluster(settings: ClusterSettings, preloads: bool = False) -> Iterator[W
     if started and settings.ray_address is None:
         here = Node(usable_cores(), num_gpus())
         preloads &= worker_layout(settings, [here]).num_workers == here.num_cpus  # Ray starts a process a core
-        with _without_onlookers():
+        preloads &= is_tried("ray")
+        with _without_onlookers() if is_tried("ray") else nullcontext():
             ray.init(
                 address="local",
                 num_cpus=here.num_cpus,
