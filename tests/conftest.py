@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 # A machine may be busy, and the first call compiles. Examples are drawn anew in every run: few do.
-settings.register_profile("laserbatch", deadline=None, max_examples=40)
+settings.register_profile("laserbatch", deadline=None, max_examples=30)
 settings.load_profile("laserbatch")
 
 if "PYTEST_XDIST_WORKER" in os.environ:

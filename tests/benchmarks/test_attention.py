@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attention
 import pytest
 import torch
 
@@ -30,7 +31,6 @@ def test_all_systems_compute_the_same(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_cuda_it_says_that_nothing_was_timed():
-    done = subprocess.run([*SCRIPT, "--quick"], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 1
-    assert "no CUDA device" in done.stdout
+def test_without_cuda_it_says_that_nothing_was_timed(capsys):
+    assert attention.main(["--quick"]) == 1
+    assert "no CUDA device" in capsys.readouterr().out

@@ -272,19 +272,20 @@ def killed(folder: Path, num_done: int) -> int:
     os._exit(0)
 
 
-@pytest.mark.parametrize("num_done", [0, 2, 5, 11, 29, 48])
-def test_the_same_command_goes_on_where_it_was_killed(folder, capfd, monkeypatch, num_done):
+def test_the_same_command_goes_on_where_it_was_killed(folder, capfd, monkeypatch):
     monkeypatch.setattr(forgetting, "_rebuilt", lambda *_: False)
     vectors = vectors_of(folder / "workspace")
     undisturbed = folder.with_name("undisturbed")
     shutil.copytree(folder, undisturbed)
     whole = forget(undisturbed, capfd, "--user", WHO)
-    assert killed(folder, num_done) == -signal.SIGKILL
-    assert bool(unfinished_receipts(folder / "workspace")) == (num_done > 0)
-    told = forget(folder, capfd, "--user", WHO)
-    assert traces(folder / "workspace", vectors) == set() and not unfinished_receipts(folder / "workspace")
-    assert told["rows"] == whole["rows"] and told["pools"] == whole["pools"] and told["unknown"]["user"] == []
-    assert contents(folder / "workspace") == contents(undisturbed / "workspace")
+    for num_done in (0, 2, 11, 29, 48):
+        place = shutil.copytree(folder, folder.with_name(f"killed-{num_done}"))
+        assert killed(place, num_done) == -signal.SIGKILL
+        assert bool(unfinished_receipts(place / "workspace")) == (num_done > 0)
+        told = forget(place, capfd, "--user", WHO)
+        assert traces(place / "workspace", vectors) == set() and not unfinished_receipts(place / "workspace")
+        assert told["rows"] == whole["rows"] and told["pools"] == whole["pools"] and told["unknown"]["user"] == []
+        assert contents(place / "workspace") == contents(undisturbed / "workspace")
 
 
 def contents(workspace: Path) -> dict[str, bytes]:
