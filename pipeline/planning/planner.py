@@ -21,7 +21,14 @@ from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, PromptTemplate, load_template
 from laserbatch.pipeline.planning.drift import history_drift
 from laserbatch.pipeline.planning.plan import CARRIED_SHARD, WAITING_SHARD, Shard, SidePlan, write_shard_plan
-from laserbatch.pipeline.planning.postpone import Refresh, choose, interactions_of, without_evidence, write_postponed
+from laserbatch.pipeline.planning.postpone import (
+    Chosen,
+    Refresh,
+    choose,
+    interactions_of,
+    without_evidence,
+    write_postponed,
+)
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import sha256_file
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons
@@ -142,56 +149,43 @@ def plan_side(
     unasked : entities, as `run_folder.POSTPONED`, that get no text whatever else is so.
     keep : is given what keeps its text, to write it now or while others are written.
     """
-    entities, key = tables.entities(side), f"{side}_id"
+    entities, folder = tables.entities(side), RunFolder(run_dir)
+    ids = entities[f"{side}_id"]
     routes = routes or Routes.nowhere(entities.num_rows)
     questions = SideQuestions(tables, side, template, shared)
-    before = previous.rows_of(entities[key])
+    before = previous.rows_of(ids)
     left_out = np.zeros(entities.num_rows, bool)
     if refresh is not None and side == "user" and refresh.settings.min_interactions:
         left_out = questions.num_events() < refresh.settings.min_interactions
-        unasked = without_evidence(refresh, entities[key].combine_chunks().filter(pa.array(left_out)))
+        unasked = without_evidence(refresh, ids.combine_chunks().filter(pa.array(left_out)))
     elif unasked is not None:
-        left_out = pc.is_in(entities[key], value_set=unasked["entity_id"].combine_chunks()).to_numpy()
+        left_out = pc.is_in(ids, value_set=unasked["entity_id"].combine_chunks()).to_numpy()
     found = _compared(questions, previous, before, left_out, force, on_entities)
-    rows, known_by = found.changed, found.fingerprints
-    waiting, postponed, num_tokens = rows[:0], unasked, 0
+    rows, known_by, waiting, postponed, num_tokens = found.changed, found.fingerprints, before[:0], unasked, 0
     if refresh is not None and not force:
-        num_events = questions.num_events() if side == "user" else interactions_of(tables, side)
-        ids = entities[key].combine_chunks().take(pa.array(rows))
-        drift = None
-        if refresh.clusters is not None and side == "user":
-            drift = partial(history_drift, questions.histories, rows, clusters=refresh.clusters)
-        chosen = choose(refresh, ids, known_by, before[rows], num_events[rows], side == "user", previous, drift)
+        chosen = _chosen(refresh, tables, side, questions, previous, before, found)
         postponed = pa.concat_tables([part for part in (unasked, chosen.postponed) if part is not None])
         num_tokens, waiting = chosen.num_tokens, before[rows[~chosen.is_written]]
         rows, known_by = rows[chosen.is_written], known_by.filter(pa.array(chosen.is_written))
-    write_postponed(RunFolder(run_dir), side, postponed)
+    write_postponed(folder, side, postponed)
     waiting = np.sort(waiting[waiting >= 0])
-    refused = entities[key].take(pa.array(found.refused)).to_pylist()
-    keep(
-        Keep(
-            RunFolder(run_dir),
-            side,
-            carried=previous.records(np.sort(found.carried), entities[key].type, is_stale=False),
-            carried_file=previous.only_file(found.carried, entities[key].type),
-            waiting=previous.records(waiting, entities[key].type, is_stale=True) if len(waiting) else None,
-            refused=refused,
-        )
-    )
+    refused = ids.take(pa.array(found.refused)).to_pylist()
+    carried = previous.records(np.sort(found.carried), ids.type, is_stale=False)
+    stale = previous.records(waiting, ids.type, is_stale=True) if len(waiting) else None
+    keep(Keep(folder, side, carried, previous.only_file(found.carried, ids.type), stale, refused))
     columns = {
         "fingerprint": known_by,
         "previous_ids": previous.token_ids(before[rows]),
         "group": pc.if_else(pc.equal(groups := routes.groups.take(pa.array(rows)).cast(pa.string()), ""), None, groups),
     }
     size = shard_size or default_shard_size(len(rows), batch_size)
-    shards = _write_shards(side, questions, rows, columns, apart, size, run_dir)
     return SidePlan(
         side=side,
         num_entities=entities.num_rows,
         num_carried_over=len(found.carried),
         num_refused=len(refused),
         routes=routes.num_by_scheme(),
-        shards=shards,
+        shards=_write_shards(side, questions, rows, columns, apart, size, run_dir),
         num_waiting=len(waiting),
         num_unasked=0 if postponed is None else len(postponed) - len(waiting),
         postponed={} if postponed is None else count_reasons(postponed),
@@ -232,6 +226,24 @@ def _compared(
         on_entities(stop - start)
     known_by = pa.chunked_array(fingerprints, pa.string()).combine_chunks()
     return _Compared(_concatenated(changed), known_by, _concatenated(carried), _concatenated(refused))
+
+
+def _chosen(
+    refresh: Refresh,
+    tables: Tables,
+    side: Side,
+    questions: SideQuestions,
+    previous: PreviousKnowledge,
+    before: np.ndarray,
+    found: _Compared,
+) -> Chosen:
+    """Which of the changed entities are written about tonight; `before` are the rows of all entities' records."""
+    rows, drift = found.changed, None
+    num_events = questions.num_events() if side == "user" else interactions_of(tables, side)
+    ids = questions.entities[f"{side}_id"].combine_chunks().take(pa.array(rows))
+    if refresh.clusters is not None and side == "user":
+        drift = partial(history_drift, questions.histories, rows, clusters=refresh.clusters)
+    return choose(refresh, ids, found.fingerprints, before[rows], num_events[rows], side == "user", previous, drift)
 
 
 def _write_shards(
