@@ -35,6 +35,8 @@ _PATH_KEYS = (
     ("decoding", "adapter"),
     ("decoding", "step_cost"),
     ("knowledge", "template_dir"),
+    ("routing", "user_embeddings"),
+    ("routing", "item_embeddings"),
     ("encoding", "encoder"),
     ("metrics", "textfile"),
 )

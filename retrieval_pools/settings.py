@@ -1,5 +1,6 @@
 """The options of pools: how they are indexed, drafted from, built and kept, and how entities are put into groups."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, Field
@@ -103,9 +104,19 @@ class RoutingSettings(Frozen):
         ge=1,
         description="Collaborative or random groups; unset: half the square root of the entities.",
     )
+    user_embeddings: Path | None = Field(
+        None,
+        description="Parquet file of your own vectors of users, in place of LightGCN's: columns user_id and vector (a "
+        "list of floats). Users without a vector are grouped by attributes.",
+    )
+    item_embeddings: Path | None = Field(None, description="The same for items: columns item_id and vector.")
     user_attributes: tuple[str, ...] | None = Field(None, description="Columns to split users by; unset: guessed.")
     item_attributes: tuple[str, ...] | None = Field(None, description="Columns to split items by; unset: guessed.")
 
     def attributes_of(self, side: str) -> tuple[str, ...] | None:
         """Columns that `side` ("user" or "item") is to be split by, or None for "guess them"."""
         return self.user_attributes if side == "user" else self.item_attributes
+
+    def embeddings_of(self, side: str) -> Path | None:
+        """File of the user's own vectors of `side`, or None for "train LightGCN"."""
+        return self.user_embeddings if side == "user" else self.item_embeddings

@@ -20,11 +20,13 @@ from laserbatch.pipeline.errors import ConfigError, ModelError, TableError
 from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.atomic import sha256_file
 from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.check import IdsBefore, check_tables, require_sound
 from laserbatch.pipeline.tables.findings import Finding
 from laserbatch.pipeline.tables.read import Tables, describe, end_of, read_tables
 from laserbatch.pipeline.validation import nearest
+from laserbatch.retrieval_pools.routing.embeddings import id_column, read_embeddings
 
 ROWS_AT_ONCE = 64 * 1024
 NEEDS_A_MODEL = (
@@ -42,9 +44,10 @@ def needs_a_model(settings: Settings) -> bool:
 def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, dict[str, Any]], Tables]:
     """Check all that a run of this date reads; returns the manifest's `inputs`, and the tables as known on the date.
 
-    `inputs` has by table the file's name, rows and SHA-256, and the SHA-256 of what of it is known on the date
-    (`known_sha256`). Raises ConfigError, ModelError or TableError, which name all faults of settings and templates, of
-    a model's files, or of the tables.
+    `inputs` has by table, and as `user_embeddings` and `item_embeddings` where they are configured, the file's name,
+    rows and SHA-256; of a table also the SHA-256 of what of it is known on the date (`known_sha256`), of embeddings how
+    many ids are of no entity that is known then. Raises ConfigError, ModelError, TableError or PoolError, which name
+    all faults of settings and templates, of a model's files, of the tables, or of a file of embeddings.
     """
     if settings.tables.path is None:
         raise ConfigError("no input tables: set tables.path in the configuration; `laserbatch init TABLES` writes one")
@@ -64,7 +67,7 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
     inputs = describe(settings.tables.path)
     for name in sc.TABLE_NAMES:
         inputs[name]["known_sha256"] = _content_sha256(getattr(tables, name))
-    return inputs, tables
+    return inputs | _described_embeddings(settings, tables), tables
 
 
 def _require_files(settings: Settings) -> None:
@@ -144,3 +147,18 @@ def _content_sha256(table: pa.Table) -> str:
         for batch in table.slice(start, ROWS_AT_ONCE).combine_chunks().to_batches():
             digest.update(batch.serialize())
     return digest.hexdigest()
+
+
+def _described_embeddings(settings: Settings, tables: Tables) -> dict[str, dict[str, Any]]:
+    paths = {side: path for side in SIDES if (path := settings.routing.embeddings_of(side)) is not None}
+    described = {}
+    for side, path in paths.items():
+        embeddings = read_embeddings(path, side, id_column(tables.entities(side), f"{side}_id", f"{side}s"))
+        num_rows = pq.read_metadata(path).num_rows
+        described[f"{side}_embeddings"] = {
+            "path": path.name,
+            "num_rows": num_rows,
+            "sha256": sha256_file(path),
+            "num_unknown_ids": num_rows - len(embeddings.ids),
+        }
+    return described

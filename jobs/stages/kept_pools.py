@@ -31,14 +31,15 @@ def describe_fit(night: Night) -> dict[str, Any]:
         "routing": routing.model_dump(mode="json"),
         "seed": night.settings.seed,
         "columns": {side: str(tables.entities(side).schema.remove_metadata()) for side in SIDES},
+        "embeddings": {key: told["sha256"] for key, told in night.manifest.inputs.items() if key not in TABLE_NAMES},
     }
 
 
 def kept_routers(night: Night, version: str, now: dict[str, Any]) -> tuple[dict[Side, Router], dict[str, Any]] | None:
     """The routers of a version, and what they were fitted on; None where they are to be fitted again.
 
-    That is where settings or columns differ, where more than `MOST_DRIFT` of the rows of a table have come or gone
-    since the fit, or of the entities that have a collaborative group have gone.
+    That is where settings, columns or own embeddings differ, where more than `MOST_DRIFT` of the rows of a table have
+    come or gone since the fit, or of the entities that have a collaborative group have gone.
     """
     folder = night.pools.folder(version) / "router"
     try:
@@ -80,6 +81,7 @@ def unchanged_pools(night: Night, version: str) -> dict[Side, PoolBuilt]:
         if then is None or now is None or then.num_quarantined or then.num_entities != now.num_carried_over:
             return {}
         is_same &= now.num_entities == now.num_carried_over
+    is_same &= before.inputs.keys() == set(TABLE_NAMES) == night.manifest.inputs.keys()
     return before.pools_built if is_same else {}
 
 

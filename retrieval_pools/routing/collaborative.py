@@ -14,6 +14,7 @@ from laserbatch.retrieval_pools.routing.embeddings import (
     check_same_kind,
     distinct_ids,
     normalised_ids,
+    read_embeddings,
 )
 from laserbatch.retrieval_pools.settings import RoutingSettings
 
@@ -45,18 +46,18 @@ class CollaborativeGroups:
         seed: int,
         embeddings: EntityEmbeddings | None = None,
     ) -> "CollaborativeGroups":
-        """Cluster those of `ids` that have `settings.min_interactions` rows in `interactions`.
+        """Cluster those of `ids` that have `settings.min_interactions` rows in `interactions`, and an embedding.
 
         Parameters
         ----------
         ids : large_string or int64, the entities of this side, "user" or "item".
         interactions : `user_id` and `item_id`; every row counts, repeated pairs too.
-        embeddings : of a LightGCN that was trained on these interactions; without them one is trained.
+        embeddings : without them those of the settings' file are read, or LightGCN is trained.
 
         Raises
         ------
         PoolError
-            Missing id columns, or ids of different kinds.
+            Missing id columns, ids of different kinds, or a file of embeddings that is not what it should be.
         """
         interaction_ids, codes = distinct_ids(interactions, f"{side}_id", "interactions")
         check_same_kind(interaction_ids, ids, "interactions", "entities")
@@ -65,8 +66,14 @@ class CollaborativeGroups:
         if len(warm_ids) == 0:
             return cls.none_of(ids)
         if embeddings is None:
-            embeddings = train_embeddings(interactions, seed)[side]
+            path = settings.embeddings_of(side)
+            if path is not None:
+                embeddings = read_embeddings(path, side, ids)
+            else:
+                embeddings = train_embeddings(interactions, seed)[side]
         embedded_ids = normalised_ids(embeddings.ids, f"{side}_id", "embeddings")
+        check_same_kind(embedded_ids, ids, "embeddings", "entities")
+        warm_ids = warm_ids.filter(pc.is_in(warm_ids, value_set=embedded_ids))
         warm_ids = warm_ids.take(pc.sort_indices(warm_ids))
         vectors = embeddings.vectors[pc.index_in(warm_ids, value_set=embedded_ids).to_numpy()]
         num_groups = settings.num_groups or default_num_groups(len(warm_ids))

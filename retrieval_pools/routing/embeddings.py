@@ -1,15 +1,21 @@
 """Ids and vectors of entities: what groups are made of.
 
-Ids are one of two Arrow types, large_string or int64, so that tables of different origin compare equal.
+Ids are one of two Arrow types, large_string or int64, so that tables of different origin compare equal. A team's own
+recommender may bring the vectors, in place of LightGCN's, in one Parquet file a side: a column `<side>_id` and a column
+`vector`, lists of one width of finite floats. Rows are named counting from 0.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from laserbatch.retrieval_pools.errors import PoolError
+
+VECTOR_COLUMN = "vector"
 
 
 @dataclass(frozen=True)
@@ -69,4 +75,49 @@ def check_same_kind(ids: pa.Array, others: pa.Array, table_name: str, other_name
     if ids.type != others.type:
         raise PoolError(
             f"ids of {table_name} are {ids.type}, those of {other_name} are {others.type}; give both the same type"
+        )
+
+
+def read_embeddings(path: Path, side: str, ids: pa.Array) -> EntityEmbeddings:
+    """Vectors of those of `ids`, normalised, that the file of a side ("user" or "item") has, in its order.
+
+    Raises
+    ------
+    PoolError
+        The file, a column of it or a row of it is not what it should be; all three are named.
+    """
+    source, id_name = f"routing.{side}_embeddings: {path}", f"{side}_id"
+    try:
+        names = pq.read_schema(path).names
+        for name in (id_name, VECTOR_COLUMN):
+            if name not in names:
+                raise PoolError(f"{source} has no column {name!r}; its columns are {', '.join(names)}")
+        table = pq.read_table(path, columns=[id_name, VECTOR_COLUMN], partitioning=None)
+        lists = table[VECTOR_COLUMN].combine_chunks().cast(pa.large_list(pa.float32()), safe=False)
+    except (OSError, pa.ArrowException) as error:
+        raise PoolError(f"{source} cannot be read ({error}); correct the path, or write the file again") from error
+    found_ids = id_column(table, id_name, source)
+    check_same_kind(found_ids, ids, source, f"the {side}s")
+    codes = found_ids.dictionary_encode().indices.to_numpy()
+    is_first = np.zeros(len(codes), bool)
+    is_first[np.unique(codes, return_index=True)[1]] = True
+    _require(is_first, found_ids, f"{source}, column {id_name}", "the id was in an earlier row")
+    lengths = pc.fill_null(pc.list_value_length(lists), -1).to_numpy()
+    width = max(int(lengths[0]), 1) if len(lengths) else 1
+    where, expected = f"{source}, column {VECTOR_COLUMN}", f"expected a vector of {width} finite numbers"
+    _require(lengths == width, lists, where, expected)
+    vectors = pc.list_flatten(lists).to_numpy(zero_copy_only=False).reshape(len(lists), width)
+    _require(np.isfinite(vectors).all(axis=1), lists, where, expected)
+    known = pc.is_in(found_ids, value_set=ids)
+    return EntityEmbeddings(found_ids.filter(known), vectors[known.to_numpy(zero_copy_only=False)])
+
+
+def _require(is_sound: np.ndarray, values: pa.Array, where: str, problem: str) -> None:
+    """PoolError naming the first row that is not sound."""
+    if not is_sound.all():
+        row = int(np.argmin(is_sound))
+        shown = str(values[row].as_py())
+        raise PoolError(
+            f"{where}, row {row}: {problem} (found {shown[:60]}{'...' if len(shown) > 60 else ''}); "
+            "correct the row, or leave it out"
         )

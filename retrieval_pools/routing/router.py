@@ -95,7 +95,8 @@ class Router:
         interactions : `user_id` and `item_id`, already cut at the as-of date; ids that `entities` lacks shape the
             embeddings.
         seed : of the embeddings, of k-means and of the random scheme.
-        embeddings : vectors of this side, of a LightGCN trained once for both; without them one is trained here.
+        embeddings : vectors of this side from the user's own recommender, or of a LightGCN trained once for both sides;
+            without them the file that the settings name is read, or LightGCN is trained here.
 
         Raises
         ------
@@ -230,8 +231,10 @@ def fit_routers(
     """Routers by side, equal to two calls of `Router.fit`, with LightGCN trained once."""
     settings = settings or RoutingSettings()
     embeddings: dict[str, EntityEmbeddings] = {}
-    if settings.scheme in ("router", "collaborative"):
-        embeddings = train_embeddings(interactions, seed)
+    to_train = [side for side in SIDES if settings.embeddings_of(side) is None]
+    if settings.scheme in ("router", "collaborative") and to_train:
+        trained = train_embeddings(interactions, seed)
+        embeddings = {side: trained[side] for side in to_train}
     return {
         side: Router.fit(side, entities, interactions, settings, seed, embeddings.get(side))
         for side, entities in (("user", users), ("item", items))

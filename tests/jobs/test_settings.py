@@ -59,12 +59,12 @@ def test_a_missing_file_says_how_to_make_one(tmp_path):
 
 
 def test_paths_are_relative_to_the_file(tmp_path):
-    encoding = "encoding: {encoder: texts}\n"
-    config = write(tmp_path / "c.yaml", "workspace: night\ntables: {path: in}\ndecoding: {model: sample}\n" + encoding)
+    routing = "routing: {user_embeddings: of_users.parquet}\n"
+    config = write(tmp_path / "c.yaml", "workspace: night\ntables: {path: in}\ndecoding: {model: sample}\n" + routing)
     settings = load_settings(config)
     assert settings.workspace == tmp_path / "night"
     assert settings.tables.path == tmp_path / "in"
-    assert settings.encoding.encoder == tmp_path / "texts"
+    assert settings.routing.user_embeddings == tmp_path / "of_users.parquet"
     assert settings.model_dir == PACKAGE_ROOT / "models" / "sample"
 
 
