@@ -32,9 +32,10 @@ import yaml
 from chaos_nights import NIGHT, forked_night
 from common import Figure, benchmark_parser, finish, scale_of
 from entities import Entity, iter_entities
+from sample_lore import title_themes
 
 from laserbatch.jobs.gates import MOST_REPEATED, repeated_shares
-from laserbatch.pipeline.sample.lore import CATEGORY_PATHS, ERAS, MOODS, THEMES, TOP_CATEGORIES, title_themes
+from laserbatch.pipeline.sample.lore import CATEGORY_PATHS, ERAS, MOODS, THEMES, TOP_CATEGORIES
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.parquet import read_parquet

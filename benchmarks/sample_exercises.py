@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from entities import Entity, render_prompt
+from sample_lore import title_themes
 from sample_texts import POSITIVE_RATING, write_item_text, write_user_text
 from transformers import PreTrainedTokenizerBase
 
 from laserbatch.pipeline.knowledge.templates import load_template
-from laserbatch.pipeline.sample.lore import THEMES, title_themes
+from laserbatch.pipeline.sample.lore import THEMES
 
 MAX_PROMPT_TOKENS = 1_024
 LORE_TITLES = 6  # in one exercise

@@ -12,17 +12,9 @@ from pathlib import Path
 import numpy as np
 import yaml
 from entities import Entity, HistoryEvent
+from sample_lore import about_themes, title_themes
 
-from laserbatch.pipeline.sample.lore import (
-    ABOUT,
-    AGE_BANDS,
-    ERAS,
-    MOODS,
-    THEMES,
-    TOP_CATEGORIES,
-    about_themes,
-    title_themes,
-)
+from laserbatch.pipeline.sample.lore import ABOUT, AGE_BANDS, ERAS, MOODS, THEMES, TOP_CATEGORIES
 
 PHRASES: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("sample_phrases.yaml").read_text("utf-8"))
 SHARE_USUAL_PHRASE = 0.9

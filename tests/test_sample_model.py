@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from entities import Entity, iter_entities, render_prompt
+from sample_lore import about_themes, title_themes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.parsers import parse_knowledge
 from laserbatch.pipeline.knowledge.templates import load_template
-from laserbatch.pipeline.sample.lore import THEMES, TOP_CATEGORIES, about_themes, title_themes
+from laserbatch.pipeline.sample.lore import THEMES, TOP_CATEGORIES
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.tables.read import read_tables
 

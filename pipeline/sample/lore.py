@@ -1,4 +1,4 @@
-"""Words of the sample world, read from `lore.yaml`, and what its titles and sign-up statements imply.
+"""Words of the sample world, read from `lore.yaml`.
 
 Words carry a meaning, the *lore*: each word of a title belongs to one theme, and no column of the tables says which.
 `world.py` draws from the lists, and the texts that the sample model learns are written with them.
@@ -36,30 +36,3 @@ MOODS, ERAS, REGIONS, AGE_BANDS = (tuple(_LORE[name]) for name in ("moods", "era
 PLACES, FIRST_NAMES, LAST_NAMES = (tuple(_LORE[name]) for name in ("places", "first_names", "last_names"))
 TITLE_PATTERNS: tuple[str, ...] = tuple(_LORE["title_patterns"])
 ABOUT: dict[str, list[str]] = _LORE["about"]  # patterns of a sign-up statement, by what they tell
-
-_NOUN_THEME = {noun: index for index, theme in enumerate(THEMES) for noun in theme.nouns}
-_ADJECTIVE_THEME = {word: index for index, theme in enumerate(THEMES) for word in theme.adjectives}
-_CUE_THEME = {cue: index for index, theme in enumerate(THEMES) for cue in theme.cues}
-
-
-@dataclass(frozen=True)
-class TitleThemes:
-    """What a title's words imply: indices into `THEMES`, None where no word is known."""
-
-    main: int | None
-    undertone: int | None
-
-
-def title_themes(title: str) -> TitleThemes:
-    """Read the lore in a title: the noun gives the main theme, the adjective the undertone."""
-    words = title.split()
-    main = next((_NOUN_THEME[word] for word in words if word in _NOUN_THEME), None)
-    undertone = next((_ADJECTIVE_THEME[word] for word in words if word in _ADJECTIVE_THEME), None)
-    return TitleThemes(main, undertone)
-
-
-def about_themes(about: str) -> tuple[int, ...]:
-    """Themes that a sign-up statement hints at, in the order in which it does."""
-    about = about.lower()  # a sentence begins with a capital
-    found = sorted((about.find(cue.lower()), theme) for cue, theme in _CUE_THEME.items() if cue.lower() in about)
-    return tuple(theme for _, theme in found)

@@ -74,7 +74,6 @@ def build_pool(
     tokenizer_hash: str,
     model_id: str,
     settings: PoolSettings | None = None,
-    vocab_size: int | None = None,
     previous: Pool | None = None,
     building: PoolBuildSettings | None = None,
     on_sorted: Callable[[int], None] = lambda num_texts: None,
@@ -87,7 +86,6 @@ def build_pool(
     texts : read once.
     out_dir : the folder to create; it appears when it is complete.
     tokenizer_hash : of the tokenizer that made the token ids; a pool is refused under another.
-    vocab_size : ids must be below it; None takes the largest id for the last.
     previous : an older pool whose texts are in great part these: what they have in common, in the same sequence, is not
         sorted again. It saves time and changes nothing else; open it with `verify`, for its order is believed. One of
         another `index_depth` is of no use and left alone.
@@ -100,7 +98,7 @@ def build_pool(
     Raises
     ------
     PoolError
-        A text is not a row of token ids of the vocabulary (the message numbers it, from 0), there are more groups or
+        A text is not a row of token ids (the message numbers it, from 0), there are more groups or
         tokens than the format holds, the disk is full, or something is at `out_dir` already.
     """
     settings = DraftSettings.of(settings)
@@ -109,7 +107,7 @@ def build_pool(
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise PoolError(f"{out_dir} is there already; a pool is never changed. Give another folder or remove it.")
     with staged_folder(out_dir) as folder, _scratch(folder) as scratch:
-        laid = lay_end_to_end(texts, array_path(folder, "tokens"), vocab_size, with_entities=settings.min_support > 1)
+        laid = lay_end_to_end(texts, array_path(folder, "tokens"), with_entities=settings.min_support > 1)
         order, num_sorted = _order(laid, settings.index_depth, previous, building.memory_bytes)
         _write_arrays(order, laid, settings, folder, scratch)
         give_back(laid.tokens)

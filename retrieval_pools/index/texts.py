@@ -93,30 +93,28 @@ class LaidTexts:
 
 
 def lay_end_to_end(
-    texts: Iterable[PoolText] | Iterable[PoolTexts], path: Path, vocab_size: int | None, with_entities: bool = False
+    texts: Iterable[PoolText] | Iterable[PoolTexts], path: Path, with_entities: bool = False
 ) -> LaidTexts:
     """Write all texts' tokens to a `.npy` file and say where each lies.
 
     Parameters
     ----------
     texts : read once.
-    vocab_size : ids must be below it; None takes the largest id for the last.
     with_entities : also number the texts' entities, which are all in memory then.
 
     Raises
     ------
     PoolError
-        A text is not a row of token ids of the vocabulary (the message numbers it, from 0), or there are more groups or
+        A text is not a row of token ids (the message numbers it, from 0), or there are more groups or
         tokens than a pool holds.
     """
-    limit = MAX_POSITIONS - 2 if vocab_size is None else vocab_size
     code_of: dict[str, int] = {}
     lengths, codes, entities = ([np.zeros(0, np.int32)] for _ in range(3))
     num_texts, num_positions, largest_id = 0, 1, -1
     with ArrayWriter(path, np.int32) as tokens:
         tokens.write(_SEPARATOR)
         for block in _in_blocks(texts, with_entities):
-            largest_id = max(largest_id, _largest_id(block, num_texts, limit))
+            largest_id = max(largest_id, _largest_id(block, num_texts, MAX_POSITIONS - 2))
             num_texts += len(block.lengths)
             num_positions += len(block.lengths) + int(block.lengths.sum())
             if num_positions > MAX_POSITIONS:
@@ -141,7 +139,7 @@ def lay_end_to_end(
         codes,
         np.unique(np.concatenate(entities), return_inverse=True)[1].astype(np.int32) if with_entities else None,
         _count_groups(list(code_of), codes, lengths),
-        largest_id + 1 if vocab_size is None else vocab_size,
+        largest_id + 1,
     )
 
 

@@ -68,28 +68,27 @@ def test_tiny_pools_open_and_draft(tmp_path, texts):
 
 
 @pytest.mark.parametrize(
-    ("texts", "vocab_size", "message"),
+    ("texts", "message"),
     [
-        ([[1], [2, -1]], None, "text 1 has the token id -1; expected 0 to"),
-        ([[1], [2], [10]], 10, "text 2 has the token id 10; expected 0 to 9"),
-        ([[0.5]], None, "text 0 is not a row of token ids"),
-        ([[[1, 2]]], None, "text 0 is not a row of token ids"),
-        ([[1], [2**31]], None, "text 1 has the token id 2147483648"),
+        ([[1], [2, -1]], "text 1 has the token id -1; expected 0 to"),
+        ([[0.5]], "text 0 is not a row of token ids"),
+        ([[[1, 2]]], "text 0 is not a row of token ids"),
+        ([[1], [2**31]], "text 1 has the token id 2147483648"),
     ],
 )
-def test_bad_texts_are_named(tmp_path, texts, vocab_size, message):
+def test_bad_texts_are_named(tmp_path, texts, message):
     rows = [PoolText(np.array(text), "") for text in texts]
     with pytest.raises(PoolError, match=message):
-        build_pool(rows, tmp_path / "p", side="user", tokenizer_hash="t", model_id="m", vocab_size=vocab_size)
+        build_pool(rows, tmp_path / "p", side="user", tokenizer_hash="t", model_id="m")
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(("limit", "message"), [("MAX_GROUPS", "holds 2 groups"), ("MAX_POSITIONS", "holds 2 tokens")])
+@pytest.mark.parametrize(("limit", "message"), [("MAX_GROUPS", "holds 3 groups"), ("MAX_POSITIONS", "holds 3 tokens")])
 def test_more_than_a_pool_holds_is_refused(tmp_path, monkeypatch, limit, message):
-    monkeypatch.setattr(f"laserbatch.retrieval_pools.index.texts.{limit}", 2)
-    rows = [PoolText(np.array([0], np.int32), group) for group in "abc"]
+    monkeypatch.setattr(f"laserbatch.retrieval_pools.index.texts.{limit}", 3)
+    rows = [PoolText(np.array([0], np.int32), group) for group in "abcd"]
     with pytest.raises(PoolError, match=message):
-        build_pool(rows, tmp_path / "p", side="user", tokenizer_hash="t", model_id="m", vocab_size=9)
+        build_pool(rows, tmp_path / "p", side="user", tokenizer_hash="t", model_id="m")
 
 
 def test_a_pool_is_never_overwritten(tmp_path):

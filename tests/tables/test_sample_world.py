@@ -7,10 +7,11 @@ import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from sample_lore import about_themes, title_themes
 
 from laserbatch.pipeline.sample import world as sample_world
 from laserbatch.pipeline.sample.catalogue import WeightedGroups, make_catalogue
-from laserbatch.pipeline.sample.lore import CATEGORY_PATHS, THEMES, about_themes, title_themes
+from laserbatch.pipeline.sample.lore import CATEGORY_PATHS, THEMES
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.tables.check import check_tables
 from laserbatch.pipeline.tables.read import read_tables

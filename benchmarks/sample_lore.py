@@ -1,0 +1,32 @@
+"""What the sample world's titles and sign-up statements imply, read back from their words."""
+
+from dataclasses import dataclass
+
+from laserbatch.pipeline.sample.lore import THEMES
+
+_NOUN_THEME = {noun: index for index, theme in enumerate(THEMES) for noun in theme.nouns}
+_ADJECTIVE_THEME = {word: index for index, theme in enumerate(THEMES) for word in theme.adjectives}
+_CUE_THEME = {cue: index for index, theme in enumerate(THEMES) for cue in theme.cues}
+
+
+@dataclass(frozen=True)
+class TitleThemes:
+    """What a title's words imply: indices into `THEMES`, None where no word is known."""
+
+    main: int | None
+    undertone: int | None
+
+
+def title_themes(title: str) -> TitleThemes:
+    """Read the lore in a title: the noun gives the main theme, the adjective the undertone."""
+    words = title.split()
+    main = next((_NOUN_THEME[word] for word in words if word in _NOUN_THEME), None)
+    undertone = next((_ADJECTIVE_THEME[word] for word in words if word in _ADJECTIVE_THEME), None)
+    return TitleThemes(main, undertone)
+
+
+def about_themes(about: str) -> tuple[int, ...]:
+    """Themes that a sign-up statement hints at, in the order in which it does."""
+    about = about.lower()  # a sentence begins with a capital
+    found = sorted((about.find(cue.lower()), theme) for cue, theme in _CUE_THEME.items() if cue.lower() in about)
+    return tuple(theme for _, theme in found)
