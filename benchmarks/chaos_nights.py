@@ -110,7 +110,7 @@ def write_here(put: Callable[[object, str, object], None] = setattr) -> None:
     from laserbatch.jobs.stages import generate
     from laserbatch.pipeline.distributed.worker import ShardWorker
 
-    def run_shards(shards, crew, choose_budgets, on_first_text):
+    def run_shards(shards, crew, choose_budgets, on_first_text=None):
         worker = ShardWorker(replace(crew.spec, device="cpu"))
         budgets = choose_budgets(worker)
         for shard in shards:

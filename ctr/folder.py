@@ -34,7 +34,7 @@ from laserbatch.ctr.metrics import Metrics
 from laserbatch.ctr.settings import CtrSettings, ModelName
 from laserbatch.ctr.training import Training, build_network
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,9 @@ class ModelCard:
         try:
             card = json.loads((folder / "model.json").read_text(encoding="utf-8"))
             if card["format_version"] != FORMAT_VERSION:
-                raise CtrError(f"{folder} is a model of format {card['format_version']}; expected {FORMAT_VERSION}")
+                raise CtrError(
+                    f"{folder} is a model of format {card['format_version']}; expected {FORMAT_VERSION}: train it again"
+                )
             path = folder / "basis.safetensors"
             basis = load_file(path) if path.is_file() else None
             if basis is not None:

@@ -42,6 +42,7 @@ def test_the_manifest_section_is_plain_json():
     assert len(section["rows"]) == 10 and len(section["seeds"]) == 18
     assert set(section["equivalence"]) == {"DIN", "DCNv2", "LightGBM", "all"}
     assert section["equivalence"]["all"]["num_pairs"] == 6
+    assert len({row["auc"] for row in section["seeds"] if row["model"] == "DIN"}) == 4  # equal texts, equal models
 
 
 def test_the_same_seed_gives_the_same_table():

@@ -56,12 +56,12 @@ def test_influence_gives_the_auc_of_resampled_users():
     auc, influence = auc_influence(labels, candidate[0])
     assert auc == pytest.approx(roc_auc_score(labels, candidate[0])) and abs(influence.sum()) < 1e-12
     of_users, rng, exact, linear = np.bincount(users, weights=influence), np.random.default_rng(1), [], []
-    for _ in range(200):
+    for _ in range(60):
         weights = np.bincount(rng.integers(200, size=200), minlength=200)
         exact.append(roc_auc_score(labels, candidate[0], sample_weight=weights[users]))
         linear.append(auc + (weights - 1) @ of_users)
     assert np.corrcoef(exact, linear)[0, 1] > 0.995
-    assert np.std(exact) == pytest.approx(math.sqrt((of_users**2).sum()), rel=0.15)
+    assert np.std(exact) == pytest.approx(math.sqrt((of_users**2).sum()), rel=0.25)
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say():

@@ -8,7 +8,7 @@ from ctr_world import AS_OF, make_features
 from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.fields import Field
 from laserbatch.ctr.knowledge import build_knowledge
-from laserbatch.ctr.layers import EXPERT_DIM, Batch, Dice, EntityEmbedding, HybridExpertAdaptor
+from laserbatch.ctr.layers import KNOWLEDGE_DIM, Batch, Dice, EntityEmbedding, KnowledgeInputs
 from laserbatch.ctr.loop import predict
 from laserbatch.ctr.networks import CrossMixture, CrossNetwork, LocalActivationUnit
 from laserbatch.ctr.settings import CtrSettings
@@ -73,29 +73,17 @@ def test_entity_embedding_is_the_mean_over_a_bag_and_zero_for_padding():
         assert torch.equal(table[places], module(numbers))
 
 
-def test_adaptor_weighs_shared_and_dedicated_experts_by_its_gate():
-    vectors = [np.random.default_rng(0).normal(size=(9, 6)).astype(np.float32) for _ in range(2)]
+def test_knowledge_is_a_layer_of_each_sides_vector_and_of_their_product_with_a_default_for_who_has_none():
+    vectors = [np.random.default_rng(side).normal(size=(9, 6)).astype(np.float32) for side in range(2)]
     vectors[0][3] = 0
-    adaptor = HybridExpertAdaptor(vectors)
-
-    def slow(kind, number):
-        v = torch.from_numpy(vectors[kind][number])
-        gate = torch.softmax(adaptor.gates[kind](v), dim=0)
-        outs = []
-        for group in (adaptor.shared, adaptor.dedicated[kind]):
-            hidden = torch.relu(group.hidden(v)).view(group.num_experts, -1)
-            outs += [hidden[e] @ group.out_weight[e] + group.out_bias[e] for e in range(group.num_experts)]
-        mixed = sum(weight * out for weight, out in zip(gate, outs, strict=True))
-        return (mixed - mixed.mean()) / torch.sqrt(mixed.var(unbiased=False) + 1e-5)
-
-    user, item = slow(0, 5), slow(1, 2)
-    expected = torch.cat([user, item, user * item])
-    adaptor.eval()
-    assert torch.allclose(adaptor(torch.tensor([5]), torch.tensor([2]))[0], expected, atol=1e-6)
-    assert torch.allclose(adaptor(torch.tensor([5] * 12), torch.tensor([2] * 12))[7], expected, atol=1e-6)
+    module = KnowledgeInputs(vectors).eval()
+    user, item = torch.from_numpy(vectors[0][5]), torch.from_numpy(vectors[1][2])
+    layers = *module.of_sides, module.of_product
+    expected = [of.weight @ v + of.bias for of, v in zip(layers, (user, item, user * item), strict=True)]
+    assert torch.allclose(module(torch.tensor([5]), torch.tensor([2]))[0], torch.cat(expected), atol=1e-6)
     with torch.no_grad():
-        adaptor.default[0] = 7.0
-    assert (adaptor(torch.tensor([3]), torch.tensor([2]))[0, :EXPERT_DIM] == 7).all()  # the learned default
+        module.default[0] = 7.0
+    assert (module(torch.tensor([3]), torch.tensor([2]))[0, :KNOWLEDGE_DIM] == 7).all()
 
 
 @pytest.mark.parametrize("model", ["din", "dcnv2"])
