@@ -61,7 +61,7 @@ def iter_entities(tables: Tables, side: Side, entity_ids: Iterable[str | int] | 
     histories, items = Histories(tables) if side == "user" else None, {}
 
     def event(place: int) -> HistoryEvent:
-        row, rating = int(histories.items[place]), float(histories.ratings[place])
+        row, rating = int(histories.items([place])[0]), float(histories.ratings([place])[0])
         if row not in items:
             values = tables.items.slice(row, 1).to_pylist()[0]
             title = values.pop("title")

@@ -87,7 +87,8 @@ def _followed(level: Level, vectors: np.ndarray, num_clusters: int, seed: int) -
     is_near = ~is_far | (len(added) == 0)
     counts = np.bincount(nearest[is_near], minlength=num)
     sums = np.zeros((num, vectors.shape[1]), np.float64)
-    np.add.at(sums, nearest[is_near], vectors[is_near])
+    for code in np.flatnonzero(counts):
+        sums[code] = vectors[is_near & (nearest == code)].sum(axis=0, dtype=np.float64)
     steps = np.minimum(counts / np.maximum(level.weights + counts, 1), MAX_STEP)[:, None]
     moved = level.centroids + (steps * (sums / np.maximum(counts, 1)[:, None] - level.centroids)).astype(np.float32)
     of_added = (

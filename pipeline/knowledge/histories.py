@@ -13,23 +13,31 @@ from laserbatch.pipeline.tables.read import Tables
 class Histories:
     """Interactions by user row, those of unknown users and items left out.
 
-    `starts` int64[num_users + 1] says where a user's events begin in `items` int32[n], rows of the item table, and
-    `ratings` float64[n], NaN where there is none; oldest first.
+    `starts` int64[num_users + 1] says where a user's events begin, oldest first, among the places of all.
     """
 
     def __init__(self, tables: Tables) -> None:
-        interactions = tables.interactions
-        user, item = (tables.rows_of_interactions[side] for side in SIDES)
-        order = np.flatnonzero((user >= 0) & (item >= 0))
-        order |= user[order].astype(np.int64) << 32
-        order.sort()  # by user, then by place: interactions come in order of time
-        order &= 0xFFFFFFFF
-        self.items = item[order]
-        self.ratings = np.full(len(order), math.nan)
-        if "rating" in interactions.column_names:
-            self.ratings = pc.fill_null(interactions["rating"].cast(pa.float64()), math.nan).to_numpy()[order]
-        counts = np.bincount(user[order], minlength=tables.users.num_rows)
-        self.starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self._interactions = tables.interactions
+        user, self._items = (tables.rows_of_interactions[side] for side in SIDES)
+        keys = np.flatnonzero((user >= 0) & (self._items >= 0))
+        users = user[keys].astype(np.int64)
+        users <<= 32
+        keys |= users
+        del users
+        keys.sort()  # by user, then by row: interactions come in order of time
+        self.starts = np.searchsorted(keys, np.arange(tables.users.num_rows + 1) << 32)
+        self._rows = keys.astype(np.uint32)  # the lower half
+
+    def items(self, places: np.ndarray) -> np.ndarray:
+        """Rows of the item table, int32[n], of the events of some places."""
+        return self._items[self._rows[places]]
+
+    def ratings(self, places: np.ndarray) -> np.ndarray:
+        """float64[n], NaN where there is none."""
+        if "rating" not in self._interactions.column_names:
+            return np.full(len(places), math.nan)
+        ratings = self._interactions["rating"].take(pa.array(self._rows[places])).cast(pa.float64())
+        return pc.fill_null(ratings, math.nan).to_numpy()
 
     def newest(self, user_rows: np.ndarray, max_events: int) -> tuple[np.ndarray, np.ndarray]:
         """Places of the newest events of some users: int64[m], one user's after another's, and int64[n + 1] starts."""

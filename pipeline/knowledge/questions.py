@@ -66,9 +66,9 @@ class SideQuestions:
             num_events = np.diff(self.histories.starts)[rows].astype(np.int32)
         if self._template.history is not None:
             places, starts = self.histories.newest(rows, self._template.history.max_events)
-            items = pa.array(self.histories.items[places])
+            items = pa.array(self.histories.items(places))
             titles, attributes = (texts.take(items).to_pylist() for texts in self._events)
-            ratings = _mapped(pa.chunked_array([self.histories.ratings[places]]), rating_text).to_pylist()
+            ratings = _mapped(pa.chunked_array([self.histories.ratings(places)]), rating_text).to_pylist()
             events = list(zip(titles, attributes, ratings, strict=True))
             bounds = pairwise(starts.tolist())
             history = pa.array([json.dumps(events[first:last], ensure_ascii=False) for first, last in bounds])
@@ -101,9 +101,9 @@ class SideQuestions:
         if self._template.history is None:
             return pa.repeat(_digest(b""), len(rows))
         places, starts = self.histories.newest(rows, self._template.history.max_events)
-        ratings = pa.array(self.histories.ratings[places]).dictionary_encode()
+        ratings = pa.array(self.histories.ratings(places)).dictionary_encode()
         rating_digests = _as_rows(_rating_text(value) or "" for value in ratings.dictionary.to_pylist())
-        shown = [self._event_digests[self.histories.items[places]], rating_digests[ratings.indices.to_numpy()]]
+        shown = [self._event_digests[self.histories.items(places)], rating_digests[ratings.indices.to_numpy()]]
         data = np.concatenate(shown, axis=1).tobytes()
         bounds = (starts * 2 * DIGEST_BYTES).tolist()
         return pa.array([_digest(data[first:last]) for first, last in pairwise(bounds)], pa.string())

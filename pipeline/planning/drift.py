@@ -60,7 +60,7 @@ def history_drift(histories: Histories, users: np.ndarray, num_seen: np.ndarray,
         begin, length = histories.starts[some], histories.starts[some + 1] - histories.starts[some]
         user = np.repeat(np.arange(len(some)), length)
         turn = np.arange(len(user)) - np.repeat(np.cumsum(length) - length, length)
-        cluster = clusters.of_items[histories.items[np.repeat(begin, length) + turn]]
+        cluster = clusters.of_items[histories.items(np.repeat(begin, length) + turn)]
         now = cluster >= 0
         then = now & (turn < seen[user])
         places = [_places(user[part], cluster[part], len(some), clusters.centroids) for part in (then, now)]

@@ -16,6 +16,7 @@ from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.run_folder import POSTPONED, RunFolder
 from laserbatch.pipeline.tables.read import Tables
 
+ROWS_AT_ONCE = 1024 * 1024
 _SEEN = ["run_id", "num_tokens", "num_history", "num_history_dropped"]
 
 
@@ -50,8 +51,10 @@ class Chosen:
 
 def interactions_of(tables: Tables, side: Side) -> np.ndarray:
     """Interactions of each entity of a side: int64[num_entities]."""
-    counted = tables.rows_of_interactions[side]
-    return np.bincount(counted[counted >= 0], minlength=tables.entities(side).num_rows)
+    rows, counts = tables.rows_of_interactions[side], np.zeros(tables.entities(side).num_rows + 1, np.int64)
+    for start in range(0, len(rows), ROWS_AT_ONCE):  # numpy counts over a copy of 64 bits
+        counts += np.bincount(rows[start : start + ROWS_AT_ONCE] + 1, minlength=len(counts))
+    return counts[1:]
 
 
 def choose(

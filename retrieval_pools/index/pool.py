@@ -157,9 +157,12 @@ class Pool:
 
 
 def _lying(folder: Path) -> tuple:
-    """What differs when a file of a folder was written since, unless that was within the clock's ticks."""
-    files = [(path, path.stat()) for path in sorted(folder.iterdir())]
-    return tuple((path, one.st_ino, one.st_size, one.st_mtime_ns) for path, one in files)
+    """What differs when a file of a folder was written since, unless that was within the clock's ticks.
+
+    It is the same of another folder whose files are these under other names too, as those of unchanged pools are.
+    """
+    files = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
+    return tuple((name, one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for name, one in files)
 
 
 def _check_arrays_fit(folder: Path, manifest: PoolManifest, index: Index) -> None:

@@ -53,7 +53,7 @@ def test_drift_is_the_angle_between_the_means_of_what_the_text_has_seen_and_of_a
     draw = np.random.default_rng(0)
     centroids, of_items = draw.normal(size=(3, 4)).astype(np.float32), np.array([0, 1, 2, -1, 1])
     starts, items = np.array([0, 4, 4, 9, 10]), np.array([0, 3, 1, 2, 2, 2, 1, 0, 4, 3])
-    histories = SimpleNamespace(starts=starts, items=items)
+    histories = SimpleNamespace(starts=starts, items=lambda places: items[places])
     users, num_seen = np.array([2, 0, 1, 3]), np.array([2, 3, 0, 1])
     found = history_drift(histories, users, num_seen, ItemClusters(of_items, centroids))
     for value, user, seen in zip(found[:2], users, num_seen, strict=False):
