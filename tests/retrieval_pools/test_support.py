@@ -25,9 +25,8 @@ def ids(tokens):
 def pool_of(folder, owned, **options):
     """A pool of (text, entity) pairs."""
     rows = [PoolText(ids(text), entity=entity) for text, entity in owned]
-    return build_pool(
-        rows, folder, side="user", tokenizer_hash="t", model_id="m", settings=DraftSettings(**options), vocab_size=60
-    )
+    settings = DraftSettings(**options)
+    return build_pool(rows, folder, side="user", tokenizer_hash="t", model_id="m", settings=settings)
 
 
 def draft_all(pool, context, **options):
