@@ -31,7 +31,7 @@ class World:
 
 
 def make_world(
-    num_users=250, num_items=150, num_interactions=8000, num_cold=80, days_after=5, seed=0, string_ids=True
+    num_users=250, num_items=150, num_interactions=5000, num_cold=80, days_after=5, seed=0, string_ids=True
 ) -> World:
     rng = np.random.default_rng(seed)
     category = rng.integers(NUM_CATEGORIES, size=num_items)

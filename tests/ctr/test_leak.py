@@ -15,7 +15,7 @@ from laserbatch.ctr.loop import fit
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.ctr.training import build_network
 
-SETTINGS = CtrSettings(num_seeds=1, max_epochs=4)
+SETTINGS = CtrSettings(num_seeds=1, max_epochs=2)
 
 
 def with_other_future(world, part, data):
