@@ -25,7 +25,21 @@ from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings,
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent  # configs/ and models/ lie beside the packages
 SAMPLE_MODEL = "sample"
-CONFIG = typer.Option(None, "--config", help="Configuration file; without it the defaults.")
+CONFIG_NAME = "laserbatch.yaml"  # as `init` writes it
+
+
+def _config_here() -> Path | None:
+    path = Path(CONFIG_NAME)
+    return path if path.is_file() else None
+
+
+CONFIG = typer.Option(
+    ...,
+    "--config",
+    default_factory=_config_here,
+    show_default=f"{CONFIG_NAME} of the current folder, where there is one",
+    help="Configuration file.",
+)
 WORKSPACE = typer.Option(None, "--workspace", "-w", help="Workspace folder; without it the configuration's.")
 JSON = typer.Option(False, "--json", help="Print the result as JSON.")
 _PATH_KEYS = (

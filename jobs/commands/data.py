@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from laserbatch.jobs.console import ExitCode, progress, say, summary
-from laserbatch.jobs.settings import JSON, load_settings
+from laserbatch.jobs.settings import CONFIG, JSON, load_settings
 from laserbatch.jobs.stages.inputs import check_inputs
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sample.world import write_sample_world
@@ -26,9 +26,7 @@ NUM_LINES_OF_FINDINGS = 200
 @app.command()
 def check(
     path: Annotated[str, typer.Argument(help="Folder with users, items and interactions, or its URI.")],
-    config: Annotated[
-        Path | None, typer.Option(help="Configuration whose templates and limits apply; without it the defaults.")
-    ] = None,
+    config: Path | None = CONFIG,
     as_json: bool = JSON,
 ) -> None:
     """Check that tables can be used, as `nightly` does, and name table, column, row and value of all that is wrong.
