@@ -90,8 +90,8 @@ class KnowledgeInputs(nn.Module):
     """Frozen knowledge vectors of users and of items as inputs of models: a linear layer of each, and of their product.
 
     The product is there so that a small model need not learn to multiply. `vectors` float32 (num_entities, dim) of each
-    side are zeros where an entity has none: it gets the side's learned default. KAR's adaptor (Xi et al. 2024), a
-    mixture of experts, was here before: it took longer, and its AUC was lower.
+    side are zeros where an entity has none: it gets the side's learned default. KAR's mixture of experts (Xi et al.
+    2024) in this place takes longer, and its AUC is lower.
     """
 
     def __init__(self, vectors: tuple[np.ndarray, np.ndarray]) -> None:
