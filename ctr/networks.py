@@ -47,6 +47,11 @@ class DIN(nn.Module):
         self.activation_unit = LocalActivationUnit(inputs.item_dim)
         self.mlp = mlp(inputs.out_dim + inputs.item_dim, settings.hidden_sizes, settings.dropout, Dice, out_dim=1)
 
+    @property
+    def logit(self) -> nn.Linear:
+        """The last layer."""
+        return self.mlp[-1]
+
     def forward(self, batch: Batch) -> torch.Tensor:
         table, (items, liked) = self.inputs.item_embedding.table(batch.items, batch.liked)
         target = F.embedding(items, table)  # v_A, (batch, item_dim)
