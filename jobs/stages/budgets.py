@@ -1,4 +1,4 @@
-"""A run's budgets: chosen once, before its first text, and written down for every later attempt."""
+"""A run's budgets: of drafts, chosen once before its first text and written down for every later attempt; of tokens."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -12,9 +12,31 @@ from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.planning.plan import Shard, read_shard
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.manifest import BudgetFigures
+from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.retrieval_pools.index.pool import Pool
 
 NUM_SAMPLED_SHARDS = 8  # read to see how many entities have a previous text
+
+
+def night_tokens(night: Night) -> float | None:
+    """Tokens that the budget lets a night write, on both sides; None: no limit.
+
+    Hours count at the speed of the newest earlier night that wrote anything.
+    """
+    settings, limits = night.settings.refresh, []
+    if settings.max_tokens is not None:
+        limits.append(float(settings.max_tokens))
+    if settings.max_hours is not None:
+        speed, run_id = None, night.manifest.previous_run_id
+        while speed is None and run_id is not None and night.workspace.run(run_id).manifest_path.exists():
+            earlier = night.workspace.run(run_id).load_manifest()
+            speed = DecodingStats.total(figures.stats for figures in earlier.sides.values()).tokens_per_s or None
+            run_id = earlier.previous_run_id
+        if speed is None:
+            say("refresh.max_hours does not limit this night: no earlier one says how fast texts are written here")
+        else:
+            limits.append(settings.max_hours * 3600 * speed)
+    return min(limits, default=None)
 
 
 def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], StepCost]) -> dict[Side, Budget]:

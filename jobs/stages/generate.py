@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.failures import end_at_sigterm
-from laserbatch.jobs.stages.budgets import night_budgets
+from laserbatch.jobs.stages.budgets import night_budgets, night_tokens
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, changed_inputs, needs_a_model
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.spans import report_samples
@@ -329,27 +329,6 @@ class _Pass:
         if len(rows):
             self.folder.write_shard(side, KEPT_SHARD, previous.records(rows, quarantined.type, is_stale=True))
         return len(rows)
-
-
-def night_tokens(night: Night) -> float | None:
-    """Tokens that the budget lets a night write, on both sides; None: no limit.
-
-    Hours count at the speed of the newest earlier night that wrote anything.
-    """
-    settings, limits = night.settings.refresh, []
-    if settings.max_tokens is not None:
-        limits.append(float(settings.max_tokens))
-    if settings.max_hours is not None:
-        speed, run_id = None, night.manifest.previous_run_id
-        while speed is None and run_id is not None and night.workspace.run(run_id).manifest_path.exists():
-            earlier = night.workspace.run(run_id).load_manifest()
-            speed = DecodingStats.total(figures.stats for figures in earlier.sides.values()).tokens_per_s or None
-            run_id = earlier.previous_run_id
-        if speed is None:
-            say("refresh.max_hours does not limit this night: no earlier one says how fast texts are written here")
-        else:
-            limits.append(settings.max_hours * 3600 * speed)
-    return min(limits, default=None)
 
 
 def require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, ShardRecord]) -> None:

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.types as pt
@@ -139,10 +140,14 @@ def changed_inputs(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Ma
 def _content_sha256(table: pa.Table) -> str:
     """Of a table's columns and values, whatever its file and its chunks are like."""
     digest = hashlib.sha256(str(table.schema.remove_metadata()).encode())
-    for name, column in zip(table.column_names, table.columns, strict=True):
-        if pt.is_dictionary(column.type):  # of a batch only the codes are written
-            table = table.set_column(table.column_names.index(name), name, column := column.unify_dictionaries())
-            digest.update(pa.record_batch([column.chunk(0).dictionary], [name]).serialize())
+    for place, (name, kind) in enumerate(zip(table.column_names, table.schema.types, strict=True)):
+        if pt.is_dictionary(kind):  # ids: those that a row has, and which of these each has
+            ids = table[name].combine_chunks()
+            is_there = np.zeros(len(ids.dictionary), bool)
+            is_there[ids.indices.drop_null().to_numpy()] = True
+            digest.update(pa.record_batch([ids.dictionary.filter(pa.array(is_there))], [name]).serialize())
+            codes = pa.array(np.cumsum(is_there, dtype=np.int32)).take(ids.indices)
+            table = table.set_column(place, name, codes)
     for start in range(0, table.num_rows, ROWS_AT_ONCE):
         for batch in table.slice(start, ROWS_AT_ONCE).combine_chunks().to_batches():
             digest.update(batch.serialize())

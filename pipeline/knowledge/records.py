@@ -95,9 +95,10 @@ class PreviousKnowledge:
 
     def only_file(self, rows: np.ndarray, entity_id_type: pa.DataType) -> Path | None:
         """The file that holds the records of some rows as tonight's would, and no others; None where there is none."""
-        files = [] if self._folder is None else [*self._folder.glob("*.parquet")]
-        files = [file for file in files if pq.read_metadata(file).num_rows]
-        if len(files) != 1 or len(rows) != self.num_rows:
+        if not self.num_rows or len(rows) != self.num_rows:
+            return None
+        files = [file for file in self._folder.glob("*.parquet") if pq.read_metadata(file).num_rows]
+        if len(files) != 1:
             return None
         schema, now = pq.read_schema(files[0]), knowledge_schema(entity_id_type)
         if not schema.equals(now) or schema.metadata != now.metadata:

@@ -191,7 +191,6 @@ def _check_texts(folder: Path, manifest: PoolManifest, index: Index) -> None:
 
     In pieces, not as mapped: the pages of a whole pool would count as this process's memory.
     """
-
     stops = {"tokens": manifest.vocab_size, "order": len(index.order), "group_codes": max(len(manifest.groups), 1)}
     num_separators, fits = 0, True
     for name, stop in stops.items():

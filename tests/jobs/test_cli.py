@@ -280,3 +280,11 @@ def test_sigterm_ends_as_such_though_ray_has_made_another_interrupt_of_it(monkey
     with pytest.raises(failures.Terminated):
         handlers[signal.SIGTERM](signal.SIGTERM, None)
     assert exit_code_of(KeyboardInterrupt()) == ExitCode.TERMINATED
+
+
+def test_the_configuration_of_the_current_folder_counts_unless_another_is_named(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    for name in ("laserbatch", "other"):
+        (tmp_path / f"{name}.yaml").write_text(f"workspace: of_{name}")
+    for options, named in ((), "of_laserbatch"), (("--config", "other.yaml"), "of_other"):
+        assert f"{tmp_path / named} " in run_here(capfd, "runs", "list", *options).stderr

@@ -19,6 +19,7 @@ from night_world import FIRST_DATE, SECOND_DATE, make_world, write_config
 from benchmarks.chaos_nights import without_ray
 from laserbatch.jobs.settings import PACKAGE_ROOT, load_settings
 from laserbatch.jobs.stages import generate
+from laserbatch.jobs.stages.budgets import night_tokens
 from laserbatch.jobs.stages.night import Night, open_night, parse_date
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.errors import WorkspaceError
@@ -309,12 +310,12 @@ def test_about_whom_there_is_no_evidence_nothing_is_written(world, write):
 
 def test_hours_count_at_the_speed_of_the_night_before(world, write):
     night = opened(world, SECOND_DATE, refresh={"max_hours": 0.5, "max_tokens": 10**9})
-    assert generate.night_tokens(night) == 10**9  # nobody has been timed yet
+    assert night_tokens(night) == 10**9  # nobody has been timed yet
     earlier = night.previous.load_manifest()
     stats = DecodingStats(num_tokens=600, wall_s=3.0)
     earlier.sides = {"user": SideFigures(1, 1, 0, 0, 0, {}, {}, [], stats)}
     earlier.save()
-    assert generate.night_tokens(night) == 0.5 * 3600 * 200
+    assert night_tokens(night) == 0.5 * 3600 * 200
 
 
 def test_a_folder_of_knowledge_is_read_as_it_is(world):

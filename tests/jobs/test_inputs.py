@@ -4,12 +4,13 @@ import datetime
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
 from laserbatch.jobs.report.page import render_page
 from laserbatch.jobs.settings import load_settings
-from laserbatch.jobs.stages.inputs import check_inputs
+from laserbatch.jobs.stages.inputs import _content_sha256, check_inputs
 from laserbatch.jobs.stages.night import open_night
 from laserbatch.pipeline.errors import ConfigError, TableError, WorkspaceError
 from laserbatch.pipeline.sample.world import write_sample_world
@@ -104,3 +105,30 @@ def test_wrong_embeddings_fail_before_anything_is_written(world):
     with pytest.raises(PoolError, match=r"routing.item_embeddings: .*item.parquet, column vector, row 0"):
         opened(world)
     assert not (world / "workspace").exists()
+
+
+def test_what_is_known_has_one_checksum_however_it_was_read():
+    """Ids that no row has any more, chunks and an empty rest change nothing."""
+    whole = pa.table({"user_id": pa.array(["a", "b", "c"]).dictionary_encode(), "rating": [1.0, 2.0, 3.0]})
+    rest = whole.filter(pa.array([True, False, True]))
+    alone = pa.table({"user_id": pa.array(["a", "c"]).dictionary_encode(), "rating": [1.0, 3.0]})
+    assert _content_sha256(rest) == _content_sha256(alone) != _content_sha256(whole)
+    assert _content_sha256(pa.concat_tables([whole[:1], whole[1:]])) == _content_sha256(whole)
+    assert _content_sha256(whole.filter(pa.array([False] * 3))) == _content_sha256(alone[:0])
+
+
+def test_a_date_before_all_that_interactions_are_about_opens(world):
+    """Each entity came later than what is said to have been done with it."""
+    for side in ("user", "item"):
+        path = world / f"tables/{side}s.parquet"
+        table = pq.read_table(path)
+        place = table.column_names.index("created_at")
+        times = pa.array([datetime.datetime(2030, 1, 1)] * (table.num_rows - 1) + [None], table.schema.types[place])
+        pq.write_table(table.set_column(place, "created_at", times), path)
+    ids = {
+        side: pq.read_table(world / f"tables/{side}s.parquet")[f"{side}_id"][-1].as_py() for side in ("user", "item")
+    }
+    path = world / "tables/interactions.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.filter(pc.not_equal(table["user_id"], ids["user"])), path)
+    assert opened(world).tables.interactions.num_rows == 0
