@@ -104,4 +104,5 @@ def shown_of(template: PromptTemplate, entity: Entity) -> Shown:
 def _shown_event(event: HistoryEvent, columns: HistoryLines) -> Event:
     values = [value_text(event.attributes[name], columns) for name in columns.shown(event.attributes)]
     attributes = columns.separator.join(values) if values else None
-    return plain_text(event.title, columns.max_value_chars), attributes, rating_text(event.rating)
+    rating = columns.ratings.get(event.rating) or rating_text(event.rating)
+    return plain_text(event.title, columns.max_value_chars), attributes, rating

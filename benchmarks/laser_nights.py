@@ -32,7 +32,6 @@ from laserbatch.jobs.stages import build_pools, night
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.run_night import encode_run, run_night
 from laserbatch.pipeline.decoding import engine
-from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.parquet import read_parquet
@@ -123,7 +122,7 @@ def _sampled(of_prompts: Night, greedy: Mapping[str, pa.Table], temperature: flo
     knowledge, most = of_prompts.settings.knowledge, of_prompts.settings.decoding.max_new_tokens
     found = {}
     for side, rows in greedy.items():
-        template, ids = load_template(knowledge.template_of(side)), rows["entity_id"].to_pylist()
+        template, ids = knowledge.template(side), rows["entity_id"].to_pylist()
         prompts = {
             entity.entity_id: render_prompt(template, entity, tokenizer, knowledge.max_prompt_tokens).token_ids
             for entity in iter_entities(of_prompts.tables, side, ids)

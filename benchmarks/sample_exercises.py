@@ -12,7 +12,7 @@ from sample_lore import title_themes
 from sample_texts import POSITIVE_RATING, write_item_text, write_user_text
 from transformers import PreTrainedTokenizerBase
 
-from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
 from laserbatch.pipeline.sample.lore import THEMES
 
 MAX_PROMPT_TOKENS = 1_024
@@ -40,7 +40,7 @@ def shorten(entity: Entity, longest: int, rng: np.random.Generator) -> Entity:
 
 def make_example(entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: np.random.Generator) -> Example:
     """Prompt and answer of one entity, the prompt rendered as in production."""
-    template = load_template(f"kar_{entity.side}")
+    template = KnowledgeSettings().template(entity.side)
     rendered = render_prompt(template, entity, tokenizer, MAX_PROMPT_TOKENS)
     if entity.side == "user":
         text = write_user_text(entity, entity.history[len(entity.history) - rendered.num_history :], rng)
@@ -55,7 +55,7 @@ def make_copy_example(entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: n
 
     The prompt ends with what is asked for, else such a list would be an answer to the prompt itself.
     """
-    template = load_template("kar_user")
+    template = KnowledgeSettings().template("user")
     rendered = render_prompt(template, entity, tokenizer, MAX_PROMPT_TOKENS)
     shown = entity.history[len(entity.history) - rendered.num_history :]
     lines = rendered.text.split(template.history.heading + "\n")[1].split("<|assistant|>")[0].split("\n")

@@ -23,7 +23,7 @@ from systems import generate
 from laserbatch.pipeline.decoding.drafters import NoDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.verifiers import Greedy
-from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, load_template
+from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.tables.read import read_tables
@@ -113,7 +113,7 @@ def sample_tasks(tokenizer, size: TaskSize) -> list[Task]:
         tables = read_tables(folder, as_of=LAST_DATE)
         tasks = []
         for side in SIDES:
-            template = load_template(settings.template_of(side))
+            template = settings.template(side)
             prompts = [
                 render_prompt(template, entity, tokenizer, settings.max_prompt_tokens).token_ids
                 for entity in iter_entities(tables, side)

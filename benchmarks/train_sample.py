@@ -31,7 +31,7 @@ from sample_texts import write_item_text, write_user_text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.tables.read import read_tables
 
@@ -91,7 +91,7 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     plain = wrap_tokenizer(_byte_tokenizer())
     texts = []
     for entity in users + items:
-        texts.append(render_prompt(load_template(f"kar_{entity.side}"), entity, plain, 1_000_000).text)
+        texts.append(render_prompt(KnowledgeSettings().template(entity.side), entity, plain, 1_000_000).text)
         history = entity.history[-24:]
         texts.append(write_user_text(entity, history, rng) if entity.side == "user" else write_item_text(entity, rng))
     tokenizer.train_from_iterator(texts, trainer)

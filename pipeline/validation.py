@@ -50,6 +50,18 @@ def read_yaml(path: Path, what: str, advice: str) -> Any:
         raise ConfigError(f"the {what} {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
 
 
+def line_of(path: Path, location: Iterable[str | int]) -> int:
+    """The line, from 1, where a key of a YAML file stands; of one that is not there, where what should hold it does."""
+    node, line = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader), 1
+    for part in location:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        found = next(((key, value) for key, value in pairs if key.value == str(part)), None)
+        if found is None:
+            break
+        line, node = found[0].start_mark.line + 1, found[1]
+    return line
+
+
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """What is wrong, each with its key, what was found and what was expected; of unknown keys the nearest valid one."""
     faults = error.errors(include_url=False)

@@ -12,8 +12,8 @@ from sample_lore import about_themes, title_themes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from laserbatch.pipeline.errors import RowError
-from laserbatch.pipeline.knowledge.parsers import parse_knowledge
-from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.knowledge.parsers import parse_answer
+from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, load_template
 from laserbatch.pipeline.sample.lore import THEMES, TOP_CATEGORIES
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.tables.read import read_tables
@@ -45,7 +45,7 @@ def world(tmp_path_factory):
 def write(entities: list[Entity]) -> list[Written]:
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
-    template = load_template(f"kar_{entities[0].side}")
+    template = KnowledgeSettings().template(entities[0].side)
     rendered = [render_prompt(template, entity, tokenizer, 1_024) for entity in entities]
     order = np.argsort([len(prompt.token_ids) for prompt in rendered], kind="stable")
     written: dict[int, Written] = {}
@@ -97,7 +97,7 @@ def test_user_texts_name_the_most_frequent_category_of_the_history(users):
         counts = Counter(event.attributes["category"][0] for event in user.entity.history)
         most = {top for top, count in counts.items() if count == max(counts.values())}
         named.append(any(top in user.text for top in most))
-        genre = parse_knowledge(load_template("kar_user"), user.text).get("Genre", "")
+        genre = parse_answer(load_template("kar_user"), user.text).fields.get("Genre", "")
         places = {genre.find(top): top for top in TOP_CATEGORIES if top in genre}
         first.append(bool(places) and places[min(places)] in most)
     assert len(named) > 40
@@ -119,7 +119,7 @@ def test_user_texts_are_parsed(users):
     parsed = 0
     for user in users:
         try:
-            parsed += set(template.factors) <= set(parse_knowledge(template, user.text))
+            parsed += set(template.factors) <= set(parse_answer(template, user.text).fields)
         except RowError:
             continue
     assert parsed / len(users) >= 0.98

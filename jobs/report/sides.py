@@ -61,7 +61,7 @@ def speed_up(sides: list[Side], over: str) -> float | None:
 
 
 def side_warnings(side: SideFigures) -> list[str]:
-    """Texts that end at their limit, and drafts that are not accepted as forecast."""
+    """Texts that end at their limit or had to be mended, and drafts that are not accepted as forecast."""
     cut = ratio(side.stats.finish_reasons.get("length"), side.stats.num_texts) or 0.0
     warnings = []
     if cut > MOST_CUT:
@@ -69,6 +69,9 @@ def side_warnings(side: SideFigures) -> list[str]:
             f"{percent(cut, 1)} of the texts end at the token limit, in the middle of what they say: raise "
             "decoding.max_new_tokens, or have the template ask for less"
         )
+    if side.stats.repairs:
+        kinds = ", ".join(f"{name} {number}" for name, number in sorted(side.stats.repairs.items()))
+        warnings.append(f"of {side.stats.num_texts} texts some were mended before they could be parsed: {kinds}")
     share = accepted_share(side)
     if share is not None and 1 - share > MOST_MISSING:
         forecast = side.budget.forecast.tokens_per_step - 1  # the bonus token not counted

@@ -26,7 +26,7 @@ from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.knowledge.names import names_in, texts_of, unfounded
 from laserbatch.pipeline.knowledge.prompts import render_shown
 from laserbatch.pipeline.knowledge.questions import shown_of_row
-from laserbatch.pipeline.knowledge.templates import PromptTemplate, load_template
+from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import remove_folder
 from laserbatch.pipeline.storage.manifest import AuditedMean, AuditedText, AuditFigures, SideAudit
@@ -146,12 +146,13 @@ def _audit(night: Night, side: Side, sample: _Sample, load_encoder: "Callable[[]
     plain = pa.concat_tables(parts).combine_chunks()
     if not plain.num_rows:
         return None
-    own, settings = _rows_of(sample.texts, plain["entity_id"]), night.settings.knowledge
+    own = _rows_of(sample.texts, plain["entity_id"])
     planned = _rows_of(sample.planned, plain["entity_id"])
-    template = load_template(settings.template_of(side), settings.template_dir)
+    template = night.template(side)
     names = _unfounded(night, template, planned, [own["text"].to_pylist(), plain["text"].to_pylist()])
     ours, theirs = (
-        _Measured.of(texts, found, len(template.factors)) for texts, found in zip((own, plain), names, strict=True)
+        _Measured.of(texts, found, len(template.factors or template.fields))
+        for texts, found in zip((own, plain), names, strict=True)
     )
     texts = own["text"].to_pylist() + plain["text"].to_pylist()
     of_own, of_plain = np.split(load_encoder().encode(texts, lambda num_texts: None).vectors, 2)

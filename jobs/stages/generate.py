@@ -27,7 +27,6 @@ from laserbatch.pipeline.distributed.loading import TOKEN_FILE
 from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
-from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.planning.drift import ItemClusters
 from laserbatch.pipeline.planning.plan import (
     KEPT_SHARD,
@@ -178,6 +177,7 @@ class _Pass:
     def _plan(self, side: Side) -> tuple[SidePlan, Finished]:
         """What is to be done of a side, and the shards of it that are done."""
         night, settings, tables = self.night, self.night.settings, self.night.tables
+        template = night.template(side)
 
         def make_plan() -> SidePlan:
             unasked = None
@@ -188,8 +188,10 @@ class _Pass:
                 return plan_side(
                     tables,
                     side,
-                    load_template(settings.knowledge.template_of(side), settings.knowledge.template_dir),
-                    shared_fingerprint(side, settings.knowledge, self.decoding, settings.model_dir),
+                    template,
+                    shared_fingerprint(
+                        template, settings.knowledge.max_prompt_tokens, self.decoding, settings.model_dir
+                    ),
                     previous=self._previous(side),
                     batch_size=self.decoding.batch_size,
                     run_dir=self.folder.root,
@@ -279,8 +281,7 @@ class _Pass:
             run_dir=self.folder.root.resolve(),
             model_dir=settings.model_dir.resolve(),
             decoding=decoding,
-            templates={side: settings.knowledge.template_of(side) for side in SIDES},
-            template_dir=settings.knowledge.template_dir,
+            templates={side: night.template(side) for side in SIDES},
             max_prompt_tokens=settings.knowledge.max_prompt_tokens,
             step_cost_dir=night.workspace.step_costs_folder.resolve(),
             pool_dirs=pool_dirs,

@@ -18,7 +18,7 @@ from laserbatch.jobs.settings import SAMPLE_MODEL, Settings
 from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.decoding.model.folder import require_whole_files
 from laserbatch.pipeline.errors import ConfigError, ModelError, TableError
-from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.knowledge.parsers import load_parser
 from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import sha256_file
@@ -108,12 +108,14 @@ def check_inputs(
 def require_template_columns(path: Path | str, settings: Settings, side: Side) -> None:
     """Raise ConfigError where a template is for the other side, or names a column that the tables do not have."""
     name = settings.knowledge.template_of(side)
-    template = load_template(name, settings.knowledge.template_dir)
+    template = settings.knowledge.template(side)
     if template.side != side:
         raise ConfigError(
             f"the prompt template {template.identity} is for {template.side}s; name one for {side}s as "
             f"knowledge.{side}_template"
         )
+    if template.parser_path is not None:
+        load_parser(template.parser_path)
     blocks = {"attributes": (template.attributes, side)}
     if template.history is not None:
         blocks["history"] = (template.history, "item")

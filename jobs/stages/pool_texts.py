@@ -22,7 +22,6 @@ from laserbatch.pipeline.decoding.model.folder import load_tokenizer, tokenizer_
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.prompts import render_shown
-from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.planning.plan import load_plan, read_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -238,7 +237,7 @@ def planned_rows(night: Night, side: Side, num_wanted: int) -> list[AskedRow]:
     positions = spread_positions(int(starts[-1]), num_wanted, night.settings.seed)
     shard_of = np.searchsorted(starts, positions, side="right") - 1
     knowledge, tokenizer, rows = night.settings.knowledge, load_tokenizer(night.settings.model_dir), []
-    template = load_template(knowledge.template_of(side), knowledge.template_dir)
+    template = night.template(side)
     for number in np.unique(shard_of):
         shard_rows = read_shard(night.run.root / plan.shards[number].path)
         for row in (shard_rows[position - starts[number]] for position in positions[shard_of == number]):

@@ -3,7 +3,7 @@
 import datetime
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -86,9 +86,10 @@ def _do_stages(night: Night, publishing: Publishing) -> None:
             generate_plain(night, workers)
         generate_audited(night, workers)
     with night.stage("encode"):
-        night.manifest.features = encode_run(night.run.root, settings.encoding, night.previous)
+        fields = {side: night.template(side).encode for side in SIDES}
+        night.manifest.features = encode_run(night.run.root, settings.encoding, night.previous, fields=fields)
         if settings.night.compare_with_plain:
-            encode_run(night.run.plain.root, settings.encoding, codes_of=night.run)
+            encode_run(night.run.plain.root, settings.encoding, codes_of=night.run, fields=fields)
     audit_texts(night, partial(load_encoder, settings.encoding))
     with night.stage("ctr"):
         night.manifest.ctr = compare_night(night)
@@ -129,6 +130,7 @@ def encode_run(
     settings: EncodingSettings | None = None,
     previous: RunFolder | None = None,
     codes_of: RunFolder | None = None,
+    fields: Mapping[Side, Collection[str]] | None = None,
 ) -> dict[Side, FeatureFigures]:
     """Encode `knowledge/<side>/*.parquet` of a run into `features/<side>.parquet` and its centroids, atomically.
 
@@ -141,6 +143,7 @@ def encode_run(
     previous : a finished run whose codebook, and vectors of texts that were carried over from it, are taken over where
         the encoder is the same.
     codes_of : the run whose plain texts these are: they get the codes of its codebook.
+    fields : of each side the parts of its answers that vectors are of; None: of whole texts.
     """
     settings = settings or EncodingSettings()
     folder = RunFolder(Path(run_dir))
@@ -160,9 +163,8 @@ def encode_run(
             if codes_of is not None:
                 table = WrittenFile(codes_of.features_path(side), 0, "")
                 shared = FeatureFiles(table, codes_of.centroids_path(side))
-            write = partial(
-                write_features, knowledge, side, encoder, *paths, settings, codes_of=shared, on_batch=bar.advance
-            )
+            write = partial(write_features, knowledge, side, encoder, *paths, settings, codes_of=shared)
+            write = partial(write, on_batch=bar.advance, fields=(fields or {}).get(side, ()))
             try:
                 written = write(earlier)
             except WorkspaceError as error:

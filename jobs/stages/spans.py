@@ -8,7 +8,6 @@ import numpy as np
 from laserbatch.jobs.stages.night import Night
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.knowledge.prompts import render_shown
-from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.planning.plan import SidePlan, read_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import SampleSpan, SampleText
@@ -28,7 +27,7 @@ def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) 
     if not plan.shards or not wanted:
         return []
     tokenizer, knowledge = load_tokenizer(night.settings.model_dir), night.settings.knowledge
-    template = load_template(knowledge.template_of(side), knowledge.template_dir)
+    template = night.template(side)
     stride = max(1, len(plan.shards) // wanted)
     samples = []
     for shard in plan.shards[::stride][:wanted]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
+from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, PromptTemplate
 from laserbatch.pipeline.sides import Side
 
 
@@ -19,8 +19,7 @@ class WorkerSpec:
     device: str = "auto"
     num_threads: int = 1
     num_workers: int = 1  # that work side by side
-    templates: dict[Side, str]  # name of a side's prompt template
-    template_dir: Path | None = None
+    templates: dict[Side, PromptTemplate]
     max_prompt_tokens: int = KnowledgeSettings().max_prompt_tokens
     step_cost_dir: Path  # where measured costs of steps are kept
     pool_dirs: dict[Side, Path] = field(default_factory=dict)  # frozen pools, where there are any

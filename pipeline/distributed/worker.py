@@ -7,6 +7,7 @@ Ray.
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +30,10 @@ from laserbatch.pipeline.decoding.verifiers import Greedy, Verifier, verifier_fr
 from laserbatch.pipeline.distributed.settings import workers_of_node
 from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import RowError
-from laserbatch.pipeline.knowledge.parsers import parse_knowledge
+from laserbatch.pipeline.knowledge.answers import require_answer
+from laserbatch.pipeline.knowledge.parsers import parse_answer
 from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, render_shown
 from laserbatch.pipeline.knowledge.records import knowledge_schema
-from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.planning.plan import PlannedRow, Shard, read_shard
 from laserbatch.pipeline.planning.planner import decoding_provenance
 from laserbatch.pipeline.sides import Side
@@ -65,7 +66,7 @@ class ShardWorker:
         torch.set_num_threads(spec.num_threads)
         sharing = workers_of_node(spec.num_workers, spec.num_threads)
         self.engine = Engine.from_pretrained(spec.model_dir, spec.decoding, spec.device, sharing)
-        self._templates = {side: load_template(name, spec.template_dir) for side, name in spec.templates.items()}
+        self._templates = spec.templates
         expected = tokenizer_hash(spec.model_dir)
         self._pools: dict[Side, Pool] = {
             side: Pool.open(path, expected, max_resident_bytes=int(RESIDENT_SHARE * host_memory().free_bytes))
@@ -149,7 +150,7 @@ class ShardWorker:
                 rows[str(number)] = AskedRow(row, self.rendered(shard.side, row))
             except RowError as error:
                 quarantined.append(QuarantineRow.of(row.entity_id, shard.side, error.reason, row.fingerprint))
-        num_rewritten = 0
+        num_rewritten, repairs = 0, Counter()
         for outcome, verifier in self._outcomes(shard.side, rows, budget):
             asked = rows[outcome.request_id]
             row = asked.row
@@ -160,14 +161,14 @@ class ShardWorker:
             results.append(outcome)  # quarantined texts cost time too, so they count
             num_rewritten += verifier != self.spec.decoding.verifier
             try:
-                records[outcome.request_id] = self._record(shard.side, asked, outcome, verifier)
+                records[outcome.request_id] = self._record(shard.side, asked, outcome, verifier, repairs)
             except RowError as error:
                 failed = QuarantineRow.of(row.entity_id, shard.side, error.reason, row.fingerprint, outcome.text)
                 quarantined.append(failed)
         ordered = [records[key] for key in rows if key in records]  # plan order, not the order of finishing
         entity_id_type = pa.array([row.entity_id for row in planned]).type
         table = pa.Table.from_pylist(ordered, schema=knowledge_schema(entity_id_type))
-        stats = DecodingStats.of(results, time.perf_counter() - start_s, num_rewritten)
+        stats = DecodingStats.of(results, time.perf_counter() - start_s, num_rewritten, dict(repairs))
         logger.info("%s %s: %d texts, %d quarantined", shard.side, shard.name, len(ordered), len(quarantined))
         info = ShardInfo(
             planned_sha256=shard.sha256,
@@ -213,10 +214,14 @@ class ShardWorker:
         verifier = verifier or verifier_from(self.spec.decoding)  # the engine's own may be that of another pass
         return self.engine.generate(requests, self.drafter(side, budget), verifier, budget=budget)
 
-    def _record(self, side: Side, asked: AskedRow, result: GenerationResult, verifier: str) -> dict[str, Any]:
+    def _record(
+        self, side: Side, asked: AskedRow, result: GenerationResult, verifier: str, repairs: Counter[str]
+    ) -> dict[str, Any]:
         template, row, prompt = self._templates[side], asked.row, asked.prompt
         text = sound_text(self.engine.tokenizer, result, prompt.token_ids)
-        fields = parse_knowledge(template, text)
+        require_answer(template, text, result.token_ids, prompt.token_ids)
+        parsed = parse_answer(template, text, result.finish_reason == "length")
+        repairs.update(parsed.repairs)
         return {
             "entity_id": row.entity_id,
             "side": side,
@@ -225,7 +230,7 @@ class ShardWorker:
             "text": text,
             "token_ids": result.token_ids,
             "token_sources": result.sources,
-            "fields_json": json.dumps(fields, ensure_ascii=False, sort_keys=True),
+            "fields_json": json.dumps(parsed.fields, ensure_ascii=False, sort_keys=True),
             "fingerprint": row.fingerprint,
             "run_id": self.spec.run_id,
             "model_id": self.engine.model_id,

@@ -4,9 +4,10 @@ Only the generated text is encoded. A history in front of it would push the know
 would bring the history into the features by another door.
 """
 
+import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -66,6 +67,7 @@ def write_features(
     earlier: FeatureFiles | None = None,
     codes_of: FeatureFiles | None = None,
     on_batch: Callable[[int], None] = lambda num_texts: None,
+    fields: Collection[str] = (),
 ) -> SideFeatures:
     """Write the features of one side. In memory are ids and provenance; texts and vectors a row group at a time.
 
@@ -79,6 +81,7 @@ def write_features(
         are among them, so are the files.
     codes_of : features whose codes and codebook are taken as they are: of the run whose plain texts these are.
     on_batch : called with the number of texts that a batch encoded.
+    fields : names of the parts of an answer that its vector is of; an answer without them, or none: the whole text.
     """
     settings = settings or EncodingSettings()
     rows = read_parquet(knowledge, ["entity_id", "run_id", "fingerprint"])
@@ -101,7 +104,7 @@ def write_features(
     table.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=table.parent, buffering=0) as scratch:
         new = _NewVectors(scratch, dim, num_new)
-        num_truncated = _encode(knowledge, order[found < 0], encoder, new, on_batch) if num_new else 0
+        num_truncated = _encode(knowledge, order[found < 0], fields, encoder, new, on_batch) if num_new else 0
         vectors = _Vectors(found, new, None if earlier is None else earlier.table.path)
         of_new = _codes_before(new, None if before is None else (codes_of or earlier).table.path)
         codebook = before
@@ -264,20 +267,33 @@ def _holds_all(earlier: WrittenFile, found: np.ndarray, schema: pa.Schema) -> bo
 
 
 def _encode(
-    knowledge: Path, rows: np.ndarray, encoder: "TextEncoder", new: _NewVectors, on_batch: Callable[[int], None]
+    knowledge: Path,
+    rows: np.ndarray,
+    fields: Collection[str],
+    encoder: "TextEncoder",
+    new: _NewVectors,
+    on_batch: Callable[[int], None],
 ) -> int:
     """Write the vectors of some rows of knowledge, given in the order of ids; returns how many texts lost their end."""
     by_file, row_of = np.sort(rows), np.argsort(rows)
     texts, start, num_done, num_truncated = [], 0, 0, 0
-    for batch in iter_parquet(knowledge, ["text"]):
+    for batch in iter_parquet(knowledge, ["text", "fields_json"] if fields else ["text"]):
         first, last = np.searchsorted(by_file, [start, start + batch.num_rows])
-        texts += batch["text"].take(pa.array(by_file[first:last] - start)).to_pylist()
+        taken = batch.take(pa.array(by_file[first:last] - start))
+        texts += _parts(taken, fields) if fields else taken["text"].to_pylist()
         start += batch.num_rows
         if texts and (len(texts) >= ROW_GROUP_ROWS or last == len(rows)):
             encoding = encoder.encode(texts, on_batch)
             new.write(row_of[num_done : num_done + len(texts)], encoding.vectors)
             num_done, num_truncated, texts = num_done + len(texts), num_truncated + encoding.num_truncated, []
     return num_truncated
+
+
+def _parts(records: pa.RecordBatch, fields: Collection[str]) -> list[str]:
+    """Of each answer the parts of some names, a line each; the whole text where it has none of them."""
+    answers = map(json.loads, records["fields_json"].to_pylist())
+    parts = ("\n".join(answer[name] for name in fields if name in answer) for answer in answers)
+    return [part or text for part, text in zip(parts, records["text"].to_pylist(), strict=True)]
 
 
 @dataclass(frozen=True)

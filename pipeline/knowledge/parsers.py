@@ -1,26 +1,52 @@
-"""From the model's text to the fields that are kept of it."""
+"""From the model's text to the fields that are kept of it, by stated rules; what they cannot mend is refused.
 
+Repairs of JSON, each counted under its name: `json-around` (prose or a code fence beside it is cut off), `json-cut`
+(the token limit ended it: what is open is closed), `json-syntax` (quotes, commas), `json-shape` (a list where an object
+with one list was asked for, a list for a text, a text for a list).
+"""
+
+import importlib.util
+import json
 import re
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from laserbatch.pipeline.errors import RowError
+from laserbatch.pipeline.errors import ConfigError, RowError
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
 
 _AT_LINE = re.compile(r"^[ \t]*(?:[#*>\-]+[ \t]*)*\(?(\d{1,2})[.):\]][ \t*]*", re.MULTILINE)
 _INLINE = re.compile(r"(?:^|(?<=\s))\(?(\d{1,2})[.)][ \t*]+(?=[A-Z])")
 _LABEL = re.compile(r"^\**([^:\n]{1,60}?)\**[ \t]*(?::|[–—]| - )\**[ \t]*")
 _HEADING = re.compile(r"^\**([^:\n]{1,60}?)\**[ \t]*\n")
+_BULLET = re.compile(r"^[ \t]*(?:[-*•#>]+[ \t]*|\(?\d{1,2}[.)][ \t]*)?")
 
 
-def parse_knowledge(template: PromptTemplate, text: str) -> dict[str, str]:
-    """The answer's fields: aspect -> text for the `aspects` parser, in the order written; {"text": text} for `free`.
+class Parsed(NamedTuple):
+    """An answer's fields, name -> text, in the order written, and what was mended to get them."""
 
-    Raises RowError, "unparsable: ...", for an empty text, or one without a numbered aspect where they are asked for.
+    fields: dict[str, str]
+    repairs: tuple[str, ...] = ()
+
+
+def parse_answer(template: PromptTemplate, text: str, is_cut: bool = False) -> Parsed:
+    """The fields of an answer by the template's parser: aspects or attributes by name, fields of JSON, or `text`.
+
+    `is_cut` says that the token limit ended it. Raises RowError, whose reason is `unparsable` (nothing of the form that
+    was asked for), `missing-field` or `wrong-type`.
     """
     if not text.strip():
         raise RowError("unparsable: the text is empty")
     if template.parser == "free":
-        return {"text": text.strip()}
-    return _aspects(text, template.factors)
+        return Parsed({"text": text.strip()})
+    if template.parser == "aspects":
+        return Parsed(_aspects(text, template.factors))
+    if template.parser == "attributes":
+        return Parsed(_attributes(text, template.factors))
+    if template.parser == "json":
+        return _json_fields(template, text, is_cut)
+    return Parsed(_own(template, text))
 
 
 def _aspects(text: str, factors: tuple[str, ...]) -> dict[str, str]:
@@ -50,3 +76,100 @@ def _heading(body: str, factors: tuple[str, ...]) -> re.Match[str] | None:
     heading = _HEADING.match(body)
     known = {factor.lower() for factor in factors}
     return heading if heading and heading.group(1).strip(" *").lower() in known else None
+
+
+def _attributes(text: str, factors: tuple[str, ...]) -> dict[str, str]:
+    """Lines `Name: value` of the names asked for, in whatever list they come; other lines are no attributes."""
+    known = {factor.lower(): factor for factor in factors}
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        body = line[_BULLET.match(line).end() :]
+        label = _LABEL.match(body)
+        name = known.get(label.group(1).strip(" *").lower()) if label else None
+        if name is not None and body[label.end() :].strip(" *"):
+            fields.setdefault(name, body[label.end() :].strip(" *"))
+    if not fields:
+        raise RowError(f"unparsable: no line `Name: value` of {', '.join(factors)} in the answer")
+    return fields
+
+
+def _json_fields(template: PromptTemplate, text: str, is_cut: bool) -> Parsed:
+    found, repairs = _json_of(text, is_cut)
+    lists = [name for name, kind in template.fields.items() if kind == "list"]
+    if isinstance(found, list) and len(template.fields) == len(lists) == 1:
+        found, repairs = {lists[0]: found}, (*repairs, "json-shape")
+    if not isinstance(found, dict):
+        raise RowError(f"unparsable: no JSON object with {', '.join(template.fields)} in the answer")
+    by_name = {str(name).strip().lower(): value for name, value in found.items()}
+    fields: dict[str, str] = {}
+    for name, kind in template.fields.items():
+        value = by_name.get(name.lower())
+        if value in (None, "", []):
+            if name in template.optional_fields:
+                continue
+            raise RowError(f"missing-field: the answer has no {name!r}")
+        as_text, is_as_asked = _text_of(name, kind, value)
+        fields[name] = as_text
+        repairs += () if is_as_asked or "json-shape" in repairs else ("json-shape",)
+    return Parsed(fields, repairs)
+
+
+def _text_of(name: str, kind: str, value: Any) -> tuple[str, bool]:
+    """A field as text, and whether it was of the kind asked for. Raises RowError where it is nothing of the sort."""
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value).strip(), kind == "text" and isinstance(value, str)
+    is_plain = isinstance(value, list) and all(isinstance(part, str | int | float) for part in value)
+    parts = [str(part).strip() for part in value if str(part).strip()] if is_plain else []
+    if not parts:
+        raise RowError(f"wrong-type: {name!r} is {json.dumps(value, ensure_ascii=False)[:60]}; expected a {kind}")
+    return ", ".join(dict.fromkeys(parts)), kind == "list"
+
+
+def _json_of(text: str, is_cut: bool) -> tuple[Any, tuple[str, ...]]:
+    """What JSON a text holds, and how it was mended; None where there is none."""
+    starts = [place for place in (text.find("{"), text.find("[")) if place >= 0]
+    if not starts:
+        return None, ()
+    body, repairs = text[min(starts) :], () if not text[: min(starts)].strip() else ("json-around",)
+    try:
+        found, end = json.JSONDecoder(strict=False).raw_decode(body)  # line breaks within texts are let be
+        return found, repairs or (("json-around",) if body[end:].strip() else ())
+    except (ValueError, RecursionError):
+        pass
+    import json_repair
+
+    try:
+        found = json_repair.loads(body, skip_json_loads=True)
+    except (ValueError, RecursionError):
+        return None, ()
+    found = found if isinstance(found, dict | list) and found else None
+    return found, (*repairs, "json-cut" if is_cut else "json-syntax")
+
+
+def _own(template: PromptTemplate, text: str) -> dict[str, str]:
+    """By the `parse(text)` of a file of the user's beside the template: name -> text; a ValueError refuses the text."""
+    parse = load_parser(template.parser_path)
+    try:
+        fields = parse(text)
+    except ValueError as error:
+        raise RowError(f"unparsable: {error}") from None
+    if not isinstance(fields, dict) or not all(isinstance(v, str) for pair in fields.items() for v in pair):
+        raise RowError(f"unparsable: {template.parser} gave {type(fields).__name__}; expected a dict of texts by name")
+    if not fields:
+        raise RowError(f"unparsable: {template.parser} found nothing in the answer")
+    return fields
+
+
+@lru_cache(maxsize=8)
+def load_parser(path: Path) -> Callable[[str], dict[str, str]]:
+    """The function `parse` of a Python file. Raises ConfigError where it cannot be had."""
+    try:
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.parse
+    except Exception as error:  # a program of the user's may raise anything
+        raise ConfigError(
+            f"the parser {path} cannot be used: {type(error).__name__}: {error}; expected `def parse(text)` that "
+            "returns a dict of texts by name"
+        ) from None

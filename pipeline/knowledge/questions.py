@@ -68,7 +68,7 @@ class SideQuestions:
             places, starts = self.histories.newest(rows, self._template.history.max_events)
             items = pa.array(self.histories.items(places))
             titles, attributes = (texts.take(items).to_pylist() for texts in self._events)
-            ratings = _mapped(pa.chunked_array([self.histories.ratings(places)]), rating_text).to_pylist()
+            ratings = _mapped(pa.chunked_array([self.histories.ratings(places)]), self._rating_text).to_pylist()
             events = list(zip(titles, attributes, ratings, strict=True))
             bounds = pairwise(starts.tolist())
             history = pa.array([json.dumps(events[first:last], ensure_ascii=False) for first, last in bounds])
@@ -102,11 +102,15 @@ class SideQuestions:
             return pa.repeat(_digest(b""), len(rows))
         places, starts = self.histories.newest(rows, self._template.history.max_events)
         ratings = pa.array(self.histories.ratings(places)).dictionary_encode()
-        rating_digests = _as_rows(_rating_text(value) or "" for value in ratings.dictionary.to_pylist())
+        shown = (None if math.isnan(value) else self._rating_text(value) for value in ratings.dictionary.to_pylist())
+        rating_digests = _as_rows(text or "" for text in shown)
         shown = [self._event_digests[self.histories.items(places)], rating_digests[ratings.indices.to_numpy()]]
         data = np.concatenate(shown, axis=1).tobytes()
         bounds = (starts * 2 * DIGEST_BYTES).tolist()
         return pa.array([_digest(data[first:last]) for first, last in pairwise(bounds)], pa.string())
+
+    def _rating_text(self, rating: float) -> str:
+        return self._template.history.ratings.get(rating) or rating_text(rating)
 
     def _has_title(self, part: pa.Table) -> pa.Array:
         if self._side == "user":
@@ -163,10 +167,6 @@ def _joined(texts: list[pa.Array], separator: str, num_rows: int) -> pa.Array:
     first = pc.if_else(is_any, texts[0], "")
     joined = pc.binary_join_element_wise(first, *texts[1:], separator, null_handling="skip")
     return pc.if_else(is_any, joined, pa.scalar(None, pa.string()))
-
-
-def _rating_text(value: float) -> str | None:
-    return rating_text(None if math.isnan(value) else value)
 
 
 def _digest(data: bytes) -> str:

@@ -3,29 +3,57 @@
 Templates ship in `configs/prompts/`; a folder of the user's own is looked in first.
 """
 
+import hashlib
+import re
 import string
-from collections.abc import Collection
-from functools import lru_cache
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.validation import Strict, explain, read_yaml
+from laserbatch.pipeline.validation import Strict, explain, line_of, read_yaml
 
 SHIPPED_TEMPLATES = Path(__file__).resolve().parents[2] / "configs" / "prompts"
 
 
-def _only_fields(pattern: str, allowed: set[str]) -> str:
+CONTROL = re.compile(r"<\|[^|\n]*\|>|\[/?INST\]|<</?SYS>>|</?s>|<(?:start|end)_of_turn>|<(?:bos|eos|pad)>")
+# What texts of a template may name in braces: words of `Words`, also to begin a line with, and the numbered factors.
+WORDS = frozenset({"user", "item", "items", "interacted", "User", "Item", "Items", "Interacted", "factors"})
+
+
+def _only_fields(pattern: str, allowed: Collection[str]) -> str:
+    control = CONTROL.search(pattern)
+    if control:
+        raise ValueError(f"has {control.group()}, a control token of chat models: the chat template writes those")
     try:
         found = {name for _, name, _, _ in string.Formatter().parse(pattern) if name is not None}
     except ValueError as error:
-        raise ValueError(f"{pattern!r} is not a format string: {error}") from None
-    if found - allowed:
-        raise ValueError(f"{pattern!r} has {sorted(found - allowed)}; fields are {sorted(allowed)}")
+        raise ValueError(f"is not a format string: {error}; a brace that is meant is doubled, {{{{ or }}}}") from None
+    if found - set(allowed):
+        names = ", ".join(f"{{{name}}}" for name in sorted(found - set(allowed)))
+        known = ", ".join(f"{{{name}}}" for name in sorted(allowed))
+        raise ValueError(f"has {names}; fields are {known}; a brace that is meant is doubled, {{{{ or }}}}")
     return pattern
+
+
+Text = Annotated[str, AfterValidator(lambda text: _only_fields(text, WORDS))]  # with `WORDS` in braces
+
+
+class Words(Strict):
+    """What prompts call users, items, and what users did with items."""
+
+    user: str = Field("person", min_length=1, description="Who the users are: reader, listener, applicant.")
+    item: str = Field("title", min_length=1, description="What an item is: book, song, job.")
+    items: str = Field("titles", min_length=1, description="Several of them.")
+    interacted: str | None = Field(
+        None,
+        min_length=1,
+        description="What users did with items: clicked, viewed, applied for. null: by the ratings that there are "
+        "`rated from 1 to 5`, `rated`, or `picked`.",
+    )
 
 
 class Columns(Strict):
@@ -54,7 +82,7 @@ class Columns(Strict):
 class AttributeLines(Columns):
     """The block of the entity's own attributes, one line each."""
 
-    heading: str = ""
+    heading: Text = ""
     line: str = "- {label}: {value}"
 
     @field_validator("line")
@@ -66,11 +94,12 @@ class AttributeLines(Columns):
 class HistoryLines(Columns):
     """The block of what a user rated, one line each, oldest first; `{number}` counts the lines shown from 1."""
 
-    heading: str = ""
+    heading: Text = ""
     line: str = "- {title} | {attributes} | {rating}"
     line_unrated: str = "- {title} | {attributes}"
     separator: str = " | "  # between attribute values; with no attributes the one before them goes too
-    none: str = "- nothing yet"  # stands for an empty history
+    none: Text = "- nothing yet"  # stands for an empty history
+    ratings: dict[float, str] = Field(default_factory=dict)  # what a rating is shown as: {1: clicked, 0: passed over}
     max_events: int = Field(40, ge=0)  # newest kept
 
     @field_validator("line", "line_unrated")
@@ -89,14 +118,20 @@ class PromptTemplate(Strict):
     version: int = Field(ge=1)
     framework: str
     side: Side
-    parser: Literal["aspects", "free"]
-    factors: tuple[str, ...] = ()
-    system: str | None = None
-    instruction: str
+    parser: str = Field(pattern=r"^(aspects|attributes|free|json|[A-Za-z0-9_\-]+\.py)$")  # a .py: its `parse(text)`
+    factors: tuple[str, ...] = ()  # of aspects and attributes: their names
+    fields: dict[str, Literal["text", "list"]] = Field(default_factory=dict)  # of JSON: what it is to hold
+    optional_fields: tuple[str, ...] = ()  # that an answer may be without
+    encode: tuple[str, ...] = ()  # the parts of the answer that become its vector; none named: the whole text
+    any_language: bool = False  # answers may be in another script than the question
+    system: Text | None = None
+    instruction: Text
     attributes: AttributeLines = AttributeLines()
     history: HistoryLines | None = None
-    request: str | None = None
+    request: Text | None = None
     chat_options: dict[str, Any] = Field(default_factory=lambda: {"enable_thinking": False})
+    parser_path: Path | None = Field(None, exclude=True)  # of a parser of one's own; found when the template is loaded
+    parser_sha256: str | None = None
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "PromptTemplate":
@@ -104,9 +139,32 @@ class PromptTemplate(Strict):
             raise ValueError("an item template has no history")
         if not self.instruction.strip() and not (self.request or "").strip():
             raise ValueError("nothing is asked: `instruction` is empty, and so is `request`")
-        if self.parser == "aspects" and not self.factors:
-            raise ValueError("parser `aspects` needs `factors`, the names of the aspects; or take parser `free`")
+        if self.parser in ("aspects", "attributes") and not self.factors:
+            raise ValueError(f"parser `{self.parser}` needs `factors`, the names of them; or take parser `free`")
+        if (self.parser == "json") != bool(self.fields):
+            raise ValueError("parser `json` needs `fields`, the names and kinds (text, list) of them; no other has any")
+        known = self.fields or dict.fromkeys(self.factors)
+        for key, names in (("optional_fields", self.optional_fields), ("encode", self.encode)):
+            for name in names if known else ():
+                if name not in known:
+                    raise ValueError(f"`{key}` has {name!r}, which is none of {', '.join(known)}")
         return self
+
+    def worded(self, words: Words) -> "PromptTemplate":
+        """The same template with the words of a team's own domain in its texts."""
+        named = dict(words) | {name.capitalize(): word[:1].upper() + word[1:] for name, word in words}
+        named["Interacted"] = named["Interacted"].split()[0]  # Rated titles, not: rated from 1 to 5 titles
+        named["factors"] = " ".join(f"{number}. {factor}" for number, factor in enumerate(self.factors, 1))
+
+        def filled(model: Strict, names: Collection[str]) -> dict[str, str]:
+            texts = {name: getattr(model, name) for name in names}
+            return {name: text.format(**named) for name, text in texts.items() if text is not None}
+
+        changes: dict[str, Any] = filled(self, ("system", "instruction", "request"))
+        changes["attributes"] = self.attributes.model_copy(update=filled(self.attributes, ("heading",)))
+        if self.history is not None:
+            changes["history"] = self.history.model_copy(update=filled(self.history, ("heading", "none")))
+        return self.model_copy(update=changes)
 
     @property
     def identity(self) -> str:
@@ -122,6 +180,7 @@ class KnowledgeSettings(Strict):
     template_dir: Path | None = Field(
         None, description="A folder of your own templates; looked in before those that ship."
     )
+    words: Words = Field(Words(), description="What prompts call your users and items, and what is done with them.")
     max_prompt_tokens: int = Field(
         1024,
         ge=16,
@@ -132,20 +191,42 @@ class KnowledgeSettings(Strict):
         """Name of a side's template."""
         return self.user_template if side == "user" else self.item_template
 
+    def template(self, side: Side, interacted: str = "rated from 1 to 5") -> PromptTemplate:
+        """A side's template in the configured words; `interacted` where these do not say it.
 
-@lru_cache(maxsize=64)
+        Raises ConfigError as `load_template` does.
+        """
+        words = self.words.model_copy(update={"interacted": self.words.interacted or interacted})
+        return load_template(self.template_of(side), self.template_dir).worded(words)
+
+
 def load_template(name: str, folder: str | Path | None = None) -> PromptTemplate:
-    """Load a template by name: `<folder>/<name>.yaml` where there is one, else the one that ships."""
+    """Load a template by name: `<folder>/<name>.yaml` where there is one, else the one that ships.
+
+    Its texts still have words in braces, which `PromptTemplate.worded` fills in. Raises ConfigError, which names file,
+    line and key.
+    """
     folders = [SHIPPED_TEMPLATES] if folder is None else [Path(folder), SHIPPED_TEMPLATES]
     paths = (place / f"{name}.yaml" for place in folders)
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
         known = ", ".join(sorted({path.stem for place in folders for path in place.glob("*.yaml")}))
         raise ConfigError(f"there is no prompt template {name!r}; templates are: {known}. Name one of these.")
+    told = read_yaml(path, "prompt template", "name another")
+    for key in ("parser_path", "parser_sha256") if isinstance(told, Mapping) else ():
+        if key in told:
+            raise ConfigError(f"prompt template {path}: {key} is no key of a file; `parser: {name}.py` names a parser")
     try:
-        template = PromptTemplate.model_validate(read_yaml(path, "prompt template", "name another"))
+        template = PromptTemplate.model_validate(told)
     except ValidationError as error:
-        raise ConfigError(f"prompt template {path}: {explain(error, PromptTemplate)}") from None
+        line = line_of(path, error.errors()[0]["loc"])
+        raise ConfigError(f"prompt template {path}, line {line}: {explain(error, PromptTemplate)}") from None
     if template.name != name:
         raise ConfigError(f"prompt template {path} calls itself {template.name!r}; its name must be that of its file")
-    return template
+    if not template.parser.endswith(".py"):
+        return template
+    parser = path.with_name(template.parser)
+    if not parser.is_file():
+        raise ConfigError(f"prompt template {path}: its parser {parser} is not there; write it, or take another parser")
+    sha256 = hashlib.sha256(parser.read_bytes()).hexdigest()
+    return template.model_copy(update={"parser_path": parser.resolve(), "parser_sha256": sha256})

@@ -18,7 +18,7 @@ from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.knowledge.prompts import LAYOUT_VERSION, NO_TITLE, PARTS, digest
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
-from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, PromptTemplate, load_template
+from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.planning.drift import history_drift
 from laserbatch.pipeline.planning.plan import CARRIED_SHARD, WAITING_SHARD, Shard, SidePlan, write_shard_plan
 from laserbatch.pipeline.planning.postpone import (
@@ -77,17 +77,18 @@ class Keep:
         return file is None or file.stem not in RunFolder(file.parents[2]).finished_shards(self.side)
 
 
-def shared_fingerprint(side: Side, knowledge: KnowledgeSettings, decoding: DecodingSettings, model_dir: Path) -> str:
+def shared_fingerprint(
+    template: PromptTemplate, max_prompt_tokens: int, decoding: DecodingSettings, model_dir: Path
+) -> str:
     """The parts of fingerprints that all entities of a side share, joined; of the model's files, which are not loaded.
 
     So a chat template that writes today's date does not ask everybody anew each day.
     """
-    template = load_template(knowledge.template_of(side), knowledge.template_dir)
     paths = [path for pattern in CHAT_FILES for path in sorted(model_dir.glob(pattern))]
     chat_files = [(path.name, sha256_file(path)) for path in paths]
-    chat = [tokenizer_hash(model_dir), chat_files, knowledge.max_prompt_tokens]
+    chat = [tokenizer_hash(model_dir), chat_files, max_prompt_tokens]
     shared = {
-        "template": [LAYOUT_VERSION, template.model_dump(mode="json")],
+        "template": [LAYOUT_VERSION, template.model_dump(mode="json", exclude_defaults=True)],
         "prompt": chat,
         "model": model_identity(model_dir, decoding.adapter),
         "decoding": decoding_provenance(decoding),

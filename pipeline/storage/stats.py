@@ -20,6 +20,7 @@ class DecodingStats:
     num_rewritten : texts that were written again, since they had run on; what came before is not counted.
     wall_s : seconds that a worker spent; of a run, those of each shard divided by how many worked side by side.
     drafted_by_source, accepted_by_source : draft tokens by the name of their source.
+    repairs : texts by how they were mended before they could be parsed.
     """
 
     num_texts: int = 0
@@ -32,9 +33,12 @@ class DecodingStats:
     drafted_by_source: dict[str, int] = field(default_factory=dict)
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     finish_reasons: dict[str, int] = field(default_factory=dict)
+    repairs: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, results: Sequence[Any], wall_s: float, num_rewritten: int = 0) -> "DecodingStats":
+    def of(
+        cls, results: Sequence[Any], wall_s: float, num_rewritten: int = 0, repairs: dict[str, int] | None = None
+    ) -> "DecodingStats":
         """Of the engine's results for the texts of one shard."""
 
         def by_source(name: str) -> dict[str, int]:
@@ -52,6 +56,7 @@ class DecodingStats:
             drafted_by_source=by_source("drafted_by_source"),
             accepted_by_source=by_source("accepted_by_source"),
             finish_reasons=dict(Counter(result.finish_reason for result in results)),
+            repairs=repairs or {},
         )
 
     @classmethod

@@ -25,7 +25,6 @@ from laserbatch.pipeline.distributed.settings import ClusterSettings, workers_of
 from laserbatch.pipeline.distributed.worker import ShardWorker, WorkerSpec
 from laserbatch.pipeline.errors import ModelError, RunFailed, WorkspaceError
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
-from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.planning.plan import load_plan, read_shard, save_plan
 from laserbatch.pipeline.planning.planner import plan_side, shared_fingerprint
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
@@ -59,8 +58,8 @@ def planned(world: Path, run_dir: Path):
     plan = plan_side(
         tables,
         "item",
-        load_template("kar_item"),
-        shared_fingerprint("item", settings.knowledge, settings.decoding, settings.model_dir),
+        settings.knowledge.template("item"),
+        shared_fingerprint(settings.knowledge.template("item"), 1024, settings.decoding, settings.model_dir),
         previous=PreviousKnowledge(None),
         shard_size=4,
         batch_size=4,
@@ -72,7 +71,7 @@ def planned(world: Path, run_dir: Path):
         model_dir=settings.model_dir,
         decoding=settings.decoding,
         device="cpu",
-        templates={"item": "kar_item"},
+        templates={"item": settings.knowledge.template("item")},
         step_cost_dir=run_dir / "step-costs",
     )
     save_plan(plan, run_dir)

@@ -26,9 +26,8 @@ from laserbatch.jobs.stages.night import Night, parse_date
 from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.encoding.encoder import TextEncoder
-from laserbatch.pipeline.knowledge.parsers import parse_knowledge
+from laserbatch.pipeline.knowledge.parsers import parse_answer
 from laserbatch.pipeline.knowledge.records import knowledge_schema
-from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.planning.plan import read_shard
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.manifest import ModelFigures, ShardInfo
@@ -46,7 +45,7 @@ def written(shards, crew, *_):
     spec, folder = crew.spec, RunFolder(crew.spec.run_dir)
     is_plain = not spec.decoding.drafters
     for shard in shards:
-        template, records, schema = load_template(spec.templates[shard.side], spec.template_dir), [], None
+        template, records, schema = spec.templates[shard.side], [], None
         for row in read_shard(spec.run_dir / shard.path):
             text = "1. Taste: they like Harbour Lights and Rust & <b>Salt</b>.\n2. Mood: calm, they say."
             if not is_plain and zlib.crc32(row.entity_id.encode()) % 2:
@@ -55,7 +54,7 @@ def written(shards, crew, *_):
             filled = {"entity_id": row.entity_id, "side": shard.side, "framework": "kar", "template": "t", "text": text,
                       "token_ids": ids, "token_sources": [0] * len(ids), "num_tokens": len(ids), "run_id": spec.run_id,
                       "model_id": "m",
-                      "fields_json": json.dumps(parse_knowledge(template, text)), "fingerprint": row.fingerprint,
+                      "fields_json": json.dumps(parse_answer(template, text).fields), "fingerprint": row.fingerprint,
                       "decoding_json": "{}", "finish_reason": "stop", "is_stale": False}  # fmt: skip
             ones = {name: None if name.startswith("pool_") else 1 for name in schema.names}
             records.append(ones | filled)

@@ -80,8 +80,9 @@ def prompt_or_reason(user: Entity, max_prompt_tokens: int) -> object:
 
 def fingerprint_of(folder=SAMPLE_MODEL, user=USER, decoding=None, **knowledge) -> str:
     knowledge = KnowledgeSettings(**knowledge)
-    shared = shared_fingerprint("user", knowledge, DecodingSettings(**decoding or {}), folder)
-    return fingerprint_in_columns(user, load_template("kar_user", knowledge.template_dir), shared)
+    template = knowledge.template("user")
+    shared = shared_fingerprint(template, knowledge.max_prompt_tokens, DecodingSettings(**decoding or {}), folder)
+    return fingerprint_in_columns(user, template, shared)
 
 
 def slowly(template: PromptTemplate, entity: Entity) -> str | None:

@@ -1,10 +1,13 @@
+import numpy as np
 import pytest
 
-from laserbatch.pipeline.errors import RowError
-from laserbatch.pipeline.knowledge.parsers import parse_knowledge
+from laserbatch.pipeline.errors import ConfigError, RowError
+from laserbatch.pipeline.knowledge.answers import require_answer
+from laserbatch.pipeline.knowledge.parsers import load_parser, parse_answer
 from laserbatch.pipeline.knowledge.templates import load_template
 
 USER, ITEM = load_template("kar_user"), load_template("kar_item")
+PROFILE, INTERESTS, FACTS = map(load_template, ("rlmrec_user", "once_user", "trawl_item"))
 
 
 @pytest.mark.parametrize(
@@ -21,7 +24,7 @@ USER, ITEM = load_template("kar_user"), load_template("kar_item")
     ],
 )
 def test_numbered_aspects_in_the_forms_that_models_write(text):
-    fields = parse_knowledge(USER, text)
+    fields = parse_answer(USER, text).fields
     assert {name: " ".join(value.split()) for name, value in fields.items()} == {
         "Genre": "mostly Mystery.",
         "Theme": "the sea; more.",
@@ -29,17 +32,99 @@ def test_numbered_aspects_in_the_forms_that_models_write(text):
 
 
 def test_a_repeated_aspect_is_joined_and_an_unknown_number_named():
-    assert parse_knowledge(USER, "1. Genre: a\n2. Genre: b") == {"Genre": "a b"}
-    assert parse_knowledge(USER, "12. something") == {"aspect 12": "something"}
+    assert parse_answer(USER, "1. Genre: a\n2. Genre: b").fields == {"Genre": "a b"}
+    assert parse_answer(USER, "12. something").fields == {"aspect 12": "something"}
 
 
 @pytest.mark.parametrize("text", ["", "  \n", "A person with taste.", "1.\n2. "])
 def test_no_numbered_aspect_is_a_row_error(text):
     with pytest.raises(RowError, match=r"^unparsable: "):
-        parse_knowledge(USER, text)
+        parse_answer(USER, text)
 
 
 def test_free_texts_are_kept_whole():
-    assert parse_knowledge(ITEM, " A tale.\n") == {"text": "A tale."}
+    assert parse_answer(ITEM, " A tale.\n").fields == {"text": "A tale."}
     with pytest.raises(RowError, match="empty"):
-        parse_knowledge(ITEM, "\n")
+        parse_answer(ITEM, "\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "repairs"),
+    [
+        ('{"summary": "a b", "reasoning": "c"}', ()),
+        ('Sure:\n```json\n{"summary": "a b",\n"reasoning": "c"}\n```', ("json-around",)),
+        ('{"summary": "a b", "reasoning": "c', ("json-cut",)),
+        ('{"summary": ["a b"], "reasoning": "c"}', ("json-shape",)),
+    ],
+)
+def test_json_is_mended_by_rules_that_have_names(text, repairs):
+    assert parse_answer(PROFILE, text, is_cut=True) == ({"summary": "a b", "reasoning": "c"}, repairs)
+
+
+def test_json_with_bad_quotes_and_commas_is_mended():
+    assert parse_answer(PROFILE, '{summary: \'a\', "reasoning": "b",}') == (
+        {"summary": "a", "reasoning": "b"},
+        ("json-syntax",),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("A person with taste.", "unparsable"),
+        ("{", "unparsable"),
+        ('["a", "b"]', "unparsable"),
+        ('{"reasoning": "x"}', "missing-field"),
+        ('{"summary": ""}', "missing-field"),
+        ('{"summary": {"a": 1}}', "wrong-type"),
+        ('{"summary": true}', "wrong-type"),
+        ("[" * 100_000, "unparsable"),
+    ],
+)
+def test_json_that_is_not_what_was_asked_for_is_refused_by_kind(text, reason):
+    with pytest.raises(RowError, match=f"^{reason}: "):
+        parse_answer(PROFILE, text)
+
+
+def test_interests_are_lists_and_a_field_that_may_be_missing_is():
+    assert parse_answer(INTERESTS, '{"interests": ["sea", "sea", "crime"], "regions": []}').fields == {
+        "interests": "sea, crime"
+    }
+    assert parse_answer(INTERESTS, '{"interests": "sea, crime"}').repairs == ("json-shape",)
+
+
+def test_attributes_are_lines_of_the_names_asked_for_in_any_list():
+    text = "Here:\n1. **Subject**: the sea\n- style - slow\n* Budget: large\nAppeal:\n"
+    assert parse_answer(FACTS, text).fields == {"Subject": "the sea", "Style": "slow"}
+    with pytest.raises(RowError, match=r"^unparsable: no line `Name: value` of Subject"):
+        parse_answer(FACTS, "A story of the sea.")
+
+
+def test_a_parser_of_ones_own_stands_beside_its_template(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "name: mine\nversion: 1\nframework: own\nside: item\nparser: mine.py\ninstruction: Tags, please.\n"
+    )
+    with pytest.raises(ConfigError, match=r"its parser .*mine\.py is not there"):
+        load_template("mine", tmp_path)
+    code = "def parse(text):\n    if '#' not in text:\n        raise ValueError('no tag')\n"
+    (tmp_path / "mine.py").write_text(code + "    return {'tags': text.replace('#', '')}\n")
+    template = load_template("mine", tmp_path)
+    assert parse_answer(template, "#sea #crime").fields == {"tags": "sea crime"}
+    with pytest.raises(RowError, match=r"^unparsable: no tag"):
+        parse_answer(template, "sea")
+    (tmp_path / "mine.py").write_text(code + "    return text\n")
+    load_parser.cache_clear()
+    assert load_template("mine", tmp_path).parser_sha256 != template.parser_sha256
+    with pytest.raises(RowError, match="gave str; expected a dict"):
+        parse_answer(template, "#sea")
+
+
+def test_an_answer_that_repeats_its_prompt_or_is_in_another_script_is_none():
+    prompt, own = np.arange(200, dtype=np.int32), np.arange(1_000, 1_060, dtype=np.int32)
+    require_answer(PROFILE, "A lover of the sea, \u6d77.", own, prompt)
+    with pytest.raises(RowError, match=r"^repeats-prompt: 77% of"):
+        require_answer(PROFILE, "x", np.concatenate([prompt[50:151], own[:30]]), prompt)
+    with pytest.raises(RowError, match=r"^wrong-language: asked in Latin script, answered in Cjk"):
+        require_answer(PROFILE, "\u559c\u6b22\u6d77\u6d0b\u6545\u4e8b" * 5, own, prompt)
+    anywhere = PROFILE.model_copy(update={"any_language": True})
+    require_answer(anywhere, "\u559c\u6b22\u6d77\u6d0b\u6545\u4e8b" * 5, own, prompt)
