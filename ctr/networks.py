@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from laserbatch.ctr.layers import Batch, Dice, RowInputs, mlp
+from laserbatch.ctr.inputs import RowInputs
+from laserbatch.ctr.layers import Batch, Dice, mlp
 from laserbatch.ctr.settings import CtrSettings
 
 ATTENTION_SIZES = (32, 16)  # of DIN

@@ -8,6 +8,7 @@ from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.labels import LabelRule
 
 ModelName = Literal["din", "dcnv2", "gbdt"]
+AdaptorName = Literal["linear", "kar"]
 
 
 def _is_rule(text: str) -> str:
@@ -64,6 +65,11 @@ class CtrSettings(BaseModel):
     embedding_dim: int = Field(8, ge=1)
     hidden_sizes: tuple[int, ...] = Field((64, 32), min_length=1)
     vector_dim: int = Field(32, ge=2, description="Knowledge vectors are reduced to this, on training entities, once.")
+    adaptor: AdaptorName = Field(
+        "linear",
+        description="How din and dcnv2 use texts: kar's way, or linear, of both vectors and their product; gbdt takes "
+        "vectors as they are.",
+    )
     dropout: float = Field(0.3, ge=0, lt=1)
     dcnv2_structure: Literal["parallel", "stacked"] = Field("parallel", description="Deep beside, or after, the cross.")
     dcnv2_rank: int | None = Field(

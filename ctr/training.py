@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from laserbatch.ctr.adaptors.adaptor import Adaptor
 from laserbatch.ctr.dataset import CtrData, ModelRows
 from laserbatch.ctr.gbdt import GbdtColumns, fit_gbdt, predict_gbdt
+from laserbatch.ctr.inputs import RowInputs
 from laserbatch.ctr.knowledge import Knowledge
-from laserbatch.ctr.layers import RowInputs
 from laserbatch.ctr.loop import Progress, fit, predict
 from laserbatch.ctr.networks import DIN, DCNv2
 from laserbatch.ctr.settings import CtrSettings, ModelName
@@ -52,10 +53,21 @@ def train_model(
         scores = predict_gbdt(model, columns, data.test)
     else:
         model = build_network(name, data, knowledge, settings, seed)
+        if start is None and knowledge is not None:
+            _fit_adaptor(model.inputs.knowledge, data, seed)
         fitted = fit(model, data, settings, seed, start, on_epoch)
         best_epoch, validation_auc = fitted.best_epoch, fitted.best_auc
         scores = predict(model, data, data.test)
     return Training(model, best_epoch, validation_auc, time.perf_counter() - start_s, scores.astype(np.float32))
+
+
+def _fit_adaptor(adaptor: Adaptor, data: CtrData, seed: int) -> None:
+    """What it learns of behaviour is among its weights: a training that goes on has it already."""
+    rows = data.train[data.labels[data.train] > 0]
+    users, items = (torch.from_numpy(of[rows]).long().to(adaptor.ids_0.device) for of in (data.users, data.items))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        adaptor.fit_positives(users, items)
 
 
 def build_network(

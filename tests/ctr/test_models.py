@@ -8,7 +8,7 @@ from ctr_world import AS_OF, make_features
 from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.fields import Field
 from laserbatch.ctr.knowledge import build_knowledge
-from laserbatch.ctr.layers import KNOWLEDGE_DIM, Batch, Dice, EntityEmbedding, KnowledgeInputs
+from laserbatch.ctr.layers import Batch, Dice, EntityEmbedding
 from laserbatch.ctr.loop import predict
 from laserbatch.ctr.networks import CrossMixture, CrossNetwork, LocalActivationUnit
 from laserbatch.ctr.settings import CtrSettings
@@ -71,19 +71,6 @@ def test_entity_embedding_is_the_mean_over_a_bag_and_zero_for_padding():
     for numbers in (torch.tensor([1]), torch.tensor([0, 1, 1, 0])):  # fewer and more than there are entities
         table, (places,) = module.table(numbers)
         assert torch.equal(table[places], module(numbers))
-
-
-def test_knowledge_is_a_layer_of_each_sides_vector_and_of_their_product_with_a_default_for_who_has_none():
-    vectors = [np.random.default_rng(side).normal(size=(9, 6)).astype(np.float32) for side in range(2)]
-    vectors[0][3] = 0
-    module = KnowledgeInputs(vectors).eval()
-    user, item = torch.from_numpy(vectors[0][5]), torch.from_numpy(vectors[1][2])
-    layers = *module.of_sides, module.of_product
-    expected = [of.weight @ v + of.bias for of, v in zip(layers, (user, item, user * item), strict=True)]
-    assert torch.allclose(module(torch.tensor([5]), torch.tensor([2]))[0], torch.cat(expected), atol=1e-6)
-    with torch.no_grad():
-        module.default[0] = 7.0
-    assert (module(torch.tensor([3]), torch.tensor([2]))[0, :KNOWLEDGE_DIM] == 7).all()
 
 
 @pytest.mark.parametrize("model", ["din", "dcnv2"])

@@ -1,0 +1,68 @@
+"""KAR: Xi et al., "Towards Open-World Recommendation with Knowledge Augmentation from Large Language Models", RecSys
+2024. Its section on knowledge adaptation, the part "hybrid-expert adaptor".
+
+With r the encoded knowledge of a side (preferences of a user, facts of an item), S_s the shared experts and S_d those
+dedicated to the side, a gate weighs both kinds, and the weighted sum is the augmented vector:
+
+    alpha = softmax(g(r)),    r_hat = sum over e in S_s and S_d of alpha_e e(r)
+
+Both augmented vectors become inputs of the CTR model beside its own. Experts are small networks, here of 128 and 32.
+Ours are the normalisation, the dropout behind it, and the product of both augmented vectors, so that a small network
+need not learn to multiply.
+"""
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from laserbatch.ctr.adaptors.adaptor import DROPOUT, Adaptor, has_text
+from laserbatch.ctr.fields import Field
+from laserbatch.ctr.layers import Batch
+
+NUM_EXPERTS = 2  # dedicated ones of each side, and as many shared ones
+HIDDEN_DIM, OUT_DIM = 128, 32
+
+
+class ExpertGroup(nn.Module):
+    """Several experts of two layers, computed as one."""
+
+    def __init__(self, in_dim: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(in_dim, NUM_EXPERTS * HIDDEN_DIM)
+        self.out_weight = nn.Parameter(torch.empty(NUM_EXPERTS, HIDDEN_DIM, OUT_DIM))
+        self.out_bias = nn.Parameter(torch.zeros(NUM_EXPERTS, OUT_DIM))
+        nn.init.uniform_(self.out_weight, -(HIDDEN_DIM**-0.5), HIDDEN_DIM**-0.5)
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        """(n, in_dim) -> (n, NUM_EXPERTS, OUT_DIM)."""
+        hidden = F.relu(self.hidden(vectors)).view(-1, NUM_EXPERTS, HIDDEN_DIM)
+        return torch.einsum("neh,eho->neo", hidden, self.out_weight) + self.out_bias
+
+
+class HybridExpertAdaptor(Adaptor):
+    """Shared and dedicated experts with a gate for each side; the learned default of a side for who has no text."""
+
+    def __init__(self, vectors: tuple[np.ndarray, np.ndarray], ids: tuple[Field, Field]) -> None:
+        super().__init__(vectors, ids)
+        self.shared = ExpertGroup(self.in_dim)
+        self.dedicated = nn.ModuleList(ExpertGroup(self.in_dim) for _ in vectors)
+        self.gates = nn.ModuleList(nn.Linear(self.in_dim, 2 * NUM_EXPERTS) for _ in vectors)
+        self.default = nn.Parameter(torch.zeros(len(vectors), OUT_DIM))
+        self.dropout = nn.Dropout(DROPOUT)
+        self.out_dim = 3 * OUT_DIM
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Rows -> (batch, out_dim)."""
+        user, item = self._gather(0, batch.users), self._gather(1, batch.items)
+        return torch.cat([user, item, user * item], dim=1)
+
+    def _gather(self, side: int, numbers: torch.Tensor) -> torch.Tensor:
+        distinct, places = numbers.unique(return_inverse=True)  # each entity once, then gathered
+        return F.embedding(places, self._augmented(side, self.get_buffer(f"vectors_{side}")[distinct]))
+
+    def _augmented(self, side: int, vectors: torch.Tensor) -> torch.Tensor:
+        experts = torch.cat([self.shared(vectors), self.dedicated[side](vectors)], dim=1)  # (n, 2 NUM_EXPERTS, OUT_DIM)
+        alpha = torch.softmax(self.gates[side](vectors), dim=1)
+        augmented = F.layer_norm((alpha.unsqueeze(-1) * experts).sum(dim=1), (OUT_DIM,))
+        return torch.where(has_text(vectors), self.dropout(augmented), self.default[side])

@@ -1,0 +1,57 @@
+"""What every network sees of a row besides its history; the adaptors by their names in `ctr.adaptor`."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from laserbatch.ctr.adaptors.adaptor import Adaptor
+from laserbatch.ctr.adaptors.kar import HybridExpertAdaptor
+from laserbatch.ctr.adaptors.linear import LinearAdaptor
+from laserbatch.ctr.feature_set import SideVectors
+from laserbatch.ctr.fields import NUM_RESERVED, Field
+from laserbatch.ctr.knowledge import Knowledge
+from laserbatch.ctr.layers import Batch, EntityEmbedding
+from laserbatch.ctr.settings import CtrSettings
+
+ADAPTORS: dict[str, type[Adaptor]] = {"linear": LinearAdaptor, "kar": HybridExpertAdaptor}
+
+
+class RowInputs(nn.Module):
+    """What every network sees of a row besides its history: fields, cluster ids, what was before, adapted texts."""
+
+    def __init__(
+        self,
+        user_fields: tuple[Field, ...],
+        item_fields: tuple[Field, ...],
+        num_past: int,
+        knowledge: Knowledge | None,
+        settings: CtrSettings,
+    ) -> None:
+        super().__init__()
+        self.knowledge = None
+        ids = user_fields[0], item_fields[0]
+        if knowledge is not None:
+            user_fields += _cluster_fields(knowledge.user)
+            item_fields += _cluster_fields(knowledge.item)
+        self.user_embedding = EntityEmbedding(user_fields, settings.embedding_dim)
+        self.item_embedding = EntityEmbedding(item_fields, settings.embedding_dim)
+        if knowledge is not None:
+            vectors = knowledge.user.vectors, knowledge.item.vectors
+            self.knowledge = ADAPTORS[settings.adaptor](vectors, ids)
+        self.item_dim = self.item_embedding.out_dim
+        knowledge_dim = 0 if self.knowledge is None else self.knowledge.out_dim
+        self.out_dim = self.user_embedding.out_dim + self.item_dim + num_past + knowledge_dim
+
+    def forward(self, batch: Batch, target: torch.Tensor) -> torch.Tensor:
+        """A batch and its embedded targets (batch, item_dim) -> (batch, out_dim)."""
+        parts = [self.user_embedding(batch.users), target, batch.past]
+        if self.knowledge is not None:
+            parts.append(self.knowledge(batch))
+        return torch.cat(parts, dim=1)
+
+
+def _cluster_fields(side: SideVectors) -> tuple[Field, ...]:
+    """The cluster ids as more fields, one a level; clusters are never unknown, so code 1 is unused."""
+    codes = np.where(side.codes > 0, side.codes - 1 + NUM_RESERVED, 0)
+    sizes = (side.num_codes - 1 + NUM_RESERVED).tolist()
+    return tuple(Field("cluster", codes[:, [level]], size) for level, size in enumerate(sizes))
