@@ -77,28 +77,35 @@ def train_ctr(
         if settings.history == "asof" and of_variant is not None:
             seen, of_variant = seen_as_of(tables, data, of_variant, versions[variant])
         for model in settings.models:
-            for row, of_row in _train_seeds(model, variant, data, seen, of_variant, settings):
+            for row, of_row in train_seeds(model, variant, data, seen, of_variant, settings):
                 rows.append(row)
                 if variant != "none":
                     scores.setdefault((row.model, variant), []).append(of_row)
                 logger.info("%s %s seed %d: AUC %.4f in %.1f s", row.model, variant, row.seed, row.auc, row.train_s)
                 if on_fit is not None:
                     on_fit(row)
-    split = {name: len(getattr(data, name)) for name in ("train", "validation", "test")}
-    split["test_cold"] = int(data.is_cold[data.test].sum())
-    split["test_unseen"] = int((~np.isin(data.users[data.test], data.users[data.train])).sum())
-    pairs = _pairs(data, scores)
+    split = describe_split(data)
+    pairs = _own_with_plain(data, scores)
     return CtrFigures(
         split=split,
-        rows=[_item_rate(data), *_summary(rows)],
+        rows=[item_rate(data), *summarise(rows)],
         equivalence=compare_paired(pairs, split["test"], settings.equivalence_margin, settings.confidence),
         seeds=[asdict(row) for row in rows],
     )
 
 
-def _train_seeds(
+def describe_split(data: CtrData) -> dict[str, int]:
+    """Rows of each part, and of the test part those of cold users and of users whom training has not seen."""
+    split = {name: len(getattr(data, name)) for name in ("train", "validation", "test")}
+    split["test_cold"] = int(data.is_cold[data.test].sum())
+    split["test_unseen"] = int((~np.isin(data.users[data.test], data.users[data.train])).sum())
+    return split
+
+
+def train_seeds(
     model: ModelName, variant: str, data: CtrData, seen: CtrData, knowledge: Knowledge | None, settings: CtrSettings
 ) -> Iterator[tuple[CtrRow, np.ndarray]]:
+    """A model trained from every seed: its row, and what it says of the test rows, float32 (num_test,)."""
     for seed in range(settings.seed, settings.seed + settings.num_seeds):
         found = train_model(model, seen, knowledge, settings, seed)
         title, judged = MODEL_TITLES[model], _judged(data, found.scores)
@@ -106,7 +113,7 @@ def _train_seeds(
         yield row, found.scores
 
 
-def _pairs(data: CtrData, scores: dict[tuple[str, str], list[np.ndarray]]) -> dict[str, PairedAuc]:
+def _own_with_plain(data: CtrData, scores: dict[tuple[str, str], list[np.ndarray]]) -> dict[str, PairedAuc]:
     """The run's own texts beside plain ones, by model; empty without both."""
     labels, users = data.labels[data.test], data.users[data.test]
     return {
@@ -116,7 +123,7 @@ def _pairs(data: CtrData, scores: dict[tuple[str, str], list[np.ndarray]]) -> di
     }
 
 
-def _item_rate(data: CtrData) -> CtrScores:
+def item_rate(data: CtrData) -> CtrScores:
     """The smoothed share of positives of each item in training, as a prediction."""
     items, labels = data.items[data.train], data.labels[data.train]
     counts = np.bincount(items, minlength=data.num_items)
@@ -137,7 +144,7 @@ def _judged(data: CtrData, scores: np.ndarray) -> dict[str, float | None]:
     }
 
 
-def _summary(rows: list[CtrRow]) -> list[CtrScores]:
+def summarise(rows: list[CtrRow]) -> list[CtrScores]:
     """A row for each model and variant: means, and sample standard deviations over seeds (None with one seed)."""
     grouped: dict[tuple[str, str], list[CtrRow]] = {}
     for row in rows:

@@ -34,6 +34,10 @@ COMMANDS = {
         "backfill:backfill",
         "Run the nights of a range of dates, each from the one before it; finished ones are left as they are.",
     ),
+    "experiment": LazyCommand(
+        "experiment:experiment",
+        "Try templates, models or frameworks on a sample of entities; nothing that is published is touched.",
+    ),
     "ctr": LazyCommand("ctr:app", "Train, judge, ask and compare CTR models on the features of a run."),
     "features": LazyCommand("features:app", "Join features to a log by time; export them to other tools."),
     "runs": LazyCommand("runs:app", "List, compare, publish, take back and remove the runs of nights."),

@@ -4,6 +4,7 @@ A misspelled key fails before any work starts, naming the key and the nearest va
 relative to that file's folder. Every option has a default; `configs/default.yaml` shows them all.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +29,8 @@ SAMPLE_MODEL = "sample"
 CONFIG_NAME = "laserbatch.yaml"  # as `init` writes it
 
 
-def _config_here() -> Path | None:
+def config_here() -> Path | None:
+    """The configuration of the current folder; None where there is none."""
     path = Path(CONFIG_NAME)
     return path if path.is_file() else None
 
@@ -36,10 +38,17 @@ def _config_here() -> Path | None:
 CONFIG = typer.Option(
     ...,
     "--config",
-    default_factory=_config_here,
+    default_factory=config_here,
     show_default=f"{CONFIG_NAME} of the current folder, where there is one",
     help="Configuration file.",
 )
+CONFIGS = typer.Option(
+    [],
+    "--config",
+    show_default=f"{CONFIG_NAME} of the current folder, where there is one",
+    help="Configuration file; several are compared with each other.",
+)
+FRAMEWORKS = typer.Option([], "--framework", help="A framework of prompts, such as kar; give it again for another.")
 WORKSPACE = typer.Option(None, "--workspace", "-w", help="Workspace folder; without it the configuration's.")
 JSON = typer.Option(False, "--json", help="Print the result as JSON.")
 _PATH_KEYS = (
@@ -204,6 +213,23 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
     except ValidationError as error:
         source = path if path is not None else "the command line"
         raise ConfigError(f"{source}: {explain(error, Settings)}") from None
+
+
+def variant_names(configs: Sequence[Path], frameworks: Sequence[str]) -> list[str]:
+    """What variants are called: frameworks, or files of configurations without their suffix.
+
+    Raises BadParameter where both are given several times, one alone, or a name twice.
+    """
+    if frameworks and len(configs) > 1:
+        raise typer.BadParameter("give frameworks of one configuration, or several configurations, not both")
+    names = list(frameworks) or [path.stem for path in configs]
+    if len(names) < 2:
+        told = f"{names[0]!r} is one variant alone" if names else "nothing to compare is given"
+        raise typer.BadParameter(f"{told}; give --framework, or --config, twice or more")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise typer.BadParameter(f"{', '.join(twice)} is given twice; files of configurations need names of their own")
+    return names
 
 
 def open_workspace(config: Path | None, workspace: Path | None) -> Workspace:

@@ -1,6 +1,7 @@
 """`laserbatch ctr`: models trained on the features of a run, judged and asked; and what features are worth to them."""
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -9,7 +10,16 @@ import typer
 from laserbatch.ctr.settings import CtrSettings, ModelName
 from laserbatch.jobs.console import print_table, stdout, summary
 from laserbatch.jobs.report.ctr_table import ctr_lead, ctr_table
-from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
+from laserbatch.jobs.report.worth_table import between_line, worth_table
+from laserbatch.jobs.settings import (
+    CONFIG,
+    CONFIGS,
+    FRAMEWORKS,
+    WORKSPACE,
+    config_here,
+    load_settings,
+    variant_names,
+)
 from laserbatch.jobs.stages.compare_ctr import compare_ctr
 from laserbatch.jobs.stages.feature_versions import earlier_runs
 from laserbatch.jobs.stages.night import open_run
@@ -20,6 +30,7 @@ from laserbatch.jobs.stages.train_ctr import (
     train_to_folder,
     trained_on,
 )
+from laserbatch.jobs.stages.variants import compare_variants, of_configs, of_frameworks
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.manifest import CtrFigures
 from laserbatch.pipeline.tables.read import open_tables
@@ -113,7 +124,8 @@ def predict(
 
 @app.command()
 def compare(
-    config: Path | None = CONFIG,
+    config: list[Path] = CONFIGS,
+    framework: list[str] = FRAMEWORKS,
     workspace: Path | None = WORKSPACE,
     run: str | None = RUN,
     models: str | None = typer.Option(None, help="Comma-separated, of din, dcnv2 and gbdt. Default: the run's own."),
@@ -124,10 +136,19 @@ def compare(
 ) -> None:
     """Train DIN, DCNv2 and LightGBM without and with a run's knowledge; judge them on what came after the run's date.
 
-    Reads the tables anew, so that a run of yesterday can be judged on today. Writes nothing.
+    Reads the tables anew, so that a run of yesterday can be judged on today. Writes nothing. With several `--framework`
+    or `--config` it says which is worth it: their newest runs of one date, published or not, in one table of lift,
+    tokens and cost, the most lift an hour of generation first.
 
     Example: `laserbatch ctr compare --workspace workspace --models din,dcnv2 --seeds 3`
+
+    Example: `laserbatch ctr compare --framework kar --framework once`
     """
+    if framework or len(config) > 1:
+        told = _compared(config, framework, workspace, run, models, seeds, history, tables)
+        summary(told, as_json=True) if as_json else print_worth(told)
+        return
+    config = config[0] if config else config_here()
     night = open_run(load_settings(config, {"workspace": workspace}), run)
     settings = changed_settings(night.settings.ctr, models, seeds, history)
     later_tables = open_tables(tables or night.settings.tables.path)
@@ -138,6 +159,27 @@ def compare(
         return
     summary({"run_id": night.run.run_id, "rows": figures.split}, as_json=False)
     print_ctr(figures)
+
+
+def _compared(configs, frameworks, workspace, run, models, seeds, history, tables) -> dict[str, Any]:
+    if run is not None:
+        raise typer.BadParameter("--run is for one run alone; of several variants the newest of one date are taken")
+    names = variant_names(configs, frameworks)
+    if frameworks:
+        config = configs[0] if configs else config_here()
+        variants = of_frameworks(load_settings(config, {"workspace": workspace}), names)
+    else:
+        loaded = [load_settings(config, {"workspace": workspace}) for config in configs]
+        variants = of_configs(dict(zip(names, loaded, strict=True)))
+    variants = [replace(one, ctr=changed_settings(one.ctr, models, seeds, history)) for one in variants]
+    return compare_variants(variants, open_tables(tables or variants[0].night.settings.tables.path))
+
+
+def print_worth(told: Mapping[str, Any]) -> None:
+    """Show several variants beside each other on the terminal."""
+    print_table(worth_table(told))
+    for line in filter(None, [between_line(told)]):
+        stdout.print(line, markup=False, soft_wrap=True)
 
 
 def changed_settings(

@@ -8,6 +8,7 @@ import datetime
 import hashlib
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -48,6 +49,7 @@ class Receipt:
     ids : digest of an id -> whether anything of it was found.
     rows : run -> file -> rows removed from it.
     removed_runs : unfinished ones, whose nights are begun anew.
+    removed_experiments : those whose sample or texts hold somebody, whole.
     pools : version -> "rebuild" or "drop", and what was done: "rebuilt" or "dropped".
     """
 
@@ -58,6 +60,7 @@ class Receipt:
     is_done: bool = False
     rows: dict[str, dict[str, int]] = field(default_factory=dict)
     removed_runs: list[str] = field(default_factory=list)
+    removed_experiments: list[str] = field(default_factory=list)
     pools: dict[str, str] = field(default_factory=dict)
     delivered: dict[str, str] = field(default_factory=dict)  # run -> "sent again", "as it was" or "removed"
     not_reached: list[str] = field(default_factory=list)  # where runs were delivered before `deliver_to` was what it is
@@ -83,8 +86,8 @@ def forget(
     """Remove users or items from every run and pool of a workspace, and write a receipt of what was removed.
 
     Texts, vectors, plans, quarantine and reports' samples of every run go; pools that held them are rebuilt or dropped,
-    unfinished runs removed. Killed, the same command goes on. Take the ids out of your input tables first: who is in
-    them is written about again the next night.
+    unfinished runs and experiments removed. Killed, the same command goes on. Take the ids out of your input tables
+    first: who is in them is written about again the next night.
 
     Example: `laserbatch forget --config laserbatch.yaml --user u123 --user u456`
     """
@@ -95,7 +98,9 @@ def forget(
     if not any(wanted.values()):
         raise typer.BadParameter("give --user ID, --item ID or --ids FILE with at least one id")
     opened = Workspace.open(settings.workspace, create=False)
-    with opened.lock():
+    with opened.lock(), ExitStack() as experiments:
+        for experiment in opened.experiments():
+            experiments.enter_context(experiment.lock())
         receipt = _opened_receipt(opened, wanted)
         _scan(opened, wanted, receipt)
         if not dry_run:
@@ -114,6 +119,10 @@ def forget(
                 "would be removed" if dry_run else "removed": {
                     **{f"rows of {run_id}": sum(files.values()) for run_id, files in receipt.rows.items()},
                     **dict.fromkeys(receipt.removed_runs, "unfinished; its night is begun anew by its command"),
+                    **dict.fromkeys(
+                        [f"experiment {name}" for name in receipt.removed_experiments],
+                        "whole; its command, given again, takes a sample anew",
+                    ),
                 },
                 "pools": receipt.pools,
                 "delivered": receipt.delivered,
@@ -161,6 +170,12 @@ def _scan(workspace: Workspace, wanted: Ids, receipt: Receipt) -> None:
             receipt.rows[run.run_id] = receipt.rows.get(run.run_id, {}) | found
         elif run.run_id not in receipt.removed_runs:
             receipt.removed_runs.append(run.run_id)
+    for experiment in workspace.experiments():
+        found, seen = rows_of(experiment.root, wanted)
+        for side in SIDES:
+            receipt.ids[side] |= {digest(side, key): True for key in seen[side]}
+        if found and experiment.name not in receipt.removed_experiments:
+            receipt.removed_experiments.append(experiment.name)
     store = PoolStore(workspace.pools_folder)
     runs = {run.run_id for run in workspace.runs()}
     for known in store.list():
@@ -177,6 +192,9 @@ def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Rece
     for run_id in receipt.removed_runs:
         if workspace.run(run_id).root.is_dir():
             remove_folder(workspace.run(run_id).root)
+    for name in receipt.removed_experiments:
+        if workspace.experiment(name).root.is_dir():
+            remove_folder(workspace.experiment(name).root)
     for run_id, files in receipt.rows.items():
         run = workspace.run(run_id)
         if not run.root.is_dir():

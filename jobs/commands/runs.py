@@ -1,5 +1,6 @@
 """`laserbatch runs ...`: what nights have left, which one readers see, and how old ones are removed."""
 
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from laserbatch.pipeline.storage.atomic import leftovers, remove_folder, remove_
 from laserbatch.pipeline.storage.delivery import Destination
 from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.run_folder import RunFolder
-from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.storage.workspace import EXPERIMENTS, Workspace
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="List, compare, publish, take back and remove the runs of nights."
@@ -169,6 +170,7 @@ def rollback(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, a
 def gc(
     keep: int = typer.Option(7, min=1, help="So many of the newest finished runs stay."),
     unfinished: bool = typer.Option(False, "--unfinished", help="Remove also older runs that were never finished."),
+    experiments: bool = typer.Option(False, "--experiments", help="Remove also all folders of experiments."),
     dry_run: bool = DRY_RUN,
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
@@ -180,26 +182,36 @@ def gc(
     """
     settings = load_settings(config, {"workspace": workspace})
     opened = Workspace.open(settings.workspace, create=False)
-    with opened.lock():
+    tried = opened.experiments()
+    with opened.lock(), ExitStack() as locked:
+        for experiment in tried if experiments else ():
+            locked.enter_context(experiment.lock())
+        bytes_tried = sum(size_bytes(experiment.root) for experiment in tried)
         kept = kept_runs(opened, keep, unfinished)
         old = [run for run in opened.runs() if run.run_id not in kept]
-        remains = leftovers(opened.root / "runs")
+        swept = [opened.root / name for name in ("runs", EXPERIMENTS)[: 1 + experiments]]
+        remains = [path for folder in swept for path in leftovers(folder)]
         num_bytes = sum(map(size_bytes, [*(run.root for run in old), *remains]))
         if not dry_run:
             if settings.deliver_to and old:
                 deliver(opened, settings.deliver_to)
                 for run_id in Destination.at(settings.deliver_to).remove([run.run_id for run in old]):
                     say(f"removed from {settings.deliver_to}: {run_id}")
-            for run in old:
-                remove_folder(run.root)
-            remove_leftovers(opened.root / "runs")
-    removed = [run.run_id for run in old]
+            for one in [*old, *(tried if experiments else ())]:
+                remove_folder(one.root)
+            for folder in swept:
+                remove_leftovers(folder)
+    removed, names = [run.run_id for run in old], [experiment.name for experiment in tried]
     if as_json:
         told = {"removed": removed, "num_leftovers": len(remains), "num_bytes": num_bytes}
+        told |= {"experiments": names, "removed_experiments": names if experiments else [], "bytes_tried": bytes_tried}
         summary({**told, "kept": kept, "dry_run": dry_run}, as_json=True)
         return
     verb = "would remove" if dry_run else "removed"
     say(f"{verb} {counted(len(old), 'run')} ({num_bytes / 1e6:,.1f} MB){': ' if old else ''}{', '.join(removed)}")
+    if tried:
+        told = f"{counted(len(tried), 'experiment')} ({bytes_tried / 1e6:,.1f} MB): {', '.join(names)}"
+        say(f"{verb} {told}" if experiments else f"kept {told}; --experiments removes them")
     for run_id, reason in kept.items():
         say(f"kept {run_id}: {reason}")
 

@@ -6,7 +6,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 logger = logging.getLogger("laserbatch.storage")
 
 WORKSPACE_VERSION = 1
+EXPERIMENTS = "experiments"  # folder of a workspace
 MOST_REMEMBERED = 100  # of the runs that were published before
 _VERSION_TEXT = f'{{"format_version": {WORKSPACE_VERSION}}}'
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -85,6 +86,17 @@ class Workspace:
         if run is None:
             raise WorkspaceError(f"{self.root} has no published run yet; name a run, or run `laserbatch nightly` first")
         return run
+
+    def experiments(self) -> "list[ExperimentFolder]":
+        """Every experiment, in the order of their names."""
+        paths = sorted((self.root / EXPERIMENTS).glob("*"))
+        return [ExperimentFolder(path) for path in paths if path.is_dir() and _RUN_ID.fullmatch(path.name)]
+
+    def experiment(self, name: str) -> "ExperimentFolder":
+        """An experiment, which need not be there yet. Raises WorkspaceError when the name cannot name a folder."""
+        if not _RUN_ID.fullmatch(name):
+            raise WorkspaceError(f"{name!r} cannot name an experiment; expected letters, digits, dots and dashes.")
+        return ExperimentFolder(self.root / EXPERIMENTS / name)
 
     def runs(self) -> list[RunFolder]:
         """Every run, finished or not, in the order of their ids, which begin with their date."""
@@ -234,6 +246,29 @@ class Workspace:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
         finally:
             os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class ExperimentFolder:
+    """Tables of a sample of people, and a workspace for each variant that was tried on them."""
+
+    root: Path
+
+    @property
+    def name(self) -> str:
+        return self.root.name
+
+    @property
+    def tables_folder(self) -> Path:
+        return self.root / "tables"
+
+    def variants(self) -> list[Workspace]:
+        """The workspaces of the variants that have begun."""
+        return [Workspace.open(path.parent, create=False) for path in sorted(self.root.glob("*/workspace.json"))]
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Hold it for writing, as a workspace is held."""
+        return Workspace(self.root).lock()
 
 
 def _holder(descriptor: int) -> str:

@@ -5,10 +5,8 @@ import os
 import shutil
 import signal
 import sys
-import zlib
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from night_world import run_here, write_here
+from planted_night import Encoder
 from small_world import TEMPLATES, World, first_world
 
 from laserbatch.jobs.cli import main
@@ -63,17 +62,6 @@ def planted(shards, crew, *_):
         stats = DecodingStats(num_texts=len(records), num_tokens=9 * len(records), num_steps=9, wall_s=1.0)
         info = ShardInfo(shard.sha256, shard.group, stats, ModelFigures("m", "float32", "cpu", 1), 1)
         yield shard, folder.write_shard(shard.side, shard.name, pa.Table.from_pylist(records, schema), failed, info)
-
-
-class Encoder:
-    """Vectors of length one, by the text."""
-
-    dim, encoder_id = 8, "hash"
-
-    def encode(self, texts, on_batch):
-        seeds = [zlib.crc32(text.encode()) for text in texts]
-        vectors = np.array([np.random.default_rng(seed).normal(size=8) for seed in seeds], np.float32).reshape(-1, 8)
-        return SimpleNamespace(vectors=vectors / np.linalg.norm(vectors, axis=1, keepdims=True), num_truncated=0)
 
 
 def killed_before_pools(*_, **__):

@@ -1,0 +1,132 @@
+"""What each of several ways of asking adds to CTR models: all are trained and judged on the same rows, from one date.
+
+A way has its own texts, its own settings of how they are used, and its own basis, as it would have alone, so that ways
+may have different encoders. What differs in more than the use of texts is compared with models without texts of its
+own settings; the rows, the models and the seeds are those of all, so that every difference is a paired one.
+"""
+
+import datetime
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import numpy as np
+
+from laserbatch.ctr.compare import CtrRow, describe_split, item_rate, summarise, train_seeds
+from laserbatch.ctr.dataset import CtrData, build_dataset
+from laserbatch.ctr.equivalence import compare_paired, pair
+from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.feature_set import FeatureSet
+from laserbatch.ctr.knowledge import FeatureVersions, build_knowledge, seen_as_of
+from laserbatch.ctr.log import EntityTables
+from laserbatch.ctr.settings import CtrSettings
+from laserbatch.pipeline.storage.manifest import CtrScores, CtrVerdict
+
+# Settings that decide which rows judge, by how many trainings, and what counts as a difference.
+JUDGED_BY = (
+    "models", "num_seeds", "seed", "label", "negatives_per_positive", "negatives_by", "validation_share",
+    "cold_max_interactions", "equivalence_margin", "confidence",
+)  # fmt: skip
+USE_OF_TEXTS = {"adaptor", "vector_dim", "history"}  # settings that models without texts do not see
+
+Scores = dict[str, np.ndarray]  # by model as people read it: float32 (num_seeds, num_test)
+
+
+@dataclass(frozen=True)
+class Way:
+    """Texts, as features, and how models use them; `versions` by side, where `history` is asof."""
+
+    features: FeatureSet
+    settings: CtrSettings
+    versions: Mapping[str, FeatureVersions] | None = None
+
+
+@dataclass(frozen=True)
+class Lift:
+    """What a way adds: verdicts on AUC against none, by model and of "all"; and the rows that they are of."""
+
+    over_none: dict[str, CtrVerdict]
+    rows: list[CtrScores]  # of the way, and of its models without texts ("none")
+
+
+@dataclass(frozen=True)
+class Lifts:
+    """Of every way, and what one is over another: the verdict on all models, by (way, other way)."""
+
+    split: dict[str, int]
+    item_rate: CtrScores
+    ways: dict[str, Lift]
+    between: dict[tuple[str, str], CtrVerdict] = field(default_factory=dict)
+
+
+def train_ways(
+    tables: EntityTables,
+    ways: Mapping[str, Way],
+    as_of: datetime.date,
+    on_fit: Callable[[CtrRow], None] | None = None,
+) -> Lifts:
+    """Train and judge every model with every way, and once without texts.
+
+    Raises CtrError as `train_ctr` does, and where settings of ways differ that decide by what they are judged.
+    """
+    _require_one_judgement({name: way.settings for name, way in ways.items()})
+    margin = next(iter(ways.values())).settings
+
+    def trained(name: str, data: CtrData, seen: CtrData, knowledge, settings: CtrSettings) -> tuple[list, Scores]:
+        rows, scores = [], {}
+        for model in settings.models:
+            for row, of_row in train_seeds(model, name, data, seen, knowledge, settings):
+                rows.append(row)
+                scores.setdefault(row.model, []).append(of_row)
+                if on_fit is not None:
+                    on_fit(row)
+        return summarise(rows), {model: np.stack(of_seeds) for model, of_seeds in scores.items()}
+
+    lifts: dict[str, Lift] = {}
+    scores: dict[str, Scores] = {}
+    for names in _alike_without_texts(ways):
+        settings = ways[names[0]].settings
+        data = build_dataset(tables, as_of, settings)
+        none, without = trained("none", data, data, None, settings)
+        labels, users = data.labels[data.test], data.users[data.test]
+
+        def verdicts(of: Scores, other: Scores, labels=labels, users=users) -> dict[str, CtrVerdict]:
+            pairs = {model: pair(labels, users, of[model], other[model]) for model in of}
+            return compare_paired(pairs, len(labels), margin.equivalence_margin, margin.confidence)
+
+        for name in names:
+            way = ways[name]
+            seen, knowledge = data, build_knowledge(tables, data, {name: way.features}, as_of, way.settings)[name]
+            if way.versions is not None:
+                seen, knowledge = seen_as_of(tables, data, knowledge, way.versions)
+            rows, scores[name] = trained(name, data, seen, knowledge, way.settings)
+            lifts[name] = Lift(verdicts(scores[name], without), [*none, *rows])
+    between = {}
+    for one, other in combinations(ways, 2):
+        between[one, other] = verdicts(scores[one], scores[other])["all"]
+        between[other, one] = verdicts(scores[other], scores[one])["all"]
+    return Lifts(describe_split(data), item_rate(data), {name: lifts[name] for name in ways}, between)
+
+
+def num_trainings(ways: Mapping[str, Way]) -> int:
+    """How many `train_ways` makes."""
+    settings = next(iter(ways.values())).settings
+    return (len(ways) + len(list(_alike_without_texts(ways)))) * len(settings.models) * settings.num_seeds
+
+
+def _require_one_judgement(settings: Mapping[str, CtrSettings]) -> None:
+    for key in JUDGED_BY:
+        found = {name: getattr(of_way, key) for name, of_way in settings.items()}
+        if len(set(found.values())) > 1:
+            told = ", ".join(f"{name}: {value!r}" for name, value in found.items())
+            raise CtrError(f"ctr.{key} differs, so that nothing would be judged alike ({told}); set one for all")
+    if len({of_way.history == "split" for of_way in settings.values()}) > 1:
+        raise CtrError("ctr.history is split for some, which trains on other rows; set one for all, or give --history")
+
+
+def _alike_without_texts(ways: Mapping[str, Way]) -> Iterator[list[str]]:
+    """Names of ways in groups whose models without texts are the same."""
+    groups: dict[str, list[str]] = {}
+    for name, way in ways.items():
+        groups.setdefault(way.settings.model_dump_json(exclude=USE_OF_TEXTS), []).append(name)
+    yield from groups.values()

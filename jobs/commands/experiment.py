@@ -1,0 +1,100 @@
+"""`laserbatch experiment`: templates, models or frameworks tried on a sample of entities, beside what is published."""
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from laserbatch.jobs.commands.ctr import print_worth
+from laserbatch.jobs.console import ExitCode, print_table, say, summary
+from laserbatch.jobs.report.worth_table import audit_table
+from laserbatch.jobs.settings import (
+    CONFIGS,
+    FRAMEWORKS,
+    JSON,
+    WORKSPACE,
+    config_here,
+    load_settings,
+    variant_names,
+)
+from laserbatch.jobs.stages.night import parse_date
+from laserbatch.jobs.stages.run_experiment import SHARE_BEFORE, Experiment, run_experiment, settings_of_framework
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.storage.atomic import read_json
+from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.tables.read import open_tables
+from laserbatch.pipeline.tables.sampled import day_of_share
+
+ITEMS_A_USER = 4  # of the sample, at most, where no number of items is given
+
+
+def experiment(
+    config: list[Path] = CONFIGS,
+    framework: list[str] = FRAMEWORKS,
+    workspace: Path | None = WORKSPACE,
+    users: int = typer.Option(200, min=1, help="Users of the sample: those whose ids have the lowest hash."),
+    items: int | None = typer.Option(
+        None, min=1, help="Most items of it, those first that its users met most. Default: four a user."
+    ),
+    date: str | None = typer.Option(
+        None, help="The night that is tried. Default: the last day by whose end 80 % of the interactions had happened."
+    ),
+    name: str | None = typer.Option(None, help="Of its folder. Default: one of its own for whatever is tried."),
+    ray_address: str | None = typer.Option(None, help="Use this Ray cluster; without it a local one a variant."),
+    as_json: bool = JSON,
+) -> None:
+    """Try templates, models or frameworks on a sample of entities; nothing that is published is touched.
+
+    Each variant is a framework of one configuration, or a configuration, and has a night of its own in
+    `<workspace>/experiments/<name>`; what came after the date then judges all of them: lift, cost and audit in one
+    table. Killed at any moment, the same command goes on. `laserbatch runs gc --experiments` removes the folders.
+
+    Example: `laserbatch experiment --framework kar --framework rlmrec --users 200`
+
+    Example: `laserbatch experiment --config now.yaml --config shorter.yaml`
+    """
+    overrides = {"workspace": workspace, "cluster.ray_address": ray_address}
+    configs = config or list(filter(None, [config_here()]))
+    loaded = [load_settings(path, overrides) for path in configs] or [load_settings(None, overrides)]
+    names = variant_names(config, framework)
+    settings = dict(zip(names, loaded, strict=False))
+    if framework:
+        settings = {one: settings_of_framework(loaded[0], one) for one in names}
+    first = next(iter(settings.values()))
+    for one, of_variant in settings.items():
+        if of_variant.tables.path != first.tables.path:
+            raise ConfigError(
+                f"{one} reads the tables {of_variant.tables.path}, {names[0]} those of {first.tables.path}; variants "
+                "are tried on one sample, so set tables.path alike"
+            )
+    opened = Workspace.open(first.workspace)
+    before = opened.experiment(name).root / "experiment.json" if name else None
+    if date is not None:
+        day = parse_date(date)
+    elif before is not None and before.exists():
+        day = parse_date(read_json(before)["asked"]["date"])
+    else:
+        day = day_of_share(open_tables(first.tables.path), SHARE_BEFORE)
+    asked = Experiment(settings, day, users, items or ITEMS_A_USER * users)
+    told = run_experiment(opened, name or asked.default_name, asked)
+    if as_json:
+        summary(told, as_json=True)
+    else:
+        _show(told)
+    if told["failed"]:
+        raise typer.Exit(ExitCode.RUN_FAILED)
+
+
+def _show(told: dict[str, Any]) -> None:
+    print_worth(told)
+    audit = audit_table(told["variants"])
+    if audit is None:
+        say("no text was compared with a plain one: variants wrote too few, or are plain themselves")
+    else:
+        print_table(audit)
+    for one in told["variants"]:
+        for sentence in one["gates"]:
+            say(f"{one['variant']}: {sentence}")
+    for name, why in told["failed"].items():
+        say(f"{name} failed: {why}")
+    say(f"all of it is in {told['folder']}, each variant a workspace with its report and texts")

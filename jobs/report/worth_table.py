@@ -1,0 +1,102 @@
+"""Several ways of asking beside each other: what each adds to CTR models, what its texts are, what a million cost."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from laserbatch.jobs.formatting import MISSING, count, decimal, percent, rate
+from laserbatch.jobs.report.blocks import Table
+
+WORDS = {"equivalent": "as good", "undecided": "?"}  # for verdicts that are no words of their own, or long ones
+THOUSANDTHS = 1000  # of AUC: lifts an hour are small
+
+
+def worth_table(told: Mapping[str, Any]) -> Table:
+    """A row a variant of what `compare_variants` tells, in its order; cells of several lines."""
+    variants, rows = told["variants"], []
+    for one in variants:
+        per_hour = one["lift_per_hour"]
+        money, num_kept, num_failed = one["money_per_million"], one["num_kept"], one["num_quarantined"]
+        rows.append(
+            {"Variant": one["variant"]}
+            | {_title(model): _verdict(found) for model, found in one["lift"].items()}
+            | {
+                "Tokens a text": _by_side(one["tokens_per_text"], lambda mean: decimal(mean, 0)),
+                "Texts": f"{count(sum(num_kept.values()))}\n{count(sum(num_failed.values()))} failed",
+                "A million": f"{count(one['seconds_per_million'])} s" + (f"\n{rate(money)}" if money else ""),
+                "Lift an hour": rate(None if per_hour is None else THOUSANDTHS * per_hour),
+            }
+        )
+    return Table("Which is worth it", rows, ("Variant",), _caption(told), [0])
+
+
+def audit_table(variants: Sequence[Mapping[str, Any]]) -> Table | None:
+    """Texts of each variant beside plain ones of the same prompts; None where none were compared."""
+    rows = [
+        {
+            "Variant": one["variant"],
+            "Side": side,
+            "Pairs": count(found["num_pairs"]),
+            "Same": count(found["num_identical"]),
+            "Length": decimal(found["length_ratio"], 3),
+            "Cosine": decimal(found["cosine"], 3),
+            "Repeated": _both(found["repetition"], percent),
+            "Fields": _both(found["fields"], percent),
+            "Names": _both(found["names"], decimal),
+        }
+        for one in variants
+        for side, found in one["audit"].items()
+    ]
+    caption = "Means, and of plain texts in parentheses, as in the report of a night."
+    return Table("Texts beside plain ones", rows, ("Variant", "Side"), caption) if rows else None
+
+
+def between_line(told: Mapping[str, Any]) -> str | None:
+    """Whether the first is better than the others, in a sentence; None of one alone."""
+    first = told["variants"][0]["variant"]
+    against = [one for one in told["between"] if one["variant"] == first]
+    parts = [f"{one['over']} {_verdict(one, ' ').replace('?', 'undecided')}" for one in against]
+    if not parts:
+        return None
+    unsure = all(one["lift"]["all"]["verdict"] == "undecided" for one in told["variants"])
+    advice = ". No lift is sure yet: more users, or more seeds, narrow the intervals" if unsure else ""
+    return f"{first}, with all models, against {'; '.join(parts)}{advice}"
+
+
+def _caption(told: Mapping[str, Any]) -> str:
+    first = told["variants"][0]
+    judged, rows = next(iter(first["lift"].values())), told["rows"]
+    hours = {"GPU": "GPU-hour", "worker": "worker-hour"}
+    kinds = " or ".join(dict.fromkeys(hours[one["hours_of"]] for one in told["variants"]))
+    lines = [
+        f"AUC over the same models without texts, on {count(rows['test'])} test rows after {told['date']}: mean, half "
+        f"its {percent(judged['confidence'])} interval over new users and new seeds, verdict (“as good”: within "
+        f"±{decimal(judged['margin'], 4)}; “?”: undecided).",
+    ]
+    if judged["low"] is None:
+        lines.append("One seed has no interval: train with more (--seeds, ctr.num_seeds).")
+    lines.append(
+        "A million: seconds of the whole cluster for so many new texts, users and items as in the run"
+        + (", and money." if any(one["money_per_million"] for one in told["variants"]) else
+           "; set cluster.price_per_hour to see money.")
+    )  # fmt: skip
+    lines.append(f"Lift an hour: thousandths of AUC, of all models, for each {kinds} that a million texts take.")
+    return " ".join(lines)
+
+
+def _title(model: str) -> str:
+    return "All" if model == "all" else model
+
+
+def _verdict(found: Mapping[str, Any], between: str = "\n") -> str:
+    parts = [decimal(found["mean_difference"], 4, signed=True)]
+    if found["low"] is not None:
+        parts.append(f"±{decimal(found['high'] - found['mean_difference'], 4)}")
+    return between.join([*parts, WORDS.get(found["verdict"], found["verdict"])])
+
+
+def _by_side(values: Mapping[str, float | None], show) -> str:
+    return "\n".join(f"{side} {show(value)}" for side, value in values.items()) or MISSING
+
+
+def _both(mean: Mapping[str, float], show) -> str:
+    return f"{show(mean['own'])} ({show(mean['plain'])})"

@@ -1,0 +1,219 @@
+"""An experiment: variants tried on a sample of entities, each by an ordinary night in a workspace of its own.
+
+Nothing that is published changes, nor what a later night builds on: all of it lies in `<workspace>/experiments/<name>`.
+"""
+
+import datetime
+import hashlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from laserbatch.ctr.errors import CtrError
+from laserbatch.jobs.console import say
+from laserbatch.jobs.formatting import count, percent
+from laserbatch.jobs.gates import gate_sentence
+from laserbatch.jobs.settings import MetricsSettings, Settings
+from laserbatch.jobs.stages.inputs import check_inputs, require_template_columns
+from laserbatch.jobs.stages.night import newest_edition, open_run
+from laserbatch.jobs.stages.run_night import run_night
+from laserbatch.jobs.stages.variants import Variant, compare_variants, with_adaptor
+from laserbatch.pipeline.errors import ConfigError, RunFailed, RunHeld
+from laserbatch.pipeline.knowledge.templates import SHIPPED_TEMPLATES, load_template
+from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.storage.atomic import (
+    atomic_folder,
+    canonical_json,
+    read_json,
+    remove_folder,
+    remove_leftovers,
+    write_json,
+)
+from laserbatch.pipeline.storage.manifest import make_run_id
+from laserbatch.pipeline.storage.workspace import ExperimentFolder, Workspace
+from laserbatch.pipeline.tables.check import require_sound
+from laserbatch.pipeline.tables.read import describe, open_tables
+from laserbatch.pipeline.tables.sampled import write_sample
+
+SHARE_BEFORE = 0.8  # of all interactions, that have happened by the date where none is given
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is tried on whom; `settings` by variant, whose tables are the same."""
+
+    settings: Mapping[str, Settings]
+    date: datetime.date
+    num_users: int
+    num_items: int
+
+    @cached_property
+    def asked(self) -> dict[str, Any]:
+        """All that decides what comes out, but the tables, as plain values."""
+        variants = {}
+        for name, of_variant in self.settings.items():
+            knowledge = of_variant.knowledge
+            templates = [load_template(knowledge.template_of(side), knowledge.template_dir) for side in SIDES]
+            texts = canonical_json({"templates": [template.model_dump(mode="json") for template in templates]})
+            prompts = hashlib.sha256(texts.encode()).hexdigest()[:16]
+            variants[name] = of_variant.identity() | {"prompts": prompts}
+        return {"date": self.date.isoformat(), "num_users": self.num_users, "num_items": self.num_items,
+                "variants": variants}  # fmt: skip
+
+    @property
+    def default_name(self) -> str:
+        """Another one for whatever else is asked."""
+        return f"{self.date}-{hashlib.sha256(canonical_json(self.asked).encode()).hexdigest()[:8]}"
+
+
+def settings_of_framework(settings: Settings, framework: str) -> Settings:
+    """The settings with the templates of a framework, and its own way to use texts.
+
+    Of several templates the configured one is taken, else `<framework>_<side>`. Raises ConfigError where there is none.
+    """
+    knowledge, folder = settings.knowledge, settings.knowledge.template_dir
+    stems = {path.stem for place in filter(None, (folder, SHIPPED_TEMPLATES)) for path in place.glob("*.yaml")}
+    known = [load_template(stem, folder) for stem in sorted(stems)]
+    frameworks = sorted({template.framework for template in known})
+    names = {}
+    for side in SIDES:
+        found = [one.name for one in known if (one.framework, one.side) == (framework, side)]
+        first = [knowledge.template_of(side), f"{framework}_{side}"]
+        found = [name for name in first if name in found] or found
+        if not found:
+            raise ConfigError(
+                f"no prompt template for {side}s is of the framework {framework!r}; there are {', '.join(frameworks)}. "
+                "Yours lie in knowledge.template_dir, and say which they are of as `framework`"
+            )
+        if len(found) > 1 and found[0] not in first:
+            raise ConfigError(
+                f"several prompt templates for {side}s are of the framework {framework!r}: {', '.join(found)}. Name "
+                "one in a configuration of its own, and give configurations instead: --config A --config B"
+            )
+        names[f"{side}_template"] = found[0]
+    updated = {"knowledge": knowledge.model_copy(update=names), "ctr": with_adaptor(settings.ctr, framework)}
+    return settings.model_copy(update=updated)
+
+
+def run_experiment(workspace: Workspace, name: str, experiment: Experiment) -> dict[str, Any]:
+    """Sample, write, compare; what `compare_variants` tells, and of each variant its audit and what its gates say.
+
+    Killed at any moment, the same call goes on. A variant of which most of the first texts cannot be kept stands in
+    `failed`, and the others are tried all the same. Raises ConfigError where the name is that of another experiment,
+    CtrError where the sample cannot judge, RunFailed where every variant failed.
+    """
+    folder = workspace.experiment(name)
+    folder.root.mkdir(parents=True, exist_ok=True)
+    with folder.lock():
+        remove_leftovers(folder.root)
+        sample = _sampled(folder, experiment)
+        variants, failed = [], {}
+        for number, (variant, of_variant) in enumerate(experiment.settings.items(), 1):
+            say(f"variant {number} of {len(experiment.settings)}: {variant}")
+            try:
+                variants.append(_tried(folder, variant, of_variant, experiment.date))
+            except RunFailed as error:
+                say(f"{variant} failed, and the others go on: {error}")
+                failed[variant] = str(error)
+        if not variants:
+            raise RunFailed(f"every variant failed: {'; '.join(f'{name}: {why}' for name, why in failed.items())}")
+        result, runs = folder.root / "comparison.json", {one.name: one.night.run.run_id for one in variants}
+        told = read_json(result) if result.exists() else {}
+        if told.get("runs") != runs:
+            told = {"runs": runs} | compare_variants(variants, open_tables(folder.tables_folder))
+            write_json(told, result)
+        return {"experiment": name, "folder": str(folder.root), "sample": sample, **told, "failed": failed}
+
+
+def _sampled(folder: ExperimentFolder, experiment: Experiment) -> dict[str, Any]:
+    """What the sample holds, which is taken once; checked beforehand is all that could stop the nights."""
+    path, first = folder.root / "experiment.json", next(iter(experiment.settings.values()))
+    source, now = first.tables.path, canonical_json(experiment.asked)
+    if path.exists():
+        before = read_json(path, f", or remove {folder.root}")
+        if canonical_json(before["asked"]) != now:
+            raise ConfigError(
+                f"the experiment {folder.name} is another one: {_what_differs(before['asked'], experiment.asked)}. "
+                f"Give another --name, none, or remove {folder.root}"
+            )
+        say(f"going on with the experiment {folder.name}")
+        if before["inputs"] != describe(source):
+            say(f"{source} changed since its sample was taken, which stays; give another --name to take a new one")
+        return before["sample"]
+    try:
+        require_sound(check_inputs(source, first), source)
+        for of_variant in experiment.settings.values():
+            for side in SIDES:
+                require_template_columns(source, of_variant, side)
+        with atomic_folder(folder.tables_folder, overwrite=True) as made:
+            sample = write_sample(
+                open_tables(source), made, experiment.date, experiment.num_users, experiment.num_items
+            )
+            _require_judges(made, experiment)
+    except BaseException:
+        remove_folder(folder.root)
+        raise
+    say(
+        f"a sample of {count(sample.num_users)} users and {count(sample.num_items)} items, with "
+        f"{percent(sample.share_kept)} of what these users did up to {experiment.date}, and {count(sample.num_later)} "
+        "later interactions to judge by"
+    )
+    write_json({"asked": experiment.asked, "inputs": describe(source), "sample": asdict(sample)}, path)
+    return asdict(sample)
+
+
+def _require_judges(tables: Path, experiment: Experiment) -> None:
+    from laserbatch.ctr.dataset import build_dataset
+
+    for of_variant in experiment.settings.values():
+        try:
+            build_dataset(open_tables(tables), experiment.date, of_variant.ctr)
+        except CtrError as error:
+            raise CtrError(
+                f"the sample of {experiment.num_users} users could not judge what is written about it, so nothing was: "
+                f"{error}. More --users may do, too"
+            ) from None
+
+
+def _tried(folder: ExperimentFolder, name: str, settings: Settings, date: datetime.date) -> Variant:
+    """A variant's night on the sample, done now or before. Raises RunFailed where it writes nothing of use."""
+    unlimited = settings.refresh.model_copy(update={"max_tokens": None, "max_hours": None})
+    apart = settings.model_copy(
+        update={
+            "workspace": folder.root / name,
+            "tables": settings.tables.model_copy(update={"path": folder.tables_folder}),
+            "refresh": unlimited,
+            "night": settings.night.model_copy(update={"train_ctr": False}),
+            "deliver_to": None,
+            "metrics": MetricsSettings(),
+        }
+    )
+    workspace = Workspace.open(apart.workspace)
+    edition = newest_edition(workspace, apart, date)
+    run = workspace.run(make_run_id(date, apart.identity(), edition))
+    if not (run.is_finished or run.is_held):
+        with suppress(RunHeld):
+            run_night(apart, date, publishing="never")
+    night = open_run(apart, run.run_id)
+    for gate in night.manifest.gates:
+        if gate.verdict == "holds":
+            say(f"a night with {name} would be held back: {gate_sentence(gate)}")
+    return Variant(name, night, settings.ctr)
+
+
+def _what_differs(before: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> str:
+    """The first key at which two experiments differ, with both values."""
+    for key in [*before, *(key for key in now if key not in before)]:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict) and old != new:
+            return _what_differs(old, new, f"{within}{key}.")
+        if old != new:
+            return f"{within}{key} was {_shown(old)}, and is {_shown(new)}"
+    return "its settings differ"
+
+
+def _shown(value: Any) -> str:
+    return "not there" if value is None else "there" if isinstance(value, dict) else repr(value)

@@ -1,0 +1,222 @@
+"""Several ways of asking beside each other: their runs of one date, what their texts add to CTR models, what they cost.
+
+A variant is a run with the settings by which models use its texts. Nothing is written.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+import pyarrow.compute as pc
+
+from laserbatch.ctr.feature_set import read_feature_set
+from laserbatch.ctr.log import EntityTables
+from laserbatch.ctr.settings import AdaptorName, CtrSettings
+from laserbatch.jobs.console import progress
+from laserbatch.jobs.formatting import ratio
+from laserbatch.jobs.gates import gate_sentence
+from laserbatch.jobs.settings import Settings
+from laserbatch.jobs.stages.feature_versions import earlier_runs, feature_versions
+from laserbatch.jobs.stages.night import Night, open_run
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.storage.manifest import RunManifest, SideAudit, settings_hash
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.tables.schema import TABLE_NAMES
+
+MILLION = 1e6
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A run, and how models use its texts."""
+
+    name: str
+    night: Night
+    ctr: CtrSettings
+
+
+def of_frameworks(settings: Settings, frameworks: Sequence[str]) -> list[Variant]:
+    """The newest runs of a workspace, its experiments' too, whose texts are of these frameworks, of one date.
+
+    Raises WorkspaceError where a framework has none, or none of a date and tables that all have.
+    """
+    opened = Workspace.open(settings.workspace, create=False)
+    found: dict[str | None, list[tuple[Workspace, RunFolder]]] = {}
+    for workspace in (opened, *(one for folder in opened.experiments() for one in folder.variants())):
+        for run in workspace.dated_runs(with_held=True):
+            found.setdefault(framework_of(run), []).append((workspace, run))
+    for runs in found.values():
+        runs.sort(key=lambda one: one[1].date)
+    for name in frameworks:
+        if name not in found:
+            known = ", ".join(sorted(filter(None, found))) or "none"
+            raise WorkspaceError(
+                f"no run of {settings.workspace} has texts of the framework {name!r} (there are: {known}). Run a night "
+                f"with its templates, or `laserbatch experiment --framework {' --framework '.join(frameworks)}`"
+            )
+    chosen = _of_one_date({name: found[name] for name in frameworks})
+    return [
+        _variant(name, settings.model_copy(update={"workspace": workspace.root}), run.run_id, adaptor=name)
+        for name, (workspace, run) in chosen.items()
+    ]
+
+
+def of_configs(configs: Mapping[str, Settings]) -> list[Variant]:
+    """The newest runs of several configurations, of one date; raises WorkspaceError as `of_frameworks` does."""
+    found = {}
+    for name, settings in configs.items():
+        workspace, alike = Workspace.open(settings.workspace, create=False), settings_hash(settings.identity())
+        runs = [run for run in workspace.dated_runs(with_held=True) if alike.startswith(run.settings_hash)]
+        if not runs:
+            raise WorkspaceError(
+                f"{settings.workspace} has no finished run of the configuration {name} as it is now; "
+                "`laserbatch nightly --config ...` makes one, `laserbatch experiment --config ...` tries it on a sample"
+            )
+        found[name] = [(workspace, run) for run in runs]
+    return [_variant(name, configs[name], run.run_id) for name, (_, run) in _of_one_date(found).items()]
+
+
+def framework_of(run: RunFolder) -> str | None:
+    """That of most texts of a run, of both sides alike; None where it has no texts, or sides differ."""
+    found = set()
+    for side in SIDES:
+        counts: Counter[str] = Counter()
+        for batch in run.iter_knowledge(side, ["framework"]):
+            for one in pc.value_counts(batch["framework"]).to_pylist():
+                counts[one["values"]] += one["counts"]
+        found |= {name for name, _ in counts.most_common(1)}
+    return found.pop() if len(found) == 1 else None
+
+
+def with_adaptor(settings: CtrSettings, framework: str) -> CtrSettings:
+    """The settings with a framework's own way to use texts, where it has one."""
+    return settings.model_copy(update={"adaptor": framework}) if framework in get_args(AdaptorName) else settings
+
+
+def _variant(name: str, settings: Settings, run_id: str, adaptor: str | None = None) -> Variant:
+    night = open_run(settings, run_id)
+    ctr = night.settings.ctr if adaptor is None else with_adaptor(night.settings.ctr, adaptor)
+    return Variant(name, night, ctr)
+
+
+def _of_one_date(
+    found: Mapping[str, Sequence[tuple[Workspace, RunFolder]]],
+) -> dict[str, tuple[Workspace, RunFolder]]:
+    """Of each name the newest run on the newest date and tables that all have; raises WorkspaceError without one."""
+    by_place: dict[tuple[str, ...], dict[str, tuple[Workspace, RunFolder]]] = {}
+    for name, runs in found.items():
+        for one in runs:  # the newest last
+            by_place.setdefault(_place(one[1].load_manifest()), {})[name] = one
+    shared = [place for place, of_place in by_place.items() if len(of_place) == len(found)]
+    if shared:
+        of_place = by_place[max(shared)]
+        return {name: of_place[name] for name in found}
+    newest = ", ".join(f"{name}: {runs[-1][1].date} in {runs[-1][0].root}" for name, runs in found.items())
+    dates = set.intersection(*({run.date for _, run in runs} for runs in found.values()))
+    wrong = f"their tables differ in what was known on {max(dates)}" if dates else "they have no date in common"
+    raise WorkspaceError(
+        f"these runs cannot be judged on the same rows: {wrong} (the newest: {newest}). Run the night of one date with "
+        "each, on the same tables (`laserbatch nightly --date D`), or try them on a sample: `laserbatch experiment`"
+    )
+
+
+def _place(manifest: RunManifest) -> tuple[str, ...]:
+    """What runs must share to be judged on the same rows: their date, and what was known then."""
+    inputs = (manifest.inputs.get(name, {}) for name in TABLE_NAMES)
+    return (str(manifest.date), *(str(one.get("known_sha256", one.get("sha256"))) for one in inputs))
+
+
+def compare_variants(variants: Sequence[Variant], tables: EntityTables) -> dict[str, Any]:
+    """What each variant adds and costs, the most lift an hour first, as plain values; see `_worth` for a variant's.
+
+    `tables` have what came after the date. Raises CtrError as `train_ways` does.
+    """
+    from laserbatch.ctr.lift import Way, num_trainings, train_ways  # with torch and scikit-learn
+
+    with ExitStack() as opened:
+        ways = {}
+        for variant in variants:
+            run, versions = variant.night.run, None
+            if variant.ctr.history == "asof":
+                versions = opened.enter_context(feature_versions(earlier_runs(variant.night.workspace, run)))
+            ways[variant.name] = Way(read_feature_set(run.features_path("user").parent), variant.ctr, versions)
+        bar = opened.enter_context(progress("train CTR models", num_trainings(ways)))
+        lifts = train_ways(
+            tables, ways, variants[0].night.date,
+            lambda row: bar.advance(1, f"{row.model}, {row.variant}: AUC {row.auc:.4f}"),
+        )  # fmt: skip
+    told = [
+        _worth(variant) | {"lift": {model: asdict(one) for model, one in lifts.ways[variant.name].over_none.items()},
+                           "scores": [asdict(row) for row in lifts.ways[variant.name].rows]}
+        for variant in variants
+    ]  # fmt: skip
+    for one in told:
+        one["lift_per_hour"] = ratio(one["lift"]["all"]["mean_difference"], one["hours_per_million"])
+    told.sort(key=_rank)
+    between = [
+        {"variant": one, "over": other} | asdict(verdict) for (one, other), verdict in lifts.between.items()
+    ]  # fmt: skip
+    date = variants[0].night.date.isoformat()
+    return {"date": date, "rows": lifts.split, "item_rate": asdict(lifts.item_rate), "variants": told,
+            "between": between}  # fmt: skip
+
+
+def _rank(one: Mapping[str, Any]) -> tuple[bool, float]:
+    """The most lift an hour first; what has no hours last, the most lift first."""
+    per_hour = one["lift_per_hour"]
+    return per_hour is None, -(one["lift"]["all"]["mean_difference"] if per_hour is None else per_hour)
+
+
+def _worth(variant: Variant) -> dict[str, Any]:
+    """What a variant's texts are and what a million of them take, users and items in the shares of the run.
+
+    Seconds are those that all workers wrote side by side: neither their start nor other stages, which a larger night
+    has but once. None where a side wrote nothing in the run.
+    """
+    night = variant.night
+    sides, workers, audit = night.manifest.sides, night.manifest.workers, night.manifest.audit
+    seconds = cost_of_a_million(night.manifest)
+    hours = None if seconds is None else seconds / 3600
+    price = workers.price_per_hour if workers else None
+    return {
+        "variant": variant.name,
+        "run_id": night.run.run_id,
+        "workspace": str(night.workspace.root),
+        "adaptor": variant.ctr.adaptor,
+        "templates": {side: night.settings.knowledge.template_of(side) for side in SIDES},
+        "tokens_per_text": {side: _mean_tokens(night.run, side) for side in sides},
+        "num_kept": {side: of.num_generated + of.num_carried_over for side, of in sides.items()},
+        "num_quarantined": {side: of.num_quarantined for side, of in sides.items()},
+        "seconds_per_million": seconds,
+        "hours_per_million": None if hours is None or workers is None else hours * workers.num_workers,
+        "hours_of": "GPU" if workers and workers.device == "cuda" else "worker",
+        "money_per_million": None if None in (hours, price) else hours * price,
+        "audit": {side: _without_texts(found) for side, found in (audit.sides if audit else {}).items()},
+        "gates": [gate_sentence(gate) for gate in night.manifest.gates if gate.verdict != "passes"],
+    }
+
+
+def _without_texts(audit: SideAudit) -> dict[str, Any]:
+    return {name: value for name, value in asdict(audit).items() if name != "cases"}
+
+
+def cost_of_a_million(manifest: RunManifest) -> float | None:
+    """Seconds of the cluster that a million new texts take, by what the run's own took; None where it wrote too few."""
+    total, num_entities = 0.0, 0
+    for figures in manifest.sides.values():
+        if not figures.num_entities:
+            continue
+        each = ratio(figures.stats.wall_s, figures.stats.num_texts)
+        if each is None:
+            return None
+        total, num_entities = total + each * figures.num_entities, num_entities + figures.num_entities
+    return MILLION * total / num_entities if num_entities else None
+
+
+def _mean_tokens(run: RunFolder, side: str) -> float | None:
+    counts = [batch["num_tokens"] for batch in run.iter_knowledge(side, ["num_tokens"])]
+    return ratio(sum(pc.sum(part).as_py() or 0 for part in counts), sum(map(len, counts)))

@@ -1,0 +1,108 @@
+"""A sample of the input tables, as tables of their own: some users, the items that they met, what both have together.
+
+Who is in it is decided by ids, never by what somebody did after the date; interactions are streamed.
+"""
+
+import datetime
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.storage.parquet import write_parquet
+from laserbatch.pipeline.tables.read import OpenTables, end_of
+from laserbatch.pipeline.tables.schema import CREATED_AT, plain_ids, timestamps
+
+BATCH_ROWS = 1 << 20  # of interactions that are read at once
+DAY_US = 86_400_000_000
+
+
+@dataclass(frozen=True)
+class SampleFigures:
+    """What a sample holds; `share_kept`: of what its users did up to the date, the rest being of rarer items."""
+
+    num_users: int
+    num_items: int
+    num_interactions: int
+    num_later: int  # of them after the date
+    share_kept: float
+
+
+def day_of_share(tables: OpenTables, share: float) -> datetime.date:
+    """The last day (UTC) at whose end at most a share of all interactions had happened.
+
+    Raises TableError where there is none: most are of one day, the first.
+    """
+    counts: Counter[int] = Counter()
+    for batch in tables.interactions.to_batches(columns=["timestamp"], batch_size=BATCH_ROWS):
+        times = timestamps(batch["timestamp"]).drop_null().cast(pa.int64()).to_numpy()
+        days, numbers = np.unique(times // DAY_US, return_counts=True)
+        counts.update(dict(zip(days.tolist(), numbers.tolist(), strict=True)))
+    days = sorted(counts)
+    done = np.cumsum([counts[day] for day in days])
+    early = [day for day, num in zip(days, done.tolist(), strict=True) if num <= share * counts.total()]
+    if not early:
+        raise TableError(
+            f"no day splits the interactions: more than {share:.0%} of them are of the first one, so nothing later "
+            "could judge; give a --date that later interactions follow"
+        )
+    return datetime.date(1970, 1, 1) + datetime.timedelta(days=early[-1])
+
+
+def write_sample(
+    tables: OpenTables, folder: Path, date: datetime.date, num_users: int, num_items: int
+) -> SampleFigures:
+    """Write users, items and interactions of a sample into a folder, with all of their columns.
+
+    The users are those, of whom are known at the end of the date, whose ids have the lowest SHA-256; the items the
+    `num_items` that these met most often up to then (of equals the lower id); the interactions all, later ones too,
+    between both. The same tables and arguments give the same bytes.
+    """
+    users = _known(tables.users, date)
+    by_hash = sorted(users["user_id"].to_pylist(), key=lambda key: hashlib.sha256(str(key).encode()).digest())
+    chosen = pa.array(by_hash[:num_users], users.schema.field("user_id").type)
+    users = users.filter(pc.is_in(users["user_id"], value_set=chosen))
+    items = _known(tables.items, date)
+
+    met: Counter = Counter()
+    cutoff = end_of(date)
+    for batch in _of(tables, {"user_id": chosen}, ["user_id", "item_id", "timestamp"]):
+        is_early = pc.fill_null(pc.less(timestamps(batch["timestamp"]), cutoff), False)
+        for one in pc.value_counts(plain_ids(batch["item_id"]).filter(is_early)).to_pylist():
+            met[one["values"]] += one["counts"]
+    known = set(items["item_id"].to_pylist())
+    most = sorted((key for key in met if key in known), key=lambda key: (-met[key], key))[:num_items]
+    wanted = pa.array(most, items.schema.field("item_id").type)
+    items = items.filter(pc.is_in(items["item_id"], value_set=wanted))
+
+    write_parquet(users, folder / "users.parquet")
+    write_parquet(items, folder / "items.parquet")
+    batches = _of(tables, {"user_id": chosen, "item_id": wanted}, tables.interactions.schema.names)
+    written = write_parquet(batches, folder / "interactions.parquet", tables.interactions.schema.remove_metadata())
+    num_early = sum(met[key] for key in most)
+    share = num_early / met.total() if met else 0.0
+    return SampleFigures(users.num_rows, items.num_rows, written.num_rows, written.num_rows - num_early, share)
+
+
+def _known(entities: pa.Table, date: datetime.date) -> pa.Table:
+    """Entities created before the end of a date, or without `created_at`."""
+    if CREATED_AT not in entities.column_names or pa.types.is_null(entities.schema.field(CREATED_AT).type):
+        return entities
+    return entities.filter(pc.fill_null(pc.less(timestamps(entities[CREATED_AT]), end_of(date)), True))
+
+
+def _of(tables: OpenTables, ids: dict[str, pa.Array], columns: list[str]) -> Iterator[pa.RecordBatch]:
+    """Interactions of some ids, in the order of their files."""
+    for batch in tables.interactions.to_batches(columns=columns, batch_size=BATCH_ROWS):
+        for name in (f"{side}_id" for side in SIDES):
+            if name in ids:
+                batch = batch.filter(pc.is_in(plain_ids(batch[name]), value_set=ids[name]))
+        if batch.num_rows:
+            yield batch

@@ -1,0 +1,53 @@
+"""Several ways of asking, judged on the same rows: each with its own encoder and use of texts, none trained once."""
+
+import pyarrow as pa
+import pytest
+from ctr_world import AS_OF, make_features, make_world
+
+from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.lift import Way, num_trainings, train_ways
+from laserbatch.ctr.settings import CtrSettings
+from laserbatch.pipeline.encoding.schema import feature_schema
+
+SETTINGS = CtrSettings(models=("gbdt",), num_seeds=2)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return make_world(num_users=80, num_items=50, num_interactions=1500, num_cold=20)
+
+
+def narrower(features, dim):
+    """The same features as of an encoder of another width."""
+    found = {}
+    for side, table in features.items():
+        flat = table["vector"].combine_chunks().flatten().to_numpy().reshape(table.num_rows, -1)[:, :dim]
+        columns = [*table.columns]
+        columns[1] = pa.FixedSizeListArray.from_arrays(pa.array(flat.reshape(-1)), dim)
+        found[side] = pa.Table.from_arrays(columns, schema=feature_schema(side, table.schema.types[0], dim))
+    return found
+
+
+def test_each_way_has_its_own_width_and_is_judged_against_none_and_each_other(world):
+    told, noise = make_features(world), narrower(make_features(world, noise=50.0), 8)
+    ways = {"told": Way(told, SETTINGS), "noise": Way(noise, SETTINGS.model_copy(update={"vector_dim": 4}))}
+    fitted = []
+    found = train_ways(world, ways, AS_OF, fitted.append)
+    assert len(fitted) == num_trainings(ways) == 6  # none once: it sees no vectors
+    assert found.ways["told"].over_none["all"].verdict == "better"
+    assert found.ways["noise"].over_none["LightGBM"].verdict != "better"
+    assert found.between["told", "noise"].verdict == "better" and found.between["noise", "told"].verdict == "worse"
+    assert [row.variant for row in found.ways["told"].rows] == ["none", "told"]
+    again = train_ways(world, {"twin": ways["told"], "told": ways["told"]}, AS_OF)
+    assert again.between["twin", "told"].mean_difference == 0
+    assert again.ways["twin"].over_none == found.ways["told"].over_none
+
+
+def test_ways_that_would_be_judged_on_other_rows_are_refused_by_key(world):
+    features = make_features(world)
+    for changed in ({"label": "rating >= 3"}, {"num_seeds": 3}, {"history": "split"}):
+        ways = {"a": Way(features, SETTINGS), "b": Way(features, SETTINGS.model_copy(update=changed))}
+        with pytest.raises(CtrError, match=rf"ctr\.{next(iter(changed))} "):
+            train_ways(world, ways, AS_OF)
+    other = {"a": Way(features, SETTINGS), "b": Way(features, SETTINGS.model_copy(update={"max_history": 5}))}
+    assert num_trainings(other) == 8  # none is another model there

@@ -1,0 +1,177 @@
+"""`laserbatch experiment` and `ctr compare` of several variants, lived on a few users of the sample world."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from night_world import run_here, write_config, write_here
+from planted_night import Encoder
+from small_world import TEMPLATES
+
+from laserbatch.jobs.commands import ctr as ctr_command
+from laserbatch.jobs.report.worth_table import audit_table, between_line, worth_table
+from laserbatch.jobs.settings import load_settings
+from laserbatch.jobs.stages import run_experiment, variants
+from laserbatch.pipeline.encoding.encoder import TextEncoder
+from laserbatch.pipeline.errors import RunFailed
+from laserbatch.pipeline.sample.world import write_sample_world
+
+NAME = "2025-02-10-trial"
+TRIED = ("--framework", "kar", "--framework", "mine", "--users", "8", "--items", "4", "--date", "2025-02-10",
+         "--name", NAME)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A configuration with a framework of its own, over a small world."""
+    folder = tmp_path_factory.mktemp("experiment")
+    write_sample_world(folder / "tables", num_users=24, num_items=24, num_asked=8)
+    (folder / "prompts").mkdir()
+    for name, framework in (("brief", "kar"), ("mine", "mine")):
+        for side in ("user", "item"):
+            head = {"name": f"{name}_{side}", "version": 1, "framework": framework, "parser": "free",
+                    "instruction": "Describe."}  # fmt: skip
+            text = yaml.safe_dump(head | TEMPLATES[f"brief_{side}"])
+            (folder / "prompts" / f"{name}_{side}.yaml").write_text(text, encoding="utf-8")
+    knowledge = {"template_dir": "prompts", "user_template": "brief_user", "item_template": "brief_item"}
+    decoding = {"max_new_tokens": 24, "batch_size": 16, "max_draft_tokens": 8, "min_acceptance": 0.1}
+    write_config(folder, knowledge=knowledge, cluster={"price_per_hour": 3.0}, decoding=decoding,
+                 ctr={"models": ["gbdt"], "num_seeds": 2}, gates={"max_failed_share": 0.0})  # fmt: skip
+    return folder
+
+
+def ask(capfd, folder, *arguments, code=0):
+    done = run_here(capfd, *arguments, "--config", str(folder / "laserbatch.yaml"), "--json")
+    assert done.returncode == code, done.stderr
+    return (json.loads(done.stdout) if done.stdout else {}) | {"said": done.stderr}
+
+
+@pytest.fixture
+def tried(folder, capfd, monkeypatch):
+    """The experiment, killed before its second variant and then finished by the same command; done once."""
+    write_here(monkeypatch)
+    monkeypatch.setattr(TextEncoder, "load", lambda settings: Encoder())
+    if not (folder / "told.json").exists():
+        with monkeypatch.context() as broken:
+            broken.setattr(run_experiment, "run_night", killed_at_second(run_experiment.run_night))
+            ask(capfd, folder, "experiment", *TRIED, code=130)
+        told = ask(capfd, folder, "experiment", *TRIED)
+        (folder / "told.json").write_text(json.dumps(told))
+    return json.loads((folder / "told.json").read_text())
+
+
+def killed_at_second(run_night):
+    def run(settings, *arguments, **options):
+        if settings.workspace.name == "mine":
+            raise KeyboardInterrupt
+        return run_night(settings, *arguments, **options)
+
+    return run
+
+
+def test_variants_are_tried_beside_what_is_published_and_a_killed_experiment_goes_on(folder, tried, capfd, monkeypatch):
+    assert {one["variant"] for one in tried["variants"]} == {"kar", "mine"} and not tried["failed"]
+    assert tried["said"].count("going on with the experiment") == 1 and tried["said"].count("starting workers") == 1
+    assert not (folder / "workspace" / "published.json").exists() and not (folder / "workspace" / "runs").exists()
+    first, second = tried["variants"]
+    assert first["lift_per_hour"] >= second["lift_per_hour"] and first["hours_of"] == "worker"
+    seconds, price = first["seconds_per_million"], 3.0
+    assert first["money_per_million"] == pytest.approx(seconds / 3600 * price)
+    # The same prompts, so the same texts: nothing is between them but time.
+    assert {one["mean_difference"] for one in tried["between"]} == {0.0}
+    assert {one["variant"]: one["adaptor"] for one in tried["variants"]} == {"kar": "kar", "mine": "linear"}
+    assert first["lift"] == second["lift"] and first["tokens_per_text"] == second["tokens_per_text"]
+    assert sum(first["num_kept"].values()) + sum(first["num_quarantined"].values()) == 12
+
+    monkeypatch.setattr(run_experiment, "compare_variants", None)  # told again without anything being done again
+    again = ask(capfd, folder, "experiment", *TRIED)
+    assert {name: again[name] for name in again if name != "said"} == {name: tried[name] for name in again
+                                                                       if name != "said"}  # fmt: skip
+    other = ask(capfd, folder, "experiment", *TRIED, "--users", "9", code=3)
+    assert f"the experiment {NAME} is another one: num_users was 8, and is 9" in other["error"]
+
+
+def test_a_variant_that_fails_does_not_stop_the_others(folder, tried, capfd, monkeypatch):
+    whole = run_experiment._tried
+
+    def fails(folder, name, *arguments):
+        if name == "kar":
+            raise RunFailed("nothing could be parsed")
+        return whole(folder, name, *arguments)
+
+    monkeypatch.setattr(run_experiment, "_tried", fails)
+    before = (folder / "workspace/experiments" / NAME / "comparison.json").read_bytes()
+    told = ask(capfd, folder, "experiment", *TRIED, code=4)
+    assert told["failed"] == {"kar": "nothing could be parsed"}
+    assert [one["variant"] for one in told["variants"]] == ["mine"] and told["between"] == []
+    (folder / "workspace/experiments" / NAME / "comparison.json").write_bytes(before)
+
+
+def test_frameworks_are_compared_by_their_newest_runs_of_one_date_published_or_not(folder, tried, capfd, monkeypatch):
+    told = ask(capfd, folder, "ctr", "compare", "--framework", "kar", "--framework", "mine")
+    runs = {one["variant"]: one["run_id"] for one in told["variants"]}
+    assert runs == tried["runs"] and told["variants"][0]["lift"] == tried["variants"][0]["lift"]
+    unknown = ask(capfd, folder, "ctr", "compare", "--framework", "kar", "--framework", "own", code=3)
+    assert "no run of" in unknown["error"] and "framework 'own' (there are: kar, mine)" in unknown["error"]
+    monkeypatch.setattr(variants, "_place", lambda manifest: (manifest.run_id,))
+    apart = ask(capfd, folder, "ctr", "compare", "--framework", "kar", "--framework", "mine", code=3)
+    assert "their tables differ in what was known on 2025-02-10" in apart["error"]
+
+
+def test_an_experiment_that_holds_somebody_is_removed_when_they_are_forgotten(folder, tried, capfd, tmp_path):
+    shutil.copytree(folder, tmp_path / "copy")
+    place = tmp_path / "copy" / "workspace" / "experiments" / NAME
+    sample = pq.read_table(place / "tables" / "users.parquet")["user_id"].to_pylist()
+    others = set(pq.read_table(folder / "tables" / "users.parquet")["user_id"].to_pylist()) - set(sample)
+    told = ask(capfd, tmp_path / "copy", "forget", "--user", min(others))
+    assert told["removed_experiments"] == [] and place.is_dir()
+    kept = ask(capfd, tmp_path / "copy", "runs", "gc")
+    assert kept["experiments"] == [NAME] and kept["bytes_tried"] > 0 and place.is_dir()
+    told = ask(capfd, tmp_path / "copy", "forget", "--user", sample[0])
+    assert told["removed_experiments"] == [NAME] and not place.exists()
+    place.mkdir()
+    ask(capfd, tmp_path / "copy", "runs", "gc", "--experiments")
+    assert not place.exists()
+
+
+def test_the_table_has_a_row_a_variant_and_says_what_is_between_the_first_and_the_others(tried):
+    table = worth_table(tried)
+    assert list(table.rows[0]) == [
+        "Variant", "LightGBM", "All", "Tokens a text", "Texts", "A million", "Lift an hour",
+    ]  # fmt: skip
+    assert [row["Variant"] for row in table.rows] == [one["variant"] for one in tried["variants"]]
+    assert "worker-hour" in table.caption and "and money" in table.caption
+    assert between_line(tried).startswith(f"{table.rows[0]['Variant']}, with all models, against ")
+    mean = {"own": 0.5, "plain": 0.25, "surely_worse": 0.0}
+    audit = {"num_pairs": 16, "num_identical": 4, "length_ratio": 1.0, "cosine": 0.9}
+    audit |= {"repetition": mean, "fields": mean, "names": mean}
+    assert audit_table(tried["variants"]) is None
+    assert audit_table([{"variant": "kar", "audit": {"user": audit}}]).rows[0]["Fields"] == "50 % (25 %)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (("experiment", "--framework", "kar"), 2, "'kar' is one variant alone; give --framework, or --config, twice"),
+        (("experiment", "--framework", "kar", "--framework", "kar"), 2, "kar is given twice"),
+        (("experiment", "--framework", "kar", "--framework", "onec"), 3, "framework 'onec'; there are kar"),
+        ((*("experiment", "--date", "2025-03-30"), *TRIED[:4]), 3, "no interactions after 2025-03-30"),
+        (("ctr", "compare", "--framework", "kar", "--framework", "mine", "--run", "x"), 2, "--run is for one run"),
+    ],
+)
+def test_what_cannot_be_tried_is_refused_before_anything_is_written(folder, capfd, arguments, code, told):
+    found = ask(capfd, folder, *arguments, code=code)
+    assert told in " ".join(found["error"].split())
+    assert [path.name for path in (folder / "workspace").glob("experiments/*") if path.name != NAME] == []
+
+
+def test_configurations_are_compared_by_their_newest_runs(folder, capfd, monkeypatch):
+    other = write_config(folder, "other.yaml", seed=5)
+    told = ask(capfd, folder, "ctr", "compare", "--config", str(other), code=3)
+    assert "is not a workspace" in told["error"] or "has no finished run of the configuration" in told["error"]
+    with pytest.raises(Exception, match="not both"):
+        ctr_command.variant_names([other, other], ["kar"])
+    assert load_settings(other).seed == 5

@@ -1,0 +1,60 @@
+"""A sample of tables: who is in it does not depend on what came later, and nothing of theirs is lost but rare items."""
+
+import datetime
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.tables.read import open_tables
+from laserbatch.pipeline.tables.sampled import day_of_share, write_sample
+
+DATE = datetime.date(2025, 3, 1)
+DAY_S = 86_400
+END_S = 1_740_873_600  # of the date
+
+
+def tables(folder, later=()):
+    """Ten users and six items; user n met items 0 to n % 6 before the date. Ids are integers."""
+    folder.mkdir()
+    users = {"user_id": list(range(10)), "created_at": [END_S - 9 * DAY_S] * 9 + [END_S + 1]}
+    pq.write_table(pa.table(users), folder / "users.parquet")
+    pq.write_table(pa.table({"item_id": list(range(6)), "title": list("abcdef")}), folder / "items.parquet")
+    rows = [(user, item, END_S - 1 - user * DAY_S) for user in range(9) for item in range(user % 6 + 1)]
+    rows += later
+    columns = dict(zip(("user_id", "item_id", "timestamp"), map(list, zip(*rows, strict=True)), strict=True))
+    columns["clicked"] = [True] * len(rows)
+    pq.write_table(pa.table(columns), folder / "interactions.parquet")
+    return open_tables(folder)
+
+
+def sampled(opened, folder, num_users=4, num_items=3):
+    folder.mkdir()
+    figures = write_sample(opened, folder, DATE, num_users, num_items)
+    return figures, {name: pq.read_table(folder / f"{name}.parquet") for name in ("users", "items", "interactions")}
+
+
+def test_who_is_in_a_sample_does_not_depend_on_what_came_after_the_date(tmp_path):
+    later = [(user, 5, END_S + 60) for user in (0, 2, 9)] + [(user, 0, END_S) for user in range(9)]
+    figures, before = sampled(tables(tmp_path / "a"), tmp_path / "of-a")
+    with_later, after = sampled(tables(tmp_path / "b", later), tmp_path / "of-b")
+    assert before["users"].equals(after["users"]) and before["items"].equals(after["items"])
+    assert after["users"].num_rows == 4 and 9 not in after["users"]["user_id"].to_pylist()  # not there on the date
+    assert after["items"]["item_id"].to_pylist() == [0, 1, 2]  # met most, the lower of equals
+    assert figures.num_later == 0 and with_later.num_later == 4 and with_later.share_kept == figures.share_kept
+    assert after["interactions"].num_rows == with_later.num_interactions == figures.num_interactions + 4
+    assert after["interactions"].column_names == ["user_id", "item_id", "timestamp", "clicked"]
+
+
+def test_a_sample_larger_than_the_tables_is_all_that_is_known_on_the_date(tmp_path):
+    figures, found = sampled(tables(tmp_path / "a"), tmp_path / "out", 99, 99)
+    assert (figures.num_users, figures.num_items, figures.share_kept) == (9, 6, 1.0)
+    assert found["interactions"].num_rows == sum(user % 6 + 1 for user in range(9))
+
+
+def test_the_default_day_leaves_a_share_of_the_interactions_to_judge_by(tmp_path):
+    opened = tables(tmp_path / "a")  # of 27 interactions the last day's is user 0's, one; then two, three, ...
+    assert day_of_share(opened, 0.8) == DATE - datetime.timedelta(days=3)
+    with pytest.raises(TableError, match="more than 1% of them are of the first one"):
+        day_of_share(opened, 0.01)
