@@ -26,6 +26,7 @@ COMMANDS = {
         "try_one:try_one",
         "Show one entity being written: its prompt, its pool, its text by source, and whether a night keeps it.",
     ),
+    "prompts": LazyCommand("prompts:app", "Show what prompts spend their tokens on, and what shorter ones would save."),
     "nightly": LazyCommand(
         "nightly:nightly",
         "Run a whole night: generate, encode, compare, publish, build pools, report.",

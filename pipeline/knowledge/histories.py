@@ -6,8 +6,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from laserbatch.pipeline.knowledge.templates import HistoryLines
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.tables.read import Tables
+
+DAY_US = 86_400_000_000
 
 
 def how_interacted(interactions: pa.Table) -> str:
@@ -56,3 +59,37 @@ class Histories:
         first = np.maximum(self.starts[user_rows], stops - max_events)
         starts = np.concatenate([[0], np.cumsum(stops - first)])
         return np.repeat(first - starts[:-1], stops - first) + np.arange(starts[-1]), starts
+
+    def chosen(self, user_rows: np.ndarray, columns: HistoryLines) -> tuple[np.ndarray, np.ndarray]:
+        """Places of the events that a template shows of some users, and starts, as `newest` has them.
+
+        What is left out for its age or rank stays left out as events come, so that prompts change with these alone.
+        """
+        if columns.max_days is None and columns.half_life is None and not columns.deduplicate:
+            return self.newest(user_rows, columns.max_events)
+        places, starts = self.newest(user_rows, len(self._rows))
+        users = np.repeat(np.arange(len(user_rows)), np.diff(starts))
+        is_kept = np.ones(len(places), bool)
+        times = self._interactions["timestamp"].take(pa.array(self._rows[places])).cast(pa.int64()).to_numpy()
+        if columns.max_days is not None:
+            newest = times[starts[1:][users] - 1]
+            is_kept &= times > newest - columns.max_days * DAY_US
+        if columns.deduplicate:
+            keys = users.astype(np.int64) << 32 | self.items(places)
+            _, newest_of = np.unique(keys[::-1], return_index=True)
+            is_newest = np.zeros(len(places), bool)
+            is_newest[len(places) - 1 - newest_of] = True
+            is_kept &= is_newest
+        if columns.half_life is not None:
+            age = _ranks(users, is_kept)
+            drawn = (times.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) / 2.0**24
+            is_kept &= drawn < 0.5 ** (age / columns.half_life)
+        is_kept &= _ranks(users, is_kept) < columns.max_events
+        return places[is_kept], np.concatenate([[0], np.cumsum(np.bincount(users[is_kept], minlength=len(user_rows)))])
+
+
+def _ranks(users: np.ndarray, is_kept: np.ndarray) -> np.ndarray:
+    """Of each event how many newer ones of its user are kept, int64[n]; users ascend."""
+    newer = np.cumsum(is_kept[::-1])[::-1] - is_kept
+    stops = np.searchsorted(users, users, side="right")
+    return newer - np.append(newer + is_kept, 0)[stops]

@@ -65,7 +65,7 @@ class SideQuestions:
         if self._side == "user":
             num_events = np.diff(self.histories.starts)[rows].astype(np.int32)
         if self._template.history is not None:
-            places, starts = self.histories.newest(rows, self._template.history.max_events)
+            places, starts = self.histories.chosen(rows, self._template.history)
             items = pa.array(self.histories.items(places))
             titles, attributes = (texts.take(items).to_pylist() for texts in self._events)
             ratings = _mapped(pa.chunked_array([self.histories.ratings(places)]), self._rating_text).to_pylist()
@@ -100,7 +100,7 @@ class SideQuestions:
     def _history_digests(self, rows: np.ndarray) -> pa.Array:
         if self._template.history is None:
             return pa.repeat(_digest(b""), len(rows))
-        places, starts = self.histories.newest(rows, self._template.history.max_events)
+        places, starts = self.histories.chosen(rows, self._template.history)
         ratings = pa.array(self.histories.ratings(places)).dictionary_encode()
         shown = (None if math.isnan(value) else self._rating_text(value) for value in ratings.dictionary.to_pylist())
         rating_digests = _as_rows(text or "" for text in shown)

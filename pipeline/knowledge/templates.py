@@ -100,7 +100,10 @@ class HistoryLines(Columns):
     separator: str = " | "  # between attribute values; with no attributes the one before them goes too
     none: Text = "- nothing yet"  # stands for an empty history
     ratings: dict[float, str] = Field(default_factory=dict)  # what a rating is shown as: {1: clicked, 0: passed over}
-    max_events: int = Field(40, ge=0)  # newest kept
+    max_events: int = Field(40, ge=0)  # newest kept, of those that the following leave
+    max_days: int | None = Field(None, ge=1)  # before the user's newest event; what is older is left out
+    deduplicate: bool = False  # of events with one item the newest alone
+    half_life: float | None = Field(None, gt=0)  # events: of the n-th newest 0.5 ^ (n / half_life) are kept
 
     @field_validator("line", "line_unrated")
     @classmethod

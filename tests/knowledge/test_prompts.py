@@ -1,3 +1,5 @@
+import numpy as np
+import pyarrow as pa
 import pytest
 from entities import Entity, HistoryEvent, render_prompt
 from hypothesis import given
@@ -5,7 +7,9 @@ from hypothesis import strategies as st
 from small_tokenizers import KINDS, make_user
 
 from laserbatch.pipeline.errors import RowError
-from laserbatch.pipeline.knowledge.templates import PromptTemplate, load_template
+from laserbatch.pipeline.knowledge.histories import DAY_US, Histories
+from laserbatch.pipeline.knowledge.templates import HistoryLines, PromptTemplate, load_template
+from laserbatch.pipeline.tables.read import Tables
 
 TOKENIZER = KINDS["thinking"]()
 USER = PromptTemplate.model_validate(
@@ -97,3 +101,40 @@ def test_shipped_templates_render_with_every_tokenizer(any_tokenizer):
     for entity in (make_user(3), item):
         rendered = render_prompt(load_template(f"kar_{entity.side}"), entity, any_tokenizer, 10_000)
         assert rendered.token_ids.dtype == "int32" and "The Salt Harbour" in rendered.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_days": 3},
+        {"deduplicate": True},
+        {"half_life": 2.0},
+        {"max_days": 9, "deduplicate": True, "half_life": 3.0},
+    ],
+)
+def test_histories_are_shortened_as_one_event_after_another_would_be(options):
+    rng = np.random.default_rng(3)
+    num, columns = 400, HistoryLines(max_events=6, **options)
+    times = np.sort(rng.integers(0, 20 * DAY_US, num))
+    user, item = rng.integers(0, 9, num), rng.integers(0, 12, num)
+    tables = Tables(
+        pa.table({"user_id": range(9)}),
+        pa.table({"item_id": range(12), "title": ["x"] * 12}),
+        pa.table({"user_id": user, "item_id": item, "timestamp": pa.array(times, pa.timestamp("us"))}),
+    )
+    histories = Histories(tables)
+    places, starts = histories.chosen(np.arange(9), columns)
+    for one in range(9):
+        events, kept = [(int(item[row]), int(times[row])) for row in np.flatnonzero(user == one)], []
+        newest, seen, rank = events[-1][1], set(), 0
+        for what, when in reversed(events):
+            if options.get("max_days") and when <= newest - options["max_days"] * DAY_US:
+                continue
+            if options.get("deduplicate") and what in seen:
+                continue
+            seen.add(what)
+            drawn = (when * 0x9E3779B97F4A7C15 % 2**64 >> 40) / 2**24
+            if drawn < 0.5 ** (rank / options.get("half_life", 1e9)):
+                kept.append(what)
+            rank += 1
+        assert histories.items(places[starts[one] : starts[one + 1]]).tolist() == kept[:6][::-1]

@@ -1,0 +1,156 @@
+"""`laserbatch prompts`: what prompts are made of, and what shorter ones would save."""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import typer
+
+from laserbatch.jobs.console import print_table, stdout, summary
+from laserbatch.jobs.formatting import decimal, percent
+from laserbatch.jobs.report.blocks import Table
+from laserbatch.jobs.settings import CONFIG, JSON, load_settings
+from laserbatch.jobs.stages.inputs import require_template_columns
+from laserbatch.jobs.stages.night import parse_date
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer
+from laserbatch.pipeline.errors import RowError
+from laserbatch.pipeline.knowledge.chat_format import encode_content
+from laserbatch.pipeline.knowledge.histories import how_interacted
+from laserbatch.pipeline.knowledge.prompts import Shown, render_shown
+from laserbatch.pipeline.knowledge.questions import SideQuestions, shown_of_row
+from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.tables.read import read_tables
+
+NUM_SAMPLED = 200  # entities a side, spread evenly over its table
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+
+@app.callback()
+def _group() -> None:
+    """Show what prompts spend their tokens on, and what shorter ones would save."""
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """A part of a side's prompts, in tokens a prompt."""
+
+    part: str
+    tokens: float
+    share: float
+    repeated: float | None  # share of entities whose value another one has, too; None: the same for all, or a history
+
+
+@dataclass(frozen=True)
+class PromptReport:
+    """What a side's prompts are made of."""
+
+    side: str
+    template: str
+    num_sampled: int
+    tokens: float  # a prompt
+    parts: list[PromptPart]
+    num_events: float  # shown a prompt
+    num_events_left_out: float
+    saved_by_half: float  # tokens a prompt that half the history would save
+
+
+@app.command()
+def report(
+    config: Path | None = CONFIG,
+    date: str | None = typer.Option(None, help="As known at the end of this day; without it everything is known."),
+    as_json: bool = JSON,
+) -> None:
+    """Show by field what prompts spend their tokens on, how often a field repeats, and what half the history saves.
+
+    Example: `laserbatch prompts report --config laserbatch.yaml`
+    """
+    settings = load_settings(config)
+    tables = read_tables(settings.tables.path, as_of=parse_date(date) if date else None)
+    tokenizer, interacted = load_tokenizer(settings.model_dir), how_interacted(tables.interactions)
+    reports = []
+    for side in SIDES:
+        require_template_columns(settings.tables.path, settings, side)
+        template = settings.knowledge.template(side, interacted)
+        questions = SideQuestions(tables, side, template, "")
+        num_rows = questions.entities.num_rows
+        rows = np.unique(np.linspace(0, num_rows - 1, min(num_rows, NUM_SAMPLED)).astype(np.int64))
+        shown = [shown_of_row(row) for row in questions.shown(rows).to_pylist()]
+        reports.append(_report(template, shown, questions.entities, tokenizer, settings.knowledge.max_prompt_tokens))
+    if as_json:
+        summary({"sides": [asdict(one) for one in reports]}, as_json=True)
+        return
+    for one in reports:
+        _print(one)
+
+
+def _report(template, shown: list[Shown], entities: pa.Table, tokenizer, max_prompt_tokens: int) -> PromptReport:
+    def size(of: Shown) -> int:
+        return len(render_shown(template, of, tokenizer, max_prompt_tokens).token_ids)
+
+    sizes, kept, halves, by_part = [], [], [], {}
+    for one in shown:
+        try:
+            rendered = render_shown(template, one, tokenizer, max_prompt_tokens)
+        except RowError:  # too long or without a title: a night says so
+            continue
+        events = one.events[len(one.events) - rendered.num_history :]
+        sizes.append(len(rendered.token_ids))
+        kept.append((rendered.num_history, rendered.num_history_dropped))
+        halves.append(size(replace(one, events=events[len(events) // 2 :])))
+        lines = [] if one.attributes is None else one.attributes.split("\n")
+        for line, name in zip(lines, _names(template, lines), strict=True):
+            by_part[name] = by_part.get(name, 0) + len(encode_content(tokenizer, f"{line}\n"))
+        by_part["history"] = by_part.get("history", 0) + sizes[-1] - size(replace(one, events=()))
+    num, total = max(len(sizes), 1), sum(sizes)
+    by_part = {"question and chat format": total - sum(by_part.values())} | by_part
+    parts = [
+        PromptPart(name, tokens / num, tokens / max(total, 1), _repeated(entities, name))
+        for name, tokens in by_part.items()
+        if tokens
+    ]
+    num_shown, num_left_out = np.array(kept, np.float64).reshape(-1, 2).sum(axis=0) / num
+    saved = (total - sum(halves)) / num
+    return PromptReport(
+        template.side, template.identity, len(sizes), total / num, parts, num_shown, num_left_out, saved
+    )
+
+
+def _names(template, lines: list[str]) -> list[str]:
+    """The column of each attribute's line, by the label in it."""
+    before, _, rest = template.attributes.line.partition("{label}")
+    after = rest.partition("{value}")[0]
+    column = {label: name for name, label in template.attributes.labels.items()}
+    labels = [line[len(before) :].partition(after)[0] if after else line for line in lines]
+    return [column.get(label, label) for label in labels]
+
+
+def _repeated(entities: pa.Table, name: str) -> float | None:
+    if name not in entities.column_names or not entities.num_rows or pa.types.is_nested(entities[name].type):
+        return None
+    counts = pc.struct_field(pc.value_counts(entities[name]), "counts")
+    return 1 - pc.sum(pc.equal(counts, 1)).as_py() / entities.num_rows
+
+
+def _print(found: PromptReport) -> None:
+    rows = [
+        {
+            "part": part.part,
+            "tokens a prompt": decimal(part.tokens),
+            "share": percent(part.share),
+            "values that repeat": percent(part.repeated),
+        }
+        for part in found.parts
+    ]
+    title = f"{found.side}s, {found.template}: {decimal(found.tokens)} tokens a prompt ({found.num_sampled} sampled)"
+    print_table(Table(title, rows, words=("part",)))
+    if found.num_events:
+        stdout.print(
+            f"{decimal(found.num_events)} events are shown, {decimal(found.num_events_left_out)} left out. Half of "
+            f"them would save {decimal(found.saved_by_half)} tokens, {percent(found.saved_by_half / found.tokens)} "
+            "of a prompt: `history.max_events`, `max_days`, `half_life` and `deduplicate` of the template shorten it.\n",
+            markup=False,
+            soft_wrap=True,
+        )

@@ -1,0 +1,25 @@
+import json
+
+import pytest
+import yaml
+from night_world import run_here
+
+from laserbatch.pipeline.sample.world import write_sample_world
+
+
+def test_the_report_adds_up_and_says_what_half_a_history_saves(tmp_path, capfd):
+    write_sample_world(tmp_path / "tables", num_users=30, num_items=20)
+    config = tmp_path / "laserbatch.yaml"
+    config.write_text(yaml.safe_dump({"tables": {"path": "tables"}}))
+    users, items = json.loads(run_here(capfd, "prompts", "report", "--config", str(config), "--json").stdout)["sides"]
+    assert (users["template"], items["template"]) == ("kar_user@1", "kar_item@1")
+    for side in users, items:
+        assert sum(part["tokens"] for part in side["parts"]) == pytest.approx(side["tokens"])
+        assert sum(part["share"] for part in side["parts"]) == pytest.approx(1)
+    parts = {part["part"]: part for part in users["parts"]}
+    assert set(parts) == {"question and chat format", "region", "age_band", "about", "history"}
+    assert parts["region"]["repeated"] > 0.5 and parts["history"]["repeated"] is None
+    assert 0.3 * parts["history"]["tokens"] < users["saved_by_half"] < 0.7 * parts["history"]["tokens"]
+    assert items["num_events"] == items["saved_by_half"] == 0
+    shown = run_here(capfd, "prompts", "report", "--config", str(config)).stdout
+    assert "Half of them would save" in shown and "question and chat format" in shown

@@ -1,0 +1,25 @@
+"""docs/own-prompts.md, followed to the letter."""
+
+import re
+import shlex
+from pathlib import Path
+
+from night_world import run_here
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "own-prompts.md"
+
+
+def test_the_page_can_be_typed_as_it_stands(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    said = []
+    for language, block in re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
+        if language == "sh":
+            program, *arguments = shlex.split(block)
+            assert program == "laserbatch"
+            said.append(run_here(capfd, *arguments).stdout)
+        else:
+            path = tmp_path / re.match(r"# (\S+)\n", block)[1]
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(block, encoding="utf-8")
+    record = said[-1][said[-1].index("Record") :]
+    assert "about: " in record and "listeners: " in record and "a night would keep it" in record
