@@ -150,7 +150,7 @@ def _print(found: PromptReport) -> None:
         stdout.print(
             f"{decimal(found.num_events)} events are shown, {decimal(found.num_events_left_out)} left out. Half of "
             f"them would save {decimal(found.saved_by_half)} tokens, {percent(found.saved_by_half / found.tokens)} "
-            "of a prompt: `history.max_events`, `max_days`, `half_life` and `deduplicate` of the template shorten it.\n",
+            "of a prompt: `history.max_events`, `max_days`, `half_life`, `deduplicate` of the template shorten it.\n",
             markup=False,
             soft_wrap=True,
         )

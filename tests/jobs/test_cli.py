@@ -60,7 +60,10 @@ def test_every_command_has_an_example_and_documented_options(name):
         assert isinstance(parameter, click.Argument) or getattr(parameter, "help", None), f"{name}: {parameter.name}"
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name.split()[0] not in ("data", "init", "demo", "prompts")])
+NO_WORKSPACE = "data", "init", "demo", "prompts"
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name.split()[0] not in NO_WORKSPACE])
 def test_every_command_takes_a_configuration_and_a_workspace(name):
     assert {"--config", "--workspace"} <= {option for parameter in COMMANDS[name].params for option in parameter.opts}
 
