@@ -69,7 +69,7 @@ def train_ways(
 
     Raises CtrError as `train_ctr` does, and where settings of ways differ that decide by what they are judged.
     """
-    _require_one_judgement({name: way.settings for name, way in ways.items()})
+    require_one_judgement({name: way.settings for name, way in ways.items()})
     margin = next(iter(ways.values())).settings
 
     def trained(name: str, data: CtrData, seen: CtrData, knowledge, settings: CtrSettings) -> tuple[list, Scores]:
@@ -114,7 +114,8 @@ def num_trainings(ways: Mapping[str, Way]) -> int:
     return (len(ways) + len(list(_alike_without_texts(ways)))) * len(settings.models) * settings.num_seeds
 
 
-def _require_one_judgement(settings: Mapping[str, CtrSettings]) -> None:
+def require_one_judgement(settings: Mapping[str, CtrSettings]) -> None:
+    """Raise CtrError where settings of ways differ in what decides by which rows and trainings they are judged."""
     for key in JUDGED_BY:
         found = {name: getattr(of_way, key) for name, of_way in settings.items()}
         if len(set(found.values())) > 1:

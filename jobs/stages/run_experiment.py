@@ -167,7 +167,9 @@ def _sampled(folder: ExperimentFolder, experiment: Experiment) -> dict[str, Any]
 
 def _require_judges(tables: Path, experiment: Experiment) -> None:
     from laserbatch.ctr.dataset import build_dataset
+    from laserbatch.ctr.lift import require_one_judgement  # with torch and scikit-learn, which take seconds to load
 
+    require_one_judgement({name: of_variant.ctr for name, of_variant in experiment.settings.items()})
     for of_variant in experiment.settings.values():
         try:
             build_dataset(open_tables(tables), experiment.date, of_variant.ctr)
@@ -201,7 +203,9 @@ def _tried(folder: ExperimentFolder, name: str, settings: Settings, date: dateti
     for gate in night.manifest.gates:
         if gate.verdict == "holds":
             say(f"a night with {name} would be held back: {gate_sentence(gate)}")
-    return Variant(name, night, settings.ctr)
+    # One night has no earlier texts that training rows could see.
+    is_asof = settings.ctr.history == "asof"
+    return Variant(name, night, settings.ctr.model_copy(update={"history": "latest"}) if is_asof else settings.ctr)
 
 
 def _what_differs(before: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> str:

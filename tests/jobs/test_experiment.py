@@ -11,9 +11,7 @@ from night_world import run_here, write_config, write_here
 from planted_night import Encoder
 from small_world import TEMPLATES
 
-from laserbatch.jobs.commands import ctr as ctr_command
 from laserbatch.jobs.report.worth_table import audit_table, between_line, worth_table
-from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import run_experiment, variants
 from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.errors import RunFailed
@@ -168,10 +166,14 @@ def test_what_cannot_be_tried_is_refused_before_anything_is_written(folder, capf
     assert [path.name for path in (folder / "workspace").glob("experiments/*") if path.name != NAME] == []
 
 
-def test_configurations_are_compared_by_their_newest_runs(folder, capfd, monkeypatch):
-    other = write_config(folder, "other.yaml", seed=5)
-    told = ask(capfd, folder, "ctr", "compare", "--config", str(other), code=3)
-    assert "is not a workspace" in told["error"] or "has no finished run of the configuration" in told["error"]
-    with pytest.raises(Exception, match="not both"):
-        ctr_command.variant_names([other, other], ["kar"])
-    assert load_settings(other).seed == 5
+def test_configurations_that_would_be_judged_on_other_rows_or_tables_are_refused(folder, tried, capfd):
+    for name, changed, told in (
+        ("seeds", {"ctr": {"num_seeds": 3}}, "ctr.num_seeds differs, so that nothing would be judged alike"),
+        ("tables", {"tables": {"path": "others"}}, "variants are tried on one sample, so set tables.path alike"),
+    ):
+        other = write_config(folder, f"{name}.yaml", **changed)
+        refused = ask(capfd, folder, "experiment", "--config", str(other), *TRIED[4:8], "--date", "2025-02-10", code=3)
+        assert told in refused["error"], name
+    assert not list((folder / "workspace" / "experiments").glob("2025-02-10-????????"))
+    never = ask(capfd, folder, "ctr", "compare", "--config", str(other), code=3)
+    assert "has no finished run of the configuration" in never["error"]
