@@ -64,7 +64,11 @@ class Night:
 
     def template(self, side: Side) -> PromptTemplate:
         """What is asked about a side, in words that fit its tables."""
-        return self.settings.knowledge.template(side, how_interacted(self.tables.interactions))
+        return self.settings.knowledge.template(side, self._interacted)
+
+    @cached_property
+    def _interacted(self) -> str:
+        return how_interacted(self.tables.interactions)
 
     def routes(self, side: Side) -> Routes:
         """The pool group that each entity drafts from; none before the first pools are built."""

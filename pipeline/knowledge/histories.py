@@ -17,7 +17,7 @@ def how_interacted(interactions: pa.Table) -> str:
     """What users did with items, by the ratings that there are: none, or 0 and 1 alone, are clicks, views, choices."""
     if "rating" not in interactions.column_names:
         return "picked"
-    bounds = pc.min_max(interactions["rating"].cast(pa.float64())).as_py()
+    bounds = pc.min_max(interactions["rating"]).as_py()
     if bounds["max"] is not None and bounds["max"] <= 1:
         return "picked"
     is_usual = bounds["max"] is None or (bounds["min"] >= 1 and bounds["max"] <= 5)
