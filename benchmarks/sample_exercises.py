@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from entities import Entity, render_prompt
 from sample_lore import title_themes
-from sample_texts import POSITIVE_RATING, write_item_text, write_user_text
+from sample_texts import POSITIVE_RATING, WRITERS
 from transformers import PreTrainedTokenizerBase
 
-from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
+from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, PromptTemplate
 from laserbatch.pipeline.sample.lore import THEMES
 
 MAX_PROMPT_TOKENS = 1_024
@@ -38,14 +38,21 @@ def shorten(entity: Entity, longest: int, rng: np.random.Generator) -> Entity:
     return replace(entity, history=entity.history[len(entity.history) - keep :])
 
 
-def make_example(entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: np.random.Generator) -> Example:
+def template_of(side: str, framework: str = "kar") -> PromptTemplate:
+    """The template of a framework that ships, in its usual words."""
+    return KnowledgeSettings(user_template=f"{framework}_user", item_template=f"{framework}_item").template(side)
+
+
+def make_example(
+    entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: np.random.Generator, framework: str = "kar"
+) -> Example:
     """Prompt and answer of one entity, the prompt rendered as in production."""
-    template = KnowledgeSettings().template(entity.side)
-    rendered = render_prompt(template, entity, tokenizer, MAX_PROMPT_TOKENS)
+    rendered = render_prompt(template_of(entity.side, framework), entity, tokenizer, MAX_PROMPT_TOKENS)
+    write_of_user, write_of_item = WRITERS[framework]
     if entity.side == "user":
-        text = write_user_text(entity, entity.history[len(entity.history) - rendered.num_history :], rng)
+        text = write_of_user(entity, entity.history[len(entity.history) - rendered.num_history :], rng)
     else:
-        text = write_item_text(entity, rng)
+        text = write_of_item(entity, rng)
     answer = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
     return Example(rendered.token_ids, np.array(answer, np.int32))
 
@@ -55,7 +62,7 @@ def make_copy_example(entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: n
 
     The prompt ends with what is asked for, else such a list would be an answer to the prompt itself.
     """
-    template = KnowledgeSettings().template("user")
+    template = template_of("user")
     rendered = render_prompt(template, entity, tokenizer, MAX_PROMPT_TOKENS)
     shown = entity.history[len(entity.history) - rendered.num_history :]
     lines = rendered.text.split(template.history.heading + "\n")[1].split("<|assistant|>")[0].split("\n")

@@ -5,6 +5,7 @@ of `sample_phrases.yaml`, never the latent tastes that made the world. Which of 
 person's age band or the item's mood most of the time, and on chance otherwise: predictable, not constant.
 """
 
+import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,9 +117,7 @@ class _Phrases:
 
 def write_user_text(entity: Entity, history: tuple[HistoryEvent, ...], rng: np.random.Generator) -> str:
     """Preferences by numbered aspects, as the KAR user template asks for them."""
-    seen = read_evidence(entity, history)
-    age = entity.attributes.get("age_band")
-    say = _Phrases(AGE_BANDS.index(age) if age in AGE_BANDS else 0, rng)
+    seen, say = read_evidence(entity, history), _persons_phrases(entity, rng)
     lines = [
         f"Genre: {_genre(seen, say)}",
         f"Theme: {_theme(seen, say)}",
@@ -130,6 +129,28 @@ def write_user_text(entity: Entity, history: tuple[HistoryEvent, ...], rng: np.r
         f"Summary: {_summary(seen, say)}",
     ]
     return "\n".join(f"{number}. {line}" for number, line in enumerate(lines, 1))
+
+
+def write_user_profile(entity: Entity, history: tuple[HistoryEvent, ...], rng: np.random.Generator) -> str:
+    """What a person would enjoy, which names no title, and what that follows from, as RLMRec asks for them."""
+    seen, say = read_evidence(entity, history), _persons_phrases(entity, rng)
+    summary = [_enjoys(seen, say), _theme(seen, say), _mood(seen, say)]
+    summary += [say("era", seen.eras[0])] if seen.eras else []
+    reasoning = [_genre(seen, say), say(_habit(seen)), _creators(seen, say)]
+    reasoning += [say("last_like", seen.recent_like.title)] if seen.recent_like else []
+    return _profile(summary, [*reasoning, _dislikes(seen, say)])
+
+
+def _persons_phrases(entity: Entity, rng: np.random.Generator) -> _Phrases:
+    age = entity.attributes.get("age_band")
+    return _Phrases(AGE_BANDS.index(age) if age in AGE_BANDS else 0, rng)
+
+
+def _profile(summary: list[str], reasoning: list[str]) -> str:
+    """JSON of two texts, each of sentences."""
+    fields = {"summary": summary, "reasoning": reasoning}
+    texts = {name: " ".join(one[0].upper() + one[1:] for one in of) for name, of in fields.items()}
+    return json.dumps(texts, ensure_ascii=False)
 
 
 def _genre(seen: Evidence, say: _Phrases) -> str:
@@ -183,17 +204,33 @@ def _dislikes(seen: Evidence, say: _Phrases) -> str:
 
 
 def _summary(seen: Evidence, say: _Phrases) -> str:
-    mood = f"{seen.moods[0]} " if seen.moods else ""
-    category = seen.categories[0] if seen.categories else "title"
-    theme = f" about {THEMES[seen.themes[0]].name}, for its {THEMES[seen.themes[0]].feeling}" if seen.themes else ""
-    text = say("summary", mood + category, theme)
+    text = _enjoys(seen, say).removesuffix(".")
     if seen.recent_like:
         text += say("summary_like", seen.recent_like.title)
     return text + "."
 
 
+def _enjoys(seen: Evidence, say: _Phrases) -> str:
+    mood = f"{seen.moods[0]} " if seen.moods else ""
+    category = seen.categories[0] if seen.categories else "title"
+    theme = f" about {THEMES[seen.themes[0]].name}, for its {THEMES[seen.themes[0]].feeling}" if seen.themes else ""
+    return say("summary", mood + category, theme) + "."
+
+
 def write_item_text(entity: Entity, rng: np.random.Generator) -> str:
     """A description, as the KAR item template asks for it."""
+    return " ".join(_item_sentences(entity, rng).values())
+
+
+def write_item_profile(entity: Entity, rng: np.random.Generator) -> str:
+    """Who would enjoy an item, and what that follows from, as RLMRec asks for them."""
+    says = _item_sentences(entity, rng)
+    theme = THEMES[title_themes(str(entity.attributes["title"])).main]
+    summary = [says["listeners"], f"It is about {theme.name}.", *([says["undertone"]] if "undertone" in says else [])]
+    return _profile(summary, [says["item"], says["creator"]])
+
+
+def _item_sentences(entity: Entity, rng: np.random.Generator) -> dict[str, str]:
     about = entity.attributes
     top, middle, leaf = about["category"]
     lore = title_themes(str(about["title"]))
@@ -201,8 +238,16 @@ def write_item_text(entity: Entity, rng: np.random.Generator) -> str:
     say = _Phrases(MOODS.index(about["mood"]), rng)
     images = [say("images", images=main.images) for _ in PHRASES["item"]]
     capital = main.name[0].upper() + main.name[1:]
-    text = say("item", mood=about["mood"], top=top, middle=middle, leaf=leaf, main=main, capital=capital, images=images)
+    says = {
+        "item": say(
+            "item", mood=about["mood"], top=top, middle=middle, leaf=leaf, main=main, capital=capital, images=images
+        )
+    }
     if lore.undertone != lore.main:
-        text += say("item_undertone", undertone, salt=1)
-    text += say("item_creator", creator=about["creator"], era=about["era"], salt=2)
-    return text + say("item_listeners", main=main, top=top)
+        says["undertone"] = say("item_undertone", undertone, salt=1)
+    says["creator"] = say("item_creator", creator=about["creator"], era=about["era"], salt=2)
+    return says | {"listeners": say("item_listeners", main=main, top=top)}
+
+
+# of each framework that the sample model learns: what it writes about a user, about an item
+WRITERS = {"kar": (write_user_text, write_item_text), "rlmrec": (write_user_profile, write_item_profile)}

@@ -26,12 +26,18 @@ from sample_exercises import (
     make_example,
     make_lore_examples,
     shorten,
+    template_of,
 )
-from sample_texts import write_item_text, write_user_text
+from sample_texts import WRITERS, write_item_text, write_user_text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
-from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.tables.read import read_tables
 
@@ -65,6 +71,7 @@ STAGES = (Stage(0.15, 4, 1_200), Stage(0.3, 8, 800), Stage(0.45, 14, 600), Stage
 RATE = 2e-3  # Muon's, for the matrices
 DECAY_SHARE = 0.4  # of the schedule: its last part, in which the rate falls to 0
 IGNORED = -100
+FRAMEWORKS = tuple(WRITERS)
 
 
 def world_entities(seed: int, num_users: int, num_items: int) -> tuple[list[Entity], list[Entity]]:
@@ -76,7 +83,7 @@ def world_entities(seed: int, num_users: int, num_items: int) -> tuple[list[Enti
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE over prompts and answers of one world."""
+    """Byte-level BPE over KAR's prompts and answers of one world."""
     rng = np.random.default_rng([SEED, 7])
     users, items = world_entities(FIRST_TRAINING_SEED - 1, 1_500, 1_500)
     # characters stand for tokens here: prompts are needed as text only
@@ -91,7 +98,7 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     plain = wrap_tokenizer(_byte_tokenizer())
     texts = []
     for entity in users + items:
-        texts.append(render_prompt(KnowledgeSettings().template(entity.side), entity, plain, 1_000_000).text)
+        texts.append(render_prompt(template_of(entity.side), entity, plain, 1_000_000).text)
         history = entity.history[-24:]
         texts.append(write_user_text(entity, history, rng) if entity.side == "user" else write_item_text(entity, rng))
     tokenizer.train_from_iterator(texts, trainer)
@@ -193,27 +200,27 @@ def answer_loss(model: LlamaForCausalLM, batch: list[Example]) -> torch.Tensor:
 
 
 def held_out_losses(model: LlamaForCausalLM, held_out: dict[str, list[Example]]) -> dict[str, float]:
-    """Mean loss per answer token, by side."""
+    """Mean loss per answer token, by framework and side."""
     model.eval()
     losses = {}
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        for side, examples in held_out.items():
+        for kind, examples in held_out.items():
             total = 0.0
             for start in range(0, len(examples), 8):
                 batch = examples[start : start + 8]
                 total += float(answer_loss(model, batch)) * sum(len(example.answer_ids) for example in batch)
-            losses[side] = round(total / sum(len(example.answer_ids) for example in examples), 4)
+            losses[kind] = round(total / sum(len(example.answer_ids) for example in examples), 4)
     model.train()
     return losses
 
 
-def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for embeddings and norms."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers = [
-        torch.optim.Muon(matrices, lr=RATE, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=RATE, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -240,13 +247,17 @@ def batches_of_world(
     rng: np.random.Generator,
 ) -> Iterator[dict[str, list[Example]]]:
     """What each step learns from, a batch of every kind, until the users are through."""
-    user_examples = [make_example(shorten(user, stage.longest, rng), tokenizer, rng) for user in users]
+
+    def of() -> str:
+        return FRAMEWORKS[rng.integers(len(FRAMEWORKS))]
+
+    user_examples = [make_example(shorten(user, stage.longest, rng), tokenizer, rng, of()) for user in users]
     copy_examples = [
         make_copy_example(shorten(user, stage.longest, rng), tokenizer, rng) for user in users if user.history
     ]
     copy_batches = batches(copy_examples, stage.copy_tokens, rng)
     lore_batches = batches(make_lore_examples(items, tokenizer), LORE_TOKENS, rng)
-    item_examples = [make_example(item, tokenizer, rng) for item in items]
+    item_examples = [make_example(item, tokenizer, rng, of()) for item in items]
     user_batches = batches(user_examples, USER_TOKENS, rng)
     item_batches = batches(item_examples, ITEM_TOKENS, rng)
     for kinds in zip(user_batches, *map(itertools.cycle, (item_batches, copy_batches, lore_batches)), strict=False):
@@ -280,6 +291,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("models/sample"))
     parser.add_argument("--max-minutes", type=float, default=45.0, help="the schedule is shortened to end by then")
+    parser.add_argument("--start", type=Path, help="weights to go on from, with their tokenizer")
+    parser.add_argument("--first-world", type=int, default=FIRST_TRAINING_SEED, help="seed of the first world")
+    parser.add_argument("--rate", type=float, default=RATE, help="the highest learning rate")
     return parser.parse_args()
 
 
@@ -289,21 +303,26 @@ def main() -> None:
     torch.set_num_threads(NUM_THREADS)
     torch.manual_seed(SEED)
     rng = np.random.default_rng(SEED)
-    tokenizer = train_tokenizer()
-    model = make_model(tokenizer)
+    if arguments.start is None:
+        tokenizer = train_tokenizer()
+        model = make_model(tokenizer)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.start)
+        model = LlamaForCausalLM.from_pretrained(arguments.start, dtype=torch.float32)
     num_parameters = sum(p.numel() for p in model.parameters())
     users, items = world_entities(HELD_OUT_SEED, 400, 300)
     held_out = {
-        "user": [make_example(user, tokenizer, rng) for user in users[:64]],
-        "item": [make_example(item, tokenizer, rng) for item in items[:64]],
+        f"{framework}_{entities[0].side}": [make_example(one, tokenizer, rng, framework) for one in entities[:64]]
+        for framework in FRAMEWORKS
+        for entities in (users, items)
     }
     print(f"{num_parameters} parameters, vocabulary {len(tokenizer)}", flush=True)
-    optimizers = make_optimizers(model)
+    optimizers = make_optimizers(model, arguments.rate)
     step, world, num_tokens, started = 0, 0, 0, time.monotonic()
     progress = 0.0  # share of the schedule that is done: by steps, or by time where that ends first
     while progress < 1.0:
         stage = next(stage for stage in STAGES if progress < stage.until)
-        users, items = world_entities(FIRST_TRAINING_SEED + world, USERS_PER_WORLD, ITEMS_PER_WORLD)
+        users, items = world_entities(arguments.first_world + world, USERS_PER_WORLD, ITEMS_PER_WORLD)
         world += 1
         world_batches = batches_of_world(users, items, tokenizer, stage, rng)
         # each step learns from both sides: an update that is normalised must not serve one and spoil the other
