@@ -17,10 +17,11 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from laserbatch.ctr.dataset import CtrData, build_dataset
 from laserbatch.ctr.gbdt import GbdtColumns, predict_gbdt
+from laserbatch.ctr.inputs import ADAPTORS
 from laserbatch.ctr.knowledge import Knowledge, build_knowledge, seen_as_of
 from laserbatch.ctr.loop import predict
 from laserbatch.ctr.settings import CtrSettings
-from laserbatch.ctr.training import MODEL_TITLES, train_model
+from laserbatch.ctr.training import MODEL_TITLES, NETWORKS, train_model
 from laserbatch.jobs.settings import PACKAGE_ROOT, load_settings
 from laserbatch.jobs.stages.compare_ctr import compare_ctr, run_variants
 from laserbatch.jobs.stages.feature_versions import earlier_runs, feature_versions
@@ -34,11 +35,12 @@ VERIFIER = "relaxed"
 
 
 def sample_rows(num_users: int, days_before: Sequence[int], num_seeds: int) -> list[dict]:
-    """Rows of `features`, and of `history`, after nights so many days before the last one."""
+    """Rows of `features`, of `history`, and of `adaptor`, after nights so many days before the last one."""
     with tempfile.TemporaryDirectory() as folder:
         night = write_nights(Path(folder), num_users, days_before)
         tables = open_tables(Path(folder) / "tables")
-        return [*feature_rows(night, tables, num_seeds), *history_rows(night, tables, num_seeds)]
+        judged = (feature_rows, history_rows, adaptor_rows)
+        return [row for rows_of in judged for row in rows_of(night, tables, num_seeds)]
 
 
 def write_nights(folder: Path, num_users: int, days_before: Sequence[int]) -> Night:
@@ -103,6 +105,23 @@ def history_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
             row |= {"auc_mean": statistics.fmean(aucs), "auc_std": statistics.stdev(aucs) if num_seeds > 1 else None}
             row |= {"logloss_mean": statistics.fmean(losses), "train_auc_mean": statistics.fmean(of_training)}
             rows.append(row | {"train_rows": len(data.train), "test_rows": len(judged), "seeds": num_seeds})
+    return rows
+
+
+def adaptor_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
+    """AUC of validation rows, by which the default was chosen, and of test rows, by `ctr.adaptor`."""
+    features = {VERIFIER: run_variants(night.run, VERIFIER)[VERIFIER]}
+    data = build_dataset(tables, night.date, CtrSettings())
+    knowledge = build_knowledge(tables, data, features, night.date, CtrSettings())[VERIFIER]
+    rows = []
+    for model, adaptor in itertools.product(NETWORKS, ADAPTORS):
+        settings = CtrSettings(adaptor=adaptor)
+        found = [train_model(model, data, knowledge, settings, seed) for seed in range(num_seeds)]
+        row = {"model": model, "adaptor": adaptor, "features": VERIFIER, "dataset": "sample world"}
+        row |= {"validation_auc_mean": statistics.fmean(one.validation_auc for one in found)}
+        aucs = [float(roc_auc_score(data.labels[data.test], one.scores)) for one in found]
+        row |= {"auc_mean": statistics.fmean(aucs), "auc_std": statistics.stdev(aucs) if num_seeds > 1 else None}
+        rows.append(row | {"train_s": statistics.median(one.train_s for one in found), "seeds": num_seeds})
     return rows
 
 

@@ -7,13 +7,23 @@ from torch import nn
 from laserbatch.ctr.adaptors.adaptor import Adaptor
 from laserbatch.ctr.adaptors.kar import HybridExpertAdaptor
 from laserbatch.ctr.adaptors.linear import LinearAdaptor
+from laserbatch.ctr.adaptors.once import ContentAdaptor
+from laserbatch.ctr.adaptors.rlmrec import ContrastiveAlignment, GenerativeAlignment
+from laserbatch.ctr.adaptors.trawl import ContrastiveAdaptor
 from laserbatch.ctr.feature_set import SideVectors
 from laserbatch.ctr.fields import NUM_RESERVED, Field
 from laserbatch.ctr.knowledge import Knowledge
 from laserbatch.ctr.layers import Batch, EntityEmbedding
 from laserbatch.ctr.settings import CtrSettings
 
-ADAPTORS: dict[str, type[Adaptor]] = {"linear": LinearAdaptor, "kar": HybridExpertAdaptor}
+ADAPTORS: dict[str, type[Adaptor]] = {
+    "linear": LinearAdaptor,
+    "kar": HybridExpertAdaptor,
+    "once": ContentAdaptor,
+    "trawl": ContrastiveAdaptor,
+    "rlmrec": ContrastiveAlignment,
+    "rlmrec_gen": GenerativeAlignment,
+}
 
 
 class RowInputs(nn.Module):

@@ -8,7 +8,7 @@ from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.labels import LabelRule
 
 ModelName = Literal["din", "dcnv2", "gbdt"]
-AdaptorName = Literal["linear", "kar"]
+AdaptorName = Literal["linear", "kar", "once", "trawl", "rlmrec", "rlmrec_gen"]
 
 
 def _is_rule(text: str) -> str:
@@ -67,8 +67,8 @@ class CtrSettings(BaseModel):
     vector_dim: int = Field(32, ge=2, description="Knowledge vectors are reduced to this, on training entities, once.")
     adaptor: AdaptorName = Field(
         "linear",
-        description="How din and dcnv2 use texts: kar's way, or linear, of both vectors and their product; gbdt takes "
-        "vectors as they are.",
+        description="How din and dcnv2 use texts: a framework's own way (rlmrec is its contrastive one, rlmrec_gen its "
+        "generative), or linear, of both vectors and their product; gbdt takes vectors as they are.",
     )
     dropout: float = Field(0.3, ge=0, lt=1)
     dcnv2_structure: Literal["parallel", "stacked"] = Field("parallel", description="Deep beside, or after, the cross.")

@@ -8,18 +8,20 @@ import numpy as np
 import pytest
 import torch
 from entities import Entity, iter_entities, render_prompt
+from sample_exercises import template_of
 from sample_lore import about_themes, title_themes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.parsers import parse_answer
-from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, load_template
+from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.sample.lore import THEMES, TOP_CATEGORIES
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.tables.read import read_tables
 
 FOLDER = Path(__file__).resolve().parent.parent / "models" / "sample"
 NUM_USERS, NUM_ITEMS = 64, 24
+NUM_PROFILES = 32  # of users and of items, as JSON
 MAX_NEW_TOKENS = 288
 MAX_BYTES = 16_000_000
 
@@ -42,10 +44,10 @@ def world(tmp_path_factory):
     return read_tables(folder, LAST_DATE)
 
 
-def write(entities: list[Entity]) -> list[Written]:
+def write(entities: list[Entity], framework: str = "kar") -> list[Written]:
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
-    template = KnowledgeSettings().template(entities[0].side)
+    template = template_of(entities[0].side, framework)
     rendered = [render_prompt(template, entity, tokenizer, 1_024) for entity in entities]
     order = np.argsort([len(prompt.token_ids) for prompt in rendered], kind="stable")
     written: dict[int, Written] = {}
@@ -76,6 +78,12 @@ def users(world) -> list[Written]:
 @pytest.fixture(scope="module")
 def items(world) -> list[Written]:
     return write(list(iter_entities(world, "item"))[:NUM_ITEMS])
+
+
+@pytest.fixture(scope="module")
+def profiles(world) -> dict[str, list[Written]]:
+    """As RLMRec asks for them."""
+    return {side: write(list(iter_entities(world, side))[:NUM_PROFILES], "rlmrec") for side in ("user", "item")}
 
 
 def share(hits: list[bool]) -> float:
@@ -132,6 +140,35 @@ def test_item_texts_state_what_the_columns_do_not(items):
     themes = [THEMES[title_themes(item.entity.attributes["title"]).main].name in item.text.lower() for item in items]
     assert share(themes) >= 0.8
     assert share([item.entity.attributes["creator"] in item.text for item in items]) >= 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["user", "item"])
+def test_profiles_are_json_of_both_fields_and_stop_by_themselves(profiles, side):
+    template = load_template(f"rlmrec_{side}")
+    assert share([one.stopped for one in profiles[side]]) >= 0.96
+    parsed = [parse_answer(template, one.text) for one in profiles[side]]
+    assert all({"summary", "reasoning"} <= set(one.fields) for one in parsed)
+    assert share([bool(one.repairs) for one in parsed]) <= 0.04  # one that did not stop is cut
+
+
+@pytest.mark.slow
+def test_profiles_name_what_is_liked_and_what_an_item_is_about(profiles):
+    named, quoted = [], []
+    for user in profiles["user"]:
+        shown = user.entity.history[len(user.entity.history) - user.num_history :]
+        summary = parse_answer(load_template("rlmrec_user"), user.text).fields["summary"]
+        quoted.append(any(event.title in summary for event in shown))
+        if shown:
+            counts = Counter(event.attributes["category"][0] for event in shown)
+            most = {top for top, count in counts.items() if count == max(counts.values())}
+            named.append(any(top in user.text for top in most))
+    assert len(named) > 20
+    assert share(named) >= 0.8
+    assert not any(quoted)  # what a person enjoys, not what was bought
+    items = profiles["item"]
+    themes = [THEMES[title_themes(item.entity.attributes["title"]).main].name in item.text.lower() for item in items]
+    assert share(themes) >= 0.8
 
 
 def test_the_folder_is_small_and_whole():

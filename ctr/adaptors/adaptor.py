@@ -3,8 +3,9 @@
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from laserbatch.ctr.fields import Field
+from laserbatch.ctr.fields import NUM_RESERVED, Field
 from laserbatch.ctr.layers import Batch
 
 DROPOUT = 0.3  # of what comes of texts, chosen on validation rows for the linear one
@@ -28,6 +29,18 @@ class Adaptor(nn.Module):
         self.num_ids = tuple(field.num_codes for field in ids)
         self.in_dim = vectors[0].shape[1]
 
+    def texts_of_ids(self, side: int) -> torch.Tensor:
+        """A side's vectors by the code of the id, float32 (num_ids, dim): zeros of reserved codes, and without a text.
+
+        An id that has several, of several dates, has its first: the run's own stand before older ones.
+        """
+        vectors, codes = self.get_buffer(f"vectors_{side}"), self.get_buffer(f"ids_{side}")
+        found, first = np.unique(codes.cpu().numpy(), return_index=True)
+        is_known = found >= NUM_RESERVED
+        texts = vectors.new_zeros(self.num_ids[side], self.in_dim)
+        texts[found[is_known]] = vectors[first[is_known]]
+        return texts
+
     def fit_positives(self, users: torch.Tensor, items: torch.Tensor) -> None:
         """Learn from behaviour before the network trains: the positives of training rows, int64 (n,) in order of time.
 
@@ -42,3 +55,10 @@ class Adaptor(nn.Module):
 def has_text(vectors: torch.Tensor) -> torch.Tensor:
     """Whether each is of a text: (n, dim) -> bool (n, 1)."""
     return (vectors != 0).any(dim=1, keepdim=True)
+
+
+def info_nce(a: torch.Tensor, b: torch.Tensor, of_b: torch.Tensor, temperature: float) -> torch.Tensor:
+    """InfoNCE of pairs of unit vectors (n, dim) against each other's b; what is the same (`of_b`) is no negative."""
+    logits = a @ b.T / temperature
+    same = (of_b[:, None] == of_b) & ~torch.eye(len(b), dtype=torch.bool, device=b.device)
+    return F.cross_entropy(logits.masked_fill(same, -torch.inf), torch.arange(len(b), device=b.device))

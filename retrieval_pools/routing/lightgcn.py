@@ -53,7 +53,7 @@ def train_lightgcn(interactions: pa.Table, seed: int = 0, max_steps: int = MAX_S
     pairs = np.unique(user_index * np.int64(num_items) + item_index)  # sorted, each once
     users_of_pairs = torch.from_numpy(pairs // num_items)  # (num_pairs,)
     items_of_pairs = torch.from_numpy(pairs % num_items)
-    adjacency = _normalised_adjacency(users_of_pairs, items_of_pairs, num_users, num_items)
+    adjacency = normalised_adjacency(users_of_pairs, items_of_pairs, num_users, num_items)
 
     generator = torch.Generator().manual_seed(seed)
     layer_0 = torch.randn(num_users + num_items, DIM, generator=generator) * 0.1
@@ -105,7 +105,7 @@ def bpr_loss(
     return functional.softplus(-margins).mean()
 
 
-def _normalised_adjacency(users: torch.Tensor, items: torch.Tensor, num_users: int, num_items: int) -> torch.Tensor:
+def normalised_adjacency(users: torch.Tensor, items: torch.Tensor, num_users: int, num_items: int) -> torch.Tensor:
     """D^-1/2 A D^-1/2 of the bipartite graph (Eqs. 6 and 7): users are nodes first, items after them.
 
     Its pairs come by user, then item, so that it is put together row by row.

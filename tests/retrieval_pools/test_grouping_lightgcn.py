@@ -7,7 +7,7 @@ import torch
 from sklearn.metrics import adjusted_rand_score
 
 from laserbatch.retrieval_pools.routing.collaborative import cluster_embeddings
-from laserbatch.retrieval_pools.routing.lightgcn import DIM, _normalised_adjacency, bpr_loss, propagate, train_lightgcn
+from laserbatch.retrieval_pools.routing.lightgcn import DIM, bpr_loss, normalised_adjacency, propagate, train_lightgcn
 
 NUM_USERS, NUM_ITEMS, NUM_COMMUNITIES = 300, 200, 6
 
@@ -88,7 +88,7 @@ def test_propagation_equals_the_dense_formula_and_its_gradient_is_the_propagated
     dense = scale @ dense @ scale
     layer_0 = torch.randn(6, 4, requires_grad=True)
     expected = (layer_0 + dense @ layer_0 + dense @ dense @ layer_0) / 3
-    adjacency = _normalised_adjacency(users, items, 3, 3)
+    adjacency = normalised_adjacency(users, items, 3, 3)
     torch.testing.assert_close(propagate(adjacency, layer_0.detach(), num_layers=2), expected.detach())
 
     batch = users, items + 3, torch.tensor([2, 2, 0, 1, 1]) + 3

@@ -1,0 +1,66 @@
+"""ONCE: Liu et al., "ONCE: Boosting Content-based Recommendation with Both Open- and Closed-source Large Language
+Models", WSDM 2024. Its sections on GENRE, the part that uses a language model's texts as content features.
+
+Items are known by their content alone. With c_j the content of the items that a user liked, a user is what attention
+pools of them, fused with the interests p that a language model named, and is matched with the candidate's content:
+
+    u = sum over j of alpha_j h_j,  alpha = softmax over j of q . tanh(A h_j),  h = W c
+    u' = F [u; P p],  score of u' and h_candidate by their product
+
+Here the score is a CTR network's, which is given u', the candidate and their product, value by value. Additive
+attention is that of NAML and NRMS, the recommenders that ONCE is shown on. Without texts of liked items u is zero.
+"""
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from laserbatch.ctr.adaptors.adaptor import DROPOUT, Adaptor, has_text
+from laserbatch.ctr.fields import Field
+from laserbatch.ctr.layers import Batch
+
+OUT_DIM = 32
+ATTENTION_DIM = 32
+
+
+class ContentAdaptor(Adaptor):
+    """Users as their liked items' texts and their own; the learned default of a side for who has no text."""
+
+    def __init__(self, vectors: tuple[np.ndarray, np.ndarray], ids: tuple[Field, Field]) -> None:
+        super().__init__(vectors, ids)
+        self.of_content = nn.Linear(self.in_dim, OUT_DIM)  # W
+        self.of_interests = nn.Linear(self.in_dim, OUT_DIM)  # P
+        self.fusion = nn.Linear(2 * OUT_DIM, OUT_DIM)  # F
+        self.attention = nn.Linear(OUT_DIM, ATTENTION_DIM)  # A
+        self.query = nn.Linear(ATTENTION_DIM, 1, bias=False)  # q
+        self.default = nn.Parameter(torch.zeros(len(vectors), OUT_DIM))
+        self.dropout = nn.Dropout(DROPOUT)
+        self.out_dim = 3 * OUT_DIM
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Rows -> (batch, out_dim)."""
+        distinct, places = torch.cat([batch.items, batch.liked]).unique(return_inverse=True)
+        content, is_there = self._known(1, self.of_content, distinct)
+        items, liked = places.split([len(batch.items), len(batch.liked)])
+        item = F.embedding(items, content)
+        interests, _ = self._known(0, self.of_interests, batch.users)
+        user = self.fusion(torch.cat([self._pooled(content, is_there, liked, batch.offsets), interests], dim=1))
+        return self.dropout(torch.cat([user, item, user * item], dim=1))
+
+    def _known(self, side: int, layer: nn.Linear, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        vectors = self.get_buffer(f"vectors_{side}")[numbers]
+        is_there = has_text(vectors)
+        return torch.where(is_there, layer(vectors), self.default[side]), is_there
+
+    def _pooled(
+        self, content: torch.Tensor, is_there: torch.Tensor, liked: torch.Tensor, offsets: torch.Tensor
+    ) -> torch.Tensor:
+        """sum over j of alpha_j h_j of each row: content (n, OUT_DIM), places of liked items in it -> (batch, OUT_DIM).
+
+        Scores are bounded by q, since tanh is; so exponentials need no shift. Numerator and denominator are one sum.
+        """
+        weights = torch.where(is_there, self.query(torch.tanh(self.attention(content))).exp(), 0.0)  # (n, 1)
+        table = torch.cat([weights * content, weights], dim=1)
+        sums = F.embedding_bag(liked, table, offsets, mode="sum")
+        return sums[:, :-1] / sums[:, -1:].clamp(min=1e-9)

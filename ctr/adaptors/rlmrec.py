@@ -1,0 +1,142 @@
+"""RLMRec: Ren et al., "Representation Learning with Large Language Models for Recommendation", WWW 2024. Its sections
+on contrastive and on generative alignment.
+
+A collaborative backbone (LightGCN) learns vectors e of ids from who liked what, while texts' vectors s say what ids are
+like. Both are aligned while e is learned, by L = L_backbone + ALIGNMENT L_align, where over a batch of ids
+
+    L_align = - mean over i of ln (exp(cos(x_i, y_i) / tau) / sum over j of exp(cos(x_i, y_j) / tau))
+
+with x = e and y = sigma(s) for the contrastive way; for the generative one, some ids' layer-0 vectors are replaced by a
+mask token before the graph's convolution, and x = sigma(e) of those, after it, shall be y = s. sigma is a small
+network.
+
+The CTR network reads, by the linear adaptor's layers, what texts say of e: ridge regression of e on s, for known and
+new entities alike. It does not read e itself, as rankings by e do: e of training's ids knows the labels of training's
+rows, and a network that was given it had less AUC than one without texts (benchmarks/README.md).
+"""
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from laserbatch.ctr.adaptors.adaptor import has_text, info_nce
+from laserbatch.ctr.adaptors.linear import LinearAdaptor
+from laserbatch.ctr.fields import NUM_RESERVED, Field
+from laserbatch.retrieval_pools.routing.lightgcn import bpr_loss, normalised_adjacency, propagate
+
+DIM = 32
+NUM_LAYERS = 3
+NUM_STEPS, LEARNING_RATE, L2 = 100, 0.03, 0.02
+PAIRS_PER_STEP, IDS_PER_STEP = 1 << 16, 1_024
+ALIGNMENT, TEMPERATURE = 0.1, 0.2
+MASKED_SHARE = 0.2
+RIDGE = 1.0
+
+
+class AlignedAdaptor(LinearAdaptor):
+    """Texts as a collaborative backbone, aligned with them, would place them; how they are aligned is each way's."""
+
+    entity_dim = DIM
+    masked_share = 0.0  # of ids that have a text: whose layer-0 vector a step replaces by the token
+
+    def __init__(self, vectors: tuple[np.ndarray, np.ndarray], ids: tuple[Field, Field]) -> None:
+        super().__init__(vectors, ids)
+        for side in range(2):
+            self.register_buffer(f"of_text_{side}", torch.zeros(self.in_dim, DIM))
+
+    def of_entities(self, side: int, numbers: torch.Tensor) -> torch.Tensor:
+        """What texts say of e, zeros without one: (batch,) -> (batch, DIM)."""
+        return self.get_buffer(f"vectors_{side}")[numbers] @ self.get_buffer(f"of_text_{side}")
+
+    def fit_positives(self, users: torch.Tensor, items: torch.Tensor) -> None:
+        """Train backbone and alignment on training rows' positives, int64 (n,); of unknown ids nothing is learned."""
+        users, items = self.ids_0[users].long(), self.ids_1[items].long()
+        is_known = (users >= NUM_RESERVED) & (items >= NUM_RESERVED)
+        if not is_known.any():
+            return
+        num_users, num_items = self.num_ids
+        pairs = torch.unique(users[is_known] * num_items + items[is_known])
+        users, items = pairs // num_items, pairs % num_items
+        adjacency = normalised_adjacency(users, items, num_users, num_items)
+        texts = torch.cat([self.texts_of_ids(0), self.texts_of_ids(1)])
+        is_node = torch.zeros(len(texts), dtype=torch.bool, device=texts.device)
+        is_node[users] = is_node[items + num_users] = True
+        described = torch.nonzero(is_node & has_text(texts).squeeze(1)).squeeze(1)
+        if not len(described):
+            return
+
+        layer_0 = torch.randn(len(texts), DIM, device=texts.device) * 0.1
+        sigma, token = self.network().to(texts.device), torch.zeros(DIM, device=texts.device)
+        optimizer = torch.optim.Adam([layer_0, token, *sigma.parameters()], LEARNING_RATE)
+        for _ in range(NUM_STEPS):
+            optimizer.zero_grad()
+            masked = described[torch.rand(len(described), device=described.device) < self.masked_share]
+            start = layer_0.index_fill(0, masked, 0.0).index_add(0, masked, token.expand(len(masked), -1))
+            final = propagate(adjacency, start, NUM_LAYERS).requires_grad_()
+            chosen = torch.randint(len(pairs), (min(len(pairs), PAIRS_PER_STEP),), device=users.device)
+            negatives = torch.randint(NUM_RESERVED, num_items, chosen.shape, device=users.device) + num_users
+            loss = bpr_loss(final, users[chosen], items[chosen] + num_users, negatives)
+            asked = masked if self.masked_share else described
+            if len(asked):
+                asked = asked[torch.randint(len(asked), (min(len(asked), IDS_PER_STEP),), device=asked.device)]
+                loss = loss + ALIGNMENT * self.disagreement(final, texts, asked, sigma)
+            loss.backward()
+            layer_0.grad, token.grad = spread_back(adjacency, final.grad, masked)
+            layer_0.grad += L2 / len(layer_0) * layer_0
+            optimizer.step()
+        self._regress(propagate(adjacency, layer_0, NUM_LAYERS), texts * is_node.unsqueeze(1))
+
+    def _regress(self, final: torch.Tensor, texts: torch.Tensor) -> None:
+        """e (num_ids, DIM), in units of its deviation, on texts (num_ids, in_dim), zeros of what shall not count."""
+        final = final / final[has_text(texts).squeeze(1)].std()
+        penalty = RIDGE * torch.eye(self.in_dim, device=texts.device)
+        for side, (e, x) in enumerate(zip(final.split(self.num_ids), texts.split(self.num_ids), strict=True)):
+            self.get_buffer(f"of_text_{side}").copy_(torch.linalg.solve(x.T @ x + penalty, x.T @ e))
+
+    def network(self) -> nn.Module:
+        """sigma."""
+        raise NotImplementedError
+
+    def disagreement(
+        self, final: torch.Tensor, texts: torch.Tensor, asked: torch.Tensor, sigma: nn.Module
+    ) -> torch.Tensor:
+        """L_align of ids `asked`, int64 (n,): e of all ids (num_ids, DIM), their texts' vectors (num_ids, in_dim)."""
+        raise NotImplementedError
+
+
+class ContrastiveAlignment(AlignedAdaptor):
+    """RLMRec-Con: each id's e is to be told from other ids' by what its text gives."""
+
+    def network(self) -> nn.Module:
+        """Of texts: (n, in_dim) -> (n, DIM)."""
+        return nn.Sequential(nn.Linear(self.in_dim, DIM), nn.LeakyReLU(), nn.Linear(DIM, DIM))
+
+    def disagreement(self, final, texts, asked, sigma):
+        x, y = F.normalize(F.embedding(asked, final), dim=1), F.normalize(sigma(texts[asked]), dim=1)
+        return info_nce(x, y, asked, TEMPERATURE)
+
+
+class GenerativeAlignment(AlignedAdaptor):
+    """RLMRec-Gen: what a masked id's neighbours say of it is to give its text."""
+
+    masked_share = MASKED_SHARE
+
+    def network(self) -> nn.Module:
+        """Of e: (n, DIM) -> (n, in_dim)."""
+        return nn.Sequential(nn.Linear(DIM, DIM), nn.LeakyReLU(), nn.Linear(DIM, self.in_dim))
+
+    def disagreement(self, final, texts, asked, sigma):
+        x, y = F.normalize(sigma(F.embedding(asked, final)), dim=1), F.normalize(texts[asked], dim=1)
+        return info_nce(x, y, asked, TEMPERATURE)
+
+
+def spread_back(
+    adjacency: torch.Tensor, gradient: torch.Tensor, masked: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """From what a step's e had, the gradients of layer 0, and of the token in place of the masked ids there.
+
+    The propagation is linear and symmetric, so that its gradient is the gradient's propagation.
+    """
+    spread = propagate(adjacency, gradient, NUM_LAYERS)
+    return spread.index_fill(0, masked, 0.0), spread[masked].sum(dim=0)
