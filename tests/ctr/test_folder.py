@@ -45,9 +45,14 @@ def train(night, out, model="dcnv2", features="own", settings=SETTINGS):
     return train_to_folder(night, model, features, 0, night.tables, settings, out)
 
 
-@pytest.mark.parametrize(("model", "features"), [("din", "own"), ("dcnv2", "none"), ("gbdt", "own")])
-def test_a_model_is_judged_and_asked_again_as_when_it_was_trained(world, night, tmp_path, capsys, model, features):
-    found = train(night, tmp_path / "model", model, features)
+@pytest.mark.parametrize(
+    ("model", "features", "adaptor"),
+    [("din", "own", "rlmrec"), ("din", "own", "trawl"), ("dcnv2", "none", "linear"), ("gbdt", "own", "linear")],
+)
+def test_a_model_is_judged_and_asked_again_as_when_it_was_trained(
+    world, night, tmp_path, capsys, model, features, adaptor
+):
+    found = train(night, tmp_path / "model", model, features, CtrSettings(max_epochs=3, patience=3, adaptor=adaptor))
     if features == "own":
         assert "1 users have no features; they get a learned default" in capsys.readouterr().err
     again = evaluate_folder(tmp_path / "model", night, night.tables)

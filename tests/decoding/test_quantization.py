@@ -15,7 +15,7 @@ from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.errors import ModelError
 
 QUANTISED = ("torchao int8", "compressed-tensors int8", "compressed-tensors int4", "compressed-tensors fp8")
-MOST_ERROR = {"int8": 0.05, "fp8": 0.1, "int4": 0.4}  # of logits, by the type of the weights
+MOST_ERROR = {"int8": 0.05, "fp8": 0.1, "int4": 0.5}  # of logits, by the type; wrong weights have 1.4
 
 
 def sample_model():
