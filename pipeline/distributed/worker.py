@@ -219,8 +219,9 @@ class ShardWorker:
     ) -> dict[str, Any]:
         template, row, prompt = self._templates[side], asked.row, asked.prompt
         text = sound_text(self.engine.tokenizer, result, prompt.token_ids)
-        require_answer(template, text, result.token_ids, prompt.token_ids)
-        parsed = parse_answer(template, text, result.finish_reason == "length")
+        is_cut = result.finish_reason == "length"
+        require_answer(template, text, result.token_ids, prompt.token_ids, is_cut)
+        parsed = parse_answer(template, text, is_cut)
         repairs.update(parsed.repairs)
         return {
             "entity_id": row.entity_id,

@@ -128,3 +128,14 @@ def test_an_answer_that_repeats_its_prompt_or_is_in_another_script_is_none():
         require_answer(PROFILE, "\u559c\u6b22\u6d77\u6d0b\u6545\u4e8b" * 5, own, prompt)
     anywhere = PROFILE.model_copy(update={"any_language": True})
     require_answer(anywhere, "\u559c\u6b22\u6d77\u6d0b\u6545\u4e8b" * 5, own, prompt)
+
+
+def test_a_text_that_was_cut_within_a_loop_is_no_answer():
+    prompt, start = np.arange(50, dtype=np.int32), np.arange(100, 160, dtype=np.int32)
+    for period in (1, 3, 24):
+        looped = np.concatenate([start, np.resize(start[:period], 96)])
+        with pytest.raises(RowError, match=rf"^loops: it was cut while it said the same {period} tokens again"):
+            require_answer(USER, "a a a", looped, prompt, is_cut=True)
+        require_answer(USER, "a a a", looped, prompt)  # the model ended it: a list may well say so
+    for whole in (np.concatenate([start, np.resize(start[:30], 96)]), start[:50], np.resize(start[:1], 95)):
+        require_answer(USER, "a a a", whole, prompt, is_cut=True)
