@@ -217,13 +217,13 @@ class _TimedSteps:
         is_first, self._has_asked = not self._has_asked, True
         return self._trees[self._drafts.size] if is_first or not self._drafts.is_alone else EMPTY_TREE
 
-    def __call__(self, logits, choices, parents, token_ids) -> NodeVerdicts:
+    def __call__(self, logits, choices, nodes) -> NodeVerdicts:
         """The engine's own rule, for what it costs, and then another one that all texts follow alike.
 
         Where one text alone has drafts they are rejected, so that texts stay of one length.
         """
-        log_probability = self._rule(logits, choices, parents, token_ids).log_probability
-        return NodeVerdicts((token_ids % 2 == 0) & (not self._drafts.is_alone), log_probability)
+        log_probability = self._rule(logits, choices, nodes).log_probability
+        return NodeVerdicts((nodes.token_ids % 2 == 0) & (not self._drafts.is_alone), log_probability)
 
     def take_rounds(self) -> None:
         """Every size in each round, in another order; as in a run, a timed step finds caches as one like it left."""

@@ -15,7 +15,7 @@ import torch
 from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.model.output_head import StepLogits
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
-from laserbatch.pipeline.decoding.verifiers import Verifier
+from laserbatch.pipeline.decoding.verifiers import DraftedNodes, Verifier
 
 # Rows whose logits are in memory at once: enough that an output layer's weights are read few times, and on a CPU few
 # enough that they stay in its cache.
@@ -54,7 +54,7 @@ def verify(
     """
     if len(trees) == 0:  # plain decoding
         nothing = np.empty(0, np.int64)
-        found = judge_rows(verifier, rows, starts, nothing, nothing)
+        found = judge_rows(verifier, rows, starts, nothing, nothing, nothing)
         return [
             Acceptance(nothing, choice) if is_finite else None
             for choice, is_finite in zip(found.choices.tolist(), found.is_finite.tolist(), strict=True)
@@ -66,7 +66,7 @@ def verify(
     while len(pending := step.next_rows(at_once)):
         step.judge(verifier, rows, pending, is_end)
         at_once *= 2
-    return step.acceptances()
+    return step.acceptances(getattr(verifier, "window", 0))
 
 
 class _Judged:
@@ -101,7 +101,7 @@ class _Judged:
         place[pending] = np.arange(len(pending))
         nodes = np.flatnonzero(place[self._parent_row_of] >= 0)
         parent_rows, token_ids = self._parent_row_of[nodes], self._token_ids[nodes]
-        verdicts = judge_rows(verifier, rows, pending, place[parent_rows], token_ids)
+        verdicts = judge_rows(verifier, rows, pending, place[parent_rows], token_ids, self._trees.source[nodes])
         self.choices[pending], self.is_finite[pending] = verdicts.choices, verdicts.is_finite
         self.allowed[nodes] = verdicts.accepted & ~is_end[self.choices[parent_rows]] & ~is_end[token_ids]
         self.log_probability[nodes] = verdicts.log_probability
@@ -112,25 +112,43 @@ class _Judged:
             is_dropped = self._trees.along_paths(np.logical_or, is_rejected)  # nothing is asked about what is below
             self._is_wanted[self._row_of[is_dropped]] = False
 
-    def acceptances(self) -> list[Acceptance | None]:
-        """The outcome for each tree."""
+    def acceptances(self, window: int) -> list[Acceptance | None]:
+        """The outcome for each tree; `window`: the rule's."""
         is_accepted = self.allowed & self.is_finite[self._row_of]
-        paths, last_nodes = select_paths(is_accepted, self.log_probability, self._trees)
+        may_end = True
+        if window:
+            may_end = ends_behind_windows(self._token_ids != self.choices[self._parent_row_of], self._trees, window)
+        paths, last_nodes = select_paths(is_accepted, self.log_probability, self._trees, may_end)
         next_tokens = self.choices[self._starts + 1 + last_nodes].tolist()
         found = zip(paths, next_tokens, self.is_finite[self._starts].tolist(), strict=True)
         return [Acceptance(path, next_token) if is_sound else None for path, next_token, is_sound in found]
 
 
+def ends_behind_windows(is_loose: np.ndarray, trees: TreeBatch, window: int) -> np.ndarray:
+    """Whether on the path to each node `window` others follow each loose one, before the next or the end: bool[n].
+
+    `is_loose` bool[n] : of nodes whose token is not the target's choice.
+    """
+    depths = trees.depths.astype(np.uint64)
+    at = trees.along_paths(np.bitwise_or, np.where(is_loose, np.left_shift(np.uint64(1), depths - np.uint64(1)), 0))
+    is_behind = at >> np.maximum(trees.depths - window, 0).astype(np.uint64) == 0  # bit d - 1: loose at depth d
+    for distance in range(1, window + 1):
+        is_behind &= at & (at >> np.uint64(distance)) == 0
+    return is_behind
+
+
 def select_paths(
-    accepted: np.ndarray, log_probability: np.ndarray, trees: TreeBatch
+    accepted: np.ndarray, log_probability: np.ndarray, trees: TreeBatch, may_end: np.ndarray | bool = True
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """The longest accepted path of each tree, the more probable of equally long ones, the first of equals.
+
+    Paths end at nodes where `may_end` bool[n].
 
     From [n] of the trees' nodes int64[num_accepted] for each tree: node indices from the root; and int64[num_trees],
     the last of them, -1 for none.
     """
     num_trees, tree_of = len(trees.sizes), trees.tree_of
-    length = np.where(trees.along_paths(np.logical_and, accepted), trees.depths, 0)
+    length = np.where(trees.along_paths(np.logical_and, accepted) & may_end, trees.depths, 0)
     longest = np.zeros(num_trees, np.int64)
     np.maximum.at(longest, tree_of, length)
     candidates = np.flatnonzero((length > 0) & (length == longest[tree_of]))
@@ -162,14 +180,19 @@ class RowVerdicts:
 
 @torch.inference_mode()
 def judge_rows(
-    verifier: Verifier, rows: StepLogits, wanted: np.ndarray, parents: np.ndarray, token_ids: np.ndarray
+    verifier: Verifier,
+    rows: StepLogits,
+    wanted: np.ndarray,
+    parents: np.ndarray,
+    token_ids: np.ndarray,
+    sources: np.ndarray,
 ) -> RowVerdicts:
     """What a rule says of drafted tokens, and the target's choices, from the logits of CHUNK_ROWS rows at a time.
 
     Parameters
     ----------
     wanted : int64[n], the rows to look at.
-    parents, token_ids : int64[m], of each node the place of its parent's row in `wanted`, and its token.
+    parents, token_ids, sources : [m], of each node the place of its parent's row in `wanted`, its token and its source.
     """
     size = CHUNK_ROWS["cpu" if rows.device.type == "cpu" else "cuda"]
     if len(wanted) <= size:
@@ -185,12 +208,12 @@ def judge_rows(
         best.append(logits.gather(1, choices[-1][:, None])[:, 0])
         if len(nodes):
             used, at = np.unique(parents[nodes] - first, return_inverse=True)
-            sent = to_device(np.concatenate((used, at, token_ids[nodes])), logits.device)
-            used_rows, at, tokens = sent.split((len(used), len(nodes), len(nodes)))
+            sent = to_device(np.concatenate((used, at, token_ids[nodes], sources[nodes])), logits.device)
+            used_rows, *judged = sent.split((len(used), len(nodes), len(nodes), len(nodes)))
             followed, chosen = logits, choices[-1]
             if len(used) < len(logits):
                 followed, chosen = logits.index_select(0, used_rows), chosen.index_select(0, used_rows)
-            verdicts = verifier(followed, chosen, at, tokens)
+            verdicts = verifier(followed, chosen, DraftedNodes(*judged))
             accepted.append(verdicts.accepted)
             log_probability.append(verdicts.log_probability)
     # What the host needs comes in one copy, and with it one synchronisation. float64 holds every token id.

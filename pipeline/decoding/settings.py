@@ -27,13 +27,15 @@ class DecodingSettings(Strict):
     )
     batch_size: int = Field(16, ge=1, description="Texts written side by side by one worker; 64 to 256 on a GPU.")
     max_new_tokens: int = Field(512, ge=1, description="Longest text.")
-    verifier: Literal["greedy", "top_k", "probability", "relaxed"] = Field(
+    verifier: Literal["greedy", "top_k", "probability", "relaxed", "typical", "aasd", "fly"] = Field(
         "relaxed",
         description="Which drafted tokens are accepted. greedy: the model's own choice, so the text of plain decoding; "
-        "relaxed: among its top_k and above min_probability (LASER, Eq. 8); top_k, probability: either alone.",
+        "relaxed: among its top_k and above min_probability (LASER, Eq. 8); top_k, probability: either alone; others "
+        "by how unsure the model is. typical (Medusa): less suffices where it is; aasd: more is asked; fly: anything, "
+        "where six of its own choices follow.",
     )
     top_k: int = Field(2, ge=1, description="Of the verifiers top_k and relaxed.")
-    min_probability: float = Field(0.1, ge=0.0, lt=1.0, description="Of the verifiers probability and relaxed.")
+    min_probability: float = Field(0.1, ge=0.0, lt=1.0, description="Of all verifiers but greedy, top_k and fly.")
     drafters: tuple[DraftSource, ...] = Field(
         ("previous", "prompt", "output", "pool"), description="Where drafts come from; none decodes plainly."
     )

@@ -8,7 +8,11 @@ import torch
 from laserbatch.pipeline.decoding.acceptance import Acceptance
 from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
 from laserbatch.pipeline.decoding.token_tree import TokenTree
-from laserbatch.pipeline.decoding.verifiers import Greedy, Verifier
+from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed, Verifier
+from laserbatch.pipeline.decoding.verifiers.conditional import Conditional
+from laserbatch.pipeline.decoding.verifiers.loosely import Loosely
+from laserbatch.pipeline.decoding.verifiers.typical import Typical
+from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
 
 @dataclass(frozen=True)
@@ -90,21 +94,15 @@ def reference_accept(rule: Verifier, logits: np.ndarray, tree: TokenTree, end_id
     log_probs = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
     log_probs -= logits.max(-1, keepdims=True)
 
+    def is_own_choice(node: int) -> bool:
+        return int(tree.token_ids[node]) == int(logits[tree.parents[node] + 1].argmax())
+
     def accepts(node: int) -> bool:
         row = int(tree.parents[node]) + 1
         token, choice = int(tree.token_ids[node]), int(logits[row].argmax())
         if choice in end_ids or token in end_ids:
             return False
-        if token == choice:
-            return True
-        if isinstance(rule, Greedy):
-            return False
-        probable = log_probs[row, token] > np.log(max(rule.min_probability, 1e-300))
-        if rule.k is None:
-            return bool(probable)
-        return bool(
-            rule.k > 1 and logits[row, token] >= sorted(logits[row])[-min(rule.k, logits.shape[1])] and probable
-        )
+        return token == choice or reference_rule(rule, logits[row], log_probs[row], token, int(tree.source[node]))
 
     best: tuple[int, float] = (0, 0.0)
     best_path: list[int] = []
@@ -112,6 +110,12 @@ def reference_accept(rule: Verifier, logits: np.ndarray, tree: TokenTree, end_id
         path = [node]
         while tree.parents[path[0]] >= 0:
             path.insert(0, int(tree.parents[path[0]]))
+        window = getattr(rule, "window", 0)
+        if window and not all(
+            is_own_choice(one) or (len(after) == window and all(map(is_own_choice, after)))
+            for one, after in ((one, path[at + 1 : at + 1 + window]) for at, one in enumerate(path))
+        ):
+            continue
         if all(accepts(n) for n in path):
             score = 0.0
             if not isinstance(rule, Greedy):
@@ -120,3 +124,23 @@ def reference_accept(rule: Verifier, logits: np.ndarray, tree: TokenTree, end_id
                 best, best_path = (len(path), score), path
     last = best_path[-1] + 1 if best_path else 0
     return Acceptance(np.array(best_path, np.int64), int(logits[last].argmax()))
+
+
+def reference_rule(rule: Verifier, logits: np.ndarray, log_probs: np.ndarray, token: int, source: int) -> bool:
+    """Whether a token that is not the target's choice is accepted by one row of the target's: as its paper says."""
+    probabilities = np.exp(log_probs.astype(np.float64))
+    entropy = -sum(p * np.log(p) for p in probabilities if p > 0)
+    match rule:
+        case Greedy():
+            return False
+        case Relaxed(k, least):
+            is_probable = bool(log_probs[token] > np.log(max(least, 1e-300)))
+            return is_probable and (k is None or (k > 1 and logits[token] >= sorted(logits)[-min(k, len(logits))]))
+        case Typical(epsilon):
+            return bool(probabilities[token] > min(epsilon, np.sqrt(epsilon) * np.exp(-entropy)))
+        case Conditional(alpha, beta):
+            least = min(alpha * entropy + beta, probabilities.max())
+            return bool(probabilities[token] >= least) and SOURCE_NAMES[source] != "output"
+        case Loosely(least, _):
+            return bool(entropy / np.log(len(logits)) >= least)
+    raise AssertionError(rule)

@@ -1,0 +1,53 @@
+"""LASER's relaxed verification, and either half of it alone."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from laserbatch.pipeline.decoding.verifiers.verifier import NodeVerdicts, is_choice, log_softmax
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """Accept what is among the k most probable tokens and has more than `min_probability` (LASER, Eq. 8).
+
+    With 0 the first is asked alone, tokens tied with the k-th being among them (Eq. 7); without `k` the second alone.
+    With k = 1, or a threshold that no other token reaches, this is greedy verification.
+    """
+
+    k: int | None = 2
+    min_probability: float = 0.1
+
+    def __call__(self, logits, choices, nodes) -> NodeVerdicts:
+        log_probability = log_softmax(logits)[nodes.parents, nodes.token_ids]
+        likely = log_probability > (math.log(self.min_probability) if self.min_probability > 0 else -math.inf)
+        if self.k is not None:
+            likely &= among_top_k(logits, choices, nodes.parents, nodes.token_ids, self.k)
+        return NodeVerdicts(is_choice(choices, nodes) | likely, log_probability)
+
+
+def among_top_k(logits, choices, parents, token_ids, k: int) -> torch.Tensor:
+    """Whether a token's logit is at least the k-th largest after its parent: bool[num_nodes].
+
+    For k = 1 none is: the choice itself is accepted anyway, and a tie with it is not the choice.
+    """
+    if k == 1:
+        return torch.zeros_like(token_ids, dtype=torch.bool)
+    if k == 2:  # without sorting
+        return logits[parents, token_ids] >= largest_beside(logits, choices)[parents]
+    smallest = logits.topk(min(k, logits.shape[-1]), -1).values[:, -1]
+    return logits[parents, token_ids] >= smallest[parents]
+
+
+def largest_beside(logits: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
+    """Each row's largest logit but that of its choice: (num_rows,). What it does to logits meanwhile it undoes."""
+    if logits.device.type != "cpu" or logits.dtype != torch.float32:
+        return logits.scatter(1, choices[:, None], -math.inf).amax(-1)
+    values, places = logits.numpy(), (np.arange(len(logits)), choices.numpy())  # numpy's maximum is vectorised
+    best = values[places]
+    values[places] = -np.inf
+    largest = values.max(-1)
+    values[places] = best
+    return torch.from_numpy(largest)
