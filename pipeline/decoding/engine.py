@@ -23,6 +23,7 @@ from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
 from laserbatch.pipeline.decoding.model.output_head import PenalisedLogits
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
+from laserbatch.pipeline.decoding.model.sampling import SampledLogits
 from laserbatch.pipeline.decoding.scheduler import Concurrency, RequestLimits, Scheduler
 from laserbatch.pipeline.decoding.sequence import (
     GenerationFailure,
@@ -199,6 +200,9 @@ class Engine:
         rows, penalty = step.output.rows, self.loaded.repetition_penalty
         if penalty != 1.0:
             rows = PenalisedLogits(penalty, rows, [sequence.context for sequence in step.sequences], step.trees)
+        if self.settings.temperature:
+            drawn = [(one.request.seed, len(one.context)) for one in step.sequences]
+            rows = SampledLogits(self.settings.temperature, rows, *zip(*drawn, strict=True), step.trees)
         return verify(verifier, rows, step.trees, step.output.batch.wanted_starts, self._is_end)
 
     def _commit(self, step: Step, accepted: list[Acceptance | None], stream: Stream) -> recovery.Outcomes:

@@ -20,6 +20,7 @@ class GenerationRequest:
     previous_ids : int32[m], this entity's earlier text, to draft from; or None.
     group : name of the pool group to prefer, or None.
     max_new_tokens : limit of this text's tokens.
+    seed : int64, of its random numbers where texts are sampled.
     """
 
     request_id: str
@@ -27,6 +28,7 @@ class GenerationRequest:
     previous_ids: np.ndarray | None = None
     group: str | None = None
     max_new_tokens: int = 512
+    seed: int = 0
 
 
 @dataclass(frozen=True)

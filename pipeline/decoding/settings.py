@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from laserbatch.pipeline.validation import Strict
 
@@ -36,6 +36,12 @@ class DecodingSettings(Strict):
     )
     top_k: int = Field(2, ge=1, description="Of the verifiers top_k and relaxed.")
     min_probability: float = Field(0.1, ge=0.0, lt=1.0, description="Of all verifiers but greedy, top_k and fly.")
+    temperature: float = Field(
+        0.0,
+        ge=0.0,
+        description="0: the model's likeliest token. Above, texts are sampled, with verifier greedy: whatever is "
+        "drafted, an entity's text to a prompt is the one that plain sampling writes, on every night.",
+    )
     drafters: tuple[DraftSource, ...] = Field(
         ("previous", "prompt", "output", "pool"), description="Where drafts come from; none decodes plainly."
     )
@@ -65,6 +71,15 @@ class DecodingSettings(Strict):
     max_cache_tokens: int | None = Field(
         None, ge=1, description="Bound of the KV cache; null: half of the free memory on a CPU, most of it on CUDA."
     )
+
+    @model_validator(mode="after")
+    def _samples_exactly(self) -> "DecodingSettings":
+        if self.temperature and self.verifier != "greedy":
+            raise ValueError(
+                f"temperature {self.temperature:g} samples, which verifier {self.verifier} would distort: say "
+                "`verifier: greedy`, which accepts drafted samples, or `temperature: 0`"
+            )
+        return self
 
 
 @dataclass(frozen=True)

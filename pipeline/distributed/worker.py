@@ -4,6 +4,7 @@ A shard goes in as a plan file and comes out as a knowledge file, quarantined ro
 Ray.
 """
 
+import hashlib
 import json
 import logging
 import time
@@ -207,7 +208,14 @@ class ShardWorker:
     ) -> Iterator[GenerationResult | GenerationFailure]:
         most = self.spec.decoding.max_new_tokens
         requests = (
-            GenerationRequest(key, asked.prompt.token_ids, asked.row.previous_ids, asked.row.group, most)
+            GenerationRequest(
+                key,
+                asked.prompt.token_ids,
+                asked.row.previous_ids,
+                asked.row.group,
+                most,
+                seed_of(side, asked.row.entity_id),
+            )
             for key, asked in rows.items()
         )
         self.engine.forget_prompts()  # what was written before, for whatever purpose, must not matter
@@ -248,6 +256,12 @@ class ShardWorker:
             "finish_reason": result.finish_reason,
             "is_stale": False,
         }
+
+
+def seed_of(side: Side, entity_id: object) -> int:
+    """The seed of an entity's texts, int64."""
+    digest = hashlib.blake2b(f"{side} {entity_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def sound_text(tokenizer, result: GenerationResult, prompt_ids: np.ndarray) -> str:

@@ -102,6 +102,8 @@ def decoding_provenance(decoding: DecodingSettings) -> dict[str, Any]:
     Batch size, threads and the draft budget are left out: they change how fast a text comes, not which text may come.
     """
     names = {"verifier", "top_k", "min_probability", "max_new_tokens", "dtype"}
+    if decoding.temperature:  # of texts that are not sampled fingerprints stay as they were
+        names |= {"temperature"}
     return decoding.model_dump(mode="json", include=names)
 
 

@@ -8,6 +8,7 @@ or capping of logits is written again. A model that cannot be taken apart so is 
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -115,4 +116,12 @@ class PenalisedLogits:
         return logits.scatter(1, token_ids, scores)
 
 
-StepLogits = HiddenRows | PenalisedLogits  # of `num_rows` tokens of a step, on `device`; `of` gives those of some rows
+class StepLogits(Protocol):
+    """Logits of `num_rows` tokens of a step, on `device`."""
+
+    device: torch.device
+    num_rows: int
+
+    def of(self, rows: np.ndarray) -> torch.Tensor:
+        """Of some rows, int64[n]: (n, vocab_size)."""
+        ...

@@ -1,0 +1,65 @@
+"""Sampling at a temperature as an argmax: each token's logit gets its own Gumbel noise, and the largest is the sample.
+
+The noise is a function of the text's own seed, of the position and of the token, whatever is drafted and whatever
+shares the batch. So greedy verification of what was drafted writes the very text that plain sampling writes, and a
+drafted token is accepted as often as any rule can: with the probability that the model gives it (Gumbel-max trick,
+Maddison et al. 2014; of drafts without probabilities of their own, multi-round rejection of SpecInfer has the same).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from laserbatch.pipeline.decoding.device_memory import to_device
+from laserbatch.pipeline.decoding.model.output_head import StepLogits
+from laserbatch.pipeline.decoding.token_tree import TreeBatch
+
+_GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # of SplitMix64, as int64
+
+
+class SampledLogits:
+    """Rows of a step, each with noise of its own, so that its argmax is a sample of its softmax at a temperature.
+
+    Parameters
+    ----------
+    seeds, lengths : of each sequence its seed, and the tokens of its context.
+
+    There is a row of each sequence after its last committed token, then one after each node of its tree.
+    """
+
+    def __init__(
+        self,
+        temperature: float,
+        rows: StepLogits,
+        seeds: Sequence[int],
+        lengths: Sequence[int],
+        trees: TreeBatch,
+    ) -> None:
+        self._temperature, self._rows = temperature, rows
+        self.device, self.num_rows = rows.device, rows.num_rows
+        self._seeds, positions = (np.repeat(np.asarray(own, np.int64), trees.sizes + 1) for own in (seeds, lengths))
+        positions[np.arange(len(trees)) + trees.tree_of + 1] += trees.depths
+        self._positions = positions
+
+    @torch.inference_mode()
+    def of(self, rows: np.ndarray) -> torch.Tensor:
+        """Logits of some rows, int64[n], over the temperature and with noise: float32 (n, vocab_size)."""
+        logits = self._rows.of(rows).float() / self._temperature
+        drawn = to_device(np.stack((self._seeds[rows], self._positions[rows])), self.device)
+        return logits + gumbel_noise(*drawn, logits.shape[-1])
+
+
+def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Standard Gumbel numbers by seed and position, int64[n] each, and token: float32 (n, vocab_size)."""
+    rows = _scrambled(_scrambled(seeds) + positions * _GOLDEN)
+    bits = _scrambled(rows[:, None] + torch.arange(1, vocab_size + 1, device=rows.device) * _GOLDEN)
+    uniform = ((bits >> 11 & (1 << 53) - 1).double() + 0.5) / (1 << 53)  # neither 0 nor 1
+    return -torch.log(-torch.log(uniform)).float()
+
+
+def _scrambled(values: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finaliser (Steele et al. 2014): int64, which wraps around."""
+    values = (values ^ (values >> 30 & (1 << 34) - 1)) * _FIRST
+    values = (values ^ (values >> 27 & (1 << 37) - 1)) * _SECOND
+    return values ^ (values >> 31 & (1 << 33) - 1)
