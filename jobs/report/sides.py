@@ -63,11 +63,12 @@ def speed_up(sides: list[Side], over: str) -> float | None:
 def side_warnings(side: SideFigures) -> list[str]:
     """Texts that end at their limit or had to be mended, and drafts that are not accepted as forecast."""
     cut = ratio(side.stats.finish_reasons.get("length"), side.stats.num_texts) or 0.0
-    warnings = []
+    warnings, loops = [], side.quarantine_reasons.get("loops")
     if cut > MOST_CUT:
         warnings.append(
             f"{percent(cut, 1)} of the texts end at the token limit, in the middle of what they say: raise "
             "decoding.max_new_tokens, or have the template ask for less"
+            + (f"; {loops} went round in loops, which more tokens would not mend" if loops else "")
         )
     if side.stats.repairs:
         kinds = ", ".join(f"{name} {number}" for name, number in sorted(side.stats.repairs.items()))

@@ -28,6 +28,7 @@ from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.planning.drift import ItemClusters
+from laserbatch.pipeline.planning.failures import unusable_texts
 from laserbatch.pipeline.planning.plan import (
     KEPT_SHARD,
     Shard,
@@ -123,6 +124,8 @@ class _Pass:
         for side in SIDES:
             if plans[side].postponed and not self.is_plain:
                 say(f"{side}s of whom no new text is asked tonight: {_told(plans[side].postponed)}")
+            if plans[side].num_refused and not self.is_plain:
+                say(f"{side}s left in quarantine, there is nothing new to ask: {plans[side].num_refused}")
             if not self.is_plain:
                 require_usable_texts(self.night, plans[side], finished[side])
         pending = [shard for plan in plans.values() for shard in plan.shards if shard.name not in finished[shard.side]]
@@ -202,6 +205,7 @@ class _Pass:
                     apart=_written_tonight(night, side) if self.is_plain else None,
                     refresh=None if self.is_plain else self._refresh(side),
                     unasked=unasked,
+                    unusable=None if self.is_plain else self._unusable(side),
                     keep=partial(self._kept.__setitem__, side),
                 )
 
@@ -223,6 +227,10 @@ class _Pass:
             clusters = ItemClusters.of_run(night.previous, night.tables.items)
         postponed = waiting.read_postponed(side)
         return Refresh(settings, night.date, budget, self.decoding.max_new_tokens, postponed, clusters)
+
+    def _unusable(self, side: Side) -> pa.Table | None:
+        is_exact = self.decoding.verifier == "greedy" or not self.decoding.drafters
+        return unusable_texts(self.night.previous, side, self.night.date, is_exact)
 
     def _previous(self, side: Side) -> PreviousKnowledge:
         previous = self.night.previous

@@ -78,9 +78,9 @@ def unchanged_pools(night: Night, version: str) -> dict[Side, PoolBuilt]:
     is_same = all(_known(before, name) == _known(night.manifest, name) is not None for name in TABLE_NAMES)
     for side in SIDES:
         then, now = before.sides.get(side), night.manifest.sides.get(side)
-        if then is None or now is None or then.num_quarantined or then.num_entities != now.num_carried_over:
+        if then is None or now is None or now.num_generated:
             return {}
-        is_same &= now.num_entities == now.num_carried_over
+        is_same &= then.num_entities == now.num_entities
     is_same &= before.inputs.keys() == set(TABLE_NAMES) == night.manifest.inputs.keys()
     return before.pools_built if is_same else {}
 

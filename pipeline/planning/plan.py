@@ -65,7 +65,7 @@ class SidePlan:
     side: Side
     num_entities: int
     num_carried_over: int
-    num_refused: int  # that cannot even be asked about
+    num_refused: int  # in quarantine without being asked: nothing to ask about, or asked in vain before
     routes: dict[str, int]  # scheme -> entities, over all of them
     shards: tuple[Shard, ...]
     num_waiting: int = 0  # that keep an earlier text, since a new one is not due or has no place in the budget

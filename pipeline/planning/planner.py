@@ -4,7 +4,7 @@ Shards follow the order of pool groups: a worker's consecutive texts share draft
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.planning.drift import history_drift
+from laserbatch.pipeline.planning.failures import failing_still
 from laserbatch.pipeline.planning.plan import CARRIED_SHARD, WAITING_SHARD, Shard, SidePlan, write_shard_plan
 from laserbatch.pipeline.planning.postpone import (
     Chosen,
@@ -57,17 +58,16 @@ class Keep:
     carried: pa.RecordBatchReader  # as before
     carried_file: Path | None  # of an earlier run, which holds just these
     waiting: pa.RecordBatchReader | None  # as stale; None where nobody waits
-    refused: list  # ids, which go to quarantine
+    quarantined: list[QuarantineRow]  # who is not asked at all
 
     def write(self) -> dict[str, ShardRecord]:
         """Write it, once; the shards that were written, by name. A plan is not whole before."""
         self.folder.drop_shard(self.side, WAITING_SHARD)
-        quarantined = [QuarantineRow.of(entity_id, self.side, NO_TITLE) for entity_id in self.refused]
         carried = self.carried if self._lost_file() else self.carried_file
         parts = {CARRIED_SHARD: carried}  # of none too: a side then has its schema
         parts |= {} if self.waiting is None else {WAITING_SHARD: self.waiting}
         return {
-            name: self.folder.write_shard(self.side, name, records, quarantined if name == CARRIED_SHARD else ())
+            name: self.folder.write_shard(self.side, name, records, self.quarantined if name == CARRIED_SHARD else ())
             for name, records in parts.items()
         }
 
@@ -134,6 +134,7 @@ def plan_side(
     apart: pa.Array | None = None,
     refresh: Refresh | None = None,
     unasked: pa.Table | None = None,
+    unusable: pa.Table | None = None,
     keep: Callable[[Keep], object] = Keep.write,
 ) -> SidePlan:
     """Decide about every entity of a side and write its shards' inputs. Nothing is rendered, and nothing tokenised.
@@ -150,6 +151,7 @@ def plan_side(
     apart : ids of entities that share no shard with others and come first, so that their time is known.
     refresh : what says whose change waits; None: nobody's.
     unasked : entities, as `run_folder.POSTPONED`, that get no text whatever else is so.
+    unusable : rows of the last quarantine, whose entities stay there where they would be asked the same again.
     keep : is given what keeps its text, to write it now or while others are written.
     """
     entities, folder = tables.entities(side), RunFolder(run_dir)
@@ -165,6 +167,13 @@ def plan_side(
         left_out = pc.is_in(ids, value_set=unasked["entity_id"].combine_chunks()).to_numpy()
     found = _compared(questions, previous, before, left_out, force, on_entities)
     rows, known_by, waiting, postponed, num_tokens = found.changed, found.fingerprints, before[:0], unasked, 0
+    quarantined = [QuarantineRow.of(one, side, NO_TITLE) for one in ids.take(pa.array(found.refused)).to_pylist()]
+    if not force:
+        failing = failing_still(unusable, ids.take(pa.array(rows)).combine_chunks(), known_by)
+        if (is_failing := failing >= 0).any():
+            quarantined += [QuarantineRow(**row) for row in unusable.take(pa.array(failing[is_failing])).to_pylist()]
+            rows, known_by = rows[~is_failing], known_by.filter(pa.array(~is_failing))
+            found = replace(found, changed=rows, fingerprints=known_by)
     if refresh is not None and not force:
         chosen = _chosen(refresh, tables, side, questions, previous, before, found)
         postponed = pa.concat_tables([part for part in (unasked, chosen.postponed) if part is not None])
@@ -172,10 +181,9 @@ def plan_side(
         rows, known_by = rows[chosen.is_written], known_by.filter(pa.array(chosen.is_written))
     write_postponed(folder, side, postponed)
     waiting = np.sort(waiting[waiting >= 0])
-    refused = ids.take(pa.array(found.refused)).to_pylist()
     carried = previous.records(np.sort(found.carried), ids.type, is_stale=False)
     stale = previous.records(waiting, ids.type, is_stale=True) if len(waiting) else None
-    keep(Keep(folder, side, carried, previous.only_file(found.carried, ids.type), stale, refused))
+    keep(Keep(folder, side, carried, previous.only_file(found.carried, ids.type), stale, quarantined))
     columns = {
         "fingerprint": known_by,
         "previous_ids": previous.token_ids(before[rows]),
@@ -186,7 +194,7 @@ def plan_side(
         side=side,
         num_entities=entities.num_rows,
         num_carried_over=len(found.carried),
-        num_refused=len(refused),
+        num_refused=len(quarantined),
         routes=routes.num_by_scheme(),
         shards=_write_shards(side, questions, rows, columns, apart, size, run_dir),
         num_waiting=len(waiting),

@@ -24,6 +24,7 @@ from laserbatch.jobs.stages.night import Night, open_night, parse_date
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.knowledge.records import knowledge_schema
+from laserbatch.pipeline.planning import failures
 from laserbatch.pipeline.planning.plan import read_shard
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.manifest import ModelFigures, SideFigures
@@ -59,7 +60,9 @@ class Workers:
         for row in rows:
             text = f"{row.entity_id} in {spec.run_id}, before {row.previous_ids}"
             if row.entity_id in self.failing:
-                failed.append(QuarantineRow.of(row.entity_id, shard.side, "unparsable: no aspect", "ff", text))
+                failed.append(
+                    QuarantineRow.of(row.entity_id, shard.side, "unparsable: no aspect", row.fingerprint, text)
+                )
                 continue
             known = {"entity_id": row.entity_id, "fingerprint": row.fingerprint, "run_id": spec.run_id, "text": text}
             records.append(nothing | known | {"num_tokens": 2, "num_history": row.shown.num_events})
@@ -200,7 +203,7 @@ def test_what_is_lost_while_a_run_goes_on_ends_it_and_the_next_attempt_heals_it(
     assert len(texts(night.run)) == num_entities(night)
 
 
-def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_about_again(world, write):
+def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_its_turn_comes(world, write, monkeypatch):
     before = texts(Workspace.open(world / "workspace").published())
     night = opened(world, SECOND_DATE)
     write(night)
@@ -226,7 +229,20 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_about_again(w
     night.run.finish()
     Workspace.open(world / "workspace").publish(night.run.run_id)
 
+    monkeypatch.setattr(failures, "DAYS_BETWEEN_TRIES", 1 << 40)  # nobody's turn
     third = opened(world, "2025-03-02")
+    write(third)
+    after = texts(third.run)
+    assert all(after[id_] == found[id_] for id_ in failing[:2])
+    assert third.run.read_quarantine("user").to_pylist() == rows
+    figures = third.manifest.sides["user"]
+    assert (figures.num_quarantined, figures.num_kept) == (2, 2) and figures.quarantine_reasons == {"unparsable": 2}
+    third.manifest.save()
+    third.run.finish()
+    Workspace.open(world / "workspace").publish(third.run.run_id)
+
+    monkeypatch.setattr(failures, "DAYS_BETWEEN_TRIES", 1)  # everybody's
+    third = opened(world, "2025-03-04")
     write(third)
     after = texts(third.run)
     assert all(after[id_] == (f"{id_} in {third.run.run_id}, before [1 2]", False) for id_ in failing[:2])
