@@ -134,8 +134,8 @@ class _Pass:
         with ThreadPoolExecutor(1) as aside:
             kept = {side: aside.submit(keep.write) for side, keep in self._kept.items()}
             if pending:
-                aside.submit(load_tokenizer, self.night.settings.model_dir)  # seconds, of which later stages have none
-                abandoned = self._write(pending, plans, finished, kept.values())
+                load = partial(aside.submit, load_tokenizer, self.night.settings.model_dir)  # seconds, for later stages
+                abandoned = self._write(pending, plans, finished, kept.values(), load)
             for side, written in kept.items():
                 finished[side] |= written.result()
         end_at_sigterm()
@@ -239,12 +239,23 @@ class _Pass:
         return PreviousKnowledge(None if previous is None else previous.knowledge_folder(side))
 
     def _write(
-        self, pending: list[Shard], plans: dict[Side, SidePlan], finished: dict[Side, Finished], aside: Iterable[Future]
+        self,
+        pending: list[Shard],
+        plans: dict[Side, SidePlan],
+        finished: dict[Side, Finished],
+        aside: Iterable[Future],
+        on_first_text: Callable[[], object],
     ) -> list[ShardAbandoned]:
         """Have the workers write shards, which are added to the finished ones; returns those that were given up.
 
-        What is written aside and fails, on a full disk, ends it at the next shard.
+        What is written aside and fails, on a full disk, ends it at the next shard. `on_first_text` begins what would
+        take the processor from workers that load their model.
         """
+
+        def tell_first_text() -> None:
+            emit("first_text", of=label)
+            on_first_text()
+
         night, abandoned, num_done = self.night, [], 0
         label = "generate plain" if self.is_plain else "generate"
         num_rows = sum(shard.num_rows for shard in pending)
@@ -253,7 +264,7 @@ class _Pass:
         end_at_sigterm()
         with progress(label, num_rows) as bar:
             choose = _plainly if self.is_plain else partial(night_budgets, night, pending)
-            for outcome in run_shards(pending, crew, choose, partial(emit, "first_text", of=label)):
+            for outcome in run_shards(pending, crew, choose, tell_first_text):
                 for written in filter(Future.done, aside):
                     written.result()
                 if isinstance(outcome, ShardAbandoned):
