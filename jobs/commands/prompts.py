@@ -17,7 +17,7 @@ from laserbatch.jobs.stages.night import parse_date
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.chat_format import encode_content
-from laserbatch.pipeline.knowledge.histories import how_interacted
+from laserbatch.pipeline.knowledge.histories import labels_of
 from laserbatch.pipeline.knowledge.prompts import Shown, render_shown
 from laserbatch.pipeline.knowledge.questions import SideQuestions, shown_of_row
 from laserbatch.pipeline.sides import SIDES
@@ -69,11 +69,12 @@ def report(
     """
     settings = load_settings(config)
     tables = read_tables(settings.tables.path, as_of=parse_date(date) if date else None)
-    tokenizer, interacted = load_tokenizer(settings.model_dir), how_interacted(tables.interactions)
+    tokenizer = load_tokenizer(settings.model_dir)
+    labels = labels_of(tables.interactions, settings.knowledge.words.events)
     reports = []
     for side in SIDES:
         require_template_columns(settings.tables.path, settings, side)
-        template = settings.knowledge.template(side, interacted)
+        template = settings.asked.template(side, labels)
         questions = SideQuestions(tables, side, template, "")
         num_rows = questions.entities.num_rows
         rows = np.unique(np.linspace(0, num_rows - 1, min(num_rows, NUM_SAMPLED)).astype(np.int64))

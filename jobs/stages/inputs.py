@@ -108,7 +108,7 @@ def check_inputs(
 def require_template_columns(path: Path | str, settings: Settings, side: Side) -> None:
     """Raise ConfigError where a template is for the other side, or names a column that the tables do not have."""
     name = settings.knowledge.template_of(side)
-    template = settings.knowledge.template(side)
+    template = settings.asked.template(side)
     if template.side != side:
         raise ConfigError(
             f"the prompt template {template.identity} is for {template.side}s; name one for {side}s as "

@@ -20,8 +20,8 @@ from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, changed_inputs, checked_inputs, needs_a_model
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.gpus import gpu_name
-from laserbatch.pipeline.knowledge.histories import how_interacted
-from laserbatch.pipeline.knowledge.templates import PromptTemplate
+from laserbatch.pipeline.knowledge.histories import labels_of
+from laserbatch.pipeline.knowledge.templates import Labels, PromptTemplate
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.forgetting import unfinished_receipts
@@ -64,11 +64,11 @@ class Night:
 
     def template(self, side: Side) -> PromptTemplate:
         """What is asked about a side, in words that fit its tables."""
-        return self.settings.knowledge.template(side, self._interacted)
+        return self.settings.asked.template(side, self._labels)
 
     @cached_property
-    def _interacted(self) -> str:
-        return how_interacted(self.tables.interactions)
+    def _labels(self) -> Labels:
+        return labels_of(self.tables.interactions, self.settings.knowledge.words.events)
 
     def routes(self, side: Side) -> Routes:
         """The pool group that each entity drafts from; none before the first pools are built."""

@@ -187,7 +187,8 @@ def _check_classes(lowest: float, highest: float, is_rated: bool, positive_ratin
     expected = f"ratings on both sides of {positive_rating:g} (ctr.label)"
     what_then = "CTR models are not trained otherwise"
     if not is_rated:
-        advice = f"set ctr.label to another column, or to `all`, which samples negatives; {what_then}"
+        advice = "set ctr.label to `all`, which samples negatives, or to a rule on another column, such as "
+        advice += f"`event == 'purchase'`; {what_then}"
         findings.add(Finding("one-class", "interactions", "there is no column `rating`", expected, advice,
                              is_warning=True))  # fmt: skip
     elif lowest <= highest and not lowest < positive_rating <= highest:

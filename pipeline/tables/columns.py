@@ -172,6 +172,13 @@ RATING = Role(
     ),
     advice="`laserbatch data import` converts it",
 )  # fmt: skip
+EVENT = Role(
+    expected="a string",
+    accepts=lambda kind: pt.is_null(kind) or sc.plain_type(kind) == pa.string(),
+    plain=sc.plain_words,
+    rules=(_UTF8,),
+    advice="write its codes as words (`click`, `purchase`), or call the column something else",
+)
 ATTRIBUTE = Role(
     expected="a scalar or a list of strings",
     accepts=sc.is_attribute_type,
@@ -188,7 +195,7 @@ ATTRIBUTE = Role(
 _ROLES = {
     "users": {"user_id": ID, sc.CREATED_AT: CREATED},
     "items": {"item_id": ID, "title": TITLE, sc.CREATED_AT: CREATED},
-    "interactions": {"user_id": ID, "item_id": ID, "timestamp": TIME, "rating": RATING},
+    "interactions": {"user_id": ID, "item_id": ID, "timestamp": TIME, "event": EVENT, "rating": RATING},
 }
 
 

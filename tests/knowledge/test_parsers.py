@@ -1,12 +1,13 @@
 import numpy as np
 import pytest
 
+from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.errors import ConfigError, RowError
 from laserbatch.pipeline.knowledge.answers import require_answer
 from laserbatch.pipeline.knowledge.parsers import load_parser, parse_answer
 from laserbatch.pipeline.knowledge.templates import load_template
 
-USER, ITEM = load_template("kar_user"), load_template("kar_item")
+USER, ITEM = map(Settings().asked.template, ("user", "item"))
 PROFILE, INTERESTS, FACTS = map(load_template, ("rlmrec_user", "once_user", "trawl_item"))
 
 
