@@ -17,7 +17,7 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.formatting import count, percent
 from laserbatch.jobs.gates import gate_sentence
 from laserbatch.jobs.settings import MetricsSettings, Settings
-from laserbatch.jobs.stages.inputs import check_inputs, require_template_columns
+from laserbatch.jobs.stages.inputs import check_inputs, require_plain_words, require_template_columns
 from laserbatch.jobs.stages.night import newest_edition, open_run
 from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.jobs.stages.variants import Variant, compare_variants, with_adaptor
@@ -148,6 +148,7 @@ def _sampled(folder: ExperimentFolder, experiment: Experiment) -> dict[str, Any]
         for of_variant in experiment.settings.values():
             for side in SIDES:
                 require_template_columns(source, of_variant, side)
+            require_plain_words(of_variant)
         with atomic_folder(folder.tables_folder, overwrite=True) as made:
             sample = write_sample(
                 open_tables(source), made, experiment.date, experiment.num_users, experiment.num_items

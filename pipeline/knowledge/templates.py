@@ -265,18 +265,23 @@ class KnowledgeSettings(Strict):
         return load_template(self.template_of(side), self.template_dir).worded(self.words, labels, factors)
 
 
+def template_path(name: str, folder: str | Path | None = None) -> Path:
+    """The file of a template, that of one's own folder first. Raises ConfigError where there is none."""
+    folders = [SHIPPED_TEMPLATES] if folder is None else [Path(folder), SHIPPED_TEMPLATES]
+    path = next((path for place in folders if (path := place / f"{name}.yaml").is_file()), None)
+    if path is None:
+        known = ", ".join(sorted({path.stem for place in folders for path in place.glob("*.yaml")}))
+        raise ConfigError(f"there is no prompt template {name!r}; templates are: {known}. Name one of these.")
+    return path
+
+
 def load_template(name: str, folder: str | Path | None = None) -> PromptTemplate:
     """Load a template by name: `<folder>/<name>.yaml` where there is one, else the one that ships.
 
     Its texts still have words in braces, which `PromptTemplate.worded` fills in. Raises ConfigError, which names file,
     line and key.
     """
-    folders = [SHIPPED_TEMPLATES] if folder is None else [Path(folder), SHIPPED_TEMPLATES]
-    paths = (place / f"{name}.yaml" for place in folders)
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        known = ", ".join(sorted({path.stem for place in folders for path in place.glob("*.yaml")}))
-        raise ConfigError(f"there is no prompt template {name!r}; templates are: {known}. Name one of these.")
+    path = template_path(name, folder)
     told = read_yaml(path, "prompt template", "name another")
     for key in ("parser_path", "parser_sha256") if isinstance(told, Mapping) else ():
         if key in told:
