@@ -163,7 +163,7 @@ class PromptTemplate(Strict):
     fields: dict[str, Literal["text", "list"]] = Field(default_factory=dict)  # of JSON: what it is to hold
     optional_fields: tuple[str, ...] = ()  # that an answer may be without
     encode: tuple[str, ...] = ()  # the parts of the answer that become its vector; none named: the whole text
-    any_language: bool = False  # answers may be in another script than the question
+    any_language: bool = False  # answers may be in another language than the question
     system: Text | None = None
     instruction: Text
     attributes: AttributeLines = AttributeLines()
