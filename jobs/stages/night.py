@@ -23,9 +23,16 @@ from laserbatch.pipeline.gpus import gpu_name
 from laserbatch.pipeline.knowledge.histories import labels_of
 from laserbatch.pipeline.knowledge.templates import Labels, PromptTemplate
 from laserbatch.pipeline.planning.planner import side_routes
-from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.forgetting import unfinished_receipts
-from laserbatch.pipeline.storage.manifest import PoolFigures, PoolsUsed, RunManifest, make_run_id, settings_hash
+from laserbatch.pipeline.storage.manifest import (
+    AskedBy,
+    PoolFigures,
+    PoolsUsed,
+    RunManifest,
+    make_run_id,
+    settings_hash,
+)
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import Tables, read_tables
@@ -171,6 +178,8 @@ def new_night(
     manifest = RunManifest.create(run.manifest_path, date, output, version("laserbatch"), machine, edition, named)
     previous = after or previous_run(workspace, run.run_id)
     manifest.previous_run_id = previous.run_id if previous is not None else None
+    templates = {side: settings.knowledge.template(side) for side in SIDES}
+    manifest.asked = {side: AskedBy(template.framework, template.identity) for side, template in templates.items()}
     night = Night(settings, workspace, date, run, manifest)
     wanted = None if after is None else after.run_id
     held = {run.run_id for run in workspace.runs() if run.is_held}
