@@ -5,6 +5,7 @@ Nothing that is published changes, nor what a later night builds on: all of it l
 
 import datetime
 import hashlib
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -198,6 +199,9 @@ def _tried(folder: ExperimentFolder, name: str, settings: Settings, date: dateti
     edition = newest_edition(workspace, apart, date)
     run = workspace.run(make_run_id(date, apart.identity(), edition))
     if not (run.is_finished or run.is_held):
+        for known in (Workspace(settings.workspace), *folder.variants()):  # a step of one model costs the same to all
+            for path in known.step_costs_folder.glob("*.json") if known.root != workspace.root else ():
+                shutil.copy2(path, workspace.step_costs_folder)
         with suppress(RunHeld):
             run_night(apart, date, publishing="never")
     night = open_run(apart, run.run_id)

@@ -26,10 +26,14 @@ _WORD = re.compile(r"[^\W\d_]+")
 COMMON_WORDS = {
     language: frozenset(words.split())
     for language, words in {
-        "English": "the and of to in is on at was with for that this are by from who would their they or as which it its an be has",
-        "French": "le la les et des du une est dans qui que pour avec sur par aux ce cette ses il elle ou mais son au un de elles",
-        "German": "der die das und ist mit von den dem ein eine einen einer zu auf sich nicht auch wer als sie er im für",
-        "Spanish": "el la los las y de del que en un una con por para es su se más al lo como sus este esta le son cuando",
+        "English": "the and of to in is on at was with for that this are by from who would their they or as "
+        "which it its an be has",
+        "French": "le la les et des du une est dans qui que pour avec sur par aux ce cette ses il elle ou mais "
+        "son au un de elles",
+        "German": "der die das und ist mit von den dem ein eine einen einer zu auf sich nicht auch wer als sie "
+        "er im für",
+        "Spanish": "el la los las y de del que en un una con por para es su se más al lo como sus este esta le "
+        "son cuando",
         "Italian": "il la gli le di del della che in un una con per è si dei nel alla da come sono suo questo chi più",
         "Portuguese": "os as de do da dos das que em um uma com por para é se mais no na ao seu sua quem como",
         "Dutch": "de het een en van is met die voor op dat niet te zijn aan ook wie als hij zij deze door in naar om",

@@ -190,9 +190,7 @@ class PromptTemplate(Strict):
                     raise ValueError(f"`{key}` has {name!r}, which is none of {', '.join(known)}")
         return self
 
-    def worded(
-        self, words: Words, labels: Labels = Labels(), factors: Sequence[str] | None = None
-    ) -> "PromptTemplate":
+    def worded(self, words: Words, labels: Labels = Labels(), factors: Sequence[str] | None = None) -> "PromptTemplate":
         """The same template with the words and factors of a team's own domain in its texts.
 
         Factors are in place of those that the template has; one that has none goes without.
