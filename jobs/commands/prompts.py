@@ -122,7 +122,9 @@ def _report(template, shown: list[Shown], entities: pa.Table, tokenizer, max_pro
 
 def _names(template, lines: list[str]) -> list[str]:
     """The column of each attribute's line, by the label in it."""
-    before, _, rest = template.attributes.line.partition("{label}")
+    before, has_label, rest = template.attributes.line.partition("{label}")
+    if not has_label:
+        return ["attributes"] * len(lines)
     after = rest.partition("{value}")[0]
     column = {label: name for name, label in template.attributes.labels.items()}
     labels = [line[len(before) :].partition(after)[0] if after else line for line in lines]
