@@ -32,6 +32,7 @@ from laserbatch.pipeline.tables.guess import guess_mapping, read_sources
 from laserbatch.pipeline.tables.schema import REQUIRED_COLUMNS, table_files
 
 ROWS_SEEN = 65_536  # interactions that a guess looks at
+MOST_TOLD = 20  # kinds of events whose words are written down, to be corrected
 STRONG_EVENTS = ("bought", "ordered", "applied for", "put into the cart", "liked", "saved", "clicked", "played")
 
 
@@ -105,6 +106,9 @@ def _guessed(domain: Domain | None, rows: pa.Table | None, named: Mapping[str, A
         with suppress(pa.ArrowException):  # no such label
             if rows is not None and name in rows.column_names:
                 known[column] = pc.cast(rows[name], kind)
+    events = _events(known)
+    if 0 < len(events) <= MOST_TOLD:
+        guessed["knowledge.words.events"] = {event: event_text(event, {}) for event in events}
     label = _label(known) if rows is not None else None
     return guessed | ({"ctr.label": label} if label is not None else {})
 
@@ -114,13 +118,17 @@ def _label(known: Mapping[str, pa.ChunkedArray]) -> str | None:
     if "rating" in known:
         least, most = pc.min_max(known["rating"]).as_py().values()
         return "rating >= 1" if most == 1 and least == 0 else "all" if least == most else None
-    events = pc.unique(known["event"]).drop_null().to_pylist() if "event" in known else []
+    events = _events(known)
     if len(events) > 1:
         for wanted in STRONG_EVENTS:
-            for event in sorted(events):
+            for event in events:
                 if event_text(event, {}) == wanted and "'" not in event:
                     return f"event == '{event}'"
     return "all"
+
+
+def _events(known: Mapping[str, pa.ChunkedArray]) -> list[str]:
+    return sorted(pc.unique(known["event"]).drop_null().to_pylist()) if "event" in known else []
 
 
 def _nouns(id_column: str, stem: str) -> dict[str, str]:

@@ -21,6 +21,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SHIPPED_TEMPLATES = CONFIGS / "prompts"
 
 
+PARSERS = ("aspects", "attributes", "free", "json")
 CONTROL = re.compile(r"<\|[^|\n]*\|>|\[/?INST\]|<</?SYS>>|</?s>|<(?:start|end)_of_turn>|<(?:bos|eos|pad)>")
 # What texts of a template may name in braces: words of `Words`, also to begin a line with or after `a` or `an`, and the
 # factors, numbered or as an enumeration.
@@ -158,7 +159,7 @@ class PromptTemplate(Strict):
     version: int = Field(ge=1)
     framework: str
     side: Side
-    parser: str = Field(pattern=r"^(aspects|attributes|free|json|[A-Za-z0-9_\-]+\.py)$")  # a .py: its `parse(text)`
+    parser: str  # a .py: its `parse(text)`
     factors: tuple[str, ...] = ()  # of aspects and attributes: their names
     fields: dict[str, Literal["text", "list"]] = Field(default_factory=dict)  # of JSON: what it is to hold
     optional_fields: tuple[str, ...] = ()  # that an answer may be without
@@ -172,6 +173,13 @@ class PromptTemplate(Strict):
     chat_options: dict[str, Any] = Field(default_factory=lambda: {"enable_thinking": False})
     parser_path: Path | None = Field(None, exclude=True)  # of a parser of one's own; found when the template is loaded
     parser_sha256: str | None = None
+
+    @field_validator("parser")
+    @classmethod
+    def _is_parser(cls, parser: str) -> str:
+        if parser not in PARSERS and not re.fullmatch(r"[A-Za-z0-9_\-]+\.py", parser):
+            raise ValueError(f"expected {', '.join(PARSERS)}, or a Python file beside the template")
+        return parser
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "PromptTemplate":
@@ -242,10 +250,10 @@ class KnowledgeSettings(Strict):
     )
     words: Words = Field(Words(), description="What prompts call your users and items, and what is done with them.")
     user_factors: tuple[str, ...] | None = Field(
-        None, description="What decides whether users take to items, in place of the factors of their template."
+        None, description="What decides whether users take to items: the factors in templates that ship."
     )
     item_factors: tuple[str, ...] | None = Field(
-        None, description="What of an item matters to them, in place of the factors of its template."
+        None, description="What of an item matters to them, likewise; templates of your own have theirs."
     )
     max_prompt_tokens: int = Field(
         1024,
@@ -258,9 +266,13 @@ class KnowledgeSettings(Strict):
         return self.user_template if side == "user" else self.item_template
 
     def template(self, side: Side, labels: Labels = Labels()) -> PromptTemplate:
-        """A side's template in the configured words and factors; raises ConfigError as `load_template` does."""
-        factors = self.user_factors if side == "user" else self.item_factors
-        return load_template(self.template_of(side), self.template_dir).worded(self.words, labels, factors)
+        """A side's template in the configured words and factors; raises ConfigError as `load_template` does.
+
+        A template of one's own keeps the factors that stand in it.
+        """
+        name, factors = self.template_of(side), self.user_factors if side == "user" else self.item_factors
+        is_own = template_path(name, self.template_dir).parent != SHIPPED_TEMPLATES
+        return load_template(name, self.template_dir).worded(self.words, labels, None if is_own else factors)
 
 
 def template_path(name: str, folder: str | Path | None = None) -> Path:

@@ -57,6 +57,7 @@ def test_events_of_text_are_guessed_and_the_strongest_is_the_positive(tmp_path, 
     run_init(capsys, folder, tmp_path / "night.yaml")
     settings = load_settings(tmp_path / "night.yaml")
     assert settings.ctr.label == "event == 'save'"
+    assert settings.knowledge.words.events == {"save": "saved", "view": "viewed"}  # a person may correct them
     assert (settings.knowledge.words.item, settings.knowledge.words.items) == ("recipe", "recipes")
     import_mapped(load_mapping(tmp_path / "mapping.yaml"), folder, tmp_path / "tables")
     tables = read_tables(tmp_path / "tables").interactions

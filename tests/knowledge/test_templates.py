@@ -126,6 +126,13 @@ def test_factors_are_a_team_s_own():
     assert trawl.template("user").factors == user.factors and trawl.template("item").factors == ()
 
 
+def test_a_template_of_one_s_own_keeps_its_factors(tmp_path):
+    text = (SHIPPED_TEMPLATES / "kar_user.yaml").read_text().replace("[Kinds, ", "[Colours, ")
+    (tmp_path / "kar_user.yaml").write_text(text)
+    own = Settings.model_validate({"knowledge": {"template_dir": str(tmp_path), "user_factors": ["Pay"]}})
+    assert own.asked.template("user").factors[0] == "Colours"  # with the bundled model, too
+
+
 def test_the_bundled_model_is_asked_in_the_words_that_it_was_trained_on():
     item, user = (Settings().asked.template(side).instruction for side in ("item", "user"))
     assert item == (
