@@ -199,6 +199,7 @@ def _tried(folder: ExperimentFolder, name: str, settings: Settings, date: dateti
     edition = newest_edition(workspace, apart, date)
     run = workspace.run(make_run_id(date, apart.identity(), edition))
     if not (run.is_finished or run.is_held):
+        workspace.step_costs_folder.mkdir(exist_ok=True)
         for known in (Workspace(settings.workspace), *folder.variants()):  # a step of one model costs the same to all
             for path in known.step_costs_folder.glob("*.json") if known.root != workspace.root else ():
                 shutil.copy2(path, workspace.step_costs_folder)

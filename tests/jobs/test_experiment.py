@@ -64,6 +64,10 @@ def tried(folder, capfd, monkeypatch):
         with monkeypatch.context() as broken:
             broken.setattr(run_experiment, "run_night", killed_at_second(run_experiment.run_night))
             ask(capfd, folder, "experiment", *TRIED, code=130)
+        # As if the first variant had measured a step: the second is not to measure it again.
+        kept = folder / "workspace" / "experiments" / NAME / "kar" / "step-costs"
+        kept.mkdir(exist_ok=True)
+        shutil.copy(folder / "cost.yaml", kept / "0123456789ab.json")
         told = ask(capfd, folder, "experiment", *TRIED)
         (folder / "told.json").write_text(json.dumps(told))
     return json.loads((folder / "told.json").read_text())
@@ -129,6 +133,7 @@ def test_frameworks_are_compared_by_their_newest_runs_of_one_date_published_or_n
 
 def test_a_million_costs_what_its_steps_do_however_loaded_the_machine_was(folder, tried):
     assert {one["priced_by"] for one in tried["variants"]} == {"of a test"}
+    assert (Path(tried["folder"]) / "mine" / "step-costs" / "0123456789ab.json").exists()
     settings = load_settings(folder / "laserbatch.yaml", {"workspace": Path(tried["folder"]) / "kar"})
     night = open_run(settings, tried["runs"]["kar"])
     cost = read_step_cost(folder / "cost.yaml")
