@@ -109,5 +109,5 @@ def _shown_event(event: HistoryEvent, columns: HistoryLines) -> Event:
     label = columns.ratings.get(event.rating) or rating_text(event.rating)
     if event.event is not None:
         done = event_text(event.event, columns.events)
-        label = done if label is None else f"{done}, rated {label}"
+        label = done if label is None else f"{done}{' ' if done == 'rated' else ', rated '}{label}"
     return plain_text(event.title, columns.max_value_chars), attributes, label

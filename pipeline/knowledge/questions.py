@@ -113,7 +113,8 @@ class SideQuestions:
         lines, (events, ratings) = self._template.history, (self.histories.values(n, places) for n in LABEL_COLUMNS)
         told = _mapped(events.cast(pa.string()), lambda event: event_text(event, lines.events))
         rated = _mapped(ratings.cast(pa.float64()), lambda value: lines.ratings.get(value) or rating_text(value))
-        both = pc.binary_join_element_wise(told, ", rated ", rated, "")
+        between = pc.if_else(pc.equal(told, "rated"), " ", ", rated ")
+        both = pc.binary_join_element_wise(told, between, rated, "")
         return pc.coalesce(both, told, rated)
 
     def _has_title(self, part: pa.Table) -> pa.Array:

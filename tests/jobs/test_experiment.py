@@ -147,6 +147,14 @@ def test_a_million_costs_what_its_steps_do_however_loaded_the_machine_was(folder
     assert cost_of_a_million(night) == pytest.approx(10 * by_clock)
 
 
+def test_manifests_say_by_what_each_side_was_asked_and_runs_are_listed_with_it(folder, tried, capfd):
+    workspace = ("--workspace", str(Path(tried["folder"]) / "mine"))
+    (run,) = ask(capfd, folder, "runs", "list", *workspace)["runs"]
+    assert run["asked_by"] == {side: {"framework": "mine", "template": f"mine_{side}@1"} for side in ("user", "item")}
+    shown = run_here(capfd, "runs", "list", *workspace).stdout
+    assert "asked by" in shown and "mine" in shown
+
+
 def test_an_experiment_that_holds_somebody_is_removed_when_they_are_forgotten(folder, tried, capfd, tmp_path):
     shutil.copytree(folder, tmp_path / "copy")
     place = tmp_path / "copy" / "workspace" / "experiments" / NAME
