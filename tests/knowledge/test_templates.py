@@ -113,6 +113,14 @@ def test_clicks_and_events_are_words_in_every_shipped_prompt(name):
     assert "clicked or viewed" in told and not re.search("rated|Rating|Genre", told)
 
 
+def test_a_template_without_a_line_for_events_has_their_words_in_place_of_numbers(tmp_path):
+    text = MINIMAL.replace("side: item", "side: user") + "history: {line: '{rating}: {title}', ratings: {0: skipped}}\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    knowledge = KnowledgeSettings(template_dir=tmp_path, user_template="mine", words={"interacted": "clicked"})
+    lines = knowledge.template("user", Labels("picked or passed over", "words")).history
+    assert lines.line == "{rating}: {title}" and lines.ratings == {0: "skipped", 1: "clicked"}
+
+
 def test_factors_are_a_team_s_own():
     knowledge = KnowledgeSettings(user_factors=["Field", "Pay"], item_factors=["field", "pay", "place"],
                                   words={"user": "applicant", "item": "job", "collection": "online board",
