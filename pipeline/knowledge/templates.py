@@ -73,8 +73,7 @@ class Labels:
 
     interacted: str = "rated from 1 to 5"  # in a sentence on all of them
     kind: Literal["numbers", "words", "none"] = "numbers"  # none: they are all alike
-    picked: str = "picked"  # what ratings of 1 and 0 are called, where there are no others
-    passed_over: str = "passed over"
+    picked: str | None = None  # what a rating of 1 is called, where there are but 0 and 1
 
 
 class Columns(Strict):
@@ -141,9 +140,10 @@ class HistoryLines(Columns):
     def labelled(self, labels: Labels, words: Words) -> "HistoryLines":
         """The same lines for labels of a kind: numbers, words, or none that would say anything."""
         changes: dict[str, Any] = {"events": words.events | self.events}
+        if labels.picked is not None:
+            changes["ratings"] = {1: words.interacted or labels.picked, 0: "passed over"} | self.ratings
         if labels.kind == "words":
-            changes["ratings"] = {1: words.interacted or labels.picked, 0: labels.passed_over} | self.ratings
-            changes["line"] = self.line if self.line_event is None else self.line_event.replace("{event}", "{rating}")
+            changes["line"] = self.line_event or self.line
         elif labels.kind == "none" and not self.ratings:
             changes["line"] = self.line_unrated
         return self.model_copy(update=changes)

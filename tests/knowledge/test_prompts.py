@@ -147,6 +147,7 @@ def test_histories_are_shortened_as_one_event_after_another_would_be(options):
     [
         ({"event": ["view", "purchase"]}, '{"title": "Blue", "about": "Ay", "what": "bought"}'),
         ({"event": ["view", "purchase"], "rating": [3, 4.5]}, '"what": "bought, rated 4.5"}'),
+        ({"event": ["view", "rate"], "rating": [3, 1]}, '"what": "rated 1"}'),
         ({"event": ["put aside", "kauf"]}, '"what": "gekauft"}'),
         ({"event": ["view", 'a"\n- {x}']}, '"what": "a" - {x}"}'),  # one line, and no field
         ({"rating": [0, 1]}, '"what": "picked"}'),

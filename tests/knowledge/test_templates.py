@@ -107,7 +107,9 @@ def test_clicks_and_events_are_words_in_every_shipped_prompt(name):
     knowledge = KnowledgeSettings(user_template=name)
     lines = knowledge.template("user", Labels("clicked or viewed", "words")).history
     assert "rating" not in lines.line.replace("{rating}", "")  # the word would stand there whatever was done
-    assert lines.ratings == {0: "passed over", 1: "picked"}
+    assert not lines.ratings
+    zero_or_one = knowledge.template("user", Labels("picked or passed over", "words", "picked")).history
+    assert zero_or_one.line == lines.line and zero_or_one.ratings == {0: "passed over", 1: "picked"}
     assert knowledge.template("user", Labels("viewed", "none")).history.line == lines.line_unrated
     told = knowledge.template("user", Labels("clicked or viewed", "words")).model_dump_json(exclude={"history"})
     assert "clicked or viewed" in told and not re.search("rated|Rating|Genre", told)
@@ -117,7 +119,7 @@ def test_a_template_without_a_line_for_events_has_their_words_in_place_of_number
     text = MINIMAL.replace("side: item", "side: user") + "history: {line: '{rating}: {title}', ratings: {0: skipped}}\n"
     (tmp_path / "mine.yaml").write_text(text)
     knowledge = KnowledgeSettings(template_dir=tmp_path, user_template="mine", words={"interacted": "clicked"})
-    lines = knowledge.template("user", Labels("picked or passed over", "words")).history
+    lines = knowledge.template("user", Labels("picked or passed over", "words", "picked")).history
     assert lines.line == "{rating}: {title}" and lines.ratings == {0: "skipped", 1: "clicked"}
 
 
