@@ -111,8 +111,10 @@ class SideQuestions:
     def _labels(self, places: np.ndarray) -> pa.Array:
         """What is said of the events of some places, string[n]: the event, the rating, both; null where neither is."""
         lines, (events, ratings) = self._template.history, (self.histories.values(n, places) for n in LABEL_COLUMNS)
-        told = _mapped(events.cast(pa.string()), lambda event: event_text(event, lines.events))
         rated = _mapped(ratings.cast(pa.float64()), lambda value: lines.ratings.get(value) or rating_text(value))
+        if events.null_count == len(events):
+            return rated
+        told = _mapped(events.cast(pa.string()), lambda event: event_text(event, lines.events))
         between = pc.if_else(pc.equal(told, "rated"), " ", ", rated ")
         both = pc.binary_join_element_wise(told, between, rated, "")
         return pc.coalesce(both, told, rated)
