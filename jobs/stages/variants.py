@@ -58,7 +58,8 @@ def of_frameworks(settings: Settings, frameworks: Sequence[str]) -> list[Variant
         if name not in found:
             known = ", ".join(sorted(filter(None, found))) or "none"
             raise WorkspaceError(
-                f"no run of {settings.workspace} has texts of the framework {name!r} (there are: {known}). Run a night "
+                f"no run of {settings.workspace} has texts of the framework {name!r} on both sides (there are: "
+                f"{known}; runs of before manifests said so are not counted). Run a night "
                 f"with its templates, or `laserbatch experiment --framework {' --framework '.join(frameworks)}`"
             )
     chosen = _of_one_date({name: found[name] for name in frameworks})

@@ -125,7 +125,7 @@ def test_frameworks_are_compared_by_their_newest_runs_of_one_date_published_or_n
     runs = {one["variant"]: one["run_id"] for one in told["variants"]}
     assert runs == tried["runs"] and told["variants"][0]["lift"] == tried["variants"][0]["lift"]
     unknown = ask(capfd, folder, "ctr", "compare", "--framework", "kar", "--framework", "own", code=3)
-    assert "no run of" in unknown["error"] and "framework 'own' (there are: kar, mine)" in unknown["error"]
+    assert "no run of" in unknown["error"] and "'own' on both sides (there are: kar, mine;" in unknown["error"]
     monkeypatch.setattr(variants, "_place", lambda manifest: (manifest.run_id,))
     apart = ask(capfd, folder, "ctr", "compare", "--framework", "kar", "--framework", "mine", code=3)
     assert "their tables differ in what was known on 2025-02-10" in apart["error"]
