@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.pipeline.errors import RowError
-from laserbatch.pipeline.knowledge.histories import Histories
+from laserbatch.pipeline.knowledge.histories import Histories, event_text
 from laserbatch.pipeline.knowledge.prompts import (
     NO_TITLE,
     Event,
@@ -39,6 +39,7 @@ class HistoryEvent:
     title: str
     attributes: dict[str, object]  # the item's, None values dropped, title not among them
     rating: float | None
+    event: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,13 @@ def iter_entities(tables: Tables, side: Side, entity_ids: Iterable[str | int] | 
     histories, items = Histories(tables) if side == "user" else None, {}
 
     def event(place: int) -> HistoryEvent:
-        row, rating = int(histories.items([place])[0]), float(histories.ratings([place])[0])
+        row = int(histories.items([place])[0])
+        done, rating = (histories.values(name, [place])[0].as_py() for name in ("event", "rating"))
         if row not in items:
             values = tables.items.slice(row, 1).to_pylist()[0]
             title = values.pop("title")
             items[row] = values.pop("item_id"), "" if title is None else str(title), _known(values)
-        return HistoryEvent(*items[row], None if math.isnan(rating) else rating)
+        return HistoryEvent(*items[row], None if rating is None else float(rating), done)
 
     for start in range(0, len(rows), ROWS_AT_ONCE):
         chunk, part = rows[start : start + ROWS_AT_ONCE], table.slice(start, ROWS_AT_ONCE)
@@ -104,5 +106,8 @@ def shown_of(template: PromptTemplate, entity: Entity) -> Shown:
 def _shown_event(event: HistoryEvent, columns: HistoryLines) -> Event:
     values = [value_text(event.attributes[name], columns) for name in columns.shown(event.attributes)]
     attributes = columns.separator.join(values) if values else None
-    rating = columns.ratings.get(event.rating) or rating_text(event.rating)
-    return plain_text(event.title, columns.max_value_chars), attributes, rating
+    label = columns.ratings.get(event.rating) or rating_text(event.rating)
+    if event.event is not None:
+        done = event_text(event.event, columns.events)
+        label = done if label is None else f"{done}{' ' if done == 'rated' else ', rated '}{label}"
+    return plain_text(event.title, columns.max_value_chars), attributes, label

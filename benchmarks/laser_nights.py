@@ -119,7 +119,7 @@ def texts_of(nights: Mapping[str, Night], folder: Path) -> dict[str, RunFolder]:
 def _sampled(of_prompts: Night, greedy: Mapping[str, pa.Table], temperature: float) -> dict[str, pa.Table]:
     """Other texts for the entities of `greedy`, by the prompts of a night."""
     model, tokenizer = TransformersGenerate.load(SAMPLE_MODEL, temperature), AutoTokenizer.from_pretrained(SAMPLE_MODEL)
-    knowledge, most = of_prompts.settings.knowledge, of_prompts.settings.decoding.max_new_tokens
+    knowledge, most = of_prompts.settings.asked, of_prompts.settings.decoding.max_new_tokens
     found = {}
     for side, rows in greedy.items():
         template, ids = knowledge.template(side), rows["entity_id"].to_pylist()

@@ -12,6 +12,7 @@ from sample_lore import title_themes
 from sample_texts import POSITIVE_RATING, WRITERS
 from transformers import PreTrainedTokenizerBase
 
+from laserbatch.pipeline.knowledge.domains import of_domain
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, PromptTemplate
 from laserbatch.pipeline.sample.lore import THEMES
 
@@ -40,7 +41,8 @@ def shorten(entity: Entity, longest: int, rng: np.random.Generator) -> Entity:
 
 def template_of(side: str, framework: str = "kar") -> PromptTemplate:
     """The template of a framework that ships, in its usual words."""
-    return KnowledgeSettings(user_template=f"{framework}_user", item_template=f"{framework}_item").template(side)
+    named = KnowledgeSettings(user_template=f"{framework}_user", item_template=f"{framework}_item")
+    return of_domain(named, "sample").template(side)
 
 
 def make_example(

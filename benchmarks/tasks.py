@@ -23,6 +23,7 @@ from systems import generate
 from laserbatch.pipeline.decoding.drafters import NoDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.verifiers import Greedy
+from laserbatch.pipeline.knowledge.domains import of_domain
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.sides import SIDES
@@ -106,7 +107,7 @@ def sample_tasks(tokenizer, size: TaskSize) -> list[Task]:
 
     The world is another one than the sample model was trained on.
     """
-    settings = KnowledgeSettings()
+    settings = of_domain(KnowledgeSettings(), "sample")
     num_entities = 20 + 2 * size.total  # some share a prompt; a world has at least 20 items
     with tempfile.TemporaryDirectory() as folder:
         write_sample_world(folder, num_users=num_entities, num_items=num_entities, seed=SEED)

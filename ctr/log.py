@@ -57,8 +57,8 @@ def read_log(tables: EntityTables, label: str) -> Log:
     if rule.column is not None and rule.column not in source.schema.names:
         raise CtrError(
             f"interactions have no column {rule.column!r}, of which ctr.label ({label}) tells positives; there are "
-            f"{', '.join(source.schema.names)}. Name another as ctr.label, or set it to `all`: every interaction is a "
-            "positive then, and negatives are sampled"
+            f"{', '.join(source.schema.names)}. Name another as ctr.label (of events those that count, such as `event "
+            "== 'purchase'`), or set it to `all`: every interaction is a positive then, and negatives are sampled"
         )
     source = source if isinstance(source, ds.Dataset) else ds.dataset(source)
     num_rows, num_read, num_unknown = source.count_rows(), 0, 0

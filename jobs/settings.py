@@ -16,6 +16,7 @@ from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.knowledge.domains import of_domain
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
 from laserbatch.pipeline.planning.refresh import RefreshSettings
 from laserbatch.pipeline.storage.uris import is_uri, without_credentials
@@ -170,6 +171,11 @@ class Settings(Strict):
     def model_dir(self) -> Path:
         """Folder of the model."""
         return PACKAGE_ROOT / "models" / "sample" if self.decoding.model == SAMPLE_MODEL else Path(self.decoding.model)
+
+    @property
+    def asked(self) -> KnowledgeSettings:
+        """What is asked: of the bundled model in the words that it knows, where none are given."""
+        return of_domain(self.knowledge, "sample") if self.decoding.model == SAMPLE_MODEL else self.knowledge
 
     def of_output(self) -> dict[str, Any]:
         """All that may change what a run writes; where it runs and writes, what it keeps and who may see it are not."""

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from laserbatch.jobs.console import ExitCode, progress, say, summary
-from laserbatch.jobs.settings import CONFIG, JSON, load_settings
+from laserbatch.jobs.settings import CONFIG, JSON, config_here, load_settings
 from laserbatch.jobs.stages.inputs import check_inputs
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sample.world import write_sample_world
@@ -60,7 +60,7 @@ def import_(
     target = _replaceable(out, [source, *(path for part in parts for path in source_files(part, source))])
     with atomic_folder(target, overwrite) as folder, progress("importing rows") as bar:
         dropped = import_mapped(loaded, source, folder, bar.advance)
-    _report_check(out, as_json, {"rows left out": dropped} if dropped else {})
+    _report_check(out, as_json, {"rows left out": dropped} if dropped else {}, config_here())
 
 
 @app.command()

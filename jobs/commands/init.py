@@ -5,9 +5,14 @@ configuration, to be read and corrected by a person.
 """
 
 import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import typer
 import yaml
@@ -16,12 +21,19 @@ from laserbatch.jobs.console import say, summary
 from laserbatch.jobs.settings import JSON, PACKAGE_ROOT, load_settings
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, check_inputs
 from laserbatch.pipeline.errors import ConfigError, TableError
+from laserbatch.pipeline.knowledge.domains import Domain, domain_of, domains
+from laserbatch.pipeline.knowledge.histories import event_text
+from laserbatch.pipeline.knowledge.templates import Words
 from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.uris import is_uri
 from laserbatch.pipeline.tables.findings import count_faults
 from laserbatch.pipeline.tables.guess import guess_mapping, read_sources
 from laserbatch.pipeline.tables.schema import REQUIRED_COLUMNS, table_files
+
+ROWS_SEEN = 65_536  # interactions that a guess looks at
+MOST_TOLD = 20  # kinds of events whose words are written down, to be corrected
+STRONG_EVENTS = ("bought", "ordered", "applied for", "put into the cart", "liked", "saved", "clicked", "played")
 
 
 def init(
@@ -42,11 +54,11 @@ def init(
     if not is_uri(tables) and not source.is_dir():
         raise TableError(f"{tables} is not a folder; expected one with your tables")
     if _is_in_schema(tables):
-        first = pq.ParquetFile(table_files(tables, "interactions")[0]).iter_batches(65_536)
-        write_text(
-            _configuration(tables if is_uri(tables) else source.resolve(), "", _is_clicks(next(first, None), "rating")),
-            out,
-        )
+        items = pq.read_schema(table_files(tables, "items")[0]).names
+        first = next(pq.ParquetFile(table_files(tables, "interactions")[0]).iter_batches(ROWS_SEEN), None)
+        domain = domains()["sample"] if is_sample_world(tables) else domain_of((), items)
+        guessed = _guessed(domain, None if first is None else pa.Table.from_batches([first]), {})
+        write_text(_configuration(tables if is_uri(tables) else source.resolve(), "", guessed), out)
         num_faults = count_faults(check_inputs(tables, load_settings(out)))
         said = {"configuration": str(out), "tables": "in the input schema already", "num_faults": num_faults}
         if not is_sample_world(tables):
@@ -64,25 +76,68 @@ def init(
         raise ConfigError(f"{mapping_path} is there already; pass --overwrite to replace it")
     sources = read_sources(source)
     mapping = guess_mapping(sources)
-    events = mapping["interactions"]
-    is_clicks = any(s.name == events["files"] and _is_clicks(s.head, events.get("rating")) for s in sources)
+    events, items = (mapping[name] for name in ("interactions", "items"))
+    (head,) = (one.head for one in sources if one.name == events["files"])
+    (of_items,) = (one for one in sources if one.name == items["files"])
+    guessed = _guessed(domain_of((of_items.stem, items["id"]), of_items.head.column_names), head, events)
+    if "knowledge.words.item" not in guessed:
+        guessed |= _nouns(items["id"], of_items.stem)
     command = f"laserbatch data import {tables} {out.with_name('tables')} --mapping {mapping_path}"
     head = "# Guessed from the names of files and columns: read it, correct it, then run\n#   " + command + "\n"
     head += "# configs/import_example.yaml explains every key.\n"
     write_text(head + yaml.safe_dump(mapping, sort_keys=False, allow_unicode=True), mapping_path)
     note = f"# Made from {tables} by: {command}\n"
-    write_text(_configuration(out.resolve().with_name("tables"), note, is_clicks), out)
+    write_text(_configuration(out.resolve().with_name("tables"), note, guessed), out)
     say("the mapping is a guess from names; read it before you import")
     said = {"configuration": str(out), "mapping": str(mapping_path), "model": NEEDS_A_MODEL}
     summary(said | {"next": f"{command}, then laserbatch try --config {out}"}, as_json)
 
 
-def _is_clicks(rows: pa.Table | pa.RecordBatch | None, column: str | None) -> bool:
-    """Whether the first ratings are 0 and 1 only, so that 1 is a positive."""
-    if rows is None or column not in rows.schema.names:
-        return False
-    known = rows.column(column).drop_null().unique().to_pylist()
-    return {str(value).lower() for value in known} <= {"0", "1", "0.0", "1.0", "false", "true"}
+def _guessed(domain: Domain | None, rows: pa.Table | None, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of options that fit a domain and the first interactions, whose columns may be named otherwise."""
+    guessed: dict[str, Any] = {}
+    if domain is not None:
+        usual = dict(Words())
+        guessed = {f"knowledge.words.{key}": word for key, word in domain.words if word != usual[key]}
+        guessed |= {f"knowledge.{key}": list(getattr(domain, key)) for key in ("user_factors", "item_factors")}
+    known: dict[str, pa.ChunkedArray] = {}
+    for column, kind in (("event", pa.string()), ("rating", pa.float64())):
+        name = named.get(column, None if named else column)
+        with suppress(pa.ArrowException):  # no such label
+            if rows is not None and name in rows.column_names:
+                known[column] = pc.cast(rows[name], kind)
+    events = _events(known)
+    if 0 < len(events) <= MOST_TOLD:
+        guessed["knowledge.words.events"] = {event: event_text(event, {}) for event in events}
+    label = _label(known) if rows is not None else None
+    return guessed | ({"ctr.label": label} if label is not None else {})
+
+
+def _label(known: Mapping[str, pa.ChunkedArray]) -> str | None:
+    """A rule of what counts as a positive; None where the usual one fits."""
+    if "rating" in known:
+        least, most = pc.min_max(known["rating"]).as_py().values()
+        return "rating >= 1" if most == 1 and least == 0 else "all" if least == most else None
+    events = _events(known)
+    if len(events) > 1:
+        for wanted in STRONG_EVENTS:
+            for event in events:
+                if event_text(event, {}) == wanted and "'" not in event:
+                    return f"event == '{event}'"
+    return "all"
+
+
+def _events(known: Mapping[str, pa.ChunkedArray]) -> list[str]:
+    return sorted(pc.unique(known["event"]).drop_null().to_pylist()) if "event" in known else []
+
+
+def _nouns(id_column: str, stem: str) -> dict[str, str]:
+    """What items are called, by the name of their id and of their file."""
+    noun = re.sub(r"[_ ]*(id|no|key|code|nr|nummer)$", "", id_column, flags=re.IGNORECASE).lower()
+    if not noun or noun == "item" or not noun.isalpha():
+        return {}
+    plural = stem.lower() if stem.lower() != noun and stem.lower().startswith(noun[:-1]) else f"{noun}s"
+    return {"knowledge.words.item": noun, "knowledge.words.items": plural}
 
 
 def _is_in_schema(folder: str) -> bool:
@@ -93,8 +148,14 @@ def _is_in_schema(folder: str) -> bool:
     return all(set(columns) <= set(found[name]) for name, columns in REQUIRED_COLUMNS.items())
 
 
-def _configuration(tables: Path | str, note: str, is_clicks: bool) -> str:
+def _configuration(tables: Path | str, note: str, guessed: Mapping[str, Any]) -> str:
     head = f"# laserbatch configuration. Every option is shown with its default; delete what you do not change.\n{note}"
     options = (PACKAGE_ROOT / "configs" / "default.yaml").read_text(encoding="utf-8").split("\n", 2)[2]
     options = options.replace("  path: null", f"  path: {json.dumps(str(tables), ensure_ascii=False)}", 1)
-    return head + (options.replace("label: rating >= 4", "label: rating >= 1") if is_clicks else options)
+    for option, value in guessed.items():
+        section, key = option.split(".")[0], option.split(".")[-1]
+        before, begin, rest = options.partition(f"\n{section}:\n")
+        value = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
+        line = f"{key}: {value.removesuffix('...' + chr(10)).strip()}  # guessed".replace("\\", r"\\")
+        options = before + begin + re.sub(rf"^( +){key}: .*$", rf"\g<1>{line}", rest, count=1, flags=re.MULTILINE)
+    return head + options

@@ -12,12 +12,12 @@ from laserbatch.jobs.console import print_table, stdout, summary
 from laserbatch.jobs.formatting import decimal, percent
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.settings import CONFIG, JSON, load_settings
-from laserbatch.jobs.stages.inputs import require_template_columns
+from laserbatch.jobs.stages.inputs import require_plain_words, require_template_columns
 from laserbatch.jobs.stages.night import parse_date
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.chat_format import encode_content
-from laserbatch.pipeline.knowledge.histories import how_interacted
+from laserbatch.pipeline.knowledge.histories import labels_of
 from laserbatch.pipeline.knowledge.prompts import Shown, render_shown
 from laserbatch.pipeline.knowledge.questions import SideQuestions, shown_of_row
 from laserbatch.pipeline.sides import SIDES
@@ -69,11 +69,13 @@ def report(
     """
     settings = load_settings(config)
     tables = read_tables(settings.tables.path, as_of=parse_date(date) if date else None)
-    tokenizer, interacted = load_tokenizer(settings.model_dir), how_interacted(tables.interactions)
+    require_plain_words(settings)
+    tokenizer = load_tokenizer(settings.model_dir)
+    labels = labels_of(tables.interactions, settings.knowledge.words.events)
     reports = []
     for side in SIDES:
         require_template_columns(settings.tables.path, settings, side)
-        template = settings.knowledge.template(side, interacted)
+        template = settings.asked.template(side, labels)
         questions = SideQuestions(tables, side, template, "")
         num_rows = questions.entities.num_rows
         rows = np.unique(np.linspace(0, num_rows - 1, min(num_rows, NUM_SAMPLED)).astype(np.int64))
@@ -120,7 +122,9 @@ def _report(template, shown: list[Shown], entities: pa.Table, tokenizer, max_pro
 
 def _names(template, lines: list[str]) -> list[str]:
     """The column of each attribute's line, by the label in it."""
-    before, _, rest = template.attributes.line.partition("{label}")
+    before, has_label, rest = template.attributes.line.partition("{label}")
+    if not has_label:
+        return ["attributes"] * len(lines)
     after = rest.partition("{value}")[0]
     column = {label: name for name, label in template.attributes.labels.items()}
     labels = [line[len(before) :].partition(after)[0] if after else line for line in lines]

@@ -265,6 +265,7 @@ def _described(workspace: Workspace, run: RunFolder) -> dict[str, Any]:
     told["state"] = "finished" if run.is_finished else "held" if run.is_held else told["state"]
     if manifest.status == "failed":
         told["state"] = "failed"
+    told["asked_by"] = {side: asdict(asked) for side, asked in manifest.asked.items()}
     for side, figures in manifest.sides.items():
         told[f"{side}s"] = {f"num_{name}": getattr(figures, f"num_{name}") for name in ("entities", *COUNTED)}
     return told
@@ -275,6 +276,7 @@ def _row(told: dict[str, Any]) -> dict[str, str]:
         "": "*" if told["published"] else "",
         "run": told["run_id"],
         "state": "taken back" if told["taken_back"] else told["state"],
+        "asked by": ", ".join(dict.fromkeys(asked["framework"] for asked in told.get("asked_by", {}).values())),
     }
     for side in SIDES:
         figures = told.get(f"{side}s", {})

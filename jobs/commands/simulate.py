@@ -20,11 +20,11 @@ from laserbatch.jobs.console import print_table, progress, say, stdout, summary
 from laserbatch.jobs.formatting import counted, decimal, percent
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.settings import JSON, WORKSPACE, Settings, load_settings
-from laserbatch.jobs.stages.budgets import side_budget
+from laserbatch.jobs.stages.budgets import kept_step_cost, side_budget
 from laserbatch.jobs.stages.night import Night, open_run
 from laserbatch.jobs.stages.pool_texts import RunTexts, draft_options, planned_rows, read_run_texts
 from laserbatch.pipeline.budget.choice import known_batch_size
-from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
+from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
@@ -167,11 +167,9 @@ def simulate(
 def _pace(night: Night, settings: Settings, path: Path | None, batch_size: int | None) -> tuple[StepCost, int]:
     """The cost of the given file, or the configured one, or the newest that a night measured; at which batch size."""
     wanted = batch_size or settings.decoding.batch_size
-    measured = sorted(night.workspace.step_costs_folder.glob("*.json"), key=lambda kept: kept.stat().st_mtime)
-    path = path or settings.decoding.step_cost or (measured[-1] if measured else None)
-    if path is None:
+    step_cost = kept_step_cost(night.workspace, settings.decoding, path)
+    if step_cost is None:
         raise ConfigError("no night has measured what a step costs here; give one with --step-cost FILE")
-    step_cost = read_step_cost(Path(path))
     if batch_size is not None:
         step_cost.plain_tokens_per_s(batch_size)  # refuses one that was not measured
     return step_cost, known_batch_size(step_cost, wanted)

@@ -16,7 +16,7 @@ from laserbatch.jobs.formatting import ROUTE_LABELS, SOURCE_LABELS, counted, dec
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings
 from laserbatch.jobs.stages.budgets import budget_step_cost, side_budget
 from laserbatch.jobs.stages.generate import plan_one
-from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model, require_template_columns
+from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model, require_plain_words, require_template_columns
 from laserbatch.jobs.stages.night import Night, new_night, parse_date
 from laserbatch.jobs.stages.spans import text_spans
 from laserbatch.pipeline.budget.step_cost import StepCost
@@ -82,6 +82,7 @@ def try_one(
     night_date = parse_date(date) if date else None
     tables = read_tables(settings.tables.path, as_of=night_date)
     require_template_columns(settings.tables.path, settings, side)
+    require_plain_words(settings)
     alone = with_one(tables, side, user if item is None else item)
     if needs_a_model(settings):
         say(NEEDS_A_MODEL)

@@ -180,7 +180,8 @@ def _warnings(manifest: RunManifest, sides: list[Side]) -> list[str]:
 
 
 def _facts(manifest: RunManifest) -> list[str]:
-    model, machine, facts = manifest.model, manifest.machine, []
+    model, machine = manifest.model, manifest.machine
+    facts = [f"{side}s asked by {asked.framework} ({asked.template})" for side, asked in manifest.asked.items()]
     if model is not None:
         facts.append(f"model {model.id} ({rate(model.num_parameters / 1e6)} M parameters)")
         facts.append(f"{model.dtype} on {model.device}")

@@ -75,7 +75,9 @@ def _caption(told: Mapping[str, Any]) -> str:
     if judged["low"] is None:
         lines.append("One seed has no interval: train with more (--seeds, ctr.num_seeds).")
     lines.append(
-        "A million: seconds of the whole cluster for so many new texts, users and items as in the run"
+        "A million: seconds of the whole cluster for so many new texts, users and items as in the run, "
+        + ("by the clock" if any(one["priced_by"] == "wall time" for one in told["variants"]) else
+           "by their steps and what a step was measured to cost here, whatever else ran")
         + (", and money." if any(one["money_per_million"] for one in told["variants"]) else
            "; set cluster.price_per_hour to see money.")
     )  # fmt: skip

@@ -13,6 +13,7 @@ from laserbatch.pipeline.planning.plan import Shard, read_shard
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.manifest import BudgetFigures
 from laserbatch.pipeline.storage.stats import DecodingStats
+from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.index.pool import Pool
 
 NUM_SAMPLED_SHARDS = 8  # read to see how many entities have a previous text
@@ -68,6 +69,13 @@ def budget_step_cost(decoding: DecodingSettings, measure: Callable[[], StepCost]
     if is_given or not decoding.drafters or decoding.max_draft_tokens == 0:
         return None
     return measure() if decoding.step_cost is None else read_step_cost(Path(decoding.step_cost))
+
+
+def kept_step_cost(workspace: Workspace, decoding: DecodingSettings, path: Path | None = None) -> StepCost | None:
+    """The cost of a file, or the configured one, or the newest that a night of a workspace measured; None without."""
+    measured = sorted(workspace.step_costs_folder.glob("*.json"), key=lambda kept: kept.stat().st_mtime)
+    path = path or decoding.step_cost or (measured[-1] if measured else None)
+    return None if path is None else read_step_cost(Path(path))
 
 
 def side_budget(

@@ -2,7 +2,7 @@
 
 import datetime
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ from laserbatch.ctr.labels import LabelRule
 from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import SAMPLE_MODEL, Settings
 from laserbatch.pipeline.budget.step_cost import read_step_cost
-from laserbatch.pipeline.decoding.model.folder import require_whole_files
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer, require_whole_files
 from laserbatch.pipeline.errors import ConfigError, ModelError, TableError
+from laserbatch.pipeline.knowledge.chat_format import control_tokens
 from laserbatch.pipeline.knowledge.parsers import load_parser
+from laserbatch.pipeline.knowledge.templates import load_template, template_path
 from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import sha256_file
@@ -26,7 +28,7 @@ from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.check import IdsBefore, check_tables, require_sound
 from laserbatch.pipeline.tables.findings import Finding
 from laserbatch.pipeline.tables.read import Tables, describe, end_of, read_tables
-from laserbatch.pipeline.validation import nearest
+from laserbatch.pipeline.validation import line_of, nearest
 from laserbatch.retrieval_pools.routing.embeddings import id_column, read_embeddings
 
 ROWS_AT_ONCE = 64 * 1024
@@ -72,8 +74,9 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
 
 
 def _require_files(settings: Settings) -> None:
-    """What a night needs beside tables and would miss hours later: model, encoder, a cost of steps."""
+    """What a night needs beside tables and would miss hours later: model, encoder, a cost of steps; plain words."""
     require_whole_files(settings.model_dir)
+    require_plain_words(settings)
     encoder = settings.encoding.encoder
     if encoder is not None and not Path(encoder, "model.safetensors").is_file():
         found = ", ".join(sorted(path.name for path in Path(encoder).glob("*"))) or "nothing"
@@ -108,7 +111,7 @@ def check_inputs(
 def require_template_columns(path: Path | str, settings: Settings, side: Side) -> None:
     """Raise ConfigError where a template is for the other side, or names a column that the tables do not have."""
     name = settings.knowledge.template_of(side)
-    template = settings.knowledge.template(side)
+    template = settings.asked.template(side)
     if template.side != side:
         raise ConfigError(
             f"the prompt template {template.identity} is for {template.side}s; name one for {side}s as "
@@ -128,6 +131,40 @@ def require_template_columns(path: Path | str, settings: Settings, side: Side) -
                 f"prompt template {name}, {block}: the {table} table has no attribute {column!r}. Correct it, or list "
                 f"it under {block}.optional if a table may lack it; {nearest(column, known)}"
             )
+
+
+def require_plain_words(settings: Settings) -> None:
+    """Raise ConfigError where a template, or a word that it is filled with, has a control token of the model.
+
+    Values of tables may: they are written in plain tokens, whatever they look like.
+    """
+    tokens, knowledge = set(control_tokens(load_tokenizer(settings.model_dir)).values()) - {""}, settings.knowledge
+    for side in SIDES:
+        path = template_path(knowledge.template_of(side), knowledge.template_dir)
+        told = load_template(knowledge.template_of(side), knowledge.template_dir).model_dump(mode="json")
+        for place, text in _texts(told):
+            for token in (token for token in tokens if token in text):
+                line, lines = line_of(path, place), path.read_text(encoding="utf-8").splitlines()
+                line = next((n for n, written in enumerate(lines[line - 1 :], line) if token in written), line)
+                raise ConfigError(f"prompt template {path}, line {line}: {'.'.join(place)} has {_CONTROL % token}")
+    for place, text in _texts(knowledge.model_dump(include={"words", "user_factors", "item_factors"})):
+        for token in (token for token in tokens if token in text):
+            raise ConfigError(f"knowledge.{'.'.join(place)} has {_CONTROL % token}")
+
+
+_CONTROL = "%s, a control token of the model: its chat template writes those"
+
+
+def _texts(value: Any, *place: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Each text in some plain values, keys too, with the keys that lead to it."""
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for key, of_key in value.items():
+            yield from ((place, key), *_texts(of_key, *place, str(key))) if place else _texts(of_key, key)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _texts(part, *place)
 
 
 def changed_inputs(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[str]:

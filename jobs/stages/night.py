@@ -20,12 +20,19 @@ from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, changed_inputs, checked_inputs, needs_a_model
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.gpus import gpu_name
-from laserbatch.pipeline.knowledge.histories import how_interacted
-from laserbatch.pipeline.knowledge.templates import PromptTemplate
+from laserbatch.pipeline.knowledge.histories import labels_of
+from laserbatch.pipeline.knowledge.templates import Labels, PromptTemplate
 from laserbatch.pipeline.planning.planner import side_routes
-from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.forgetting import unfinished_receipts
-from laserbatch.pipeline.storage.manifest import PoolFigures, PoolsUsed, RunManifest, make_run_id, settings_hash
+from laserbatch.pipeline.storage.manifest import (
+    AskedBy,
+    PoolFigures,
+    PoolsUsed,
+    RunManifest,
+    make_run_id,
+    settings_hash,
+)
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import Tables, read_tables
@@ -64,11 +71,11 @@ class Night:
 
     def template(self, side: Side) -> PromptTemplate:
         """What is asked about a side, in words that fit its tables."""
-        return self.settings.knowledge.template(side, self._interacted)
+        return self.settings.asked.template(side, self._labels)
 
     @cached_property
-    def _interacted(self) -> str:
-        return how_interacted(self.tables.interactions)
+    def _labels(self) -> Labels:
+        return labels_of(self.tables.interactions, self.settings.knowledge.words.events)
 
     def routes(self, side: Side) -> Routes:
         """The pool group that each entity drafts from; none before the first pools are built."""
@@ -171,6 +178,8 @@ def new_night(
     manifest = RunManifest.create(run.manifest_path, date, output, version("laserbatch"), machine, edition, named)
     previous = after or previous_run(workspace, run.run_id)
     manifest.previous_run_id = previous.run_id if previous is not None else None
+    templates = {side: settings.knowledge.template(side) for side in SIDES}
+    manifest.asked = {side: AskedBy(template.framework, template.identity) for side, template in templates.items()}
     night = Night(settings, workspace, date, run, manifest)
     wanted = None if after is None else after.run_id
     held = {run.run_id for run in workspace.runs() if run.is_held}

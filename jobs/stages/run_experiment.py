@@ -5,6 +5,7 @@ Nothing that is published changes, nor what a later night builds on: all of it l
 
 import datetime
 import hashlib
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.formatting import count, percent
 from laserbatch.jobs.gates import gate_sentence
 from laserbatch.jobs.settings import MetricsSettings, Settings
-from laserbatch.jobs.stages.inputs import check_inputs, require_template_columns
+from laserbatch.jobs.stages.inputs import check_inputs, require_plain_words, require_template_columns
 from laserbatch.jobs.stages.night import newest_edition, open_run
 from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.jobs.stages.variants import Variant, compare_variants, with_adaptor
@@ -148,6 +149,7 @@ def _sampled(folder: ExperimentFolder, experiment: Experiment) -> dict[str, Any]
         for of_variant in experiment.settings.values():
             for side in SIDES:
                 require_template_columns(source, of_variant, side)
+            require_plain_words(of_variant)
         with atomic_folder(folder.tables_folder, overwrite=True) as made:
             sample = write_sample(
                 open_tables(source), made, experiment.date, experiment.num_users, experiment.num_items
@@ -197,6 +199,10 @@ def _tried(folder: ExperimentFolder, name: str, settings: Settings, date: dateti
     edition = newest_edition(workspace, apart, date)
     run = workspace.run(make_run_id(date, apart.identity(), edition))
     if not (run.is_finished or run.is_held):
+        workspace.step_costs_folder.mkdir(exist_ok=True)
+        for known in (Workspace(settings.workspace), *folder.variants()):  # a step of one model costs the same to all
+            for path in known.step_costs_folder.glob("*.json") if known.root != workspace.root else ():
+                shutil.copy2(path, workspace.step_costs_folder)
         with suppress(RunHeld):
             run_night(apart, date, publishing="never")
     night = open_run(apart, run.run_id)

@@ -3,12 +3,12 @@
 A variant is a run with the settings by which models use its texts. Nothing is written.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.ctr.feature_set import read_feature_set
@@ -18,8 +18,11 @@ from laserbatch.jobs.console import progress
 from laserbatch.jobs.formatting import ratio
 from laserbatch.jobs.gates import gate_sentence
 from laserbatch.jobs.settings import Settings
+from laserbatch.jobs.stages.budgets import kept_step_cost
 from laserbatch.jobs.stages.feature_versions import earlier_runs, feature_versions
 from laserbatch.jobs.stages.night import Night, open_run
+from laserbatch.pipeline.budget.choice import known_batch_size
+from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.manifest import RunManifest, SideAudit, settings_hash
@@ -55,7 +58,8 @@ def of_frameworks(settings: Settings, frameworks: Sequence[str]) -> list[Variant
         if name not in found:
             known = ", ".join(sorted(filter(None, found))) or "none"
             raise WorkspaceError(
-                f"no run of {settings.workspace} has texts of the framework {name!r} (there are: {known}). Run a night "
+                f"no run of {settings.workspace} has texts of the framework {name!r} on both sides (there are: "
+                f"{known}; runs of before manifests said so are not counted). Run a night "
                 f"with its templates, or `laserbatch experiment --framework {' --framework '.join(frameworks)}`"
             )
     chosen = _of_one_date({name: found[name] for name in frameworks})
@@ -81,14 +85,8 @@ def of_configs(configs: Mapping[str, Settings]) -> list[Variant]:
 
 
 def framework_of(run: RunFolder) -> str | None:
-    """That of most texts of a run, of both sides alike; None where it has no texts, or sides differ."""
-    found = set()
-    for side in SIDES:
-        counts: Counter[str] = Counter()
-        for batch in run.iter_knowledge(side, ["framework"]):
-            for one in pc.value_counts(batch["framework"]).to_pylist():
-                counts[one["values"]] += one["counts"]
-        found |= {name for name, _ in counts.most_common(1)}
+    """That by which both sides of a run were asked; None where they differ, or its manifest does not say."""
+    found = {asked.framework for asked in run.load_manifest().asked.values()}
     return found.pop() if len(found) == 1 else None
 
 
@@ -149,9 +147,12 @@ def compare_variants(variants: Sequence[Variant], tables: EntityTables) -> dict[
             tables, ways, variants[0].night.date,
             lambda row: bar.advance(1, f"{row.model}, {row.variant}: AUC {row.auc:.4f}"),
         )  # fmt: skip
+    costs = {one.name: kept_step_cost(one.night.workspace, one.night.settings.decoding) for one in variants}
+    costs = {} if None in costs.values() else costs  # all are priced in the same way
     told = [
-        _worth(variant) | {"lift": {model: asdict(one) for model, one in lifts.ways[variant.name].over_none.items()},
-                           "scores": [asdict(row) for row in lifts.ways[variant.name].rows]}
+        _worth(variant, costs.get(variant.name))
+        | {"lift": {model: asdict(one) for model, one in lifts.ways[variant.name].over_none.items()},
+           "scores": [asdict(row) for row in lifts.ways[variant.name].rows]}
         for variant in variants
     ]  # fmt: skip
     for one in told:
@@ -171,15 +172,15 @@ def _rank(one: Mapping[str, Any]) -> tuple[bool, float]:
     return per_hour is None, -(one["lift"]["all"]["mean_difference"] if per_hour is None else per_hour)
 
 
-def _worth(variant: Variant) -> dict[str, Any]:
+def _worth(variant: Variant, step_cost: StepCost | None) -> dict[str, Any]:
     """What a variant's texts are and what a million of them take, users and items in the shares of the run.
 
-    Seconds are those that all workers wrote side by side: neither their start nor other stages, which a larger night
+    Seconds are those that all workers write side by side: neither their start nor other stages, which a larger night
     has but once. None where a side wrote nothing in the run.
     """
     night = variant.night
     sides, workers, audit = night.manifest.sides, night.manifest.workers, night.manifest.audit
-    seconds = cost_of_a_million(night.manifest)
+    seconds = cost_of_a_million(night, step_cost)
     hours = None if seconds is None else seconds / 3600
     price = workers.price_per_hour if workers else None
     return {
@@ -188,10 +189,11 @@ def _worth(variant: Variant) -> dict[str, Any]:
         "workspace": str(night.workspace.root),
         "adaptor": variant.ctr.adaptor,
         "templates": {side: night.settings.knowledge.template_of(side) for side in SIDES},
-        "tokens_per_text": {side: _mean_tokens(night.run, side) for side in sides},
+        "tokens_per_text": {side: _means(night.run, side, ["num_tokens"])[0] for side in sides},
         "num_kept": {side: of.num_generated + of.num_carried_over for side, of in sides.items()},
         "num_quarantined": {side: of.num_quarantined for side, of in sides.items()},
         "seconds_per_million": seconds,
+        "priced_by": "wall time" if step_cost is None else step_cost.name,
         "hours_per_million": None if hours is None or workers is None else hours * workers.num_workers,
         "hours_of": "GPU" if workers and workers.device == "cuda" else "worker",
         "money_per_million": None if None in (hours, price) else hours * price,
@@ -204,19 +206,28 @@ def _without_texts(audit: SideAudit) -> dict[str, Any]:
     return {name: value for name, value in asdict(audit).items() if name != "cases"}
 
 
-def cost_of_a_million(manifest: RunManifest) -> float | None:
-    """Seconds of the cluster that a million new texts take, by what the run's own took; None where it wrote too few."""
-    total, num_entities = 0.0, 0
-    for figures in manifest.sides.values():
+def cost_of_a_million(night: Night, step_cost: StepCost | None = None) -> float | None:
+    """Seconds of the cluster that a million new texts take, by the steps that the run's took; None of too few.
+
+    So what else runs on the machine does not count. Where nothing says what a step costs, they are by the clock.
+    """
+    total, num_entities, workers = 0.0, 0, night.manifest.workers
+    for side, figures in night.manifest.sides.items():
         if not figures.num_entities:
             continue
-        each = ratio(figures.stats.wall_s, figures.stats.num_texts)
+        if step_cost is None or workers is None:
+            each = ratio(figures.stats.wall_s, figures.stats.num_texts)
+        else:
+            counts = _means(night.run, side, ("num_steps", "num_drafted", "num_prompt_tokens"))
+            batch_size = known_batch_size(step_cost, night.settings.decoding.batch_size)
+            each = None if None in counts else step_cost.text_seconds(batch_size, *counts) / workers.num_workers
         if each is None:
             return None
         total, num_entities = total + each * figures.num_entities, num_entities + figures.num_entities
     return MILLION * total / num_entities if num_entities else None
 
 
-def _mean_tokens(run: RunFolder, side: str) -> float | None:
-    counts = [batch["num_tokens"] for batch in run.iter_knowledge(side, ["num_tokens"])]
-    return ratio(sum(pc.sum(part).as_py() or 0 for part in counts), sum(map(len, counts)))
+def _means(run: RunFolder, side: str, columns: Sequence[str]) -> list[float | None]:
+    """Means over the texts of a side."""
+    batches = list(run.iter_knowledge(side, list(columns)))
+    return [pc.mean(pa.chunked_array([batch[name] for batch in batches], pa.int32())).as_py() for name in columns]

@@ -79,6 +79,18 @@ class StepCost(Strict):
         seconds = self.seconds(batch_size, num_tokens) + self.draft_seconds(batch_size, sums.mean_drafted)
         return batch_size * sums.tokens_per_step / seconds
 
+    def text_seconds(self, batch_size: int, num_steps: float, num_drafted: float, num_prompt_tokens: float) -> float:
+        """Seconds of a full batch that a text takes its share of, by counts that no load changes.
+
+        Tokens of its prompt count as further ones of the largest step that was measured.
+        """
+        drafted = num_drafted / max(num_steps, 1)
+        tokens = np.array([batch_size * (1 + drafted)])
+        step = self.seconds(batch_size, tokens)[0] + self.draft_seconds(batch_size, drafted) * (num_drafted > 0)
+        most = max(point.num_tokens for point in self._points(batch_size))
+        of_token = np.diff(self.seconds(batch_size, np.array([most, most + 1])))[0]
+        return float(num_steps * step / batch_size + num_prompt_tokens * of_token)
+
     def draft_seconds(self, batch_size: int, mean_drafted: np.ndarray) -> np.ndarray:
         """Seconds that drafting adds to a step, by draft tokens a sequence."""
         of_one = self.draft.seconds + self.draft.seconds_per_token * np.asarray(mean_drafted)

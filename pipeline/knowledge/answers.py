@@ -1,5 +1,9 @@
-"""Whether an answer is one at all: not the prompt over again, not in another script than the question, not a loop."""
+"""Whether an answer is one at all: not the prompt over again, not in another language than the question, not a loop.
 
+Languages are told by their scripts, and some of Latin script by words that every longer text of them is full of.
+"""
+
+import re
 import unicodedata
 from functools import lru_cache
 
@@ -11,8 +15,32 @@ from laserbatch.pipeline.knowledge.templates import PromptTemplate
 COPIED_TOKENS = 24  # in a row that stand in the prompt, too, are a copy
 MOST_COPIED = 0.6  # of an answer
 LOOP_TOKENS, MOST_LOOPED = 96, 24  # an answer that was cut loops where so many last tokens repeat at most so many
+MEANT = "; `any_language: true` in the template where that is meant"
 LEAST_OWN_SCRIPT = 0.5  # of an answer's letters that are of the question's script
 FEWEST_LETTERS = 20  # of which that can be said
+FEWEST_WORDS = 12  # of which a language of Latin script can be said
+LEAST_COMMON = 0.2  # share of a text's words that are common ones of its language
+MOST_OF_ASKED = 0.25  # of that share, as common ones of the question's language
+_WORD = re.compile(r"[^\W\d_]+")
+# Of each language words that no other of these has, as far as there are such.
+COMMON_WORDS = {
+    language: frozenset(words.split())
+    for language, words in {
+        "English": "the and of to in is on at was with for that this are by from who would their they or as "
+        "which it its an be has",
+        "French": "le la les et des du une est dans qui que pour avec sur par aux ce cette ses il elle ou mais "
+        "son au un de elles",
+        "German": "der die das und ist mit von den dem ein eine einen einer zu auf sich nicht auch wer als sie "
+        "er im für",
+        "Spanish": "el la los las y de del que en un una con por para es su se más al lo como sus este esta le "
+        "son cuando",
+        "Italian": "il la gli le di del della che in un una con per è si dei nel alla da come sono suo questo chi più",
+        "Portuguese": "os as de do da dos das que em um uma com por para é se mais no na ao seu sua quem como",
+        "Dutch": "de het een en van is met die voor op dat niet te zijn aan ook wie als hij zij deze door in naar om",
+        "Polish": "w na z się do jest że nie to jak dla o który która przez oraz od po ze są tym lub ich",
+        "Swedish": "och det att i en som på är av för med den till inte om ett har de vem eller hon han sig var",
+    }.items()
+}
 _CJK = frozenset({"CJK", "HIRAGANA", "KATAKANA", "HANGUL", "BOPOMOFO", "IDEOGRAPHIC"})
 
 
@@ -31,11 +59,30 @@ def require_answer(
         raise RowError(f"loops: it was cut while it said the same {period} tokens again and again")
     if template.any_language:
         return
-    asked, told = script_of(f"{template.system} {template.instruction} {template.request}"), scripts_in(text)
+    question = " ".join(filter(None, (template.system, template.instruction, template.request)))
+    asked, told = script_of(question), scripts_in(text)
     num_letters = sum(told.values())
     if asked is not None and num_letters >= FEWEST_LETTERS and told.get(asked, 0) < LEAST_OWN_SCRIPT * num_letters:
         most = max(told, key=told.get)
-        raise RowError(f"wrong-language: asked in {asked.title()} script, answered in {most.title()}")
+        raise RowError(f"wrong-language: asked in {asked.title()} script, answered in {most.title()}{MEANT}")
+    asked, told = language_of(question), language_of(text)
+    if None not in (asked, told) and asked != told:
+        of_asked, of_told = COMMON_WORDS[asked], COMMON_WORDS[told]
+        if _share(text, of_asked - of_told) < MOST_OF_ASKED * _share(text, of_told - of_asked):
+            raise RowError(f"wrong-language: asked in {asked}, answered in {told}{MEANT}")
+
+
+@lru_cache(maxsize=16)
+def language_of(text: str) -> str | None:
+    """The language whose common words make up most of a text; None of a short text, or one with few of any."""
+    shares = {name: _share(text, words) for name, words in COMMON_WORDS.items()}
+    most = max(shares, key=shares.get)
+    return most if len(_WORD.findall(text)) >= FEWEST_WORDS and shares[most] >= LEAST_COMMON else None
+
+
+def _share(text: str, words: frozenset[str]) -> float:
+    told = _WORD.findall(text.lower())
+    return sum(word in words for word in told) / max(len(told), 1)
 
 
 def copied_share(token_ids: np.ndarray, prompt_ids: np.ndarray) -> float:

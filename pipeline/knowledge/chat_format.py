@@ -91,7 +91,7 @@ def _apply(tokenizer: "PreTrainedTokenizerBase", contents: dict[str, str], roles
 def encode_content(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     """Token ids of a text in which nothing is control, whatever it looks like; RowError where that cannot be."""
     ids = _encode(tokenizer, text)
-    control = _control_tokens(tokenizer)
+    control = control_tokens(tokenizer)
     if control.keys().isdisjoint(ids):
         return ids
     # added tokens that are not marked special (Qwen3's <think>) are matched even as plain text: break them inside
@@ -113,7 +113,8 @@ def _encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
 
 
 @lru_cache(maxsize=32)
-def _control_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
+def control_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
+    """Id and text of each token that is no text: special ones, and added ones that look like them (`<think>`)."""
     control = {
         token_id: token.content
         for token_id, token in tokenizer.added_tokens_decoder.items()

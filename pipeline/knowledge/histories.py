@@ -1,27 +1,54 @@
 """What users did with which items, joined from the tables."""
 
-import math
+import re
+from collections.abc import Mapping
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.pipeline.knowledge.templates import HistoryLines
+from laserbatch.pipeline.knowledge.prompts import plain_text
+from laserbatch.pipeline.knowledge.templates import HistoryLines, Labels, in_words
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.tables.read import Tables
 
 DAY_US = 86_400_000_000
 
 
-def how_interacted(interactions: pa.Table) -> str:
-    """What users did with items, by the ratings that there are: none, or 0 and 1 alone, are clicks, views, choices."""
+# What common events are called in a sentence on what somebody did; others as they are written.
+EVENT_WORDS = {
+    "click": "clicked", "view": "viewed", "impression": "saw", "play": "played", "listen": "listened to",
+    "watch": "watched", "read": "read", "like": "liked", "dislike": "disliked", "save": "saved", "share": "shared",
+    "skip": "skipped", "search": "searched for", "apply": "applied for", "application": "applied for",
+    "cart": "put into the cart", "addtocart": "put into the cart", "wishlist": "put on the wish list",
+    "buy": "bought", "purchase": "bought", "order": "ordered", "transaction": "bought", "rate": "rated",
+    "remove": "removed", "return": "returned", "bookmark": "bookmarked", "favorite": "marked as a favourite",
+}  # fmt: skip
+MOST_EVENTS = 4  # kinds of them that a sentence names
+
+
+def event_text(event: str, words: Mapping[str, str]) -> str:
+    """What an event is called, by a team's words, the usual ones, or as it is written."""
+    plain = plain_text(event.replace("_", " "), 80)
+    return words.get(event) or EVENT_WORDS.get(re.sub(r"[\W_]", "", event.lower()), plain)
+
+
+def labels_of(interactions: pa.Table, words: Mapping[str, str]) -> Labels:
+    """What interactions tell: events where these differ, else ratings, of which 0 and 1 alone are words, too."""
+    events = pc.unique(interactions["event"]).drop_null().to_pylist() if "event" in interactions.column_names else []
+    told = list(dict.fromkeys(event_text(event, words) for event in sorted(events)))
+    if len(told) > 1:
+        return Labels(in_words(told, "or") if len(told) <= MOST_EVENTS else "picked", "words")
+    picked = told[0] if told else "picked"
     if "rating" not in interactions.column_names:
-        return "picked"
-    bounds = pc.min_max(interactions["rating"]).as_py()
-    if bounds["max"] is not None and bounds["max"] <= 1:
-        return "picked"
-    is_usual = bounds["max"] is None or (bounds["min"] >= 1 and bounds["max"] <= 5)
-    return "rated from 1 to 5" if is_usual else "rated"
+        return Labels(picked, "none")
+    ratings = pc.cast(interactions["rating"], pa.float64())
+    least, most = pc.min_max(ratings).as_py().values()
+    if most is None or (least >= 1 and 1 < most <= 5):
+        return Labels()
+    if most > 1 or not pc.all(pc.is_in(ratings.drop_null(), pa.array([0.0, 1.0]))).as_py():
+        return Labels("rated")
+    return Labels(picked, "none") if least == most else Labels(f"{picked} or passed over", "words", picked)
 
 
 class Histories:
@@ -46,12 +73,12 @@ class Histories:
         """Rows of the item table, int32[n], of the events of some places."""
         return self._items[self._rows[places]]
 
-    def ratings(self, places: np.ndarray) -> np.ndarray:
-        """float64[n], NaN where there is none."""
-        if "rating" not in self._interactions.column_names:
-            return np.full(len(places), math.nan)
-        ratings = self._interactions["rating"].take(pa.array(self._rows[places])).cast(pa.float64())
-        return pc.fill_null(ratings, math.nan).to_numpy()
+    def values(self, column: str, places: np.ndarray) -> pa.Array:
+        """A column of the interactions of some places; null where there is none."""
+        if column not in self._interactions.column_names:
+            return pa.nulls(len(places))
+        values = self._interactions[column].take(pa.array(self._rows[places])).combine_chunks()
+        return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
 
     def newest(self, user_rows: np.ndarray, max_events: int) -> tuple[np.ndarray, np.ndarray]:
         """Places of the newest events of some users: int64[m], one user's after another's, and int64[n + 1] starts."""

@@ -136,7 +136,8 @@ def _line(number: int, event: Event, columns: HistoryLines) -> str:
     pattern = columns.line_unrated if rating is None else columns.line
     if attributes is None:
         pattern = pattern.replace(columns.separator + "{attributes}", "")
-    return pattern.format(number=number, title=title, attributes=attributes or "", rating=rating or "")
+    label = rating or ""
+    return pattern.format(number=number, title=title, attributes=attributes or "", rating=label, event=label)
 
 
 def value_text(value: object, columns: Columns) -> str:

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from laserbatch.pipeline.knowledge.histories import Histories
+from laserbatch.pipeline.knowledge.histories import Histories, event_text
 from laserbatch.pipeline.knowledge.prompts import (
     DIGEST_BYTES,
     Shown,
@@ -29,6 +29,7 @@ from laserbatch.pipeline.knowledge.templates import Columns, PromptTemplate
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.tables.read import Tables
 
+LABEL_COLUMNS = ("event", "rating")  # of interactions: what a line of history says was done
 SHOWN_SCHEMA = pa.schema([("attributes", pa.string()), ("history", pa.string()), ("num_events", pa.int32())])
 
 
@@ -68,8 +69,7 @@ class SideQuestions:
             places, starts = self.histories.chosen(rows, self._template.history)
             items = pa.array(self.histories.items(places))
             titles, attributes = (texts.take(items).to_pylist() for texts in self._events)
-            ratings = _mapped(pa.chunked_array([self.histories.ratings(places)]), self._rating_text).to_pylist()
-            events = list(zip(titles, attributes, ratings, strict=True))
+            events = list(zip(titles, attributes, self._labels(places).to_pylist(), strict=True))
             bounds = pairwise(starts.tolist())
             history = pa.array([json.dumps(events[first:last], ensure_ascii=False) for first, last in bounds])
         columns = [_attribute_lines(part, self._template, self._side), history, pa.array(num_events)]
@@ -101,16 +101,23 @@ class SideQuestions:
         if self._template.history is None:
             return pa.repeat(_digest(b""), len(rows))
         places, starts = self.histories.chosen(rows, self._template.history)
-        ratings = pa.array(self.histories.ratings(places)).dictionary_encode()
-        shown = (None if math.isnan(value) else self._rating_text(value) for value in ratings.dictionary.to_pylist())
-        rating_digests = _as_rows(text or "" for text in shown)
-        shown = [self._event_digests[self.histories.items(places)], rating_digests[ratings.indices.to_numpy()]]
+        labels = pc.fill_null(self._labels(places), "").dictionary_encode()
+        label_digests = _as_rows(labels.dictionary.to_pylist())
+        shown = [self._event_digests[self.histories.items(places)], label_digests[labels.indices.to_numpy()]]
         data = np.concatenate(shown, axis=1).tobytes()
         bounds = (starts * 2 * DIGEST_BYTES).tolist()
         return pa.array([_digest(data[first:last]) for first, last in pairwise(bounds)], pa.string())
 
-    def _rating_text(self, rating: float) -> str:
-        return self._template.history.ratings.get(rating) or rating_text(rating)
+    def _labels(self, places: np.ndarray) -> pa.Array:
+        """What is said of the events of some places, string[n]: the event, the rating, both; null where neither is."""
+        lines, (events, ratings) = self._template.history, (self.histories.values(n, places) for n in LABEL_COLUMNS)
+        rated = _mapped(ratings.cast(pa.float64()), lambda value: lines.ratings.get(value) or rating_text(value))
+        if events.null_count == len(events):
+            return rated
+        told = _mapped(events.cast(pa.string()), lambda event: event_text(event, lines.events))
+        between = pc.if_else(pc.equal(told, "rated"), " ", ", rated ")
+        both = pc.binary_join_element_wise(told, between, rated, "")
+        return pc.coalesce(both, told, rated)
 
     def _has_title(self, part: pa.Table) -> pa.Array:
         if self._side == "user":
@@ -139,9 +146,9 @@ def _shown_names(table: pa.Table, columns: Columns, left_out: tuple[str, ...]) -
     return columns.shown({name: None for name in table.column_names if name not in (*left_out, "created_at")})
 
 
-def _mapped(column: pa.ChunkedArray, show: Callable[[object], str]) -> pa.Array:
+def _mapped(column: pa.ChunkedArray | pa.Array, show: Callable[[object], str]) -> pa.Array:
     """The text of each value; null where there is none, or no number."""
-    values = column.combine_chunks()
+    values = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if pt.is_list(values.type) and not values.flatten().null_count:
         values = pc.binary_join(values, " > ")  # of which `value_text` makes the same as of the list
     try:

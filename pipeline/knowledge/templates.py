@@ -6,7 +6,8 @@ Templates ship in `configs/prompts/`; a folder of the user's own is looked in fi
 import hashlib
 import re
 import string
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,12 +17,17 @@ from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.validation import Strict, explain, line_of, read_yaml
 
-SHIPPED_TEMPLATES = Path(__file__).resolve().parents[2] / "configs" / "prompts"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+SHIPPED_TEMPLATES = CONFIGS / "prompts"
 
 
+PARSERS = ("aspects", "attributes", "free", "json")
 CONTROL = re.compile(r"<\|[^|\n]*\|>|\[/?INST\]|<</?SYS>>|</?s>|<(?:start|end)_of_turn>|<(?:bos|eos|pad)>")
-# What texts of a template may name in braces: words of `Words`, also to begin a line with, and the numbered factors.
-WORDS = frozenset({"user", "item", "items", "interacted", "User", "Item", "Items", "Interacted", "factors"})
+# What texts of a template may name in braces: words of `Words`, also to begin a line with or after `a` or `an`, and the
+# factors, numbered or as an enumeration.
+WORDS = frozenset({"user", "item", "items", "interacted", "collection", "enjoy", "User", "Item", "Items", "Interacted",
+                   "a_user", "A_user", "a_collection", "factors", "factors_in_words"})  # fmt: skip
+_AN = re.compile(r"(?!eu|one|use|usu|uni|uti)[aeiou]", re.IGNORECASE)
 
 
 def _only_fields(pattern: str, allowed: Collection[str]) -> str:
@@ -51,9 +57,23 @@ class Words(Strict):
     interacted: str | None = Field(
         None,
         min_length=1,
-        description="What users did with items: clicked, viewed, applied for. null: by the ratings that there are "
-        "`rated from 1 to 5`, `rated`, or `picked`.",
+        description="What users did with items: clicked, viewed, applied for. null: by the events or ratings that "
+        "there are `clicked or viewed`, `rated from 1 to 5`, `rated`, `picked`.",
     )
+    events: dict[str, str] = Field(
+        {}, description="What values of the column `event` are called, {play: played}; usual English ones are known."
+    )
+    collection: str = Field("catalogue", min_length=1, description="What items are chosen from: job board, shop.")
+    enjoy: str = Field("enjoy", min_length=1, description="What users do with an item that suits them: enjoy, want.")
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What interactions say of what users did: `histories.labels_of` reads it off them."""
+
+    interacted: str = "rated from 1 to 5"  # in a sentence on all of them
+    kind: Literal["numbers", "words", "none"] = "numbers"  # none: they are all alike
+    picked: str | None = None  # what a rating of 1 is called, where there are but 0 and 1
 
 
 class Columns(Strict):
@@ -92,14 +112,16 @@ class AttributeLines(Columns):
 
 
 class HistoryLines(Columns):
-    """The block of what a user rated, one line each, oldest first; `{number}` counts the lines shown from 1."""
+    """The block of what a user did, one line each, oldest first; `{number}` counts the lines shown from 1."""
 
     heading: Text = ""
     line: str = "- {title} | {attributes} | {rating}"
+    line_event: str | None = None  # where labels are words, as `{event}`: clicked, passed over; without it `line`
     line_unrated: str = "- {title} | {attributes}"
     separator: str = " | "  # between attribute values; with no attributes the one before them goes too
     none: Text = "- nothing yet"  # stands for an empty history
     ratings: dict[float, str] = Field(default_factory=dict)  # what a rating is shown as: {1: clicked, 0: passed over}
+    events: dict[str, str] = Field(default_factory=dict)  # what an event is shown as; over `knowledge.words.events`
     max_events: int = Field(40, ge=0)  # newest kept, of those that the following leave
     max_days: int | None = Field(None, ge=1)  # before the user's newest event; what is older is left out
     deduplicate: bool = False  # of events with one item the newest alone
@@ -109,6 +131,22 @@ class HistoryLines(Columns):
     @classmethod
     def _line(cls, line: str) -> str:
         return _only_fields(line, {"number", "title", "attributes", "rating"})
+
+    @field_validator("line_event")
+    @classmethod
+    def _line_event(cls, line: str | None) -> str | None:
+        return line if line is None else _only_fields(line, {"number", "title", "attributes", "event"})
+
+    def labelled(self, labels: Labels, words: Words) -> "HistoryLines":
+        """The same lines for labels of a kind: numbers, words, or none that would say anything."""
+        changes: dict[str, Any] = {"events": words.events | self.events}
+        if labels.picked is not None:
+            changes["ratings"] = {1: words.interacted or labels.picked, 0: "passed over"} | self.ratings
+        if labels.kind == "words":
+            changes["line"] = self.line_event or self.line
+        elif labels.kind == "none" and not self.ratings:
+            changes["line"] = self.line_unrated
+        return self.model_copy(update=changes)
 
 
 class PromptTemplate(Strict):
@@ -121,12 +159,12 @@ class PromptTemplate(Strict):
     version: int = Field(ge=1)
     framework: str
     side: Side
-    parser: str = Field(pattern=r"^(aspects|attributes|free|json|[A-Za-z0-9_\-]+\.py)$")  # a .py: its `parse(text)`
+    parser: str  # a .py: its `parse(text)`
     factors: tuple[str, ...] = ()  # of aspects and attributes: their names
     fields: dict[str, Literal["text", "list"]] = Field(default_factory=dict)  # of JSON: what it is to hold
     optional_fields: tuple[str, ...] = ()  # that an answer may be without
     encode: tuple[str, ...] = ()  # the parts of the answer that become its vector; none named: the whole text
-    any_language: bool = False  # answers may be in another script than the question
+    any_language: bool = False  # answers may be in another language than the question
     system: Text | None = None
     instruction: Text
     attributes: AttributeLines = AttributeLines()
@@ -135,6 +173,13 @@ class PromptTemplate(Strict):
     chat_options: dict[str, Any] = Field(default_factory=lambda: {"enable_thinking": False})
     parser_path: Path | None = Field(None, exclude=True)  # of a parser of one's own; found when the template is loaded
     parser_sha256: str | None = None
+
+    @field_validator("parser")
+    @classmethod
+    def _is_parser(cls, parser: str) -> str:
+        if parser not in PARSERS and not re.fullmatch(r"[A-Za-z0-9_\-]+\.py", parser):
+            raise ValueError(f"expected {', '.join(PARSERS)}, or a Python file beside the template")
+        return parser
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "PromptTemplate":
@@ -153,26 +198,46 @@ class PromptTemplate(Strict):
                     raise ValueError(f"`{key}` has {name!r}, which is none of {', '.join(known)}")
         return self
 
-    def worded(self, words: Words) -> "PromptTemplate":
-        """The same template with the words of a team's own domain in its texts."""
-        named = dict(words) | {name.capitalize(): word[:1].upper() + word[1:] for name, word in words}
-        named["Interacted"] = named["Interacted"].split()[0]  # Rated titles, not: rated from 1 to 5 titles
-        named["factors"] = " ".join(f"{number}. {factor}" for number, factor in enumerate(self.factors, 1))
+    def worded(self, words: Words, labels: Labels = Labels(), factors: Sequence[str] | None = None) -> "PromptTemplate":
+        """The same template with the words and factors of a team's own domain in its texts.
+
+        Factors are in place of those that the template has; one that has none goes without.
+        """
+        factors = tuple(factors or ()) if self.factors and factors else self.factors
+        interacted = words.interacted or labels.interacted
+        named = {name: word for name, word in words if isinstance(word, str)} | {"interacted": interacted}
+        named |= {name.capitalize(): _begun(word) for name, word in named.items()}
+        if not re.search(r",| or ", interacted):
+            named["Interacted"] = _begun(interacted.split()[0])  # Rated titles, not: rated from 1 to 5 titles
+        named |= {f"a_{name}": f"{'an' if _AN.match(word) else 'a'} {word}" for name, word in named.items()}
+        named["A_user"] = _begun(named["a_user"])
+        named["factors"] = " ".join(f"{number}. {factor}" for number, factor in enumerate(factors, 1))
+        named["factors_in_words"] = in_words(factors, "and")
 
         def filled(model: Strict, names: Collection[str]) -> dict[str, str]:
             texts = {name: getattr(model, name) for name in names}
             return {name: text.format(**named) for name, text in texts.items() if text is not None}
 
-        changes: dict[str, Any] = filled(self, ("system", "instruction", "request"))
+        changes: dict[str, Any] = filled(self, ("system", "instruction", "request")) | {"factors": factors}
         changes["attributes"] = self.attributes.model_copy(update=filled(self.attributes, ("heading",)))
         if self.history is not None:
-            changes["history"] = self.history.model_copy(update=filled(self.history, ("heading", "none")))
+            history = self.history.labelled(labels, words)
+            changes["history"] = history.model_copy(update=filled(history, ("heading", "none")))
         return self.model_copy(update=changes)
 
     @property
     def identity(self) -> str:
         """`name@version`, as records carry it."""
         return f"{self.name}@{self.version}"
+
+
+def in_words(parts: Sequence[str], between: str) -> str:
+    """Some words as an enumeration: `genre, theme and mood`."""
+    return f" {between} ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
+
+
+def _begun(word: str) -> str:
+    return word[:1].upper() + word[1:]
 
 
 class KnowledgeSettings(Strict):
@@ -184,6 +249,12 @@ class KnowledgeSettings(Strict):
         None, description="A folder of your own templates; looked in before those that ship."
     )
     words: Words = Field(Words(), description="What prompts call your users and items, and what is done with them.")
+    user_factors: tuple[str, ...] | None = Field(
+        None, description="What decides whether users take to items: the factors in templates that ship."
+    )
+    item_factors: tuple[str, ...] | None = Field(
+        None, description="What of an item matters to them, likewise; templates of your own have theirs."
+    )
     max_prompt_tokens: int = Field(
         1024,
         ge=16,
@@ -194,13 +265,24 @@ class KnowledgeSettings(Strict):
         """Name of a side's template."""
         return self.user_template if side == "user" else self.item_template
 
-    def template(self, side: Side, interacted: str = "rated from 1 to 5") -> PromptTemplate:
-        """A side's template in the configured words; `interacted` where these do not say it.
+    def template(self, side: Side, labels: Labels = Labels()) -> PromptTemplate:
+        """A side's template in the configured words and factors; raises ConfigError as `load_template` does.
 
-        Raises ConfigError as `load_template` does.
+        A template of one's own keeps the factors that stand in it.
         """
-        words = self.words.model_copy(update={"interacted": self.words.interacted or interacted})
-        return load_template(self.template_of(side), self.template_dir).worded(words)
+        name, factors = self.template_of(side), self.user_factors if side == "user" else self.item_factors
+        is_own = template_path(name, self.template_dir).parent != SHIPPED_TEMPLATES
+        return load_template(name, self.template_dir).worded(self.words, labels, None if is_own else factors)
+
+
+def template_path(name: str, folder: str | Path | None = None) -> Path:
+    """The file of a template, that of one's own folder first. Raises ConfigError where there is none."""
+    folders = [SHIPPED_TEMPLATES] if folder is None else [Path(folder), SHIPPED_TEMPLATES]
+    path = next((path for place in folders if (path := place / f"{name}.yaml").is_file()), None)
+    if path is None:
+        known = ", ".join(sorted({path.stem for place in folders for path in place.glob("*.yaml")}))
+        raise ConfigError(f"there is no prompt template {name!r}; templates are: {known}. Name one of these.")
+    return path
 
 
 def load_template(name: str, folder: str | Path | None = None) -> PromptTemplate:
@@ -209,12 +291,7 @@ def load_template(name: str, folder: str | Path | None = None) -> PromptTemplate
     Its texts still have words in braces, which `PromptTemplate.worded` fills in. Raises ConfigError, which names file,
     line and key.
     """
-    folders = [SHIPPED_TEMPLATES] if folder is None else [Path(folder), SHIPPED_TEMPLATES]
-    paths = (place / f"{name}.yaml" for place in folders)
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        known = ", ".join(sorted({path.stem for place in folders for path in place.glob("*.yaml")}))
-        raise ConfigError(f"there is no prompt template {name!r}; templates are: {known}. Name one of these.")
+    path = template_path(name, folder)
     told = read_yaml(path, "prompt template", "name another")
     for key in ("parser_path", "parser_sha256") if isinstance(told, Mapping) else ():
         if key in told:

@@ -70,6 +70,14 @@ class PoolsUsed:
 
 
 @dataclass(frozen=True)
+class AskedBy:
+    """By what the entities of a side were asked about."""
+
+    framework: str
+    template: str  # name@version
+
+
+@dataclass(frozen=True)
 class ModelFigures:
     """The model that wrote the texts."""
 
@@ -327,6 +335,7 @@ class RunManifest:
     sides: dict[Side, SideFigures] = field(default_factory=dict)
     plain: dict[Side, SideFigures] = field(default_factory=dict)
     features: dict[Side, FeatureFigures] = field(default_factory=dict)
+    asked: dict[Side, AskedBy] = field(default_factory=dict)  # none: of a laserbatch that did not say
     audit: AuditFigures | None = None  # None: not done yet
     gates: list[GateFigures] = field(default_factory=list)
     ctr: Annotated[CtrFigures, BeforeValidator(lambda value: value or {})] = CtrFigures()

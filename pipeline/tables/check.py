@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, TIME, role_of, schema_findings
+from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, RATING_OF_EVENT, TIME, role_of, schema_findings
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings, count_faults, unreadable
 from laserbatch.pipeline.tables.schema import (
     ID_COLUMNS,
@@ -187,7 +187,8 @@ def _check_classes(lowest: float, highest: float, is_rated: bool, positive_ratin
     expected = f"ratings on both sides of {positive_rating:g} (ctr.label)"
     what_then = "CTR models are not trained otherwise"
     if not is_rated:
-        advice = f"set ctr.label to another column, or to `all`, which samples negatives; {what_then}"
+        advice = "set ctr.label to `all`, which samples negatives, or to a rule on another column, such as "
+        advice += f"`event == 'purchase'`; {what_then}"
         findings.add(Finding("one-class", "interactions", "there is no column `rating`", expected, advice,
                              is_warning=True))  # fmt: skip
     elif lowest <= highest and not lowest < positive_rating <= highest:
@@ -267,7 +268,8 @@ def _checked_batches(
         for batch in part.file.iter_batches(rows_at_once, columns=columns):
             values = {name: _decoded(batch.column(name)) for name in batch.schema.names}
             for column, array in values.items():
-                for rule in role_of(part.table, column).rules:
+                role = RATING_OF_EVENT if column == "rating" and "event" in values else role_of(part.table, column)
+                for rule in role.rules:
                     rule.check(part.table, column, part.name, first_row, array, findings)
             yield first_row, values
             first_row += batch.num_rows

@@ -77,6 +77,10 @@ def _no_number(values: pa.Array) -> pa.Array:
     return pc.invert(pc.fill_null(is_number, False))
 
 
+def _infinite(values: pa.Array) -> pa.Array:
+    return pc.is_inf(values) if pt.is_floating(values.type) else pa.nulls(len(values), pa.bool_())
+
+
 def _seconds(values: pa.Array) -> pa.Array:
     """Seconds since 1970; null of a column of nulls alone, which is read as text."""
     if sc.is_text(values.type):
@@ -172,6 +176,14 @@ RATING = Role(
     ),
     advice="`laserbatch data import` converts it",
 )  # fmt: skip
+RATING_OF_EVENT = replace(RATING, rules=(replace(RATING.rules[0], broken=_infinite),))  # of some: a view has none
+EVENT = Role(
+    expected="a string",
+    accepts=lambda kind: pt.is_null(kind) or sc.plain_type(kind) == pa.string(),
+    plain=sc.plain_words,
+    rules=(_UTF8,),
+    advice="write its codes as words (`click`, `purchase`), or call the column something else",
+)
 ATTRIBUTE = Role(
     expected="a scalar or a list of strings",
     accepts=sc.is_attribute_type,
@@ -188,7 +200,7 @@ ATTRIBUTE = Role(
 _ROLES = {
     "users": {"user_id": ID, sc.CREATED_AT: CREATED},
     "items": {"item_id": ID, "title": TITLE, sc.CREATED_AT: CREATED},
-    "interactions": {"user_id": ID, "item_id": ID, "timestamp": TIME, "rating": RATING},
+    "interactions": {"user_id": ID, "item_id": ID, "timestamp": TIME, "event": EVENT, "rating": RATING},
 }
 
 

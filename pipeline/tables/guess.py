@@ -12,17 +12,19 @@ from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables.settings import SourceFiles
 from laserbatch.pipeline.tables.source import read_source
 
-# English and German.
+# English and German, and some of French and Spanish.
 _ID = r"(_?(id|no|key|code|nr|nummer))?$"
-USER_ID = r"^(user|member|customer|reader|viewer|account|visitor|kunde|nutzer|benutzer|leser|mitglied)(s|n|er)?" + _ID
-USER_ID += r"|^uid$"
+USER_ID = r"^(user|member|customer|client|reader|viewer|listener|applicant|candidate|subscriber|account|visitor|kunde|"
+USER_ID += r"nutzer|benutzer|leser|mitglied|utilisateur|usuario|cliente|auditeur|lecteur)(s|n|er)?" + _ID + r"|^uid$"
 ITEM_ID = r"^(item|product|movie|book|article|news|video|song|track|job|post|sku|asin|artikel|produkt|buch|film|ware)"
 ITEM_ID += r"(s|n|e)?" + _ID + r"|^iid$"
-TITLE = r"tit(le|el)|name|headline|label|bezeichnung"
-TIME = r"time|date|^ts$|_at$|when|zeit|datum"
+SOME_ID = r"_(id|no|key|code|nr|nummer)$"  # of an item of another name, where a file with titles has it, too
+TITLE = r"tit(le|el|re|ulo)|name|nom(bre)?$|headline|label|bezeichnung"
+TIME = r"time|date|^ts$|_at$|when|zeit|datum|fecha|heure"
 RATING = r"rating|stars|score|^grade$|click|like|bewertung|sterne|^note$|klick"
+EVENT = r"event|action|behaviou?r|^type$|aktion|ereignis"
 SNIFFED_BYTES = 1 << 16
-NUM_ROWS = 20  # that a guess looks at
+NUM_ROWS = 1000  # that a guess looks at
 PATH_SEPARATORS = (" > ", ">", "|", ";", "/")
 
 
@@ -78,9 +80,11 @@ def _csv_options(path: Path) -> dict[str, str]:
 
 def guess_mapping(sources: list[SourceTable]) -> dict:
     """A mapping for `data import`, guessed from names; TableError where no file looks like interactions or items."""
-    interactions = next((s for s in sources if s.find(USER_ID) and s.find(ITEM_ID) and s.find(TIME)), None)
+    named = {s.find(ITEM_ID) or s.find(SOME_ID) for s in sources if s.find(TITLE) and not s.find(USER_ID)} - {None}
+    item_ids = rf"{ITEM_ID}|^({'|'.join(map(re.escape, named))})$" if named else ITEM_ID
+    interactions = next((s for s in sources if s.find(USER_ID) and s.find(item_ids) and s.find(TIME)), None)
     rest = [source for source in sources if source is not interactions]
-    items = next((s for s in rest if s.find(ITEM_ID) and s.find(TITLE)), None) or next(
+    items = next((s for s in rest if s.find(item_ids) and s.find(TITLE)), None) or next(
         (s for s in rest if s.find(TITLE) and not s.find(USER_ID)), None
     )
     users = next((s for s in rest if s is not items and (s.find(USER_ID) or re.search(USER_ID, s.stem))), None)
@@ -98,21 +102,23 @@ def guess_mapping(sources: list[SourceTable]) -> dict:
             "attributes": _attributes(users, {user_id}),
         }
     title = items.find(TITLE)
-    item_id = items.find(ITEM_ID) or items.find(r"id$") or items.head.column_names[0]
+    item_id = items.find(item_ids) or items.find(r"id$") or items.head.column_names[0]
     mapping["items"] = {"files": items.name, **items.options, "id": item_id, "title": title}
     mapping["items"]["attributes"] = _attributes(items, {item_id, title})
     mapping["interactions"] = {
         "files": interactions.name,
         **interactions.options,
         "user_id": interactions.find(USER_ID),
-        "item_id": interactions.find(ITEM_ID),
+        "item_id": interactions.find(item_ids),
         "timestamp": {"column": interactions.find(TIME), "unit": _time_unit(interactions, interactions.find(TIME))},
         "drop_unknown": True,
     }
     taken = (mapping["interactions"]["user_id"], mapping["interactions"]["item_id"], interactions.find(TIME))
-    rating = interactions.find(RATING, taken)
-    if rating is not None:
-        mapping["interactions"]["rating"] = rating
+    for name, pattern in (("rating", RATING), ("event", EVENT)):
+        found = interactions.find(pattern, taken)
+        if found is not None:
+            mapping["interactions"][name] = found
+            taken = (*taken, found)
     return mapping
 
 

@@ -132,7 +132,8 @@ class _Import:
             "item_id": batch.ids(wanted.item_id, self.mapping.ids.item_id),
             "timestamp": batch.timed(wanted.timestamp),
         }
-        return columns | ({"rating": batch.typed(wanted.rating, pa.float64())} if wanted.rating is not None else {})
+        kinds = {"rating": (wanted.rating, pa.float64()), "event": (wanted.event, pa.string())}
+        return columns | {name: batch.typed(of, kind) for name, (of, kind) in kinds.items() if of is not None}
 
     def _without_blanks(self, rows: pa.RecordBatch, files: SourceFiles, table: str) -> pa.RecordBatch:
         for column in files.drop_without:

@@ -2,7 +2,7 @@
 
     users         user_id, attributes..., created_at?
     items         item_id, title, attributes..., created_at?
-    interactions  user_id, item_id, timestamp, rating?
+    interactions  user_id, item_id, timestamp, rating?, event?
 
 Each table is `<name>.parquet` or a folder `<name>/*.parquet`. Ids are strings or integers; an attribute is any scalar
 column, or a list of strings (a category path, broad to narrow). When read, columns take plain types: string, int64 ids,
@@ -148,6 +148,11 @@ def plain_column(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Arr
 def plain_ids(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Ids as string or int64."""
     return plain_column(column).cast(id_type(column.type))
+
+
+def plain_words(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Text of few distinct values, each kept once."""
+    return column if pt.is_null(column.type) else plain_column(column).dictionary_encode()
 
 
 def timestamps(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:

@@ -121,6 +121,7 @@ class InteractionMapping(SourceFiles):
     item_id: str
     timestamp: Time
     rating: str | None = None
+    event: str | None = None
     drop_unknown: bool = False  # whether rows of users or items that are in no table are left out
 
 

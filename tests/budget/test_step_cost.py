@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
+from laserbatch.pipeline.budget.step_cost import DraftCost, StepCost, StepPoint, read_step_cost
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.retrieval_pools.calibration.replay import Tally
 
@@ -73,3 +73,11 @@ def test_a_file_that_is_not_there_and_a_batch_that_was_not_measured_are_named(tm
         read_step_cost(tmp_path / "nowhere.yaml")
     with pytest.raises(ConfigError, match="'a card' has no batch size 64; it has 1, 8"):
         StepCost.model_validate(DATA).seconds(64, np.array([64]))
+
+
+def test_a_text_takes_its_share_of_its_steps_and_its_prompt_as_further_tokens():
+    points = [StepPoint(batch_size=4, num_tokens=num, seconds=0.1 + num / 100) for num in (4, 64)]
+    cost = StepCost(steps=points, draft=DraftCost(seconds_per_step=0.02, seconds_per_token=0.001))
+    assert cost.text_seconds(4, 10, 0, 0) == pytest.approx(10 * 0.14 / 4)
+    drafted = 10 * (0.1 + 4 * 3 / 100 + 0.02 + 4 * 0.001 * 2) / 4
+    assert cost.text_seconds(4, 10, 20, 50) == pytest.approx(drafted + 0.5)

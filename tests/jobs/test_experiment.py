@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -12,7 +13,11 @@ from planted_night import Encoder
 from small_world import TEMPLATES
 
 from laserbatch.jobs.report.worth_table import audit_table, between_line, worth_table
+from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import run_experiment, variants
+from laserbatch.jobs.stages.night import open_run
+from laserbatch.jobs.stages.variants import cost_of_a_million
+from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.sample.world import write_sample_world
@@ -35,7 +40,10 @@ def folder(tmp_path_factory) -> Path:
             text = yaml.safe_dump(head | TEMPLATES[f"brief_{side}"])
             (folder / "prompts" / f"{name}_{side}.yaml").write_text(text, encoding="utf-8")
     knowledge = {"template_dir": "prompts", "user_template": "brief_user", "item_template": "brief_item"}
-    decoding = {"max_new_tokens": 24, "batch_size": 16, "max_draft_tokens": 8, "min_acceptance": 0.1}
+    decoding = {"max_new_tokens": 24, "batch_size": 16, "max_draft_tokens": 8, "min_acceptance": 0.1,
+                "step_cost": "cost.yaml"}  # fmt: skip
+    steps = [{"batch_size": 16, "num_tokens": num, "seconds": 0.01 + num / 1e4} for num in (16, 256)]
+    (folder / "cost.yaml").write_text(yaml.safe_dump({"name": "of a test", "steps": steps}))
     write_config(folder, knowledge=knowledge, cluster={"price_per_hour": 3.0}, decoding=decoding,
                  ctr={"models": ["gbdt"], "num_seeds": 2}, gates={"max_failed_share": 0.0})  # fmt: skip
     return folder
@@ -56,6 +64,10 @@ def tried(folder, capfd, monkeypatch):
         with monkeypatch.context() as broken:
             broken.setattr(run_experiment, "run_night", killed_at_second(run_experiment.run_night))
             ask(capfd, folder, "experiment", *TRIED, code=130)
+        # As if the first variant had measured a step: the second is not to measure it again.
+        kept = folder / "workspace" / "experiments" / NAME / "kar" / "step-costs"
+        kept.mkdir(exist_ok=True)
+        shutil.copy(folder / "cost.yaml", kept / "0123456789ab.json")
         told = ask(capfd, folder, "experiment", *TRIED)
         (folder / "told.json").write_text(json.dumps(told))
     return json.loads((folder / "told.json").read_text())
@@ -113,10 +125,34 @@ def test_frameworks_are_compared_by_their_newest_runs_of_one_date_published_or_n
     runs = {one["variant"]: one["run_id"] for one in told["variants"]}
     assert runs == tried["runs"] and told["variants"][0]["lift"] == tried["variants"][0]["lift"]
     unknown = ask(capfd, folder, "ctr", "compare", "--framework", "kar", "--framework", "own", code=3)
-    assert "no run of" in unknown["error"] and "framework 'own' (there are: kar, mine)" in unknown["error"]
+    assert "no run of" in unknown["error"] and "'own' on both sides (there are: kar, mine;" in unknown["error"]
     monkeypatch.setattr(variants, "_place", lambda manifest: (manifest.run_id,))
     apart = ask(capfd, folder, "ctr", "compare", "--framework", "kar", "--framework", "mine", code=3)
     assert "their tables differ in what was known on 2025-02-10" in apart["error"]
+
+
+def test_a_million_costs_what_its_steps_do_however_loaded_the_machine_was(folder, tried):
+    assert {one["priced_by"] for one in tried["variants"]} == {"of a test"}
+    assert (Path(tried["folder"]) / "mine" / "step-costs" / "0123456789ab.json").exists()
+    settings = load_settings(folder / "laserbatch.yaml", {"workspace": Path(tried["folder"]) / "kar"})
+    night = open_run(settings, tried["runs"]["kar"])
+    cost = read_step_cost(folder / "cost.yaml")
+    seconds, by_clock = cost_of_a_million(night, cost), cost_of_a_million(night)
+    (told,) = (one["seconds_per_million"] for one in tried["variants"] if one["variant"] == "kar")
+    assert told == seconds != by_clock
+    for side, figures in night.manifest.sides.items():
+        slower = replace(figures.stats, wall_s=10 * figures.stats.wall_s)
+        night.manifest.sides[side] = replace(figures, stats=slower)
+    assert cost_of_a_million(night, cost) == seconds
+    assert cost_of_a_million(night) == pytest.approx(10 * by_clock)
+
+
+def test_manifests_say_by_what_each_side_was_asked_and_runs_are_listed_with_it(folder, tried, capfd):
+    workspace = ("--workspace", str(Path(tried["folder"]) / "mine"))
+    (run,) = ask(capfd, folder, "runs", "list", *workspace)["runs"]
+    assert run["asked_by"] == {side: {"framework": "mine", "template": f"mine_{side}@1"} for side in ("user", "item")}
+    shown = run_here(capfd, "runs", "list", *workspace).stdout
+    assert "asked by" in shown and "mine" in shown
 
 
 def test_an_experiment_that_holds_somebody_is_removed_when_they_are_forgotten(folder, tried, capfd, tmp_path):

@@ -1,17 +1,20 @@
 """What a run starts from: checked before anything is written, recorded, and the same when it goes on."""
 
 import datetime
+import shutil
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from transformers import AddedToken, AutoTokenizer
 
 from laserbatch.jobs.report.page import render_page
 from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages.inputs import _content_sha256, check_inputs
 from laserbatch.jobs.stages.night import open_night
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.errors import ConfigError, TableError, WorkspaceError
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.atomic import sha256_file
@@ -52,6 +55,37 @@ def test_embeddings_are_recorded_with_checksum_and_ids_that_are_of_nobody(world)
         "num_unknown_ids": 2,
     }
     assert "num_unknown_ids: 2" in render_page(manifest)
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ("instruction: |-\n  Describe it.\n  [%] And more.", r"mine\.yaml, line 8: instruction has \[%\], a control"),
+        ('instruction: "It \\u2603"', r"mine\.yaml, line 6: instruction has ☃, a control token of the model"),
+        ("instruction: A\nattributes: {labels: {mood: <think>}}", r"line 7: attributes\.labels\.mood has <think>, a"),
+        ("instruction: A\nattributes: {labels: {<think>: a}}", r"line 7: attributes\.labels has <think>, a control"),
+    ],
+)
+def test_control_tokens_of_the_model_itself_are_refused_in_templates_by_file_and_line(world, told, said):
+    (world / "prompts").mkdir()
+    head = "name: mine\nversion: 1\nframework: mine\nside: item\nparser: free\n"
+    (world / "prompts" / "mine.yaml").write_text(head + told + "\n")
+    shutil.copytree(SAMPLE_MODEL, world / "model")
+    tokenizer = AutoTokenizer.from_pretrained(world / "model")
+    tokenizer.add_tokens([AddedToken("☃", special=True), AddedToken("[%]"), AddedToken("<think>")])
+    tokenizer.save_pretrained(world / "model")
+    config = "workspace: workspace\ntables: {path: tables}\nknowledge: {template_dir: prompts, item_template: mine}\n"
+    (world / "laserbatch.yaml").write_text(config + "decoding: {model: model}\n")
+    with pytest.raises(ConfigError, match=said):
+        opened(world)
+    assert not (world / "workspace" / "runs").exists()
+
+
+def test_control_tokens_in_words_are_refused_by_key(world):
+    path = world / "laserbatch.yaml"
+    path.write_text(path.read_text() + "knowledge: {words: {events: {view: 'saw <|end|>'}}}\n")
+    with pytest.raises(ConfigError, match=r"knowledge\.words\.events\.view has <\|end\|>, a control token"):
+        opened(world)
 
 
 def test_a_run_does_not_go_on_with_other_embeddings(world):

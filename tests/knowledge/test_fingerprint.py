@@ -125,9 +125,10 @@ def test_in_columns_it_is_and_shows_what_it_is_and_shows_of_one_entity(data, tem
     users = pa.table({"user_id": [1, 2, 3]} | some_rows(data, 3))
     titles = pa.array([data.draw(st.none() | st.sampled_from(["A", " ", "A\nB"])) for _ in range(3)], pa.string())
     items = pa.table({"item_id": [1, 2, 3], "title": titles} | some_rows(data, 3))
-    some = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), st.none() | st.just(3.5)), max_size=12)
-    events = list(zip(*data.draw(some), strict=True)) or [(), (), ()]
-    kinds = {"user_id": pa.int64(), "item_id": pa.int64(), "rating": pa.float64()}
+    done = st.none() | st.sampled_from(["click", "put_back", "rate"])
+    some = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), st.none() | st.just(3.5), done), max_size=12)
+    events = list(zip(*data.draw(some), strict=True)) or [(), (), (), ()]
+    kinds = {"user_id": pa.int64(), "item_id": pa.int64(), "rating": pa.float64(), "event": pa.string()}
     interactions = {name: pa.array(values, kind) for (name, kind), values in zip(kinds.items(), events, strict=True)}
     tables = Tables(users, items, pa.table(interactions))
     template = template.model_copy(update={"attributes": AttributeLines(exclude=("member",), heading="Known:")})

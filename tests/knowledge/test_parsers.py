@@ -1,12 +1,14 @@
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
+from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.errors import ConfigError, RowError
-from laserbatch.pipeline.knowledge.answers import require_answer
+from laserbatch.pipeline.knowledge.answers import language_of, require_answer
 from laserbatch.pipeline.knowledge.parsers import load_parser, parse_answer
-from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.knowledge.templates import SHIPPED_TEMPLATES, KnowledgeSettings, load_template
 
-USER, ITEM = load_template("kar_user"), load_template("kar_item")
+USER, ITEM = map(Settings().asked.template, ("user", "item"))
 PROFILE, INTERESTS, FACTS = map(load_template, ("rlmrec_user", "once_user", "trawl_item"))
 
 
@@ -128,6 +130,90 @@ def test_an_answer_that_repeats_its_prompt_or_is_in_another_script_is_none():
         require_answer(PROFILE, "\u559c\u6b22\u6d77\u6d0b\u6545\u4e8b" * 5, own, prompt)
     anywhere = PROFILE.model_copy(update={"any_language": True})
     require_answer(anywhere, "\u559c\u6b22\u6d77\u6d0b\u6545\u4e8b" * 5, own, prompt)
+
+
+SAID = {
+    "English": (
+        "A reader who is drawn to the sea and to slow mysteries, and who would rather wait for the end of a "
+        "story than be told of it by others."
+    ),
+    "French": (
+        "Un lecteur qui est attiré par la mer et les mystères lents, et qui préfère attendre la fin d'une "
+        "histoire que de se la faire raconter par les autres."
+    ),
+    "German": (
+        "Ein Leser, der sich zum Meer und zu langsamen Geheimnissen hingezogen fühlt und lieber auf das Ende "
+        "einer Geschichte wartet, als es von anderen zu hören."
+    ),
+    "Spanish": (
+        "Un lector que se siente atraído por el mar y los misterios lentos, y que prefiere esperar el final "
+        "de una historia a que se lo cuenten los demás."
+    ),
+    "Italian": (
+        "Un lettore che è attratto dal mare e dai misteri lenti, e che preferisce aspettare la fine di una "
+        "storia piuttosto che sentirla raccontare da altri nel corso della serata."
+    ),
+    "Portuguese": (
+        "Um leitor que se sente atraído pelo mar e por mistérios lentos, e que prefere esperar pelo fim de "
+        "uma história a que os outros lha contem, com as mãos no livro."
+    ),
+    "Dutch": (
+        "Een lezer die van de zee en van trage raadsels houdt, en die liever op het einde van een verhaal "
+        "wacht dan dat het door anderen wordt verteld."
+    ),
+    "Polish": (
+        "Czytelnik, który lubi morze oraz powolne tajemnice i który woli czekać na koniec historii, niż "
+        "słuchać jej od innych, bo nie jest to dla niego to samo."
+    ),
+    "Swedish": (
+        "En läsare som dras till havet och till långsamma mysterier, och som hellre väntar på slutet av en "
+        "berättelse än att få det berättat av andra, för det är inte som att läsa."
+    ),
+}
+
+
+@pytest.mark.parametrize("told", SAID)
+def test_another_language_of_the_same_script_is_refused_and_the_asked_one_kept(told):
+    own, prompt = np.arange(60, dtype=np.int32), np.arange(1_000, 1_200, dtype=np.int32)
+    assert language_of(SAID[told]) == told
+    for asked in SAID:
+        template = USER.model_copy(update={"instruction": SAID[asked]})
+        if asked == told:
+            require_answer(template, SAID[told], own, prompt)
+            continue
+        with pytest.raises(RowError, match=f"^wrong-language: asked in {asked}, answered in {told}"):
+            require_answer(template, SAID[told], own, prompt)
+        require_answer(template.model_copy(update={"any_language": True}), SAID[told], own, prompt)
+        quoted = f"{SAID[asked]} {SAID[asked]} It is called “{SAID[told][:60]}”."
+        require_answer(template, quoted, own, prompt)
+
+
+def test_a_text_of_few_common_words_is_of_no_language():
+    interests = '{"interests": ["mystery", "la mer", "die Brücke", "El Niño", "noir", "jazz", "the sea"]}'
+    for text in ("Le Petit Prince", interests, ""):
+        assert language_of(text) is None
+        require_answer(USER, text, np.arange(60, dtype=np.int32), np.arange(1_000, 1_200, dtype=np.int32))
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(SHIPPED_TEMPLATES.glob("*.yaml"))])
+def test_what_ships_is_known_to_ask_in_english(name):
+    template = KnowledgeSettings(**{f"{name[-4:]}_template": name}).template(name[-4:])
+    with pytest.raises(RowError, match=r"^wrong-language: asked in English, answered in French"):
+        require_answer(template, SAID["French"], np.arange(60, dtype=np.int32), np.arange(1_000, 1_200, dtype=np.int32))
+
+
+@pytest.mark.parametrize("file", ["reki/knowledge", "goodreads/item_knowledge", "goodreads/user_knowledge"])
+def test_no_english_answer_of_a_real_model_is_taken_for_another_language(shared_data, file):
+    texts = pq.read_table(shared_data / f"{file}.parquet", columns=["text"])["text"].to_pylist()
+    nobody, refused = np.arange(60, dtype=np.int32), []
+    for text in texts:
+        try:
+            require_answer(PROFILE, text, nobody, nobody + 1_000)
+        except RowError:
+            refused.append(text)
+    # Some descriptions are in the language of their book's title. They have no English article at all.
+    assert sum(" the " in text for text in refused) == 0
+    assert len(refused) <= 0.002 * len(texts)
 
 
 def test_a_text_that_was_cut_within_a_loop_is_no_answer():

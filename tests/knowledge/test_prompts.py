@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from small_tokenizers import KINDS, make_user
 
 from laserbatch.pipeline.errors import RowError
-from laserbatch.pipeline.knowledge.histories import DAY_US, Histories
-from laserbatch.pipeline.knowledge.templates import HistoryLines, PromptTemplate, load_template
+from laserbatch.pipeline.knowledge.histories import DAY_US, Histories, labels_of
+from laserbatch.pipeline.knowledge.prompts import render_shown
+from laserbatch.pipeline.knowledge.questions import SideQuestions, shown_of_row
+from laserbatch.pipeline.knowledge.templates import HistoryLines, KnowledgeSettings, PromptTemplate, load_template
 from laserbatch.pipeline.tables.read import Tables
 
 TOKENIZER = KINDS["thinking"]()
@@ -138,3 +140,28 @@ def test_histories_are_shortened_as_one_event_after_another_would_be(options):
                 kept.append(what)
             rank += 1
         assert histories.items(places[starts[one] : starts[one + 1]]).tolist() == kept[:6][::-1]
+
+
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        ({"event": ["view", "purchase"]}, '{"title": "Blue", "about": "Ay", "what": "bought"}'),
+        ({"event": ["view", "purchase"], "rating": [3, 4.5]}, '"what": "bought, rated 4.5"}'),
+        ({"event": ["view", "rate"], "rating": [3, 1]}, '"what": "rated 1"}'),
+        ({"event": ["put aside", "kauf"]}, '"what": "gekauft"}'),
+        ({"event": ["view", 'a"\n- {x}']}, '"what": "a" - {x}"}'),  # one line, and no field
+        ({"rating": [0, 1]}, '"what": "picked"}'),
+        ({"rating": [2, 4]}, '"rating": 4}'),
+        ({"event": ["view", "view"]}, '{"title": "Blue", "about": "Ay"}'),
+        ({}, '{"title": "Blue", "about": "Ay"}'),
+    ],
+)
+def test_what_was_done_is_said_in_words_where_it_is_no_number(tokenizer, columns, line):
+    items = pa.table({"item_id": [1, 2], "title": ["Red", "Blue"], "artist": ["Ay", "Ay"]})
+    events = pa.table({"user_id": [7, 7], "item_id": [1, 2], "timestamp": [1, 2]} | columns)
+    tables = Tables(pa.table({"user_id": [7]}), items, events)
+    knowledge = KnowledgeSettings(user_template="rlmrec_user", words={"events": {"kauf": "gekauft"}})
+    template = knowledge.template("user", labels_of(events, knowledge.words.events))
+    (shown,) = SideQuestions(tables, "user", template, "").shown(np.array([0])).to_pylist()
+    lines = render_shown(template, shown_of_row(shown), tokenizer, 10_000).text.split("\n")
+    assert [told for told in lines if "Blue" in told and told.endswith(line)]

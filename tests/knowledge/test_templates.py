@@ -3,9 +3,11 @@ import re
 import pyarrow as pa
 import pytest
 
+from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.errors import ConfigError
-from laserbatch.pipeline.knowledge.histories import how_interacted
-from laserbatch.pipeline.knowledge.templates import SHIPPED_TEMPLATES, KnowledgeSettings, load_template
+from laserbatch.pipeline.knowledge.domains import domain_of, domains
+from laserbatch.pipeline.knowledge.histories import labels_of
+from laserbatch.pipeline.knowledge.templates import SHIPPED_TEMPLATES, KnowledgeSettings, Labels, load_template
 
 MINIMAL = "name: mine\nversion: 2\nframework: kar\nside: item\nparser: free\ninstruction: Describe.\n"
 
@@ -67,17 +69,99 @@ def test_prompts_speak_of_your_users_and_items_and_of_what_was_done():
     for name in sorted(path.stem for path in SHIPPED_TEMPLATES.glob("*.yaml")):
         side = name.rpartition("_")[2]
         knowledge = KnowledgeSettings(words=words, **{f"{side}_template": name})
-        told = knowledge.template(side, "clicked").model_dump_json(exclude={"name", "factors"})
+        told = knowledge.template(side, Labels("clicked", "none")).model_dump_json(exclude={"name", "factors"})
         assert "song" in told and not re.search(r"titles|person|\b[Rr]ated\b", told), name
-    told = KnowledgeSettings(words=words | {"interacted": "skipped"}).template("user", "clicked")
+    told = KnowledgeSettings(words=words | {"interacted": "skipped"}).template("user", Labels("clicked", "none"))
     assert "songs that the listener skipped" in told.instruction and told.history.heading == "Skipped songs:"
 
 
 @pytest.mark.parametrize(
-    ("ratings", "said"),
-    [(None, "picked"), ([1.0, 0.0], "picked"), ([1.0, None], "picked"), ([1, 5], "rated from 1 to 5"),
-     ([0, 10], "rated"), ([], "rated from 1 to 5")],
-)  # fmt: skip
-def test_what_was_done_is_said_by_the_ratings_that_there_are(ratings, said):
-    columns = {} if ratings is None else {"rating": pa.array(ratings, pa.float64())}
-    assert how_interacted(pa.table({"user_id": pa.nulls(len(ratings or ()))} | columns)) == said
+    ("columns", "said", "kind"),
+    [
+        ({}, "picked", "none"),
+        ({"rating": [1.0, 0.0]}, "picked or passed over", "words"),
+        ({"rating": [1.0, None]}, "picked", "none"),
+        ({"rating": [0.25, 0.75]}, "rated", "numbers"),
+        ({"rating": [1, 5]}, "rated from 1 to 5", "numbers"),
+        ({"rating": [0, 10]}, "rated", "numbers"),
+        ({"rating": []}, "rated from 1 to 5", "numbers"),
+        ({"event": ["view", "purchase", None]}, "bought or viewed", "words"),
+        ({"event": ["play", "play"]}, "played", "none"),
+        ({"event": ["play", "play"], "rating": [1, 5]}, "rated from 1 to 5", "numbers"),
+        ({"event": ["play", "play"], "rating": [0, 1]}, "played or passed over", "words"),
+        ({"event": ["put_back", "Add-To-Cart", "tried on"]}, "put into the cart, put back or put on", "words"),
+        ({"event": list("abcde")}, "picked", "words"),
+        ({"event": [None, None]}, "picked", "none"),
+    ],
+)
+def test_what_was_done_is_said_by_the_events_or_ratings_that_there_are(columns, said, kind):
+    kinds = {"rating": pa.float64(), "event": pa.string()}
+    columns = {name: pa.array(values, kinds[name]) for name, values in columns.items()}
+    found = labels_of(pa.table({"timestamp": pa.nulls(max(map(len, columns.values()), default=0))} | columns),
+                      {"tried on": "put on"})  # fmt: skip
+    assert (found.interacted, found.kind) == (said, kind)
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(SHIPPED_TEMPLATES.glob("*_user.yaml"))])
+def test_clicks_and_events_are_words_in_every_shipped_prompt(name):
+    knowledge = KnowledgeSettings(user_template=name)
+    lines = knowledge.template("user", Labels("clicked or viewed", "words")).history
+    assert "rating" not in lines.line.replace("{rating}", "")  # the word would stand there whatever was done
+    assert not lines.ratings
+    zero_or_one = knowledge.template("user", Labels("picked or passed over", "words", "picked")).history
+    assert zero_or_one.line == lines.line and zero_or_one.ratings == {0: "passed over", 1: "picked"}
+    assert knowledge.template("user", Labels("viewed", "none")).history.line == lines.line_unrated
+    told = knowledge.template("user", Labels("clicked or viewed", "words")).model_dump_json(exclude={"history"})
+    assert "clicked or viewed" in told and not re.search("rated|Rating|Genre", told)
+
+
+def test_a_template_without_a_line_for_events_has_their_words_in_place_of_numbers(tmp_path):
+    text = MINIMAL.replace("side: item", "side: user") + "history: {line: '{rating}: {title}', ratings: {0: skipped}}\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    knowledge = KnowledgeSettings(template_dir=tmp_path, user_template="mine", words={"interacted": "clicked"})
+    lines = knowledge.template("user", Labels("picked or passed over", "words", "picked")).history
+    assert lines.line == "{rating}: {title}" and lines.ratings == {0: "skipped", 1: "clicked"}
+
+
+def test_factors_are_a_team_s_own():
+    knowledge = KnowledgeSettings(user_factors=["Field", "Pay"], item_factors=["field", "pay", "place"],
+                                  words={"user": "applicant", "item": "job", "collection": "online board",
+                                         "enjoy": "want"})  # fmt: skip
+    user, item = (knowledge.template(side) for side in ("user", "item"))
+    assert user.factors == ("Field", "Pay") and user.instruction.endswith("factors: 1. Field 2. Pay")
+    assert "Below are an applicant's details" in user.instruction
+    assert "one job of an online board" in item.instruction
+    assert item.instruction.endswith("its field, pay and place, and who would want it.")
+    trawl = knowledge.model_copy(update={"user_template": "trawl_user", "item_template": "rlmrec_item"})
+    assert trawl.template("user").factors == user.factors and trawl.template("item").factors == ()
+
+
+def test_a_template_of_one_s_own_keeps_its_factors(tmp_path):
+    text = (SHIPPED_TEMPLATES / "kar_user.yaml").read_text().replace("[Kinds, ", "[Colours, ")
+    (tmp_path / "kar_user.yaml").write_text(text)
+    own = Settings.model_validate({"knowledge": {"template_dir": str(tmp_path), "user_factors": ["Pay"]}})
+    assert own.asked.template("user").factors[0] == "Colours"  # with the bundled model, too
+
+
+def test_the_bundled_model_is_asked_in_the_words_that_it_was_trained_on():
+    item, user = (Settings().asked.template(side).instruction for side in ("item", "user"))
+    assert item == (
+        "Below is one title of a library. Describe it in a short text: its genre, theme, mood, era and creator, and "
+        "who would enjoy it."
+    )
+    assert user == (
+        "Below are a person's details and the titles that the person rated from 1 to 5, oldest first. Explain the "
+        "person's preferences, one numbered line for each of these factors: 1. Genre 2. Theme 3. Mood 4. Era 5. "
+        "Creators 6. Rating habit 7. Dislikes 8. Summary"
+    )
+    other = Settings.model_validate({"decoding": {"model": "qwen"}}).asked.template("item").instruction
+    assert "library" not in other and "genre" not in other
+    own = Settings.model_validate({"knowledge": {"item_factors": ["taste"], "words": {"item": "cake"}}})
+    told = own.asked.template("item").instruction
+    assert "one cake of a library" in told and "its taste, and" in told
+
+
+def test_domains_are_known_by_names_of_items():
+    assert all(domain_of([name]) == domains()[found] for name, found in
+               [("song_id", "songs"), ("jobs.parquet", "jobs"), ("sku", "shop"), ("movieId", "films")])  # fmt: skip
+    assert domain_of(["title", "thing"]) is None

@@ -74,6 +74,17 @@ def test_each_fault_is_found_where_it_is(tmp_path, fault):
         require_sound(findings, path)
 
 
+def test_of_events_some_have_a_rating(tmp_path):
+    events = {"rating": [None, float("nan"), 3.0], "event": ["view", "view", "rate"]}
+    assert not check_tables(write_world(tmp_path / "some", interactions=replaced("interactions", **events)))
+    without = replaced("interactions", **(events | {"rating": pa.nulls(3)}))
+    (finding,) = check_tables(write_world(tmp_path / "none", interactions=without))
+    assert (finding.kind, finding.column) == ("wrong-type", "rating")  # leave it out
+    infinite = replaced("interactions", **(events | {"rating": [math.inf, 1.0, None]}))
+    (finding,) = check_tables(write_world(tmp_path / "infinite", interactions=infinite))
+    assert (finding.kind, finding.row) == ("bad-rating", 0)
+
+
 def test_nan_is_no_rating(tmp_path):
     path = write_world(tmp_path, interactions=replaced("interactions", rating=[1.0, float("nan"), 3.0]))
     (finding,) = check_tables(path)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sound_world import DAY_1, DAY_1_S, replaced, sound_world, write_world
 
 from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.tables.check import check_tables
 from laserbatch.pipeline.tables.read import describe, read_tables
 from laserbatch.pipeline.tables.schema import TIMESTAMP_TYPE, attribute_columns
 
@@ -187,3 +188,19 @@ def test_describe_hashes_contents(tmp_path):
     assert (several["path"], several["num_rows"]) == ("users", 3)
     (path / "users" / "0.parquet").rename(path / "users" / "1.parquet")
     assert describe(path)["users"]["sha256"] != several["sha256"]
+
+
+def test_events_are_text_in_whatever_encoding_and_a_file_may_be_without_any(tmp_path):
+    path = write_world(tmp_path, interactions=None)
+    (path / "interactions").mkdir()
+    world = sound_world()["interactions"].drop_columns("rating")
+    kinds = {"0": pa.array(["view", "click", None]).dictionary_encode(), "1": pa.nulls(3), "2": pa.array(["click"] * 3)}
+    for name, events in kinds.items():
+        pq.write_table(world.append_column("event", events), path / "interactions" / f"{name}.parquet")
+    assert not [str(one) for one in check_tables(path)]
+    told = read_tables(path).interactions
+    assert sorted(told["event"].to_pylist(), key=str) == [None] * 4 + ["click"] * 4 + ["view"]
+    assert read_tables(path, DAY_1.date()).interactions["event"].to_pylist().count("click") == 4
+    pq.write_table(world.append_column("event", pa.array([1, 2, 3])), path / "interactions" / "0.parquet")
+    with pytest.raises(TableError, match=r"interactions.event .*int64; expected a string; write its codes as words"):
+        read_tables(path)

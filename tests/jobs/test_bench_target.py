@@ -1,0 +1,77 @@
+"""ONCE's user task by a small real model that was trained on such lists of interests, on the books of real readers."""
+
+import json
+from collections import Counter
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from night_world import run_here, write_config, write_here
+
+from laserbatch.jobs.settings import load_settings
+from laserbatch.jobs.stages.night import open_run
+from laserbatch.pipeline.storage.parquet import read_parquet
+
+NUM_READERS, NUM_BOOKS = 16, 4  # fewer than a night stops at; books a reader
+FINISHED = {  # the form that it was trained on
+    "name": "finished_user", "version": 1, "framework": "once", "side": "user", "parser": "json",
+    "fields": {"interests": "list"}, "instruction": "{A_user} {interacted} these {items}:",
+    "attributes": {"columns": []}, "history": {"line_unrated": "({number}) {title}", "none": "(none yet)"},
+    "request": "List the {user}'s interests as JSON.",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def readers(shared_data, tmp_path_factory):
+    """Tables of a few readers and the books that they finished, which lie outside the project."""
+    folder, source = tmp_path_factory.mktemp("readers"), shared_data / "goodreads"
+    users = pq.read_table(source / "users.parquet").slice(0, NUM_READERS).to_pylist()
+    titles = dict(zip(*pq.read_table(source / "items.parquet", columns=["item_id", "title"]), strict=True))
+    titles = {item.as_py(): title.as_py() for item, title in titles.items()}
+    rows = [(user["user_id"], item, 86_400 * day) for user in users
+            for day, item in enumerate(user["history"][-NUM_BOOKS:], 20_000)]  # fmt: skip
+    items = sorted({item for _, item, _ in rows})
+    (folder / "tables").mkdir()
+    tables = {
+        "users": {"user_id": [user["user_id"] for user in users]},
+        "items": {"item_id": items, "title": [titles[item] for item in items]},
+        "interactions": dict(zip(("user_id", "item_id", "timestamp"), map(list, zip(*rows, strict=True)), strict=True)),
+    }
+    for name, columns in tables.items():
+        pq.write_table(pa.table(columns), folder / "tables" / f"{name}.parquet")
+    (folder / "prompts").mkdir()
+    (folder / "prompts" / "finished_user.yaml").write_text(yaml.safe_dump(FINISHED))
+    return folder
+
+
+def night(readers, model, template, capfd, monkeypatch):
+    """Records and quarantined rows of users by a template."""
+    write_here(monkeypatch)
+    words = {"user": "reader", "item": "book", "items": "books", "interacted": "finished"}
+    knowledge = {"template_dir": "prompts", "user_template": template, "item_template": "once_item", "words": words}
+    write_config(readers, workspace=template, knowledge=knowledge, night={"train_ctr": False, "num_audited": 0},
+                 decoding={"model": str(model), "max_new_tokens": 128}, gates={"max_failed_share": 1.0,
+                 "max_unusable_share": 1.0, "max_cut_share": 1.0, "max_repetitive_share": 1.0})  # fmt: skip
+    config = readers / "laserbatch.yaml"
+    assert run_here(capfd, "nightly", "--date", "2025-01-01", "--config", str(config)).returncode == 0
+    run = open_run(load_settings(config), None).run
+    return read_parquet(run.knowledge_folder("user")).to_pylist(), run.read_quarantine("user").to_pylist()
+
+
+@pytest.mark.slow
+def test_in_the_form_that_it_was_trained_on_every_list_of_interests_is_parsed(
+    readers, shared_models, capfd, monkeypatch
+):
+    kept, refused = night(readers, shared_models / "bench-target", "finished_user", capfd, monkeypatch)
+    assert len(kept) >= 0.95 * NUM_READERS and len(kept) + len(refused) == NUM_READERS
+    assert all(json.loads(row["fields_json"])["interests"].strip() for row in kept)
+
+
+@pytest.mark.slow
+def test_in_our_wording_what_is_no_list_is_refused_by_kind(readers, shared_models, capfd, monkeypatch):
+    kept, refused = night(readers, shared_models / "bench-target", "once_user", capfd, monkeypatch)
+    assert kept and len(kept) + len(refused) == NUM_READERS
+    reasons = Counter(row["reason"].split(":")[0] for row in refused)
+    assert set(reasons) <= {"unparsable", "missing-field", "wrong-type", "wrong-language", "loops", "repeats-prompt"}
+    assert all(row["text"] for row in refused)
