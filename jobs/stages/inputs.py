@@ -2,6 +2,7 @@
 
 import datetime
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,7 @@ from laserbatch.jobs.settings import SAMPLE_MODEL, Settings
 from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer, require_whole_files
 from laserbatch.pipeline.errors import ConfigError, ModelError, TableError
-from laserbatch.pipeline.knowledge.chat_format import control_tokens
+from laserbatch.pipeline.knowledge.chat_format import LOOKS_LIKE_CONTROL, control_tokens
 from laserbatch.pipeline.knowledge.parsers import load_parser
 from laserbatch.pipeline.knowledge.templates import load_template, template_path
 from laserbatch.pipeline.sample.world import is_sample_world
@@ -138,7 +139,7 @@ def require_plain_words(settings: Settings) -> None:
 
     Values of tables may: they are written in plain tokens, whatever they look like.
     """
-    tokens, knowledge = set(control_tokens(load_tokenizer(settings.model_dir)).values()) - {""}, settings.knowledge
+    tokens, knowledge = _control_texts(settings.model_dir), settings.knowledge
     for side in SIDES:
         path = template_path(knowledge.template_of(side), knowledge.template_dir)
         told = load_template(knowledge.template_of(side), knowledge.template_dir).model_dump(mode="json")
@@ -153,6 +154,16 @@ def require_plain_words(settings: Settings) -> None:
 
 
 _CONTROL = "%s, a control token of the model: its chat template writes those"
+
+
+def _control_texts(folder: Path) -> set[str]:
+    """What stands for control tokens in a model's tokenizer, by its file where it can be: loading it takes seconds."""
+    try:
+        added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+        told = {token["content"] for token in added if token["special"] or LOOKS_LIKE_CONTROL.match(token["content"])}
+    except (OSError, ValueError, KeyError, TypeError):  # a tokenizer of another kind, or a damaged one
+        told = set(control_tokens(load_tokenizer(folder)).values())
+    return told - {""}
 
 
 def _texts(value: Any, *place: str) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SENTINELS = ("lb5e9b71c0x0", "lb5e9b71c0x1")  # system, user
-_LOOKS_LIKE_CONTROL = re.compile(r"^(<.+>|\[.+\])$", re.DOTALL)
+LOOKS_LIKE_CONTROL = re.compile(r"^(<.+>|\[.+\])$", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def control_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
     control = {
         token_id: token.content
         for token_id, token in tokenizer.added_tokens_decoder.items()
-        if token.special or _LOOKS_LIKE_CONTROL.match(token.content)
+        if token.special or LOOKS_LIKE_CONTROL.match(token.content)
     }
     for token_id, token in zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True):
         control[token_id] = token
