@@ -7,9 +7,11 @@ run's date are seen.
 
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.stages.kept_pools import FIT_NAME, describe_fit, kept_routers, unchanged_pools
@@ -30,20 +32,20 @@ SCRATCH_NAME = "scratch"
 
 
 def build_pools(night: Night, make_current: bool = True, anew: bool = False) -> dict[Side, PoolBuilt]:
-    """Build and publish the pools of a run, for the next run if `make_current`; what was built, by side.
+    """Build and publish the pools of a run; what was built, by side. The arguments are those of `prepare_pools`."""
+    return prepare_pools(night, make_current, anew)()
+
+
+def prepare_pools(night: Night, make_current: bool = True, anew: bool = False) -> Callable[[], dict[Side, PoolBuilt]]:
+    """What builds and publishes the pools of a run, for the next run if `make_current`, and says what was built.
 
     The routers of the version that the run drafted from are kept while `kept_routers` says so, and where nothing at all
-    has changed its files too; not with `anew`.
+    has changed its files too; not with `anew`. Routers are fitted here: their last bits depend on the threads that
+    libraries have, which others may limit while the pools are built in a thread of their own.
     """
-    start_s = time.perf_counter()
     drafted_from = None if anew or night.manifest.pools.version is None else night.manifest.pools.version
     if drafted_from is not None and (before := unchanged_pools(night, drafted_from)):
-        with night.pools.publish(night.run.run_id, make_current) as folder:
-            drafted = night.pools.folder(drafted_from)
-            for file in sorted(path for path in drafted.rglob("*") if path.is_file()):
-                link_file(file, folder / file.relative_to(drafted))
-        same = {"version": night.run.run_id, "incremental": True, "num_texts_changed": 0}
-        return {side: replace(one, **same, build_s=time.perf_counter() - start_s) for side, one in before.items()}
+        return partial(_link_pools, night, drafted_from, before, make_current)
     fit = describe_fit(night)
     kept = None if drafted_from is None else kept_routers(night, drafted_from, fit)
     if kept is None:
@@ -51,6 +53,24 @@ def build_pools(night: Night, make_current: bool = True, anew: bool = False) -> 
         routers = fit_routers(tables.users, tables.items, tables.interactions, settings.routing, settings.seed)
     else:
         routers, fit = kept
+    return partial(_build_pools, night, routers, fit, make_current)
+
+
+def _link_pools(
+    night: Night, drafted_from: str, before: dict[Side, PoolBuilt], make_current: bool
+) -> dict[Side, PoolBuilt]:
+    start_s = time.perf_counter()
+    with night.pools.publish(night.run.run_id, make_current) as folder:
+        drafted = night.pools.folder(drafted_from)
+        for file in sorted(path for path in drafted.rglob("*") if path.is_file()):
+            link_file(file, folder / file.relative_to(drafted))
+    same = {"version": night.run.run_id, "incremental": True, "num_texts_changed": 0}
+    return {side: replace(one, **same, build_s=time.perf_counter() - start_s) for side, one in before.items()}
+
+
+def _build_pools(
+    night: Night, routers: dict[Side, Router], fit: dict[str, Any], make_current: bool
+) -> dict[Side, PoolBuilt]:
     built: dict[Side, PoolBuilt] = {}
     version = night.run.run_id
     with night.pools.publish(version, make_current) as folder:

@@ -4,6 +4,7 @@ import datetime
 import os
 import socket
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -16,13 +17,14 @@ from laserbatch.jobs.gates import gate_sentence, holding, judge, measure
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.audit import audit_texts, generate_audited
-from laserbatch.jobs.stages.build_pools import build_pools, collect_pools
+from laserbatch.jobs.stages.build_pools import collect_pools, prepare_pools
 from laserbatch.jobs.stages.compare_ctr import compare_night
 from laserbatch.jobs.stages.generate import generate_knowledge, generate_plain
 from laserbatch.jobs.stages.metrics import night_metrics
 from laserbatch.jobs.stages.night import Night, open_night, pools_in_use
 from laserbatch.jobs.stages.publishing import deliver, let_readers_see, mend_pointer
 from laserbatch.jobs.stages.workers import NightWorkers
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.encoding.features import FeatureFiles, write_features
 from laserbatch.pipeline.encoding.identity import encoder_identity
 from laserbatch.pipeline.encoding.settings import EncodingSettings
@@ -85,19 +87,43 @@ def _do_stages(night: Night, publishing: Publishing) -> None:
         if settings.night.compare_with_plain:
             generate_plain(night, workers)
         generate_audited(night, workers)
-    with night.stage("encode"):
-        fields = {side: night.template(side).encode for side in SIDES}
-        night.manifest.features = encode_run(night.run.root, settings.encoding, night.previous, fields=fields)
-        if settings.night.compare_with_plain:
-            encode_run(night.run.plain.root, settings.encoding, codes_of=night.run, fields=fields)
+    encode_beside_pools(night)
     audit_texts(night, partial(load_encoder, settings.encoding))
     with night.stage("ctr"):
         night.manifest.ctr = compare_night(night)
-    with night.stage("pools"):
-        night.manifest.pools_built = build_pools(night, make_current=False)
     with night.stage("gates"):
         night.manifest.gates = measure(night.manifest, night.run, night.previous)
     _close_judged(night, publishing)
+
+
+def encode_beside_pools(night: Night) -> None:
+    """Encode a night's texts while its pools are built of them in a thread; neither needs the other.
+
+    The stage "pools" is what these take longer, beside the fit of their routers, which comes first.
+    """
+    encoding = night.settings.encoding
+    with night.stage("pools"):
+        build = prepare_pools(night, make_current=False)
+    if any(figures.num_generated for figures in night.manifest.sides.values()):
+        _import_first(night)
+    with ThreadPoolExecutor(1) as aside:
+        built = aside.submit(build)
+        with night.stage("encode"):
+            fields = {side: night.template(side).encode for side in SIDES}
+            night.manifest.features = encode_run(night.run.root, encoding, night.previous, fields=fields)
+            if night.settings.night.compare_with_plain:
+                encode_run(night.run.plain.root, encoding, codes_of=night.run, fields=fields)
+        with night.stage("pools"):
+            night.manifest.pools_built = built.result()
+
+
+def _import_first(night: Night) -> None:
+    """Import what texts are both encoded and replayed with: of two threads at it one may be given half a package."""
+    import sklearn.cluster
+    import sklearn.linear_model
+    import sklearn.metrics  # noqa: F401
+
+    load_tokenizer(night.settings.model_dir)
 
 
 @contextmanager

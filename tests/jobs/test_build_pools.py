@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -10,12 +11,14 @@ import pytest
 from night_world import run_here
 
 from laserbatch.jobs.settings import load_settings
-from laserbatch.jobs.stages.build_pools import build_pools
+from laserbatch.jobs.stages import run_night
+from laserbatch.jobs.stages.build_pools import build_pools, prepare_pools
 from laserbatch.jobs.stages.kept_pools import describe_fit, kept_routers
 from laserbatch.jobs.stages.night import current_pools, open_night
 from laserbatch.jobs.stages.pool_texts import read_run_texts
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.parquet import read_parquet
+from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.manifest import FORMAT_VERSION
 from laserbatch.retrieval_pools.routing.router import Routes
 
@@ -215,3 +218,41 @@ def test_night_after_an_update_drafts_without_the_older_pools_and_says_so(world,
     assert opened(world, SECOND_DATE, "{}").manifest.pools.version is None
     said = " ".join(capsys.readouterr().err.split())
     assert "not drafting from the pools" in said and "format 1" in said and "laserbatch pools rebuild" in said
+
+
+@pytest.fixture
+def first_night(world):
+    night = opened(world, FIRST_DATE, "{min_interactions: 5}")
+    write_texts(night)
+    return night
+
+
+def test_pools_are_built_while_texts_are_encoded_and_are_the_same(first_night, monkeypatch):
+    alone = build_pools(first_night)["item"]
+    files = files_of(first_night)
+    together = threading.Barrier(2, timeout=60)
+
+    def prepared(*arguments, **options):
+        build = prepare_pools(*arguments, **options)
+        return lambda: together.wait() >= 0 and build()
+
+    monkeypatch.setattr(run_night, "prepare_pools", prepared)
+    monkeypatch.setattr(run_night, "encode_run", lambda *_, **__: {} if together.wait() >= 0 else None)
+    run_night.encode_beside_pools(first_night)
+    assert first_night.manifest.pools_built["item"].num_texts == alone.num_texts
+    assert files_of(first_night) == files and {"encode", "pools"} == first_night.manifest.stages.keys()
+
+
+def test_a_night_whose_pools_fail_while_it_encodes_ends_with_their_error(first_night, monkeypatch):
+    def failing():
+        raise PoolError("the disk is full")
+
+    monkeypatch.setattr(run_night, "prepare_pools", lambda *_, **__: failing)
+    monkeypatch.setattr(run_night, "encode_run", lambda *_, **__: {})
+    with pytest.raises(PoolError, match="the disk is full"):
+        run_night.encode_beside_pools(first_night)
+
+
+def files_of(night):
+    folder = night.pools.folder(night.run.run_id)
+    return {path.name: path.read_bytes() for path in folder.rglob("*.npy")}

@@ -111,8 +111,8 @@ def lived(tmp_path_factory) -> Path:
         patched.setattr(generate, "generate_plain", None)
         with patched.context() as broken, pytest.raises(KeyboardInterrupt):
             broken.setattr(
-                "laserbatch.jobs.stages.run_night.build_pools",
-                lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt),
+                "laserbatch.jobs.stages.run_night.prepare_pools",
+                lambda *_, **__: lambda: (_ for _ in ()).throw(KeyboardInterrupt),
             )
             run_night(loaded, parse_date("2025-03-03"))
     workspace = folder / "workspace"
