@@ -67,7 +67,7 @@ SETTINGS = {
     "cluster": {"num_workers": 2, "threads_per_worker": 1},
 }
 NUM_USERS, NUM_ITEMS = 10, 14
-MOST_LINGER_S = 60.0  # that processes of a killed night may take to end
+MOST_LINGER_S = 60.0  # that processes of a night may take to end when the command after a kill is done
 RAY_KINDS = ("driver-ray", "actor", "raylet", "gcs", "node")
 RAY_MOMENTS = {"start": 1.5, "first step": 0.5, "first shard": 0.3}  # seconds after each that a death may come
 NONE_OF = ("lost", "doubled", "hung", "left")  # ids, ids, nights, and processes or files that a dead night left
@@ -228,13 +228,14 @@ class Chaos:
             first = ray_night(place, mark, cluster.address, lambda night: self._kill(kill, night, place, mark, cluster))
             if kill.kind == "node":  # what is left of it ends when the cluster does
                 return [first], 0
+        again = ray_night(place, mark)  # at once: whatever is still there must not hinder it
         deadline_s = time.monotonic() + MOST_LINGER_S
         while marked(mark) and time.monotonic() < deadline_s:
             time.sleep(0.2)
         num_left = len(marked(mark))
         if num_left:
             print(f"left: {marked(mark)}", file=sys.stderr)
-        return [first, ray_night(place, mark)], num_left
+        return [first, again], num_left
 
     def _kill(self, kill: Kill, night: subprocess.Popen, place: Path, mark: str, cluster: "Cluster") -> None:
         """Wait for the moment, then kill. Raises Missed: the night was over before."""

@@ -25,6 +25,7 @@ from laserbatch.jobs.stages.night import Night, open_night, pools_in_use
 from laserbatch.jobs.stages.publishing import deliver, let_readers_see, mend_pointer
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
+from laserbatch.pipeline.distributed.cluster import end_leftovers
 from laserbatch.pipeline.encoding.features import FeatureFiles, write_features
 from laserbatch.pipeline.encoding.identity import encoder_identity
 from laserbatch.pipeline.encoding.settings import EncodingSettings
@@ -58,6 +59,8 @@ def run_night(
     """
     with night_metrics(settings) as metrics, (workspace := Workspace.open(settings.workspace)).lock():
         mend_pointer(workspace)
+        if num_ended := end_leftovers(workspace.root):
+            say(f"ended {num_ended} processes of Ray that an earlier night of this workspace had left")
         night = open_night(settings, date, force, redo, after)
         metrics.manifest = night.manifest
         if night.run.is_finished:
@@ -78,7 +81,7 @@ def _do_stages(night: Night, publishing: Publishing) -> None:
         say(f"run {night.run.run_id} is done already; its gates are judged again")
         _close_judged(night, publishing)
         return
-    with NightWorkers(settings.cluster) as workers:
+    with NightWorkers(settings.cluster, night.workspace.root) as workers:
         try:
             generate_knowledge(night, workers)
         except RunFailed as error:

@@ -2,6 +2,7 @@
 
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from pathlib import Path
 from threading import Event, Thread
 
 from laserbatch.pipeline.distributed.actors import MOST_STARTING_S, Crew
@@ -16,8 +17,8 @@ from laserbatch.retrieval_pools.draft import draft
 class NightWorkers:
     """A cluster and its crew, until the block is left; nothing is started before somebody asks."""
 
-    def __init__(self, settings: ClusterSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: ClusterSettings, workspace: Path | None = None) -> None:
+        self._settings, self._workspace = settings, workspace
         self._cluster = ExitStack()
         self._started: Future[Crew] | None = None
         self._left = Event()
@@ -50,7 +51,8 @@ class NightWorkers:
 
     def _start(self, spec: WorkerSpec) -> None:
         try:
-            layout = self._cluster.enter_context(ray_cluster(self._settings, not is_quantised(spec.model_dir)))
+            preloads = not is_quantised(spec.model_dir)
+            layout = self._cluster.enter_context(ray_cluster(self._settings, preloads, self._workspace))
             crew = Crew(spec, layout, self._settings.max_shard_attempts)
             self._cluster.callback(crew.dismiss)
             if spec.decoding.drafters:

@@ -2,10 +2,12 @@
 
 import logging
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import ray
@@ -16,6 +18,7 @@ from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.gpus import num_gpus
 
 PRELOADED = "laserbatch.pipeline.distributed.preloaded"
+MARK = "LASERBATCH_WORKSPACE"  # in the environment of every process of Ray that a night has started
 WORKERS_A_NODE = 8  # without GPUs, by default: of the largest node, which others follow
 
 
@@ -96,10 +99,13 @@ def require_own_gpu(granted: list, visible: str | None) -> None:
 
 
 @contextmanager
-def ray_cluster(settings: ClusterSettings, preloads: bool = False) -> Iterator[WorkerLayout]:
+def ray_cluster(
+    settings: ClusterSettings, preloads: bool = False, workspace: Path | None = None
+) -> Iterator[WorkerLayout]:
     """Join the cluster at `ray_address`, or start a local one, whatever else runs here, and stop it afterwards.
 
-    With `preloads` processes of a local one load the code of workers before there is one, where each will be one.
+    With `preloads` processes of a local one load the code of workers before there is one, where each will be one. They
+    bear the mark of a `workspace`, by which `end_leftovers` finds those that a killed night could not end.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     started = not ray.is_initialized()
@@ -107,7 +113,7 @@ def ray_cluster(settings: ClusterSettings, preloads: bool = False) -> Iterator[W
         here = Node(usable_cores(), num_gpus())
         preloads &= worker_layout(settings, [here]).num_workers == here.num_cpus  # Ray starts a process a core
         preloads &= is_tried("ray")
-        with _without_onlookers() if is_tried("ray") else nullcontext():
+        with _without_onlookers() if is_tried("ray") else nullcontext(), _marked(workspace):
             ray.init(
                 address="local",
                 num_cpus=here.num_cpus,
@@ -129,6 +135,41 @@ def ray_cluster(settings: ClusterSettings, preloads: bool = False) -> Iterator[W
     finally:
         if started:
             ray.shutdown()
+
+
+def end_leftovers(workspace: Path) -> int:
+    """End what killed nights of a workspace have left of their Ray on this machine; how many processes there were.
+
+    The workspace's lock must be held: whoever bears its mark then belongs to nobody who lives.
+    """
+    wanted, num_ended = f"{MARK}={_mark_of(workspace)}".encode(), 0
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it is another user's, or has ended
+            process = os.pidfd_open(int(path.parent.name))  # its number may be another's meanwhile
+            try:
+                if wanted in path.read_bytes().split(b"\0"):
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+                    num_ended += 1
+            finally:
+                os.close(process)
+    return num_ended
+
+
+@contextmanager
+def _marked(workspace: Path | None) -> Iterator[None]:
+    """Have processes that are started in the block bear a workspace's mark."""
+    if workspace is not None:
+        os.environ[MARK] = _mark_of(workspace)
+    try:
+        yield
+    finally:
+        os.environ.pop(MARK, None)
+
+
+def _mark_of(workspace: Path) -> str:
+    """The folder itself, not only its path: that may mean another one in a container."""
+    found = workspace.stat()
+    return f"{found.st_dev}-{found.st_ino} {workspace.resolve()}"
 
 
 @contextmanager

@@ -2,15 +2,27 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import ray
 import torch
 
 from laserbatch.pipeline.distributed import cluster, loading
-from laserbatch.pipeline.distributed.cluster import Node, WorkerLayout, ray_cluster, require_own_gpu, worker_layout
+from laserbatch.pipeline.distributed.cluster import (
+    Node,
+    WorkerLayout,
+    end_leftovers,
+    ray_cluster,
+    require_own_gpu,
+    worker_layout,
+)
 from laserbatch.pipeline.distributed.loading import DECORATORS, TRIED, UNUSED, is_tried, quick_imports
 from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.errors import ConfigError
@@ -142,3 +154,56 @@ def test_two_workers_are_never_on_one_gpu():
     assert sorted(visible for _, visible in seen) == ["2", "5"]
     for granted, visible in seen:
         require_own_gpu(granted, visible)
+
+
+@pytest.mark.ray
+def test_what_a_killed_night_left_of_its_ray_is_ended_and_nobody_elses(tmp_path):
+    """A driver and its raylet die at once, which is when nobody ends Ray's other processes."""
+    ours, others = tmp_path / "ours", tmp_path / "others"
+    for folder in (ours, others):
+        folder.mkdir()
+    started = {
+        folder: subprocess.Popen([sys.executable, "-c", HOLDING, folder], stdout=PIPE) for folder in (ours, others)
+    }
+    try:
+        raylets = {folder: int(driver.stdout.readline()) for folder, driver in started.items()}
+        assert len(marked(ours)) >= 2 and len(marked(others)) >= 2
+        os.kill(raylets[ours], signal.SIGKILL)
+        started[ours].kill()
+        started[ours].wait()
+        num_left = len(marked(ours))
+        assert end_leftovers(ours) <= num_left
+        wait_until(lambda: not marked(ours))
+        assert end_leftovers(ours) == 0 and len(marked(others)) >= 2 and started[others].poll() is None
+    finally:
+        for driver in started.values():
+            driver.kill()
+        end_leftovers(others)
+
+
+HOLDING = """
+import sys, time
+from pathlib import Path
+import ray
+from laserbatch.pipeline.distributed.cluster import ray_cluster
+from laserbatch.pipeline.distributed.settings import ClusterSettings
+with ray_cluster(ClusterSettings(), workspace=Path(sys.argv[1])):
+    print(ray._private.worker._global_node.all_processes["raylet"][0].process.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def marked(workspace):
+    """Processes that bear the mark of a workspace, and have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            found += [path] if f" {workspace}\0".encode() in path.read_bytes() else []
+    return found
+
+
+def wait_until(happened, most_s=30.0):
+    deadline_s = time.monotonic() + most_s
+    while not happened():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
