@@ -196,6 +196,7 @@ class Options(NamedTuple):
     use_prompt: bool
     max_nodes: int
     min_acceptance: float
+    is_chain: bool
 
 
 _NUM_KNOWN = MAX_NODES + 1  # the root, and every node
@@ -218,6 +219,8 @@ _LEVELS = np.dtype(  # who is asked, longest context first, and where each stand
         ("last", np.int32, (_NUM_KNOWN, MAX_LEVELS)),
         ("positions", np.int32, (_NUM_KNOWN, NUM_SOURCES, NUM_LOCAL_POSITIONS)),
         ("depth", np.int32, (_NUM_KNOWN,)),
+        ("worth", np.float64, (_NUM_KNOWN,)),  # of chains: how many tokens of the path to it will be accepted
+        ("path", np.int32, (MAX_NODES,)),  # of a chain, its nodes
         # A bit for each level: whether those are known there, every occurrence was counted, there may be any.
         ("known_at", np.int32, (_NUM_KNOWN,)),
         ("counted", np.int32, (_NUM_KNOWN,)),

@@ -203,6 +203,19 @@ def draft_reference(
     return nodes
 
 
+def best_chain(nodes: Sequence[ReferenceNode]) -> tuple[Tokens, float]:
+    """Of all paths of a tree the one of which most tokens are expected to be accepted, and how many these are."""
+    best: tuple[Tokens, float] = [], 0.0
+    for node in nodes:
+        path = [node]
+        while path[0].parent >= 0:
+            path.insert(0, nodes[path[0].parent])
+        num_accepted = sum(one.probability for one in path)  # each counts where the whole path to it is right
+        if num_accepted > best[1]:
+            best = [one.token_id for one in path], num_accepted
+    return best
+
+
 def next_paths(
     levels: list[Level],
     parent: int,
