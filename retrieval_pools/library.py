@@ -180,6 +180,11 @@ class OpenPool:
             as_chains=budget.form == "chain",
         )
 
+    def context(self, request: Hashable) -> np.ndarray:
+        """The prompt of a text and what was accepted so far, int32[n]; KeyError as of `draft`."""
+        with self._lock:
+            return self._texts[request].context
+
     def accept(self, request: Hashable, token_ids: np.ndarray) -> None:
         """What a step added to a text: int[n], drafted tokens that were kept, then the model's own.
 

@@ -98,8 +98,7 @@ def test_pools_import_little_and_integrations_are_imported_by_their_engines_alon
         integrations = {module for module in imported_modules(path) if "integrations" in module.split(".")}
         assert not integrations or "integrations" in name.parts, name
         if name.parts[0] == "retrieval_pools" and name.name not in ("lightgcn.py", "records.py"):
-            own = {"vllm"} if name.parts[1:] == ("integrations", "vllm.py") else set()
-            assert tops_at_import(path) <= needed | own, name
+            assert tops_at_import(path) <= needed, name
 
 
 def tops_at_import(path: Path) -> set[str]:

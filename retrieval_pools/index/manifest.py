@@ -147,6 +147,15 @@ def _described(path: Path, array: np.ndarray, sha256: str) -> ArrayFile:
     return ArrayFile(dtype=array.dtype.str, length=len(array), size_bytes=path.stat().st_size, sha256=sha256)
 
 
+def tokenizer_hash(folder: Path) -> str:
+    """Hex SHA-256 of the files that decide what a token id means; pools are refused under another one."""
+    digest = hashlib.sha256()
+    for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model"):
+        if (folder / name).is_file():
+            digest.update((folder / name).read_bytes())
+    return digest.hexdigest()
+
+
 def file_sha256(path: Path) -> str:
     """Hex SHA-256 of a file."""
     with open(path, "rb") as file:
