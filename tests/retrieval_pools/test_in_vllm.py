@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -117,3 +119,23 @@ def test_the_cost_of_steps_is_measured_and_chooses(world):
     settings = json.loads((folder / "drafts.json").read_text())
     (folder / "drafts.json").write_text(json.dumps(settings | {"step_cost": "cost.json"}))
     assert written(folder, model, prompts, speculative_config(model, 6))["texts"] == plain
+
+
+def test_the_page_can_be_followed_as_it_stands(world, tmp_path):
+    folder, model, _, _ = world
+    page = (Path(__file__).resolve().parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    (tmp_path / "workspace").mkdir()
+    (tmp_path / "workspace" / "pools").symlink_to(folder / "pools")
+    environment = os.environ | ON_A_CPU | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    programs = {"python": [sys.executable, "-c"], "sh": ["bash", "-ec"]}
+    blocks = re.findall(r"^```(\w+) ?(\S*)\n(.*?)```", page, re.MULTILINE | re.DOTALL)
+    assert [language for language, _, _ in blocks] == ["json", "python", "sh", "python"]
+    for language, name, block in blocks:
+        block = block.replace("MODEL", str(model))
+        if language == "json":
+            (tmp_path / name).write_text(block)
+            continue
+        ran = subprocess.run(
+            [*programs[language], block], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert ran.returncode == 0, ran.stderr[-3000:]
