@@ -33,8 +33,8 @@ class DraftBudget:
     ----------
     max_tokens : at most so many tokens, 0 to 64.
     min_acceptance : no token whose path is estimated to be accepted less often, 0 to 1.
-    form : "chain" for one path, of which as many tokens as possible are expected to be accepted; "tree" for an engine
-        that verifies several paths in one forward.
+    form : "chain" for one path, the best by the sum of its tokens' probabilities, later ones counting less; "tree" for
+        an engine that verifies several paths in one forward.
     """
 
     max_tokens: int = 8

@@ -22,6 +22,7 @@ from laserbatch.retrieval_pools.drafting.levels import add_node, add_own_levels,
 from laserbatch.retrieval_pools.drafting.state import (
     PLACE,
     WEIGHT,
+    WORTH_OF_NEXT,
     Context,
     Options,
     Preference,
@@ -101,9 +102,8 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
     `found`, int32 (NUM_OUTPUTS, max_nodes), gets a row for each of the OUT_ constants; log acceptance and relative
     count are float32s, written through `found_floats`.
 
-    Of a chain the worth is how many of its tokens will be accepted: the sum of its paths' probabilities. A node whose
-    own sum, with its probability for each token that there is still room for, would not exceed the best chain is not
-    looked behind.
+    A chain's worth is the sum of its paths' probabilities, each token's WORTH_OF_NEXT times that of the one before it.
+    What could not become worth more than the best chain is not looked at: no path is more probable than its beginning.
     """
     lookup, levels, candidates, runs, frontier = scratch
     max_nodes, min_acceptance = options.max_nodes, max(options.min_acceptance, state.MIN_ACCEPTANCE)
@@ -120,7 +120,8 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
         if depth < max_depth:
             enough = min_acceptance
             if options.is_chain:
-                enough = max(enough, (levels.worth[best_node] - levels.worth[node]) / (max_depth - depth))
+                of_rest = (WORTH_OF_NEXT**depth - WORTH_OF_NEXT**max_depth) / (1 - WORTH_OF_NEXT)
+                enough = max(enough, (levels.worth[best_node] - levels.worth[node]) / of_rest)
             least = least_acceptance(frontier, size, max_nodes, enough)
             num_candidates = count_continuations(
                 candidates, runs, levels, num_levels, frontier, node, depth, probability, least, index, preference,
@@ -143,9 +144,10 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
         num_nodes += 1
         node = num_nodes
         add_node(levels, node, parent, frontier.has_run[slot])
-        levels.worth[node] = levels.worth[parent] + probability
-        if levels.worth[node] > levels.worth[best_node]:
-            best_node = node
+        if options.is_chain:
+            levels.worth[node] = levels.worth[parent] + probability * WORTH_OF_NEXT ** levels.depth[parent]
+            if levels.worth[node] > levels.worth[best_node]:
+                best_node = node
     return keep_path(found, levels.path, best_node, levels.depth[best_node]) if options.is_chain else num_nodes
 
 

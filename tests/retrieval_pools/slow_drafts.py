@@ -204,15 +204,17 @@ def draft_reference(
 
 
 def best_chain(nodes: Sequence[ReferenceNode]) -> tuple[Tokens, float]:
-    """Of all paths of a tree the one of which most tokens are expected to be accepted, and how many these are."""
+    """Of all paths of a tree the one that is worth most, and what it is worth: each of its tokens as often as the whole
+    path to it is right, and half of what the one before it would be.
+    """
     best: tuple[Tokens, float] = [], 0.0
     for node in nodes:
         path = [node]
         while path[0].parent >= 0:
             path.insert(0, nodes[path[0].parent])
-        num_accepted = sum(one.probability for one in path)  # each counts where the whole path to it is right
-        if num_accepted > best[1]:
-            best = [one.token_id for one in path], num_accepted
+        worth = sum(one.probability / 2**place for place, one in enumerate(path))
+        if worth > best[1]:
+            best = [one.token_id for one in path], worth
     return best
 
 
