@@ -45,6 +45,7 @@ ON_A_CPU = {
 NGRAM = {"method": "ngram", "num_speculative_tokens": MAX_DRAFT_TOKENS, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": MAX_DRAFT_TOKENS}
 OURS = "vllm-laserbatch"
+POOL_TOKENS = {"full": 512, "quick": 384, "smoke": 24}  # of an answer in the pool
 WANTED = {1: 2.0}  # over plain; elsewhere LEAST
 LEAST = 0.98
 
@@ -106,7 +107,9 @@ def measure(served: dict[str, Served], task: Task, max_tokens: int, num_rounds: 
             for system in next(orders):
                 seconds, texts = served[system].write(prompts, batch, max_tokens)
                 found.setdefault((system, batch), []).append((seconds, sum(map(len, texts)), texts))
-            logger.info("round %d, batch %d done", number + 1, batch)
+            speeds = {system: found[system, batch][-1] for system in served}
+            told = [f"{system} {num_tokens / seconds:.0f}" for system, (seconds, num_tokens, _) in speeds.items()]
+            logger.info("round %d, batch %d, tokens a second: %s", number + 1, batch, ", ".join(told))
     rows = []
     for (system, batch), passes in found.items():
         plain = found["vllm", batch]
@@ -157,7 +160,7 @@ def main(words: Sequence[str] | None = None) -> None:
     size, max_tokens, num_rounds = scale_of(
         arguments,
         (TaskSize(16, 400), 512, 5),
-        (TaskSize(16, 96), 192, 3),
+        (TaskSize(16, 64), 160, 2),
         (TaskSize(16, 12), 24, 1),
     )
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, local_files_only=True)
@@ -165,7 +168,7 @@ def main(words: Sequence[str] | None = None) -> None:
     missing = [] if find_spec("arctic_inference") else ["vllm-suffix: arctic-inference is not installed"]
     with tempfile.TemporaryDirectory() as name:
         served = {"vllm": Served(arguments.model, None)}
-        texts = served["vllm"].write(task.pool_prompts, max(BATCHES), max_tokens if size.num_pool < 96 else 512)[1]
+        texts = served["vllm"].write(task.pool_prompts, max(BATCHES), POOL_TOKENS[arguments.size])[1]
         logger.info("%d texts of the pool are written", len(texts))
         prepare(Path(name), arguments.model, task, texts)
         logger.info("steps are measured: %s", " ".join((Path(name) / "cost.json").read_text().split()))
