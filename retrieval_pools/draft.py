@@ -138,8 +138,8 @@ def draft(
     if not 0 <= num_prompt <= len(context):
         raise ValueError(f"num_prompt is {num_prompt}; the context has {len(context)} tokens")
     pool = EMPTY_POOL if pool is None else pool
-    context = _int32_row(context)
-    previous = _int32_row(previous) if use_previous and previous is not None else _NO_TOKENS
+    context = int32_row(context)
+    previous = int32_row(previous) if use_previous and previous is not None else _NO_TOKENS
     options = _options(use_output, use_prompt, max_nodes, min_acceptance)
     places, weights, _ = pool.handle
     mine = _workspace
@@ -163,6 +163,7 @@ def draft_batch(
     use_output: bool = True,
     use_previous: bool = True,
     num_threads: int = 1,
+    as_chains: bool = False,
 ) -> Drafts:
     """What `draft` says of each of many sequences, asked at once: a step of the engine.
 
@@ -171,6 +172,9 @@ def draft_batch(
     contexts, num_prompts, previous, groups, max_depths : one of each for every sequence, as `draft` takes them; None:
         what is its default there, for all of them.
     num_threads : threads that draft side by side, the caller's among them; fewer where there are few sequences.
+    as_chains : for engines that verify no trees: of each sequence the one path of at most `max_nodes` tokens that is
+        worth most, by the sum of its tokens' probabilities, those further on counting less (`state.WORTH_OF_NEXT`). It
+        need not begin with the likeliest token; it is looked for among the MAX_NODES likeliest that could be in it.
 
     Raises
     ------
@@ -182,11 +186,13 @@ def draft_batch(
     previous = [None] * num_sequences if previous is None or not use_previous else previous
     groups = [None] * num_sequences if groups is None else groups
     max_depths = [UNLIMITED_DEPTH] * num_sequences if max_depths is None else max_depths
-    options = _options(use_output, use_prompt, max_nodes, min_acceptance)
+    options = _options(use_output, use_prompt, max_nodes, min_acceptance, as_chains)
     packed_contexts, packed_previous, sequences = _pack_sequences(
         pool, contexts, num_prompts, previous, groups, max_depths
     )
-    found = np.empty((num_sequences, state.NUM_OUTPUTS, max_nodes), np.int32)
+    if as_chains:
+        np.minimum(sequences[:, state.MAX_DEPTH], max_nodes, out=sequences[:, state.MAX_DEPTH])
+    found = np.empty((num_sequences, state.NUM_OUTPUTS, options[2]), np.int32)
     compiled, (places, weights, _) = compiled_draft_trees(), pool.handle
     num_threads = min(num_threads, num_sequences // SHARE)
     share = SHARE if num_threads > 1 else max(num_sequences, 1)
@@ -207,11 +213,11 @@ def draft_batch(
     return Drafts(found, sequences[:, state.NUM_NODES].copy())
 
 
-def _options(use_output: bool, use_prompt: bool, max_nodes: int, min_acceptance: float):
+def _options(use_output: bool, use_prompt: bool, max_nodes: int, min_acceptance: float, as_chains: bool = False):
     """As `tree.draft_trees` takes them."""
     if not 0 <= max_nodes <= MAX_NODES:
         raise ValueError(f"max_nodes is {max_nodes}; a tree has 0 to {MAX_NODES} nodes")
-    return use_output, use_prompt, max_nodes, min_acceptance
+    return use_output, use_prompt, MAX_NODES if as_chains and max_nodes else max_nodes, min_acceptance, as_chains
 
 
 def _pack_sequences(
@@ -250,7 +256,7 @@ def _pack(rows: Sequence[np.ndarray | None], bounds: np.ndarray) -> np.ndarray:
     packed = np.concatenate([_NO_TOKENS, *rows])
     if packed.dtype == np.int32:
         return packed
-    return np.concatenate([_NO_TOKENS, *map(_int32_row, rows)])
+    return np.concatenate([_NO_TOKENS, *map(int32_row, rows)])
 
 
 @cache
@@ -271,7 +277,7 @@ _workspace = _Workspace()
 _fill_row = struct.Struct(f"{state.NUM_SEQUENCE_COLUMNS}q").pack_into
 
 
-def _int32_row(tokens: np.ndarray) -> np.ndarray:
+def int32_row(tokens: np.ndarray) -> np.ndarray:
     if type(tokens) is np.ndarray and tokens.dtype is _INT32 and tokens.strides == _ONE_AFTER_THE_OTHER:
         return tokens
     tokens = np.asarray(tokens)

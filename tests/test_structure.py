@@ -1,6 +1,7 @@
 """What may import what: the structure that the README draws, stated."""
 
 import ast
+import sys
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -88,6 +89,30 @@ def test_ray_and_torch_stay_where_they_belong():
             assert "ray" not in tops(path), name
         if name.parts[0] == "retrieval_pools" and name.name != "lightgcn.py":
             assert "torch" not in tops(path), name
+
+
+def test_pools_import_little_and_integrations_are_imported_by_their_engines_alone():
+    """What takes more is imported where it is needed: to fit routers and calibrations, or where it is installed."""
+    needed = {"numpy", "numba", "llvmlite", "pyarrow", "pygtrie", "laserbatch", *PACKAGES, *sys.stdlib_module_names}
+    for name, path in FILES.items():
+        integrations = {module for module in imported_modules(path) if "integrations" in module.split(".")}
+        assert not integrations or "integrations" in name.parts, name
+        if name.parts[0] == "retrieval_pools" and name.name not in ("lightgcn.py", "records.py"):
+            assert tops_at_import(path) <= needed, name
+
+
+def tops_at_import(path: Path) -> set[str]:
+    """Of what is imported with the module, not later within a function."""
+    waiting, found = [ast.parse(path.read_text(encoding="utf-8"))], set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").split(".")[0])
+        elif not isinstance(node, ast.FunctionDef):
+            waiting += ast.iter_child_nodes(node)
+    return found
 
 
 def test_the_engine_is_imported_without_ray_tables_or_knowledge():

@@ -190,7 +190,7 @@ def check_encoder(settings: Settings) -> Iterator[Finding]:
 
 
 def check_pools(settings: Settings) -> Iterator[Finding]:
-    from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
+    from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
     from laserbatch.retrieval_pools.index.store import PoolStore
 
     store = PoolStore(settings.workspace / "pools")

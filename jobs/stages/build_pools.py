@@ -17,13 +17,13 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.stages.kept_pools import FIT_NAME, describe_fit, kept_routers, unchanged_pools
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.pool_texts import RunTexts, calibrate_side, read_run_texts
-from laserbatch.pipeline.decoding.model.folder import tokenizer_hash
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import link_file, write_json
 from laserbatch.pipeline.storage.manifest import PoolBuilt
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import build_pool
+from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.store import Collected, PoolStore
 from laserbatch.retrieval_pools.routing.router import Router, fit_routers

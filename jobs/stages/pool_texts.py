@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from laserbatch.jobs.stages.budgets import budget_of
 from laserbatch.jobs.stages.night import Night
-from laserbatch.pipeline.decoding.model.folder import load_tokenizer, tokenizer_hash
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.prompts import render_shown
@@ -38,6 +38,7 @@ from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayTe
 from laserbatch.retrieval_pools.index.arrays import ArrayWriter, give_back, map_array
 from laserbatch.retrieval_pools.index.build import HeldBack
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
+from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.texts import PoolTexts
 from laserbatch.retrieval_pools.routing.router import Routes

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.pipeline.decoding.model.folder import model_identity, tokenizer_hash
+from laserbatch.pipeline.decoding.model.folder import model_identity
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.knowledge.prompts import LAYOUT_VERSION, NO_TITLE, PARTS, digest
 from laserbatch.pipeline.knowledge.questions import SideQuestions
@@ -35,6 +35,7 @@ from laserbatch.pipeline.storage.atomic import sha256_file
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
 from laserbatch.pipeline.tables.read import Tables
+from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.routing.router import Router, Routes
 
 ROWS_AT_ONCE = 64 * 1024

@@ -22,6 +22,7 @@ from laserbatch.retrieval_pools.drafting.levels import add_node, add_own_levels,
 from laserbatch.retrieval_pools.drafting.state import (
     PLACE,
     WEIGHT,
+    WORTH_OF_NEXT,
     Context,
     Options,
     Preference,
@@ -33,9 +34,12 @@ from laserbatch.retrieval_pools.drafting.state import (
 
 @cached(nogil=True, error_model="numpy", _nrt=False)
 def draft_trees(
-    places, weights, block, contexts, previous, sequences, use_output, use_prompt, max_nodes, min_acceptance, found,
+    places, weights, block, contexts, previous, sequences, use_output, use_prompt, max_nodes, min_acceptance, is_chain,
+    found,
 ):  # fmt: skip
     """The most probable continuations of each sequence, best first, into `found`: (sequence, OUT_ constant, node).
+
+    With `is_chain` the best one path of them, no longer than the sequence's MAX_DEPTH, and `max_nodes` are looked at.
 
     `places` and `weights` are those of a `PoolHandle`, `block` a `new_scratch` that no one else uses meanwhile.
     `sequences` has a row for each, the columns of which are the constants of `state`; how many nodes were drafted
@@ -46,7 +50,7 @@ def draft_trees(
     options = Options(
         places[PLACE.num_context_lengths],
         weights[WEIGHT.pool_escape], weights[WEIGHT.previous_escape], weights[WEIGHT.local_escape],
-        use_output, use_prompt, max_nodes, min_acceptance,
+        use_output, use_prompt, max_nodes, min_acceptance, is_chain,
     )  # fmt: skip
     scratch = scratch_at(np.int64(block.ctypes.data))
     # Of these too no index is below 0; see `compiled`.
@@ -74,7 +78,7 @@ def compiled_draft_trees() -> Callable:
     tokens = types.Array(types.int32, 1, "C", readonly=True)
     sequences, found = types.int64[:, ::1], types.int32[:, :, ::1]
     pool, block = (types.int64[::1], types.float64[::1]), types.uint8[::1]
-    options = types.boolean, types.boolean, types.int64, types.float64
+    options = types.boolean, types.boolean, types.int64, types.float64, types.boolean
     draft_trees.compile((*pool, block, tokens, tokens, sequences, *options, found))
     draft_trees.disable_compile()
     return draft_trees
@@ -97,6 +101,9 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
 
     `found`, int32 (NUM_OUTPUTS, max_nodes), gets a row for each of the OUT_ constants; log acceptance and relative
     count are float32s, written through `found_floats`.
+
+    A chain's worth is the sum of its paths' probabilities, each token's WORTH_OF_NEXT times that of the one before it.
+    What could not become worth more than the best chain is not looked at: no path is more probable than its beginning.
     """
     lookup, levels, candidates, runs, frontier = scratch
     max_nodes, min_acceptance = options.max_nodes, max(options.min_acceptance, state.MIN_ACCEPTANCE)
@@ -106,18 +113,23 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
     # How texts begin is what their pool says: that a token stands in the prompt tells less of it than later.
     note_own_tokens(lookup.own, context, options.use_prompt and not is_first, options.use_output)
     node, probability, size, num_nodes = 0, 1.0, 0, 0  # node 0 is the root, node n the n-th drafted
+    best_node, levels.worth[0] = 0, 0.0
     stand_at_root(levels, num_levels)
     while num_nodes < max_nodes:
         depth = levels.depth[node]
         if depth < max_depth:
-            least = least_acceptance(frontier, size, max_nodes, min_acceptance)
+            enough = min_acceptance
+            if options.is_chain:
+                of_rest = (WORTH_OF_NEXT**depth - WORTH_OF_NEXT**max_depth) / (1 - WORTH_OF_NEXT)
+                enough = max(enough, (levels.worth[best_node] - levels.worth[node]) / of_rest)
+            least = least_acceptance(frontier, size, max_nodes, enough)
             num_candidates = count_continuations(
                 candidates, runs, levels, num_levels, frontier, node, depth, probability, least, index, preference,
                 context,
             )  # fmt: skip
             size = push_candidates(
-                frontier, size, candidates, num_candidates, node, depth, probability, max_nodes, min_acceptance,
-                estimates, lookup.own,
+                frontier, size, candidates, num_candidates, node, depth, probability, max_nodes, enough, estimates,
+                lookup.own,
             )  # fmt: skip
         if size == num_nodes:
             break
@@ -132,4 +144,21 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
         num_nodes += 1
         node = num_nodes
         add_node(levels, node, parent, frontier.has_run[slot])
-    return num_nodes
+        if options.is_chain:
+            levels.worth[node] = levels.worth[parent] + probability * WORTH_OF_NEXT ** levels.depth[parent]
+            if levels.worth[node] > levels.worth[best_node]:
+                best_node = node
+    return keep_path(found, levels.path, best_node, levels.depth[best_node]) if options.is_chain else num_nodes
+
+
+@called
+def keep_path(found, path, node, length):
+    """Of what was found keep the path to a node, of so many nodes, in its order; node 0 is none. Returns `length`."""
+    for place in range(length - 1, -1, -1):
+        path[place] = node - 1
+        node = found[state.OUT_PARENT, node - 1] + 1
+    for place in range(length):  # no node of the path stands before its place there, so none is overwritten too early
+        for output in range(state.NUM_OUTPUTS):
+            found[output, place] = found[output, path[place]]
+        found[state.OUT_PARENT, place] = place - 1
+    return length

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import Field, ValidationError
-from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.arrays import map_array
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
+from laserbatch.retrieval_pools.records import Field, TypedDict, ValidationError
 from laserbatch.retrieval_pools.settings import DraftSettings, Frozen, PoolSettings
 
 FORMAT_VERSION = 9
@@ -146,6 +145,15 @@ def read_array(folder: Path, name: ArrayName, manifest: PoolManifest, verify: bo
 
 def _described(path: Path, array: np.ndarray, sha256: str) -> ArrayFile:
     return ArrayFile(dtype=array.dtype.str, length=len(array), size_bytes=path.stat().st_size, sha256=sha256)
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """Hex SHA-256 of the files that decide what a token id means; pools are refused under another one."""
+    digest = hashlib.sha256()
+    for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model"):
+        if (folder / name).is_file():
+            digest.update((folder / name).read_bytes())
+    return digest.hexdigest()
 
 
 def file_sha256(path: Path) -> str:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from threadpoolctl import threadpool_limits
 
 from laserbatch.retrieval_pools.routing.embeddings import (
     EntityEmbeddings,
@@ -101,6 +100,7 @@ def cluster_embeddings(vectors: np.ndarray, num_groups: int, seed: int) -> np.nd
     """
     from sklearn.cluster import KMeans  # takes a second to load, and who asks for a group does not cluster
     from sklearn.exceptions import ConvergenceWarning
+    from threadpoolctl import threadpool_limits
 
     if len(vectors) == 0:
         return np.empty(0, np.int32)

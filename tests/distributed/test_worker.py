@@ -10,7 +10,7 @@ import pytest
 from test_actors import planned
 
 from laserbatch.pipeline.budget.step_cost import StepCost, StepPoint
-from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, load_tokenizer, tokenizer_hash
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, load_tokenizer
 from laserbatch.pipeline.distributed import worker
 from laserbatch.pipeline.distributed.worker import ShardWorker, sound_text
 from laserbatch.pipeline.errors import RowError
@@ -18,6 +18,7 @@ from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 
 
 def test_a_worker_that_was_warmed_up_writes_the_same_texts(tmp_path):

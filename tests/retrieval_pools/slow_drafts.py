@@ -203,6 +203,21 @@ def draft_reference(
     return nodes
 
 
+def best_chain(nodes: Sequence[ReferenceNode]) -> tuple[Tokens, float]:
+    """Of all paths of a tree the one that is worth most, and what it is worth: each of its tokens as often as the whole
+    path to it is right, and half of what the one before it would be.
+    """
+    best: tuple[Tokens, float] = [], 0.0
+    for node in nodes:
+        path = [node]
+        while path[0].parent >= 0:
+            path.insert(0, nodes[path[0].parent])
+        worth = sum(one.probability / 2**place for place, one in enumerate(path))
+        if worth > best[1]:
+            best = [one.token_id for one in path], worth
+    return best
+
+
 def next_paths(
     levels: list[Level],
     parent: int,

@@ -119,15 +119,6 @@ def model_identity(folder: Path, adapter: str | Path | None = None) -> str:
     return model_id_of(folder, find_weights(folder), adapter)
 
 
-def tokenizer_hash(folder: Path) -> str:
-    """Hex SHA-256 of the files that decide what a token id means; pools are refused under another one."""
-    digest = hashlib.sha256()
-    for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model"):
-        if (folder / name).is_file():
-            digest.update((folder / name).read_bytes())
-    return digest.hexdigest()
-
-
 def quantization_of(config) -> str | None:
     """The method by which a configuration says its weights are stored in fewer bits; None for plain weights."""
     found = getattr(config, "quantization_config", None)

@@ -1,0 +1,37 @@
+"""One vLLM of `vllm_proposer.py`, in a process of its own: prompts come in on a line, times and texts go out on one.
+
+    python benchmarks/vllm_worker.py '{"model": ..., "engine": {...}, "speculative_config": null}'
+
+Imports nothing that loads compiled code: vLLM 0.32 on a CPU cannot be started after it.
+"""
+
+import json
+import sys
+import time
+
+MARK = "@@"  # before our lines: vLLM logs to the same place
+
+
+def main() -> None:
+    """Answer until nobody asks."""
+    from vllm import LLM, SamplingParams
+
+    told = json.loads(sys.argv[1])
+    llm = LLM(told["model"], **told["engine"], speculative_config=told["speculative_config"])
+    print(f"{MARK}{{}}", flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        llm.reset_prefix_cache()
+        sampling = SamplingParams(temperature=0.0, max_tokens=asked["max_tokens"], detokenize=False)
+        prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
+        batch, texts = asked["batch"], []
+        start_s = time.perf_counter()
+        for begin in range(0, len(prompts), batch):
+            found = llm.generate(prompts[begin : begin + batch], sampling, use_tqdm=False)
+            texts += [list(one.outputs[0].token_ids) for one in found]
+        answer = {"seconds": time.perf_counter() - start_s, "texts": texts}
+        print(MARK + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Drafts from pools inside vLLM: a proposer for its `custom_class`.
+
+    speculative_config={"method": "custom_class", "num_speculative_tokens": 8,
+                        "model": "laserbatch.retrieval_pools.integrations.vllm.PoolProposer"}
+
+vLLM hands over the tokens of a whole batch and no request ids: a text is known again by its tokens, its group and its
+previous text by its prompt's. vLLM verifies; greedily, what it writes is what it would have written. docs/vllm.md says
+how it is used.
+"""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
+from laserbatch.retrieval_pools.library import DraftBudget, OpenPool, open_pool
+from laserbatch.retrieval_pools.routing.route_table import RouteTable
+
+logger = logging.getLogger(__name__)
+
+SETTINGS_VARIABLE = "LASERBATCH_DRAFTS"
+MEASURE = "laserbatch.retrieval_pools.integrations.vllm_steps"
+EVIDENCE = 64.0  # tokens that estimates are worth before any of them was verified here
+UNCHECKED_TRUST = 0.5  # in estimates of a pool that was never calibrated
+
+
+class StepCost:
+    """Seconds of a step by its sequences and draft tokens: linear between what was measured, and going on.
+
+    Parameters
+    ----------
+    path : `{"steps": [{"batch_size": b, "num_tokens": n, "seconds": s}, ...]}`, draft tokens counted in n; at least two
+        of each batch size.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises PoolError where the file is not there or does not say so."""
+        try:
+            steps = json.loads(path.read_text(encoding="utf-8"))["steps"]
+            rows = sorted(
+                (one["batch_size"], one["num_tokens"] / one["batch_size"] - 1, one["seconds"]) for one in steps
+            )
+            by_size = {size: np.array([row[1:] for row in rows if row[0] == size]).T for size, _, _ in rows}
+            assert by_size and all(curve.shape[1] > 1 for curve in by_size.values())
+        except (OSError, ValueError, TypeError, KeyError, AssertionError, ZeroDivisionError) as error:
+            raise PoolError(f"{path} is no step cost ({error!r}); measure one: python -m {MEASURE} --help") from None
+        self._batch_sizes = np.array(list(by_size))
+        self._curves = list(by_size.values())
+
+    def seconds(self, batch_size: int, num_drafted: np.ndarray) -> np.ndarray:
+        """Of steps with so many draft tokens in all; float64, of the shape of `num_drafted`."""
+        above = int(np.searchsorted(self._batch_sizes, batch_size))
+        pair = np.clip([above - 1, above], 0, len(self._curves) - 1)
+        low, high = self._batch_sizes[pair]
+        share = 0.0 if low == high else (batch_size - low) / (high - low)
+        of_low, of_high = (self._at(self._curves[k], num_drafted / batch_size) for k in pair)
+        return (1 - share) * of_low + share * of_high
+
+    @staticmethod
+    def _at(curve: np.ndarray, drafted: np.ndarray) -> np.ndarray:
+        x, y = curve
+        slope = max(0.0, (y[-1] - y[-2]) / (x[-1] - x[-2]))
+        return np.interp(drafted, x, y) + slope * np.maximum(drafted - x[-1], 0)
+
+
+@dataclass(frozen=True)
+class ProposerSettings:
+    """The file that LASERBATCH_DRAFTS names, a JSON object; its paths are relative to the file.
+
+    Parameters
+    ----------
+    pools : a workspace's `pools` folder.
+    side : "user" or "item".
+    version : of the pools; None: the current one.
+    routes : route table (`routing.route_table`); None: all texts count the same, and there are no previous ones.
+    step_cost : what steps of this engine cost, as `integrations.vllm_steps` measures it; None: everything that
+        is likely enough is drafted.
+    min_acceptance : tokens whose path is estimated less likely are not drafted.
+    """
+
+    pools: Path
+    side: str
+    version: str | None = None
+    routes: Path | None = None
+    step_cost: Path | None = None
+    min_acceptance: float = 0.05
+
+    @classmethod
+    def read(cls, path: Path | None = None) -> "ProposerSettings":
+        """Read a file, or the one that LASERBATCH_DRAFTS names. Raises PoolError: which part of it is wrong."""
+        if path is None and SETTINGS_VARIABLE not in os.environ:
+            raise PoolError(f"{SETTINGS_VARIABLE} is not set; it names the JSON file that says what to draft from")
+        path = Path(os.environ[SETTINGS_VARIABLE]) if path is None else Path(path)
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+            paths = {name: path.parent / told[name] for name in ("pools", "routes", "step_cost") if told.get(name)}
+            return cls(**(told | paths))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise PoolError(f"{path} does not say what to draft from: {error}") from None
+
+    def open(self, model: Path | str) -> tuple[OpenPool, RouteTable | None, StepCost | None]:
+        """All that they name. Raises PoolError where one is not there, or the pool is of another tokenizer."""
+        expected = tokenizer_hash(Path(model))
+        pools = open_pool(self.pools, self.side, self.version, tokenizer_hash=expected)
+        routes = None if self.routes is None else RouteTable(self.routes)
+        return pools, routes, None if self.step_cost is None else StepCost(self.step_cost)
+
+
+def worth_drafting(acceptance: np.ndarray, of_text: np.ndarray, num_texts: int, cost: StepCost) -> np.ndarray:
+    """How many tokens of each chain make the step that writes the most tokens a second; 0 of all is a plain step.
+
+    Parameters
+    ----------
+    acceptance : float64[n], the probability that the path to each token is accepted, chain after chain: it never rises
+        along a chain, so that the likeliest tokens of all are beginnings of chains.
+    of_text : int64[n], whose chain each token is of.
+    """
+    likeliest = np.argsort(-acceptance, kind="stable")
+    num_written = num_texts + np.append(0.0, np.cumsum(acceptance[likeliest]))
+    speed = num_written / cost.seconds(num_texts, np.arange(len(acceptance) + 1))
+    return np.bincount(of_text[likeliest[: int(np.argmax(speed))]], minlength=num_texts)
+
+
+class PoolProposer:
+    """Proposes chains from a pool. Made and called by vLLM.
+
+    A draft that fails is none, is counted (`num_failed`) and logged once; it stops no batch. Estimates are believed as
+    far as they held: `num_accepted` of what was expected of `num_drafted` tokens.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Raises PoolError: the pool is of another tokenizer, or anything of the settings is not there."""
+        settings, model = ProposerSettings.read(), vllm_config.model_config
+        self._pools, self._routes, self._cost = settings.open(model.tokenizer or model.model)
+        self._max_model_len = model.max_model_len
+        max_tokens = vllm_config.speculative_config.num_speculative_tokens
+        self._budget = DraftBudget(max_tokens, settings.min_acceptance, "chain")
+        self._at_row: dict[int, int] = {}  # which text a row of the batch had last
+        self._kept: dict[int, None] = {}  # texts, those seen last behind; who left the batch may come back
+        self._max_kept = 2 * vllm_config.scheduler_config.max_num_seqs
+        self._drafted: dict[int, tuple[int, float]] = {}  # what is being verified of each: tokens, and how many hold
+        self.num_started = self.num_failed = self.num_drafted = self.num_accepted = 0
+        prior = 1.0 if self._pools.pool.is_calibrated else UNCHECKED_TRUST
+        self._num_right, self._num_expected = prior * EVIDENCE, EVIDENCE
+        self._pools.start(-1, np.zeros(1, np.int32))
+        self._pools.draft([-1], self._budget)  # compiles
+        self._pools.finish(-1)
+
+    def load_model(self, *arguments: Any, **options: Any) -> None:
+        """There is no model."""
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """A draft for each row of the batch.
+
+        Parameters
+        ----------
+        sampled_token_ids : what the step before added to each row; nothing where a prompt is not read to its end.
+        num_tokens_no_spec : int[rows], tokens of each row, those among them.
+        token_ids_cpu : int32[rows or more, max_model_len], all tokens of each row.
+
+        Returns
+        -------
+        Of each row at most `num_speculative_tokens` tokens; none where drafting does not gain.
+        """
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        try:
+            rows, names = [], []
+            for row, sampled in enumerate(sampled_token_ids):
+                length = int(num_tokens_no_spec[row])
+                if len(sampled) and length < self._max_model_len:
+                    rows.append(row)
+                    names.append(self._text_of(row, token_ids_cpu[row, :length], len(sampled)))
+            for row, draft in zip(rows, self._drafts_of(names), strict=True):
+                drafts[row] = draft[: self._max_model_len - int(num_tokens_no_spec[row])]
+            while len(self._kept) > self._max_kept:
+                self._forget(next(iter(self._kept)))
+        except Exception:
+            self.num_failed += 1
+            if self.num_failed == 1:
+                logger.exception("a draft failed: this step goes on without, and no other failure is logged")
+        return drafts
+
+    def _text_of(self, row: int, tokens: np.ndarray, num_sampled: int) -> int:
+        """The name of the text that has these tokens now: one that had all but the sampled ones, or a new one."""
+        before = tokens[: len(tokens) - num_sampled]
+        known = (name for name in (self._at_row.get(row), *reversed(self._kept)) if name in self._kept)
+        name = next((name for name in known if np.array_equal(self._pools.context(name), before)), None)
+        if name is None:
+            name = self.num_started
+            previous, group = (None, None) if self._routes is None else self._routes.of(before)
+            self._pools.start(name, before, previous, group)
+            self.num_started += 1
+        self._kept.pop(name, None)
+        self._kept[name] = None
+        self._at_row[row] = name
+        self._pools.accept(name, tokens[len(before) :])
+        num_drafted, num_expected = self._drafted.pop(name, (0, 0.0))
+        num_accepted = min(num_sampled - 1, num_drafted)
+        self.num_drafted, self.num_accepted = self.num_drafted + num_drafted, self.num_accepted + num_accepted
+        self._num_expected, self._num_right = self._num_expected + num_expected, self._num_right + num_accepted
+        return name
+
+    def _drafts_of(self, names: list[int]) -> list[list[int]]:
+        if not names:
+            return []
+        num_tokens, token_ids, _, log_acceptance, _ = self._pools.draft(names, self._budget).joined()
+        acceptance = np.exp(log_acceptance, dtype=np.float64)
+        kept, begins = num_tokens, np.cumsum(num_tokens) - num_tokens
+        if self._cost is not None:
+            trusted = acceptance * min(1.0, self._num_right / self._num_expected)
+            kept = worth_drafting(trusted, np.repeat(np.arange(len(names)), num_tokens), len(names), self._cost)
+        drafts = []
+        for name, begin, number in zip(names, begins.tolist(), kept.tolist(), strict=True):
+            drafts.append(token_ids[begin : begin + number].tolist())
+            self._drafted[name] = number, float(acceptance[begin : begin + number].sum())
+        return drafts
+
+    def _forget(self, name: int) -> None:
+        del self._kept[name]
+        self._drafted.pop(name, None)
+        self._pools.finish(name)
+
+
+def main() -> None:
+    """Whether all that the proposer needs for a model is there: `python -m ...integrations.vllm MODEL`."""
+    try:
+        ProposerSettings.read().open(sys.argv[1])
+    except PoolError as error:
+        raise SystemExit(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()

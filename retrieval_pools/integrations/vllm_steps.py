@@ -1,0 +1,142 @@
+"""Before vLLM is started with `vllm.PoolProposer`: its configuration, and what a step of that engine costs.
+
+No compiled code is imported here: vLLM 0.32 on a CPU cannot be started in a process that has loaded llvmlite before.
+The proposer's file is imported by vLLM itself, later.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from laserbatch.retrieval_pools.errors import PoolError
+
+PROPOSERS = "laserbatch.retrieval_pools.integrations.vllm"
+TIMER = "laserbatch.retrieval_pools.integrations.vllm_steps.StepTimer"
+TIMES_VARIABLE = "LASERBATCH_STEP_TIMES"
+PROMPT_TOKENS, NUM_ROUNDS = 256, 15  # of a measurement: each round has a step of every size
+
+
+def speculative_config(model: Path | str, num_speculative_tokens: int = 8) -> dict[str, Any]:
+    """vLLM's `speculative_config`, after a look at all that the proposer needs: before an engine loads a model.
+
+    Parameters
+    ----------
+    model : folder of the model, with its tokenizer.
+    num_speculative_tokens : the longest draft.
+
+    Raises
+    ------
+    PoolError
+        As `vllm.PoolProposer`, or this vLLM takes no proposers.
+    """
+    if find_spec("vllm.v1.spec_decode.custom_class_proposer") is None:
+        raise PoolError("this vLLM has no `custom_class` proposers; 0.32 has")
+    checked = subprocess.run([sys.executable, "-m", PROPOSERS, str(model)], capture_output=True, text=True, check=False)
+    if checked.returncode:
+        raise PoolError(checked.stderr.strip().splitlines()[-1])
+    return _config_of(f"{PROPOSERS}.PoolProposer", num_speculative_tokens)
+
+
+def _config_of(proposer: str, num_speculative_tokens: int) -> dict[str, Any]:
+    return {"method": "custom_class", "model": proposer, "num_speculative_tokens": num_speculative_tokens}
+
+
+class StepTimer:
+    """Proposes as many random tokens for each row as is their turn, and writes down what each step took."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._rng = np.random.default_rng(0)
+        self._vocab_size = vllm_config.model_config.get_vocab_size()
+        self._sizes = draft_sizes(vllm_config.speculative_config.num_speculative_tokens)
+        self._path = Path(os.environ[TIMES_VARIABLE])
+        self._lengths, self._size, self._num_steps, self._end_s = None, 0, 0, 0.0
+
+    def load_model(self, *arguments: Any, **options: Any) -> None:
+        """There is no model."""
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """As `vllm.PoolProposer.propose`, but for what is proposed."""
+        seconds = time.perf_counter() - self._end_s
+        num_rows = len(sampled_token_ids)
+        lengths = np.array(num_tokens_no_spec[:num_rows])
+        before = lengths - [len(sampled) for sampled in sampled_token_ids]
+        if np.array_equal(before, self._lengths):  # nobody came, nobody left, no prompt was read
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{num_rows} {self._size} {seconds}\n")
+        self._size = self._sizes[self._num_steps % len(self._sizes)]
+        self._num_steps += 1
+        drafts = self._rng.integers(self._vocab_size, size=(num_rows, self._size)).tolist()
+        self._lengths, self._end_s = lengths, time.perf_counter()
+        return drafts
+
+
+def draft_sizes(longest: int) -> list[int]:
+    """Draft tokens of a text that are timed: 0, powers of two, the longest."""
+    return [0, *(1 << power for power in range(longest.bit_length()) if 1 << power < longest), longest]
+
+
+def measure_step_cost(
+    out: Path, model: str, batch_sizes: Sequence[int] = (1, 4, 16), num_speculative_tokens: int = 8, **engine: Any
+) -> None:
+    """Time the steps of an engine, and write what `StepCost` reads. Of like steps the quickest counts.
+
+    Parameters
+    ----------
+    engine : arguments of `vllm.LLM`, those that the cost is going to be used with.
+    """
+    from vllm import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        times = Path(folder) / "times"
+        os.environ[TIMES_VARIABLE] = str(times)  # the engine may be another process
+        config = _config_of(TIMER, num_speculative_tokens)
+        llm = LLM(model, **engine, speculative_config=config)
+        rng, vocab_size = np.random.default_rng(0), llm.llm_engine.model_config.get_vocab_size()
+        for batch_size in batch_sizes:
+            prompts = rng.integers(vocab_size, size=(batch_size, PROMPT_TOKENS)).tolist()
+            most = 2 * NUM_ROUNDS * len(draft_sizes(num_speculative_tokens))  # a random token may be accepted
+            sampling = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
+            llm.generate([{"prompt_token_ids": one} for one in prompts], sampling, use_tqdm=False)
+        rows = [line.split() for line in times.read_text(encoding="utf-8").splitlines()]
+    found: dict[tuple[int, int], list[float]] = {}
+    for batch_size, size, seconds in rows:
+        found.setdefault((int(batch_size), int(size)), []).append(float(seconds))
+    steps = []
+    for batch_size in batch_sizes:
+        least_s = 0.0  # a step of more tokens is not quicker, whatever was timed
+        for size in draft_sizes(num_speculative_tokens):
+            least_s = max(least_s, min(found[batch_size, size]))
+            steps.append({"batch_size": batch_size, "num_tokens": batch_size * (1 + size), "seconds": least_s})
+    out.write_text(json.dumps({"name": "measured in vLLM", "steps": steps}, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Measure what steps of an engine cost."""
+    parser = argparse.ArgumentParser(description=measure_step_cost.__doc__)
+    parser.add_argument("model", help="model folder")
+    parser.add_argument("--out", type=Path, required=True, help="step cost to write")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="sequences side by side")
+    parser.add_argument("--tokens", type=int, default=8, help="num_speculative_tokens")
+    parser.add_argument("--engine", type=json.loads, default={}, help="other arguments of vllm.LLM, a JSON object")
+    given = parser.parse_args()
+    measure_step_cost(given.out, given.model, given.batch, given.tokens, **given.engine)
+
+
+if __name__ == "__main__":
+    main()

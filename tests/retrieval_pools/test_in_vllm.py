@@ -1,0 +1,141 @@
+"""vLLM itself with our proposer, in its environment (`make test-vllm`): its own greedy texts, with drafts accepted."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
+from laserbatch.retrieval_pools.index.store import PoolStore
+from laserbatch.retrieval_pools.integrations.vllm import SETTINGS_VARIABLE, StepCost
+from laserbatch.retrieval_pools.integrations.vllm_steps import speculative_config
+from laserbatch.retrieval_pools.routing.route_table import write_routes
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed here; `make test-vllm` does it", allow_module_level=True)
+
+ENGINE = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "enforce_eager": True, "seed": 0}
+ON_A_CPU = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1",
+}  # fmt: skip
+# vLLM's rejections are counted by its own drafter, reached from within: the engine is in this process.
+WRITE = """
+import json, sys
+from pathlib import Path
+from vllm import LLM, SamplingParams
+model, prompts, speculative, out = json.loads(sys.argv[1])
+llm = LLM(model, **json.loads(sys.argv[2]), speculative_config=speculative)
+sampling = SamplingParams(temperature=0, max_tokens=120, ignore_eos=False)
+found = llm.generate([{"prompt_token_ids": one} for one in prompts], sampling, use_tqdm=False)
+told = {"texts": [one.outputs[0].token_ids for one in found]}
+if speculative is not None:
+    drafter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
+    told |= {name: getattr(drafter, name) for name in ("num_failed", "num_drafted", "num_accepted", "num_started")}
+Path(out).write_text(json.dumps(told))
+"""
+
+
+def run(*arguments):
+    environment = os.environ | ON_A_CPU
+    ran = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+def written(folder, model, prompts, speculative=None):
+    """What vLLM writes, in a process of its own."""
+    out = folder / "told.json"
+    run("-c", WRITE, json.dumps([str(model), prompts, speculative, str(out)]), json.dumps(ENGINE))
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def world(shared_models, tmp_path_factory):
+    """A model, prompts, its plain texts, a pool of half of them and of other texts' beginnings, and its settings."""
+    folder, model = tmp_path_factory.mktemp("vllm"), shared_models / "bench-target"
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    asked = [f'Describe the book "{title}" in one or two sentences.' for title in
+             ("The Silent Harbour", "Dune", "Emma", "A Winter Tale", "The Hobbit", "Silas Marner")]  # fmt: skip
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": one}], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        for one in asked
+    ]
+    plain = written(folder, model, prompts)["texts"]
+    with PoolStore(folder / "pools").publish("v1") as version:
+        rows = [PoolText(np.array(text[:-1], np.int32), "books") for text in plain[:3]]
+        build_pool(rows, version / "user", side="user", tokenizer_hash=tokenizer_hash(model), model_id="m")
+    write_routes(folder / "routes.parquet", [(np.array(prompts[5]), "books", np.array(plain[5][:-1]))])
+    settings = {"pools": "pools", "side": "user", "routes": "routes.parquet", "min_acceptance": 0.01}
+    (folder / "drafts.json").write_text(json.dumps(settings))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(SETTINGS_VARIABLE, str(folder / "drafts.json"))
+        yield folder, model, prompts, plain
+
+
+def test_texts_are_those_of_plain_decoding_and_drafts_are_accepted(world):
+    folder, model, prompts, plain = world
+    told = written(folder, model, prompts, speculative_config(model, 6))
+    assert told["texts"] == plain
+    assert told["num_failed"] == 0
+    assert told["num_started"] == len(prompts)  # more than fit the batch, so rows are used again
+    own = sum(len(text) for text in (*plain[:3], plain[5]))  # those that are known to pool or routes
+    assert told["num_accepted"] > own / 2
+    assert told["num_drafted"] > told["num_accepted"]
+
+
+def test_what_is_wrong_is_said_before_the_engine_loads(world, tmp_path, monkeypatch):
+    _, model, _, _ = world
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.json").write_text("{}")
+    with pytest.raises(PoolError, match=r"^\S+ was built with the tokenizer"):
+        speculative_config(other)
+    monkeypatch.setenv(SETTINGS_VARIABLE, str(tmp_path / "gone.json"))
+    with pytest.raises(PoolError, match="does not say what to draft from"):
+        speculative_config(model)
+
+
+def test_the_cost_of_steps_is_measured_and_chooses(world):
+    folder, model, prompts, plain = world
+    cost = folder / "cost.json"
+    run("-m", "laserbatch.retrieval_pools.integrations.vllm_steps", str(model), "--out", str(cost), "--batch", "1", "4",
+        "--tokens", "6", "--engine", json.dumps(ENGINE))  # fmt: skip
+    seconds = StepCost(cost).seconds(4, np.array([0, 4, 24]))
+    assert (seconds > 0).all() and (np.diff(seconds) >= 0).all()
+    settings = json.loads((folder / "drafts.json").read_text())
+    (folder / "drafts.json").write_text(json.dumps(settings | {"step_cost": "cost.json"}))
+    assert written(folder, model, prompts, speculative_config(model, 6))["texts"] == plain
+
+
+def test_the_page_can_be_followed_as_it_stands(world, tmp_path):
+    folder, model, _, _ = world
+    page = (Path(__file__).resolve().parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    (tmp_path / "workspace").mkdir()
+    (tmp_path / "workspace" / "pools").symlink_to(folder / "pools")
+    environment = os.environ | ON_A_CPU | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    programs = {"python": [sys.executable, "-c"], "sh": ["bash", "-ec"]}
+    blocks = re.findall(r"^```(\w+) ?(\S*)\n(.*?)```", page, re.MULTILINE | re.DOTALL)
+    assert [language for language, _, _ in blocks] == ["json", "python", "sh", "python"]
+    for language, name, block in blocks:
+        block = block.replace("MODEL", str(model))
+        if language == "json":
+            (tmp_path / name).write_text(block)
+            continue
+        ran = subprocess.run(
+            [*programs[language], block], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert ran.returncode == 0, ran.stderr[-3000:]

@@ -1,0 +1,161 @@
+"""The library's face: its page, what it needs, many threads, and what it refuses."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_query import ids, pool_of
+
+import laserbatch.retrieval_pools.library as library
+from laserbatch.retrieval_pools.draft import draft
+from laserbatch.retrieval_pools.library import DraftBudget, OpenPool, PoolError, open_pool
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "pools-library.md"
+NEEDED = {"numpy", "numba", "llvmlite", "pyarrow", "pygtrie"}  # llvmlite is a part of numba
+BARE = f"""
+import re, sys
+
+class Bare:
+    def find_spec(self, name, path=None, target=None):
+        top = name.split(".")[0]
+        if top in sys.stdlib_module_names or top.startswith("_") or top in {NEEDED | {"laserbatch"}}:
+            if not re.match(r"laserbatch\\.(?!retrieval_pools)", name):
+                return None
+        raise ModuleNotFoundError("not in a bare environment: " + name, name=name)
+
+for name in [name for name in sys.modules if name.split(".")[0] in ("pydantic", "typing_extensions", "torch")]:
+    del sys.modules[name]
+sys.meta_path.insert(0, Bare())
+"""
+
+
+def run_bare(code: str, folder: Path) -> str:
+    """What Python prints that can import nothing but the standard library, the pools and what they need."""
+    ran = subprocess.run([sys.executable, "-c", BARE + code], cwd=folder, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_the_page_can_be_run_as_it_stands_with_nothing_else_installed(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    run_bare("\n".join(blocks), tmp_path)
+
+
+def test_the_page_has_every_name():
+    page = PAGE.read_text(encoding="utf-8")
+    methods = {f"OpenPool.{name}" for name in vars(OpenPool) if not name.startswith("_")}
+    headings = " ".join(re.findall(r"^## (.*)$", page, re.MULTILINE))
+    missing = {name for name in methods | set(library.__all__) if not re.search(rf"\b{name}\b", headings)}
+    assert missing <= {"OpenPool"}
+
+
+def test_every_module_is_imported_in_a_bare_environment(tmp_path):
+    names = [
+        ".".join(("laserbatch", *path.relative_to(ROOT).with_suffix("").parts))
+        for path in sorted((ROOT / "retrieval_pools").rglob("*.py"))
+        if path.name not in ("__init__.py", "lightgcn.py")
+    ]
+    run_bare(f"import importlib\nfor name in {names}: importlib.import_module(name)", tmp_path)
+
+
+def test_a_bare_environment_reads_pools_and_refuses_settings_as_pydantic_does(tmp_path):
+    rng = np.random.default_rng(0)
+    pool = pool_of(tmp_path / "p", [rng.integers(0, 20, 30).tolist() for _ in range(50)], groups=["a", "b"] * 25)
+    told = """
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.draft import draft
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.records import ValidationError
+from laserbatch.retrieval_pools.settings import DraftSettings
+from pathlib import Path
+import json, numpy as np
+pool = Pool.open("p", verify=True)
+print(json.dumps(pool.manifest.model_dump(mode="json")))
+print(draft(pool, np.array([1, 2], np.int32), 0)._rows.tolist())
+for wrong in ({"group_weight": 0}, {"min_support": "many"}, {"scope": "all"}, {"scoop": "side"}, {"index_depth": 8}):
+    try:
+        DraftSettings(**wrong)
+        print("taken:", wrong)
+    except ValidationError as error:
+        print(error.errors()[0]["loc"][0])
+manifest = Path("p/manifest.json")
+for change in ({"num_texts": "many"}, {"num_texts": -1}, {"settings": {"group_weight": 0}}, {"arrays": 3}):
+    manifest.write_text(json.dumps(pool.manifest.model_dump(mode="json") | change))
+    try:
+        Pool.open("p")
+        print("taken:", change)
+    except PoolError as error:
+        print(error)
+"""
+    bare = run_bare(told, tmp_path).splitlines()
+    assert json.loads(bare[0]) == pool.manifest.model_dump(mode="json")
+    assert json.loads(bare[1]) == draft(pool, ids([1, 2]), 0)._rows.tolist()
+    assert bare[2:7] == ["group_weight", "min_support", "scope", "scoop", "index_depth"]
+    for line, named in zip(bare[7:], ["num_texts", "num_texts", "settings.group_weight", "arrays"], strict=True):
+        assert f"is damaged: {named}: Input should be" in line
+
+
+def test_texts_of_an_engine_are_drafted_as_their_contexts_are(tmp_path):
+    rng = np.random.default_rng(0)
+    pool = pool_of(tmp_path / "p", [rng.integers(0, 9, 30).tolist() for _ in range(60)], groups=["a", "b"] * 30)
+    pools = OpenPool(pool)
+    prompt, output = [1, 2, 3], []
+    pools.start("x", prompt, [3, 4, 5], "a")
+    for _ in range(40):
+        (tree,) = pools.draft(["x"], DraftBudget(12, 0.01, "tree"))
+        expected = draft(
+            pool, ids(prompt + output), 3, ids([3, 4, 5]), "a", max_nodes=12, min_acceptance=0.01
+        )  # fmt: skip
+        assert tree._rows.tolist() == expected._rows.tolist()
+        step = rng.integers(0, 9, rng.integers(1, 5)).tolist()
+        pools.accept("x", step)
+        output += step
+    assert pools.finish("x").tolist() == output
+
+
+def test_many_threads_write_side_by_side(tmp_path):
+    rng = np.random.default_rng(0)
+    pool = pool_of(tmp_path / "p", [rng.integers(0, 9, 40).tolist() for _ in range(100)])
+
+    def write(pools, name):
+        pools.start(name, [name % 7, 1])
+        for _ in range(50):
+            (chain,) = pools.draft([name], DraftBudget(5))
+            pools.accept(name, [*chain.token_ids[:2], name % 9])
+        return pools.finish(name).tolist()
+
+    alone = {name: write(OpenPool(pool), name) for name in range(16)}
+    shared, found = OpenPool(pool), {}
+    threads = [threading.Thread(target=lambda name=name: found.update({name: write(shared, name)})) for name in alone]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == alone and len(shared) == 0
+
+
+def test_what_cannot_be_is_refused(tmp_path):
+    pools = OpenPool(None)
+    pools.start("a", [1, 2])
+    with pytest.raises(ValueError, match="'a' was started already"):
+        pools.start("a", [1])
+    with pytest.raises(ValueError, match="one row of integers"):
+        pools.start("b", [0.5])
+    with pytest.raises(ValueError, match="one row of integers"):
+        pools.accept("a", [[1]])
+    for call in (lambda: pools.draft(["b"]), lambda: pools.accept("b", [1]), lambda: pools.finish("b")):
+        with pytest.raises(KeyError):
+            call()
+    with pytest.raises(PoolError, match="without a router"):
+        pools.route({"user_id": "u"})
+    with pytest.raises(PoolError, match="no pools in"):
+        open_pool(tmp_path, "user")
+    for wrong in ({"max_tokens": 65}, {"min_acceptance": 1.5}, {"form": "bush"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            DraftBudget(**wrong)
