@@ -205,7 +205,7 @@ class _Pass:
                     apart=_written_tonight(night, side) if self.is_plain else None,
                     refresh=None if self.is_plain else self._refresh(side),
                     unasked=unasked,
-                    unusable=None if self.is_plain else self._unusable(side),
+                    unusable=None if self.is_plain else unusable_texts(night.previous, side, night.date),
                     keep=partial(self._kept.__setitem__, side),
                 )
 
@@ -227,10 +227,6 @@ class _Pass:
             clusters = ItemClusters.of_run(night.previous, night.tables.items)
         postponed = waiting.read_postponed(side)
         return Refresh(settings, night.date, budget, self.decoding.max_new_tokens, postponed, clusters)
-
-    def _unusable(self, side: Side) -> pa.Table | None:
-        is_exact = self.decoding.verifier == "greedy" or not self.decoding.drafters
-        return unusable_texts(self.night.previous, side, self.night.date, is_exact)
 
     def _previous(self, side: Side) -> PreviousKnowledge:
         previous = self.night.previous

@@ -14,19 +14,19 @@ import pyarrow.compute as pc
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
-DAYS_BETWEEN_TRIES = 7  # of who was verified by a relaxed rule: other drafts may make another text
+DAYS_BETWEEN_TRIES = 7  # by then other drafts, or a newer parser, may make another text of it, or keep it
 
 
-def unusable_texts(previous: RunFolder | None, side: Side, date: datetime.date, is_exact: bool) -> pa.Table | None:
+def unusable_texts(previous: RunFolder | None, side: Side, date: datetime.date) -> pa.Table | None:
     """Rows of a run's quarantine whose text is not asked for again on a date unless it is asked otherwise.
 
-    `is_exact` : a text is the model's own whatever is drafted. Else everybody has one night of a week to try again.
+    Everybody has one night of a week to try again, not all the same.
     """
     if previous is None:
         return None
     rows = previous.read_quarantine(side)
     rows = rows.filter(pc.and_(rows["text"].is_valid(), rows["fingerprint"].is_valid()))
-    if is_exact or not len(rows):
+    if not len(rows):
         return rows
     turns = [zlib.crc32(str(key).encode("utf-8", "backslashreplace")) for key in rows["entity_id"].to_pylist()]
     return rows.filter(pa.array((np.array(turns) + date.toordinal()) % DAYS_BETWEEN_TRIES != 0))

@@ -5,6 +5,7 @@ import datetime
 import numpy as np
 import pyarrow as pa
 
+from laserbatch.pipeline.planning import failures
 from laserbatch.pipeline.planning.failures import DAYS_BETWEEN_TRIES, failing_still, unusable_texts
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, quarantine_table
@@ -19,7 +20,8 @@ def quarantined(tmp_path, rows: list[QuarantineRow], kind: pa.DataType) -> RunFo
     return run
 
 
-def test_what_failed_without_a_text_is_always_tried_again(tmp_path):
+def test_what_failed_without_a_text_is_always_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(failures, "DAYS_BETWEEN_TRIES", 1 << 40)
     rows = [
         QuarantineRow.of(1, "user", "unparsable: no", "f1", "text"),
         QuarantineRow.of(2, "user", "abandoned: a worker died", "f2"),
@@ -27,22 +29,23 @@ def test_what_failed_without_a_text_is_always_tried_again(tmp_path):
         QuarantineRow.of(4, "user", "empty: nothing", "f4", ""),
     ]
     run = quarantined(tmp_path, rows, pa.int64())
-    assert unusable_texts(run, "user", DATE, is_exact=True)["entity_id"].to_pylist() == [1, 4]
-    assert unusable_texts(RunFolder(tmp_path / "other"), "user", DATE, is_exact=True).num_rows == 0
-    assert unusable_texts(None, "user", DATE, is_exact=True) is None
+    assert unusable_texts(run, "user", DATE)["entity_id"].to_pylist() == [1, 4]
+    assert unusable_texts(RunFolder(tmp_path / "other"), "user", DATE).num_rows == 0
+    assert unusable_texts(None, "user", DATE) is None
 
 
-def test_a_relaxed_text_is_tried_again_once_a_week_and_not_all_on_one_night(tmp_path):
+def test_a_text_is_tried_again_once_a_week_and_not_all_on_one_night(tmp_path):
     rows = [QuarantineRow.of(f"user \ud800 {n}", "user", "loops: it did", "f", "text") for n in range(70)]
     run = quarantined(tmp_path, rows, pa.string())
     days = [DATE + datetime.timedelta(days) for days in range(DAYS_BETWEEN_TRIES)]
-    left = [unusable_texts(run, "user", day, is_exact=False).num_rows for day in days]
+    left = [unusable_texts(run, "user", day).num_rows for day in days]
     assert sum(70 - n for n in left) == 70 and min(left) > 45
 
 
-def test_only_the_same_question_of_the_same_entity_is_not_asked(tmp_path):
+def test_only_the_same_question_of_the_same_entity_is_not_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(failures, "DAYS_BETWEEN_TRIES", 1 << 40)
     rows = [QuarantineRow.of(n, "user", "unparsable: no", f"f{n}", "text") for n in (5, 3)]
-    unusable = unusable_texts(quarantined(tmp_path, rows, pa.int64()), "user", DATE, is_exact=True)
+    unusable = unusable_texts(quarantined(tmp_path, rows, pa.int64()), "user", DATE)
     found = failing_still(unusable, pa.array([1, 3, 5, 7]), pa.array(["f3", "f3", "other", "f5"]))
     assert [None if row < 0 else unusable["entity_id"][row].as_py() for row in found.tolist()] == [None, 3, None, None]
     assert (failing_still(unusable, pa.array(["3"]), pa.array(["f3"])) == np.array([-1])).all()  # ids of another type
