@@ -88,7 +88,7 @@ class Scripted:
         return len(self.choices)
 
 
-def judge_scripted(verifier, rows: Scripted, wanted: np.ndarray, parents: np.ndarray, token_ids) -> RowVerdicts:
+def judge_scripted(verifier, rows: Scripted, wanted: np.ndarray, parents, token_ids, sources) -> RowVerdicts:
     """`judge_rows` of what is written anyway, verified greedily."""
     choices = rows.choices[wanted]
     return RowVerdicts(choices, np.ones(len(wanted), bool), token_ids == choices[parents], np.zeros(len(parents)))
