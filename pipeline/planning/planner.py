@@ -167,14 +167,8 @@ def plan_side(
     elif unasked is not None:
         left_out = pc.is_in(ids, value_set=unasked["entity_id"].combine_chunks()).to_numpy()
     found = _compared(questions, previous, before, left_out, force, on_entities)
+    found, quarantined = _without_failing(found, side, ids, None if force else unusable)
     rows, known_by, waiting, postponed, num_tokens = found.changed, found.fingerprints, before[:0], unasked, 0
-    quarantined = [QuarantineRow.of(one, side, NO_TITLE) for one in ids.take(pa.array(found.refused)).to_pylist()]
-    if not force:
-        failing = failing_still(unusable, ids.take(pa.array(rows)).combine_chunks(), known_by)
-        if (is_failing := failing >= 0).any():
-            quarantined += [QuarantineRow(**row) for row in unusable.take(pa.array(failing[is_failing])).to_pylist()]
-            rows, known_by = rows[~is_failing], known_by.filter(pa.array(~is_failing))
-            found = replace(found, changed=rows, fingerprints=known_by)
     if refresh is not None and not force:
         chosen = _chosen(refresh, tables, side, questions, previous, before, found)
         postponed = pa.concat_tables([part for part in (unasked, chosen.postponed) if part is not None])
@@ -238,6 +232,20 @@ def _compared(
         on_entities(stop - start)
     known_by = pa.chunked_array(fingerprints, pa.string()).combine_chunks()
     return _Compared(_concatenated(changed), known_by, _concatenated(carried), _concatenated(refused))
+
+
+def _without_failing(
+    found: _Compared, side: Side, ids: pa.ChunkedArray, unusable: pa.Table | None
+) -> tuple[_Compared, list[QuarantineRow]]:
+    """Who is left to be asked; and the rows of quarantine of the others: nothing to ask about, or asked in vain."""
+    quarantined = [QuarantineRow.of(one, side, NO_TITLE) for one in ids.take(pa.array(found.refused)).to_pylist()]
+    failing = failing_still(unusable, ids.take(pa.array(found.changed)).combine_chunks(), found.fingerprints)
+    is_failing = failing >= 0
+    if is_failing.any():
+        quarantined += [QuarantineRow(**row) for row in unusable.take(pa.array(failing[is_failing])).to_pylist()]
+        left = found.fingerprints.filter(pa.array(~is_failing))
+        found = replace(found, changed=found.changed[~is_failing], fingerprints=left)
+    return found, quarantined
 
 
 def _chosen(
