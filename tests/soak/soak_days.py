@@ -535,8 +535,12 @@ def late(year, rng, day):
 
 
 def held(year, rng, day):
-    """A limit that nobody fits: a gate holds the night back. Either it is let through, or the limit is mended."""
+    """A limit that nobody fits: a gate holds the night back. Either it is let through, or the limit is mended.
+
+    Everybody is asked: of those whom a budget leaves over nothing fails.
+    """
     before = set((year.workspace / "runs").iterdir())
+    budgets = {name: year.settings["refresh"].pop(name, None) for name in ("max_tokens", "max_hours")}
     year.settings["knowledge"]["max_prompt_tokens"] = NOBODY_FITS
     year.held(str(day), before)
     if rng.random() < 0.5:
@@ -544,4 +548,5 @@ def held(year, rng, day):
         year.night(str(day))
         year.settings["gates"]["max_failed_share"] = 0.5
     year.settings["knowledge"]["max_prompt_tokens"] = 200
+    year.settings["refresh"] |= {name: limit for name, limit in budgets.items() if limit is not None}
     year.night(str(day))
