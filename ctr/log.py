@@ -61,7 +61,7 @@ def read_log(tables: EntityTables, label: str) -> Log:
             "== 'purchase'`), or set it to `all`: every interaction is a positive then, and negatives are sampled"
         )
     source = source if isinstance(source, ds.Dataset) else ds.dataset(source)
-    num_rows, num_read, num_unknown = source.count_rows(), 0, 0
+    num_rows, num_read, num_unlabelled, num_left = source.count_rows(), 0, 0, 0
     users, items = np.empty(num_rows, np.int32), np.empty(num_rows, np.int32)
     times_us, labels = np.empty(num_rows, np.int64), np.ones(num_rows, np.float32)
     known = {side: getattr(tables, f"{side}s")[f"{side}_id"].combine_chunks() for side in SIDES}
@@ -69,19 +69,23 @@ def read_log(tables: EntityTables, label: str) -> Log:
     for batch in source.to_batches(columns=list(columns), batch_size=BATCH_ROWS, batch_readahead=1):
         if rule.column is not None:
             is_positive = rule.labels(batch[rule.column])
-            num_unknown += is_positive.null_count
+            num_unlabelled += is_positive.null_count
             batch = batch.filter(pc.is_valid(is_positive))
             is_positive = is_positive.drop_null()
-        place = slice(num_read, num_read := num_read + len(batch))
+        of_user, of_item = (_rows_of(batch[f"{side}_id"], known[side], side, "interactions") for side in SIDES)
+        is_known = (of_user >= 0) & (of_item >= 0)
+        num_left += len(batch) - (num_known := int(is_known.sum()))
+        place = slice(num_read, num_read := num_read + num_known)
         if rule.column is not None:
-            labels[place] = is_positive.to_numpy(zero_copy_only=False)
-        users[place] = numbers_of(batch["user_id"], known["user"], "user", "interactions")
-        items[place] = numbers_of(batch["item_id"], known["item"], "item", "interactions")
-        times_us[place] = to_us(batch["timestamp"])
-    if num_unknown:
+            labels[place] = is_positive.to_numpy(zero_copy_only=False)[is_known]
+        users[place], items[place] = of_user[is_known], of_item[is_known]
+        times_us[place] = to_us(batch["timestamp"])[is_known]
+    if num_left:
+        logger.warning("%d of %d interactions are of users or items that left the tables: left out", num_left, num_rows)
+    if num_unlabelled:
         logger.warning(
             "%d of %d interactions have no %s and are left out (`%s is not null` as ctr.label makes them negatives)",
-            num_unknown, num_rows, rule.column, rule.column,
+            num_unlabelled, num_rows, rule.column, rule.column,
         )  # fmt: skip
     users, items, times_us, labels = (column[:num_read] for column in (users, items, times_us, labels))
     order = np.lexsort((labels, items, users, times_us))
@@ -99,19 +103,24 @@ def to_us(times: pa.Array) -> np.ndarray:
 
 def numbers_of(ids: pa.Array, known: pa.Array, side: str, table: str) -> np.ndarray:
     """Rows of the entity table, int32 (n,). Raises CtrError on an unknown id, or ids of another type."""
+    rows = _rows_of(ids, known, side, table)
+    if (is_unknown := rows < 0).any():
+        raise CtrError(
+            f"{is_unknown.sum()} rows of {table} are of unknown {side}s (the first: "
+            f"{ids[int(np.argmax(is_unknown))].as_py()!r}); check the tables"
+        )
+    return rows
+
+
+def _rows_of(ids: pa.Array, known: pa.Array, side: str, table: str) -> np.ndarray:
+    """Rows of the entity table, int32 (n,), -1 where there is none. Raises CtrError on ids of another type."""
     if (pa.types.is_integer(ids.type) and pa.types.is_integer(known.type)) or pa.types.is_large_string(ids.type):
         ids = ids.cast(known.type)
     elif pa.types.is_dictionary(ids.type):
         ids = ids.dictionary_decode().cast(known.type)
     if ids.type != known.type:
         raise CtrError(f"{table} have {side} ids of type {ids.type}, the table of {side}s {known.type}")
-    positions = pc.index_in(ids, known)
-    if positions.null_count:
-        unknown = ids.filter(pc.is_null(positions))[0].as_py()
-        raise CtrError(
-            f"{positions.null_count} rows of {table} are of unknown {side}s (the first: {unknown!r}); check the tables"
-        )
-    return np.array(positions)
+    return pc.fill_null(pc.index_in(ids, known), -1).to_numpy()
 
 
 def with_negatives(log: Log, num_items: int, end_us: int, settings: CtrSettings) -> Log:

@@ -90,8 +90,7 @@ def _ids_before(date: datetime.date, reading: Future[Tables]) -> IdsBefore | Non
     """The ids of the interactions that are read; None where they cannot be."""
     if reading.exception() is not None:
         return None
-    columns = {name: reading.result().interactions[name] for name in sc.ID_COLUMNS.values()}
-    return IdsBefore(end_of(date), {name: ids.combine_chunks().dictionary for name, ids in columns.items()})
+    return IdsBefore(end_of(date), reading.result().logged_ids)
 
 
 def check_inputs(

@@ -31,6 +31,7 @@ from laserbatch.pipeline.tables.schema import (
 
 BATCH_ROWS = 256 * 1024
 NUM_FINDINGS_IN_ERROR = 3
+MAX_UNKNOWN_SHARE = 0.5  # of the interactions: who left the tables may stay in the log, but not as most of it
 
 
 def check_tables(
@@ -143,7 +144,9 @@ def _check_interactions(
         column for table, column in ID_COLUMNS.items()
         if before and known_ids[table] is not None and before.are_known(column, known_ids[table])
     }  # fmt: skip
+    num_rows = 0
     for part in _open_parts(path, "interactions", findings):
+        num_rows += 0 if part.file is None else part.file.metadata.num_rows
         comparable: dict[str, str] = {}  # column of interactions -> its entity table
         for table, column in ID_COLUMNS.items():
             known = known_ids[table]
@@ -170,14 +173,17 @@ def _check_interactions(
                     later = pc.is_in(values.filter(is_later), value_set=known_ids[table])
                     is_known = pc.replace_with_mask(pc.invert(is_later), is_later, later)
                 unknown = pc.and_(pc.is_valid(values), pc.invert(is_known))
-                found, advice = f"{table} has no such {column}:", f"add it to {table}, or drop the row"
-                finding = Finding("unknown-entity", "interactions", found, f"ids of {table}", advice, column, part.name)
+                found = f"{table} has no such {column}:"
+                advice = f"runs leave up to half of the rows out; add it to {table}, or drop the row"
+                finding = Finding("unknown-entity", "interactions", found, f"ids of {table}", advice, column, part.name,
+                                  is_warning=True)  # fmt: skip
                 findings.add_rows(finding, np.flatnonzero(unknown), first_row, values)
             is_rated = "rating" in part.schema.names
             if "rating" in part.usable:
                 of_batch = pc.min_max(batch["rating"].cast(pa.float64())).as_py()
                 if of_batch["min"] is not None:
                     lowest, highest = min(lowest, of_batch["min"]), max(highest, of_batch["max"])
+    findings.stop_where("unknown-entity", MAX_UNKNOWN_SHARE * num_rows)
     if positive_rating is not None:
         _check_classes(lowest, highest, is_rated, positive_rating, findings)
 

@@ -7,7 +7,7 @@ Only the columns and rows that are kept are read: the cut by date is applied whi
 import datetime
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +27,7 @@ from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, unreadable
 from laserbatch.pipeline.tables.schema import (
     CREATED_AT,
+    ID_COLUMNS,
     TABLE_NAMES,
     TIMESTAMP_TYPE,
     table_files,
@@ -42,6 +43,7 @@ class Tables:
     users: pa.Table  # in file order; items too
     items: pa.Table
     interactions: pa.Table  # sorted by time, user, item; ids are dictionaries, whose values ascend
+    logged_ids: dict[str, pa.Array] = field(default_factory=dict)  # by column, also of those who left the tables
 
     def entities(self, side: Side) -> pa.Table:
         """The users or the items."""
@@ -62,18 +64,21 @@ class Tables:
 def read_tables(path: Path | str | None, as_of: datetime.date | None = None) -> Tables:
     """Read the tables of a folder, as known at the end of a day (UTC).
 
-    Kept are interactions before its end, and entities created before it or with no `created_at`; without a day all.
+    Kept are entities created before its end or with no `created_at`, and interactions before it between such; without a
+    day all.
     Raises TableError where a table or column is missing, has a wrong type, or its file cannot be read.
     """
     path, cutoff = tables_folder(path), None if as_of is None else end_of(as_of)
     users, items = (_read_table(path, table, cutoff) for table in ("users", "items"))
-    tables = Tables(users, items, _by_time(_read_table(path, "interactions", cutoff)))
+    interactions = _by_time(_read_table(path, "interactions", cutoff))
+    logged_ids = {name: interactions[name].combine_chunks().dictionary for name in ID_COLUMNS.values()}
+    tables = Tables(users, items, interactions, logged_ids)
     if cutoff is None:
         return tables
-    # An interaction that precedes its entity's own created_at would point to nothing.
+    # Who left the tables may stay in the log, and an interaction may precede its entity's own created_at.
     for side in SIDES:
-        entities, kind = tables.entities(side), tables.interactions.schema.field(f"{side}_id").type.value_type
-        if kind == entities[f"{side}_id"].type and CREATED_AT in entities.column_names:
+        kind = tables.interactions.schema.field(f"{side}_id").type.value_type
+        if kind == tables.entities(side)[f"{side}_id"].type:  # else they cannot be compared, as checks say
             is_known = tables.rows_of_interactions[side] >= 0
             if not is_known.all():
                 tables = replace(tables, interactions=tables.interactions.filter(pa.array(is_known)))

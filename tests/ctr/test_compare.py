@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from ctr_world import AS_OF, make_features, make_world
 
@@ -14,6 +15,7 @@ from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import read_feature_set
 from laserbatch.ctr.gbdt import GbdtColumns, fit_gbdt
+from laserbatch.ctr.log import read_log
 from laserbatch.ctr.settings import CtrSettings
 
 
@@ -76,10 +78,17 @@ def test_the_tree_baseline_is_stopped_by_validation_alone(world):
     assert texts[0] == texts[1]
 
 
-def test_unknown_entities_and_other_id_types_are_named(world):
+def test_what_is_of_entities_that_left_the_tables_is_left_out(world, caplog):
+    is_left = pc.equal(world.interactions["item_id"], "i0")
     fewer = dataclasses.replace(world, items=world.items.slice(1))
-    with pytest.raises(CtrError, match=r"unknown items \(the first: 'i0'\)"):
-        train_ctr(fewer, {"none": None}, AS_OF)
+    log = read_log(fewer, CtrSettings().label)
+    assert f"{pc.sum(is_left).as_py()} of {len(is_left)} interactions" in caplog.text
+    without = dataclasses.replace(fewer, interactions=world.interactions.filter(pc.invert(is_left)))
+    for found, expected in zip(vars(log).values(), vars(read_log(without, CtrSettings().label)).values(), strict=True):
+        assert np.array_equal(found, expected)
+
+
+def test_other_id_types_are_named(world):
     other = make_features(small_world(string_ids=False))
     with pytest.raises(CtrError, match="ids of type int64, the table of users string"):
         train_ctr(world, {"relaxed": other}, AS_OF)

@@ -108,7 +108,10 @@ def deleted(year, rng, day):
     if len(year.world.rows[side]) <= FEW:
         return False
     key = _somebody(year, rng, side)
-    year.gone.append((side, key, *year.world.remove(side, key)))
+    if len(year.world.left_behind()) < len(year.world.events) / 4 and rng.random() < 0.5:
+        year.gone.append((side, key, year.world.rows[side].pop(key), []))  # the log keeps what was done
+    else:
+        year.gone.append((side, key, *year.world.remove(side, key)))
 
 
 def returned(year, rng, day):
@@ -419,17 +422,16 @@ def id_twice(year, rng):
     return "items.item_id", "the id is there already", repr(table["item_id"][0].as_py())
 
 
-def user_late(year, rng):
-    table = pq.read_table(_table(year, "users"))
-    lost = pq.read_table(_table(year, "interactions"))["user_id"][0]
+def users_of_others(year, rng):
     for path in (year.folder / "tables").glob("users*"):
         for file in [path] if path.is_file() else sorted(path.glob("*.parquet")):
             table = pq.read_table(file)
-            pq.write_table(table.filter(pa.compute.not_equal(table["user_id"], lost)), file)
-    return "interactions.user_id", "users has no such user_id", repr(lost.as_py())
+            others = pa.array([type(key)(1_000_000 + int(key)) for key in table["user_id"].to_pylist()])
+            pq.write_table(table.set_column(0, "user_id", others), file)
+    return "interactions.user_id", "users has no such user_id"
 
 
-FAULTS = [table_missing, table_cut, table_empty, id_twice, user_late]
+FAULTS = [table_missing, table_cut, table_empty, id_twice, users_of_others]
 
 
 # ---- a day

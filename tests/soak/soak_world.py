@@ -56,6 +56,11 @@ class World:
         users = self.known("user", date)
         return sum(event.item == key and event.day <= date and event.user in users for event in self.events)
 
+    def left_behind(self) -> list[Event]:
+        """What was done by or with those who are in no table any more."""
+        rows = self.rows
+        return [event for event in self.events if event.user not in rows["user"] or event.item not in rows["item"]]
+
     def remove(self, side: str, key: object) -> tuple[dict, list[Event]]:
         """Take somebody out with all that they did; gives what `restore` wants."""
         gone = [event for event in self.events if getattr(event, side) == key]

@@ -1,5 +1,6 @@
 """The check finds every fault, names its place, and finds nothing in sound tables."""
 
+import datetime
 import json
 import math
 import time
@@ -47,8 +48,8 @@ FAULTS = [  # (kind, table, column, row, value) of the one finding that the chan
     ("null-title", "items", "title", 1, None, {"items": replaced("items", title=["a", None])}),
     ("null-title", "items", "title", 0, "", {"items": replaced("items", title=["", "b"])}),
     ("null-in-list", "items", "category", 1, ["a", None], {"items": replaced("items", category=[None, ["a", None]])}),
-    ("unknown-entity", "interactions", "user_id", 1, "u9", interactions(user_id=["u2", "u9", "u1"])),
-    ("unknown-entity", "interactions", "item_id", 0, -2, interactions(item_id=[-2, 2, 1])),
+    ("unknown-entity", "interactions", "user_id", 1, "u9", interactions(user_id=["u2", "u9", "u8"])),
+    ("unknown-entity", "interactions", "item_id", 0, -2, interactions(item_id=[-2, 2, -1])),
     ("types-differ", "interactions", "item_id", None, None, interactions(item_id=["2", "2", "1"])),
     ("bad-timestamp", "interactions", "timestamp", 1, None, interactions(timestamp=[DAY_1_S, None, DAY_1_S])),
     ("bad-timestamp", "interactions", "timestamp", 2, DAY_1_MS, interactions(timestamp=[DAY_1_S, DAY_1_S, DAY_1_MS])),
@@ -70,8 +71,16 @@ def test_each_fault_is_found_where_it_is(tmp_path, fault):
     for part in (table, column, None if row is None else f"row {row}", repr(value) if row is not None else None):
         assert part is None or part in sentence
     json.dumps(findings[0].as_json(), allow_nan=False)
-    with pytest.raises(TableError, match=r"^1 fault in the tables"):
+    with pytest.raises(TableError, match=r"^[12] faults? in the tables"):
         require_sound(findings, path)
+
+
+def test_who_left_the_tables_may_stay_in_the_log(tmp_path):
+    path = write_world(tmp_path, **interactions(user_id=["u2", "u9", "u1"]))
+    (finding,) = check_tables(path)
+    assert finding.is_warning and finding.kind == "unknown-entity" and (finding.row, finding.value) == (1, "u9")
+    require_sound([finding], path)
+    assert set(read_tables(path, as_of=datetime.date(2030, 1, 1)).interactions["user_id"].to_pylist()) == {"u1", "u2"}
 
 
 def test_of_events_some_have_a_rating(tmp_path):
@@ -191,9 +200,7 @@ some_ids = st.one_of(
 
 def ids_before(path) -> IdsBefore:
     """What who reads the first day's interactions tells the check of them."""
-    interactions = read_tables(path, DAY_1.date()).interactions
-    ids = {name: interactions[name].combine_chunks().dictionary for name in ("user_id", "item_id")}
-    return IdsBefore(end_of(DAY_1.date()), ids)
+    return IdsBefore(end_of(DAY_1.date()), read_tables(path, DAY_1.date()).logged_ids)
 
 
 @given(user_ids=some_ids, rows=st.lists(st.integers(0, 9), min_size=1, max_size=8), stray=st.booleans())
