@@ -127,7 +127,8 @@ class Oracle:
                 events.append([item["title"].strip(), rating, [pair for pair in of_item if pair[0] != "title"]])
         decoding = {name: settings["decoding"].get(name) for name in ("model", "verifier", "max_new_tokens")}
         limit = settings["knowledge"]["max_prompt_tokens"]
-        return json.dumps([side, template, limit, decoding, shown, events], sort_keys=True)
+        is_rated = side == "user" and world.rating_type is not None  # a template's lines go by it
+        return json.dumps([side, template, is_rated, limit, decoding, shown, events], sort_keys=True)
 
     def pools_to_use(self, date: str, min_support: int) -> str | None:
         """The date of the pools that a run may draft from: the current ones, or the newest that are not later."""
