@@ -361,6 +361,7 @@ def forgotten(year, rng):
     kind = type(_somebody(year, rng, "user"))
     users = [key for key in sorted(gone, key=str) if type(key) is kind][:2]
     year.gone = [entry for entry in year.gone if entry[1] not in users]
+    year.world.events = [event for event in year.world.events if event.user not in users]  # that the log had kept
     if users:
         year.forget(users, rng.choice((None, rng.randint(1, 40))))
 
