@@ -158,10 +158,9 @@ def test_nights_on_vllm_write_the_texts_of_our_engine(tmp_path):
         config = tmp_path / f"{name}.json"
         config.write_text(json.dumps(settings))
         for date in ("2025-03-01", "2025-03-05"):
-            ran = subprocess.run(
-                [sys.executable, "-m", "laserbatch.jobs.cli", "nightly", "--config", str(config), "--date", date, "--json"],
-                env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}, capture_output=True, text=True, check=False,
-            )  # fmt: skip
+            command = [Path(sys.executable).with_name("laserbatch"), "nightly", "--config", config, "--date", date]
+            environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+            ran = subprocess.run([*command, "--json"], env=environment, capture_output=True, text=True, check=False)
             assert ran.returncode == 0, ran.stderr[-3000:]
             told = json.loads(ran.stdout)
             rows = [
