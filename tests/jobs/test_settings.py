@@ -1,5 +1,7 @@
 """Configuration: what is refused, and how it is said."""
 
+import re
+
 import pytest
 import yaml
 from default_yaml import DEFAULT_YAML, default_yaml
@@ -107,3 +109,9 @@ def test_engine_vllm_alone_is_greedy_and_takes_as_many_gpus_as_it_spreads_over()
     decoding = Settings.model_validate({"decoding": {"engine": "vllm", "vllm": {"tensor_parallel_size": 2}}}).decoding
     assert decoding.verifier == "greedy" and decoding.gpus_a_worker == 2
     assert decoding.provenance() == Settings.model_validate({"decoding": {"verifier": "greedy"}}).decoding.provenance()
+
+
+def test_the_page_of_vllm_shows_options_that_there_are():
+    page = (PACKAGE_ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```yaml\n(.*?)```", page, re.MULTILINE | re.DOTALL)
+    assert Settings.model_validate(yaml.safe_load(block)).decoding.gpus_a_worker == 2

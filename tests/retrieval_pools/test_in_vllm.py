@@ -129,7 +129,7 @@ def test_the_page_can_be_followed_as_it_stands(world, tmp_path):
     (tmp_path / "workspace" / "pools").symlink_to(folder / "pools")
     environment = os.environ | ON_A_CPU | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     programs = {"python": [sys.executable, "-c"], "sh": ["bash", "-ec"]}
-    blocks = re.findall(r"^```(\w+) ?(\S*)\n(.*?)```", page, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```(json|python|sh) ?(\S*)\n(.*?)```", page, re.MULTILINE | re.DOTALL)
     assert [language for language, _, _ in blocks] == ["json", "python", "sh", "python"]
     for language, name, block in blocks:
         block = block.replace("MODEL", str(model))
