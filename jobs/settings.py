@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import typer
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.pipeline.decoding.settings import DecodingSettings
@@ -161,6 +161,12 @@ class Settings(Strict):
     cluster: ClusterSettings = ClusterSettings()
     metrics: MetricsSettings = MetricsSettings()
     _folder: Path | None = None  # of the configuration file
+
+    @model_validator(mode="after")
+    def _has_plain_texts_to_compare(self) -> "Settings":
+        if self.decoding.engine == "vllm" and self.night.compare_with_plain:
+            raise ValueError("night.compare_with_plain with decoding.engine vllm: its texts are plain ones, say false")
+        return self
 
     @field_validator("deliver_to")
     @classmethod

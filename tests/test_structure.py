@@ -96,7 +96,7 @@ def test_pools_import_little_and_integrations_are_imported_by_their_engines_alon
     needed = {"numpy", "numba", "llvmlite", "pyarrow", "pygtrie", "laserbatch", *PACKAGES, *sys.stdlib_module_names}
     for name, path in FILES.items():
         integrations = {module for module in imported_modules(path) if "integrations" in module.split(".")}
-        assert not integrations or "integrations" in name.parts, name
+        assert not integrations or "integrations" in name.parts or name.parts[1] == "engines", name
         if name.parts[0] == "retrieval_pools" and name.name not in ("lightgcn.py", "records.py"):
             assert tops_at_import(path) <= needed, name
 

@@ -20,10 +20,10 @@ from laserbatch.jobs.console import print_table, progress, say, stdout, summary
 from laserbatch.jobs.formatting import counted, decimal, percent
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.settings import JSON, WORKSPACE, Settings, load_settings
-from laserbatch.jobs.stages.budgets import kept_step_cost, side_budget
+from laserbatch.jobs.stages.budgets import kept_step_cost
 from laserbatch.jobs.stages.night import Night, open_run
 from laserbatch.jobs.stages.pool_texts import RunTexts, draft_options, planned_rows, read_run_texts
-from laserbatch.pipeline.budget.choice import known_batch_size
+from laserbatch.pipeline.budget.choice import known_batch_size, side_budget
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.planning.planner import side_routes

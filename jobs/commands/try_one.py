@@ -14,11 +14,11 @@ from rich.text import Text
 from laserbatch.jobs.console import say, stdout, summary, visible
 from laserbatch.jobs.formatting import ROUTE_LABELS, SOURCE_LABELS, counted, decimal, percent, rate, ratio
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings
-from laserbatch.jobs.stages.budgets import budget_step_cost, side_budget
 from laserbatch.jobs.stages.generate import plan_one
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model, require_plain_words, require_template_columns
 from laserbatch.jobs.stages.night import Night, new_night, parse_date
 from laserbatch.jobs.stages.spans import text_spans
+from laserbatch.pipeline.budget.choice import budget_step_cost, side_budget
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.errors import TableError
@@ -126,7 +126,7 @@ def write_one(night: Night, side: Side) -> TriedEntity:
         worker = ShardWorker(replace(spec, num_threads=usable_cores()))
 
         def measure() -> StepCost:
-            return worker.kept_step_cost() or worker.measured_step_cost(keeps=False)
+            return worker.engine.kept_step_cost() or worker.engine.measured_step_cost(keeps=False)
 
         pool = None if version is None else night.pools.open(version, side)
         budget = side_budget(decoding, pool, budget_step_cost(decoding, measure), float(row.previous_ids is not None))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.stages.night import Night
-from laserbatch.pipeline.budget.choice import ChosenBudget, choose_budget, given_budget
+from laserbatch.pipeline.budget.choice import ChosenBudget, budget_step_cost, side_budget
 from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.planning.plan import Shard, read_shard
@@ -14,7 +14,6 @@ from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.manifest import BudgetFigures
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
-from laserbatch.retrieval_pools.index.pool import Pool
 
 NUM_SAMPLED_SHARDS = 8  # read to see how many entities have a previous text
 
@@ -63,37 +62,11 @@ def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], S
     return {side: budget_of(figures) for side, figures in night.manifest.budgets.items()}
 
 
-def budget_step_cost(decoding: DecodingSettings, measure: Callable[[], StepCost]) -> StepCost | None:
-    """The configured cost of steps, or the measured one; None where the configuration leaves nothing to choose."""
-    is_given = decoding.max_draft_tokens is not None and decoding.min_acceptance is not None
-    if is_given or not decoding.drafters or decoding.max_draft_tokens == 0:
-        return None
-    return measure() if decoding.step_cost is None else read_step_cost(Path(decoding.step_cost))
-
-
 def kept_step_cost(workspace: Workspace, decoding: DecodingSettings, path: Path | None = None) -> StepCost | None:
     """The cost of a file, or the configured one, or the newest that a night of a workspace measured; None without."""
     measured = sorted(workspace.step_costs_folder.glob("*.json"), key=lambda kept: kept.stat().st_mtime)
     path = path or decoding.step_cost or (measured[-1] if measured else None)
     return None if path is None else read_step_cost(Path(path))
-
-
-def side_budget(
-    decoding: DecodingSettings, pool: Pool | None, step_cost: StepCost | None, share_changed: float
-) -> ChosenBudget:
-    """The budget of one side; `step_cost` is None where the configuration leaves nothing to choose."""
-    if step_cost is None:
-        return given_budget(Budget.of(decoding), pool, decoding.drafters, share_changed)
-    return choose_budget(
-        step_cost,
-        decoding.batch_size,
-        pool,
-        decoding.drafters,
-        share_changed=share_changed,
-        is_relaxed=decoding.verifier != "greedy",
-        max_draft_tokens=decoding.max_draft_tokens,
-        min_acceptance=decoding.min_acceptance,
-    )
 
 
 def budget_of(figures: BudgetFigures) -> Budget:

@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
 def _require_files(settings: Settings) -> None:
     """What a night needs beside tables and would miss hours later: model, encoder, a cost of steps; plain words."""
     require_whole_files(settings.model_dir)
+    if settings.decoding.engine == "vllm" and find_spec("vllm") is None:
+        raise ConfigError("decoding.engine is vllm, which is not installed here; docs/vllm.md says how it is")
     require_plain_words(settings)
     encoder = settings.encoding.encoder
     if encoder is not None and not Path(encoder, "model.safetensors").is_file():

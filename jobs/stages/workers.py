@@ -51,8 +51,9 @@ class NightWorkers:
 
     def _start(self, spec: WorkerSpec) -> None:
         try:
-            preloads = not is_quantised(spec.model_dir)
-            layout = self._cluster.enter_context(ray_cluster(self._settings, preloads, self._workspace))
+            preloads = spec.decoding.engine == "laserbatch" and not is_quantised(spec.model_dir)
+            cluster = ray_cluster(self._settings, preloads, self._workspace, spec.decoding.gpus_a_worker)
+            layout = self._cluster.enter_context(cluster)
             crew = Crew(spec, layout, self._settings.max_shard_attempts)
             self._cluster.callback(crew.dismiss)
             if spec.decoding.drafters:

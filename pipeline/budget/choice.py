@@ -5,13 +5,14 @@ for the most tokens a second, from what a step costs here and what replays of th
 and prompts are not counted: with fewer texts side by side drafts gain more, and prompts take the same time either way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
-from laserbatch.pipeline.budget.step_cost import StepCost
-from laserbatch.pipeline.decoding.settings import Budget
+from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
+from laserbatch.pipeline.decoding.settings import IN_VLLM, Budget, DecodingSettings
 from laserbatch.pipeline.storage.manifest import BudgetForecast
 from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS, BudgetCell
 
@@ -86,6 +87,33 @@ def choose_budget(
     given = {"max_draft_tokens": max_draft_tokens, "min_acceptance": min_acceptance}
     budget = replace(chosen.budget, **{name: value for name, value in given.items() if value is not None})
     return replace(chosen, budget=budget)
+
+
+def budget_step_cost(decoding: DecodingSettings, measure: Callable[[], StepCost]) -> StepCost | None:
+    """The configured cost of steps, or the measured one; None where the configuration leaves nothing to choose."""
+    is_given = decoding.max_draft_tokens is not None and decoding.min_acceptance is not None
+    if decoding.engine == "vllm" or is_given or not decoding.drafters or decoding.max_draft_tokens == 0:
+        return None
+    return measure() if decoding.step_cost is None else read_step_cost(Path(decoding.step_cost))
+
+
+def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, share_changed: float) -> ChosenBudget:
+    """The budget of one side; `pool` or None; `step_cost` None: the configuration leaves nothing to choose."""
+    if decoding.engine == "vllm":
+        drafts = pool is not None and decoding.drafters and decoding.max_draft_tokens != 0
+        return ChosenBudget(IN_VLLM if drafts else PLAIN, BudgetForecast("vLLM's proposer chooses at every step"))
+    if step_cost is None:
+        return given_budget(Budget.of(decoding), pool, decoding.drafters, share_changed)
+    return choose_budget(
+        step_cost,
+        decoding.batch_size,
+        pool,
+        decoding.drafters,
+        share_changed=share_changed,
+        is_relaxed=decoding.verifier != "greedy",
+        max_draft_tokens=decoding.max_draft_tokens,
+        min_acceptance=decoding.min_acceptance,
+    )
 
 
 def given_budget(

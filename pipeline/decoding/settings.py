@@ -3,18 +3,30 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from laserbatch.pipeline.validation import Strict
 
+# Arguments of vllm.LLM that options decide, or that would run or load what nobody has looked at.
+OURS_IN_VLLM = {
+    "model", "tokenizer", "dtype", "max_num_seqs", "speculative_config", "generation_config", "load_format", "seed",
+    "trust_remote_code", "disable_log_stats", "hf_overrides", "worker_cls", "model_impl",
+}  # fmt: skip
 DraftSource = Literal["previous", "prompt", "output", "pool"]
 
 
 class DecodingSettings(Strict):
     """How texts are drafted, verified and written."""
 
+    engine: Literal["laserbatch", "vllm"] = Field(
+        "laserbatch",
+        description="What computes texts. vllm: vLLM, where it is installed, with our pools and greedy verification.",
+    )
+    vllm: dict[str, Any] = Field(
+        {}, description="Of engine vllm: more arguments of vllm.LLM, such as {tensor_parallel_size: 2}."
+    )
     model: str = Field(
         "sample", description="Folder with safetensors weights, configuration and tokenizer; 'sample': the bundled one."
     )
@@ -72,6 +84,48 @@ class DecodingSettings(Strict):
         None, ge=1, description="Bound of the KV cache; null: half of the free memory on a CPU, most of it on CUDA."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _greedy_in_vllm(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("engine") == "vllm":
+            given = {"verifier": "greedy"} | given
+        return given
+
+    @model_validator(mode="after")
+    def _fits_vllm(self) -> "DecodingSettings":
+        if self.engine != "vllm":
+            if self.vllm:
+                raise ValueError("vllm has arguments for an engine that is not used: say `engine: vllm`, or {}")
+            return self
+        taken = sorted(self.vllm.keys() & OURS_IN_VLLM)
+        for problem, advice in (
+            (
+                self.verifier != "greedy" and f"verifier {self.verifier}",
+                "say `verifier: greedy`, vLLM has no other",
+            ),
+            (self.temperature and f"temperature {self.temperature:g}", "texts of vLLM are not sampled: say 0"),
+            (self.adapter and f"adapter {self.adapter}", "merge it into the model first"),
+            (taken and f"vllm.{', vllm.'.join(taken)}", "options of this section say it"),
+        ):
+            if problem:
+                raise ValueError(f"{problem} with engine vllm: {advice}")
+        return self
+
+    def provenance(self) -> dict[str, Any]:
+        """What decides a text: part of its fingerprint and of its record.
+
+        Engine, batch size, threads and the draft budget are left out: they change how fast a text comes, not which may.
+        """
+        names = {"verifier", "top_k", "min_probability", "max_new_tokens", "dtype"}
+        if self.temperature:  # of texts that are not sampled fingerprints stay as they were
+            names |= {"temperature"}
+        return self.model_dump(mode="json", include=names)
+
+    @property
+    def gpus_a_worker(self) -> int:
+        """That an engine's model is spread over."""
+        return int(self.vllm.get("tensor_parallel_size", 1)) * int(self.vllm.get("pipeline_parallel_size", 1))
+
     @model_validator(mode="after")
     def _samples_exactly(self) -> "DecodingSettings":
         if self.temperature and self.verifier != "greedy":
@@ -98,3 +152,6 @@ class Budget:
     @property
     def min_log_acceptance(self) -> float:
         return math.log(self.min_acceptance) if self.min_acceptance > 0 else -math.inf
+
+
+IN_VLLM = Budget(8, 0.05)  # the longest chain, and the least likely token of one, where settings do not say them

@@ -298,7 +298,8 @@ class _Worker:
         require_same_folder(self._spec)
         if self._spec.device == "cuda":
             require_own_gpu(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-        with nullcontext() if is_quantised(self._spec.model_dir) else quick_imports():
+        is_ours = self._spec.decoding.engine == "laserbatch" and not is_quantised(self._spec.model_dir)
+        with quick_imports() if is_ours else nullcontext():
             from laserbatch.pipeline.distributed.worker import ShardWorker  # torch and transformers: seconds
 
             self._worker = ShardWorker(self._spec)
@@ -309,10 +310,10 @@ class _Worker:
         return self._worker.run(shard, budget=budget)
 
     def kept_step_cost(self) -> StepCost | None:
-        return self._worker.kept_step_cost()
+        return self._worker.engine.kept_step_cost()
 
     def measured_step_cost(self, keeps: bool) -> StepCost:
-        return self._worker.measured_step_cost(keeps)
+        return self._worker.engine.measured_step_cost(keeps)
 
     @ray.method(concurrency_group="look")
     def look(self) -> tuple[int, float, int]:

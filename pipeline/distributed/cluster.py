@@ -37,17 +37,17 @@ class WorkerLayout:
 
     num_workers: int
     num_threads: int
-    num_gpus: int  # 0 or 1 a worker
+    num_gpus: int  # of each worker; 0 without GPUs
     device: str
 
     @property
     def need(self) -> str:
         """Of each worker, in words."""
-        return f"{self.num_threads} CPUs" + (" and a GPU" if self.num_gpus else "")
+        return str(Node(self.num_threads, self.num_gpus))
 
 
-def worker_layout(settings: ClusterSettings, nodes: Sequence[Node]) -> WorkerLayout:
-    """One worker per GPU; without GPUs one per group of cores, with its threads set explicitly.
+def worker_layout(settings: ClusterSettings, nodes: Sequence[Node], gpus_a_worker: int = 1) -> WorkerLayout:
+    """One worker per GPU, or per so many; without GPUs one per group of cores, with its threads set explicitly.
 
     A worker lies on one node, so its threads follow from what each node has and not from their sum.
 
@@ -57,17 +57,19 @@ def worker_layout(settings: ClusterSettings, nodes: Sequence[Node]) -> WorkerLay
     most_threads = max([1, *(node.num_cpus for node in nodes)])
 
     def num_places(num_threads: int) -> int:
-        places = ((node.num_cpus // num_threads, node.num_gpus) for node in nodes)
+        places = ((node.num_cpus // num_threads, node.num_gpus // gpus_a_worker) for node in nodes)
         return sum(min(place) if on_gpu else place[0] for place in places)
 
     num_threads, num_workers = settings.threads_per_worker, settings.num_workers
     if num_threads is None and num_workers is None and not on_gpu:
         num_threads = max(1, most_threads // WORKERS_A_NODE)
     elif num_threads is None:
-        wanted = num_workers or sum(node.num_gpus for node in nodes)
+        wanted = num_workers or sum(node.num_gpus // gpus_a_worker for node in nodes)
         num_threads = max((n for n in range(1, most_threads + 1) if num_places(n) >= wanted), default=1)
     places = num_places(num_threads)
-    layout = WorkerLayout(num_workers or places, num_threads, int(on_gpu), "cuda" if on_gpu else "cpu")
+    layout = WorkerLayout(
+        num_workers or places, num_threads, gpus_a_worker if on_gpu else 0, "cuda" if on_gpu else "cpu"
+    )
     if places < max(1, layout.num_workers):
         raise ConfigError(
             f"there is no room for {layout.num_workers or 1} workers of {layout.need} each, but for {places}: the "
@@ -100,7 +102,7 @@ def require_own_gpu(granted: list, visible: str | None) -> None:
 
 @contextmanager
 def ray_cluster(
-    settings: ClusterSettings, preloads: bool = False, workspace: Path | None = None
+    settings: ClusterSettings, preloads: bool = False, workspace: Path | None = None, gpus_a_worker: int = 1
 ) -> Iterator[WorkerLayout]:
     """Join the cluster at `ray_address`, or start a local one, whatever else runs here, and stop it afterwards.
 
@@ -111,7 +113,8 @@ def ray_cluster(
     started = not ray.is_initialized()
     if started and settings.ray_address is None:
         here = Node(usable_cores(), num_gpus())
-        preloads &= worker_layout(settings, [here]).num_workers == here.num_cpus  # Ray starts a process a core
+        layout = worker_layout(settings, [here], gpus_a_worker)
+        preloads &= layout.num_workers == here.num_cpus  # Ray starts a process a core
         preloads &= is_tried("ray")
         with _without_onlookers() if is_tried("ray") else nullcontext(), _marked(workspace):
             ray.init(
@@ -131,7 +134,7 @@ def ray_cluster(
             reason = f"the Ray cluster at {settings.ray_address!r} cannot be joined: {_root_reason(error)}"
             raise ConfigError(reason) from error
     try:
-        yield worker_layout(settings, cluster_nodes())
+        yield worker_layout(settings, cluster_nodes(), gpus_a_worker)
     finally:
         if started:
             ray.shutdown()

@@ -3,4 +3,5 @@
 from laserbatch.pipeline.distributed.loading import quick_imports
 
 with quick_imports():
-    import laserbatch.pipeline.distributed.worker  # noqa: F401
+    import laserbatch.pipeline.distributed.worker
+    import laserbatch.pipeline.engines.own  # noqa: F401

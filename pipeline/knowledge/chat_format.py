@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from laserbatch.pipeline.errors import ModelError, RowError
 
 if TYPE_CHECKING:
@@ -30,6 +32,25 @@ class ChatSkeleton:
     pieces: tuple[tuple[int, ...] | str, ...]  # token ids of fixed text, or the name of the content that goes there
     texts: tuple[str, ...]  # the same pieces as text, for people; names of contents as they are
     merges_system: bool  # the model's template takes no system message, so it goes before the user's
+
+
+def encode_chat(
+    tokenizer: "PreTrainedTokenizerBase", user: str, system: str | None, chat_options: dict
+) -> tuple[np.ndarray, str]:
+    """One turn that ends where the model's answer begins: token ids int32[n], and the same as text, for people.
+
+    Raises ModelError as `chat_skeleton`, RowError where a text cannot be written in plain tokens.
+    """
+    skeleton = chat_skeleton(tokenizer, system is not None, chat_options)
+    contents = {"user": user, "system": (system or "").strip()}
+    if skeleton.merges_system and contents["system"]:
+        contents["user"] = f"{contents['system']}\n\n{user}"
+    ids: list[int] = []
+    for piece in skeleton.pieces:
+        ids.extend(encode_content(tokenizer, contents[piece]) if isinstance(piece, str) else piece)
+    pieces = zip(skeleton.pieces, skeleton.texts, strict=True)
+    text = "".join(contents[piece] if isinstance(piece, str) else written for piece, written in pieces)
+    return np.array(ids, np.int32), text
 
 
 def chat_skeleton(tokenizer: "PreTrainedTokenizerBase", with_system: bool, chat_options: dict) -> ChatSkeleton:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from laserbatch.pipeline.errors import RowError
-from laserbatch.pipeline.knowledge.chat_format import chat_skeleton, encode_content
+from laserbatch.pipeline.knowledge.chat_format import encode_chat
 from laserbatch.pipeline.knowledge.templates import AttributeLines, Columns, HistoryLines, PromptTemplate
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ def render_shown(
     RowError : reason "too-long" when it does not fit without any history; "undecodable" when the text cannot be written
         in plain tokens.
     """
-    skeleton = chat_skeleton(tokenizer, template.system is not None, template.chat_options)
     head = [template.instruction.strip()] if template.instruction.strip() else []
     if shown.attributes is not None:
         head += [*([template.attributes.heading] if template.attributes.heading else []), shown.attributes]
@@ -70,17 +69,8 @@ def render_shown(
     @cache
     def encoded(num_shown: int) -> RenderedPrompt:
         user = _content(template, "\n".join(head), events[len(events) - num_shown :], tail)
-        contents = {"user": user, "system": (template.system or "").strip()}
-        if skeleton.merges_system and contents["system"]:
-            contents["user"] = f"{contents['system']}\n\n{user}"
-        ids: list[int] = []
-        for piece in skeleton.pieces:
-            ids.extend(encode_content(tokenizer, contents[piece]) if isinstance(piece, str) else piece)
-        text = "".join(
-            contents[piece] if isinstance(piece, str) else written
-            for piece, written in zip(skeleton.pieces, skeleton.texts, strict=True)
-        )
-        return RenderedPrompt(np.array(ids, np.int32), text, num_shown, shown.num_events - num_shown)
+        ids, text = encode_chat(tokenizer, user, template.system, template.chat_options)
+        return RenderedPrompt(ids, text, num_shown, shown.num_events - num_shown)
 
     def is_too_long(num_shown: int) -> bool:
         return len(encoded(num_shown).token_ids) > max_prompt_tokens

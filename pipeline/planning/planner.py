@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -92,20 +91,9 @@ def shared_fingerprint(
         "template": [LAYOUT_VERSION, template.model_dump(mode="json", exclude_defaults=True)],
         "prompt": chat,
         "model": model_identity(model_dir, decoding.adapter),
-        "decoding": decoding_provenance(decoding),
+        "decoding": decoding.provenance(),
     }
     return "-".join(digest(shared[name]) for name in PARTS[: len(shared)])
-
-
-def decoding_provenance(decoding: DecodingSettings) -> dict[str, Any]:
-    """The decoding settings that decide a text: part of its fingerprint and of its record.
-
-    Batch size, threads and the draft budget are left out: they change how fast a text comes, not which text may come.
-    """
-    names = {"verifier", "top_k", "min_probability", "max_new_tokens", "dtype"}
-    if decoding.temperature:  # of texts that are not sampled fingerprints stay as they were
-        names |= {"temperature"}
-    return decoding.model_dump(mode="json", include=names)
 
 
 def side_routes(router: Router | None, tables: Tables, side: Side) -> Routes:

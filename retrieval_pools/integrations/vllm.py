@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,8 @@ class StepCost:
 class ProposerSettings:
     """The file that LASERBATCH_DRAFTS names, a JSON object; its paths are relative to the file.
 
+    A list of them is of several pools: a prompt is of the one whose routes know it, or of the first.
+
     Parameters
     ----------
     pools : a workspace's `pools` folder.
@@ -94,17 +97,21 @@ class ProposerSettings:
     min_acceptance: float = 0.05
 
     @classmethod
-    def read(cls, path: Path | None = None) -> "ProposerSettings":
+    def read(cls, path: Path | None = None) -> "tuple[ProposerSettings, ...]":
         """Read a file, or the one that LASERBATCH_DRAFTS names. Raises PoolError: which part of it is wrong."""
         if path is None and SETTINGS_VARIABLE not in os.environ:
             raise PoolError(f"{SETTINGS_VARIABLE} is not set; it names the JSON file that says what to draft from")
         path = Path(os.environ[SETTINGS_VARIABLE]) if path is None else Path(path)
         try:
             told = json.loads(path.read_text(encoding="utf-8"))
-            paths = {name: path.parent / told[name] for name in ("pools", "routes", "step_cost") if told.get(name)}
-            return cls(**(told | paths))
+            return tuple(cls._of(one, path.parent) for one in (told if isinstance(told, list) and told else [told]))
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise PoolError(f"{path} does not say what to draft from: {error}") from None
+
+    @classmethod
+    def _of(cls, told: dict[str, Any], folder: Path) -> "ProposerSettings":
+        paths = {name: folder / told[name] for name in ("pools", "routes", "step_cost") if told.get(name)}
+        return cls(**(told | paths))
 
     def open(self, model: Path | str) -> tuple[OpenPool, RouteTable | None, StepCost | None]:
         """All that they name. Raises PoolError where one is not there, or the pool is of another tokenizer."""
@@ -139,20 +146,24 @@ class PoolProposer:
     def __init__(self, vllm_config: Any) -> None:
         """Raises PoolError: the pool is of another tokenizer, or anything of the settings is not there."""
         settings, model = ProposerSettings.read(), vllm_config.model_config
-        self._pools, self._routes, self._cost = settings.open(model.tokenizer or model.model)
+        opened = [one.open(model.tokenizer or model.model) for one in settings]
+        self._pools, self._routes = ([one[k] for one in opened] for k in (0, 1))
+        self._cost = opened[0][2]
         self._max_model_len = model.max_model_len
         max_tokens = vllm_config.speculative_config.num_speculative_tokens
-        self._budget = DraftBudget(max_tokens, settings.min_acceptance, "chain")
+        self._budget = DraftBudget(max_tokens, settings[0].min_acceptance, "chain")
+        self._pool_of: dict[int, OpenPool] = {}  # by text
         self._at_row: dict[int, int] = {}  # which text a row of the batch had last
         self._kept: dict[int, None] = {}  # texts, those seen last behind; who left the batch may come back
         self._max_kept = 2 * vllm_config.scheduler_config.max_num_seqs
         self._drafted: dict[int, tuple[int, float]] = {}  # what is being verified of each: tokens, and how many hold
         self.num_started = self.num_failed = self.num_drafted = self.num_accepted = 0
-        prior = 1.0 if self._pools.pool.is_calibrated else UNCHECKED_TRUST
+        prior = 1.0 if all(one.pool.is_calibrated for one in self._pools) else UNCHECKED_TRUST
         self._num_right, self._num_expected = prior * EVIDENCE, EVIDENCE
-        self._pools.start(-1, np.zeros(1, np.int32))
-        self._pools.draft([-1], self._budget)  # compiles
-        self._pools.finish(-1)
+        first = self._pools[0]
+        first.start(-1, np.zeros(1, np.int32))
+        first.draft([-1], self._budget)  # compiles
+        first.finish(-1)
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
         """There is no model."""
@@ -198,47 +209,60 @@ class PoolProposer:
         """The name of the text that has these tokens now: one that had all but the sampled ones, or a new one."""
         before = tokens[: len(tokens) - num_sampled]
         known = (name for name in (self._at_row.get(row), *reversed(self._kept)) if name in self._kept)
-        name = next((name for name in known if np.array_equal(self._pools.context(name), before)), None)
+        name = next((name for name in known if np.array_equal(self._pool_of[name].context(name), before)), None)
         if name is None:
-            name = self.num_started
-            previous, group = (None, None) if self._routes is None else self._routes.of(before)
-            self._pools.start(name, before, previous, group)
-            self.num_started += 1
+            name = self._started(before)
         self._kept.pop(name, None)
         self._kept[name] = None
         self._at_row[row] = name
-        self._pools.accept(name, tokens[len(before) :])
+        self._pool_of[name].accept(name, tokens[len(before) :])
         num_drafted, num_expected = self._drafted.pop(name, (0, 0.0))
         num_accepted = min(num_sampled - 1, num_drafted)
         self.num_drafted, self.num_accepted = self.num_drafted + num_drafted, self.num_accepted + num_accepted
         self._num_expected, self._num_right = self._num_expected + num_expected, self._num_right + num_accepted
         return name
 
-    def _drafts_of(self, names: list[int]) -> list[list[int]]:
-        if not names:
+    def _started(self, prompt: np.ndarray) -> int:
+        """The name of a new text: of the pool whose routes know its prompt, else of the first."""
+        name, chosen, route = self.num_started, self._pools[0], (None, None)
+        for pools, routes in zip(self._pools, self._routes, strict=True):
+            if routes is not None and (found := routes.find(prompt)) is not None:
+                chosen, route = pools, found
+                break
+        chosen.start(name, prompt, *route)
+        self._pool_of[name] = chosen
+        self.num_started += 1
+        return name
+
+    def _drafts_of(self, asked: list[int]) -> list[list[int]]:
+        if not asked:
             return []
-        num_tokens, token_ids, _, log_acceptance, _ = self._pools.draft(names, self._budget).joined()
+        names = sorted(asked, key=lambda name: self._pools.index(self._pool_of[name]))  # a pool's are neighbours
+        found = [list(of_pool) for _, of_pool in groupby(names, self._pool_of.get)]
+        found = [self._pool_of[of_pool[0]].draft(of_pool, self._budget).joined() for of_pool in found]
+        num_tokens, token_ids, _, log_acceptance, _ = (np.concatenate(parts) for parts in zip(*found, strict=True))
         acceptance = np.exp(log_acceptance, dtype=np.float64)
         kept, begins = num_tokens, np.cumsum(num_tokens) - num_tokens
         if self._cost is not None:
             trusted = acceptance * min(1.0, self._num_right / self._num_expected)
             kept = worth_drafting(trusted, np.repeat(np.arange(len(names)), num_tokens), len(names), self._cost)
-        drafts = []
+        drafts = {}
         for name, begin, number in zip(names, begins.tolist(), kept.tolist(), strict=True):
-            drafts.append(token_ids[begin : begin + number].tolist())
+            drafts[name] = token_ids[begin : begin + number].tolist()
             self._drafted[name] = number, float(acceptance[begin : begin + number].sum())
-        return drafts
+        return [drafts[name] for name in asked]
 
     def _forget(self, name: int) -> None:
         del self._kept[name]
         self._drafted.pop(name, None)
-        self._pools.finish(name)
+        self._pool_of.pop(name).finish(name)
 
 
 def main() -> None:
     """Whether all that the proposer needs for a model is there: `python -m ...integrations.vllm MODEL`."""
     try:
-        ProposerSettings.read().open(sys.argv[1])
+        for settings in ProposerSettings.read():
+            settings.open(sys.argv[1])
     except PoolError as error:
         raise SystemExit(str(error)) from None
 

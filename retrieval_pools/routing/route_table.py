@@ -28,11 +28,20 @@ def write_routes(path: Path | str, routes: Iterable[tuple[np.ndarray, str | None
 
 
 class RouteTable:
-    """An open table. Of prompts that stand in it several times the last one counts."""
+    """An open table. Of prompts that stand in it several times the last one counts.
+
+    What is not found is looked for again where the file has been replaced since, as nights do for every shard.
+    """
 
     def __init__(self, path: Path | str) -> None:
         """Raises PoolError where the file is not there, or is no such table."""
+        self._path = Path(path)
+        self._read()
+
+    def _read(self) -> None:
+        path = self._path
         try:
+            self._version = _version_of(path)
             table = pq.read_table(path)
         except (OSError, pa.ArrowException) as error:
             raise PoolError(f"the route table {path} cannot be read: {str(error).splitlines()[0]}") from None
@@ -46,10 +55,18 @@ class RouteTable:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def of(self, prompt_ids: np.ndarray) -> tuple[np.ndarray | None, str | None]:
-        """Previous text int32[m] and group of a prompt, as `OpenPool.start` takes them; None for what is not known."""
-        row = self._rows.get(prompt_hash(prompt_ids))
+    def find(self, prompt_ids: np.ndarray) -> tuple[np.ndarray | None, str | None] | None:
+        """Previous text int32[m] and group of a prompt, as `OpenPool.start` takes them; None: it is not there."""
+        key = prompt_hash(prompt_ids)
+        if key not in self._rows and _version_of(self._path) != self._version:
+            self._read()
+        row = self._rows.get(key)
         if row is None:
-            return None, None
+            return None
         previous = self._previous[row]
         return previous.values.to_numpy() if previous.is_valid else None, self._groups[row].as_py()
+
+
+def _version_of(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns

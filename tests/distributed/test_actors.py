@@ -105,7 +105,7 @@ def test_a_killed_workers_shard_is_done_again_by_another_under_the_budget_that_w
         alone.run(shard, Budget(2, 0.1))
 
     shards, spec = planned(world, tmp_path / "killed")
-    kept = KeptCost(spec.step_cost_dir, alone.engine, 0, cluster.num_workers).write(COST)
+    kept = KeptCost(spec.step_cost_dir, alone.engine.engine, 0, cluster.num_workers).write(COST)
     pids, known = {}, []
 
     def choose(measure):

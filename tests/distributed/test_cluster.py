@@ -49,13 +49,20 @@ def test_workers_fit_the_nodes_that_there_are(settings, nodes, expected):
     assert worker_layout(ClusterSettings(**settings), nodes) == expected
 
 
+def test_a_worker_may_have_several_gpus_of_one_node():
+    nodes = [Node(16, 4), Node(16, 3)]
+    assert worker_layout(ClusterSettings(), nodes, gpus_a_worker=2) == WorkerLayout(3, 8, 2, "cuda")
+    with pytest.raises(ConfigError, match="1 workers of 16 CPUs and 8 GPUs each, but for 0"):
+        worker_layout(ClusterSettings(), nodes, gpus_a_worker=8)
+
+
 @pytest.mark.parametrize(
     ("settings", "nodes", "told"),
     [
         (
             {"num_workers": 3},
             [Node(16, 2)],
-            "3 workers of 1 CPUs and a GPU each, but for 2: .*a node of 16 CPUs and 2 G",
+            "3 workers of 1 CPUs and 1 GPUs each, but for 2: .*a node of 16 CPUs and 2 G",
         ),
         ({"num_workers": 40}, [Node(16), Node(16)], "40 workers of 1 CPUs each, but for 32: .*2 nodes of 16 CPUs"),
         ({"threads_per_worker": 18}, [Node(16)] * 9, "1 workers of 18 CPUs each, but for 0: .*9 nodes of 16 CPUs"),

@@ -13,6 +13,7 @@ from laserbatch.pipeline.budget.step_cost import StepCost, StepPoint
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, load_tokenizer
 from laserbatch.pipeline.distributed import worker
 from laserbatch.pipeline.distributed.worker import ShardWorker, sound_text
+from laserbatch.pipeline.engines import own
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.parquet import read_parquet
@@ -69,10 +70,10 @@ def test_a_shards_forwards_are_the_same_whatever_its_worker_wrote_before(tmp_pat
     for name, numbers in (("alone", [2]), ("last", [0, 1, 2])):
         shards, spec = planned(tmp_path / "tables", tmp_path / name)
         worker = ShardWorker(spec)
-        forward = worker.engine.runner.forward
+        forward = worker.engine.engine.runner.forward
         for number in numbers:
             seen: list[list[int]] = []
-            worker.engine.runner.forward = partial(recorded, forward, seen)
+            worker.engine.engine.runner.forward = partial(recorded, forward, seen)
             worker.run(shards[number])
         sizes.append(seen)
     assert sizes[0] == sizes[1] and len(sizes[0]) > 1
@@ -109,9 +110,9 @@ def test_a_step_cost_is_measured_for_the_nights_batch_and_kept_by_one_worker(tmp
     _, spec = planned(tmp_path / "tables", tmp_path / "run")
     steps = tuple(StepPoint(batch_size=4, num_tokens=number, seconds=1.0) for number in (4, 8))
     calls = []
-    monkeypatch.setattr(worker, "measure_step_cost", lambda *given: calls.append(given) or StepCost(steps=steps))
+    monkeypatch.setattr(own, "measure_step_cost", lambda *given: calls.append(given) or StepCost(steps=steps))
     one = ShardWorker(spec)
-    assert one.measured_step_cost(keeps=False).steps == steps and not spec.step_cost_dir.exists()
-    assert one.kept_step_cost() is None
-    assert one.measured_step_cost() == one.kept_step_cost()
+    assert one.engine.measured_step_cost(keeps=False).steps == steps and not spec.step_cost_dir.exists()
+    assert one.engine.kept_step_cost() is None
+    assert one.engine.measured_step_cost() == one.engine.kept_step_cost()
     assert [given[-2:] for given in calls] == [([spec.decoding.batch_size], 16)] * 2, "a night waits for what it needs"

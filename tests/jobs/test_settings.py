@@ -1,9 +1,11 @@
 """Configuration: what is refused, and how it is said."""
 
+import re
+
 import pytest
 import yaml
 from default_yaml import DEFAULT_YAML, default_yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from laserbatch.jobs.settings import PACKAGE_ROOT, Settings, load_settings
 from laserbatch.pipeline.errors import ConfigError
@@ -82,3 +84,34 @@ def test_commented_yaml_loads_into_the_defaults_again(tmp_path):
 def test_the_committed_default_configuration_is_the_generated_one():
     """If it is not: `python tests/jobs/default_yaml.py`."""
     assert DEFAULT_YAML.read_text(encoding="utf-8") == default_yaml()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            {"decoding": {"engine": "vllm", "verifier": "relaxed"}},
+            "relaxed with engine vllm: say `verifier: greedy`",
+        ),
+        ({"decoding": {"engine": "vllm", "temperature": 1.0}}, "temperature 1 with engine vllm"),
+        ({"decoding": {"engine": "vllm", "adapter": "lora"}}, "adapter lora with engine vllm"),
+        ({"decoding": {"engine": "vllm", "vllm": {"trust_remote_code": True}}}, r"vllm\.trust_remote_code with engine"),
+        ({"decoding": {"vllm": {"enforce_eager": True}}}, "an engine that is not used"),
+        ({"decoding": {"engine": "vllm"}, "night": {"compare_with_plain": True}}, "its texts are plain ones"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused(options, told):
+    with pytest.raises(ValidationError, match=told):
+        Settings.model_validate(options)
+
+
+def test_engine_vllm_alone_is_greedy_and_takes_as_many_gpus_as_it_spreads_over():
+    decoding = Settings.model_validate({"decoding": {"engine": "vllm", "vllm": {"tensor_parallel_size": 2}}}).decoding
+    assert decoding.verifier == "greedy" and decoding.gpus_a_worker == 2
+    assert decoding.provenance() == Settings.model_validate({"decoding": {"verifier": "greedy"}}).decoding.provenance()
+
+
+def test_the_page_of_vllm_shows_options_that_there_are():
+    page = (PACKAGE_ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```yaml\n(.*?)```", page, re.MULTILINE | re.DOTALL)
+    assert Settings.model_validate(yaml.safe_load(block)).decoding.gpus_a_worker == 2

@@ -50,12 +50,14 @@ def told(world, **settings):
 
 def proposer(world, k=4, **settings):
     told(world, **settings)
-    return PoolProposer(
-        SimpleNamespace(
-            model_config=SimpleNamespace(model=str(world / "model"), tokenizer=None, max_model_len=32),
-            speculative_config=SimpleNamespace(num_speculative_tokens=k),
-            scheduler_config=SimpleNamespace(max_num_seqs=4),
-        )
+    return PoolProposer(vllm_config(world, k))
+
+
+def vllm_config(world, k):
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model=str(world / "model"), tokenizer=None, max_model_len=32),
+        speculative_config=SimpleNamespace(num_speculative_tokens=k),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
     )
 
 
@@ -90,6 +92,26 @@ def test_groups_and_previous_texts_are_found_by_the_prompt(world):
     one = proposer(world, routes="routes.parquet")
     drafts = step(one, [[30, 31, 1], [30, 32, 1], [30, 33, 1]], [1, 1, 1])
     assert [draft[0] for draft in drafts] == [2, 9, 7]
+
+
+def test_several_pools_serve_one_engine_and_routes_are_replaced_under_it(world):
+    with PoolStore(world / "items").publish("v1") as folder:
+        names = {"tokenizer_hash": tokenizer_hash(world / "model"), "model_id": "m"}
+        build_pool([PoolText(ids([1, 4, 4, 4, 4]))] * 4, folder / "item", side="item", **names)
+    write_routes(world / "users.parquet", [(ids([30, 31]), "a", None)])
+    write_routes(world / "items.parquet", [])
+    both = [
+        {"pools": "pools", "side": "user", "routes": "users.parquet"},
+        {"pools": "items", "side": "item", "routes": "items.parquet"},
+    ]
+    (world / "drafts.json").write_text(json.dumps(both))
+    one = PoolProposer(vllm_config(world, 4))
+    assert step(one, [[30, 31, 1], [40, 1]], [1, 1])[0] == [2, 3, 4, 5]
+    write_routes(world / "new.parquet", [(ids([50]), None, None)])
+    (world / "new.parquet").replace(world / "items.parquet")
+    drafts = step(one, [[50, 1], [30, 31, 1, 2], [51, 1]], [1, 1, 1])
+    assert drafts[:2] == [[4, 4, 4, 4], [3, 4, 5, 6]] and drafts[2][0] != 4, "whom no routes know is of the first pool"
+    assert one.num_failed == 0
 
 
 def test_nothing_is_drafted_where_it_costs_more_than_it_gains(world):

@@ -1,0 +1,155 @@
+"""Texts of prompts, with drafts: a callable class for Ray Data's `map_batches`, or for a loop of one's own.
+
+    prompts.map_batches(TextWriter, fn_constructor_kwargs={"model": "qwen", "pools": "workspace/pools"}, batch_size=512,
+                        compute=ray.data.ActorPoolStrategy(size=4), num_gpus=1)
+
+It knows no tables, templates or runs. docs/ray-data.md says how it is used.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+
+from laserbatch.pipeline.budget.choice import UNCHECKED_SIZE, budget_step_cost, side_budget
+from laserbatch.pipeline.budget.measuring import measure_step_cost
+from laserbatch.pipeline.decoding.drafters import drafter_from
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.decoding.token_tree import MAX_NODES
+from laserbatch.pipeline.errors import ConfigError, RowError
+from laserbatch.pipeline.knowledge.chat_format import encode_chat, encode_content
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.validation import explain
+from laserbatch.retrieval_pools.draft import int32_row
+from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
+from laserbatch.retrieval_pools.library import open_pool
+
+CHAT_OPTIONS = {"enable_thinking": False}  # as prompt templates have them
+Batch = dict[str, np.ndarray]
+Tokens = str | Sequence[int] | np.ndarray
+_NONE = np.zeros(0, np.int64)
+NOTHING = GenerationResult("", _NONE, _NONE, "", "", 0, 0, 0, _NONE, _NONE)  # of a row that could not be written
+
+
+class TextWriter:
+    """Maps a column `prompt` to texts. The model is loaded once, in the process that makes the object.
+
+    Of a batch are read: `prompt`, a user's message or the model's token ids; where they are there, `previous`, the text
+    that an entity had before, as text or ids, and `group`, what the pool's router said (`OpenPool.route`). Nothing in a
+    message becomes a control token.
+
+    Parameters
+    ----------
+    model : folder of the model; "sample", the bundled one.
+    pools : a workspace's `pools` folder; None drafts from each text's own prompt, output and previous text.
+    side, version : of the pools; None, the current version.
+    system : a system message for all prompts.
+    device : "auto", "cpu" or "cuda".
+    num_threads : of a worker on a CPU; None, as many as Ray gave it.
+    decoding : options of `decoding:` in the configuration, by name. What they leave open of the budget is chosen by
+        what a step costs here, which is measured when the first batch comes.
+
+    Raises
+    ------
+    ConfigError, ModelError, PoolError : an option, the model or the pool cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: Path | str = "sample",
+        pools: Path | str | None = None,
+        side: Side = "user",
+        version: str | None = None,
+        system: str | None = None,
+        device: str = "auto",
+        num_threads: int | None = None,
+        **decoding: Any,
+    ) -> None:
+        try:
+            self._settings = DecodingSettings(model=str(model), **decoding)
+        except ValidationError as error:
+            raise ConfigError(f"TextWriter: {explain(error, DecodingSettings)}") from None
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self._system = system
+        self._engine = Engine.from_pretrained(model, self._settings, device)
+        self._pool = None
+        if pools is not None:
+            folder = SAMPLE_MODEL if str(model) == "sample" else Path(model)
+            self._pool = open_pool(pools, side, version, tokenizer_hash=tokenizer_hash(folder)).pool
+        self._budget: Budget | None = None
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch with `text`, `finish_reason`, `num_tokens`, `num_steps` and `num_accepted`, and with `error`.
+
+        A row that cannot be written has an `error` that begins with a stable word and an empty text; others go on.
+
+        Raises KeyError where there is no column `prompt`.
+        """
+        if self._budget is None:
+            self._budget = self._chosen_budget("previous" in batch)
+        num_rows = len(batch["prompt"])
+        previous, groups = (batch.get(name, [None] * num_rows) for name in ("previous", "group"))
+        errors, requests = [""] * num_rows, []
+        for row in range(num_rows):
+            try:
+                requests.append(self._request(row, batch["prompt"][row], previous[row], groups[row]))
+            except RowError as error:
+                errors[row] = error.reason
+        drafter = drafter_from(self._settings, self._pool, self._budget, self._engine.num_draft_threads)
+        self._engine.forget_prompts()  # what was written before must not matter
+        written: dict[int, GenerationResult] = {}
+        for outcome in self._engine.generate(iter(requests), drafter, budget=self._budget):
+            if isinstance(outcome, GenerationFailure):
+                errors[int(outcome.request_id)] = outcome.reason
+            else:
+                written[int(outcome.request_id)] = outcome
+        results = [written.get(row, NOTHING) for row in range(num_rows)]
+        found = {
+            "text": np.array([one.text for one in results], object),
+            "finish_reason": np.array([one.finish_reason for one in results], object),
+            "num_tokens": np.array([len(one.token_ids) for one in results], np.int64),
+            "num_steps": np.array([one.num_steps for one in results], np.int64),
+            "num_accepted": np.array([one.num_accepted for one in results], np.int64),
+            "error": np.array(errors, object),
+        }
+        return batch | found
+
+    def _chosen_budget(self, has_previous: bool) -> Budget:
+        """How much is drafted: by what a step costs here, unless the options say it."""
+        settings, pool = self._settings, self._pool
+        largest = UNCHECKED_SIZE if pool is None else MAX_NODES
+        sources, batch_sizes = settings.drafters, [settings.batch_size]
+        step_cost = budget_step_cost(
+            settings, lambda: measure_step_cost(self._engine, pool, sources, batch_sizes, largest)
+        )
+        return side_budget(settings, pool, step_cost, float(has_previous)).budget
+
+    def _request(self, row: int, prompt: Tokens, previous: Tokens | None, group: str | None) -> GenerationRequest:
+        """Raises RowError: the prompt is neither a text nor tokens, or cannot be written in plain ones."""
+        tokenizer = self._engine.tokenizer
+        if isinstance(prompt, str):
+            prompt_ids, _ = encode_chat(tokenizer, prompt, self._system, CHAT_OPTIONS)
+        else:
+            prompt_ids = _ids(prompt)
+        if isinstance(previous, str):
+            previous_ids = np.array(encode_content(tokenizer, previous), np.int32)
+        else:
+            previous_ids = None if previous is None or np.ndim(previous) == 0 else _ids(previous)  # NaN is none
+        seed = int.from_bytes(hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).digest(), "little", signed=True)
+        group = group if isinstance(group, str) else None
+        return GenerationRequest(str(row), prompt_ids, previous_ids, group, self._settings.max_new_tokens, seed)
+
+
+def _ids(tokens: Tokens) -> np.ndarray:
+    try:
+        return int32_row(np.asarray(tokens))
+    except (ValueError, TypeError):
+        raise RowError(f"bad-prompt: {str(tokens)[:60]!r} is neither a text nor a row of token ids") from None

@@ -1,0 +1,1 @@
+"""What a worker writes texts with: our engine, or one that a team runs already."""

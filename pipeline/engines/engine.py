@@ -1,0 +1,53 @@
+"""What a worker asks of an engine, whoever computes texts."""
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from laserbatch.pipeline.budget.step_cost import StepCost
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.manifest import ModelFigures
+
+
+class TextEngine(Protocol):
+    """A loaded model that drafts from the night's pools."""
+
+    tokenizer: PreTrainedTokenizerBase
+    model: ModelFigures
+
+    @property
+    def num_forwards(self) -> int:
+        """Steps so far: who watches a worker sees by them that it goes on."""
+        ...
+
+    @property
+    def costliest_step_s(self) -> float: ...
+
+    def generate(
+        self,
+        side: Side,
+        requests: Iterable[GenerationRequest],
+        decoding: DecodingSettings,
+        budget: Budget | None = None,
+    ) -> Iterator[GenerationResult | GenerationFailure]:
+        """Write the texts of all requests, as settings say, in any order; `budget` None is that of the settings."""
+        ...
+
+    def warm_up(self, sides: Iterable[Side]) -> None:
+        """Have code loaded, by texts that nobody keeps."""
+        ...
+
+    def usual_tokens(self, side: Side) -> int | None:
+        """A length that nearly no text of the side's pool exceeds; None where there is none."""
+        ...
+
+    def kept_step_cost(self) -> StepCost | None:
+        """What steps cost here, as it was measured before; None where it was not."""
+        ...
+
+    def measured_step_cost(self, keeps: bool = True) -> StepCost:
+        """What steps cost here, measured now; of workers that measure side by side one keeps it."""
+        ...

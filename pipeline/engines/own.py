@@ -1,0 +1,122 @@
+"""Our engine with the night's pools."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from laserbatch.pipeline.budget.choice import UNCHECKED_SIZE
+from laserbatch.pipeline.budget.measuring import KeptCost, measure_step_cost, texts_of
+from laserbatch.pipeline.budget.step_cost import StepCost
+from laserbatch.pipeline.decoding.device_memory import host_memory
+from laserbatch.pipeline.decoding.drafters import drafter_from
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.decoding.token_tree import MAX_NODES
+from laserbatch.pipeline.decoding.verifiers import verifier_from
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.manifest import ModelFigures
+from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
+from laserbatch.retrieval_pools.index.pool import Pool
+
+WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS = 64, 8
+USUAL_SHARE = 0.99  # of a pool's texts
+RESIDENT_SHARE = 0.25  # of the free memory: a larger pool is read from the disk as drafts need it
+
+
+class OwnEngine:
+    """`Engine` as a `TextEngine`. Raises ModelError, PoolError: the model or a pool cannot be used.
+
+    Parameters
+    ----------
+    num_threads : of the processor, for this engine.
+    num_sharing, num_workers : engines of this machine, and of the run.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        decoding: DecodingSettings,
+        device: str,
+        num_threads: int,
+        num_sharing: int,
+        num_workers: int,
+        pool_dirs: Mapping[Side, Path],
+        step_cost_dir: Path,
+    ) -> None:
+        torch.set_num_threads(num_threads)
+        self.engine = Engine.from_pretrained(model_dir, decoding, device, num_sharing)
+        self.tokenizer = self.engine.tokenizer
+        self._decoding, self._num_workers, self._step_cost_dir = decoding, num_workers, step_cost_dir
+        expected = tokenizer_hash(model_dir)
+        self._pools: dict[Side, Pool] = {
+            side: Pool.open(path, expected, max_resident_bytes=int(RESIDENT_SHARE * host_memory().free_bytes))
+            for side, path in pool_dirs.items()
+        }
+        loaded = self.engine.loaded
+        packed = f" ({loaded.quantization} weights)" if loaded.quantization else ""
+        self.model = ModelFigures(
+            id=self.engine.model_id,
+            dtype=str(loaded.model.dtype).removeprefix("torch.") + packed,
+            device=self.engine.device.type,
+            num_parameters=loaded.num_parameters,
+        )
+
+    @property
+    def num_forwards(self) -> int:
+        return self.engine.num_forwards
+
+    @property
+    def costliest_step_s(self) -> float:
+        return self.engine.costliest_step_s
+
+    def generate(
+        self,
+        side: Side,
+        requests: Iterable[GenerationRequest],
+        decoding: DecodingSettings,
+        budget: Budget | None = None,
+    ) -> Iterator[GenerationResult | GenerationFailure]:
+        self.engine.forget_prompts()  # what was written before, for whatever purpose, must not matter
+        drafter = drafter_from(decoding, self._pools.get(side), budget, self.engine.num_draft_threads)
+        # The engine's own settings may be those of another pass.
+        return self.engine.generate(requests, drafter, verifier_from(decoding), budget=budget or Budget.of(decoding))
+
+    def warm_up(self, sides: Iterable[Side]) -> None:
+        for side in sides:
+            text = texts_of(self.engine, self._pools.get(side))[0]
+            requests = (
+                GenerationRequest(
+                    request_id=str(number),
+                    prompt_ids=text[: min(WARM_UP_PROMPT_TOKENS, len(text) // 2)],  # the rest may be drafted
+                    previous_ids=text,
+                    max_new_tokens=WARM_UP_NEW_TOKENS,
+                )
+                for number in range(self._decoding.batch_size)
+            )
+            for _ in self.generate(side, requests, self._decoding):
+                pass
+
+    def usual_tokens(self, side: Side) -> int | None:
+        pool = self._pools.get(side)
+        return pool.length_of(USUAL_SHARE) if pool is not None and pool.manifest.num_texts else None
+
+    def kept_step_cost(self) -> StepCost | None:
+        return self._kept_cost.read()
+
+    def measured_step_cost(self, keeps: bool = True) -> StepCost:
+        batch_size, sources = self._decoding.batch_size, self._decoding.drafters
+        largest = UNCHECKED_SIZE if self._largest_pool is None else MAX_NODES  # of what may be chosen
+        found = measure_step_cost(self.engine, self._largest_pool, sources, [batch_size], largest)
+        return self._kept_cost.write(found) if keeps else found
+
+    @property
+    def _kept_cost(self) -> KeptCost:
+        num_pool_tokens = 0 if self._largest_pool is None else self._largest_pool.manifest.num_tokens
+        return KeptCost(self._step_cost_dir, self.engine, num_pool_tokens, self._num_workers)
+
+    @property
+    def _largest_pool(self) -> Pool | None:
+        """Of both sides': drafting from it is timed."""
+        return max(self._pools.values(), key=lambda pool: pool.manifest.num_tokens, default=None)

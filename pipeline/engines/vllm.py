@@ -1,0 +1,278 @@
+"""vLLM as a worker's engine: its own forwards and cache, our pools by `retrieval_pools.integrations.vllm`.
+
+It verifies greedily. Steps are taken here one by one, so that who watches the worker sees it go on, and so that what
+each step added to a text says how many drafts it accepted. Nothing that loads compiled code of ours may be imported
+before the engine is there: on a CPU vLLM 0.32 crashes then. docs/vllm.md says how nights use it.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from laserbatch.pipeline.budget.step_cost import StepCost
+from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
+from laserbatch.pipeline.decoding.model.folder import find_weights, folder_rules, load_tokenizer, model_identity
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.settings import IN_VLLM, Budget, DecodingSettings
+from laserbatch.pipeline.errors import ModelError, first_line
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.manifest import ModelFigures
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.integrations import vllm_steps
+from laserbatch.retrieval_pools.routing.route_table import write_routes
+from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_POOL, SOURCE_TARGET
+
+logger = logging.getLogger(__name__)
+
+CACHE_SHARE = 0.25  # of the free memory, on a CPU, among engines that share it
+NUM_DRAFTED = "vllm:spec_decode_num_draft_tokens"
+
+
+@dataclass
+class _Text:
+    """A text that is being written."""
+
+    request: GenerationRequest
+    token_ids: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    num_steps: int = 0
+    finish_reason: str = ""
+
+    def extend(self, token_ids: list[int]) -> None:
+        """What a step added: accepted drafts, then the model's own token."""
+        if token_ids:
+            self.token_ids += token_ids
+            self.sources += [SOURCE_POOL] * (len(token_ids) - 1) + [SOURCE_TARGET]
+            self.num_steps += 1
+
+
+class VllmEngine:
+    """`vllm.LLM` as a `TextEngine`. Raises ModelError, PoolError: vLLM, the model or a pool cannot be used.
+
+    Drafted tokens have the source "pool", whatever the proposer took them from. vLLM counts what it drafts for all
+    texts together: `num_drafted` of a text is its share by steps of those that were written with it.
+
+    Parameters
+    ----------
+    num_threads : of the processor, for this engine.
+    num_sharing : engines of this machine.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        decoding: DecodingSettings,
+        device: str,
+        num_threads: int,
+        num_sharing: int,
+        pool_dirs: Mapping[Side, Path],
+        step_cost_dir: Path,
+    ) -> None:
+        self.tokenizer, self.num_forwards, self.costliest_step_s = load_tokenizer(model_dir), 0, 0.0
+        self._rules = folder_rules(model_dir)
+        set_environment(device, num_threads, num_sharing)
+        self._folder = tempfile.TemporaryDirectory(prefix="laserbatch-vllm-")
+        arguments = engine_arguments(model_dir, decoding, device)
+        speculative = None
+        if pool_dirs and decoding.drafters and decoding.max_draft_tokens != 0:
+            num_tokens = decoding.max_draft_tokens or IN_VLLM.max_draft_tokens
+            cost = kept_cost(step_cost_dir, model_dir, arguments, num_tokens)
+            self._write_settings(pool_dirs, cost, decoding)
+            speculative = vllm_steps.speculative_config(model_dir, num_tokens)
+        from vllm import LLM
+
+        try:
+            self._engine = LLM(**arguments, speculative_config=speculative).llm_engine
+        except PoolError:
+            raise
+        except Exception as error:
+            raise ModelError(f"vLLM cannot load {model_dir}: {first_line(error)}") from error
+        config = self._engine.model_config
+        self._max_context = config.max_model_len
+        self.model = ModelFigures(
+            id=model_identity(model_dir),
+            dtype=str(config.dtype).removeprefix("torch."),
+            device=device,
+            num_parameters=num_stored_values(find_weights(model_dir)),
+        )
+
+    def generate(
+        self,
+        side: Side,
+        requests: Iterable[GenerationRequest],
+        decoding: DecodingSettings,
+        budget: Budget | None = None,
+    ) -> Iterator[GenerationResult | GenerationFailure]:
+        """As `TextEngine.generate`; what is drafted the proposer decides at each step, not the budget."""
+        requests = list(requests)
+        if (routes := self._routes(side)).parent.exists():
+            write_routes(new := routes.with_suffix(".new"), ((r.prompt_ids, r.group, r.previous_ids) for r in requests))
+            new.replace(routes)
+        texts: dict[str, _Text] = {}
+        for request in requests:
+            try:
+                self._begin(request)
+                texts[request.request_id] = _Text(request)
+            except ValueError as error:
+                yield GenerationFailure(request.request_id, str(error))
+        num_drafted = self._num_drafted()
+        while self._engine.has_unfinished_requests():
+            for output in self._step():
+                (new,), text = output.outputs, texts[output.request_id]
+                text.extend(list(new.token_ids))
+                text.finish_reason = new.finish_reason or ""
+        yield from self._results(list(texts.values()), self._num_drafted() - num_drafted)
+
+    def warm_up(self, sides: Iterable[Side]) -> None:
+        """vLLM did, when it was loaded."""
+
+    def usual_tokens(self, side: Side) -> None:
+        return None  # nothing runs on under greedy verification that plain decoding would not
+
+    def kept_step_cost(self) -> StepCost | None:
+        return None  # the proposer has its own
+
+    def measured_step_cost(self, keeps: bool = True) -> StepCost:
+        raise AssertionError("nothing is chosen by it where vLLM's proposer chooses")
+
+    def _begin(self, request: GenerationRequest) -> None:
+        """Hand a request to vLLM. Raises ValueError: it cannot be done, and why."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        room = self._max_context - len(request.prompt_ids)
+        if room < 1:
+            raise ValueError(
+                f"too-long: the prompt has {len(request.prompt_ids)} tokens, the model's context {self._max_context}"
+            )
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=min(request.max_new_tokens, room),
+            stop_token_ids=self._end_ids,
+            repetition_penalty=self._rules.get("repetition_penalty", 1.0),
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self._engine.add_request(request.request_id, {"prompt_token_ids": request.prompt_ids.tolist()}, sampling)
+
+    @property
+    def _end_ids(self) -> list[int]:
+        named = self._rules.get("eos_token_id", self.tokenizer.eos_token_id)
+        ids = {*(named if isinstance(named, list) else [named]), self.tokenizer.eos_token_id}
+        return sorted(ids - {None})
+
+    def _step(self) -> list[Any]:
+        began_s = time.perf_counter()
+        try:
+            outputs = self._engine.step()
+        except Exception:
+            # It cannot be used again. Without this process the shard goes to another worker, by halves where need be.
+            logger.exception("vLLM's engine failed: this worker ends")
+            os._exit(1)
+        self.num_forwards += 1
+        self.costliest_step_s = max(self.costliest_step_s, time.perf_counter() - began_s)
+        return outputs
+
+    def _num_drafted(self) -> int:
+        return sum(int(one.value) for one in self._engine.get_metrics() if one.name == NUM_DRAFTED)
+
+    def _results(self, texts: list[_Text], num_drafted: int) -> Iterator[GenerationResult]:
+        accepted = [sum(source != SOURCE_TARGET for source in text.sources) for text in texts]
+        spare, num_steps = num_drafted - sum(accepted), max(1, sum(text.num_steps for text in texts))
+        told, num_before = 0, 0  # rejected drafts that were handed out, steps of texts before
+        for text, num_accepted in zip(texts, accepted, strict=True):
+            num_before += text.num_steps
+            num_rejected, told = spare * num_before // num_steps - told, spare * num_before // num_steps
+            at_end = text.finish_reason == "stop"
+            if at_end and text.token_ids and text.token_ids[-1] in self._end_ids:
+                text.token_ids.pop(), text.sources.pop()
+            by_source = np.zeros((2, NUM_SOURCES), np.int64)
+            by_source[:, SOURCE_POOL] = num_accepted + num_rejected, num_accepted
+            yield GenerationResult(
+                request_id=text.request.request_id,
+                token_ids=np.array(text.token_ids, np.int32),
+                sources=np.array(text.sources, np.uint8),
+                text=self.tokenizer.decode(text.token_ids, skip_special_tokens=True),
+                finish_reason="end_of_text" if at_end else "length",
+                num_steps=text.num_steps,
+                num_drafted=num_accepted + num_rejected,
+                num_accepted=num_accepted,
+                drafted_by_source=by_source[0],
+                accepted_by_source=by_source[1],
+            )
+
+    def _routes(self, side: Side) -> Path:
+        return Path(self._folder.name) / side / "routes.parquet"
+
+    def _write_settings(self, pool_dirs: Mapping[Side, Path], cost: Path, decoding: DecodingSettings) -> None:
+        """The file that the proposer reads: both sides' pools, each with routes that every shard writes anew."""
+        told = []
+        for side, folder in pool_dirs.items():
+            self._routes(side).parent.mkdir()
+            write_routes(self._routes(side), [])
+            one = {"pools": str(folder.parent.parent), "version": folder.parent.name, "side": side}
+            one |= {"routes": str(self._routes(side)), "step_cost": str(cost)}
+            told.append(one | ({} if decoding.min_acceptance is None else {"min_acceptance": decoding.min_acceptance}))
+        path = Path(self._folder.name) / "drafts.json"
+        path.write_text(json.dumps(told), encoding="utf-8")
+        os.environ["LASERBATCH_DRAFTS"] = str(path)
+
+
+def set_environment(device: str, num_threads: int, num_sharing: int) -> None:
+    """What vLLM reads from the environment, where nobody has set it: this process, no network, its share of a CPU."""
+    told = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if device == "cpu":
+        cache_gib = max(1, int(CACHE_SHARE * host_memory().free_bytes / num_sharing / 2**30))
+        told |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": str(cache_gib)}
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    for name, value in told.items():
+        os.environ.setdefault(name, value)
+
+
+def engine_arguments(model_dir: Path, decoding: DecodingSettings, device: str) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`, those of `decoding.vllm` among them."""
+    return {
+        "model": str(model_dir),
+        "dtype": "float32" if device == "cpu" and decoding.dtype == "auto" else decoding.dtype,
+        "max_num_seqs": decoding.batch_size,
+        "generation_config": "vllm",
+        "load_format": "safetensors",
+        "disable_log_stats": False,  # by them drafts are counted
+        "seed": 0,
+        **decoding.vllm,
+    }
+
+
+def kept_cost(folder: Path, model_dir: Path, arguments: Mapping[str, Any], num_tokens: int) -> Path:
+    """The file with what steps of such an engine cost here, which is measured where there is none yet."""
+    facts = [dict(arguments) | {"model": model_identity(model_dir)}, num_tokens, os.cpu_count()]
+    facts.append({name: importlib.metadata.version(name) for name in ("torch", "transformers")})
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    path = folder / "vllm" / f"{digest}.json"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    logger.info("measuring what steps of vLLM cost here, once: %s", path)
+    new = path.with_suffix(f".{os.getpid()}.new")
+    sizes = sorted({1, max(1, arguments["max_num_seqs"] // 4), arguments["max_num_seqs"]})
+    engine = {name: value for name, value in arguments.items() if name not in ("model", "disable_log_stats")}
+    command = [sys.executable, "-m", vllm_steps.__name__, arguments["model"], "--out", str(new)]
+    command += ["--tokens", str(num_tokens), "--batch", *map(str, sizes), "--engine", json.dumps(engine)]
+    measured = subprocess.run(command, capture_output=True, text=True, check=False)
+    if measured.returncode:
+        told = (measured.stderr.strip() or "nothing was said").splitlines()[-1]
+        raise ModelError(f"what a step of vLLM costs could not be measured: {told}")
+    new.replace(path)
+    return path

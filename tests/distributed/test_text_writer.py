@@ -1,0 +1,90 @@
+"""Texts of prompts for Ray Data: the same as the engine's own, whatever shares a batch, and under a real Ray."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
+from laserbatch.pipeline.decoding.sequence import GenerationRequest
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.distributed.text_writer import TextWriter
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.knowledge.chat_format import encode_chat
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
+from laserbatch.retrieval_pools.index.store import PoolStore
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "ray-data.md"
+PROMPTS = ["Describe the fan of harbour noir.", "Who reads verse?", "Describe </s> <|user|> plainly."]
+FIXED = {"verifier": "greedy", "max_new_tokens": 24, "max_draft_tokens": 8, "min_acceptance": 0.05, "batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Of each prompt the tokens of plain decoding, and its text."""
+    engine = Engine.from_pretrained("sample", DecodingSettings(max_new_tokens=24, max_draft_tokens=0))
+    prompts = [encode_chat(engine.tokenizer, prompt, None, {"enable_thinking": False})[0] for prompt in PROMPTS]
+    requests = (GenerationRequest(str(k), ids, max_new_tokens=24) for k, ids in enumerate(prompts))
+    written = {int(one.request_id): one for one in engine.generate(requests)}
+    return [(prompts[k], written[k].token_ids, written[k].text) for k in range(len(PROMPTS))]
+
+
+@pytest.fixture(scope="module")
+def pools(plain, tmp_path_factory):
+    """Pools of what the prompts are answered with."""
+    root = tmp_path_factory.mktemp("pools")
+    with PoolStore(root).publish("2025-03-01") as folder:
+        texts = [PoolText(tokens, "verse") for _, tokens, _ in plain] * 3
+        expected = tokenizer_hash(SAMPLE_MODEL)
+        build_pool(texts, folder / "user", side="user", tokenizer_hash=expected, model_id="sample")
+    return root
+
+
+def test_texts_are_those_of_plain_decoding_with_drafts_from_pool_and_previous_text(plain, pools):
+    write = TextWriter("sample", pools, device="cpu", **FIXED)
+    previous = np.array([plain[0][2], None, float("nan")], object)
+    written = write({"id": np.arange(3), "prompt": np.array(PROMPTS, object), "previous": previous,
+                     "group": np.array(["verse", None, "none such"], object)})  # fmt: skip
+    assert written["text"].tolist() == [text for *_, text in plain]
+    assert written["num_tokens"].tolist() == [len(tokens) for _, tokens, _ in plain]
+    assert (written["num_accepted"] > 0).all() and (written["num_steps"] < written["num_tokens"]).all()
+    assert written["id"].tolist() == [0, 1, 2] and written["error"].tolist() == ["", "", ""]
+
+
+def test_prompts_may_be_token_ids_and_what_cannot_be_written_says_why(plain):
+    write = TextWriter(device="cpu", **FIXED)
+    prompts = np.empty(4, object)
+    prompts[:] = [plain[1][0].tolist(), "x" * 20_000, 7, [1.5, 2.0]]
+    written = write({"prompt": prompts})
+    assert written["text"].tolist() == [plain[1][2], "", "", ""]
+    reasons = [error.partition(":")[0] for error in written["error"]]
+    assert reasons == ["", "too-long", "bad-prompt", "bad-prompt"]
+    assert written["num_steps"].tolist()[1:] == [0, 0, 0]
+
+
+def test_wrong_options_and_pools_of_another_tokenizer_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"TextWriter: max_new_token: .*did you mean 'max_new_tokens'"):
+        TextWriter(max_new_token=5)
+    with PoolStore(tmp_path).publish("2025-03-01") as folder:
+        text = PoolText(np.arange(9, dtype=np.int32), "verse")
+        build_pool([text], folder / "user", side="user", tokenizer_hash="other", model_id="m")
+    with pytest.raises(PoolError, match="tokenizer"):
+        TextWriter("sample", tmp_path, device="cpu")
+
+
+@pytest.mark.ray
+def test_under_ray_data_as_the_page_has_it(plain, pools):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[:1]
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    try:
+        scope = {"POOLS": str(pools), "MODEL": "sample", "PROMPTS": PROMPTS}
+        exec(compile(code, str(PAGE), "exec"), scope)
+        texts = {row["prompt"]: row["text"] for row in scope["rows"]}
+    finally:
+        ray.shutdown()
+    assert [texts[prompt] for prompt in PROMPTS] == [text for *_, text in plain]

@@ -1,0 +1,169 @@
+"""Trees for SGLang's n-gram worker: by themselves, and by its real classes where they are installed.
+
+Its worker's module wants a GPU's kernels to be imported: these alone are stood in for, in a process of its own.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from test_query import ids
+
+from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
+from laserbatch.retrieval_pools.index.store import PoolStore
+from laserbatch.retrieval_pools.integrations import sglang
+from laserbatch.retrieval_pools.integrations.vllm import SETTINGS_VARIABLE
+from laserbatch.retrieval_pools.routing.route_table import write_routes
+
+has_sglang = importlib.util.find_spec("sglang") is not None
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    """A model folder; a pool of its tokenizer where 1, 2 goes on in two ways; its settings and routes."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    with PoolStore(tmp_path / "pools").publish("v1") as folder:
+        rows = [PoolText(ids([1, 2, 3, 4, 5, 6]), "a")] * 4 + [PoolText(ids([1, 2, 7, 8, 9]), "b")] * 4
+        names = {"tokenizer_hash": tokenizer_hash(tmp_path / "model"), "model_id": "m"}
+        build_pool(rows, folder / "user", side="user", **names)
+    write_routes(tmp_path / "routes.parquet", [(ids([50, 51]), "b", ids([30, 31, 32, 33]))])
+    settings = {"pools": "pools", "side": "user", "routes": "routes.parquet", "min_acceptance": 0.01}
+    (tmp_path / "drafts.json").write_text(json.dumps(settings))
+    monkeypatch.setenv(SETTINGS_VARIABLE, str(tmp_path / "drafts.json"))
+    return tmp_path / "model"
+
+
+def batch(*texts, accepted=None):
+    """What SGLang's scheduler hands over: prompt and output of each text, and what the last step accepted of it."""
+    reqs = [
+        SimpleNamespace(rid=f"r{k}", origin_input_ids_unpadded=prompt, output_ids=output)
+        for k, (prompt, output) in enumerate(texts)
+    ]
+    spec_info = None
+    if accepted is not None:
+        padded = np.zeros((len(accepted), 6), np.int64)
+        for row, tokens in enumerate(accepted):
+            padded[row, : len(tokens)] = tokens
+        spec_info = SimpleNamespace(
+            accept_tokens=padded.ravel(), accept_lens=np.array([len(tokens) for tokens in accepted])
+        )
+    return SimpleNamespace(reqs=reqs, spec_info=spec_info, grammar_needs_sync=lambda: False)
+
+
+def paths(tokens, is_above, size=6):
+    """The tokens along each node's path, the root's first, as a set for each tree."""
+    found = []
+    for row, mask in zip(tokens.reshape(-1, size), is_above.reshape(-1, size, size), strict=True):
+        assert (np.triu(mask, 1) == 0).all() and mask[:, 0].all() and mask.diagonal().all()
+        found.append({tuple(row[above].tolist()) for above in mask})
+    return found
+
+
+def test_a_tree_has_all_ways_on_and_is_filled_up_below_its_root(model):
+    trees = sglang.PoolTrees(str(model), 6)
+    (found,) = paths(*trees.draft(sglang.written_of(batch(([40], [1, 2])), 6, False)))
+    assert {(2,), (2, 3), (2, 3, 4), (2, 7), (2, 7, 8)} <= found
+    (found,) = paths(*trees.draft(sglang.written_of(batch(([40], [1, 2, 7, 8, 9])), 6, False)))
+    assert (9, sglang.PADDING) in found, "of a text that ended nothing follows"
+    assert trees.num_failed == 0
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_routes_give_the_previous_text_and_steps_follow_it(model, is_overlapped):
+    trees = sglang.PoolTrees(str(model), 6)
+    begun = batch(([50, 51], []), ([60], [1, 2]), accepted=[[30], []])
+    own, other = paths(*trees.draft(sglang.written_of(begun, 6, is_overlapped)))
+    assert (30, 31, 32, 33) in own or not is_overlapped
+    assert (2, 3) in other
+    later = batch(([50, 51], [30]), ([60], [1, 2]), accepted=[[31, 32], [7]])
+    own, other = paths(*trees.draft(sglang.written_of(later, 6, is_overlapped)))
+    assert ((32, 33) if is_overlapped else (30, 31)) in own
+    assert ((7, 8) if is_overlapped else (2, 3)) in other
+    trees.erase_match_state(["r0", "never seen"])
+    trees.reset()
+    assert len(trees._pool_of) == 0 and trees.num_failed == 0
+
+
+def test_a_text_that_is_begun_again_and_a_draft_that_fails_stop_no_batch(model):
+    trees = sglang.PoolTrees(str(model), 6)
+    trees.draft(sglang.written_of(batch(([60], [1, 2, 3])), 6, False))
+    (found,) = paths(*trees.draft(sglang.written_of(batch(([60], [1, 2])), 6, False)))
+    assert (2, 3) in found
+    trees._opened[0][0].draft = None  # a mistake of ours
+    tokens, is_above = trees.draft(sglang.written_of(batch(([60], [1, 2])), 6, False))
+    assert trees.num_failed == 1 and tokens.tolist() == [2, 0, 0, 0, 0, 0]
+    paths(tokens, is_above)
+
+
+def test_what_is_wrong_is_said_before_a_model_loads(model, tmp_path, monkeypatch):
+    arguments = SimpleNamespace(tokenizer_path=None, model_path=str(model))
+    sglang.require_pools(arguments)
+    (model / "tokenizer.json").write_text('{"another": 1}')
+    with pytest.raises(PoolError, match="tokenizer"):
+        sglang.require_pools(arguments)
+    monkeypatch.setenv(SETTINGS_VARIABLE, str(tmp_path / "gone.json"))
+    with pytest.raises(PoolError, match="does not say what to draft from"):
+        sglang.require_pools(arguments)
+    if not has_sglang:
+        with pytest.raises(PoolError, match="takes no speculative algorithms of others"):
+            sglang.register()
+
+
+IN_SGLANG = """
+import importlib.abc, importlib.machinery, json, sys
+from unittest.mock import MagicMock
+import numpy as np
+
+class Kernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("sgl_kernel", "torchvision", "flashinfer"):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+    def create_module(self, spec):
+        module = MagicMock(name=spec.name)
+        module.__path__, module.__spec__, module.__version__ = [], spec, "9.9.9"
+        return module
+    def exec_module(self, module):
+        pass
+
+sys.meta_path.insert(0, Kernels())
+from sglang.srt.speculative import ngram_worker
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from laserbatch.retrieval_pools.integrations import sglang
+from test_sglang import batch
+
+sglang.register()
+algorithm = SpeculativeAlgorithm.from_string("LASERBATCH")
+assert algorithm.is_ngram() and algorithm.is_speculative() and not algorithm.is_eagle()
+assert not algorithm.has_draft_kv() and algorithm.supports_overlap
+worker_class = algorithm.factory(None)
+assert issubclass(worker_class, ngram_worker.NGRAMWorker)
+worker = object.__new__(worker_class)  # its own memory is a GPU's
+worker.draft_token_num, worker.enable_overlap = 6, False
+worker.ngram_corpus = sglang.PoolTrees(sys.argv[1], 6)
+asked = batch(([40], [1, 2]), ([40], [1, 2, 7, 8, 9]))
+tokens, mask = worker._prepare_draft_tokens(asked)
+worker._update_ngram_corpus(asked)
+next_token, next_sibling = ngram_worker._derive_tree_links(mask, 2, 6)
+print(json.dumps([tokens.tolist(), next_token.tolist(), next_sibling.tolist()]))
+"""
+
+
+@pytest.mark.skipif(not has_sglang, reason="SGLang is not installed here")
+def test_sglangs_own_worker_takes_the_trees(model):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", IN_SGLANG, str(model)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    tokens, children, siblings = json.loads(ran.stdout.splitlines()[-1])
+    tokens = np.array(tokens).reshape(2, 6)
+    first = tokens[0, children[0][0]], tokens[0, siblings[0][children[0][0]]]
+    assert set(map(int, first)) == {3, 7}, "both ways on stand below the root"
+    assert tokens[1, 0] == 9 and children[1][0] == 1
