@@ -121,6 +121,7 @@ class _Pass:
         if self._will_probably_write():
             self.workers.start(self._worker_spec())
         plans, finished = self._plans()
+        self.night.tables.let_go()
         for side in SIDES:
             if plans[side].postponed and not self.is_plain:
                 say(f"{side}s of whom no new text is asked tonight: {_told(plans[side].postponed)}")

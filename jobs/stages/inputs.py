@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from laserbatch.pipeline.storage.atomic import sha256_file
 from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.check import IdsBefore, check_tables, require_sound
 from laserbatch.pipeline.tables.findings import Finding
-from laserbatch.pipeline.tables.read import Tables, describe, end_of, read_tables
+from laserbatch.pipeline.tables.read import Tables, describe, end_of, only_chunk, read_tables
 from laserbatch.pipeline.validation import line_of, nearest
 from laserbatch.retrieval_pools.routing.embeddings import id_column, read_embeddings
 
@@ -58,12 +59,13 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
         raise ConfigError("no input tables: set tables.path in the configuration; `laserbatch init TABLES` writes one")
     _require_files(settings)
     with ThreadPoolExecutor(1) as aside:  # what is read of faulty tables is not looked at
-        reading = aside.submit(read_tables, settings.tables.path, as_of=date)
+        scratch = settings.workspace if settings.workspace.is_dir() else None
+        reading = aside.submit(read_tables, settings.tables.path, date, scratch)
         findings = check_inputs(settings.tables.path, settings, lambda: _ids_before(date, reading))
     require_sound(findings, settings.tables.path)
     for warning in findings:
         say(str(warning))
-    tables = reading.result()
+    tables = replace(reading.result(), logged_ids={})
     if not any(tables.entities(side).num_rows for side in SIDES):
         raise TableError(
             f"neither a user nor an item of {settings.tables.path} is known at the end of {date}: every created_at is "
@@ -72,6 +74,7 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
     inputs = describe(settings.tables.path)
     for name in sc.TABLE_NAMES:
         inputs[name]["known_sha256"] = _content_sha256(getattr(tables, name))
+    tables.let_go()
     return inputs | _described_embeddings(settings, tables), tables
 
 
@@ -191,17 +194,20 @@ def changed_inputs(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Ma
 
 def _content_sha256(table: pa.Table) -> str:
     """Of a table's columns and values, whatever its file and its chunks are like."""
-    digest = hashlib.sha256(str(table.schema.remove_metadata()).encode())
+    digest, codes = hashlib.sha256(str(table.schema.remove_metadata()).encode()), {}
     for place, (name, kind) in enumerate(zip(table.column_names, table.schema.types, strict=True)):
         if pt.is_dictionary(kind):  # ids: those that a row has, and which of these each has
-            ids = table[name].combine_chunks()
+            ids = only_chunk(table[name])
             is_there = np.zeros(len(ids.dictionary), bool)
             is_there[ids.indices.drop_null().to_numpy()] = True
             digest.update(pa.record_batch([ids.dictionary.filter(pa.array(is_there))], [name]).serialize())
-            codes = pa.array(np.cumsum(is_there, dtype=np.int32)).take(ids.indices)
-            table = table.set_column(place, name, codes)
+            codes[name] = pa.array(np.cumsum(is_there, dtype=np.int32))
+            table = table.set_column(place, name, ids.indices)
     for start in range(0, table.num_rows, ROWS_AT_ONCE):
-        for batch in table.slice(start, ROWS_AT_ONCE).combine_chunks().to_batches():
+        part = table.slice(start, ROWS_AT_ONCE).combine_chunks()
+        for name, of_ids in codes.items():
+            part = part.set_column(part.column_names.index(name), name, of_ids.take(part[name]))
+        for batch in part.to_batches():
             digest.update(batch.serialize())
     return digest.hexdigest()
 

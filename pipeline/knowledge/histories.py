@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -9,7 +10,6 @@ import pyarrow.compute as pc
 
 from laserbatch.pipeline.knowledge.prompts import plain_text
 from laserbatch.pipeline.knowledge.templates import HistoryLines, Labels, in_words
-from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.tables.read import Tables
 
 DAY_US = 86_400_000_000
@@ -24,6 +24,7 @@ EVENT_WORDS = {
     "buy": "bought", "purchase": "bought", "order": "ordered", "transaction": "bought", "rate": "rated",
     "remove": "removed", "return": "returned", "bookmark": "bookmarked", "favorite": "marked as a favourite",
 }  # fmt: skip
+NUM_PARTS = 8  # of users, whose events are put in order one part at a time
 MOST_EVENTS = 4  # kinds of them that a sentence names
 
 
@@ -59,19 +60,23 @@ class Histories:
 
     def __init__(self, tables: Tables) -> None:
         self._interactions = tables.interactions
-        user, self._items = (tables.rows_of_interactions[side] for side in SIDES)
-        keys = np.flatnonzero((user >= 0) & (self._items >= 0))
-        users = user[keys].astype(np.int64)
-        users <<= 32
-        keys |= users
-        del users
-        keys.sort()  # by user, then by row: interactions come in order of time
-        self.starts = np.searchsorted(keys, np.arange(tables.users.num_rows + 1) << 32)
-        self._rows = keys.astype(np.uint32)  # the lower half
+        codes, rows = tables.coded("user")
+        self._item_codes, self._item_rows = tables.coded("item")
+        users = rows[codes]
+        if (self._item_rows[:-1] < 0).any() or tables.interactions["item_id"].null_count:
+            users[self._item_rows[self._item_codes] < 0] = -1
+        self._rows, self.starts = np.empty(len(users), np.uint32), np.zeros(tables.users.num_rows + 1, np.int64)
+        for first, stop in pairwise(np.linspace(0, tables.users.num_rows, NUM_PARTS + 1).astype(np.int64).tolist()):
+            keys = np.flatnonzero((users >= first) & (users < stop))
+            keys |= users[keys].astype(np.int64) << 32
+            keys.sort()  # by user, then by row: interactions come in order of time
+            begin = self.starts[first]
+            self._rows[begin : begin + len(keys)] = keys  # the lower half
+            self.starts[first : stop + 1] = begin + np.searchsorted(keys, np.arange(first, stop + 1) << 32)
 
     def items(self, places: np.ndarray) -> np.ndarray:
         """Rows of the item table, int32[n], of the events of some places."""
-        return self._items[self._rows[places]]
+        return self._item_rows[self._item_codes[self._rows[places]]]
 
     def values(self, column: str, places: np.ndarray) -> pa.Array:
         """A column of the interactions of some places; null where there is none."""

@@ -51,10 +51,13 @@ class Chosen:
 
 def interactions_of(tables: Tables, side: Side) -> np.ndarray:
     """Interactions of each entity of a side: int64[num_entities]."""
-    rows, counts = tables.rows_of_interactions[side], np.zeros(tables.entities(side).num_rows + 1, np.int64)
-    for start in range(0, len(rows), ROWS_AT_ONCE):  # numpy counts over a copy of 64 bits
-        counts += np.bincount(rows[start : start + ROWS_AT_ONCE] + 1, minlength=len(counts))
-    return counts[1:]
+    codes, rows = tables.coded(side)
+    counts = np.zeros(len(rows), np.int64)
+    for start in range(0, len(codes), ROWS_AT_ONCE):  # numpy counts over a copy of 64 bits
+        counts += np.bincount(codes[start : start + ROWS_AT_ONCE], minlength=len(rows))
+    of_entities = np.zeros(tables.entities(side).num_rows, np.int64)
+    of_entities[rows[rows >= 0]] = counts[rows >= 0]
+    return of_entities
 
 
 def choose(

@@ -6,9 +6,9 @@ Only the columns and rows that are kept are read: the cut by date is applied whi
 
 import datetime
 import hashlib
-from concurrent.futures import ThreadPoolExecutor
+import mmap
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,6 +22,7 @@ import pyarrow.types as pt
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import sha256_file
+from laserbatch.pipeline.storage.parquet import map_table
 from laserbatch.pipeline.tables.columns import ID, role_of, schema_findings
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, unreadable
@@ -35,6 +36,8 @@ from laserbatch.pipeline.tables.schema import (
     time_scalar,
 )
 
+ROWS_AT_ONCE = 1024 * 1024
+
 
 @dataclass(frozen=True)
 class Tables:
@@ -42,47 +45,56 @@ class Tables:
 
     users: pa.Table  # in file order; items too
     items: pa.Table
-    interactions: pa.Table  # sorted by time, user, item; ids are dictionaries, whose values ascend
+    interactions: pa.Table  # sorted by time, user, item; ids are dictionaries, whose values ascend; a chunk a column
+    scratch: tuple[mmap.mmap, ...] = ()  # what interactions lie in, where that is a file
     logged_ids: dict[str, pa.Array] = field(default_factory=dict)  # by column, also of those who left the tables
 
     def entities(self, side: Side) -> pa.Table:
         """The users or the items."""
         return self.users if side == "user" else self.items
 
-    @cached_property
-    def rows_of_interactions(self) -> dict[Side, np.ndarray]:
-        """Of each interaction the row of its user, and of its item: int32[n]; -1 where that is not there."""
-        rows = {}
-        for side in SIDES:
-            ids = self.interactions[f"{side}_id"]
-            ids = (ids if pt.is_dictionary(ids.type) else ids.dictionary_encode()).combine_chunks()
-            found = pc.index_in(ids.dictionary, value_set=self.entities(side)[f"{side}_id"].combine_chunks())
-            rows[side] = pc.fill_null(found.take(ids.indices), -1).to_numpy()
-        return rows
+    def coded(self, side: Side) -> tuple[np.ndarray, np.ndarray]:
+        """Of each interaction the code of its user or item, int32[n]; and of each code the row of its entity, int32.
+
+        The last code is that of no id; -1 is the row of who is not there.
+        """
+        ids = self.interactions[f"{side}_id"]
+        ids = only_chunk(ids if pt.is_dictionary(ids.type) else ids.dictionary_encode())
+        found = pc.index_in(ids.dictionary, value_set=self.entities(side)[f"{side}_id"].combine_chunks())
+        return _codes(ids), np.append(found.fill_null(-1).to_numpy(), np.int32(-1))
+
+    def let_go(self) -> None:
+        """Let go of the memory of interactions that lie in a file, which are read again where they are needed."""
+        for mapped in self.scratch:
+            mapped.madvise(mmap.MADV_DONTNEED)
 
 
-def read_tables(path: Path | str | None, as_of: datetime.date | None = None) -> Tables:
+def read_tables(path: Path | str | None, as_of: datetime.date | None = None, scratch: Path | None = None) -> Tables:
     """Read the tables of a folder, as known at the end of a day (UTC).
 
     Kept are entities created before its end or with no `created_at`, and interactions before it between such; without a
-    day all.
+    day all. Interactions lie in files without a name in the folder `scratch`, mapped; None: in memory.
     Raises TableError where a table or column is missing, has a wrong type, or its file cannot be read.
     """
     path, cutoff = tables_folder(path), None if as_of is None else end_of(as_of)
     users, items = (_read_table(path, table, cutoff) for table in ("users", "items"))
     interactions = _by_time(_read_table(path, "interactions", cutoff))
-    logged_ids = {name: interactions[name].combine_chunks().dictionary for name in ID_COLUMNS.values()}
-    tables = Tables(users, items, interactions, logged_ids)
-    if cutoff is None:
-        return tables
+    logged_ids = {name: only_chunk(interactions[name]).dictionary for name in ID_COLUMNS.values()}
+    tables = Tables(users, items, interactions, logged_ids=logged_ids)
     # Who left the tables may stay in the log, and an interaction may precede its entity's own created_at.
-    for side in SIDES:
+    for side in SIDES if cutoff is not None else ():
         kind = tables.interactions.schema.field(f"{side}_id").type.value_type
         if kind == tables.entities(side)[f"{side}_id"].type:  # else they cannot be compared, as checks say
-            is_known = tables.rows_of_interactions[side] >= 0
-            if not is_known.all():
-                tables = replace(tables, interactions=tables.interactions.filter(pa.array(is_known)))
-    return tables
+            codes, rows = tables.coded(side)
+            if (rows[:-1] < 0).any() or tables.interactions[f"{side}_id"].null_count:
+                is_known = pa.array(rows[codes] >= 0)
+                tables = replace(tables, interactions=tables.interactions.filter(is_known).combine_chunks())
+    if scratch is None or not tables.interactions.num_rows:
+        return tables
+    names = tables.interactions.column_names
+    files = [map_table(tables.interactions.select([name]), scratch) for name in names]
+    interactions = pa.table([column[0] for column, _ in files], names)
+    return replace(tables, interactions=interactions, scratch=tuple(mapped for _, mapped in files))
 
 
 def end_of(date: datetime.date) -> pa.Scalar:
@@ -112,26 +124,40 @@ def open_tables(path: Path | str | None) -> OpenTables:
     return OpenTables(users, items, interactions)
 
 
+def only_chunk(column: pa.ChunkedArray) -> pa.Array:
+    """A column as one array, which is not copied where it is one already."""
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def _codes(ids: pa.DictionaryArray) -> np.ndarray:
+    """int32[n], one more than there are for null."""
+    return (ids.indices.fill_null(len(ids.dictionary)) if ids.null_count else ids.indices).to_numpy()
+
+
 def _by_time(interactions: pa.Table) -> pa.Table:
     """Sorted by time, user, item, nulls last. What comes sorted, as logs do but within a second, is not copied."""
-    times = interactions["timestamp"].combine_chunks().cast(pa.int64()).fill_null(np.iinfo(np.int64).max).to_numpy()
-    ids = (interactions[f"{side}_id"].combine_chunks() for side in SIDES)
-    user, item = (coded.indices.fill_null(len(coded.dictionary)).to_numpy() for coded in ids)
+    times = only_chunk(interactions["timestamp"]).cast(pa.int64())
+    times = (times.fill_null(np.iinfo(np.int64).max) if times.null_count else times).to_numpy()
+    user, item = (_codes(only_chunk(interactions[f"{side}_id"])) for side in SIDES)
     order = np.arange(len(times), dtype=np.int32 if len(times) < 2**31 else np.int64)
     if np.any(times[1:] < times[:-1]):
         order[:] = np.argsort(times, kind="stable")
         times = times[order]
-    is_alike = np.zeros(len(times), bool)
-    is_alike[:-1] = times[1:] == times[:-1]
-    is_alike[1:] |= is_alike[:-1].copy()
-    places = np.flatnonzero(is_alike).astype(order.dtype)
-    rows = order[places]
-    by_id = rows[_sorted_within(times[places], user[rows], item[rows])]
-    if np.array_equal(order, np.arange(len(order), dtype=order.dtype)) and np.array_equal(by_id, rows):
+    stop = 0
+    while stop < len(times):  # some at a time, none of which has the time of one that follows
+        start, last = stop, times[min(stop + ROWS_AT_ONCE, len(times)) - 1]
+        stop = int(np.searchsorted(times, last, side="right"))
+        moments = times[start:stop]
+        is_alike = np.zeros(len(moments), bool)
+        is_alike[:-1] = moments[1:] == moments[:-1]
+        is_alike[1:] |= is_alike[:-1].copy()
+        places = np.flatnonzero(is_alike)
+        rows = order[start:stop][places]
+        order[start:stop][places] = rows[_sorted_within(moments[places], user[rows], item[rows])]
+    if np.all(order[1:] > order[:-1]):
         return interactions
-    order[places] = by_id
     names, columns = interactions.column_names, interactions.columns
-    del interactions, times, user, item, is_alike, places, rows, by_id
+    del interactions, times, user, item
     for number in range(len(columns)):  # one at a time, and what it was is let go
         columns[number] = columns[number].take(pa.array(order))
         pa.default_memory_pool().release_unused()
@@ -174,12 +200,11 @@ def _read_table(path: Path, name: str, cutoff: pa.Scalar | None) -> pa.Table:
     parts = [_open_part(file, name, cutoff) for file in table_files(path, name)]
     columns = dict.fromkeys(column for part in parts for column in part.schema.names if role_of(name, column))
     read = partial(_read_column, parts, name)
-    if name == "interactions":  # ids first: they take most memory, which is let go when they are codes
-        ids = [column for column in columns if role_of(name, column) is ID]
-        with ThreadPoolExecutor(2) as threads:
-            columns |= zip(ids, threads.map(lambda column: _coded(read(column)), ids), strict=True)
-    for column, values in columns.items():
-        columns[column] = read(column).combine_chunks() if values is None else values
+    for column in sorted(columns, key=lambda column: role_of(name, column) is not ID):  # they take most memory at first
+        values = read(column)
+        is_coded = name == "interactions" and role_of(name, column) is ID
+        columns[column] = _coded(values) if is_coded else values.combine_chunks()
+        del values
         pa.default_memory_pool().release_unused()
     return pa.table(columns)
 
