@@ -101,6 +101,9 @@ class VllmEngine:
             raise ModelError(f"vLLM cannot load {model_dir}: {first_line(error)}") from error
         config = self._engine.model_config
         self._max_context = config.max_model_len
+        named = self._rules.get("eos_token_id") or getattr(config.hf_config, "eos_token_id", None)
+        ids = {*(named if isinstance(named, list) else [named]), self.tokenizer.eos_token_id}
+        self._end_ids = sorted(ids - {None})
         self.model = ModelFigures(
             id=model_identity(model_dir),
             dtype=str(config.dtype).removeprefix("torch."),
@@ -166,12 +169,6 @@ class VllmEngine:
             output_kind=RequestOutputKind.DELTA,
         )
         self._engine.add_request(request.request_id, {"prompt_token_ids": request.prompt_ids.tolist()}, sampling)
-
-    @property
-    def _end_ids(self) -> list[int]:
-        named = self._rules.get("eos_token_id", self.tokenizer.eos_token_id)
-        ids = {*(named if isinstance(named, list) else [named]), self.tokenizer.eos_token_id}
-        return sorted(ids - {None})
 
     def _step(self) -> list[Any]:
         began_s = time.perf_counter()
