@@ -18,8 +18,8 @@ from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
 TILE_ROWS = 64  # tokens x query heads of a task, at most: its scores stay in a core's cache
 LEAST_SCORES = 3_000  # for each thread; fewer are sooner computed than divided
 # Sums may be taken in another order, as vectors need it; what is not finite stays so.
-_SUMS = {"reassoc", "contract", "nsz", "arcp"}
-_LOG2E = np.float32(1.4426950408889634)
+SUMS = {"reassoc", "contract", "nsz", "arcp"}
+LOG2E = np.float32(1.4426950408889634)
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,7 @@ def numba_attention(
     num_folded = num_heads // num_kv_heads
     own = np.ascontiguousarray(query.numpy()).reshape(num_tokens, num_kv_heads, num_folded, head_dim)
     result = np.empty((num_tokens, num_kv_heads, num_folded, value_dim), np.float32)
-    most_threads = min(torch.get_num_threads(), _num_threads())
-    numba.set_num_threads(max(1, min(most_threads, tasks.num_scores * num_kv_heads // LEAST_SCORES)))
+    numba.set_num_threads(max(1, min(most_threads(), tasks.num_scores * num_kv_heads // LEAST_SCORES)))
     _attend(
         *(own, keys.numpy(), values.numpy()),
         *(metadata.slots, metadata.cu_seqlens_k, metadata.num_committed, metadata.cu_seqlens_q, metadata.num_chain),
@@ -73,6 +72,11 @@ def numba_attention(
         *(np.float32(scale), 0 if window is None else window, result),
     )
     return torch.from_numpy(result).view(num_tokens, num_heads, value_dim)
+
+
+def most_threads() -> int:
+    """Threads that loops may have: as many as torch, where numba has them."""
+    return min(torch.get_num_threads(), _num_threads())
 
 
 @cache
@@ -104,7 +108,7 @@ def _attend(
         )  # fmt: skip
 
 
-@njit(fastmath=_SUMS)
+@njit(fastmath=SUMS)
 def _attend_tile(
     query, keys, values, slots, committed, chain, ancestors, positions, first, scale, window, result
 ):  # fmt: skip
@@ -139,10 +143,8 @@ def _attend_tile(
             if not sees:
                 for folded in range(num_folded):
                     scores[token * num_folded + folded, key] = -np.inf
-    bits = np.empty(num_keys, np.int32)
     for row in range(num_rows):
-        _exponents(scores[row], bits)
-        _normalise(scores[row], bits.view(np.float32))
+        _softmax(scores[row])
     sums = np.zeros((num_rows, values.shape[1]), np.float32)
     if is_single:
         _weigh_single(scores, values, seen_slots, sums)
@@ -153,7 +155,7 @@ def _attend_tile(
             result[row // num_folded, row % num_folded, d] = sums[row, d]
 
 
-@njit(fastmath=_SUMS)
+@njit(fastmath=SUMS)
 def _score_single(rows, keys, slots, scores):
     """The same as `_score` for few rows: memory is what it waits for, so the plainest loops are the fastest."""
     for i in range(len(slots)):
@@ -165,7 +167,7 @@ def _score_single(rows, keys, slots, scores):
             scores[row, i] = total
 
 
-@njit(fastmath=_SUMS)
+@njit(fastmath=SUMS)
 def _weigh_single(weights, values, slots, sums):
     for i in range(len(slots)):
         value = values[slots[i]]
@@ -175,7 +177,7 @@ def _weigh_single(weights, values, slots, sums):
                 sums[row, d] += weight * value[d]
 
 
-@njit(fastmath=_SUMS)
+@njit(fastmath=SUMS)
 def _score(rows, keys, slots, scores):
     """scores[row, i] = rows[row] . keys[slots[i]]: two keys and four rows at a time, in registers."""
     num_rows, num_keys = scores.shape
@@ -198,7 +200,7 @@ def _score(rows, keys, slots, scores):
             scores[row, num_keys - 1] = total
 
 
-@njit(fastmath=_SUMS, inline="never")
+@njit(fastmath=SUMS, inline="never")
 def _score_four(rows, row, one, other, scores, i):
     a, b, c, d = rows[row], rows[row + 1], rows[row + 2], rows[row + 3]
     a0 = a1 = b0 = b1 = c0 = c1 = d0 = d1 = np.float32(0)
@@ -219,43 +221,36 @@ def _score_four(rows, row, one, other, scores, i):
 
 
 @njit
-def _exponents(scores, bits):
-    """exp(score - highest) in two factors: what is left in `scores` and, as the bits of a float32, a power of two.
+def power_of_two(x):
+    """2^x for x <= 0, to float32's precision. A loop over it has no calls, so it is computed in vectors."""
+    whole = np.int32(x - np.float32(0.5))
+    f = x - np.float32(whole)
+    p = np.float32(1.540353e-4)
+    p = p * f + np.float32(1.3333558e-3)
+    p = p * f + np.float32(9.618129e-3)
+    p = p * f + np.float32(5.5504109e-2)
+    p = p * f + np.float32(2.4022651e-1)
+    p = p * f + np.float32(6.9314718e-1)
+    p = p * f + np.float32(1)
+    factor = np.int32((whole + np.int32(127)) << np.int32(23)).view(np.float32)  # 2^whole, by its exponent
+    return np.float32(0) if x < np.float32(-126) else p * factor  # of minus infinity, too
 
-    A loop without calls is computed in vectors: 2^x is a polynomial of x's fraction, and an exponent.
-    """
+
+@njit(fastmath=SUMS)
+def _softmax(scores):
     highest = scores[0]
     for i in range(1, len(scores)):
         if scores[i] > highest:
             highest = scores[i]
-    for i in range(len(scores)):
-        x = (scores[i] - highest) * _LOG2E
-        whole = np.int32(x - np.float32(0.5))
-        f = x - np.float32(whole)
-        p = np.float32(1.540353e-4)
-        p = p * f + np.float32(1.3333558e-3)
-        p = p * f + np.float32(9.618129e-3)
-        p = p * f + np.float32(5.5504109e-2)
-        p = p * f + np.float32(2.4022651e-1)
-        p = p * f + np.float32(6.9314718e-1)
-        p = p * f + np.float32(1)
-        is_nothing = x < np.float32(-126)  # minus infinity, too
-        scores[i] = np.float32(0) if is_nothing else p
-        bits[i] = np.int32(0) if is_nothing else np.int32((whole + np.int32(127)) << np.int32(23))
-
-
-@njit(fastmath=_SUMS)
-def _normalise(weights, factors):
-    """Weights times their factors, divided by their sum."""
     total = np.float32(0)
-    for i in range(len(weights)):
-        weights[i] *= factors[i]
-        total += weights[i]
-    for i in range(len(weights)):
-        weights[i] /= total
+    for i in range(len(scores)):
+        scores[i] = power_of_two((scores[i] - highest) * LOG2E)
+        total += scores[i]
+    for i in range(len(scores)):
+        scores[i] /= total
 
 
-@njit(fastmath=_SUMS)
+@njit(fastmath=SUMS)
 def _weigh(weights, values, slots, sums):
     """sums[row] += weights[row, i] * values[slots[i]] over all i, four values at a time."""
     num_rows, num_keys = weights.shape

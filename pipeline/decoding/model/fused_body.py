@@ -1,0 +1,173 @@
+"""The body of a plain model on a CPU in few calls a layer.
+
+A decoder layer of transformers is some forty small operations of torch, which for a few tokens take longer than its
+matrices' products. Where the layers are of a known kind, here are the same products over the same weights
+(`cpu_linear`), with compiled loops between them: normalisation; rotation, and writing to the KV cache; attention; the
+gate. It computes what transformers does, but for rounding: `checks` compares them before the engine believes it.
+"""
+
+import numba
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numba import njit, prange
+from torch import nn
+
+from laserbatch.pipeline.decoding.attention.interface import StepPlan
+from laserbatch.pipeline.decoding.attention.numba_attention import LOG2E, SUMS, most_threads, power_of_two
+from laserbatch.pipeline.decoding.batch import Batch
+from laserbatch.pipeline.decoding.model.cpu_linear import OneDnnLinear, PartOfLinear, compiled_size
+
+KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+LEAST_NUMBERS = 30_000  # of a step's hidden states, for each thread; fewer are sooner computed than divided
+FIRST_POSITIONS = 1024
+
+
+class _Norm:
+    """Normalisation by the root mean square; of no module none, whose weight is empty."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.weight = np.empty(0, np.float32) if module is None else module.weight.detach().numpy()
+        self.epsilon = np.float32(0 if module is None else module.variance_epsilon)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        result = torch.empty_like(hidden)
+        _normalise(hidden.numpy(), self.weight, self.epsilon, result.numpy())
+        return result
+
+
+class _Layer:
+    """The parts of a decoder layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.number, self.scale, self.head_dim = attention.layer_idx, attention.scaling, attention.head_dim
+        self.qkv, self.attention_output = attention.q_proj, attention.o_proj
+        self.gate_up, self.mlp_output = mlp.gate_proj, mlp.down_proj
+        self.norm, self.mlp_norm = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
+        self.query_norm, self.key_norm = (_Norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
+        self._has_window = attention.config if type(layer).__name__.startswith("Mistral") else attention
+
+    @property
+    def window(self) -> int | None:
+        return getattr(self._has_window, "sliding_window", None)
+
+
+class FusedBody:
+    """Embedding, decoder layers and last normalisation of a model."""
+
+    def __init__(self, body: nn.Module) -> None:
+        self._embedding, self._rotary = body.embed_tokens.weight.detach(), body.rotary_emb
+        self._layers = [_Layer(layer) for layer in body.layers]
+        self._norm = _Norm(body.norm)
+        self._cos = self._sin = np.empty((0, 0), np.float32)  # (positions, head_dim / 2)
+
+    @classmethod
+    def of(cls, body: nn.Module) -> "FusedBody | None":
+        """Of a body whose linear layers lie in oneDNN's layout; None where its layers are not known."""
+        layers = list(getattr(body, "layers", ()))
+        is_known = bool(layers) and all(map(_is_known, layers)) and body.config.hidden_act == "silu"
+        return cls(body) if is_known else None
+
+    def hidden_of(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
+        """Hidden states of a step's tokens: (num_tokens, hidden_size)."""
+        num_tokens = len(batch)
+        self._see(int(batch.positions.max()))
+        token_ids = np.zeros(compiled_size(num_tokens), np.int64)
+        token_ids[:num_tokens] = batch.token_ids
+        hidden = self._embedding.index_select(0, torch.from_numpy(token_ids))
+        threads = max(1, min(most_threads(), hidden.numel() // LEAST_NUMBERS))
+        for layer in self._layers:
+            numba.set_num_threads(threads)
+            attended = self._attended(layer, layer.qkv.product(layer.norm(hidden)), batch, plan)
+            hidden = layer.attention_output.product(attended, hidden)
+            numba.set_num_threads(threads)
+            gate_up = layer.gate_up.product(layer.mlp_norm(hidden))
+            gated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+            _gate(gate_up.numpy(), gated.numpy())
+            hidden = layer.mlp_output.product(gated, hidden)
+        return self._norm(hidden)[:num_tokens]
+
+    def _attended(self, layer: _Layer, qkv: torch.Tensor, batch: Batch, plan: StepPlan) -> torch.Tensor:
+        """Attention's result, (num_padded, num_heads * head_dim), of (num_padded, all heads * head_dim)."""
+        num_tokens, dim = len(batch), layer.head_dim
+        num_heads, num_kv_heads = (size // dim for size in layer.qkv.out_features[:2])
+        memory = plan.cache.layers.get(layer.number)
+        if memory is None:
+            like = qkv.view(len(qkv), -1, dim)[:, :num_kv_heads].transpose(0, 1)
+            memory = plan.cache.write(layer.number, plan.slot_mapping[:0], like[:, :0], like[:, :0])
+        query = qkv.new_empty(num_tokens, num_heads, dim)
+        norms = layer.query_norm.weight, layer.key_norm.weight, layer.query_norm.epsilon
+        _rotate(
+            qkv.numpy(), batch.positions, self._cos, self._sin, batch.slot_mapping, *norms,
+            query.numpy(), memory.keys.numpy(), memory.values.numpy(),
+        )  # fmt: skip
+        plan.layers_seen.append(layer.number)
+        out = plan.attention(query, memory.keys, memory.values, layer.scale, layer.window, None, None)
+        return F.pad(out.view(num_tokens, -1), (0, 0, 0, len(qkv) - num_tokens)) if len(qkv) > num_tokens else out.view(num_tokens, -1)
+
+    def _see(self, position: int) -> None:
+        """Have the rotations of all positions up to one."""
+        if position >= len(self._cos):
+            end = max(FIRST_POSITIONS, 2 * position)
+            cos, sin = self._rotary(self._embedding[:1], torch.arange(end)[None])
+            self._cos, self._sin = (each[0, :, : each.shape[2] // 2].contiguous().numpy() for each in (cos, sin))
+
+
+def _is_known(layer: nn.Module) -> bool:
+    linear = [layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.down_proj] if type(layer).__name__ in KNOWN_LAYERS else []
+    num_parts = [len(getattr(each, "out_features", [])) for each in linear if isinstance(each, OneDnnLinear)]
+    return num_parts == [3, 1, 2, 1]
+
+
+@njit(cache=True, nogil=True, parallel=True, fastmath=SUMS)
+def _normalise(hidden, weight, epsilon, result):
+    for i in prange(len(hidden)):
+        factor = _root_mean_square(hidden[i], epsilon)
+        for j in range(hidden.shape[1]):
+            result[i, j] = hidden[i, j] * factor * weight[j]
+
+
+@njit(fastmath=SUMS)
+def _root_mean_square(values, epsilon):
+    """What the values are multiplied by: 1 / their root mean square."""
+    total = np.float32(0)
+    for value in values:
+        total += value * value
+    return np.float32(1) / np.sqrt(total / np.float32(len(values)) + epsilon)
+
+
+@njit(cache=True, nogil=True, parallel=True, fastmath=SUMS)
+def _rotate(qkv, positions, cos, sin, slots, query_weight, key_weight, epsilon, query, keys, values):
+    """Of each token: queries to `query` (num_tokens, num_heads, dim), keys and values to their slot, (heads, any, dim)."""
+    num_heads, dim = query.shape[1:]
+    num_kv_heads, half = len(keys), dim // 2
+    for i in prange(len(query)):
+        c, s, slot = cos[positions[i]], sin[positions[i]], slots[i]
+        for head in range(num_heads + num_kv_heads):
+            is_query = head < num_heads
+            own = qkv[i, head * dim : (head + 1) * dim]
+            to = query[i, head] if is_query else keys[head - num_heads, slot]
+            weight = query_weight if is_query else key_weight
+            if len(weight):
+                factor = _root_mean_square(own, epsilon)
+                for d in range(dim):
+                    own[d] *= factor * weight[d]
+            for d in range(half):
+                to[d] = own[d] * c[d] - own[half + d] * s[d]
+                to[half + d] = own[half + d] * c[d] + own[d] * s[d]
+        for head in range(num_kv_heads):
+            begin = (num_heads + num_kv_heads + head) * dim
+            for d in range(dim):
+                values[head, slot, d] = qkv[i, begin + d]
+
+
+@njit(cache=True, nogil=True, parallel=True, fastmath=SUMS)
+def _gate(gate_up, result):
+    """silu(gate) * up of (num_tokens, 2 * n), n numbers of the gate first."""
+    n = result.shape[1]
+    for i in prange(len(result)):
+        for j in range(n):
+            x = gate_up[i, j]
+            e = power_of_two(-abs(x) * LOG2E)
+            result[i, j] = x * (e if x < 0 else np.float32(1)) / (np.float32(1) + e) * gate_up[i, n + j]
