@@ -120,6 +120,7 @@ def watched(engine: Engine, drafter) -> Iterator[Spans]:
     watch(engine_module, "verify", "paths")
     watch(acceptance_module, "judge_rows", "verification")
     watch(engine, "_commit", "commit")
+    replace(engine.runner, "fused", None)  # whose parts are not modules
     output_layer = engine.runner.model.get_output_embeddings()
     for name, module in engine.runner.model.named_modules():
         part = _part_of(name.rsplit(".", 1)[-1], module, module is output_layer)

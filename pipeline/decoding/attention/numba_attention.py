@@ -157,24 +157,33 @@ def _attend_tile(
 
 @njit(fastmath=SUMS)
 def _score_single(rows, keys, slots, scores):
-    """The same as `_score` for few rows: memory is what it waits for, so the plainest loops are the fastest."""
-    for i in range(len(slots)):
-        key = keys[slots[i]]
-        for row in range(len(rows)):
-            total = np.float32(0)
+    """The same as `_score` for few rows, two of which stay in registers. Memory is what it waits for: it is read in
+    order, a key at a time."""
+    for row in range(0, len(rows), 2):
+        one, other = rows[row], rows[min(row + 1, len(rows) - 1)]
+        for i in range(len(slots)):
+            key = keys[slots[i]]
+            first = second = np.float32(0)
             for d in range(rows.shape[1]):
-                total += rows[row, d] * key[d]
-            scores[row, i] = total
+                first += one[d] * key[d]
+                second += other[d] * key[d]
+            scores[row, i] = first
+            if row + 1 < len(rows):
+                scores[row + 1, i] = second
 
 
 @njit(fastmath=SUMS)
 def _weigh_single(weights, values, slots, sums):
-    for i in range(len(slots)):
-        value = values[slots[i]]
-        for row in range(len(weights)):
-            weight = weights[row, i]
+    spare = np.zeros(sums.shape[1], np.float32)  # for the second row of the last pair where there is none
+    for row in range(0, len(weights), 2):
+        is_pair = row + 1 < len(weights)
+        one, other = sums[row], sums[row + 1] if is_pair else spare
+        for i in range(len(slots)):
+            value = values[slots[i]]
+            first, second = weights[row, i], weights[row + 1, i] if is_pair else np.float32(0)
             for d in range(sums.shape[1]):
-                sums[row, d] += weight * value[d]
+                one[d] += first * value[d]
+                other[d] += second * value[d]
 
 
 @njit(fastmath=SUMS)

@@ -55,7 +55,7 @@ class ModelRunner:
         self.device = device
         self.last_plan: StepPlan | None = None  # of the newest forward without a kernel, for checks
         self.head = OutputHead(model)
-        self.fused = fused_body(self.head.body, device)
+        self.fused = getattr(model, "fused", None)  # takes the forwards without a kernel, where there is one
         self._attention = attention
         kernel = kernel_for(attention, device)  # takes the forwards, where there is one
         self.buffered = None if kernel is None else BufferedForward(self.head, cache, device, kernel)
@@ -84,18 +84,9 @@ class ModelRunner:
         attention = EagerAttention(metadata, self.device)
         plan = self.last_plan = StepPlan(self.cache, self._on_device(batch.slot_mapping), attention)
         if self.fused is not None:
-            return HiddenRows(self.head, self.fused.hidden_of(batch, plan), batch.wanted)
+            return HiddenRows(self.fused, self.fused.hidden_of(batch, plan), batch.wanted)
         with planned(plan):
             return HiddenRows(self.head, self.head.hidden_of(input_ids, position_ids), batch.wanted)
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return to_device(array.astype(np.int64, copy=False), self.device)
-
-
-def fused_body(body: torch.nn.Module, device: torch.device):
-    """A body in few calls a layer, where there is one."""
-    if device.type != "cpu":
-        return None
-    from laserbatch.pipeline.decoding.model.fused_body import FusedBody  # which loads numba
-
-    return FusedBody.of(body)

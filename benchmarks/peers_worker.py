@@ -1,6 +1,6 @@
-"""One vLLM of `vllm_proposer.py`, in a process of its own: prompts come in on a line, times and texts go out on one.
+"""One vLLM of `peers.py`, in a process of its own: prompts come in on a line, times and texts go out on one.
 
-    python benchmarks/vllm_worker.py '{"model": ..., "engine": {...}, "speculative_config": null}'
+    python benchmarks/peers_worker.py '{"model": ..., "engine": {...}, "speculative_config": null}'
 
 Imports nothing that loads compiled code: vLLM 0.32 on a CPU cannot be started after it.
 """
@@ -18,6 +18,7 @@ def main() -> None:
 
     told = json.loads(sys.argv[1])
     llm = LLM(told["model"], **told["engine"], speculative_config=told["speculative_config"])
+    num_steps = counted_steps(llm)
     print(f"{MARK}{{}}", flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
@@ -25,12 +26,26 @@ def main() -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=asked["max_tokens"], detokenize=False)
         prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
         batch, texts = asked["batch"], []
+        num_steps[:] = [0]
         start_s = time.perf_counter()
         for begin in range(0, len(prompts), batch):
             found = llm.generate(prompts[begin : begin + batch], sampling, use_tqdm=False)
             texts += [list(one.outputs[0].token_ids) for one in found]
-        answer = {"seconds": time.perf_counter() - start_s, "texts": texts}
+        answer = {"seconds": time.perf_counter() - start_s, "texts": texts, "num_steps": num_steps[0]}
         print(MARK + json.dumps(answer), flush=True)
+
+
+def counted_steps(llm) -> list[int]:
+    """The steps of all texts, [n], from here on: each step of a text that it grows in."""
+    scheduler, counted = llm.llm_engine.engine_core.engine_core.scheduler, [0]
+    update = scheduler.update_from_output
+
+    def counting(scheduled, output):
+        counted[0] += sum(map(bool, output.sampled_token_ids))
+        return update(scheduled, output)
+
+    scheduler.update_from_output = counting
+    return counted
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The body of a plain model on a CPU in few calls a layer.
+"""A plain model on a CPU in few calls a layer.
 
 A decoder layer of transformers is some forty small operations of torch, which for a few tokens take longer than its
-matrices' products. Where the layers are of a known kind, here are the same products over the same weights
-(`cpu_linear`), with compiled loops between them: normalisation; rotation, and writing to the KV cache; attention; the
-gate. It computes what transformers does, but for rounding: `checks` compares them before the engine believes it.
+matrices' products. Where a model is of a known kind, here are the same products over the same weights (`cpu_linear`)
+with compiled loops between them: normalisation; rotation, and writing to the KV cache; attention; the gate. It computes
+what transformers does, but for rounding; `checks` compares both before the engine believes it.
 """
 
 import numba
@@ -16,10 +16,12 @@ from torch import nn
 from laserbatch.pipeline.decoding.attention.interface import StepPlan
 from laserbatch.pipeline.decoding.attention.numba_attention import LOG2E, SUMS, most_threads, power_of_two
 from laserbatch.pipeline.decoding.batch import Batch
-from laserbatch.pipeline.decoding.model.cpu_linear import OneDnnLinear, PartOfLinear, compiled_size
+from laserbatch.pipeline.decoding.model.cpu_linear import OneDnnLinear, compiled_size
 
-KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-LEAST_NUMBERS = 30_000  # of a step's hidden states, for each thread; fewer are sooner computed than divided
+KNOWN_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
+KNOWN_PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+OTHER_PARTS = ("Embedding", "ModuleList", "SiLUActivation", "OneDnnLinear", "PartOfLinear")
+LEAST_NUMBERS = 30_000  # of hidden states, for each thread of a loop; fewer are sooner computed than divided
 FIRST_POSITIONS = 1024
 
 
@@ -30,8 +32,7 @@ class _Norm:
         self.weight = np.empty(0, np.float32) if module is None else module.weight.detach().numpy()
         self.epsilon = np.float32(0 if module is None else module.variance_epsilon)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        result = torch.empty_like(hidden)
+    def __call__(self, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         _normalise(hidden.numpy(), self.weight, self.epsilon, result.numpy())
         return result
 
@@ -53,21 +54,30 @@ class _Layer:
         return getattr(self._has_window, "sliding_window", None)
 
 
-class FusedBody:
-    """Embedding, decoder layers and last normalisation of a model."""
+class FusedModel:
+    """A causal language model of transformers, for the engine's steps."""
 
-    def __init__(self, body: nn.Module) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        body = model.model
         self._embedding, self._rotary = body.embed_tokens.weight.detach(), body.rotary_emb
         self._layers = [_Layer(layer) for layer in body.layers]
-        self._norm = _Norm(body.norm)
+        self._norm, self._output_layer = _Norm(body.norm), model.lm_head
         self._cos = self._sin = np.empty((0, 0), np.float32)  # (positions, head_dim / 2)
 
     @classmethod
-    def of(cls, body: nn.Module) -> "FusedBody | None":
-        """Of a body whose linear layers lie in oneDNN's layout; None where its layers are not known."""
-        layers = list(getattr(body, "layers", ()))
-        is_known = bool(layers) and all(map(_is_known, layers)) and body.config.hidden_act == "silu"
-        return cls(body) if is_known else None
+    def of(cls, model: nn.Module) -> "FusedModel | None":
+        """A model with the weights of another; None where that is of no known kind or not laid out for a CPU."""
+        kind = type(model).__name__.removesuffix("ForCausalLM")
+        parts = {*OTHER_PARTS, *(f"{kind}{part}" for part in KNOWN_PARTS)}
+        is_known = kind in KNOWN_KINDS and all(
+            type(module).__name__ in parts and not module._forward_hooks and not module._forward_pre_hooks
+            for module in model.modules()
+        )
+        return cls(model) if is_known else None
+
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits (n, vocab_size) of hidden states (n, hidden_size)."""
+        return self._output_layer(hidden)
 
     def hidden_of(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
         """Hidden states of a step's tokens: (num_tokens, hidden_size)."""
@@ -76,48 +86,43 @@ class FusedBody:
         token_ids = np.zeros(compiled_size(num_tokens), np.int64)
         token_ids[:num_tokens] = batch.token_ids
         hidden = self._embedding.index_select(0, torch.from_numpy(token_ids))
+        normed, gated = torch.empty_like(hidden), None
         threads = max(1, min(most_threads(), hidden.numel() // LEAST_NUMBERS))
         for layer in self._layers:
             numba.set_num_threads(threads)
-            attended = self._attended(layer, layer.qkv.product(layer.norm(hidden)), batch, plan)
+            attended = self._attended(layer, layer.qkv.product(layer.norm(hidden, normed)), batch, plan)
             hidden = layer.attention_output.product(attended, hidden)
             numba.set_num_threads(threads)
-            gate_up = layer.gate_up.product(layer.mlp_norm(hidden))
-            gated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+            gate_up = layer.gate_up.product(layer.mlp_norm(hidden, normed))
+            gated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2) if gated is None else gated
             _gate(gate_up.numpy(), gated.numpy())
             hidden = layer.mlp_output.product(gated, hidden)
-        return self._norm(hidden)[:num_tokens]
+        return self._norm(hidden, normed)[:num_tokens]
 
     def _attended(self, layer: _Layer, qkv: torch.Tensor, batch: Batch, plan: StepPlan) -> torch.Tensor:
-        """Attention's result, (num_padded, num_heads * head_dim), of (num_padded, all heads * head_dim)."""
+        """Attention's result, (num_padded, num_heads * head_dim), of (num_padded, heads of all three * head_dim)."""
         num_tokens, dim = len(batch), layer.head_dim
         num_heads, num_kv_heads = (size // dim for size in layer.qkv.out_features[:2])
         memory = plan.cache.layers.get(layer.number)
         if memory is None:
-            like = qkv.view(len(qkv), -1, dim)[:, :num_kv_heads].transpose(0, 1)
-            memory = plan.cache.write(layer.number, plan.slot_mapping[:0], like[:, :0], like[:, :0])
+            nothing = qkv.new_empty(num_kv_heads, 0, dim)
+            memory = plan.cache.write(layer.number, plan.slot_mapping[:0], nothing, nothing)
         query = qkv.new_empty(num_tokens, num_heads, dim)
-        norms = layer.query_norm.weight, layer.key_norm.weight, layer.query_norm.epsilon
         _rotate(
-            qkv.numpy(), batch.positions, self._cos, self._sin, batch.slot_mapping, *norms,
-            query.numpy(), memory.keys.numpy(), memory.values.numpy(),
+            qkv.numpy(), batch.positions, self._cos, self._sin, batch.slot_mapping, layer.query_norm.weight,
+            layer.key_norm.weight, layer.query_norm.epsilon, query.numpy(), memory.keys.numpy(), memory.values.numpy(),
         )  # fmt: skip
         plan.layers_seen.append(layer.number)
         out = plan.attention(query, memory.keys, memory.values, layer.scale, layer.window, None, None)
-        return F.pad(out.view(num_tokens, -1), (0, 0, 0, len(qkv) - num_tokens)) if len(qkv) > num_tokens else out.view(num_tokens, -1)
+        num_padding = len(qkv) - num_tokens
+        return F.pad(out.view(num_tokens, -1), (0, 0, 0, num_padding)) if num_padding else out.view(num_tokens, -1)
 
     def _see(self, position: int) -> None:
         """Have the rotations of all positions up to one."""
         if position >= len(self._cos):
-            end = max(FIRST_POSITIONS, 2 * position)
-            cos, sin = self._rotary(self._embedding[:1], torch.arange(end)[None])
+            positions = torch.arange(max(FIRST_POSITIONS, 2 * position))[None]
+            cos, sin = self._rotary(self._embedding[:1], positions)
             self._cos, self._sin = (each[0, :, : each.shape[2] // 2].contiguous().numpy() for each in (cos, sin))
-
-
-def _is_known(layer: nn.Module) -> bool:
-    linear = [layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.down_proj] if type(layer).__name__ in KNOWN_LAYERS else []
-    num_parts = [len(getattr(each, "out_features", [])) for each in linear if isinstance(each, OneDnnLinear)]
-    return num_parts == [3, 1, 2, 1]
 
 
 @njit(cache=True, nogil=True, parallel=True, fastmath=SUMS)
