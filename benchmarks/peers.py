@@ -3,10 +3,10 @@
     make .venv-vllm/.installed
     .venv-vllm/bin/python benchmarks/peers.py --quick --json peers.json
 
-Long answers and short descriptions to held-out prompts; pools have the model's own answers to other prompts. Systems are
-`vllm`, `vllm-ngram`, `vllm-laserbatch` (each a process of its own), and of our engine `plain`, `greedy`, `relaxed`, all
-in float32 with as many threads. They answer the same prompts in an order that is drawn anew: trust ratios within one
-run. Texts are compared token by token with those of the same engine without drafts.
+Long answers and short descriptions to held-out prompts; pools have the model's own answers to other prompts. Systems
+are `vllm`, `vllm-ngram`, `vllm-laserbatch`, each a process of its own, and of our engine `plain`, `greedy`, `relaxed`,
+all in float32 with as many threads. They answer the same prompts in an order that is drawn anew: trust ratios within
+one run. Texts are compared token by token with those of the same engine without drafts.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -165,9 +164,11 @@ class Scale(argparse.Namespace):
     """Sizes of both tasks, `most_tokens` of a text, `least_prompts` at small batches, `num_rounds`."""
 
 
-FULL = Scale(sizes=(TaskSize(16, 400, 0, 40), TaskSize(32, 1000, 0, 100)), most_tokens=512, least_prompts=8, num_rounds=5)
-QUICK = Scale(sizes=(TaskSize(16, 64, 0, 8), TaskSize(32, 300, 0, 40)), most_tokens=160, least_prompts=4, num_rounds=3)
-SMOKE = Scale(sizes=(TaskSize(4, 12, 0, 2), TaskSize(4, 20, 0, 2)), most_tokens=24, least_prompts=2, num_rounds=1)
+FULL = Scale(
+    sizes=[TaskSize(16, 400, 0, 40), TaskSize(32, 1000, 0, 100)], most_tokens=512, least_prompts=8, num_rounds=5
+)
+QUICK = Scale(sizes=[TaskSize(16, 64, 0, 8), TaskSize(32, 300, 0, 40)], most_tokens=160, least_prompts=4, num_rounds=3)
+SMOKE = Scale(sizes=[TaskSize(4, 12, 0, 2), TaskSize(4, 20, 0, 2)], most_tokens=24, least_prompts=2, num_rounds=1)
 
 
 def main(words: Sequence[str] | None = None) -> None:

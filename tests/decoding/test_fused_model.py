@@ -30,7 +30,8 @@ def forwards(model, fused) -> tuple[list[torch.Tensor], KVCache]:
     first = runner.forward([Feed(row, prompt[:-1]) for row, prompt in zip(rows, prompts, strict=True)])
     cache.commit(rows, first.batch.sizes, first.batch.slot_mapping)
     found = [first.logits]
-    tree = TokenTree(rng.integers(0, VOCAB, 5).astype(np.int32), PARENTS, np.zeros(5, np.float32), np.zeros(5, np.uint8))
+    drafted = rng.integers(0, VOCAB, len(PARENTS)).astype(np.int32)
+    tree = TokenTree(drafted, PARENTS, np.zeros(len(PARENTS), np.float32), np.zeros(len(PARENTS), np.uint8))
     feeds = [Feed(row, prompt[-1:]) for row, prompt in zip(rows, prompts, strict=True)]
     for trees in (TreeBatch.of([tree]).spread([1], 3), TreeBatch.empty(3)):
         found.append(runner.forward(feeds, trees).logits)

@@ -16,7 +16,7 @@ from torch import nn
 from laserbatch.pipeline.decoding.attention.interface import StepPlan
 from laserbatch.pipeline.decoding.attention.numba_attention import LOG2E, SUMS, most_threads, power_of_two
 from laserbatch.pipeline.decoding.batch import Batch
-from laserbatch.pipeline.decoding.model.cpu_linear import OneDnnLinear, compiled_size
+from laserbatch.pipeline.decoding.model.cpu_linear import compiled_size
 
 KNOWN_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 KNOWN_PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
@@ -59,7 +59,7 @@ class FusedModel:
 
     def __init__(self, model: nn.Module) -> None:
         body = model.model
-        self._embedding, self._rotary = body.embed_tokens.weight.detach(), body.rotary_emb
+        self._embedding, self._rotary = body.embed_tokens, body.rotary_emb
         self._layers = [_Layer(layer) for layer in body.layers]
         self._norm, self._output_layer = _Norm(body.norm), model.lm_head
         self._cos = self._sin = np.empty((0, 0), np.float32)  # (positions, head_dim / 2)
@@ -85,7 +85,7 @@ class FusedModel:
         self._see(int(batch.positions.max()))
         token_ids = np.zeros(compiled_size(num_tokens), np.int64)
         token_ids[:num_tokens] = batch.token_ids
-        hidden = self._embedding.index_select(0, torch.from_numpy(token_ids))
+        hidden = self._embedding(torch.from_numpy(token_ids)[None])[0]
         normed, gated = torch.empty_like(hidden), None
         threads = max(1, min(most_threads(), hidden.numel() // LEAST_NUMBERS))
         for layer in self._layers:
@@ -121,7 +121,7 @@ class FusedModel:
         """Have the rotations of all positions up to one."""
         if position >= len(self._cos):
             positions = torch.arange(max(FIRST_POSITIONS, 2 * position))[None]
-            cos, sin = self._rotary(self._embedding[:1], positions)
+            cos, sin = self._rotary(self._embedding.weight, positions)
             self._cos, self._sin = (each[0, :, : each.shape[2] // 2].contiguous().numpy() for each in (cos, sin))
 
 
@@ -144,7 +144,7 @@ def _root_mean_square(values, epsilon):
 
 @njit(cache=True, nogil=True, parallel=True, fastmath=SUMS)
 def _rotate(qkv, positions, cos, sin, slots, query_weight, key_weight, epsilon, query, keys, values):
-    """Of each token: queries to `query` (num_tokens, num_heads, dim), keys and values to their slot, (heads, any, dim)."""
+    """Each token's queries, to (num_tokens, num_heads, dim), its keys and values, to its slot of (heads, any, dim)."""
     num_heads, dim = query.shape[1:]
     num_kv_heads, half = len(keys), dim // 2
     for i in prange(len(query)):
