@@ -53,14 +53,20 @@ LEAST = 0.98  # of vLLM plain, whatever is drafted
 
 
 class Served:
-    """A vLLM in a process of its own, with a call like `EngineSystem`'s."""
+    """A vLLM in a process of its own, which is waited for by `ready`; with a call like `EngineSystem`'s."""
 
     def __init__(self, model: Path, speculative: dict | None) -> None:
         told = {"model": str(model), "engine": ENGINE, "speculative_config": speculative}
         command = [sys.executable, str(Path(__file__).with_name("peers_worker.py")), json.dumps(told)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
         self._process = subprocess.Popen(command, env=os.environ | ON_A_CPU, **pipes)
-        self._answer()
+        self._is_ready = False
+
+    def ready(self) -> None:
+        """Wait until it has started."""
+        if not self._is_ready:
+            self._answer()
+            self._is_ready = True
 
     def run(self, prompts: Sequence[np.ndarray], batch: int, max_new_tokens: int) -> Pass:
         """Answer all prompts, so many at once; texts have their end token."""
@@ -167,7 +173,7 @@ class Scale(argparse.Namespace):
 FULL = Scale(
     sizes=[TaskSize(16, 400, 0, 40), TaskSize(32, 1000, 0, 100)], most_tokens=512, least_prompts=8, num_rounds=5
 )
-QUICK = Scale(sizes=[TaskSize(16, 64, 0, 8), TaskSize(32, 300, 0, 40)], most_tokens=160, least_prompts=4, num_rounds=3)
+QUICK = Scale(sizes=[TaskSize(16, 64, 0, 8), TaskSize(24, 300, 0, 40)], most_tokens=320, least_prompts=2, num_rounds=3)
 SMOKE = Scale(sizes=[TaskSize(4, 12, 0, 2), TaskSize(4, 20, 0, 2)], most_tokens=24, least_prompts=2, num_rounds=1)
 
 
@@ -191,6 +197,8 @@ def main(words: Sequence[str] | None = None) -> None:
             pools = pools_of(writer, task, arguments.cache, folder, [POOL])
             pools |= relaxed_pools(writer, pools, task, list(SPECULATIONS.values()))
             ours = serve_ours(folder, arguments.model, task, texts, cost)
+            for one in (*peers.values(), ours):  # they start while texts are written, not while anything is measured
+                one.ready()
             for batch in BATCHES:
                 systems = peers | {VLLM_OURS: ours} | of_our_engine(engines, batch, pools)
                 rows += measure(systems, task, batch, scale)
