@@ -64,7 +64,8 @@ def numba_attention(
     num_folded = num_heads // num_kv_heads
     own = np.ascontiguousarray(query.numpy()).reshape(num_tokens, num_kv_heads, num_folded, head_dim)
     result = np.empty((num_tokens, num_kv_heads, num_folded, value_dim), np.float32)
-    numba.set_num_threads(max(1, min(most_threads(), tasks.num_scores * num_kv_heads // LEAST_SCORES)))
+    most_threads = min(torch.get_num_threads(), _num_threads())
+    numba.set_num_threads(max(1, min(most_threads, tasks.num_scores * num_kv_heads // LEAST_SCORES)))
     _attend(
         *(own, keys.numpy(), values.numpy()),
         *(metadata.slots, metadata.cu_seqlens_k, metadata.num_committed, metadata.cu_seqlens_q, metadata.num_chain),
@@ -72,11 +73,6 @@ def numba_attention(
         *(np.float32(scale), 0 if window is None else window, result),
     )
     return torch.from_numpy(result).view(num_tokens, num_heads, value_dim)
-
-
-def most_threads() -> int:
-    """Threads that loops may have: as many as torch, where numba has them."""
-    return min(torch.get_num_threads(), _num_threads())
 
 
 @cache

@@ -56,18 +56,12 @@ class OneDnnLinear(nn.Module):
             newest[:] = None, ()  # activations are not to be kept
         return result
 
-    def product(self, inputs: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
-        """All layers' results, end to end, and something added: of (compiled_size(n), in_features)."""
-        if added is None:
-            return torch.ops.mkldnn._linear_pointwise.default(inputs, self.weight, self.bias, "none", [], "")
-        return torch.ops.mkldnn._linear_pointwise.binary(inputs, added, self.weight, self.bias, "add")
-
     def _product(self, inputs: torch.Tensor) -> torch.Tensor:
         num_tokens = inputs.shape[-2]
         size = compiled_size(num_tokens)
         if size > num_tokens:
             inputs = F.pad(inputs, (0, 0, 0, size - num_tokens))
-        results = self.product(inputs)
+        results = torch.ops.mkldnn._linear_pointwise.default(inputs, self.weight, self.bias, "none", [], "")
         return results if size == num_tokens else results.narrow(-2, 0, num_tokens)
 
 

@@ -6,23 +6,24 @@ with compiled loops between them: normalisation; rotation, and writing to the KV
 what transformers does, but for rounding; `checks` compares both before the engine believes it.
 """
 
-import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numba import njit, prange
+from numba import njit
 from torch import nn
 
 from laserbatch.pipeline.decoding.attention.interface import StepPlan
-from laserbatch.pipeline.decoding.attention.numba_attention import LOG2E, SUMS, most_threads, power_of_two
+from laserbatch.pipeline.decoding.attention.numba_attention import LOG2E, SUMS, power_of_two
 from laserbatch.pipeline.decoding.batch import Batch
 from laserbatch.pipeline.decoding.model.cpu_linear import compiled_size
 
 KNOWN_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 KNOWN_PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
 OTHER_PARTS = ("Embedding", "ModuleList", "SiLUActivation", "OneDnnLinear", "PartOfLinear")
-LEAST_NUMBERS = 30_000  # of hidden states, for each thread of a loop; fewer are sooner computed than divided
 FIRST_POSITIONS = 1024
+# As Python divides, a loop looks for zeros and is not computed in vectors.
+_COMPILED = {"cache": True, "nogil": True, "fastmath": SUMS, "error_model": "numpy"}
+_product, _sum_with_product = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
 
 
 class _Norm:
@@ -43,8 +44,10 @@ class _Layer:
     def __init__(self, layer: nn.Module) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.number, self.scale, self.head_dim = attention.layer_idx, attention.scaling, attention.head_dim
-        self.qkv, self.attention_output = attention.q_proj, attention.o_proj
-        self.gate_up, self.mlp_output = mlp.gate_proj, mlp.down_proj
+        self.num_heads, self.num_kv_heads = (size // self.head_dim for size in attention.q_proj.out_features[:2])
+        linear = (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj)
+        # Weights and biases: asking a module for one takes as long as a small loop.
+        self.qkv, self.attention_output, self.gate_up, self.mlp_output = ((each.weight, each.bias) for each in linear)
         self.norm, self.mlp_norm = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
         self.query_norm, self.key_norm = (_Norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
         self._has_window = attention.config if type(layer).__name__.startswith("Mistral") else attention
@@ -87,35 +90,31 @@ class FusedModel:
         token_ids[:num_tokens] = batch.token_ids
         hidden = self._embedding(torch.from_numpy(token_ids)[None])[0]
         normed, gated = torch.empty_like(hidden), None
-        threads = max(1, min(most_threads(), hidden.numel() // LEAST_NUMBERS))
         for layer in self._layers:
-            numba.set_num_threads(threads)
-            attended = self._attended(layer, layer.qkv.product(layer.norm(hidden, normed)), batch, plan)
-            hidden = layer.attention_output.product(attended, hidden)
-            numba.set_num_threads(threads)
-            gate_up = layer.gate_up.product(layer.mlp_norm(hidden, normed))
+            qkv = _product(layer.norm(hidden, normed), *layer.qkv, "none", [], "")
+            hidden = _sum_with_product(self._attended(layer, qkv, batch, plan), hidden, *layer.attention_output, "add")
+            gate_up = _product(layer.mlp_norm(hidden, normed), *layer.gate_up, "none", [], "")
             gated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2) if gated is None else gated
             _gate(gate_up.numpy(), gated.numpy())
-            hidden = layer.mlp_output.product(gated, hidden)
+            hidden = _sum_with_product(gated, hidden, *layer.mlp_output, "add")
         return self._norm(hidden, normed)[:num_tokens]
 
     def _attended(self, layer: _Layer, qkv: torch.Tensor, batch: Batch, plan: StepPlan) -> torch.Tensor:
         """Attention's result, (num_padded, num_heads * head_dim), of (num_padded, heads of all three * head_dim)."""
-        num_tokens, dim = len(batch), layer.head_dim
-        num_heads, num_kv_heads = (size // dim for size in layer.qkv.out_features[:2])
+        num_tokens, num_padding = len(batch), len(qkv) - len(batch)
         memory = plan.cache.layers.get(layer.number)
         if memory is None:
-            nothing = qkv.new_empty(num_kv_heads, 0, dim)
+            nothing = qkv.new_empty(layer.num_kv_heads, 0, layer.head_dim)
             memory = plan.cache.write(layer.number, plan.slot_mapping[:0], nothing, nothing)
-        query = qkv.new_empty(num_tokens, num_heads, dim)
+        query = qkv.new_empty(num_tokens, layer.num_heads, layer.head_dim)
         _rotate(
             qkv.numpy(), batch.positions, self._cos, self._sin, batch.slot_mapping, layer.query_norm.weight,
             layer.key_norm.weight, layer.query_norm.epsilon, query.numpy(), memory.keys.numpy(), memory.values.numpy(),
         )  # fmt: skip
         plan.layers_seen.append(layer.number)
         out = plan.attention(query, memory.keys, memory.values, layer.scale, layer.window, None, None)
-        num_padding = len(qkv) - num_tokens
-        return F.pad(out.view(num_tokens, -1), (0, 0, 0, num_padding)) if num_padding else out.view(num_tokens, -1)
+        out = out.view(num_tokens, -1)
+        return F.pad(out, (0, 0, 0, num_padding)) if num_padding else out
 
     def _see(self, position: int) -> None:
         """Have the rotations of all positions up to one."""
@@ -125,15 +124,15 @@ class FusedModel:
             self._cos, self._sin = (each[0, :, : each.shape[2] // 2].contiguous().numpy() for each in (cos, sin))
 
 
-@njit(cache=True, nogil=True, parallel=True, fastmath=SUMS)
+@njit(**_COMPILED)
 def _normalise(hidden, weight, epsilon, result):
-    for i in prange(len(hidden)):
+    for i in range(len(hidden)):
         factor = _root_mean_square(hidden[i], epsilon)
         for j in range(hidden.shape[1]):
             result[i, j] = hidden[i, j] * factor * weight[j]
 
 
-@njit(fastmath=SUMS)
+@njit(**_COMPILED)
 def _root_mean_square(values, epsilon):
     """What the values are multiplied by: 1 / their root mean square."""
     total = np.float32(0)
@@ -142,12 +141,12 @@ def _root_mean_square(values, epsilon):
     return np.float32(1) / np.sqrt(total / np.float32(len(values)) + epsilon)
 
 
-@njit(cache=True, nogil=True, parallel=True, fastmath=SUMS)
+@njit(**_COMPILED)
 def _rotate(qkv, positions, cos, sin, slots, query_weight, key_weight, epsilon, query, keys, values):
     """Each token's queries, to (num_tokens, num_heads, dim), its keys and values, to its slot of (heads, any, dim)."""
     num_heads, dim = query.shape[1:]
     num_kv_heads, half = len(keys), dim // 2
-    for i in prange(len(query)):
+    for i in range(len(query)):
         c, s, slot = cos[positions[i]], sin[positions[i]], slots[i]
         for head in range(num_heads + num_kv_heads):
             is_query = head < num_heads
@@ -167,11 +166,11 @@ def _rotate(qkv, positions, cos, sin, slots, query_weight, key_weight, epsilon, 
                 values[head, slot, d] = qkv[i, begin + d]
 
 
-@njit(cache=True, nogil=True, parallel=True, fastmath=SUMS)
+@njit(**_COMPILED)
 def _gate(gate_up, result):
     """silu(gate) * up of (num_tokens, 2 * n), n numbers of the gate first."""
     n = result.shape[1]
-    for i in prange(len(result)):
+    for i in range(len(result)):
         for j in range(n):
             x = gate_up[i, j]
             e = power_of_two(-abs(x) * LOG2E)
