@@ -55,11 +55,11 @@ LEAST = 0.98  # of vLLM plain, whatever is drafted
 class Served:
     """A vLLM in a process of its own, which is waited for by `ready`; with a call like `EngineSystem`'s."""
 
-    def __init__(self, model: Path, speculative: dict | None) -> None:
+    def __init__(self, model: Path, speculative: dict | None, environment: dict[str, str]) -> None:
         told = {"model": str(model), "engine": ENGINE, "speculative_config": speculative}
         command = [sys.executable, str(Path(__file__).with_name("peers_worker.py")), json.dumps(told)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        self._process = subprocess.Popen(command, env=os.environ | ON_A_CPU, **pipes)
+        self._process = subprocess.Popen(command, env=os.environ | environment, **pipes)
         self._is_ready = False
 
     def ready(self) -> None:
@@ -88,15 +88,17 @@ class Served:
         raise SystemExit(f"a vLLM ended with {self._process.wait()}")
 
 
-def measure_steps(model: Path, path: Path) -> dict:
+def measure_steps(model: Path, path: Path, environment: dict[str, str]) -> dict:
     """What steps of vLLM cost with drafts, written to a file that its proposer reads."""
     command = [sys.executable, "-m", f"{PROPOSERS}_steps", str(model), "--out", str(path)]
     command += ["--tokens", str(MAX_DRAFT_TOKENS), "--engine", json.dumps(ENGINE), "--batch", *map(str, BATCHES)]
-    subprocess.run(command, env=os.environ | ON_A_CPU, check=True, capture_output=True)
+    subprocess.run(command, env=os.environ | environment, check=True, capture_output=True)
     return json.loads(path.read_text())
 
 
-def serve_ours(folder: Path, model: Path, task: Task, texts: Sequence[np.ndarray], cost: Path) -> Served:
+def serve_ours(
+    folder: Path, model: Path, task: Task, texts: Sequence[np.ndarray], cost: Path, environment: dict[str, str]
+) -> Served:
     """A vLLM with our proposer: a pool of answers, calibrated by some of them."""
     names = {"side": task.side, "tokenizer_hash": tokenizer_hash(model), "model_id": model.name}
     held_back = list(zip(task.pool_prompts, texts, strict=True))[::4]
@@ -107,8 +109,8 @@ def serve_ours(folder: Path, model: Path, task: Task, texts: Sequence[np.ndarray
         build_pool([PoolText(row, "") for row in texts], version / task.side, calibration=calibration, **names)
     settings = {"pools": "pools", "side": task.side, "step_cost": str(cost)}
     (folder / "drafts.json").write_text(json.dumps(settings))
-    os.environ[SETTINGS_VARIABLE] = str(folder / "drafts.json")
-    return Served(model, speculative_config(model, MAX_DRAFT_TOKENS))
+    os.environ[SETTINGS_VARIABLE] = str(folder / "drafts.json")  # `speculative_config` looks at it too
+    return Served(model, speculative_config(model, MAX_DRAFT_TOKENS), environment)
 
 
 def of_our_engine(engines: Engines, batch: int, pools: dict[str, GroupedPool]) -> dict[str, EngineSystem]:
@@ -181,14 +183,15 @@ def main(words: Sequence[str] | None = None) -> None:
     """Write the pools' texts, measure what steps cost, then all systems."""
     arguments = benchmark_parser(__doc__, "data", "model", "threads", "cache").parse_args(words)
     begin(arguments.threads)
-    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    environment = ON_A_CPU | dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(arguments.threads))
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     engines, rows = Engines(arguments.model, "float32", "cpu"), []
     with tempfile.TemporaryDirectory() as name:
         cost = Path(name) / "cost.json"
-        step_cost = measure_steps(arguments.model, cost)
+        step_cost = measure_steps(arguments.model, cost, environment)
         logger.info("steps of vLLM are measured")
-        peers = {VLLM: Served(arguments.model, None), VLLM_NGRAM: Served(arguments.model, NGRAM)}
+        drafts = {VLLM: None, VLLM_NGRAM: NGRAM}
+        peers = {system: Served(arguments.model, own, environment) for system, own in drafts.items()}
         for task in tasks_of(arguments.model, arguments.data, engines.tokenizer, *scale.sizes):
             folder = Path(name) / task.name
             writer = engines.of_batch(max(BATCHES))
@@ -196,7 +199,7 @@ def main(words: Sequence[str] | None = None) -> None:
             texts = own_texts(writer, task, arguments.cache)
             pools = pools_of(writer, task, arguments.cache, folder, [POOL])
             pools |= relaxed_pools(writer, pools, task, list(SPECULATIONS.values()))
-            ours = serve_ours(folder, arguments.model, task, texts, cost)
+            ours = serve_ours(folder, arguments.model, task, texts, cost, environment)
             for one in (*peers.values(), ours):  # they start while texts are written, not while anything is measured
                 one.ready()
             for batch in BATCHES:
