@@ -19,7 +19,7 @@ from laserbatch.pipeline.decoding.model.cpu_linear import compiled_size
 
 KNOWN_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 KNOWN_PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
-OTHER_PARTS = ("Embedding", "ModuleList", "SiLUActivation", "OneDnnLinear", "PartOfLinear")
+OTHER_PARTS = ("Embedding", "ModuleList", "SiLU", "SiLUActivation", "OneDnnLinear", "PartOfLinear")
 FIRST_POSITIONS = 1024
 # As Python divides, a loop looks for zeros and is not computed in vectors.
 _COMPILED = {"cache": True, "nogil": True, "fastmath": SUMS, "error_model": "numpy"}
