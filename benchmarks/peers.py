@@ -69,8 +69,8 @@ class Served:
             self._is_ready = True
 
     def run(self, prompts: Sequence[np.ndarray], batch: int, max_new_tokens: int) -> Pass:
-        """Answer all prompts, so many at once; texts have their end token."""
-        asked = {"prompts": [prompt.tolist() for prompt in prompts], "batch": batch, "max_tokens": max_new_tokens}
+        """Answer all prompts at once; texts have their end token."""
+        asked = {"prompts": [prompt.tolist() for prompt in prompts], "max_tokens": max_new_tokens}
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         answer = self._answer()
@@ -125,15 +125,17 @@ def of_our_engine(engines: Engines, batch: int, pools: dict[str, GroupedPool]) -
 
 
 def measure(systems: dict[str, Served | EngineSystem], task: Task, batch: int, scale: "Scale") -> Iterator[dict]:
-    """A row for each system; ratios are within a round."""
-    prompts = task.held_out[: max(batch, scale.least_prompts)]
+    """A row for each system; ratios are within a round. The next batch begins when all of the last have ended."""
+    prompts = task.held_out[: max(batch, scale.least_long if task.is_long else scale.least_short)]
+    parts = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
     passes: dict[str, list[Pass]] = {name: [] for name in systems}
     for system in systems.values():  # what is compiled when it is first called
         system.run(prompts[:batch], batch, WARM_UP_TOKENS)
     orders = turns(list(systems))
     for _ in range(scale.num_rounds):
         for name in next(orders):
-            passes[name].append(systems[name].run(prompts, batch, min(task.max_new_tokens, scale.most_tokens)))
+            written = [systems[name].run(part, batch, min(task.max_new_tokens, scale.most_tokens)) for part in parts]
+            passes[name].append(Pass.joined(written))
     for name, own in passes.items():
         speeds = [one.tokens_per_s for one in own]
         undrafted = passes[VLLM if name.startswith(VLLM) else PLAIN][0]
@@ -169,14 +171,13 @@ def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
 
 
 class Scale(argparse.Namespace):
-    """Sizes of both tasks, `most_tokens` of a text, `least_prompts` at small batches, `num_rounds`."""
+    """Sizes of both tasks, `most_tokens` of a text, `num_rounds`; prompts at small batches, `least_long`, `least_short`."""
 
 
-FULL = Scale(
-    sizes=[TaskSize(16, 400, 0, 40), TaskSize(32, 1000, 0, 100)], most_tokens=512, least_prompts=8, num_rounds=5
-)
-QUICK = Scale(sizes=[TaskSize(16, 64, 0, 8), TaskSize(24, 300, 0, 40)], most_tokens=320, least_prompts=2, num_rounds=3)
-SMOKE = Scale(sizes=[TaskSize(4, 12, 0, 2), TaskSize(4, 20, 0, 2)], most_tokens=24, least_prompts=2, num_rounds=1)
+_OF_ALL = {"least_long": 2, "least_short": 8, "most_tokens": 512}
+FULL = Scale(sizes=[TaskSize(16, 400, 0, 40), TaskSize(32, 1000, 0, 100)], num_rounds=5, **_OF_ALL | {"least_long": 8})
+QUICK = Scale(sizes=[TaskSize(16, 64, 0, 8), TaskSize(24, 300, 0, 40)], num_rounds=3, **_OF_ALL)
+SMOKE = Scale(sizes=[TaskSize(4, 12, 0, 2), TaskSize(4, 20, 0, 2)], num_rounds=1, **_OF_ALL | {"most_tokens": 24})
 
 
 def main(words: Sequence[str] | None = None) -> None:

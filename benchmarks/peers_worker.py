@@ -25,18 +25,17 @@ def main() -> None:
         llm.reset_prefix_cache()
         sampling = SamplingParams(temperature=0.0, max_tokens=asked["max_tokens"], detokenize=False)
         prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
-        batch, texts = asked["batch"], []
         num_steps[:] = [0]
         start_s = time.perf_counter()
-        for begin in range(0, len(prompts), batch):
-            found = llm.generate(prompts[begin : begin + batch], sampling, use_tqdm=False)
-            texts += [list(one.outputs[0].token_ids) for one in found]
-        answer = {"seconds": time.perf_counter() - start_s, "texts": texts, "num_steps": num_steps[0]}
+        found = llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - start_s
+        texts = [list(one.outputs[0].token_ids) for one in found]
+        answer = {"seconds": seconds, "texts": texts, "num_steps": num_steps[0]}
         print(MARK + json.dumps(answer), flush=True)
 
 
 def counted_steps(llm) -> list[int]:
-    """The steps of all texts, [n], from here on: each step of a text that it grows in."""
+    """A list of one number: the steps of all texts from here on, of each those that it grows in."""
     scheduler, counted = llm.llm_engine.engine_core.engine_core.scheduler, [0]
     update = scheduler.update_from_output
 

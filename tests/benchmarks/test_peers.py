@@ -8,10 +8,11 @@ from tasks import Task
 
 
 class Writes:
-    """A system that takes so many seconds for each round, and writes what it is told."""
+    """A system that takes so many seconds for each of a round's two prompts, and writes what it is told."""
 
     def __init__(self, seconds, text, num_steps):
-        self._seconds, self._text, self._num_steps = iter([1.0, *seconds]), text, num_steps
+        warm_up, rounds = [1.0], [one / 2 for one in seconds for _ in range(2)]
+        self._seconds, self._text, self._num_steps = iter(warm_up + rounds), text, num_steps
 
     def run(self, prompts, batch, max_new_tokens):
         texts = (self._text,) * len(prompts)
@@ -26,9 +27,7 @@ def test_ratios_are_within_a_round_and_texts_compared_with_the_same_engine():
         GREEDY: Writes([1, 1, 1], (1, 2, 4), 1),
     }
     task = Task("reki", "user", ([0], [1], [2]), (), 100, True)
-    rows = {
-        row["system"]: row for row in measure(systems, task, 1, Scale(least_prompts=2, num_rounds=3, most_tokens=9))
-    }
+    rows = {row["system"]: row for row in measure(systems, task, 1, Scale(least_long=2, num_rounds=3, most_tokens=9))}
     assert list(rows) == list(systems)
     assert rows[VLLM]["tokens_per_s"] == 2 and rows[VLLM]["tokens_per_s_range"] == [1, 4]
     assert (rows[VLLM_OURS]["ratio_to_vllm"], rows[VLLM_OURS]["tokens_per_step"]) == (Spread(2, 1, 4), 2)
