@@ -9,7 +9,6 @@ all in float32 with as many threads. They answer the same prompts in an order th
 one run. Texts are compared token by token with those of the same engine without drafts.
 """
 
-import argparse
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +50,22 @@ VLLM, VLLM_NGRAM, VLLM_OURS, GREEDY, RELAXED = "vllm", "vllm-ngram", "vllm-laser
 POOL, SPECULATIONS = "global", {GREEDY: "resd", RELAXED: "resd, relaxed"}
 WARM_UP_TOKENS = 32
 LEAST = 0.98  # of vLLM plain, whatever is drafted
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of both tasks, long answers first; rounds; prompts at small batches; tokens of a text."""
+
+    sizes: tuple[TaskSize, ...]
+    num_rounds: int
+    least_long: int = 2
+    least_short: int = 8
+    most_tokens: int = 512
+
+
+FULL = Scale((TaskSize(16, 400, 0, 40), TaskSize(32, 1000, 0, 100)), num_rounds=5, least_long=8)
+QUICK = Scale((TaskSize(16, 64, 0, 8), TaskSize(24, 300, 0, 40)), num_rounds=3)
+SMOKE = Scale((TaskSize(4, 12, 0, 2), TaskSize(4, 20, 0, 2)), num_rounds=1, most_tokens=24)
 
 
 class Served:
@@ -124,7 +140,7 @@ def of_our_engine(engines: Engines, batch: int, pools: dict[str, GroupedPool]) -
     return systems
 
 
-def measure(systems: dict[str, Served | EngineSystem], task: Task, batch: int, scale: "Scale") -> Iterator[dict]:
+def measure(systems: dict[str, Served | EngineSystem], task: Task, batch: int, scale: Scale) -> Iterator[dict]:
     """A row for each system; ratios are within a round. The next batch begins when all of the last have ended."""
     prompts = task.held_out[: max(batch, scale.least_long if task.is_long else scale.least_short)]
     parts = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
@@ -168,16 +184,6 @@ def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
         elif system == RELAXED and batch == max(BATCHES):
             wanted = 2.0 if is_long else 1.2
             yield Figure.at_least(f"{where}: our relaxed decoding over vLLM plain, tokens a second", over, wanted)
-
-
-class Scale(argparse.Namespace):
-    """Sizes of both tasks, `most_tokens` of a text, `num_rounds`; prompts at small batches, `least_long`, `least_short`."""
-
-
-_OF_ALL = {"least_long": 2, "least_short": 8, "most_tokens": 512}
-FULL = Scale(sizes=[TaskSize(16, 400, 0, 40), TaskSize(32, 1000, 0, 100)], num_rounds=5, **_OF_ALL | {"least_long": 8})
-QUICK = Scale(sizes=[TaskSize(16, 64, 0, 8), TaskSize(24, 300, 0, 40)], num_rounds=3, **_OF_ALL)
-SMOKE = Scale(sizes=[TaskSize(4, 12, 0, 2), TaskSize(4, 20, 0, 2)], num_rounds=1, **_OF_ALL | {"most_tokens": 24})
 
 
 def main(words: Sequence[str] | None = None) -> None:
