@@ -64,7 +64,7 @@ class Scale:
 
 
 FULL = Scale((TaskSize(16, 400, 0, 40), TaskSize(32, 1000, 0, 100)), num_rounds=5, least_long=8)
-QUICK = Scale((TaskSize(16, 64, 0, 8), TaskSize(24, 300, 0, 40)), num_rounds=3)
+QUICK = Scale((TaskSize(16, 48, 0, 8), TaskSize(24, 300, 0, 40)), num_rounds=3, least_long=1)
 SMOKE = Scale((TaskSize(4, 12, 0, 2), TaskSize(4, 20, 0, 2)), num_rounds=1, most_tokens=24)
 
 
