@@ -2,7 +2,8 @@
 
 A span is two readings of the clock around a call that is there anyway, some hundred a step, so a step takes what it
 takes unwatched. On CUDA the device is waited for at both ends of a span and steps are not replayed from graphs, which
-hides what host and device do at once: parts are then right and their sum is more than an unwatched step.
+hides what host and device do at once: parts are then right and their sum is more than an unwatched step. On a CPU steps
+are watched as transformers' layers compute them, since a fused model has no modules to watch.
 """
 
 import functools
@@ -120,6 +121,7 @@ def watched(engine: Engine, drafter) -> Iterator[Spans]:
     watch(engine_module, "verify", "paths")
     watch(acceptance_module, "judge_rows", "verification")
     watch(engine, "_commit", "commit")
+    replace(engine.runner, "fused", None)
     output_layer = engine.runner.model.get_output_embeddings()
     for name, module in engine.runner.model.named_modules():
         part = _part_of(name.rsplit(".", 1)[-1], module, module is output_layer)

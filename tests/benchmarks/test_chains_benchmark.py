@@ -1,13 +1,11 @@
-"""The benchmarks of chains and of vLLM's proposer: what they compare, and that the first one counts right."""
+"""The benchmark of chains: what it compares, and that it counts right."""
 
 import chains
 import numpy as np
 import pytest
 from chains import FORMS, first_branch, gain_row
-from common import Spread
 from corpora import Corpus, Document
 from tasks import build
-from vllm_proposer import LEAST, OURS, WANTED, figures_of
 
 from laserbatch.retrieval_pools.draft import draft
 from laserbatch.retrieval_pools.library import OpenPool
@@ -32,12 +30,3 @@ def test_gains_count_what_a_text_grows_by_in_a_step(tmp_path):
     for form in FORMS:
         assert row[form] == pytest.approx(7)  # all of it in one step, and its end
     assert chains.gain_row(corpus, pools, 1)[FORMS[0]] == pytest.approx(7 / 4)
-
-
-def test_figures_of_vllm_are_ours_over_plain():
-    row = {"task": "reki", "tokens_per_s": 0, "num_texts": 4, "num_texts_as_plain": 4}
-    rows = [row | {"system": system, "batch": batch, "ratio_to_vllm": Spread.of([1.5])}
-            for system in ("vllm", OURS) for batch in (1, 16)]  # fmt: skip
-    figures = figures_of(rows)
-    assert [(figure.wanted, figure.met) for figure in figures[:2]] == [(WANTED[1], False), (LEAST, True)]
-    assert all(figure.met for figure in figures[2:])

@@ -18,8 +18,8 @@ from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
 TILE_ROWS = 64  # tokens x query heads of a task, at most: its scores stay in a core's cache
 LEAST_SCORES = 3_000  # for each thread; fewer are sooner computed than divided
 # Sums may be taken in another order, as vectors need it; what is not finite stays so.
-_SUMS = {"reassoc", "contract", "nsz", "arcp"}
-_LOG2E = np.float32(1.4426950408889634)
+SUMS = {"reassoc", "contract", "nsz", "arcp"}
+LOG2E = np.float32(1.4426950408889634)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _attend(
         )  # fmt: skip
 
 
-@njit(fastmath=_SUMS)
+@njit(fastmath=SUMS)
 def _attend_tile(
     query, keys, values, slots, committed, chain, ancestors, positions, first, scale, window, result
 ):  # fmt: skip
@@ -139,10 +139,8 @@ def _attend_tile(
             if not sees:
                 for folded in range(num_folded):
                     scores[token * num_folded + folded, key] = -np.inf
-    bits = np.empty(num_keys, np.int32)
     for row in range(num_rows):
-        _exponents(scores[row], bits)
-        _normalise(scores[row], bits.view(np.float32))
+        _softmax(scores[row])
     sums = np.zeros((num_rows, values.shape[1]), np.float32)
     if is_single:
         _weigh_single(scores, values, seen_slots, sums)
@@ -153,29 +151,38 @@ def _attend_tile(
             result[row // num_folded, row % num_folded, d] = sums[row, d]
 
 
-@njit(fastmath=_SUMS)
+@njit(fastmath=SUMS)
 def _score_single(rows, keys, slots, scores):
-    """The same as `_score` for few rows: memory is what it waits for, so the plainest loops are the fastest."""
-    for i in range(len(slots)):
-        key = keys[slots[i]]
-        for row in range(len(rows)):
-            total = np.float32(0)
+    """The same as `_score` for few rows, two of which stay in registers. Memory is what it waits for: it is read in
+    order, a key at a time."""
+    for row in range(0, len(rows), 2):
+        one, other = rows[row], rows[min(row + 1, len(rows) - 1)]
+        for i in range(len(slots)):
+            key = keys[slots[i]]
+            first = second = np.float32(0)
             for d in range(rows.shape[1]):
-                total += rows[row, d] * key[d]
-            scores[row, i] = total
+                first += one[d] * key[d]
+                second += other[d] * key[d]
+            scores[row, i] = first
+            if row + 1 < len(rows):
+                scores[row + 1, i] = second
 
 
-@njit(fastmath=_SUMS)
+@njit(fastmath=SUMS)
 def _weigh_single(weights, values, slots, sums):
-    for i in range(len(slots)):
-        value = values[slots[i]]
-        for row in range(len(weights)):
-            weight = weights[row, i]
+    spare = np.zeros(sums.shape[1], np.float32)  # for the second row of the last pair where there is none
+    for row in range(0, len(weights), 2):
+        is_pair = row + 1 < len(weights)
+        one, other = sums[row], sums[row + 1] if is_pair else spare
+        for i in range(len(slots)):
+            value = values[slots[i]]
+            first, second = weights[row, i], weights[row + 1, i] if is_pair else np.float32(0)
             for d in range(sums.shape[1]):
-                sums[row, d] += weight * value[d]
+                one[d] += first * value[d]
+                other[d] += second * value[d]
 
 
-@njit(fastmath=_SUMS)
+@njit(fastmath=SUMS)
 def _score(rows, keys, slots, scores):
     """scores[row, i] = rows[row] . keys[slots[i]]: two keys and four rows at a time, in registers."""
     num_rows, num_keys = scores.shape
@@ -198,7 +205,7 @@ def _score(rows, keys, slots, scores):
             scores[row, num_keys - 1] = total
 
 
-@njit(fastmath=_SUMS, inline="never")
+@njit(fastmath=SUMS, inline="never")
 def _score_four(rows, row, one, other, scores, i):
     a, b, c, d = rows[row], rows[row + 1], rows[row + 2], rows[row + 3]
     a0 = a1 = b0 = b1 = c0 = c1 = d0 = d1 = np.float32(0)
@@ -219,43 +226,36 @@ def _score_four(rows, row, one, other, scores, i):
 
 
 @njit
-def _exponents(scores, bits):
-    """exp(score - highest) in two factors: what is left in `scores` and, as the bits of a float32, a power of two.
+def power_of_two(x):
+    """2^x for x <= 0, to float32's precision. A loop over it has no calls, so it is computed in vectors."""
+    whole = np.int32(x - np.float32(0.5))
+    f = x - np.float32(whole)
+    p = np.float32(1.540353e-4)
+    p = p * f + np.float32(1.3333558e-3)
+    p = p * f + np.float32(9.618129e-3)
+    p = p * f + np.float32(5.5504109e-2)
+    p = p * f + np.float32(2.4022651e-1)
+    p = p * f + np.float32(6.9314718e-1)
+    p = p * f + np.float32(1)
+    factor = np.int32((whole + np.int32(127)) << np.int32(23)).view(np.float32)  # 2^whole, by its exponent
+    return np.float32(0) if x < np.float32(-126) else p * factor  # of minus infinity, too
 
-    A loop without calls is computed in vectors: 2^x is a polynomial of x's fraction, and an exponent.
-    """
+
+@njit(fastmath=SUMS)
+def _softmax(scores):
     highest = scores[0]
     for i in range(1, len(scores)):
         if scores[i] > highest:
             highest = scores[i]
-    for i in range(len(scores)):
-        x = (scores[i] - highest) * _LOG2E
-        whole = np.int32(x - np.float32(0.5))
-        f = x - np.float32(whole)
-        p = np.float32(1.540353e-4)
-        p = p * f + np.float32(1.3333558e-3)
-        p = p * f + np.float32(9.618129e-3)
-        p = p * f + np.float32(5.5504109e-2)
-        p = p * f + np.float32(2.4022651e-1)
-        p = p * f + np.float32(6.9314718e-1)
-        p = p * f + np.float32(1)
-        is_nothing = x < np.float32(-126)  # minus infinity, too
-        scores[i] = np.float32(0) if is_nothing else p
-        bits[i] = np.int32(0) if is_nothing else np.int32((whole + np.int32(127)) << np.int32(23))
-
-
-@njit(fastmath=_SUMS)
-def _normalise(weights, factors):
-    """Weights times their factors, divided by their sum."""
     total = np.float32(0)
-    for i in range(len(weights)):
-        weights[i] *= factors[i]
-        total += weights[i]
-    for i in range(len(weights)):
-        weights[i] /= total
+    for i in range(len(scores)):
+        scores[i] = power_of_two((scores[i] - highest) * LOG2E)
+        total += scores[i]
+    for i in range(len(scores)):
+        scores[i] /= total
 
 
-@njit(fastmath=_SUMS)
+@njit(fastmath=SUMS)
 def _weigh(weights, values, slots, sums):
     """sums[row] += weights[row, i] * values[slots[i]] over all i, four values at a time."""
     num_rows, num_keys = weights.shape

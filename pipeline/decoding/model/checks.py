@@ -6,6 +6,7 @@ probe runs what the engine will run, linear layers in their layout included, and
 """
 
 import inspect
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,6 +21,8 @@ from laserbatch.pipeline.decoding.model.folder import quantization_of
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
 from laserbatch.pipeline.decoding.token_tree import TokenTree, TreeBatch
 from laserbatch.pipeline.errors import ModelError, first_line
+
+logger = logging.getLogger(__name__)
 
 _POSITION_DEPENDENT_ROPE = ("dynamic", "longrope")  # take the longest position of the whole batch
 # Kernels of packed weights may round otherwise with another number of tokens, whatever the type of activations.
@@ -58,7 +61,8 @@ def refuse_by_config(config) -> None:
 def check_equivalence(model, device: torch.device, vocab_size: int) -> int:
     """Compare a packed forward of two sequences and a tree with plain causal runs; returns KV bytes per token.
 
-    The model is made ready on the way: switched to our attention, and its linear layers laid out for a CPU.
+    The model is made ready on the way: switched to our attention, its linear layers laid out for a CPU and, where that
+    computes the same, fused there (its attribute `fused`).
 
     Raises ModelError: a layer did not call our attention function, or the logits differ.
     """
@@ -79,8 +83,16 @@ def check_equivalence(model, device: torch.device, vocab_size: int) -> int:
             raise ModelError(f"{name} cannot be packed: {error}") from error
         except Exception as error:
             raise ModelError(f"{name} cannot be run: {first_line(error)}") from error
-        if quantization_of(model.config) is None:
-            relayout_linear_layers(model)
+        if quantization_of(model.config) is None and relayout_linear_layers(model):
+            from laserbatch.pipeline.decoding.model.fused_model import FusedModel  # numba takes a while to import
+
+            model.fused = FusedModel.of(model)
+            if model.fused is not None:
+                try:
+                    return _compare(model, device, prompts, tree, plain)
+                except ModelError as error:
+                    logger.warning("%s is computed by transformers' layers, not by fused ones: %s", name, error)
+                    model.fused = None
         return _compare(model, device, prompts, tree, plain)
 
 

@@ -55,6 +55,7 @@ class ModelRunner:
         self.device = device
         self.last_plan: StepPlan | None = None  # of the newest forward without a kernel, for checks
         self.head = OutputHead(model)
+        self.fused = getattr(model, "fused", None)  # takes the forwards without a kernel, where there is one
         self._attention = attention
         kernel = kernel_for(attention, device)  # takes the forwards, where there is one
         self.buffered = None if kernel is None else BufferedForward(self.head, cache, device, kernel)
@@ -82,6 +83,8 @@ class ModelRunner:
         input_ids, position_ids = self._on_device(batch.token_ids)[None], self._on_device(batch.positions)[None]
         attention = EagerAttention(metadata, self.device)
         plan = self.last_plan = StepPlan(self.cache, self._on_device(batch.slot_mapping), attention)
+        if self.fused is not None:
+            return HiddenRows(self.fused, self.fused.hidden_of(batch, plan), batch.wanted)
         with planned(plan):
             return HiddenRows(self.head, self.head.hidden_of(input_ids, position_ids), batch.wanted)
 

@@ -1,0 +1,231 @@
+"""Our engine and our drafts inside vLLM, beside vLLM plain and with its n-gram drafts: one run, the same prompts.
+
+    make .venv-vllm/.installed
+    .venv-vllm/bin/python benchmarks/peers.py --quick --json peers.json
+
+Long answers and short descriptions to held-out prompts; pools have the model's own answers to other prompts. Systems
+are `vllm`, `vllm-ngram`, `vllm-laserbatch`, each a process of its own, and of our engine `plain`, `greedy`, `relaxed`,
+all in float32 with as many threads. They answer the same prompts in an order that is drawn anew: trust ratios within
+one run. Texts are compared token by token with those of the same engine without drafts.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from common import Figure, Spread, begin, benchmark_parser, finish, scale_of, turns
+from engine_pools import GroupedPool, pools_of, unseen_prompts
+from engine_systems import ADAPTIVE, PLAIN, WITH_POOL, Engines, relaxed_pools, speculating
+from peers_worker import MARK
+from systems import EngineSystem, Pass
+from tasks import Task, TaskSize, own_texts, tasks_of
+
+from laserbatch.pipeline.budget.choice import choose_budget
+from laserbatch.retrieval_pools.calibration.calibrate import calibrate
+from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
+from laserbatch.retrieval_pools.index.store import PoolStore
+from laserbatch.retrieval_pools.integrations.vllm import SETTINGS_VARIABLE
+from laserbatch.retrieval_pools.integrations.vllm_steps import PROPOSERS, speculative_config
+
+logger = logging.getLogger("benchmarks")
+
+BATCHES = (1, 4, 16)
+MAX_DRAFT_TOKENS = 8
+ENGINE = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": max(BATCHES), "enforce_eager": True, "seed": 0}
+ON_A_CPU = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
+}  # fmt: skip
+NGRAM = {"method": "ngram", "num_speculative_tokens": MAX_DRAFT_TOKENS, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+VLLM, VLLM_NGRAM, VLLM_OURS, GREEDY, RELAXED = "vllm", "vllm-ngram", "vllm-laserbatch", "greedy", "relaxed"
+POOL, SPECULATIONS = "global", {GREEDY: "resd", RELAXED: "resd, relaxed"}
+WARM_UP_TOKENS = 32
+LEAST = 0.98  # of vLLM plain, whatever is drafted
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of both tasks, long answers first; rounds; prompts at small batches; tokens of a text."""
+
+    sizes: tuple[TaskSize, ...]
+    num_rounds: int
+    least_long: int = 2
+    least_short: int = 8
+    most_tokens: int = 512
+
+
+FULL = Scale((TaskSize(16, 400, 0, 40), TaskSize(32, 1000, 0, 100)), num_rounds=5, least_long=8)
+QUICK = Scale((TaskSize(16, 48, 0, 8), TaskSize(24, 300, 0, 40)), num_rounds=3, least_long=1)
+SMOKE = Scale((TaskSize(4, 12, 0, 2), TaskSize(4, 20, 0, 2)), num_rounds=1, most_tokens=24)
+
+
+class Served:
+    """A vLLM in a process of its own, which is waited for by `ready`; with a call like `EngineSystem`'s."""
+
+    def __init__(self, model: Path, speculative: dict | None, environment: dict[str, str]) -> None:
+        told = {"model": str(model), "engine": ENGINE, "speculative_config": speculative}
+        command = [sys.executable, str(Path(__file__).with_name("peers_worker.py")), json.dumps(told)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        self._process = subprocess.Popen(command, env=os.environ | environment, **pipes)
+        self._is_ready = False
+
+    def ready(self) -> None:
+        """Wait until it has started."""
+        if not self._is_ready:
+            self._answer()
+            self._is_ready = True
+
+    def run(self, prompts: Sequence[np.ndarray], batch: int, max_new_tokens: int) -> Pass:
+        """Answer all prompts at once; texts have their end token."""
+        asked = {"prompts": [prompt.tolist() for prompt in prompts], "max_tokens": max_new_tokens}
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        answer = self._answer()
+        texts = tuple(map(tuple, answer["texts"]))
+        return Pass(answer["seconds"], sum(map(len, texts)), answer["num_steps"], texts)
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self) -> dict:
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+        raise SystemExit(f"a vLLM ended with {self._process.wait()}")
+
+
+def measure_steps(model: Path, path: Path, environment: dict[str, str]) -> dict:
+    """What steps of vLLM cost with drafts, written to a file that its proposer reads."""
+    command = [sys.executable, "-m", f"{PROPOSERS}_steps", str(model), "--out", str(path)]
+    command += ["--tokens", str(MAX_DRAFT_TOKENS), "--engine", json.dumps(ENGINE), "--batch", *map(str, BATCHES)]
+    subprocess.run(command, env=os.environ | environment, check=True, capture_output=True)
+    return json.loads(path.read_text())
+
+
+def serve_ours(
+    folder: Path, model: Path, task: Task, texts: Sequence[np.ndarray], cost: Path, environment: dict[str, str]
+) -> Served:
+    """A vLLM with our proposer: a pool of answers, calibrated by some of them."""
+    names = {"side": task.side, "tokenizer_hash": tokenizer_hash(model), "model_id": model.name}
+    held_back = list(zip(task.pool_prompts, texts, strict=True))[::4]
+    others = build_pool([PoolText(row, "") for k, row in enumerate(texts) if k % 4], folder / "others", **names)
+    options = DraftOptions(max_nodes=MAX_DRAFT_TOKENS, min_acceptance=0.01, use_previous=False)
+    calibration = calibrate(others, [ReplayText(*one) for one in held_back], options)
+    with PoolStore(folder / "pools").publish("v1") as version:
+        build_pool([PoolText(row, "") for row in texts], version / task.side, calibration=calibration, **names)
+    settings = {"pools": "pools", "side": task.side, "step_cost": str(cost)}
+    (folder / "drafts.json").write_text(json.dumps(settings))
+    os.environ[SETTINGS_VARIABLE] = str(folder / "drafts.json")  # `speculative_config` looks at it too
+    return Served(model, speculative_config(model, MAX_DRAFT_TOKENS), environment)
+
+
+def of_our_engine(engines: Engines, batch: int, pools: dict[str, GroupedPool]) -> dict[str, EngineSystem]:
+    """Plain decoding, and drafts under the budgets that a night would choose."""
+    engine = engines.of_batch(batch)
+    systems = {PLAIN: EngineSystem.of_pool(engine, None, "greedy")}
+    for name, speculation in SPECULATIONS.items():
+        pool = pools[POOL if name == GREEDY else f"{POOL}, relaxed"].pool
+        choice = choose_budget(engines.step_cost(batch, pool), batch, pool, WITH_POOL, is_relaxed=name == RELAXED)
+        systems[name] = speculating(engine, pools, speculation, ADAPTIVE, choice.budget).runner
+    return systems
+
+
+def measure(systems: dict[str, Served | EngineSystem], task: Task, batch: int, scale: Scale) -> Iterator[dict]:
+    """A row for each system; ratios are within a round. The next batch begins when all of the last have ended."""
+    prompts = task.held_out[: max(batch, scale.least_long if task.is_long else scale.least_short)]
+    parts = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
+    passes: dict[str, list[Pass]] = {name: [] for name in systems}
+    for system in systems.values():  # what is compiled when it is first called
+        system.run(prompts[:batch], batch, WARM_UP_TOKENS)
+    orders = turns(list(systems))
+    for _ in range(scale.num_rounds):
+        for name in next(orders):
+            written = [systems[name].run(part, batch, min(task.max_new_tokens, scale.most_tokens)) for part in parts]
+            passes[name].append(Pass.joined(written))
+    for name, own in passes.items():
+        speeds = [one.tokens_per_s for one in own]
+        undrafted = passes[VLLM if name.startswith(VLLM) else PLAIN][0]
+        ratios = [one / other.tokens_per_s for one, other in zip(speeds, passes[VLLM], strict=True)]
+        yield {
+            "system": name,
+            "task": task.name,
+            "batch": batch,
+            "tokens_per_s": Spread.of(speeds).median,
+            "tokens_per_step": own[0].tokens_per_step,
+            "tokens_per_s_range": [min(speeds), max(speeds)],
+            "ratio_to_vllm": Spread.of(ratios),
+            "num_texts": len(prompts),
+            "num_texts_as_undrafted": sum(map(tuple.__eq__, own[0].texts, undrafted.texts)),
+        }
+
+
+def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
+    """What was asked for: of our drafts inside vLLM, and of our engine beside it."""
+    for row in rows:
+        system, batch, is_long = row["system"], row["batch"], row["task"] == "reki"
+        over, where = row["ratio_to_vllm"].median, f"{row['task']}, batch {batch}"
+        if system == VLLM_OURS:
+            wanted = 2.0 if batch == 1 and is_long else LEAST
+            yield Figure.at_least(f"{where}: vLLM with our drafts over vLLM plain, tokens a second", over, wanted)
+            share = row["num_texts_as_undrafted"] / row["num_texts"]
+            yield Figure.at_least(f"{where}: share of texts with our drafts that are those of vLLM plain", share, 1.0)
+        elif system == PLAIN:
+            yield Figure.at_least(f"{where}: our plain decoding over vLLM plain, tokens a second", over, 1.0)
+        elif system == RELAXED and batch == max(BATCHES):
+            wanted = 2.0 if is_long else 1.2
+            yield Figure.at_least(f"{where}: our relaxed decoding over vLLM plain, tokens a second", over, wanted)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Write the pools' texts, measure what steps cost, then all systems."""
+    arguments = benchmark_parser(__doc__, "data", "model", "threads", "cache").parse_args(words)
+    begin(arguments.threads)
+    environment = ON_A_CPU | dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(arguments.threads))
+    scale = scale_of(arguments, FULL, QUICK, SMOKE)
+    engines, rows = Engines(arguments.model, "float32", "cpu"), []
+    with tempfile.TemporaryDirectory() as name:
+        cost = Path(name) / "cost.json"
+        step_cost = measure_steps(arguments.model, cost, environment)
+        logger.info("steps of vLLM are measured")
+        drafts = {VLLM: None, VLLM_NGRAM: NGRAM}
+        peers = {system: Served(arguments.model, own, environment) for system, own in drafts.items()}
+        for task in tasks_of(arguments.model, arguments.data, engines.tokenizer, *scale.sizes):
+            folder = Path(name) / task.name
+            writer = engines.of_batch(max(BATCHES))
+            task = unseen_prompts(writer, task, arguments.cache)
+            texts = own_texts(writer, task, arguments.cache)
+            pools = pools_of(writer, task, arguments.cache, folder, [POOL])
+            pools |= relaxed_pools(writer, pools, task, list(SPECULATIONS.values()))
+            ours = serve_ours(folder, arguments.model, task, texts, cost, environment)
+            for one in (*peers.values(), ours):  # they start while texts are written, not while anything is measured
+                one.ready()
+            for batch in BATCHES:
+                systems = peers | {VLLM_OURS: ours} | of_our_engine(engines, batch, pools)
+                rows += measure(systems, task, batch, scale)
+                told = [f"{row['system']} {row['tokens_per_s']:.0f}" for row in rows[-len(systems) :]]
+                logger.info("%s, batch %d, tokens a second: %s", task.name, batch, ", ".join(told))
+            ours.close()
+        for one in peers.values():
+            one.close()
+    table = [
+        f"{row['task']:15} batch {row['batch']:2}  {row['system']:15}  {row['tokens_per_s']:6.0f} tokens/s, "
+        f"{row['ratio_to_vllm']} of vLLM plain, {row['tokens_per_step']:.2f} a step, "
+        f"{row['num_texts_as_undrafted']} of {row['num_texts']} texts as undrafted"
+        for row in rows
+    ]
+    content = {"rows": rows, "step_cost": step_cost, "engine": ENGINE}
+    finish(arguments.json, list(figures_of(rows)), ["\n".join(table)], content)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""A fused model against transformers' own layers, on any batch of prompts, trees and single tokens."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import VOCAB, perturb_constants, tiny_model
+
+from laserbatch.pipeline.decoding.attention.interface import relative_error
+from laserbatch.pipeline.decoding.batch import Feed
+from laserbatch.pipeline.decoding.kv_cache import KVCache
+from laserbatch.pipeline.decoding.model.fused_model import FusedModel
+from laserbatch.pipeline.decoding.model.load import prepare_model
+from laserbatch.pipeline.decoding.model.runner import ModelRunner
+from laserbatch.pipeline.decoding.token_tree import TokenTree, TreeBatch
+
+CPU = torch.device("cpu")
+PARENTS = np.array([-1, 0, 0, 2, -1], np.int32)
+
+
+def forwards(model, fused) -> tuple[list[torch.Tensor], KVCache]:
+    """Logits of prompts (with padding to a compiled size), then of trees below them; and what they left behind."""
+    rng = np.random.default_rng(0)
+    cache = KVCache(3)
+    runner = ModelRunner(model, cache, CPU)
+    runner.fused = fused
+    prompts = [rng.integers(0, VOCAB, size).astype(np.int32) for size in (70, 25, 4)]
+    rows = np.array([cache.acquire(prompt, 100).row for prompt in prompts])
+    first = runner.forward([Feed(row, prompt[:-1]) for row, prompt in zip(rows, prompts, strict=True)])
+    cache.commit(rows, first.batch.sizes, first.batch.slot_mapping)
+    found = [first.logits]
+    drafted = rng.integers(0, VOCAB, len(PARENTS)).astype(np.int32)
+    tree = TokenTree(drafted, PARENTS, np.zeros(len(PARENTS), np.float32), np.zeros(len(PARENTS), np.uint8))
+    feeds = [Feed(row, prompt[-1:]) for row, prompt in zip(rows, prompts, strict=True)]
+    for trees in (TreeBatch.of([tree]).spread([1], 3), TreeBatch.empty(3)):
+        found.append(runner.forward(feeds, trees).logits)
+    return found, cache
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [("llama", {}), ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+     ("mistral", {}), ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+     ("qwen3", {"num_key_value_heads": 1})],
+)  # fmt: skip
+def test_it_computes_what_transformers_does(architecture, changes):
+    model = tiny_model(architecture, **changes)
+    perturb_constants(model)
+    model = prepare_model(model).model
+    assert isinstance(model.fused, FusedModel)
+    found, cache = forwards(model, model.fused)
+    expected, own_cache = forwards(model, None)
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one, other) < 1e-5
+    for number, memory in own_cache.layers.items():
+        assert relative_error(cache.layers[number].keys, memory.keys) < 1e-5
+        assert relative_error(cache.layers[number].values, memory.values) < 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "phi3", "qwen3_moe"])
+def test_other_models_stay_as_they_are(architecture):
+    assert prepare_model(tiny_model(architecture)).model.fused is None
+
+
+def test_one_with_another_gate_stays_as_it_is():
+    assert prepare_model(tiny_model("llama", hidden_act="gelu")).model.fused is None
+
+
+def test_one_that_computes_something_else_is_not_believed(caplog):
+    def scaled(self, hidden):
+        return 2 * self._output_layer(hidden)
+
+    with mock.patch.object(FusedModel, "logits_of", scaled):
+        model = prepare_model(tiny_model("llama")).model
+    assert model.fused is None
+    assert "gives other logits" in caplog.text
+
+
+def test_positions_beyond_those_seen_are_rotated_alike():
+    fused = prepare_model(tiny_model("llama", max_position_embeddings=4096)).model.fused
+    fused._see(3)
+    before = fused._cos.copy()
+    fused._see(2000)
+    assert len(fused._cos) > 2000
+    np.testing.assert_array_equal(fused._cos[: len(before)], before)
