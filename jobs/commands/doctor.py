@@ -122,6 +122,14 @@ def check_gpu(settings: Settings) -> Iterator[Finding]:
         yield Finding("GPU", level, f"{name}, {free / 1e9:.1f} of {whole / 1e9:.1f} GB free", mend)
 
 
+def check_engine(settings: Settings) -> Iterator[Finding]:
+    from laserbatch.jobs.stages.inputs import require_engine
+
+    require_engine(settings)
+    if settings.decoding.engine == "vllm":
+        yield Finding("engine", "ok", "vLLM is installed: texts are written with it, and verified greedily")
+
+
 def check_memory_and_model(settings: Settings) -> Iterator[Finding]:
     from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model
     from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
@@ -226,7 +234,7 @@ def check_tables(settings: Settings) -> Iterator[Finding]:
 def check_ray(settings: Settings) -> Iterator[Finding]:
     from laserbatch.pipeline.distributed.cluster import ray_cluster
 
-    with ray_cluster(settings.cluster) as layout:
+    with ray_cluster(settings.cluster, gpus_a_worker=settings.decoding.gpus_a_worker) as layout:
         where = settings.cluster.ray_address or "a local Ray"
         yield Finding("Ray", "ok", f"{where}: room for {layout.num_workers} workers of {layout.need} each")
 
@@ -234,6 +242,7 @@ def check_ray(settings: Settings) -> Iterator[Finding]:
 CHECKS: list[Check] = [
     check_versions,
     check_gpu,
+    check_engine,
     check_memory_and_model,
     check_workspace,
     check_encoder,

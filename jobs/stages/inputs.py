@@ -81,8 +81,7 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
 def _require_files(settings: Settings) -> None:
     """What a night needs beside tables and would miss hours later: model, encoder, a cost of steps; plain words."""
     require_whole_files(settings.model_dir)
-    if settings.decoding.engine == "vllm" and find_spec("vllm") is None:
-        raise ConfigError("decoding.engine is vllm, which is not installed here; docs/vllm.md says how it is")
+    require_engine(settings)
     require_plain_words(settings)
     encoder = settings.encoding.encoder
     if encoder is not None and not Path(encoder, "model.safetensors").is_file():
@@ -90,6 +89,12 @@ def _require_files(settings: Settings) -> None:
         raise ModelError(f"the encoder folder {encoder} has no model.safetensors (found {found}); only such are loaded")
     if settings.decoding.step_cost is not None:
         read_step_cost(settings.decoding.step_cost)
+
+
+def require_engine(settings: Settings) -> None:
+    """Raise ConfigError where the engine is not installed that texts are to be written with."""
+    if settings.decoding.engine == "vllm" and find_spec("vllm") is None:
+        raise ConfigError("decoding.engine is vllm, which is not installed here; docs/vllm.md says how it is")
 
 
 def _ids_before(date: datetime.date, reading: Future[Tables]) -> IdsBefore | None:

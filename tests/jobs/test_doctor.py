@@ -8,6 +8,7 @@ from night_world import make_world, run_here, write_config
 
 from laserbatch.jobs.commands import doctor
 from laserbatch.jobs.settings import load_settings
+from laserbatch.jobs.stages import inputs
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +69,10 @@ def test_a_full_disk_and_versions_of_another_time_are_told(world, monkeypatch):
     monkeypatch.setattr(doctor, "version", lambda name: "0.0.1" if name == "ray" else "99")
     faults = [finding.found for finding in doctor.check_versions(None) if finding.level == "fault"]
     assert any(fault.startswith("ray is 0.0.1; ray>=") for fault in faults)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_an_engine_that_is_not_installed_is_told(world, monkeypatch, is_there):
+    monkeypatch.setattr(inputs, "find_spec", lambda name: object() if is_there else None)
+    found = findings(write_config(world, "vllm.yaml", decoding={"engine": "vllm"}), doctor.check_engine)["engine"]
+    assert (found.level == "ok") == is_there and "vLLM" in found.found.replace("vllm", "vLLM")
