@@ -184,7 +184,8 @@ def _facts(manifest: RunManifest) -> list[str]:
     facts = [f"{side}s asked by {asked.framework} ({asked.template})" for side, asked in manifest.asked.items()]
     if model is not None:
         facts.append(f"model {model.id} ({rate(model.num_parameters / 1e6)} M parameters)")
-        facts.append(f"{model.dtype} on {model.device}")
+        by_vllm = manifest.settings.get("decoding", {}).get("engine") == "vllm"
+        facts.append(f"{model.dtype} on {model.device}{', by vLLM, which verifies greedily' * by_vllm}")
     if machine.get("gpu") or machine.get("num_cpus"):
         facts.append(machine.get("gpu") or f"{machine['num_cpus']} CPU cores")
     return [*facts, f"{seconds(_wall_s(manifest))} in all"]

@@ -74,6 +74,11 @@ def test_headline_states_the_result_of_the_night(manifest):
     assert "412 of 700 entities rewritten at 5.0 tokens a step, 3.3× plain; AUC unharmed with" in outline(manifest).text
 
 
+def test_a_night_on_vllm_says_so(manifest):
+    manifest["settings"].setdefault("decoding", {})["engine"] = "vllm"
+    assert "by vLLM, which verifies greedily" in outline(manifest).text
+
+
 def test_every_chart_says_its_values_to_those_who_do_not_see_it(manifest):
     told = [
         attributes["title"] for tag, attributes in outline(manifest).tags if tag == "span" and "title" in attributes
