@@ -3,12 +3,13 @@
 import datetime
 import os
 import socket
-from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Literal
 
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.events import emit, event_log
@@ -109,8 +110,7 @@ def encode_beside_pools(night: Night) -> None:
         build = prepare_pools(night, make_current=False)
     if any(figures.num_generated for figures in night.manifest.sides.values()):
         _import_first(night)
-    with ThreadPoolExecutor(1) as aside:
-        built = aside.submit(build)
+    with _aside(build) as built:
         with night.stage("encode"):
             fields = {side: night.template(side).encode for side in SIDES}
             night.manifest.features = encode_run(night.run.root, encoding, night.previous, fields=fields)
@@ -118,6 +118,27 @@ def encode_beside_pools(night: Night) -> None:
                 encode_run(night.run.plain.root, encoding, codes_of=night.run, fields=fields)
         with night.stage("pools"):
             night.manifest.pools_built = built.result()
+
+
+@contextmanager
+def _aside(function: Callable[[], Any]) -> Iterator[Future]:
+    """Have a function called in a thread, which the block's errors wait for; not so who ends the process."""
+    result = Future()
+
+    def call() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    Thread(target=call, daemon=True).start()
+    try:
+        yield result
+    except KeyboardInterrupt:
+        raise  # what is half built is nobody's, and swept up by the next night
+    except BaseException:
+        wait([result])
+        raise
 
 
 def _import_first(night: Night) -> None:

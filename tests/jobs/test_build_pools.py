@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from night_world import run_here
 
+from laserbatch.jobs.failures import Terminated
 from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import run_night
 from laserbatch.jobs.stages.build_pools import build_pools, prepare_pools
@@ -251,6 +252,22 @@ def test_a_night_whose_pools_fail_while_it_encodes_ends_with_their_error(first_n
     monkeypatch.setattr(run_night, "encode_run", lambda *_, **__: {})
     with pytest.raises(PoolError, match="the disk is full"):
         run_night.encode_beside_pools(first_night)
+
+
+@pytest.mark.parametrize("error", [Terminated, RuntimeError])
+def test_who_ends_the_process_does_not_wait_for_pools_and_errors_do(first_night, monkeypatch, error):
+    goes_on, is_built = threading.Event(), threading.Event()
+
+    def encode(*_, **__):
+        threading.Timer(0.2, goes_on.set).start()
+        raise error
+
+    monkeypatch.setattr(run_night, "prepare_pools", lambda *_, **__: lambda: goes_on.wait(60) and is_built.set())
+    monkeypatch.setattr(run_night, "encode_run", encode)
+    with pytest.raises(error):
+        run_night.encode_beside_pools(first_night)
+    assert is_built.is_set() == (error is RuntimeError)
+    assert is_built.wait(60)
 
 
 def files_of(night):
