@@ -45,6 +45,7 @@ def test_imports_point_one_way():
             foreign = {module for module in foreign if not f"{module}.".startswith(allowed)}
             foreign -= {"pipeline.encoding", "pipeline.storage"}
         assert not foreign, f"{name} imports {sorted(foreign)}"
+        assert "pandas" not in tops(path), f"{name} imports pandas, which nights do without"
 
 
 def test_nothing_that_is_installed_imports_tests_or_benchmarks():

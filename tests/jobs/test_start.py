@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "sklearn", "lightgbm", "matplotlib", "pandas")
+HEAVY = ("torch", "transformers", "sklearn", "lightgbm", "matplotlib")
 
 
 @pytest.mark.parametrize(
