@@ -76,6 +76,8 @@ class TextWriter:
             self._settings = DecodingSettings(model=str(model), **decoding)
         except ValidationError as error:
             raise ConfigError(f"TextWriter: {explain(error, DecodingSettings)}") from None
+        if self._settings.engine != "laserbatch":
+            raise ConfigError("TextWriter writes with our engine; docs/ray-data.md has Ray Data LLM for vLLM")
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self._system = system

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
@@ -82,6 +83,8 @@ class VllmEngine:
     ) -> None:
         self.tokenizer, self.num_forwards, self.costliest_step_s = load_tokenizer(model_dir), 0, 0.0
         self._rules = folder_rules(model_dir)
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         set_environment(device, num_threads, num_sharing)
         self._folder = tempfile.TemporaryDirectory(prefix="laserbatch-vllm-")
         arguments = engine_arguments(model_dir, decoding, device)

@@ -70,6 +70,8 @@ def test_prompts_may_be_token_ids_and_what_cannot_be_written_says_why(plain):
 def test_wrong_options_and_pools_of_another_tokenizer_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"TextWriter: max_new_token: .*did you mean 'max_new_tokens'"):
         TextWriter(max_new_token=5)
+    with pytest.raises(ConfigError, match="writes with our engine"):
+        TextWriter(engine="vllm")
     with PoolStore(tmp_path).publish("2025-03-01") as folder:
         text = PoolText(np.arange(9, dtype=np.int32), "verse")
         build_pool([text], folder / "user", side="user", tokenizer_hash="other", model_id="m")
