@@ -87,6 +87,10 @@ def try_one(
     if needs_a_model(settings):
         say(NEEDS_A_MODEL)
     settings = settings.model_copy(update={"refresh": RefreshSettings()})  # whether a night would is not asked
+    if settings.decoding.engine == "vllm":  # it wants a process in which nothing was planned
+        say("tried with our engine: vLLM writes the same, but for near-ties")
+        ours = settings.decoding.model_copy(update={"engine": "laserbatch", "vllm": {}})
+        settings = settings.model_copy(update={"decoding": ours})
     workspace = Workspace(settings.workspace)
     if (settings.workspace / "workspace.json").exists():
         workspace = Workspace.open(settings.workspace, create=False)

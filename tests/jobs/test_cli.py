@@ -269,6 +269,13 @@ def test_try_shows_one_entity_and_writes_nothing(world, run):
     assert not (world / "workspace").exists()
 
 
+def test_try_of_vllm_is_by_our_engine_and_says_so(world, run):
+    config = write_config(world, "vllm.yaml", decoding={"engine": "vllm"})
+    done = run("try", "--config", str(config), "--item", "i0000000", "--json")
+    assert done.returncode == 0 and "tried with our engine" in done.stderr, done.stderr
+    assert json.loads(done.stdout)["text"]
+
+
 def test_try_names_an_unknown_entity(world, run):
     done = run("try", "--config", str(write_config(world)), "--user", "nobody")
     assert done.returncode == 3
