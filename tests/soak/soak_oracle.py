@@ -389,8 +389,10 @@ class Oracle:
         done = sorted({*self.runs, *self.held})
         usable = [run for run in self.runs.values() if run.run_id not in self.withdrawn]
         newest = max((run.date for run in usable), default=None)  # the next night builds on one of these
-        built_on = self.runs[self.published].previous if self.published else None
-        needed = {*done[-keep:], *self.seen[:2], built_on, *(run.run_id for run in usable if run.date == newest)}
+        seen, built_on = self.seen[:1], None  # what readers would see after a rollback
+        if self.published and not self.gone:
+            seen, built_on = self.seen[:2], self.runs[self.published].previous
+        needed = {*done[-keep:], *seen, built_on, *(run.run_id for run in usable if run.date == newest)}
         return needed & {*done}
 
 
