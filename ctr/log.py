@@ -120,7 +120,7 @@ def _rows_of(ids: pa.Array, known: pa.Array, side: str, table: str) -> np.ndarra
         ids = ids.dictionary_decode().cast(known.type)
     if ids.type != known.type:
         raise CtrError(f"{table} have {side} ids of type {ids.type}, the table of {side}s {known.type}")
-    return pc.fill_null(pc.index_in(ids, known), -1).to_numpy()
+    return np.array(pc.fill_null(pc.index_in(ids, known), -1))
 
 
 def with_negatives(log: Log, num_items: int, end_us: int, settings: CtrSettings) -> Log:

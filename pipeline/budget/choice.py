@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
-from laserbatch.pipeline.decoding.settings import IN_VLLM, Budget, DecodingSettings
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.storage.manifest import BudgetForecast
 from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS, BudgetCell
 
@@ -100,8 +100,8 @@ def budget_step_cost(decoding: DecodingSettings, measure: Callable[[], StepCost]
 def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, share_changed: float) -> ChosenBudget:
     """The budget of one side; `pool` or None; `step_cost` None: the configuration leaves nothing to choose."""
     if decoding.engine == "vllm":
-        drafts = pool is not None and decoding.drafters and decoding.max_draft_tokens != 0
-        return ChosenBudget(IN_VLLM if drafts else PLAIN, BudgetForecast("vLLM's proposer chooses at every step"))
+        budget = Budget.of(decoding) if pool is not None and decoding.drafters else PLAIN
+        return ChosenBudget(budget, BudgetForecast("vLLM's proposer chooses at every step"))
     if step_cost is None:
         return given_budget(Budget.of(decoding), pool, decoding.drafters, share_changed)
     return choose_budget(

@@ -1,7 +1,7 @@
 """Options of decoding: which model, how texts are drafted and verified, and how much runs at once."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -145,13 +145,12 @@ class Budget:
 
     @classmethod
     def of(cls, settings: DecodingSettings) -> "Budget":
-        """The settings' own numbers; where they leave the choice, those of the class: nothing is measured here."""
+        """The settings' own numbers; where they leave the choice, those of the class, in vLLM of a chain: nothing is
+        measured here."""
         given = {"max_draft_tokens": settings.max_draft_tokens, "min_acceptance": settings.min_acceptance}
-        return cls(**{name: value for name, value in given.items() if value is not None})
+        usual = cls(8, 0.05) if settings.engine == "vllm" else cls()
+        return replace(usual, **{name: value for name, value in given.items() if value is not None})
 
     @property
     def min_log_acceptance(self) -> float:
         return math.log(self.min_acceptance) if self.min_acceptance > 0 else -math.inf
-
-
-IN_VLLM = Budget(8, 0.05)  # the longest chain, and the least likely token of one, where settings do not say them

@@ -15,14 +15,12 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from laserbatch.pipeline.budget.choice import UNCHECKED_SIZE, budget_step_cost, side_budget
-from laserbatch.pipeline.budget.measuring import measure_step_cost
-from laserbatch.pipeline.decoding.drafters import drafter_from
-from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.budget.choice import budget_step_cost, side_budget
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.decoding.token_tree import MAX_NODES
+from laserbatch.pipeline.distributed.settings import usable_cores
+from laserbatch.pipeline.engines.own import OwnEngine
 from laserbatch.pipeline.errors import ConfigError, RowError
 from laserbatch.pipeline.knowledge.chat_format import encode_chat, encode_content
 from laserbatch.pipeline.sides import Side
@@ -78,15 +76,18 @@ class TextWriter:
             raise ConfigError(f"TextWriter: {explain(error, DecodingSettings)}") from None
         if self._settings.engine != "laserbatch":
             raise ConfigError("TextWriter writes with our engine; docs/ray-data.md has Ray Data LLM for vLLM")
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        self._system = system
-        self._engine = Engine.from_pretrained(model, self._settings, device)
-        self._pool = None
+        self._system, self._side, self._budget, self._pool = system, side, None, None
+        folder = SAMPLE_MODEL if str(model) == "sample" else Path(model)
         if pools is not None:
-            folder = SAMPLE_MODEL if str(model) == "sample" else Path(model)
             self._pool = open_pool(pools, side, version, tokenizer_hash=tokenizer_hash(folder)).pool
-        self._budget: Budget | None = None
+        num_threads = num_threads or torch.get_num_threads()
+        self._engine = OwnEngine(
+            folder, self._settings, device, num_threads,
+            num_sharing=max(1, usable_cores() // num_threads),  # as many as find room here, one beside the other
+            num_workers=1,
+            pool_dirs={} if self._pool is None else {side: self._pool.folder},
+            step_cost_dir=folder,  # where none is read or written
+        )  # fmt: skip
 
     def __call__(self, batch: Batch) -> Batch:
         """The batch with `text`, `finish_reason`, `num_tokens`, `num_steps` and `num_accepted`, and with `error`.
@@ -105,10 +106,8 @@ class TextWriter:
                 requests.append(self._request(row, batch["prompt"][row], previous[row], groups[row]))
             except RowError as error:
                 errors[row] = error.reason
-        drafter = drafter_from(self._settings, self._pool, self._budget, self._engine.num_draft_threads)
-        self._engine.forget_prompts()  # what was written before must not matter
         written: dict[int, GenerationResult] = {}
-        for outcome in self._engine.generate(iter(requests), drafter, budget=self._budget):
+        for outcome in self._engine.generate(self._side, iter(requests), self._settings, self._budget):
             if isinstance(outcome, GenerationFailure):
                 errors[int(outcome.request_id)] = outcome.reason
             else:
@@ -126,13 +125,8 @@ class TextWriter:
 
     def _chosen_budget(self, has_previous: bool) -> Budget:
         """How much is drafted: by what a step costs here, unless the options say it."""
-        settings, pool = self._settings, self._pool
-        largest = UNCHECKED_SIZE if pool is None else MAX_NODES
-        sources, batch_sizes = settings.drafters, [settings.batch_size]
-        step_cost = budget_step_cost(
-            settings, lambda: measure_step_cost(self._engine, pool, sources, batch_sizes, largest)
-        )
-        return side_budget(settings, pool, step_cost, float(has_previous)).budget
+        step_cost = budget_step_cost(self._settings, lambda: self._engine.measured_step_cost(keeps=False))
+        return side_budget(self._settings, self._pool, step_cost, float(has_previous)).budget
 
     def _request(self, row: int, prompt: Tokens, previous: Tokens | None, group: str | None) -> GenerationRequest:
         """Raises RowError: the prompt is neither a text nor tokens, or cannot be written in plain ones."""

@@ -6,7 +6,6 @@ before the engine is there: on a CPU vLLM 0.32 crashes then. docs/vllm.md says h
 """
 
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -26,7 +25,7 @@ from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
 from laserbatch.pipeline.decoding.model.folder import find_weights, folder_rules, load_tokenizer, model_identity
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
-from laserbatch.pipeline.decoding.settings import IN_VLLM, Budget, DecodingSettings
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.errors import ModelError, first_line
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import ModelFigures
@@ -89,11 +88,11 @@ class VllmEngine:
         self._folder = tempfile.TemporaryDirectory(prefix="laserbatch-vllm-")
         arguments = engine_arguments(model_dir, decoding, device)
         speculative = None
-        if pool_dirs and decoding.drafters and decoding.max_draft_tokens != 0:
-            num_tokens = decoding.max_draft_tokens or IN_VLLM.max_draft_tokens
-            cost = kept_cost(step_cost_dir, model_dir, arguments, num_tokens)
-            self._write_settings(pool_dirs, cost, decoding)
-            speculative = vllm_steps.speculative_config(model_dir, num_tokens)
+        budget = Budget.of(decoding)
+        if pool_dirs and decoding.drafters and budget.max_draft_tokens:
+            cost = kept_cost(step_cost_dir, model_dir, arguments, budget.max_draft_tokens)
+            self._write_settings(pool_dirs, cost, budget)
+            speculative = vllm_steps.speculative_config(model_dir, budget.max_draft_tokens)
         from vllm import LLM
 
         try:
@@ -190,7 +189,7 @@ class VllmEngine:
 
     def _results(self, texts: list[_Text], num_drafted: int) -> Iterator[GenerationResult]:
         accepted = [sum(source != SOURCE_TARGET for source in text.sources) for text in texts]
-        spare, num_steps = num_drafted - sum(accepted), max(1, sum(text.num_steps for text in texts))
+        spare, num_steps = max(0, num_drafted - sum(accepted)), max(1, sum(text.num_steps for text in texts))
         told, num_before = 0, 0  # rejected drafts that were handed out, steps of texts before
         for text, num_accepted in zip(texts, accepted, strict=True):
             num_before += text.num_steps
@@ -216,15 +215,15 @@ class VllmEngine:
     def _routes(self, side: Side) -> Path:
         return Path(self._folder.name) / side / "routes.parquet"
 
-    def _write_settings(self, pool_dirs: Mapping[Side, Path], cost: Path, decoding: DecodingSettings) -> None:
+    def _write_settings(self, pool_dirs: Mapping[Side, Path], cost: Path, budget: Budget) -> None:
         """The file that the proposer reads: both sides' pools, each with routes that every shard writes anew."""
         told = []
         for side, folder in pool_dirs.items():
             self._routes(side).parent.mkdir()
             write_routes(self._routes(side), [])
             one = {"pools": str(folder.parent.parent), "version": folder.parent.name, "side": side}
-            one |= {"routes": str(self._routes(side)), "step_cost": str(cost)}
-            told.append(one | ({} if decoding.min_acceptance is None else {"min_acceptance": decoding.min_acceptance}))
+            one |= {"routes": str(self._routes(side)), "step_cost": str(cost), "min_acceptance": budget.min_acceptance}
+            told.append(one)
         path = Path(self._folder.name) / "drafts.json"
         path.write_text(json.dumps(told), encoding="utf-8")
         os.environ["LASERBATCH_DRAFTS"] = str(path)
@@ -257,8 +256,11 @@ def engine_arguments(model_dir: Path, decoding: DecodingSettings, device: str) -
 
 def kept_cost(folder: Path, model_dir: Path, arguments: Mapping[str, Any], num_tokens: int) -> Path:
     """The file with what steps of such an engine cost here, which is measured where there is none yet."""
-    facts = [dict(arguments) | {"model": model_identity(model_dir)}, num_tokens, os.cpu_count()]
-    facts.append({name: importlib.metadata.version(name) for name in ("torch", "transformers")})
+    from vllm import __version__
+    from vllm.platforms import current_platform
+
+    facts = [dict(arguments) | {"model": model_identity(model_dir)}, num_tokens, current_platform.get_device_name()]
+    facts += [os.cpu_count(), os.environ.get("OMP_NUM_THREADS"), __version__]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]
     path = folder / "vllm" / f"{digest}.json"
     if path.exists():

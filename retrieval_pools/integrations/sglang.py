@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.integrations.vllm import ProposerSettings
+from laserbatch.retrieval_pools.integrations.vllm import ProposerSettings, started
 from laserbatch.retrieval_pools.library import DraftBudget, OpenPool
 
 logger = logging.getLogger(__name__)
@@ -92,21 +92,11 @@ class PoolTrees:
             self.erase_match_state([text.name])
             pools = None
         if pools is None:
-            pools = self._begin(text)
+            pools = started(text.name, np.array(text.prompt, np.int32), self._opened)
+            self._pool_of[text.name] = pools
         num_new = length - len(pools.context(text.name))
         written = [*text.output[max(0, len(text.output) - num_new) :], *text.newest]
         pools.accept(text.name, np.array(written[len(written) - num_new :], np.int32))
-
-    def _begin(self, text: Written) -> OpenPool:
-        """Of the pool whose routes know the prompt, else of the first."""
-        prompt, chosen, route = np.array(text.prompt, np.int32), self._opened[0][0], (None, None)
-        for pools, routes in self._opened:
-            if routes is not None and (found := routes.find(prompt)) is not None:
-                chosen, route = pools, found
-                break
-        chosen.start(text.name, prompt, *route)
-        self._pool_of[text.name] = chosen
-        return chosen
 
 
 def written_of(batch: Any, num_nodes: int, is_overlapped: bool) -> list[Written]:

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -121,6 +121,17 @@ class ProposerSettings:
         return pools, routes, None if self.step_cost is None else StepCost(self.step_cost)
 
 
+def started(name: Hashable, prompt: np.ndarray, opened: Sequence[tuple[OpenPool, RouteTable | None]]) -> OpenPool:
+    """Begin a text with the pool whose routes know its prompt, int[n], else with the first; returns that pool."""
+    chosen, route = opened[0][0], (None, None)
+    for pools, routes in opened:
+        if routes is not None and (found := routes.find(prompt)) is not None:
+            chosen, route = pools, found
+            break
+    chosen.start(name, prompt, *route)
+    return chosen
+
+
 def worth_drafting(acceptance: np.ndarray, of_text: np.ndarray, num_texts: int, cost: StepCost) -> np.ndarray:
     """How many tokens of each chain make the step that writes the most tokens a second; 0 of all is a plain step.
 
@@ -147,7 +158,8 @@ class PoolProposer:
         """Raises PoolError: the pool is of another tokenizer, or anything of the settings is not there."""
         settings, model = ProposerSettings.read(), vllm_config.model_config
         opened = [one.open(model.tokenizer or model.model) for one in settings]
-        self._pools, self._routes = ([one[k] for one in opened] for k in (0, 1))
+        self._opened = [one[:2] for one in opened]
+        self._pools = [pools for pools, _ in self._opened]
         self._cost = opened[0][2]
         self._max_model_len = model.max_model_len
         max_tokens = vllm_config.speculative_config.num_speculative_tokens
@@ -211,7 +223,9 @@ class PoolProposer:
         known = (name for name in (self._at_row.get(row), *reversed(self._kept)) if name in self._kept)
         name = next((name for name in known if np.array_equal(self._pool_of[name].context(name), before)), None)
         if name is None:
-            name = self._started(before)
+            name = self.num_started
+            self._pool_of[name] = started(name, before, self._opened)
+            self.num_started += 1
         self._kept.pop(name, None)
         self._kept[name] = None
         self._at_row[row] = name
@@ -220,18 +234,6 @@ class PoolProposer:
         num_accepted = min(num_sampled - 1, num_drafted)
         self.num_drafted, self.num_accepted = self.num_drafted + num_drafted, self.num_accepted + num_accepted
         self._num_expected, self._num_right = self._num_expected + num_expected, self._num_right + num_accepted
-        return name
-
-    def _started(self, prompt: np.ndarray) -> int:
-        """The name of a new text: of the pool whose routes know its prompt, else of the first."""
-        name, chosen, route = self.num_started, self._pools[0], (None, None)
-        for pools, routes in zip(self._pools, self._routes, strict=True):
-            if routes is not None and (found := routes.find(prompt)) is not None:
-                chosen, route = pools, found
-                break
-        chosen.start(name, prompt, *route)
-        self._pool_of[name] = chosen
-        self.num_started += 1
         return name
 
     def _drafts_of(self, asked: list[int]) -> list[list[int]]:
