@@ -31,7 +31,7 @@ from laserbatch.jobs.settings import PACKAGE_ROOT, load_settings
 from laserbatch.jobs.stages import build_pools, night
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.run_night import encode_run, run_night
-from laserbatch.pipeline.decoding import engine
+from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.parquet import read_parquet
@@ -70,7 +70,7 @@ def write_nights(folder: Path, num_users: int) -> tuple[dict[str, Night], list[d
     watch(seconds, "routing", night, "side_routes")
     watch(seconds, "grouping", build_pools, "fit_routers")
     watch(seconds, "grouping", build_pools, "side_routes")
-    watch(seconds, "drafting", engine, "draft_all")
+    watch(seconds, "drafting", RetrievalDrafter, "draft_all")
     places = {"workspace": str(folder / "workspace"), "tables.path": str(folder / "tables")}
     for name, of_night in NIGHTS.items():
         options, as_demo = places | SHARED | of_night, PACKAGE_ROOT / "configs" / "demo.yaml"

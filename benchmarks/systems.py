@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, draft_all, drafter_from
+from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, Observation, drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult, StepEvent
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.decoding.token_tree import MAX_DEPTH, TokenTree, TreeBatch
+from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers import Verifier, verifier_from
 from laserbatch.retrieval_pools.index.pool import Pool
 
@@ -184,19 +184,21 @@ class Vllm:
         return Pass(wall_s, num_tokens, num_tokens, texts, text_tokens=text_tokens)
 
 
-class TimedDrafter:
-    """Another drafter, with the seconds that it takes; like it, in one call for a step."""
+class TimedDrafter(Drafter):
+    """Another drafter, with the seconds that it takes to draft and to look at steps."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
+        self._drafter, self.sees, self.forget = drafter, drafter.sees, drafter.forget
         self.seconds = 0.0
 
-    def draft(self, sequence: Sequence) -> TokenTree:
-        return self.draft_all([sequence], [MAX_DEPTH])[0]
+    def observe(self, observation: Observation) -> None:
+        start_s = time.perf_counter()
+        self._drafter.observe(observation)
+        self.seconds += time.perf_counter() - start_s
 
     def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> TreeBatch:
         start_s = time.perf_counter()
-        trees = draft_all(self._drafter, sequences, max_depths)
+        trees = self._drafter.draft_all(sequences, max_depths)
         self.seconds += time.perf_counter() - start_s
         return trees
 

@@ -11,6 +11,10 @@ SOURCE_LABELS = {
     "previous": "own previous text",
     "prompt": "own prompt",
     "output": "own output",
+    "aligned": "the model's own other choices",
+    "lookahead": "guesses ahead",
+    "model": "small model",
+    "head": "trained head",
     "target": "the model itself",
 }
 ROUTE_LABELS = {

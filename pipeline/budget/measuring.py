@@ -29,7 +29,7 @@ import torch
 
 from laserbatch.pipeline.budget.choice import SOURCES
 from laserbatch.pipeline.budget.step_cost import MAX_AGE_DAYS, DraftCost, StepCost, StepPoint, read_step_cost
-from laserbatch.pipeline.decoding.drafters import RetrievalDrafter, draft_all
+from laserbatch.pipeline.decoding.drafters import Drafter, RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.scheduler import Concurrency
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, Sequence
@@ -192,7 +192,7 @@ class _Drafts:
 _ROUND = (*map(_Drafts, SIZE_KNOTS), _Drafts(1, is_alone=True))
 
 
-class _TimedSteps:
+class _TimedSteps(Drafter):
     """Requests, drafter and verifier of a measurement in one, and the seconds of its steps."""
 
     def __init__(self, engine: Engine, batch_size: int, most_nodes: int = MAX_NODES) -> None:
@@ -316,7 +316,7 @@ def _timed_drafts(
 ) -> tuple[float, int]:
     """Seconds of one call for all sequences, and the tokens that it drafts."""
     start_s = clock()
-    trees = draft_all(drafter, sequences, [MAX_DEPTH] * len(sequences))
+    trees = drafter.draft_all(sequences, [MAX_DEPTH] * len(sequences))
     return clock() - start_s, len(trees)
 
 

@@ -18,7 +18,7 @@ import torch
 from laserbatch.pipeline.decoding import recovery
 from laserbatch.pipeline.decoding.acceptance import Acceptance, verify
 from laserbatch.pipeline.decoding.device_memory import cache_bound
-from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, draft_all
+from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
 from laserbatch.pipeline.decoding.model.output_head import PenalisedLogits
@@ -33,7 +33,7 @@ from laserbatch.pipeline.decoding.sequence import (
     StepEvent,
 )
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.decoding.step import Step, Stream, commit
+from laserbatch.pipeline.decoding.step import Step, Stream, commit, observation_of
 from laserbatch.pipeline.decoding.token_tree import TreeBatch, prune
 from laserbatch.pipeline.decoding.verifiers import Verifier, verifier_from
 
@@ -127,7 +127,8 @@ class Engine:
         concurrency: Concurrency | None = None,
     ) -> Stream:
         """A stream of texts as `generate` writes it: its scheduler's `admit`, `launch` and `land`, again and again."""
-        limits = RequestLimits(self.max_context, self.vocab_size, budget.max_draft_tokens)
+        shares = drafter.sees != "prompts"
+        limits = RequestLimits(self.max_context, self.vocab_size, budget.max_draft_tokens, shares)
         scheduler = Scheduler(requests, self.cache, concurrency or self.concurrency, limits, self.max_prefill_tokens)
         return Stream(scheduler, drafter, verifier, budget, on_event)
 
@@ -152,6 +153,7 @@ class Engine:
         ended = [(one, outcomes[id(one)]) for one in scheduler.live if id(one) in outcomes]
         for sequence, _ in ended:
             scheduler.finish(sequence)
+            stream.drafter.forget(sequence)
         if step is not None:
             self.costliest_step_s = max(self.costliest_step_s, time.perf_counter() - step.began_s)
         return ended
@@ -181,7 +183,7 @@ class Engine:
         drafting = [sequences[place] for place in places]
         max_depths = [sequence.num_left - 1 for sequence in drafting]  # the step's last token is the target's own
         trees = prune(
-            draft_all(drafter, drafting, max_depths),
+            drafter.draft_all(drafting, max_depths),
             max_nodes=budget.max_draft_tokens,
             max_depths=max_depths,
             min_log_acceptance=budget.min_log_acceptance,
@@ -208,6 +210,8 @@ class Engine:
     def _commit(self, step: Step, accepted: list[Acceptance | None], stream: Stream) -> recovery.Outcomes:
         """Keep what was accepted, in the cache and in the texts; of the sequences that ended, what came of them."""
         outcomes = commit(step, accepted, self.cache, self._is_end, stream.on_event)
+        if stream.drafter.sees != "nothing":
+            stream.drafter.observe(observation_of(step, accepted))
         return outcomes | recovery.without_drafts(self, step, accepted, stream)
 
     def _results(self, ended) -> Iterator[GenerationResult | GenerationFailure]:

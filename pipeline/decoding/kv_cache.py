@@ -94,13 +94,13 @@ class KVCache:
         """A slot that no sequence ever holds, for padding to write to; another one after the memory has grown."""
         return self.capacity
 
-    def acquire(self, token_ids: np.ndarray, num_expected: int) -> RowLease | None:
+    def acquire(self, token_ids: np.ndarray, num_expected: int, shares: bool = True) -> RowLease | None:
         """Give a row to a sequence that will probably have `num_expected` tokens.
 
         None while there is none free, or no room for what is expected of all. `num_shared` is less than the text's
-        length: its last token is always computed, for its logits.
+        length: its last token is always computed, for its logits; without `shares` it is 0.
         """
-        shared, slots = self._longest_prefix(token_ids[:-1])
+        shared, slots = self._longest_prefix(token_ids[:-1]) if shares else (0, _NO_SLOTS)
         num_held = int((self._row_counts[slots] > 0).sum())
         if self._live.all() or not self._expects_room(num_expected - num_held):
             return None

@@ -22,11 +22,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What a request must keep to: the model's context and vocabulary, and the room that a draft takes."""
+    """What a request must keep to: the model's context and vocabulary, and the room that a draft takes.
+
+    `shares_prefixes` : what prompts begin with alike is computed once.
+    """
 
     max_context: int
     vocab_size: int
     max_draft_tokens: int
+    shares_prefixes: bool = True
 
 
 class Concurrency:
@@ -179,7 +183,8 @@ class Scheduler:
         """Make a waiting one live, if there is a row for it."""
         rest = max(0, self._concurrency.expected_output(sequence) - sequence.num_output)
         expected = len(sequence.context) + rest + self._limits.max_draft_tokens
-        lease = self._cache.acquire(sequence.context, min(self._most_tokens(sequence), expected))
+        expected = min(self._most_tokens(sequence), expected)
+        lease = self._cache.acquire(sequence.context, expected, self._limits.shares_prefixes)
         if lease is None:
             return False
         sequence.row = lease.row
@@ -190,6 +195,8 @@ class Scheduler:
 
     def _peer_computes_prefix(self, sequence: Sequence) -> bool:
         """Whether a live sequence is computing a prefix that would otherwise be computed twice; worth a step."""
+        if not self._limits.shares_prefixes:
+            return False
         token_ids = sequence.context[:-1]
         gain = self._within_prompts.longest(token_ids)[0] - MIN_SHARED_TOKENS
         return gain >= 0 and gain >= self._cache.longest_prefix(token_ids)

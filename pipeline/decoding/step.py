@@ -8,7 +8,8 @@ import numpy as np
 
 from laserbatch.pipeline.decoding.acceptance import Acceptance
 from laserbatch.pipeline.decoding.batch import Feed
-from laserbatch.pipeline.decoding.drafters import Drafter
+from laserbatch.pipeline.decoding.device_memory import to_device
+from laserbatch.pipeline.decoding.drafters import Drafter, Observation
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.runner import StepOutput
 from laserbatch.pipeline.decoding.scheduler import Scheduler
@@ -64,10 +65,7 @@ def commit(
     """
     outcomes: dict[int, str] = {}
     batch, trees = step.output.batch, step.trees
-    sound = np.array([i for i, acceptance in enumerate(accepted) if acceptance is not None], np.int64)
-    paths = [accepted[i].nodes for i in sound.tolist()]
-    lengths = [len(path) for path in paths]
-    nodes = np.concatenate([*paths, _NO_NODES]) + np.repeat(trees.starts[sound], lengths)
+    sound, nodes, lengths = _kept(step, accepted)
     token_ids, sources = trees.token_ids[nodes], trees.source[nodes]
     if len(sound):
         is_kept = batch.kept(sound, nodes)
@@ -91,3 +89,29 @@ def commit(
             new = (every[num_written:].copy() for every in (sequence.output_ids, sequence.sources))
             on_event(StepEvent(sequence.request.request_id, *new, len(drafted), has_ended))
     return outcomes
+
+
+def observation_of(step: Step, accepted: list[Acceptance | None]) -> Observation:
+    """What drafters may see of a step that has been committed."""
+    batch = step.output.batch
+    sound, nodes, _ = _kept(step, accepted)
+    kept = np.flatnonzero(batch.kept(sound, nodes))
+    hidden = step.output.rows.hidden
+    return Observation(
+        sequences=step.sequences,
+        trees=step.trees,
+        sequence_of=batch.feed_of[kept],
+        positions=batch.positions[kept],
+        hidden=hidden.index_select(0, to_device(kept, hidden.device)),
+        rows=step.output.rows,
+        starts=batch.wanted_starts,
+    )
+
+
+def _kept(step: Step, accepted: list[Acceptance | None]) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """The sequences whose logits are finite, of all trees' nodes those that were accepted, and how many of each."""
+    sound = np.array([i for i, acceptance in enumerate(accepted) if acceptance is not None], np.int64)
+    paths = [accepted[i].nodes for i in sound.tolist()]
+    lengths = [len(path) for path in paths]
+    nodes = np.concatenate([*paths, _NO_NODES]) + np.repeat(step.trees.starts[sound], lengths)
+    return sound, nodes, lengths

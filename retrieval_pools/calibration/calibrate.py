@@ -30,7 +30,7 @@ from laserbatch.retrieval_pools.index.calibration_record import (
     curves_of,
 )
 from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.sources import NUM_SOURCES
+from laserbatch.retrieval_pools.sources import NUM_TEXT_SOURCES
 
 MAX_TOKENS = 50_000  # replayed, so that the time it takes does not grow with the pool; three times as many gain nothing
 MAX_ESCAPE_TOKENS = 8_000  # of these, for each escape that is tried
@@ -113,7 +113,7 @@ def fit_sources(nodes: np.ndarray) -> tuple[SourceCurve, ...]:
         nodes["source"].astype(np.int64),
         np.divmod(nodes["kind"].astype(np.int64), NUM_PLACES),
     )
-    of_counts = np.zeros((len(nodes), NUM_SOURCES, 3))
+    of_counts = np.zeros((len(nodes), NUM_TEXT_SOURCES, 3))
     of_counts[np.arange(len(nodes)), sources] = beta_features(nodes["relative_count"])
 
     def one_hot(place: np.ndarray, size: int) -> csr_matrix:
@@ -123,18 +123,18 @@ def fit_sources(nodes: np.ndarray) -> tuple[SourceCurve, ...]:
         [
             csr_matrix(of_counts.reshape(len(nodes), -1)),
             one_hot(of_token, NUM_TOKEN_KINDS),
-            one_hot(sources * NUM_TOKEN_KINDS + of_token, NUM_SOURCES * NUM_TOKEN_KINDS),
-            one_hot(sources * NUM_PLACES + of_place, NUM_SOURCES * NUM_PLACES),
+            one_hot(sources * NUM_TOKEN_KINDS + of_token, NUM_TEXT_SOURCES * NUM_TOKEN_KINDS),
+            one_hot(sources * NUM_PLACES + of_place, NUM_TEXT_SOURCES * NUM_PLACES),
         ],
         format="csr",
     )
     regression = LogisticRegression(C=INVERSE_PRIOR, fit_intercept=False, tol=1e-3, max_iter=200)
     regression.fit(features, nodes["is_accepted"])
     numbers = np.round(regression.coef_[0], DIGITS)
-    sizes = 3 * NUM_SOURCES, NUM_TOKEN_KINDS, NUM_SOURCES * NUM_TOKEN_KINDS
+    sizes = 3 * NUM_TEXT_SOURCES, NUM_TOKEN_KINDS, NUM_TEXT_SOURCES * NUM_TOKEN_KINDS
     beta, of_tokens, of_each, of_places = np.split(numbers, np.cumsum(sizes))
-    beta, of_places = beta.reshape(NUM_SOURCES, 3), of_places.reshape(NUM_SOURCES, NUM_PLACES)
-    of_tokens = np.round(of_tokens + of_each.reshape(NUM_SOURCES, NUM_TOKEN_KINDS), DIGITS)
+    beta, of_places = beta.reshape(NUM_TEXT_SOURCES, 3), of_places.reshape(NUM_TEXT_SOURCES, NUM_PLACES)
+    of_tokens = np.round(of_tokens + of_each.reshape(NUM_TEXT_SOURCES, NUM_TOKEN_KINDS), DIGITS)
     return tuple(
         SourceCurve(
             source=source,

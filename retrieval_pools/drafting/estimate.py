@@ -7,7 +7,7 @@ There is a curve for each source and kind of node, given at COUNT_KNOTS; a path'
 import numpy as np
 
 from laserbatch.retrieval_pools.compiled import part
-from laserbatch.retrieval_pools.sources import NUM_SOURCES
+from laserbatch.retrieval_pools.sources import NUM_TEXT_SOURCES
 
 LOWEST_EXPONENT = -11  # of the lowest knot: less likely tokens are never drafted
 COUNT_KNOTS = np.array(
@@ -28,7 +28,7 @@ NUM_DEPTHS = len(DEPTH_EDGES) + 1
 NUM_TOKEN_KINDS = (IN_PROMPT + IN_OUTPUT + 1) * NUM_FREQUENCIES
 NUM_PLACES = (len(SEEN_EDGES) + 1) * NUM_DEPTHS
 NUM_KINDS = NUM_TOKEN_KINDS * NUM_PLACES
-CURVES_SHAPE = (NUM_SOURCES, NUM_KINDS, NUM_KNOTS)
+CURVES_SHAPE = (NUM_TEXT_SOURCES, NUM_KINDS, NUM_KNOTS)
 IDENTITY_CURVES = np.broadcast_to(COUNT_KNOTS, CURVES_SHAPE).copy()  # relative counts are believed as they are
 IDENTITY_CURVES.flags.writeable = False
 # Knots are the floats whose mantissa has one bit at most: the upper bits of a float32 are the number of its knot.

@@ -18,7 +18,7 @@ from laserbatch.retrieval_pools.drafting.estimate import (
     upper_bounds,
 )
 from laserbatch.retrieval_pools.settings import MAX_MATCH_TOKENS, DraftSettings
-from laserbatch.retrieval_pools.sources import NUM_SOURCES
+from laserbatch.retrieval_pools.sources import NUM_TEXT_SOURCES
 
 MAX_NODES = 64
 LEAST_LEFT = 1 / 32  # shorter contexts are asked while so much is left to them: whatever the budget, so that estimates
@@ -220,7 +220,7 @@ _LEVELS = np.dtype(  # who is asked, longest context first, and where each stand
         # number of `positions`, where the next token would stand.
         ("first", np.int32, (_NUM_KNOWN, MAX_LEVELS)),
         ("last", np.int32, (_NUM_KNOWN, MAX_LEVELS)),
-        ("positions", np.int32, (_NUM_KNOWN, NUM_SOURCES, NUM_LOCAL_POSITIONS)),
+        ("positions", np.int32, (_NUM_KNOWN, NUM_TEXT_SOURCES, NUM_LOCAL_POSITIONS)),
         ("depth", np.int32, (_NUM_KNOWN,)),
         ("worth", np.float64, (_NUM_KNOWN,)),  # of chains: of the path to it
         ("path", np.int32, (MAX_NODES,)),  # of a chain, its nodes

@@ -8,7 +8,7 @@ import numpy as np
 from laserbatch.retrieval_pools.drafting.estimate import COUNT_KNOTS, IDENTITY_CURVES, NUM_PLACES, NUM_TOKEN_KINDS
 from laserbatch.retrieval_pools.records import Field
 from laserbatch.retrieval_pools.settings import Frozen
-from laserbatch.retrieval_pools.sources import NUM_SOURCES
+from laserbatch.retrieval_pools.sources import NUM_TEXT_SOURCES
 
 LEAST_ACCEPTANCE, MOST_ACCEPTANCE = 1e-4, 0.9999  # nothing is impossible, nothing certain: paths keep an order
 DRAFT_TOKENS = (1, 2, 4, 8, 16, 32, 64)
@@ -32,7 +32,7 @@ class SourceCurve(Frozen):
     of_tokens, of_places : by kind of token, and by kind of place, see `drafting.estimate`.
     """
 
-    source: int = Field(ge=0, lt=NUM_SOURCES)
+    source: int = Field(ge=0, lt=NUM_TEXT_SOURCES)
     offset: float
     low: float
     high: float

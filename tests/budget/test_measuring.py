@@ -131,7 +131,7 @@ def test_drafting_is_timed_with_the_pool(tmp_path):
 def test_drafting_is_timed_as_the_engine_drafts_one_call_for_all(tmp_path, monkeypatch, has_pool):
     """The clock is a drafter's: 5 a call, 3 a sequence and 2 a token, and that is what comes out."""
     now_s, calls = [0.0], []
-    draft_all = measuring.draft_all
+    draft_all = measuring.RetrievalDrafter.draft_all
 
     def clocked(drafter, sequences, max_depths):
         trees = draft_all(drafter, sequences, max_depths)
@@ -141,7 +141,7 @@ def test_drafting_is_timed_as_the_engine_drafts_one_call_for_all(tmp_path, monke
 
     engine = tiny_engine(MODEL)
     pool = pool_of_random_texts(tmp_path / "pool") if has_pool else None
-    monkeypatch.setattr(measuring, "draft_all", clocked)
+    monkeypatch.setattr(measuring.RetrievalDrafter, "draft_all", clocked)
     monkeypatch.setattr(measuring.time, "thread_time", lambda: now_s[0])
     found = measuring._time_drafts(engine, pool, SOURCES)
     assert set(calls) == {1, measuring.NUM_DRAFTS}

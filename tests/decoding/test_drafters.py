@@ -3,7 +3,7 @@ from packs import chain_tree
 from tiny_models import OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
 from laserbatch.pipeline.budget.choice import PLAIN
-from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter, draft_all, drafter_from
+from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter, drafter_from
 from laserbatch.pipeline.decoding.sequence import GenerationRequest, Sequence
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
@@ -56,12 +56,12 @@ def test_a_step_drafts_at_once_what_each_sequence_is_drafted_and_no_deeper_than_
         sequence_of([1, 2]),
     ]
     drafter = RetrievalDrafter(None)
-    for one, other in zip(draft_all(drafter, sequences, [64] * 3), map(drafter.draft, sequences), strict=True):
+    for one, other in zip(drafter.draft_all(sequences, [64] * 3), map(drafter.draft, sequences), strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist() and one.parents.tolist() == other.parents.tolist()
         assert one.source.dtype == np.uint8
-    depths = [TreeBatch.of([tree]).depths for tree in draft_all(drafter, sequences, [1, 2, 0])]
+    depths = [TreeBatch.of([tree]).depths for tree in drafter.draft_all(sequences, [1, 2, 0])]
     assert [max(own, default=0) for own in depths] == [1, 2, 0]
-    assert list(draft_all(NoDrafter(), sequences, [64] * 3).sizes) == [0, 0, 0]
+    assert list(NoDrafter().draft_all(sequences, [64] * 3).sizes) == [0, 0, 0]
 
 
 def test_pool_and_previous_texts_save_steps_and_change_nothing(tmp_path):

@@ -20,6 +20,7 @@ from tiny_models import (
     tiny_prompts,
 )
 
+from laserbatch.pipeline.decoding.drafters import Drafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import DecodingSettings
@@ -177,7 +178,7 @@ def test_a_part_of_a_prompt_that_is_not_finite_is_not_shared():
     assert [found[str(i)].token_ids.tolist() for i in range(len(prompts))] == plain_texts(MODEL, prompts, 6)
 
 
-class PoisonDrafter:
+class PoisonDrafter(Drafter):
     """One token that nobody chooses, beside a guess and above one."""
 
     def draft(self, sequence) -> TokenTree:

@@ -16,7 +16,7 @@ from tiny_models import (
     tiny_prompts,
 )
 
-from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
+from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
@@ -28,7 +28,7 @@ BATCHES = range(1, 10)
 ALONE = {1, 4, 9}  # a text alone, a queue of others, all nine at once
 
 
-class MixedDrafter:
+class MixedDrafter(Drafter):
     """Sequences that share a batch are each drafted in another way."""
 
     def __init__(self, drafters: list) -> None:

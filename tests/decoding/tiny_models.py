@@ -8,6 +8,7 @@ from packs import chain_tree
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from laserbatch.pipeline.decoding.drafters import Drafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.sequence import GenerationRequest
@@ -158,7 +159,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
-class NonsenseDrafter:
+class NonsenseDrafter(Drafter):
     """Random trees, tokens outside the vocabulary included; a function of the context alone."""
 
     def __init__(self, num_nodes: int = 11) -> None:
@@ -173,7 +174,7 @@ class NonsenseDrafter:
         return TokenTree(tokens, parents, log_acceptance, np.full(n, SOURCE_POOL, np.uint8))
 
 
-class OracleDrafter:
+class OracleDrafter(Drafter):
     """The true text, hidden among wrong branches, with a wrong token now and then."""
 
     def __init__(self, texts: list[list[int]], depth: int = 6) -> None:
@@ -201,7 +202,7 @@ class OracleDrafter:
         return TokenTree(np.array(tokens, np.int32), np.array(parents, np.int32), np.zeros(n, np.float32), source)
 
 
-class PromptLookupDrafter:
+class PromptLookupDrafter(Drafter):
     """What followed the last token where it appeared before."""
 
     def draft(self, sequence) -> TokenTree:

@@ -1,39 +1,11 @@
-"""Ways to draft: a drafter proposes and never decides; the engine cuts its tree to the budget and has it verified."""
+"""Drafts from texts that were written before (LASER; SuffixDecoding)."""
 
-from typing import Protocol
-
+from laserbatch.pipeline.decoding.drafters.drafter import Drafter
 from laserbatch.pipeline.decoding.sequence import Sequence
-from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, MAX_DEPTH, TokenTree, TreeBatch
+from laserbatch.pipeline.decoding.token_tree import MAX_DEPTH, TokenTree, TreeBatch
 
 
-class Drafter(Protocol):
-    """Proposes what may follow a sequence's last committed token, whatever shares its batch."""
-
-    def draft(self, sequence: Sequence) -> TokenTree:
-        """A tree of at most `token_tree.MAX_NODES` tokens; may be empty. Must not change the sequence."""
-        ...
-
-
-def draft_all(drafter: Drafter, sequences: list[Sequence], max_depths: list[int]) -> TreeBatch:
-    """A tree for each sequence, in one call where the drafter has a method of this name.
-
-    `max_depths` : of each sequence, how many tokens of a draft it has room for.
-    """
-    together = getattr(drafter, "draft_all", None)
-    if together is None:
-        return TreeBatch.of([drafter.draft(one) for one in sequences])
-    return together(sequences, max_depths)
-
-
-class NoDrafter:
-    """Proposes nothing: plain decoding, one token a step."""
-
-    def draft(self, sequence: Sequence) -> TokenTree:
-        return EMPTY_TREE
-
-
-class RetrievalDrafter:
+class RetrievalDrafter(Drafter):
     """Proposes what follows in a pool, the entity's previous text, its prompt and its output (LASER; SuffixDecoding).
 
     Parameters
@@ -79,11 +51,3 @@ class RetrievalDrafter:
             **self._options,
         )
         return TreeBatch(*drafts.joined())
-
-
-def drafter_from(settings: DecodingSettings, pool=None, budget: Budget | None = None, num_threads: int = 1) -> Drafter:
-    """The drafter over a pool or none; `budget` None is that of the settings."""
-    budget = budget or Budget.of(settings)
-    if not settings.drafters or budget.max_draft_tokens == 0:
-        return NoDrafter()
-    return RetrievalDrafter(pool, settings.drafters, budget.max_draft_tokens, budget.min_acceptance, num_threads)
