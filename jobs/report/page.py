@@ -56,6 +56,7 @@ def render_page(manifest: RunManifest) -> str:
     return environment.get_template("report.html.jinja").render(
         css=Markup((FOLDER / "report.css").read_text(encoding="utf-8")),  # our own file: the only text not escaped
         source_labels=SOURCE_LABELS,
+        marked={span.source for side in sides for sample in side.figures.samples for span in sample.spans} - {"target"},
         manifest=manifest,
         title=f"Night of {manifest.date.day} {manifest.date:%B %Y}",
         headline=headline(manifest, sides),
