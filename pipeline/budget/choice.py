@@ -92,7 +92,8 @@ def choose_budget(
 def budget_step_cost(decoding: DecodingSettings, measure: Callable[[], StepCost]) -> StepCost | None:
     """The configured cost of steps, or the measured one; None where the configuration leaves nothing to choose."""
     is_given = decoding.max_draft_tokens is not None and decoding.min_acceptance is not None
-    if decoding.engine == "vllm" or is_given or not decoding.drafters or decoding.max_draft_tokens == 0:
+    drafts = decoding.drafters and decoding.drafts_from_texts_alone and decoding.max_draft_tokens != 0
+    if decoding.engine == "vllm" or is_given or not drafts:
         return None
     return measure() if decoding.step_cost is None else read_step_cost(Path(decoding.step_cost))
 

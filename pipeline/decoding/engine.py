@@ -18,7 +18,7 @@ import torch
 from laserbatch.pipeline.decoding import recovery
 from laserbatch.pipeline.decoding.acceptance import Acceptance, verify
 from laserbatch.pipeline.decoding.device_memory import cache_bound
-from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter
+from laserbatch.pipeline.decoding.drafters import Drafter, DraftModels, NoDrafter
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
 from laserbatch.pipeline.decoding.model.output_head import PenalisedLogits
@@ -62,6 +62,7 @@ class Engine:
         self.runner = ModelRunner(loaded.model, self.cache, self.device, self.settings.attention)
         self.num_forwards = 0  # of all streams
         self.costliest_step_s = 0.0  # from a forward's begin to its commit
+        self.draft_models = DraftModels()
         self._is_end = np.zeros(self.vocab_size, bool)
         self._is_end[list(self.end_ids)] = True
 
@@ -75,7 +76,9 @@ class Engine:
         """
         settings = settings or DecodingSettings()
         loaded = load_model(model_dir, settings.dtype, device, settings.adapter)
-        return cls(loaded, settings, num_sharing)
+        engine = cls(loaded, settings, num_sharing)
+        engine.draft_models = DraftModels.load(settings, loaded, engine.cache.max_tokens)
+        return engine
 
     @property
     def num_draft_threads(self) -> int:
@@ -204,7 +207,8 @@ class Engine:
             rows = PenalisedLogits(penalty, rows, [sequence.context for sequence in step.sequences], step.trees)
         if self.settings.temperature:
             drawn = [(one.request.seed, len(one.context)) for one in step.sequences]
-            rows = SampledLogits(self.settings.temperature, rows, *zip(*drawn, strict=True), step.trees)
+            sampled = getattr(verifier, "sampled", SampledLogits)
+            rows = sampled(self.settings.temperature, rows, *zip(*drawn, strict=True), step.trees)
         return verify(verifier, rows, step.trees, step.output.batch.wanted_starts, self._is_end)
 
     def _commit(self, step: Step, accepted: list[Acceptance | None], stream: Stream) -> recovery.Outcomes:

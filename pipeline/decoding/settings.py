@@ -14,7 +14,9 @@ OURS_IN_VLLM = {
     "model", "tokenizer", "dtype", "max_num_seqs", "speculative_config", "generation_config", "load_format", "seed",
     "trust_remote_code", "disable_log_stats", "hf_overrides", "worker_cls", "model_impl",
 }  # fmt: skip
-DraftSource = Literal["previous", "prompt", "output", "pool"]
+DraftSource = Literal["previous", "prompt", "output", "pool", "aligned", "lookahead"]
+TEXT_SOURCES = ("previous", "prompt", "output", "pool")
+SAMPLING_RULES = ("leviathan", "specinfer", "k_seq", "rsd")
 
 
 class DecodingSettings(Strict):
@@ -39,23 +41,38 @@ class DecodingSettings(Strict):
     )
     batch_size: int = Field(16, ge=1, description="Texts written side by side by one worker; 64 to 256 on a GPU.")
     max_new_tokens: int = Field(512, ge=1, description="Longest text.")
-    verifier: Literal["greedy", "top_k", "probability", "relaxed", "typical", "aasd", "fly"] = Field(
+    verifier: Literal[
+        "greedy", "top_k", "probability", "relaxed", "typical", "aasd", "fly", "leviathan", "specinfer", "k_seq", "rsd"
+    ] = Field(
         "relaxed",
         description="Which drafted tokens are accepted. greedy: the model's own choice, so the text of plain decoding; "
         "relaxed: among its top_k and above min_probability (LASER, Eq. 8); top_k, probability: either alone; others "
         "by how unsure the model is. typical (Medusa): less suffices where it is; aasd: more is asked; fly: anything, "
-        "where six of its own choices follow.",
+        "where six of its own choices follow. With a temperature, of what draft_models draw: leviathan, of one chain; "
+        "specinfer, k_seq (SpecTr), of several; rsd, of a tree without replacement.",
     )
     top_k: int = Field(2, ge=1, description="Of the verifiers top_k and relaxed.")
     min_probability: float = Field(0.1, ge=0.0, lt=1.0, description="Of all verifiers but greedy, top_k and fly.")
     temperature: float = Field(
         0.0,
         ge=0.0,
-        description="0: the model's likeliest token. Above, texts are sampled, with verifier greedy: whatever is "
-        "drafted, an entity's text to a prompt is the one that plain sampling writes, on every night.",
+        description="0: the model's likeliest token. Above, texts are sampled. With verifier greedy, whatever is "
+        "drafted, an entity's text to a prompt is the one that plain sampling writes, on every night; with leviathan, "
+        "specinfer, k_seq or rsd it is a sample of the model all the same, and drafts decide which.",
     )
     drafters: tuple[DraftSource, ...] = Field(
-        ("previous", "prompt", "output", "pool"), description="Where drafts come from; none decodes plainly."
+        TEXT_SOURCES,
+        description="Which texts drafts come from. aligned: the prompt, with what the model would sooner have said "
+        "there (AASD); lookahead: the model's own guesses ahead. None, and no draft_models: plain decoding.",
+    )
+    draft_models: tuple[Path, ...] = Field(
+        (), description="Folders of small models with the model's own tokenizer that draft too."
+    )
+    draft_width: int = Field(1, ge=1, le=64, description="Of draft_models: tokens that are drafted at a depth.")
+    draft_length: int = Field(5, ge=1, le=64, description="Of draft_models: depths of a draft, a forward each.")
+    draft_branching: tuple[int, ...] = Field(
+        (),
+        description="Of verifier rsd: tokens after each node of depth 0, 1, ... (RSD-C), instead of width and length.",
     )
     max_draft_tokens: int | None = Field(
         None,
@@ -105,6 +122,7 @@ class DecodingSettings(Strict):
             ),
             (self.temperature and f"temperature {self.temperature:g}", "texts of vLLM are not sampled: say 0"),
             (self.adapter and f"adapter {self.adapter}", "merge it into the model first"),
+            (self.draft_models and "draft_models", "vLLM drafts from pools here: say []"),
             (taken and f"vllm.{', vllm.'.join(taken)}", "options of this section say it"),
         ):
             if problem:
@@ -126,13 +144,28 @@ class DecodingSettings(Strict):
         """That an engine's model is spread over."""
         return int(self.vllm.get("tensor_parallel_size", 1)) * int(self.vllm.get("pipeline_parallel_size", 1))
 
+    @property
+    def drafts_from_texts_alone(self) -> bool:
+        """So that a pool's replays say what a budget gains."""
+        return not self.draft_models and set(self.drafters) <= set(TEXT_SOURCES)
+
     @model_validator(mode="after")
     def _samples_exactly(self) -> "DecodingSettings":
-        if self.temperature and self.verifier != "greedy":
+        rule = f"verifier {self.verifier}"
+        if self.verifier in SAMPLING_RULES:
+            if not self.temperature:
+                raise ValueError(f"{rule} samples: say a temperature above 0, or `verifier: greedy`")
+            if not self.draft_models:
+                raise ValueError(f"{rule} judges what a small model draws: name one in draft_models, or say `greedy`")
+            if len(self.draft_models) > 1 and self.verifier != "specinfer":
+                raise ValueError(f"{rule} judges what one model draws, draft_models has {len(self.draft_models)}")
+        elif self.temperature and self.verifier != "greedy":
             raise ValueError(
-                f"temperature {self.temperature:g} samples, which verifier {self.verifier} would distort: say "
+                f"temperature {self.temperature:g} samples, which {rule} would distort: say "
                 "`verifier: greedy`, which accepts drafted samples, or `temperature: 0`"
             )
+        if self.draft_branching and self.verifier != "rsd":
+            raise ValueError(f"draft_branching is of verifier rsd, not of {self.verifier}: say draft_width")
         return self
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
 
 MAX_NODES = 64  # a node's ancestors fit one 64-bit mask
 MAX_DEPTH = MAX_NODES
@@ -27,17 +28,37 @@ class TokenTree:
 EMPTY_TREE = TokenTree(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8))
 
 
+@dataclass(frozen=True)
+class Proposals:
+    """From which distributions nodes were drawn, where they were: m draws, those after one node in their order.
+
+    `nodes` int64[m], of all trees' the node that a draw gave, maybe one that was drawn before; `rows` int64[m], the
+    draw's row of `log_q` float32 (num_rows, vocab_size) on the drafter's device.
+    """
+
+    nodes: np.ndarray
+    rows: np.ndarray
+    log_q: torch.Tensor
+
+    def of_kept(self, keep: np.ndarray) -> "Proposals":
+        """The draws of those nodes that stay, bool[n]."""
+        stays = keep[self.nodes]
+        return Proposals((np.cumsum(keep) - 1)[self.nodes[stays]], self.rows[stays], self.log_q)
+
+
 class TreeBatch:
     """Arrays over the n nodes of several trees, one tree after another.
 
     `sizes` and `starts` int64[num_trees]: a tree's nodes, and the first of them here. Of nodes, as the trees have them:
-    `token_ids` and `parents` int32[n], `log_acceptance` float32[n], `source` uint8[n].
+    `token_ids` and `parents` int32[n], `log_acceptance` float32[n], `source` uint8[n]. `proposals` None: they were
+    chosen, not drawn.
     """
 
-    def __init__(self, sizes, token_ids, parents, log_acceptance, source) -> None:
+    def __init__(self, sizes, token_ids, parents, log_acceptance, source, proposals: Proposals | None = None) -> None:
         self.sizes = sizes
         self.starts = np.cumsum(sizes) - sizes
         self.token_ids, self.parents, self.log_acceptance, self.source = token_ids, parents, log_acceptance, source
+        self.proposals = proposals
 
     @classmethod
     def of(cls, trees: Sequence[TokenTree]) -> "TreeBatch":
@@ -86,7 +107,7 @@ class TreeBatch:
             return self
         sizes = np.zeros(num_trees, np.int64)
         sizes[places] = self.sizes
-        return TreeBatch(sizes, self.token_ids, self.parents, self.log_acceptance, self.source)
+        return TreeBatch(sizes, self.token_ids, self.parents, self.log_acceptance, self.source, self.proposals)
 
     @cached_property
     def tree_of(self) -> np.ndarray:
@@ -157,4 +178,5 @@ def prune(
     above = number[np.maximum(trees.starts[trees.tree_of] + trees.parents, 0)]
     parents = np.where(trees.parents == ROOT, ROOT, above).astype(np.int32)
     sizes = np.bincount(trees.tree_of[keep], minlength=trees.num_trees)
-    return TreeBatch(sizes, trees.token_ids[keep], parents[keep], trees.log_acceptance[keep], trees.source[keep])
+    arrays = (trees.token_ids[keep], parents[keep], trees.log_acceptance[keep], trees.source[keep])
+    return TreeBatch(sizes, *arrays, trees.proposals and trees.proposals.of_kept(keep))

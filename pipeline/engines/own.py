@@ -79,7 +79,8 @@ class OwnEngine:
         budget: Budget | None = None,
     ) -> Iterator[GenerationResult | GenerationFailure]:
         self.engine.forget_prompts()  # what was written before, for whatever purpose, must not matter
-        drafter = drafter_from(decoding, self._pools.get(side), budget, self.engine.num_draft_threads)
+        engine = self.engine
+        drafter = drafter_from(decoding, self._pools.get(side), budget, engine.num_draft_threads, engine.draft_models)
         # The engine's own settings may be those of another pass.
         return self.engine.generate(requests, drafter, verifier_from(decoding), budget=budget or Budget.of(decoding))
 

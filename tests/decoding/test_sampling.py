@@ -6,22 +6,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from packs import chain_tree
-from reference import HeldLogits
+from sampling_toy import AFTER, LEAST_P, TEMPERATURE, VOCAB, counts_and_expected, first_tokens
 from scipy.stats import chisquare
 from tiny_models import NonsenseDrafter, OracleDrafter, requests_for, tiny_model, tiny_prompts
 
-from laserbatch.pipeline.decoding.acceptance import verify
 from laserbatch.pipeline.decoding.drafters import NoDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.model.sampling import SampledLogits, gumbel_noise
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import TokenTree, TreeBatch
-from laserbatch.pipeline.decoding.verifiers import Greedy
 
-VOCAB, TEMPERATURE, NUM_TEXTS, LEAST_P = 4, 0.7, 20_000, 1e-3
-AFTER = torch.tensor(np.random.default_rng(5).normal(size=(VOCAB + 1, VOCAB)) * 1.5, dtype=torch.float32)  # a toy
-NO_END = np.zeros(VOCAB, bool)
+NUM_TEXTS = 8_000
 
 
 def test_noise_is_gumbel_noise():
@@ -44,30 +40,6 @@ def test_noise_is_a_text_s_and_a_position_s_own():
         assert abs(np.corrcoef(one, other)[0, 1]) < 0.08
 
 
-def first_tokens(tree: TokenTree, num_tokens: int) -> np.ndarray:
-    """The first tokens of many texts of the toy, which the same tree is drafted for: int64 (NUM_TEXTS, num_tokens)."""
-    trees = TreeBatch.of([tree] * NUM_TEXTS)
-    before = np.concatenate([[VOCAB], tree.token_ids])  # of each row, the last token: the toy looks at no other
-    logits = AFTER[torch.from_numpy(np.tile(before, NUM_TEXTS).astype(np.int64))]
-    rows = SampledLogits(TEMPERATURE, HeldLogits(logits), range(NUM_TEXTS), [9] * NUM_TEXTS, trees)
-    found = verify(Greedy(), rows, trees, np.arange(NUM_TEXTS) * len(before), NO_END)
-    texts = [[*tree.token_ids[one.nodes].tolist(), one.next_token] for one in found]
-    while short := [number for number, text in enumerate(texts) if len(text) < num_tokens]:  # go on without drafts
-        none = TreeBatch.empty(len(short))
-        held = HeldLogits(AFTER[torch.tensor([texts[number][-1] for number in short])])
-        rows = SampledLogits(TEMPERATURE, held, short, [9 + len(texts[number]) for number in short], none)
-        for number, one in zip(short, verify(Greedy(), rows, none, np.arange(len(short)), NO_END), strict=True):
-            texts[number].append(one.next_token)
-    return np.array([text[:num_tokens] for text in texts])
-
-
-def counts_and_expected(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How often each pair of first tokens came, and how often it should by the toy's own distribution."""
-    p = torch.softmax(AFTER.double() / TEMPERATURE, -1).numpy()
-    joint = p[VOCAB][:, None] * p[:VOCAB]
-    return np.bincount(texts[:, 0] * VOCAB + texts[:, 1], minlength=VOCAB**2), joint.flatten() * len(texts)
-
-
 @given(st.integers(0, 2**31))
 def test_texts_are_the_same_whatever_is_drafted(seed):
     rng = np.random.default_rng(seed)
@@ -75,19 +47,15 @@ def test_texts_are_the_same_whatever_is_drafted(seed):
     parents = np.array([rng.integers(-1, node) for node in range(num_nodes)], np.int32)
     tokens = rng.integers(VOCAB, size=num_nodes).astype(np.int32)
     tree = TokenTree(tokens, parents, np.zeros(num_nodes, np.float32), np.zeros(num_nodes, np.uint8))
-    drafted, plain = (texts_of_few(one) for one in (tree, chain_tree([])))
+    drafted, plain = (first_tokens(TreeBatch.of([one] * 20), 5, SampledLogits) for one in (tree, chain_tree([])))
     assert np.array_equal(drafted, plain)
-
-
-def texts_of_few(tree: TokenTree) -> np.ndarray:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "NUM_TEXTS", 20)
-        return first_tokens(tree, 5)
 
 
 @pytest.mark.parametrize("drafted", [[], [0, 0], [2, 1]])
 def test_pairs_of_tokens_come_as_often_as_the_model_says(drafted):
-    found, expected = counts_and_expected(first_tokens(chain_tree(drafted), 2))
+    found, expected = counts_and_expected(
+        first_tokens(TreeBatch.of([chain_tree(drafted)] * NUM_TEXTS), 2, SampledLogits)
+    )
     assert chisquare(found, expected).pvalue > LEAST_P
 
 

@@ -46,16 +46,28 @@ class SampledLogits:
     def of(self, rows: np.ndarray) -> torch.Tensor:
         """Logits of some rows, int64[n], over the temperature and with noise: float32 (n, vocab_size)."""
         logits = self._rows.of(rows).float() / self._temperature
-        drawn = to_device(np.stack((self._seeds[rows], self._positions[rows])), self.device)
-        return logits + gumbel_noise(*drawn, logits.shape[-1])
+        return logits + gumbel_noise(*self._own(rows), logits.shape[-1])
+
+    def _own(self, rows: np.ndarray) -> torch.Tensor:
+        """Seeds and positions of some rows, int64[n]: int64 (2, n)."""
+        return to_device(np.stack((self._seeds[rows], self._positions[rows])), self.device)
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Standard Gumbel numbers by seed and position, int64[n] each, and token: float32 (n, vocab_size)."""
+    return -torch.log(-torch.log(_uniform(seeds, positions, torch.arange(1, vocab_size + 1)))).float()
+
+
+def uniform_numbers(seeds: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
+    """Numbers between 0 and 1, by seed and position, int64[n] each; none of Gumbel noise's: float64 (n, count)."""
+    return _uniform(seeds, positions, -torch.arange(1, count + 1))
+
+
+def _uniform(seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """By seed, position and number: float64 (n, len(numbers)), neither 0 nor 1."""
     rows = _scrambled(_scrambled(seeds) + positions * _GOLDEN)
-    bits = _scrambled(rows[:, None] + torch.arange(1, vocab_size + 1, device=rows.device) * _GOLDEN)
-    uniform = ((bits >> 11 & (1 << 53) - 1).double() + 0.5) / (1 << 53)  # neither 0 nor 1
-    return -torch.log(-torch.log(uniform)).float()
+    bits = _scrambled(rows[:, None] + numbers.to(rows.device) * _GOLDEN)
+    return ((bits >> 11 & (1 << 53) - 1).double() + 0.5) / (1 << 53)
 
 
 def _scrambled(values: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,81 @@
+"""Trees of several sequences that grow a level at a time, as small models draft them."""
+
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from laserbatch.pipeline.decoding.model.sampling import gumbel_noise
+from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.token_tree import Proposals, TreeBatch
+from laserbatch.retrieval_pools.sources import SOURCE_MODEL
+
+DRAFT_SEED = 0x5DEECE66D  # drafts are drawn with other numbers than the target's tokens
+MOST_TAGS = 1024
+
+
+class NextTokens(Protocol):
+    """A model that says what may follow."""
+
+    def log_q(self, trees: TreeBatch, tree_of: np.ndarray, places: np.ndarray) -> torch.Tensor:
+        """After nodes int64[n], by tree and place in it, -1 for the root: float32 (n, vocab_size), temperature 1."""
+        ...
+
+
+class Growth(Protocol):
+    """A way to grow trees by what models say."""
+
+    def grow(self, models: SequenceOf[NextTokens], sequences: list[Sequence], temperature: float) -> TreeBatch:
+        """A tree of each sequence."""
+        ...
+
+
+class GrowingTrees:
+    """Nodes of `num_trees` trees, in the order in which they are added; parents before children."""
+
+    def __init__(self, num_trees: int) -> None:
+        self.sizes = np.zeros(num_trees, np.int64)
+        self._columns: list[tuple[np.ndarray, ...]] = []  # tree, place, token, parent, log acceptance
+        self._drawn: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # tree, place, row
+        self._log_q: list[torch.Tensor] = []
+        self._num_rows = 0
+
+    def add(self, tree_of, parents, token_ids, log_acceptance) -> np.ndarray:
+        """Add nodes int64[n] below others of their trees; returns their places, int64[n]."""
+        order = np.argsort(tree_of, kind="stable")
+        counts = np.bincount(tree_of, minlength=len(self.sizes))
+        numbers = np.empty(len(tree_of), np.int64)
+        numbers[order] = np.arange(len(tree_of)) - np.repeat(np.cumsum(counts) - counts, counts)
+        places = self.sizes[tree_of] + numbers
+        self.sizes = self.sizes + counts
+        self._columns.append((tree_of, places, token_ids, parents, log_acceptance))
+        return places
+
+    def drawn(self, tree_of: np.ndarray, places: np.ndarray, rows: np.ndarray, log_q: torch.Tensor) -> None:
+        """State that nodes int64[m], maybe one of them twice, were drawn in this order from rows int64[m] of log_q."""
+        self._drawn.append((tree_of, places, rows + self._num_rows))
+        self._log_q.append(log_q)
+        self._num_rows += len(log_q)
+
+    def batch(self) -> TreeBatch:
+        """As they are now."""
+        if not self._columns:
+            return TreeBatch.empty(len(self.sizes))
+        columns = [np.concatenate(column) for column in zip(*self._columns, strict=True)]
+        order = np.lexsort((columns[1], columns[0]))
+        _, _, token_ids, parents, log_acceptance = (column[order] for column in columns)
+        arrays = token_ids.astype(np.int32), parents.astype(np.int32), log_acceptance.astype(np.float32)
+        proposals = None
+        if self._drawn:
+            tree_of, places, rows = (np.concatenate(column) for column in zip(*self._drawn, strict=True))
+            starts = np.cumsum(self.sizes) - self.sizes
+            proposals = Proposals(starts[tree_of] + places, rows, torch.cat(self._log_q))
+        return TreeBatch(self.sizes, *arrays, np.full(len(token_ids), SOURCE_MODEL, np.uint8), proposals)
+
+
+def draft_noise(sequences: list[Sequence], tree_of: np.ndarray, depth: int, tags: np.ndarray, like) -> torch.Tensor:
+    """Gumbel noise of drafts by text, position and tag int64[n] below MOST_TAGS: as `like` float32 (n, vocab_size)."""
+    seeds = np.array([one.request.seed for one in sequences])[tree_of] ^ DRAFT_SEED
+    positions = (np.array([len(one.context) for one in sequences])[tree_of] + depth) * MOST_TAGS + tags
+    return gumbel_noise(*torch.from_numpy(np.stack((seeds, positions))).to(like.device), like.shape[-1])

@@ -1,0 +1,71 @@
+"""Draft trees sampled without replacement from a small model (RSD: Jeon et al. 2024, section 3.2)."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from laserbatch.pipeline.decoding.drafters.beams import best_of_trees
+from laserbatch.pipeline.decoding.drafters.growing import GrowingTrees, NextTokens, draft_noise
+from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.token_tree import TreeBatch
+
+
+@dataclass(frozen=True)
+class Branching:
+    """RSD-C: after each node of depth l, `branching[l]` tokens by Gumbel-top-k (Eq. 5 to 8)."""
+
+    branching: tuple[int, ...]
+
+    def grow(self, models: SequenceOf[NextTokens], sequences: list[Sequence], temperature: float) -> TreeBatch:
+        trees = GrowingTrees(len(sequences))
+        tree_of, places = np.arange(len(sequences)), np.full(len(sequences), -1)
+        for depth, count in enumerate(self.branching):
+            log_q = torch.log_softmax(models[0].log_q(trees.batch(), tree_of, places) / temperature, -1)
+            noisy = log_q + draft_noise(sequences, tree_of, depth, places + 1, log_q)
+            tokens = noisy.topk(min(count, noisy.shape[-1]), -1).indices.cpu().numpy()
+            rows = np.repeat(np.arange(len(tree_of)), tokens.shape[1])
+            tree_of, above = tree_of[rows], places[rows]
+            places = trees.add(tree_of, above, tokens.ravel(), np.zeros(len(rows)))
+            trees.drawn(tree_of, places, rows, log_q)
+        return trees.batch()
+
+
+@dataclass(frozen=True)
+class StochasticBeams:
+    """RSD-S: at each of `length` depths `width` tokens, whose paths are a sample without replacement (Eq. 9 to 11)."""
+
+    width: int
+    length: int
+
+    def grow(self, models: SequenceOf[NextTokens], sequences: list[Sequence], temperature: float) -> TreeBatch:
+        trees = GrowingTrees(len(sequences))
+        tree_of, places = np.arange(len(sequences)), np.full(len(sequences), -1)
+        phi = psi = np.zeros(len(sequences))  # of the beam: log probability, and perturbed and truncated
+        for depth in range(self.length):
+            log_q = torch.log_softmax(models[0].log_q(trees.batch(), tree_of, places) / temperature, -1)
+            of_path = torch.from_numpy(phi).to(log_q.device)[:, None] + log_q.double()
+            perturbed = of_path + draft_noise(sequences, tree_of, depth, places + 1, log_q)
+            best = perturbed.topk(min(self.width, log_q.shape[-1]), -1)
+            scores = truncated(torch.from_numpy(psi).to(log_q.device)[:, None], best.values).cpu().numpy()
+            chosen = best_of_trees(tree_of, scores, self.width)
+            rows = chosen // scores.shape[1]
+            tokens = best.indices.cpu().numpy().ravel()[chosen]
+            phi = of_path.gather(1, best.indices).cpu().numpy().ravel()[chosen]
+            psi = scores.ravel()[chosen]
+            tree_of, above = tree_of[rows], places[rows]
+            places = trees.add(tree_of, above, tokens, np.zeros(len(chosen)))
+            trees.drawn(tree_of, places, rows, log_q)
+        return trees.batch()
+
+
+def truncated(bound: torch.Tensor, perturbed: torch.Tensor) -> torch.Tensor:
+    """T(u, phi) of Eq. 10: -log(exp(-u) - exp(-max phi) + exp(-phi)), so that the largest becomes u.
+
+    Computed as in Kool et al. 2019, appendix B.3, without a difference of large numbers. `bound` (n, 1), `perturbed`
+    (n, k) with each row's largest first.
+    """
+    largest = perturbed[:, :1]
+    v = bound - perturbed + torch.log1p(-torch.exp(perturbed - largest))  # -inf at the largest
+    return bound - v.clamp_min(0) - torch.log1p(torch.exp(-v.abs()))

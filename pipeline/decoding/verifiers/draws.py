@@ -1,0 +1,127 @@
+"""Sampling rules: they draw the target's token from what was drafted and how that was drawn.
+
+A rule draws one token after each place of a draft so that, whatever was drafted, the token is a sample of the target's
+distribution; drafted tokens are accepted where they are what was drawn. Which drafts there are must not depend on the
+tokens that were drawn but through the draws that the rule is shown. A node that was chosen, not drawn, counts as drawn
+from a distribution that has this token alone, after all draws of its place.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from laserbatch.pipeline.decoding.device_memory import to_device
+from laserbatch.pipeline.decoding.model.sampling import SampledLogits, gumbel_noise, uniform_numbers
+from laserbatch.pipeline.decoding.token_tree import TreeBatch
+from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What was drawn after each of R places, K times at most.
+
+    `tokens` int64 (R, K), -1 where less was drawn; `rows` int64 (R, K), the draw's row of `log_q` (num_rows,
+    vocab_size), -1 for a token that was chosen; `uniform` float64 (R, K), a number between 0 and 1 for each decision.
+    """
+
+    tokens: torch.Tensor
+    rows: torch.Tensor
+    log_q: torch.Tensor
+    uniform: torch.Tensor
+
+    def distribution(self, places: torch.Tensor, number: int) -> torch.Tensor:
+        """What draw `number` of some places, int64[n], was drawn from: float32 (n, vocab_size)."""
+        tokens, rows = self.tokens[places, number], self.rows[places, number]
+        certain = torch.nn.functional.one_hot(tokens, self.log_q.shape[-1]).float()
+        return torch.where((rows >= 0)[:, None], self.log_q[rows.clamp_min(0)].exp(), certain)
+
+    def only(self, which: torch.Tensor) -> "Draws":
+        """Those draws alone, bool (R, K)."""
+        return replace(self, tokens=torch.where(which, self.tokens, -1))
+
+
+class SamplingRule(Greedy):
+    """Accepts a drafted token where it is the one that `draw` gives."""
+
+    def draw(self, p: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which drafted token is the sample, and what it is to be drawn from where none is.
+
+        Parameters
+        ----------
+        p : (R, vocab_size), the target's distributions.
+
+        Returns int64[R], -1 for none, and the residual distributions (R, vocab_size).
+        """
+        raise NotImplementedError
+
+    def sampled(self, temperature, rows, seeds, lengths, trees) -> "DrawnLogits":
+        """Rows whose argmax is what this rule draws; parameters as `SampledLogits` has them."""
+        return DrawnLogits(self, temperature, rows, seeds, lengths, trees)
+
+
+class DrawnLogits(SampledLogits):
+    """Rows of a step, each 1 at the token that a rule draws after it, and 0 elsewhere."""
+
+    def __init__(self, rule: SamplingRule, temperature, rows, seeds, lengths, trees: TreeBatch) -> None:
+        super().__init__(temperature, rows, seeds, lengths, trees)
+        self._rule = rule
+        drawn, q_rows = np.empty(0, np.int64), np.empty(0, np.int64)
+        self._log_q = None
+        if trees.proposals is not None:
+            drawn, q_rows, self._log_q = trees.proposals.nodes, trees.proposals.rows, trees.proposals.log_q
+        chosen = np.setdiff1d(np.arange(len(trees)), drawn)
+        nodes = np.concatenate((drawn, chosen))
+        q_rows = np.concatenate((q_rows, np.full(len(chosen), -1)))
+        after = (trees.starts + np.arange(trees.num_trees) + 1)[trees.tree_of[nodes]] + trees.parents[nodes]  # the row
+        order = np.argsort(after, kind="stable")
+        counts = np.bincount(after, minlength=rows.num_rows)
+        numbers = np.arange(len(nodes)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._tokens, self._q_rows = (np.full((rows.num_rows, counts.max(initial=0)), -1) for _ in range(2))
+        self._tokens[after[order], numbers] = trees.token_ids[nodes[order]]
+        self._q_rows[after[order], numbers] = q_rows[order]
+
+    @torch.inference_mode()
+    def of(self, rows: np.ndarray) -> torch.Tensor:
+        """Rows int64[n]: float32 (n, vocab_size), not finite where the target's logits are not."""
+        p = torch.softmax(self._rows.of(rows).float() / self._temperature, -1)
+        is_finite = p.isfinite().all(-1)
+        seeds, positions = self._own(rows)
+        tokens, q_rows = to_device(np.stack((self._tokens[rows], self._q_rows[rows])), self.device)
+        log_q = p.new_empty((1, p.shape[-1])) if self._log_q is None else self._log_q
+        draws = Draws(tokens, q_rows, log_q, uniform_numbers(seeds, positions, tokens.shape[1]))
+        drafted, residual = self._rule.draw(torch.where(is_finite[:, None], p, 1 / p.shape[-1]), draws)
+        own = (residual.log() + gumbel_noise(seeds, positions, p.shape[-1])).argmax(-1)
+        result = torch.zeros_like(p).scatter_(1, torch.where(drafted >= 0, drafted, own)[:, None], 1.0)
+        return result.masked_fill_(~is_finite[:, None], torch.nan)
+
+
+def recursive_rejection(
+    p: torch.Tensor, draws: Draws, without_replacement: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each draw in turn is accepted by its ratio of what is left of p to its own distribution q (RSD, Algorithm 1).
+
+    What is left after a rejection is p - q where that is positive. Of draws without replacement q is what earlier draws
+    of the same place left of it. Parameters and results as `SamplingRule.draw` has them.
+    """
+    drafted = torch.full((len(p),), -1, device=p.device)
+    for number in range(draws.tokens.shape[1]):
+        places = torch.nonzero((draws.tokens[:, number] >= 0) & (drafted < 0))[:, 0]
+        tokens, q = draws.tokens[places, number], draws.distribution(places, number)
+        if without_replacement and number:
+            earlier = draws.tokens[places, :number]
+            is_like = draws.rows[places, :number] == draws.rows[places, number : number + 1]
+            gone = torch.zeros_like(q).scatter_add_(1, earlier.clamp_min(0), (is_like & (earlier >= 0)).float())
+            q = normalised(q.masked_fill(gone > 0, 0.0))
+        left, at = p[places], tokens[:, None]
+        is_accepted = draws.uniform[places, number] * q.gather(1, at)[:, 0] < left.gather(1, at)[:, 0]
+        drafted[places[is_accepted]] = tokens[is_accepted]
+        p = p.index_put((places,), torch.where(is_accepted[:, None], left, normalised((left - q).clamp_min(0), left)))
+    return drafted, p
+
+
+def normalised(weights: torch.Tensor, otherwise: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows that sum to 1; a row of zeros, which rounding can leave, becomes that of `otherwise`."""
+    total = weights.sum(-1, keepdim=True)
+    scaled = weights / total.clamp_min(torch.finfo(weights.dtype).tiny)
+    return scaled if otherwise is None else torch.where(total > 0, scaled, otherwise)

@@ -1,0 +1,48 @@
+"""A toy target over four tokens that looks at the last one alone, and what its sampled texts should be."""
+
+import numpy as np
+import torch
+from reference import HeldLogits
+
+from laserbatch.pipeline.decoding.acceptance import verify
+from laserbatch.pipeline.decoding.token_tree import TreeBatch
+from laserbatch.pipeline.decoding.verifiers import Greedy
+
+VOCAB, TEMPERATURE, LEAST_P = 4, 0.7, 1e-3
+AFTER = torch.tensor(np.random.default_rng(5).normal(size=(VOCAB + 1, VOCAB)) * 1.5, dtype=torch.float32)
+NO_END = np.zeros(VOCAB, bool)
+MIN_EXPECTED = 10  # of a cell, so that chi-square's distribution holds
+NUM_BEFORE = 9  # tokens of every text's prompt
+
+
+def first_tokens(trees: TreeBatch, num_tokens: int, sampled) -> np.ndarray:
+    """The first tokens of texts of the toy, for each of which a tree is drafted: int64 (num_trees, num_tokens).
+
+    `sampled` : makes rows of samples; a text's number is its seed. Of the text's later tokens nothing is drafted.
+    """
+    num_texts = trees.num_trees
+    before = np.concatenate([[VOCAB, *tree.token_ids] for tree in trees])  # of each row, the last token
+    starts = trees.starts + np.arange(num_texts)
+    held = HeldLogits(AFTER[torch.from_numpy(before.astype(np.int64))])
+    rows = sampled(TEMPERATURE, held, range(num_texts), [NUM_BEFORE] * num_texts, trees)
+    found = verify(Greedy(), rows, trees, starts, NO_END)
+    texts = [[*tree.token_ids[one.nodes].tolist(), one.next_token] for tree, one in zip(trees, found, strict=True)]
+    while short := [number for number, text in enumerate(texts) if len(text) < num_tokens]:
+        none = TreeBatch.empty(len(short))
+        held = HeldLogits(AFTER[torch.tensor([texts[number][-1] for number in short])])
+        rows = sampled(TEMPERATURE, held, short, [NUM_BEFORE + len(texts[number]) for number in short], none)
+        for number, one in zip(short, verify(Greedy(), rows, none, np.arange(len(short)), NO_END), strict=True):
+            texts[number].append(one.next_token)
+    return np.array([text[:num_tokens] for text in texts])
+
+
+def counts_and_expected(texts: np.ndarray) -> tuple[np.ndarray, ...]:
+    """How often each pair of first tokens came, and how often it should by the toy's own distribution.
+
+    Pairs that should come fewer than MIN_EXPECTED times are one.
+    """
+    p = torch.softmax(AFTER.double() / TEMPERATURE, -1).numpy()
+    joint = p[VOCAB][:, None] * p[:VOCAB]
+    found, expected = np.bincount(texts[:, 0] * VOCAB + texts[:, 1], minlength=VOCAB**2), joint.flatten() * len(texts)
+    is_rare = expected < MIN_EXPECTED
+    return tuple(np.append(counts[~is_rare], counts[is_rare].sum()) for counts in (found, expected))

@@ -1,0 +1,249 @@
+"""Every way to draft, in the engine: drafts change how fast a text comes, and not which."""
+
+import copy
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import VOCAB, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
+
+from laserbatch.pipeline.decoding.drafters import Drafter, DraftModels, drafter_from
+from laserbatch.pipeline.decoding.drafters.aligned import AlignedDrafter, ngrams_behind
+from laserbatch.pipeline.decoding.drafters.blended import blend
+from laserbatch.pipeline.decoding.drafters.lookahead import LookaheadDrafter
+from laserbatch.pipeline.decoding.drafters.small_model import SmallModel
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.model.load import prepare_model
+from laserbatch.pipeline.decoding.sequence import GenerationRequest, Sequence
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.token_tree import ROOT, TokenTree, TreeBatch
+from laserbatch.retrieval_pools.sources import SOURCE_LOOKAHEAD, SOURCE_MODEL, SOURCE_POOL
+
+MODEL, PROMPTS, MAX_NEW = tiny_model(), tiny_prompts(), 24
+PLAIN = plain_texts(MODEL, PROMPTS, MAX_NEW)
+
+
+def like(model, noise: float, seed: int = 1):
+    """A model that mostly says what another one does."""
+    torch.manual_seed(seed)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(noise * parameter.std() * torch.randn_like(parameter))
+    return other
+
+
+DRAFT_MODELS = DraftModels(tuple(prepare_model(like(MODEL, 0.15, seed)) for seed in (1, 2)))
+ONE_MODEL = DraftModels(DRAFT_MODELS.small[:1])
+
+
+def drafter_of(models: DraftModels = DraftModels(), pool=None, **settings) -> Drafter:
+    named = DecodingSettings(**{"draft_models": ["unused"] * len(models.small)} | settings)
+    return drafter_from(named, pool, models=models)
+
+
+METHODS = {
+    "chain": lambda: drafter_of(ONE_MODEL, drafters=()),
+    "tree": lambda: drafter_of(ONE_MODEL, drafters=(), draft_width=3, draft_length=4),
+    "two models": lambda: drafter_of(DRAFT_MODELS, drafters=()),
+    "lookahead": lambda: drafter_of(drafters=("lookahead",)),
+    "aligned": lambda: drafter_of(drafters=("aligned",)),
+    "all": lambda: drafter_of(DRAFT_MODELS, drafters=("previous", "prompt", "output", "aligned", "lookahead")),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_greedy_texts_are_plain_ones_whatever_drafts(name):
+    drafted = set()
+    for batch_size in (1, 4, 9):
+        engine = tiny_engine(MODEL, batch_size=batch_size, verifier="greedy", max_draft_tokens=32)
+        results = {r.request_id: r for r in engine.generate(requests_for(PROMPTS, MAX_NEW), METHODS[name]())}
+        assert [results[str(i)].token_ids.tolist() for i in range(len(PROMPTS))] == PLAIN
+        drafted.add(tuple(results[str(i)].num_accepted for i in range(len(PROMPTS))))
+    assert len(drafted) == 1  # nor does the batch change what is drafted
+    assert sum(drafted.pop()) > 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_relaxed_texts_do_not_depend_on_the_batch(name):
+    written = set()
+    for batch_size in (1, 4):
+        engine = tiny_engine(MODEL, batch_size=batch_size, verifier="relaxed", top_k=8, min_probability=0.01)
+        results = {r.request_id: r for r in engine.generate(requests_for(PROMPTS, MAX_NEW), METHODS[name]())}
+        written.add(tuple(tuple(results[str(i)].token_ids.tolist()) for i in range(len(PROMPTS))))
+    assert len(written) == 1
+
+
+SAMPLED = {
+    "greedy": ({"verifier": "greedy", "draft_width": 2}, ONE_MODEL),
+    "leviathan": ({"verifier": "leviathan"}, ONE_MODEL),
+    "specinfer": ({"verifier": "specinfer", "draft_width": 3}, DRAFT_MODELS),
+    "k_seq": ({"verifier": "k_seq", "draft_width": 3}, ONE_MODEL),
+    "rsd": ({"verifier": "rsd", "draft_width": 3}, ONE_MODEL),
+    "rsd-c": ({"verifier": "rsd", "draft_branching": (3, 2, 1)}, ONE_MODEL),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("drafters", [(), ("previous", "output")])
+def test_sampled_texts_depend_on_their_seed_alone(name, drafters):
+    options, models = SAMPLED[name]
+    options = options | {"temperature": 0.8, "drafters": drafters, "max_draft_tokens": 24}
+    named = DecodingSettings(**options, draft_models=["unused"] * len(models.small))
+    written, accepted = set(), 0
+    for batch_size in (1, 5):
+        engine = Engine(prepare_model(copy.deepcopy(MODEL)), named.model_copy(update={"batch_size": batch_size}))
+        requests = [
+            GenerationRequest(one.request_id, one.prompt_ids, previous_ids=text, max_new_tokens=16, seed=number)
+            for number, (one, text) in enumerate(zip(requests_for(PROMPTS, 16), previous_texts(), strict=True))
+        ]
+        results = {r.request_id: r for r in engine.generate(requests, drafter_from(named, models=models))}
+        written.add(tuple(tuple(results[str(i)].token_ids.tolist()) for i in range(len(PROMPTS))))
+        accepted += sum(r.accepted_by_source[SOURCE_MODEL] for r in results.values())
+    assert len(written) == 1 and accepted > 0
+
+
+def previous_texts() -> list[np.ndarray]:
+    return [np.array(text, np.int32) for text in PLAIN]
+
+
+def test_a_drafter_that_is_the_target_is_always_right():
+    models = DraftModels((prepare_model(copy.deepcopy(MODEL)),))
+    engine = tiny_engine(MODEL, batch_size=4, verifier="greedy")
+    for result in engine.generate(requests_for(PROMPTS, MAX_NEW), drafter_of(models, drafters=(), draft_length=4)):
+        is_cut = result.finish_reason == "length"
+        assert result.num_accepted >= result.num_drafted - 4 * (not is_cut)
+
+
+@torch.inference_mode()
+def test_a_small_model_s_cache_answers_as_the_model_does_alone():
+    """Texts that grow by several tokens at a time, trees below them, a text that waits and comes back."""
+    model = like(MODEL, 0.2)
+    small = SmallModel(prepare_model(copy.deepcopy(model)), 4, 1 << 20)
+    sequences = [Sequence(GenerationRequest(str(i), prompt), 40) for i, prompt in enumerate(PROMPTS[:3])]
+    tree = TokenTree(
+        np.array([3, 4, 5, 6], np.int32),
+        np.array([-1, 0, 0, -1], np.int32),
+        np.zeros(4, np.float32),
+        np.zeros(4, np.uint8),
+    )
+    for turn in range(4):
+        live = [one for number, one in enumerate(sequences) if turn != 2 or number != 1]
+        assert all(small.has_room(one) for one in live)
+        small.begin(live)
+        trees = TreeBatch.of([tree] * len(live))
+        where = np.arange(len(live)), np.full(len(live), 2)
+        roots = small.log_q(TreeBatch.empty(len(live)), where[0], np.full(len(live), ROOT))
+        nodes = small.log_q(trees, *where)
+        for found, path in ((roots, []), (nodes, [3, 5])):
+            for row, one in zip(found, live, strict=True):
+                ids = torch.tensor([[*one.context.tolist(), *path]])
+                expected = torch.log_softmax(model(input_ids=ids).logits[0, -1].float(), -1)
+                torch.testing.assert_close(row, expected, rtol=1e-3, atol=1e-3)
+        for number, one in enumerate(live):
+            one.append(np.array([7, 8][: number % 3], np.int32), np.zeros(min(number % 3, 2), np.uint8), 9 + turn)
+
+
+def test_alternatives_are_what_the_target_would_sooner_say():
+    """Against the model alone: of each of a prompt's tokens at most two that are likelier, where there are."""
+    drafter = AlignedDrafter()
+    prompts = [np.concatenate((prompt, prompt[:5])).astype(np.int32) for prompt in PROMPTS[:4]]
+    kept = {}
+    drafter.forget = lambda sequence: kept.update({sequence.request.request_id: drafter._alternatives[id(sequence)]})
+    list(tiny_engine(MODEL, batch_size=4, max_prefill_tokens=7).generate(requests_for(prompts, 3), drafter))
+    for number, prompt in enumerate(prompts):
+        logits = MODEL(input_ids=torch.from_numpy(prompt.astype(np.int64))[None]).logits[0]
+        for place in range(1, len(prompt)):
+            best = logits[place - 1].topk(2)
+            expected = [int(t) for v, t in zip(*best, strict=True) if v > logits[place - 1, prompt[place]]]
+            found = kept[str(number)][place]
+            assert found[found >= 0].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("context", "expected"),
+    [
+        ([1, 2, 3], ([], 1)),
+        ([1, 2, 3, 1, 2], ([2], 2)),
+        ([5, 1, 2, 9, 5, 1, 2, 8, 7, 1, 2], ([7, 3], 2)),
+        ([5, 1, 2, 9, 6, 1, 2, 8, 5, 1, 2], ([3], 3)),
+        ([4, 4, 4], ([2], 2)),
+    ],
+)
+def test_ngrams_are_looked_for_behind_the_longest_key(context, expected):
+    assert ngrams_behind(np.array(context)) == expected
+
+
+def test_lookahead_drafts_what_it_guessed():
+    """A target that counts on from its last token: its guesses are soon right, and n-grams of them are drafted."""
+    results = list(
+        tiny_engine(counting_model(), verifier="greedy", max_draft_tokens=32).generate(
+            [GenerationRequest("a", np.array([20, 21], np.int32), max_new_tokens=30)], LookaheadDrafter()
+        )
+    )
+    assert results[0].token_ids.tolist() == [(22 + i) for i in range(30)]
+    assert results[0].accepted_by_source[SOURCE_LOOKAHEAD] > 10 and results[0].num_steps < 20
+
+
+def counting_model():
+    """A model whose likeliest next token is the last one's successor."""
+    model = copy.deepcopy(MODEL)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        size = model.config.hidden_size
+        places = torch.linspace(0, 2 * np.pi, VOCAB + 1)[:-1]
+        waves = [f(k * places) for k in range(1, size // 2 + 1) for f in (torch.cos, torch.sin)]
+        table = torch.stack(waves, 1)
+        model.model.embed_tokens.weight.copy_(table)
+        model.model.norm.weight.fill_(1.0)
+        model.lm_head.weight.copy_(table.roll(1, 0))
+    return model
+
+
+def test_blending_is_a_union_under_the_larger_estimate():
+    one = tree_of((5, -1, -0.1), (6, 0, -0.5), (7, 0, -0.9))
+    other = tree_of((8, -1, -0.3), (5, -1, -0.6), (7, 1, -0.7), source=SOURCE_POOL)
+    for most in (1, 3, 8):
+        (found,) = blend([TreeBatch.of([one]), TreeBatch.of([other])], most)
+        paths = {path_of(found, node): (found.log_acceptance[node], found.source[node]) for node in range(len(found))}
+        expected: dict[tuple[int, ...], tuple[float, int]] = {}
+        for tree in (one, other):
+            for node in range(len(tree)):
+                path, estimate = path_of(tree, node), (tree.log_acceptance[node], tree.source[node])
+                expected[path] = max(expected.get(path, (-np.inf, 0)), estimate)
+        likeliest = sorted(expected, key=lambda path: -expected[path][0])[:most]
+        assert paths == {path: expected[path] for path in likeliest}
+        assert all(parent < node for node, parent in enumerate(found.parents))
+        assert all(earlier >= later for earlier, later in pairwise(found.log_acceptance))
+
+
+def tree_of(*nodes, source: int = SOURCE_MODEL) -> TokenTree:
+    tokens, parents, acceptance = zip(*nodes, strict=True)
+    sources = np.full(len(nodes), source, np.uint8)
+    return TokenTree(np.array(tokens, np.int32), np.array(parents, np.int32), np.array(acceptance, np.float32), sources)
+
+
+def path_of(tree: TokenTree, node: int) -> tuple[int, ...]:
+    above = () if tree.parents[node] < 0 else path_of(tree, int(tree.parents[node]))
+    return (*above, int(tree.token_ids[node]))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"verifier": "rsd"}, "verifier rsd samples: say a temperature above 0"),
+        ({"verifier": "rsd", "temperature": 1}, "verifier rsd judges what a small model draws: name one"),
+        (
+            {"verifier": "k_seq", "temperature": 1, "draft_models": ["a", "b"]},
+            "judges what one model draws",
+        ),
+        ({"draft_branching": [2], "draft_models": ["a"]}, "draft_branching is of verifier rsd, not of relaxed"),
+        ({"engine": "vllm", "draft_models": ["a"]}, "draft_models with engine vllm: vLLM drafts from pools here"),
+    ],
+)
+def test_settings_that_contradict_one_another_are_refused(options, problem):
+    with pytest.raises(ValueError, match=problem):
+        DecodingSettings(**options)
