@@ -175,31 +175,31 @@ def test_ngrams_are_looked_for_behind_the_longest_key(context, expected):
     assert ngrams_behind(np.array(context)) == expected
 
 
+CYCLE = [24, 25, 26, 27, 28, 29, 30]  # no end token among them
+
+
 def test_lookahead_drafts_what_it_guessed():
-    """A target that counts on from its last token: its guesses are soon right, and n-grams of them are drafted."""
-    results = list(
-        tiny_engine(counting_model(), verifier="greedy", max_draft_tokens=32).generate(
-            [GenerationRequest("a", np.array([20, 21], np.int32), max_new_tokens=30)], LookaheadDrafter()
-        )
-    )
-    assert results[0].token_ids.tolist() == [(22 + i) for i in range(30)]
-    assert results[0].accepted_by_source[SOURCE_LOOKAHEAD] > 10 and results[0].num_steps < 20
+    """A target that goes round in a cycle: its guesses are soon right, and n-grams of them are drafted."""
+    engine = tiny_engine(cycling_model(), verifier="greedy", max_draft_tokens=32)
+    request = GenerationRequest("a", np.array(CYCLE[:2], np.int32), max_new_tokens=40)
+    (result,) = engine.generate([request], LookaheadDrafter())
+    assert result.token_ids.tolist() == [CYCLE[(2 + i) % len(CYCLE)] for i in range(40)]
+    assert result.num_steps < 20 and result.accepted_by_source[SOURCE_LOOKAHEAD] == 40 - result.num_steps
 
 
-def counting_model():
-    """A model whose likeliest next token is the last one's successor."""
+def cycling_model():
+    """A model that looks at the last token alone, and says what follows it in CYCLE."""
     model = copy.deepcopy(MODEL)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-        size = model.config.hidden_size
-        places = torch.linspace(0, 2 * np.pi, VOCAB + 1)[:-1]
-        waves = [f(k * places) for k in range(1, size // 2 + 1) for f in (torch.cos, torch.sin)]
-        table = torch.stack(waves, 1)
+        torch.manual_seed(0)
+        table = torch.nn.functional.normalize(torch.randn(VOCAB, model.config.hidden_size))
         model.model.embed_tokens.weight.copy_(table)
         model.model.norm.weight.fill_(1.0)
-        model.lm_head.weight.copy_(table.roll(1, 0))
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[CYCLE] = table[[*CYCLE[-1:], *CYCLE[:-1]]]
     return model
 
 
