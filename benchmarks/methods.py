@@ -26,10 +26,11 @@ from tasks import Task, TaskSize, tasks_of
 from transformers import AutoModelForCausalLM
 
 from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
-from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.decoding.settings import SAMPLING_RULES, Budget, DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import Greedy, verifier_from
 from laserbatch.pipeline.decoding.verifiers.named import NAMED
 
+RULES = [name for name in NAMED if name not in SAMPLING_RULES]
 POOL = "preference"
 MIN_ACCEPTANCE = 0.07
 MAX_NEW_TOKENS = 1024  # texts that run on show it
@@ -68,7 +69,7 @@ def method_rows(model: Path, data: Path, cache: Path, scale: Scale) -> Iterator[
                 for size in scale.budgets:
                     drafter = RetrievalDrafter(pool.pool, WITH_POOL, size, MIN_ACCEPTANCE, engine.num_draft_threads)
                     budget = Budget(size, MIN_ACCEPTANCE)
-                    for name in NAMED:
+                    for name in RULES:
                         rule = verifier_from(DecodingSettings(verifier=name))
                         runner = EngineSystem(engine, drafter, rule, budget, pool.groups)
                         systems.append(Contestant(name, size, runner, budget))
@@ -106,7 +107,7 @@ def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
         yield Figure.at_least(f"{where}: share of greedy texts that are plain ones", at["greedy"]["share_as_plain"], 1)
         gain = at["relaxed"]["tokens_per_step"] / at["greedy"]["tokens_per_step"]
         yield Figure.at_least(f"{where}: tokens a step, relaxed over greedy", gain, 1)
-        for name in NAMED:
+        for name in RULES:
             stray = abs(at[name]["length"] - 1)
             yield Figure.at_most(f"{where}: length over plain, {name}, from 1", stray, MOST_STRAY)
 

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 from common import Spread
-from methods import figures_of, own_log_probability, table
-
-from laserbatch.pipeline.decoding.verifiers.named import NAMED
+from methods import RULES, figures_of, own_log_probability, table
 
 
 def row(verifier: str, **changed) -> dict:
@@ -18,7 +16,7 @@ def row(verifier: str, **changed) -> dict:
 
 
 def test_texts_that_run_on_and_greedy_texts_that_are_others_are_told():
-    rows = [row("plain", budget=0), *(row(name) for name in NAMED)]
+    rows = [row("plain", budget=0), *(row(name) for name in RULES)]
     assert all(figure.met for figure in figures_of(rows))
     rows[1] |= {"share_as_plain": 0.5}
     rows[-1] |= {"length": 1.2}
