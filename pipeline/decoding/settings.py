@@ -68,8 +68,11 @@ class DecodingSettings(Strict):
     draft_models: tuple[Path, ...] = Field(
         (), description="Folders of small models with the model's own tokenizer that draft too."
     )
-    draft_width: int = Field(1, ge=1, le=64, description="Of draft_models: tokens that are drafted at a depth.")
-    draft_length: int = Field(5, ge=1, le=64, description="Of draft_models: depths of a draft, a forward each.")
+    draft_head: Path | None = Field(
+        None, description="Folder of a head that was trained for the model: `laserbatch drafter train`."
+    )
+    draft_width: int = Field(1, ge=1, le=64, description="Of draft_models and draft_head: tokens drafted at a depth.")
+    draft_length: int = Field(5, ge=1, le=64, description="Of the same: depths of a draft, a forward each.")
     draft_branching: tuple[int, ...] = Field(
         (),
         description="Of verifier rsd: tokens after each node of depth 0, 1, ... (RSD-C), instead of width and length.",
@@ -122,7 +125,7 @@ class DecodingSettings(Strict):
             ),
             (self.temperature and f"temperature {self.temperature:g}", "texts of vLLM are not sampled: say 0"),
             (self.adapter and f"adapter {self.adapter}", "merge it into the model first"),
-            (self.draft_models and "draft_models", "vLLM drafts from pools here: say []"),
+            ((self.draft_models or self.draft_head) and "draft_models, draft_head", "vLLM drafts from pools here"),
             (taken and f"vllm.{', vllm.'.join(taken)}", "options of this section say it"),
         ):
             if problem:
@@ -147,7 +150,7 @@ class DecodingSettings(Strict):
     @property
     def drafts_from_texts_alone(self) -> bool:
         """So that a pool's replays say what a budget gains."""
-        return not self.draft_models and set(self.drafters) <= set(TEXT_SOURCES)
+        return not self.draft_models and self.draft_head is None and set(self.drafters) <= set(TEXT_SOURCES)
 
     @model_validator(mode="after")
     def _samples_exactly(self) -> "DecodingSettings":
@@ -155,10 +158,11 @@ class DecodingSettings(Strict):
         if self.verifier in SAMPLING_RULES:
             if not self.temperature:
                 raise ValueError(f"{rule} samples: say a temperature above 0, or `verifier: greedy`")
-            if not self.draft_models:
-                raise ValueError(f"{rule} judges what a small model draws: name one in draft_models, or say `greedy`")
-            if len(self.draft_models) > 1 and self.verifier != "specinfer":
-                raise ValueError(f"{rule} judges what one model draws, draft_models has {len(self.draft_models)}")
+            num_models = len(self.draft_models) + (self.draft_head is not None)
+            if num_models == 0:
+                raise ValueError(f"{rule} judges what a small model or a head draws: name one, or say `greedy`")
+            if num_models > 1 and (self.verifier != "specinfer" or self.draft_head is not None):
+                raise ValueError(f"{rule} judges what one model draws, {num_models} are named")
         elif self.temperature and self.verifier != "greedy":
             raise ValueError(
                 f"temperature {self.temperature:g} samples, which {rule} would distort: say "

@@ -235,13 +235,16 @@ def path_of(tree: TokenTree, node: int) -> tuple[int, ...]:
     ("options", "problem"),
     [
         ({"verifier": "rsd"}, "verifier rsd samples: say a temperature above 0"),
-        ({"verifier": "rsd", "temperature": 1}, "verifier rsd judges what a small model draws: name one"),
+        ({"verifier": "rsd", "temperature": 1}, "verifier rsd judges what a small model or a head draws"),
         (
             {"verifier": "k_seq", "temperature": 1, "draft_models": ["a", "b"]},
             "judges what one model draws",
         ),
         ({"draft_branching": [2], "draft_models": ["a"]}, "draft_branching is of verifier rsd, not of relaxed"),
-        ({"engine": "vllm", "draft_models": ["a"]}, "draft_models with engine vllm: vLLM drafts from pools here"),
+        (
+            {"engine": "vllm", "draft_models": ["a"]},
+            "draft_models, draft_head with engine vllm",
+        ),
     ],
 )
 def test_settings_that_contradict_one_another_are_refused(options, problem):

@@ -12,7 +12,7 @@ from scipy.stats import chisquare
 
 from laserbatch.pipeline.decoding.drafters.beams import Beams
 from laserbatch.pipeline.decoding.drafters.chains import Chains
-from laserbatch.pipeline.decoding.drafters.growing import GrowingTrees
+from laserbatch.pipeline.decoding.drafters.growing import DraftModel, GrowingTrees
 from laserbatch.pipeline.decoding.drafters.rsd import Branching, StochasticBeams, truncated
 from laserbatch.pipeline.decoding.model.sampling import SampledLogits
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
@@ -27,7 +27,7 @@ SEEDS = (4, 3)  # of draft models whose draws leave several tokens open, so that
 
 
 @dataclass
-class ToyModel:
+class ToyModel(DraftModel):
     """A draft model that looks at the last token alone."""
 
     seed: int

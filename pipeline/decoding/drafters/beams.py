@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from laserbatch.pipeline.decoding.drafters.growing import GrowingTrees, NextTokens
+from laserbatch.pipeline.decoding.drafters.growing import DraftModel, GrowingTrees
 from laserbatch.pipeline.decoding.model.sampling import gumbel_noise
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
@@ -24,16 +24,18 @@ class Beams:
     width: int
     length: int
 
-    def grow(self, models: SequenceOf[NextTokens], sequences: list[Sequence], temperature: float) -> TreeBatch:
+    def grow(self, models: SequenceOf[DraftModel], sequences: list[Sequence], temperature: float) -> TreeBatch:
         trees = GrowingTrees(len(sequences))
         tree_of, places = np.arange(len(sequences)), np.full(len(sequences), -1)
         path = np.zeros(len(sequences))
         for depth in range(self.length):
+            if len(tree_of) == 0:  # nothing more is likely
+                break
             log_q = models[0].log_q(trees.batch(), tree_of, places)
             if temperature:
                 log_q = torch.log_softmax(log_q / temperature + self._noise(sequences, tree_of, depth, log_q), -1)
             values, tokens = (found.cpu().numpy() for found in log_q.topk(min(self.width, log_q.shape[-1]), -1))
-            scores = path[:, None] + values
+            scores = path[:, None] + models[0].log_acceptance(depth, values)
             chosen = best_of_trees(tree_of, scores, self.width)
             parents = chosen // scores.shape[1]
             path, new = scores.ravel()[chosen], tokens.ravel()[chosen]

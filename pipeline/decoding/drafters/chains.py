@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from laserbatch.pipeline.decoding.drafters.growing import GrowingTrees, NextTokens, draft_noise
+from laserbatch.pipeline.decoding.drafters.growing import DraftModel, GrowingTrees, draft_noise
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 
@@ -18,7 +18,7 @@ class Chains:
     width: int
     length: int
 
-    def grow(self, models: SequenceOf[NextTokens], sequences: list[Sequence], temperature: float) -> TreeBatch:
+    def grow(self, models: SequenceOf[DraftModel], sequences: list[Sequence], temperature: float) -> TreeBatch:
         trees = GrowingTrees(len(sequences))
         tree_of = np.repeat(np.arange(len(sequences)), self.width)
         chain = np.tile(np.arange(self.width), len(sequences))

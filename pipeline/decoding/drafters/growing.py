@@ -1,11 +1,12 @@
 """Trees of several sequences that grow a level at a time, as small models draft them."""
 
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 
+from laserbatch.pipeline.decoding.drafters.drafter import Drafter, Observation
 from laserbatch.pipeline.decoding.model.sampling import gumbel_noise
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import Proposals, TreeBatch
@@ -15,18 +16,43 @@ DRAFT_SEED = 0x5DEECE66D  # drafts are drawn with other numbers than the target'
 MOST_TAGS = 1024
 
 
-class NextTokens(Protocol):
-    """A model that says what may follow."""
+class DraftModel:
+    """A model that says what may follow sequences: a small one of its own, or a head of the target.
+
+    `sees` and `observe` are those of `Drafter`.
+    """
+
+    sees: Literal["nothing", "texts"] = "nothing"
+
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether it can draft for the sequence now."""
+        return True
+
+    def begin(self, sequences: list[Sequence]) -> None:
+        """Read what is new of the sequences, for which `log_q` answers then."""
 
     def log_q(self, trees: TreeBatch, tree_of: np.ndarray, places: np.ndarray) -> torch.Tensor:
-        """After nodes int64[n], by tree and place in it, -1 for the root: float32 (n, vocab_size), temperature 1."""
-        ...
+        """After nodes int64[n], by tree and place in it, -1 for the root: float32 (n, vocab_size), temperature 1.
+
+        The trees grow: nodes that were there keep their places, and all nodes but the deepest were asked about.
+        """
+        raise NotImplementedError
+
+    def log_acceptance(self, depth: int, log_q: np.ndarray) -> np.ndarray:
+        """Of tokens drafted at a depth, 0 for those behind the root, by what `log_q` says of them."""
+        return log_q
+
+    def observe(self, observation: Observation) -> None:
+        """Look at a step of the target."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended."""
 
 
 class Growth(Protocol):
     """A way to grow trees by what models say."""
 
-    def grow(self, models: SequenceOf[NextTokens], sequences: list[Sequence], temperature: float) -> TreeBatch:
+    def grow(self, models: SequenceOf[DraftModel], sequences: list[Sequence], temperature: float) -> TreeBatch:
         """A tree of each sequence."""
         ...
 
@@ -59,7 +85,7 @@ class GrowingTrees:
         self._num_rows += len(log_q)
 
     def batch(self) -> TreeBatch:
-        """As they are now."""
+        """As they are now; whose drafts they are is not said."""
         if not self._columns:
             return TreeBatch.empty(len(self.sizes))
         columns = [np.concatenate(column) for column in zip(*self._columns, strict=True)]
@@ -71,7 +97,43 @@ class GrowingTrees:
             tree_of, places, rows = (np.concatenate(column) for column in zip(*self._drawn, strict=True))
             starts = np.cumsum(self.sizes) - self.sizes
             proposals = Proposals(starts[tree_of] + places, rows, torch.cat(self._log_q))
-        return TreeBatch(self.sizes, *arrays, np.full(len(token_ids), SOURCE_MODEL, np.uint8), proposals)
+        return TreeBatch(self.sizes, *arrays, np.zeros(len(token_ids), np.uint8), proposals)
+
+
+class ModelDrafter(Drafter):
+    """Drafts as models say, in trees that a `Growth` grows.
+
+    Parameters
+    ----------
+    temperature : that texts are sampled at; 0: they are not.
+    source : a code of `retrieval_pools.sources`.
+    """
+
+    def __init__(
+        self, models: SequenceOf[DraftModel], growth: Growth, temperature: float = 0.0, source: int = SOURCE_MODEL
+    ) -> None:
+        self._models, self._growth, self._temperature, self._source = models, growth, temperature, source
+        self.sees = "texts" if any(model.sees == "texts" for model in models) else "nothing"
+
+    @torch.inference_mode()
+    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> TreeBatch:
+        places = [i for i, one in enumerate(sequences) if all([model.has_room(one) for model in self._models])]
+        if not places:
+            return TreeBatch.empty(len(sequences))
+        drafting = [sequences[place] for place in places]
+        for model in self._models:
+            model.begin(drafting)
+        trees = self._growth.grow(self._models, drafting, self._temperature)
+        trees.source = np.full(len(trees), self._source, np.uint8)
+        return trees.spread(places, len(sequences))
+
+    def observe(self, observation: Observation) -> None:
+        for model in self._models:
+            model.observe(observation)
+
+    def forget(self, sequence: Sequence) -> None:
+        for model in self._models:
+            model.forget(sequence)
 
 
 def draft_noise(sequences: list[Sequence], tree_of: np.ndarray, depth: int, tags: np.ndarray, like) -> torch.Tensor:

@@ -9,15 +9,17 @@ from laserbatch.pipeline.decoding.drafters.beams import Beams
 from laserbatch.pipeline.decoding.drafters.blended import BlendedDrafter
 from laserbatch.pipeline.decoding.drafters.chains import Chains
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter, NoDrafter
-from laserbatch.pipeline.decoding.drafters.growing import Growth
+from laserbatch.pipeline.decoding.drafters.growing import DraftModel, Growth, ModelDrafter
 from laserbatch.pipeline.decoding.drafters.lookahead import LookaheadDrafter
 from laserbatch.pipeline.decoding.drafters.retrieval import RetrievalDrafter
 from laserbatch.pipeline.decoding.drafters.rsd import Branching, StochasticBeams
-from laserbatch.pipeline.decoding.drafters.small_model import SmallModel, SmallModelDrafter
+from laserbatch.pipeline.decoding.drafters.small_model import SmallModel
+from laserbatch.pipeline.decoding.drafters.trained import DrafterCard, TrainedHead, read_card
 from laserbatch.pipeline.decoding.kv_cache import UNBOUNDED
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
 from laserbatch.pipeline.decoding.settings import SAMPLING_RULES, TEXT_SOURCES, Budget, DecodingSettings
 from laserbatch.pipeline.errors import ModelError
+from laserbatch.retrieval_pools.sources import SOURCE_HEAD, SOURCE_MODEL
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,9 @@ class DraftModels:
     """What was trained to draft for a target, loaded; each small model's cache holds `max_tokens`."""
 
     small: tuple[LoadedModel, ...] = ()
+    head: TrainedHead | None = None
     max_tokens: int = UNBOUNDED
+    cards: tuple[DrafterCard | None, ...] = ()
 
     @classmethod
     def load(cls, settings: DecodingSettings, target: LoadedModel, max_tokens: int) -> "DraftModels":
@@ -39,7 +43,19 @@ class DraftModels:
                     f"({target.vocab_size}): a draft model needs its target's tokenizer"
                 )
             small.append(loaded)
-        return cls(tuple(small), max_tokens)
+        head = None if settings.draft_head is None else TrainedHead(settings.draft_head, target)
+        return cls(tuple(small), head, max_tokens, tuple(read_card(folder) for folder in settings.draft_models))
+
+    def of_texts(self, settings: DecodingSettings) -> list[tuple[DraftModel, int]]:
+        """Each with its source, and with nothing known of any text."""
+        limits = settings.batch_size, self.max_tokens
+        models: list[tuple[DraftModel, int]] = []
+        for number, loaded in enumerate(self.small):
+            card = self.cards[number] if number < len(self.cards) else None
+            models.append((SmallModel(loaded, *limits, card and card.log_acceptance), SOURCE_MODEL))
+        if self.head is not None:
+            models.append((self.head.draft_model(*limits), SOURCE_HEAD))
+        return models
 
 
 def vocabulary_of(loaded: LoadedModel) -> dict[str, int] | None:
@@ -59,9 +75,12 @@ def drafter_from(
     if budget.max_draft_tokens == 0:
         return NoDrafter()
     drafters: list[Drafter] = []
-    for loaded in [models.small] if settings.verifier in SAMPLING_RULES else [(one,) for one in models.small]:
-        small = [SmallModel(one, settings.batch_size, models.max_tokens) for one in loaded]
-        drafters.append(SmallModelDrafter(small, growth_of(settings, budget), settings.temperature))
+    growth, found = growth_of(settings, budget), models.of_texts(settings)
+    for source in (SOURCE_MODEL, SOURCE_HEAD) if settings.verifier in SAMPLING_RULES else ():
+        if of_source := [model for model, its in found if its == source]:
+            drafters.append(ModelDrafter(of_source, growth, settings.temperature, source))
+    if settings.verifier not in SAMPLING_RULES:
+        drafters += [ModelDrafter([model], growth, settings.temperature, source) for model, source in found]
     if sources := tuple(source for source in settings.drafters if source in TEXT_SOURCES):
         limits = budget.max_draft_tokens, budget.min_acceptance
         drafters.append(RetrievalDrafter(pool, sources, *limits, num_threads))

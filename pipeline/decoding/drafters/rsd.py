@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from laserbatch.pipeline.decoding.drafters.beams import best_of_trees
-from laserbatch.pipeline.decoding.drafters.growing import GrowingTrees, NextTokens, draft_noise
+from laserbatch.pipeline.decoding.drafters.growing import DraftModel, GrowingTrees, draft_noise
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 
@@ -18,7 +18,7 @@ class Branching:
 
     branching: tuple[int, ...]
 
-    def grow(self, models: SequenceOf[NextTokens], sequences: list[Sequence], temperature: float) -> TreeBatch:
+    def grow(self, models: SequenceOf[DraftModel], sequences: list[Sequence], temperature: float) -> TreeBatch:
         trees = GrowingTrees(len(sequences))
         tree_of, places = np.arange(len(sequences)), np.full(len(sequences), -1)
         for depth, count in enumerate(self.branching):
@@ -39,7 +39,7 @@ class StochasticBeams:
     width: int
     length: int
 
-    def grow(self, models: SequenceOf[NextTokens], sequences: list[Sequence], temperature: float) -> TreeBatch:
+    def grow(self, models: SequenceOf[DraftModel], sequences: list[Sequence], temperature: float) -> TreeBatch:
         trees = GrowingTrees(len(sequences))
         tree_of, places = np.arange(len(sequences)), np.full(len(sequences), -1)
         phi = psi = np.zeros(len(sequences))  # of the beam: log probability, and perturbed and truncated

@@ -1,13 +1,10 @@
 """Small models that draft for the target, each with a KV cache of its own beside the target's."""
 
-from collections.abc import Sequence as SequenceOf
-
 import numpy as np
 import torch
 
 from laserbatch.pipeline.decoding.batch import Feed
-from laserbatch.pipeline.decoding.drafters.drafter import Drafter
-from laserbatch.pipeline.decoding.drafters.growing import Growth
+from laserbatch.pipeline.decoding.drafters.growing import DraftModel
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.load import LoadedModel
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
@@ -15,14 +12,15 @@ from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 
 
-class SmallModel:
+class SmallModel(DraftModel):
     """A loaded model and rows of its cache for the sequences that it drafts for.
 
     A row holds what the sequence's text is but for the last token, which every forward computes anew with the tree.
     """
 
-    def __init__(self, loaded: LoadedModel, max_rows: int, max_tokens: int) -> None:
+    def __init__(self, loaded: LoadedModel, max_rows: int, max_tokens: int, log_acceptance=None) -> None:
         self.max_context = loaded.max_context
+        self.log_acceptance = log_acceptance or self.log_acceptance
         self._cache = KVCache(max_rows, max_tokens)
         self._runner = ModelRunner(loaded.model, self._cache, loaded.device)
         self._rows: dict[int, int] = {}  # by the sequences' `id`
@@ -30,7 +28,6 @@ class SmallModel:
         self._root: torch.Tensor | None = None
 
     def begin(self, sequences: list[Sequence]) -> None:
-        """Read what is new of the sequences, for which `log_q` answers then."""
         new = [Feed(row, one.context[self._cache.lengths[row] :]) for row, one in self._with_rows(sequences)]
         output = self._runner.forward(new)
         batch = output.batch
@@ -50,7 +47,6 @@ class SmallModel:
         return torch.log_softmax(output.rows.of(output.batch.wanted_starts[tree_of] + 1 + places).float(), -1)
 
     def has_room(self, sequence: Sequence) -> bool:
-        """Whether the sequence has a row, or gets one now."""
         if id(sequence) in self._rows:
             return True
         expected = len(sequence.context) + sequence.num_left
@@ -66,29 +62,3 @@ class SmallModel:
 
     def _with_rows(self, sequences: list[Sequence]) -> list[tuple[int, Sequence]]:
         return [(self._rows[id(one)], one) for one in sequences]
-
-
-class SmallModelDrafter(Drafter):
-    """Drafts as small models say (Leviathan et al. 2023; SpecInfer; RSD), in trees that a `Growth` grows.
-
-    Parameters
-    ----------
-    temperature : that texts are sampled at; 0: they are not.
-    """
-
-    def __init__(self, models: SequenceOf[SmallModel], growth: Growth, temperature: float = 0.0) -> None:
-        self._models, self._growth, self._temperature = models, growth, temperature
-
-    @torch.inference_mode()
-    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> TreeBatch:
-        places = [i for i, one in enumerate(sequences) if all([model.has_room(one) for model in self._models])]
-        if not places:
-            return TreeBatch.empty(len(sequences))
-        drafting = [sequences[place] for place in places]
-        for model in self._models:
-            model.begin(drafting)
-        return self._growth.grow(self._models, drafting, self._temperature).spread(places, len(sequences))
-
-    def forget(self, sequence: Sequence) -> None:
-        for model in self._models:
-            model.forget(sequence)

@@ -42,6 +42,8 @@ class StepOutput:
 class ModelRunner:
     """Runs batches through a transformers model whose attention is ours, over one KV cache.
 
+    `model` : that, or something that is its own attribute `fused` and has the calls of a `FusedModel`.
+
     `attention` : "torch", "triton" or "auto", as `decoding.attention`.
 
     Raises
@@ -54,8 +56,8 @@ class ModelRunner:
         self.cache = cache
         self.device = device
         self.last_plan: StepPlan | None = None  # of the newest forward without a kernel, for checks
-        self.head = OutputHead(model)
         self.fused = getattr(model, "fused", None)  # takes the forwards without a kernel, where there is one
+        self.head = self.fused if model is self.fused else OutputHead(model)
         self._attention = attention
         kernel = kernel_for(attention, device)  # takes the forwards, where there is one
         self.buffered = None if kernel is None else BufferedForward(self.head, cache, device, kernel)

@@ -1,0 +1,140 @@
+"""EAGLE's head: one decoder layer that goes on from the target's own features (Li et al., ICML 2024, section 3).
+
+A feature is the target's last hidden state, which its output layer reads. The head has the feature of a token and the
+embedding of the next one, and says the next one's feature; drafting goes on with what it said itself. A head that was
+trained by HASS (Zhang et al., ICLR 2025) is the same head. Of a prompt only the last token's feature is used: others
+may have been computed once for many prompts.
+"""
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from laserbatch.pipeline.decoding.attention.interface import ATTENTION_NAME, StepPlan, planned
+from laserbatch.pipeline.decoding.batch import Batch, Feed
+from laserbatch.pipeline.decoding.device_memory import to_device
+from laserbatch.pipeline.decoding.drafters.drafter import Observation
+from laserbatch.pipeline.decoding.drafters.growing import DraftModel
+from laserbatch.pipeline.decoding.kv_cache import KVCache
+from laserbatch.pipeline.decoding.model.runner import ModelRunner
+from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.token_tree import TreeBatch
+
+
+class EagleHead(nn.Module):
+    """From tokens' features and the embeddings of the next ones to those ones' features.
+
+    `config` : of a Llama whose one layer it is; its attention is what `config._attn_implementation` names.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.join = nn.Linear(2 * config.hidden_size, config.hidden_size)
+        self.layer = LlamaDecoderLayer(config, 0)
+        self.layer.input_layernorm = nn.Identity()  # as in EAGLE
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    def forward(self, embeddings: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """(batch, num_tokens, hidden_size) both, positions (1, num_tokens): features of the next tokens, like them."""
+        hidden = self.join(torch.cat((embeddings, features), -1))
+        found = self.layer(hidden, position_embeddings=self.rotary(hidden, position_ids), position_ids=position_ids)
+        return found if isinstance(found, torch.Tensor) else found[0]
+
+
+class _PackedHead:
+    """A head as `ModelRunner` calls it; `features` (num_tokens, hidden_size) are those of the next forward's tokens."""
+
+    features: torch.Tensor
+
+    def __init__(self, head: EagleHead, embed, logits_of) -> None:
+        head.config._attn_implementation = ATTENTION_NAME
+        self.fused, self._head, self._embed, self.logits_of = self, head, embed, logits_of
+
+    def hidden_of(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
+        """Features of the next tokens of a step: (num_tokens, hidden_size)."""
+        token_ids, position_ids = (
+            to_device(each.astype(np.int64), self.features.device)[None] for each in (batch.token_ids, batch.positions)
+        )
+        with planned(plan):
+            return self._head(self._embed(token_ids), self.features[None], position_ids)[0]
+
+
+class EagleModel(DraftModel):
+    """A head of a target, for the texts that it writes, with a KV cache of its own.
+
+    Parameters
+    ----------
+    embed, logits_of : the target's: token ids int64[n] to (n, hidden_size), that to (n, vocab_size).
+    """
+
+    sees = "texts"
+
+    def __init__(self, head: EagleHead, embed, logits_of, max_rows: int, max_tokens: int, log_acceptance=None) -> None:
+        self._packed = _PackedHead(head, embed, logits_of)
+        self._cache = KVCache(max_rows, max_tokens)
+        self._runner = ModelRunner(self._packed, self._cache, head.join.weight.device)
+        self.log_acceptance = log_acceptance or self.log_acceptance
+        self._rows: dict[int, int] = {}  # by the sequences' `id`
+        self._seen: dict[int, list[torch.Tensor]] = {}  # likewise, features that are not in the cache yet
+        self._feeds: list[Feed] = []
+
+    def has_room(self, sequence: Sequence) -> bool:
+        if id(sequence) not in self._seen:
+            return False
+        if id(sequence) not in self._rows:
+            lease = self._cache.acquire(sequence.context[-1:], sequence.num_left, shares=False)
+            if lease is None:
+                return False
+            self._rows[id(sequence)] = lease.row
+        return True
+
+    def begin(self, sequences: list[Sequence]) -> None:
+        seen = [torch.cat(self._seen[id(one)]) for one in sequences]
+        feeds = [Feed(self._rows[id(one)], one.context[-len(new) :]) for one, new in zip(sequences, seen, strict=True)]
+        self._packed.features = torch.cat(seen)
+        output = self._runner.forward(feeds)
+        batch = output.batch
+        stays = np.ones(len(batch), bool)
+        stays[batch.offsets + batch.num_chain - 1] = False  # the last is fed again, with the tree below it
+        self._cache.commit(batch.rows, batch.num_chain - 1, batch.slot_mapping[stays])
+        self._feeds = [Feed(feed.row, feed.chain_ids[-1:]) for feed in feeds]
+        self._last = torch.stack([new[-1] for new in seen])
+        for one, last in zip(sequences, self._last, strict=True):
+            self._seen[id(one)] = [last[None]]
+        self._found, self._rows_of_trees = output.rows.hidden[batch.wanted], np.arange(len(sequences))
+        self._root = output.rows.of(np.arange(len(sequences)))
+
+    def log_q(self, trees: TreeBatch, tree_of: np.ndarray, places: np.ndarray) -> torch.Tensor:
+        if len(trees) == 0:
+            return torch.log_softmax(self._root[torch.from_numpy(tree_of)].float(), -1)
+        # In a forward's order: of each tree the last token, then its nodes, which go on from what their parents gave.
+        roots = trees.starts + np.arange(trees.num_trees)
+        features = self._last.new_empty(len(trees) + trees.num_trees, self._last.shape[1])
+        features[torch.from_numpy(roots)] = self._last
+        parents = self._rows_of_trees[trees.tree_of] + 1 + trees.parents
+        features[torch.from_numpy(np.arange(len(trees)) + trees.tree_of + 1)] = self._found[torch.from_numpy(parents)]
+        self._packed.features = features
+        output = self._runner.forward(self._feeds, trees)
+        self._found, self._rows_of_trees = output.rows.hidden, roots
+        return torch.log_softmax(output.rows.of(roots[tree_of] + 1 + places).float(), -1)
+
+    @torch.inference_mode()
+    def observe(self, observation: Observation) -> None:
+        ends = np.searchsorted(observation.sequence_of, np.arange(len(observation.sequences) + 1))
+        for sequence, start, end in zip(observation.sequences, ends[:-1], ends[1:], strict=True):
+            seen = self._seen.get(id(sequence), [])
+            num_known = sum(map(len, seen))
+            if id(sequence) in self._rows:
+                num_known += int(self._cache.lengths[self._rows[id(sequence)]])
+            new = start + np.flatnonzero(observation.positions[start:end] >= sequence.num_prompt - 1 + num_known)
+            if len(new):
+                self._seen[id(sequence)] = [*seen, observation.hidden[to_device(new, observation.hidden.device)]]
+
+    def forget(self, sequence: Sequence) -> None:
+        self._seen.pop(id(sequence), None)
+        row = self._rows.pop(id(sequence), None)
+        if row is not None:
+            self._cache.release(row)
